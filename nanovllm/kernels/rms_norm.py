@@ -1,0 +1,17 @@
+"""RMSNorm, and the residual add that precedes it (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467)."""
+
+import torch
+from torch import Tensor
+
+
+def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalise the last dimension of x in float32, round to x's dtype, then scale by weight (transformers' order)."""
+    x32 = x.to(torch.float32)  # `x32` may be `x` itself: nothing below works in place
+    normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+    return normed.to(x.dtype) * weight
+
+
+def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return (rms_norm(x + residual), x + residual), both [num_tokens, hidden] in x's dtype."""
+    residual = x + residual
+    return rms_norm_reference(residual, weight, eps), residual
