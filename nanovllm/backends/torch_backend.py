@@ -19,7 +19,7 @@ def attend_reference(q: Tensor, cache: KVCache, metadata: AttentionMetadata, sca
     The query heads that share a KV head are folded into rows of one matrix (head-major), so that K and V are read
     once and never repeated.
     """
-    k_cache, v_cache = cache
+    k_cache, _ = cache
     block_size, num_kv_heads, head_dim = k_cache.shape[1:]
     group = q.shape[1] // num_kv_heads
     out = torch.empty_like(q)
