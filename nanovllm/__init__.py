@@ -1,5 +1,20 @@
 """nano-vLLM: offline batch inference of Qwen3 models, small enough to read in an afternoon."""
 
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.version import __version__
 
-__all__ = ["__version__"]
+if TYPE_CHECKING:
+    from nanovllm.llm import LLM
+
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import LLM, and with it torch, only when it is asked for."""
+    if name == "LLM":
+        from nanovllm.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

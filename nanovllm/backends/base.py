@@ -1,6 +1,6 @@
 """The interface between the model and what computes it: attention over the paged cache, and the fused small operators.
 
-One object chosen at start-up (`select_backend`) answers for all of them, so that no layer asks where it runs.
+One object chosen at start-up (`make_backend`) answers for all of them, so that no layer asks where it runs.
 """
 
 from dataclasses import dataclass

@@ -1,0 +1,175 @@
+"""The pages of the KV cache: taken, shared by prefix, given back, evicted."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Seq
+
+import xxhash
+
+from nanovllm.engine.sequence import Sequence
+
+
+def prefix_digest(parent: bytes, tokens: bytes) -> bytes:
+    """xxh3_128 over the parent block's digest (b"" for the first block) and the block's token ids."""
+    return xxhash.xxh3_128_digest(parent + tokens)
+
+
+class BlockManager:
+    """Owns `num_blocks` pages of `block_size` tokens. Every operation is O(1) a block.
+
+    A block is in exactly one of three places:
+
+        used        at least one sequence refers to it (`_references[block] > 0`)
+        evictable   nobody refers to it, but its content can be found by digest and revived
+        blank       nobody refers to it, and its content is worthless
+
+    Blank blocks are handed out before evictable ones, and of those the least recently used first. `evictable` is an
+    ordered dict (a linked list with an index) because a hit takes a block out of its middle, which a deque does in
+    O(n). A sequence gives its blocks back tail first, so the tail of a prefix is evicted before its head, without
+    which it could not be found.
+
+    Findable blocks: `_findable[digest]` is the one block with that digest, and `_content[block]` is the digest, the
+    parent's digest and the token ids that it stands for. A hit must agree on all three, so a collision of digests
+    costs a miss, never wrong KV. A block's content is dropped the moment it is handed out anew.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        digest: Callable[[bytes, bytes], bytes] = prefix_digest,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self._digest = digest
+        self._references = [0] * num_blocks
+        self._blank = list(range(num_blocks - 1, -1, -1))
+        self._evictable: OrderedDict[int, None] = OrderedDict()
+        self._findable: dict[bytes, int] = {}
+        self._content: list[tuple[bytes, bytes, bytes] | None] = [None] * num_blocks
+
+    @property
+    def num_free(self) -> int:
+        return len(self._blank) + len(self._evictable)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - self.num_free
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def find_prefix(self, seq: Sequence) -> list[int]:
+        """The longest run of blocks, from the first, that hold the KV of the sequence's tokens.
+
+        At most (known tokens - 1) // block_size of them: at least one token is always left to compute, into a block
+        that is the sequence's own, so nobody ever writes into a shared block.
+        """
+        hits: list[int] = []
+        if not self.enable_prefix_caching:
+            return hits
+        for index in range((len(seq.token_ids) - 1) // self.block_size):
+            content = self._content_of(seq, index)
+            block = self._findable.get(content[0])
+            if block is None or self._content[block] != content:
+                break
+            hits.append(block)
+        return hits
+
+    def can_take(self, count: int, hits: Seq[int]) -> bool:
+        """Whether `count` blocks could be taken after `hits` are referenced."""
+        revived = sum(1 for block in hits if self._references[block] == 0)
+        return count <= self.num_free - revived
+
+    def share(self, hits: Iterable[int]) -> None:
+        """Refer to blocks that were found. To be done before anything is taken: taking could evict them."""
+        for block in hits:
+            if self._references[block] == 0:
+                del self._evictable[block]
+            self._references[block] += 1
+
+    def take(self, count: int) -> list[int]:
+        """`count` blocks with no content. The caller has asked `can_take` (RuntimeError if they are not there)."""
+        if count > self.num_free:
+            raise RuntimeError(f"{count} blocks wanted, {self.num_free} of {self.num_blocks} free")
+        taken = []
+        for _ in range(count):
+            if self._blank:
+                block = self._blank.pop()
+            else:
+                block, _ = self._evictable.popitem(last=False)
+                self._forget(block)
+            self._references[block] = 1
+            taken.append(block)
+        return taken
+
+    def release(self, blocks: Seq[int]) -> None:
+        """Give back one reference to each block of a block table, in the table's order."""
+        for block in reversed(blocks):
+            references = self._references[block] = self._references[block] - 1
+            if references > 0:
+                continue
+            if references < 0:
+                raise RuntimeError(f"block {block} given back more often than it was taken")
+            if self._content[block] is None:
+                self._blank.append(block)
+            else:
+                self._evictable[block] = None
+
+    def register(self, seq: Sequence, index: int) -> bool:
+        """Make block `index` of the sequence, full and of known tokens, findable.
+
+        False if other content holds its digest: then no later block of the sequence may be registered either, for
+        its parent could not be found. If equal content is findable in another block, that one stays.
+        """
+        content = self._content_of(seq, index)
+        holder = self._findable.get(content[0])
+        if holder is not None:
+            return self._content[holder] == content
+        block = seq.block_table[index]
+        if self._content[block] is not None:
+            raise RuntimeError(f"block {block} registered twice")
+        self._findable[content[0]] = block
+        self._content[block] = content
+        return True
+
+    def forget_all(self) -> None:
+        """Forget the prefix cache: after a failed step nobody knows what the cache holds."""
+        self._blank.extend(self._evictable)
+        self._evictable.clear()
+        self._findable.clear()
+        self._content = [None] * self.num_blocks
+
+    def check_integrity(self) -> None:
+        """Raise a RuntimeError unless every block is in exactly one place and the index agrees with the contents."""
+        used = {block for block, references in enumerate(self._references) if references > 0}
+        blank, evictable = set(self._blank), set(self._evictable)
+        counts = (len(used), len(self._blank), len(self._evictable))
+        if sum(counts) != self.num_blocks or used | blank | evictable != set(range(self.num_blocks)):
+            raise RuntimeError("used {} + blank {} + evictable {} blocks".format(*counts) + f" != {self.num_blocks}")
+        if min(self._references, default=0) < 0:
+            raise RuntimeError("a block has a negative reference count")
+        findable = {block: content[0] for block, content in enumerate(self._content) if content is not None}
+        if findable != {block: digest for digest, block in self._findable.items()}:
+            raise RuntimeError("the digest index and the blocks' contents disagree")
+        if blank & findable.keys() or evictable - findable.keys():
+            raise RuntimeError("a blank block is findable, or an evictable one is not")
+
+    def _content_of(self, seq: Sequence, index: int) -> tuple[bytes, bytes, bytes]:
+        """(digest, parent's digest, token ids) of a full block of the sequence."""
+        size = self.block_size
+        digests = seq.digests
+        while len(digests) <= index:
+            start = len(digests) * size
+            parent = digests[-1] if digests else b""
+            digests.append(self._digest(parent, seq.token_ids[start : start + size].tobytes()))
+        tokens = seq.token_ids[index * size : (index + 1) * size].tobytes()
+        return digests[index], digests[index - 1] if index else b"", tokens
+
+    def _forget(self, block: int) -> None:
+        content = self._content[block]
+        if content is not None:
+            del self._findable[content[0]]
+            self._content[block] = None

@@ -1,0 +1,288 @@
+"""The producer-consumer loop: requests in, steps planned and launched, tokens taken in, outputs out."""
+
+import logging
+import struct
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from nanovllm.config import EngineConfig
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.model_runner import ModelRunner, StepHandle
+from nanovllm.engine.scheduler import Batch, Scheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.tokenizer import Tokenizer
+from nanovllm.layers.parallel import Parallel
+from nanovllm.models.config import load_model_config, read_json
+from nanovllm.models.presets import PRESETS, preset_config
+from nanovllm.sampling_params import SamplingParams, as_integer
+from nanovllm.utils.hub import find_model
+from nanovllm.utils.interrupt import HoldInterrupt
+
+logger = logging.getLogger(__name__)
+
+Prompt = str | list[int] | Mapping[str, Any]
+Output = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt, tokenised and validated, and how to sample it. Made by `LLMEngine.prepare`."""
+
+    prompt_token_ids: list[int]
+    params: SamplingParams
+
+
+def derive_seed(engine_seed: int, key: int | str) -> int:
+    """A request's seed, 64 bits: from the engine's and the request's number, or a name of the caller's choice."""
+    suffix = struct.pack("<q", key) if isinstance(key, int) else key.encode()
+    return xxhash.xxh3_64_intdigest(struct.pack("<q", engine_seed) + suffix)
+
+
+class LLMEngine:
+    """Owns the control plane and the runner, and moves requests through them.
+
+        request -> Sequence -> waiting -> schedule() -> launch(plan) -> handle.result() -> update() -> output
+
+    At depth 1 a launch is followed by its result. At depth 2 step N + 1 is planned and launched while the device
+    runs step N, and the host reads tokens one step late: the same code, with one more handle in `_in_flight`.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Load the model and make the KV cache; ValueError for whatever `config` asks that cannot be had."""
+        folder: Path | None = None
+        name = config.model.lower()
+        if config.load_format == "dummy" and name in PRESETS:
+            source, data = f"preset {name}", preset_config(name)
+        else:
+            folder = find_model(config.model)
+            source = str(folder / "config.json")
+            data = read_json(folder / "config.json")
+        hf_config = load_model_config(data, source)
+        self.config = config = config.resolve(hf_config)
+        self.vocab_size = int(hf_config.vocab_size)
+        self.tokenizer = Tokenizer(folder) if folder is not None and Tokenizer.is_in(folder) else None
+        self._read_generation_config(folder, data)
+        self.runner = ModelRunner(config, hf_config, None if config.load_format == "dummy" else folder, Parallel())
+        num_blocks = self.runner.count_blocks()
+        self.runner.allocate_cache(num_blocks)
+        self.depth = 2 if config.overlap and config.device.startswith("cuda") else 1
+        self.scheduler = Scheduler(
+            BlockManager(num_blocks, config.block_size, config.enable_prefix_caching),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            vocab_size=self.vocab_size,
+        )
+        self.num_steps = 0
+        self.num_prefill_tokens = 0
+        self.num_generated_tokens = 0
+        self._num_requests = 0
+        self._in_flight: deque[tuple[Batch, StepHandle]] = deque()
+        self._streaming = False
+        self.closed = False
+        logger.info("%s on %s, %s, %s attention", config.model, config.device, config.dtype, config.attention_backend)
+
+    def _read_generation_config(self, folder: Path | None, data: Mapping[str, Any]) -> None:
+        """End-of-sequence ids are the union of generation_config.json's and the tokenizer's (else config.json's)."""
+        path = folder / "generation_config.json" if folder is not None else None
+        generation = read_json(path) if path is not None and path.is_file() else {}
+        eos = generation.get("eos_token_id", data.get("eos_token_id"))
+        ids = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
+        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
+            ids.add(self.tokenizer.eos_token_id)
+        self.eos_token_ids = frozenset(i for i in ids if 0 <= i < self.vocab_size)
+        self.default_params = SamplingParams.from_generation_config(generation)
+
+    # ---- requests
+
+    def prepare(self, prompt: Prompt, params: SamplingParams | None) -> Request:
+        """Tokenise and validate one request.
+
+        Raises:
+            ValueError: what is wrong with it, the limit, and the option to change.
+        """
+        params = self.default_params if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params is {params!r}; it must be a SamplingParams")
+        if bad := [i for i in params.stop_token_ids or () if not 0 <= i < self.vocab_size]:
+            raise ValueError(f"stop_token_ids has {bad[0]}; the vocabulary is 0..{self.vocab_size - 1}")
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
+        token_ids = self._tokenize(prompt)
+        if not token_ids:
+            raise ValueError("the prompt is empty; it must have at least one token")
+        limit = self.config.max_model_len
+        if len(token_ids) >= limit:
+            raise ValueError(
+                f"the prompt has {len(token_ids)} tokens; with max_model_len={limit} it may have at most {limit - 1}: "
+                "shorten it or raise max_model_len"
+            )
+        if min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
+            bad_id = next(i for i in token_ids if not 0 <= i < self.vocab_size)
+            raise ValueError(f"the prompt has token id {bad_id}; the vocabulary is 0..{self.vocab_size - 1}")
+        return Request(token_ids, params)
+
+    def _tokenize(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, Mapping):
+            keys = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
+            unknown = prompt.keys() - {"prompt_token_ids", "prompt"}
+            if unknown or not keys:
+                found = ", ".join(map(repr, prompt)) or "no keys"
+                raise ValueError(f'a prompt has {found}; it must have "prompt" or "prompt_token_ids"')
+            prompt = prompt[keys[0]]
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("the prompt is a string, and this model has no tokenizer: pass token ids")
+            return self.tokenizer.encode(prompt)
+        if isinstance(prompt, Mapping) or not isinstance(prompt, Iterable):
+            raise ValueError(f"a prompt is {prompt!r}; it must be a string, a list of token ids, or a dict of either")
+        return [as_integer(i, "a token id of the prompt") for i in prompt]
+
+    def add(self, request: Request) -> Sequence:
+        """Queue a request. Its seed is fixed here: its own, or one from the engine's seed and its number."""
+        params = request.params
+        seed = derive_seed(self.config.seed, self._num_requests) if params.seed is None else params.seed
+        seq = Sequence(
+            self._num_requests,
+            request.prompt_token_ids,
+            params,
+            max_model_len=self.config.max_model_len,
+            seed=seed & 0xFFFFFFFFFFFFFFFF,
+            eos_token_ids=self.eos_token_ids,
+            stop_matcher=self.tokenizer.stop_matcher(params) if self.tokenizer is not None else None,
+        )
+        self._num_requests += 1
+        self.scheduler.add(seq)
+        return seq
+
+    # ---- the loop
+
+    def step(self) -> list[Sequence]:
+        """One turn of the loop: launch the next step if there is one, then read the oldest once the pipe is full.
+
+        Returns the sequences that ended. An exception leaves an engine without requests and with an empty prefix
+        cache, usable; after a CUDA error, which spoils the process's context, a closed one.
+        """
+        try:
+            batch = self.scheduler.schedule()
+            if batch is not None:
+                self._in_flight.append((batch, self.runner.launch(batch.plan)))
+                self.num_steps += 1
+                if len(self._in_flight) < self.depth:
+                    return []
+            elif not self._in_flight:
+                raise RuntimeError(f"nothing can run: {self.scheduler.describe()}")
+            batch, handle = self._in_flight.popleft()
+            result = handle.result()
+            self.num_prefill_tokens += batch.plan.num_tokens - len(batch.seqs)
+            self.num_generated_tokens += len(batch.seqs)
+            return self.scheduler.update(batch, result.token_ids, result.logprobs)
+        except BaseException as error:
+            self._recover(error)
+            raise
+
+    def _recover(self, error: BaseException) -> None:
+        """After a failed step: nobody knows what the cache holds, so forget it; drop every sequence."""
+        self.abort_all()
+        self.scheduler.block_manager.forget_all()
+        if "CUDA" in str(error) and isinstance(error, RuntimeError):
+            logger.error("the engine is closed: after a CUDA error nothing on the device can be trusted")
+            self.close()
+
+    def abort_all(self) -> None:
+        """Wait for what is in flight, drop its results, and end every sequence."""
+        while self._in_flight:
+            _, handle = self._in_flight.popleft()
+            try:
+                handle.result()
+            except Exception as error:
+                logger.warning("a step in flight failed too: %s", error)
+        self.scheduler.abort_all()
+
+    def run(self, requests: Iterable[Request]) -> Iterator[tuple[int, Sequence]]:
+        """Run requests, taken lazily, and yield (its number among them, ended sequence) as each ends.
+
+        At most 2 x max_num_seqs are held waiting. Ctrl-C is held until the step in hand has ended. However this
+        generator is left, no sequence stays behind.
+
+        Raises:
+            RuntimeError: the engine is closed, or another run is open.
+        """
+        if self.closed:
+            raise RuntimeError("the engine is closed")
+        if self._streaming:
+            raise RuntimeError("another generate() or stream() of this engine is open: finish or close it first")
+        self._streaming = True
+        incoming = enumerate(requests)
+        numbers: dict[Sequence, int] = {}
+        exhausted = False
+        hold = HoldInterrupt(on_second=self.close)
+        try:
+            while True:
+                while not exhausted and len(self.scheduler.waiting) < 2 * self.config.max_num_seqs:
+                    number, request = next(incoming, (-1, None))
+                    if request is None:
+                        exhausted = True
+                    else:
+                        numbers[self.add(request)] = number
+                if not numbers:
+                    return
+                with hold:
+                    finished = self.step()
+                for seq in finished:
+                    yield numbers.pop(seq), seq
+                if self.closed:
+                    raise RuntimeError("the engine was closed while requests were running")
+        finally:
+            self._streaming = False
+            if not self.closed:
+                self.abort_all()
+
+    def output(self, seq: Sequence) -> Output:
+        """What the caller gets of an ended sequence."""
+        token_ids = seq.output_token_ids
+        output: Output = {
+            "text": self._text(seq, token_ids),
+            "token_ids": token_ids,
+            "finish_reason": seq.finish_reason,
+            "prompt_token_ids": seq.prompt_token_ids,
+            "num_cached_tokens": seq.num_cached_tokens or 0,
+        }
+        if seq.params.logprobs is not None:
+            output["logprobs"] = seq.logprobs
+        return output
+
+    def _text(self, seq: Sequence, token_ids: list[int]) -> str:
+        if self.tokenizer is None:
+            return ""
+        if seq.finish_reason == "stop":
+            if token_ids[-1] in seq.stop_ids:
+                token_ids = token_ids[:-1]
+            elif seq.stop_matcher is not None:
+                return seq.stop_matcher.text
+        return self.tokenizer.decode(token_ids, seq.params.skip_special_tokens)
+
+    def stats(self) -> dict[str, int]:
+        """Cumulative counts since the engine was made, and the blocks as they are."""
+        scheduler = self.scheduler
+        return {
+            "num_steps": self.num_steps,
+            "num_prompt_tokens": scheduler.num_prompt_tokens,
+            "num_cached_tokens": scheduler.num_cached_tokens,
+            "num_generated_tokens": self.num_generated_tokens,
+            "num_preemptions": scheduler.num_preemptions,
+            "num_free_blocks": scheduler.block_manager.num_free,
+            "num_blocks": scheduler.block_manager.num_blocks,
+        }
+
+    def close(self) -> None:
+        """Free the model and the cache. Closing twice is allowed; anything else on a closed engine is refused."""
+        if not self.closed:
+            self.closed = True
+            self._in_flight.clear()
+            self.scheduler.abort_all()
+            self.runner.close()

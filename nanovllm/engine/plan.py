@@ -1,0 +1,86 @@
+"""What crosses from planning to doing: plain arrays, packed into one."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+IntArray = NDArray[np.int32]
+
+ROW_SAMPLING = np.dtype(
+    [
+        ("row", "<i4"),
+        ("temperature", "<f4"),
+        ("top_k", "<i4"),
+        ("top_p", "<f4"),
+        ("min_p", "<f4"),
+        ("seed_low", "<u4"),
+        ("seed_high", "<u4"),
+        ("num_logprobs", "<i4"),  # -1: none asked for
+    ]
+)
+"""The sampling values of a row, told once, when a sequence moves in. 4-byte fields, so that it packs as int32."""
+
+HEADER = 5
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step's work. Decodes (num_scheduled == 1) come first, then longer rows, each in order of admission.
+
+    A resident sequence owns one row of the device's tables from admission to release. Nothing tells the runner of a
+    release: the next owner of a row overwrites what it needs.
+
+    Attributes:
+        rows: int32 [num_seqs], the row of each scheduled sequence.
+        num_computed: int32 [num_seqs], tokens whose KV is in the cache before this step.
+        num_scheduled: int32 [num_seqs], tokens to compute in this step, at least 1.
+        samples: int32 [num_seqs], 1 where a token is to be sampled: the step computes the sequence's last token.
+        token_ids: int32 [num_tokens], the tokens to compute, sequence after sequence. -1 is the token that was
+            sampled last for that row: it is on the device, and the host may not know it yet.
+        block_entries: int32 [n, 3], new (row, index, block) entries of the block tables.
+        new_rows: ROW_SAMPLING [n], the sampling values of rows that have a new owner.
+    """
+
+    rows: IntArray
+    num_computed: IntArray
+    num_scheduled: IntArray
+    samples: IntArray
+    token_ids: IntArray
+    block_entries: IntArray
+    new_rows: NDArray[Any]
+
+    @property
+    def num_seqs(self) -> int:
+        return len(self.rows)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_decodes(self) -> int:
+        return int(np.count_nonzero(self.num_scheduled == 1))
+
+    def pack(self) -> IntArray:
+        """The plan as one int32 array: a header of counts, then the arrays one after another."""
+        counts = (self.num_seqs, self.num_decodes, self.num_tokens, len(self.block_entries), len(self.new_rows))
+        per_seq = (self.rows, self.num_computed, self.num_scheduled, self.samples)
+        rest = (self.token_ids, self.block_entries.reshape(-1), self.new_rows.view(np.int32))
+        return np.concatenate((np.array(counts, np.int32), *per_seq, *rest))
+
+    @staticmethod
+    def unpack(packed: IntArray) -> "StepPlan":
+        """The plan that was packed; its arrays are views of `packed`."""
+        num_seqs, _, num_tokens, num_entries, num_new_rows = packed[:HEADER].tolist()
+        lengths = [num_seqs] * 4 + [num_tokens, 3 * num_entries, num_new_rows * ROW_SAMPLING.itemsize // 4]
+        ends = (HEADER + np.cumsum(lengths)).tolist()
+        *parts, entries, new_rows = (packed[end - n : end] for end, n in zip(ends, lengths, strict=True))
+        return StepPlan(*parts, entries.reshape(-1, 3), new_rows.view(ROW_SAMPLING))
+
+    @staticmethod
+    def max_packed_size(max_num_seqs: int, max_num_batched_tokens: int, max_blocks_per_seq: int) -> int:
+        """int32 elements of the largest plan that a configuration allows."""
+        entries = 3 * max_num_seqs * max_blocks_per_seq
+        return HEADER + 4 * max_num_seqs + max_num_batched_tokens + entries + max_num_seqs * ROW_SAMPLING.itemsize // 4

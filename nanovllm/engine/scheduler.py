@@ -1,0 +1,384 @@
+"""Which sequences run in the next step, and how many tokens of each."""
+
+from collections import deque
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.plan import ROW_SAMPLING, IntArray, StepPlan
+from nanovllm.engine.sequence import Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A plan, and for whom its sampled tokens are: `seqs[i]` gets the i-th of them.
+
+    A step is read one or more steps after it was planned; by then a sequence may have ended or been preempted, and
+    its row may have a new owner. `generations` tells: it is the row's generation at the time of planning.
+    """
+
+    plan: StepPlan
+    seqs: list[Sequence]
+    rows: IntArray
+    generations: IntArray
+
+
+class RowTable:
+    """The counts of resident sequences, by row: flat arrays, because schedule and update visit all rows each step.
+
+        tokens of a row   0 ........ computed ........ known ........ planned ........ limit
+        computed          their KV is in the cache once every launched step has run
+        known             the host knows their ids
+        planned           known, and those that launched steps will sample (placeholders)
+
+    `computed <= planned` always; a row wants `planned - computed` tokens computed, but never its token `limit - 1`,
+    whose successor nobody needs.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        def zeros() -> IntArray:
+            return np.zeros(num_rows, np.int32)
+
+        self.computed, self.known, self.planned, self.limit = zeros(), zeros(), zeros(), zeros()
+        self.resident_from = zeros()
+        """Tokens known when the sequence moved in; later ones were sampled into the device's tables."""
+        self.num_blocks = zeros()
+        self.num_registered = zeros()
+        """Full blocks that are findable, or never will be."""
+        self.generation = zeros()
+        """Counts a row's owners."""
+        self.watches_text = np.zeros(num_rows, bool)
+
+
+class Scheduler:
+    """Plans steps for the sequences it holds, and takes in what the steps sampled.
+
+    One rule instead of phases: a step gives a sequence its tokens that are planned but not computed, capped by what
+    is left of the step's budget. Running sequences come first, in order of admission, then waiting ones, in order.
+    As admission stops where the budget is spent, only the last running sequence can want more than one token, and at
+    most one prompt of a step is cut; and as each running sequence costs a token, no more run than a budget serves.
+    """
+
+    def __init__(
+        self, block_manager: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int, vocab_size: int
+    ) -> None:
+        self.block_manager = block_manager
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        """Resident sequences in order of admission."""
+        self._order = np.empty(0, np.int32)  # the rows of `running`
+        self._table = RowTable(max_num_seqs)
+        self._owner: list[Sequence | None] = [None] * max_num_seqs
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._may_stop = np.zeros(vocab_size, bool)
+        """Token ids that end at least one sequence ever added: others need no second look."""
+        self._block_entries: list[tuple[int, int, int]] = []
+        self._new_rows: list[tuple[Any, ...]] = []
+        self.num_preemptions = 0
+        self.num_prompt_tokens = 0
+        self.num_cached_tokens = 0
+
+    def add(self, seq: Sequence) -> None:
+        self._may_stop[list(seq.stop_ids)] = True
+        self.waiting.append(seq)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    # ---- schedule
+
+    def schedule(self) -> Batch | None:
+        """Plan the next step, or None if nothing can be computed before a launched step is read."""
+        rows, share, preempted = self._share_budget()
+        starts = self._table.computed[rows]
+        self._table.computed[rows] = starts + share
+        self._grow_blocks(rows)
+        self._register_blocks(rows)
+        budget = self.max_num_batched_tokens - int(share.sum())
+        if not preempted and self.waiting and budget > 0:
+            rows, starts, share = self._admit(budget, rows, starts, share)
+        if len(rows) == 0:
+            return None
+        if not (share == 1).all():
+            decodes_first = np.argsort(share > 1, kind="stable")
+            rows, starts, share = rows[decodes_first], starts[decodes_first], share[decodes_first]
+        return self._make_batch(rows, starts, share)
+
+    def _share_budget(self) -> tuple[IntArray, IntArray, bool]:
+        """The running rows that compute in this step, how many tokens each, and whether room had to be made.
+
+        While blocks are lacking, the most recently admitted sequence goes: possibly the one that asks for them. The
+        first admitted always stays, and the pool holds at least one sequence of any allowed length.
+        """
+        table, manager = self._table, self.block_manager
+        preempted = False
+        while True:
+            rows = self._order
+            share = np.where(table.planned[rows] < table.limit[rows], table.planned[rows] - table.computed[rows], 0)
+            if len(rows) and share.sum() > self.max_num_batched_tokens:
+                spent_before = share.cumsum() - share
+                share = np.minimum(share, np.maximum(self.max_num_batched_tokens - spent_before, 0))
+            missing = -(-(table.computed[rows] + share) // manager.block_size) - table.num_blocks[rows]
+            if np.maximum(missing, 0).sum() <= manager.num_free:
+                break
+            self._preempt(self.running[-1])
+            preempted = True
+        if not share.all():
+            rows, share = rows[share > 0], share[share > 0]
+        return rows, share.astype(np.int32), preempted
+
+    def _grow_blocks(self, rows: IntArray) -> None:
+        """Take the blocks that the rows' computed tokens need."""
+        table = self._table
+        wanted = -(-table.computed[rows] // self.block_manager.block_size)
+        for i in np.flatnonzero(wanted > table.num_blocks[rows]).tolist():
+            row = int(rows[i])
+            seq = self._owner[row]
+            assert seq is not None
+            self._extend_table(seq, self.block_manager.take(int(wanted[i]) - len(seq.block_table)))
+
+    def _extend_table(self, seq: Sequence, blocks: list[int]) -> None:
+        start = len(seq.block_table)
+        seq.block_table.extend(blocks)
+        self._block_entries.extend((seq.row, start + i, block) for i, block in enumerate(blocks))
+        self._table.num_blocks[seq.row] = len(seq.block_table)
+
+    def _register_blocks(self, rows: IntArray) -> None:
+        """Make findable every full block whose tokens are both planned for computing and known.
+
+        Within a step every layer stores K and V before it attends, so a block may be hit by another sequence of the
+        very step that computes it; a placeholder has no id to be found by.
+        """
+        if not self.block_manager.enable_prefix_caching:
+            return
+        table = self._table
+        full = np.minimum(table.computed[rows], table.known[rows]) // self.block_manager.block_size
+        for i in np.flatnonzero(full > table.num_registered[rows]).tolist():
+            row = int(rows[i])
+            seq = self._owner[row]
+            assert seq is not None
+            for index in range(int(table.num_registered[row]), int(full[i])):
+                if not self.block_manager.register(seq, index):
+                    table.num_registered[row] = np.iinfo(np.int32).max
+                    break
+            else:
+                table.num_registered[row] = full[i]
+
+    def _admit(
+        self, budget: int, rows: IntArray, starts: IntArray, share: IntArray
+    ) -> tuple[IntArray, IntArray, IntArray]:
+        """Move waiting sequences in, in order, while rows, blocks and budget last; each gets all its blocks at once."""
+        manager = self.block_manager
+        admitted: list[tuple[int, int, int]] = []
+        while self.waiting and self._free_rows and budget > 0:
+            seq = self.waiting[0]
+            if seq.num_in_flight:
+                break  # its next token is still to come: readmitting it now would recompute without it
+            hits = manager.find_prefix(seq)
+            num_known = len(seq.token_ids)
+            num_new = manager.blocks_for(num_known) - len(hits)
+            if not manager.can_take(num_new, hits):
+                break
+            self.waiting.popleft()
+            cached = len(hits) * manager.block_size
+            scheduled = min(num_known - cached, budget)
+            budget -= scheduled
+            self._move_in(seq, cached, cached + scheduled, len(hits))
+            manager.share(hits)
+            self._extend_table(seq, hits + manager.take(num_new))
+            admitted.append((seq.row, cached, scheduled))
+            self._register_blocks(np.array([seq.row], np.int32))
+        if admitted:
+            self._order = np.array([seq.row for seq in self.running], np.int32)
+            new = np.array(admitted, np.int32).T
+            rows, starts, share = (np.concatenate(pair) for pair in zip((rows, starts, share), new, strict=True))
+        return rows, starts, share
+
+    def _move_in(self, seq: Sequence, cached: int, computed: int, num_hits: int) -> None:
+        """Give a sequence a row; its sampling values go out with the plan."""
+        table, params = self._table, seq.params
+        row = seq.row = self._free_rows.pop()
+        self._owner[row] = seq
+        self.running.append(seq)
+        table.known[row] = table.planned[row] = table.resident_from[row] = len(seq.token_ids)
+        table.computed[row], table.limit[row] = computed, seq.limit
+        table.num_registered[row] = num_hits
+        table.watches_text[row] = seq.stop_matcher is not None
+        if seq.num_cached_tokens is None:
+            seq.num_cached_tokens = cached
+            self.num_prompt_tokens += seq.num_prompt_tokens
+            self.num_cached_tokens += cached
+        seed = (seq.seed & 0xFFFFFFFF, seq.seed >> 32 & 0xFFFFFFFF)
+        num_logprobs = -1 if params.logprobs is None else params.logprobs
+        self._new_rows.append((row, params.temperature, params.top_k, params.top_p, params.min_p, *seed, num_logprobs))
+
+    def _make_batch(self, rows: IntArray, starts: IntArray, share: IntArray) -> Batch:
+        table = self._table
+        on_device = starts >= table.resident_from[rows]
+        token_ids = np.full(int(share.sum()), -1, np.int32)
+        if not on_device.all():
+            ends_in_step = share.cumsum()
+            for i in np.flatnonzero(~on_device).tolist():
+                seq, start, n = self._owner[rows[i]], int(starts[i]), int(share[i])
+                assert seq is not None
+                token_ids[ends_in_step[i] - n : ends_in_step[i]] = seq.token_ids[start : start + n]
+        samples = (starts + share == table.planned[rows]).astype(np.int32)
+        table.planned[rows] += samples
+        plan = StepPlan(
+            rows=rows,
+            num_computed=starts,
+            num_scheduled=share,
+            samples=samples,
+            token_ids=token_ids,
+            block_entries=np.array(self._block_entries, np.int32).reshape(-1, 3),
+            new_rows=np.array(self._new_rows, ROW_SAMPLING),
+        )
+        self._block_entries.clear()
+        self._new_rows.clear()
+        sampled = rows[samples > 0]
+        owner = self._owner
+        seqs: list[Sequence] = [owner[row] for row in sampled.tolist()]  # type: ignore[misc]  # none is None
+        return Batch(plan, seqs, sampled, table.generation[sampled])
+
+    # ---- update
+
+    def update(
+        self, batch: Batch, token_ids: IntArray, logprobs: Seq[dict[int, float] | None] | None = None
+    ) -> list[Sequence]:
+        """Append what a step sampled and return the sequences that ended by it; their rows and blocks are free.
+
+        Args:
+            token_ids: int32 [len(batch.seqs)].
+            logprobs: for each of batch.seqs, what its request asked for.
+        """
+        table, rows, seqs = self._table, batch.rows, batch.seqs
+        finished: list[Sequence] = []
+        resident = table.generation[rows] == batch.generations
+        if not resident.all():
+            for i in np.flatnonzero(~resident).tolist():
+                if self._deliver_late(seqs[i], int(token_ids[i]), logprobs and logprobs[i]):
+                    finished.append(seqs[i])
+            kept = np.flatnonzero(resident)
+            rows, token_ids, seqs = rows[kept], token_ids[kept], [seqs[i] for i in kept.tolist()]
+            logprobs = logprobs and [logprobs[i] for i in kept.tolist()]
+        for seq, token_id in zip(seqs, token_ids.tolist(), strict=True):
+            seq.token_ids.append(token_id)
+        if logprobs:
+            for seq, values in zip(seqs, logprobs, strict=True):
+                if values is not None:
+                    seq.logprobs.append(values)
+        table.known[rows] += 1
+        suspect = self._may_stop[token_ids] | (table.known[rows] >= table.limit[rows]) | table.watches_text[rows]
+        ended = False
+        for i in np.flatnonzero(suspect).tolist():
+            if (reason := seqs[i].ending()) is not None:
+                self._release(seqs[i])
+                seqs[i].finish_reason = reason
+                finished.append(seqs[i])
+                ended = True
+        if ended:
+            self._compact_running()
+            rows = rows[table.generation[rows] == batch.generations[resident]]
+        self._register_blocks(rows)
+        return finished
+
+    def _deliver_late(self, seq: Sequence, token_id: int, logprobs: dict[int, float] | None) -> bool:
+        """A token for a sequence that has lost its row since: dropped if it has ended, kept if it was preempted.
+
+        True if the token ends it.
+        """
+        if seq.finish_reason is not None:
+            return False
+        seq.num_in_flight -= 1
+        seq.token_ids.append(token_id)
+        if logprobs is not None:
+            seq.logprobs.append(logprobs)
+        reason = seq.ending()
+        if reason is None:
+            return False
+        self.waiting.remove(seq)  # near the front, where the preempted are
+        seq.finish_reason = reason
+        return True
+
+    # ---- leaving
+
+    def abort(self, seq: Sequence) -> None:
+        """End a sequence now. What launched steps sample for it is dropped when it arrives."""
+        if seq.finish_reason is not None:
+            return
+        if seq.row >= 0:
+            self._release(seq)
+            self._compact_running()
+        else:
+            self.waiting.remove(seq)
+        seq.finish_reason = "abort"
+
+    def abort_all(self) -> None:
+        """End every sequence. Only to be done when no launched step is left to be read."""
+        for seq in self.running:
+            self._release(seq)
+            seq.finish_reason = "abort"
+        for seq in self.waiting:
+            seq.finish_reason = "abort"
+        self.waiting.clear()
+        self._block_entries.clear()
+        self._new_rows.clear()
+        self._compact_running()
+
+    def describe(self) -> str:
+        """Where everything is, for an error message."""
+        manager = self.block_manager
+        waiting = ", ".join(map(repr, list(self.waiting)[:3]))
+        return (
+            f"{len(self.running)} running, {len(self.waiting)} waiting ({waiting} first), "
+            f"{manager.num_free} of {manager.num_blocks} blocks free, {len(self._free_rows)} rows free"
+        )
+
+    def _preempt(self, seq: Sequence) -> None:
+        """Take everything back from the last of `running`; it will be computed anew, from the front of the queue."""
+        row = seq.row
+        seq.num_in_flight = int(self._table.planned[row] - self._table.known[row])
+        self._release(seq)
+        self.running.pop()
+        self._order = self._order[:-1]
+        self.waiting.appendleft(seq)
+        self.num_preemptions += 1
+
+    def _release(self, seq: Sequence) -> None:
+        """Free a sequence's blocks and row at once: device work is in order, so later steps may have them."""
+        self.block_manager.release(seq.block_table)
+        seq.block_table = []
+        self._owner[seq.row] = None
+        self._table.generation[seq.row] += 1
+        self._free_rows.append(seq.row)
+        seq.row = -1
+
+    def _compact_running(self) -> None:
+        self.running = [seq for seq in self.running if seq.row >= 0]
+        self._order = np.array([seq.row for seq in self.running], np.int32)
+
+    def check_integrity(self) -> None:
+        """Raise a RuntimeError unless rows, tables and blocks agree."""
+        table = self._table
+        self.block_manager.check_integrity()
+        references = [0] * self.block_manager.num_blocks
+        for seq in self.running:
+            row = seq.row
+            if self._owner[row] is not seq or len(seq.block_table) != table.num_blocks[row]:
+                raise RuntimeError(f"{seq} and its row {row} disagree")
+            counts = (0, table.computed[row], table.planned[row], table.limit[row])
+            if list(counts) != sorted(counts) or table.known[row] != len(seq.token_ids):
+                raise RuntimeError(f"{seq}: computed, planned, limit are {counts[1:]}, known {table.known[row]}")
+            for block in seq.block_table:
+                references[block] += 1
+        if references != self.block_manager._references:
+            raise RuntimeError("the block tables and the blocks' reference counts disagree")
+        if self._order.tolist() != [seq.row for seq in self.running]:
+            raise RuntimeError("the order of rows and the running sequences disagree")
+        if len(self.running) + len(self._free_rows) != len(self._owner):
+            raise RuntimeError(f"{len(self.running)} running + {len(self._free_rows)} free rows != {len(self._owner)}")

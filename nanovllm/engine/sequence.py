@@ -1,0 +1,99 @@
+"""One request on its way through the engine."""
+
+from array import array
+from collections.abc import Iterable
+from typing import Literal, Protocol
+
+from nanovllm.sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+class StopMatcher(Protocol):
+    """Watches a sequence's text for its stop strings."""
+
+    def feed(self, token_id: int) -> bool:
+        """Take the next token; True once a stop string is complete."""
+        ...
+
+
+class Sequence:
+    """One request: its tokens, its limits, and (while it is resident) its row and its blocks.
+
+    Counts that change with every token of a resident sequence (known, planned, computed) live in the scheduler's
+    row table, not here; a sequence that is not resident has computed nothing, and knows all of `token_ids` but the
+    `num_in_flight` tokens that a launched step will still deliver.
+    """
+
+    __slots__ = (
+        "block_table",
+        "digests",
+        "finish_reason",
+        "limit",
+        "logprobs",
+        "num_cached_tokens",
+        "num_in_flight",
+        "num_prompt_tokens",
+        "params",
+        "row",
+        "seed",
+        "seq_id",
+        "stop_ids",
+        "stop_matcher",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        seq_id: int,
+        prompt_token_ids: Iterable[int],
+        params: SamplingParams,
+        *,
+        max_model_len: int,
+        seed: int = 0,
+        eos_token_ids: frozenset[int] = frozenset(),
+        stop_matcher: StopMatcher | None = None,
+    ) -> None:
+        self.seq_id = seq_id
+        self.params = params
+        self.seed = seed
+        self.token_ids = array("i", prompt_token_ids)
+        """Prompt and output, as far as the host knows them. Only ever appended to."""
+        self.num_prompt_tokens = len(self.token_ids)
+        self.limit = min(self.num_prompt_tokens + params.max_tokens, max_model_len)
+        """Prompt and output together never grow beyond this."""
+        self.stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else eos_token_ids)
+        self.stop_matcher = stop_matcher
+        self.row = -1
+        """Its place in the device's tables, -1 when it is not resident."""
+        self.block_table: list[int] = []
+        self.digests: list[bytes] = []
+        """Prefix digests of its full blocks, as far as they were needed: nothing is hashed twice."""
+        self.num_in_flight = 0
+        """For a preempted sequence: sampled tokens that launched steps have yet to deliver."""
+        self.num_cached_tokens: int | None = None
+        """Prompt tokens found in the prefix cache at first admission."""
+        self.finish_reason: FinishReason | None = None
+        self.logprobs: list[dict[int, float]] = []
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.token_ids[: self.num_prompt_tokens].tolist()
+
+    @property
+    def output_token_ids(self) -> list[int]:
+        return self.token_ids[self.num_prompt_tokens :].tolist()
+
+    def ending(self) -> FinishReason | None:
+        """Why the sequence ends with its last token, if it does. Asked exactly once for every token."""
+        token_id = self.token_ids[-1]
+        if token_id in self.stop_ids:
+            return "stop"
+        if self.stop_matcher is not None and self.stop_matcher.feed(token_id):
+            return "stop"
+        return "length" if len(self.token_ids) >= self.limit else None
+
+    def __repr__(self) -> str:
+        return (
+            f"Sequence({self.seq_id}, {self.num_prompt_tokens}+{len(self.token_ids) - self.num_prompt_tokens} tokens)"
+        )

@@ -1,0 +1,83 @@
+"""Text to token ids and back, and the watch for stop strings."""
+
+import logging
+from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+from nanovllm.sampling_params import SamplingParams
+
+
+class Tokenizer:
+    """A model folder's tokenizer, as far as the engine needs it."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises a ValueError if the folder's tokenizer cannot be read."""
+        from transformers import AutoTokenizer
+
+        logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+            self._backend: Any = self._tokenizer.backend_tokenizer
+        except Exception as error:  # transformers, tokenizers and json each raise their own
+            raise ValueError(f"the tokenizer in {folder} cannot be read: {error}") from error
+
+    @staticmethod
+    def is_in(folder: Path) -> bool:
+        return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json"))
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._tokenizer.eos_token_id  # type: ignore[no-any-return]
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids  # type: ignore[no-any-return]
+
+    def decode(self, token_ids: Seq[int], skip_special_tokens: bool) -> str:
+        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)  # type: ignore[no-any-return]
+
+    def render_chat(self, messages: Seq[Mapping[str, Any]], template_kwargs: Mapping[str, Any]) -> str:
+        """The prompt of a conversation, ending where the assistant's answer begins.
+
+        Raises:
+            ValueError: the tokenizer has no chat template, or the template refuses the messages.
+        """
+        if not self._tokenizer.chat_template:
+            raise ValueError("this model's tokenizer has no chat template; use generate() with a prompt of your own")
+        options = {"add_generation_prompt": True, **template_kwargs}
+        try:
+            return self._tokenizer.apply_chat_template(messages, tokenize=False, **options)  # type: ignore[no-any-return]
+        except Exception as error:  # jinja2's own, or whatever the template's code meets
+            raise ValueError(f"the chat template refuses these messages: {error}") from error
+
+    def stop_matcher(self, params: SamplingParams) -> "StopStringMatcher | None":
+        if not params.stop:
+            return None
+        return StopStringMatcher(self._backend, params.stop, params.skip_special_tokens)
+
+
+class StopStringMatcher:
+    """Decodes a sequence as it grows and finds the first stop string in its text, also one that straddles tokens."""
+
+    def __init__(self, backend: Any, stop: Iterable[str], skip_special_tokens: bool) -> None:
+        from tokenizers.decoders import DecodeStream
+
+        self._backend, self._stop = backend, tuple(stop)
+        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self._longest = max(map(len, self._stop))
+        self.text = ""
+        """All text so far; once a stop string is complete, what comes before it."""
+
+    def feed(self, token_id: int) -> bool:
+        """Take the next token; True once a stop string is complete."""
+        piece = self._stream.step(self._backend, token_id)
+        if not piece:
+            return False
+        start = max(0, len(self.text) - self._longest + 1)
+        self.text += piece
+        found = [at for stop in self._stop if (at := self.text.find(stop, start)) >= 0]
+        if not found:
+            return False
+        self.text = self.text[: min(found)]
+        return True

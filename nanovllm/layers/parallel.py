@@ -1,0 +1,30 @@
+"""A rank's place among those that share each layer, and what the layers ask of the group."""
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """One rank alone. Groups of several override the collectives."""
+
+    rank: int = 0
+    size: int = 1
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """The sum of x over the ranks; may be written in place."""
+        return x
+
+    def gather(self, x: Tensor) -> Tensor | None:
+        """x of all ranks side by side along the last dimension, on rank 0; None elsewhere."""
+        return x
+
+    def shard(self, total: int, what: str) -> tuple[int, int]:
+        """(start, length) of this rank's equal share of total; ValueError if it does not divide."""
+        if total % self.size:
+            raise ValueError(
+                f"{what} is {total}, which {self.size} ranks cannot share evenly: change tensor_parallel_size"
+            )
+        length = total // self.size
+        return self.rank * length, length

@@ -1,0 +1,30 @@
+"""The meeting place of layers and loader: which part of which checkpoint tensor goes where."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class WeightTarget:
+    """A place to fill: `view.copy_(checkpoint[name][slices])`.
+
+    Attributes:
+        view: part of a parameter.
+        shape: what the checkpoint's whole tensor must measure.
+        slices: the part of it that belongs here (this rank's shard).
+    """
+
+    view: Tensor
+    shape: tuple[int, ...]
+    slices: tuple[slice, ...]
+
+
+NamedTargets = Iterator[tuple[str, WeightTarget]]
+"""(checkpoint name, target) of all that a layer needs; together they cover its parameters exactly once."""
+
+
+def whole(view: Tensor) -> WeightTarget:
+    """A tensor that every rank holds entirely."""
+    return WeightTarget(view, tuple(view.shape), (slice(None),) * view.dim())

@@ -1,0 +1,182 @@
+"""The facade: what a user of the library calls."""
+
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as Seq
+from types import TracebackType
+from typing import Any
+
+from tqdm import tqdm
+
+from nanovllm.config import EngineConfig
+from nanovllm.engine.llm_engine import LLMEngine, Output, Prompt, Request
+from nanovllm.sampling_params import SamplingParams
+
+Message = Mapping[str, Any]
+
+
+class LLM:
+    """An engine with one model. Several may live in one process, side by side or one after another.
+
+    >>> llm = LLM("tiny-qwen3")
+    >>> llm.generate(["..."], SamplingParams(temperature=0))[0]["text"]
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        """
+        Args:
+            model: a local folder, a Hugging Face id, or "tiny-qwen3", the model in the box.
+            options: see `EngineConfig`.
+
+        Raises:
+            TypeError: an option that does not exist, with the nearest one that does.
+            ValueError: a value that is out of range or cannot be had here, or a model that cannot be loaded.
+        """
+        self.engine = LLMEngine(EngineConfig.from_options(model, options))
+
+    def generate(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[Output]:
+        """Complete every prompt; the outputs come in the order of the prompts.
+
+        Args:
+            prompts: strings, lists of token ids, or {"prompt": ...} / {"prompt_token_ids": ...}; one or a list.
+            sampling_params: one for all or one each; None means the model's generation_config.
+
+        Returns:
+            A dict for each prompt: `text` (without the ending EOS or stop match), `token_ids` (with it),
+            `finish_reason` ("stop" or "length"), `prompt_token_ids`, `num_cached_tokens`, and `logprobs` if asked.
+
+        Raises:
+            ValueError: a bad prompt, naming which; then none of them has run.
+        """
+        if self.engine.closed:
+            raise RuntimeError("the engine is closed")
+        prompts = _as_list(prompts)
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            params: Seq[SamplingParams | None] = [sampling_params] * len(prompts)
+        else:
+            params = list(sampling_params)
+        if len(params) != len(prompts):
+            raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts; give one for all or one each")
+        requests = []
+        for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                requests.append(self.prepare(prompt, param))
+            except ValueError as error:
+                raise ValueError(f"prompt {i}: {error}" if len(prompts) > 1 else str(error)) from None
+        outputs: list[Output] = [{} for _ in requests]
+        with _Progress(self.engine, len(requests), use_tqdm) as progress:
+            for i, seq in self.engine.run(progress.watch(requests)):
+                outputs[i] = self.engine.output(seq)
+                progress.update()
+        return outputs
+
+    def chat(
+        self,
+        messages: Seq[Message] | Seq[Seq[Message]],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[Output]:
+        """Answer conversations, each a list of {"role": ..., "content": ...}, through the model's chat template.
+
+        Args:
+            messages: one conversation or a list of them.
+            chat_template_kwargs: for the template, as {"enable_thinking": False}.
+        """
+        if not messages or not isinstance(messages, (list, tuple)):
+            raise ValueError(f"messages is {messages!r}; it must be a conversation or a list of conversations")
+        conversations: Seq[Any] = [messages] if isinstance(messages[0], Mapping) else messages
+        prompts = [self.render_chat(conversation, chat_template_kwargs) for conversation in conversations]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def render_chat(self, messages: Seq[Message], chat_template_kwargs: Mapping[str, Any] | None = None) -> Prompt:
+        """The prompt, as token ids, that `chat` makes of one conversation."""
+        if self.engine.tokenizer is None:
+            raise ValueError("this model has no tokenizer, so no chat template; use generate() with token ids")
+        if not messages or not all(isinstance(m, Mapping) and "role" in m for m in messages):
+            raise ValueError(f'a conversation is {messages!r}; it must be a list of {{"role": ..., "content": ...}}')
+        text = self.engine.tokenizer.render_chat(messages, chat_template_kwargs or {})
+        return self.engine.tokenizer.encode(text, add_special_tokens=False)
+
+    def prepare(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Request:
+        """Tokenise and validate one request for `stream`, so that a bad one (ValueError) can be set aside."""
+        return self.engine.prepare(prompt, sampling_params)
+
+    def stream(
+        self, requests: Iterable[Request | tuple[Prompt, SamplingParams | None]]
+    ) -> Iterator[tuple[int, Output]]:
+        """Run requests from any iterable, taken lazily, and yield (index, output) as each finishes.
+
+        At most 2 x max_num_seqs are held waiting, so an endless iterable runs in bounded memory. Leaving the
+        iterator early aborts what is still running.
+        """
+        prepared = (r if isinstance(r, Request) else self.prepare(*r) for r in requests)
+        run = self.engine.run(prepared)
+        try:
+            for index, seq in run:
+                yield index, self.engine.output(seq)
+        finally:
+            run.close()  # type: ignore[attr-defined]  # a generator
+
+    def stats(self) -> dict[str, int]:
+        """Cumulative counts: steps, tokens, cache hits, preemptions; and the blocks, free and in all."""
+        return self.engine.stats()
+
+    def close(self) -> None:
+        """Free the model and the KV cache. The engine cannot be used afterwards."""
+        self.engine.close()
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        self.close()
+
+
+def _as_list(prompts: Any) -> list[Any]:
+    """One prompt or a list of prompts, as a list: a list of integers is one prompt."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if prompts is None or not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts is {prompts!r}; it must be a string, a list of token ids, or a list of prompts")
+    prompts = list(prompts)
+    is_one = bool(prompts) and not any(isinstance(p, (str, Mapping, Iterable)) or p is None for p in prompts)
+    return [prompts] if is_one else prompts
+
+
+class _Progress:
+    """A bar of prompts done, with prefill and decode tokens per second and the KV in use."""
+
+    def __init__(self, engine: LLMEngine, total: int, show: bool) -> None:
+        self._engine = engine
+        self._bar = tqdm(total=total, desc="Generating", unit="prompt", disable=not show, dynamic_ncols=True)
+        self._since = time.perf_counter()
+        self._prefill, self._generated = engine.num_prefill_tokens, engine.num_generated_tokens
+
+    def watch(self, requests: list[Request]) -> list[Request]:
+        return requests
+
+    def update(self) -> None:
+        if self._bar.disable:
+            return
+        engine = self._engine
+        seconds = max(time.perf_counter() - self._since, 1e-9)
+        manager = engine.scheduler.block_manager
+        self._bar.set_postfix(
+            prefill=f"{(engine.num_prefill_tokens - self._prefill) / seconds:.0f} tok/s",
+            decode=f"{(engine.num_generated_tokens - self._generated) / seconds:.0f} tok/s",
+            kv=f"{manager.num_used / manager.num_blocks:.0%}",
+            refresh=False,
+        )
+        self._bar.update()
+
+    def __enter__(self) -> "_Progress":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()

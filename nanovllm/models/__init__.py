@@ -1,0 +1,1 @@
+"""The models, found by the `architectures` of their config.json."""

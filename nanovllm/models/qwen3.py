@@ -1,0 +1,161 @@
+"""Qwen3, dense: https://arxiv.org/abs/2505.09388, as transformers' modeling_qwen3 computes it."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm.backends import AttentionMetadata, Backend, KVCache
+from nanovllm.layers.embedding import LMHead, VocabParallelEmbedding
+from nanovllm.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
+from nanovllm.layers.parallel import Parallel
+from nanovllm.layers.rotary_embedding import rotary_table
+from nanovllm.layers.weights import NamedTargets, whole
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def kv_heads_of(config: "PretrainedConfig", parallel: Parallel) -> tuple[int, int]:
+    """(first, count) of the KV heads that a rank holds: an equal share, or one that several ranks hold alike.
+
+    Raises:
+        ValueError: the heads cannot be shared among the ranks.
+    """
+    total, size = config.num_key_value_heads, parallel.size
+    if size > total:
+        if size % total:
+            raise ValueError(f"{size} ranks cannot hold {total} key-value heads alike: change tensor_parallel_size")
+        return parallel.rank * total // size, 1
+    return parallel.shard(total, "num_key_value_heads")
+
+
+class Qwen3Attention(nn.Module):
+    """Grouped-query attention with RMSNorm over each query and key head, before the rotation."""
+
+    def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel) -> None:
+        super().__init__()
+        self.backend, self.eps, self.scale = backend, config.rms_norm_eps, config.head_dim**-0.5
+        dim, heads, kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
+        first, count = parallel.shard(heads, "num_attention_heads")
+        first_kv, count_kv = kv_heads_of(config, parallel)
+        parts = [Part("q_proj", heads * dim, first * dim, count * dim)]
+        for name in ("k_proj", "v_proj"):
+            parts.append(Part(name, kv_heads * dim, first_kv * dim, count_kv * dim))
+        self.qkv_proj = ColumnParallelLinear(config.hidden_size, parts, config.attention_bias)
+        self.o_proj = RowParallelLinear(heads * dim, config.hidden_size, config.attention_bias, parallel, "o_proj")
+        self.q_norm = nn.Parameter(torch.empty(dim), requires_grad=False)
+        self.k_norm = nn.Parameter(torch.empty(dim), requires_grad=False)
+
+    def forward(self, x: Tensor, cos_sin: Tensor, positions: Tensor, cache: KVCache, meta: AttentionMetadata) -> Tensor:
+        qkv = self.qkv_proj(x)
+        q = self.backend.norm_rope_store(
+            qkv, self.q_norm, self.k_norm, self.eps, cos_sin, positions, cache, meta.slot_mapping
+        )
+        out = self.backend.attend(q, cache, meta, self.scale)
+        return self.o_proj(out.flatten(1))  # type: ignore[no-any-return]
+
+    def weight_targets(self, prefix: str) -> NamedTargets:
+        yield from self.qkv_proj.weight_targets(prefix)
+        yield from self.o_proj.weight_targets(prefix)
+        yield f"{prefix}q_norm.weight", whole(self.q_norm)
+        yield f"{prefix}k_norm.weight", whole(self.k_norm)
+
+
+class Qwen3MLP(nn.Module):
+    """SwiGLU: down(silu(gate(x)) * up(x))."""
+
+    def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel) -> None:
+        super().__init__()
+        self.backend = backend
+        size = config.intermediate_size
+        start, length = parallel.shard(size, "intermediate_size")
+        parts = [Part(name, size, start, length) for name in ("gate_proj", "up_proj")]
+        self.gate_up_proj = ColumnParallelLinear(config.hidden_size, parts, bias=False)
+        self.down_proj = RowParallelLinear(size, config.hidden_size, False, parallel, "down_proj")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self.backend.silu_and_mul(self.gate_up_proj(x)))  # type: ignore[no-any-return]
+
+    def weight_targets(self, prefix: str) -> NamedTargets:
+        yield from self.gate_up_proj.weight_targets(prefix)
+        yield from self.down_proj.weight_targets(prefix)
+
+
+class Qwen3Layer(nn.Module):
+    """Attention and MLP, each behind a norm; the residual travels beside x, so that each add meets its norm."""
+
+    def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel) -> None:
+        super().__init__()
+        self.backend, self.eps = backend, config.rms_norm_eps
+        self.self_attn = Qwen3Attention(config, backend, parallel)
+        self.mlp = Qwen3MLP(config, backend, parallel)
+        self.input_norm = nn.Parameter(torch.empty(config.hidden_size), requires_grad=False)
+        self.post_attention_norm = nn.Parameter(torch.empty(config.hidden_size), requires_grad=False)
+
+    def forward(
+        self,
+        x: Tensor,
+        residual: Tensor | None,
+        cos_sin: Tensor,
+        positions: Tensor,
+        cache: KVCache,
+        meta: AttentionMetadata,
+    ) -> tuple[Tensor, Tensor]:
+        if residual is None:
+            x, residual = self.backend.rms_norm(x, self.input_norm, self.eps), x
+        else:
+            x, residual = self.backend.add_rms_norm(x, residual, self.input_norm, self.eps)
+        x = self.self_attn(x, cos_sin, positions, cache, meta)
+        x, residual = self.backend.add_rms_norm(x, residual, self.post_attention_norm, self.eps)
+        return self.mlp(x), residual
+
+    def weight_targets(self, prefix: str) -> NamedTargets:
+        yield from self.self_attn.weight_targets(f"{prefix}self_attn.")
+        yield from self.mlp.weight_targets(f"{prefix}mlp.")
+        yield f"{prefix}input_layernorm.weight", whole(self.input_norm)
+        yield f"{prefix}post_attention_layernorm.weight", whole(self.post_attention_norm)
+
+
+class Qwen3ForCausalLM(nn.Module):
+    """The model of one rank. Parameters are made empty: the loader fills them and proves that it did."""
+
+    cos_sin: Tensor
+
+    def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel, max_model_len: int) -> None:
+        super().__init__()
+        self.backend, self.eps, self.tied = backend, config.rms_norm_eps, bool(config.tie_word_embeddings)
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel)
+        self.layers = nn.ModuleList(Qwen3Layer(config, backend, parallel) for _ in range(config.num_hidden_layers))
+        self.norm = nn.Parameter(torch.empty(config.hidden_size), requires_grad=False)
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size, parallel)
+        if self.tied:
+            self.lm_head.weight = self.embed_tokens.weight
+        self.register_buffer("cos_sin", rotary_table(config, max_model_len), persistent=False)
+
+    def forward(self, token_ids: Tensor, positions: Tensor, caches: list[KVCache], meta: AttentionMetadata) -> Tensor:
+        """token_ids, positions [num_tokens] -> hidden states [num_tokens, hidden], normed."""
+        x, residual = self.embed_tokens(token_ids), None
+        for layer, cache in zip(self.layers, caches, strict=True):
+            x, residual = layer(x, residual, self.cos_sin, positions, cache, meta)
+        assert residual is not None
+        return self.backend.add_rms_norm(x, residual, self.norm, self.eps)[0]
+
+    def compute_logits(self, hidden: Tensor) -> Tensor | None:
+        """hidden [n, hidden] -> logits [n, vocab] on rank 0, None on the others."""
+        return self.lm_head(hidden)  # type: ignore[no-any-return]
+
+    def weight_targets(self) -> NamedTargets:
+        """(checkpoint name, target) of everything that the model needs."""
+        yield from self.embed_tokens.weight_targets("model.embed_tokens.weight")
+        for i, layer in enumerate(self.layers):
+            assert isinstance(layer, Qwen3Layer)
+            yield from layer.weight_targets(f"model.layers.{i}.")
+        yield "model.norm.weight", whole(self.norm)
+        if not self.tied:
+            yield from self.lm_head.weight_targets("lm_head.weight")
+
+    @property
+    def superfluous(self) -> frozenset[str]:
+        """Tensors that a checkpoint may carry although nothing needs them: a tied head, written all the same."""
+        return frozenset(("lm_head.weight",)) if self.tied else frozenset()

@@ -1,0 +1,113 @@
+"""How one request is sampled, and when it ends."""
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from nanovllm.utils.names import refuse_unknown
+
+_LACKING = {
+    **dict.fromkeys(("n", "best_of"), "one completion a prompt; repeat the prompt instead (its KV cache is shared)"),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_penalty"), "penalties are not implemented"),
+    **dict.fromkeys(("min_tokens", "bad_words", "logit_bias", "allowed_token_ids"), "it is not implemented"),
+    **dict.fromkeys(("guided_decoding", "structured_outputs"), "structured output is not implemented"),
+    **dict.fromkeys(("prompt_logprobs", "detokenize", "include_stop_str_in_output"), "it is not implemented"),
+}
+
+
+def as_integer(value: Any, name: str) -> int:
+    """value as an int; numpy's integers are welcome, floats and booleans are not (ValueError)."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} is {value!r}; it must be an integer") from None
+
+
+def _as_number(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        try:
+            value = value.item()  # numpy's and torch's scalars
+        except AttributeError:
+            raise ValueError(f"{name} is {value!r}; it must be a number") from None
+    return float(value)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request is sampled, and when it ends.
+
+    Temperature comes first, then top-k, then top-p on what is left; min-p is relative to the most likely token.
+    `nanovllm/kernels/sample.py` states the rule exactly.
+
+    Attributes:
+        temperature: 0 takes the most likely token; at most finite.
+        top_k: keep the k most likely tokens, ties included; 0 or -1 is off.
+        top_p: keep the most likely tokens until their mass reaches p, the one that crosses included; in (0, 1].
+        min_p: keep tokens at least min_p times as likely as the most likely one; in [0, 1].
+        max_tokens: the most tokens to generate; the engine also ends at max_model_len.
+        ignore_eos: go on after an end-of-sequence token (stop_token_ids still end).
+        stop: a string or strings that end the text, before the match, also when one straddles tokens.
+        stop_token_ids: further token ids that end a sequence.
+        seed: makes a request repeatable whatever else is in the batch; None takes one from the engine's seed.
+        logprobs: None is off; k returns for each token the log-probabilities of the k most likely and of itself.
+        skip_special_tokens: leave special tokens out of the text.
+
+    Raises:
+        ValueError: a value out of range, naming it and its limit.
+        TypeError: an unknown name, with the nearest known one.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    max_tokens: int = 64
+    ignore_eos: bool = False
+    stop: str | Sequence[str] | None = None
+    stop_token_ids: Sequence[int] | None = None
+    seed: int | None = None
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> "SamplingParams":
+        refuse_unknown(kwargs, [field.name for field in fields(cls)], "SamplingParams", _LACKING)
+        return object.__new__(cls)
+
+    def __post_init__(self) -> None:
+        def put(name: str, value: Any, ok: bool = True, limit: str = "") -> None:
+            if not ok:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {limit}")
+            object.__setattr__(self, name, value)
+
+        temperature = _as_number(self.temperature, "temperature")
+        put("temperature", temperature, temperature >= 0 and math.isfinite(temperature), "0 (greedy) or more, finite")
+        top_k = as_integer(self.top_k, "top_k")
+        put("top_k", max(top_k, 0), top_k >= -1, "at least 1, or 0 or -1 (off)")
+        top_p, min_p = _as_number(self.top_p, "top_p"), _as_number(self.min_p, "min_p")
+        put("top_p", top_p, 0 < top_p <= 1, "in (0, 1]; 1 is off")
+        put("min_p", min_p, 0 <= min_p <= 1, "in [0, 1]; 0 is off")
+        max_tokens = as_integer(self.max_tokens, "max_tokens")
+        put("max_tokens", max_tokens, max_tokens >= 1, "at least 1")
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+        put("stop", stop, all(isinstance(s, str) and s for s in stop), "a string or strings, none of them empty")
+        put("stop_token_ids", tuple(as_integer(i, "stop_token_ids") for i in self.stop_token_ids or ()))
+        if self.seed is not None:
+            put("seed", as_integer(self.seed, "seed"))
+        if self.logprobs is not None:
+            logprobs = as_integer(self.logprobs, "logprobs")
+            put("logprobs", logprobs, logprobs >= 0, "None (off), or 0 or more")
+
+    @classmethod
+    def from_generation_config(cls, generation_config: Mapping[str, Any]) -> "SamplingParams":
+        """What a model's generation_config.json asks for; greedy if it says `do_sample: false`."""
+        known = {"temperature", "top_k", "top_p", "min_p"}
+        values = {name: generation_config[name] for name in known if generation_config.get(name) is not None}
+        if generation_config.get("do_sample") is False:
+            values = {"temperature": 0.0}
+        if generation_config.get("max_new_tokens") is not None:
+            values["max_tokens"] = generation_config["max_new_tokens"]
+        return cls(**values)

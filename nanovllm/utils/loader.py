@@ -1,0 +1,126 @@
+"""Filling a model from safetensors, and the proof that every parameter was filled."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from tqdm import tqdm
+
+from nanovllm.layers.weights import NamedTargets, WeightTarget
+from nanovllm.models.config import read_json
+
+
+class Loadable(Protocol):
+    """What a model tells the loader."""
+
+    @property
+    def superfluous(self) -> frozenset[str]: ...
+
+    def weight_targets(self) -> NamedTargets: ...
+
+    def parameters(self) -> Iterable[nn.Parameter]: ...
+
+
+def checkpoint_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint: those that its index names, else all there are.
+
+    Raises:
+        ValueError: none, or one that the index names is missing.
+    """
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = set(read_json(index).get("weight_map", {}).values())
+        missing = sorted(name for name in names if not (folder / name).is_file())
+        if missing:
+            raise ValueError(f"{folder} lacks {len(missing)} of {len(names)} shards: {', '.join(missing[:5])}")
+        files = [folder / name for name in sorted(names)]
+    else:
+        files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        others = [p.name for pattern in ("*.bin", "*.pt", "*.gguf") for p in folder.glob(pattern)]
+        instead = f" (only {', '.join(sorted(others)[:3])}: convert it to safetensors)" if others else ""
+        raise ValueError(f"{folder} has no safetensors files{instead}")
+    return files
+
+
+def _name_some(names: Iterable[str]) -> str:
+    names = sorted(names)
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+def load_weights(model: Loadable, folder: Path, show_progress: bool = False) -> None:
+    """Fill the model from the folder's safetensors, one tensor at a time, reading only what this rank holds.
+
+    Raises:
+        ValueError: a file that cannot be read, a tensor that is missing, unexpected, double or of another shape.
+    """
+    targets = dict(model.weight_targets())
+    _check_cover(model, targets)
+    filled: set[str] = set()
+    unexpected: list[str] = []
+    files = checkpoint_files(folder)
+    for path in tqdm(files, desc="Loading weights", unit="file", disable=not show_progress or len(files) == 1):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118  # not a dict
+                    if name in filled:
+                        raise ValueError(f"{path}: tensor {name} is in another file too")
+                    if (target := targets.get(name)) is not None:
+                        _fill(target, file.get_slice(name), f"{path}: tensor {name}")
+                        filled.add(name)
+                    elif name not in model.superfluous:
+                        unexpected.append(name)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} cannot be read: {error}") from error
+    if missing := targets.keys() - filled:
+        raise ValueError(f"{folder} lacks {len(missing)} tensors: {_name_some(missing)}")
+    if unexpected:
+        raise ValueError(f"{folder} has {len(unexpected)} tensors that the model does not: {_name_some(unexpected)}")
+
+
+def _fill(target: WeightTarget, source: object, what: str) -> None:
+    shape = tuple(source.get_shape())  # type: ignore[attr-defined]  # safetensors' slices have no types
+    if shape != target.shape:
+        raise ValueError(f"{what} has shape {list(shape)}; config.json asks for {list(target.shape)}")
+    target.view.copy_(source[target.slices])  # type: ignore[index]
+
+
+def _check_cover(model: Loadable, targets: dict[str, WeightTarget]) -> None:
+    """The targets cover every parameter exactly once, so that filling all targets fills the model."""
+    covered: dict[int, int] = {}
+    for target in targets.values():
+        storage = target.view.untyped_storage().data_ptr()
+        covered[storage] = covered.get(storage, 0) + target.view.numel()
+    for parameter in model.parameters():
+        storage = parameter.untyped_storage().data_ptr()
+        padding = getattr(parameter, "padding", 0)
+        if covered.get(storage, 0) != parameter.numel() - padding:
+            raise RuntimeError(f"targets cover {covered.get(storage, 0)} of a parameter's {parameter.numel()} elements")
+
+
+def fill_randomly(model: Loadable, seed: int, std: float) -> None:
+    """Random weights, for measuring without a checkpoint: normal matrices, norms of one, biases of zero."""
+    parameters = list(model.parameters())
+    generator = torch.Generator(device=parameters[0].device).manual_seed(seed)
+    for parameter in parameters:
+        if parameter.dim() > 1:
+            parameter.data.normal_(0.0, std, generator=generator)
+        else:
+            parameter.data.fill_(1.0)
+    for name, target in model.weight_targets():
+        if name.endswith(".bias"):
+            target.view.zero_()
+
+
+def total_bytes(folder: Path) -> int:
+    """Size of a checkpoint's tensors, from the files' headers."""
+    total = 0
+    for path in checkpoint_files(folder):
+        with open(path, "rb") as file:
+            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+        total += max((t["data_offsets"][1] for name, t in header.items() if name != "__metadata__"), default=0)
+    return total
