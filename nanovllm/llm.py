@@ -32,7 +32,7 @@ class LLM:
             TypeError: an option that does not exist, with the nearest one that does.
             ValueError: a value that is out of range or cannot be had here, or a model that cannot be loaded.
         """
-        self.engine = LLMEngine(EngineConfig.from_options(model, options))
+        self.engine = LLMEngine.load(EngineConfig.from_options(model, options))
 
     def generate(
         self,
@@ -70,7 +70,7 @@ class LLM:
                 raise ValueError(f"prompt {i}: {error}" if len(prompts) > 1 else str(error)) from None
         outputs: list[Output] = [{} for _ in requests]
         with _Progress(self.engine, len(requests), use_tqdm) as progress:
-            for i, seq in self.engine.run(progress.watch(requests)):
+            for i, seq in self.engine.run(requests):
                 outputs[i] = self.engine.output(seq)
                 progress.update()
         return outputs
@@ -157,9 +157,6 @@ class _Progress:
         self._bar = tqdm(total=total, desc="Generating", unit="prompt", disable=not show, dynamic_ncols=True)
         self._since = time.perf_counter()
         self._prefill, self._generated = engine.num_prefill_tokens, engine.num_generated_tokens
-
-    def watch(self, requests: list[Request]) -> list[Request]:
-        return requests
 
     def update(self) -> None:
         if self._bar.disable:

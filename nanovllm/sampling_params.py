@@ -30,7 +30,7 @@ def as_integer(value: Any, name: str) -> int:
 def _as_number(value: Any, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         try:
-            value = value.item()  # numpy's and torch's scalars
+            return float(value.item())  # type: ignore[union-attr]  # numpy's and torch's scalars
         except AttributeError:
             raise ValueError(f"{name} is {value!r}; it must be a number") from None
     return float(value)

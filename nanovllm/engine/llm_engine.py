@@ -6,13 +6,14 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import xxhash
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.model_runner import ModelRunner, StepHandle
+from nanovllm.engine.model_runner import ModelRunner, StepResult
+from nanovllm.engine.plan import StepPlan
 from nanovllm.engine.scheduler import Batch, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.tokenizer import Tokenizer
@@ -43,6 +44,33 @@ def derive_seed(engine_seed: int, key: int | str) -> int:
     return xxhash.xxh3_64_intdigest(struct.pack("<q", engine_seed) + suffix)
 
 
+class Handle(Protocol):
+    """A launched step."""
+
+    def result(self) -> StepResult:
+        """Wait for the step, and read what it sampled."""
+        ...
+
+
+class Runner(Protocol):
+    """What does the plans' work: steps run in the order of their launch."""
+
+    def launch(self, plan: StepPlan) -> Handle: ...
+
+    def close(self) -> None: ...
+
+
+def _eos_token_ids(
+    generation: Mapping[str, Any], data: Mapping[str, Any], tokenizer: Tokenizer | None, vocab_size: int
+) -> frozenset[int]:
+    """The union of generation_config.json's (config.json's, where it says nothing) and the tokenizer's."""
+    eos = generation.get("eos_token_id", data.get("eos_token_id"))
+    ids = set(eos if isinstance(eos, list) else [eos])
+    if tokenizer is not None:
+        ids.add(tokenizer.eos_token_id)
+    return frozenset(i for i in ids if i is not None and 0 <= i < vocab_size)
+
+
 class LLMEngine:
     """Owns the control plane and the runner, and moves requests through them.
 
@@ -52,7 +80,36 @@ class LLMEngine:
     runs step N, and the host reads tokens one step late: the same code, with one more handle in `_in_flight`.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        scheduler: Scheduler,
+        *,
+        vocab_size: int,
+        tokenizer: Tokenizer | None = None,
+        eos_token_ids: frozenset[int] = frozenset(),
+        default_params: SamplingParams | None = None,
+    ) -> None:
+        """An engine of parts that were made elsewhere; `load` makes them from a model."""
+        self.config = config
+        self.runner = runner
+        self.scheduler = scheduler
+        self.vocab_size = vocab_size
+        self.tokenizer = tokenizer
+        self.eos_token_ids = eos_token_ids
+        self.default_params = default_params or SamplingParams()
+        self.depth = 2 if config.overlap and config.device.startswith("cuda") else 1
+        self.num_steps = 0
+        self.num_prefill_tokens = 0
+        self.num_generated_tokens = 0
+        self.closed = False
+        self._num_requests = 0
+        self._in_flight: deque[tuple[Batch, Handle]] = deque()
+        self._running = False
+
+    @classmethod
+    def load(cls, config: EngineConfig) -> "LLMEngine":
         """Load the model and make the KV cache; ValueError for whatever `config` asks that cannot be had."""
         folder: Path | None = None
         name = config.model.lower()
@@ -60,42 +117,32 @@ class LLMEngine:
             source, data = f"preset {name}", preset_config(name)
         else:
             folder = find_model(config.model)
-            source = str(folder / "config.json")
-            data = read_json(folder / "config.json")
+            source, data = str(folder / "config.json"), read_json(folder / "config.json")
         hf_config = load_model_config(data, source)
-        self.config = config = config.resolve(hf_config)
-        self.vocab_size = int(hf_config.vocab_size)
-        self.tokenizer = Tokenizer(folder) if folder is not None and Tokenizer.is_in(folder) else None
-        self._read_generation_config(folder, data)
-        self.runner = ModelRunner(config, hf_config, None if config.load_format == "dummy" else folder, Parallel())
-        num_blocks = self.runner.count_blocks()
-        self.runner.allocate_cache(num_blocks)
-        self.depth = 2 if config.overlap and config.device.startswith("cuda") else 1
-        self.scheduler = Scheduler(
+        config = config.resolve(hf_config)
+        vocab_size = int(hf_config.vocab_size)
+        tokenizer = Tokenizer(folder) if folder is not None and Tokenizer.is_in(folder) else None
+        path = folder / "generation_config.json" if folder is not None else None
+        generation = read_json(path) if path is not None and path.is_file() else {}
+        runner = ModelRunner(config, hf_config, None if config.load_format == "dummy" else folder, Parallel())
+        num_blocks = runner.count_blocks()
+        runner.allocate_cache(num_blocks)
+        scheduler = Scheduler(
             BlockManager(num_blocks, config.block_size, config.enable_prefix_caching),
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
-            vocab_size=self.vocab_size,
+            vocab_size=vocab_size,
         )
-        self.num_steps = 0
-        self.num_prefill_tokens = 0
-        self.num_generated_tokens = 0
-        self._num_requests = 0
-        self._in_flight: deque[tuple[Batch, StepHandle]] = deque()
-        self._streaming = False
-        self.closed = False
         logger.info("%s on %s, %s, %s attention", config.model, config.device, config.dtype, config.attention_backend)
-
-    def _read_generation_config(self, folder: Path | None, data: Mapping[str, Any]) -> None:
-        """End-of-sequence ids are the union of generation_config.json's and the tokenizer's (else config.json's)."""
-        path = folder / "generation_config.json" if folder is not None else None
-        generation = read_json(path) if path is not None and path.is_file() else {}
-        eos = generation.get("eos_token_id", data.get("eos_token_id"))
-        ids = set(eos if isinstance(eos, list) else [] if eos is None else [eos])
-        if self.tokenizer is not None and self.tokenizer.eos_token_id is not None:
-            ids.add(self.tokenizer.eos_token_id)
-        self.eos_token_ids = frozenset(i for i in ids if 0 <= i < self.vocab_size)
-        self.default_params = SamplingParams.from_generation_config(generation)
+        return cls(
+            config,
+            runner,
+            scheduler,
+            vocab_size=vocab_size,
+            tokenizer=tokenizer,
+            eos_token_ids=_eos_token_ids(generation, data, tokenizer, vocab_size),
+            default_params=SamplingParams.from_generation_config(generation),
+        )
 
     # ---- requests
 
@@ -214,9 +261,9 @@ class LLMEngine:
         """
         if self.closed:
             raise RuntimeError("the engine is closed")
-        if self._streaming:
+        if self._running:
             raise RuntimeError("another generate() or stream() of this engine is open: finish or close it first")
-        self._streaming = True
+        self._running = True
         incoming = enumerate(requests)
         numbers: dict[Sequence, int] = {}
         exhausted = False
@@ -238,7 +285,7 @@ class LLMEngine:
                 if self.closed:
                     raise RuntimeError("the engine was closed while requests were running")
         finally:
-            self._streaming = False
+            self._running = False
             if not self.closed:
                 self.abort_all()
 

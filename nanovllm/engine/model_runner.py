@@ -49,7 +49,7 @@ class StepHandle:
         self._ready: torch.cuda.Event | None = None
         if token_ids is not None and token_ids.is_cuda:
             self._token_ids = token_ids.to("cpu", non_blocking=True)
-            self._ready = torch.cuda.Event()
+            self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._ready.record()
 
     def result(self) -> StepResult:
@@ -59,7 +59,7 @@ class StepHandle:
         if self._ready is not None:
             self._ready.synchronize()
         token_ids = self._token_ids.numpy()[self._sampled]
-        logprobs = self._logprobs and self._logprobs.read(token_ids, self._sampled)
+        logprobs = self._logprobs.read(token_ids, self._sampled) if self._logprobs is not None else None
         return StepResult(token_ids, logprobs)
 
 
@@ -130,7 +130,7 @@ class ModelRunner:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block, keys and values of all layers."""
-        per_token = 2 * self._num_layers * self._num_kv_heads * self._head_dim * self.dtype.itemsize
+        per_token: int = 2 * self._num_layers * self._num_kv_heads * self._head_dim * self.dtype.itemsize
         return per_token * self.config.block_size
 
     def count_blocks(self) -> int:
@@ -213,8 +213,15 @@ class ModelRunner:
 
     def _sample(self, plan: StepPlan, logits: Tensor | None, rows: Tensor, positions: Tensor) -> StepHandle:
         assert logits is not None
-        sampling = (self._temperature, self._top_k, self._top_p, self._min_p, self._seeds)
-        token_ids = self.backend.sample(logits, *(values[rows] for values in sampling), positions)
+        token_ids = self.backend.sample(
+            logits,
+            self._temperature[rows],
+            self._top_k[rows],
+            self._top_p[rows],
+            self._min_p[rows],
+            self._seeds[rows],
+            positions,
+        )
         self._last_token[rows] = token_ids
         counts = self._num_logprobs_cpu[plan.rows]
         wanted = (counts >= 0) & (plan.samples > 0)

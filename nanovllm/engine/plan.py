@@ -76,8 +76,16 @@ class StepPlan:
         num_seqs, _, num_tokens, num_entries, num_new_rows = packed[:HEADER].tolist()
         lengths = [num_seqs] * 4 + [num_tokens, 3 * num_entries, num_new_rows * ROW_SAMPLING.itemsize // 4]
         ends = (HEADER + np.cumsum(lengths)).tolist()
-        *parts, entries, new_rows = (packed[end - n : end] for end, n in zip(ends, lengths, strict=True))
-        return StepPlan(*parts, entries.reshape(-1, 3), new_rows.view(ROW_SAMPLING))
+        parts = [packed[end - n : end] for end, n in zip(ends, lengths, strict=True)]
+        return StepPlan(
+            rows=parts[0],
+            num_computed=parts[1],
+            num_scheduled=parts[2],
+            samples=parts[3],
+            token_ids=parts[4],
+            block_entries=parts[5].reshape(-1, 3),
+            new_rows=parts[6].view(ROW_SAMPLING),
+        )
 
     @staticmethod
     def max_packed_size(max_num_seqs: int, max_num_batched_tokens: int, max_blocks_per_seq: int) -> int:

@@ -242,7 +242,7 @@ class Scheduler:
         self._new_rows.clear()
         sampled = rows[samples > 0]
         owner = self._owner
-        seqs: list[Sequence] = [owner[row] for row in sampled.tolist()]  # type: ignore[misc]  # none is None
+        seqs: list[Sequence] = [owner[row] for row in sampled.tolist()]
         return Batch(plan, seqs, sampled, table.generation[sampled])
 
     # ---- update
@@ -261,11 +261,11 @@ class Scheduler:
         resident = table.generation[rows] == batch.generations
         if not resident.all():
             for i in np.flatnonzero(~resident).tolist():
-                if self._deliver_late(seqs[i], int(token_ids[i]), logprobs and logprobs[i]):
+                if self._deliver_late(seqs[i], int(token_ids[i]), logprobs[i] if logprobs else None):
                     finished.append(seqs[i])
             kept = np.flatnonzero(resident)
             rows, token_ids, seqs = rows[kept], token_ids[kept], [seqs[i] for i in kept.tolist()]
-            logprobs = logprobs and [logprobs[i] for i in kept.tolist()]
+            logprobs = [logprobs[i] for i in kept.tolist()] if logprobs else None
         for seq, token_id in zip(seqs, token_ids.tolist(), strict=True):
             seq.token_ids.append(token_id)
         if logprobs:

@@ -12,6 +12,8 @@ FinishReason = Literal["stop", "length", "abort"]
 class StopMatcher(Protocol):
     """Watches a sequence's text for its stop strings."""
 
+    text: str
+
     def feed(self, token_id: int) -> bool:
         """Take the next token; True once a stop string is complete."""
         ...

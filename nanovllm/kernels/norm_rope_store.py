@@ -49,7 +49,7 @@ def norm_rope_store_reference(
     """
     num_kv_heads, head_dim = k_cache.shape[2:]
     heads = qkv.view(qkv.shape[0], -1, head_dim)
-    q, k, v = heads.split([heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
+    q, k, v = torch.split(heads, [heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
     q = rope_reference(rms_norm_reference(q, q_weight, eps), cos_sin, positions)
     k = rope_reference(rms_norm_reference(k, k_weight, eps), cos_sin, positions)
     store_kv_reference(k, v, k_cache, v_cache, slot_mapping)
