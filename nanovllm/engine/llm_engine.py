@@ -208,6 +208,10 @@ class LLMEngine:
 
     # ---- the loop
 
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_unfinished or bool(self._in_flight)
+
     def step(self) -> list[Sequence]:
         """One turn of the loop: launch the next step if there is one, then read the oldest once the pipe is full.
 

@@ -1,0 +1,188 @@
+"""A device without a model: what plans do to caches and rows, and next tokens that depend on all before them."""
+
+from collections import deque
+
+import numpy as np
+import xxhash
+
+from nanovllm.config import EngineConfig
+from nanovllm.engine.block_manager import BlockManager, prefix_digest
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.model_runner import StepResult
+from nanovllm.engine.plan import StepPlan
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.sampling_params import SamplingParams
+
+VOCAB = 16
+
+
+def state_after(state: int, token_id: int) -> int:
+    """What a model knows after one more token: here a digest of all tokens so far."""
+    return xxhash.xxh3_64_intdigest(state.to_bytes(8, "little") + token_id.to_bytes(4, "little"))
+
+
+def next_token(state: int, seed: int) -> int:
+    return (state ^ seed) % VOCAB
+
+
+def three_bit_digest(parent: bytes, tokens: bytes) -> bytes:
+    """A digest that collides all the time."""
+    return bytes([prefix_digest(parent, tokens)[0] & 7])
+
+
+class FakeHandle:
+    def __init__(self, runner: "FakeRunner", token_ids: np.ndarray) -> None:
+        self._runner, self._token_ids = runner, token_ids
+
+    def result(self) -> StepResult:
+        assert self._runner.unread.popleft() is self, "steps are read in the order of their launch"
+        return StepResult(self._token_ids, None)
+
+
+class FakeRunner:
+    """Executes plans in order, as a device does its stream, on the packed form that crosses to it.
+
+    The cache holds for each slot what the model knows after the token: reading the slot of the token before is this
+    device's attention. A wrong block, a stale row or a slot never written therefore changes the tokens or raises.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int) -> None:
+        self.block_size, self.budget = block_size, max_num_batched_tokens
+        self.cache: dict[int, int] = {}
+        self.tables: dict[tuple[int, int], int] = {}
+        self.last_token = [-1] * max_num_seqs
+        self.seeds = [0] * max_num_seqs
+        self.unread: deque[FakeHandle] = deque()
+        self.num_rows_computed = 0
+
+    def launch(self, plan: StepPlan) -> FakeHandle:
+        plan = StepPlan.unpack(plan.pack())
+        self._check(plan)
+        self.num_rows_computed += plan.num_seqs
+        for row, index, block in plan.block_entries.tolist():
+            self.tables[row, index] = block
+        for new in plan.new_rows:
+            self.seeds[new["row"]] = int(new["seed_low"]) | int(new["seed_high"]) << 32
+        states = self._compute(plan)
+        sampled = []
+        for i, row in enumerate(plan.rows.tolist()):
+            token = next_token(states[i], self.seeds[row])
+            self.last_token[row] = token  # also of a prompt's chunk, as the real runner does: nobody may read it
+            if plan.samples[i]:
+                sampled.append(token)
+        handle = FakeHandle(self, np.array(sampled, np.int32))
+        self.unread.append(handle)
+        return handle
+
+    def close(self) -> None:
+        pass
+
+    def _check(self, plan: StepPlan) -> None:
+        assert plan.num_seqs > 0 and plan.num_tokens <= self.budget
+        assert len(set(plan.rows.tolist())) == plan.num_seqs
+        assert (plan.num_scheduled >= 1).all() and plan.num_scheduled.sum() == plan.num_tokens
+        decodes = plan.num_scheduled == 1
+        assert decodes[: plan.num_decodes].all() and not decodes[plan.num_decodes :].any()
+        assert (plan.samples == 0).sum() <= 1, "at most one prompt of a step is partial"
+
+    def _slot(self, row: int, position: int) -> int:
+        return self.tables[row, position // self.block_size] * self.block_size + position % self.block_size
+
+    def _compute(self, plan: StepPlan) -> list[int]:
+        """The state after each sequence's last token of the step.
+
+        Layer by layer, a model stores every sequence's tokens before any attends, so a sequence may build on a block
+        that another one computes in the same step: here, whoever lacks the state before its first token waits.
+        """
+        ends = plan.num_scheduled.cumsum().tolist()
+        states = [0] * plan.num_seqs
+        pending = list(range(plan.num_seqs))
+        written: set[int] = set()
+        slots = {}
+        for i in pending:
+            row, start, n = int(plan.rows[i]), int(plan.num_computed[i]), int(plan.num_scheduled[i])
+            slots[i] = [self._slot(row, p) for p in range(start, start + n)]
+            for slot in slots[i]:
+                assert slot not in written, "two rows write one slot"
+                written.add(slot)
+                self.cache.pop(slot, None)
+        while pending:
+            blocked = []
+            for i in pending:
+                row, start, n = int(plan.rows[i]), int(plan.num_computed[i]), int(plan.num_scheduled[i])
+                before = self._slot(row, start - 1) if start else None
+                if before is not None and before not in self.cache:
+                    assert before in written, f"row {row} reads a slot that was never written"
+                    blocked.append(i)
+                    continue
+                state = self.cache[before] if before is not None else 0
+                for token, slot in zip(plan.token_ids[ends[i] - n : ends[i]].tolist(), slots[i], strict=True):
+                    state = state_after(state, token if token >= 0 else self.last_token[row])
+                    self.cache[slot] = state
+                states[i] = state
+            assert len(blocked) < len(pending), "sequences wait for each other"
+            pending = blocked
+        return states
+
+
+class PairMatcher:
+    """Stands for a stop string that straddles tokens: ends at the second of two given tokens in a row."""
+
+    def __init__(self, first: int, second: int) -> None:
+        self.pair, self.before, self.text = (first, second), -1, ""
+
+    def feed(self, token_id: int) -> bool:
+        found = (self.before, token_id) == self.pair
+        self.before = token_id
+        return found
+
+
+def expected_tokens(
+    prompt: list[int], params: SamplingParams, seed: int, eos: frozenset[int], max_model_len: int, pair=None
+) -> tuple[list[int], str]:
+    """What a request alone gives: output tokens and finish reason."""
+    state = 0
+    for token in prompt:
+        state = state_after(state, token)
+    output: list[int] = []
+    stops = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else eos)
+    while True:
+        token = next_token(state, seed)
+        output.append(token)
+        state = state_after(state, token)
+        if token in stops or (pair and tuple(output[-2:]) == pair):
+            return output, "stop"
+        if len(output) == params.max_tokens or len(prompt) + len(output) == max_model_len:
+            return output, "length"
+
+
+def make_engine(
+    *,
+    num_blocks: int = 16,
+    block_size: int = 4,
+    max_num_seqs: int = 4,
+    max_num_batched_tokens: int = 16,
+    max_model_len: int = 32,
+    depth: int = 1,
+    caching: bool = True,
+    eos: frozenset[int] = frozenset(),
+    digest=prefix_digest,
+) -> LLMEngine:
+    """The real engine, scheduler and block manager around a FakeRunner."""
+    config = EngineConfig(
+        "fake",
+        device="cpu",
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        max_model_len=max_model_len,
+    )
+    scheduler = Scheduler(
+        BlockManager(num_blocks, block_size, caching, digest),
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        vocab_size=VOCAB,
+    )
+    runner = FakeRunner(num_blocks, block_size, max_num_seqs, max_num_batched_tokens)
+    engine = LLMEngine(config, runner, scheduler, vocab_size=VOCAB, eos_token_ids=eos)
+    engine.depth = depth
+    return engine

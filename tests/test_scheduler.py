@@ -1,0 +1,187 @@
+"""The control plane around a device without a model: whatever happens, every request gets its own tokens."""
+
+import itertools
+
+import pytest
+from fakes import VOCAB, PairMatcher, expected_tokens, make_engine, three_bit_digest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanovllm.engine.block_manager import prefix_digest
+from nanovllm.sampling_params import SamplingParams
+
+
+@st.composite
+def traces(draw):
+    """A configuration and requests that arrive, share prefixes, and are aborted."""
+    block_size = draw(st.sampled_from([1, 2, 4]))
+    max_model_len = draw(st.integers(2, 24))
+    smallest_pool = -(-max_model_len // block_size)
+    config = {
+        "block_size": block_size,
+        "max_model_len": max_model_len,
+        "num_blocks": smallest_pool + draw(st.integers(0, 12)),
+        "max_num_seqs": draw(st.integers(1, 6)),
+        "max_num_batched_tokens": draw(st.sampled_from([1, 2, 3, 5, 8, 64])),
+        "caching": draw(st.booleans()),
+        "digest": draw(st.sampled_from([prefix_digest, three_bit_digest])),
+        "eos": draw(st.sampled_from([frozenset(), frozenset({0}), frozenset({1, 2, 3})])),
+    }
+    stem = draw(st.lists(st.integers(0, 2), min_size=max_model_len, max_size=max_model_len))
+    requests = []
+    for _ in range(draw(st.integers(1, 8))):
+        length = draw(st.integers(1, max_model_len - 1))
+        own = draw(st.integers(0, length))
+        prompt = stem[: length - own] + draw(st.lists(st.integers(0, VOCAB - 1), min_size=own, max_size=own))
+        params = SamplingParams(
+            max_tokens=draw(st.integers(1, 12)),
+            ignore_eos=draw(st.booleans()),
+            stop_token_ids=draw(st.sampled_from([None, [5], [6, 7]])),
+            seed=draw(st.integers(0, 3)),
+        )
+        pair = draw(st.sampled_from([None, None, (8, 9), (10, 10)]))
+        arrives, aborted = draw(st.integers(0, 10)), draw(st.sampled_from([None, None, None, 0, 3, 6]))
+        requests.append((prompt, params, pair, arrives, aborted))
+    return config, requests
+
+
+def run_trace(config, requests, depth):
+    """Drive the engine turn by turn, checking it after every one; returns each request's sequence, and the engine."""
+    engine = make_engine(**config, depth=depth)
+    seqs = {}
+    for turn in itertools.count():
+        for i, (prompt, params, pair, arrives, aborted) in enumerate(requests):
+            if turn == arrives:
+                seqs[i] = engine.add(engine.prepare(prompt, params))
+                seqs[i].stop_matcher = PairMatcher(*pair) if pair else None
+            if aborted is not None and turn == arrives + aborted + 1:
+                engine.scheduler.abort(seqs[i])
+        finished = engine.step() if engine.has_work else []
+        engine.scheduler.check_integrity()
+        assert len(engine.scheduler.running) <= config["max_num_seqs"]
+        assert all(seq.finish_reason in ("stop", "length") for seq in finished)
+        assert turn < 2000, "the trace does not end"
+        if len(seqs) == len(requests) and not engine.has_work:
+            return seqs, engine
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@settings(max_examples=1000, deadline=None)
+@given(trace=traces())
+def test_every_request_gets_its_own_tokens_and_everything_is_freed(depth, trace):
+    config, requests = trace
+    seqs, engine = run_trace(config, requests, depth)
+    for i, (prompt, params, pair, _, aborted) in enumerate(requests):
+        tokens, reason = expected_tokens(prompt, params, params.seed, config["eos"], config["max_model_len"], pair)
+        if seqs[i].finish_reason == "abort":
+            assert aborted is not None
+            assert tokens[: len(seqs[i].output_token_ids)] == seqs[i].output_token_ids
+        else:
+            assert (seqs[i].output_token_ids, seqs[i].finish_reason) == (tokens, reason)
+    manager = engine.scheduler.block_manager
+    assert manager.num_free == manager.num_blocks
+    assert not engine.scheduler.running and not engine.scheduler.waiting
+
+
+@settings(max_examples=300, deadline=None)
+@given(trace=traces())
+def test_overlap_wastes_at_most_one_row_for_each_stop_and_none_for_lengths(trace):
+    """With room for all and nothing recomputed, depth 2 computes what depth 1 does, and one row for each "stop"."""
+    config, requests = trace
+    config = {**config, "caching": False, "num_blocks": 400, "max_num_seqs": 8, "max_num_batched_tokens": 400}
+    requests = [(prompt, params, pair, arrives, None) for prompt, params, pair, arrives, _ in requests]
+    _, synchronous = run_trace(config, requests, 1)
+    seqs, overlapped = run_trace(config, requests, 2)
+    stops = sum(seq.finish_reason == "stop" for seq in seqs.values())
+    wasted = overlapped.runner.num_rows_computed - synchronous.runner.num_rows_computed
+    assert 0 <= wasted <= stops
+
+
+def run_all(engine, prompts, **params):
+    seqs = [engine.add(engine.prepare(prompt, SamplingParams(seed=0, **params))) for prompt in prompts]
+    while engine.has_work:
+        engine.step()
+        engine.scheduler.check_integrity()
+    return seqs
+
+
+def test_resident_sequences_never_exceed_max_num_seqs_although_each_step_serves_fewer():
+    engine = make_engine(max_num_seqs=3, max_num_batched_tokens=4, num_blocks=64)
+    for prompt in ([1] * 9, [2] * 9, [3] * 9, [4] * 9, [5] * 9):
+        engine.add(engine.prepare(prompt, SamplingParams(max_tokens=5)))
+    residents = []
+    while engine.has_work:
+        engine.step()
+        residents.append(len(engine.scheduler.running))
+    assert max(residents) == 3
+
+
+def test_a_small_pool_preempts_the_last_admitted_and_admits_nobody_in_that_step():
+    engine = make_engine(num_blocks=8, max_num_seqs=4, max_num_batched_tokens=64, caching=False)
+    seqs = [engine.add(engine.prepare([i] * 7, SamplingParams(max_tokens=16, seed=0))) for i in range(4)]
+    scheduler, victims = engine.scheduler, []
+    while engine.has_work:
+        before, count = list(scheduler.running), scheduler.num_preemptions
+        engine.step()
+        if scheduler.num_preemptions > count:
+            gone = [seq for seq in before if seq not in scheduler.running and seq.finish_reason is None]
+            victims += gone
+            assert gone == before[len(before) - len(gone) :], "only the most recently admitted go"
+            assert all(seq in before for seq in scheduler.running), "nobody is admitted in a step that preempted"
+    assert victims and seqs[0] not in victims
+    assert [len(seq.output_token_ids) for seq in seqs] == [16] * 4
+
+
+def test_a_sequence_at_its_limit_asks_for_no_computation_while_its_last_token_is_awaited():
+    engine = make_engine(depth=2, num_blocks=64)
+    run_all(engine, [[1, 2, 3]], max_tokens=4)
+    assert engine.runner.num_rows_computed == 4
+
+
+def test_equal_prefixes_in_one_step_are_computed_once():
+    engine = make_engine(block_size=4, num_blocks=64, max_num_seqs=8, max_num_batched_tokens=256)
+    prompt = [*range(12), 1]
+    for _ in range(5):
+        engine.add(engine.prepare(prompt, SamplingParams(max_tokens=1)))
+    batch = engine.scheduler.schedule()
+    assert batch.plan.num_tokens == len(prompt) + 4 * 1
+
+
+def test_a_prompt_that_is_cached_to_its_last_block_still_computes_one_token_in_a_block_of_its_own():
+    engine = make_engine(block_size=4, num_blocks=64)
+    prompt = list(range(12))
+    run_all(engine, [prompt], max_tokens=2)
+    (again,) = run_all(engine, [prompt], max_tokens=2)
+    assert again.num_cached_tokens == 8
+
+
+def test_generated_tokens_are_reused_by_a_prompt_that_contains_them():
+    for depth in (1, 2):
+        engine = make_engine(block_size=4, num_blocks=64, depth=depth)
+        (first,) = run_all(engine, [[1, 2, 3]], max_tokens=14)
+        (second,) = run_all(engine, [list(first.token_ids)], max_tokens=1)
+        assert second.num_cached_tokens == (len(first.token_ids) - 1) // 4 * 4
+
+
+def test_planning_does_not_look_at_the_waiting_beyond_the_first():
+    engine = make_engine(max_num_seqs=1, num_blocks=16)
+    for _ in range(100):
+        engine.add(engine.prepare([1, 2, 3], SamplingParams(max_tokens=8)))
+    looked_at = []
+    manager = engine.scheduler.block_manager
+    find_prefix = manager.find_prefix
+    manager.find_prefix = lambda seq: looked_at.append(seq) or find_prefix(seq)
+    for _ in range(5):
+        engine.step()
+    assert len(looked_at) == 1
+
+
+def test_a_plan_survives_packing():
+    engine = make_engine(num_blocks=64, max_num_batched_tokens=64)
+    for prompt in ([1, 2, 3], [4], [5] * 9):
+        engine.add(engine.prepare(prompt, SamplingParams(temperature=0.5, top_p=0.25, seed=2**40 + 3, logprobs=2)))
+    plan = engine.scheduler.schedule().plan
+    unpacked = type(plan).unpack(plan.pack())
+    for name in plan.__slots__:
+        assert getattr(plan, name).tolist() == getattr(unpacked, name).tolist()
+    assert len(plan.pack()) <= plan.max_packed_size(4, 64, 8)
