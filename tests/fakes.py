@@ -8,9 +8,9 @@ import xxhash
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager, prefix_digest
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.model_runner import StepResult
 from nanovllm.engine.plan import StepPlan
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.step_handle import StepResult
 from nanovllm.sampling_params import SamplingParams
 
 VOCAB = 16
