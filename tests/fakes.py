@@ -167,6 +167,7 @@ def make_engine(
     caching: bool = True,
     eos: frozenset[int] = frozenset(),
     digest=prefix_digest,
+    trace: str | None = None,
 ) -> LLMEngine:
     """The real engine, scheduler and block manager around a FakeRunner."""
     config = EngineConfig(
@@ -175,6 +176,7 @@ def make_engine(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
+        trace=trace,
     )
     scheduler = Scheduler(
         BlockManager(num_blocks, block_size, caching, digest),

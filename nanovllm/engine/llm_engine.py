@@ -115,7 +115,7 @@ class LLMEngine:
         self.num_steps = 0
         self.num_prefill_tokens = 0
         self.num_generated_tokens = 0
-        self.trace = Trace(config.trace) if config.trace is not None else None
+        self.trace = Trace(config.trace, config.device) if config.trace is not None else None
         self.closed = False
         self._num_requests = 0
         self._in_flight: deque[InFlight] = deque()

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -61,7 +62,8 @@ class Stopwatch:
         self._made = time.perf_counter()
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         if device.type == "cuda":
-            self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            make: Any = torch.cuda.Event  # its constructor has no types
+            self._events = make(enable_timing=True), make(enable_timing=True)
         self._began = self._seconds = 0.0
 
     def start(self) -> None:

@@ -19,8 +19,8 @@ HOST, DEVICE = 1, 2
 class Trace:
     """Writes the trace of one engine. `None` stands for no trace: the loop then measures nothing."""
 
-    def __init__(self, path: str) -> None:
-        """Raises a ValueError if the file cannot be written."""
+    def __init__(self, path: str, device: str) -> None:
+        """device is the engine's. Raises a ValueError if the file cannot be written."""
         try:
             self._file: TextIO | None = open(path, "w", encoding="utf-8")  # noqa: SIM115  # lives as long as the engine
         except OSError as error:
@@ -28,6 +28,7 @@ class Trace:
         self._start = time.perf_counter()
         self._device_free_at = 0.0
         self._file.write("[\n")
+        self._write({"name": "engine", "ph": "M", "pid": 1, "tid": HOST, "args": {"device": device}})
         for thread, name in ((HOST, "host"), (DEVICE, "device")):
             self._write({"name": "thread_name", "ph": "M", "pid": 1, "tid": thread, "args": {"name": name}})
 
