@@ -65,8 +65,8 @@ def run_trace(config, requests, depth):
             return seqs, engine
 
 
-@pytest.mark.parametrize("depth", [1, 2])
-@settings(max_examples=1000, deadline=None)
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@settings(max_examples=700, deadline=None)
 @given(trace=traces())
 def test_every_request_gets_its_own_tokens_and_everything_is_freed(depth, trace):
     config, requests = trace
