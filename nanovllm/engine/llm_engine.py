@@ -102,7 +102,6 @@ class LLMEngine:
         self.depth = 2 if config.overlap and config.device.startswith("cuda") else 1
         self.num_steps = 0
         self.num_prefill_tokens = 0
-        self.num_generated_tokens = 0
         self.closed = False
         self._num_requests = 0
         self._in_flight: deque[tuple[Batch, Handle]] = deque()
@@ -230,7 +229,6 @@ class LLMEngine:
             batch, handle = self._in_flight.popleft()
             result = handle.result()
             self.num_prefill_tokens += batch.plan.num_tokens - len(batch.seqs)
-            self.num_generated_tokens += len(batch.seqs)
             return self.scheduler.update(batch, result.token_ids, result.logprobs)
         except BaseException as error:
             self._recover(error)
@@ -324,7 +322,7 @@ class LLMEngine:
             "num_steps": self.num_steps,
             "num_prompt_tokens": scheduler.num_prompt_tokens,
             "num_cached_tokens": scheduler.num_cached_tokens,
-            "num_generated_tokens": self.num_generated_tokens,
+            "num_generated_tokens": scheduler.num_generated_tokens,
             "num_preemptions": scheduler.num_preemptions,
             "num_free_blocks": scheduler.block_manager.num_free,
             "num_blocks": scheduler.block_manager.num_blocks,

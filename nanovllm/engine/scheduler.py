@@ -81,6 +81,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
+        self.num_generated_tokens = 0
 
     def add(self, seq: Sequence) -> None:
         self._may_stop[list(seq.stop_ids)] = True
@@ -272,6 +273,7 @@ class Scheduler:
             for seq, values in zip(seqs, logprobs, strict=True):
                 if values is not None:
                     seq.logprobs.append(values)
+        self.num_generated_tokens += len(seqs)
         table.known[rows] += 1
         suspect = self._may_stop[token_ids] | (table.known[rows] >= table.limit[rows]) | table.watches_text[rows]
         ended = False
@@ -296,6 +298,7 @@ class Scheduler:
             return False
         seq.num_in_flight -= 1
         seq.token_ids.append(token_id)
+        self.num_generated_tokens += 1
         if logprobs is not None:
             seq.logprobs.append(logprobs)
         reason = seq.ending()
