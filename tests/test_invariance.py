@@ -5,6 +5,7 @@ candidates are that close.
 """
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,18 +85,7 @@ def test_early_ends_do_not_disturb_the_others(depth: int, random_model: Path, ex
     prompts = [prompt for prompt, _ in REQUESTS]
     with LLM(random_model, **BASE | {"num_kvcache_blocks": 12, "max_num_seqs": 4}) as llm:
         llm.engine.depth = depth
-        params = [
-            SamplingParams(
-                temperature=p.temperature,
-                top_k=p.top_k,
-                top_p=p.top_p,
-                min_p=p.min_p,
-                seed=p.seed,
-                max_tokens=p.max_tokens,
-                stop_token_ids=[ids[-1]],
-            )
-            for (_, p), ids in zip(REQUESTS, cut, strict=True)
-        ]
+        params = [replace(p, stop_token_ids=[ids[-1]]) for (_, p), ids in zip(REQUESTS, cut, strict=True)]
         outputs = llm.generate(prompts, params, use_tqdm=False)
         assert tokens(outputs) == cut
         assert {o["finish_reason"] for o in outputs} == {"stop"}
