@@ -215,8 +215,11 @@ class Scheduler:
             self.num_prompt_tokens += seq.num_prompt_tokens
             self.num_cached_tokens += cached
         seed = (seq.seed & 0xFFFFFFFF, seq.seed >> 32 & 0xFFFFFFFF)
-        num_logprobs = -1 if params.logprobs is None else params.logprobs
-        self._new_rows.append((row, params.temperature, params.top_k, params.top_p, params.min_p, *seed, num_logprobs))
+        # What is sent is 32 bits wide; beyond these limits a value means no more than at them.
+        vocab_size = len(self._may_stop)
+        temperature, top_k = min(params.temperature, 1e30), min(params.top_k, vocab_size)
+        num_logprobs = -1 if params.logprobs is None else min(params.logprobs, vocab_size)
+        self._new_rows.append((row, temperature, top_k, params.top_p, params.min_p, *seed, num_logprobs))
 
     def _make_batch(self, rows: IntArray, starts: IntArray, share: IntArray) -> Batch:
         table = self._table
