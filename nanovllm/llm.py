@@ -156,7 +156,7 @@ class _Progress:
         self._engine = engine
         self._bar = tqdm(total=total, desc="Generating", unit="prompt", disable=not show, dynamic_ncols=True)
         self._since = time.perf_counter()
-        self._prefill, self._generated = engine.num_prefill_tokens, engine.num_generated_tokens
+        self._prefill, self._generated = engine.num_prefill_tokens, engine.scheduler.num_generated_tokens
 
     def update(self) -> None:
         if self._bar.disable:
@@ -166,7 +166,7 @@ class _Progress:
         manager = engine.scheduler.block_manager
         self._bar.set_postfix(
             prefill=f"{(engine.num_prefill_tokens - self._prefill) / seconds:.0f} tok/s",
-            decode=f"{(engine.num_generated_tokens - self._generated) / seconds:.0f} tok/s",
+            decode=f"{(engine.scheduler.num_generated_tokens - self._generated) / seconds:.0f} tok/s",
             kv=f"{manager.num_used / manager.num_blocks:.0%}",
             refresh=False,
         )

@@ -114,7 +114,6 @@ class LLMEngine:
         self.depth = 2 if config.overlap and config.device.startswith("cuda") else 1
         self.num_steps = 0
         self.num_prefill_tokens = 0
-        self.num_generated_tokens = 0
         self.trace = Trace(config.trace, config.device) if config.trace is not None else None
         self.closed = False
         self._num_requests = 0
@@ -265,7 +264,6 @@ class LLMEngine:
         result = step.handle.result()
         step.clock.lap("wait")
         self.num_prefill_tokens += step.batch.plan.num_tokens - len(step.batch.seqs)
-        self.num_generated_tokens += len(step.batch.seqs)
         finished = self.scheduler.update(step.batch, result.token_ids, result.logprobs)
         step.clock.lap("update")
         if self.trace is not None:
@@ -359,7 +357,7 @@ class LLMEngine:
             "num_steps": self.num_steps,
             "num_prompt_tokens": scheduler.num_prompt_tokens,
             "num_cached_tokens": scheduler.num_cached_tokens,
-            "num_generated_tokens": self.num_generated_tokens,
+            "num_generated_tokens": scheduler.num_generated_tokens,
             "num_preemptions": scheduler.num_preemptions,
             "num_free_blocks": scheduler.block_manager.num_free,
             "num_blocks": scheduler.block_manager.num_blocks,

@@ -81,6 +81,7 @@ class Scheduler:
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
+        self.num_generated_tokens = 0
 
     def add(self, seq: Sequence) -> None:
         self._may_stop[list(seq.stop_ids)] = True
@@ -214,8 +215,11 @@ class Scheduler:
             self.num_prompt_tokens += seq.num_prompt_tokens
             self.num_cached_tokens += cached
         seed = (seq.seed & 0xFFFFFFFF, seq.seed >> 32 & 0xFFFFFFFF)
-        num_logprobs = -1 if params.logprobs is None else params.logprobs
-        self._new_rows.append((row, params.temperature, params.top_k, params.top_p, params.min_p, *seed, num_logprobs))
+        # What is sent is 32 bits wide; beyond these limits a value means no more than at them.
+        vocab_size = len(self._may_stop)
+        temperature, top_k = min(params.temperature, 1e30), min(params.top_k, vocab_size)
+        num_logprobs = -1 if params.logprobs is None else min(params.logprobs, vocab_size)
+        self._new_rows.append((row, temperature, top_k, params.top_p, params.min_p, *seed, num_logprobs))
 
     def _make_batch(self, rows: IntArray, starts: IntArray, share: IntArray) -> Batch:
         table = self._table
@@ -272,6 +276,7 @@ class Scheduler:
             for seq, values in zip(seqs, logprobs, strict=True):
                 if values is not None:
                     seq.logprobs.append(values)
+        self.num_generated_tokens += len(seqs)
         table.known[rows] += 1
         suspect = self._may_stop[token_ids] | (table.known[rows] >= table.limit[rows]) | table.watches_text[rows]
         ended = False
@@ -296,6 +301,7 @@ class Scheduler:
             return False
         seq.num_in_flight -= 1
         seq.token_ids.append(token_id)
+        self.num_generated_tokens += 1
         if logprobs is not None:
             seq.logprobs.append(logprobs)
         reason = seq.ending()

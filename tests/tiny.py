@@ -1,0 +1,143 @@
+"""Tiny Qwen3 checkpoints for the tests: random ones with peaked logits, and one that recites the alphabet."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+VOCAB_SIZE = 500
+BLOCK = 16
+
+
+def save_random(folder: Path, *, seed: int = 0, max_shard_size: str = "1GB", **changes: Any) -> Qwen3ForCausalLM:
+    """Write a random float32 Qwen3 to folder and return transformers' model of it.
+
+    As initialised, transformers' logits are nearly flat, biases zero and norms one: much could be lost without a token
+    changing. So the layers are scaled up, beyond the embedding (which alone would make each token repeat itself), the
+    last norm too, which makes the likeliest token clear (in the median 1.2 above the second), and the rest is drawn.
+    """
+    torch.manual_seed(seed)
+    config: dict[str, Any] = {
+        "vocab_size": VOCAB_SIZE,
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "intermediate_size": 96,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "eos_token_id": None,
+        "bos_token_id": None,
+    }
+    model = Qwen3ForCausalLM(Qwen3Config(**config | changes)).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias"):
+                parameter.normal_(0, 0.3)
+            elif parameter.dim() == 1:
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.mul_(5 if "embed" in name or "lm_head" in name else 8)
+        model.model.norm.weight.mul_(6)
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return model
+
+
+@torch.inference_mode()
+def greedy(model: Qwen3ForCausalLM, prompt: list[int], count: int) -> list[int]:
+    """What transformers' generate makes of a prompt."""
+    ids = torch.tensor([prompt])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
+    return out[0, len(prompt) :].tolist()
+
+
+@torch.inference_mode()
+def logits_of(model: Qwen3ForCausalLM, token_ids: list[int]) -> Tensor:
+    """float32 [len(token_ids), vocab]: transformers' logits of the token after each."""
+    return model(torch.tensor([token_ids])).logits[0].float()
+
+
+def draw_prompts(lengths: list[int], seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(VOCAB_SIZE, (n,), generator=generator).tolist() for n in lengths]
+
+
+def edit_json(path: Path, **changes: Any) -> None:
+    """Change keys of a JSON file; None takes a key out."""
+    data = {**json.loads(path.read_text()), **changes} if path.exists() else changes
+    path.write_text(json.dumps({key: value for key, value in data.items() if value is not None}))
+
+
+# ---- The reciter: the next token depends on the last one only, so that a test knows what will be said.
+
+END, TURN, NOTE = "<|end|>", "<|turn|>", "<|note|>"
+RECITATION = [*"abcdefghijklm", "Ã", "©", *"nopqrstuvw", "xyz", END]
+"""Byte-level tokens: "Ã©" are the two bytes of "é", and "xyz" is one token."""
+SPOKEN = "abcdefghijklménopqrstuvwxyz"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}[{{ message.role }}]{{ message.content }}{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+    "{% if enable_thinking is defined and not enable_thinking %}()a{% endif %}"
+)
+
+
+def make_tokenizer() -> Tokenizer:
+    """Bytes, the token "xyz" and three special tokens; END is the tokenizer's own end-of-sequence token."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: i for i, token in enumerate([*alphabet, "xy", "xyz"])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [("x", "y"), ("xy", "z")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (END, TURN, NOTE)])
+    return tokenizer
+
+
+def save_reciter(folder: Path) -> None:
+    """Write a model, with its tokenizer, that goes on as follows after any prompt that ends with the first token:
+
+        a b c ... w xyz END a b ...     END is the tokenizer's end-of-sequence token
+        A B C TURN A ...                TURN is one of generation_config.json's
+        0 1 NOTE 2 3 0 ...              NOTE is special but ends nothing
+
+    Attention and MLP add nothing (their output matrices are zero), the embedding is the identity, and the head holds
+    each token's successor; every other token is followed by itself.
+    """
+    tokenizer = make_tokenizer()
+    size = tokenizer.get_vocab_size()
+    successor = torch.arange(size)
+    for cycle in (RECITATION, [*"ABC", TURN], [*"01", NOTE, *"23"]):
+        ids = torch.tensor([tokenizer.token_to_id(token) for token in cycle])
+        successor[ids] = ids.roll(-1)
+    config = Qwen3Config(
+        vocab_size=size,
+        hidden_size=size,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        num_key_value_heads=1,
+        head_dim=8,
+        intermediate_size=8,
+        max_position_embeddings=256,
+        tie_word_embeddings=False,
+        eos_token_id=None,
+        bos_token_id=None,
+    )
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.o_proj.weight.zero_()
+        model.model.layers[0].mlp.down_proj.weight.zero_()
+        model.model.embed_tokens.weight.copy_(torch.eye(size))
+        model.lm_head.weight.zero_()[successor, torch.arange(size)] = 2.0
+    model.save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    edit_json(
+        folder / "tokenizer_config.json",
+        tokenizer_class="PreTrainedTokenizerFast",
+        eos_token=END,
+        chat_template=CHAT_TEMPLATE,
+    )
+    edit_json(folder / "generation_config.json", do_sample=False, eos_token_id=[tokenizer.token_to_id(TURN)])
