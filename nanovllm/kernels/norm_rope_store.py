@@ -79,7 +79,7 @@ def _norm_rope_store_kernel(
     HEADS: tl.constexpr,
 ):
     # Grid (num_tokens, all heads / HEADS).
-    # A program owns HEADS heads of one token, of any mix of q, k and v; q is rewritten in place, k and v go to the cache.
+    # A program owns HEADS heads of one token, any mix of q, k and v: q is rewritten in place, k and v go to the cache.
     # Tokens with slot -1 are padding: they store nothing in the cache; their position must be in range all the same.
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -207,6 +207,4 @@ def store_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_
     if num_tokens:
         strides = (key.stride(0), value.stride(0), *k_cache.stride()[:3])
         config = store_kv_config(num_kv_heads, head_dim, k_cache.shape[1])
-        _store_kv_kernel[(num_tokens,)](
-            key, value, slot_mapping, k_cache, v_cache, *strides, num_kv_heads, **config
-        )
+        _store_kv_kernel[(num_tokens,)](key, value, slot_mapping, k_cache, v_cache, *strides, num_kv_heads, **config)

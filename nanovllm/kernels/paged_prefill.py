@@ -70,8 +70,8 @@ def _prefill_kernel(
     TILE: tl.constexpr,
 ):
     # Grid (num_kv_heads, num_tokens / TOKENS + num_seqs).
-    # A program owns TOKENS query tokens of one sequence x the query heads of one KV head, so K and V serve all of them.
-    # Tiles beyond a sequence's tokens do nothing; the rows that pad the group or the last tile are computed, not stored.
+    # A program owns TOKENS query tokens of one sequence x the query heads of one KV head: K and V serve all of them.
+    # Tiles beyond a sequence's tokens do nothing; rows that pad the group or the last tile are computed, never stored.
     ROWS: tl.constexpr = TOKENS * PADDED_GROUP
     SEARCH: tl.constexpr = 128
     head = tl.program_id(0)
