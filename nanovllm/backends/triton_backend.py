@@ -51,6 +51,10 @@ def check_shape(name: str, head_dim: int, group: int, block_size: int, block_siz
         )
 
 
+def _is_capturing(metadata: AttentionMetadata) -> bool:
+    return metadata.seq_lens.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 class TritonBackend:
     """Keeps heads before tokens in storage: what a program reads of a block, one head of it, is one run of memory."""
 
@@ -79,7 +83,7 @@ class TritonBackend:
         return zeros(), zeros()
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
-        self._step, self._plan = (metadata, torch.cuda.is_current_stream_capturing()), None
+        self._step, self._plan = (metadata, _is_capturing(metadata)), None
 
     def _once_a_step(self, metadata: AttentionMetadata, plan: Callable[[], T]) -> T:
         """plan() for the first layer of a step, its result for the others; for every layer if no step was begun.
@@ -87,7 +91,7 @@ class TritonBackend:
         A plan made outside a capture is not taken into it: the graph would replay without planning anew.
         """
         begun = self._step
-        if begun is None or begun[0] is not metadata or begun[1] != torch.cuda.is_current_stream_capturing():
+        if begun is None or begun[0] is not metadata or begun[1] != _is_capturing(metadata):
             return plan()
         if self._plan is None:
             self._plan = plan()
