@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nanovllm.backends import AttentionMetadata, Backend, KVCache
 from nanovllm.backends.torch_backend import TorchBackend, attend_reference
+from nanovllm.kernels.sample import filter_reference, sample_reference, uniform_reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -208,3 +209,28 @@ def sample_case(
         torch.randint(-(2**63), 2**63 - 1, (n,), generator=generator).to(device),
         torch.arange(n, dtype=torch.int32, device=device) * 1009,
     )
+
+
+def assert_same_tokens(case: SampleCase, tokens: Tensor) -> None:
+    """The reference's tokens, exactly on the CPU.
+
+    On a GPU exp is approximate and sums run in another order, about 1e-6 of the total; so u may fall on the other side
+    of a boundary between two tokens, or top-p take one token more or less. A differing token must then lie that near.
+    """
+    expected = sample_reference(*case.arguments())
+    if case.logits.device.type == "cpu":
+        assert torch.equal(tokens, expected)
+        return
+    uniforms = uniform_reference(case.seeds, case.positions.long())
+    for row in (tokens != expected).nonzero().flatten().tolist():
+        assert case.temperature[row] > 0, "greedy tokens are exact"
+        one = slice(row, row + 1)
+        logits = case.logits[one].float()
+        z = (logits - logits.max()) / case.temperature[row]
+        kept = filter_reference(z, case.top_k[one], case.top_p[one], case.min_p[one])[0]
+        shares = torch.where(kept, z[0].double().exp(), 0.0)
+        shares /= shares.sum()
+        slack = 1e-5 + (2 * float(shares[kept].min()) if case.top_p[row] < 1 else 0.0)
+        token = int(tokens[row])
+        end = float(shares[: token + 1].sum())
+        assert end - float(shares[token]) - slack <= float(uniforms[row]) <= end + slack, (row, token)
