@@ -54,6 +54,7 @@ class EngineConfig:
     attention_backend: str = _option("auto", "flash_attn, triton or torch; auto takes the first that runs here")
     load_format: str = _option("auto", "auto reads safetensors; dummy makes random weights from config.json alone")
     overlap: bool = _option(True, "on a GPU, plan the next step while the device computes this one")
+    trace: str | None = _option(None, "file to write a Chrome trace of every step to (chrome://tracing, Perfetto)")
     seed: int = _option(0, "of the requests that bring no seed of their own, and of dummy weights")
 
     def __post_init__(self) -> None:

@@ -8,9 +8,9 @@ import xxhash
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager, prefix_digest
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.model_runner import StepResult
 from nanovllm.engine.plan import StepPlan
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.step_handle import StepResult
 from nanovllm.sampling_params import SamplingParams
 
 VOCAB = 16
@@ -167,6 +167,7 @@ def make_engine(
     caching: bool = True,
     eos: frozenset[int] = frozenset(),
     digest=prefix_digest,
+    trace: str | None = None,
 ) -> LLMEngine:
     """The real engine, scheduler and block manager around a FakeRunner."""
     config = EngineConfig(
@@ -175,6 +176,7 @@ def make_engine(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
+        trace=trace,
     )
     scheduler = Scheduler(
         BlockManager(num_blocks, block_size, caching, digest),

@@ -112,7 +112,9 @@ def test_a_request_gets_the_same_alone_and_among_64(random_model: Path, expected
     assert tokens(alone) == tokens(among[40:41]) == expected[number : number + 1]
 
 
-@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 7}, TINY_POOL], ids=["as it is", "chunks", "preempted"])
+@pytest.mark.parametrize(
+    "options", [{}, {"max_num_batched_tokens": 7}, TINY_POOL], ids=["as it is", "chunks", "preempted"]
+)
 @pytest.mark.parametrize("depth", [1, 2])
 def test_logprobs_are_one_a_token_however_requests_are_run(
     options: dict[str, Any], depth: int, random_model: Path

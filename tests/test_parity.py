@@ -29,7 +29,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "untied": {"tie_word_embeddings": False},
     "head_dim is not hidden_size / heads": {"hidden_size": 72, "num_attention_heads": 6, "head_dim": 24},
     "odd sizes": {"vocab_size": 503, "hidden_size": 52, "intermediate_size": 90, "head_dim": 20},
-    "rope theta and norm epsilon": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rms_norm_eps": 0.1},
+    "rope theta and norm epsilon": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e6},
+        "rms_norm_eps": 0.1,
+    },
     "linear rope": {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 3.0}},
     "yarn rope": {"rope_parameters": YARN, "max_position_embeddings": 64},
     "yarn rope with its own attention factor": {"rope_parameters": {**YARN, "attention_factor": 0.7}},
@@ -78,7 +81,10 @@ def test_a_tied_checkpoint_may_carry_its_head_all_the_same(head: str, tmp_path: 
     [
         {"rope_theta": 1000000, "rope_scaling": None},
         {"rope_theta": 10000.0, "rope_scaling": {"rope_type": "linear", "factor": 3.0}},
-        {"rope_theta": 10000.0, "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}},
+        {
+            "rope_theta": 10000.0,
+            "rope_scaling": {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        },
     ],
     ids=["plain", "linear", "yarn"],
 )

@@ -256,7 +256,9 @@ def test_seeds_that_differ_in_any_32_bits_draw_differently(llm: LLM) -> None:
     assert len({tuple(o["token_ids"]) for o in outputs}) == len(seeds)
 
 
-@pytest.mark.parametrize("values", [{"temperature": 1e300}, {"temperature": 1e-300}, {"top_k": 10**12}, {"top_p": 1e-300}])
+@pytest.mark.parametrize(
+    "values", [{"temperature": 1e300}, {"temperature": 1e-300}, {"top_k": 10**12}, {"top_p": 1e-300}]
+)
 @pytest.mark.filterwarnings("error")
 def test_values_beyond_32_bits_are_as_good_as_their_limit(values: dict[str, Any], llm: LLM) -> None:
     limits = {"temperature": {1e300: 1e30, 1e-300: 0}, "top_k": {10**12: 0}, "top_p": {1e-300: 1e-30}}
@@ -290,7 +292,9 @@ def test_logprobs_are_of_the_raw_distribution(k: int, tmp_path: Path) -> None:
 
 
 def test_only_requests_that_ask_for_logprobs_get_them(llm: LLM) -> None:
-    params = [SamplingParams(temperature=0, max_tokens=n, logprobs=k) for n, k in ((3, None), (5, 2), (4, 0), (2, None))]
+    params = [
+        SamplingParams(temperature=0, max_tokens=n, logprobs=k) for n, k in ((3, None), (5, 2), (4, 0), (2, None))
+    ]
     outputs = llm.generate(draw_prompts([4, 4, 4, 4]), params, use_tqdm=False)
     assert ["logprobs" in o for o in outputs] == [False, True, True, False]
     assert [len(likely) for likely in outputs[1]["logprobs"]] == [2] * 5

@@ -45,9 +45,10 @@ def traces(draw):
     return config, requests
 
 
-def run_trace(config, requests, depth):
+def run_trace(config, requests, depth, prepare_engine=lambda engine: None):
     """Drive the engine turn by turn, checking it after every one; returns each request's sequence, and the engine."""
     engine = make_engine(**config, depth=depth)
+    prepare_engine(engine)
     seqs = {}
     for turn in itertools.count():
         for i, (prompt, params, pair, arrives, aborted) in enumerate(requests):

@@ -25,10 +25,10 @@ def attend_reference(q: Tensor, cache: KVCache, metadata: AttentionMetadata, sca
     block_size, num_kv_heads, head_dim = k_cache.shape[1:]
     group = q.shape[1] // num_kv_heads
     out = torch.empty_like(q)
-    assert metadata.query_lens_cpu is not None and metadata.seq_lens_cpu is not None
+    seq_lens = metadata.seq_lens if metadata.seq_lens_cpu is None else metadata.seq_lens_cpu
+    query_lens = [1] * len(seq_lens) if metadata.query_lens_cpu is None else metadata.query_lens_cpu.tolist()
     start = 0
-    pairs = zip(metadata.query_lens_cpu.tolist(), metadata.seq_lens_cpu.tolist(), strict=True)
-    for i, (query_len, seq_len) in enumerate(pairs):
+    for i, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens.tolist(), strict=True)):
         if query_len == 0:
             continue
         blocks = metadata.block_tables[i, : -(-seq_len // block_size)]

@@ -12,10 +12,11 @@ import xxhash
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.model_runner import ModelRunner, StepResult
+from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.plan import StepPlan
 from nanovllm.engine.scheduler import Batch, Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step_handle import StepResult
 from nanovllm.engine.tokenizer import Tokenizer
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.config import load_model_config, read_json
@@ -23,6 +24,7 @@ from nanovllm.models.presets import PRESETS, preset_config
 from nanovllm.sampling_params import SamplingParams, as_integer
 from nanovllm.utils.hub import find_model
 from nanovllm.utils.interrupt import HoldInterrupt
+from nanovllm.utils.trace import Clock, Trace
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +60,16 @@ class Runner(Protocol):
     def launch(self, plan: StepPlan) -> Handle: ...
 
     def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class InFlight:
+    """A step that was launched and is still to be read."""
+
+    number: int
+    batch: Batch
+    handle: Handle
+    clock: Clock
 
 
 def _eos_token_ids(
@@ -102,9 +114,10 @@ class LLMEngine:
         self.depth = 2 if config.overlap and config.device.startswith("cuda") else 1
         self.num_steps = 0
         self.num_prefill_tokens = 0
+        self.trace = Trace(config.trace, config.device) if config.trace is not None else None
         self.closed = False
         self._num_requests = 0
-        self._in_flight: deque[tuple[Batch, Handle]] = deque()
+        self._in_flight: deque[InFlight] = deque()
         self._running = False
 
     @classmethod
@@ -218,21 +231,44 @@ class LLMEngine:
         cache, usable; after a CUDA error, which spoils the process's context, a closed one.
         """
         try:
-            batch = self.scheduler.schedule()
-            if batch is not None:
-                self._in_flight.append((batch, self.runner.launch(batch.plan)))
-                self.num_steps += 1
-                if len(self._in_flight) < self.depth:
-                    return []
-            elif not self._in_flight:
+            launched = self._launch_next()
+            if launched and len(self._in_flight) < self.depth:
+                return []
+            if not self._in_flight:
                 raise RuntimeError(f"nothing can run: {self.scheduler.describe()}")
-            batch, handle = self._in_flight.popleft()
-            result = handle.result()
-            self.num_prefill_tokens += batch.plan.num_tokens - len(batch.seqs)
-            return self.scheduler.update(batch, result.token_ids, result.logprobs)
+            return self._read_oldest()
         except BaseException as error:
             self._recover(error)
             raise
+
+    def _launch_next(self) -> bool:
+        """Plan and launch the next step; False if nothing can be computed before a launched step is read."""
+        clock = Clock()
+        batch = self.scheduler.schedule()
+        clock.lap("schedule")
+        if batch is None:
+            return False
+        if self.trace is not None:
+            self.trace.planned(clock.laps[0][1], batch, self.scheduler)
+        clock.resume()
+        handle = self.runner.launch(batch.plan)
+        clock.lap("launch")
+        self.num_steps += 1
+        self._in_flight.append(InFlight(self.num_steps, batch, handle, clock))
+        return True
+
+    def _read_oldest(self) -> list[Sequence]:
+        """Wait for the oldest launched step and take in its tokens; returns the sequences that ended."""
+        step = self._in_flight.popleft()
+        step.clock.resume()
+        result = step.handle.result()
+        step.clock.lap("wait")
+        self.num_prefill_tokens += step.batch.plan.num_tokens - len(step.batch.seqs)
+        finished = self.scheduler.update(step.batch, result.token_ids, result.logprobs)
+        step.clock.lap("update")
+        if self.trace is not None:
+            self.trace.finished(step.number, step.clock, result)
+        return finished
 
     def _recover(self, error: BaseException) -> None:
         """After a failed step: nobody knows what the cache holds, so forget it; drop every sequence."""
@@ -245,9 +281,8 @@ class LLMEngine:
     def abort_all(self) -> None:
         """Wait for what is in flight, drop its results, and end every sequence."""
         while self._in_flight:
-            _, handle = self._in_flight.popleft()
             try:
-                handle.result()
+                self._in_flight.popleft().handle.result()
             except Exception as error:
                 logger.warning("a step in flight failed too: %s", error)
         self.scheduler.abort_all()
@@ -335,3 +370,5 @@ class LLMEngine:
             self._in_flight.clear()
             self.scheduler.abort_all()
             self.runner.close()
+            if self.trace is not None:
+                self.trace.close()

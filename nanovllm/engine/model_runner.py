@@ -1,89 +1,38 @@
 """Turns a plan into tensors, runs the model, samples."""
 
 import logging
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.backends import AttentionMetadata, KVCache, make_backend
 from nanovllm.config import EngineConfig
-from nanovllm.engine.plan import HEADER, ROW_SAMPLING, IntArray, StepPlan
+from nanovllm.engine.cuda_graphs import CudaGraphs, pad_decodes
+from nanovllm.engine.device_tables import DeviceTables
+from nanovllm.engine.kv_memory import GpuMemory, blocks_that_fit, check_pool, cpu_cache_bytes, memory_of_others
+from nanovllm.engine.plan import StepPlan
+from nanovllm.engine.staging import ReturnBuffers, Staging
+from nanovllm.engine.step_handle import Logprobs, StepHandle, Stopwatch
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.qwen3 import kv_heads_of
 from nanovllm.models.registry import ARCHITECTURES, model_class
 from nanovllm.utils.loader import fill_randomly, load_weights
-from nanovllm.utils.machine import free_memory
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 logger = logging.getLogger(__name__)
 
-CPU_CACHE_LIMIT = 4 << 30
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What a step sampled, for the plan's sampling sequences in the plan's order.
-
-    Attributes:
-        token_ids: int32 [num_sampled].
-        logprobs: for each of them {token id: log-probability} or None; None if nobody asked.
-    """
-
-    token_ids: IntArray
-    logprobs: Seq[dict[int, float] | None] | None
-
-
-class StepHandle:
-    """A launched step; `result()` waits for it."""
-
-    def __init__(self, plan: StepPlan, token_ids: Tensor | None, logprobs: "Logprobs | None") -> None:
-        self._sampled = np.flatnonzero(plan.samples)
-        self._token_ids, self._logprobs = token_ids, logprobs
-        self._ready: torch.cuda.Event | None = None
-        if token_ids is not None and token_ids.is_cuda:
-            self._token_ids = token_ids.to("cpu", non_blocking=True)
-            self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._ready.record()
-
-    def result(self) -> StepResult:
-        """Wait for the device, and read what it sampled."""
-        if self._token_ids is None:
-            return StepResult(np.empty(0, np.int32), None)
-        if self._ready is not None:
-            self._ready.synchronize()
-        token_ids = self._token_ids.numpy()[self._sampled]
-        logprobs = self._logprobs.read(token_ids, self._sampled) if self._logprobs is not None else None
-        return StepResult(token_ids, logprobs)
-
-
-class Logprobs:
-    """Log-probabilities of a step's raw distributions: of the sampled token and of the k most likely, by sequence."""
-
-    def __init__(self, logits: Tensor, token_ids: Tensor, counts: IntArray) -> None:
-        logprobs = logits.float().log_softmax(-1)
-        self._counts = counts
-        self._sampled = logprobs.gather(1, token_ids.long().unsqueeze(1)).squeeze(1)
-        self._top = logprobs.topk(min(int(counts.max()), logits.shape[1]), dim=1)
-
-    def read(self, token_ids: IntArray, sampled: np.ndarray) -> list[dict[int, float] | None]:
-        of_sampled, top_ids, top = self._sampled.tolist(), self._top.indices.tolist(), self._top.values.tolist()
-        read: list[dict[int, float] | None] = []
-        for token_id, i in zip(token_ids.tolist(), sampled.tolist(), strict=True):
-            count = int(self._counts[i])
-            likely = dict(zip(top_ids[i][:count], top[i][:count], strict=True))
-            read.append(None if count < 0 else {token_id: of_sampled[i], **likely})
-        return read
+GRAPH_NODES_BYTES = 4 << 20
+"""Allowance for one captured graph's own nodes: a few hundred kernels' parameters."""
 
 
 class ModelRunner:
-    """One rank: the model, its KV cache, and the device's tables of resident sequences, by row."""
+    """One rank: the model, its KV cache, and the device's tables. Steps run in the order of their launch."""
 
     def __init__(
         self, config: EngineConfig, hf_config: "PretrainedConfig", folder: Path | None, parallel: Parallel
@@ -94,14 +43,13 @@ class ModelRunner:
             folder: of the checkpoint; None for random weights.
 
         Raises:
-            ValueError: a bad checkpoint, or a KV cache that cannot hold one sequence of max_model_len.
+            ValueError: a bad checkpoint, or a shape for which the backend has no kernels.
         """
         self.config, self.parallel = config, parallel
         self.device, self.dtype = torch.device(config.device), getattr(torch, config.dtype)
-        self.vocab_size = hf_config.vocab_size
         group = hf_config.num_attention_heads // hf_config.num_key_value_heads
         self.backend = make_backend(config.attention_backend, self.device, hf_config.head_dim, group, config.block_size)
-        with torch.device(self.device), _default_dtype(self.dtype):
+        with torch.device(self.device), _DefaultDtype(self.dtype):
             architecture = next(name for name in hf_config.architectures if name in ARCHITECTURES)
             self.model = model_class(architecture)(hf_config, self.backend, parallel, config.max_model_len)
         self.model.eval()
@@ -111,147 +59,205 @@ class ModelRunner:
             load_weights(self.model, folder, show_progress=parallel.rank == 0)
         self._num_kv_heads = kv_heads_of(hf_config, parallel)[1]
         self._head_dim, self._num_layers = hf_config.head_dim, hf_config.num_hidden_layers
+        self.tables = DeviceTables(config.max_num_seqs, config.max_blocks_per_seq, self.device)
+        size = StepPlan.max_packed_size(config.max_num_seqs, config.max_num_batched_tokens, config.max_blocks_per_seq)
+        self._staging = Staging(size, self.device)
+        self._buffers = ReturnBuffers(config.max_num_seqs)
         self.caches: list[KVCache] = []
-        self._make_tables()
-
-    def _make_tables(self) -> None:
-        """The device's tables: what the runner knows of each resident sequence, told by plans."""
-        rows, device = self.config.max_num_seqs, self.device
-        self._block_tables = torch.zeros(rows, self.config.max_blocks_per_seq, dtype=torch.int32, device=device)
-        self._last_token = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._temperature = torch.zeros(rows, device=device)
-        self._top_k = torch.zeros(rows, dtype=torch.int32, device=device)
-        self._top_p, self._min_p = torch.ones(rows, device=device), torch.zeros(rows, device=device)
-        self._seeds = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._num_logprobs_cpu = np.full(rows, -1, np.int32)
+        self.graphs: CudaGraphs | None = None
 
     # ---- the KV cache
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block, keys and values of all layers."""
+        """Bytes of one block, keys and values of all layers, on this rank."""
         per_token: int = 2 * self._num_layers * self._num_kv_heads * self._head_dim * self.dtype.itemsize
         return per_token * self.config.block_size
 
-    def count_blocks(self) -> int:
-        """How many blocks the configuration allows; an explicit count wins, then explicit bytes."""
-        if self.config.num_kvcache_blocks is not None:
-            return self.config.num_kvcache_blocks
-        budget = self.config.kvcache_memory_bytes
-        if budget is None:
-            budget = self._free_gpu_memory() if self.device.type == "cuda" else min(free_memory() // 4, CPU_CACHE_LIMIT)
-        return budget // self.block_bytes
+    @property
+    def uses_graphs(self) -> bool:
+        return self.device.type == "cuda" and not self.config.enforce_eager
 
-    def _free_gpu_memory(self) -> int:
-        free, total = torch.cuda.mem_get_info(self.device)
-        return int(free - (1 - self.config.gpu_memory_utilization) * total)
+    def count_blocks(self) -> int:
+        """How many blocks the configuration allows; an explicit count wins, then explicit bytes.
+
+        Raises:
+            ValueError: not enough for one sequence of max_model_len.
+        """
+        config = self.config
+        if config.num_kvcache_blocks is not None:
+            check_pool(config.num_kvcache_blocks, config.block_size, config.max_model_len)
+            return config.num_kvcache_blocks
+        budget = config.kvcache_memory_bytes
+        if budget is None and self.device.type == "cuda":
+            memory = self._profile()
+            budget = memory.left_for_cache(config.gpu_memory_utilization)
+            logger.info("GPU memory: %s, KV cache %.2f GiB", memory.describe(), budget / 2**30)
+        elif budget is None:
+            budget = cpu_cache_bytes()
+        return blocks_that_fit(budget, self.block_bytes, config.block_size, config.max_model_len)
 
     def allocate_cache(self, num_blocks: int) -> None:
-        """Make the cache. Raises a ValueError, with the length that would fit, if one sequence does not."""
+        """Make the cache, and capture the graphs that read it."""
         config = self.config
-        if num_blocks < config.max_blocks_per_seq:
-            fits = max(num_blocks, 0) * config.block_size
-            raise ValueError(
-                f"the KV cache has {max(num_blocks, 0)} blocks of {config.block_size} tokens, and one sequence of "
-                f"max_model_len={config.max_model_len} needs {config.max_blocks_per_seq}: set max_model_len to at most "
-                f"{fits}, or give it more memory (kvcache_memory_bytes, num_kvcache_blocks, gpu_memory_utilization)"
-            )
-        shape = (num_blocks, config.block_size, self._num_kv_heads, self._head_dim)
-        self.caches = [self.backend.allocate_cache(*shape, self.dtype, self.device) for _ in range(self._num_layers)]
+        self.caches = self._make_caches(num_blocks)
         tokens = num_blocks * config.block_size
         logger.info(
-            "KV cache: %d blocks of %d tokens, %.2f GiB: %d tokens, %.1f sequences of %d",
+            "KV cache: %.2f GiB, %d blocks of %d tokens: %d tokens, %.1f sequences of %d",
+            num_blocks * self.block_bytes / 2**30,
             num_blocks,
             config.block_size,
-            num_blocks * self.block_bytes / 2**30,
             tokens,
             tokens / config.max_model_len,
             config.max_model_len,
         )
+        if self.uses_graphs:
+            self.graphs = self._new_graphs()
+            with torch.inference_mode():
+                self.graphs.capture(show_progress=self.parallel.rank == 0)
+
+    def _new_graphs(self) -> CudaGraphs:
+        tables = self.tables
+        return CudaGraphs(self._decode, self._staging.buffer, self.config.max_num_seqs, tables.padding_row)
+
+    @torch.inference_mode()
+    def _profile(self) -> GpuMemory:
+        """Measure what the largest step and the graphs take, with a cache of a single block that everything shares."""
+        config, device = self.config, self.device
+        torch.cuda.empty_cache()
+        total, weights = torch.cuda.mem_get_info(device)[1], torch.cuda.memory_allocated(device)
+        self.caches = self._make_caches(1)
+        torch.cuda.reset_peak_memory_stats(device)
+        plan = StepPlan.largest(config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len)
+        # Padding rows store nothing and read block 0: the shapes are real, the values are not.
+        plan.rows[:] = self.tables.padding_row
+        self.launch(plan).result()
+        activations = torch.cuda.max_memory_allocated(device) - weights
+        graphs = 0
+        if self.uses_graphs:
+            torch.cuda.empty_cache()
+            before = torch.cuda.mem_get_info(device)[0]
+            trial = self._new_graphs()
+            trial.capture(trial.sizes[-2:])
+            per_graph = (before - torch.cuda.mem_get_info(device)[0]) // len(trial.sizes[-2:])
+            # The largest pays for the pool that all share; each of the others adds its own nodes.
+            graphs = 2 * per_graph + len(trial.sizes) * GRAPH_NODES_BYTES
+            trial.release()
+        self.caches = []
+        torch.cuda.empty_cache()
+        return GpuMemory(total, memory_of_others(device), weights, activations, graphs)
+
+    def _make_caches(self, num_blocks: int) -> list[KVCache]:
+        shape = (num_blocks, self.config.block_size, self._num_kv_heads, self._head_dim)
+        return [self.backend.allocate_cache(*shape, self.dtype, self.device) for _ in range(self._num_layers)]
 
     # ---- a step
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
-        """Start a step; the handle waits for it. Steps run in the order of their launch."""
-        packed = torch.from_numpy(plan.pack()).to(self.device)
-        return self._run(plan, packed)
+        """Start a step; the handle waits for it. The host's values decide sizes only, so nothing here waits."""
+        stopwatch = Stopwatch(self.device)
+        size = self.graphs.size_for(plan) if self.graphs is not None else None
+        if size is not None:
+            head = pad_decodes(plan, size, self.tables.padding_row)
+        else:
+            head = [plan.rows, plan.num_computed, plan.num_scheduled, plan.token_ids]
+        packed = self._staging.send([*head, plan.block_entries.reshape(-1), plan.new_rows.view("<i4")])
+        stopwatch.start()
+        self.tables.update(plan, packed[sum(map(len, head)) :])
+        token_ids: Tensor | None
+        logits: Tensor | None
+        if size is not None:
+            assert self.graphs is not None
+            token_ids, logits = self.graphs.replay(size)
+        else:
+            token_ids, logits = self._run(plan, packed)
+        logprobs = None
+        if token_ids is not None and logits is not None:
+            token_ids, logits = token_ids[: plan.num_seqs], logits[: plan.num_seqs]
+            counts = self.tables.num_logprobs_cpu[plan.rows]
+            if (counts >= 0).any() and plan.samples.any():
+                logprobs = Logprobs(logits, token_ids, counts)
+        return StepHandle(plan, token_ids, logprobs, stopwatch, self._buffers)
 
-    def _run(self, plan: StepPlan, packed: Tensor) -> StepHandle:
-        """Run a step whose packed plan is on the device. Host values decide sizes only: nothing waits."""
-        num_seqs, num_tokens = plan.num_seqs, plan.num_tokens
-        per_seq = packed[HEADER : HEADER + 4 * num_seqs].view(4, num_seqs)
-        rows, num_computed, num_scheduled, _ = per_seq.unbind(0)
-        rest = packed[HEADER + 4 * num_seqs :]
-        self._update_tables(plan, rest[num_tokens:])
-
-        cu_seqlens = torch.nn.functional.pad(num_scheduled.cumsum(0, dtype=torch.int32), (1, 0))
-        indices = torch.arange(num_seqs, dtype=torch.int32, device=self.device)
+    def _run(self, plan: StepPlan, packed: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Any step, eagerly: (token ids, logits) of every sequence, or nothing if none is to be sampled."""
+        num_seqs, num_tokens, device = plan.num_seqs, plan.num_tokens, self.device
+        rows, num_computed, num_scheduled = packed[: 3 * num_seqs].view(3, num_seqs).unbind(0)
+        cu_seqlens = F.pad(num_scheduled.cumsum(0, dtype=torch.int32), (1, 0))
+        indices = torch.arange(num_seqs, dtype=torch.int32, device=device)
         of_token = indices.repeat_interleave(num_scheduled, output_size=num_tokens)
-        token_ids = torch.where(rest[:num_tokens] < 0, self._last_token[rows[of_token]], rest[:num_tokens])
-        within = torch.arange(num_tokens, dtype=torch.int32, device=self.device) - cu_seqlens[of_token]
+        within = torch.arange(num_tokens, dtype=torch.int32, device=device) - cu_seqlens[of_token]
         positions = within + num_computed[of_token]
-        block_tables = self._block_tables[rows]
-        size = self.config.block_size
-        blocks = block_tables[of_token, positions // size].long()
+        block_tables = self.tables.block_tables[rows]
         metadata = AttentionMetadata(
             num_decodes=plan.num_decodes,
             cu_seqlens_q=cu_seqlens,
             seq_lens=num_computed + num_scheduled,
             block_tables=block_tables,
-            slot_mapping=blocks * size + positions % size,
+            slot_mapping=self.tables.slots(rows, block_tables, of_token, positions, self.config.block_size),
             query_lens_cpu=plan.num_scheduled,
             seq_lens_cpu=plan.num_computed + plan.num_scheduled,
         )
+        token_ids = packed[3 * num_seqs : 3 * num_seqs + num_tokens]
+        token_ids = torch.where(token_ids < 0, self.tables.last_token[rows[of_token]], token_ids)
         hidden = self.model(token_ids, positions, self.caches, metadata)
         if not plan.samples.any():
-            return StepHandle(plan, None, None)
+            return None, None
         # Every sequence's last token is sampled from. Where the plan asks for no sample (the chunk of a prompt, at
-        # most one a step), the result is dropped, and what it leaves in _last_token is overwritten before it is read.
-        logits = self.model.compute_logits(hidden[cu_seqlens[1:] - 1])
-        return self._sample(plan, logits, rows, metadata.seq_lens)
+        # most one a step), the result is dropped, and what it leaves in last_token is overwritten before it is read.
+        return self._sample(hidden[cu_seqlens[1:] - 1], rows, metadata.seq_lens)
 
-    def _sample(self, plan: StepPlan, logits: Tensor | None, rows: Tensor, positions: Tensor) -> StepHandle:
+    def _decode(self, rows: Tensor, num_computed: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """A step of decodes alone, from tensors alone, so that a CUDA graph can capture it; int32 [n] each."""
+        indices = torch.arange(len(rows) + 1, dtype=torch.int32, device=self.device)
+        block_tables = self.tables.block_tables[rows]
+        metadata = AttentionMetadata(
+            num_decodes=len(rows),
+            cu_seqlens_q=indices,
+            seq_lens=num_computed + 1,
+            block_tables=block_tables,
+            slot_mapping=self.tables.slots(rows, block_tables, indices[:-1], num_computed, self.config.block_size),
+            query_lens_cpu=None,
+            seq_lens_cpu=None,
+        )
+        token_ids = torch.where(token_ids < 0, self.tables.last_token[rows], token_ids)
+        hidden = self.model(token_ids, num_computed, self.caches, metadata)
+        return self._sample(hidden, rows, metadata.seq_lens)
+
+    def _sample(self, hidden: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Sample one token for each of rows from hidden [n, hidden], and leave it for the row's next decode.
+
+        Returns token ids int32 [n], and the logits [n, vocab] they came from.
+        """
+        tables = self.tables
+        logits = self.model.compute_logits(hidden)
         assert logits is not None
         token_ids = self.backend.sample(
             logits,
-            self._temperature[rows],
-            self._top_k[rows],
-            self._top_p[rows],
-            self._min_p[rows],
-            self._seeds[rows],
+            tables.temperature[rows],
+            tables.top_k[rows],
+            tables.top_p[rows],
+            tables.min_p[rows],
+            tables.seeds[rows],
             positions,
         )
-        self._last_token[rows] = token_ids
-        counts = self._num_logprobs_cpu[plan.rows]
-        wanted = (counts >= 0) & (plan.samples > 0)
-        return StepHandle(plan, token_ids, Logprobs(logits, token_ids, counts) if wanted.any() else None)
-
-    def _update_tables(self, plan: StepPlan, packed: Tensor) -> None:
-        """Apply what the plan says of new blocks and new rows; packed holds both, one after the other."""
-        num_entries, num_rows = len(plan.block_entries), len(plan.new_rows)
-        if num_entries:
-            row, index, block = packed[: 3 * num_entries].view(num_entries, 3).unbind(1)
-            self._block_tables[row, index] = block
-        if num_rows:
-            fields = packed[3 * num_entries :].view(num_rows, ROW_SAMPLING.itemsize // 4).unbind(1)
-            row, temperature, top_k, top_p, min_p, seed_low, seed_high, _ = fields
-            self._temperature[row] = temperature.view(torch.float32)
-            self._top_k[row] = top_k
-            self._top_p[row] = top_p.view(torch.float32)
-            self._min_p[row] = min_p.view(torch.float32)
-            self._seeds[row] = (seed_low.long() & 0xFFFFFFFF) | (seed_high.long() << 32)
-            self._num_logprobs_cpu[plan.new_rows["row"]] = plan.new_rows["num_logprobs"]
+        tables.last_token[rows] = token_ids
+        return token_ids, logits
 
     def close(self) -> None:
-        """Let go of the device's memory."""
+        """Let go of the device's memory; graphs first, which point into the rest."""
+        if self.graphs is not None:
+            torch.cuda.synchronize()
+            self.graphs.release()
+            self.graphs = None
         self.caches = []
         del self.model
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
 
-class _default_dtype:
+class _DefaultDtype:
     """Make new tensors of a dtype, and put back what was the default."""
 
     def __init__(self, dtype: torch.dtype) -> None:
@@ -261,5 +267,7 @@ class _default_dtype:
         self._before = torch.get_default_dtype()
         torch.set_default_dtype(self._dtype)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         torch.set_default_dtype(self._before)

@@ -88,6 +88,22 @@ class StepPlan:
         )
 
     @staticmethod
+    def largest(max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> "StepPlan":
+        """The step that takes the most memory: all tokens, all sequences, every one sampled. For measuring."""
+        num_seqs = min(max_num_seqs, max_num_batched_tokens)
+        share = np.full(num_seqs, min(max_num_batched_tokens // num_seqs, max_model_len), np.int32)
+        left = max_num_batched_tokens - int(share.sum())
+        for i in range(num_seqs):
+            more = min(left, max_model_len - int(share[i]))
+            share[i] += more
+            left -= more
+        share.sort()  # decodes first
+        zeros = np.zeros(num_seqs, np.int32)
+        token_ids = np.zeros(int(share.sum()), np.int32)
+        no_entries, no_rows = np.empty((0, 3), np.int32), np.empty(0, ROW_SAMPLING)
+        return StepPlan(zeros, zeros.copy(), share, zeros + 1, token_ids, no_entries, no_rows)
+
+    @staticmethod
     def max_packed_size(max_num_seqs: int, max_num_batched_tokens: int, max_blocks_per_seq: int) -> int:
         """int32 elements of the largest plan that a configuration allows."""
         entries = 3 * max_num_seqs * max_blocks_per_seq

@@ -1,0 +1,97 @@
+"""Capture and replay of decode steps: one launch instead of a few hundred."""
+
+import bisect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from nanovllm.engine.plan import IntArray, StepPlan
+
+logger = logging.getLogger(__name__)
+
+DecodeStep = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(rows, num_computed, token_ids), each int32 [n] -> (sampled token ids int32 [n], logits [n, vocab])."""
+
+
+def graph_batch_sizes(max_num_seqs: int) -> list[int]:
+    """The batch sizes to capture: 1, 2, 4, 8, 16, 24, 32, every 16 to 256, every 32 above, and the largest itself.
+
+    Every batch of 1..max_num_seqs then finds a graph, and pads it by less than half, from 16 on by at most 31 rows.
+    """
+    sizes = [1, 2, 4, 8, 16, 24, 32, *range(48, 257, 16), *range(288, max_num_seqs + 1, 32)]
+    return sorted({size for size in sizes if size < max_num_seqs} | {max_num_seqs})
+
+
+def smallest_that_holds(sizes: list[int], num_seqs: int) -> int:
+    """The smallest of the ascending sizes that is at least num_seqs (RuntimeError if there is none)."""
+    index = bisect.bisect_left(sizes, num_seqs)
+    if index == len(sizes):
+        raise RuntimeError(f"no graph holds {num_seqs} sequences; the largest is {sizes[-1]}")
+    return sizes[index]
+
+
+def pad_decodes(plan: StepPlan, size: int, padding_row: int) -> list[IntArray]:
+    """(rows, num_computed, token_ids) of a plan of decodes, padded to size with a row that belongs to nobody."""
+    padding = size - plan.num_seqs
+    return [
+        np.pad(plan.rows, (0, padding), constant_values=padding_row),
+        np.pad(plan.num_computed, (0, padding)),
+        np.pad(plan.token_ids, (0, padding)),
+    ]
+
+
+class CudaGraphs:
+    """Decode steps of each batch size as CUDA graphs, from `buffer` to tokens and logits.
+
+    A graph of size n reads its inputs from the first 3n values of the staging buffer, whose address never changes:
+    rows, num_computed and token_ids, padded to n. All graphs share one pool of memory, captured largest first so that
+    the smaller ones fit into what the largest has taken; only one runs at a time, and its outputs are read before
+    (in stream order) the next one runs.
+    """
+
+    def __init__(self, decode: DecodeStep, buffer: Tensor, max_num_seqs: int, padding_row: int) -> None:
+        self._decode, self._buffer = decode, buffer
+        self.sizes = graph_batch_sizes(max_num_seqs)
+        self.padding_row = padding_row
+        self._pool: Any = None  # torch's pool handles have no public type
+        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+
+    def capture(self, sizes: list[int] | None = None, show_progress: bool = False) -> None:
+        """Capture the graphs of sizes, all by default. Every input is padding: nothing live is read or written."""
+        for size in tqdm(sorted(sizes or self.sizes, reverse=True), desc="Capturing graphs", disable=not show_progress):
+            inputs = self._inputs(size)
+            inputs.zero_()
+            inputs[0] = self.padding_row
+            self._decode(*inputs.unbind(0))  # compiles kernels and warms libraries up, outside the capture
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                token_ids, logits = self._decode(*inputs.unbind(0))
+            self._pool = self._pool or graph.pool()
+            self._graphs[size] = graph, token_ids, logits
+        torch.cuda.synchronize()
+
+    def _inputs(self, size: int) -> Tensor:
+        return self._buffer[: 3 * size].view(3, size)
+
+    def size_for(self, plan: StepPlan) -> int | None:
+        """The graph for a plan; None if the plan is not of decodes alone."""
+        if plan.num_decodes < plan.num_seqs:
+            return None
+        return smallest_that_holds(self.sizes, plan.num_seqs)
+
+    def replay(self, size: int) -> tuple[Tensor, Tensor]:
+        """Run the graph of that size on what the staging buffer holds; its outputs live until the next replay."""
+        graph, token_ids, logits = self._graphs[size]
+        graph.replay()
+        return token_ids, logits
+
+    def release(self) -> None:
+        """Free the graphs: before the memory they point into goes, and before a process group does."""
+        self._graphs.clear()
+        self._pool = None

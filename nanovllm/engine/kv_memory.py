@@ -1,0 +1,75 @@
+"""How much memory the KV cache may have."""
+
+from dataclasses import dataclass
+
+import torch
+
+from nanovllm.utils.machine import free_memory
+
+CPU_CACHE_LIMIT = 4 << 30
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """Where a GPU's memory goes, in bytes.
+
+    Attributes:
+        total: of the card.
+        others: what other processes hold.
+        weights: parameters and tables.
+        activations: the most that a step of max_num_batched_tokens adds, sampling included.
+        graphs: what the captured graphs keep.
+    """
+
+    total: int
+    others: int
+    weights: int
+    activations: int
+    graphs: int
+
+    def left_for_cache(self, utilization: float) -> int:
+        """What utilization of the card leaves; negative if the rest alone takes more."""
+        return int(self.total * utilization) - self.others - self.weights - self.activations - self.graphs
+
+    def describe(self) -> str:
+        parts = {
+            "weights": self.weights,
+            "activations": self.activations,
+            "graphs": self.graphs,
+            "other processes": self.others,
+        }
+        return ", ".join(f"{name} {value / 2**30:.2f} GiB" for name, value in parts.items())
+
+
+def memory_of_others(device: torch.device) -> int:
+    """Bytes of the GPU that are taken, but not by this process's allocator: other processes, and CUDA itself."""
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free - torch.cuda.memory_reserved(device)
+
+
+def cpu_cache_bytes() -> int:
+    """A quarter of the free memory, at most 4 GiB: a guest on the machine."""
+    return min(free_memory() // 4, CPU_CACHE_LIMIT)
+
+
+def blocks_that_fit(num_bytes: int, block_bytes: int, block_size: int, max_model_len: int) -> int:
+    """How many blocks the bytes hold.
+
+    Raises:
+        ValueError: they cannot hold one sequence of max_model_len; names the largest length that would fit.
+    """
+    num_blocks = max(num_bytes // block_bytes, 0)
+    check_pool(num_blocks, block_size, max_model_len)
+    return num_blocks
+
+
+def check_pool(num_blocks: int, block_size: int, max_model_len: int) -> None:
+    """Raise a ValueError unless the blocks hold one sequence of max_model_len."""
+    needed = -(-max_model_len // block_size)
+    if num_blocks < needed:
+        advice = f"set max_model_len to at most {num_blocks * block_size}" if num_blocks else "nothing would fit"
+        raise ValueError(
+            f"the KV cache has {num_blocks} blocks of {block_size} tokens, and one sequence of "
+            f"max_model_len={max_model_len} needs {needed}: {advice}, or give it more memory "
+            "(kvcache_memory_bytes, num_kvcache_blocks, gpu_memory_utilization)"
+        )

@@ -1,0 +1,122 @@
+"""A step that was launched, and what it sampled."""
+
+import time
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.engine.plan import IntArray, StepPlan
+from nanovllm.engine.staging import ReturnBuffers
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step sampled, for the plan's sampling sequences in the plan's order.
+
+    Attributes:
+        token_ids: int32 [num_sampled].
+        logprobs: for each of them {token id: log-probability} or None; None if nobody asked.
+        prepare_seconds: how long the host took to bring the plan on its way.
+        device_seconds: how long the device worked on the step.
+    """
+
+    token_ids: IntArray
+    logprobs: Seq[dict[int, float] | None] | None
+    prepare_seconds: float = 0.0
+    device_seconds: float = 0.0
+
+
+class Logprobs:
+    """Log-probabilities of a step's raw distributions: of the sampled token and of the k most likely, by sequence."""
+
+    def __init__(self, logits: Tensor, token_ids: Tensor, counts: IntArray) -> None:
+        """
+        Args:
+            logits: [num_seqs, vocab].
+            token_ids: int32 [num_seqs], those sampled.
+            counts: [num_seqs], how many each asked for; -1 is none, not even the sampled one's.
+        """
+        logprobs = logits.float().log_softmax(-1)
+        self._counts = counts
+        self._sampled = logprobs.gather(1, token_ids.long().unsqueeze(1)).squeeze(1)
+        self._top = logprobs.topk(min(max(int(counts.max()), 0), logits.shape[1]), dim=1)
+
+    def read(self, token_ids: IntArray, sampled: IntArray) -> list[dict[int, float] | None]:
+        of_sampled, top_ids, top = self._sampled.tolist(), self._top.indices.tolist(), self._top.values.tolist()
+        read: list[dict[int, float] | None] = []
+        for token_id, i in zip(token_ids.tolist(), sampled.tolist(), strict=True):
+            count = int(self._counts[i])
+            likely = dict(zip(top_ids[i][:count], top[i][:count], strict=True))
+            read.append(None if count < 0 else {token_id: of_sampled[i], **likely})
+        return read
+
+
+class Stopwatch:
+    """Times what the host does up to `start`, and what the device does from there to `stop`, without waiting for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._made = time.perf_counter()
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+        if device.type == "cuda":
+            make: Any = torch.cuda.Event  # its constructor has no types
+            self._events = make(enable_timing=True), make(enable_timing=True)
+        self._began = self._seconds = 0.0
+
+    def start(self) -> None:
+        self._began = time.perf_counter()
+        if self._events:
+            self._events[0].record()
+
+    def stop(self) -> None:
+        self._seconds = time.perf_counter() - self._began
+        if self._events:
+            self._events[1].record()
+
+    @property
+    def prepare_seconds(self) -> float:
+        return self._began - self._made
+
+    def device_seconds(self) -> float:
+        """Waits until the device has come by."""
+        if self._events:
+            self._events[1].synchronize()
+            return float(self._events[0].elapsed_time(self._events[1])) / 1000
+        return self._seconds
+
+
+class StepHandle:
+    """A launched step; `result()` waits for it, and is to be called once."""
+
+    def __init__(
+        self,
+        plan: StepPlan,
+        token_ids: Tensor | None,
+        logprobs: Logprobs | None,
+        stopwatch: Stopwatch,
+        buffers: ReturnBuffers,
+    ) -> None:
+        """token_ids int32 [num_seqs or more], on the device; None if the plan samples nothing."""
+        self._sampled = np.flatnonzero(plan.samples).astype(np.int32)
+        self._logprobs, self._stopwatch, self._buffers = logprobs, stopwatch, buffers
+        self._token_ids, self._pinned = token_ids, None
+        if token_ids is not None and token_ids.is_cuda:
+            self._pinned = buffers.take()
+            self._token_ids = self._pinned[: len(token_ids)]
+            self._token_ids.copy_(token_ids, non_blocking=True)
+        stopwatch.stop()
+
+    def result(self) -> StepResult:
+        """Wait for the device, and read what it sampled."""
+        device_seconds = self._stopwatch.device_seconds()  # first: it waits
+        times = self._stopwatch.prepare_seconds, device_seconds
+        if self._token_ids is None:
+            return StepResult(np.empty(0, np.int32), None, *times)
+        token_ids = self._token_ids.numpy()[self._sampled]  # a copy: the buffer may go
+        if self._pinned is not None:
+            self._buffers.give_back(self._pinned)
+        logprobs = self._logprobs.read(token_ids, self._sampled) if self._logprobs is not None else None
+        return StepResult(token_ids, logprobs, *times)
