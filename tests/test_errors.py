@@ -34,7 +34,7 @@ def with_text(reciter: Path) -> LLM:
 
 
 def assert_refused_and_usable(llm: LLM, call: Callable[[], object], message: str) -> None:
-    before, (good,) = llm.stats(), llm.generate([[65]], GREEDY, use_tqdm=False)
+    (good,) = llm.generate([[65]], GREEDY, use_tqdm=False)
     before = llm.stats()
     with pytest.raises(ValueError, match=message):
         call()
@@ -123,7 +123,8 @@ def test_unknown_arguments_of_a_call_are_refused(call: str, llm: LLM) -> None:
 
 
 BAD_VALUES: list[tuple[str, Any, str]] = [
-    *(("temperature", value, "0") for value in (-0.1, math.nan, math.inf, -math.inf, "hot", None, True, [1], 10**400)),
+    *(("temperature", value, "0") for value in (-0.1, math.nan, math.inf, -math.inf)),
+    *(("temperature", value, "number") for value in ("hot", None, True, [1], torch.ones(2), 10**400)),
     *(("top_p", value, r"\(0, 1\]") for value in (0, 0.0, -0.5, 1.01, math.nan)),
     *(("top_p", value, "number") for value in ("0.9", None)),
     *(("min_p", value, r"\[0, 1\]") for value in (-0.01, 1.5, math.nan)),
@@ -141,11 +142,11 @@ BAD_VALUES: list[tuple[str, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "value", "limit"), BAD_VALUES)
+@pytest.mark.parametrize(("name", "value", "limit"), BAD_VALUES, ids=lambda value: str(value)[:20])
 def test_a_sampling_value_out_of_range_is_refused(name: str, value: Any, limit: str) -> None:
     with pytest.raises(ValueError, match=rf"{name}\b.*must be.*{limit}") as error:
         SamplingParams(**{name: value})
-    shown = value[-1] if isinstance(value, list) else value
+    shown = value[-1] if isinstance(value, list) and name != "temperature" else value
     assert repr(shown)[:20] in str(error.value)
 
 
@@ -250,7 +251,8 @@ def test_an_option_out_of_range_is_refused(options: dict[str, Any], message: str
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
 @pytest.mark.parametrize("options", [{"device": "cuda"}, {"attention_backend": "flash_attn"}], ids=str)
 def test_what_this_machine_lacks_is_refused(options: dict[str, str], random_model: Path) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(options))}.*(cuda|CUDA).*auto"):
+    ((option, value),) = options.items()
+    with pytest.raises(ValueError, match=f"{option}.*{value}.*auto"):
         LLM(random_model, **options)
 
 
@@ -316,11 +318,11 @@ def assert_not_loaded(folder: object, message: str) -> None:
 
 
 def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
-    for name in (tmp_path / "nothing", "./nothing", "~/surely/nothing", "nobody/nothing", "a/b/c/d", ""):
+    for name in (tmp_path / "nothing", "./nothing", "~/surely/nothing", "nobody/nothing", "a/b/c/d"):
         assert_not_loaded(name, f"{re.escape(str(name).split('/')[-1])}.*(not exist|neither)")
 
 
-@pytest.mark.parametrize("model", [None, 5, True, ["a"]])
+@pytest.mark.parametrize("model", [None, 5, True, ["a"], ""])
 def test_a_model_that_is_no_name_is_refused(model: Any) -> None:
     assert_not_loaded(model, f"model is {re.escape(repr(model))}")
 
