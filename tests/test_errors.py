@@ -299,7 +299,7 @@ def test_a_pool_that_cannot_hold_max_model_len_is_refused_and_the_length_it_name
 
 def test_max_model_len_is_never_beyond_the_models(random_model: Path) -> None:
     with LLM(random_model, **OPTIONS | {"max_model_len": 10**6, "num_kvcache_blocks": 32}) as llm:
-        with pytest.raises(ValueError, match="512.*at most 511"):
+        with pytest.raises(ValueError, match=r"512.*at most 511"):
             llm.generate([[1] * 512], GREEDY)
 
 
