@@ -1,4 +1,4 @@
-"""Fixtures that several test files share."""
+"""What must be said before torch and Triton are imported, and fixtures that several test files share."""
 
 import os
 from pathlib import Path
@@ -9,6 +9,12 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
+
+if not torch.cuda.is_available():
+    # Triton chooses where a kernel runs when it is decorated: without a GPU, in the interpreter.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")

@@ -184,9 +184,9 @@ def test_numbers_of_numpy_and_torch_are_numbers() -> None:
 
 
 def test_an_unknown_sampling_name_is_refused_with_the_nearest() -> None:
-    with pytest.raises(TypeError, match="'temprature'.*'temperature'"):
+    with pytest.raises(TypeError, match=r"'temprature'.*'temperature'"):
         SamplingParams(temprature=1.0)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="'max_new_tokens'.*'max_tokens'"):
+    with pytest.raises(TypeError, match=r"'max_new_tokens'.*'max_tokens'"):
         SamplingParams(max_new_tokens=5)  # type: ignore[call-arg]
 
 
@@ -298,9 +298,9 @@ def test_a_pool_that_cannot_hold_max_model_len_is_refused_and_the_length_it_name
 
 
 def test_max_model_len_is_never_beyond_the_models(random_model: Path) -> None:
-    with LLM(random_model, **OPTIONS | {"max_model_len": 10**6, "num_kvcache_blocks": 32}) as llm:
-        with pytest.raises(ValueError, match=r"512.*at most 511"):
-            llm.generate([[1] * 512], GREEDY)
+    llm = LLM(random_model, **OPTIONS | {"max_model_len": 10**6, "num_kvcache_blocks": 32})
+    with pytest.raises(ValueError, match=r"512.*at most 511"):
+        llm.generate([[1] * 512], GREEDY)
 
 
 # ---- checkpoints

@@ -16,7 +16,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_scheduler import run_trace, traces
 
-from nanovllm.engine.cuda_graphs import graph_batch_sizes, pad_decodes, smallest_that_holds
+from nanovllm import LLM
+from nanovllm.engine.cuda_graphs import CudaGraphs, graph_batch_sizes, pad_decodes, smallest_that_holds
 from nanovllm.engine.device_tables import DeviceTables
 from nanovllm.engine.kv_memory import GpuMemory, blocks_that_fit
 from nanovllm.engine.plan import StepPlan
@@ -186,3 +187,36 @@ def test_the_trace_of_a_killed_run_can_be_drawn(tmp_path):
 def test_a_trace_that_cannot_be_written_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"trace file .* cannot be written"):
         make_engine(trace=str(tmp_path / "missing" / "run.json"))
+
+
+class StandInGraphs(CudaGraphs):
+    """Runs the decode step on the graph's padded inputs instead of replaying its capture."""
+
+    def replay(self, size):
+        return self._decode(*self._inputs(size).unbind(0))
+
+
+@pytest.mark.parametrize("max_num_seqs", [3, 12])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_step_that_graphs_capture_gives_the_tokens_of_the_eager_one(random_model, max_num_seqs, depth):
+    """Padded to a graph's size, from tensors alone: what a replay computes, up to the replay itself."""
+    options = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": max_num_seqs, "kvcache_block_size": 16}
+    rng = random.Random(3)
+    prompts = [[rng.randrange(100) for _ in range(rng.randrange(1, 50))] for _ in range(10)]
+    params = [
+        SamplingParams(temperature=i % 2, max_tokens=5 + 3 * i, seed=i, logprobs=i % 3 or None) for i in range(10)
+    ]
+    with LLM(str(random_model), **options, num_kvcache_blocks=40) as llm:
+        eager = llm.generate(prompts, params, use_tqdm=False)
+    with LLM(str(random_model), **options, num_kvcache_blocks=40) as llm:
+        runner = llm.engine.runner
+        runner.graphs = StandInGraphs(runner._decode, runner._staging.buffer, max_num_seqs, runner.tables.padding_row)
+        llm.engine.depth = depth
+        replayed = llm.generate(prompts, params, use_tqdm=False)
+        assert (runner.tables.block_tables[runner.tables.padding_row] == 0).all()
+        runner.graphs = None
+    for one, other in zip(eager, replayed, strict=True):
+        assert one["token_ids"] == other["token_ids"]
+        for a, b in zip(one.get("logprobs", []), other.get("logprobs", []), strict=True):
+            assert a.keys() == b.keys()
+            assert list(a.values()) == pytest.approx(list(b.values()), abs=1e-4)  # float32 logits of order 10

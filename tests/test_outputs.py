@@ -36,7 +36,7 @@ def say(llm: LLM, prompt: Any, **params: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("prompt", "spoken", "last"), [("a", SPOKEN[1:], END), ("A", "BC", TURN)], ids=["tokenizer's", "generation_config's"]
+    ("prompt", "spoken", "last"), [("a", SPOKEN[1:], END), ("A", "BC", TURN)], ids=["tokenizer", "generation_config"]
 )
 def test_every_end_of_sequence_id_ends_it_in_token_ids_and_not_in_text(
     prompt: str, spoken: str, last: str, llm: LLM
@@ -118,7 +118,7 @@ def test_a_repeated_stop_string_ends_at_its_first(llm: LLM) -> None:
 )
 @settings(deadline=None, max_examples=200)
 def test_stop_strings_are_found_in_any_tokens(token_ids: list[int], stop: list[str], skip: bool) -> None:
-    """Random bytes are mostly no UTF-8. Found or not, nothing raises, and the text before a match is the decoded text's.
+    """Random bytes are mostly no UTF-8. Nothing raises, and the text before a match is the decoded text's.
 
     A match may come late (a broken character is only known as such by what follows), never early.
     """

@@ -26,7 +26,7 @@ def llm(make: Callable[..., LLM]) -> LLM:
 
 
 def generate(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY) -> tuple[list[dict[str, Any]], int]:
-    """The outputs, and how many prompt tokens were computed: all but one for each sampled token that was read again."""
+    """The outputs, and how many prompt tokens the model computed (each sampled token but the last adds one)."""
     computed = 0
     launch = llm.engine.runner.launch
 

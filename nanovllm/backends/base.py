@@ -50,6 +50,15 @@ class Backend(Protocol):
         """Zeroed cache of one layer, in this backend's storage order."""
         ...
 
+    def begin_step(self, metadata: AttentionMetadata) -> None:
+        """Say that a step begins: what `attend` derives from its metadata may then be shared by all the layers.
+
+        Called before the first layer, and inside the capture when the step is captured in a CUDA graph. Without the
+        call every layer derives it anew: slower, never wrong. Between it and the last layer the metadata's tensors
+        must not change.
+        """
+        ...
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...

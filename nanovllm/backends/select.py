@@ -1,24 +1,50 @@
 """Which backend runs here."""
 
+import logging
+
 import torch
 
 from nanovllm.backends.base import Backend
 
+logger = logging.getLogger(__name__)
 
-def resolve_backend(name: str, device: torch.device, dtype: torch.dtype) -> str:
-    """The name of the backend to use: `name`, or for "auto" the best that can run on device.
-
-    Raises:
-        ValueError: the named backend cannot run here; the message says why and what to install.
-    """
-    if name in ("auto", "torch"):
-        return "torch"
-    raise ValueError(f'attention_backend="{name}" cannot run on {device.type}; use "auto" or "torch"')
+NAMES = ("flash_attn", "triton", "torch")
 
 
 def default_block_size(name: str) -> int:
     """Tokens a KV block where the user does not say: flash-attn's paged kernels need multiples of 256."""
     return 256 if name == "flash_attn" else 64
+
+
+def resolve_backend(name: str, device: torch.device, dtype: torch.dtype, block_size: int | None = None) -> str:
+    """The name of the backend to use: `name`, or for "auto" the best that can run on device.
+
+    That is flash_attn, if it imports and the GPU can run it; else triton on CUDA; else torch. A block_size of None is
+    still to be chosen.
+
+    Raises:
+        ValueError: the named backend cannot run here; the message says why and what to install.
+    """
+    if name not in ("auto", *NAMES):
+        choices = ", ".join(f'"{known}"' for known in ("auto", *NAMES))
+        raise ValueError(f'attention_backend="{name}" is unknown; choose one of {choices}')
+    if name == "torch" or (name == "auto" and device.type != "cuda"):
+        return "torch"
+    from nanovllm.backends.flash_attn_backend import why_flash_attn_cannot
+    from nanovllm.backends.triton_backend import why_triton_cannot
+
+    checks = {"flash_attn": why_flash_attn_cannot, "triton": why_triton_cannot}
+    if name != "auto":
+        if reason := checks[name](device, dtype, block_size):
+            raise ValueError(f'attention_backend="{name}" cannot run here: {reason}; or use attention_backend="auto"')
+        return name
+    for candidate, why_cannot in checks.items():
+        reason = why_cannot(device, dtype, block_size)
+        if reason is None:
+            return candidate
+        logger.info("the %s backend is not used: %s", candidate, reason)
+    logger.warning("no GPU backend can run here (%s); plain torch is slow on a GPU", reason)
+    return "torch"
 
 
 def make_backend(name: str, device: torch.device, head_dim: int, group: int, block_size: int) -> Backend:
@@ -30,6 +56,13 @@ def make_backend(name: str, device: torch.device, head_dim: int, group: int, blo
     Raises:
         ValueError: the backend has no kernels for this shape.
     """
-    from nanovllm.backends.torch_backend import TorchBackend
+    if name == "torch":
+        from nanovllm.backends.torch_backend import TorchBackend
 
-    return TorchBackend()
+        return TorchBackend()
+    from nanovllm.backends.flash_attn_backend import FlashAttnBackend
+    from nanovllm.backends.triton_backend import TritonBackend, check_shape
+
+    backend = FlashAttnBackend if name == "flash_attn" else TritonBackend
+    check_shape(name, head_dim, group, block_size, backend.block_sizes)
+    return backend()

@@ -73,6 +73,9 @@ class TorchBackend:
 
         return zeros(), zeros()
 
+    def begin_step(self, metadata: AttentionMetadata) -> None:
+        """There is nothing to share."""
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rms_norm_reference(x, weight, eps)
 

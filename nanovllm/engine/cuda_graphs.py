@@ -15,7 +15,7 @@ from nanovllm.engine.plan import IntArray, StepPlan
 logger = logging.getLogger(__name__)
 
 DecodeStep = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(rows, num_computed, token_ids), each int32 [n] -> (sampled token ids int32 [n], logits [n, vocab])."""
+"""(rows, num_computed, token_ids), each int32 [n] -> (sampled token ids int32 [n], hidden states [n, hidden])."""
 
 
 def graph_batch_sizes(max_num_seqs: int) -> list[int]:
@@ -46,7 +46,7 @@ def pad_decodes(plan: StepPlan, size: int, padding_row: int) -> list[IntArray]:
 
 
 class CudaGraphs:
-    """Decode steps of each batch size as CUDA graphs, from `buffer` to tokens and logits.
+    """Decode steps of each batch size as CUDA graphs, from `buffer` to tokens and hidden states.
 
     A graph of size n reads its inputs from the first 3n values of the staging buffer, whose address never changes:
     rows, num_computed and token_ids, padded to n. All graphs share one pool of memory, captured largest first so that
@@ -71,9 +71,9 @@ class CudaGraphs:
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool):
-                token_ids, logits = self._decode(*inputs.unbind(0))
+                token_ids, hidden = self._decode(*inputs.unbind(0))
             self._pool = self._pool or graph.pool()
-            self._graphs[size] = graph, token_ids, logits
+            self._graphs[size] = graph, token_ids, hidden
         torch.cuda.synchronize()
 
     def _inputs(self, size: int) -> Tensor:
@@ -87,9 +87,9 @@ class CudaGraphs:
 
     def replay(self, size: int) -> tuple[Tensor, Tensor]:
         """Run the graph of that size on what the staging buffer holds; its outputs live until the next replay."""
-        graph, token_ids, logits = self._graphs[size]
+        graph, token_ids, hidden = self._graphs[size]
         graph.replay()
-        return token_ids, logits
+        return token_ids, hidden
 
     def release(self) -> None:
         """Free the graphs: before the memory they point into goes, and before a process group does."""

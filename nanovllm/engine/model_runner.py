@@ -165,23 +165,25 @@ class ModelRunner:
         packed = self._staging.send([*head, plan.block_entries.reshape(-1), plan.new_rows.view("<i4")])
         stopwatch.start()
         self.tables.update(plan, packed[sum(map(len, head)) :])
-        token_ids: Tensor | None
-        logits: Tensor | None
         if size is not None:
             assert self.graphs is not None
-            token_ids, logits = self.graphs.replay(size)
+            sampled: tuple[Tensor, Tensor] | None = self.graphs.replay(size)
         else:
-            token_ids, logits = self._run(plan, packed)
+            sampled = self._run(plan, packed)
+        if sampled is None:
+            return StepHandle(plan, None, None, stopwatch, self._buffers)
+        token_ids, hidden = (values[: plan.num_seqs] for values in sampled)
+        counts = self.tables.num_logprobs_cpu[plan.rows]
         logprobs = None
-        if token_ids is not None and logits is not None:
-            token_ids, logits = token_ids[: plan.num_seqs], logits[: plan.num_seqs]
-            counts = self.tables.num_logprobs_cpu[plan.rows]
-            if (counts >= 0).any() and plan.samples.any():
-                logprobs = Logprobs(logits, token_ids, counts)
+        if (counts >= 0).any():
+            # Few ask for them, so graphs keep no logits (gigabytes, for graphs of all sizes): they are made again.
+            logits = self.model.compute_logits(hidden)
+            assert logits is not None
+            logprobs = Logprobs(logits, token_ids, counts)
         return StepHandle(plan, token_ids, logprobs, stopwatch, self._buffers)
 
-    def _run(self, plan: StepPlan, packed: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Any step, eagerly: (token ids, logits) of every sequence, or nothing if none is to be sampled."""
+    def _run(self, plan: StepPlan, packed: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Any step, eagerly: see _sample; None if no sequence is to be sampled."""
         num_seqs, num_tokens, device = plan.num_seqs, plan.num_tokens, self.device
         rows, num_computed, num_scheduled = packed[: 3 * num_seqs].view(3, num_seqs).unbind(0)
         cu_seqlens = F.pad(num_scheduled.cumsum(0, dtype=torch.int32), (1, 0))
@@ -201,9 +203,10 @@ class ModelRunner:
         )
         token_ids = packed[3 * num_seqs : 3 * num_seqs + num_tokens]
         token_ids = torch.where(token_ids < 0, self.tables.last_token[rows[of_token]], token_ids)
+        self.backend.begin_step(metadata)
         hidden = self.model(token_ids, positions, self.caches, metadata)
         if not plan.samples.any():
-            return None, None
+            return None
         # Every sequence's last token is sampled from. Where the plan asks for no sample (the chunk of a prompt, at
         # most one a step), the result is dropped, and what it leaves in last_token is overwritten before it is read.
         return self._sample(hidden[cu_seqlens[1:] - 1], rows, metadata.seq_lens)
@@ -222,13 +225,14 @@ class ModelRunner:
             seq_lens_cpu=None,
         )
         token_ids = torch.where(token_ids < 0, self.tables.last_token[rows], token_ids)
+        self.backend.begin_step(metadata)
         hidden = self.model(token_ids, num_computed, self.caches, metadata)
         return self._sample(hidden, rows, metadata.seq_lens)
 
     def _sample(self, hidden: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Sample one token for each of rows from hidden [n, hidden], and leave it for the row's next decode.
 
-        Returns token ids int32 [n], and the logits [n, vocab] they came from.
+        Returns token ids int32 [n], and hidden.
         """
         tables = self.tables
         logits = self.model.compute_logits(hidden)
@@ -243,7 +247,7 @@ class ModelRunner:
             positions,
         )
         tables.last_token[rows] = token_ids
-        return token_ids, logits
+        return token_ids, hidden
 
     def close(self) -> None:
         """Let go of the device's memory; graphs first, which point into the rest."""

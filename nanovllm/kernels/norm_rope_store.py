@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.rms_norm import rms_norm_reference
+from nanovllm.kernels.triton_shim import next_power_of_2, tl, triton
 
 
 def rope_reference(x: Tensor, cos_sin: Tensor, positions: Tensor) -> Tensor:
@@ -54,3 +55,156 @@ def norm_rope_store_reference(
     k = rope_reference(rms_norm_reference(k, k_weight, eps), cos_sin, positions)
     store_kv_reference(k, v, k_cache, v_cache, slot_mapping)
     return q
+
+
+@triton.jit(do_not_specialize=["num_heads", "num_kv_heads"])
+def _norm_rope_store_kernel(
+    qkv_ptr,
+    q_weight_ptr,
+    k_weight_ptr,
+    cos_sin_ptr,
+    positions_ptr,
+    slots_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    qkv_stride,
+    page_stride,
+    token_stride,
+    head_stride,
+    eps,
+    num_heads,
+    num_kv_heads,
+    BLOCK_SIZE: tl.constexpr,
+    HALF: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    # Grid (num_tokens, all heads / HEADS).
+    # A program owns HEADS heads of one token, any mix of q, k and v: q is rewritten in place, k and v go to the cache.
+    # Tokens with slot -1 are padding: they store nothing in the cache; their position must be in range all the same.
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    dim = tl.arange(0, HALF)
+    dtype = k_cache_ptr.dtype.element_ty
+    is_q = (head < num_heads)[:, None]
+    is_v = (head >= num_heads + num_kv_heads)[:, None]
+    exists = (head < num_heads + 2 * num_kv_heads)[:, None]
+
+    # The halves of a head stay apart in registers, so that the rotation needs no exchange.
+    row = qkv_ptr + token * qkv_stride + head[:, None] * (2 * HALF) + dim[None, :]
+    first_in = tl.load(row, mask=exists, other=0.0)
+    second_in = tl.load(row + HALF, mask=exists, other=0.0)
+    first, second = first_in.to(tl.float32), second_in.to(tl.float32)
+    mean = (tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF)
+    inverse = tl.rsqrt(mean + eps)[:, None]
+    q_first = tl.load(q_weight_ptr + dim).to(tl.float32)[None, :]
+    q_second = tl.load(q_weight_ptr + HALF + dim).to(tl.float32)[None, :]
+    k_first = tl.load(k_weight_ptr + dim).to(tl.float32)[None, :]
+    k_second = tl.load(k_weight_ptr + HALF + dim).to(tl.float32)[None, :]
+    first = (first * inverse).to(dtype).to(tl.float32) * tl.where(is_q, q_first, k_first)
+    second = (second * inverse).to(dtype).to(tl.float32) * tl.where(is_q, q_second, k_second)
+    first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
+
+    position = tl.load(positions_ptr + token).to(tl.int64)
+    cos = tl.load(cos_sin_ptr + position * (2 * HALF) + dim)[None, :]
+    sin = tl.load(cos_sin_ptr + position * (2 * HALF) + HALF + dim)[None, :]
+    new_first = (first * cos - second * sin).to(dtype)
+    new_second = (second * cos + first * sin).to(dtype)
+    tl.store(row, new_first, mask=is_q)
+    tl.store(row + HALF, new_second, mask=is_q)
+
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    if slot >= 0:
+        place = (slot // BLOCK_SIZE) * page_stride + (slot % BLOCK_SIZE) * token_stride
+        k_offset = place + (head - num_heads)[:, None].to(tl.int64) * head_stride + dim[None, :]
+        is_k = exists & (head >= num_heads)[:, None] & (head < num_heads + num_kv_heads)[:, None]
+        tl.store(k_cache_ptr + k_offset, new_first, mask=is_k)
+        tl.store(k_cache_ptr + k_offset + HALF, new_second, mask=is_k)
+        v_offset = place + (head - num_heads - num_kv_heads)[:, None].to(tl.int64) * head_stride + dim[None, :]
+        tl.store(v_cache_ptr + v_offset, first_in, mask=exists & is_v)
+        tl.store(v_cache_ptr + v_offset + HALF, second_in, mask=exists & is_v)
+
+
+def norm_rope_store_config(all_heads: int, head_dim: int, block_size: int) -> dict[str, int]:
+    """Up to 16 heads a program: at head_dim 128 that is 8 elements (16 bytes of bf16) of either half a thread."""
+    return {
+        "BLOCK_SIZE": block_size,
+        "HALF": head_dim // 2,
+        "HEADS": min(16, next_power_of_2(all_heads)),
+        "num_warps": 4,
+    }
+
+
+def norm_rope_store(
+    qkv: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    eps: float,
+    cos_sin: Tensor,
+    positions: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    """norm_rope_store_reference in one kernel; q [num_tokens, num_heads, head_dim] is rewritten in place, in qkv."""
+    block_size, num_kv_heads, head_dim = k_cache.shape[1:]
+    num_tokens, all_heads = qkv.shape[0], qkv.shape[1] // head_dim
+    num_heads = all_heads - 2 * num_kv_heads
+    if num_tokens:
+        config = norm_rope_store_config(all_heads, head_dim, block_size)
+        grid = (num_tokens, -(-all_heads // config["HEADS"]))
+        strides = (qkv.stride(0), *k_cache.stride()[:3])
+        weights = (q_weight, k_weight, cos_sin)
+        sizes = (eps, num_heads, num_kv_heads)
+        _norm_rope_store_kernel[grid](
+            qkv, *weights, positions, slot_mapping, k_cache, v_cache, *strides, *sizes, **config
+        )
+    return qkv[:, : num_heads * head_dim].view(num_tokens, num_heads, head_dim)
+
+
+@triton.jit(do_not_specialize=["num_kv_heads"])
+def _store_kv_kernel(
+    key_ptr,
+    value_ptr,
+    slots_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    key_stride,
+    value_stride,
+    page_stride,
+    token_stride,
+    head_stride,
+    num_kv_heads,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEADS: tl.constexpr,
+):
+    # Grid (num_tokens,).
+    # A program owns one token: all its K and V heads go to its slot.
+    # Tokens with slot -1 are padding and are skipped.
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    if slot >= 0:
+        head = tl.arange(0, HEADS)[:, None]
+        dim = tl.arange(0, HEAD_DIM)[None, :]
+        exists = head < num_kv_heads
+        place = (slot // BLOCK_SIZE) * page_stride + (slot % BLOCK_SIZE) * token_stride + head * head_stride + dim
+        key = tl.load(key_ptr + token * key_stride + head * HEAD_DIM + dim, mask=exists, other=0.0)
+        value = tl.load(value_ptr + token * value_stride + head * HEAD_DIM + dim, mask=exists, other=0.0)
+        tl.store(k_cache_ptr + place, key, mask=exists)
+        tl.store(v_cache_ptr + place, value, mask=exists)
+
+
+def store_kv_config(num_kv_heads: int, head_dim: int, block_size: int) -> dict[str, int]:
+    """All KV heads of a token in one block, eight elements a thread."""
+    heads = next_power_of_2(num_kv_heads)
+    num_warps = min(8, max(1, heads * head_dim // 256))
+    return {"BLOCK_SIZE": block_size, "HEAD_DIM": head_dim, "HEADS": heads, "num_warps": num_warps}
+
+
+def store_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
+    """store_kv_reference in one kernel. key, value [num_tokens, num_kv_heads, head_dim], heads of a token adjacent."""
+    num_tokens, num_kv_heads, head_dim = key.shape
+    if num_tokens:
+        strides = (key.stride(0), value.stride(0), *k_cache.stride()[:3])
+        config = store_kv_config(num_kv_heads, head_dim, k_cache.shape[1])
+        _store_kv_kernel[(num_tokens,)](key, value, slot_mapping, k_cache, v_cache, *strides, num_kv_heads, **config)

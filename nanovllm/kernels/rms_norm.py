@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from nanovllm.kernels.triton_shim import next_power_of_2, tl, triton
+
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise the last dimension of x in float32, round to x's dtype, then scale by weight (transformers' order)."""
@@ -15,3 +17,65 @@ def add_rms_norm_reference(x: Tensor, residual: Tensor, weight: Tensor, eps: flo
     """Return (rms_norm(x + residual), x + residual), both [num_tokens, hidden] in x's dtype."""
     residual = x + residual
     return rms_norm_reference(residual, weight, eps), residual
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    sum_ptr,
+    x_stride,
+    residual_stride,
+    size,
+    eps,
+    ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    # Grid (rows,).
+    # A program owns one row: it adds the residual (if ADD), norms in float32, rounds, and scales by the weight.
+    # Padding rows are like any other; what they hold stays in them.
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < size
+    dtype = out_ptr.dtype.element_ty
+    x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        x += tl.load(residual_ptr + row * residual_stride + column, mask=inside, other=0.0).to(tl.float32)
+        x = x.to(dtype).to(tl.float32)  # the reference norms the sum as it is stored
+        tl.store(sum_ptr + row * size + column, x.to(dtype), mask=inside)
+    normed = x * tl.rsqrt(tl.sum(x * x, 0) / size + eps)
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * size + column, (normed.to(dtype).to(tl.float32) * weight).to(dtype), mask=inside)
+
+
+def rms_norm_config(size: int) -> dict[str, int]:
+    """A whole row in one block; eight elements (16 bytes of bf16) a thread, up to eight warps."""
+    block = next_power_of_2(size)
+    return {"BLOCK": block, "num_warps": min(8, max(1, block // 256))}
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """rms_norm_reference in one kernel. x [..., size], weight [size] -> the shape of x."""
+    rows = x.reshape(-1, x.shape[-1])
+    out = torch.empty_like(rows, memory_format=torch.contiguous_format)
+    if rows.shape[0]:
+        size = rows.shape[1]
+        _rms_norm_kernel[(rows.shape[0],)](
+            rows, rows, weight, out, out, rows.stride(0), 0, size, eps, ADD=False, **rms_norm_config(size)
+        )
+    return out.view(x.shape)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """add_rms_norm_reference in one kernel. x, residual [num_tokens, size] -> (normed, sum) of the same shape."""
+    num_tokens, size = x.shape
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    total = torch.empty_like(out)
+    if num_tokens:
+        strides = x.stride(0), residual.stride(0)
+        _rms_norm_kernel[(num_tokens,)](
+            x, residual, weight, out, total, *strides, size, eps, ADD=True, **rms_norm_config(size)
+        )
+    return out, total

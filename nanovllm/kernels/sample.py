@@ -19,6 +19,9 @@ import math
 import torch
 from torch import Tensor
 
+from nanovllm.kernels.sample_filter import filter_config, filter_rows, is_filtered, weigh
+from nanovllm.kernels.triton_shim import next_power_of_2, tl, triton
+
 CHUNK = 4096
 
 _MASK = 0xFFFFFFFF
@@ -111,3 +114,144 @@ def sample_reference(
     inside, _ = _first_above(chunks[torch.arange(n), chunk], target - before)
     greedy[random] = (chunk * CHUNK + inside).to(torch.int32)
     return greedy
+
+
+# The Triton path: three kernels, none of which sorts or waits for the host.
+#   stats   a chunk's maximum, its place, and the chunk's weight relative to that maximum: one read of the logits
+#   filter  rows with a filter only (sample_filter.py): their threshold, and their chunks' weights of what is kept
+#   draw    the token: the chunk by the chunks' weights, then the token within it
+
+
+@triton.jit
+def uniform(seed, position):
+    """`uniform_reference` of one row, bit for bit."""
+    counter = position.to(tl.uint32)
+    zero = counter * 0
+    word, _, _, _ = tl.philox(seed, counter, zero, zero, zero)
+    return ((word >> 9).to(tl.int32).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2**-23
+
+
+@triton.jit(do_not_specialize=["vocab_size"])
+def _stats_kernel(
+    logits_ptr,
+    temperature_ptr,
+    chunk_max_ptr,
+    chunk_argmax_ptr,
+    chunk_weight_ptr,
+    row_stride,
+    vocab_size,
+    CHUNK: tl.constexpr,
+):
+    # Grid (num_chunks, num_rows).
+    # A program owns one chunk of one row.
+    # Padding rows are like any other; places beyond the vocabulary count as -inf.
+    chunk = tl.program_id(0)
+    row = tl.program_id(1).to(tl.int64)
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
+    highest = tl.max(x, 0)
+    temperature = tl.load(temperature_ptr + row)
+    origin = tl.where(highest > float("-inf"), highest, 0.0)  # not -inf - -inf
+    _, weight = weigh(x, origin, tl.where(temperature > 0.0, temperature, 1.0))
+    out = row * tl.num_programs(0) + chunk
+    tl.store(chunk_max_ptr + out, highest)
+    tl.store(chunk_argmax_ptr + out, tl.min(tl.where(x == highest, token, 0x7FFFFFFF), 0))
+    tl.store(chunk_weight_ptr + out, tl.sum(weight, 0))
+
+
+@triton.jit
+def _first_above_target(weights, target, SIZE: tl.constexpr):
+    """`_first_above` of one row."""
+    index = tl.arange(0, SIZE)
+    cumulative = tl.cumsum(weights, 0)
+    last = tl.max(tl.where(weights > 0.0, index, 0), 0)
+    found = tl.minimum(tl.min(tl.where(cumulative > target, index, SIZE), 0), last)
+    return found, tl.sum(tl.where(index == found - 1, cumulative, 0.0), 0)
+
+
+@triton.jit(do_not_specialize=["vocab_size", "num_chunks"])
+def _draw_kernel(
+    logits_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    seeds_ptr,
+    positions_ptr,
+    chunk_max_ptr,
+    chunk_argmax_ptr,
+    chunk_weight_ptr,
+    threshold_ptr,
+    out_ptr,
+    row_stride,
+    vocab_size,
+    num_chunks,
+    CHUNK: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    # Grid (num_rows,).
+    # A program owns one row and writes its token.
+    # Padding rows get some token.
+    row = tl.program_id(0).to(tl.int64)
+    chunks = tl.arange(0, CHUNKS)
+    exists = chunks < num_chunks
+    maxima = tl.load(chunk_max_ptr + row * num_chunks + chunks, mask=exists, other=float("-inf"))
+    row_max = tl.max(maxima, 0)
+    temperature = tl.load(temperature_ptr + row)
+    if temperature <= 0.0:
+        places = tl.load(chunk_argmax_ptr + row * num_chunks + chunks, mask=exists, other=0)
+        tl.store(out_ptr + row, tl.min(tl.where(exists & (maxima == row_max), places, 0x7FFFFFFF), 0))
+        return
+    min_p = tl.load(min_p_ptr + row)
+    filtered = is_filtered(tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), min_p, vocab_size)
+    chunk_weights = tl.load(chunk_weight_ptr + row * num_chunks + chunks, mask=exists, other=0.0)
+    # stats weighed a chunk relative to the chunk's maximum, filter relative to the row's
+    _, shrink = weigh(maxima, row_max, temperature)
+    chunk_weights = tl.where(filtered, chunk_weights, chunk_weights * shrink)
+    target = uniform(tl.load(seeds_ptr + row), tl.load(positions_ptr + row)) * tl.sum(chunk_weights, 0)
+    chunk, before = _first_above_target(chunk_weights, target, CHUNKS)
+    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
+    z, weight = weigh(x, row_max, temperature)
+    threshold = tl.load(threshold_ptr + row, mask=filtered, other=float("-inf"))
+    weight = tl.where((z >= threshold) & (weight >= min_p), weight, 0.0)
+    inside, _ = _first_above_target(weight, target - before, CHUNK)
+    tl.store(out_ptr + row, chunk * CHUNK + inside)
+
+
+def stats_config() -> dict[str, int]:
+    return {"CHUNK": CHUNK, "num_warps": 8}
+
+
+def draw_config(num_chunks: int) -> dict[str, int]:
+    return {"CHUNK": CHUNK, "CHUNKS": next_power_of_2(num_chunks), "num_warps": 8}
+
+
+def sample(
+    logits: Tensor,
+    temperature: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    min_p: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+) -> Tensor:
+    """`sample_reference` in three kernels: same arguments, same tokens up to rounding in the sums of weights."""
+    n, vocab_size = logits.shape
+    num_chunks = -(-vocab_size // CHUNK)
+    out = torch.empty(n, dtype=torch.int32, device=logits.device)
+    if n == 0:
+        return out
+    chunk_max, chunk_weight = torch.empty(2, n, num_chunks, dtype=torch.float32, device=logits.device)
+    chunk_argmax = torch.empty(n, num_chunks, dtype=torch.int32, device=logits.device)
+    threshold = torch.empty(n, dtype=torch.float32, device=logits.device)
+    stride = logits.stride(0)
+    _stats_kernel[(num_chunks, n)](
+        logits, temperature, chunk_max, chunk_argmax, chunk_weight, stride, vocab_size, **stats_config()
+    )
+    filters = (temperature, top_k, top_p, min_p)
+    filter_rows(logits, *filters, chunk_max, chunk_weight, threshold, filter_config(num_chunks, CHUNK, logits.dtype))
+    chunk_stats = (chunk_max, chunk_argmax, chunk_weight, threshold)
+    config = draw_config(num_chunks)
+    _draw_kernel[(n,)](logits, *filters, seeds, positions, *chunk_stats, out, stride, vocab_size, num_chunks, **config)
+    return out

@@ -13,7 +13,6 @@ from tqdm import tqdm
 from nanovllm.layers.weights import NamedTargets, WeightTarget
 from nanovllm.models.config import read_json
 
-
 DTYPES = ("F64", "F32", "F16", "BF16")
 
 

@@ -1,0 +1,262 @@
+"""Attention of one query token a sequence over the paged cache, split along the keys (flash-decoding, Dao et al. 2023,
+https://pytorch.org/blog/flash-decoding/).
+
+Three kernels, none of which needs the host to know a length, so that a CUDA graph replays them for any lengths:
+
+    plan     once a step: cuts the sequences into chunks of about the same number of keys, and lists them
+    split    once a layer: attends one chunk with one KV head's group of query heads
+    combine  once a layer: merges the chunks of a sequence that has several
+
+The reference is `attend_reference` in `nanovllm/backends/torch_backend.py`.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanovllm.kernels.triton_shim import next_power_of_2, num_multiprocessors, tl, triton
+
+MIN_CHUNK = 128
+"""Keys in the smallest chunk: below that, a program's start costs more than its reading."""
+
+_UNITS_PER_MULTIPROCESSOR = 24
+"""Chunks x KV heads that the plan aims at: about three programs run at once on a multiprocessor, so each place is used
+some eight times, and the last round, partly idle, is a small part of the whole."""
+
+
+class DecodePlan(NamedTuple):
+    """What the layers of a step share.
+
+    items [max_items, 4] int32 holds a chunk's (sequence, first key, end key, chunks of the sequence); those of sequence
+    i are first_item[i]..first_item[i + 1], int32 [num_seqs + 1], and lie in order.
+    partial_out float32 [max_items, num_heads, head_dim] and partial_lse float32 [max_items, num_heads] are the split's
+    results for the combine: normalised outputs and base-2 logarithms of the sums of exponentials.
+    """
+
+    items: Tensor
+    first_item: Tensor
+    partial_out: Tensor
+    partial_lse: Tensor
+
+
+@triton.jit(do_not_specialize=["num_seqs", "target_items"])
+def _plan_kernel(
+    seq_lens_ptr,
+    items_ptr,
+    first_item_ptr,
+    num_seqs,
+    target_items,
+    MIN_CHUNK: tl.constexpr,
+    TILE: tl.constexpr,
+    MAX_SEQS: tl.constexpr,
+):
+    # Grid (1,).
+    # The program owns the list of chunks: at most target_items + num_seqs of them, of whole tiles but for the last.
+    # Sequences of length 0 are padding: they get no chunk.
+    seq = tl.arange(0, MAX_SEQS)
+    lens = tl.load(seq_lens_ptr + seq, mask=seq < num_seqs, other=0)
+    chunk = tl.maximum(tl.cdiv(tl.sum(lens, 0), target_items), MIN_CHUNK)
+    count = tl.cdiv(lens, chunk)
+    size = tl.maximum(tl.cdiv(tl.cdiv(lens, tl.maximum(count, 1)), TILE) * TILE, TILE)  # equal parts of a sequence
+    count = tl.cdiv(lens, size)  # fewer, if any: rounding to tiles made the parts larger
+    first = tl.cumsum(count, 0) - count
+    tl.store(first_item_ptr + seq, first, mask=seq < num_seqs)
+    tl.store(first_item_ptr + num_seqs, tl.sum(count, 0))
+    for part in range(0, tl.max(count, 0)):
+        item = items_ptr + (first + part) * 4
+        has_part = part < count
+        tl.store(item, seq, mask=has_part)
+        tl.store(item + 1, part * size, mask=has_part)
+        tl.store(item + 2, tl.minimum(part * size + size, lens), mask=has_part)
+        tl.store(item + 3, count, mask=has_part)
+
+
+@triton.jit(do_not_specialize=["num_seqs"])
+def _split_kernel(
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    out_ptr,
+    partial_out_ptr,
+    partial_lse_ptr,
+    block_tables_ptr,
+    items_ptr,
+    first_item_ptr,
+    scale_log2,
+    num_seqs,
+    q_stride,
+    table_stride,
+    page_stride,
+    token_stride,
+    head_stride,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    # Grid (num_kv_heads, max_items), heads fastest: the programs that read one page run together.
+    # A program owns one chunk of one sequence and one KV head, whose GROUP query heads (padded to ROWS) are one tile.
+    # Programs beyond the list of chunks do nothing; table entries beyond a sequence's blocks are never read.
+    head, item = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if item >= tl.load(first_item_ptr + num_seqs):
+        return
+    seq = tl.load(items_ptr + item * 4).to(tl.int64)
+    begin = tl.load(items_ptr + item * 4 + 1)
+    end = tl.load(items_ptr + item * 4 + 2)
+    num_parts = tl.load(items_ptr + item * 4 + 3)
+    row = tl.arange(0, ROWS)
+    dim = tl.arange(0, HEAD_DIM)
+    key = tl.arange(0, TILE)
+    is_query = row < GROUP
+    offset = (head * GROUP + row)[:, None] * HEAD_DIM + dim[None, :]
+    q = tl.load(q_ptr + seq * q_stride + offset, mask=is_query[:, None], other=0.0)
+
+    k_tile_ptr = k_cache_ptr + head * head_stride + key[None, :] * token_stride + dim[:, None]
+    v_tile_ptr = v_cache_ptr + head * head_stride + key[:, None] * token_stride + dim[None, :]
+    table_ptr = block_tables_ptr + seq * table_stride
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+    # The page's number is loaded one tile ahead: a load whose address hangs on a load of the same iteration would take
+    # the pipeline's stages for itself and leave none to K and V.
+    page = tl.load(table_ptr + begin // BLOCK_SIZE)
+    for start in tl.range(begin, end, TILE):
+        place = page.to(tl.int64) * page_stride + (start % BLOCK_SIZE) * token_stride
+        page = tl.load(table_ptr + (start + TILE) // BLOCK_SIZE, mask=start + TILE < end, other=0)
+        valid = start + key < end
+        k = tl.load(k_tile_ptr + place)
+        scores = tl.dot(q, k, input_precision="ieee") * scale_log2
+        scores = tl.where(valid[None, :], scores, float("-inf"))
+        # A chunk is never empty, so `new_highest` is finite and no difference is -inf - -inf.
+        new_highest = tl.maximum(highest, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_highest[:, None])
+        shrink = tl.exp2(highest - new_highest)
+        total = total * shrink + tl.sum(weights, 1)
+        v = tl.load(v_tile_ptr + place, mask=valid[:, None], other=0.0)  # 0 * NaN from a stale slot would be NaN
+        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+        highest = new_highest
+
+    out = acc / total[:, None]
+    num_heads = tl.num_programs(0) * GROUP
+    if num_parts == 1:
+        out_row = out_ptr + seq * num_heads * HEAD_DIM
+        tl.store(out_row + offset, out.to(out_ptr.dtype.element_ty), mask=is_query[:, None])
+    else:
+        partial_row = item * num_heads
+        tl.store(partial_out_ptr + partial_row * HEAD_DIM + offset, out, mask=is_query[:, None])
+        lse = highest + tl.log2(total)
+        tl.store(partial_lse_ptr + partial_row + head * GROUP + row, lse, mask=is_query)
+
+
+@triton.jit
+def _combine_kernel(
+    out_ptr, partial_out_ptr, partial_lse_ptr, first_item_ptr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr
+):
+    # Grid (num_heads, num_seqs).
+    # A program owns one query head of one sequence and merges its parts, PARTS at a time.
+    # A sequence of one part is already written; one of none (padding) gets zeros.
+    head, num_heads = tl.program_id(0), tl.num_programs(0)
+    seq = tl.program_id(1).to(tl.int64)
+    first = tl.load(first_item_ptr + seq)
+    last = tl.load(first_item_ptr + seq + 1)
+    if last - first == 1:
+        return
+    dim = tl.arange(0, HEAD_DIM)
+    highest = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    acc = tl.zeros([HEAD_DIM], tl.float32)
+    for start in range(first, last, PARTS):
+        part = start + tl.arange(0, PARTS)
+        row = part.to(tl.int64) * num_heads + head
+        lse = tl.load(partial_lse_ptr + row, mask=part < last, other=float("-inf"))
+        out = tl.load(partial_out_ptr + row[:, None] * HEAD_DIM + dim[None, :], mask=(part < last)[:, None], other=0.0)
+        new_highest = tl.maximum(highest, tl.max(lse, 0))
+        weights = tl.exp2(lse - new_highest)
+        shrink = tl.exp2(highest - new_highest)
+        acc = acc * shrink + tl.sum(out * weights[:, None], 0)
+        total = total * shrink + tl.sum(weights, 0)
+        highest = new_highest
+    out_row = out_ptr + (seq * num_heads + head) * HEAD_DIM
+    tl.store(out_row + dim, (acc / tl.where(total > 0, total, 1.0)).to(out_ptr.dtype.element_ty))
+
+
+def key_tile(block_size: int, itemsize: int) -> int:
+    """Keys in a tile: the largest power of two within a block, up to 64 (32 for float32, for its shared memory)."""
+    return min(64 if itemsize < 4 else 32, block_size & -block_size)
+
+
+def plan_config(num_seqs: int, block_size: int, itemsize: int) -> dict[str, int]:
+    """Few sizes of MAX_SEQS, so that few batch sizes compile anything."""
+    max_seqs = max(256, next_power_of_2(num_seqs))
+    return {"MIN_CHUNK": MIN_CHUNK, "TILE": key_tile(block_size, itemsize), "MAX_SEQS": max_seqs, "num_warps": 4}
+
+
+def split_config(group: int, head_dim: int, block_size: int, itemsize: int) -> dict[str, int]:
+    """64 keys, 3 stages and 4 warps: two buffers of K and V in 72 KiB, so three programs share a Hopper's memory."""
+    return {
+        "GROUP": group,
+        "ROWS": max(16, next_power_of_2(group)),  # tl.dot takes no fewer than 16 rows
+        "HEAD_DIM": head_dim,
+        "BLOCK_SIZE": block_size,
+        "TILE": key_tile(block_size, itemsize),
+        "num_warps": 4,
+        "num_stages": 3 if itemsize < 4 else 2,
+    }
+
+
+def combine_config(head_dim: int) -> dict[str, int]:
+    return {"HEAD_DIM": head_dim, "PARTS": 16, "num_warps": 4}
+
+
+def plan_decode(seq_lens: Tensor, block_tables: Tensor, num_heads: int, k_cache: Tensor) -> DecodePlan:
+    """Cut this step's decodes into chunks, on the device.
+
+    seq_lens int32 [num_seqs]; block_tables int32 [num_seqs, max_blocks] (its width bounds the lengths).
+    """
+    num_seqs, device = seq_lens.shape[0], seq_lens.device
+    block_size, num_kv_heads, head_dim = k_cache.shape[1:]
+    target = -(-_UNITS_PER_MULTIPROCESSOR * num_multiprocessors(device) // num_kv_heads)
+    longest = block_tables.shape[1] * block_size
+    max_items = min(target + num_seqs, num_seqs * -(-longest // MIN_CHUNK))
+    plan = DecodePlan(
+        items=torch.empty(max_items, 4, dtype=torch.int32, device=device),
+        first_item=torch.empty(num_seqs + 1, dtype=torch.int32, device=device),
+        partial_out=torch.empty(max_items, num_heads, head_dim, dtype=torch.float32, device=device),
+        partial_lse=torch.empty(max_items, num_heads, dtype=torch.float32, device=device),
+    )
+    config = plan_config(num_seqs, block_size, k_cache.element_size())
+    _plan_kernel[(1,)](seq_lens, plan.items, plan.first_item, num_seqs, target, **config)
+    return plan
+
+
+def paged_decode(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, plan: DecodePlan, scale: float, out: Tensor
+) -> None:
+    """Attend row i of q to the keys of sequence i, for the sequences of plan; sequences of length 0 get zeros.
+
+    q [num_seqs, num_heads, head_dim], the heads of a token adjacent; caches [num_blocks, block_size, num_kv_heads,
+    head_dim], of any equal strides with head_dim contiguous; out like q, contiguous.
+    """
+    num_seqs, num_heads, head_dim = q.shape
+    block_size, num_kv_heads = k_cache.shape[1:3]
+    config = split_config(num_heads // num_kv_heads, head_dim, block_size, k_cache.element_size())
+    partials = (plan.partial_out, plan.partial_lse)
+    strides = (q.stride(0), block_tables.stride(0), *k_cache.stride()[:3])
+    _split_kernel[(num_kv_heads, plan.items.shape[0])](
+        q,
+        k_cache,
+        v_cache,
+        out,
+        *partials,
+        block_tables,
+        plan.items,
+        plan.first_item,
+        scale * math.log2(math.e),
+        num_seqs,
+        *strides,
+        **config,
+    )
+    _combine_kernel[(num_heads, num_seqs)](out, *partials, plan.first_item, **combine_config(head_dim))

@@ -1,0 +1,182 @@
+"""Causal attention of several query tokens a sequence (variable lengths) over the paged cache: prefix and new tokens.
+
+The reference is `attend_reference` in `nanovllm/backends/torch_backend.py`.
+"""
+
+import math
+
+from torch import Tensor
+
+from nanovllm.kernels.paged_decode import key_tile
+from nanovllm.kernels.triton_shim import next_power_of_2, shared_memory_kib, tl, triton
+
+
+@triton.jit
+def _find_sequence(cu_seqlens_ptr, num_seqs, tile, TOKENS: tl.constexpr, SEARCH: tl.constexpr):
+    """The sequence to which a tile belongs, and the tile's first token within it.
+
+    Sequence i is given the tiles from cu_seqlens[i] // TOKENS + i on: always enough, and at most one too many, so that
+    the host need not make a table.
+    """
+    origin = tl.load(cu_seqlens_ptr)
+    found = tl.zeros([SEARCH], tl.int32)
+    for start in range(0, num_seqs, SEARCH):
+        seq = start + tl.arange(0, SEARCH)
+        first_token = tl.load(cu_seqlens_ptr + seq, mask=seq < num_seqs, other=0) - origin
+        found += ((first_token // TOKENS + seq <= tile) & (seq < num_seqs)).to(tl.int32)
+    seq = tl.sum(found, 0) - 1
+    first_token = tl.load(cu_seqlens_ptr + seq) - origin
+    return seq, (tile - first_token // TOKENS - seq) * TOKENS
+
+
+@triton.jit
+def _accumulate(q, k, v, scale_log2, allowed, highest, total, acc, MASKED: tl.constexpr):
+    """One tile of keys of the online softmax (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867).
+
+    The first tile has a key for every row, so `highest` is finite after it.
+    """
+    scores = tl.dot(q, k, input_precision="ieee") * scale_log2
+    if MASKED:
+        scores = tl.where(allowed, scores, float("-inf"))
+    new_highest = tl.maximum(highest, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_highest[:, None])
+    shrink = tl.exp2(highest - new_highest)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return new_highest, total, acc
+
+
+@triton.jit(do_not_specialize=["num_seqs"])
+def _prefill_kernel(
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    out_ptr,
+    cu_seqlens_ptr,
+    seq_lens_ptr,
+    block_tables_ptr,
+    scale_log2,
+    num_seqs,
+    q_stride,
+    table_stride,
+    page_stride,
+    token_stride,
+    head_stride,
+    GROUP: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    # Grid (num_kv_heads, num_tokens / TOKENS + num_seqs).
+    # A program owns TOKENS query tokens of one sequence x the query heads of one KV head: K and V serve all of them.
+    # Tiles beyond a sequence's tokens do nothing; rows that pad the group or the last tile are computed, never stored.
+    ROWS: tl.constexpr = TOKENS * PADDED_GROUP
+    SEARCH: tl.constexpr = 128
+    head = tl.program_id(0)
+    # Backwards: the last tiles of a long prompt have the most keys, so they start first.
+    seq, first_token = _find_sequence(
+        cu_seqlens_ptr, num_seqs, tl.num_programs(1) - 1 - tl.program_id(1), TOKENS, SEARCH
+    )
+    query_begin = tl.load(cu_seqlens_ptr + seq)
+    query_len = tl.load(cu_seqlens_ptr + seq + 1) - query_begin
+    if first_token >= query_len:
+        return
+    seq_len = tl.load(seq_lens_ptr + seq)
+    row = tl.arange(0, ROWS)
+    dim = tl.arange(0, HEAD_DIM)
+    key = tl.arange(0, TILE)
+    token = first_token + row // PADDED_GROUP
+    member = row % PADDED_GROUP
+    is_query = ((token < query_len) & (member < GROUP))[:, None]
+    token_row = (query_begin + token).to(tl.int64)[:, None]
+    offset = (head * GROUP + member)[:, None] * HEAD_DIM + dim[None, :]
+    q = tl.load(q_ptr + token_row * q_stride + offset, mask=is_query, other=0.0)
+    position = (seq_len - query_len + token)[:, None]
+
+    k_tile_ptr = k_cache_ptr + head * head_stride + key[None, :] * token_stride + dim[:, None]
+    v_tile_ptr = v_cache_ptr + head * head_stride + key[:, None] * token_stride + dim[None, :]
+    table_ptr = block_tables_ptr + seq.to(tl.int64) * table_stride
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+
+    # keys:  [0, diagonal) are seen by every query of the tile: no mask;  [diagonal, end) by some of them.
+    first_position = seq_len - query_len + first_token
+    diagonal = (first_position + 1) // TILE * TILE
+    end = tl.minimum(first_position + TOKENS, seq_len)
+    # The page's number is loaded one tile ahead, as in paged_decode.py.
+    page = tl.load(table_ptr)
+    for start in tl.range(0, diagonal, TILE):
+        place = page.to(tl.int64) * page_stride + (start % BLOCK_SIZE) * token_stride
+        page = tl.load(table_ptr + (start + TILE) // BLOCK_SIZE, mask=start + TILE < end, other=0)
+        k = tl.load(k_tile_ptr + place)
+        v = tl.load(v_tile_ptr + place)
+        highest, total, acc = _accumulate(q, k, v, scale_log2, True, highest, total, acc, MASKED=False)
+    for start in tl.range(diagonal, end, TILE):
+        place = page.to(tl.int64) * page_stride + (start % BLOCK_SIZE) * token_stride
+        page = tl.load(table_ptr + (start + TILE) // BLOCK_SIZE, mask=start + TILE < end, other=0)
+        k = tl.load(k_tile_ptr + place)
+        # Slots beyond the sequence may be stale, and 0 * NaN is NaN.
+        v = tl.load(v_tile_ptr + place, mask=(start + key < seq_len)[:, None], other=0.0)
+        allowed = (start + key)[None, :] <= position
+        highest, total, acc = _accumulate(q, k, v, scale_log2, allowed, highest, total, acc, MASKED=True)
+
+    out_row = out_ptr + token_row * (tl.num_programs(0) * GROUP * HEAD_DIM)
+    tl.store(out_row + offset, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_query)
+
+
+def prefill_config(group: int, head_dim: int, block_size: int, itemsize: int, shared_kib: int) -> dict[str, int]:
+    """128 rows (tokens x padded group) of 16-bit types on 8 warps, 64 where shared memory is small or for float32."""
+    padded_group = next_power_of_2(group)
+    rows = 128 if itemsize < 4 and shared_kib >= 160 else 64
+    return {
+        "GROUP": group,
+        "PADDED_GROUP": padded_group,
+        "TOKENS": rows // padded_group,
+        "HEAD_DIM": head_dim,
+        "BLOCK_SIZE": block_size,
+        "TILE": key_tile(block_size, itemsize),
+        "num_warps": 8 if rows == 128 else 4,
+        "num_stages": 3 if itemsize < 4 else 2,
+    }
+
+
+def paged_prefill(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cu_seqlens_q: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    num_tokens: int,
+    scale: float,
+    out: Tensor,
+) -> None:
+    """Attend the last query tokens of each sequence to all of its keys up to themselves.
+
+    q [all_tokens, num_heads, head_dim], the heads of a token adjacent; out like q, contiguous. cu_seqlens_q int32
+    [num_seqs + 1] indexes q's tokens and need not begin at 0; num_tokens is its last value less its first. seq_lens
+    int32 [num_seqs]; block_tables int32 [num_seqs, max_blocks]; caches as for paged_decode.
+    """
+    num_heads, head_dim = q.shape[1:]
+    block_size, num_kv_heads = k_cache.shape[1:3]
+    num_seqs = seq_lens.shape[0]
+    config = prefill_config(
+        num_heads // num_kv_heads, head_dim, block_size, k_cache.element_size(), shared_memory_kib(q.device)
+    )
+    strides = (q.stride(0), block_tables.stride(0), *k_cache.stride()[:3])
+    _prefill_kernel[(num_kv_heads, num_tokens // config["TOKENS"] + num_seqs)](
+        q,
+        k_cache,
+        v_cache,
+        out,
+        cu_seqlens_q,
+        seq_lens,
+        block_tables,
+        scale * math.log2(math.e),
+        num_seqs,
+        *strides,
+        **config,
+    )

@@ -1,0 +1,51 @@
+"""Triton where it is installed; elsewhere just enough for the kernels' files to import, for their references.
+
+Every kernel imports `triton` and `tl` from here. Triton decides between its compiler and its CPU interpreter when a
+kernel is decorated, so `INTERPRETED` is read once, at import.
+"""
+
+from typing import Any
+
+import torch
+
+triton: Any
+tl: Any
+
+try:
+    import triton  # type: ignore[no-redef]
+    import triton.language as tl  # type: ignore[no-redef]
+
+    HAS_TRITON = True
+    INTERPRETED = bool(triton.knobs.runtime.interpret)
+except ImportError:
+
+    class _Absent:
+        """Stands for both modules: attributes are itself, a decorator gives back its function."""
+
+        def __getattr__(self, name: str) -> "_Absent":
+            return self
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return args[0] if len(args) == 1 and callable(args[0]) else self
+
+    triton = tl = _Absent()
+    HAS_TRITON = INTERPRETED = False
+
+_SHARED_KIB = {(8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (10, 3): 227, (12, 0): 99}
+
+
+def shared_memory_kib(device: torch.device) -> int:
+    """Shared memory that one program may use (CUDA C++ Programming Guide, "Compute capabilities"), in KiB."""
+    if device.type != "cuda":
+        return 227
+    return _SHARED_KIB.get(torch.cuda.get_device_capability(device), 99)
+
+
+def num_multiprocessors(device: torch.device) -> int:
+    """How many programs' worth of hardware there is; a small number in the interpreter, where programs are serial."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def next_power_of_2(n: int) -> int:
+    """The smallest power of two that is at least n: what a kernel's arange needs."""
+    return 1 << (n - 1).bit_length()

@@ -1,0 +1,159 @@
+"""Compiles every Triton kernel as the engine launches it, with no GPU; prints a JSON list of what came out.
+
+A program of its own, because Triton's compiler and its interpreter cannot share a process. The constexprs come from the
+very functions that the wrappers call, so what is compiled here cannot drift from what is launched.
+
+    python tests/compile_kernels.py ARCH...        all configurations for those architectures (80, 89, 90, 100)
+    python tests/compile_kernels.py --quick ARCH   the attention kernels of one model, and one of each other kernel
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from nanovllm.kernels import (
+    norm_rope_store,
+    paged_decode,
+    paged_prefill,
+    rms_norm,
+    sample,
+    sample_filter,
+    silu_and_mul,
+    triton_shim,
+)
+
+
+class Model(NamedTuple):
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int = 8
+    head_dim: int = 128
+
+
+MODELS = {
+    "0.6B": Model(1024, 16),
+    "1.7B": Model(2048, 16),
+    "4B": Model(2560, 32),
+    "8B": Model(4096, 32),
+    "14B": Model(5120, 40),
+    "32B": Model(5120, 64),
+}
+VOCAB_SIZE = 151_936
+BLOCK_SIZES = (64, 256)  # the defaults: triton's own, and flash_attn's (which uses the small kernels)
+SHARED_KIB = {arch: triton_shim._SHARED_KIB[divmod(arch, 10)] for arch in (80, 89, 90, 100)}
+
+# Types by argument name: pointers first, then scalars; anything else is an int32.
+_TYPES = {
+    "*fp32": "cos_sin partial_out partial_lse temperature top_p min_p chunk_max chunk_weight threshold",
+    "*i32": "seq_lens items first_item block_tables cu_seqlens top_k chunk_argmax",
+    "*i64": "slots positions seeds",
+}
+_POINTERS = {f"{name}_ptr": kind for kind, names in _TYPES.items() for name in names.split()}
+_FLOATS = ("eps", "scale_log2")
+
+
+class Launch(NamedTuple):
+    """One kernel with one set of constexprs and options, and pointer types that differ from the usual."""
+
+    kernel: Any
+    config: tuple[tuple[str, int], ...]
+    types: tuple[tuple[str, str], ...] = ()
+
+
+def launches(models: dict[str, Model], block_sizes: tuple[int, ...], shared_kib: int) -> Iterator[Launch]:
+    """What an engine launches for those models in bfloat16, under tensor parallelism of 1, 2, 4 and 8."""
+
+    def launch(kernel: Any, config: dict[str, int], **types: str) -> Launch:
+        return Launch(kernel, tuple(config.items()), tuple(types.items()))
+
+    for model in models.values():
+        for size in (model.hidden_size, model.head_dim):
+            for add in (False, True):
+                yield launch(rms_norm._rms_norm_kernel, {"ADD": add, **rms_norm.rms_norm_config(size)})
+        for block_size in block_sizes:
+            for ranks in (1, 2, 4, 8):
+                heads, kv_heads = model.num_heads // ranks, model.num_kv_heads // ranks
+                shape = (model.head_dim, block_size)
+                yield launch(
+                    norm_rope_store._norm_rope_store_kernel,
+                    norm_rope_store.norm_rope_store_config(heads + 2 * kv_heads, *shape),
+                )
+                yield launch(norm_rope_store._store_kv_kernel, norm_rope_store.store_kv_config(kv_heads, *shape))
+            group = model.num_heads // model.num_kv_heads
+            yield launch(paged_decode._split_kernel, paged_decode.split_config(group, *shape, 2))
+            yield launch(paged_prefill._prefill_kernel, paged_prefill.prefill_config(group, *shape, 2, shared_kib))
+            for num_seqs in (1, 512, 1024):
+                yield launch(paged_decode._plan_kernel, paged_decode.plan_config(num_seqs, block_size, 2))
+        yield launch(paged_decode._combine_kernel, paged_decode.combine_config(model.head_dim))
+    yield launch(silu_and_mul._silu_and_mul_kernel, silu_and_mul.silu_and_mul_config())
+    num_chunks = -(-VOCAB_SIZE // sample.CHUNK)
+    for dtype, pointer in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
+        yield launch(sample._stats_kernel, sample.stats_config(), logits_ptr=pointer)
+        config = sample_filter.filter_config(num_chunks, sample.CHUNK, dtype)
+        yield launch(sample_filter._filter_kernel, config, logits_ptr=pointer)
+        yield launch(sample._draw_kernel, sample.draw_config(num_chunks), logits_ptr=pointer, out_ptr="*i32")
+
+
+def compile_launch(launch: Launch, arch: int) -> dict[str, Any]:
+    """Compile, and read registers, stack (where spills go) and shared memory from the result."""
+    config = dict(launch.config)
+    options = {option: config.pop(option) for option in ("num_warps", "num_stages") if option in config}
+    names = launch.kernel.arg_names
+    overrides = dict(launch.types)
+    signature, attrs = {}, {}
+    for i, name in enumerate(names):
+        if name in config:
+            signature[name] = "constexpr"
+        elif name.endswith("_ptr"):
+            signature[name] = overrides.get(name) or _POINTERS.get(name, "*bf16")
+        else:
+            signature[name] = "fp32" if name in _FLOATS else "i32"
+        if name.endswith(("_ptr", "_stride")) or name == "size":  # multiples of 16, and specialised as such
+            attrs[(i,)] = [["tt.divisibility", 16]]
+    constexprs = {(names.index(name),): value for name, value in config.items()}
+    source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constexprs, attrs=attrs)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    usage = resource_usage(compiled.asm["cubin"])
+    result = {"kernel": launch.kernel.fn.__name__, "arch": arch, "config": dict(launch.config)}
+    return {**result, "types": overrides, "shared": compiled.metadata.shared, **usage}
+
+
+def resource_usage(cubin: bytes) -> dict[str, int]:
+    """Registers a thread and bytes of stack a thread, by the cuobjdump that Triton ships."""
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    return {name.lower(): int(re.search(rf"{name}:(\d+)", text)[1]) for name in ("REG", "STACK")}  # type: ignore[index]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a representative subset")
+    parser.add_argument("arch", nargs="+", type=int, choices=sorted(SHARED_KIB))
+    args = parser.parse_args()
+    results = []
+    for arch in args.arch:
+        models = {"0.6B": MODELS["0.6B"]} if args.quick else MODELS
+        block_sizes = BLOCK_SIZES[:1] if args.quick else BLOCK_SIZES
+        for launch in dict.fromkeys(launches(models, block_sizes, SHARED_KIB[arch])):
+            results.append(compile_launch(launch, arch))
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

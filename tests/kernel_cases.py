@@ -1,0 +1,236 @@
+"""Inputs for the kernels' tests, poisoned wherever a kernel must not look; used on the CPU and on a GPU alike."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import product
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanovllm.backends import AttentionMetadata, Backend, KVCache
+from nanovllm.backends.torch_backend import TorchBackend, attend_reference
+from nanovllm.kernels.sample import filter_reference, sample_reference, uniform_reference
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+HEAD_DIMS = (32, 64, 128)
+GROUPS = (1, 2, 3, 4, 5, 8)
+BLOCK_SIZES = (16, 64, 256)
+HALF = torch.float16  # Triton's interpreter does no arithmetic in bfloat16
+
+
+def pairwise_shapes() -> list[tuple[int, int, int, torch.dtype]]:
+    """(head_dim, group, block_size, dtype) such that every pair of values of any two of them occurs."""
+    dtypes = (torch.float32, HALF)
+    return [
+        (head_dim, group, BLOCK_SIZES[(i + j) % 3], dtypes[(i // 3 + j) % 2])
+        for (i, group), (j, head_dim) in product(enumerate(GROUPS), enumerate(HEAD_DIMS))
+    ]
+
+
+def all_shapes() -> list[tuple[int, int, int, torch.dtype]]:
+    return list(product(HEAD_DIMS, GROUPS, BLOCK_SIZES, (torch.float32, HALF)))
+
+
+@contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Fill what torch.empty gives with NaN (floats) and the largest value (integers): nobody may rely on it."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@dataclass(frozen=True)
+class AttentionCase:
+    """One step of one layer."""
+
+    q: Tensor
+    cache: KVCache
+    metadata: AttentionMetadata
+    scale: float
+
+    def attend(self, backend: Backend) -> Tensor:
+        with poisoned_memory():
+            backend.begin_step(self.metadata)
+            return backend.attend(self.q, self.cache, self.metadata, self.scale)
+
+    def expected(self) -> Tensor:
+        """The reference in float32 on the same values. Padding rows (length 0) are NaN: nothing is expected of them."""
+        real = self.metadata.seq_lens_cpu > 0
+        kept = torch.from_numpy(np.repeat(real, self.metadata.query_lens_cpu)).to(self.q.device)
+        mask = torch.from_numpy(real).to(self.q.device)
+        metadata = replace(
+            self.metadata,
+            block_tables=self.metadata.block_tables[mask],
+            query_lens_cpu=self.metadata.query_lens_cpu[real],
+            seq_lens_cpu=self.metadata.seq_lens_cpu[real],
+        )
+        k, v = (c.float() for c in self.cache)
+        out = torch.full(self.q.shape, float("nan"), device=self.q.device)
+        out[kept] = attend_reference(self.q[kept].float(), (k, v), metadata, self.scale)
+        return out
+
+
+def attention_case(
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    head_dim: int,
+    group: int,
+    block_size: int,
+    dtype: torch.dtype,
+    num_kv_heads: int = 2,
+    backend: Backend | None = None,
+    device: torch.device = DEVICE,
+    seed: int = 0,
+) -> AttentionCase:
+    """Sequences in shuffled blocks. NaN everywhere else: in free blocks, to which the unused entries of the tables
+    point, in the slots beyond each sequence, and beside q in its rows."""
+    generator = torch.Generator().manual_seed(seed)
+    needed = [-(-n // block_size) for n in seq_lens]
+    num_blocks = sum(needed) + 1
+    order = torch.randperm(num_blocks, generator=generator)
+    free = int(order[-1])
+    tables = torch.full((len(seq_lens), max(*needed, 1) + 1), free, dtype=torch.int32)
+    cache = (backend or TorchBackend()).allocate_cache(num_blocks, block_size, num_kv_heads, head_dim, dtype, device)
+    for side in cache:
+        side.fill_(float("nan"))
+    taken = 0
+    for i, (length, count) in enumerate(zip(seq_lens, needed, strict=True)):
+        blocks = order[taken : taken + count]
+        tables[i, :count] = blocks.int()
+        taken += count
+        token = torch.arange(length)
+        for side in cache:
+            values = torch.randn(length, num_kv_heads, head_dim, generator=generator)
+            side[blocks[token // block_size].to(device), (token % block_size).to(device)] = values.to(device, dtype)
+    num_heads = group * num_kv_heads
+    qkv = torch.full((sum(query_lens), (num_heads + 2 * num_kv_heads) * head_dim), float("nan"))
+    qkv[:, : num_heads * head_dim] = torch.randn(len(qkv), num_heads * head_dim, generator=generator)
+    q = qkv.to(device, dtype)[:, : num_heads * head_dim].view(-1, num_heads, head_dim)
+    num_decodes = next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens))
+    metadata = AttentionMetadata(
+        num_decodes=num_decodes,
+        cu_seqlens_q=torch.tensor([0, *np.cumsum(query_lens)], dtype=torch.int32, device=device),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
+        block_tables=tables.to(device),
+        slot_mapping=torch.full((len(qkv),), -1, device=device),
+        query_lens_cpu=np.asarray(query_lens, np.int32),
+        seq_lens_cpu=np.asarray(seq_lens, np.int32),
+    )
+    return AttentionCase(q, cache, metadata, head_dim**-0.5)
+
+
+def decode_lengths(block_size: int) -> list[int]:
+    """Lengths at the edges of blocks, padding, and one long enough to be split several times."""
+    return [1, block_size - 1, block_size, 0, block_size + 1, 2100]
+
+
+def mixed_lengths(block_size: int) -> tuple[list[int], list[int]]:
+    """(query_lens, seq_lens): decodes, then prefills without a prefix, with one, and over the edge of a block."""
+    query_lens = [1, 1, 2, block_size // 2 + 1, 33]
+    prefix_lens = [block_size - 1, 40, 0, block_size - 1, block_size]
+    return query_lens, [q + p for q, p in zip(query_lens, prefix_lens, strict=True)]
+
+
+def assert_attends(case: AttentionCase, backend: Backend, tolerance: float) -> None:
+    """The backend's output is the reference's to tolerance, and finite where it is padding."""
+    got, expected = case.attend(backend).float(), case.expected()
+    assert torch.isfinite(got).all()
+    real = ~expected.isnan()
+    torch.testing.assert_close(got[real], expected[real], atol=tolerance, rtol=0)
+
+
+def attention_tolerance(dtype: torch.dtype) -> float:
+    """Outputs are averages of standard normals, so at most about 4.
+
+    float32: sums of a few thousand terms in another order, some 10 units in the last place of 1 (1e-7).
+    16-bit types: the softmax weights and the output are both rounded, so two units of 4's last place.
+    """
+    return 4e-6 if dtype == torch.float32 else 2 * 4 * torch.finfo(dtype).eps / 2
+
+
+@dataclass(frozen=True)
+class SampleCase:
+    """Arguments of `sample`, one row for each kind of request."""
+
+    logits: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seeds: Tensor
+    positions: Tensor
+
+    def arguments(self) -> tuple[Tensor, ...]:
+        return tuple(self.__dict__.values())
+
+
+# temperature, top_k, top_p, min_p
+_REQUESTS = (
+    (0.0, 0, 1.0, 0.0),  # greedy
+    (0.0, 5, 0.5, 0.5),  # greedy, whatever its filters
+    (1.0, 0, 1.0, 0.0),  # no filter
+    (0.3, 0, 1.0, 0.0),
+    (5.0, 0, 1.0, 0.0),
+    (1.0, 1, 1.0, 0.0),  # one token, or its ties
+    (1.0, 50, 1.0, 0.0),
+    (1.5, 7, 0.9, 0.0),
+    (1.0, 1 << 30, 1.0, 0.0),  # k beyond the vocabulary is off
+    (1.0, 0, 1e-6, 0.0),  # only the most likely
+    (2.0, 0, 0.5, 0.0),
+    (1.0, 0, 0.999, 0.0),
+    (0.7, 20, 0.8, 0.05),
+    (1.0, 0, 1.0, 1.0),  # only the most likely and its ties
+    (3.0, 0, 1.0, 0.2),
+    (1e-3, 3, 0.5, 0.1),
+)
+
+
+def sample_case(
+    vocab_size: int, dtype: torch.dtype, ties: bool = False, device: torch.device = DEVICE, seed: int = 0
+) -> SampleCase:
+    """Every request above on its own row; with ties, the logits are a few small integers."""
+    generator = torch.Generator().manual_seed(seed)
+    n = len(_REQUESTS)
+    logits = 3 * torch.randn(n, vocab_size, generator=generator)
+    if ties:
+        logits = logits.div(2).round() * 2
+    temperature, top_k, top_p, min_p = (torch.tensor(column, device=device) for column in zip(*_REQUESTS, strict=True))
+    return SampleCase(
+        logits.to(device, dtype),
+        temperature,
+        top_k.int(),
+        top_p,
+        min_p,
+        torch.randint(-(2**63), 2**63 - 1, (n,), generator=generator).to(device),
+        torch.arange(n, dtype=torch.int32, device=device) * 1009,
+    )
+
+
+def assert_same_tokens(case: SampleCase, tokens: Tensor) -> None:
+    """The reference's tokens, exactly on the CPU.
+
+    On a GPU exp is approximate and sums run in another order, about 1e-6 of the total; so u may fall on the other side
+    of a boundary between two tokens, or top-p take one token more or less. A differing token must then lie that near.
+    """
+    expected = sample_reference(*case.arguments())
+    if case.logits.device.type == "cpu":
+        assert torch.equal(tokens, expected)
+        return
+    uniforms = uniform_reference(case.seeds, case.positions.long())
+    for row in (tokens != expected).nonzero().flatten().tolist():
+        assert case.temperature[row] > 0, "greedy tokens are exact"
+        one = slice(row, row + 1)
+        logits = case.logits[one].float()
+        z = (logits - logits.max()) / case.temperature[row]
+        kept = filter_reference(z, case.top_k[one], case.top_p[one], case.min_p[one])[0]
+        shares = torch.where(kept, z[0].double().exp(), 0.0)
+        shares /= shares.sum()
+        slack = 1e-5 + (2 * float(shares[kept].min()) if case.top_p[row] < 1 else 0.0)
+        token = int(tokens[row])
+        end = float(shares[: token + 1].sum())
+        assert end - float(shares[token]) - slack <= float(uniforms[row]) <= end + slack, (row, token)

@@ -1,0 +1,309 @@
+"""Every Triton kernel against its plain-torch reference: in Triton's interpreter, or on a GPU where there is one."""
+
+import pytest
+import torch
+from kernel_cases import (
+    BLOCK_SIZES,
+    DEVICE,
+    HALF,
+    HEAD_DIMS,
+    all_shapes,
+    assert_attends,
+    assert_same_tokens,
+    attention_case,
+    attention_tolerance,
+    decode_lengths,
+    mixed_lengths,
+    pairwise_shapes,
+    poisoned_memory,
+    sample_case,
+)
+
+pytest.importorskip("triton")
+
+from nanovllm.backends.torch_backend import TorchBackend
+from nanovllm.backends.triton_backend import TritonBackend
+from nanovllm.kernels.norm_rope_store import (
+    norm_rope_store,
+    norm_rope_store_reference,
+    store_kv,
+    store_kv_reference,
+)
+from nanovllm.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+from nanovllm.kernels.sample import CHUNK, sample, uniform, uniform_reference
+from nanovllm.kernels.silu_and_mul import silu_and_mul, silu_and_mul_reference
+from nanovllm.kernels.triton_shim import tl, triton
+
+DTYPES = (torch.float32, HALF)
+
+
+@pytest.fixture(autouse=True)
+def no_memory_is_zero_by_luck():
+    with poisoned_memory():
+        yield
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal but for rounding.
+
+    Kernel and reference round to the dtype at the same places; what is rounded differs by the order of a sum (a few
+    units of float32's last place), which can tip the rounding to the neighbour, twice in a row at most.
+    """
+    eps = torch.finfo(expected.dtype).eps
+    rtol = 16 * eps if expected.dtype == torch.float32 else 2 * eps
+    torch.testing.assert_close(got, expected, rtol=rtol, atol=rtol)
+
+
+# ---- small kernels
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [96, 128, 1024, 2560])
+def test_rms_norm_is_its_reference(size: int, dtype: torch.dtype) -> None:
+    x, weight = randn(5, 2 * size, dtype=dtype)[:, :size], randn(size, dtype=dtype, seed=1)  # rows lie apart
+    assert_close(rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [96, 1024, 2560])
+def test_add_rms_norm_is_its_reference_and_leaves_its_inputs(size: int, dtype: torch.dtype) -> None:
+    x, residual, weight = (randn(3, size, dtype=dtype, seed=i) for i in range(3))
+    before = x.clone(), residual.clone()
+    got, expected = add_rms_norm(x, residual, weight[0], 1e-6), add_rms_norm_reference(x, residual, weight[0], 1e-6)
+    assert_close(got[0], expected[0])
+    assert torch.equal(got[1], expected[1])
+    assert torch.equal(x, before[0]) and torch.equal(residual, before[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [80, 1024, 3072])
+def test_silu_and_mul_is_its_reference(size: int, dtype: torch.dtype) -> None:
+    gate_up = 4 * randn(3, 2 * size, dtype=dtype)
+    assert_close(silu_and_mul(gate_up), silu_and_mul_reference(gate_up))
+
+
+def test_small_kernels_take_no_tokens() -> None:
+    empty, weight = randn(0, 64), randn(64)
+    assert rms_norm(empty, weight, 1e-6).shape == (0, 64)
+    assert add_rms_norm(empty, empty, weight, 1e-6)[0].shape == (0, 64)
+    assert silu_and_mul(empty).shape == (0, 32)
+
+
+# ---- storing K and V
+
+
+def caches(heads_first: bool, *, blocks: int, block_size: int, heads: int, head_dim: int, dtype: torch.dtype):
+    """Two equal pairs of caches, holding noise that must survive."""
+    shape = (blocks, heads, block_size, head_dim) if heads_first else (blocks, block_size, heads, head_dim)
+    sides = [randn(*shape, dtype=dtype, seed=i) for i in (7, 8)]
+    pairs = [[side.clone().transpose(1, 2) if heads_first else side.clone() for side in sides] for _ in range(2)]
+    return tuple(pairs[0]), tuple(pairs[1])
+
+
+@pytest.mark.parametrize(("head_dim", "group", "block_size", "dtype"), pairwise_shapes())
+def test_norm_rope_store_is_its_reference_and_touches_no_other_slot(
+    head_dim: int, group: int, block_size: int, dtype: torch.dtype
+) -> None:
+    heads_first, kv_heads = head_dim == 64, 1 + group % 3
+    slots = torch.tensor([block_size, -1, 0, 3 * block_size - 1, 5], device=DEVICE)
+    positions = torch.tensor([0, 3, 17, 999, 4], device=DEVICE)
+    qkv = randn(5, (group + 2) * kv_heads * head_dim, dtype=dtype)
+    q_weight, k_weight = randn(head_dim, dtype=dtype, seed=1), randn(head_dim, dtype=dtype, seed=2)
+    angle = torch.rand(1000, head_dim // 2, generator=torch.Generator().manual_seed(3)) * 6.28
+    cos_sin = torch.cat((angle.cos(), angle.sin()), dim=1).to(DEVICE)
+    shape = {"blocks": 3, "block_size": block_size, "heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
+    got_cache, expected_cache = caches(heads_first, **shape)
+    arguments = (q_weight, k_weight, 1e-6, cos_sin, positions)
+    expected = norm_rope_store_reference(qkv, *arguments, *expected_cache, slots)
+    got = norm_rope_store(qkv.clone(), *arguments, *got_cache, slots)
+    assert_close(got, expected)
+    assert_close(got_cache[0], expected_cache[0])
+    assert torch.equal(got_cache[1], expected_cache[1])
+
+
+@pytest.mark.parametrize("heads_first", [False, True])
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_store_kv_copies_into_slots_and_skips_padding(block_size: int, heads_first: bool) -> None:
+    shape = {"blocks": 3, "block_size": block_size, "heads": 3, "head_dim": 32, "dtype": HALF}
+    got_cache, expected_cache = caches(heads_first, **shape)
+    key, value = randn(4, 3, 32, dtype=HALF, seed=1), randn(4, 3, 32, dtype=HALF, seed=2)
+    slots = torch.tensor([-1, 2 * block_size + 1, -1, block_size - 1], device=DEVICE)
+    store_kv(key, value, *got_cache, slots)
+    store_kv_reference(key, value, *expected_cache, slots)
+    assert torch.equal(got_cache[0], expected_cache[0]) and torch.equal(got_cache[1], expected_cache[1])
+
+
+def test_slots_beyond_two_to_the_31_elements_are_reached() -> None:
+    block_size, head_dim = 256, 128
+    blocks = 2**31 // (block_size * head_dim) + 2
+    # 4 GiB of address space, of which only what is written takes memory
+    cache = torch.empty(0, dtype=HALF, device=DEVICE)
+    torch.use_deterministic_algorithms(False)  # else it would be filled
+    cache = torch.empty(blocks, block_size, 1, head_dim, dtype=HALF, device=DEVICE)
+    key = randn(1, 1, head_dim, dtype=HALF)
+    slot = blocks * block_size - block_size
+    store_kv(key, key, cache, cache, torch.tensor([slot], device=DEVICE))
+    assert torch.equal(cache[-1, 0], key[0])
+    qkv = key.repeat(1, 3, 1).view(1, -1)
+    weight = torch.ones(head_dim, dtype=HALF, device=DEVICE)
+    cos_sin = torch.cat((torch.ones(1, head_dim // 2), torch.zeros(1, head_dim // 2)), dim=1).to(DEVICE)
+    position, last_slot = torch.zeros(1, dtype=torch.int64, device=DEVICE), torch.tensor([slot + 255], device=DEVICE)
+    norm_rope_store(qkv, weight, weight, 1e-6, cos_sin, position, cache, cache, last_slot)
+    assert torch.equal(cache[-1, 255], key[0])  # v, stored last, in the cache that here is both
+    case = attention_case([1], [1], head_dim, 1, block_size, HALF, num_kv_heads=1)
+    case.metadata.block_tables[0, 0] = blocks - 1
+    out = TritonBackend().attend(case.q, (cache, cache), case.metadata, case.scale)
+    assert torch.equal(out[0], key[0])  # the softmax over one key is 1
+
+
+# ---- attention
+
+
+@pytest.mark.parametrize(("head_dim", "group", "block_size", "dtype"), pairwise_shapes())
+def test_decode_is_the_reference(head_dim: int, group: int, block_size: int, dtype: torch.dtype) -> None:
+    lengths = decode_lengths(block_size)
+    case = attention_case([1] * len(lengths), lengths, head_dim, group, block_size, dtype)
+    assert_attends(case, TritonBackend(), attention_tolerance(dtype))
+
+
+@pytest.mark.parametrize(("head_dim", "group", "block_size", "dtype"), pairwise_shapes())
+def test_mixed_step_is_the_reference(head_dim: int, group: int, block_size: int, dtype: torch.dtype) -> None:
+    query_lens, seq_lens = mixed_lengths(block_size)
+    case = attention_case(query_lens, seq_lens, head_dim, group, block_size, dtype)
+    assert_attends(case, TritonBackend(), attention_tolerance(dtype))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("head_dim", "group", "block_size", "dtype"), all_shapes())
+def test_attention_is_the_reference_for_every_shape(
+    head_dim: int, group: int, block_size: int, dtype: torch.dtype
+) -> None:
+    test_decode_is_the_reference(head_dim, group, block_size, dtype)
+    test_mixed_step_is_the_reference(head_dim, group, block_size, dtype)
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_prefill_of_500_tokens_is_the_reference(block_size: int) -> None:
+    case = attention_case([500], [500], 64, 2, block_size, torch.float32)
+    assert_attends(case, TritonBackend(), attention_tolerance(torch.float32))
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_prefill_after_a_long_prefix_is_the_reference(head_dim: int) -> None:
+    case = attention_case([20], [1500], head_dim, 2, 64, torch.float32)
+    assert_attends(case, TritonBackend(), attention_tolerance(torch.float32))
+
+
+def test_many_short_prefills_each_find_their_sequence() -> None:
+    query_lens = [2 + i % 3 for i in range(130)]  # more than one search block of sequences
+    case = attention_case(query_lens, [n + i % 5 for i, n in enumerate(query_lens)], 32, 1, 16, torch.float32, 1)
+    assert_attends(case, TritonBackend(), attention_tolerance(torch.float32))
+
+
+def test_keys_of_equal_scores_are_averaged_across_splits() -> None:
+    """With q = 0 the output is the mean of V whatever the split: a chunk counted twice or left out would show."""
+    case = attention_case([1, 1], [1999, 300], 32, 2, 64, torch.float32)
+    case.q.zero_()
+    assert_attends(case, TritonBackend(), attention_tolerance(torch.float32))
+
+
+def test_large_scores_do_not_overflow() -> None:
+    case = attention_case([1, 3], [700, 90], 32, 2, 64, torch.float32)
+    case.q.mul_(300)  # scores of some hundreds: exp would overflow without the running maximum
+    # A score of 1,000 is rounded to 6e-5, and so, relatively, is its weight.
+    assert_attends(case, TritonBackend(), 1e-3)
+
+
+def test_rows_of_length_zero_decode_to_zeros() -> None:
+    case = attention_case([1, 1, 1], [0, 5, 0], 32, 2, 16, torch.float32)
+    out = case.attend(TritonBackend())
+    assert not out[0].any() and not out[2].any() and out[1].any()
+
+
+# ---- the sampler
+
+
+@triton.jit
+def _uniform_kernel(seeds_ptr, positions_ptr, out_ptr, words_ptr):
+    row = tl.program_id(0)
+    seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
+    tl.store(out_ptr + row, uniform(seed, position))
+    word, _, _, _ = tl.randint4x(seed, position.to(tl.int32))
+    tl.store(words_ptr + row, word.to(tl.int64) & 0xFFFFFFFF)
+
+
+def test_uniforms_are_the_references_bit_for_bit() -> None:
+    generator = torch.Generator().manual_seed(0)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (64,), generator=generator).to(DEVICE)
+    seeds[:3] = torch.tensor([0, -1, 1 << 40])
+    positions = torch.randint(0, 2**31 - 1, (64,), generator=generator).to(DEVICE)
+    out, words = torch.empty(64, device=DEVICE), torch.empty(64, dtype=torch.int64, device=DEVICE)
+    _uniform_kernel[(64,)](seeds, positions, out, words)
+    assert torch.equal(out, uniform_reference(seeds, positions))
+    # and Triton's own entry point gives the same word: the counter and the key are where it has them
+    assert torch.equal(((words >> 9).float() + 0.5) * 2.0**-23, out)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("vocab_size", [1, 700, CHUNK + 1])
+def test_sampled_tokens_are_the_references(vocab_size: int, ties: bool, dtype: torch.dtype) -> None:
+    case = sample_case(vocab_size, dtype, ties)
+    assert_same_tokens(case, sample(*case.arguments()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
+def test_sampled_tokens_are_the_references_for_qwen3s_vocabulary(dtype: torch.dtype) -> None:
+    case = sample_case(151_936, dtype)
+    assert_same_tokens(case, sample(*case.arguments()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(40))
+def test_sampled_tokens_are_the_references_for_many_seeds(seed: int) -> None:
+    case = sample_case(6000, torch.float32, ties=seed % 2 == 1, seed=seed)
+    assert_same_tokens(case, sample(*case.arguments()))
+
+
+def test_tokens_of_no_probability_are_never_drawn() -> None:
+    case = sample_case(3 * CHUNK, torch.float32)
+    case.logits[:, : 2 * CHUNK + 5] = -float("inf")  # whole chunks, and the beginning of one
+    case.logits[:, -7:] = -float("inf")
+    tokens = sample(*case.arguments())
+    assert_same_tokens(case, tokens)
+    assert ((tokens >= 2 * CHUNK + 5) & (tokens < 3 * CHUNK - 7)).all()
+
+
+def test_signed_zeros_tie() -> None:
+    case = sample_case(300, torch.float32, ties=True)
+    case.logits.clamp_(max=0)
+    case.logits[:, ::2] *= -1.0  # every other zero, the maximum, becomes -0.0 or stays so
+    case.logits.clamp_(max=0)
+    assert_same_tokens(case, sample(*case.arguments()))
+
+
+# ---- together
+
+
+def test_triton_and_torch_backends_do_the_same_step() -> None:
+    """Store, attend, over both storage orders: what one layer does in a step, from the same qkv."""
+    query_lens, seq_lens = mixed_lengths(16)
+    outputs = []
+    for backend in (TorchBackend(), TritonBackend()):
+        case = attention_case(query_lens, seq_lens, 32, 2, 16, torch.float32, backend=backend)
+        rows = torch.repeat_interleave(torch.arange(len(query_lens)), torch.tensor(query_lens))
+        ends = torch.tensor(seq_lens)[rows] - torch.tensor([*torch.tensor(query_lens).cumsum(0)])[rows]
+        positions = (ends + torch.arange(len(rows))).to(DEVICE)
+        blocks = case.metadata.block_tables[rows.to(DEVICE), positions // 16].long()
+        angle = torch.linspace(0, 3, 400 * 16).view(400, 16)
+        cos_sin = torch.cat((angle.cos(), angle.sin()), dim=1).to(DEVICE)
+        weight = randn(32, seed=4)
+        qkv = randn(len(rows), (2 + 2) * 2 * 32, seed=5)
+        slots = blocks * 16 + positions % 16
+        q = backend.norm_rope_store(qkv, weight, weight, 1e-6, cos_sin, positions, case.cache, slots)
+        outputs.append(backend.attend(q, case.cache, case.metadata, case.scale))
+    torch.testing.assert_close(outputs[1], outputs[0], atol=2e-5, rtol=0)  # as attention's, after a norm of some units
