@@ -1,10 +1,11 @@
 """Every option of the engine, documented where it is defined; what "auto" becomes is decided in resolve()."""
 
 import difflib
+import os
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.sampling_params import as_integer
+from nanovllm.sampling_params import as_bool, as_integer
 from nanovllm.utils.names import refuse_unknown
 
 if TYPE_CHECKING:
@@ -87,14 +88,16 @@ class EngineConfig:
         is_share = isinstance(use, (int, float)) and not isinstance(use, bool) and 0 < use <= 1
         put("gpu_memory_utilization", use, is_share, "above 0 and at most 1")
         put("seed", as_integer(self.seed, "seed"), True, "")
+        for name in ("enable_prefix_caching", "enforce_eager", "overlap"):
+            as_bool(getattr(self, name), name)
 
     @classmethod
-    def from_options(cls, model: str, options: dict[str, Any]) -> "EngineConfig":
+    def from_options(cls, model: str | os.PathLike[str], options: dict[str, Any]) -> "EngineConfig":
         """Raises a TypeError for an option that does not exist, with the nearest one that does."""
         refuse_unknown(options, [f.name for f in fields(cls) if f.name != "model"], "LLM")
-        if not isinstance(model, str):
-            model = str(model)
-        return cls(model, **options)
+        if not isinstance(model, (str, os.PathLike)) or not str(model):
+            raise ValueError(f'model is {model!r}; it must be a folder, a Hugging Face id or "tiny-qwen3"')
+        return cls(str(model), **options)
 
     def resolve(self, hf_config: "PretrainedConfig") -> "EngineConfig":
         """Turn every "auto" into a value, for this model on this machine.

@@ -1,5 +1,6 @@
 """The facade: what a user of the library calls."""
 
+import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -22,7 +23,7 @@ class LLM:
     >>> llm.generate(["..."], SamplingParams(temperature=0))[0]["text"]
     """
 
-    def __init__(self, model: str, **options: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
         """
         Args:
             model: a local folder, a Hugging Face id, or "tiny-qwen3", the model in the box.
@@ -59,6 +60,8 @@ class LLM:
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params: Seq[SamplingParams | None] = [sampling_params] * len(prompts)
         else:
+            if isinstance(sampling_params, (str, Mapping)) or not isinstance(sampling_params, Iterable):
+                raise ValueError(f"sampling_params is {sampling_params!r}; it must be a SamplingParams, or one each")
             params = list(sampling_params)
         if len(params) != len(prompts):
             raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts; give one for all or one each")

@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -27,13 +27,30 @@ def as_integer(value: Any, name: str) -> int:
         raise ValueError(f"{name} is {value!r}; it must be an integer") from None
 
 
+def as_bool(value: Any, name: str) -> bool:
+    """value, if it is True or False: "no" would be taken for yes (ValueError)."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}; it must be True or False")
+    return value
+
+
 def _as_number(value: Any, name: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        try:
-            return float(value.item())  # type: ignore[union-attr]  # numpy's and torch's scalars
-        except AttributeError:
-            raise ValueError(f"{name} is {value!r}; it must be a number") from None
-    return float(value)
+    try:
+        number = value if isinstance(value, (int, float)) else value.item()  # numpy's and torch's scalars
+        if isinstance(number, bool):
+            raise TypeError
+        return float(number)
+    except (AttributeError, TypeError, ValueError, OverflowError, RuntimeError):
+        raise ValueError(f"{name} is {value!r}; it must be a number") from None
+
+
+def _as_list(value: Any, name: str, limit: str) -> list[Any]:
+    """The items of a list, tuple or array, none of None; strings, bytes and mappings are mistakes (ValueError)."""
+    if value is None:
+        return []
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise ValueError(f"{name} is {value!r}; it must be {limit}")
+    return list(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +109,13 @@ class SamplingParams:
         put("min_p", min_p, 0 <= min_p <= 1, "in [0, 1]; 0 is off")
         max_tokens = as_integer(self.max_tokens, "max_tokens")
         put("max_tokens", max_tokens, max_tokens >= 1, "at least 1")
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
-        put("stop", stop, all(isinstance(s, str) and s for s in stop), "a string or strings, none of them empty")
-        put("stop_token_ids", tuple(as_integer(i, "stop_token_ids") for i in self.stop_token_ids or ()))
+        strings = "a string or strings, none of them empty"
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(_as_list(self.stop, "stop", strings))
+        put("stop", stop, all(isinstance(s, str) and s for s in stop), strings)
+        stop_token_ids = _as_list(self.stop_token_ids, "stop_token_ids", "a list of integers")
+        put("stop_token_ids", tuple(as_integer(i, "stop_token_ids") for i in stop_token_ids))
+        for name in ("ignore_eos", "skip_special_tokens"):
+            as_bool(getattr(self, name), name)
         if self.seed is not None:
             put("seed", as_integer(self.seed, "seed"))
         if self.logprobs is not None:

@@ -197,7 +197,7 @@ class LLMEngine:
             if self.tokenizer is None:
                 raise ValueError("the prompt is a string, and this model has no tokenizer: pass token ids")
             return self.tokenizer.encode(prompt)
-        if isinstance(prompt, Mapping) or not isinstance(prompt, Iterable):
+        if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Iterable):
             raise ValueError(f"a prompt is {prompt!r}; it must be a string, a list of token ids, or a dict of either")
         return [as_integer(i, "a token id of the prompt") for i in prompt]
 

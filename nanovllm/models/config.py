@@ -36,6 +36,8 @@ def load_model_config(data: dict[str, Any], source: str) -> "PretrainedConfig":
 
     supported = ", ".join(ARCHITECTURES)
     architectures = data.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise ValueError(f"{source}: architectures is {architectures!r}; it must be a list")
     if not any(name in ARCHITECTURES for name in architectures):
         named = ", ".join(map(str, architectures)) or "no architecture"
         raise ValueError(f"{source} names {named}; supported are: {supported}")

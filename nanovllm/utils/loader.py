@@ -13,6 +13,8 @@ from tqdm import tqdm
 from nanovllm.layers.weights import NamedTargets, WeightTarget
 from nanovllm.models.config import read_json
 
+DTYPES = ("F64", "F32", "F16", "BF16")
+
 
 class Loadable(Protocol):
     """What a model tells the loader."""
@@ -33,7 +35,10 @@ def checkpoint_files(folder: Path) -> list[Path]:
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = set(read_json(index).get("weight_map", {}).values())
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise ValueError(f"{index} has no weight_map")
+        names = set(map(str, weight_map.values()))
         missing = sorted(name for name in names if not (folder / name).is_file())
         if missing:
             raise ValueError(f"{folder} lacks {len(missing)} of {len(names)} shards: {', '.join(missing[:5])}")
@@ -83,6 +88,9 @@ def load_weights(model: Loadable, folder: Path, show_progress: bool = False) -> 
 
 
 def _fill(target: WeightTarget, source: object, what: str) -> None:
+    dtype = source.get_dtype()  # type: ignore[attr-defined]  # safetensors' slices have no types
+    if dtype not in DTYPES:
+        raise ValueError(f"{what} is {dtype}; only unquantised weights are supported: {', '.join(DTYPES)}")
     shape = tuple(source.get_shape())  # type: ignore[attr-defined]  # safetensors' slices have no types
     if shape != target.shape:
         raise ValueError(f"{what} has shape {list(shape)}; config.json asks for {list(target.shape)}")

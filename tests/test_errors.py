@@ -1,0 +1,495 @@
+"""Bad input is refused before anything runs, in words that name the value, the limit and what to change."""
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny import edit_json, save_random
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.config import EngineConfig
+
+OPTIONS = {"dtype": "float32", "max_model_len": 32, "kvcache_block_size": 16, "num_kvcache_blocks": 8}
+GREEDY = SamplingParams(temperature=0, max_tokens=4)
+
+
+# ---- requests
+
+
+@pytest.fixture(scope="module")
+def llm(random_model: Path) -> LLM:
+    return LLM(random_model, **OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def with_text(reciter: Path) -> LLM:
+    return LLM(reciter, **OPTIONS)
+
+
+def assert_refused_and_usable(llm: LLM, call: Callable[[], object], message: str) -> None:
+    (good,) = llm.generate([[65]], GREEDY, use_tqdm=False)
+    before = llm.stats()
+    with pytest.raises(ValueError, match=message):
+        call()
+    assert llm.stats() == before, "something ran"
+    assert llm.generate([[65]], GREEDY, use_tqdm=False)[0]["token_ids"] == good["token_ids"]
+
+
+BAD_PROMPTS: dict[str, tuple[Any, str]] = {
+    "no tokens": ([[]], "prompt is empty.* at least one"),
+    "a prompt of max_model_len": ([[1] * 32], "32 tokens.*max_model_len=32.* at most 31.*raise max_model_len"),
+    "a prompt beyond max_model_len": ([[1] * 99], "99 tokens.*max_model_len=32"),
+    "an id at the vocabulary's end": ([[1, 500]], r"token id 500.*0\.\.499"),
+    "an id of 64 bits": ([[1, 2**40]], r"token id 1099511627776.*0\.\.499"),
+    "a negative id": ([[3, -1]], r"token id -1.*0\.\.499"),
+    "a float id": ([[1, 2.0]], "2.0.*integer"),
+    "a boolean id": ([[1, True]], "True.*integer"),
+    "a string among ids": ([[1, "2"]], "'2'.*integer"),
+    "None among ids": ([[1, None]], "None.*integer"),
+    "None": (None, "None"),
+    "None in a list": ([None], "None"),
+    "a number": (5, "5.*string.*list"),
+    "bytes": ([b"abc"], "b'abc'"),
+    "a dict of something else": ([{"text": "abc"}], "'text'.*prompt_token_ids"),
+    "a dict with more": ([{"prompt_token_ids": [1], "multi_modal_data": 1}], "multi_modal_data"),
+    "an empty dict": ([{}], "prompt_token_ids"),
+    "a dict of None": ([{"prompt_token_ids": None}], "prompt_token_ids"),
+    "a dict of no tokens": ([{"prompt_token_ids": []}], "empty"),
+    "a string without a tokenizer": (["hello"], "no tokenizer.*token ids"),
+}
+
+
+@pytest.mark.parametrize(("prompts", "message"), BAD_PROMPTS.values(), ids=BAD_PROMPTS.keys())
+def test_a_bad_prompt_is_refused(prompts: Any, message: str, llm: LLM) -> None:
+    assert_refused_and_usable(llm, lambda: llm.generate(prompts, GREEDY), message)
+
+
+@pytest.mark.parametrize("prompt", ["", [""], {"prompt": ""}])
+def test_an_empty_string_is_refused(prompt: Any, with_text: LLM) -> None:
+    assert_refused_and_usable(with_text, lambda: with_text.generate(prompt, GREEDY), "prompt is empty")
+
+
+@pytest.mark.parametrize("bad", [[], [9999], None, [1] * 32])
+def test_one_bad_prompt_in_a_list_is_named_and_none_runs(bad: Any, llm: LLM) -> None:
+    assert_refused_and_usable(llm, lambda: llm.generate([[1], [2], bad, [3]], GREEDY), "prompt 2")
+
+
+BAD_CALLS: dict[str, tuple[Any, str]] = {
+    "fewer sampling_params than prompts": ([GREEDY], "1 sampling_params for 2 prompts"),
+    "more sampling_params than prompts": ([GREEDY] * 3, "3 sampling_params for 2 prompts"),
+    "a dict": ({"temperature": 0, "top_k": 1}, "SamplingParams"),
+    "a list of dicts": ([{"temperature": 0}] * 2, "SamplingParams"),
+    "a number": (0.5, "0.5.*SamplingParams"),
+    "a stop id beyond the vocabulary": (SamplingParams(stop_token_ids=[3, 500]), r"stop_token_ids.*500.*0\.\.499"),
+    "a negative stop id": (SamplingParams(stop_token_ids=[-1]), r"stop_token_ids.*-1.*0\.\.499"),
+    "a stop string without a tokenizer": (SamplingParams(stop="x"), "no.*tokenizer|tokenizer.*none"),
+}
+
+
+@pytest.mark.parametrize(("params", "message"), BAD_CALLS.values(), ids=BAD_CALLS.keys())
+def test_bad_sampling_params_are_refused(params: Any, message: str, llm: LLM) -> None:
+    assert_refused_and_usable(llm, lambda: llm.generate([[1], [2]], params), message)
+
+
+@pytest.mark.parametrize("messages", [None, [], "hello", [[]], [{"content": "hi"}], [["hi"]], [None], 5])
+def test_a_bad_conversation_is_refused(messages: Any, with_text: LLM) -> None:
+    assert_refused_and_usable(with_text, lambda: with_text.chat(messages, GREEDY), "conversation")
+
+
+def test_chat_is_refused_where_it_cannot_be(llm: LLM, reciter: Path, tmp_path: Path) -> None:
+    talk = [{"role": "user", "content": "hi"}]
+    assert_refused_and_usable(llm, lambda: llm.chat(talk, GREEDY), "no tokenizer")
+    shutil.copytree(reciter, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "chat_template.jinja").unlink(missing_ok=True)
+    edit_json(tmp_path / "tokenizer_config.json", chat_template=None)
+    plain = LLM(tmp_path, **OPTIONS)
+    assert_refused_and_usable(plain, lambda: plain.chat(talk, GREEDY), "no chat template")
+
+
+@pytest.mark.parametrize("call", ["generate", "chat"])
+def test_unknown_arguments_of_a_call_are_refused(call: str, llm: LLM) -> None:
+    with pytest.raises(TypeError, match="lora_request"):
+        getattr(llm, call)([[1]], GREEDY, lora_request=None)
+
+
+# ---- SamplingParams
+
+
+BAD_VALUES: list[tuple[str, Any, str]] = [
+    *(("temperature", value, "0") for value in (-0.1, math.nan, math.inf, -math.inf)),
+    *(("temperature", value, "number") for value in ("hot", None, True, [1], torch.ones(2), 10**400)),
+    *(("top_p", value, r"\(0, 1\]") for value in (0, 0.0, -0.5, 1.01, math.nan)),
+    *(("top_p", value, "number") for value in ("0.9", None)),
+    *(("min_p", value, r"\[0, 1\]") for value in (-0.01, 1.5, math.nan)),
+    *(("top_k", value, "-1") for value in (-2, -100)),
+    *(("top_k", value, "integer") for value in (1.5, "5", None, True, math.nan)),
+    *(("max_tokens", value, "at least 1") for value in (0, -5)),
+    *(("max_tokens", value, "integer") for value in (1.5, 16.0, "16", None, True, math.inf)),
+    *(("stop", value, "string") for value in ("", [""], ["a", ""], [1], b"a", 5, [None], {"a": 1})),
+    *(("stop_token_ids", value, "integer") for value in (5, [1.5], ["a"], [None], "12", [True])),
+    *(("seed", value, "integer") for value in (1.5, "1", True)),
+    *(("logprobs", value, "integer") for value in (1.5, "1", True)),
+    ("logprobs", -1, "0 or more"),
+    *(("ignore_eos", value, "True or False") for value in ("yes", None, 2)),
+    *(("skip_special_tokens", value, "True or False") for value in ("no", None)),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "limit"), BAD_VALUES, ids=lambda value: str(value)[:20])
+def test_a_sampling_value_out_of_range_is_refused(name: str, value: Any, limit: str) -> None:
+    with pytest.raises(ValueError, match=rf"{name}\b.*must be.*{limit}") as error:
+        SamplingParams(**{name: value})
+    shown = value[-1] if isinstance(value, list) and name != "temperature" else value
+    assert repr(shown)[:20] in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"top_k": -1},
+        {"top_k": 0},
+        {"top_p": 1},
+        {"min_p": 0},
+        {"min_p": 1},
+        {"temperature": 0},
+        {"max_tokens": 1},
+        {"stop": []},
+        {"stop": ["a", "b"]},
+        {"logprobs": 0},
+        {"seed": -3},
+    ],
+    ids=str,
+)
+def test_the_limits_themselves_are_allowed(values: dict[str, Any]) -> None:
+    SamplingParams(**values)
+
+
+def test_numbers_of_numpy_and_torch_are_numbers() -> None:
+    import numpy as np
+
+    given = SamplingParams(
+        temperature=np.float32(0.5),
+        top_p=torch.tensor(0.5),  # type: ignore[arg-type]
+        max_tokens=np.int64(3),
+        stop_token_ids=np.array([1, 2]),  # type: ignore[arg-type]
+    )
+    assert given == SamplingParams(temperature=0.5, top_p=0.5, max_tokens=3, stop_token_ids=(1, 2))
+
+
+def test_an_unknown_sampling_name_is_refused_with_the_nearest() -> None:
+    with pytest.raises(TypeError, match=r"'temprature'.*'temperature'"):
+        SamplingParams(temprature=1.0)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"'max_new_tokens'.*'max_tokens'"):
+        SamplingParams(max_new_tokens=5)  # type: ignore[call-arg]
+
+
+LACKING = (
+    "n best_of presence_penalty frequency_penalty repetition_penalty min_tokens guided_decoding structured_outputs "
+    "logit_bias allowed_token_ids bad_words prompt_logprobs include_stop_str_in_output detokenize"
+)
+
+
+@pytest.mark.parametrize("name", LACKING.split())
+def test_what_vllm_has_and_we_lack_is_refused_by_name(name: str) -> None:
+    with pytest.raises(TypeError, match=f"'{name}'") as error:
+        SamplingParams(**{name: 1})
+    assert "did you mean" not in str(error.value)
+
+
+# ---- options
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"kvcache_block_size": 17}, "kvcache_block_size.*17.*power of two"),
+        ({"kvcache_block_size": 8}, "kvcache_block_size.*8.*power of two from 16"),
+        ({"kvcache_block_size": 0}, "kvcache_block_size.*0.*power of two"),
+        ({"kvcache_block_size": "big"}, "kvcache_block_size.*'big'"),
+        ({"max_num_seqs": 0}, "max_num_seqs.*0.*at least 1"),
+        ({"max_num_seqs": 2.5}, "max_num_seqs.*2.5.*integer"),
+        ({"max_num_seqs": "4"}, "max_num_seqs.*'4'.*integer"),
+        ({"max_num_batched_tokens": 0}, "max_num_batched_tokens.*0.*at least 1"),
+        ({"max_model_len": 0}, "max_model_len.*0.*at least"),
+        ({"max_model_len": -1}, "max_model_len.*-1.*at least"),
+        ({"max_model_len": None}, "max_model_len.*None.*integer"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size.*0"),
+        ({"gpu_memory_utilization": 1.7}, "gpu_memory_utilization.*1.7.*at most 1"),
+        ({"gpu_memory_utilization": 0}, "gpu_memory_utilization.*0.*above 0"),
+        ({"gpu_memory_utilization": math.nan}, "gpu_memory_utilization.*nan"),
+        ({"gpu_memory_utilization": "most"}, "gpu_memory_utilization.*'most'"),
+        ({"num_kvcache_blocks": 0}, "num_kvcache_blocks.*0.*at least 1"),
+        ({"num_kvcache_blocks": -3}, "num_kvcache_blocks.*-3.*at least 1"),
+        ({"kvcache_memory_bytes": 0, "num_kvcache_blocks": None}, "kvcache_memory_bytes.*0.*at least 1"),
+        ({"dtype": "float8"}, "dtype.*'float8'.*float32.*bfloat16"),
+        ({"dtype": None}, "dtype.*None"),
+        ({"device": "tpu"}, "device.*'tpu'.*cpu"),
+        ({"device": "gpu"}, "device.*'gpu'.*cpu"),
+        ({"device": "cuda:99"}, "device.*cuda"),
+        ({"attention_backend": "flashinfer"}, "attention_backend.*'flashinfer'.*triton"),
+        ({"attention_backend": "flash_atn"}, "'flash_atn'.*did you mean 'flash_attn'"),
+        ({"load_format": "gguf"}, "load_format.*'gguf'.*dummy"),
+        ({"seed": None}, "seed.*None.*integer"),
+        ({"seed": 1.5}, "seed.*1.5.*integer"),
+        ({"enable_prefix_caching": "no"}, "enable_prefix_caching.*'no'.*True or False"),
+        ({"enforce_eager": None}, "enforce_eager.*None.*True or False"),
+    ],
+    ids=str,
+)
+def test_an_option_out_of_range_is_refused(options: dict[str, Any], message: str, random_model: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        LLM(random_model, **OPTIONS | options)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+@pytest.mark.parametrize("options", [{"device": "cuda"}, {"attention_backend": "flash_attn"}], ids=str)
+def test_what_this_machine_lacks_is_refused(options: dict[str, str], random_model: Path) -> None:
+    ((option, value),) = options.items()
+    with pytest.raises(ValueError, match=f"{option}.*{value}.*auto"):
+        LLM(random_model, **options)
+
+
+def test_flash_attn_says_that_its_blocks_are_multiples_of_256(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import Qwen3Config
+
+    monkeypatch.setattr("nanovllm.backends.resolve_backend", lambda *_: "flash_attn")
+    with pytest.raises(ValueError, match=r"kvcache_block_size.*64.*multiple of 256"):
+        EngineConfig("model", kvcache_block_size=64).resolve(Qwen3Config())
+    assert EngineConfig("model", kvcache_block_size="auto").resolve(Qwen3Config()).kvcache_block_size == 256
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("max_num_seq", "max_num_seqs"),
+        ("block_size", "kvcache_block_size"),
+        ("tensor_parallel", "tensor_parallel_size"),
+        ("enable_prefix_cache", "enable_prefix_caching"),
+        ("gpu_memory_utilisation", "gpu_memory_utilization"),
+    ],
+)
+def test_an_unknown_option_is_refused_with_the_nearest(given: str, meant: str, random_model: Path) -> None:
+    with pytest.raises(TypeError, match=f"'{given}'.*'{meant}'"):
+        LLM(random_model, **{given: 1})
+
+
+def test_every_option_is_documented() -> None:
+    from dataclasses import fields
+
+    assert [f.name for f in fields(EngineConfig) if not f.metadata.get("help")] == []
+
+
+def test_a_pool_that_cannot_hold_max_model_len_is_refused_and_the_length_it_names_fits(random_model: Path) -> None:
+    """The same for a count of blocks and for bytes: 2 (K, V) x 2 layers x 2 heads x 32 x 4 bytes a token."""
+    for pool in ({"num_kvcache_blocks": 3}, {"kvcache_memory_bytes": 3 * 16 * 1024 + 500}):
+        options = {**OPTIONS, "num_kvcache_blocks": None, "max_model_len": 100, **pool}
+        with pytest.raises(ValueError, match=r"3 blocks of 16.*max_model_len=100.*\b48\b.*num_kvcache_blocks"):
+            LLM(random_model, **options)
+        with LLM(random_model, **options | {"max_model_len": 48}) as llm:
+            (output,) = llm.generate([[1] * 20], SamplingParams(max_tokens=100), use_tqdm=False)
+            assert len(output["token_ids"]) == 28
+
+
+def test_max_model_len_is_never_beyond_the_models(random_model: Path) -> None:
+    llm = LLM(random_model, **OPTIONS | {"max_model_len": 10**6, "num_kvcache_blocks": 32})
+    with pytest.raises(ValueError, match=r"512.*at most 511"):
+        llm.generate([[1] * 512], GREEDY)
+
+
+# ---- checkpoints
+
+
+@pytest.fixture
+def checkpoint(random_model: Path, tmp_path: Path) -> Path:
+    """A good checkpoint to break."""
+    return Path(shutil.copytree(random_model, tmp_path / "model"))
+
+
+def assert_not_loaded(folder: object, message: str) -> None:
+    with pytest.raises(ValueError, match=re.compile(message, re.DOTALL)):
+        LLM(folder, **OPTIONS)  # type: ignore[arg-type]
+
+
+def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
+    for name in (tmp_path / "nothing", "./nothing", "~/surely/nothing", "nobody/nothing", "a/b/c/d"):
+        assert_not_loaded(name, f"{re.escape(str(name).split('/')[-1])}.*(not exist|neither)")
+
+
+@pytest.mark.parametrize("model", [None, 5, True, ["a"], ""])
+def test_a_model_that_is_no_name_is_refused(model: Any) -> None:
+    assert_not_loaded(model, f"model is {re.escape(repr(model))}")
+
+
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+    assert_not_loaded(tmp_path, "config.json")
+
+
+def test_a_folder_without_weights_is_refused(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    assert_not_loaded(checkpoint, "no safetensors")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.pt"])
+def test_only_other_formats_are_refused_by_name(name: str, checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").rename(checkpoint / name)
+    assert_not_loaded(checkpoint, f"no safetensors.*{name}")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '"text"', "\xff\xfe{}", "null"])
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json"])
+def test_a_broken_config_is_refused(name: str, content: str, checkpoint: Path) -> None:
+    (checkpoint / name).write_bytes(content.encode("latin-1"))
+    assert_not_loaded(checkpoint, name)
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"version": 1}'])
+def test_a_broken_tokenizer_is_refused(content: str, reciter: Path, tmp_path: Path) -> None:
+    shutil.copytree(reciter, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "tokenizer.json").write_text(content)
+    assert_not_loaded(tmp_path, "tokenizer")
+
+
+UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
+    "architecture": ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM.*Qwen3ForCausalLM"),
+    "mixture of experts": ({"architectures": ["Qwen3MoeForCausalLM"]}, "Qwen3MoeForCausalLM.*Qwen3ForCausalLM"),
+    "no architecture": ({"architectures": None}, "architecture.*Qwen3ForCausalLM"),
+    "architectures of another type": ({"architectures": 5}, "architecture"),
+    "quantization": ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantization_config"),
+    "sliding window": ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, "sliding"),
+    "sliding layers": ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types.*sliding_attention"),
+    "linear attention": ({"layer_types": ["linear_attention", "full_attention"]}, "layer_types.*linear_attention"),
+    "activation": ({"hidden_act": "gelu"}, "hidden_act.*gelu.*silu"),
+    "dynamic rope": ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic.*yarn"),
+    "longrope": (
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "short_factor": [1.0] * 16,
+                "long_factor": [1.0] * 16,
+                "factor": 2.0,
+            }
+        },
+        "longrope.*yarn",
+    ),
+    "unknown rope": ({"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}}, "spiral"),
+    "rope as before transformers 5": (
+        {"rope_parameters": None, "rope_theta": 1e4, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        "dynamic",
+    ),
+    "yarn without factor": ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "factor"),
+    "heads that do not divide": ({"num_attention_heads": 3}, "3.*2.*key-value"),
+    "no layers": ({"num_hidden_layers": 0}, "num_hidden_layers|layer"),
+    "a size that is no number": ({"hidden_size": "wide"}, "hidden_size"),
+    "an odd head_dim": ({"head_dim": 31}, "head_dim.*31|31"),
+}
+
+
+@pytest.mark.parametrize(("changes", "message"), UNSUPPORTED.values(), ids=UNSUPPORTED.keys())
+def test_what_would_change_the_mathematics_is_refused(changes: dict[str, Any], message: str, checkpoint: Path) -> None:
+    edit_json(checkpoint / "config.json", **changes)
+    assert_not_loaded(checkpoint, message)
+
+
+def test_a_window_that_is_switched_off_is_no_window(checkpoint: Path) -> None:
+    """As in published configurations: `sliding_window` may hold a number that `use_sliding_window` takes back."""
+    edit_json(checkpoint / "config.json", use_sliding_window=False, sliding_window=4096, layer_types=None)
+    LLM(checkpoint, **OPTIONS).close()
+
+
+def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+NORM, Q_PROJ = "model.layers.1.input_layernorm.weight", "model.layers.0.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize("name", [NORM, Q_PROJ, "model.embed_tokens.weight", "model.norm.weight"])
+def test_a_missing_tensor_is_refused(name: str, checkpoint: Path) -> None:
+    rewrite(checkpoint, lambda tensors: tensors.pop(name))
+    assert_not_loaded(checkpoint, f"lacks.*{name}")
+
+
+def test_an_untied_checkpoint_without_its_head_is_refused(checkpoint: Path) -> None:
+    edit_json(checkpoint / "config.json", tie_word_embeddings=False)
+    assert_not_loaded(checkpoint, "lacks.*lm_head.weight")
+
+
+@pytest.mark.parametrize("name", ["model.layers.2.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias", "extra"])
+def test_an_unexpected_tensor_is_refused(name: str, checkpoint: Path) -> None:
+    """A third layer, a bias that config.json does not know: leaving them out would be another model."""
+    rewrite(checkpoint, lambda tensors: tensors.update({name: torch.zeros(128)}))
+    assert_not_loaded(checkpoint, f"{name}")
+
+
+@pytest.mark.parametrize("name", [NORM, Q_PROJ, "model.embed_tokens.weight"])
+def test_a_wrong_shape_is_refused(name: str, checkpoint: Path) -> None:
+    rewrite(checkpoint, lambda tensors: tensors.update({name: tensors[name][:-4].clone()}))
+    assert_not_loaded(checkpoint, rf"{name}.*\[\d+.*config.json.*\[\d+")
+
+
+def test_a_transposed_matrix_is_refused(checkpoint: Path) -> None:
+    rewrite(checkpoint, lambda tensors: tensors.update({Q_PROJ: tensors[Q_PROJ].T.contiguous()}))
+    assert_not_loaded(checkpoint, rf"{Q_PROJ}.*\[64, 128\].*\[128, 64\]")
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+def test_quantised_weights_are_refused_also_where_the_config_hides_them(dtype: torch.dtype, checkpoint: Path) -> None:
+    rewrite(checkpoint, lambda tensors: tensors.update({Q_PROJ: tensors[Q_PROJ].to(dtype)}))
+    assert_not_loaded(checkpoint, rf"{Q_PROJ}.*(I8|F8_E4M3|int8|float8)")
+
+
+@pytest.mark.parametrize("left", [0, 5, 1000, -100])
+def test_a_truncated_file_is_refused(left: int, checkpoint: Path) -> None:
+    path = checkpoint / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:left])
+    assert_not_loaded(checkpoint, "model.safetensors.*cannot be read")
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    save_random(tmp_path / "sharded", max_shard_size="100KB")
+    return tmp_path / "sharded"
+
+
+def test_a_missing_shard_is_refused_by_name(sharded: Path) -> None:
+    shard = sorted(sharded.glob("*.safetensors"))[1]
+    shard.unlink()
+    assert_not_loaded(sharded, f"lacks.*{shard.name}")
+
+
+def test_a_missing_shard_is_refused_without_the_index_too(sharded: Path) -> None:
+    (sharded / "model.safetensors.index.json").unlink()
+    sorted(sharded.glob("*.safetensors"))[1].unlink()
+    assert_not_loaded(sharded, "lacks")
+
+
+def test_a_truncated_shard_is_refused_by_name(sharded: Path) -> None:
+    shard = sorted(sharded.glob("*.safetensors"))[-1]
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert_not_loaded(sharded, f"{shard.name}.*cannot be read")
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"weight_map": 5}'])
+def test_a_broken_index_is_refused(content: str, sharded: Path) -> None:
+    (sharded / "model.safetensors.index.json").write_text(content)
+    assert_not_loaded(sharded, "model.safetensors.index.json")
+
+
+def test_a_failed_load_does_not_stand_in_the_way_of_the_next(checkpoint: Path, random_model: Path) -> None:
+    default = torch.get_default_dtype()
+    edit_json(checkpoint / "config.json", num_hidden_layers=3, layer_types=None)
+    with pytest.raises(ValueError, match="lacks"):
+        LLM(checkpoint, **OPTIONS | {"dtype": "bfloat16"})
+    assert torch.get_default_dtype() == default
+    assert json.loads((checkpoint / "config.json").read_text())["num_hidden_layers"] == 3
+    LLM(random_model, **OPTIONS).close()

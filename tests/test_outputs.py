@@ -1,0 +1,307 @@
+"""What comes back: text, tokens, reasons and order, for prompts in every form that is taken."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import END, NOTE, SPOKEN, TURN, draw_prompts, edit_json, greedy, make_tokenizer, save_random
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine.tokenizer import StopStringMatcher
+
+OPTIONS = {"dtype": "float32", "max_model_len": 64, "kvcache_block_size": 16, "num_kvcache_blocks": 32}
+ID = make_tokenizer().token_to_id
+A_TO_Z = [ID(token) for token in [*"bcdefghijklm", "Ã", "©", *"nopqrstuvw", "xyz"]]
+"""What the reciter says after "a", without END."""
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["depth 1", "depth 2"])
+def llm(request: pytest.FixtureRequest, reciter: Path) -> LLM:
+    llm = LLM(reciter, **OPTIONS)
+    llm.engine.depth = request.param
+    return llm
+
+
+def say(llm: LLM, prompt: Any, **params: Any) -> dict[str, Any]:
+    (output,) = llm.generate(prompt, SamplingParams(**{"temperature": 0, **params}), use_tqdm=False)
+    return output
+
+
+# ---- how a sequence ends
+
+
+@pytest.mark.parametrize(
+    ("prompt", "spoken", "last"), [("a", SPOKEN[1:], END), ("A", "BC", TURN)], ids=["tokenizer", "generation_config"]
+)
+def test_every_end_of_sequence_id_ends_it_in_token_ids_and_not_in_text(
+    prompt: str, spoken: str, last: str, llm: LLM
+) -> None:
+    for skip_special_tokens in (True, False):
+        output = say(llm, prompt, skip_special_tokens=skip_special_tokens)
+        assert (output["text"], output["finish_reason"]) == (spoken, "stop")
+        assert output["token_ids"][-1] == ID(last)
+        assert output["token_ids"].count(ID(last)) == 1
+
+
+def test_ignore_eos_goes_on(llm: LLM) -> None:
+    output = say(llm, "A", ignore_eos=True, max_tokens=9)
+    assert (output["text"], output["finish_reason"], len(output["token_ids"])) == ("BCABCAB", "length", 9)
+    assert say(llm, "A", ignore_eos=True, max_tokens=3, skip_special_tokens=False)["text"] == f"BC{TURN}"
+
+
+def test_special_tokens_in_the_text_are_skipped_unless_asked_for(llm: LLM) -> None:
+    assert say(llm, "0", max_tokens=4)["text"] == "123"
+    assert say(llm, "0", max_tokens=4, skip_special_tokens=False)["text"] == f"1{NOTE}23"
+
+
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_stop_token_ids_end_it_also_where_eos_is_ignored(ignore_eos: bool, llm: LLM) -> None:
+    output = say(llm, "a", stop_token_ids=[ID("q"), ID("d")], ignore_eos=ignore_eos)
+    assert (output["text"], output["finish_reason"]) == ("bc", "stop")
+    assert output["token_ids"] == A_TO_Z[:3]
+
+
+@pytest.mark.parametrize(
+    ("stop", "text", "count"),
+    [
+        ("d", "bc", 3),
+        ("fgh", "bcde", 7),
+        ("b", "", 1),
+        (["q", "fg", "gh"], "bcde", 6),
+        (["hi", "efghi"], "bcd", 8),
+        ("é", "bcdefghijklm", 14),
+        ("mén", "bcdefghijkl", 15),
+        ("y", "bcdefghijklménopqrstuvwx", 25),
+        ("vwxy", "bcdefghijklménopqrstu", 25),
+        (["xy", "wx"], "bcdefghijklménopqrstuv", 25),
+        (["z", "y", "x"], "bcdefghijklménopqrstuvw", 25),
+    ],
+    ids=str,
+)
+def test_a_stop_string_ends_the_text_before_it_wherever_tokens_meet(
+    stop: str | list[str], text: str, count: int, llm: LLM
+) -> None:
+    """Of several that one token completes, the first in the text counts; token_ids keep the tokens of the match."""
+    output = say(llm, "a", stop=stop)
+    assert (output["text"], output["finish_reason"]) == (text, "stop")
+    assert output["token_ids"] == A_TO_Z[:count]
+
+
+@pytest.mark.parametrize("stop", ["ab", "a", "never", "\ufffd", END, ["bd", "zz"]])
+def test_a_stop_string_that_is_not_in_the_output_changes_nothing(stop: Any, llm: LLM) -> None:
+    """Neither one that begins in the prompt, nor half of a character."""
+    for limit in (64, 13):  # 13 tokens end with the first byte of "é"
+        assert say(llm, "a", stop=stop, max_tokens=limit) == say(llm, "a", max_tokens=limit)
+
+
+def test_a_stop_string_is_matched_in_the_text_that_is_returned(llm: LLM) -> None:
+    """Special tokens that are skipped do not stand in its way, and are found where they are kept."""
+    assert say(llm, "0", stop="12", max_tokens=9)["text"] == ""
+    kept = say(llm, "0", stop="|note", skip_special_tokens=False, max_tokens=9)
+    assert (kept["text"], kept["finish_reason"]) == ("1<", "stop")
+
+
+def test_a_repeated_stop_string_ends_at_its_first(llm: LLM) -> None:
+    output = say(llm, "0", stop="30", max_tokens=20)
+    assert (output["text"], len(output["token_ids"])) == ("12", 5)
+
+
+@given(
+    st.lists(st.integers(0, make_tokenizer().get_vocab_size() - 1), max_size=30),
+    st.lists(st.text("aé☃x\ufffd", min_size=1, max_size=3), min_size=1, max_size=3),
+    st.booleans(),
+)
+@settings(deadline=None, max_examples=200)
+def test_stop_strings_are_found_in_any_tokens(token_ids: list[int], stop: list[str], skip: bool) -> None:
+    """Random bytes are mostly no UTF-8. Nothing raises, and the text before a match is the decoded text's.
+
+    A match may come late (a broken character is only known as such by what follows), never early.
+    """
+    tokenizer = make_tokenizer()
+    for text in ("aé☃x", *stop):  # also text that holds the stop strings, in bytes
+        token_ids = token_ids + tokenizer.encode(text).ids
+    matcher = StopStringMatcher(tokenizer, stop, skip)
+    decoded = tokenizer.decode(token_ids, skip_special_tokens=skip)
+    matched = any(matcher.feed(token_id) for token_id in token_ids)
+    if matched:
+        assert decoded.startswith(matcher.text)
+        assert any(decoded.startswith(s, len(matcher.text)) for s in stop)
+        assert not any(s in matcher.text for s in stop)
+    else:
+        assert not any(s in decoded for s in stop if "\ufffd" not in s)
+
+
+def test_max_tokens_cuts_it(llm: LLM) -> None:
+    output = say(llm, "a", max_tokens=3)
+    assert (output["text"], output["finish_reason"], len(output["token_ids"])) == ("bcd", "length", 3)
+
+
+def test_an_end_with_the_last_allowed_token_is_a_stop(llm: LLM) -> None:
+    assert say(llm, "A", max_tokens=3)["finish_reason"] == "stop"
+    assert say(llm, "a", max_tokens=3, stop="d")["finish_reason"] == "stop"
+    assert say(llm, "a", max_tokens=3, stop_token_ids=[ID("d")])["finish_reason"] == "stop"
+    assert say(llm, "A", max_tokens=2)["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("length", [1, 47, 48, 49, 62, 63])
+def test_prompt_and_output_together_never_exceed_max_model_len(length: int, llm: LLM) -> None:
+    output = say(llm, [ID("0")] * length, max_tokens=10**12)
+    assert (output["finish_reason"], len(output["token_ids"])) == ("length", 64 - length)
+
+
+# ---- the shape of what comes back
+
+
+def test_an_output_is_a_dict_of_plain_values(llm: LLM) -> None:
+    output = say(llm, "a", max_tokens=2)
+    assert list(output) == ["text", "token_ids", "finish_reason", "prompt_token_ids", "num_cached_tokens"]
+    assert output["prompt_token_ids"] == [ID("a")]
+    assert {type(i) for i in output["token_ids"] + output["prompt_token_ids"]} == {int}
+    assert type(output["num_cached_tokens"]) is int
+    assert list(say(llm, "a", max_tokens=2, logprobs=0))[-1] == "logprobs"
+
+
+@pytest.mark.parametrize(
+    "prompts",
+    [
+        "ab",
+        [ID("a"), ID("b")],
+        (ID("a"), ID("b")),
+        np.array([ID("a"), ID("b")]),
+        {"prompt": "ab"},
+        {"prompt_token_ids": [ID("a"), ID("b")]},
+        {"prompt": "ab", "prompt_token_ids": None},
+        {"prompt": None, "prompt_token_ids": np.array([ID("a"), ID("b")])},
+        ["ab"],
+        [[ID("a"), ID("b")]],
+        [{"prompt": "ab"}],
+        (prompt for prompt in ["ab"]),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_prompt_is_taken_in_every_form(prompts: Any, reciter: Path) -> None:
+    output = say(LLM(reciter, **OPTIONS), prompts, max_tokens=3)
+    assert (output["text"], output["prompt_token_ids"]) == ("cde", [ID("a"), ID("b")])
+
+
+def test_outputs_come_in_the_order_of_prompts_of_mixed_forms_each_with_its_own_params(llm: LLM) -> None:
+    prompts = ["a", [ID("A")], {"prompt": "0"}, {"prompt_token_ids": [ID("q")]}]
+    params = [SamplingParams(temperature=0, max_tokens=n) for n in (9, 1, 3, 2)]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [o["text"] for o in outputs] == ["bcdefghij", "B", "12", "rs"]
+
+
+def test_no_prompts_give_no_outputs(llm: LLM) -> None:
+    assert llm.generate([], SamplingParams(), use_tqdm=False) == []
+
+
+def test_text_prompts_are_tokenised_as_the_tokenizer_does_special_tokens_included(llm: LLM) -> None:
+    output = say(llm, f"hé{TURN}xyz", max_tokens=1)
+    assert output["prompt_token_ids"] == [ID("h"), ID("Ã"), ID("©"), ID(TURN), ID("xyz")]
+
+
+# ---- chat
+
+
+def text_of(output: dict[str, Any]) -> str:
+    return str(make_tokenizer().decode(output["prompt_token_ids"], skip_special_tokens=False))
+
+
+def test_chat_goes_through_the_template_with_its_options(llm: LLM) -> None:
+    talk = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"}]
+    params = SamplingParams(temperature=0, max_tokens=3)
+    (plain,) = llm.chat(talk, params, use_tqdm=False)
+    (silent,) = llm.chat(talk, params, chat_template_kwargs={"enable_thinking": False}, use_tqdm=False)
+    assert text_of(plain) == "[system]be brief[user]hi[assistant]"
+    assert text_of(silent) == "[system]be brief[user]hi[assistant]()a"
+    assert silent["text"] == "bcd"
+
+
+def test_chat_takes_one_conversation_or_a_list(llm: LLM) -> None:
+    talks = [[{"role": "user", "content": letter}] for letter in "xyz"]
+    params = [SamplingParams(temperature=0, max_tokens=n) for n in (1, 2, 3)]
+    outputs = llm.chat(talks, params, use_tqdm=False)
+    assert [text_of(o) for o in outputs] == [f"[user]{letter}[assistant]" for letter in "xyz"]
+    assert [len(o["token_ids"]) for o in outputs] == [1, 2, 3]
+    assert text_of(llm.chat(talks[0], params[0], use_tqdm=False)[0]) == "[user]x[assistant]"
+
+
+# ---- what a model folder says
+
+
+@pytest.fixture
+def variant(reciter: Path, tmp_path: Path) -> Callable[..., LLM]:
+    """A reciter with another generation_config.json."""
+
+    def make(**generation: Any) -> LLM:
+        shutil.copytree(reciter, tmp_path, dirs_exist_ok=True)
+        edit_json(tmp_path / "generation_config.json", **generation)
+        return LLM(tmp_path, **OPTIONS)
+
+    return make
+
+
+def test_without_sampling_params_the_models_generation_config_counts(variant: Callable[..., LLM]) -> None:
+    llm = variant(do_sample=True, temperature=0.6, top_k=20, top_p=0.95, min_p=0.05, max_new_tokens=7)
+    assert llm.prepare("a").params == SamplingParams(temperature=0.6, top_k=20, top_p=0.95, min_p=0.05, max_tokens=7)
+    assert len(llm.generate("a", use_tqdm=False)[0]["token_ids"]) == 7
+    assert [len(o["token_ids"]) for o in llm.generate(["a", "A"], [None, SamplingParams(max_tokens=1)])] == [7, 1]
+
+
+def test_a_generation_config_that_does_not_sample_is_greedy(variant: Callable[..., LLM]) -> None:
+    assert variant(do_sample=False, temperature=0.6, top_k=20).prepare("a").params == SamplingParams(temperature=0)
+
+
+@pytest.mark.parametrize("eos", [ID("d"), [ID("q"), ID("d")]], ids=["one", "several"])
+def test_generation_config_may_name_one_end_or_several(eos: Any, variant: Callable[..., LLM]) -> None:
+    llm = variant(eos_token_id=eos)
+    assert say(llm, "a")["text"] == "bc"
+    assert say(llm, "r")["token_ids"][-1] == ID(END), "the tokenizer's counts as well"
+
+
+def test_without_generation_config_the_configs_end_counts(reciter: Path, tmp_path: Path) -> None:
+    shutil.copytree(reciter, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "generation_config.json").unlink()
+    edit_json(tmp_path / "config.json", eos_token_id=ID("d"))
+    assert say(LLM(tmp_path, **OPTIONS), "a")["text"] == "bc"
+
+
+def test_without_a_tokenizer_ids_go_in_and_text_is_empty(tmp_path: Path) -> None:
+    model = save_random(tmp_path)
+    (prompt,) = draw_prompts([5])
+    with LLM(tmp_path, **OPTIONS) as llm:
+        output = say(llm, prompt, max_tokens=5)
+    assert (output["text"], output["token_ids"]) == ("", greedy(model, prompt, 5))
+
+
+def test_dummy_weights_need_config_json_alone_and_follow_the_seed(random_model: Path, tmp_path: Path) -> None:
+    shutil.copy(random_model / "config.json", tmp_path)
+    runs = []
+    for seed in (1, 1, 2):
+        with LLM(tmp_path, load_format="dummy", seed=seed, **OPTIONS) as llm:
+            output = say(llm, list(range(20)), max_tokens=20)
+            assert (output["text"], len(output["token_ids"])) == ("", 20)
+            with pytest.raises(ValueError, match="no tokenizer"):
+                llm.generate("text")
+            runs.append([p.sum().item() for p in llm.engine.runner.model.parameters()])
+    assert runs[0] == runs[1] != runs[2]
+
+
+# ---- the progress bar
+
+
+def test_the_bar_shows_prompts_rates_and_kv_and_nothing_else_is_printed(
+    llm: LLM, capfd: pytest.CaptureFixture[str]
+) -> None:
+    llm.generate(["a", "A"], SamplingParams(temperature=0))
+    shown = capfd.readouterr()
+    assert shown.out == ""
+    for part in ("2/2", "prefill", "decode", "tok/s", "kv"):
+        assert part in shown.err.lower()
+    llm.generate(["a", "A"], SamplingParams(temperature=0), use_tqdm=False)
+    assert capfd.readouterr() == ("", "")

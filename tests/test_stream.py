@@ -1,0 +1,391 @@
+"""Streams, interruption and the life of an engine: however a run ends, the engine is whole afterwards or closed."""
+
+import gc
+import itertools
+import logging
+import os
+import signal
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import draw_prompts, save_random
+
+from nanovllm import LLM, SamplingParams
+
+OPTIONS = {
+    "dtype": "float32",
+    "max_model_len": 96,
+    "max_num_seqs": 4,
+    "kvcache_block_size": 16,
+    "num_kvcache_blocks": 64,
+}
+PROMPTS = draw_prompts([20, 33, 5, 48, 17, 64])
+
+
+def greedy(count: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=count)
+
+
+@pytest.fixture(params=[1, 2], ids=["depth 1", "depth 2"])
+def llm(request: pytest.FixtureRequest, random_model: Path) -> Iterator[LLM]:
+    with LLM(random_model, **OPTIONS) as llm:
+        llm.engine.depth = request.param
+        yield llm
+
+
+def generate(llm: LLM) -> list[list[int]]:
+    return [o["token_ids"] for o in llm.generate(PROMPTS, greedy(12), use_tqdm=False)]
+
+
+def assert_idle(llm: LLM) -> None:
+    """Nothing is left of any request, in the counts and inside."""
+    stats = llm.stats()
+    assert stats["num_free_blocks"] == stats["num_blocks"]
+    assert not llm.engine.scheduler.has_unfinished
+    llm.engine.scheduler.check_integrity()
+
+
+def assert_whole(llm: LLM, expected: list[list[int]]) -> None:
+    assert_idle(llm)
+    assert generate(llm) == expected
+    assert_idle(llm)
+
+
+def on_step(llm: LLM, number: int, act: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Call act inside the launch of the number-th step from now, before the model runs."""
+    launch, steps = llm.engine.runner.launch, itertools.count(1)
+
+    def launch_and_act(plan: Any) -> Any:
+        if next(steps) == number:
+            act()
+        return launch(plan)
+
+    monkeypatch.setattr(llm.engine.runner, "launch", launch_and_act)
+
+
+# ---- streams
+
+
+def test_a_stream_yields_each_output_as_it_finishes_with_its_number(llm: LLM) -> None:
+    counts = [9, 3, 12, 1, 5, 2]
+    expected = [
+        llm.generate(p, greedy(n), use_tqdm=False)[0]["token_ids"] for p, n in zip(PROMPTS, counts, strict=True)
+    ]
+    seen = [(i, o["token_ids"]) for i, o in llm.stream(zip(PROMPTS, map(greedy, counts), strict=True))]
+    assert [expected[i] for i, _ in seen] == [token_ids for _, token_ids in seen]
+    order = [i for i, _ in seen]
+    assert sorted(order) == list(range(6))
+    assert [i for i in order if i < 4] == [3, 1, 0, 2], "the first four start together"
+    assert_idle(llm)
+
+
+def test_an_endless_iterable_is_pulled_no_further_than_needed(llm: LLM) -> None:
+    """4 running and at most 2 x 4 waiting, beyond what has been yielded (and what ended in the same step)."""
+    pulled = 0
+
+    def endless() -> Iterator[tuple[list[int], SamplingParams]]:
+        nonlocal pulled
+        while True:
+            pulled += 1
+            yield [pulled % 500, 7], greedy(1 + pulled % 3)
+
+    stream = llm.stream(endless())
+    assert pulled == 0
+    for yielded, _ in enumerate(itertools.islice(stream, 100), start=1):
+        assert pulled <= yielded + 4 + 4 + 2 * 4
+    stream.close()  # type: ignore[attr-defined]
+    assert_idle(llm)
+
+
+def test_a_stream_of_nothing_ends(llm: LLM) -> None:
+    assert list(llm.stream([])) == []
+
+
+def test_a_stream_takes_requests_that_were_prepared(llm: LLM) -> None:
+    """So that a caller can set a bad one aside."""
+    good, bad = [], []
+    for prompt in (PROMPTS[0], [], PROMPTS[1], [10**6], [1] * 96):
+        try:
+            good.append(llm.prepare(prompt, greedy(4)))
+        except ValueError as error:
+            bad.append(str(error))
+    assert len(bad) == 3
+    outputs = dict(llm.stream([good[0], (PROMPTS[2], greedy(4)), good[1]]))
+    assert [outputs[i]["prompt_token_ids"] for i in range(3)] == [PROMPTS[0], PROMPTS[2], PROMPTS[1]]
+
+
+@pytest.mark.parametrize("bad", [([], greedy(3)), ([9999], greedy(3)), (PROMPTS[0], "hot")], ids=str)
+def test_a_bad_request_ends_a_stream_and_leaves_the_engine_whole(bad: Any, llm: LLM) -> None:
+    expected = generate(llm)
+    with pytest.raises(ValueError):
+        list(llm.stream([(PROMPTS[0], greedy(20)), bad]))
+    assert_whole(llm, expected)
+
+
+def test_an_iterable_that_raises_ends_a_stream_and_leaves_the_engine_whole(llm: LLM) -> None:
+    expected = generate(llm)
+
+    def requests() -> Iterator[tuple[list[int], SamplingParams]]:
+        for prompt in PROMPTS * 3:
+            yield prompt, greedy(3)
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        list(llm.stream(requests()))
+    assert_whole(llm, expected)
+
+
+@pytest.mark.parametrize("leave", ["break", "close", "raise"])
+def test_leaving_a_stream_early_aborts_what_is_running(leave: str, llm: LLM) -> None:
+    expected = generate(llm)
+    requests = [(prompt, greedy(3 + 9 * i)) for i, prompt in enumerate(PROMPTS)]
+    if leave == "break":
+        for _ in llm.stream(requests):
+            break
+    elif leave == "close":
+        stream = llm.stream(requests)
+        next(stream)
+        assert llm.stats()["num_free_blocks"] < llm.stats()["num_blocks"]
+        stream.close()  # type: ignore[attr-defined]
+    else:
+        with pytest.raises(KeyError):
+            for _ in llm.stream(requests):
+                raise KeyError
+    gc.collect()
+    assert_whole(llm, expected)
+
+
+def test_a_second_run_while_a_stream_is_open_is_refused_and_does_not_disturb_it(llm: LLM) -> None:
+    expected = generate(llm)
+    stream = llm.stream((prompt, greedy(12)) for prompt in PROMPTS)
+    outputs = dict([next(stream)])
+    with pytest.raises(RuntimeError, match="open"):
+        generate(llm)
+    with pytest.raises(RuntimeError, match="open"):
+        next(llm.stream([(PROMPTS[0], greedy(1))]))
+    outputs.update(stream)
+    assert [outputs[i]["token_ids"] for i in range(len(PROMPTS))] == expected
+    assert_whole(llm, expected)
+
+
+def test_a_stream_that_was_never_started_holds_nothing(llm: LLM) -> None:
+    stream = llm.stream([(PROMPTS[0], greedy(2))])
+    expected = generate(llm)
+    assert len(list(stream)) == 1
+    assert_whole(llm, expected)
+
+
+# ---- errors in the middle
+
+
+@pytest.mark.parametrize("where", ["launch", "result"])
+@pytest.mark.parametrize("step", [1, 2, 5])
+def test_a_generate_that_raises_half_way_leaves_the_engine_whole_and_its_cache_forgotten(
+    where: str, step: int, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows what the failed step wrote, so nothing that was cached may be found again."""
+    expected = generate(llm)
+
+    def fail(*_: object) -> None:
+        raise ArithmeticError("the model failed")
+
+    with monkeypatch.context() as patch:
+        if where == "launch":
+            on_step(llm, step, fail, patch)
+        else:
+            on_step(llm, step, lambda: patch.setattr("nanovllm.engine.model_runner.StepHandle.result", fail), patch)
+        with pytest.raises(ArithmeticError, match="the model failed"):
+            generate(llm)
+    assert_idle(llm)
+    outputs = llm.generate(PROMPTS, greedy(12), use_tqdm=False)
+    assert [o["num_cached_tokens"] for o in outputs] == [0] * len(PROMPTS)
+    assert [o["token_ids"] for o in outputs] == expected
+
+
+def test_after_a_cuda_error_the_engine_closes_and_says_so(
+    random_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = LLM(random_model, **OPTIONS)
+
+    def fail() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    on_step(llm, 2, fail, monkeypatch)
+    with caplog.at_level(logging.ERROR), pytest.raises(RuntimeError, match="illegal memory access"):
+        generate(llm)
+    assert "closed" in caplog.text
+    with pytest.raises(RuntimeError, match="closed"):
+        generate(llm)
+
+
+# ---- Ctrl-C
+
+
+def interrupt() -> None:
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_ctrl_c_waits_for_the_step_in_hand_and_leaves_the_engine_whole(
+    step: int, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = generate(llm)
+    before = llm.stats()["num_steps"]
+    with monkeypatch.context() as patch:
+        on_step(llm, step, interrupt, patch)
+        with pytest.raises(KeyboardInterrupt):
+            generate(llm)
+    assert llm.stats()["num_steps"] == before + step, "the step was cut short, or another begun"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert_whole(llm, expected)
+
+
+@pytest.mark.parametrize("moment", ["prepare", "add", "output", "scheduler.schedule", "scheduler.update"])
+@pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
+def test_ctrl_c_at_any_moment_leaves_the_engine_whole(
+    moment: str, late: bool, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between steps it does not wait; within one, also where sequences are half moved, it does."""
+    expected = generate(llm)
+    owner = llm.engine.scheduler if "." in moment else llm.engine
+    name = moment.split(".")[-1]
+    act, calls = getattr(owner, name), itertools.count(1)
+
+    def act_and_interrupt(*args: Any) -> Any:
+        now = next(calls) == 3
+        if now and not late:
+            interrupt()
+        result = act(*args)
+        if now and late:
+            interrupt()
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, act_and_interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            generate(llm)
+    assert_whole(llm, expected)
+
+
+def test_ctrl_c_in_a_stream_leaves_the_engine_whole(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = generate(llm)
+    with monkeypatch.context() as patch:
+        on_step(llm, 4, interrupt, patch)
+        with pytest.raises(KeyboardInterrupt):
+            list(llm.stream((prompt, greedy(12)) for prompt in PROMPTS))
+    assert_whole(llm, expected)
+
+
+def test_a_second_ctrl_c_does_not_wait_and_closes_the_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    def twice() -> None:
+        interrupt()
+        interrupt()
+        pytest.fail("the second one waited")
+
+    on_step(llm, 2, twice, monkeypatch)
+    with pytest.raises(KeyboardInterrupt):
+        generate(llm)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    with pytest.raises(RuntimeError, match="closed"):
+        generate(llm)
+
+
+def test_the_users_own_handler_of_ctrl_c_stays_his(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    received = []
+    before = signal.signal(signal.SIGINT, lambda *_: received.append(1))
+    try:
+        expected = generate(llm)
+        on_step(llm, 2, interrupt, monkeypatch)
+        assert generate(llm) == expected
+        assert received == [1]
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_generate_runs_in_another_thread(llm: LLM) -> None:
+    expected, outputs = generate(llm), []
+    thread = threading.Thread(target=lambda: outputs.append(generate(llm)))
+    thread.start()
+    thread.join()
+    assert outputs == [expected]
+
+
+# ---- the life of an engine
+
+
+def test_two_engines_run_side_by_side_and_one_after_another(random_model: Path, tmp_path: Path) -> None:
+    """Two models, their streams read in turns, one engine closed while the other runs."""
+    save_random(tmp_path, seed=5)
+    expected = []
+    for folder in (random_model, tmp_path):
+        with LLM(folder, **OPTIONS) as llm:
+            expected.append(generate(llm))
+    assert expected[0] != expected[1]
+
+    a, b = LLM(random_model, **OPTIONS), LLM(tmp_path, **OPTIONS)
+    streams = [llm.stream((prompt, greedy(12)) for prompt in PROMPTS) for llm in (a, b)]
+    outputs: list[dict[int, Any]] = [{}, {}]
+    for pair in zip(*streams, strict=True):
+        for seen, (i, output) in zip(outputs, pair, strict=True):
+            seen[i] = output["token_ids"]
+    assert [[seen[i] for i in range(len(PROMPTS))] for seen in outputs] == expected
+    a.close()
+    assert_whole(b, expected[1])
+
+
+def test_close_frees_the_model_and_the_cache_and_may_be_repeated(random_model: Path) -> None:
+    llm = LLM(random_model, **OPTIONS)
+    generate(llm)
+    model, cache = weakref.ref(llm.engine.runner.model), weakref.ref(llm.engine.runner.caches[0][0])
+    llm.close()
+    llm.close()
+    gc.collect()
+    assert model() is None
+    assert cache() is None
+
+
+def test_a_closed_engine_refuses_to_run(random_model: Path) -> None:
+    with LLM(random_model, **OPTIONS) as llm:
+        generate(llm)
+    calls: list[Callable[[], object]] = [
+        lambda: llm.generate([[1]], greedy(1)),
+        lambda: next(llm.stream([([1], greedy(1))])),
+        lambda: llm.generate([], greedy(1)),
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError, match="closed"):
+            call()
+    assert llm.stats()["num_free_blocks"] == llm.stats()["num_blocks"]
+
+
+def test_leaving_the_context_by_an_error_closes_too(random_model: Path) -> None:
+    with pytest.raises(KeyError), LLM(random_model, **OPTIONS) as llm:
+        raise KeyError
+    with pytest.raises(RuntimeError, match="closed"):
+        generate(llm)
+
+
+def test_closing_while_a_stream_is_open_ends_the_stream(llm: LLM) -> None:
+    stream = llm.stream((prompt, greedy(9 + i)) for i, prompt in enumerate(PROMPTS))
+    next(stream)
+    llm.close()
+    with pytest.raises(RuntimeError, match="closed"):
+        list(stream)
+
+
+def test_stats_is_one_flat_dict_of_cumulative_counts(llm: LLM) -> None:
+    names = ["num_steps", "num_prompt_tokens", "num_cached_tokens", "num_generated_tokens", "num_preemptions"]
+    names += ["num_free_blocks", "num_blocks"]
+    assert llm.stats() == dict.fromkeys(names, 0) | {"num_free_blocks": 64, "num_blocks": 64}
+    assert list(llm.stats()) == names
+    generate(llm)
+    first = llm.stats()
+    assert first["num_prompt_tokens"] == sum(map(len, PROMPTS))
+    assert first["num_generated_tokens"] == 12 * len(PROMPTS)
+    assert first["num_steps"] >= 24
+    generate(llm)
+    assert llm.stats()["num_generated_tokens"] == 2 * first["num_generated_tokens"]
