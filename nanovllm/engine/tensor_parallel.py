@@ -91,12 +91,20 @@ class Follower:
 class Followers:
     """Ranks 1 to n-1, and the first reason why they no longer follow."""
 
-    def __init__(self, config: EngineConfig, hf_config: "PretrainedConfig", folder: Path | None, port: int) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        hf_config: "PretrainedConfig",
+        folder: Path | None,
+        port: int,
+        abort_group: Callable[[], None],
+    ) -> None:
         """Start them. What fails in one of them is raised by `check`.
 
         Args:
             config: resolved, of rank 0.
             port: of rank 0's store.
+            abort_group: ends what rank 0 waits for on the device, once the others are dead.
         """
         size = config.tensor_parallel_size
         capacity = StepPlan.max_packed_size(
@@ -108,8 +116,8 @@ class Followers:
         self._changed = threading.Condition()
         self._failure: str | None = None
         self._ending = False
-        self._inside = 0
-        self.on_failure: Callable[[], None] = lambda: None
+        self._in_step = False
+        self._abort_group = abort_group
         self._followers: list[Follower] = []
         self._threads: list[threading.Thread] = []
         num_threads = torch.get_num_threads() if torch.device(config.device).type == "cpu" else None
@@ -154,7 +162,6 @@ class Followers:
             self._failure = f"rank {follower.rank} of {follower.size} failed: {reason}"
             self._changed.notify_all()
         self._kill()
-        self.on_failure()
 
     def check(self) -> None:
         """Raise a RuntimeError, with a failed follower's traceback, if there is one."""
@@ -165,7 +172,7 @@ class Followers:
     def guard(self) -> Iterator[None]:
         """Around whatever waits for other ranks: a failed follower becomes a RuntimeError that says why it failed."""
         self.check()
-        self._inside += 1
+        self._in_step = True  # and for ever, if this is left by an exception: the ranks do not agree any more
         try:
             yield
         except ValueError:
@@ -177,8 +184,7 @@ class Followers:
             if self._failure is not None:
                 raise RuntimeError(self._failure) from error
             raise
-        finally:
-            self._inside -= 1
+        self._in_step = False
         self.check()  # what was computed with an aborted group is worth nothing
 
     def wait_until(self, stage: str) -> None:
@@ -218,7 +224,7 @@ class Followers:
         """Tell them that there is nothing more to do; where they would not hear it, as in a step, kill them."""
         with self._changed:
             self._ending = True
-        if by_force or self._failure is not None or self._inside:
+        if by_force or self._failure is not None or self._in_step:
             self._kill()
             return
         deadline = time.monotonic() + PATIENCE
@@ -242,7 +248,8 @@ class Followers:
         deadline = time.monotonic() + PATIENCE
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        self._kill()
+        if any(thread.is_alive() for thread in self._threads):
+            self._kill()
         for thread in self._threads:
             thread.join()
         for follower in self._followers:
@@ -252,6 +259,7 @@ class Followers:
         if os.getpid() == self._pid:
             for follower in self._followers:
                 follower.process.kill()
+            self._abort_group()
 
 
 def start_message(
@@ -309,8 +317,8 @@ class LeadingRunner:
             torch.set_num_threads(min(share, self._num_threads_before))
         self._parallel = GroupParallel(0, size, config.distributed_backend, device)
         listener = socket.create_server((HOST, 0))
-        self._followers = Followers(config, hf_config, folder, port=listener.getsockname()[1])
-        self._followers.on_failure = self._parallel.abort
+        port = listener.getsockname()[1]
+        self._followers = Followers(config, hf_config, folder, port, self._parallel.abort)
         self._end = weakref.finalize(self, self._followers.stop)  # for who forgets close(), and at exit
         try:
             self._runner = ModelRunner(config, hf_config, folder, self._parallel)
