@@ -1,0 +1,37 @@
+"""The whole engine on the Triton backend, in the interpreter or on a GPU: token for token the torch backend's."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kernel_cases import DEVICE
+from tiny import save_random
+
+from nanovllm import LLM, SamplingParams
+
+pytest.importorskip("triton")
+
+PROMPTS = [[7, 3, 9], list(range(20, 61)), [7, 3, 9, 11, 5], [5]]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=6, ignore_eos=True),
+    SamplingParams(temperature=0, max_tokens=3, ignore_eos=True),
+    SamplingParams(temperature=1, seed=5, max_tokens=5, ignore_eos=True),
+    SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=6, max_tokens=6, ignore_eos=True),
+]
+
+
+def generate(folder: Path, backend: str, **options: Any) -> list[list[int]]:
+    common = {"device": DEVICE.type, "dtype": "float32", "max_model_len": 128, "num_kvcache_blocks": 40}
+    with LLM(str(folder), attention_backend=backend, **common, **options) as llm:
+        return [output["token_ids"] for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 64}])
+def test_tokens_on_triton_are_those_on_torch(tmp_path: Path, changes: dict[str, int]) -> None:
+    """In float32, so that the two differ by a few units in the last place, far less than the gaps between logits.
+
+    A small token budget cuts the long prompt into chunks: decodes and prefills share steps.
+    """
+    save_random(tmp_path, seed=1, **changes)
+    options = {"kvcache_block_size": 16, "max_num_batched_tokens": 24, "max_num_seqs": 4}
+    assert generate(tmp_path, "triton", **options) == generate(tmp_path, "torch", **options)
