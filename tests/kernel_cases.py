@@ -130,9 +130,12 @@ def decode_lengths(block_size: int) -> list[int]:
 
 
 def mixed_lengths(block_size: int) -> tuple[list[int], list[int]]:
-    """(query_lens, seq_lens): decodes, then prefills without a prefix, with one, and over the edge of a block."""
+    """(query_lens, seq_lens): decodes, then prefills without a prefix, and with prefixes that end at a block's edge.
+
+    After block_size - 2 keys the first new token sees all but one of a block: one key too many would be noticed.
+    """
     query_lens = [1, 1, 2, block_size // 2 + 1, 33]
-    prefix_lens = [block_size - 1, 40, 0, block_size - 1, block_size]
+    prefix_lens = [block_size - 1, 40, 0, block_size - 2, block_size]
     return query_lens, [q + p for q, p in zip(query_lens, prefix_lens, strict=True)]
 
 

@@ -49,7 +49,6 @@ def _search(
     vocab_size,
     row_max,
     temperature,
-    floor,
     low,
     high,
     goal,
@@ -60,9 +59,9 @@ def _search(
 ):
     """The largest order key in [low, high) such that the tokens at or above it weigh (or number) at least goal.
 
-    If even all tokens do not, by rounding, it is low. Tokens with z below floor weigh nothing. low and high are int64,
-    for the width of an interval of float32 keys. A pass leaves one of MARKS + 1 parts of the interval: 7 passes for
-    bfloat16, 14 for float32. Counts are exact in float32: a vocabulary is far below 2**24.
+    If even those at low do not, by rounding, it is low. low and high are int64, for the width of an interval of float32
+    keys. A pass leaves one of MARKS + 1 parts of the interval: 7 passes for bfloat16, 14 for float32. Counts are exact
+    in float32: a vocabulary is far below 2**24.
     """
     mark = tl.arange(0, MARKS)
     while high - low > 1:
@@ -74,8 +73,7 @@ def _search(
             token = start + tl.arange(0, BLOCK)
             x = tl.load(row_ptr + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
             if BY_WEIGHT:
-                z, worth = weigh(x, row_max, temperature)
-                worth = tl.where(z >= floor, worth, 0.0)
+                _, worth = weigh(x, row_max, temperature)
             else:
                 worth = tl.where(token < vocab_size, 1.0, 0.0)
             above += tl.where(_order_key(x, SHIFT)[None, :] >= tried_key[:, None], worth[None, :], 0.0)
@@ -124,7 +122,7 @@ def _filter_kernel(
     high = _order_key(row_max, SHIFT).to(tl.int64) + 1
     if (top_k > 0) & (top_k < vocab_size):
         goal = top_k.to(tl.float32)
-        low = _search(row_ptr, vocab_size, row_max, temperature, floor, low, high, goal, False, SHIFT, MARKS, CHUNK)
+        low = _search(row_ptr, vocab_size, row_max, temperature, low, high, goal, False, SHIFT, MARKS, CHUNK)
         floor = tl.div_rn(_from_order_key(low, SHIFT) - row_max, temperature)
     if top_p < 1.0:
         kept = tl.zeros([CHUNK], tl.float32)
@@ -134,7 +132,7 @@ def _filter_kernel(
             z, weight = weigh(x, row_max, temperature)
             kept += tl.where(z >= floor, weight, 0.0)
         goal = top_p * tl.sum(kept, 0)
-        low = _search(row_ptr, vocab_size, row_max, temperature, floor, low, high, goal, True, SHIFT, MARKS, CHUNK)
+        low = _search(row_ptr, vocab_size, row_max, temperature, low, high, goal, True, SHIFT, MARKS, CHUNK)
         floor = tl.maximum(floor, tl.div_rn(_from_order_key(low, SHIFT) - row_max, temperature))
     tl.store(threshold_ptr + row, floor)
     for chunk in range(0, num_chunks):
