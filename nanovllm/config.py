@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 BACKENDS = ("auto", "flash_attn", "triton", "torch")
+DISTRIBUTED_BACKENDS = ("auto", "nccl", "gloo")
 LOAD_FORMATS = ("auto", "dummy")
 
 
@@ -39,6 +40,9 @@ class EngineConfig:
     )
     device: str = _option("auto", "cpu or cuda; auto takes cuda where there is one")
     tensor_parallel_size: int = _option(1, "ranks (GPUs, or processes on a CPU) that share each layer")
+    distributed_backend: str = _option(
+        "auto", "how ranks talk: nccl, or gloo, with which they may share a GPU, slowly; auto is nccl on a GPU"
+    )
     max_model_len: int = _option(4096, "longest prompt and output together, in tokens; never beyond the model's own")
     max_num_seqs: int = _option(512, "most sequences that run at a time")
     max_num_batched_tokens: int = _option(16384, "most tokens computed in one step; longer prompts are cut into chunks")
@@ -72,6 +76,7 @@ class EngineConfig:
 
         choose("dtype", DTYPES)
         choose("attention_backend", BACKENDS)
+        choose("distributed_backend", DISTRIBUTED_BACKENDS)
         choose("load_format", LOAD_FORMATS)
         for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
             put(name, value := as_integer(getattr(self, name), name), value >= 1, "at least 1")
@@ -106,12 +111,16 @@ class EngineConfig:
             ValueError: something asked for cannot be had here; the message says why.
         """
         from nanovllm.backends import default_block_size, resolve_backend
+        from nanovllm.engine.collectives import resolve_distributed_backend
         from nanovllm.models.config import max_position
         from nanovllm.utils.machine import resolve_device, resolve_dtype
 
         device = resolve_device(self.device)
         dtype = resolve_dtype(self.dtype, device, hf_config)
         backend = resolve_backend(self.attention_backend, device, dtype)
+        distributed = resolve_distributed_backend(self.distributed_backend, device, self.tensor_parallel_size)
+        # With gloo, what ranks tell each other goes through the host, which a CUDA graph cannot capture.
+        through_host = self.tensor_parallel_size > 1 and distributed == "gloo"
         block_size = self.kvcache_block_size
         if block_size == "auto":
             block_size = default_block_size(backend)
@@ -125,6 +134,8 @@ class EngineConfig:
             device=str(device),
             dtype=str(dtype).removeprefix("torch."),
             attention_backend=backend,
+            distributed_backend=distributed,
+            enforce_eager=self.enforce_eager or through_host,
             kvcache_block_size=int(block_size),
             max_model_len=min(self.max_model_len, max_position(hf_config)),
         )

@@ -27,9 +27,14 @@ class GpuMemory:
     activations: int
     graphs: int
 
-    def left_for_cache(self, utilization: float) -> int:
-        """What utilization of the card leaves; negative if the rest alone takes more."""
-        return int(self.total * utilization) - self.others - self.weights - self.activations - self.graphs
+    def left_for_cache(self, utilization: float, ranks: int = 1) -> int:
+        """What utilization of the card leaves; negative if the rest alone takes more.
+
+        Args:
+            ranks: how many share the card. Their weights are among the others', their activations and graphs are not.
+        """
+        left = int(self.total * utilization) - self.others - self.weights - ranks * (self.activations + self.graphs)
+        return left // ranks
 
     def describe(self) -> str:
         parts = {

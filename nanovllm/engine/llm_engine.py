@@ -12,13 +12,12 @@ import xxhash
 
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.plan import StepPlan
 from nanovllm.engine.scheduler import Batch, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_handle import StepResult
+from nanovllm.engine.tensor_parallel import make_runner
 from nanovllm.engine.tokenizer import Tokenizer
-from nanovllm.layers.parallel import Parallel
 from nanovllm.models.config import load_model_config, read_json
 from nanovllm.models.presets import PRESETS, preset_config
 from nanovllm.sampling_params import SamplingParams, as_integer
@@ -136,9 +135,8 @@ class LLMEngine:
         tokenizer = Tokenizer(folder) if folder is not None and Tokenizer.is_in(folder) else None
         path = folder / "generation_config.json" if folder is not None else None
         generation = read_json(path) if path is not None and path.is_file() else {}
-        runner = ModelRunner(config, hf_config, None if config.load_format == "dummy" else folder, Parallel())
-        num_blocks = runner.count_blocks()
-        runner.allocate_cache(num_blocks)
+        runner = make_runner(config, hf_config, None if config.load_format == "dummy" else folder)
+        num_blocks = runner.make_cache()
         scheduler = Scheduler(
             BlockManager(num_blocks, config.block_size, config.enable_prefix_caching),
             max_num_seqs=config.max_num_seqs,
@@ -228,7 +226,8 @@ class LLMEngine:
         """One turn of the loop: launch the next step if there is one, then read the oldest once the pipe is full.
 
         Returns the sequences that ended. An exception leaves an engine without requests and with an empty prefix
-        cache, usable; after a CUDA error, which spoils the process's context, a closed one.
+        cache, usable; after a CUDA error, which spoils the process's context, and under tensor parallelism, where
+        nobody knows which ranks have run what, a closed one.
         """
         try:
             launched = self._launch_next()
@@ -272,6 +271,10 @@ class LLMEngine:
 
     def _recover(self, error: BaseException) -> None:
         """After a failed step: nobody knows what the cache holds, so forget it; drop every sequence."""
+        if self.config.tensor_parallel_size > 1:
+            logger.error("the engine is closed: after a failed step its ranks no longer agree")
+            self.close()
+            return
         self.abort_all()
         self.scheduler.block_manager.forget_all()
         if "CUDA" in str(error) and isinstance(error, RuntimeError):

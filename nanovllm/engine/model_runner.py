@@ -47,7 +47,8 @@ class ModelRunner:
         """
         self.config, self.parallel = config, parallel
         self.device, self.dtype = torch.device(config.device), getattr(torch, config.dtype)
-        group = hf_config.num_attention_heads // hf_config.num_key_value_heads
+        self._num_kv_heads = kv_heads_of(hf_config, parallel)[1]
+        group = hf_config.num_attention_heads // parallel.size // self._num_kv_heads
         self.backend = make_backend(config.attention_backend, self.device, hf_config.head_dim, group, config.block_size)
         with torch.device(self.device), _DefaultDtype(self.dtype):
             architecture = next(name for name in hf_config.architectures if name in ARCHITECTURES)
@@ -57,7 +58,6 @@ class ModelRunner:
             fill_randomly(self.model, config.seed + parallel.rank, hf_config.initializer_range)
         else:
             load_weights(self.model, folder, show_progress=parallel.rank == 0)
-        self._num_kv_heads = kv_heads_of(hf_config, parallel)[1]
         self._head_dim, self._num_layers = hf_config.head_dim, hf_config.num_hidden_layers
         self.tables = DeviceTables(config.max_num_seqs, config.max_blocks_per_seq, self.device)
         size = StepPlan.max_packed_size(config.max_num_seqs, config.max_num_batched_tokens, config.max_blocks_per_seq)
@@ -78,6 +78,12 @@ class ModelRunner:
     def uses_graphs(self) -> bool:
         return self.device.type == "cuda" and not self.config.enforce_eager
 
+    def make_cache(self) -> int:
+        """Allocate as many blocks as every rank has room for, and return how many. All ranks call it, once."""
+        num_blocks = self.parallel.minimum(self.count_blocks())
+        self.allocate_cache(num_blocks)
+        return num_blocks
+
     def count_blocks(self) -> int:
         """How many blocks the configuration allows; an explicit count wins, then explicit bytes.
 
@@ -91,10 +97,10 @@ class ModelRunner:
         budget = config.kvcache_memory_bytes
         if budget is None and self.device.type == "cuda":
             memory = self._profile()
-            budget = memory.left_for_cache(config.gpu_memory_utilization)
+            budget = memory.left_for_cache(config.gpu_memory_utilization, self.parallel.ranks_per_device)
             logger.info("GPU memory: %s, KV cache %.2f GiB", memory.describe(), budget / 2**30)
         elif budget is None:
-            budget = cpu_cache_bytes()
+            budget = cpu_cache_bytes() // self.parallel.ranks_per_device
         return blocks_that_fit(budget, self.block_bytes, config.block_size, config.max_model_len)
 
     def allocate_cache(self, num_blocks: int) -> None:
@@ -145,6 +151,7 @@ class ModelRunner:
             trial.release()
         self.caches = []
         torch.cuda.empty_cache()
+        self.parallel.minimum(0)  # ranks on the same GPU have given back their activations, too
         return GpuMemory(total, memory_of_others(device), weights, activations, graphs)
 
     def _make_caches(self, num_blocks: int) -> list[KVCache]:
@@ -178,8 +185,9 @@ class ModelRunner:
         if (counts >= 0).any():
             # Few ask for them, so graphs keep no logits (gigabytes, for graphs of all sizes): they are made again.
             logits = self.model.compute_logits(hidden)
-            assert logits is not None
-            logprobs = Logprobs(logits, token_ids, counts)
+            logprobs = Logprobs(logits, token_ids, counts) if logits is not None else None
+        if self.parallel.rank > 0:  # nobody reads a follower's results
+            return StepHandle(plan, None, None, stopwatch, self._buffers)
         return StepHandle(plan, token_ids, logprobs, stopwatch, self._buffers)
 
     def _run(self, plan: StepPlan, packed: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -232,20 +240,25 @@ class ModelRunner:
     def _sample(self, hidden: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Sample one token for each of rows from hidden [n, hidden], and leave it for the row's next decode.
 
+        Rank 0 samples, from everybody's logits, and tells the others.
+
         Returns token ids int32 [n], and hidden.
         """
         tables = self.tables
         logits = self.model.compute_logits(hidden)
-        assert logits is not None
-        token_ids = self.backend.sample(
-            logits,
-            tables.temperature[rows],
-            tables.top_k[rows],
-            tables.top_p[rows],
-            tables.min_p[rows],
-            tables.seeds[rows],
-            positions,
-        )
+        if logits is None:
+            token_ids = torch.empty_like(rows)
+        else:
+            token_ids = self.backend.sample(
+                logits,
+                tables.temperature[rows],
+                tables.top_k[rows],
+                tables.top_p[rows],
+                tables.min_p[rows],
+                tables.seeds[rows],
+                positions,
+            )
+        token_ids = self.parallel.broadcast(token_ids)
         tables.last_token[rows] = token_ids
         return token_ids, hidden
 

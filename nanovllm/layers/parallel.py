@@ -7,10 +7,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Parallel:
-    """One rank alone. Groups of several override the collectives."""
+    """One rank alone. Groups of several override the collectives, which all ranks call in the same order.
+
+    Attributes:
+        ranks_per_device: how many of them share this rank's memory.
+    """
 
     rank: int = 0
     size: int = 1
+    ranks_per_device: int = 1
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of x over the ranks; may be written in place."""
@@ -19,6 +24,14 @@ class Parallel:
     def gather(self, x: Tensor) -> Tensor | None:
         """x of all ranks side by side along the last dimension, on rank 0; None elsewhere."""
         return x
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        """x of rank 0, which on the others tells shape and dtype; may be written in place."""
+        return x
+
+    def minimum(self, value: int) -> int:
+        """The smallest of the ranks' values; waits for the device."""
+        return value
 
     def shard(self, total: int, what: str) -> tuple[int, int]:
         """(start, length) of this rank's equal share of total; ValueError if it does not divide."""

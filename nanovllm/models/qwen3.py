@@ -30,6 +30,14 @@ def kv_heads_of(config: "PretrainedConfig", parallel: Parallel) -> tuple[int, in
     return parallel.shard(total, "num_key_value_heads")
 
 
+def check_shards(config: "PretrainedConfig", size: int) -> None:
+    """Raise a ValueError, with the numbers, if `size` ranks cannot share the model."""
+    parallel = Parallel(0, size)
+    parallel.shard(config.num_attention_heads, "num_attention_heads")
+    parallel.shard(config.intermediate_size, "intermediate_size")
+    kv_heads_of(config, parallel)
+
+
 class Qwen3Attention(nn.Module):
     """Grouped-query attention with RMSNorm over each query and key head, before the rotation."""
 

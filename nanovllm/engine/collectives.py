@@ -1,0 +1,140 @@
+"""What the ranks compute together, over NCCL or gloo."""
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from nanovllm.layers.parallel import Parallel
+
+HOST = "127.0.0.1"
+TIMEOUT = timedelta(minutes=30)
+"""For one collective. Ranks that die or raise are noticed otherwise, and within a second: see tensor_parallel.py."""
+
+
+class PeerLostError(RuntimeError):
+    """A collective failed, most likely because another rank has gone."""
+
+
+def resolve_distributed_backend(name: str, device: torch.device, size: int) -> str:
+    """What the ranks speak: for "auto" NCCL on CUDA and gloo on a CPU.
+
+    Raises:
+        ValueError: NCCL where it cannot run, with what can.
+    """
+    if name == "auto":
+        name = "nccl" if device.type == "cuda" else "gloo"
+    if name == "nccl" and size > 1:
+        if device.type != "cuda":
+            raise ValueError('distributed_backend="nccl" needs CUDA devices; on a CPU use "gloo" or "auto"')
+        if (count := torch.cuda.device_count()) < size:
+            raise ValueError(
+                f"tensor_parallel_size is {size}, and NCCL wants a GPU for each rank: there are {count}; change it, "
+                'or let ranks share a GPU with distributed_backend="gloo"'
+            )
+    return name
+
+
+def rank_device(device: torch.device, rank: int) -> torch.device:
+    """Where a rank computes, given the device of rank 0: its own GPU while there are enough, else a shared one."""
+    if device.type != "cuda":
+        return device
+    return torch.device("cuda", ((device.index or 0) + rank) % torch.cuda.device_count())
+
+
+class GroupParallel(Parallel):
+    """One of several ranks. The group is its own, no global of torch.distributed: engines live side by side.
+
+    With gloo, tensors of a GPU go through the host, which a CUDA graph cannot capture.
+    """
+
+    def __init__(self, rank: int, size: int, backend: str, device: torch.device) -> None:
+        """
+        Args:
+            backend: "nccl" or "gloo".
+            device: this rank's.
+        """
+        shared_by = size if device.type == "cpu" else -(-size // torch.cuda.device_count())
+        super().__init__(rank, size, ranks_per_device=shared_by)
+        self._backend, self._device = backend, device
+        self._group: Any = None  # ProcessGroupGloo or ProcessGroupNCCL
+
+    def connect(self, port: int | None, listener: int | None = None) -> None:
+        """Meet the other ranks; blocks until all have come.
+
+        Args:
+            port: of rank 0's store on this machine.
+            listener: on rank 0, the descriptor of the socket that listens on it; the store takes it over.
+        """
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            HOST,
+            port or 0,
+            is_master=listener is not None,
+            timeout=TIMEOUT,
+            wait_for_workers=False,
+            master_listen_fd=listener,
+        )
+        if self._backend == "gloo":
+            gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+            gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=HOST)]
+            gloo._timeout = TIMEOUT
+            self._group = dist.ProcessGroupGloo(store, self.rank, self.size, gloo)
+        else:
+            torch.cuda.set_device(self._device)
+            nccl = dist.ProcessGroupNCCL.Options()
+            nccl._timeout = TIMEOUT
+            self._group = dist.ProcessGroupNCCL(store, self.rank, self.size, nccl)
+        # The first collective makes the connections: here, and not in the first step.
+        self.all_reduce(torch.zeros(1, device=self._device))
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        near = self._near(x)
+        self._wait(lambda: self._group.allreduce([near]))
+        return near.to(x.device)
+
+    def gather(self, x: Tensor) -> Tensor | None:
+        near = self._near(x)
+        options = dist.GatherOptions()
+        if self.rank:
+            self._wait(lambda: self._group.gather([], [near], options))
+            return None
+        parts = [torch.empty_like(near) for _ in range(self.size)]
+        self._wait(lambda: self._group.gather([parts], [near], options))
+        return torch.cat(parts, dim=-1).to(x.device)
+
+    def broadcast(self, x: Tensor) -> Tensor:
+        near = self._near(x)
+        self._wait(lambda: self._group.broadcast([near], dist.BroadcastOptions()))
+        return near.to(x.device)
+
+    def minimum(self, value: int) -> int:
+        x = torch.tensor([value], dtype=torch.int64, device="cpu" if self._backend == "gloo" else self._device)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MIN  # type: ignore[assignment]  # the stub knows only its inner type
+        self._wait(lambda: self._group.allreduce([x], options))
+        return int(x.item())
+
+    def _near(self, x: Tensor) -> Tensor:
+        """x where the group can work on it."""
+        return x.cpu() if x.is_cuda and self._backend == "gloo" else x.contiguous()
+
+    def _wait(self, start: Callable[[], Any]) -> None:
+        """NCCL: the current stream waits; gloo: the host does."""
+        try:
+            start().wait()
+        except RuntimeError as error:
+            raise PeerLostError(f"rank {self.rank} lost its peers: {error}") from error
+
+    def abort(self) -> None:
+        """Make collectives that are under way end, whatever their result; from any thread."""
+        if self._group is not None and self._backend == "nccl":
+            self._group.abort()
+
+    def close(self) -> None:
+        """Leave the group. CUDA graphs that hold its collectives must be gone by now."""
+        if self._group is not None:
+            self._group.shutdown()
+            self._group = None

@@ -1,0 +1,95 @@
+"""Ranks 1 to n-1: `python -m nanovllm.engine.follower FD`, started by tensor_parallel.py and told by it what to do.
+
+FD is a socket to rank 0. A follower gets one line of JSON, how to start; it sends a line for each stage that it
+reaches and one, with a traceback, if it fails. When the socket closes, rank 0 is gone, and so is the follower.
+"""
+
+import faulthandler
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+PARENT_CHECK = 1.0
+"""Seconds between looks at who the parent is: the socket stays open if a process that rank 0 forked holds it."""
+
+
+def main() -> None:
+    """Follow until told to stop. Ends the process without the interpreter's clean-up, which may wait for peers."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0
+    faulthandler.enable()
+    rank0 = socket.socket(fileno=int(sys.argv[1]))
+    rank0.set_inheritable(False)
+    parent = os.getppid()
+    line = rank0.makefile("r", encoding="utf-8").readline()
+    if not line:
+        os._exit(1)
+    threading.Thread(target=_end_with, args=(rank0, parent), daemon=True).start()
+
+    def send(**message: Any) -> None:
+        rank0.sendall(json.dumps(message).encode() + b"\n")
+
+    try:
+        follow(json.loads(line), lambda stage: send(stage=stage))
+    except BaseException as error:
+        # PeerLostError is told apart by name: importing its module here would import torch before the watch runs.
+        is_cause = type(error).__name__ != "PeerLostError"
+        send(error=traceback.format_exc(), is_cause=is_cause)
+        os._exit(1)
+    os._exit(0)
+
+
+def _end_with(rank0: socket.socket, parent: int) -> None:
+    """End this process, whatever it is doing, as soon as rank 0 has ended."""
+    while os.getppid() == parent:
+        readable, _, _ = select.select([rank0], [], [], PARENT_CHECK)
+        if readable:  # the end of the stream: nothing is ever sent after the first line
+            break
+    os._exit(1)
+
+
+def follow(start: dict[str, Any], reached: Callable[[str], None]) -> None:
+    """Be one rank: load its share, join the group, and run every plan that rank 0 runs.
+
+    Args:
+        start: as `tensor_parallel.start_message` made it.
+        reached: tells rank 0 of a stage.
+    """
+    import torch
+
+    from nanovllm.config import EngineConfig
+    from nanovllm.engine.collectives import GroupParallel
+    from nanovllm.engine.model_runner import ModelRunner
+    from nanovllm.engine.plan import StepPlan
+    from nanovllm.engine.ring import Ring
+    from nanovllm.models.config import load_model_config
+
+    config = EngineConfig(**start["config"])
+    ring = Ring(start["ring_fd"], config.tensor_parallel_size - 1, start["capacity"])
+    os.close(start["ring_fd"])
+    device = torch.device(config.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    rank = start["rank"]
+    parallel = GroupParallel(rank, config.tensor_parallel_size, config.distributed_backend, device)
+    folder = None if start["folder"] is None else Path(start["folder"])
+    runner = ModelRunner(config, load_model_config(start["hf_config"], "rank 0"), folder, parallel)
+    reached("loaded")
+    parallel.connect(start["port"])
+    runner.make_cache()
+    reached("ready")
+    while len(packed := ring.read(rank - 1)):
+        runner.launch(StepPlan.unpack(packed))
+    runner.close()
+    parallel.close()
+
+
+if __name__ == "__main__":
+    main()

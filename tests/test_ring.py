@@ -1,0 +1,134 @@
+"""The ring in shared memory: every reader gets every message whole and in order, however slow it is."""
+
+import os
+import random
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from nanovllm.engine.ring import NUM_SLOTS, Ring, anonymous_file
+
+CAPACITY = 1000
+
+
+def no_check():
+    pass
+
+
+def message(n: int, length: int) -> np.ndarray:
+    """Message n, which tells itself from all others."""
+    return (np.arange(length, dtype=np.int64) * 7919 + n).astype(np.int32)
+
+
+def make_ring(num_readers: int) -> tuple[Ring, list[Ring]]:
+    fd = anonymous_file()
+    writer, *readers = (Ring(fd, num_readers, CAPACITY) for _ in range(num_readers + 1))
+    os.close(fd)
+    return writer, readers
+
+
+def test_slow_readers_get_every_message_whole_and_in_order():
+    rng = random.Random(0)
+    lengths = [rng.choice((0, 1, rng.randrange(CAPACITY + 1), CAPACITY)) for _ in range(400)]
+    writer, readers = make_ring(3)
+    wrong: list[int] = []
+
+    def read(reader: int) -> None:
+        pause = random.Random(reader)
+        for n, length in enumerate(lengths):
+            if pause.random() < 0.05 * reader:
+                time.sleep(pause.random() * 3e-3)
+            if not np.array_equal(readers[reader].read(reader), message(n, length)):
+                wrong.append(n)
+
+    threads = [threading.Thread(target=read, args=(reader,), daemon=True) for reader in range(3)]
+    for thread in threads:
+        thread.start()
+    for n, length in enumerate(lengths):
+        writer.write(message(n, length), no_check)
+    for thread in threads:
+        thread.join(30)
+    assert not any(thread.is_alive() for thread in threads)
+    assert not wrong
+
+
+def test_other_processes_read_the_same():
+    code = """
+import sys
+from nanovllm.engine.ring import Ring
+ring, reader = Ring(int(sys.argv[1]), 2, 1000), int(sys.argv[2])
+total = 0
+while len(message := ring.read(reader)):
+    total = (total * 31 + int(message.astype('i8').sum())) % (1 << 61)
+print(total)
+"""
+    rng = random.Random(1)
+    messages = [message(n, rng.randrange(1, CAPACITY)) for n in range(300)]
+    fd = anonymous_file()
+    writer = Ring(fd, 2, CAPACITY)
+    command = [sys.executable, "-c", code, str(fd)]
+    processes = [
+        subprocess.Popen([*command, str(reader)], pass_fds=(fd,), stdout=subprocess.PIPE) for reader in range(2)
+    ]
+    total = 0
+    for m in messages:
+        writer.write(m, no_check)
+        total = (total * 31 + int(m.astype("i8").sum())) % (1 << 61)
+    writer.write(message(0, 0), no_check)
+    os.close(fd)
+    for process in processes:
+        out, _ = process.communicate(timeout=30)
+        assert int(out) == total
+
+
+def test_a_slot_is_not_written_again_before_the_slowest_reader_has_taken_it():
+    writer, (quick, slow) = make_ring(2)
+    for n in range(NUM_SLOTS):
+        writer.write(message(n, 10), no_check)
+        quick.read(0)
+
+    class GivingUp(Exception):
+        pass
+
+    def give_up():
+        raise GivingUp
+
+    with pytest.raises(GivingUp):
+        writer.write(message(NUM_SLOTS, 10), give_up)
+    assert np.array_equal(slow.read(1), message(0, 10))
+    writer.write(message(NUM_SLOTS, 10), give_up)  # now there is room, and the message that gave up left no trace
+    for n in range(1, NUM_SLOTS + 1):
+        assert np.array_equal(slow.read(1), message(n, 10))
+
+
+def test_a_message_too_long_is_refused_and_leaves_the_ring_whole():
+    writer, (reader,) = make_ring(1)
+    with pytest.raises(RuntimeError, match=f"{CAPACITY + 3} elements does not fit a slot of {CAPACITY}"):
+        writer.write(message(0, CAPACITY + 3), no_check)
+    writer.write(message(1, CAPACITY), no_check)
+    assert np.array_equal(reader.read(0), message(1, CAPACITY))
+
+
+def test_a_message_of_which_a_part_is_not_visible_yet_is_waited_for():
+    writer, (reader,) = make_ring(1)
+    writer.write(message(0, 100), no_check)
+    late = writer._slots[1, 50]
+    writer._slots[1, 50] += 1
+
+    def arrive():
+        writer._slots[1, 50] = late
+
+    assert np.array_equal(reader.read(0, check=arrive), message(0, 100))
+
+
+def test_the_memory_has_no_name_and_is_its_owners_only():
+    before = set(os.listdir("/dev/shm"))
+    fd = anonymous_file()
+    Ring(fd, 1, CAPACITY)
+    assert os.fstat(fd).st_mode & 0o777 == 0o600
+    assert set(os.listdir("/dev/shm")) == before
+    os.close(fd)

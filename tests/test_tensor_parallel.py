@@ -1,0 +1,403 @@
+"""Several ranks say what one says; and nobody waits for the dead: each death is that of a real process."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny import draw_prompts, save_random
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.engine import tensor_parallel
+from nanovllm.engine.llm_engine import Output
+
+SOON = 5.0
+"""Seconds within which a failure must show, or its traces be gone."""
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "device": "cpu",
+    "max_model_len": 160,
+    "kvcache_block_size": 16,
+    "num_kvcache_blocks": 24,  # room for two and a half of the longest sequences: some are preempted
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 48,  # long prompts are cut into chunks
+}
+
+
+def children(pid: int) -> list[int]:
+    """The living child processes of pid."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            except OSError:
+                continue
+            if int(parent) == pid and state not in "ZX":
+                found.append(int(entry.name))
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = SOON) -> Any:
+    """The condition's value once it is true; fails after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"still not so after {seconds} s"
+        time.sleep(0.02)
+    return value
+
+
+def segments() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+# ---- The same tokens
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two KV heads, which four ranks hold twice each, and a vocabulary that neither two nor four ranks divide."""
+    folder = tmp_path_factory.mktemp("uneven")
+    save_random(folder, vocab_size=501)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path) -> Iterator[LLM]:
+    with LLM(str(model), **OPTIONS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def two(model: Path) -> Iterator[LLM]:
+    with LLM(str(model), tensor_parallel_size=2, **OPTIONS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def four(model: Path) -> Iterator[LLM]:
+    with LLM(str(model), tensor_parallel_size=4, **OPTIONS) as llm:
+        yield llm
+
+
+def requests() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Greedy and seeded requests; some prompts are longer than a step's budget, some share a prefix."""
+    prefix, *rest = draw_prompts([40, 1, 15, 16, 17, 31, 70, 100, 5, 9])
+    prompts = [*rest, *(prefix + tail for tail in draw_prompts([1, 8, 20], seed=1)), prefix]
+    params = [
+        SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
+        if i % 2
+        else SamplingParams(temperature=0.8, top_p=0.95, seed=i, max_tokens=50, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
+    return prompts, params
+
+
+def tokens(outputs: list[Output]) -> list[list[int]]:
+    return [output["token_ids"] for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def expected(alone: LLM) -> list[list[int]]:
+    return tokens(alone.generate(*requests(), use_tqdm=False))
+
+
+@pytest.mark.parametrize("ranks", ["two", "four"])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_ranks_say_what_one_says(
+    ranks: str, depth: int, expected: list[list[int]], request: pytest.FixtureRequest
+) -> None:
+    llm: LLM = request.getfixturevalue(ranks)
+    llm.engine.depth = depth
+    before = llm.stats()
+    outputs = llm.generate(*requests(), use_tqdm=False)
+    assert tokens(outputs) == expected
+    after = llm.stats()
+    for met in ("num_preemptions", "num_cached_tokens"):
+        assert after[met] > before[met], f"the test never met {met}"
+    assert after["num_free_blocks"] == after["num_blocks"]
+    llm.engine.scheduler.check_integrity()
+
+
+def test_logprobs_are_those_of_one_rank(alone: LLM, two: LLM) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=5, logprobs=3)
+    outputs = [llm.generate([[7, 8, 9]], params, use_tqdm=False)[0]["logprobs"] for llm in (alone, two)]
+    assert [list(step) for step in outputs[0]] == [list(step) for step in outputs[1]]
+    for one, other in zip(*outputs, strict=True):
+        # float32 sums in another order: relative errors of 1e-7 a term, over logits of some tens
+        assert list(one.values()) == pytest.approx(list(other.values()), abs=1e-4)
+
+
+def test_engines_of_several_ranks_run_side_by_side(two: LLM, four: LLM, expected: list[list[int]]) -> None:
+    prompts, params = requests()
+    streams = [llm.stream(zip(prompts, params, strict=True)) for llm in (two, four)]
+    outputs: list[dict[int, Any]] = [{}, {}]
+    for pair in zip(*streams, strict=True):
+        for found, (i, output) in zip(outputs, pair, strict=True):
+            found[i] = output["token_ids"]
+    for found in outputs:
+        assert [found[i] for i in range(len(prompts))] == expected
+
+
+def test_threads_of_the_cpu_are_shared_among_the_ranks(four: LLM) -> None:
+    share = max(1, len(os.sched_getaffinity(0)) // 4)
+    assert torch.get_num_threads() <= share
+    for pid in four.engine.runner.pids:
+        environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        assert f"OMP_NUM_THREADS={torch.get_num_threads()}".encode() in environment
+
+
+def test_nothing_lies_in_dev_shm_while_ranks_run(model: Path, two: LLM) -> None:
+    assert not [name for name in segments() if "nanovllm" in name]
+    maps = Path(f"/proc/{two.engine.runner.pids[0]}/maps").read_text()
+    assert "memfd:nanovllm-plans (deleted)" in maps
+
+
+def test_followers_ignore_an_interrupt(two: LLM) -> None:
+    for pid in two.engine.runner.pids:
+        os.kill(pid, signal.SIGINT)
+    time.sleep(0.1)
+    assert two.generate([[1, 2, 3]], SamplingParams(max_tokens=2), use_tqdm=False)
+    assert all(map(is_alive, two.engine.runner.pids))
+
+
+# ---- What cannot be shared
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "message"),
+    [
+        ({"num_attention_heads": 6, "num_key_value_heads": 2}, 4, "num_attention_heads is 6, which 4 ranks"),
+        ({"intermediate_size": 90}, 4, "intermediate_size is 90, which 4 ranks"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 3}, 4, "4 ranks cannot hold 3 key-value heads"),
+        ({"num_attention_heads": 12, "num_key_value_heads": 3}, 2, "num_key_value_heads is 3, which 2 ranks"),
+    ],
+)
+def test_what_does_not_divide_is_refused_before_a_process_starts(
+    changes: dict[str, int], ranks: int, message: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = json.loads((model / "config.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
+    with pytest.raises(ValueError, match=message):
+        LLM(str(tmp_path), load_format="dummy", tensor_parallel_size=ranks, **OPTIONS)
+
+
+def test_nccl_is_refused_on_a_cpu(model: Path) -> None:
+    with pytest.raises(ValueError, match='distributed_backend="nccl" needs CUDA devices; on a CPU use "gloo"'):
+        LLM(str(model), tensor_parallel_size=2, distributed_backend="nccl", **OPTIONS)
+
+
+# ---- Followers that fail
+
+
+def start_two(model: Path) -> LLM:
+    return LLM(str(model), tensor_parallel_size=2, **OPTIONS)
+
+
+def expect_the_end(llm: LLM, message: str) -> str:
+    """Generate until the engine fails; it says why, in time, is closed, and leaves no process. Returns its message."""
+    pids = llm.engine.runner.pids
+    since = time.monotonic()
+    with pytest.raises(RuntimeError, match=message) as error:
+        while time.monotonic() < since + 2 * SOON:
+            llm.generate([[1, 2, 3]] * 8, SamplingParams(max_tokens=100, ignore_eos=True), use_tqdm=False)
+    assert time.monotonic() < since + SOON
+    wait_for(lambda: not any(map(is_alive, pids)))
+    with pytest.raises(RuntimeError, match="the engine is closed"):
+        llm.generate([[1]], use_tqdm=False)
+    return str(error.value)
+
+
+def test_a_follower_killed_while_rank_0_waits_for_it_fails_rank_0(model: Path) -> None:
+    llm = LLM(str(model), tensor_parallel_size=4, **OPTIONS)
+    victim = llm.engine.runner.pids[1]
+    os.kill(victim, signal.SIGSTOP)  # so that rank 0 is inside a collective when the follower dies
+    threading.Timer(1.0, os.kill, (victim, signal.SIGKILL)).start()
+    expect_the_end(llm, f"rank 2 of 4 failed: its process {victim} was killed by SIGKILL")
+
+
+def test_a_follower_that_raises_fails_rank_0_with_its_traceback(model: Path) -> None:
+    llm = start_two(model)
+    followers = llm.engine.runner._followers
+    beyond = OPTIONS["max_num_seqs"] + 1
+
+    def tell_wrongly(plan: Any) -> None:
+        packed = plan.pack()
+        packed[5] = 10 * beyond  # the first sequence's row
+        followers._ring.write(packed, followers.check)
+
+    threading.Timer(0.5, setattr, (followers, "tell", tell_wrongly)).start()
+    message = expect_the_end(llm, "rank 1 of 2 failed")
+    assert "Traceback (most recent call last)" in message
+    assert "follower.py" in message and "IndexError" in message
+
+
+def test_a_follower_killed_between_requests_fails_the_next_one(model: Path) -> None:
+    llm = start_two(model)
+    (victim,) = llm.engine.runner.pids
+    os.kill(victim, signal.SIGKILL)
+    expect_the_end(llm, "rank 1 of 2 failed: .* was killed by SIGKILL")
+
+
+def test_a_rank_that_cannot_start_fails_all(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, start_message = set(children(os.getpid())), tensor_parallel.start_message
+
+    def of_another_folder(*args: Any) -> dict[str, Any]:
+        message = start_message(*args)
+        return message | {"folder": str(tmp_path)} if message["rank"] == 2 else message
+
+    monkeypatch.setattr(tensor_parallel, "start_message", of_another_folder)
+    with pytest.raises(RuntimeError, match="rank 2 of 4 failed") as error:
+        LLM(str(model), tensor_parallel_size=4, **OPTIONS)
+    assert "Traceback" in str(error.value) and "has no safetensors files" in str(error.value)
+    wait_for(lambda: set(children(os.getpid())) <= before)
+
+
+def test_what_rank_0_cannot_do_is_its_own_error(model: Path) -> None:
+    before = set(children(os.getpid()))
+    with pytest.raises(ValueError, match="the KV cache has 3 blocks of 16 tokens"):
+        LLM(str(model), tensor_parallel_size=2, **OPTIONS | {"num_kvcache_blocks": 3})
+    wait_for(lambda: set(children(os.getpid())) <= before)
+
+
+# ---- Rank 0 that fails
+
+SCRIPT = """
+import json, os, sys
+from nanovllm import LLM, SamplingParams
+
+llm = LLM(sys.argv[1], tensor_parallel_size=2, **json.loads(sys.argv[2]))
+print("ready", flush=True)
+while True:
+    llm.generate([[1, 2, 3]] * 8, SamplingParams(max_tokens=100, ignore_eos=True), use_tqdm=False)
+"""
+
+
+@pytest.fixture
+def script(model: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A script without a main guard that generates with two ranks for ever, in a process group of its own."""
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    process = subprocess.Popen(
+        [sys.executable, str(path), str(model), json.dumps(OPTIONS)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
+        process_group=0,
+    )
+    with process:
+        yield process
+        process.kill()
+
+
+@pytest.mark.parametrize("when", ["starting", "generating"])
+def test_rank_0_killed_leaves_no_process_and_no_segment(when: str, script: subprocess.Popen[str]) -> None:
+    before = segments()
+    if when == "generating":
+        assert script.stdout is not None and script.stdout.readline() == "ready\n"
+        time.sleep(0.5)
+    pids = wait_for(lambda: children(script.pid), 60)
+    script.send_signal(signal.SIGKILL)
+    wait_for(lambda: not any(map(is_alive, pids)))
+    assert segments() <= before
+
+
+def test_ctrl_c_prints_one_traceback_and_ends_all(script: subprocess.Popen[str]) -> None:
+    assert script.stdout is not None and script.stdout.readline() == "ready\n"
+    time.sleep(0.5)
+    pids = children(script.pid)
+    os.killpg(script.pid, signal.SIGINT)  # as a terminal does, to all of the foreground
+    _, stderr = script.communicate(timeout=2 * SOON)
+    assert stderr.count("Traceback") == 1 and stderr.rstrip().endswith("KeyboardInterrupt")
+    assert len(pids) == 1
+    wait_for(lambda: not any(map(is_alive, pids)))
+
+
+# ---- Coming and going
+
+
+@pytest.mark.slow
+def test_ten_engines_one_after_another_leave_nothing_behind(model: Path) -> None:
+    def counts() -> tuple[int, int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count(), len(children(os.getpid()))
+
+    found = []
+    for _ in range(10):
+        with start_two(model) as llm:
+            llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3), use_tqdm=False)
+        del llm
+        found.append(counts())
+    # the first may load what stays: libraries, thread pools
+    assert found[1:] == [found[1]] * 9
+
+
+def test_a_rank_0_that_raises_in_a_step_ends_all_at_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = start_two(model)
+    pids = llm.engine.runner.pids
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("rank 0 has no more")
+
+    monkeypatch.setattr(llm.engine.runner._runner.model, "compute_logits", fail)
+    since = time.monotonic()
+    with pytest.raises(MemoryError, match="rank 0 has no more"):
+        llm.generate([[1, 2, 3]], use_tqdm=False)
+    assert time.monotonic() - since < 2.5  # and not the patience that ends in a kill
+    assert not any(map(is_alive, pids))
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_forgotten_takes_its_ranks_along(model: Path) -> None:
+    llm = start_two(model)
+    pids = llm.engine.runner.pids
+    del llm
+    wait_for(lambda: not any(map(is_alive, pids)))
+
+
+@pytest.mark.slow
+def test_a_second_is_enough_to_close(model: Path) -> None:
+    llm = start_two(model)
+    pids = llm.engine.runner.pids
+    since = time.monotonic()
+    llm.close()
+    assert time.monotonic() - since < 2.5  # and not the patience that ends in a kill
+    assert not any(map(is_alive, pids))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("depth", [1, 2])
+def test_two_ranks_share_a_gpu_over_gloo(depth: int, model: Path) -> None:
+    options = OPTIONS | {"device": "cuda", "enforce_eager": True}
+    with LLM(str(model), **options) as llm:
+        expected = tokens(llm.generate(*requests(), use_tqdm=False))
+    with LLM(str(model), tensor_parallel_size=2, distributed_backend="gloo", **options) as llm:
+        llm.engine.depth = depth
+        assert tokens(llm.generate(*requests(), use_tqdm=False)) == expected
+        assert np.all([is_alive(pid) for pid in llm.engine.runner.pids])
+
+
+@pytest.mark.gpu
+def test_ranks_that_share_a_gpu_share_its_memory(model: Path) -> None:
+    options = OPTIONS | {"device": "cuda", "num_kvcache_blocks": None, "gpu_memory_utilization": 0.5}
+    with LLM(str(model), tensor_parallel_size=2, distributed_backend="gloo", **options) as llm:
+        assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3), use_tqdm=False)
+        free, total = torch.cuda.mem_get_info()
+        assert free >= 0.45 * total
