@@ -155,7 +155,6 @@ def test_leaving_a_stream_early_aborts_what_is_running(leave: str, llm: LLM) -> 
         with pytest.raises(KeyError):
             for _ in llm.stream(requests):
                 raise KeyError
-    gc.collect()
     assert_whole(llm, expected)
 
 
@@ -292,6 +291,17 @@ def test_a_second_ctrl_c_does_not_wait_and_closes_the_engine(llm: LLM, monkeypat
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     with pytest.raises(RuntimeError, match="closed"):
         generate(llm)
+
+
+def test_a_second_ctrl_c_while_the_first_cleans_up_waits_for_that(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected, scheduler = generate(llm), llm.engine.scheduler
+    release = scheduler.block_manager.release
+    with monkeypatch.context() as patch:
+        on_step(llm, 2, interrupt, patch)
+        patch.setattr(scheduler.block_manager, "release", lambda blocks: (interrupt(), release(blocks)))
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS[:1], greedy(12), use_tqdm=False)
+    assert_whole(llm, expected)
 
 
 def test_the_users_own_handler_of_ctrl_c_stays_his(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -303,12 +303,12 @@ class LLMEngine:
             raise RuntimeError("the engine is closed")
         if self._running:
             raise RuntimeError("another generate() or stream() of this engine is open: finish or close it first")
-        self._running = True
         incoming = enumerate(requests)
         numbers: dict[Sequence, int] = {}
         exhausted = False
         hold = HoldInterrupt(on_second=self.close)
         try:
+            self._running = True
             while True:
                 while not exhausted and len(self.scheduler.waiting) < 2 * self.config.max_num_seqs:
                     number, request = next(incoming, (-1, None))
@@ -327,7 +327,8 @@ class LLMEngine:
         finally:
             self._running = False
             if not self.closed:
-                self.abort_all()
+                with hold:  # a second Ctrl-C, after the step, must not leave sequences half aborted
+                    self.abort_all()
 
     def output(self, seq: Sequence) -> Output:
         """What the caller gets of an ended sequence."""

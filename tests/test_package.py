@@ -1,0 +1,154 @@
+"""The package as it is found: what importing it costs, what it needs, and how it gets a model from a hub."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+HEAVY = ("torch", "triton", "flash_attn", "transformers", "numpy", "tokenizers", "huggingface_hub")
+
+
+def python(code: str, *options: str, **environment: str) -> str:
+    """What a fresh interpreter prints; a failure shows its stderr."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    done = subprocess.run([sys.executable, *options, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    code = "import sys, nanovllm; nanovllm.SamplingParams(); print(*sys.modules)"
+    assert set(python(code).split()) & set(HEAVY) == set()
+
+
+def test_planning_loads_no_torch() -> None:
+    modules = (
+        "config",
+        "sampling_params",
+        "engine.sequence",
+        "engine.block_manager",
+        "engine.scheduler",
+        "engine.plan",
+    )
+    code = f"import sys; {'; '.join(f'import nanovllm.{name}' for name in modules)}; print(*sys.modules)"
+    assert set(python(code).split()) & {"torch", "triton", "transformers"} == set()
+
+
+def test_the_version_is_known_from_source_without_installation() -> None:
+    """No site-packages, so no metadata of an installed distribution either."""
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import nanovllm; print(nanovllm.__version__)"
+    version = python(code, "-I", "-S")
+    assert version.count(".") >= 1
+    assert version in (ROOT / "nanovllm" / "version.py").read_text()
+
+
+def test_names_that_do_not_exist_are_attribute_errors() -> None:
+    import nanovllm
+
+    with pytest.raises(AttributeError, match="LLMM"):
+        nanovllm.LLMM  # noqa: B018
+    assert set(nanovllm.__all__) == {"LLM", "SamplingParams", "__version__"}
+
+
+# ---- a hub
+
+REPOSITORY = "someone/reciter"
+UNWANTED = {
+    "pytorch_model.bin": b"x" * 1000,
+    "model.gguf": b"x" * 1000,
+    "onnx/model.onnx": b"x" * 1000,
+    "original/consolidated.00.pth": b"x" * 1000,
+    "README.md": b"# A model",
+    "image.png": b"x",
+}
+
+
+class FakeHub(ThreadingHTTPServer):
+    """As much of the Hugging Face hub's protocol as a download takes, and a log of the files that were asked for."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        super().__init__(("127.0.0.1", 0), FakeHubHandler)
+        self.files = files
+        self.asked: set[str] = set()
+        self.commit = hashlib.sha1(b"commit").hexdigest()
+
+
+class FakeHubHandler(BaseHTTPRequestHandler):
+    server: FakeHub
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        hub, path = self.server, self.path.split("?")[0]
+        api, resolve = f"/api/models/{REPOSITORY}", f"/{REPOSITORY}/resolve/"
+        if path.startswith(f"{api}/tree/"):
+            entries = [
+                {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+                for name, data in hub.files.items()
+            ]
+            self.answer(json.dumps(entries).encode())
+        elif path == api or path.startswith(f"{api}/revision/"):
+            siblings = [{"rfilename": name} for name in hub.files]
+            self.answer(json.dumps({"id": REPOSITORY, "sha": hub.commit, "siblings": siblings}).encode())
+        elif path.startswith(resolve) and (name := path.removeprefix(resolve).split("/", 1)[1]) in hub.files:
+            hub.asked.add(name)
+            data = hub.files[name]
+            self.answer(data, {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": hub.commit})
+        else:
+            self.answer(b"{}", {"X-Error-Code": "RepoNotFound"}, status=404)
+
+    def answer(self, body: bytes, headers: dict[str, str] | None = None, status: int = 200) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(reciter: Path) -> Iterator[FakeHub]:
+    files = {path.name: path.read_bytes() for path in reciter.iterdir()}
+    hub = FakeHub(files | UNWANTED)
+    thread = threading.Thread(target=hub.serve_forever)
+    thread.start()
+    yield hub
+    hub.shutdown()
+    thread.join()
+    hub.server_close()
+
+
+FROM_HUB = f"""
+import sys
+sys.modules["triton"] = sys.modules["flash_attn"] = None  # importing them raises ImportError
+from nanovllm import LLM, SamplingParams
+llm = LLM({REPOSITORY!r}, device="cpu", max_model_len=64)
+print(llm.generate("a", SamplingParams(temperature=0), use_tqdm=False)[0]["text"])
+try:
+    LLM("someone/nothing")
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_a_hub_id_is_downloaded_safetensors_configs_and_tokenizer_only(hub: FakeHub, tmp_path: Path) -> None:
+    """On a machine without Triton and flash-attn at that: a CPU needs neither, nor NCCL for one rank."""
+    place = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+    text, error = python(FROM_HUB, **place).split("\n", 1)
+    assert text == "bcdefghijklménopqrstuvwxyz"
+    assert "someone/nothing" in error
+    wanted = hub.files.keys() - UNWANTED.keys()
+    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= wanted
+    assert hub.asked == wanted
