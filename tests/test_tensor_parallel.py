@@ -17,7 +17,7 @@ import torch
 from tiny import draw_prompts, save_random
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import tensor_parallel
+from nanovllm.engine import followers
 from nanovllm.engine.llm_engine import Output
 
 SOON = 5.0
@@ -235,15 +235,15 @@ def test_a_follower_killed_while_rank_0_waits_for_it_fails_rank_0(model: Path) -
 
 def test_a_follower_that_raises_fails_rank_0_with_its_traceback(model: Path) -> None:
     llm = start_two(model)
-    followers = llm.engine.runner._followers
+    others = llm.engine.runner._followers
     beyond = OPTIONS["max_num_seqs"] + 1
 
     def tell_wrongly(plan: Any) -> None:
         packed = plan.pack()
         packed[5] = 10 * beyond  # the first sequence's row
-        followers._ring.write(packed, followers.check)
+        others._ring.write(packed, others.check)
 
-    threading.Timer(0.5, setattr, (followers, "tell", tell_wrongly)).start()
+    threading.Timer(0.5, setattr, (others, "tell", tell_wrongly)).start()
     message = expect_the_end(llm, "rank 1 of 2 failed")
     assert "Traceback (most recent call last)" in message
     assert "follower.py" in message and "IndexError" in message
@@ -257,13 +257,13 @@ def test_a_follower_killed_between_requests_fails_the_next_one(model: Path) -> N
 
 
 def test_a_rank_that_cannot_start_fails_all(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, start_message = set(children(os.getpid())), tensor_parallel.start_message
+    before, start_message = set(children(os.getpid())), followers.start_message
 
     def of_another_folder(*args: Any) -> dict[str, Any]:
         message = start_message(*args)
         return message | {"folder": str(tmp_path)} if message["rank"] == 2 else message
 
-    monkeypatch.setattr(tensor_parallel, "start_message", of_another_folder)
+    monkeypatch.setattr(followers, "start_message", of_another_folder)
     with pytest.raises(RuntimeError, match="rank 2 of 4 failed") as error:
         LLM(str(model), tensor_parallel_size=4, **OPTIONS)
     assert "Traceback" in str(error.value) and "has no safetensors files" in str(error.value)

@@ -12,7 +12,7 @@ from nanovllm.layers.parallel import Parallel
 
 HOST = "127.0.0.1"
 TIMEOUT = timedelta(minutes=30)
-"""For one collective. Ranks that die or raise are noticed otherwise, and within a second: see tensor_parallel.py."""
+"""For one collective. Ranks that die or raise are noticed otherwise, and within a second: see followers.py."""
 
 
 class PeerLostError(RuntimeError):

@@ -1,4 +1,4 @@
-"""Ranks 1 to n-1: `python -m nanovllm.engine.follower FD`, started by tensor_parallel.py and told by it what to do.
+"""Ranks 1 to n-1: `python -m nanovllm.engine.follower FD`, started and told what to do by followers.py.
 
 FD is a socket to rank 0. A follower gets one line of JSON, how to start; it sends a line for each stage that it
 reaches and one, with a traceback, if it fails. When the socket closes, rank 0 is gone, and so is the follower.
@@ -59,7 +59,7 @@ def follow(start: dict[str, Any], reached: Callable[[str], None]) -> None:
     """Be one rank: load its share, join the group, and run every plan that rank 0 runs.
 
     Args:
-        start: as `tensor_parallel.start_message` made it.
+        start: as `followers.start_message` made it, and where the ring and the store are.
         reached: tells rank 0 of a stage.
     """
     import torch
