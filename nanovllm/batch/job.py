@@ -140,8 +140,9 @@ def _run(job: Job, tally: Tally, load: "Callable[[EngineConfig], LLM]") -> None:
     journal, done = _open(job, tally)
     try:
         if tally.num_lines == len(done):
-            logger.info("%s: all of its %d lines were done before", job.output, len(done))
             return
+        if done:
+            logger.info("%s: going on after %d answers", job.output, len(done))
         with closing(load(job.config)) as llm, tally.show(llm):
 
             def emit(answer: Answer) -> None:
@@ -173,8 +174,6 @@ def _open(job: Job, tally: Tally) -> tuple[Journal, LineSet]:
     journal, earlier = open_journal(job.output, card, job.overwrite)
     tally.num_earlier, tally.num_failed = len(earlier.done), earlier.num_failed
     tally.num_succeeded = tally.num_earlier - tally.num_failed
-    if earlier.done:
-        logger.info("%s: going on after %d answers", job.output, len(earlier.done))
     return journal, earlier.done
 
 
