@@ -40,7 +40,6 @@ def _speak() -> None:
     logger = logging.getLogger("nanovllm")
     logger.handlers = [handler]
     logger.setLevel(logging.INFO)
-    logger.propagate = False
 
 
 def _add_run_batch(commands: Any) -> None:

@@ -68,7 +68,7 @@ def read_envelope(raw: bytes, number: int, is_new: Callable[[str], bool] = lambd
     Raises:
         LineError: it is neither, or its id is not new.
     """
-    data = _read_object(raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw)
+    data = _read_object(raw.removeprefix(b"\xef\xbb\xbf").strip())
     if not data.keys() & _ENVELOPE.keys():
         if ("prompt" in data) == ("messages" in data):
             raise LineError(

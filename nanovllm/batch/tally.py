@@ -78,14 +78,15 @@ class Tally:
         """The summary, for people."""
         of_all = "" if self.num_lines is None else f" of {self.num_lines}"
         before = f", {self.num_earlier} of them by earlier runs" if self.num_earlier else ""
-        lines = (
+        summary = (
             f"{self.num_succeeded + self.num_failed}{of_all} lines answered{before}: "
             f"{self.num_succeeded} results, {self.num_failed} errors"
         )
         if not self.seconds:
-            return lines
+            return summary
         return (
-            f"{lines}\n{self.num_prompt_tokens} prompt tokens, {self.cache_hit_rate:.1%} of them from the prefix cache; "
+            f"{summary}\n"
+            f"{self.num_prompt_tokens} prompt tokens, {self.cache_hit_rate:.1%} of them from the prefix cache; "
             f"{self.num_generated_tokens} generated in {self.seconds:.1f} s, {self.tokens_per_second:.0f} tok/s"
         )
 
