@@ -125,6 +125,7 @@ def _integer_or_name(text: str) -> int | str:
 
 _TYPES: dict[str, Any] = {
     str(str): str,
+    str(str | None): str,
     str(int): int,
     str(float): float,
     str(int | None): int,

@@ -146,7 +146,7 @@ class Estimate:
             most = min(int(self.num_sequences), self.config.max_num_seqs)
             return f"It fits: {most} full-length sequences run at a time, and more of them the shorter they are."
         what = f"one sequence of {self.config.max_model_len:,} tokens" if self.kv_budget > 0 else "the model"
-        help = "; or ".join(self.advice) or "nothing but a larger GPU would help"
+        help = "; or ".join(self.advice) or "no option alone, but a larger GPU"
         return f"It does not fit: there is no room for {what}. What would help: {help}."
 
 

@@ -31,7 +31,7 @@ def make_line(number: int) -> Any:
     if number % 16 == 15:
         return b'{"custom_id": "torn'
     sampling = [{"temperature": 0}, {"seed": number}, {}][number % 3]
-    limits = {"max_tokens": 30 + number % 40, "ignore_eos": True}
+    limits = {"max_tokens": 20 + number % 30, "ignore_eos": True}
     if number % 2:
         return openai_line(f"id-{number}", prompt=f"Question {number}:", **sampling, **limits)
     messages = [{"role": "user", "content": f"What is the capital of country {number}?"}]

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 _PACE = {"max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "num_kvcache_blocks", "overlap"}
-_PACE |= {"kvcache_memory_bytes", "kvcache_block_size", "enable_prefix_caching", "enforce_eager"}
+_PACE |= {"kvcache_memory_bytes", "kvcache_block_size", "enable_prefix_caching", "enforce_eager", "trace"}
 """Options that decide how fast a job runs and in how much memory: a job may go on with others."""
 
 
