@@ -8,6 +8,7 @@ from typing import Any
 
 from nanovllm.utils.names import refuse_unknown
 
+_INT32_MAX = 2**31 - 1  # what plans carry; both values mean the whole vocabulary long before
 _LACKING = {
     **dict.fromkeys(("n", "best_of"), "one completion a prompt; repeat the prompt instead (its KV cache is shared)"),
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_penalty"), "penalties are not implemented"),
@@ -103,7 +104,7 @@ class SamplingParams:
         temperature = _as_number(self.temperature, "temperature")
         put("temperature", temperature, temperature >= 0 and math.isfinite(temperature), "0 (greedy) or more, finite")
         top_k = as_integer(self.top_k, "top_k")
-        put("top_k", max(top_k, 0), top_k >= -1, "at least 1, or 0 or -1 (off)")
+        put("top_k", min(max(top_k, 0), _INT32_MAX), top_k >= -1, "at least 1, or 0 or -1 (off)")
         top_p, min_p = _as_number(self.top_p, "top_p"), _as_number(self.min_p, "min_p")
         put("top_p", top_p, 0 < top_p <= 1, "in (0, 1]; 1 is off")
         put("min_p", min_p, 0 <= min_p <= 1, "in [0, 1]; 0 is off")
@@ -120,7 +121,7 @@ class SamplingParams:
             put("seed", as_integer(self.seed, "seed"))
         if self.logprobs is not None:
             logprobs = as_integer(self.logprobs, "logprobs")
-            put("logprobs", logprobs, logprobs >= 0, "None (off), or 0 or more")
+            put("logprobs", min(logprobs, _INT32_MAX), logprobs >= 0, "None (off), or 0 or more")
 
     @classmethod
     def from_generation_config(cls, generation_config: Mapping[str, Any]) -> "SamplingParams":

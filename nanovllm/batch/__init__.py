@@ -1,0 +1,1 @@
+"""Offline batch jobs: a file of requests in, a file of results out, nothing lost and nothing twice."""

@@ -1,0 +1,54 @@
+"""What a job remembers of every line, in few bytes: the digest of its id, and whether it is done."""
+
+from array import array
+from bisect import bisect_left
+
+import xxhash
+
+NUM_SHARDS = 1024
+
+
+class DigestSet:
+    """A set of strings, known by 64-bit digests: 8.5 bytes each, where a set of Python integers takes 60 and more.
+
+    The digests lie sorted in shards: adding one moves half a shard (40 KB of 10 million
+    entries), and growing one moves that shard alone, so that memory has no peaks. Two strings of one digest are taken
+    for the same: among n, that happens with a probability of n * n / 2**65: 3 in a million for 10 million lines.
+    """
+
+    def __init__(self) -> None:
+        self._shards = [array("Q") for _ in range(NUM_SHARDS)]
+
+    def add(self, key: str) -> bool:
+        """Add a string; False if it was there."""
+        digest = xxhash.xxh3_64_intdigest(key.encode())
+        shard = self._shards[digest % NUM_SHARDS]
+        at = bisect_left(shard, digest)
+        if at < len(shard) and shard[at] == digest:
+            return False
+        shard.insert(at, digest)
+        return True
+
+
+class LineSet:
+    """A set of line numbers, one bit each up to the largest."""
+
+    def __init__(self) -> None:
+        self._bits = bytearray()
+        self._count = 0
+
+    def add(self, number: int) -> None:
+        byte, bit = divmod(number, 8)
+        if byte >= len(self._bits):
+            self._bits.extend(bytes(byte + 1 - len(self._bits)))
+        self._count += number not in self
+        self._bits[byte] |= 1 << bit
+
+    def __contains__(self, number: object) -> bool:
+        if not isinstance(number, int):
+            return False
+        byte, bit = divmod(number, 8)
+        return byte < len(self._bits) and bool(self._bits[byte] >> bit & 1)
+
+    def __len__(self) -> int:
+        return self._count

@@ -1,0 +1,200 @@
+"""A batch job from its input to its exit status."""
+
+import logging
+import signal
+import threading
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, NamedTuple
+
+from nanovllm.batch.answers import error_line, result_line
+from nanovllm.batch.compact import DigestSet, LineSet
+from nanovllm.batch.journal import Journal, OutputError, open_journal, write_json
+from nanovllm.batch.protocol import Envelope, LineError, prepare, read_envelope
+from nanovllm.batch.source import is_file, read_lines, survey
+from nanovllm.batch.status import Status
+from nanovllm.batch.tally import Tally
+from nanovllm.config import EngineConfig
+
+if TYPE_CHECKING:
+    from nanovllm.engine.llm_engine import Output, Request
+    from nanovllm.llm import LLM
+
+logger = logging.getLogger(__name__)
+
+
+_PACE = {"max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "num_kvcache_blocks", "overlap"}
+_PACE |= {"kvcache_memory_bytes", "kvcache_block_size", "enable_prefix_caching", "enforce_eager", "trace"}
+"""Options that decide how fast a job runs and in how much memory: a job may go on with others."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What to run, from where to where.
+
+    Attributes:
+        input, output: paths, or "-".
+        model_name: the one `model` that lines may name; answers name it too.
+        stats: where to write the summary as JSON.
+    """
+
+    input: str
+    output: str
+    config: EngineConfig
+    model_name: str
+    overwrite: bool = False
+    stats: str | None = None
+
+
+class Answer(NamedTuple):
+    """A line of results; output is None if it is an error."""
+
+    line: bytes
+    output: "Output | None"
+
+
+def answer_lines(
+    llm: "LLM",
+    lines: Iterable[tuple[int, bytes]],
+    emit: Callable[[Answer], None],
+    model_name: str,
+    done: Container[int] = (),
+) -> None:
+    """Answer every line that is not done, in the order of completion; lines are taken lazily.
+
+    Args:
+        lines: (number, line).
+        emit: is called with each answer.
+        done: numbers of the lines that have an answer. Their ids count as seen.
+    """
+    from nanovllm.engine.llm_engine import derive_seed
+
+    ids, running = DigestSet(), dict[int, Envelope]()
+
+    def seed_of(custom_id: str) -> int:
+        return derive_seed(llm.engine.config.seed, custom_id)
+
+    def requests() -> Iterator["Request"]:
+        count = 0
+        for number, raw in lines:
+            try:
+                envelope = read_envelope(raw, number, ids.add)
+                if number not in done:
+                    request = prepare(envelope, llm, model_name, seed_of)
+                    running[count] = envelope
+                    count += 1
+                    yield request
+            except LineError as error:
+                if number not in done:
+                    emit(Answer(error_line(number, error), None))
+
+    def token_text(token_id: int) -> str:
+        tokenizer = llm.engine.tokenizer
+        return f"token_id:{token_id}" if tokenizer is None else tokenizer.decode([token_id], skip_special_tokens=False)
+
+    for index, output in llm.stream(requests()):
+        emit(Answer(result_line(running.pop(index), output, model_name, token_text), output))
+
+
+def _load(config: EngineConfig) -> "LLM":
+    from nanovllm.llm import LLM
+
+    options = asdict(config)
+    return LLM(options.pop("model"), **options)
+
+
+def run_job(job: Job, load: "Callable[[EngineConfig], LLM]" = _load) -> Status:
+    """Run a job, or go on with it. What went wrong is logged, and told by the status."""
+    tally = Tally()
+    with _TermAsInterrupt() as term:
+        try:
+            _run(job, tally, load)
+            status = Status.LINES_FAILED if tally.num_failed else Status.OK
+        except KeyboardInterrupt:
+            status = Status.TERMINATED if term.received else Status.INTERRUPTED
+        except OutputError as error:
+            logger.error("%s", error)
+            status = Status.OUTPUT_FAILED
+        except ValueError as error:
+            logger.error("%s", error)
+            return Status.USAGE
+        except Exception:
+            logger.exception("the job broke")
+            status = Status.BROKEN
+    for line in tally.describe().splitlines():
+        logger.info("%s", line)
+    if job.stats is not None:
+        try:
+            write_json(Path(job.stats), {"status": int(status), **tally.as_dict()})
+        except OSError as error:
+            logger.error("%s cannot be written: %s", job.stats, error)
+            return status or Status.OUTPUT_FAILED
+    return status
+
+
+def _run(job: Job, tally: Tally, load: "Callable[[EngineConfig], LLM]") -> None:
+    """Raises a ValueError for what is wrong from the start, other errors for what goes wrong later."""
+    journal, done = _open(job, tally)
+    try:
+        if tally.num_lines == len(done):
+            return
+        if done:
+            logger.info("%s: going on after %d answers", job.output, len(done))
+        with closing(load(job.config)) as llm, tally.show(llm):
+
+            def emit(answer: Answer) -> None:
+                journal.append(answer.line)
+                tally.count(answer.output)
+
+            try:
+                answer_lines(llm, read_lines(job.input), emit, job.model_name, done)
+            except ValueError as error:
+                raise RuntimeError("no line can cause this") from error
+    finally:
+        journal.close()
+
+
+def _open(job: Job, tally: Tally) -> tuple[Journal, LineSet]:
+    """The journal, and the lines that are done; ValueError if job and journal do not go together."""
+    if is_file(job.input) and not Path(job.input).is_file():
+        raise ValueError(f"the input {job.input} does not exist")
+    if Path(job.input).is_file() and Path(job.output).is_file() and Path(job.output).samefile(job.input):
+        raise ValueError(f"{job.input} is the input and the output")
+    card = None
+    if is_file(job.input):
+        found = survey(job.input)
+        tally.num_lines = found.num_lines
+        options = {name: value for name, value in asdict(job.config).items() if name not in _PACE}
+        card = {"input": asdict(found), "options": {**options, "served_model_name": job.model_name}}
+    if not is_file(job.input) or not is_file(job.output):
+        logger.warning("a job from or to a pipe cannot be gone on with: if it ends early, its work is lost")
+    journal, earlier = open_journal(job.output, card, job.overwrite)
+    tally.num_earlier, tally.num_failed = len(earlier.done), earlier.num_failed
+    tally.num_succeeded = tally.num_earlier - tally.num_failed
+    return journal, earlier.done
+
+
+class _TermAsInterrupt:
+    """Within this block a SIGTERM is a Ctrl-C, so that the engine holds it until the step in hand has ended."""
+
+    received = False
+
+    def _handle(self, _signal: int, frame: FrameType | None) -> None:
+        self.received = True
+        on_interrupt = signal.getsignal(signal.SIGINT)
+        if not callable(on_interrupt):  # ignored, as in a shell's background
+            raise KeyboardInterrupt
+        on_interrupt(signal.SIGINT, frame)
+
+    def __enter__(self) -> "_TermAsInterrupt":
+        self._is_installed = threading.current_thread() is threading.main_thread()
+        if self._is_installed:
+            self._before = signal.signal(signal.SIGTERM, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_installed:
+            signal.signal(signal.SIGTERM, self._before)

@@ -1,0 +1,246 @@
+"""Lines of OpenAI's batch format to requests: pure functions, whoever runs the job.
+
+A line goes through `read_envelope` and `prepare`, which make a Request of it or raise a LineError. What the engine
+makes of the Request, `answers.result_line` turns into a line again; a LineError, `answers.error_line`.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.sampling_params import as_integer
+from nanovllm.utils.names import refuse_unknown
+
+if TYPE_CHECKING:
+    from nanovllm.engine.llm_engine import Request
+    from nanovllm.llm import LLM
+
+CHAT_URL, COMPLETIONS_URL = "/v1/chat/completions", "/v1/completions"
+ROLES = ("system", "user", "assistant")
+MAX_LOGPROBS = 20  # OpenAI's limit
+
+_ENVELOPE = {"custom_id": str, "method": str, "url": str, "body": dict}
+_LIMITS = ("max_tokens", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens")
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", *_LIMITS)
+_CHAT_FIELDS = ("messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs")
+_FIELDS = {True: ("model", *_SAMPLING, "logprobs", *_CHAT_FIELDS), False: ("model", *_SAMPLING, "logprobs", "prompt")}
+"""What a body may hold, by whether it is a chat."""
+_KINDS = {"ignore_eos": bool, "skip_special_tokens": bool, "stop_token_ids": list, "chat_template_kwargs": dict}
+_KIND_NAMES = {str: "a string", dict: "an object", list: "a list", bool: "true or false"}
+_NEUTRAL: dict[str, Any] = {
+    **{"n": 1, "best_of": 1, "stream": False, "echo": False, "logit_bias": {}, "tools": [], "tool_choice": "none"},
+    **{"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "response_format": {"type": "text"}},
+}
+"""Fields that are not supported, each with the one value (beside null) that asks for nothing and is taken."""
+
+
+class LineError(Exception):
+    """What is wrong with a line.
+
+    Attributes:
+        code: "invalid_json", "invalid_request" or "duplicate_id".
+        custom_id: the line's own, if it has one that no line before it had.
+    """
+
+    def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
+        super().__init__(message)
+        self.code, self.custom_id = code, custom_id
+
+
+@dataclass(frozen=True, slots=True)
+class Envelope:
+    """A line that can be told from others: its number (from 1), its id, and what it asks, not yet looked into."""
+
+    number: int
+    custom_id: str
+    is_chat: bool
+    is_plain: bool
+    body: dict[str, Any]
+
+
+def read_envelope(raw: bytes, number: int, is_new: Callable[[str], bool] = lambda _: True) -> Envelope:
+    """Read a line of the batch format, or a plain one, whose id is its number.
+
+    Args:
+        is_new: asked once for every line that has an id, also if the rest of the line is bad.
+
+    Raises:
+        LineError: it is neither, or its id is not new.
+    """
+    data = _read_object(raw.removeprefix(b"\xef\xbb\xbf").strip())
+    if not data.keys() & _ENVELOPE.keys():
+        if ("prompt" in data) == ("messages" in data):
+            raise LineError(
+                "invalid_request", 'a line has "custom_id", "method", "url", "body", or "prompt" or "messages"'
+            )
+        _check_new(str(number), is_new)
+        return Envelope(number, str(number), "messages" in data, True, data)
+    custom_id = data.get("custom_id")
+    try:
+        if not isinstance(custom_id, str) or not custom_id.encode():
+            raise ValueError(f"custom_id is {custom_id!r}; it must be a string, and not empty")
+    except ValueError as error:  # also a lone surrogate, which nothing could print
+        raise LineError("invalid_request", str(error)) from error
+    _check_new(custom_id, is_new)
+    try:
+        refuse_unknown(data, _ENVELOPE, "a batch line")
+        for name, kind in _ENVELOPE.items():
+            if not isinstance(data.get(name), kind):
+                raise ValueError(f"{name} is {data.get(name)!r}; it must be {_KIND_NAMES[kind]}")
+        if data["method"] != "POST":
+            raise ValueError(f'method is {data["method"]!r}; it must be "POST"')
+        if data["url"] not in (CHAT_URL, COMPLETIONS_URL):
+            raise ValueError(f'url is {data["url"]!r}; it must be "{CHAT_URL}" or "{COMPLETIONS_URL}"')
+    except (TypeError, ValueError) as error:
+        raise LineError("invalid_request", str(error), custom_id) from error
+    return Envelope(number, custom_id, data["url"] == CHAT_URL, False, data["body"])
+
+
+def _check_new(custom_id: str, is_new: Callable[[str], bool]) -> None:
+    if not is_new(custom_id):
+        raise LineError("duplicate_id", f"the id {custom_id!r} was seen before")
+
+
+def _read_object(raw: bytes) -> dict[str, Any]:
+    def no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        names = dict(pairs)
+        if len(names) < len(pairs):
+            raise ValueError("an object names a field twice")
+        return names
+
+    def no_constant(name: str) -> None:
+        raise ValueError(f"{name} is not JSON")
+
+    try:
+        data = json.loads(raw.decode(), object_pairs_hook=no_twins, parse_constant=no_constant)
+    except json.JSONDecodeError as error:
+        raise LineError("invalid_json", f"{error.msg} at column {error.colno}") from error
+    except (ValueError, RecursionError) as error:
+        raise LineError("invalid_json", str(error)) from error
+    if not isinstance(data, dict):
+        raise LineError("invalid_json", f"the line holds {_shorten(data)}, not an object")
+    return data
+
+
+def prepare(envelope: Envelope, llm: "LLM", model_name: str, derive_seed: Callable[[str], int]) -> "Request":
+    """The engine's request for a line: every field understood, the prompt tokenised; LineError otherwise.
+
+    Args:
+        model_name: the one `model` that a body may name.
+        derive_seed: gives the seed of a line that brings none, from its id.
+    """
+    try:
+        body = _check_body(envelope, model_name)
+        sampling = {name: body[name] for name in _SAMPLING if name in body}
+        sampling.setdefault("seed", derive_seed(envelope.custom_id))
+        sampling["logprobs"] = num_logprobs(envelope)
+        if "max_completion_tokens" in body:
+            sampling["max_tokens"] = body["max_completion_tokens"]
+        elif not envelope.is_plain:
+            sampling.setdefault("max_tokens", llm.engine.config.max_model_len if envelope.is_chat else 16)
+        params = replace(llm.engine.default_params, **sampling)
+        if envelope.is_chat:
+            prompt = llm.render_chat(_read_messages(body.get("messages")), body.get("chat_template_kwargs"))
+        else:
+            prompt = _read_prompt(body.get("prompt"))
+        return llm.prepare(prompt, params)
+    except (TypeError, ValueError) as error:
+        raise LineError("invalid_request", str(error), envelope.custom_id) from error
+
+
+def _check_body(envelope: Envelope, model_name: str) -> dict[str, Any]:
+    """The body's fields, without those that are null or ask for nothing.
+
+    Raises:
+        TypeError, ValueError: a field that would have to be ignored, or one of the wrong kind.
+    """
+    fields, what = _FIELDS[envelope.is_chat], "a chat" if envelope.is_chat else "a completion"
+    body = {}
+    for name, value in envelope.body.items():
+        if name in _NEUTRAL:
+            if value is not None and not _is_same(value, _NEUTRAL[name]):
+                only = json.dumps(_NEUTRAL[name])
+                raise ValueError(f"{name} is {_shorten(value)}; it is not supported, other than as {only}")
+            continue
+        refuse_unknown([name], fields, what)
+        if value is None:
+            continue
+        if (kind := _KINDS.get(name)) and not isinstance(value, kind):
+            raise ValueError(f"{name} is {_shorten(value)}; it must be {_KIND_NAMES[kind]}")
+        body[name] = value
+    if not isinstance(body.get("stop", ""), (str, list)):
+        raise ValueError(f"stop is {_shorten(body['stop'])}; it must be a string or a list of strings")
+    if body.get("model", model_name) != model_name:
+        raise ValueError(
+            f"model is {_shorten(body['model'])}, and {model_name!r} runs: leave it out, or set --served-model-name"
+        )
+    if "max_tokens" in body and "max_completion_tokens" in body:
+        raise ValueError("max_tokens and max_completion_tokens are the same limit: give one")
+    return body
+
+
+def num_logprobs(envelope: Envelope) -> int | None:
+    """How many alternatives a line wants beside each token, in the form that its url has for it; None is off."""
+    wanted, body = envelope.body.get("logprobs"), envelope.body
+    if envelope.is_chat:
+        top = body.get("top_logprobs")
+        if wanted is not None and not isinstance(wanted, bool):
+            raise ValueError(
+                f"logprobs is {_shorten(wanted)}; a chat has true or false, and the number in top_logprobs"
+            )
+        if top is not None and not wanted:
+            raise ValueError(f"top_logprobs is {_shorten(top)}; it needs logprobs: true")
+        wanted = (top or 0) if wanted else None
+    if wanted is None:
+        return None
+    count = as_integer(wanted, "top_logprobs" if envelope.is_chat else "logprobs")
+    if not 0 <= count <= MAX_LOGPROBS:
+        raise ValueError(
+            f"{'top_' if envelope.is_chat else ''}logprobs is {count}; it must be from 0 to {MAX_LOGPROBS}"
+        )
+    return count
+
+
+def _read_prompt(prompt: Any) -> str | list[int]:
+    """One prompt; OpenAI's lists of several are for a server, where a line is dear."""
+    if isinstance(prompt, str) or (isinstance(prompt, list) and all(isinstance(i, int) for i in prompt)):
+        return prompt
+    raise ValueError(f"prompt is {_shorten(prompt)}; it must be a string or a list of token ids: one prompt a line")
+
+
+def _read_messages(messages: Any) -> list[dict[str, str]]:
+    """A conversation whose every field the chat template sees."""
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f'messages is {_shorten(messages)}; it must be a list of {{"role": ..., "content": ...}}')
+    return [{"role": _read_role(m, i), "content": _read_content(m["content"], i)} for i, m in enumerate(messages)]
+
+
+def _read_role(message: Any, index: int) -> str:
+    if not isinstance(message, dict) or message.keys() != {"role", "content"}:
+        raise ValueError(f"message {index} is {_shorten(message)}; it must have a role and a content, and no more")
+    if message["role"] not in ROLES:
+        raise ValueError(
+            f"message {index} has the role {_shorten(message['role'])}; it must be one of {', '.join(ROLES)}"
+        )
+    return str(message["role"])
+
+
+def _read_content(content: Any, index: int) -> str:
+    """A string, or OpenAI's list of parts, as long as they are text; parts become lines."""
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    for part in parts:
+        is_text = isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"
+        if not is_text or not isinstance(part["text"], str):
+            raise ValueError(f"message {index} has the content {_shorten(content)}; only text is supported")
+    return "\n".join(part["text"] for part in parts)
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    """Equal as JSON: 0 and 0.0 are, 0 and false are not."""
+    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
+
+
+def _shorten(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 100 else f"{text[:100]}..."

@@ -1,0 +1,111 @@
+"""What a job counts while it runs: for the bar, the summary and --stats."""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tqdm import tqdm
+
+if TYPE_CHECKING:
+    from nanovllm.llm import LLM
+
+
+@dataclass
+class Tally:
+    """Counts of a job.
+
+    Attributes:
+        num_lines: of the input; None if it is a pipe.
+        num_earlier: lines that an earlier run has answered.
+        num_succeeded, num_failed: answers of all runs, by what they are.
+        num_prompt_tokens, num_cached_tokens, num_generated_tokens, seconds: of this run's answers.
+    """
+
+    num_lines: int | None = None
+    num_earlier: int = 0
+    num_succeeded: int = 0
+    num_failed: int = 0
+    num_prompt_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_generated_tokens: int = 0
+    seconds: float = 0.0
+    _bar: "tqdm[Any] | None" = field(default=None, repr=False)
+
+    def count(self, output: dict[str, Any] | None) -> None:
+        """Count an answer; None is an error."""
+        if output is None:
+            self.num_failed += 1
+        else:
+            self.num_succeeded += 1
+            self.num_prompt_tokens += len(output["prompt_token_ids"])
+            self.num_cached_tokens += output["num_cached_tokens"]
+            self.num_generated_tokens += len(output["token_ids"])
+        if self._bar is not None:
+            self._bar.update()
+
+    @contextmanager
+    def show(self, llm: "LLM") -> Iterator[None]:
+        """Show a bar, and keep the time."""
+        since = time.perf_counter()
+        self._bar = _Bar(
+            llm,
+            desc="Answering",
+            unit="line",
+            total=self.num_lines,
+            initial=self.num_earlier,
+            dynamic_ncols=True,
+            mininterval=0.5 if sys.stderr.isatty() else 10.0,
+        )
+        try:
+            yield
+        finally:
+            self._bar.close()
+            self._bar = None
+            self.seconds = time.perf_counter() - since
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_generated_tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def cache_hit_rate(self) -> float:
+        return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
+
+    def describe(self) -> str:
+        """The summary, for people."""
+        of_all = "" if self.num_lines is None else f" of {self.num_lines}"
+        before = f", {self.num_earlier} of them by earlier runs" if self.num_earlier else ""
+        summary = (
+            f"{self.num_succeeded + self.num_failed}{of_all} lines answered{before}: "
+            f"{self.num_succeeded} results, {self.num_failed} errors"
+        )
+        if not self.seconds:
+            return summary
+        return (
+            f"{summary}\n"
+            f"{self.num_prompt_tokens} prompt tokens, {self.cache_hit_rate:.1%} of them from the prefix cache; "
+            f"{self.num_generated_tokens} generated in {self.seconds:.1f} s, {self.tokens_per_second:.0f} tok/s"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        """The summary, for programs."""
+        counts = {name: value for name, value in asdict(self).items() if not name.startswith("_")}
+        rates = {"tokens_per_second": self.tokens_per_second, "cache_hit_rate": self.cache_hit_rate}
+        return {**counts, **{name: round(value, 4) for name, value in rates.items()}}
+
+
+class _Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
+    """A bar with the tokens generated per second beside the lines; asked for them only when it is drawn."""
+
+    def __init__(self, llm: "LLM", **options: Any) -> None:
+        self._llm, self._since = llm, time.perf_counter()
+        super().__init__(**options)
+
+    @property
+    def format_dict(self) -> dict[str, Any]:
+        seconds = max(time.perf_counter() - self._since, 1e-9)
+        rate = self._llm.stats()["num_generated_tokens"] / seconds
+        return {**super().format_dict, "postfix": f"{rate:.0f} tok/s"}

@@ -1,0 +1,141 @@
+"""The command `nanovllm`. Nothing heavy is imported before it is known what to do: `--help` answers at once."""
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any
+
+from nanovllm.batch.status import STATUS_HELP, Status
+from nanovllm.config import EngineConfig
+from nanovllm.version import __version__
+
+_ENGINE_FIELDS = {field.name: field for field in fields(EngineConfig)}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; returns its exit status."""
+    parser = argparse.ArgumentParser("nanovllm", description="Offline batch inference of Qwen3 models.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_run_batch(commands)
+    _add_estimate(commands)
+    options = parser.parse_args(arguments)
+    _speak()
+    try:
+        status: int = options.run(options)
+    except KeyboardInterrupt:
+        return int(Status.INTERRUPTED)
+    except ValueError as error:
+        logging.getLogger(__name__).error("%s", error)
+        return int(Status.USAGE)
+    return int(status)
+
+
+def _speak() -> None:
+    """What the package logs goes to stderr; other packages log as they like."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+    logger = logging.getLogger("nanovllm")
+    logger.handlers = [handler]
+    logger.setLevel(logging.INFO)
+
+
+def _add_run_batch(commands: Any) -> None:
+    parser = commands.add_parser(
+        "run-batch",
+        help="answer a file of requests",
+        description='Answer a file of requests: lines in OpenAI\'s batch format, or plain ones, {"prompt": ...} or\n'
+        '{"messages": ...}. After a crash, the same command goes on where the job was.',
+        epilog="exit status:\n" + "\n".join(f"  {status.value:3}  {text}" for status, text in STATUS_HELP.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("-i", "--input-file", required=True, metavar="FILE", help='requests, a line each; .gz too; "-" is stdin')
+    add("-o", "--output-file", required=True, metavar="FILE", help='results, in the order of completion; "-" is stdout')
+    add("--overwrite", action="store_true", help="start anew, whatever the output file holds")
+    add("--served-model-name", metavar="NAME", help='what lines may call their "model" (default: --model)')
+    add("--stats", metavar="FILE", help="write the summary there, as JSON")
+    add("--model", required=True, help=_help("model"))
+    engine = parser.add_argument_group("engine options")
+    for name in _ENGINE_FIELDS:
+        if name != "model":
+            _add_engine_option(engine, name)
+    parser.set_defaults(run=_run_batch)
+
+
+def _run_batch(options: argparse.Namespace) -> int:
+    from nanovllm.batch.job import Job, run_job
+
+    given = {name: value for name, value in vars(options).items() if name in _ENGINE_FIELDS and name != "model"}
+    return run_job(
+        Job(
+            input=options.input_file,
+            output=options.output_file,
+            config=EngineConfig.from_options(options.model, given),
+            model_name=options.served_model_name or options.model,
+            overwrite=options.overwrite,
+            stats=options.stats,
+        )
+    )
+
+
+def _add_estimate(commands: Any) -> None:
+    parser = commands.add_parser(
+        "estimate",
+        help="say what fits into a GPU",
+        description="Say what fits into a GPU, from a model's config.json alone.",
+        epilog="exit status: 0 if one sequence of --max-model-len fits, 1 if not, 2 for a wrong option",
+    )
+    add = parser.add_argument
+    add("model", help="a folder, a config.json, a Hugging Face id, or a shape such as qwen3-8b")
+    add(
+        "--gpu-memory", required=True, metavar="SIZE", help="of one GPU, as 80GB, which is taken as 80 GiB, or in bytes"
+    )
+    for name in ("max_model_len", "tensor_parallel_size", "dtype", "gpu_memory_utilization", "kvcache_block_size"):
+        _add_engine_option(parser, name)
+    for name in ("max_num_seqs", "max_num_batched_tokens"):
+        _add_engine_option(parser, name)
+    parser.set_defaults(run=_estimate)
+
+
+def _estimate(options: argparse.Namespace) -> int:
+    from nanovllm.estimate import estimate, parse_size, read_config
+
+    given = {name: value for name, value in vars(options).items() if name in _ENGINE_FIELDS and name != "model"}
+    config = EngineConfig.from_options(options.model, given)
+    found = estimate(read_config(options.model), config, parse_size(options.gpu_memory))
+    sys.stdout.write(found.describe() + "\n")
+    return 0 if found.fits else 1
+
+
+def _add_engine_option(parser: Any, name: str) -> None:
+    """An option of EngineConfig, with its own words; what is not given is left to EngineConfig."""
+    field = _ENGINE_FIELDS[name]
+    kind: dict[str, Any] = {"type": _TYPES[str(field.type)], "metavar": "X"} if field.type is not bool else {}
+    if field.type is bool:
+        kind = {"action": argparse.BooleanOptionalAction}
+    parser.add_argument(f"--{name.replace('_', '-')}", default=argparse.SUPPRESS, help=_help(name), **kind)
+
+
+def _integer_or_name(text: str) -> int | str:
+    return int(text) if text.isdigit() else text
+
+
+_TYPES: dict[str, Any] = {
+    str(str): str,
+    str(str | None): str,
+    str(int): int,
+    str(float): float,
+    str(int | None): int,
+    str(int | str): _integer_or_name,
+}
+
+
+def _help(name: str) -> str:
+    field = _ENGINE_FIELDS[name]
+    text = str(field.metadata["help"])
+    if name != "model":
+        text += f" (default: {field.default})"
+    return text.replace("%", "%%")

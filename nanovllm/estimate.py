@@ -1,0 +1,212 @@
+"""What fits into a GPU: weights, KV cache, sequences, from config.json alone."""
+
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nanovllm.config import EngineConfig
+from nanovllm.models.config import load_model_config, max_position, read_json
+from nanovllm.models.presets import PRESETS, preset_config
+from nanovllm.utils.hub import BOX, find_model
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_UNITS = {"": 1, "B": 1, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of "80GB", "80GiB", "80G" or a plain number. Makers of GPUs write GB for 2**30 bytes, and so it is read."""
+    match = re.fullmatch(r"([\d.]+)\s*(?:([MGT])(?:i?B)?|B)?", text.strip(), re.IGNORECASE)
+    try:
+        size = int(float(match[1]) * _UNITS[(match[2] or "").upper()]) if match else 0
+    except ValueError:
+        size = 0
+    if size <= 0:
+        raise ValueError(f"--gpu-memory is {text!r}; it must be a size such as 80GB")
+    return size
+
+
+def read_config(model: str) -> "PretrainedConfig":
+    """The configuration of a shape, a folder, a config.json, or a hub id, of which nothing else is fetched.
+
+    Raises:
+        ValueError: there is no such model, or one that is not supported.
+    """
+    if model.lower() in PRESETS:
+        return load_model_config(preset_config(model.lower()), f"preset {model.lower()}")
+    path = Path(model).expanduser()
+    if model == BOX or path.is_dir():
+        path = find_model(model) / "config.json"
+    elif not path.is_file():
+        path = _fetch_config(model)
+    return load_model_config(read_json(path), str(path))
+
+
+def _fetch_config(model: str) -> Path:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    try:
+        return Path(hf_hub_download(model, "config.json"))
+    except (HfHubHTTPError, LocalEntryNotFoundError, ValueError, OSError) as error:
+        names = ", ".join(PRESETS)
+        raise ValueError(
+            f"model {model!r} is neither a folder, nor a shape ({names}), nor an id that could be fetched: {error}"
+        ) from error
+
+
+def count_parameters(config: "PretrainedConfig", ranks: int = 1) -> int:
+    """Parameters that one of the ranks holds, as models/qwen3.py shares them.
+
+    Raises:
+        ValueError: they cannot be shared among so many.
+    """
+    heads, kv_heads = config.num_attention_heads, _kv_heads_of_rank(config, ranks)
+    if heads % ranks or config.intermediate_size % ranks:
+        raise ValueError(
+            f"{ranks} ranks cannot share {heads} heads and an intermediate_size of {config.intermediate_size}: "
+            "change tensor_parallel_size"
+        )
+    hidden, dim, bias = config.hidden_size, config.head_dim, bool(config.attention_bias)
+    qkv = (heads // ranks + 2 * kv_heads) * dim
+    attention = qkv * (hidden + bias) + heads // ranks * dim * hidden + bias * hidden + 2 * dim
+    mlp = 3 * hidden * (config.intermediate_size // ranks)
+    embedding = -(-config.vocab_size // ranks) * hidden
+    layers = config.num_hidden_layers * (attention + mlp + 2 * hidden)
+    return int(layers + hidden + embedding * (1 if config.tie_word_embeddings else 2))
+
+
+def _kv_heads_of_rank(config: "PretrainedConfig", ranks: int) -> int:
+    """An equal share of the KV heads, or one, which several ranks hold alike."""
+    total = int(config.num_key_value_heads)
+    if total % ranks and ranks % total:
+        raise ValueError(f"{ranks} ranks cannot share {total} key-value heads: change tensor_parallel_size")
+    return max(total // ranks, 1)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes and tokens, of each rank and its GPU.
+
+    Attributes:
+        workspace: activations of the largest step, and the logits of all sequences: about.
+        kv_budget: what is left for the KV cache, below 0 if the rest does not fit.
+        advice: options that would make it fit.
+    """
+
+    model: str
+    config: EngineConfig
+    gpu_memory: int
+    num_parameters: int
+    weights: int
+    workspace: int
+    kv_bytes_per_token: int
+    kv_budget: int
+    advice: tuple[str, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of KV cache, in whole blocks."""
+        size = self.config.block_size
+        return max(self.kv_budget, 0) // (self.kv_bytes_per_token * size) * size
+
+    @property
+    def num_sequences(self) -> float:
+        """Sequences of max_model_len that the cache holds at a time."""
+        size = self.config.block_size
+        return self.num_tokens / (self.config.max_blocks_per_seq * size)
+
+    @property
+    def fits(self) -> bool:
+        return self.num_sequences >= 1
+
+    def describe(self) -> str:
+        """A table, and a sentence that says whether it fits."""
+        config, use = self.config, self.config.gpu_memory_utilization
+        rows = [
+            ("parameters", f"{self.num_parameters:,} in all"),
+            ("GPU memory", f"{_gib(self.gpu_memory)}, of which gpu_memory_utilization={use:g} is used"),
+            ("weights", f"{_gib(self.weights)} in {config.dtype}"),
+            ("activations and logits", f"{_gib(self.workspace)}, about"),
+            ("left for the KV cache", _gib(max(self.kv_budget, 0))),
+            ("KV cache per token", f"{self.kv_bytes_per_token:,} bytes"),
+            ("tokens in the KV cache", f"{self.num_tokens:,}"),
+            (f"sequences of {config.max_model_len:,} tokens", f"{self.num_sequences:,.1f} at a time"),
+        ]
+        ranks = config.tensor_parallel_size
+        title = f"{self.model}, on each of {ranks} GPUs" if ranks > 1 else f"{self.model}, on one GPU"
+        table = [title, *(f"  {name:<32}{value}" for name, value in rows)]
+        return "\n".join([*table, self._verdict()])
+
+    def _verdict(self) -> str:
+        if self.fits:
+            most = min(int(self.num_sequences), self.config.max_num_seqs)
+            return f"It fits: {most} full-length sequences run at a time, and more of them the shorter they are."
+        what = f"one sequence of {self.config.max_model_len:,} tokens" if self.kv_budget > 0 else "the model"
+        help = "; or ".join(self.advice) or "no option alone, but a larger GPU"
+        return f"It does not fit: there is no room for {what}. What would help: {help}."
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB"
+
+
+def estimate(hf_config: "PretrainedConfig", config: EngineConfig, gpu_memory: int) -> Estimate:
+    """What fits; ValueError if the ranks cannot share the model."""
+    found = _measure(hf_config, _resolve(hf_config, config), gpu_memory)
+    return found if found.fits else replace(found, advice=tuple(_advise(hf_config, found)))
+
+
+def _resolve(hf_config: "PretrainedConfig", config: EngineConfig) -> EngineConfig:
+    """The values that "auto" has on a GPU; the larger of the block sizes, which wastes more."""
+    dtype = str(hf_config.dtype or "float32").removeprefix("torch.") if config.dtype == "auto" else config.dtype
+    size = 256 if config.kvcache_block_size == "auto" else config.block_size
+    length = min(config.max_model_len, max_position(hf_config))
+    return replace(config, dtype=dtype, kvcache_block_size=size, max_model_len=length)
+
+
+def _measure(hf_config: "PretrainedConfig", config: EngineConfig, gpu_memory: int) -> Estimate:
+    ranks, item = config.tensor_parallel_size, DTYPE_BYTES[config.dtype]
+    weights = count_parameters(hf_config, ranks) * item
+    per_token = 2 * hf_config.num_hidden_layers * _kv_heads_of_rank(hf_config, ranks) * hf_config.head_dim * item
+    # At its widest, a layer holds x, the residual, and gate and up with their product; sampling holds the logits, in
+    # float32, and two copies.
+    widest = config.max_num_batched_tokens * (2 * hf_config.hidden_size + 3 * hf_config.intermediate_size // ranks)
+    workspace = widest * item + 3 * config.max_num_seqs * hf_config.vocab_size * 4
+    return Estimate(
+        model=config.model,
+        config=config,
+        gpu_memory=gpu_memory,
+        num_parameters=count_parameters(hf_config),
+        weights=weights,
+        workspace=workspace,
+        kv_bytes_per_token=per_token,
+        kv_budget=int(gpu_memory * config.gpu_memory_utilization) - weights - workspace,
+    )
+
+
+def _advise(hf_config: "PretrainedConfig", found: Estimate) -> list[str]:
+    """Changes of one option each that make it fit."""
+    config = found.config
+    changes: list[dict[str, object]] = []
+    if found.num_tokens:
+        changes.append({"max_model_len": found.num_tokens})
+    if config.dtype == "float32":
+        changes.append({"dtype": "bfloat16"})
+    changes += [{"max_num_batched_tokens": 2048}, {"max_num_seqs": 64}, {"gpu_memory_utilization": 0.95}]
+    changes += [{"tensor_parallel_size": ranks} for ranks in (2, 4, 8) if ranks > config.tensor_parallel_size]
+    advice: list[str] = []
+    for change in changes:
+        (name, value), *_ = change.items()
+        if name == "tensor_parallel_size" and any("tensor" in line for line in advice):
+            continue
+        try:
+            helps = _measure(hf_config, replace(config, **change), found.gpu_memory).fits  # type: ignore[arg-type]
+        except ValueError:
+            continue
+        if helps:
+            advice.append(f"--{name.replace('_', '-')} {value}")
+    return advice

@@ -1,0 +1,105 @@
+"""What the tests of batch jobs share: lines, an engine that answers at once, and jobs over it."""
+
+import json
+import random
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from nanovllm import SamplingParams
+from nanovllm.batch.job import Job, run_job
+from nanovllm.batch.status import Status
+from nanovllm.config import EngineConfig
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+
+
+def openai_line(custom_id: str, **body: Any) -> dict[str, Any]:
+    url = CHAT if "messages" in body else COMPLETIONS
+    return {"custom_id": custom_id, "method": "POST", "url": url, "body": body}
+
+
+def write_lines(path: Path, lines: Iterable[Any]) -> Path:
+    """A file of lines: bytes as they are, other things as JSON."""
+    path.write_bytes(b"".join((x if isinstance(x, bytes) else json.dumps(x).encode()) + b"\n" for x in lines))
+    return path
+
+
+def read_answers(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+
+def texts_by_id(path: Path) -> dict[str, str]:
+    """The text of every result; fails if an id is there twice."""
+    texts: dict[str, str] = {}
+    for answer in read_answers(path):
+        if answer["response"] is not None:
+            assert answer["custom_id"] not in texts
+            choice = answer["response"]["body"]["choices"][0]
+            texts[answer["custom_id"]] = choice["message"]["content"] if "message" in choice else choice["text"]
+    return texts
+
+
+class InstantLLM:
+    """Stands in for LLM: a prompt's answer is told by the prompt and the seed, and answers come in any order.
+
+    With `dies_after`, it raises `error` instead of the answer after so many.
+    """
+
+    def __init__(self, config: EngineConfig, dies_after: int | None = None, error: BaseException | None = None) -> None:
+        tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "".join(map(chr, ids)))
+        self.engine = SimpleNamespace(config=config, default_params=SamplingParams(), tokenizer=tokenizer)
+        self.dies_after, self.error = dies_after, error
+        self.requests: list[tuple[list[int], SamplingParams]] = []
+        self.is_closed = False
+
+    def prepare(self, prompt: str | list[int], params: SamplingParams) -> tuple[list[int], SamplingParams]:
+        token_ids = [ord(c) for c in prompt] if isinstance(prompt, str) else prompt
+        if not 0 < len(token_ids) < self.engine.config.max_model_len:
+            raise ValueError(f"the prompt has {len(token_ids)} tokens")
+        return token_ids, params
+
+    def render_chat(self, messages: list[dict[str, str]], kwargs: dict[str, Any] | None) -> str:
+        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + (str(kwargs) if kwargs else "")
+
+    def stream(self, requests: Iterable[tuple[list[int], SamplingParams]]) -> Iterator[tuple[int, dict[str, Any]]]:
+        order, window = random.Random(0), []
+        incoming, num_answers = enumerate(requests), 0
+        while True:
+            while len(window) < 8 and (item := next(incoming, None)) is not None:
+                self.requests.append(item[1])
+                window.append(item)
+            if not window:
+                return
+            index, (token_ids, params) = window.pop(order.randrange(len(window)))
+            if num_answers == self.dies_after:
+                raise self.error or RuntimeError("the engine died")
+            num_answers += 1
+            yield index, self._answer(token_ids, params)
+
+    def _answer(self, token_ids: list[int], params: SamplingParams) -> dict[str, Any]:
+        text = f"{len(token_ids)} tokens, seed {params.seed}"
+        out = [ord(c) for c in text]
+        return {
+            "text": text,
+            "token_ids": out,
+            "finish_reason": "stop",
+            "prompt_token_ids": token_ids,
+            "num_cached_tokens": 1,
+            "logprobs": [{i: -0.5, i + 1: float("-inf"), i + 2: -0.1} for i in out],
+        }
+
+    def stats(self) -> dict[str, int]:
+        return {"num_generated_tokens": 0}
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def run(source: Path | str, results: Path | str, llm: dict[str, Any] | None = None, **options: Any) -> Status:
+    """A job over an InstantLLM, as the command runs it; options are EngineConfig's, or Job's."""
+    of_job = {name: options.pop(name) for name in ("overwrite", "stats", "model_name") if name in options}
+    config = EngineConfig("some-model", max_model_len=1000, **options)
+    job = Job(str(source), str(results), config, **{"model_name": "some-model", **of_job})
+    return run_job(job, lambda config: InstantLLM(config, **(llm or {})))  # type: ignore[arg-type, return-value]

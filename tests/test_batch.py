@@ -1,0 +1,300 @@
+"""Batch jobs without a model: formats, bad lines, and what is left after whatever ends a job."""
+
+import gzip
+import json
+import logging
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from batch_jobs import InstantLLM, openai_line, read_answers, run, texts_by_id, write_lines
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanovllm.batch.compact import DigestSet, LineSet
+from nanovllm.batch.protocol import LineError, num_logprobs, prepare, read_envelope
+from nanovllm.batch.status import Status
+from nanovllm.config import EngineConfig
+
+HELLO = [{"role": "user", "content": "hello"}]
+LINES = [openai_line(f"id-{i}", prompt="x" * (i + 1)) for i in range(30)]
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO, "nanovllm")
+    return caplog
+
+
+# ---- formats
+
+
+def test_a_chat_is_answered_in_openais_format(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in", [openai_line("a", messages=HELLO, model="some-model", logprobs=None, n=1)])
+    assert run(source, tmp_path / "out") == Status.OK
+    (answer,) = read_answers(tmp_path / "out")
+    assert answer["id"] == "batch_req_1" and answer["custom_id"] == "a" and answer["error"] is None
+    assert answer["response"]["status_code"] == 200
+    body = answer["response"]["body"]
+    (choice,) = body["choices"]
+    text = choice["message"]["content"]
+    assert text.startswith("11 tokens, seed ")
+    assert body["object"] == "chat.completion" and body["model"] == "some-model"
+    assert choice["message"]["role"] == "assistant" and choice["finish_reason"] == "stop" and choice["index"] == 0
+    assert body["usage"] == {
+        "prompt_tokens": 11,
+        "completion_tokens": len(text),
+        "total_tokens": 11 + len(text),
+        "prompt_tokens_details": {"cached_tokens": 1},
+    }
+
+
+def test_a_completion_is_answered_in_openais_format(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in", [openai_line("a", prompt="abc", seed=5), openai_line("b", prompt=[1, 2])])
+    assert run(source, tmp_path / "out") == Status.OK
+    answers = {answer["custom_id"]: answer["response"]["body"] for answer in read_answers(tmp_path / "out")}
+    assert answers["a"]["object"] == "text_completion"
+    assert answers["a"]["choices"][0]["text"] == "3 tokens, seed 5"
+    assert answers["b"]["usage"]["prompt_tokens"] == 2
+
+
+def test_plain_lines_are_known_by_their_number_and_blank_ones_are_passed_over(tmp_path: Path) -> None:
+    lines = [{"prompt": "ab", "seed": 1}, b"", b"  ", {"messages": HELLO, "seed": 2}, b'\t{"prompt":"x","seed":3}\r']
+    assert run(write_lines(tmp_path / "in", lines), tmp_path / "out") == Status.OK
+    assert texts_by_id(tmp_path / "out") == {"1": "2 tokens, seed 1", "4": "11 tokens, seed 2", "5": "1 tokens, seed 3"}
+
+
+def test_a_byte_order_mark_and_a_last_line_without_newline_are_read(tmp_path: Path) -> None:
+    (tmp_path / "in").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\n{"prompt": "b"}')
+    assert run(tmp_path / "in", tmp_path / "out") == Status.OK
+    assert len(read_answers(tmp_path / "out")) == 2
+
+
+def test_packed_input_gives_the_same_results(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in", LINES)
+    (tmp_path / "in.gz").write_bytes(gzip.compress(source.read_bytes()))
+    assert run(source, tmp_path / "out") == run(tmp_path / "in.gz", tmp_path / "out-gz") == Status.OK
+    assert texts_by_id(tmp_path / "out") == texts_by_id(tmp_path / "out-gz")
+
+
+def request_of(line: dict[str, Any]) -> Any:
+    llm: Any = InstantLLM(EngineConfig("some-model", max_model_len=1000))
+    return prepare(read_envelope(json.dumps(line).encode(), 7), llm, "some-model", lambda custom_id: 77)
+
+
+def test_every_sampling_field_reaches_the_engine() -> None:
+    fields = {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "max_tokens": 9, "seed": 4, "stop": ["a"]}
+    fields |= {"stop_token_ids": [1], "ignore_eos": True, "skip_special_tokens": False}
+    for line in ({"prompt": "x", **fields}, openai_line("a", messages=HELLO, **fields)):
+        _, params = request_of(line)
+        expected = {**fields, "stop": ("a",), "stop_token_ids": (1,)}
+        assert {name: getattr(params, name) for name in fields} == expected
+
+
+def test_the_defaults_are_openais_for_its_lines_and_the_librarys_for_plain_ones() -> None:
+    assert request_of(openai_line("a", messages=HELLO))[1].max_tokens == 1000  # to the end of the model's length
+    assert request_of(openai_line("a", prompt="x"))[1].max_tokens == 16
+    assert request_of({"prompt": "x"})[1].max_tokens == 64
+    assert request_of(openai_line("a", messages=HELLO, max_completion_tokens=5))[1].max_tokens == 5
+    assert request_of({"prompt": "x", "seed": None})[1].seed == 77
+    assert request_of({"prompt": "x"})[1].temperature == 1.0  # the model's generation_config
+
+
+def test_the_chat_template_gets_its_arguments_and_text_parts() -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    line = {"messages": [{"role": "user", "content": parts}], "chat_template_kwargs": {"think": 0}}
+    assert "".join(map(chr, request_of(line)[0])) == "<user>a\nb{'think': 0}"
+
+
+def test_logprobs_come_in_the_form_of_the_url(tmp_path: Path) -> None:
+    lines = [openai_line("a", messages=HELLO, logprobs=True, top_logprobs=2), openai_line("b", prompt="x", logprobs=2)]
+    lines += [openai_line("c", messages=HELLO, logprobs=True), openai_line("d", messages=HELLO, logprobs=False)]
+    assert run(write_lines(tmp_path / "in", lines), tmp_path / "out") == Status.OK
+    by_id = {a["custom_id"]: a["response"]["body"]["choices"][0] for a in read_answers(tmp_path / "out")}
+    first = by_id["a"]["logprobs"]["content"][0]
+    assert first["token"] == "1" and first["bytes"] == [ord("1")] and first["logprob"] == -0.5
+    assert [top["token"] for top in first["top_logprobs"]] == ["3", "1"]
+    of_b = by_id["b"]["logprobs"]
+    assert of_b["tokens"] == list(by_id["b"]["text"]) and of_b["text_offset"] == list(range(len(of_b["tokens"])))
+    assert of_b["token_logprobs"][0] == -0.5 and of_b["top_logprobs"][0] == {"3": -0.1, "1": -0.5}
+    assert by_id["c"]["logprobs"]["content"][0]["top_logprobs"] == []
+    assert by_id["d"]["logprobs"] is None
+
+
+def test_what_is_next_to_impossible_is_written_as_openai_does(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in", [openai_line("a", prompt="x", logprobs=3)])
+    assert run(source, tmp_path / "out") == Status.OK
+    body = read_answers(tmp_path / "out")[0]["response"]["body"]
+    assert body["choices"][0]["logprobs"]["top_logprobs"][0] == {"3": -0.1, "1": -0.5, "2": -9999.0}
+
+
+# ---- bad lines
+
+CHAT_LINE = openai_line("bad", messages=HELLO)
+
+
+def with_body(**fields: Any) -> dict[str, Any]:
+    return openai_line("bad", prompt="x", **fields)
+
+
+def with_chat(**fields: Any) -> dict[str, Any]:
+    return {**CHAT_LINE, "body": {**CHAT_LINE["body"], **fields}}
+
+
+BAD_LINES = {
+    "torn": (b'{"prompt": "a', "invalid_json", "Unterminated string"),
+    "not an object": (b"[1]", "invalid_json", "not an object"),
+    "not utf-8": (b'{"prompt": "\xff"}', "invalid_json", "utf-8"),
+    "not a number": (b'{"prompt": "a", "temperature": NaN}', "invalid_json", "NaN"),
+    "a field twice": (b'{"prompt": "a", "seed": 1, "seed": 2}', "invalid_json", "twice"),
+    "too deep": (b'{"prompt":' + b"[" * 200000, "invalid_json", "recursion"),
+    "neither": ({"text": "a"}, "invalid_request", '"prompt" or "messages"'),
+    "both": ({"prompt": "a", "messages": HELLO}, "invalid_request", '"prompt" or "messages"'),
+    "id of a wrong kind": ({**CHAT_LINE, "custom_id": 5}, "invalid_request", "custom_id is 5"),
+    "empty id": ({**CHAT_LINE, "custom_id": ""}, "invalid_request", "custom_id is ''"),
+    "unprintable id": ({**CHAT_LINE, "custom_id": "\ud800"}, "invalid_request", "surrogates"),
+    "no url": ({"custom_id": "bad", "method": "POST", "body": {}}, "invalid_request", "url is None"),
+    "another url": ({**CHAT_LINE, "url": "/v1/embeddings"}, "invalid_request", "/v1/embeddings"),
+    "another method": ({**CHAT_LINE, "method": "GET"}, "invalid_request", "GET"),
+    "a field beside the body": ({**CHAT_LINE, "priority": 1}, "invalid_request", "'priority'"),
+    "unknown field": (with_body(tempereture=1), "invalid_request", "did you mean 'temperature'"),
+    "unknown field, null": (with_body(tempereture=None), "invalid_request", "'tempereture'"),
+    "a completion's field": (with_chat(prompt="x"), "invalid_request", "'prompt'"),
+    "a chat's field": (with_body(top_logprobs=2), "invalid_request", "'top_logprobs'"),
+    "several answers": (with_body(n=2), "invalid_request", "n is 2"),
+    "true for one": (with_body(n=True), "invalid_request", "n is True"),
+    "a stream": (with_chat(stream=True), "invalid_request", "stream is True"),
+    "echo": (with_body(echo=True), "invalid_request", "echo is True"),
+    "a penalty": (with_chat(presence_penalty=0.5), "invalid_request", "presence_penalty is 0.5"),
+    "tools": (with_chat(tools=[{"type": "function"}]), "invalid_request", "tools is"),
+    "json mode": (with_chat(response_format={"type": "json_object"}), "invalid_request", "response_format is"),
+    "a user": (with_chat(user="me"), "invalid_request", "'user'"),
+    "another model": (with_chat(model="gpt-4o"), "invalid_request", "--served-model-name"),
+    "temperature": (with_chat(temperature=-1), "invalid_request", "temperature is -1"),
+    "temperature, a string": (with_chat(temperature="hot"), "invalid_request", "temperature is 'hot'"),
+    "no tokens": (with_chat(max_tokens=0), "invalid_request", "max_tokens is 0"),
+    "two limits": (with_chat(max_tokens=5, max_completion_tokens=5), "invalid_request", "give one"),
+    "stop": (with_chat(stop={"a": 1}), "invalid_request", "stop is"),
+    "stop tokens": (with_chat(stop_token_ids=5), "invalid_request", "stop_token_ids is 5"),
+    "a word for a flag": (with_chat(ignore_eos="no"), "invalid_request", "ignore_eos is 'no'"),
+    "template": (with_chat(chat_template_kwargs=[]), "invalid_request", "chat_template_kwargs is []"),
+    "chat logprobs as a number": (with_chat(logprobs=3), "invalid_request", "logprobs is 3"),
+    "top_logprobs alone": (with_chat(top_logprobs=3), "invalid_request", "it needs logprobs"),
+    "too many logprobs": (with_chat(logprobs=True, top_logprobs=21), "invalid_request", "from 0 to 20"),
+    "completion logprobs as a flag": (with_body(logprobs=True), "invalid_request", "logprobs is True"),
+    "several prompts": (openai_line("bad", prompt=["a", "b"]), "invalid_request", "one prompt a line"),
+    "no prompt": (openai_line("bad"), "invalid_request", "prompt is None"),
+    "an empty prompt": (openai_line("bad", prompt=""), "invalid_request", "0 tokens"),
+    "too long": (openai_line("bad", prompt="x" * 1000), "invalid_request", "1000 tokens"),
+    "no messages": (openai_line("bad", messages=[]), "invalid_request", "messages is []"),
+    "a message's field": (with_chat(messages=[{**HELLO[0], "name": "x"}]), "invalid_request", "message 0"),
+    "a role": (with_chat(messages=[{"role": "wizard", "content": "x"}]), "invalid_request", "'wizard'"),
+    "a picture": (
+        with_chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]),
+        "invalid_request",
+        "text",
+    ),
+    "no content": (with_chat(messages=[{"role": "user", "content": None}]), "invalid_request", "content None"),
+}
+
+
+@pytest.mark.parametrize(("line", "code", "words"), BAD_LINES.values(), ids=BAD_LINES)
+def test_a_bad_line_is_an_error_with_its_number_and_the_run_goes_on(
+    line: Any, code: str, words: str, tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    source = write_lines(tmp_path / "in", [LINES[0], line, LINES[1]])
+    assert run(source, tmp_path / "out") == Status.LINES_FAILED
+    answers = {answer["id"]: answer for answer in read_answers(tmp_path / "out")}
+    assert sorted(answers) == ["batch_req_1", "batch_req_2", "batch_req_3"]
+    error = answers["batch_req_2"]["error"]
+    assert answers["batch_req_2"]["response"] is None and error["code"] == code and error["line"] == 2
+    assert error["message"].startswith("line 2: ") and words in error["message"]
+    assert answers["batch_req_1"]["error"] is answers["batch_req_3"]["error"] is None
+    assert "2 results, 1 errors" in log.text
+
+
+def test_fields_that_ask_for_nothing_are_taken() -> None:
+    neutral = {
+        "n": 1,
+        "stream": False,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0,
+        "logit_bias": {},
+        "tools": None,
+    }
+    request_of(openai_line("a", messages=HELLO, **neutral, response_format={"type": "text"}, stop=None))
+
+
+def test_an_id_seen_before_is_an_error_whatever_became_of_the_line_before(tmp_path: Path) -> None:
+    lines = [openai_line("a", prompt=""), openai_line("a", prompt="x"), {"prompt": "x"}, openai_line("3", prompt="x")]
+    lines += [{**openai_line("b", prompt="x"), "url": "?"}, openai_line("b", prompt="x")]
+    assert run(write_lines(tmp_path / "in", lines), tmp_path / "out") == Status.LINES_FAILED
+    found = {a["id"][10:]: (a["custom_id"], a["error"] and a["error"]["code"]) for a in read_answers(tmp_path / "out")}
+    assert found == {
+        "1": ("a", "invalid_request"),
+        "2": (None, "duplicate_id"),
+        "3": ("3", None),
+        "4": (None, "duplicate_id"),
+        "5": ("b", "invalid_request"),
+        "6": (None, "duplicate_id"),
+    }
+
+
+@settings(max_examples=100)
+@given(
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3),
+        lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=2), inner, max_size=2),
+        max_leaves=4,
+    ),
+    st.sampled_from(
+        ["custom_id", "url", "prompt", "messages", "temperature", "stop", "seed", "top_k", "logprobs", "n"]
+    ),
+    st.booleans(),
+)
+def test_no_value_of_any_field_gets_past_line_error(value: Any, name: str, is_plain: bool) -> None:
+    line = {"prompt": "x"} if is_plain else openai_line("a", messages=HELLO)
+    (line if is_plain or name in line else line["body"])[name] = value
+    try:
+        envelope = read_envelope(json.dumps(line).encode(), 1)
+        request_of(line)
+        num_logprobs(envelope)
+    except LineError as error:
+        assert str(error)
+
+
+# ---- memory
+
+
+def test_ids_and_finished_lines_take_at_most_16_bytes_each_at_any_time() -> None:
+    count = 100_000
+    tracemalloc.start()
+    ids, done = DigestSet(), LineSet()
+    for number in range(count):
+        assert ids.add(f"request-{number}")
+        done.add(number)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 16 * count
+    assert len(done) == count and 99_999 in done and 100_000 not in done
+    assert not any(ids.add(f"request-{number}") for number in range(0, count, 97))
+
+
+def test_lines_are_read_as_they_are_needed(tmp_path: Path) -> None:
+    """Of an input that never ends, a job takes no more than the engine has asked for."""
+    from nanovllm.batch.job import answer_lines
+
+    def endless() -> Iterator[tuple[int, bytes]]:
+        nonlocal taken
+        while True:
+            taken += 1
+            yield taken, b'{"prompt": "x"}'
+
+    taken = 0
+    llm: Any = InstantLLM(EngineConfig("some-model"), dies_after=50)
+    answers: list[Any] = []
+    with pytest.raises(RuntimeError, match="died"):
+        answer_lines(llm, endless(), answers.append, "some-model")
+    assert len(answers) == 50 and taken <= 50 + 8

@@ -1,0 +1,111 @@
+"""The command: what it says of itself, and how it refuses."""
+
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from batch_jobs import write_lines
+
+from nanovllm import __version__
+from nanovllm.batch.status import STATUS_HELP, Status
+from nanovllm.cli import main
+from nanovllm.config import EngineConfig
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    """(status, stdout, stderr) of the command."""
+    try:
+        status = main(arguments)
+    except SystemExit as error:
+        status = int(error.code or 0)
+    return (status, *capsys.readouterr())
+
+
+def test_help_answers_without_torch() -> None:
+    code = (
+        "import sys; from nanovllm.cli import main\n"
+        "try: main(['run-batch', '--help'])\n"
+        "except SystemExit: print([m for m in ('torch', 'numpy', 'transformers') if m in sys.modules])"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.endswith("[]\n") and "--max-model-len" in shown.stdout
+
+
+def test_help_documents_every_option_in_engine_configs_words(capsys: pytest.CaptureFixture[str]) -> None:
+    status, shown, _ = run(capsys, "run-batch", "--help")
+    assert status == 0
+    words = "".join(shown.split())  # as argparse breaks lines
+    for field in fields(EngineConfig):
+        assert f"--{field.name.replace('_', '-')}" in shown
+        assert "".join(field.metadata["help"].split()) in words
+        assert field.name == "model" or f"(default:{str(field.default).replace(' ', '')})" in words
+    for status, text in STATUS_HELP.items():
+        assert f"{status.value}  {text}" in shown
+
+
+def test_python_m_runs_it() -> None:
+    shown = subprocess.run([sys.executable, "-m", "nanovllm", "--version"], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == __version__
+
+
+def test_every_engine_option_reaches_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {
+        "dtype": "float32",
+        "device": "cpu",
+        "tensor_parallel_size": 2,
+        "max_model_len": 9,
+        "max_num_seqs": 3,
+        "max_num_batched_tokens": 5,
+        "gpu_memory_utilization": 0.5,
+        "kvcache_block_size": 32,
+        "attention_backend": "torch",
+        "load_format": "dummy",
+        "seed": -3,
+    }
+    for field in fields(EngineConfig):
+        if field.name != "model" and field.name not in given:
+            given[field.name] = not field.default if field.type is bool else 5 if "int" in str(field.type) else "x"
+    arguments = ["run-batch", "-i", "in", "-o", "out", "--model", "a", "--served-model-name", "b", "--overwrite"]
+    for name, value in given.items():
+        option = name.replace("_", "-")
+        flag = f"--{option}" if value is True else f"--no-{option}" if value is False else f"--{option}={value}"
+        arguments.append(flag)
+    jobs = []
+    monkeypatch.setattr("nanovllm.batch.job.run_job", lambda job: jobs.append(job) or Status.OK)
+    assert main(arguments) == 0
+    (job,) = jobs
+    assert job.config == EngineConfig("a", **given)
+    assert (job.input, job.output, job.model_name, job.overwrite, job.stats) == ("in", "out", "b", True, None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "COMMAND"),
+        (["run-batch"], "required"),
+        (["run-batch", "-i", "a", "-o", "b", "--model", "m", "--max-modl-len", "5"], "unrecognized"),
+        (["run-batch", "-i", "a", "-o", "b", "--model", "m", "--max-model-len", "many"], "invalid int"),
+        (["run-batch", "-i", "a", "-o", "b", "--model", "m", "--max-model-len", "0"], "at least 1"),
+        (["run-batch", "-i", "a", "-o", "b", "--model", "m", "--dtype", "float8"], "dtype"),
+        (["run-batch", "-i", "no/such", "-o", "b", "--model", "m"], "does not exist"),
+    ],
+)
+def test_a_wrong_command_is_refused_with_status_2(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, _, said = run(capsys, *arguments)
+    assert status == Status.USAGE and words in said and "Traceback" not in said
+
+
+def test_a_model_that_is_not_there_is_refused_and_another_may_be_tried(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_lines(tmp_path / "in", [{"prompt": "x"}])
+    for name in ("no-folder", "nor-this"):
+        status, _, said = run(
+            capsys, "run-batch", "-i", str(source), "-o", str(tmp_path / "out"), "--model", str(tmp_path / name)
+        )
+        assert status == Status.USAGE and name in said and "another job" not in said

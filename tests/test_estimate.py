@@ -1,0 +1,126 @@
+"""What fits: the numbers are the model's own, and the answer names the option that would help."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanovllm.cli import main
+from nanovllm.config import EngineConfig
+from nanovllm.estimate import count_parameters, estimate, parse_size, read_config
+from nanovllm.layers.parallel import Parallel
+from nanovllm.models.presets import PRESETS, preset_config
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
+
+GIB = 1 << 30
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
+    status = main(["estimate", *arguments])
+    out, said = capsys.readouterr()
+    return status, out + said
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize("name", PRESETS)
+def test_the_parameters_are_those_of_the_model_itself(name: str, ranks: int) -> None:
+    config = read_config(name)
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(config, None, Parallel(0, ranks), 16)  # type: ignore[arg-type]  # it never runs
+    assert count_parameters(config, ranks) == sum(p.numel() for p in model.parameters())
+
+
+def test_biases_and_shared_kv_heads_are_counted() -> None:
+    config = read_config("qwen3-0.6b")
+    config.attention_bias, config.num_key_value_heads, config.vocab_size = True, 2, 1001
+    for ranks in (1, 4):
+        with torch.device("meta"):
+            model = Qwen3ForCausalLM(config, None, Parallel(1, ranks), 16)  # type: ignore[arg-type]
+        assert count_parameters(config, ranks) == sum(p.numel() for p in model.parameters())
+
+
+def test_the_table_of_a_model_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
+    status, shown = run(capsys, "qwen3-8b", "--gpu-memory", "80GB", "--max-model-len", "8192")
+    assert status == 0 and "It fits" in shown
+    assert "8,190,735,360" in shown  # the parameters of Qwen/Qwen3-8B, as its model card has them: 8.2 billion
+    assert "147,456 bytes" in shown  # 2 x 36 layers x 8 heads x 128 x 2 bytes
+
+
+def test_the_kv_cache_is_what_the_budget_leaves_in_whole_blocks() -> None:
+    config = EngineConfig("qwen3-8b", max_model_len=8192, kvcache_block_size=64)
+    found = estimate(read_config("qwen3-8b"), config, 80 * GIB)
+    assert found.kv_budget == int(80 * GIB * 0.9) - found.weights - found.workspace
+    assert found.num_tokens % 64 == 0
+    assert 0 <= found.kv_budget - found.num_tokens * found.kv_bytes_per_token < 64 * found.kv_bytes_per_token
+    assert found.num_sequences == found.num_tokens / 8192
+    halved = estimate(
+        read_config("qwen3-8b"), EngineConfig("qwen3-8b", max_model_len=8192, tensor_parallel_size=2), 80 * GIB
+    )
+    assert halved.kv_bytes_per_token * 2 == found.kv_bytes_per_token and halved.weights < 0.52 * found.weights
+
+
+@pytest.mark.parametrize(
+    ("arguments", "helps"),
+    [
+        (["qwen3-8b", "--gpu-memory", "24GB", "--max-model-len", "40960"], ["--max-model-len", "--tensor-parallel"]),
+        (["qwen3-32b", "--gpu-memory", "24GB"], ["--tensor-parallel-size 4"]),
+        (["qwen3-8b", "--gpu-memory", "24GB", "--dtype", "float32"], ["--dtype bfloat16"]),
+        (["qwen3-0.6b", "--gpu-memory", "3.5GB", "--max-num-seqs", "2000"], ["--max-num-seqs 64"]),
+        (["qwen3-32b", "--gpu-memory", "4GB"], ["no option alone, but a larger GPU"]),
+    ],
+)
+def test_what_does_not_fit_is_told_with_options_that_do_help(
+    arguments: list[str], helps: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, shown = run(capsys, *arguments)
+    assert status == 1 and "It does not fit" in shown
+    assert all(option in shown for option in helps)
+    advice = shown.split("What would help: ")[1].rstrip(".\n").split("; or ")
+    for option in advice:
+        if option.startswith("--"):
+            status, shown = run(capsys, *arguments, *option.split())
+            assert status == 0, f"{option} does not help"
+
+
+def test_a_folder_a_config_json_and_the_model_in_the_box_are_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(preset_config("qwen3-0.6b")))
+    tables = [run(capsys, str(p), "--gpu-memory=8GB")[1].partition("\n")[2] for p in (path, tmp_path, "qwen3-0.6b")]
+    assert tables[0] == tables[1] == tables[2]
+    assert run(capsys, "tiny-qwen3", "--gpu-memory", "1GB")[0] == 0
+
+
+def test_of_a_hub_id_config_json_alone_is_fetched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fetch(repo: str, name: str) -> str:
+        fetched.append((repo, name))
+        (tmp_path / name).write_text(json.dumps(preset_config("qwen3-4b")))
+        return str(tmp_path / name)
+
+    fetched: list[tuple[str, str]] = []
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
+    assert run(capsys, "Qwen/Qwen3-4B", "--gpu-memory", "24GB")[0] == 0
+    assert fetched == [("Qwen/Qwen3-4B", "config.json")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["qwen3-8b", "--gpu-memory", "much"], "such as 80GB"),
+        (["qwen3-8b", "--gpu-memory", "0GB"], "such as 80GB"),
+        (["qwen3-8b", "--gpu-memory", "8GB", "--tensor-parallel-size", "3"], "cannot share"),
+        (["no/such-model", "--gpu-memory", "8GB"], "neither a folder, nor a shape"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    status, shown = run(capsys, *arguments)
+    assert status == 2 and words in shown
+
+
+def test_sizes_are_read_as_makers_of_gpus_write_them() -> None:
+    assert parse_size("80GB") == parse_size("80 GiB") == parse_size("80g") == 80 * GIB
+    assert parse_size("1.5T") == 1536 * GIB and parse_size("512MiB") == GIB // 2 and parse_size("1000") == 1000
