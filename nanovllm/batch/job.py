@@ -20,7 +20,8 @@ from nanovllm.batch.tally import Tally
 from nanovllm.config import EngineConfig
 
 if TYPE_CHECKING:
-    from nanovllm.engine.llm_engine import Output, Request
+    from nanovllm.engine.llm_engine import Output
+    from nanovllm.engine.request import Request
     from nanovllm.llm import LLM
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ def answer_lines(
         emit: is called with each answer.
         done: numbers of the lines that have an answer. Their ids count as seen.
     """
-    from nanovllm.engine.llm_engine import derive_seed
+    from nanovllm.engine.request import derive_seed
 
     ids, running = DigestSet(), dict[int, Envelope]()
 

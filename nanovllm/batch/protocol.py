@@ -13,7 +13,7 @@ from nanovllm.sampling_params import as_integer
 from nanovllm.utils.names import refuse_unknown
 
 if TYPE_CHECKING:
-    from nanovllm.engine.llm_engine import Request
+    from nanovllm.engine.request import Request
     from nanovllm.llm import LLM
 
 CHAT_URL, COMPLETIONS_URL = "/v1/chat/completions", "/v1/completions"
