@@ -92,7 +92,7 @@ class EngineConfig:
         use = self.gpu_memory_utilization
         is_share = isinstance(use, (int, float)) and not isinstance(use, bool) and 0 < use <= 1
         put("gpu_memory_utilization", use, is_share, "above 0 and at most 1")
-        put("seed", as_integer(self.seed, "seed"), True, "")
+        put("seed", seed := as_integer(self.seed, "seed"), -(2**63) <= seed < 2**63, "a signed 64-bit integer")
         for name in ("enable_prefix_caching", "enforce_eager", "overlap"):
             as_bool(getattr(self, name), name)
 

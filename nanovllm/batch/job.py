@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-
 _PACE = {"max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "num_kvcache_blocks", "overlap"}
 _PACE |= {"kvcache_memory_bytes", "kvcache_block_size", "enable_prefix_caching", "enforce_eager", "trace"}
 """Options that decide how fast a job runs and in how much memory: a job may go on with others."""
@@ -153,7 +152,7 @@ def _run(job: Job, tally: Tally, load: "Callable[[EngineConfig], LLM]") -> None:
             try:
                 answer_lines(llm, read_lines(job.input), emit, job.model_name, done)
             except ValueError as error:
-                raise RuntimeError("no line can cause this") from error
+                raise RuntimeError(str(error)) from error  # nothing that a line could cause
     finally:
         journal.close()
 
@@ -164,6 +163,8 @@ def _open(job: Job, tally: Tally) -> tuple[Journal, LineSet]:
         raise ValueError(f"the input {job.input} does not exist")
     if Path(job.input).is_file() and Path(job.output).is_file() and Path(job.output).samefile(job.input):
         raise ValueError(f"{job.input} is the input and the output")
+    if job.stats is not None and not Path(job.stats).absolute().parent.is_dir():
+        raise ValueError(f"the folder of --stats {job.stats} does not exist")
     card = None
     if is_file(job.input):
         found = survey(job.input)

@@ -145,7 +145,7 @@ def prepare(envelope: Envelope, llm: "LLM", model_name: str, derive_seed: Callab
         else:
             prompt = _read_prompt(body.get("prompt"))
         return llm.prepare(prompt, params)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise LineError("invalid_request", str(error), envelope.custom_id) from error
 
 
