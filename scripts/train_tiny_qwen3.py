@@ -249,6 +249,7 @@ case; some chats have a system message or several turns.
     python scripts/train_tiny_qwen3.py --steps {steps} --seed {seed}
 
 {steps} batches of {batch} chats in {minutes:.0f} minutes on {device}; loss on the answers only, AdamW, peak rate 2e-3.
+The data are the same anywhere; the weights differ a little with the machine and its number of threads.
 
 ## Licence
 
