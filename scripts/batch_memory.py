@@ -62,7 +62,8 @@ def main() -> int:
         short, long = (run(Path(folder), n, options) for n in (SHORT, arguments.lines))
     more = long["peak_mb"] - short["peak_mb"]
     for job in (short, long):
-        print(f"{job['lines']:>8} lines: peak {job['peak_mb']} MiB, {job['wall_seconds']} s, {job['num_failed']} errors")
+        peak, seconds, errors = job["peak_mb"], job["wall_seconds"], job["num_failed"]
+        print(f"{job['lines']:>8} lines: peak {peak} MiB, {seconds} s, {errors} errors")
     print(f"{more:.1f} MiB more for {arguments.lines - SHORT} lines more; at most {ALLOWED_MB} are allowed")
     print(json.dumps({"short": short, "long": long, "more_mb": round(more, 1), "allowed_mb": ALLOWED_MB}))
     return 0 if more <= ALLOWED_MB else 1
