@@ -89,7 +89,7 @@ class CpuBackend(TorchBackend):
     def attend(self, q: Tensor, cache: KVCache, metadata: AttentionMetadata, scale: float) -> Tensor:
         keys, values = cache
         block_size, num_kv_heads, dim = keys.shape[1:]
-        tables = metadata.block_tables
+        q, tables = q.contiguous(), metadata.block_tables.contiguous()
         out = torch.empty_like(q)
         inputs = (q, keys, values, tables, metadata.cu_seqlens_q, metadata.seq_lens)
         sizes = (*tables.shape, num_kv_heads, q.shape[1] // num_kv_heads, dim, block_size, scale)
@@ -170,7 +170,7 @@ def pack_matrices(model: nn.Module, pack: Callable[[Tensor], PackedMatrix]) -> N
     modules = [module for module in model.modules() if isinstance(module, MatrixModule)]
     embeddings = [m for m in modules if isinstance(m, VocabParallelEmbedding) and not isinstance(m, LMHead)]
     for module in modules:
-        if module in embeddings:
+        if module in embeddings or module.weight.shape[1] % 2:  # packed forms hold pairs of input features
             continue
         weight = module.weight
         module.packed = packed = pack(weight.data)

@@ -278,7 +278,8 @@ void attend_rows(const typename T::element* q, const uint32_t* k_cache, const ui
     }
     for (int64_t r = 0; r < rows; ++r) {
         E* to = out + r / group * stride + (head * group + r % group) * dim;
-        for (int64_t d = 0; d < dim; d += LANES) T::narrow(to + d, load<vf>(sums + r * dim + d) / totals[r]);
+        const float weight = totals[r] > 0 ? 1.0f / totals[r] : 0.0f;  // 0: a sequence of no tokens, which is padding
+        for (int64_t d = 0; d < dim; d += LANES) T::narrow(to + d, load<vf>(sums + r * dim + d) * weight);
     }
 }
 
