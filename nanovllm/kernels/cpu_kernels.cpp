@@ -33,6 +33,7 @@ namespace {
 
 constexpr int LANES = 16, PANEL = 32, MAX_TILE_ROWS = 12;
 constexpr int MAX_HEAD_DIM = 256, QUERY_ROWS = 48, KEY_TILE = 64, SAMPLE_CHUNK = 4096;
+constexpr int64_t SMALL = 1 << 14;  // elements below which waking the other threads costs more than it saves
 
 typedef float vf __attribute__((vector_size(64)));
 typedef int32_t vi __attribute__((vector_size(64)));
@@ -321,7 +322,7 @@ void rms_norm_row(const typename T::element* x, const typename T::element* weigh
 template <class T>
 void add_rms_norm(const void* x_, const void* residual_, const void* weight, void* y, void* sum_, int64_t rows, int64_t size, float eps) {
     using E = typename T::element;
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(static) if (rows * size > SMALL)
     for (int64_t r = 0; r < rows; ++r) {
         const E* x = (const E*)x_ + r * size;
         if (residual_) {
@@ -336,7 +337,7 @@ void add_rms_norm(const void* x_, const void* residual_, const void* weight, voi
 
 template <class T> void silu_and_mul(const void* gate_up, void* y_, int64_t rows, int64_t size) {
     using E = typename T::element;
-#pragma omp parallel for schedule(static)
+#pragma omp parallel for schedule(static) if (rows * size > SMALL)
     for (int64_t r = 0; r < rows; ++r) {
         const E *gate = (const E*)gate_up + r * 2 * size, *up = gate + size;
         for (int64_t i = 0; i < size; i += LANES) {
@@ -366,7 +367,7 @@ void norm_rope_store(const void* qkv_, const void* q_weight, const void* k_weigh
     using E = typename T::element;
     const int64_t stride = (heads + 2 * num_kv_heads) * dim, dim_units = dim / T::PER_UNIT;
     const auto* qkv = (const E*)qkv_;
-#pragma omp parallel
+#pragma omp parallel if (tokens * stride > SMALL)
     {
 #pragma omp for schedule(static) nowait
         for (int64_t i = 0; i < tokens * heads; ++i) {
