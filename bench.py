@@ -129,7 +129,7 @@ def run_engine(args: argparse.Namespace, workload: Workload, vocab_size: int, de
         run(workload.warm_up(vocab_size))
         recorder = Recorder(device)
         llm.engine.trace = recorder  # type: ignore[assignment]
-        before = llm.stats()
+        before, channel = llm.stats(), _channel_seconds(llm)
         warm = time.perf_counter()
         num_output_tokens = run(workload)
         seconds = time.perf_counter() - warm
@@ -141,16 +141,16 @@ def run_engine(args: argparse.Namespace, workload: Workload, vocab_size: int, de
             "num_output_tokens": num_output_tokens,
             "num_preemptions": stats["num_preemptions"],
             "num_cached_tokens": stats["num_cached_tokens"],
-            "backend": type(llm.engine.runner.backend).__name__,
-            "channel_us_per_step": _channel_microseconds(llm),
+            "channel_us_per_step": None
+            if channel is None
+            else 1e6 * ((_channel_seconds(llm) or 0.0) - channel) / stats["num_steps"],
             "recorder": recorder,
         }
 
 
-def _channel_microseconds(llm: LLM) -> float | None:
-    """What sending a plan to the other ranks takes, if there are any."""
-    measure = getattr(llm.engine.runner, "channel_seconds_per_step", None)
-    return None if measure is None else round(1e6 * (measure() if callable(measure) else measure), 1)
+def _channel_seconds(llm: LLM) -> float | None:
+    """Spent so far in telling the other ranks what to do; None where there are none."""
+    return getattr(llm.engine.runner, "command_seconds", None)
 
 
 def _value(text: str) -> Any:
@@ -253,7 +253,7 @@ def print_result(result: dict[str, Any]) -> None:
     if result["channel_us_per_step"] is not None:
         print(f"channel    {result['channel_us_per_step']:.1f} us a step to tell the other ranks")
     before = f"load {result['load_seconds']:.1f} s, warm-up {result['warm_up_seconds']:.1f} s"
-    print(f"before     {before}; {result['backend']}")
+    print(f"before     {before}")
 
 
 def main(arguments: list[str] | None = None) -> None:
