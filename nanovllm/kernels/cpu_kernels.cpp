@@ -8,7 +8,7 @@
 // along the summed dimension: two bfloat16 or one float32. So B is stored as rows of units, [summed units][columns],
 // which is what `pack` makes of a weight and what `norm_rope_store` writes into the cache:
 //   a packed weight  [out / PANEL][in units][PANEL]
-//   a block of K     [num_kv_heads][head_dim units][block_size]
+//   a block of K     [num_kv_heads][block_size / LANES][head_dim units][LANES]
 //   a block of V     [num_kv_heads][block_size units][head_dim]
 
 #include <algorithm>
@@ -32,7 +32,7 @@ using std::uint32_t;
 namespace {
 
 constexpr int LANES = 16, PANEL = 32, MAX_TILE_ROWS = 12;
-constexpr int MAX_HEAD_DIM = 256, QUERY_ROWS = 48, KEY_TILE = 64, SAMPLE_CHUNK = 4096;
+constexpr int MAX_HEAD_DIM = 256, QUERY_ROWS = 48, KEY_TILE = 64, AHEAD = 64 * PANEL, SAMPLE_CHUNK = 4096;
 constexpr int64_t SMALL = 1 << 14;  // elements below which waking the other threads costs more than it saves
 
 typedef float vf __attribute__((vector_size(64)));
@@ -46,14 +46,14 @@ inline vf select(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (v
 inline vf maximum(vf a, vf b) { return select(a > b, a, b); }
 
 inline float sum(vf v) {
-    float s = 0;
-    for (int i = 0; i < LANES; ++i) s += v[i];
-    return s;
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; ++i) v[i] += v[i + width];
+    return v[0];
 }
 inline float largest(vf v) {
-    float m = v[0];
-    for (int i = 1; i < LANES; ++i) m = std::max(m, v[i]);
-    return m;
+    for (int width = LANES / 2; width; width /= 2)
+        for (int i = 0; i < width; ++i) v[i] = std::max(v[i], v[i + width]);
+    return v[0];
 }
 
 // exp for x <= 88, to about 2 units in the last place: 2^n times a polynomial in the rest (Cody and Waite 1980).
@@ -113,10 +113,18 @@ template <class T> inline vf round_to(vf v) {  // what is left of v once it has 
 
 // ---- the product of a few rows
 
-// c[ROWS][16 VECTORS] = (or +=) a[ROWS][k] x b[k][16 VECTORS]; k, lda, ldb count units. Every sum stays in a register; where
-// there are few, SPLIT interleaved sums hide the latency of the multiply-add.
-template <class T, int ROWS, int VECTORS>
-inline void tile(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, int64_t k, float* c, int64_t ldc, bool add) {
+// Columns in memory: `row` units from one summed unit to the next, `vector` units from 16 columns to the next 16. While
+// they are read, as much is fetched from `ahead`: hardware prefetching stops at every page.
+struct Columns {
+    const uint32_t* at;
+    int64_t row, vector;
+    const uint32_t* ahead;
+};
+
+// c[ROWS][16 VECTORS] = (or +=) a[ROWS][k] x b[k][16 VECTORS]; k and lda count units. Every sum stays in a register; where
+// there are few, SPLIT interleaved sums hide the latency of the multiply-add. STREAM: fetch ahead.
+template <class T, int ROWS, int VECTORS, bool STREAM>
+inline void tile(const uint32_t* a, int64_t lda, Columns b, int64_t k, float* c, int64_t ldc, bool add) {
     constexpr int SPLIT = ROWS * VECTORS <= 4 ? 4 : ROWS * VECTORS <= 8 ? 2 : 1;
     vf acc[SPLIT][ROWS][VECTORS];
 #pragma GCC unroll 24
@@ -128,7 +136,10 @@ inline void tile(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb,
     const auto step = [&](int64_t i, int s) {
         vi bv[VECTORS];
 #pragma GCC unroll 24
-        for (int v = 0; v < VECTORS; ++v) bv[v] = load<vi>(b + i * ldb + v * LANES);
+        for (int v = 0; v < VECTORS; ++v) {
+            bv[v] = load<vi>(b.at + i * b.row + v * b.vector);
+            if (STREAM) __builtin_prefetch(b.ahead + (i * VECTORS + v) * LANES);
+        }
 #pragma GCC unroll 24
         for (int r = 0; r < ROWS; ++r) {
             const uint32_t unit = a[r * lda + i];
@@ -153,13 +164,12 @@ inline void tile(const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb,
         }
 }
 
-template <class T, int ROWS = MAX_TILE_ROWS>
-inline void tile_of(int rows, const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, int64_t k, float* c, int64_t ldc,
-                    int vectors, bool add) {
+template <class T, bool STREAM, int ROWS = MAX_TILE_ROWS>
+inline void tile_of(int rows, const uint32_t* a, int64_t lda, Columns b, int64_t k, float* c, int64_t ldc, int vectors, bool add) {
     if constexpr (ROWS > 0) {
-        if (rows != ROWS) return tile_of<T, ROWS - 1>(rows, a, lda, b, ldb, k, c, ldc, vectors, add);
-        if (vectors == 2) tile<T, ROWS, 2>(a, lda, b, ldb, k, c, ldc, add);
-        else tile<T, ROWS, 1>(a, lda, b, ldb, k, c, ldc, add);
+        if (rows != ROWS) return tile_of<T, STREAM, ROWS - 1>(rows, a, lda, b, k, c, ldc, vectors, add);
+        if (vectors == 2) tile<T, ROWS, 2, STREAM>(a, lda, b, k, c, ldc, add);
+        else tile<T, ROWS, 1, STREAM>(a, lda, b, k, c, ldc, add);
     }
 }
 
@@ -174,12 +184,13 @@ template <class Body> inline void row_pieces(int64_t rows, Body body) {
 
 // c[rows][columns] = (or +=) a x b for columns that are a multiple of 16.
 template <class T>
-inline void product(int64_t rows, const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, int64_t k, float* c, int64_t ldc,
-                    int64_t columns, bool add) {
-    for (int64_t n = 0; n < columns; n += PANEL) {
-        const int vectors = columns - n >= PANEL ? 2 : 1;
+inline void product(int64_t rows, const uint32_t* a, int64_t lda, Columns b, int64_t k, float* c, int64_t ldc, int64_t columns, bool add) {
+    for (int64_t n = 0; n < columns; n += 2 * LANES) {
+        const int vectors = columns - n > LANES ? 2 : 1;
+        const Columns part = {b.at + n / LANES * b.vector, b.row, b.vector, b.ahead + n * k};
         row_pieces(rows, [&](int64_t first, int count) {
-            tile_of<T>(count, a + first * lda, lda, b + n, ldb, k, c + first * ldc + n, ldc, vectors, add);
+            const auto product = first ? tile_of<T, false> : tile_of<T, true>;
+            product(count, a + first * lda, lda, part, k, c + first * ldc + n, ldc, vectors, add);
         });
     }
 }
@@ -199,10 +210,12 @@ void linear(const void* x_, const uint32_t* packed, const void* bias_, void* y_,
         const int64_t end = std::min(rows, start + fitting);
 #pragma omp for schedule(static) nowait
         for (int64_t p = 0; p < panels; ++p) {
+            const uint32_t* panel = packed + p * k * PANEL;
             const int64_t column = p * PANEL, columns = std::min<int64_t>(PANEL, out - column);
             row_pieces(end - start, [&](int64_t first, int count) {
                 alignas(64) float c[MAX_TILE_ROWS * PANEL];
-                tile_of<T>(count, x + (start + first) * k, k, packed + p * k * PANEL, PANEL, k, c, PANEL, 2, false);
+                const auto product = first ? tile_of<T, false> : tile_of<T, true>;  // the first piece brings W into the cache
+                product(count, x + (start + first) * k, k, {panel, PANEL, LANES, panel + AHEAD}, k, c, PANEL, 2, false);
                 for (int r = 0; r < count; ++r) {
                     float* sums = c + r * PANEL;
                     if (bias)
@@ -248,8 +261,11 @@ void attend_rows(const typename T::element* q, const uint32_t* k_cache, const ui
     for (int64_t start = 0; start < num_keys; start += tile_size) {
         const int64_t at = cache_tile(blocks[start / block_size], head, num_kv_heads, tile_units), offset = start % block_size;
         const int64_t keys = std::min(num_keys - start, tile_size), padded = (keys + LANES - 1) / LANES * LANES;
-        product<T>(rows, (const uint32_t*)queries, dim_units, k_cache + at + offset, block_size, dim_units, scores, KEY_TILE,
-                   padded, false);
+        const uint32_t *k_at = k_cache + at + offset * dim_units, *v_at = v_cache + at + offset / T::PER_UNIT * dim;
+        const int64_t next = std::min(start + tile_size, num_keys - 1), next_offset = next % block_size / LANES * LANES;
+        const int64_t next_at = cache_tile(blocks[next / block_size], head, num_kv_heads, tile_units);
+        const Columns k_tile = {k_at, LANES, LANES * dim_units, v_at};
+        product<T>(rows, (const uint32_t*)queries, dim_units, k_tile, dim_units, scores, KEY_TILE, padded, false);
         for (int64_t r = 0; r < rows; ++r) {
             float* score = scores + r * KEY_TILE;
             const int32_t visible = (int32_t)std::min<int64_t>(position + r / group + 1 - start, padded);
@@ -274,8 +290,9 @@ void attend_rows(const typename T::element* q, const uint32_t* k_cache, const ui
             }
             totals[r] += sum(total);
         }
-        product<T>(rows, (const uint32_t*)weights, KEY_TILE / T::PER_UNIT, v_cache + at + offset / T::PER_UNIT * dim, dim,
-                   (keys + T::PER_UNIT - 1) / T::PER_UNIT, sums, dim, dim, true);
+        const Columns v_tile = {v_at, dim, LANES, k_cache + next_at + next_offset * dim_units};
+        const int64_t key_units = (keys + T::PER_UNIT - 1) / T::PER_UNIT;
+        product<T>(rows, (const uint32_t*)weights, KEY_TILE / T::PER_UNIT, v_tile, key_units, sums, dim, dim, true);
     }
     for (int64_t r = 0; r < rows; ++r) {
         E* to = out + r / group * stride + (head * group + r % group) * dim;
@@ -385,7 +402,8 @@ void norm_rope_store(const void* qkv_, const void* q_weight, const void* k_weigh
                 alignas(64) E k[MAX_HEAD_DIM];
                 rms_norm_row<T>(qkv + t * stride + (heads + h) * dim, (const E*)k_weight, k, dim, eps);
                 rotate<T>(k, cos_sin + positions[t] * dim, dim);
-                for (int64_t i = 0; i < dim_units; ++i) k_cache[at + i * block_size + offset] = load<uint32_t>(k + i * T::PER_UNIT);
+                uint32_t* column = k_cache + at + offset / LANES * LANES * dim_units + offset % LANES;
+                for (int64_t i = 0; i < dim_units; ++i) column[i * LANES] = load<uint32_t>(k + i * T::PER_UNIT);
                 const E* v = qkv + t * stride + (heads + num_kv_heads + h) * dim;
                 uint32_t* units = v_cache + at + offset / T::PER_UNIT * dim;
                 if (T::PER_UNIT == 1) std::memcpy(units, v, dim * sizeof(E));
