@@ -21,6 +21,7 @@ from nanovllm.models.presets import PRESETS, preset_config
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.hub import find_model
 from nanovllm.utils.interrupt import HoldInterrupt
+from nanovllm.utils.machine import limit_threads
 from nanovllm.utils.trace import Clock, Trace
 
 logger = logging.getLogger(__name__)
@@ -114,6 +115,8 @@ class LLMEngine:
             source, data = str(folder / "config.json"), read_json(folder / "config.json")
         hf_config = load_model_config(data, source)
         config = config.resolve(hf_config)
+        if config.device == "cpu":
+            limit_threads()
         vocab_size = int(hf_config.vocab_size)
         tokenizer = Tokenizer(folder) if folder is not None and Tokenizer.is_in(folder) else None
         path = folder / "generation_config.json" if folder is not None else None

@@ -18,6 +18,7 @@ from nanovllm.engine.plan import StepPlan
 from nanovllm.engine.staging import ReturnBuffers, Staging
 from nanovllm.engine.step_handle import Logprobs, StepHandle, Stopwatch
 from nanovllm.layers.parallel import Parallel
+from nanovllm.models.config import count_parameters
 from nanovllm.models.qwen3 import kv_heads_of
 from nanovllm.models.registry import ARCHITECTURES, model_class
 from nanovllm.utils.loader import fill_randomly, load_weights
@@ -49,7 +50,8 @@ class ModelRunner:
         self.device, self.dtype = torch.device(config.device), getattr(torch, config.dtype)
         self._num_kv_heads = kv_heads_of(hf_config, parallel)[1]
         group = hf_config.num_attention_heads // parallel.size // self._num_kv_heads
-        self.backend = make_backend(config.attention_backend, self.device, hf_config.head_dim, group, config.block_size)
+        shape = (hf_config.head_dim, group, config.block_size, self.dtype, count_parameters(hf_config))
+        self.backend = make_backend(config.attention_backend, self.device, *shape)
         with torch.device(self.device), _DefaultDtype(self.dtype):
             architecture = next(name for name in hf_config.architectures if name in ARCHITECTURES)
             self.model = model_class(architecture)(hf_config, self.backend, parallel, config.max_model_len)
@@ -58,6 +60,7 @@ class ModelRunner:
             fill_randomly(self.model, config.seed + parallel.rank, hf_config.initializer_range)
         else:
             load_weights(self.model, folder, show_progress=parallel.rank == 0)
+        self.backend.prepare_model(self.model)
         self._head_dim, self._num_layers = hf_config.head_dim, hf_config.num_hidden_layers
         self.tables = DeviceTables(config.max_num_seqs, config.max_blocks_per_seq, self.device)
         size = StepPlan.max_packed_size(config.max_num_seqs, config.max_num_batched_tokens, config.max_blocks_per_seq)
