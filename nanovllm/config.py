@@ -92,7 +92,7 @@ class EngineConfig:
         use = self.gpu_memory_utilization
         is_share = isinstance(use, (int, float)) and not isinstance(use, bool) and 0 < use <= 1
         put("gpu_memory_utilization", use, is_share, "above 0 and at most 1")
-        put("seed", as_integer(self.seed, "seed"), True, "")
+        put("seed", seed := as_integer(self.seed, "seed"), -(2**63) <= seed < 2**63, "a signed 64-bit integer")
         for name in ("enable_prefix_caching", "enforce_eager", "overlap"):
             as_bool(getattr(self, name), name)
 
@@ -117,18 +117,11 @@ class EngineConfig:
 
         device = resolve_device(self.device)
         dtype = resolve_dtype(self.dtype, device, hf_config)
-        backend = resolve_backend(self.attention_backend, device, dtype)
+        size = None if self.kvcache_block_size == "auto" else int(self.kvcache_block_size)
+        backend = resolve_backend(self.attention_backend, device, dtype, size)
         distributed = resolve_distributed_backend(self.distributed_backend, device, self.tensor_parallel_size)
         # With gloo, what ranks tell each other goes through the host, which a CUDA graph cannot capture.
         through_host = self.tensor_parallel_size > 1 and distributed == "gloo"
-        block_size = self.kvcache_block_size
-        if block_size == "auto":
-            block_size = default_block_size(backend)
-        elif backend == "flash_attn" and int(block_size) % 256:
-            raise ValueError(
-                f"kvcache_block_size is {block_size}; flash-attn needs a multiple of 256: "
-                'use 256 or "auto", or attention_backend="triton"'
-            )
         return replace(
             self,
             device=str(device),
@@ -136,7 +129,7 @@ class EngineConfig:
             attention_backend=backend,
             distributed_backend=distributed,
             enforce_eager=self.enforce_eager or through_host,
-            kvcache_block_size=int(block_size),
+            kvcache_block_size=size or default_block_size(backend),
             max_model_len=min(self.max_model_len, max_position(hf_config)),
         )
 

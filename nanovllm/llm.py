@@ -10,7 +10,8 @@ from typing import Any
 from tqdm import tqdm
 
 from nanovllm.config import EngineConfig
-from nanovllm.engine.llm_engine import LLMEngine, Output, Prompt, Request
+from nanovllm.engine.llm_engine import LLMEngine, Output
+from nanovllm.engine.request import Prompt, Request
 from nanovllm.sampling_params import SamplingParams
 
 Message = Mapping[str, Any]

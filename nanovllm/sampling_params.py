@@ -1,5 +1,6 @@
 """How one request is sampled, and when it ends."""
 
+import logging
 import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
@@ -9,6 +10,8 @@ from typing import Any
 from nanovllm.utils.names import refuse_unknown
 
 _INT32_MAX = 2**31 - 1  # what plans carry; both values mean the whole vocabulary long before
+logger = logging.getLogger(__name__)
+
 _LACKING = {
     **dict.fromkeys(("n", "best_of"), "one completion a prompt; repeat the prompt instead (its KV cache is shared)"),
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_penalty"), "penalties are not implemented"),
@@ -128,6 +131,8 @@ class SamplingParams:
         """What a model's generation_config.json asks for; greedy if it says `do_sample: false`."""
         known = {"temperature", "top_k", "top_p", "min_p"}
         values = {name: generation_config[name] for name in known if generation_config.get(name) is not None}
+        if generation_config.get("repetition_penalty") not in (None, 1, 1.0):
+            logger.warning("the model's generation_config asks for a repetition_penalty, which is not implemented")
         if generation_config.get("do_sample") is False:
             values = {"temperature": 0.0}
         if generation_config.get("max_new_tokens") is not None:

@@ -174,6 +174,7 @@ BAD_LINES = {
     "another model": (with_chat(model="gpt-4o"), "invalid_request", "--served-model-name"),
     "temperature": (with_chat(temperature=-1), "invalid_request", "temperature is -1"),
     "temperature, a string": (with_chat(temperature="hot"), "invalid_request", "temperature is 'hot'"),
+    "temperature, beyond floats": (with_chat(temperature=10**400), "invalid_request", "temperature is 1000"),
     "no tokens": (with_chat(max_tokens=0), "invalid_request", "max_tokens is 0"),
     "two limits": (with_chat(max_tokens=5, max_completion_tokens=5), "invalid_request", "give one"),
     "stop": (with_chat(stop={"a": 1}), "invalid_request", "stop is"),

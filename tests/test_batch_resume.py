@@ -233,8 +233,11 @@ def test_a_full_device_and_a_disk_that_fails_later_are_reported(
 def test_an_output_that_cannot_be_opened_is_a_usage_error(
     name: str, words: str, tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> None:
-    assert run(write_lines(tmp_path / "in", LINES), tmp_path / name) == Status.USAGE
+    source = write_lines(tmp_path / "in", LINES)
+    assert run(source, tmp_path / name) == Status.USAGE
     assert words in log.text
+    assert run(source, tmp_path / "out", stats=str(tmp_path / "no/such")) == Status.USAGE
+    assert "--stats" in log.text
 
 
 def test_an_input_that_cannot_be_read_is_a_usage_error(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:

@@ -63,6 +63,7 @@ def test_every_engine_option_reaches_the_engine(monkeypatch: pytest.MonkeyPatch)
         "kvcache_block_size": 32,
         "attention_backend": "torch",
         "load_format": "dummy",
+        "distributed_backend": "gloo",
         "seed": -3,
     }
     for field in fields(EngineConfig):

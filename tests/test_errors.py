@@ -256,13 +256,12 @@ def test_what_this_machine_lacks_is_refused(options: dict[str, str], random_mode
         LLM(random_model, **options)
 
 
-def test_flash_attn_says_that_its_blocks_are_multiples_of_256(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_block_size_is_the_backend_s_unless_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import Qwen3Config
 
     monkeypatch.setattr("nanovllm.backends.resolve_backend", lambda *_: "flash_attn")
-    with pytest.raises(ValueError, match=r"kvcache_block_size.*64.*multiple of 256"):
-        EngineConfig("model", kvcache_block_size=64).resolve(Qwen3Config())
-    assert EngineConfig("model", kvcache_block_size="auto").resolve(Qwen3Config()).kvcache_block_size == 256
+    assert EngineConfig("model").resolve(Qwen3Config()).kvcache_block_size == 256
+    assert EngineConfig("model", kvcache_block_size=512).resolve(Qwen3Config()).kvcache_block_size == 512
 
 
 @pytest.mark.parametrize(

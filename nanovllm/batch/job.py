@@ -20,11 +20,11 @@ from nanovllm.batch.tally import Tally
 from nanovllm.config import EngineConfig
 
 if TYPE_CHECKING:
-    from nanovllm.engine.llm_engine import Output, Request
+    from nanovllm.engine.llm_engine import Output
+    from nanovllm.engine.request import Request
     from nanovllm.llm import LLM
 
 logger = logging.getLogger(__name__)
-
 
 _PACE = {"max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "num_kvcache_blocks", "overlap"}
 _PACE |= {"kvcache_memory_bytes", "kvcache_block_size", "enable_prefix_caching", "enforce_eager", "trace"}
@@ -70,7 +70,7 @@ def answer_lines(
         emit: is called with each answer.
         done: numbers of the lines that have an answer. Their ids count as seen.
     """
-    from nanovllm.engine.llm_engine import derive_seed
+    from nanovllm.engine.request import derive_seed
 
     ids, running = DigestSet(), dict[int, Envelope]()
 
@@ -119,6 +119,8 @@ def conclude(job: Job, run: Callable[[Tally], None]) -> Status:
     tally = Tally()
     with _TermAsInterrupt() as term:
         try:
+            if job.stats is not None and not Path(job.stats).absolute().parent.is_dir():
+                raise ValueError(f"the folder of --stats {job.stats} does not exist")
             run(tally)
             status = Status.LINES_FAILED if tally.num_failed else Status.OK
         except KeyboardInterrupt:
@@ -159,7 +161,7 @@ def _run(job: Job, tally: Tally, load: "Callable[[EngineConfig], LLM]") -> None:
             try:
                 answer_lines(llm, read_lines(job.input), emit, job.model_name, done)
             except ValueError as error:
-                raise RuntimeError("no line can cause this") from error
+                raise RuntimeError(str(error)) from error  # nothing that a line could cause
     finally:
         journal.close()
 

@@ -13,7 +13,7 @@ from nanovllm.sampling_params import as_integer
 from nanovllm.utils.names import refuse_unknown
 
 if TYPE_CHECKING:
-    from nanovllm.engine.llm_engine import Request
+    from nanovllm.engine.request import Request
     from nanovllm.llm import LLM
 
 CHAT_URL, COMPLETIONS_URL = "/v1/chat/completions", "/v1/completions"
@@ -145,7 +145,7 @@ def prepare(envelope: Envelope, llm: "LLM", model_name: str, derive_seed: Callab
         else:
             prompt = _read_prompt(body.get("prompt"))
         return llm.prepare(prompt, params)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise LineError("invalid_request", str(error), envelope.custom_id) from error
 
 

@@ -1,18 +1,16 @@
 """The producer-consumer loop: requests in, steps planned and launched, tokens taken in, outputs out."""
 
 import logging
-import struct
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-import xxhash
-
 from nanovllm.config import EngineConfig
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.plan import StepPlan
+from nanovllm.engine.request import Prompt, Request, derive_seed, prepare_request
 from nanovllm.engine.scheduler import Batch, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step_handle import StepResult
@@ -20,29 +18,14 @@ from nanovllm.engine.tensor_parallel import make_runner
 from nanovllm.engine.tokenizer import Tokenizer
 from nanovllm.models.config import load_model_config, read_json
 from nanovllm.models.presets import PRESETS, preset_config
-from nanovllm.sampling_params import SamplingParams, as_integer
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.hub import find_model
 from nanovllm.utils.interrupt import HoldInterrupt
 from nanovllm.utils.trace import Clock, Trace
 
 logger = logging.getLogger(__name__)
 
-Prompt = str | list[int] | Mapping[str, Any]
 Output = dict[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A prompt, tokenised and validated, and how to sample it. Made by `LLMEngine.prepare`."""
-
-    prompt_token_ids: list[int]
-    params: SamplingParams
-
-
-def derive_seed(engine_seed: int, key: int | str) -> int:
-    """A request's seed, 64 bits: from the engine's and the request's number, or a name of the caller's choice."""
-    suffix = struct.pack("<q", key) if isinstance(key, int) else key.encode()
-    return xxhash.xxh3_64_intdigest(struct.pack("<q", engine_seed) + suffix)
 
 
 class Handle(Protocol):
@@ -163,41 +146,7 @@ class LLMEngine:
             ValueError: what is wrong with it, the limit, and the option to change.
         """
         params = self.default_params if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise ValueError(f"sampling_params is {params!r}; it must be a SamplingParams")
-        if bad := [i for i in params.stop_token_ids or () if not 0 <= i < self.vocab_size]:
-            raise ValueError(f"stop_token_ids has {bad[0]}; the vocabulary is 0..{self.vocab_size - 1}")
-        if params.stop and self.tokenizer is None:
-            raise ValueError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
-        token_ids = self._tokenize(prompt)
-        if not token_ids:
-            raise ValueError("the prompt is empty; it must have at least one token")
-        limit = self.config.max_model_len
-        if len(token_ids) >= limit:
-            raise ValueError(
-                f"the prompt has {len(token_ids)} tokens; with max_model_len={limit} it may have at most {limit - 1}: "
-                "shorten it or raise max_model_len"
-            )
-        if min(token_ids) < 0 or max(token_ids) >= self.vocab_size:
-            bad_id = next(i for i in token_ids if not 0 <= i < self.vocab_size)
-            raise ValueError(f"the prompt has token id {bad_id}; the vocabulary is 0..{self.vocab_size - 1}")
-        return Request(token_ids, params)
-
-    def _tokenize(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, Mapping):
-            keys = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
-            unknown = prompt.keys() - {"prompt_token_ids", "prompt"}
-            if unknown or not keys:
-                found = ", ".join(map(repr, prompt)) or "no keys"
-                raise ValueError(f'a prompt has {found}; it must have "prompt" or "prompt_token_ids"')
-            prompt = prompt[keys[0]]
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("the prompt is a string, and this model has no tokenizer: pass token ids")
-            return self.tokenizer.encode(prompt)
-        if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Iterable):
-            raise ValueError(f"a prompt is {prompt!r}; it must be a string, a list of token ids, or a dict of either")
-        return [as_integer(i, "a token id of the prompt") for i in prompt]
+        return prepare_request(prompt, params, self.tokenizer, self.vocab_size, self.config.max_model_len)
 
     def add(self, request: Request) -> Sequence:
         """Queue a request. Its seed is fixed here: its own, or one from the engine's seed and its number."""

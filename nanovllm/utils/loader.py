@@ -1,6 +1,5 @@
 """Filling a model from safetensors, and the proof that every parameter was filled."""
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol
@@ -122,13 +121,3 @@ def fill_randomly(model: Loadable, seed: int, std: float) -> None:
     for name, target in model.weight_targets():
         if name.endswith(".bias"):
             target.view.zero_()
-
-
-def total_bytes(folder: Path) -> int:
-    """Size of a checkpoint's tensors, from the files' headers."""
-    total = 0
-    for path in checkpoint_files(folder):
-        with open(path, "rb") as file:
-            header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
-        total += max((t["data_offsets"][1] for name, t in header.items() if name != "__metadata__"), default=0)
-    return total

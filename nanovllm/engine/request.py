@@ -1,0 +1,73 @@
+"""What comes in: prompts in any of their forms, tokenised and validated before anything runs."""
+
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import xxhash
+
+from nanovllm.engine.tokenizer import Tokenizer
+from nanovllm.sampling_params import SamplingParams, as_integer
+
+Prompt = str | list[int] | Mapping[str, Any]
+"""A text, token ids, or {"prompt": text} or {"prompt_token_ids": token ids}, as vLLM takes them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A prompt, tokenised and validated, and how to sample it. Made by `prepare_request`."""
+
+    prompt_token_ids: list[int]
+    params: SamplingParams
+
+
+def derive_seed(engine_seed: int, key: int | str) -> int:
+    """A request's seed, 64 bits: from the engine's and the request's number, or a name of the caller's choice."""
+    suffix = struct.pack("<q", key) if isinstance(key, int) else key.encode()
+    return xxhash.xxh3_64_intdigest(struct.pack("<q", engine_seed) + suffix)
+
+
+def prepare_request(
+    prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int, max_model_len: int
+) -> Request:
+    """Tokenise and validate one request.
+
+    Raises:
+        ValueError: what is wrong with it, the limit, and the option to change.
+    """
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"sampling_params is {params!r}; it must be a SamplingParams")
+    if bad := [i for i in params.stop_token_ids or () if not 0 <= i < vocab_size]:
+        raise ValueError(f"stop_token_ids has {bad[0]}; the vocabulary is 0..{vocab_size - 1}")
+    if params.stop and tokenizer is None:
+        raise ValueError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
+    token_ids = _tokenize(prompt, tokenizer)
+    if not token_ids:
+        raise ValueError("the prompt is empty; it must have at least one token")
+    if len(token_ids) >= max_model_len:
+        raise ValueError(
+            f"the prompt has {len(token_ids)} tokens; with max_model_len={max_model_len} it may have at most "
+            f"{max_model_len - 1}: shorten it or raise max_model_len"
+        )
+    if min(token_ids) < 0 or max(token_ids) >= vocab_size:
+        bad_id = next(i for i in token_ids if not 0 <= i < vocab_size)
+        raise ValueError(f"the prompt has token id {bad_id}; the vocabulary is 0..{vocab_size - 1}")
+    return Request(token_ids, params)
+
+
+def _tokenize(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
+    if isinstance(prompt, Mapping):
+        keys = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
+        unknown = prompt.keys() - {"prompt_token_ids", "prompt"}
+        if unknown or not keys:
+            found = ", ".join(map(repr, prompt)) or "no keys"
+            raise ValueError(f'a prompt has {found}; it must have "prompt" or "prompt_token_ids"')
+        prompt = prompt[keys[0]]
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ValueError("the prompt is a string, and this model has no tokenizer: pass token ids")
+        return tokenizer.encode(prompt)
+    if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Iterable):
+        raise ValueError(f"a prompt is {prompt!r}; it must be a string, a list of token ids, or a dict of either")
+    return [as_integer(i, "a token id of the prompt") for i in prompt]
