@@ -1,6 +1,7 @@
 """What must be said before torch and Triton are imported, and fixtures that several test files share."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
+
+# A shell gives its background jobs, and so their tests, a SIGINT that is ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if not torch.cuda.is_available():
     # Triton chooses where a kernel runs when it is decorated: without a GPU, in the interpreter.
