@@ -1,11 +1,11 @@
 """An engine as a stateful class for Ray Data, for anybody's pipeline:
 
-    import ray
-    from nanovllm.ray import RayLLM, actors
-    prompts = ray.data.from_items([{"prompt": f"Name {n} colours."} for n in range(1000)])
-    outputs = prompts.map_batches(RayLLM, fn_constructor_args=("tiny-qwen3",), batch_size=64, **actors(replicas=2))
-    for row in outputs.iter_rows():
-        print(row["prompt"], row["generated_text"], row["error"])
+import ray
+from nanovllm.ray import RayLLM, actors
+prompts = ray.data.from_items([{"prompt": f"Name {n} colours."} for n in range(1000)])
+outputs = prompts.map_batches(RayLLM, fn_constructor_args=("tiny-qwen3",), batch_size=64, **actors(replicas=2))
+for row in outputs.iter_rows():
+    print(row["prompt"], row["generated_text"], row["error"])
 """
 
 import asyncio
@@ -53,9 +53,9 @@ def actors(
 
 
 class _Place(NamedTuple):
-    """Where the answer to a request goes: its number there, and the queue that its thread waits at."""
+    """Where the answer to a request goes: its position there, and the queue that its thread waits at."""
 
-    index: int
+    position: int
     answers: "SimpleQueue[tuple[int, Output] | BaseException]"
 
 
@@ -93,7 +93,7 @@ class SharedLLM(LLM):
         try:
             for number, output in super().stream(self._requests()):
                 place = self._running.pop(number)
-                place.answers.put((place.index, output))
+                place.answers.put((place.position, output))
         except BaseException as error:
             for place in self._running.values():
                 place.answers.put(error)
