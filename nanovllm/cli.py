@@ -90,7 +90,7 @@ def _run_batch(options: argparse.Namespace) -> int:
     try:
         from nanovllm.batch.cluster import run_on_ray
     except ImportError as error:
-        raise ValueError(f"--ray: {error}") from error
+        raise ValueError(f"--ray needs Ray Data: pip install 'nano-vllm[ray]' ({error})") from error
     return run_on_ray(job, options.replicas, options.ray_address)
 
 
