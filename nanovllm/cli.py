@@ -58,6 +58,12 @@ def _add_run_batch(commands: Any) -> None:
     add("--served-model-name", metavar="NAME", help='what lines may call their "model" (default: --model)')
     add("--stats", metavar="FILE", help="write the summary there, as JSON")
     add("--model", required=True, help=_help("model"))
+    cluster = parser.add_argument_group("on a Ray cluster (the input may be a folder; the output is a folder of parts)")
+    cluster.add_argument("--ray", action="store_true", help="run there; needs the extra nano-vllm[ray]")
+    cluster.add_argument("--replicas", type=int, default=1, metavar="N", help="engines (default: 1)")
+    cluster.add_argument(
+        "--ray-address", metavar="X", help="default: RAY_ADDRESS, or a cluster of this machine alone, for this job"
+    )
     engine = parser.add_argument_group("engine options")
     for name in _ENGINE_FIELDS:
         if name != "model":
@@ -69,16 +75,23 @@ def _run_batch(options: argparse.Namespace) -> int:
     from nanovllm.batch.job import Job, run_job
 
     given = {name: value for name, value in vars(options).items() if name in _ENGINE_FIELDS and name != "model"}
-    return run_job(
-        Job(
-            input=options.input_file,
-            output=options.output_file,
-            config=EngineConfig.from_options(options.model, given),
-            model_name=options.served_model_name or options.model,
-            overwrite=options.overwrite,
-            stats=options.stats,
-        )
+    job = Job(
+        input=options.input_file,
+        output=options.output_file,
+        config=EngineConfig.from_options(options.model, given),
+        model_name=options.served_model_name or options.model,
+        overwrite=options.overwrite,
+        stats=options.stats,
     )
+    if not options.ray:
+        if options.replicas != 1 or options.ray_address is not None:
+            raise ValueError("--replicas and --ray-address are for a Ray cluster: add --ray")
+        return run_job(job)
+    try:
+        from nanovllm.batch.cluster import run_on_ray
+    except ImportError as error:
+        raise ValueError(f"--ray needs Ray Data: pip install 'nano-vllm[ray]' ({error})") from error
+    return run_on_ray(job, options.replicas, options.ray_address)
 
 
 def _add_estimate(commands: Any) -> None:

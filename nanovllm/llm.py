@@ -112,14 +112,15 @@ class LLM:
         return self.engine.prepare(prompt, sampling_params)
 
     def stream(
-        self, requests: Iterable[Request | tuple[Prompt, SamplingParams | None]]
+        self, requests: Iterable[Request | tuple[Prompt, SamplingParams | None] | None]
     ) -> Iterator[tuple[int, Output]]:
         """Run requests from any iterable, taken lazily, and yield (index, output) as each finishes.
 
         At most 2 x max_num_seqs are held waiting, so an endless iterable runs in bounded memory. Leaving the
-        iterator early aborts what is still running.
+        iterator early aborts what is still running. An iterable that must wait for its next request may give None
+        meanwhile (which takes an index): it is asked again after the next step.
         """
-        prepared = (r if isinstance(r, Request) else self.prepare(*r) for r in requests)
+        prepared = (r if r is None or isinstance(r, Request) else self.prepare(*r) for r in requests)
         run = self.engine.run(prepared)
         try:
             for index, seq in run:

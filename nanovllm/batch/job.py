@@ -8,7 +8,7 @@ from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm.batch.answers import error_line, result_line
 from nanovllm.batch.compact import DigestSet, LineSet
@@ -108,10 +108,20 @@ def _load(config: EngineConfig) -> "LLM":
 
 def run_job(job: Job, load: "Callable[[EngineConfig], LLM]" = _load) -> Status:
     """Run a job, or go on with it. What went wrong is logged, and told by the status."""
+    return conclude(job, lambda tally: _run(job, tally, load))
+
+
+def conclude(job: Job, run: Callable[[Tally], None]) -> Status:
+    """Run a job by a function that raises a ValueError for what is wrong from the start, other errors for later ones.
+
+    What went wrong is logged, and told by the status; the summary is logged and written.
+    """
     tally = Tally()
     with _TermAsInterrupt() as term:
         try:
-            _run(job, tally, load)
+            if job.stats is not None and not Path(job.stats).absolute().parent.is_dir():
+                raise ValueError(f"the folder of --stats {job.stats} does not exist")
+            run(tally)
             status = Status.LINES_FAILED if tally.num_failed else Status.OK
         except KeyboardInterrupt:
             status = Status.TERMINATED if term.received else Status.INTERRUPTED
@@ -136,14 +146,13 @@ def run_job(job: Job, load: "Callable[[EngineConfig], LLM]" = _load) -> Status:
 
 
 def _run(job: Job, tally: Tally, load: "Callable[[EngineConfig], LLM]") -> None:
-    """Raises a ValueError for what is wrong from the start, other errors for what goes wrong later."""
     journal, done = _open(job, tally)
     try:
         if tally.num_lines == len(done):
             return
         if done:
             logger.info("%s: going on after %d answers", job.output, len(done))
-        with closing(load(job.config)) as llm, tally.show(llm):
+        with closing(load(job.config)) as llm, tally.show(lambda: llm.stats()["num_generated_tokens"]):
 
             def emit(answer: Answer) -> None:
                 journal.append(answer.line)
@@ -159,24 +168,25 @@ def _run(job: Job, tally: Tally, load: "Callable[[EngineConfig], LLM]") -> None:
 
 def _open(job: Job, tally: Tally) -> tuple[Journal, LineSet]:
     """The journal, and the lines that are done; ValueError if job and journal do not go together."""
-    if is_file(job.input) and not Path(job.input).is_file():
-        raise ValueError(f"the input {job.input} does not exist")
-    if Path(job.input).is_file() and Path(job.output).is_file() and Path(job.output).samefile(job.input):
-        raise ValueError(f"{job.input} is the input and the output")
-    if job.stats is not None and not Path(job.stats).absolute().parent.is_dir():
-        raise ValueError(f"the folder of --stats {job.stats} does not exist")
-    card = None
-    if is_file(job.input):
-        found = survey(job.input)
-        tally.num_lines = found.num_lines
-        options = {name: value for name, value in asdict(job.config).items() if name not in _PACE}
-        card = {"input": asdict(found), "options": {**options, "served_model_name": job.model_name}}
+    card = fingerprint(job, tally) if is_file(job.input) else None
     if not is_file(job.input) or not is_file(job.output):
         logger.warning("a job from or to a pipe cannot be gone on with: if it ends early, its work is lost")
     journal, earlier = open_journal(job.output, card, job.overwrite)
     tally.num_earlier, tally.num_failed = len(earlier.done), earlier.num_failed
     tally.num_succeeded = tally.num_earlier - tally.num_failed
     return journal, earlier.done
+
+
+def fingerprint(job: Job, tally: Tally) -> dict[str, Any]:
+    """Count the lines, and make the card that a job is known by when it is gone on with; ValueError if it cannot be."""
+    if not Path(job.input).exists():
+        raise ValueError(f"the input {job.input} does not exist")
+    if Path(job.output).exists() and Path(job.output).samefile(job.input):
+        raise ValueError(f"{job.input} is the input and the output")
+    found = survey(job.input)
+    tally.num_lines = found.num_lines
+    options = {name: value for name, value in asdict(job.config).items() if name not in _PACE}
+    return {"input": asdict(found), "options": {**options, "served_model_name": job.model_name}}
 
 
 class _TermAsInterrupt:

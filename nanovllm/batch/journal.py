@@ -135,17 +135,14 @@ def open_journal(path: str, card: Mapping[str, Any] | None, overwrite: bool) -> 
 
 def _take_over(descriptor: int, path: Path, card: Mapping[str, Any] | None, overwrite: bool) -> Earlier:
     """Check that the file is this job's, read what it holds, and repair its end."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(f"{path} is being written by another process") from None
+    lock(descriptor, path)
     card_path = path.with_name(path.name + ".job.json")
     if overwrite:  # the old results go before their card: whatever comes between, no results lie under a wrong one
         os.ftruncate(descriptor, 0)
         os.fsync(descriptor)
     size = os.fstat(descriptor).st_size
     if size:
-        _check_card(path, card_path, card)
+        check_card(path, card_path, card)
     elif card is None:
         card_path.unlink(missing_ok=True)
     else:
@@ -158,6 +155,14 @@ def _take_over(descriptor: int, path: Path, card: Mapping[str, Any] | None, over
         os.ftruncate(descriptor, earlier.end)
         os.fsync(descriptor)
     return earlier
+
+
+def lock(descriptor: int, path: Path) -> None:
+    """Keep others from writing there until the descriptor is closed; ValueError if another process does."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"{path} is being written by another process") from None
 
 
 def _read_back(path: Path) -> Earlier:
@@ -179,7 +184,7 @@ def _read_back(path: Path) -> Earlier:
     return earlier
 
 
-def _check_card(path: Path, card_path: Path, card: Mapping[str, Any] | None) -> None:
+def check_card(path: Path, card_path: Path, card: Mapping[str, Any] | None) -> None:
     """Raises a ValueError that says what differs."""
     start_anew = "--overwrite starts anew, another -o leaves it as it is"
     if card is None:
@@ -204,10 +209,15 @@ def _differences(first: Any, now: Mapping[str, Any], prefix: str = "") -> Iterat
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
+    """Write a file as JSON, as `write_whole` does."""
+    write_whole(path, json.dumps(data, indent=2).encode() + b"\n")
+
+
+def write_whole(path: Path, content: bytes) -> None:
     """Write a file so that it is there wholly or, whatever happens, as it was before. Raises an OSError."""
     new = path.with_name(path.name + ".new")
-    with open(new, "w") as file:
-        file.write(json.dumps(data, indent=2) + "\n")
+    with open(new, "wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     os.replace(new, path)

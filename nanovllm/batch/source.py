@@ -1,4 +1,4 @@
-"""The input of a job: its lines, read lazily, and what they are known by."""
+"""The input of a job, a file or a folder of files: its lines, read lazily, and what they are known by."""
 
 import gzip
 import sys
@@ -30,31 +30,47 @@ class Survey:
 
 
 def is_file(path: str) -> bool:
-    """Whether a path is a file, there or to be made, rather than a pipe, a device or a terminal."""
-    return path != STANDARD and (Path(path).is_file() or not Path(path).exists())
+    """Whether a path is a file or a folder, there or to be made, rather than a pipe, a device or a terminal."""
+    return path != STANDARD and (Path(path).is_file() or Path(path).is_dir() or not Path(path).exists())
 
 
 def read_lines(path: str) -> Iterator[tuple[int, bytes]]:
-    """(number, line) of every line that is not blank, numbered from 1 as they lie in the file, blank ones included.
+    """(number, line) of every line that is not blank, numbered from 1 as they lie in the input, blank ones included.
+
+    A folder's files are read in the order of their names, as if they were one.
 
     Raises:
-        ValueError: the file cannot be read, or its packing is broken.
+        ValueError: a file cannot be read, or its packing is broken, or the folder is empty.
     """
-    with _open(path) as file:
-        for number, line in enumerate(file, start=1):
-            if not line.isspace():
-                yield number, line
+    for number, line in enumerate(_all_lines(path), start=1):
+        if not line.isspace():
+            yield number, line
 
 
 def survey(path: str) -> Survey:
-    """Read the file once, for its length and its fingerprint; ValueError as for `read_lines`."""
+    """Read the input once, for its length and its fingerprint; ValueError as for `read_lines`."""
     digest, num_lines, num_bytes = xxhash.xxh3_128(), 0, 0
-    with _open(path) as file:
-        for line in file:
-            digest.update(line)
-            num_bytes += len(line)
-            num_lines += not line.isspace()
+    for line in _all_lines(path):
+        digest.update(line)
+        num_bytes += len(line)
+        num_lines += not line.isspace()
     return Survey(num_lines, num_bytes, digest.hexdigest())
+
+
+def _all_lines(path: str) -> Iterator[bytes]:
+    for name in _files(path):
+        with _open(name) as file:
+            yield from file
+
+
+def _files(path: str) -> list[str]:
+    """A file itself; of a folder, what is in it, sorted, but for hidden files."""
+    if not Path(path).is_dir():
+        return [path]
+    names = sorted(str(file) for file in Path(path).iterdir() if not file.name.startswith("."))
+    if not names:
+        raise ValueError(f"the input {path} is an empty folder")
+    return names
 
 
 @contextmanager

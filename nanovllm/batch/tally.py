@@ -2,15 +2,15 @@
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tqdm import tqdm
 
-if TYPE_CHECKING:
-    from nanovllm.llm import LLM
+COUNTS = ("num_succeeded", "num_failed", "num_prompt_tokens", "num_cached_tokens", "num_generated_tokens")
+"""What tallies of parts of a job add up to."""
 
 
 @dataclass
@@ -46,12 +46,19 @@ class Tally:
         if self._bar is not None:
             self._bar.update()
 
+    def add(self, part: Mapping[str, int]) -> None:
+        """Add the COUNTS of a part of the job that was answered elsewhere."""
+        for name in COUNTS:
+            setattr(self, name, getattr(self, name) + part[name])
+        if self._bar is not None:
+            self._bar.update(part["num_succeeded"] + part["num_failed"])
+
     @contextmanager
-    def show(self, llm: "LLM") -> Iterator[None]:
-        """Show a bar, and keep the time."""
+    def show(self, num_generated: Callable[[], int]) -> Iterator[None]:
+        """Show a bar, and keep the time; `num_generated` tells the tokens so far."""
         since = time.perf_counter()
         self._bar = _Bar(
-            llm,
+            num_generated,
             desc="Answering",
             unit="line",
             total=self.num_lines,
@@ -100,12 +107,11 @@ class Tally:
 class _Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
     """A bar with the tokens generated per second beside the lines; asked for them only when it is drawn."""
 
-    def __init__(self, llm: "LLM", **options: Any) -> None:
-        self._llm, self._since = llm, time.perf_counter()
+    def __init__(self, num_generated: Callable[[], int], **options: Any) -> None:
+        self._num_generated, self._since = num_generated, time.perf_counter()
         super().__init__(**options)
 
     @property
     def format_dict(self) -> dict[str, Any]:
         seconds = max(time.perf_counter() - self._since, 1e-9)
-        rate = self._llm.stats()["num_generated_tokens"] / seconds
-        return {**super().format_dict, "postfix": f"{rate:.0f} tok/s"}
+        return {**super().format_dict, "postfix": f"{self._num_generated() / seconds:.0f} tok/s"}

@@ -251,11 +251,12 @@ class LLMEngine:
                 logger.warning("a step in flight failed too: %s", error)
         self.scheduler.abort_all()
 
-    def run(self, requests: Iterable[Request]) -> Iterator[tuple[int, Sequence]]:
+    def run(self, requests: Iterable[Request | None]) -> Iterator[tuple[int, Sequence]]:
         """Run requests, taken lazily, and yield (its number among them, ended sequence) as each ends.
 
         At most 2 x max_num_seqs are held waiting. Ctrl-C is held until the step in hand has ended. However this
-        generator is left, no sequence stays behind.
+        generator is left, no sequence stays behind. A source that has no request yet gives None, which is counted
+        too, and is asked again after the next step; while none of its requests runs it should rather wait.
 
         Raises:
             RuntimeError: the engine is closed, or another run is open.
@@ -273,12 +274,16 @@ class LLMEngine:
             while True:
                 while not exhausted and len(self.scheduler.waiting) < 2 * self.config.max_num_seqs:
                     number, request = next(incoming, (-1, None))
-                    if request is None:
+                    if number < 0:
                         exhausted = True
+                    elif request is None:
+                        break
                     else:
                         numbers[self.add(request)] = number
                 if not numbers:
-                    return
+                    if exhausted:
+                        return
+                    continue
                 with hold:
                     finished = self.step()
                 for seq in finished:

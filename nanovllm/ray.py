@@ -1,0 +1,189 @@
+"""An engine as a stateful class for Ray Data, for anybody's pipeline:
+
+import ray
+from nanovllm.ray import RayLLM, actors
+prompts = ray.data.from_items([{"prompt": f"Name {n} colours."} for n in range(1000)])
+outputs = prompts.map_batches(RayLLM, fn_constructor_args=("tiny-qwen3",), batch_size=64, **actors(replicas=2))
+for row in outputs.iter_rows():
+    print(row["prompt"], row["generated_text"], row["error"])
+"""
+
+import asyncio
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from itertools import count
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any, NamedTuple
+
+try:
+    from ray.data import ActorPoolStrategy
+except ImportError as error:
+    raise ImportError("Ray Data is not installed: pip install 'nano-vllm[ray]'") from error
+
+from nanovllm.engine.llm_engine import Output
+from nanovllm.engine.request import Prompt, Request
+from nanovllm.llm import LLM
+from nanovllm.sampling_params import SamplingParams
+
+MAX_BATCHES = 64
+"""Most batches that an actor works on at a time, each in a thread that only waits."""
+
+
+def actors(
+    replicas: int = 1, *, tensor_parallel_size: int = 1, on_gpu: bool = False, num_batches: int = 4
+) -> dict[str, Any]:
+    """The arguments of `map_batches` that make a pool of engines.
+
+    Args:
+        replicas: engines, each an actor.
+        tensor_parallel_size: GPUs, or CPUs, of each.
+        num_batches: how many an actor works on at a time, at most 64. Together they should hold some more rows than
+            max_num_seqs, so that there is always a next one to run.
+    """
+    num_batches = min(num_batches, MAX_BATCHES)
+    pool = ActorPoolStrategy(
+        size=replicas,
+        max_tasks_in_flight_per_actor=num_batches,
+        max_concurrent_calls_per_actor=num_batches,
+        enable_true_multi_threading=True,
+    )
+    return {"compute": pool, "num_gpus" if on_gpu else "num_cpus": tensor_parallel_size}
+
+
+class _Place(NamedTuple):
+    """Where the answer to a request goes: its position there, and the queue that its thread waits at."""
+
+    position: int
+    answers: "SimpleQueue[tuple[int, Output] | BaseException]"
+
+
+class SharedLLM(LLM):
+    """An LLM whose `stream` may be open in many threads at a time: their requests run in the same steps.
+
+    One thread runs the engine, over one stream that never ends; the others hand it requests and wait for answers. So a
+    batch's last sequences run beside the next batch's first, and the KV cache stays full.
+    """
+
+    def __init__(self, model: str, **options: Any) -> None:
+        super().__init__(model, **options)
+        self._incoming: SimpleQueue[tuple[Request, _Place]] = SimpleQueue()
+        self._running: dict[int, _Place] = {}
+        Thread(target=self._run, name="engine", daemon=True).start()
+
+    def stream(
+        self, requests: Iterable[Request | tuple[Prompt, SamplingParams | None] | None]
+    ) -> Iterator[tuple[int, Output]]:
+        """As LLM.stream, but takes all requests at once. RuntimeError if the engine has stopped."""
+        answers: SimpleQueue[tuple[int, Output] | BaseException] = SimpleQueue()
+        num_running = 0
+        for index, request in enumerate(requests):
+            if request is not None:
+                request = request if isinstance(request, Request) else self.prepare(*request)
+                self._incoming.put((request, _Place(index, answers)))
+                num_running += 1
+        for _ in range(num_running):
+            answer = answers.get()
+            if isinstance(answer, BaseException):
+                raise RuntimeError(f"the engine has stopped: {answer}") from answer
+            yield answer
+
+    def _run(self) -> None:
+        try:
+            for number, output in super().stream(self._requests()):
+                place = self._running.pop(number)
+                place.answers.put((place.position, output))
+        except BaseException as error:
+            for place in self._running.values():
+                place.answers.put(error)
+            while True:  # nobody may wait in vain
+                self._incoming.get()[1].answers.put(error)
+
+    def _requests(self) -> Iterator[Request | None]:
+        """What the threads hand in; None while there is nothing and the engine has work."""
+        for number in count():
+            try:
+                request, place = self._incoming.get(block=not self._running)
+            except Empty:
+                yield None
+            else:
+                self._running[number] = place
+                yield request
+
+
+class RayLLM:
+    """One engine, for `ray.data.Dataset.map_batches`. Batches of an actor overlap: see `actors`.
+
+    A row has `prompt` (a string or token ids) or `messages`, and may have `sampling_params`, an object of the fields in
+    which it differs from those of all rows. Every other column stays as it is. Added are `generated_text`,
+    `generated_token_ids`, `finish_reason`, `num_prompt_tokens`, `num_cached_tokens` and `error`: "", or what is wrong
+    with a row, which then has no output; the others run. Which actor gets a row is Ray's choice, so a row that samples
+    gives the same in each run only if its sampling_params have a `seed`.
+    """
+
+    def __init__(self, model: str, sampling_params: SamplingParams | None = None, **options: Any) -> None:
+        """
+        Args:
+            sampling_params: of all rows; None means the model's generation_config.
+            options: see `EngineConfig`.
+        """
+        if sampling_params is not None and sampling_params.logprobs is not None:
+            raise ValueError("sampling_params has logprobs, for which there is no column: use LLM.stream for them")
+        self._llm = SharedLLM(model, **options)
+        self._params = sampling_params or self._llm.engine.default_params
+        self._threads = ThreadPoolExecutor(MAX_BATCHES)
+
+    async def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """A coroutine, so that Ray overlaps also the batches of one block."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self.generate, batch)
+
+    def generate(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Complete the rows of a batch (columns by name); may be called in many threads at a time."""
+        rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+        added: list[dict[str, Any]] = [dict(_NO_OUTPUT) for _ in rows]
+
+        def requests() -> Iterator[Request | None]:
+            for row, result in zip(rows, added, strict=True):
+                try:
+                    yield self._prepare(row)
+                except (TypeError, ValueError) as error:
+                    result["error"] = str(error)
+                    yield None
+
+        for index, output in self._llm.stream(requests()):
+            added[index] |= {
+                "generated_text": output["text"],
+                "generated_token_ids": output["token_ids"],
+                "finish_reason": output["finish_reason"],
+                "num_prompt_tokens": len(output["prompt_token_ids"]),
+                "num_cached_tokens": output["num_cached_tokens"],
+            }
+        return {**batch, **{name: [result[name] for result in added] for name in _NO_OUTPUT}}
+
+    def _prepare(self, row: Mapping[str, Any]) -> Request:
+        """Raises a TypeError or a ValueError for a bad row."""
+        given = {name: _plain(row[name]) for name in ("prompt", "messages") if row.get(name) is not None}
+        if len(given) != 1:
+            raise ValueError('a row has either "prompt" or "messages"')
+        # Arrow gives every row the fields that any row has, as None.
+        changes = {k: _plain(v) for k, v in (row.get("sampling_params") or {}).items() if v is not None}
+        if "logprobs" in changes:
+            raise ValueError("sampling_params has logprobs, for which there is no column: use LLM.stream for them")
+        prompt = given["prompt"] if "prompt" in given else self._llm.render_chat(given["messages"], None)
+        return self._llm.prepare(prompt, replace(self._params, **changes))
+
+
+_NO_OUTPUT = {
+    "generated_text": "",
+    "generated_token_ids": [],
+    "finish_reason": "",
+    "num_prompt_tokens": 0,
+    "num_cached_tokens": 0,
+    "error": "",
+}
+
+
+def _plain(value: Any) -> Any:
+    """numpy's values and arrays, which Ray's batches hold, as Python's."""
+    return value.tolist() if hasattr(value, "tolist") else value

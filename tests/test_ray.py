@@ -1,0 +1,296 @@
+"""Engines on Ray. What needs a cluster is marked slow; the rest starts none."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier, Thread
+from typing import Any
+
+import numpy as np
+import pytest
+from batch_jobs import openai_line, write_lines
+
+pytest.importorskip("ray.data")
+
+import ray
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.batch.cluster import check_room, lines_per_part, parts_in_flight, read_parts, run_on_ray
+from nanovllm.batch.job import Job, run_job
+from nanovllm.batch.source import read_lines
+from nanovllm.batch.status import Status
+from nanovllm.cli import main
+from nanovllm.config import EngineConfig
+from nanovllm.ray import RayLLM, SharedLLM, actors
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 256,
+    "max_num_seqs": 4,
+    "kvcache_memory_bytes": 32 << 20,
+    "seed": 7,
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+
+# ---- an engine that many threads share
+
+
+def test_a_source_may_have_nothing_yet(reciter: Path) -> None:
+    with LLM(reciter, **OPTIONS) as llm:
+        outputs = dict(llm.stream([("a", GREEDY), None, None, ("b", GREEDY), None]))
+        assert outputs.keys() == {0, 3} and outputs[3]["text"].startswith("cdef")
+
+
+def test_batches_of_several_threads_run_in_the_same_steps(reciter: Path) -> None:
+    llm = SharedLLM(str(reciter), **OPTIONS)
+
+    def run(barrier: Barrier) -> set[int]:
+        barrier.wait()
+        return {index for index, _ in llm.stream([("a", GREEDY)] * 2)}
+
+    run(Barrier(1))
+    alone = llm.stats()["num_steps"]
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(run, [Barrier(2)] * 2)) == [{0, 1}, {0, 1}]
+    assert llm.stats()["num_steps"] - alone < 1.7 * alone
+
+
+def test_a_broken_engine_leaves_nobody_waiting(reciter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = SharedLLM(str(reciter), **OPTIONS)
+
+    def break_down() -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(llm.engine, "step", break_down)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no room"):
+            list(llm.stream([("a", GREEDY)] * 3))
+
+
+def test_rows_keep_their_columns_and_bad_ones_stop_no_others(reciter: Path) -> None:
+    llm = RayLLM(str(reciter), GREEDY, **OPTIONS)
+    batch = {
+        "prompt": np.array(["a", None, "", "b", "c"], dtype=object),
+        "messages": np.array([None, np.array([{"role": "user", "content": "a"}]), None, None, None], dtype=object),
+        "sampling_params": np.array([{"max_tokens": 2, "seed": None}, None, None, {"size": 1}, {"logprobs": 1}]),
+        "mine": np.arange(5),
+    }
+    result = llm.generate(batch)
+    assert result["mine"] is batch["mine"]
+    assert result["generated_text"][0] == "bc" and result["num_prompt_tokens"][0] == 1
+    assert len(result["generated_token_ids"][1]) == 20
+    assert result["error"][:2] == ["", ""]
+    assert "empty" in result["error"][2] and "size" in result["error"][3] and "logprobs" in result["error"][4]
+    with pytest.raises(ValueError, match="logprobs"):
+        RayLLM(str(reciter), SamplingParams(logprobs=1))
+
+
+# ---- parts
+
+
+def test_an_id_seen_in_another_part_is_an_error_and_done_parts_are_passed_over(tmp_path: Path) -> None:
+    lines = [openai_line(f"id-{i % 7}", prompt="x") for i in range(10)] + [b"{"]
+    source = str(write_lines(tmp_path / "in", lines))
+    parts = list(read_parts(source, 4, {0}))
+    assert [part["part"] for part in parts] == [1, 2]
+    assert [part["numbers"] for part in parts] == [[5, 6, 7], []]
+    codes = [[json.loads(line)["error"]["code"] for line in part["errors"]] for part in parts]
+    assert codes == [["duplicate_id"], ["duplicate_id", "duplicate_id", "invalid_json"]]
+
+
+def test_a_folder_is_read_as_one_file(tmp_path: Path) -> None:
+    write_lines(tmp_path / "b.jsonl", [b"third"])
+    (tmp_path / "a.jsonl").write_bytes(b"first\n\nsecond")
+    (tmp_path / ".hidden").write_bytes(b"x")
+    assert [(n, raw.strip()) for n, raw in read_lines(str(tmp_path))] == [(1, b"first"), (3, b"second"), (4, b"third")]
+
+
+def test_parts_are_small_and_engines_hold_enough_of_them_but_no_more_than_their_share() -> None:
+    assert [lines_per_part(n) for n in (0, 5000, 100_000, 10**7)] == [16, 16, 100, 1000]
+    assert parts_in_flight(1000, 10_000, 8, 512) == 2
+    assert parts_in_flight(100, 1000, 8, 512) == 11
+    assert parts_in_flight(16, 10, 4, 512) == 3
+    assert parts_in_flight(16, 1, 4, 512) == 1
+
+
+def test_engines_that_do_not_fit_are_refused_with_what_to_change() -> None:
+    check_room([{"CPU": 1}, {"CPU": 1.5}], "CPU", 2, 1)
+    with pytest.raises(ValueError, match=r"has 2 CPUs; 3 engines of 1 CPUs need 3.*--replicas 2.*--num-cpus"):
+        check_room([{"CPU": 2}], "CPU", 3, 1)
+    with pytest.raises(ValueError, match=r"has 1 \+ 1 \+ 0 GPUs; 1 engines of 2 GPUs need 2"):
+        check_room([{"GPU": 1}, {"GPU": 1}, {}], "GPU", 1, 2)
+
+
+def test_wrong_commands_say_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = str(write_lines(tmp_path / "in", [{"prompt": "x"}]))
+    command = ["run-batch", "-i", source, "-o", str(tmp_path / "out"), "--model", "m"]
+    assert main([*command, "--replicas", "2"]) == Status.USAGE
+    assert "add --ray" in capsys.readouterr().err
+    assert main([*command, "--ray", "--replicas", "0"]) == Status.USAGE
+    assert "at least 1" in capsys.readouterr().err
+    assert main([*command[:3], "-o", "-", "--model", "m", "--ray"]) == Status.USAGE
+    assert "pipe" in capsys.readouterr().err
+    for name in ("nanovllm.batch.cluster", "nanovllm.ray"):
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "ray.data", None)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert main([*command, "--ray"]) == Status.USAGE
+    assert "nano-vllm[ray]" in capsys.readouterr().err
+
+
+# ---- with a cluster
+
+NUM_LINES = 240
+TAG = f"NANOVLLM_TEST_{uuid.uuid4().hex}"
+"""In the environment of this module's cluster, so that only its processes are ever killed."""
+
+
+def make_line(number: int) -> Any:
+    """Greedy, with a seed of its own, with one from its id; a bad one in each part; an id that was in another part."""
+    if number % 16 == 15:
+        return b'{"custom_id": "torn'
+    custom_id = "id-3" if number == 100 else f"id-{number}"
+    sampling = [{"temperature": 0}, {"seed": number}, {}][number % 3]
+    return openai_line(custom_id, prompt=f"Question {number}:", max_tokens=40, ignore_eos=True, **sampling)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """The address of a cluster with two CPUs, both of which the engines take: reading must do without."""
+    os.environ[TAG] = "1"
+    context = ray.init("local", num_cpus=2, log_to_driver=False, logging_level=logging.WARNING)
+    yield context.address_info["address"]
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of two files."""
+    folder = tmp_path_factory.mktemp("in")
+    lines = [make_line(number) for number in range(NUM_LINES)]
+    write_lines(folder / "a.jsonl", lines[:90])
+    write_lines(folder / "b.jsonl", lines[90:])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(source: Path) -> dict[str, Any]:
+    """What one process answers."""
+    results = source.with_name("one-process.jsonl")
+    assert run_job(make_job(source, results)) == Status.LINES_FAILED
+    return read_answers(results)
+
+
+def make_job(source: Path, output: Path) -> Job:
+    return Job(str(source), str(output), EngineConfig("tiny-qwen3", **OPTIONS), "tiny-qwen3")
+
+
+def read_answers(path: Path) -> dict[str, Any]:
+    """Answers by id, without what may differ; fails if an id is there twice."""
+    answers: dict[str, Any] = {}
+    for file in [path] if path.is_file() else path.glob("part-*.jsonl"):
+        for answer in map(json.loads, file.read_bytes().splitlines()):
+            if answer["response"]:
+                del answer["response"]["body"]["created"]
+                del answer["response"]["body"]["usage"]["prompt_tokens_details"]
+            assert answer["id"] not in answers
+            answers[answer["id"]] = answer
+    return answers
+
+
+def await_parts(folder: Path, count: int, seconds: float = 200) -> list[Path]:
+    deadline = time.monotonic() + seconds
+    while len(parts := list(folder.glob("part-*.jsonl"))) < count:
+        assert time.monotonic() < deadline, "no parts"
+        time.sleep(0.01)
+    return parts
+
+
+def actor_pids() -> list[int]:
+    """The processes of this module's cluster that run an engine."""
+    pids = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            if b"MapWorker" in (folder / "cmdline").read_bytes() and TAG.encode() in (folder / "environ").read_bytes():
+                pids.append(int(folder.name))
+        except OSError:  # it has ended, or is another user's
+            continue
+    return pids
+
+
+@pytest.mark.slow
+def test_a_cluster_answers_as_one_process_does(
+    cluster: str, source: Path, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    assert run_on_ray(make_job(source, tmp_path / "out"), replicas=2) == Status.LINES_FAILED
+    assert read_answers(tmp_path / "out") == expected and len(expected) == NUM_LINES
+    assert [a["error"]["line"] for a in expected.values() if a["error"] and a["error"]["code"] == "duplicate_id"] == [
+        101
+    ]
+
+
+@pytest.mark.slow
+def test_an_engine_that_is_killed_loses_nothing_and_repeats_nothing(
+    cluster: str, source: Path, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    killed = []
+
+    def kill() -> None:
+        await_parts(tmp_path / "out", 2)
+        killed.append(min(actor_pids()))
+        os.kill(killed[0], signal.SIGKILL)
+
+    killer = Thread(target=kill)
+    killer.start()
+    assert run_on_ray(make_job(source, tmp_path / "out"), replicas=2) == Status.LINES_FAILED
+    killer.join()
+    assert killed and read_answers(tmp_path / "out") == expected
+
+
+@pytest.mark.slow
+def test_a_killed_command_goes_on_and_leaves_finished_parts_alone(
+    cluster: str, source: Path, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    options = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
+    command = [sys.executable, "-m", "nanovllm", "run-batch", "--model=tiny-qwen3", *options]
+    command += ["-i", str(source), "-o", str(tmp_path / "out"), "--ray", "--replicas=2", f"--ray-address={cluster}"]
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    try:
+        await_parts(tmp_path / "out", 2)
+    finally:
+        process.kill()
+        process.wait()
+    finished = {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in await_parts(tmp_path / "out", 2)}
+    assert len(finished) < NUM_LINES // 16, "it ended before it was killed"
+    assert run_on_ray(make_job(source, tmp_path / "out"), replicas=2) == Status.LINES_FAILED
+    assert {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in finished} == finished
+    assert read_answers(tmp_path / "out") == expected
+
+
+@pytest.mark.slow
+def test_anybodys_pipeline_may_use_the_engine_and_its_batches_overlap(cluster: str, reciter: Path) -> None:
+    rows = ray.data.from_items([{"prompt": letter} for letter in "abcdefgh"], override_num_blocks=2)
+    options = {"sampling_params": GREEDY, **OPTIONS, "max_num_seqs": 8}
+    outputs = rows.map_batches(
+        RayLLM, fn_constructor_args=(str(reciter),), fn_constructor_kwargs=options, batch_size=2, **actors()
+    ).take_all()
+    assert {row["prompt"]: row["generated_text"][:2] for row in outputs}["a"] == "bc"
+    assert len(outputs) == 8 and not any(row["error"] for row in outputs)
+
+
+@pytest.mark.slow
+def test_more_engines_than_the_cluster_holds_are_refused_before_anything_waits(
+    cluster: str, source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert run_on_ray(make_job(source, tmp_path / "out"), replicas=3) == Status.USAGE
+    assert "--replicas 2" in caplog.text
