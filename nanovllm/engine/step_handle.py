@@ -55,7 +55,9 @@ class Logprobs:
         self._counts, self._place = counts, {int(i): place for place, i in enumerate(asking)}
         k = min(int(counts.max()), logits.shape[1])
         parts = []
-        for some, ids in zip(*(torch.split(values, self.ROWS_AT_A_TIME) for values in (logits, token_ids)), strict=True):
+        for some, ids in zip(
+            *(torch.split(values, self.ROWS_AT_A_TIME) for values in (logits, token_ids)), strict=True
+        ):
             logprobs = some.float().log_softmax(-1)
             parts.append((logprobs.gather(1, ids.long().unsqueeze(1)).squeeze(1), *logprobs.topk(k, dim=1)))
         of_sampled, top, top_ids = (torch.cat(values) for values in zip(*parts, strict=True))
