@@ -2,7 +2,7 @@
 
 import ray
 from nanovllm.ray import RayLLM, actors
-prompts = ray.data.from_items([{"prompt": f"Name {n} colours."} for n in range(1000)])
+prompts = ray.data.from_items([{"prompt": f"What is {n} plus 2?"} for n in range(100)])
 outputs = prompts.map_batches(RayLLM, fn_constructor_args=("tiny-qwen3",), batch_size=64, **actors(replicas=2))
 for row in outputs.iter_rows():
     print(row["prompt"], row["generated_text"], row["error"])

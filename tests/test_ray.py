@@ -138,6 +138,8 @@ def test_wrong_commands_say_what_to_do(
     assert "add --ray" in capsys.readouterr().err
     assert main([*command, "--ray", "--replicas", "0"]) == Status.USAGE
     assert "at least 1" in capsys.readouterr().err
+    assert main([*command, "--ray", "--trace", "t.json"]) == Status.USAGE
+    assert "one engine" in capsys.readouterr().err
     assert main([*command[:3], "-o", "-", "--model", "m", "--ray"]) == Status.USAGE
     assert "pipe" in capsys.readouterr().err
     for name in ("nanovllm.batch.cluster", "nanovllm.ray"):
