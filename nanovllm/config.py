@@ -74,6 +74,9 @@ class EngineConfig:
             hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
             put(name, value, value in choices, f"one of {', '.join(choices)}{hint}")
 
+        if self.trace is not None:
+            is_path = isinstance(self.trace, (str, os.PathLike))
+            put("trace", os.fspath(self.trace) if is_path else self.trace, is_path, "a path, or None")
         choose("dtype", DTYPES)
         choose("attention_backend", BACKENDS)
         choose("distributed_backend", DISTRIBUTED_BACKENDS)
@@ -120,7 +123,7 @@ class EngineConfig:
         size = None if self.kvcache_block_size == "auto" else int(self.kvcache_block_size)
         backend = resolve_backend(self.attention_backend, device, dtype, size)
         distributed = resolve_distributed_backend(self.distributed_backend, device, self.tensor_parallel_size)
-        # With gloo, what ranks tell each other goes through the host, which a CUDA graph cannot capture.
+        # A CUDA graph captures nothing that goes through the host: what gloo sends, and lengths that plain torch reads.
         through_host = self.tensor_parallel_size > 1 and distributed == "gloo"
         return replace(
             self,
@@ -128,7 +131,7 @@ class EngineConfig:
             dtype=str(dtype).removeprefix("torch."),
             attention_backend=backend,
             distributed_backend=distributed,
-            enforce_eager=self.enforce_eager or through_host,
+            enforce_eager=self.enforce_eager or through_host or backend == "torch",
             kvcache_block_size=size or default_block_size(backend),
             max_model_len=min(self.max_model_len, max_position(hf_config)),
         )

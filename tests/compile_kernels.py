@@ -58,8 +58,8 @@ SHARED_KIB = {arch: triton_shim._SHARED_KIB[divmod(arch, 10)] for arch in (80, 8
 # Types by argument name: pointers first, then scalars; anything else is an int32.
 _TYPES = {
     "*fp32": "cos_sin partial_out partial_lse temperature top_p min_p chunk_max chunk_weight threshold",
-    "*i32": "seq_lens items first_item block_tables cu_seqlens top_k chunk_argmax",
-    "*i64": "slots positions seeds",
+    "*i32": "seq_lens items first_item block_tables cu_seqlens positions top_k chunk_argmax",
+    "*i64": "slots seeds",
 }
 _POINTERS = {f"{name}_ptr": kind for kind, names in _TYPES.items() for name in names.split()}
 _FLOATS = ("eps", "scale_log2")

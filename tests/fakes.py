@@ -12,6 +12,7 @@ from nanovllm.engine.plan import StepPlan
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.step_handle import StepResult
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.trace import Trace
 
 VOCAB = 16
 
@@ -176,7 +177,6 @@ def make_engine(
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         max_model_len=max_model_len,
-        trace=trace,
     )
     scheduler = Scheduler(
         BlockManager(num_blocks, block_size, caching, digest),
@@ -185,6 +185,7 @@ def make_engine(
         vocab_size=VOCAB,
     )
     runner = FakeRunner(num_blocks, block_size, max_num_seqs, max_num_batched_tokens)
-    engine = LLMEngine(config, runner, scheduler, vocab_size=VOCAB, eos_token_ids=eos)
+    written = Trace(trace, "cpu") if trace is not None else None
+    engine = LLMEngine(config, runner, scheduler, vocab_size=VOCAB, eos_token_ids=eos, trace=written)
     engine.depth = depth
     return engine

@@ -193,7 +193,7 @@ class StandInGraphs(CudaGraphs):
     """Runs the decode step on the graph's padded inputs instead of replaying its capture."""
 
     def replay(self, size):
-        return self._decode(*self._inputs(size).unbind(0))
+        return self.decode(*self._inputs(size).unbind(0))
 
 
 @pytest.mark.parametrize("max_num_seqs", [3, 12])
@@ -210,7 +210,8 @@ def test_the_step_that_graphs_capture_gives_the_tokens_of_the_eager_one(random_m
         eager = llm.generate(prompts, params, use_tqdm=False)
     with LLM(str(random_model), **options, num_kvcache_blocks=40) as llm:
         runner = llm.engine.runner
-        runner.graphs = StandInGraphs(runner._decode, runner._staging.buffer, max_num_seqs, runner.tables.padding_row)
+        runner.graphs = StandInGraphs(runner._staging.buffer, max_num_seqs, runner.tables.padding_row)
+        runner.graphs.decode = runner._decode
         llm.engine.depth = depth
         replayed = llm.generate(prompts, params, use_tqdm=False)
         assert (runner.tables.block_tables[runner.tables.padding_row] == 0).all()

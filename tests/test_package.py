@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parent.parent
 HEAVY = ("torch", "triton", "flash_attn", "transformers", "numpy", "tokenizers", "huggingface_hub")
@@ -152,3 +153,18 @@ def test_a_hub_id_is_downloaded_safetensors_configs_and_tokenizer_only(hub: Fake
     wanted = hub.files.keys() - UNWANTED.keys()
     assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= wanted
     assert hub.asked == wanted
+
+
+def test_a_model_is_made_on_its_device_entirely() -> None:
+    """On a device that holds nothing: a table left on the CPU would be seen only where there is a GPU."""
+    from transformers import Qwen3Config
+
+    from nanovllm.backends.torch_backend import TorchBackend
+    from nanovllm.layers.parallel import Parallel
+    from nanovllm.models.qwen3 import Qwen3ForCausalLM
+
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    with torch.device("meta"):
+        model = Qwen3ForCausalLM(Qwen3Config(**shape, head_dim=32), TorchBackend(), Parallel(), 128)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    assert {name for name, tensor in tensors.items() if tensor.device.type != "meta"} == set()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import numpy as np
-from torch import Tensor, device, dtype
+from torch import Tensor, device, dtype, nn
 
 KVCache = tuple[Tensor, Tensor]
 """Keys and values of one layer, each with the logical shape [num_blocks, block_size, num_kv_heads, head_dim]."""
@@ -48,6 +48,10 @@ class Backend(Protocol):
         self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: dtype, device: device
     ) -> KVCache:
         """Zeroed cache of one layer, in this backend's storage order."""
+        ...
+
+    def prepare_model(self, model: nn.Module) -> None:
+        """Once the weights are loaded: bring them into the form that this backend multiplies fastest."""
         ...
 
     def begin_step(self, metadata: AttentionMetadata) -> None:

@@ -47,15 +47,28 @@ def resolve_backend(name: str, device: torch.device, dtype: torch.dtype, block_s
     return "torch"
 
 
-def make_backend(name: str, device: torch.device, head_dim: int, group: int, block_size: int) -> Backend:
+def make_backend(
+    name: str,
+    device: torch.device,
+    head_dim: int,
+    group: int,
+    block_size: int,
+    dtype: torch.dtype = torch.float32,
+    num_parameters: int = 0,
+) -> Backend:
     """The backend called name, already resolved.
 
     Args:
         group: query heads per KV head.
+        num_parameters: of the model: on a CPU, kernels are compiled only for one that is worth the seconds.
 
     Raises:
         ValueError: the backend has no kernels for this shape.
     """
+    if name == "torch" and device.type == "cpu":
+        from nanovllm.backends.cpu_backend import make_cpu_backend
+
+        return make_cpu_backend(dtype, head_dim, group, block_size, num_parameters)
     if name == "torch":
         from nanovllm.backends.torch_backend import TorchBackend
 

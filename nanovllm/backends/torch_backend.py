@@ -6,7 +6,7 @@ from typing import ClassVar
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanovllm.backends.base import AttentionMetadata, KVCache
 from nanovllm.kernels.norm_rope_store import norm_rope_store_reference
@@ -72,6 +72,9 @@ class TorchBackend:
             return torch.from_numpy(memory).view(dtype).view(shape).transpose(1, 2)
 
         return zeros(), zeros()
+
+    def prepare_model(self, model: nn.Module) -> None:
+        """The weights stay as they are."""
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
         """There is nothing to share."""

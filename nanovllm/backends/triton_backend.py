@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanovllm.backends.base import AttentionMetadata, KVCache
 from nanovllm.kernels.norm_rope_store import norm_rope_store
@@ -81,6 +81,9 @@ class TritonBackend:
             return storage.transpose(1, 2)
 
         return zeros(), zeros()
+
+    def prepare_model(self, model: nn.Module) -> None:
+        """The weights stay as they are."""
 
     def begin_step(self, metadata: AttentionMetadata) -> None:
         self._step, self._plan = (metadata, _is_capturing(metadata)), None

@@ -15,7 +15,7 @@ class GpuMemory:
 
     Attributes:
         total: of the card.
-        others: what other processes hold.
+        others: what other processes hold, and CUDA itself in this one.
         weights: parameters and tables.
         activations: the most that a step of max_num_batched_tokens adds, sampling included.
         graphs: what the captured graphs keep.
@@ -41,7 +41,7 @@ class GpuMemory:
             "weights": self.weights,
             "activations": self.activations,
             "graphs": self.graphs,
-            "other processes": self.others,
+            "CUDA and other processes": self.others,
         }
         return ", ".join(f"{name} {value / 2**30:.2f} GiB" for name, value in parts.items())
 

@@ -21,6 +21,7 @@ from nanovllm.models.presets import PRESETS, preset_config
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.hub import find_model
 from nanovllm.utils.interrupt import HoldInterrupt
+from nanovllm.utils.machine import limit_threads
 from nanovllm.utils.trace import Clock, Trace
 
 logger = logging.getLogger(__name__)
@@ -84,6 +85,7 @@ class LLMEngine:
         tokenizer: Tokenizer | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
         default_params: SamplingParams | None = None,
+        trace: Trace | None = None,
     ) -> None:
         """An engine of parts that were made elsewhere; `load` makes them from a model."""
         self.config = config
@@ -96,7 +98,7 @@ class LLMEngine:
         self.depth = 2 if config.overlap and config.device.startswith("cuda") else 1
         self.num_steps = 0
         self.num_prefill_tokens = 0
-        self.trace = Trace(config.trace, config.device) if config.trace is not None else None
+        self.trace = trace
         self.closed = False
         self._num_requests = 0
         self._in_flight: deque[InFlight] = deque()
@@ -114,10 +116,13 @@ class LLMEngine:
             source, data = str(folder / "config.json"), read_json(folder / "config.json")
         hf_config = load_model_config(data, source)
         config = config.resolve(hf_config)
+        if config.device == "cpu":
+            limit_threads()
         vocab_size = int(hf_config.vocab_size)
         tokenizer = Tokenizer(folder) if folder is not None and Tokenizer.is_in(folder) else None
         path = folder / "generation_config.json" if folder is not None else None
         generation = read_json(path) if path is not None and path.is_file() else {}
+        trace = Trace(config.trace, config.device) if config.trace is not None else None
         runner = make_runner(config, hf_config, None if config.load_format == "dummy" else folder)
         num_blocks = runner.make_cache()
         scheduler = Scheduler(
@@ -135,6 +140,7 @@ class LLMEngine:
             tokenizer=tokenizer,
             eos_token_ids=_eos_token_ids(generation, data, tokenizer, vocab_size),
             default_params=SamplingParams.from_generation_config(generation),
+            trace=trace,
         )
 
     # ---- requests
@@ -226,15 +232,21 @@ class LLMEngine:
             return
         self.abort_all()
         self.scheduler.block_manager.forget_all()
-        if "CUDA" in str(error) and isinstance(error, RuntimeError):
+        is_cuda_error = isinstance(error, RuntimeError) and "CUDA" in str(error)
+        if is_cuda_error and type(error).__name__ != "OutOfMemoryError":  # which leaves the device as it was
             logger.error("the engine is closed: after a CUDA error nothing on the device can be trusted")
             self.close()
 
     def abort_all(self) -> None:
         """Wait for what is in flight, drop its results, and end every sequence."""
         while self._in_flight:
+            step = self._in_flight.popleft()
+            step.clock.resume()
             try:
-                self._in_flight.popleft().handle.result()
+                result = step.handle.result()
+                step.clock.lap("wait")
+                if self.trace is not None:
+                    self.trace.finished(step.number, step.clock, result)
             except Exception as error:
                 logger.warning("a step in flight failed too: %s", error)
         self.scheduler.abort_all()
@@ -326,7 +338,9 @@ class LLMEngine:
         if not self.closed:
             self.closed = True
             self._in_flight.clear()
-            self.scheduler.abort_all()
-            self.runner.close()
-            if self.trace is not None:
-                self.trace.close()
+            try:
+                self.scheduler.abort_all()
+            finally:
+                self.runner.close()
+                if self.trace is not None:
+                    self.trace.close()

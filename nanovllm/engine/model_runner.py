@@ -1,10 +1,13 @@
 """Turns a plan into tensors, runs the model, samples."""
 
+import gc
 import logging
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -18,6 +21,7 @@ from nanovllm.engine.plan import StepPlan
 from nanovllm.engine.staging import ReturnBuffers, Staging
 from nanovllm.engine.step_handle import Logprobs, StepHandle, Stopwatch
 from nanovllm.layers.parallel import Parallel
+from nanovllm.models.config import count_parameters
 from nanovllm.models.qwen3 import kv_heads_of
 from nanovllm.models.registry import ARCHITECTURES, model_class
 from nanovllm.utils.loader import fill_randomly, load_weights
@@ -49,7 +53,8 @@ class ModelRunner:
         self.device, self.dtype = torch.device(config.device), getattr(torch, config.dtype)
         self._num_kv_heads = kv_heads_of(hf_config, parallel)[1]
         group = hf_config.num_attention_heads // parallel.size // self._num_kv_heads
-        self.backend = make_backend(config.attention_backend, self.device, hf_config.head_dim, group, config.block_size)
+        shape = (hf_config.head_dim, group, config.block_size, self.dtype, count_parameters(hf_config))
+        self.backend = make_backend(config.attention_backend, self.device, *shape)
         with torch.device(self.device), _DefaultDtype(self.dtype):
             architecture = next(name for name in hf_config.architectures if name in ARCHITECTURES)
             self.model = model_class(architecture)(hf_config, self.backend, parallel, config.max_model_len)
@@ -58,12 +63,14 @@ class ModelRunner:
             fill_randomly(self.model, config.seed + parallel.rank, hf_config.initializer_range)
         else:
             load_weights(self.model, folder, show_progress=parallel.rank == 0)
+        self.backend.prepare_model(self.model)
         self._head_dim, self._num_layers = hf_config.head_dim, hf_config.num_hidden_layers
         self.tables = DeviceTables(config.max_num_seqs, config.max_blocks_per_seq, self.device)
         size = StepPlan.max_packed_size(config.max_num_seqs, config.max_num_batched_tokens, config.max_blocks_per_seq)
         self._staging = Staging(size, self.device)
         self._buffers = ReturnBuffers(config.max_num_seqs)
         self.caches: list[KVCache] = []
+        self._memory_report = ""
         self.graphs: CudaGraphs | None = None
 
     # ---- the KV cache
@@ -80,9 +87,14 @@ class ModelRunner:
 
     def make_cache(self) -> int:
         """Allocate as many blocks as every rank has room for, and return how many. All ranks call it, once."""
-        num_blocks = self.parallel.minimum(self.count_blocks())
-        self.allocate_cache(num_blocks)
+        with self._on_device():
+            num_blocks = self.parallel.minimum(self.count_blocks())
+            self.allocate_cache(num_blocks)
         return num_blocks
+
+    def _on_device(self) -> AbstractContextManager[object]:
+        """Make this runner's GPU the current one, for whatever launches kernels or records events."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def count_blocks(self) -> int:
         """How many blocks the configuration allows; an explicit count wins, then explicit bytes.
@@ -98,7 +110,7 @@ class ModelRunner:
         if budget is None and self.device.type == "cuda":
             memory = self._profile()
             budget = memory.left_for_cache(config.gpu_memory_utilization, self.parallel.ranks_per_device)
-            logger.info("GPU memory: %s, KV cache %.2f GiB", memory.describe(), budget / 2**30)
+            self._memory_report = f"{memory.describe()}, "
         elif budget is None:
             budget = cpu_cache_bytes() // self.parallel.ranks_per_device
         return blocks_that_fit(budget, self.block_bytes, config.block_size, config.max_model_len)
@@ -109,7 +121,8 @@ class ModelRunner:
         self.caches = self._make_caches(num_blocks)
         tokens = num_blocks * config.block_size
         logger.info(
-            "KV cache: %.2f GiB, %d blocks of %d tokens: %d tokens, %.1f sequences of %d",
+            "%sKV cache %.2f GiB: %d blocks of %d tokens, %d tokens, %.1f sequences of %d",
+            self._memory_report,
             num_blocks * self.block_bytes / 2**30,
             num_blocks,
             config.block_size,
@@ -120,16 +133,17 @@ class ModelRunner:
         if self.uses_graphs:
             self.graphs = self._new_graphs()
             with torch.inference_mode():
-                self.graphs.capture(show_progress=self.parallel.rank == 0)
+                self.graphs.capture(self._decode, show_progress=self.parallel.rank == 0)
 
     def _new_graphs(self) -> CudaGraphs:
         tables = self.tables
-        return CudaGraphs(self._decode, self._staging.buffer, self.config.max_num_seqs, tables.padding_row)
+        return CudaGraphs(self._staging.buffer, self.config.max_num_seqs, tables.padding_row)
 
     @torch.inference_mode()
     def _profile(self) -> GpuMemory:
         """Measure what the largest step and the graphs take, with a cache of a single block that everything shares."""
         config, device = self.config, self.device
+        gc.collect()  # an engine that was dropped without close() may still hold its cache
         torch.cuda.empty_cache()
         total, weights = torch.cuda.mem_get_info(device)[1], torch.cuda.memory_allocated(device)
         self.caches = self._make_caches(1)
@@ -144,7 +158,7 @@ class ModelRunner:
             torch.cuda.empty_cache()
             before = torch.cuda.mem_get_info(device)[0]
             trial = self._new_graphs()
-            trial.capture(trial.sizes[-2:])
+            trial.capture(self._decode, trial.sizes[-2:])
             per_graph = (before - torch.cuda.mem_get_info(device)[0]) // len(trial.sizes[-2:])
             # The largest pays for the pool that all share; each of the others adds its own nodes.
             graphs = 2 * per_graph + len(trial.sizes) * GRAPH_NODES_BYTES
@@ -160,9 +174,12 @@ class ModelRunner:
 
     # ---- a step
 
-    @torch.inference_mode()
     def launch(self, plan: StepPlan) -> StepHandle:
         """Start a step; the handle waits for it. The host's values decide sizes only, so nothing here waits."""
+        with self._on_device(), torch.inference_mode():
+            return self._launch(plan)
+
+    def _launch(self, plan: StepPlan) -> StepHandle:
         stopwatch = Stopwatch(self.device)
         size = self.graphs.size_for(plan) if self.graphs is not None else None
         if size is not None:
@@ -180,15 +197,23 @@ class ModelRunner:
         if sampled is None:
             return StepHandle(plan, None, None, stopwatch, self._buffers)
         token_ids, hidden = (values[: plan.num_seqs] for values in sampled)
-        counts = self.tables.num_logprobs_cpu[plan.rows]
-        logprobs = None
-        if (counts >= 0).any():
-            # Few ask for them, so graphs keep no logits (gigabytes, for graphs of all sizes): they are made again.
-            logits = self.model.compute_logits(hidden)
-            logprobs = Logprobs(logits, token_ids, counts) if logits is not None else None
+        logprobs = self._logprobs(plan, token_ids, hidden)
         if self.parallel.rank > 0:  # nobody reads a follower's results
             return StepHandle(plan, None, None, stopwatch, self._buffers)
         return StepHandle(plan, token_ids, logprobs, stopwatch, self._buffers)
+
+    def _logprobs(self, plan: StepPlan, token_ids: Tensor, hidden: Tensor) -> Logprobs | None:
+        """Log-probabilities for the sequences that ask; token_ids and hidden are of all of the plan's."""
+        counts = self.tables.num_logprobs_cpu[plan.rows]
+        asking = np.flatnonzero(counts >= 0)
+        if not len(asking):
+            return None
+        # Few ask for them, so graphs keep no logits (gigabytes, for graphs of all sizes): they are made again.
+        indices = torch.from_numpy(asking)
+        if self.device.type == "cuda":
+            indices = indices.pin_memory().to(self.device, non_blocking=True)
+        logits = self.model.compute_logits(hidden[indices])
+        return Logprobs(logits, token_ids[indices], asking, counts) if logits is not None else None
 
     def _run(self, plan: StepPlan, packed: Tensor) -> tuple[Tensor, Tensor] | None:
         """Any step, eagerly: see _sample; None if no sequence is to be sampled."""
@@ -264,14 +289,18 @@ class ModelRunner:
 
     def close(self) -> None:
         """Let go of the device's memory; graphs first, which point into the rest."""
+        with suppress(RuntimeError), self._on_device():  # after a CUDA error every call fails; let go all the same
+            if self.device.type == "cuda":
+                torch.cuda.synchronize()
         if self.graphs is not None:
-            torch.cuda.synchronize()
             self.graphs.release()
             self.graphs = None
         self.caches = []
-        del self.model
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self.__dict__.pop("model", None)
+        self.__dict__.pop("backend", None)
+        with suppress(RuntimeError):
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
 
 
 class _DefaultDtype:

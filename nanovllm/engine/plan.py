@@ -22,7 +22,7 @@ ROW_SAMPLING = np.dtype(
 )
 """The sampling values of a row, told once, when a sequence moves in. 4-byte fields, so that it packs as int32."""
 
-HEADER = 5
+HEADER = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class StepPlan:
 
     def pack(self) -> IntArray:
         """The plan as one int32 array: a header of counts, then the arrays one after another."""
-        counts = (self.num_seqs, self.num_decodes, self.num_tokens, len(self.block_entries), len(self.new_rows))
+        counts = (self.num_seqs, self.num_tokens, len(self.block_entries), len(self.new_rows))
         per_seq = (self.rows, self.num_computed, self.num_scheduled, self.samples)
         rest = (self.token_ids, self.block_entries.reshape(-1), self.new_rows.view(np.int32))
         return np.concatenate((np.array(counts, np.int32), *per_seq, *rest))
@@ -73,7 +73,7 @@ class StepPlan:
     @staticmethod
     def unpack(packed: IntArray) -> "StepPlan":
         """The plan that was packed; its arrays are views of `packed`."""
-        num_seqs, _, num_tokens, num_entries, num_new_rows = packed[:HEADER].tolist()
+        num_seqs, num_tokens, num_entries, num_new_rows = packed[:HEADER].tolist()
         lengths = [num_seqs] * 4 + [num_tokens, 3 * num_entries, num_new_rows * ROW_SAMPLING.itemsize // 4]
         ends = (HEADER + np.cumsum(lengths)).tolist()
         parts = [packed[end - n : end] for end, n in zip(ends, lengths, strict=True)]

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm.engine.plan import IntArray, StepPlan
@@ -30,28 +31,50 @@ class StepResult:
     device_seconds: float = 0.0
 
 
-class Logprobs:
-    """Log-probabilities of a step's raw distributions: of the sampled token and of the k most likely, by sequence."""
+def _start_copy(values: Tensor) -> Tensor:
+    """values on the host, once the device has come by: the copy is only queued."""
+    if not values.is_cuda:
+        return values
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return host.copy_(values, non_blocking=True)
 
-    def __init__(self, logits: Tensor, token_ids: Tensor, counts: IntArray) -> None:
+
+class Logprobs:
+    """Log-probabilities of raw distributions: of the sampled token and of the k most likely, for who asked."""
+
+    ROWS_AT_A_TIME = 64
+    """Bounds the float32 copies of logits: 40 MB each for 151,936 tokens."""
+
+    def __init__(self, logits: Tensor, token_ids: Tensor, asking: NDArray[np.intp], counts: IntArray) -> None:
         """
         Args:
-            logits: [num_seqs, vocab].
-            token_ids: int32 [num_seqs], those sampled.
-            counts: [num_seqs], how many each asked for; -1 is none, not even the sampled one's.
+            logits, token_ids: [num_asking, vocab], and int32 [num_asking], the tokens sampled from them.
+            asking: [num_asking], which of the plan's sequences they are of.
+            counts: [num_seqs], how many each sequence asked for; -1 is none, not even the sampled one's.
         """
-        logprobs = logits.float().log_softmax(-1)
-        self._counts = counts
-        self._sampled = logprobs.gather(1, token_ids.long().unsqueeze(1)).squeeze(1)
-        self._top = logprobs.topk(min(max(int(counts.max()), 0), logits.shape[1]), dim=1)
+        self._counts, self._place = counts, {int(i): place for place, i in enumerate(asking)}
+        k = min(int(counts.max()), logits.shape[1])
+        parts = []
+        for some, ids in zip(
+            *(torch.split(values, self.ROWS_AT_A_TIME) for values in (logits, token_ids)), strict=True
+        ):
+            logprobs = some.float().log_softmax(-1)
+            parts.append((logprobs.gather(1, ids.long().unsqueeze(1)).squeeze(1), *logprobs.topk(k, dim=1)))
+        of_sampled, top, top_ids = (torch.cat(values) for values in zip(*parts, strict=True))
+        self._of_sampled, self._top, self._top_ids = map(_start_copy, (of_sampled, top, top_ids))
 
     def read(self, token_ids: IntArray, sampled: IntArray) -> list[dict[int, float] | None]:
-        of_sampled, top_ids, top = self._sampled.tolist(), self._top.indices.tolist(), self._top.values.tolist()
+        """For each of the plan's sampled sequences; only after the device has come by."""
+        of_sampled, top_ids, top = self._of_sampled.tolist(), self._top_ids.tolist(), self._top.tolist()
         read: list[dict[int, float] | None] = []
         for token_id, i in zip(token_ids.tolist(), sampled.tolist(), strict=True):
+            place = self._place.get(i)
+            if place is None:
+                read.append(None)
+                continue
             count = int(self._counts[i])
-            likely = dict(zip(top_ids[i][:count], top[i][:count], strict=True))
-            read.append(None if count < 0 else {token_id: of_sampled[i], **likely})
+            likely = dict(zip(top_ids[place][:count], top[place][:count], strict=True))
+            read.append({token_id: of_sampled[place], **likely})
         return read
 
 

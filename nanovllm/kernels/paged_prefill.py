@@ -46,7 +46,11 @@ def _accumulate(q, k, v, scale_log2, allowed, highest, total, acc, MASKED: tl.co
     return new_highest, total, acc
 
 
-@triton.jit(do_not_specialize=["num_seqs"])
+@triton.jit(
+    do_not_specialize=["num_seqs"],
+    # In a mixed step these begin behind the decodes, at any address: they must not make a variant for each.
+    do_not_specialize_on_alignment=["cu_seqlens_ptr", "seq_lens_ptr", "block_tables_ptr"],
+)
 def _prefill_kernel(
     q_ptr,
     k_cache_ptr,

@@ -242,7 +242,8 @@ def sample(
     out = torch.empty(n, dtype=torch.int32, device=logits.device)
     if n == 0:
         return out
-    chunk_max, chunk_weight = torch.empty(2, n, num_chunks, dtype=torch.float32, device=logits.device)
+    chunk_max = torch.empty(n, num_chunks, dtype=torch.float32, device=logits.device)
+    chunk_weight = torch.empty_like(chunk_max)
     chunk_argmax = torch.empty(n, num_chunks, dtype=torch.int32, device=logits.device)
     threshold = torch.empty(n, dtype=torch.float32, device=logits.device)
     stride = logits.stride(0)

@@ -1,14 +1,14 @@
 """The token embedding and the LM head, sharded by vocabulary."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanovllm.layers.matrix import MatrixModule
 from nanovllm.layers.parallel import Parallel
 from nanovllm.layers.weights import NamedTargets, WeightTarget
 
 
-class VocabParallelEmbedding(nn.Module):
+class VocabParallelEmbedding(MatrixModule):
     """Rank r holds rows [start, start + length) of the vocabulary, padded with zero rows where it does not divide."""
 
     def __init__(self, vocab_size: int, hidden_size: int, parallel: Parallel) -> None:
@@ -23,10 +23,10 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         if self.parallel.size == 1:
-            return F.embedding(token_ids, self.weight)
+            return self.lookup(token_ids)
         local = token_ids - self.start
         mine = (local >= 0) & (local < self.num_real)
-        embedded = F.embedding(torch.where(mine, local, 0), self.weight)
+        embedded = self.lookup(torch.where(mine, local, 0))
         return self.parallel.all_reduce(torch.where(mine.unsqueeze(1), embedded, 0))
 
     def weight_targets(self, name: str) -> NamedTargets:
@@ -40,5 +40,5 @@ class LMHead(VocabParallelEmbedding):
     """Logits of hidden states: [n, hidden] -> [n, vocab] on rank 0, None on the others."""
 
     def forward(self, hidden: Tensor) -> Tensor | None:  # type: ignore[override]  # the other direction
-        logits = self.parallel.gather(F.linear(hidden, self.weight))
+        logits = self.parallel.gather(self.multiply(hidden))
         return None if logits is None else logits[:, : self.vocab_size]

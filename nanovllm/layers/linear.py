@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanovllm.layers.matrix import MatrixModule
 from nanovllm.layers.parallel import Parallel
 from nanovllm.layers.weights import NamedTargets, WeightTarget
 
@@ -25,7 +25,7 @@ class Part:
     length: int
 
 
-class ColumnParallelLinear(nn.Module):
+class ColumnParallelLinear(MatrixModule):
     """y = x W^T + b for several matrices at once; each rank computes its share of every one's output features."""
 
     def __init__(self, in_features: int, parts: list[Part], bias: bool) -> None:
@@ -36,7 +36,7 @@ class ColumnParallelLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        return self.multiply(x, self.bias)
 
     def weight_targets(self, prefix: str) -> NamedTargets:
         """prefix is the parent's: the parts are named beside each other under it."""
@@ -50,7 +50,7 @@ class ColumnParallelLinear(nn.Module):
             offset += part.length
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(MatrixModule):
     """y = x W^T + b; each rank holds its share of the input features, and the partial results are summed."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool, parallel: Parallel, name: str) -> None:
@@ -62,7 +62,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         # The bias is added once, by rank 0, before the sum.
-        return self.parallel.all_reduce(F.linear(x, self.weight, self.bias if self.parallel.rank == 0 else None))
+        return self.parallel.all_reduce(self.multiply(x, self.bias if self.parallel.rank == 0 else None))
 
     def weight_targets(self, prefix: str) -> NamedTargets:
         out_features, length = self.weight.shape

@@ -82,3 +82,11 @@ def max_position(config: "PretrainedConfig") -> int:
     if rope.get("rope_type") == "yarn" and rope.get("original_max_position_embeddings"):
         length = max(length, int(rope["factor"] * rope["original_max_position_embeddings"]))
     return length
+
+
+def count_parameters(config: "PretrainedConfig") -> int:
+    """Elements of the model's matrices; a tied embedding counts once."""
+    hidden, heads = config.hidden_size, config.num_attention_heads + config.num_key_value_heads
+    layer = 2 * heads * config.head_dim * hidden + 3 * hidden * config.intermediate_size
+    vocabulary = config.vocab_size * hidden * (1 if config.tie_word_embeddings else 2)
+    return int(config.num_hidden_layers * layer + vocabulary)

@@ -139,7 +139,8 @@ class Qwen3ForCausalLM(nn.Module):
         self.lm_head = LMHead(config.vocab_size, config.hidden_size, parallel)
         if self.tied:
             self.lm_head.weight = self.embed_tokens.weight
-        self.register_buffer("cos_sin", rotary_table(config, max_model_len), persistent=False)
+        cos_sin = rotary_table(config, max_model_len).to(self.norm.device)
+        self.register_buffer("cos_sin", cos_sin, persistent=False)
 
     def forward(self, token_ids: Tensor, positions: Tensor, caches: list[KVCache], meta: AttentionMetadata) -> Tensor:
         """token_ids, positions [num_tokens] -> hidden states [num_tokens, hidden], normed."""

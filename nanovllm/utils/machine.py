@@ -1,6 +1,7 @@
 """What this machine has: devices, number formats, memory."""
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -46,6 +47,27 @@ def resolve_dtype(name: str, device: torch.device, hf_config: "PretrainedConfig"
     if dtype == torch.bfloat16 and has_native_bfloat16(device):
         return torch.bfloat16
     return torch.float32
+
+
+def physical_cores() -> int:
+    """Cores that this process may run on, hyperthreads of one core counted once."""
+    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    cores = set()
+    for cpu in cpus:
+        try:
+            cores.add(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text())
+        except OSError:
+            cores.add(str(cpu))
+    return len(cores)
+
+
+def limit_threads() -> None:
+    """On a CPU, compute with a thread for each physical core, unless the user chose with OMP_NUM_THREADS.
+
+    The kernels keep a core's arithmetic units busy: a second thread on it only adds waiting. Never raises the number.
+    """
+    if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > physical_cores():
+        torch.set_num_threads(physical_cores())
 
 
 def free_memory() -> int:

@@ -17,7 +17,7 @@ HOST, DEVICE = 1, 2
 
 
 class Trace:
-    """Writes the trace of one engine. `None` stands for no trace: the loop then measures nothing."""
+    """Writes the trace of one engine. An engine without a trace has None in its place."""
 
     def __init__(self, path: str, device: str) -> None:
         """device is the engine's. Raises a ValueError if the file cannot be written."""

@@ -1,0 +1,297 @@
+"""Throughput beside its ceiling and its peers.
+
+    python bench.py                                      nano-vLLM's benchmark, on Qwen3-0.6B's shape
+    python bench.py --preset cpu                         a workload sized for two cores
+    python bench.py --preset cpu --compare vllm transformers --repeat 3 --vllm-python DIR/bin/python
+
+The cost card comes first: what the workload must read and compute, how fast this machine copies, reads and multiplies
+now, and the floor in seconds that follows, step by step as the batch drains. Then the run, and its percent of it.
+The last line is one JSON document with everything in it. Loading and warm-up are reported, and not timed with the run.
+"""
+
+import argparse
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import nanovllm
+from nanovllm import LLM, SamplingParams
+from nanovllm.models.config import load_model_config, read_json
+from nanovllm.models.presets import PRESETS, preset_config
+from nanovllm.utils.hub import find_model
+from nanovllm.utils.machine import resolve_device, resolve_dtype
+from scripts.bench_compare import ENGINES, compare
+from scripts.bench_cost import Cost, Machine, Shape, Step, ideal_steps, measure_machine, step_cost, synchronize
+from scripts.bench_workload import Workload, make_workload
+
+CPU_PRESET = {"num_seqs": 32, "input_len": [16, 128], "output_len": [16, 128], "dtype": "bfloat16"}
+
+
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", default="qwen3-0.6b", help=f"a folder, a Hugging Face id, or a shape: {', '.join(PRESETS)}")
+    add("--load-format", choices=("auto", "dummy"), help="dummy is random weights, and the default for a shape's name")
+    add("--preset", choices=("cpu",), help="cpu: 32 requests of 16..128 in and out, bfloat16; options on top of it win")
+    add("--num-seqs", type=int, default=256, help="requests")
+    add("--input-len", type=int, nargs=2, default=[100, 1024], metavar=("LO", "HI"), help="prompt lengths")
+    add("--output-len", type=int, nargs=2, default=[100, 1024], metavar=("LO", "HI"), help="output lengths")
+    add("--shared-prefix", type=int, default=0, metavar="N", help="tokens that all prompts begin with, on top")
+    add("--temperature", type=float, default=0.6)
+    add("--seed", type=int, default=0, help="of the workload")
+    add("--dtype", default="auto", help="of weights, activations and KV cache")
+    add("--device", default="auto", help="cpu or cuda")
+    add("--threads", type=int, help="CPU threads; default: OMP_NUM_THREADS, or the physical cores")
+    add("--tensor-parallel-size", type=int, default=1, metavar="N")
+    add("--max-model-len", type=int, help="default: 4096, or what the workload needs if that is more")
+    add("--max-num-seqs", type=int, default=512)
+    add("--max-num-batched-tokens", type=int, default=16384)
+    add("--attention-backend", default="auto")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="NAME=VALUE",
+        help="any other option of LLM, as enforce_eager=true",
+    )
+    add("--compare", nargs="+", choices=ENGINES, metavar="ENGINE", help=f"measure beside {' and '.join(ENGINES)}")
+    add("--repeat", type=int, default=3, help="runs of each engine when comparing, in turn")
+    add("--vllm-python", default=sys.executable, help="an interpreter that can import vLLM")
+    add("--static-batch", type=int, default=32, metavar="N", help="sequences in transformers' padded batches")
+    add("--machine-rates", type=float, nargs=3, metavar="RATE", help="copy, read and matmul rates, not measured again")
+    if parser.parse_known_args(arguments)[0].preset == "cpu":
+        parser.set_defaults(**CPU_PRESET)
+    args = parser.parse_args(arguments)
+    if args.load_format is None:
+        args.load_format = "dummy" if args.model.lower() in PRESETS else "auto"
+    return args
+
+
+class Recorder:
+    """Takes the place of the engine's trace: keeps what each step was made of and where its time went."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._launch_computes = device.type == "cpu"
+        self.steps: list[Step] = []
+        self.device_seconds: list[float] = []
+        self.host_seconds: list[float] = []
+
+    def planned(self, at: float, batch: Any, scheduler: Any) -> None:
+        plan = batch.plan
+        work = list(zip(plan.num_computed.tolist(), plan.num_scheduled.tolist(), strict=True))
+        self.steps.append((work, int(plan.samples.sum())))
+
+    def finished(self, number: int, clock: Any, result: Any) -> None:
+        laps = {name: seconds for name, _, seconds in clock.laps}
+        device = result.device_seconds
+        host = sum(laps.get(name, 0.0) for name in ("schedule", "launch", "update"))
+        self.device_seconds.append(device)
+        self.host_seconds.append(host - device if self._launch_computes else host)
+
+    def close(self) -> None:
+        pass
+
+
+def run_engine(args: argparse.Namespace, workload: Workload, vocab_size: int, device: torch.device) -> dict[str, Any]:
+    """Load, warm up, run. Returns times and the recorded steps."""
+    options = dict(option.split("=", 1) for option in args.set)
+    options = {name: _value(text) for name, text in options.items()}
+    start = time.perf_counter()
+    llm = LLM(
+        args.model,
+        load_format=args.load_format,
+        dtype=args.dtype,
+        device=str(device),
+        tensor_parallel_size=args.tensor_parallel_size,
+        max_model_len=args.max_model_len or max(4096, workload.max_len),
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        attention_backend=args.attention_backend,
+        **options,
+    )
+    loaded = time.perf_counter()
+
+    def run(work: Workload) -> int:
+        params = [SamplingParams(temperature=args.temperature, ignore_eos=True, max_tokens=n) for n in work.output_lens]
+        outputs = llm.generate(work.prompts, params, use_tqdm=False)
+        synchronize(device)
+        return sum(len(output["token_ids"]) for output in outputs)
+
+    with llm:
+        run(workload.warm_up(vocab_size))
+        recorder = Recorder(device)
+        llm.engine.trace = recorder  # type: ignore[assignment]
+        before, channel = llm.stats(), _channel_seconds(llm)
+        warm = time.perf_counter()
+        num_output_tokens = run(workload)
+        seconds = time.perf_counter() - warm
+        stats = {name: count - before[name] for name, count in llm.stats().items() if name.startswith("num_")}
+        return {
+            "load_seconds": loaded - start,
+            "warm_up_seconds": warm - loaded,
+            "seconds": seconds,
+            "num_output_tokens": num_output_tokens,
+            "num_preemptions": stats["num_preemptions"],
+            "num_cached_tokens": stats["num_cached_tokens"],
+            "channel_us_per_step": None
+            if channel is None
+            else 1e6 * ((_channel_seconds(llm) or 0.0) - channel) / stats["num_steps"],
+            "recorder": recorder,
+        }
+
+
+def _channel_seconds(llm: LLM) -> float | None:
+    """Spent so far in telling the other ranks what to do; None where there are none."""
+    return getattr(llm.engine.runner, "command_seconds", None)
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def evaluate(run: dict[str, Any], workload: Workload, shape: Shape, machine: Machine, floor: Cost) -> dict[str, Any]:
+    """What the run amounts to: rates, achieved bandwidth and FLOPs, percent of the floor."""
+    recorder: Recorder = run.pop("recorder")
+    phases = {"prefill": (Cost(), 0.0, 0), "decode": (Cost(), 0.0, 0)}
+    for (work, num_sampled), seconds in zip(recorder.steps, recorder.device_seconds, strict=True):
+        name = "decode" if all(scheduled == 1 for _, scheduled in work) else "prefill"
+        cost, total, count = phases[name]
+        phases[name] = cost + step_cost(shape, machine, work, num_sampled), total + seconds, count + 1
+    num_steps = len(recorder.steps)
+    num_prompt_tokens = sum(map(len, workload.prompts))
+    result = run | {
+        "output_tokens_per_second": run["num_output_tokens"] / run["seconds"],
+        "total_tokens_per_second": (run["num_output_tokens"] + num_prompt_tokens) / run["seconds"],
+        "percent_of_floor": 100 * floor.seconds / run["seconds"],
+        "num_steps": num_steps,
+        "mean_batch": sum(len(work) for work, _ in recorder.steps) / num_steps,
+        "host_ms_per_step": 1000 * sum(recorder.host_seconds) / num_steps,
+    }
+    for name, (cost, seconds, count) in phases.items():
+        rates = (
+            {"gb_per_second": cost.bytes / seconds / 1e9, "tflop_per_second": cost.flops / seconds / 1e12}
+            if count
+            else {}
+        )
+        result[name] = {"steps": count, "seconds": seconds, "floor_seconds": cost.seconds} | rates
+    return result
+
+
+def describe(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    """Where and what was measured: machine, versions, commit, command."""
+    git = ["git", "-C", str(Path(__file__).parent)]
+    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout.strip()
+    names = ["torch", "transformers"] + (["triton", "flash-attn"] if device.type == "cuda" else [])
+    installed = {dist.metadata["Name"]: dist.version for dist in importlib.metadata.distributions()}
+    return {
+        "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        "threads": torch.get_num_threads(),
+        "dtype": str(dtype).removeprefix("torch."),
+        "versions": {"nanovllm": nanovllm.__version__, "python": platform.python_version()}
+        | {name: installed[name] for name in names if name in installed},
+        "commit": commit + ("+changes" if changed else ""),
+        "command": " ".join(["python", "bench.py", *sys.argv[1:]]),
+    }
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        name = platform.processor() or platform.machine()
+    return f"{name}, {len(os.sched_getaffinity(0))} CPUs"
+
+
+def print_cost_card(shape: Shape, machine: Machine, workload: Workload, floor: Cost, about: dict[str, Any]) -> None:
+    num_prompt, num_output = sum(map(len, workload.prompts)), sum(workload.output_lens)
+    copies, reads = machine.copy_rate / 1e9, machine.read_rate / 1e9
+    rate = num_output / floor.seconds
+    print(f"machine    {about['machine']}, {about['threads']} threads, torch {about['versions']['torch']}")
+    print(
+        f"           copies {copies:,.1f} GB/s (read and write), reads {reads:,.1f} GB/s, "
+        f"multiplies {machine.matmul_rate / 1e12:,.2f} TFLOP/s in {about['dtype']}"
+    )
+    print(
+        f"model      {shape.parameters / 1e9:.3f} B parameters, {shape.weight_bytes / 1e9:.3f} GB; "
+        f"{shape.kv_bytes_per_token:,} B of KV and {shape.flops_per_token / 1e9:.2f} GFLOP a token"
+    )
+    print(f"workload   {len(workload.prompts)} requests, {num_prompt:,} prompt and {num_output:,} output tokens")
+    print(
+        f"floor      {floor.seconds:.3f} s, {rate:,.1f} output tok/s: "
+        f"{floor.bytes / 1e9:,.1f} GB and {floor.flops / 1e12:,.2f} TFLOP",
+        flush=True,
+    )
+
+
+def print_result(result: dict[str, Any]) -> None:
+    print(
+        f"result     {result['seconds']:.3f} s, {result['output_tokens_per_second']:,.1f} output tok/s, "
+        f"{result['total_tokens_per_second']:,.1f} total tok/s: {result['percent_of_floor']:.1f} % of the floor"
+    )
+    print(
+        f"steps      {result['num_steps']}, mean batch {result['mean_batch']:.1f}, "
+        f"{result['num_preemptions']} preemptions, host {result['host_ms_per_step']:.3f} ms a step"
+    )
+    for name in ("prefill", "decode"):
+        if (phase := result[name])["steps"]:
+            rates = f"{phase['gb_per_second']:,.1f} GB/s, {phase['tflop_per_second']:,.3f} TFLOP/s"
+            steps = f"{phase['seconds']:.3f} s in {phase['steps']} steps (floor {phase['floor_seconds']:.3f} s)"
+            print(f"{name:10s} {steps}: {rates}")
+    if result["channel_us_per_step"] is not None:
+        print(f"channel    {result['channel_us_per_step']:.1f} us a step to tell the other ranks")
+    before = f"load {result['load_seconds']:.1f} s, warm-up {result['warm_up_seconds']:.1f} s"
+    print(f"before     {before}")
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parse_arguments(arguments)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    is_shape = args.model.lower() in PRESETS
+    config = preset_config(args.model.lower()) if is_shape else read_json(find_model(args.model) / "config.json")
+    device = resolve_device(args.device)
+    dtype = resolve_dtype(args.dtype, device, load_model_config(config, args.model))
+    shape = Shape.of(config, dtype.itemsize)
+    lengths = tuple(args.input_len), tuple(args.output_len)
+    workload = make_workload(args.num_seqs, *lengths, shape.vocab, args.shared_prefix, args.seed)
+    machine = Machine(*args.machine_rates) if args.machine_rates else measure_machine(device, dtype)
+    ranks = args.tensor_parallel_size if device.type == "cuda" else 1  # ranks on a CPU share its memory and cores
+    whole = Machine(*(rate * ranks for rate in (machine.copy_rate, machine.read_rate, machine.matmul_rate)))
+    steps = ideal_steps(workload.lengths, args.max_num_seqs, args.max_num_batched_tokens, args.shared_prefix)
+    floor = sum((step_cost(shape, whole, *step) for step in steps), Cost())
+    about = describe(args, device, dtype)
+    print_cost_card(shape, whole, workload, floor, about)
+    document = {
+        "benchmark": "throughput",
+        **about,
+        "arguments": vars(args),
+        "cost": vars(shape)
+        | {"parameters": shape.parameters, "weight_bytes": shape.weight_bytes}
+        | {"kv_bytes_per_token": shape.kv_bytes_per_token, "flops_per_token": shape.flops_per_token},
+        "rates": vars(whole),
+        "floor": vars(floor),
+    }
+    if args.compare:
+        document["comparison"] = compare(args, config if is_shape else None, workload, dtype, machine)
+    else:
+        result = evaluate(run_engine(args, workload, shape.vocab, device), workload, shape, whole, floor)
+        print_result(result)
+        document["result"] = result
+    print(json.dumps(document))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,194 @@
+"""What a workload must cost: bytes and FLOPs of every step, and the machine's rates. Used by bench.py.
+
+The floor of a step takes each operator at the larger of (bytes / bandwidth) and (FLOPs / matmul rate), and counts
+every byte once: weights, activations in and out, keys and values read and written, one read of the logits. Nothing
+that overlaps operators, or keeps weights in a cache between steps, is assumed; launches and host work cost nothing.
+"""
+
+import functools
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A Qwen3's sizes; itemsize is of its weights, activations and cache."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    tied: bool
+    itemsize: int
+
+    @staticmethod
+    def of(config: Mapping[str, Any], itemsize: int) -> "Shape":
+        """From the content of config.json."""
+        heads, hidden = config["num_attention_heads"], config["hidden_size"]
+        return Shape(
+            hidden=hidden,
+            layers=config["num_hidden_layers"],
+            heads=heads,
+            kv_heads=config.get("num_key_value_heads", heads),
+            head_dim=config.get("head_dim") or hidden // heads,
+            intermediate=config["intermediate_size"],
+            vocab=config["vocab_size"],
+            tied=bool(config.get("tie_word_embeddings")),
+            itemsize=itemsize,
+        )
+
+    @property
+    def matrices(self) -> tuple[tuple[int, int], ...]:
+        """(in, out) features of a layer's products: qkv, o, gate and up, down."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        qkv = (self.hidden, queries + 2 * keys)
+        return qkv, (queries, self.hidden), (self.hidden, 2 * self.intermediate), (self.intermediate, self.hidden)
+
+    @property
+    def matrix_parameters(self) -> int:
+        """Parameters that multiply every token: the layers' matrices."""
+        return self.layers * sum(i * o for i, o in self.matrices)
+
+    @property
+    def parameters(self) -> int:
+        norms = self.layers * 2 * (self.hidden + self.head_dim) + self.hidden
+        return self.matrix_parameters + self.vocab * self.hidden * (1 if self.tied else 2) + norms
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.parameters * self.itemsize
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.itemsize
+
+    @property
+    def flops_per_token(self) -> int:
+        """Of the products with weights, LM head included: two a parameter. Attention comes on top, by length."""
+        return 2 * (self.matrix_parameters + self.vocab * self.hidden)
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Rates measured now: bytes per second copied (read and write counted) and read, and FLOPs per second."""
+
+    copy_rate: float
+    read_rate: float
+    matmul_rate: float
+
+    @property
+    def bandwidth(self) -> float:
+        """The better of the two: a copy also has to fetch what it overwrites, on most CPUs."""
+        return max(self.copy_rate, self.read_rate)
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of one or more steps. `seconds` is the floor."""
+
+    seconds: float = 0.0
+    bytes: float = 0.0
+    flops: float = 0.0
+
+    def __add__(self, other: "Cost") -> "Cost":
+        return Cost(self.seconds + other.seconds, self.bytes + other.bytes, self.flops + other.flops)
+
+
+def step_cost(shape: Shape, machine: Machine, work: Iterable[tuple[int, int]], num_sampled: int) -> Cost:
+    """One step; work is (tokens whose KV is in the cache, tokens to compute) of each sequence in it."""
+    pairs = list(work)
+    n = sum(scheduled for _, scheduled in pairs)
+    size = shape.itemsize
+    total = Cost()
+
+    def operator(num_bytes: float, flops: float, times: int = 1) -> None:
+        nonlocal total
+        seconds = max(num_bytes / machine.bandwidth, flops / machine.matmul_rate)
+        total += Cost(times * seconds, times * num_bytes, times * flops)
+
+    for rows_in, rows_out in shape.matrices:
+        operator((rows_in * rows_out + n * (rows_in + rows_out)) * size, 2 * n * rows_in * rows_out, shape.layers)
+    if num_sampled:
+        logits = num_sampled * shape.vocab * size
+        operator(shape.vocab * shape.hidden * size + logits, 2 * num_sampled * shape.vocab * shape.hidden)
+        operator(logits, 0)
+    # A query reads the keys up to its own: computed + 1, ..., computed + scheduled.
+    keys_read = sum(computed + scheduled for computed, scheduled in pairs)
+    keys_met = sum(scheduled * computed + scheduled * (scheduled + 1) // 2 for computed, scheduled in pairs)
+    operator((keys_read + n) * shape.kv_bytes_per_token, 4 * shape.layers * shape.heads * shape.head_dim * keys_met)
+    return total
+
+
+Step = tuple[list[tuple[int, int]], int]
+"""(work, num_sampled), as `step_cost` takes them."""
+
+
+def ideal_steps(
+    lengths: Sequence[tuple[int, int]], max_num_seqs: int, max_num_batched_tokens: int, shared_prefix: int = 0
+) -> Iterator[Step]:
+    """The steps of (input, output) lengths under the engine's rule, with a cache in which everything fits.
+
+    Running sequences first, one token each; then prompts, in order, as the budget allows, in chunks if need be. Of a
+    shared prefix only the first prompt's is computed.
+    """
+    waiting = [(prompt, output, shared_prefix if i else 0) for i, (prompt, output) in enumerate(lengths)][::-1]
+    running: list[list[int]] = []  # [tokens computed, tokens to come]
+    partial: list[int] | None = None  # of the prompt in hand: [computed, length, output]
+    while waiting or running or partial:
+        work = [(computed, 1) for computed, _ in running]
+        budget = max_num_batched_tokens - len(running)
+        started: list[list[int]] = []
+        while budget > 0 and (partial or (waiting and len(running) + len(started) < max_num_seqs)):
+            if partial is None:
+                prompt, output, cached = waiting.pop()
+                partial = [min(cached, prompt - 1), prompt, output]
+            computed, prompt, output = partial
+            count = min(budget, prompt - computed)
+            work.append((computed, count))
+            budget -= count
+            partial[0] += count
+            if partial[0] == prompt:
+                started.append([prompt, output - 1])
+                partial = None
+        yield work, len(running) + len(started)
+        running = [[computed + 1, left - 1] for computed, left in running]
+        running = [sequence for sequence in running + started if sequence[1] > 0]
+
+
+def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
+    """The best of a few tries each: a large copy, a large sum, a large product in dtype."""
+    on_gpu = device.type == "cuda"
+    count = (4 << 30 if on_gpu else 512 << 20) // 4
+    source, target = torch.ones(count, device=device), torch.empty(count, device=device)
+    num_bytes = source.nbytes
+    copy_rate = 2 * num_bytes / _best_seconds(functools.partial(target.copy_, source), device)
+    read_rate = num_bytes / _best_seconds(source.sum, device)
+    del source, target
+    m, n, k = (8192, 8192, 8192) if on_gpu else (2048, 6144, 1024)
+    x, weight = torch.randn(m, k, device=device).to(dtype), torch.randn(n, k, device=device).to(dtype)
+    matmul_rate = 2 * m * n * k / _best_seconds(functools.partial(torch.nn.functional.linear, x, weight), device)
+    return Machine(copy_rate, read_rate, matmul_rate)
+
+
+def _best_seconds(run: Any, device: torch.device, tries: int = 7) -> float:
+    best = float("inf")
+    with torch.inference_mode():
+        for _ in range(tries):
+            synchronize(device)
+            start = time.perf_counter()
+            run()
+            synchronize(device)
+            best = min(best, time.perf_counter() - start)
+    return best
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

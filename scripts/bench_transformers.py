@@ -1,0 +1,103 @@
+"""One measurement of transformers, for bench.py --compare transformers: as bench_vllm.py, with a mode after the file.
+
+static      generate() on left-padded batches; each runs until its longest output is done, and only the tokens that were
+            asked for count
+continuous  transformers' own continuous batching over a paged cache
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, GenerationConfig
+
+PAGE = 256
+
+
+def run_static(model: Any, workload: dict[str, Any], temperature: float, batch_size: int) -> int:
+    prompts, output_lens = workload["prompts"], workload["output_lens"]
+    device = model.device
+    for start in range(0, len(prompts), batch_size):
+        batch, lens = prompts[start : start + batch_size], output_lens[start : start + batch_size]
+        width = max(map(len, batch))
+        ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in batch], device=device)
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in batch], device=device)
+        config = sampling(temperature, max_new_tokens=max(lens))
+        out = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
+        assert out.shape[1] == width + max(lens)
+    return sum(output_lens)
+
+
+def run_continuous(model: Any, workload: dict[str, Any], temperature: float) -> int:
+    prompts, output_lens = workload["prompts"], workload["output_lens"]
+    pages = [-(-(len(prompt) + n) // PAGE) for prompt, n in zip(prompts, output_lens, strict=True)]
+    # num_blocks and max_batch_tokens given: what they are inferred to be is ten gigabytes
+    batching = transformers.ContinuousBatchingConfig(
+        page_size=PAGE,
+        num_blocks=sum(pages) + 8,
+        max_batch_tokens=max(sum(map(len, prompts)) // 4, max(map(len, prompts)), len(prompts)),
+        allow_block_sharing=False,
+    )
+    manager = model.init_continuous_batching(
+        generation_config=sampling(temperature, max_new_tokens=max(output_lens)), continuous_batching_config=batching
+    )
+    manager.start()
+    for prompt, n in zip(prompts, output_lens, strict=True):
+        manager.add_request(prompt, max_new_tokens=n, eos_token_id=-1)
+    num_tokens = num_done = 0
+    while num_done < len(prompts):
+        result = manager.get_result(timeout=1)
+        if result is None and not manager.is_running():
+            raise RuntimeError("continuous batching stopped")
+        if result is not None and result.is_finished():
+            if result.error:
+                raise RuntimeError(result.error)
+            num_done += 1
+            num_tokens += len(result.generated_tokens)
+    manager.stop(block=True)
+    return num_tokens
+
+
+def sampling(temperature: float, **changes: Any) -> GenerationConfig:
+    how = (
+        {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+        if temperature
+        else {"do_sample": False}
+    )
+    return GenerationConfig(**how, eos_token_id=None, pad_token_id=0, **changes)
+
+
+def main() -> None:
+    spec, mode = json.loads(Path(sys.argv[1]).read_text()), sys.argv[2]
+    start = time.perf_counter()
+    torch.manual_seed(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=getattr(torch, spec["dtype"])).to(device).eval()
+    loaded = time.perf_counter()
+
+    def run(workload: dict[str, Any]) -> int:
+        if mode == "static":
+            return run_static(model, workload, spec["temperature"], spec["static_batch"])
+        return run_continuous(model, workload, spec["temperature"])
+
+    with torch.inference_mode():
+        run(spec["warm_up"])
+        warm = time.perf_counter()
+        num_tokens = run(spec["workload"])
+        seconds = time.perf_counter() - warm
+    result = {
+        "seconds": seconds,
+        "num_output_tokens": num_tokens,
+        "load_seconds": loaded - start,
+        "warm_up_seconds": warm - loaded,
+        "versions": {"transformers": transformers.__version__, "torch": torch.__version__},
+    }
+    print(json.dumps(result), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""What bench.py runs: the requests, and a checkpoint of random weights that every engine can load."""
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Prompts as token ids, and how many tokens each is to get."""
+
+    prompts: list[list[int]]
+    output_lens: list[int]
+
+    @property
+    def lengths(self) -> list[tuple[int, int]]:
+        return [(len(prompt), output) for prompt, output in zip(self.prompts, self.output_lens, strict=True)]
+
+    @property
+    def max_len(self) -> int:
+        return max(prompt + output for prompt, output in self.lengths)
+
+    def warm_up(self, vocab_size: int, output_len: int = 4) -> "Workload":
+        """The same lengths with other tokens, so that no cache of this workload is filled, and short outputs."""
+        ids = min(vocab_size, 10000)
+        prompts = [[(token + 5003) % ids for token in prompt] for prompt in self.prompts]
+        return Workload(prompts, [min(output_len, output) for output in self.output_lens])
+
+
+def make_workload(
+    num_seqs: int,
+    input_len: tuple[int, int],
+    output_len: tuple[int, int],
+    vocab_size: int,
+    shared_prefix: int = 0,
+    seed: int = 0,
+) -> Workload:
+    """nano-vLLM's benchmark where the defaults are its: the same generator, drawn from in the same order.
+
+    Prompts first: for each its length, then its ids in 0..10000 (for a smaller vocabulary: modulo its size); then all
+    output lengths. A shared prefix comes on top.
+    """
+    random = Random(seed)
+    prompts = [[random.randint(0, 10000) for _ in range(random.randint(*input_len))] for _ in range(num_seqs)]
+    output_lens = [random.randint(*output_len) for _ in range(num_seqs)]
+    prefix = [random.randint(0, 10000) for _ in range(shared_prefix)]
+    return Workload([[token % vocab_size for token in prefix + prompt] for prompt in prompts], output_lens)
+
+
+def write_checkpoint(config: dict[str, Any], dtype: torch.dtype, folder: Path, seed: int = 0) -> None:
+    """Random weights as transformers would save them, with no end-of-sequence id; nothing if they are there.
+
+    Normal with standard deviation 0.02, norms of one.
+    """
+    from safetensors.torch import save_file
+
+    if (folder / "model.safetensors").is_file():
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(seed)
+    tensors = {
+        name: torch.ones(shape, dtype=dtype)
+        if len(shape) == 1
+        else torch.randn(shape, generator=generator).mul_(0.02).to(dtype)
+        for name, shape in _tensors(config)
+    }
+    name = str(dtype).removeprefix("torch.")
+    config = {**config, "torch_dtype": name, "dtype": name, "eos_token_id": None, "bos_token_id": None}
+    (folder / "config.json").write_text(json.dumps(config, indent=1))
+    (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, "top_k": 0, "top_p": 1.0}))
+    partial = folder / f"partial-{os.getpid()}"
+    save_file(tensors, partial, metadata={"format": "pt"})
+    partial.rename(folder / "model.safetensors")  # last: an interrupted write leaves no checkpoint
+
+
+def _tensors(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    hidden, intermediate, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    queries, keys = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    yield "model.embed_tokens.weight", (config["vocab_size"], hidden)
+    for i in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{i}"
+        for name, size in (("q", queries), ("k", keys), ("v", keys)):
+            yield f"{prefix}.self_attn.{name}_proj.weight", (size, hidden)
+        yield f"{prefix}.self_attn.o_proj.weight", (hidden, queries)
+        for name in ("q_norm", "k_norm"):
+            yield f"{prefix}.self_attn.{name}.weight", (dim,)
+        for name in ("gate", "up"):
+            yield f"{prefix}.mlp.{name}_proj.weight", (intermediate, hidden)
+        yield f"{prefix}.mlp.down_proj.weight", (hidden, intermediate)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            yield f"{prefix}.{name}.weight", (hidden,)
+    yield "model.norm.weight", (hidden,)
+    if not config.get("tie_word_embeddings"):
+        yield "lm_head.weight", (config["vocab_size"], hidden)

@@ -1,0 +1,168 @@
+"""bench.py: its workload is nano-vLLM's, its arithmetic is right, and a tiny run ends in one JSON line."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+import bench
+from scripts.bench_compare import _commands
+from scripts.bench_cost import Cost, Machine, Shape, ideal_steps, step_cost
+from scripts.bench_workload import make_workload, write_checkpoint
+
+QWEN3_06B = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 3072,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+TINY = QWEN3_06B | {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 96,
+    "vocab_size": 500,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "hidden_act": "silu",
+    "attention_bias": False,
+}
+
+
+def test_the_default_workload_is_nano_vllms() -> None:
+    random.seed(0)
+    prompts = [[random.randint(0, 10000) for _ in range(random.randint(100, 1024))] for _ in range(256)]
+    output_lens = [random.randint(100, 1024) for _ in range(256)]
+    args = bench.parse_arguments([])
+    workload = make_workload(args.num_seqs, tuple(args.input_len), tuple(args.output_len), 151936)
+    assert workload.prompts == prompts
+    assert workload.output_lens == output_lens
+    assert sum(output_lens) == 133966  # what nano-vLLM's README reports
+    assert args.temperature == 0.6
+
+
+def test_a_workload_fits_a_small_vocabulary_and_shares_its_prefix() -> None:
+    workload = make_workload(5, (3, 9), (2, 4), vocab_size=50, shared_prefix=20)
+    assert all(0 <= token < 50 for prompt in workload.prompts for token in prompt)
+    assert len({tuple(prompt[:20]) for prompt in workload.prompts}) == 1
+    assert all(23 <= len(prompt) <= 29 for prompt in workload.prompts)
+    other = workload.warm_up(50)
+    assert [len(prompt) for prompt in other.prompts] == [len(prompt) for prompt in workload.prompts]
+    assert all(a[0] != b[0] for a, b in zip(workload.prompts, other.prompts, strict=True))
+
+
+def test_the_cpu_preset_gives_way_to_options() -> None:
+    args = bench.parse_arguments(["--preset", "cpu", "--num-seqs", "3"])
+    assert (args.num_seqs, args.input_len, args.output_len, args.dtype) == (3, [16, 128], [16, 128], "bfloat16")
+
+
+def test_the_cost_card_of_qwen3_06b() -> None:
+    shape = Shape.of(QWEN3_06B, itemsize=2)
+    # A layer: 1024 x 4096 qkv, 2048 x 1024 o, 1024 x 6144 gate and up, 3072 x 1024 down = 15,728,640.
+    assert shape.matrix_parameters == 28 * 15_728_640
+    # 151,936 x 1024 embedding, shared with the head; norms: 28 x (2 x 1024 + 2 x 128) + 1024.
+    assert shape.parameters == 28 * 15_728_640 + 155_582_464 + 28 * 2304 + 1024 == 596_049_920
+    assert shape.weight_bytes == 1_192_099_840
+    assert shape.kv_bytes_per_token == 28 * 2 * 8 * 128 * 2 == 114_688
+    assert shape.flops_per_token == 2 * (28 * 15_728_640 + 155_582_464)
+
+
+def test_the_floor_of_a_decode_step() -> None:
+    shape = Shape.of(QWEN3_06B, itemsize=2)
+    by_bytes = step_cost(shape, Machine(1e9, 2e9, 1e30), [(99, 1), (199, 1)], num_sampled=2)
+    weights = 2 * (28 * 15_728_640 + 155_582_464)
+    activations = 28 * 2 * 2 * (1024 + 4096 + 2048 + 1024 + 1024 + 6144 + 3072 + 1024)
+    logits = 2 * 2 * 151_936  # of two sequences: written, then read
+    kv = (100 + 200 + 2) * 114_688  # read with the new tokens; the new tokens written
+    assert by_bytes.bytes == weights + activations + 2 * logits + kv
+    assert by_bytes.seconds == pytest.approx(by_bytes.bytes / 2e9)  # the better of copy and read
+    by_flops = step_cost(shape, Machine(1e30, 1e30, 1e9), [(99, 1), (199, 1)], num_sampled=2)
+    assert by_flops.flops == 2 * shape.flops_per_token + 4 * 28 * 16 * 128 * 300
+    assert by_flops.seconds == pytest.approx(by_flops.flops / 1e9)
+
+
+def test_ideal_steps_compute_every_token_once() -> None:
+    lengths = [(10, 3), (7, 1), (30, 2), (1, 5)]
+    steps = list(ideal_steps(lengths, max_num_seqs=2, max_num_batched_tokens=12))
+    assert sum(count for work, _ in steps for _, count in work) == sum(n + m - 1 for n, m in lengths)
+    assert sum(sampled for _, sampled in steps) == sum(m for _, m in lengths)
+    assert all(len(work) <= 2 and sum(count for _, count in work) <= 12 for work, _ in steps)
+    assert steps[0] == ([(0, 10), (0, 2)], 1)
+    assert steps[1] == ([(10, 1), (2, 5)], 2)
+    assert len(list(ideal_steps([(5, 4)], 8, 100))) == 4  # a prefill, which samples, and three decodes
+
+
+def test_ideal_steps_compute_a_shared_prefix_once() -> None:
+    (work, sampled), *_ = ideal_steps([(20, 2), (25, 2), (16, 2)], 8, 100, shared_prefix=16)
+    assert work == [(0, 20), (16, 9), (15, 1)]
+    assert sampled == 3
+
+
+def test_a_tiny_run_ends_in_one_json_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_checkpoint(TINY, torch.float32, tmp_path)
+    arguments = "--num-seqs 6 --input-len 3 20 --output-len 2 9 --dtype float32 --device cpu --shared-prefix 5"
+    rates = "--machine-rates 1e10 2e10 1e12 --set kvcache_block_size=16 --set num_kvcache_blocks=300"
+    bench.main(["--model", str(tmp_path), *arguments.split(), *rates.split()])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines if line[0] not in " {"][:4] == ["machine", "model", "workload", "floor"]
+    document = json.loads(lines[-1])
+    workload = make_workload(6, (3, 20), (2, 9), 500, shared_prefix=5)
+    result = document["result"]
+    assert result["num_output_tokens"] == sum(workload.output_lens)
+    assert result["num_steps"] == max(workload.output_lens) == result["prefill"]["steps"] + result["decode"]["steps"]
+    assert result["mean_batch"] == pytest.approx(sum(workload.output_lens) / result["num_steps"])
+    assert result["percent_of_floor"] == pytest.approx(100 * document["floor"]["seconds"] / result["seconds"])
+    # Nothing is shared with the warm-up; so what the steps cost is what the ideal steps do.
+    floor = sum((result[phase]["floor_seconds"] for phase in ("prefill", "decode")), 0.0)
+    assert floor == pytest.approx(document["floor"]["seconds"], rel=0.2)
+    assert document["versions"]["torch"] == torch.__version__
+    assert {"commit", "command", "machine", "threads", "rates", "cost"} <= document.keys()
+
+
+def test_a_checkpoint_of_random_weights_loads_in_transformers(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    write_checkpoint(TINY, torch.bfloat16, tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert model.dtype == torch.bfloat16
+    assert model.generation_config.eos_token_id is None
+    assert sum(p.numel() for p in model.parameters()) == Shape.of(TINY, 2).parameters
+
+
+def test_a_comparison_runs_the_same_workload_everywhere(tmp_path: Path) -> None:
+    args = bench.parse_arguments(["--num-seqs", "7", "--compare", "vllm", "transformers", "--vllm-python", "V"])
+    commands = _commands(args, tmp_path, torch.bfloat16, Machine(1.0, 2.0, 3.0))
+    assert {"nanovllm", "vllm", "transformers static"} <= commands.keys()
+    assert commands["vllm"][0] == "V"
+    own = commands["nanovllm"]
+    again = bench.parse_arguments(own[2:])
+    assert (again.num_seqs, again.input_len, again.model) == (7, [100, 1024], str(tmp_path))
+    assert again.machine_rates == [1.0, 2.0, 3.0]
+
+
+@pytest.mark.slow
+def test_beside_transformers_ours_and_theirs_make_the_same_number_of_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_checkpoint(TINY, torch.float32, tmp_path)
+    arguments = "--num-seqs 4 --input-len 3 20 --output-len 2 9 --dtype float32 --compare transformers --repeat 1"
+    bench.main(["--model", str(tmp_path), *arguments.split(), "--machine-rates", "1e10", "1e10", "1e12"])
+    comparison = json.loads(capsys.readouterr().out.splitlines()[-1])["comparison"]
+    tokens = {name: run[0]["num_output_tokens"] for name, run in comparison["runs"].items()}
+    assert len(tokens) >= 2
+    assert set(tokens.values()) == {sum(make_workload(4, (3, 20), (2, 9), 500).output_lens)}
+
+
+def test_costs_add_up() -> None:
+    assert Cost(1, 2, 3) + Cost(10, 20, 30) == Cost(11, 22, 33)

@@ -1,0 +1,250 @@
+"""The compiled CPU path computes what plain torch computes, and the engine does without it where it must."""
+
+import itertools
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from kernel_cases import attention_tolerance, decode_lengths, mixed_lengths, sample_case
+from tiny import draw_prompts
+from torch import Tensor
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.backends import AttentionMetadata
+from nanovllm.backends.cpu_backend import SWITCH, CpuBackend, NativeMatrix, OneDnnMatrix, make_cpu_backend
+from nanovllm.backends.torch_backend import TorchBackend
+from nanovllm.kernels import cpu_library as module
+from nanovllm.kernels.cpu_library import CpuLibrary, cpu_library
+from nanovllm.kernels.sample import sample_reference
+
+BF16, FP32 = torch.bfloat16, torch.float32
+CPU = torch.device("cpu")
+GRID = list(itertools.product((32, 64, 96, 128, 256), (1, 2, 4, 7, 8, 48), (16, 64, 256)))
+"""(head_dim, group, block_size)"""
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def library(cache: Path) -> Iterator[CpuLibrary]:
+    """Compiled into a fresh cache folder: about three seconds."""
+    cpu_library.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        built = cpu_library()
+    if built is None:
+        pytest.skip("no C++ compiler that can build the kernels")
+    yield built
+    cpu_library.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def backend(library: CpuLibrary) -> CpuBackend:
+    return CpuBackend(library)
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """Relative: two roundings to bfloat16, or a few hundred float32 terms summed in another order."""
+    return 2**-7 if dtype == BF16 else 4e-6
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize(("in_features", "out_features"), [(64, 96), (208, 50), (1024, 16)])
+def test_a_packed_matrix_multiplies_and_gives_its_rows(
+    library: CpuLibrary, dtype: torch.dtype, in_features: int, out_features: int
+) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(out_features, in_features).to(dtype)
+    bias = torch.randn(out_features).to(dtype)
+    matrix = NativeMatrix(library, weight)
+    assert torch.equal(matrix.rows(torch.arange(out_features)), weight)
+    for rows in (*range(1, 14), 24, 25, 700):
+        x = torch.randn(rows, in_features).to(dtype)
+        for b in (None, bias):
+            expected = F.linear(x.double(), weight.double(), None if b is None else b.double())
+            # Sums of in_features products of standard normals: relative to their scale, sqrt(in_features).
+            got = matrix.multiply(x, b).double()
+            torch.testing.assert_close(got, expected, rtol=rounding(dtype), atol=rounding(dtype) * in_features**0.5)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_the_small_operators_equal_their_references(backend: CpuBackend, dtype: torch.dtype) -> None:
+    torch.manual_seed(1)
+    reference = TorchBackend()
+    close = {"rtol": rounding(dtype), "atol": rounding(dtype)}
+    for size in (64, 1024, 100):  # 100 is not a multiple of 16: the reference itself
+        x, residual = (3 * torch.randn(5, size).to(dtype) for _ in range(2))
+        weight = torch.rand(size).to(dtype)
+        torch.testing.assert_close(backend.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6), **close)
+        got, expected = (b.add_rms_norm(x, residual, weight, 1e-6) for b in (backend, reference))
+        torch.testing.assert_close(got[0], expected[0], **close)
+        assert torch.equal(got[1], expected[1])
+        gate_up = 30 * torch.randn(5, 2 * size).to(dtype)
+        torch.testing.assert_close(backend.silu_and_mul(gate_up), reference.silu_and_mul(gate_up), **close)
+
+
+def attend_after_storing(
+    backend: TorchBackend, query_lens: list[int], seq_lens: list[int], shape: tuple[int, int, int], dtype: torch.dtype
+) -> Tensor:
+    """Store whole sequences through norm_rope_store, in shuffled order, into a cache full of NaN; then attend."""
+    head_dim, group, block_size = shape
+    num_kv_heads = 2
+    torch.manual_seed(2)
+    needed = [-(-n // block_size) for n in seq_lens]
+    order = torch.randperm(sum(needed) + 1).int()
+    tables = torch.full((len(seq_lens), max(needed) + 1), int(order[-1]), dtype=torch.int32)
+    for i, count in enumerate(needed):
+        tables[i, :count] = order[sum(needed[:i]) :][:count]
+    cache = backend.allocate_cache(len(order), block_size, num_kv_heads, head_dim, dtype, CPU)
+    for side in cache:
+        side.fill_(float("nan"))
+    positions = torch.cat([torch.arange(n) for n in seq_lens])
+    blocks = torch.cat([tables[i, torch.arange(n) // block_size] for i, n in enumerate(seq_lens)])
+    slots = blocks.long() * block_size + positions % block_size
+    tokens = len(positions)
+    qkv = torch.randn(tokens + 1, (group + 2) * num_kv_heads * head_dim).to(dtype)
+    q_weight, k_weight = (torch.rand(head_dim).to(dtype) + 0.5 for _ in range(2))
+    angles = torch.outer(torch.arange(tokens), torch.rand(head_dim // 2))
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
+    # One padding token, whose slot is -1. A prompt that comes in pieces may be split inside a unit of V: at 7.
+    slots, positions = torch.cat((slots, torch.tensor([-1]))), torch.cat((positions, torch.tensor([0])))
+    pieces = [
+        backend.norm_rope_store(
+            qkv[part], q_weight, k_weight, 1e-6, cos_sin, positions[part], cache, slots[part].contiguous()
+        )
+        for part in (slice(0, 7), slice(7, None))
+    ]
+    q = torch.cat(pieces)
+    ends = torch.tensor(seq_lens).cumsum(0)
+    rows = torch.cat([torch.arange(int(e) - n, int(e)) for e, n in zip(ends, query_lens, strict=True)])
+    lens = torch.tensor([query_lens, seq_lens], dtype=torch.int32)
+    metadata = AttentionMetadata(
+        num_decodes=0,
+        cu_seqlens_q=F.pad(lens[0].cumsum(0, dtype=torch.int32), (1, 0)),
+        seq_lens=lens[1],
+        block_tables=tables,
+        slot_mapping=slots,
+        query_lens_cpu=lens[0].numpy(),
+        seq_lens_cpu=lens[1].numpy(),
+    )
+    return backend.attend(q[rows], cache, metadata, head_dim**-0.5).float()
+
+
+def assert_attends_alike(backend: CpuBackend, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    block_size = shape[2]
+    decodes = [n for n in decode_lengths(block_size) if n]
+    for query_lens, seq_lens in (mixed_lengths(block_size), ([1] * len(decodes), decodes)):
+        got = attend_after_storing(backend, query_lens, seq_lens, shape, dtype)
+        expected = attend_after_storing(TorchBackend(), query_lens, seq_lens, shape, dtype)
+        # In bfloat16 q and k differ by a rounding here and there, and both sides round weights and outputs.
+        tolerance = attention_tolerance(dtype) * (2 if dtype == BF16 else 1)
+        torch.testing.assert_close(got, expected, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("shape", [(128, 2, 64), (32, 3, 16), (64, 5, 256)], ids=str)
+def test_attention_over_what_was_stored_equals_the_reference(
+    backend: CpuBackend, shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    assert_attends_alike(backend, shape, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize(
+    "shape", itertools.product((32, 64, 96, 128, 256), (1, 2, 4, 7, 8, 48), (16, 64, 256)), ids=str
+)
+def test_attention_equals_the_reference_over_a_grid(
+    backend: CpuBackend, shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    assert_attends_alike(backend, shape, dtype)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("vocab_size", [50, 4096, 20001])
+def test_sampled_tokens_are_the_references(backend: CpuBackend, vocab_size: int, dtype: torch.dtype) -> None:
+    for seed, ties in itertools.product(range(4), (False, True)):
+        case = sample_case(vocab_size, dtype, ties=ties, device=CPU, seed=seed)
+        # Sums run in another order: a draw within 1e-6 of a boundary could fall on its other side; none of these does.
+        assert torch.equal(backend.sample(*case.arguments()), sample_reference(*case.arguments()))
+
+
+def test_impossible_tokens_are_never_drawn(backend: CpuBackend) -> None:
+    logits = torch.full((1, 5000), -torch.inf)
+    logits[0, [17, 4999]] = 0.0
+    rows = 400
+    zeros, ones = torch.zeros(rows), torch.ones(rows)
+    tokens = backend.sample(
+        logits.repeat(rows, 1), ones, zeros.int(), ones, zeros, torch.arange(rows), torch.arange(rows)
+    )
+    counts = torch.bincount(tokens, minlength=5000)
+    assert counts[17] + counts[4999] == rows
+    assert 140 < counts[17] < 260  # six standard deviations of a fair coin
+
+
+def test_greedy_and_seeded_tokens_are_those_of_plain_torch(
+    library: CpuLibrary, random_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = draw_prompts([1, 15, 16, 17, 63, 64, 65, 100])
+    params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=24) for i in range(len(prompts))]
+    outputs = []
+    for switch, backend in (("0", TorchBackend), ("1", CpuBackend)):
+        monkeypatch.setenv(SWITCH, switch)
+        options = {"max_model_len": 128, "kvcache_block_size": 16, "num_kvcache_blocks": 20}
+        with LLM(random_model, dtype="float32", max_num_batched_tokens=50, **options) as llm:
+            assert type(llm.engine.runner.backend) is backend
+            outputs.append([o["token_ids"] for o in llm.generate(prompts, params, use_tqdm=False)])
+            assert llm.stats()["num_preemptions"] > 0
+    assert outputs[0] == outputs[1]
+
+
+def test_a_small_model_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SWITCH, raising=False)
+    monkeypatch.setattr("nanovllm.backends.cpu_backend.cpu_library", lambda: pytest.fail("it asked for the library"))
+    assert type(make_cpu_backend(BF16, 128, 2, 64, num_parameters=10_000_000)) is TorchBackend
+    monkeypatch.setenv(SWITCH, "0")
+    assert type(make_cpu_backend(BF16, 128, 2, 64, num_parameters=10_000_000_000)) is TorchBackend
+
+
+def test_without_a_compiler_the_engine_runs_on_plain_torch_and_says_so(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setenv(SWITCH, "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(module, "cpu_library", cpu_library)
+    for path, compiler, said in (
+        (str(tmp_path), "", "no C++ compiler"),
+        ("/usr/bin:/bin", "false", "cannot be compiled"),
+    ):
+        monkeypatch.setenv("PATH", path)
+        monkeypatch.setenv("CXX", compiler)
+        cpu_library.cache_clear()
+        with caplog.at_level(logging.WARNING):
+            backend = make_cpu_backend(FP32, 128, 2, 64, num_parameters=1)
+        assert type(backend) is TorchBackend
+        assert said in caplog.text
+    cpu_library.cache_clear()
+
+
+def test_the_library_is_compiled_once(cache: Path, library: CpuLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    before = [path.stat().st_mtime_ns for path in cache.rglob("*")]
+    cpu_library.cache_clear()
+    assert cpu_library() is not None
+    assert [path.stat().st_mtime_ns for path in cache.rglob("*")] == before
+    assert len(list(cache.rglob("*.so"))) == 1
+
+
+@pytest.mark.skipif(not OneDnnMatrix.works(BF16), reason="needs oneDNN's packed bfloat16 product")
+def test_onednns_packed_product_equals_the_plain_one() -> None:
+    torch.manual_seed(3)
+    weight, x, bias = torch.randn(96, 64).to(BF16), torch.randn(7, 64).to(BF16), torch.randn(96).to(BF16)
+    for b in (None, bias):
+        got = OneDnnMatrix(weight).multiply(x, b)
+        torch.testing.assert_close(got, F.linear(x, weight, b), rtol=rounding(BF16), atol=rounding(BF16) * 8)
