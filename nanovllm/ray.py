@@ -2,13 +2,14 @@
 
 import ray
 from nanovllm.ray import RayLLM, actors
-prompts = ray.data.from_items([{"prompt": f"Name {n} colours."} for n in range(1000)])
+prompts = ray.data.from_items([{"prompt": f"What is {n} plus 2?"} for n in range(100)])
 outputs = prompts.map_batches(RayLLM, fn_constructor_args=("tiny-qwen3",), batch_size=64, **actors(replicas=2))
 for row in outputs.iter_rows():
     print(row["prompt"], row["generated_text"], row["error"])
 """
 
 import asyncio
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,6 +19,7 @@ from threading import Thread
 from typing import Any, NamedTuple
 
 try:
+    import ray
     from ray.data import ActorPoolStrategy
 except ImportError as error:
     raise ImportError("Ray Data is not installed: pip install 'nano-vllm[ray]'") from error
@@ -26,6 +28,8 @@ from nanovllm.engine.llm_engine import Output
 from nanovllm.engine.request import Prompt, Request
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 MAX_BATCHES = 64
 """Most batches that an actor works on at a time, each in a thread that only waits."""
@@ -42,6 +46,13 @@ def actors(
         num_batches: how many an actor works on at a time, at most 64. Together they should hold some more rows than
             max_num_seqs, so that there is always a next one to run.
     """
+    if not on_gpu and ray.is_initialized():
+        num_cpus, needed = ray.cluster_resources().get("CPU", 0), replicas * tensor_parallel_size + 1
+        if num_cpus < needed:
+            logger.warning(
+                f"the cluster has {num_cpus:g} CPUs; {replicas} engines and one for reading need {needed}, and Ray "
+                f"would wait for ever to read: use fewer replicas, or ray.init(num_cpus={needed})"
+            )
     num_batches = min(num_batches, MAX_BATCHES)
     pool = ActorPoolStrategy(
         size=replicas,

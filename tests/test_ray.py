@@ -138,6 +138,8 @@ def test_wrong_commands_say_what_to_do(
     assert "add --ray" in capsys.readouterr().err
     assert main([*command, "--ray", "--replicas", "0"]) == Status.USAGE
     assert "at least 1" in capsys.readouterr().err
+    assert main([*command, "--ray", "--trace", "t.json"]) == Status.USAGE
+    assert "one engine" in capsys.readouterr().err
     assert main([*command[:3], "-o", "-", "--model", "m", "--ray"]) == Status.USAGE
     assert "pipe" in capsys.readouterr().err
     for name in ("nanovllm.batch.cluster", "nanovllm.ray"):
@@ -279,13 +281,31 @@ def test_a_killed_command_goes_on_and_leaves_finished_parts_alone(
 
 @pytest.mark.slow
 def test_anybodys_pipeline_may_use_the_engine_and_its_batches_overlap(cluster: str, reciter: Path) -> None:
+    class Counting(RayLLM):
+        def generate(self, batch: Any) -> dict[str, Any]:
+            result = super().generate(batch)
+            return {**result, "num_steps": [self._llm.stats()["num_steps"]] * len(batch["prompt"])}
+
     rows = ray.data.from_items([{"prompt": letter} for letter in "abcdefgh"], override_num_blocks=2)
-    options = {"sampling_params": GREEDY, **OPTIONS, "max_num_seqs": 8}
+    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
     outputs = rows.map_batches(
-        RayLLM, fn_constructor_args=(str(reciter),), fn_constructor_kwargs=options, batch_size=2, **actors()
+        Counting,
+        fn_constructor_args=(str(reciter), params),
+        fn_constructor_kwargs={**OPTIONS, "max_num_seqs": 8},
+        batch_size=2,
+        **actors(),
     ).take_all()
     assert {row["prompt"]: row["generated_text"][:2] for row in outputs}["a"] == "bc"
     assert len(outputs) == 8 and not any(row["error"] for row in outputs)
+    assert max(row["num_steps"] for row in outputs) < 600, "four batches, one after another, take 800"
+
+
+@pytest.mark.slow
+def test_a_pool_that_leaves_no_cpu_for_reading_is_warned_of(cluster: str, caplog: pytest.LogCaptureFixture) -> None:
+    actors(replicas=1)
+    assert not caplog.text
+    actors(replicas=2)
+    assert "has 2 CPUs; 2 engines and one for reading need 3" in caplog.text
 
 
 @pytest.mark.slow

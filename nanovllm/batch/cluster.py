@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice
 from math import ceil
 from pathlib import Path
@@ -50,6 +50,8 @@ def _run(job: Job, tally: Tally, replicas: int, address: str | None) -> None:
         raise ValueError(f"replicas is {replicas}; it must be at least 1")
     if not is_file(job.input) or not is_file(job.output):
         raise ValueError("with --ray the input is a file or a folder and the output a folder: a pipe cannot be either")
+    if job.config.trace is not None:
+        raise ValueError("trace is a file of one engine: leave it out with --ray")
     card = fingerprint(job, tally)
     num_lines = tally.num_lines or 0
     size = lines_per_part(num_lines)
@@ -169,6 +171,8 @@ class _Parts(Datasource):  # type: ignore[misc]  # where Ray is not installed, i
 
 def _answers(job: Job, size: int, done: Container[int], pool: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """{part, answers, counts} of every part that is not done, as they finish."""
+    model = job.config.model  # an engine's process may have another working directory
+    config = replace(job.config, model=os.path.abspath(model) if os.path.isdir(model) else model)
     context = DataContext.get_current().copy()
     context.target_max_block_size = 1  # bytes: so that a part is a block, and with it a task, of its own
     context.enable_progress_bars = context.print_on_execution_start = False
@@ -181,7 +185,7 @@ def _answers(job: Job, size: int, done: Container[int], pool: Mapping[str, Any])
         )
         answers = parts.map_batches(
             PartAnswerer,
-            fn_constructor_args=(job.config, job.model_name),
+            fn_constructor_args=(config, job.model_name),
             batch_size=1,
             batch_format="pyarrow",
             **pool,
