@@ -157,9 +157,7 @@ def test_attention_over_what_was_stored_equals_the_reference(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-@pytest.mark.parametrize(
-    "shape", GRID, ids=str
-)
+@pytest.mark.parametrize("shape", GRID, ids=str)
 def test_attention_equals_the_reference_over_a_grid(
     backend: CpuBackend, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
