@@ -1,6 +1,7 @@
 """A batch job from its input to its exit status."""
 
 import logging
+import os
 import signal
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator
@@ -100,6 +101,10 @@ def answer_lines(
 
 
 def _load(config: EngineConfig) -> "LLM":
+    # On CPUs, oneDNN multiplies bfloat16 with code made for each shape, and keeps, as torch does once more, that of the
+    # last 1024. A long job has a shape for every number of tokens in a step: a gigabyte. 64 were measured as fast.
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(name, "64")
     from nanovllm.llm import LLM
 
     options = asdict(config)
