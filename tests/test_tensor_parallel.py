@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ from tiny import draw_prompts, save_random
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import followers
 from nanovllm.engine.llm_engine import Output
+from nanovllm.utils import loader
 
 SOON = 5.0
 """Seconds within which a failure must show, or its traces be gone."""
@@ -256,6 +259,34 @@ def test_a_follower_killed_between_requests_fails_the_next_one(model: Path) -> N
     expect_the_end(llm, "rank 1 of 2 failed: .* was killed by SIGKILL")
 
 
+def test_a_follower_that_is_stopped_fails_rank_0_by_its_silence(model: Path) -> None:
+    llm = start_two(model)
+    (follower,) = llm.engine.runner._followers._followers
+    follower.socket.settimeout(2.0)
+    time.sleep(1.5)  # the thread that listens has begun to wait anew
+    os.kill(follower.process.pid, signal.SIGSTOP)
+    pid = follower.process.pid
+    expect_the_end(llm, f"rank 1 of 2 failed: its process {pid} has given no sign of life for 2.0 s")
+
+
+def test_a_follower_killed_while_rank_0_loads_fails_rank_0(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, fill, killed = set(children(os.getpid())), loader._fill, []
+
+    def fill_slowly(*args: Any) -> None:
+        time.sleep(0.5)  # a tensor: more than 10 seconds in all
+        if not killed:
+            (victim,) = set(children(os.getpid())) - before
+            os.kill(victim, signal.SIGKILL)
+            killed.append(time.monotonic())
+        fill(*args)
+
+    monkeypatch.setattr(loader, "_fill", fill_slowly)
+    with pytest.raises(RuntimeError, match=r"rank 1 of 2 failed: .* was killed by SIGKILL"):
+        start_two(model)
+    assert time.monotonic() - killed[0] < SOON
+    assert set(children(os.getpid())) <= before
+
+
 def test_a_rank_that_cannot_start_fails_all(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before, start_message = set(children(os.getpid())), followers.start_message
 
@@ -287,6 +318,7 @@ llm = LLM(sys.argv[1], tensor_parallel_size=2, **json.loads(sys.argv[2]))
 print("ready", flush=True)
 while True:
     llm.generate([[1, 2, 3]] * 8, SamplingParams(max_tokens=100, ignore_eos=True), use_tqdm=False)
+    print("more", flush=True)
 """
 
 
@@ -320,6 +352,14 @@ def test_rank_0_killed_leaves_no_process_and_no_segment(when: str, script: subpr
     assert segments() <= before
 
 
+def test_rank_0_that_was_stopped_goes_on(script: subprocess.Popen[str]) -> None:
+    assert script.stdout is not None and script.stdout.readline() == "ready\n"
+    script.send_signal(signal.SIGSTOP)
+    time.sleep(3.0)
+    script.send_signal(signal.SIGCONT)
+    assert [script.stdout.readline() for _ in range(3)] == ["more\n"] * 3
+
+
 def test_ctrl_c_prints_one_traceback_and_ends_all(script: subprocess.Popen[str]) -> None:
     assert script.stdout is not None and script.stdout.readline() == "ready\n"
     time.sleep(0.5)
@@ -332,6 +372,46 @@ def test_ctrl_c_prints_one_traceback_and_ends_all(script: subprocess.Popen[str])
 
 
 # ---- Coming and going
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_host_memory_does_not_multiply(ranks: int, tmp_path: Path) -> None:
+    """Each follower's own memory, at its highest while it loads, is its share of the weights, not all of them."""
+    large, small = tmp_path / "large", tmp_path / "small"
+    shape = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 512}
+    save_random(large, **shape, hidden_size=1024, intermediate_size=8192, num_hidden_layers=4)
+    save_random(small, **shape, hidden_size=64, intermediate_size=64, num_hidden_layers=4)
+    weights = sum(path.stat().st_size for path in large.glob("*.safetensors"))
+    assert weights > 300 << 20
+
+    def peaks(folder: Path) -> list[int]:
+        """Of each follower: the most bytes of its own, which files that are mapped are not."""
+        highest: dict[int, int] = {}
+        done = threading.Event()
+
+        def watch() -> None:
+            while not done.is_set():
+                for pid in set(children(os.getpid())) - before:
+                    with suppress(OSError):
+                        status = Path(f"/proc/{pid}/status").read_text()
+                        if found := re.search(r"RssAnon:\s+(\d+) kB", status):
+                            highest[pid] = max(highest.get(pid, 0), int(found[1]) << 10)
+                time.sleep(0.005)
+
+        before = set(children(os.getpid()))
+        thread = threading.Thread(target=watch)
+        thread.start()
+        try:
+            with LLM(str(folder), tensor_parallel_size=ranks, **OPTIONS) as llm:
+                pids = llm.engine.runner.pids
+        finally:
+            done.set()
+            thread.join()
+        return [highest[pid] for pid in pids]
+
+    for with_weights, without in zip(peaks(large), peaks(small), strict=True):
+        assert 0.8 * weights / ranks < with_weights - without < 1.3 * weights / ranks
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 One object chosen at start-up (`make_backend`) answers for all of them, so that no layer asks where it runs.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -50,8 +51,12 @@ class Backend(Protocol):
         """Zeroed cache of one layer, in this backend's storage order."""
         ...
 
-    def prepare_model(self, model: nn.Module) -> None:
-        """Once the weights are loaded: bring them into the form that this backend multiplies fastest."""
+    def prepare_model(self, model: nn.Module, check: Callable[[], None]) -> None:
+        """Once the weights are loaded: bring them into the form that this backend multiplies fastest.
+
+        Args:
+            check: called before each matrix; raises if there is no use in going on.
+        """
         ...
 
     def begin_step(self, metadata: AttentionMetadata) -> None:

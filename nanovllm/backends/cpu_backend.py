@@ -56,8 +56,8 @@ class CpuBackend(TorchBackend):
             side.zero_()
         return cache
 
-    def prepare_model(self, model: nn.Module) -> None:
-        pack_matrices(model, lambda weight: NativeMatrix(self._library, weight))
+    def prepare_model(self, model: nn.Module, check: Callable[[], None]) -> None:
+        pack_matrices(model, lambda weight: NativeMatrix(self._library, weight), check)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.shape[1] % LANES:
@@ -152,8 +152,8 @@ class NativeMatrix:
 class OneDnnBackend(TorchBackend):
     """Plain torch, with the weights packed for oneDNN: what there is without a compiler."""
 
-    def prepare_model(self, model: nn.Module) -> None:
-        pack_matrices(model, OneDnnMatrix)
+    def prepare_model(self, model: nn.Module, check: Callable[[], None]) -> None:
+        pack_matrices(model, OneDnnMatrix, check)
 
 
 class OneDnnMatrix:
@@ -180,13 +180,14 @@ class OneDnnMatrix:
             return False
 
 
-def pack_matrices(model: nn.Module, pack: Callable[[Tensor], PackedMatrix]) -> None:
+def pack_matrices(model: nn.Module, pack: Callable[[Tensor], PackedMatrix], check: Callable[[], None]) -> None:
     """Pack every matrix that is multiplied, one after another, and let go of what nothing reads any more."""
     modules = [module for module in model.modules() if isinstance(module, MatrixModule)]
     embeddings = [m for m in modules if isinstance(m, VocabParallelEmbedding) and not isinstance(m, LMHead)]
     for module in modules:
         if module in embeddings or module.weight.shape[1] % 2:  # packed forms hold pairs of input features
             continue
+        check()
         weight = module.weight
         module.packed = packed = pack(weight.data)
         readers = [embedding for embedding in embeddings if embedding.weight is weight]

@@ -82,7 +82,7 @@ class TritonBackend:
 
         return zeros(), zeros()
 
-    def prepare_model(self, model: nn.Module) -> None:
+    def prepare_model(self, model: nn.Module, check: Callable[[], None]) -> None:
         """The weights stay as they are."""
 
     def begin_step(self, metadata: AttentionMetadata) -> None:

@@ -12,7 +12,9 @@ from nanovllm.layers.parallel import Parallel
 
 HOST = "127.0.0.1"
 TIMEOUT = timedelta(minutes=30)
-"""For one collective. Ranks that die or raise are noticed otherwise, and within a second: see followers.py."""
+"""For one collective. Ranks that die, raise or stop are noticed otherwise, and sooner: see followers.py."""
+CONNECT_TIMEOUT = timedelta(minutes=1)
+"""For ranks that have loaded, and have only to find each other."""
 
 
 class PeerLostError(RuntimeError):
@@ -73,7 +75,7 @@ class GroupParallel(Parallel):
             HOST,
             port or 0,
             is_master=listener is not None,
-            timeout=TIMEOUT,
+            timeout=CONNECT_TIMEOUT,
             wait_for_workers=False,
             master_listen_fd=listener,
         )

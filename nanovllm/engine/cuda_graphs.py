@@ -71,7 +71,8 @@ class CudaGraphs:
             decode(*inputs.unbind(0))  # compiles kernels and warms libraries up, outside the capture
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream):
+            # Other threads, as NCCL's and those of a second engine, may call CUDA meanwhile.
+            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
                 token_ids, hidden = decode(*inputs.unbind(0))
             self._pool = self._pool or graph.pool()
             self._graphs[size] = graph, token_ids, hidden

@@ -1,7 +1,8 @@
 """Ranks 1 to n-1: `python -m nanovllm.engine.follower FD`, started and told what to do by followers.py.
 
 FD is a socket to rank 0. A follower gets one line of JSON, how to start; it sends a line for each stage that it
-reaches and one, with a traceback, if it fails. When the socket closes, rank 0 is gone, and so is the follower.
+reaches, one, with a traceback, if it fails, and an empty one every second, which says that it runs. When the socket
+closes, rank 0 is gone, and so is the follower.
 """
 
 import faulthandler
@@ -14,11 +15,13 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-PARENT_CHECK = 1.0
-"""Seconds between looks at who the parent is: the socket stays open if a process that rank 0 forked holds it."""
+BEAT = 1.0
+"""Seconds between signs of life, and between looks at who the parent is: the socket stays open if a process that
+rank 0 forked holds it."""
 
 
 def main() -> None:
@@ -31,10 +34,12 @@ def main() -> None:
     line = rank0.makefile("r", encoding="utf-8").readline()
     if not line:
         os._exit(1)
-    threading.Thread(target=_end_with, args=(rank0, parent), daemon=True).start()
+    sending = threading.Lock()
+    threading.Thread(target=_end_with, args=(rank0, parent, sending), daemon=True).start()
 
     def send(**message: Any) -> None:
-        rank0.sendall(json.dumps(message).encode() + b"\n")
+        with sending:
+            rank0.sendall(json.dumps(message).encode() + b"\n")
 
     try:
         follow(json.loads(line), lambda stage: send(stage=stage))
@@ -46,12 +51,16 @@ def main() -> None:
     os._exit(0)
 
 
-def _end_with(rank0: socket.socket, parent: int) -> None:
-    """End this process, whatever it is doing, as soon as rank 0 has ended."""
+def _end_with(rank0: socket.socket, parent: int, sending: threading.Lock) -> None:
+    """Show rank 0 that this process runs; end it, whatever it is doing, as soon as rank 0 has ended."""
     while os.getppid() == parent:
-        readable, _, _ = select.select([rank0], [], [], PARENT_CHECK)
+        readable, _, _ = select.select([rank0], [], [], BEAT)
         if readable:  # the end of the stream: nothing is ever sent after the first line
             break
+        if sending.acquire(blocking=False):  # while another line is on its way, that one will do
+            with suppress(OSError):  # full: rank 0 was stopped, and reads again when it goes on
+                rank0.send(b"\n", socket.MSG_DONTWAIT)
+            sending.release()
     os._exit(1)
 
 

@@ -3,7 +3,8 @@
 How nobody waits for the dead: each follower holds a socket to rank 0. If rank 0 ends, however it ends, the operating
 system closes the socket, and a thread of the follower ends the process. If a follower ends, a thread of rank 0 learns
 why, and ends the other followers, whose sockets of the process group close in turn (with NCCL, the communicator is
-aborted): whatever rank 0 waits for fails, and it raises what the thread has learnt.
+aborted): whatever rank 0 waits for fails, and it raises what the thread has learnt. A follower that is stopped, and so
+neither ends nor goes on, is known by its silence. Rank 0 may be stopped and go on, as by Ctrl-Z: its followers wait.
 """
 
 import json
@@ -39,6 +40,9 @@ GRACE = 1.0
 """Seconds in which a rank that lost its peers may learn which of them was the cause."""
 PATIENCE = 5.0
 """Seconds that followers have to end when told to."""
+SILENCE = 60.0
+"""Seconds without a sign of life, of which a follower gives one a second, after which it counts as failed. So many,
+because one that loads a large library from a slow disk gives none until it has it."""
 
 
 class Follower:
@@ -49,6 +53,7 @@ class Follower:
         self.stages: set[str] = set()
         self.socket, theirs = socket.socketpair()
         self.socket.sendall(json.dumps(message).encode() + b"\n")  # it waits in the socket
+        self.socket.settimeout(SILENCE)
         env = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
         if num_threads is not None:
             env["OMP_NUM_THREADS"] = str(num_threads)
@@ -62,12 +67,14 @@ class Follower:
             )
 
     def messages(self) -> Iterator[dict[str, Any]]:
-        """What it reports, until it ends."""
+        """What it reports, until it ends; TimeoutError if it neither reports nor ends."""
         try:
             with self.socket.makefile("r", encoding="utf-8") as lines:
                 for line in lines:
-                    if line.endswith("\n"):
+                    if line.endswith("\n") and line != "\n":
                         yield json.loads(line)
+        except TimeoutError:
+            raise
         except OSError:
             pass  # it was killed with something unread: the same as an end
 
@@ -133,13 +140,17 @@ class Followers:
 
     def _watch(self, follower: Follower) -> None:
         """Take in what a follower reports, until it ends; one thread for each."""
-        for message in follower.messages():
-            with self._changed:
-                if "stage" in message:
-                    follower.stages.add(message["stage"])
-                    self._changed.notify_all()
-                    continue
-            self._fail(follower, message["error"], message["is_cause"])
+        try:
+            for message in follower.messages():
+                with self._changed:
+                    if "stage" in message:
+                        follower.stages.add(message["stage"])
+                        self._changed.notify_all()
+                        continue
+                self._fail(follower, message["error"], message["is_cause"])
+        except TimeoutError:
+            pid, seconds = follower.process.pid, follower.socket.gettimeout()
+            self._fail(follower, f"its process {pid} has given no sign of life for {seconds} s", is_cause=True)
         self._fail(follower, follower.how_it_ended(), is_cause=True)
 
     def _fail(self, follower: Follower, reason: str, is_cause: bool) -> None:

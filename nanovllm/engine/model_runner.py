@@ -2,6 +2,7 @@
 
 import gc
 import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
@@ -39,12 +40,18 @@ class ModelRunner:
     """One rank: the model, its KV cache, and the device's tables. Steps run in the order of their launch."""
 
     def __init__(
-        self, config: EngineConfig, hf_config: "PretrainedConfig", folder: Path | None, parallel: Parallel
+        self,
+        config: EngineConfig,
+        hf_config: "PretrainedConfig",
+        folder: Path | None,
+        parallel: Parallel,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """
         Args:
             config: resolved.
             folder: of the checkpoint; None for random weights.
+            check: called for each tensor that is loaded; raises if there is no use in going on.
 
         Raises:
             ValueError: a bad checkpoint, or a shape for which the backend has no kernels.
@@ -60,10 +67,10 @@ class ModelRunner:
             self.model = model_class(architecture)(hf_config, self.backend, parallel, config.max_model_len)
         self.model.eval()
         if folder is None:
-            fill_randomly(self.model, config.seed + parallel.rank, hf_config.initializer_range)
+            fill_randomly(self.model, config.seed + parallel.rank, hf_config.initializer_range, check)
         else:
-            load_weights(self.model, folder, show_progress=parallel.rank == 0)
-        self.backend.prepare_model(self.model)
+            load_weights(self.model, folder, parallel.rank == 0, check)
+        self.backend.prepare_model(self.model, check)
         self._head_dim, self._num_layers = hf_config.head_dim, hf_config.num_hidden_layers
         self.tables = DeviceTables(config.max_num_seqs, config.max_blocks_per_seq, self.device)
         size = StepPlan.max_packed_size(config.max_num_seqs, config.max_num_batched_tokens, config.max_blocks_per_seq)

@@ -68,7 +68,7 @@ class LeadingRunner:
         self._followers = Followers(config, hf_config, folder, port, self._parallel.abort)
         self._end = weakref.finalize(self, self._followers.stop)  # for who forgets close(), and at exit
         try:
-            self._runner = ModelRunner(config, hf_config, folder, self._parallel)
+            self._runner = ModelRunner(config, hf_config, folder, self._parallel, self._followers.check)
             self._followers.wait_until("loaded")
             self._followers.while_they_live(lambda: self._parallel.connect(None, listener.detach()))
         except BaseException:

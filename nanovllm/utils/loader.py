@@ -1,6 +1,6 @@
 """Filling a model from safetensors, and the proof that every parameter was filled."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Protocol
 
@@ -56,8 +56,13 @@ def _name_some(names: Iterable[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def load_weights(model: Loadable, folder: Path, show_progress: bool = False) -> None:
+def load_weights(
+    model: Loadable, folder: Path, show_progress: bool = False, check: Callable[[], None] = lambda: None
+) -> None:
     """Fill the model from the folder's safetensors, one tensor at a time, reading only what this rank holds.
+
+    Args:
+        check: called before each tensor; raises if there is no use in going on.
 
     Raises:
         ValueError: a file that cannot be read, a tensor that is missing, unexpected, double or of another shape.
@@ -71,6 +76,7 @@ def load_weights(model: Loadable, folder: Path, show_progress: bool = False) -> 
         try:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():  # noqa: SIM118  # not a dict
+                    check()
                     if name in filled:
                         raise ValueError(f"{path}: tensor {name} is in another file too")
                     if (target := targets.get(name)) is not None:
@@ -109,11 +115,16 @@ def _check_cover(model: Loadable, targets: dict[str, WeightTarget]) -> None:
             raise RuntimeError(f"targets cover {covered.get(storage, 0)} of a parameter's {parameter.numel()} elements")
 
 
-def fill_randomly(model: Loadable, seed: int, std: float) -> None:
-    """Random weights, for measuring without a checkpoint: normal matrices, norms of one, biases of zero."""
+def fill_randomly(model: Loadable, seed: int, std: float, check: Callable[[], None] = lambda: None) -> None:
+    """Random weights, for measuring without a checkpoint: normal matrices, norms of one, biases of zero.
+
+    Args:
+        check: as for `load_weights`.
+    """
     parameters = list(model.parameters())
     generator = torch.Generator(device=parameters[0].device).manual_seed(seed)
     for parameter in parameters:
+        check()
         if parameter.dim() > 1:
             parameter.data.normal_(0.0, std, generator=generator)
         else:
