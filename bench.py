@@ -24,6 +24,7 @@ import torch
 
 import nanovllm
 from nanovllm import LLM, SamplingParams
+from nanovllm.config import TOKEN_BUDGETS
 from nanovllm.models.config import load_model_config, read_json
 from nanovllm.models.presets import PRESETS, preset_config
 from nanovllm.utils.hub import find_model
@@ -53,7 +54,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--tensor-parallel-size", type=int, default=1, metavar="N")
     add("--max-model-len", type=int, help="default: 4096, or what the workload needs if that is more")
     add("--max-num-seqs", type=int, default=512)
-    add("--max-num-batched-tokens", type=int, default=16384)
+    add("--max-num-batched-tokens", type=int, help="default: each engine's own")
     add("--attention-backend", default="auto")
     add(
         "--set",
@@ -270,7 +271,8 @@ def main(arguments: list[str] | None = None) -> None:
     machine = Machine(*args.machine_rates) if args.machine_rates else measure_machine(device, dtype)
     ranks = args.tensor_parallel_size if device.type == "cuda" else 1  # ranks on a CPU share its memory and cores
     whole = Machine(*(rate * ranks for rate in (machine.copy_rate, machine.read_rate, machine.matmul_rate)))
-    steps = ideal_steps(workload.lengths, args.max_num_seqs, args.max_num_batched_tokens, args.shared_prefix)
+    budget = args.max_num_batched_tokens or TOKEN_BUDGETS[device.type]
+    steps = ideal_steps(workload.lengths, args.max_num_seqs, budget, args.shared_prefix)
     floor = sum((step_cost(shape, whole, *step) for step in steps), Cost())
     about = describe(args, device, dtype)
     print_cost_card(shape, whole, workload, floor, about)

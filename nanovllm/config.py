@@ -15,6 +15,8 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 BACKENDS = ("auto", "flash_attn", "triton", "torch")
 DISTRIBUTED_BACKENDS = ("auto", "nccl", "gloo")
 LOAD_FORMATS = ("auto", "dummy")
+TOKEN_BUDGETS = {"cuda": 16384, "cpu": 2048}
+"""The default max_num_batched_tokens on each type of device."""
 
 
 def _option(default: Any, help: str) -> Any:
@@ -45,7 +47,11 @@ class EngineConfig:
     )
     max_model_len: int = _option(4096, "longest prompt and output together, in tokens; never beyond the model's own")
     max_num_seqs: int = _option(512, "most sequences that run at a time")
-    max_num_batched_tokens: int = _option(16384, "most tokens computed in one step; longer prompts are cut into chunks")
+    max_num_batched_tokens: int | None = _option(
+        None,
+        "most tokens computed in one step; longer prompts are cut into chunks; by default 16384 on a GPU, and on a CPU "
+        "2048, with whose activations its caches still help",
+    )
     gpu_memory_utilization: float = _option(0.9, "share of the GPU's memory to use in all, above 0 and at most 1")
     num_kvcache_blocks: int | None = _option(None, "blocks of KV cache; wins over the memory options")
     kvcache_memory_bytes: int | None = _option(
@@ -81,11 +87,11 @@ class EngineConfig:
         choose("attention_backend", BACKENDS)
         choose("distributed_backend", DISTRIBUTED_BACKENDS)
         choose("load_format", LOAD_FORMATS)
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens"):
+        for name in ("max_model_len", "max_num_seqs"):
             put(name, value := as_integer(getattr(self, name), name), value >= 1, "at least 1")
         tp = as_integer(self.tensor_parallel_size, "tensor_parallel_size")
         put("tensor_parallel_size", tp, 1 <= tp <= 8, "from 1 to 8")
-        for name in ("num_kvcache_blocks", "kvcache_memory_bytes"):
+        for name in ("max_num_batched_tokens", "num_kvcache_blocks", "kvcache_memory_bytes"):
             if getattr(self, name) is not None:
                 put(name, value := as_integer(getattr(self, name), name), value >= 1, "at least 1, or None")
         if self.kvcache_block_size != "auto":
@@ -133,6 +139,7 @@ class EngineConfig:
             distributed_backend=distributed,
             enforce_eager=self.enforce_eager or through_host or backend == "torch",
             kvcache_block_size=size or default_block_size(backend),
+            max_num_batched_tokens=self.max_num_batched_tokens or TOKEN_BUDGETS[device.type],
             max_model_len=min(self.max_model_len, max_position(hf_config)),
         )
 
@@ -140,6 +147,12 @@ class EngineConfig:
     def block_size(self) -> int:
         """The block size of a resolved configuration."""
         return int(self.kvcache_block_size)
+
+    @property
+    def token_budget(self) -> int:
+        """The max_num_batched_tokens of a resolved configuration."""
+        assert self.max_num_batched_tokens is not None
+        return self.max_num_batched_tokens
 
     @property
     def max_blocks_per_seq(self) -> int:

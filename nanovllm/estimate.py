@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanovllm.config import EngineConfig
+from nanovllm.config import TOKEN_BUDGETS, EngineConfig
 from nanovllm.models.config import load_model_config, max_position, read_json
 from nanovllm.models.presets import PRESETS, preset_config
 from nanovllm.utils.hub import BOX, find_model
@@ -165,7 +165,8 @@ def _resolve(hf_config: "PretrainedConfig", config: EngineConfig) -> EngineConfi
     dtype = str(hf_config.dtype or "float32").removeprefix("torch.") if config.dtype == "auto" else config.dtype
     size = 256 if config.kvcache_block_size == "auto" else config.block_size
     length = min(config.max_model_len, max_position(hf_config))
-    return replace(config, dtype=dtype, kvcache_block_size=size, max_model_len=length)
+    budget = config.max_num_batched_tokens or TOKEN_BUDGETS["cuda"]
+    return replace(config, dtype=dtype, kvcache_block_size=size, max_model_len=length, max_num_batched_tokens=budget)
 
 
 def _measure(hf_config: "PretrainedConfig", config: EngineConfig, gpu_memory: int) -> Estimate:
@@ -174,7 +175,7 @@ def _measure(hf_config: "PretrainedConfig", config: EngineConfig, gpu_memory: in
     per_token = 2 * hf_config.num_hidden_layers * _kv_heads_of_rank(hf_config, ranks) * hf_config.head_dim * item
     # At its widest, a layer holds x, the residual, and gate and up with their product; sampling holds the logits, in
     # float32, and two copies.
-    widest = config.max_num_batched_tokens * (2 * hf_config.hidden_size + 3 * hf_config.intermediate_size // ranks)
+    widest = config.token_budget * (2 * hf_config.hidden_size + 3 * hf_config.intermediate_size // ranks)
     workspace = widest * item + 3 * config.max_num_seqs * hf_config.vocab_size * 4
     return Estimate(
         model=config.model,

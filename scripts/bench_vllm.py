@@ -22,7 +22,7 @@ def main() -> None:
         skip_tokenizer_init=True,
         max_model_len=spec["max_model_len"],
         max_num_seqs=spec["max_num_seqs"],
-        max_num_batched_tokens=max(spec["max_num_batched_tokens"], spec["max_model_len"]),
+        max_num_batched_tokens=spec["max_num_batched_tokens"],
         tensor_parallel_size=spec["tensor_parallel_size"],
         seed=0,
     )

@@ -147,6 +147,29 @@ def assert_attends_alike(backend: CpuBackend, shape: tuple[int, int, int], dtype
         torch.testing.assert_close(got, expected, atol=tolerance, rtol=0)
 
 
+@pytest.mark.parametrize("first", [0, 1, 5])
+@pytest.mark.parametrize("tokens", [1, 8, 9, 10, 47])
+def test_threads_never_share_two_tokens_of_one_unit(backend: CpuBackend, tokens: int, first: int) -> None:
+    """Two values lie in one unit of V; where threads divide the tokens between them, both have one owner."""
+    qkv = torch.randn(tokens, (16 + 2 * 2) * 128).to(BF16)  # enough that even few tokens wake the threads
+    weight, cos_sin = torch.rand(128).to(BF16), torch.rand(64, 128)
+    positions = torch.arange(first, first + tokens)
+    caches = []
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3, 5):
+            torch.set_num_threads(count)
+            cache = backend.allocate_cache(1, 64, 2, 128, BF16, CPU)
+            backend.norm_rope_store(qkv, weight, weight, 1e-6, cos_sin, positions, cache, positions)
+            caches.append(cache)
+    finally:
+        torch.set_num_threads(threads)
+    stored = caches[0][1].count_nonzero() / (2 * 128)
+    assert stored == pytest.approx(tokens, abs=0.2)  # a random value may be zero
+    for cache in caches[1:]:
+        assert all(torch.equal(*sides) for sides in zip(cache, caches[0], strict=True))
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("shape", [(128, 2, 64), (32, 3, 16), (64, 5, 256)], ids=str)
 def test_attention_over_what_was_stored_equals_the_reference(

@@ -103,9 +103,7 @@ class Followers:
             abort_group: ends what rank 0 waits for on the device, once the others are dead.
         """
         size = config.tensor_parallel_size
-        capacity = StepPlan.max_packed_size(
-            config.max_num_seqs, config.max_num_batched_tokens, config.max_blocks_per_seq
-        )
+        capacity = StepPlan.max_packed_size(config.max_num_seqs, config.token_budget, config.max_blocks_per_seq)
         ring_fd = anonymous_file()
         self._ring = Ring(ring_fd, size - 1, capacity)
         shared = {"port": port, "ring_fd": ring_fd, "capacity": capacity}

@@ -128,7 +128,7 @@ class LLMEngine:
         scheduler = Scheduler(
             BlockManager(num_blocks, config.block_size, config.enable_prefix_caching),
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=config.token_budget,
             vocab_size=vocab_size,
         )
         logger.info("%s on %s, %s, %s attention", config.model, config.device, config.dtype, config.attention_backend)

@@ -73,7 +73,7 @@ class ModelRunner:
         self.backend.prepare_model(self.model, check)
         self._head_dim, self._num_layers = hf_config.head_dim, hf_config.num_hidden_layers
         self.tables = DeviceTables(config.max_num_seqs, config.max_blocks_per_seq, self.device)
-        size = StepPlan.max_packed_size(config.max_num_seqs, config.max_num_batched_tokens, config.max_blocks_per_seq)
+        size = StepPlan.max_packed_size(config.max_num_seqs, config.token_budget, config.max_blocks_per_seq)
         self._staging = Staging(size, self.device)
         self._buffers = ReturnBuffers(config.max_num_seqs)
         self.caches: list[KVCache] = []
@@ -155,7 +155,7 @@ class ModelRunner:
         total, weights = torch.cuda.mem_get_info(device)[1], torch.cuda.memory_allocated(device)
         self.caches = self._make_caches(1)
         torch.cuda.reset_peak_memory_stats(device)
-        plan = StepPlan.largest(config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len)
+        plan = StepPlan.largest(config.max_num_seqs, config.token_budget, config.max_model_len)
         # Padding rows store nothing and read block 0: the shapes are real, the values are not.
         plan.rows[:] = self.tables.padding_row
         self.launch(plan).result()

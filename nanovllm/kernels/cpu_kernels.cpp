@@ -15,6 +15,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <omp.h>
 #include <vector>
 
 #ifdef __AVX512BF16__
@@ -33,6 +34,7 @@ namespace {
 
 constexpr int LANES = 16, PANEL = 32, MAX_TILE_ROWS = 12;
 constexpr int MAX_HEAD_DIM = 256, QUERY_ROWS = 48, KEY_TILE = 64, AHEAD = 64 * PANEL, SAMPLE_CHUNK = 4096;
+constexpr int64_t FEW_ROWS = 96, GROUP_UNITS = 1 << 17;  // units of a weight: half a MiB, half of a small L2 cache
 constexpr int64_t SMALL = 1 << 14;  // elements below which waking the other threads costs more than it saves
 
 typedef float vf __attribute__((vector_size(64)));
@@ -42,19 +44,22 @@ typedef uint16_t vh __attribute__((vector_size(32)));
 template <class V> inline V load(const void* p) { V v; std::memcpy(&v, p, sizeof v); return v; }
 template <class V> inline void store(void* p, V v) { std::memcpy(p, &v, sizeof v); }
 inline vf splat(float x) { return vf{} + x; }
-inline vf select(vi mask, vf a, vf b) { return (vf)((mask & (vi)a) | (~mask & (vi)b)); }
+inline vf select(vi mask, vf a, vf b) { return mask ? a : b; }
 inline vf maximum(vf a, vf b) { return select(a > b, a, b); }
 
-inline float sum(vf v) {
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; ++i) v[i] += v[i + width];
-    return v[0];
+// One number of 16, by halves. The halves are taken whole, and of a copy: compilers make slow code of single elements, and
+// of vectors that have an address.
+template <class Combine> inline float reduce(vf v, Combine combine) {
+    typedef float v8 __attribute__((vector_size(32)));
+    typedef float v4 __attribute__((vector_size(16)));
+    alignas(64) float e[LANES];
+    store(e, v);
+    store(e, combine(load<v8>(e), load<v8>(e + 8)));
+    const v4 four = combine(load<v4>(e), load<v4>(e + 4));
+    return combine(combine(four[0], four[2]), combine(four[1], four[3]));
 }
-inline float largest(vf v) {
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; ++i) v[i] = std::max(v[i], v[i + width]);
-    return v[0];
-}
+inline float sum(vf v) { return reduce(v, [](auto a, auto b) { return a + b; }); }
+inline float largest(vf v) { return reduce(v, [](auto a, auto b) { return a > b ? a : b; }); }
 
 // exp for x <= 88, to about 2 units in the last place: 2^n times a polynomial in the rest (Cody and Waite 1980).
 inline vf exp(vf x) {
@@ -87,7 +92,13 @@ struct BFloat16 {
         return acc + (vf)(av << 16) * (vf)(b << 16) + (vf)(av & ~0xffff) * (vf)(b & ~0xffff);
 #endif
     }
-    static inline vf widen(const element* p) { return (vf)(__builtin_convertvector(load<vh>(p), vi) << 16); }
+    static inline vf widen(const element* p) {
+#ifdef __AVX512BF16__
+        return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(load<__m256i>(p)), 16);
+#else
+        return (vf)(__builtin_convertvector(load<vh>(p), vi) << 16);
+#endif
+    }
     static inline void narrow(element* p, vf v) {  // to nearest, ties to even
 #ifdef __AVX512BF16__
         store(p, _mm512_cvtneps_pbh((__m512)v));
@@ -173,6 +184,13 @@ inline void tile_of(int rows, const uint32_t* a, int64_t lda, Columns b, int64_t
     }
 }
 
+// This thread's part of `count` things, inside a parallel region.
+struct Share { int64_t begin, end; };
+inline Share share_of(int64_t count) {
+    const int64_t threads = omp_get_num_threads(), me = omp_get_thread_num();
+    return {me * count / threads, (me + 1) * count / threads};
+}
+
 // Calls body(first, count) for pieces of `rows` that are nearly equal and at most MAX_TILE_ROWS.
 template <class Body> inline void row_pieces(int64_t rows, Body body) {
     const int64_t pieces = (rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
@@ -195,8 +213,8 @@ inline void product(int64_t rows, const uint32_t* a, int64_t lda, Columns b, int
     }
 }
 
-// y[rows][out] = x[rows][in] W^T + bias. A thread owns panels of W. The rows come in chunks that fit its L2 cache, so W is
-// read once a chunk and x from the cache.
+// y[rows][out] = x[rows][in] W^T + bias. A thread owns panels of W. All rows pass by one of them, or if they are many by a
+// group that stays in the L2 cache, so W is read from memory once.
 template <class T>
 void linear(const void* x_, const uint32_t* packed, const void* bias_, void* y_, int64_t rows, int64_t in, int64_t out) {
     using E = typename T::element;
@@ -204,28 +222,32 @@ void linear(const void* x_, const uint32_t* packed, const void* bias_, void* y_,
     const auto *bias = (const E*)bias_;
     auto* y = (E*)y_;
     const int64_t k = in / T::PER_UNIT, panels = (out + PANEL - 1) / PANEL;
-    const int64_t fitting = std::max<int64_t>((512 << 10) / (k * 4) / MAX_TILE_ROWS, 1) * MAX_TILE_ROWS;
-#pragma omp parallel
-    for (int64_t start = 0; start < rows; start += fitting) {
-        const int64_t end = std::min(rows, start + fitting);
-#pragma omp for schedule(static) nowait
-        for (int64_t p = 0; p < panels; ++p) {
-            const uint32_t* panel = packed + p * k * PANEL;
-            const int64_t column = p * PANEL, columns = std::min<int64_t>(PANEL, out - column);
-            row_pieces(end - start, [&](int64_t first, int count) {
-                alignas(64) float c[MAX_TILE_ROWS * PANEL];
-                const auto product = first ? tile_of<T, false> : tile_of<T, true>;  // the first piece brings W into the cache
-                product(count, x + (start + first) * k, k, {panel, PANEL, LANES, panel + AHEAD}, k, c, PANEL, 2, false);
-                for (int r = 0; r < count; ++r) {
-                    float* sums = c + r * PANEL;
-                    if (bias)
-                        for (int v = 0; v < columns; ++v) sums[v] += T::to_float(bias[column + v]);
-                    E line[PANEL];
-                    for (int v = 0; v < PANEL; v += LANES) T::narrow(line + v, load<vf>(sums + v));
-                    std::memcpy(y + (start + first + r) * out + column, line, columns * sizeof(E));
-                }
-            });
+    const int64_t group = rows <= FEW_ROWS ? 1 : std::max<int64_t>(GROUP_UNITS / (k * PANEL), 1);
+    const auto multiply = [=](int64_t first, int count, int64_t p) {
+        const uint32_t* panel = packed + p * k * PANEL;
+        const int64_t columns = std::min<int64_t>(PANEL, out - p * PANEL);
+        E* to = y + first * out + p * PANEL;
+        for (int r = 0; r < count; ++r) __builtin_prefetch(to + r * out, 1);  // it is written a microsecond from now
+        alignas(64) float sums[MAX_TILE_ROWS * PANEL];
+        const auto product = first ? tile_of<T, false> : tile_of<T, true>;  // the first piece brings W into the cache
+        product(count, x + first * k, k, {panel, PANEL, LANES, panel + AHEAD}, k, sums, PANEL, 2, false);
+        for (int r = 0; r < count; ++r) {
+            float* of_row = sums + r * PANEL;
+            if (bias)
+                for (int v = 0; v < columns; ++v) of_row[v] += T::to_float(bias[p * PANEL + v]);
+            E line[PANEL];
+            for (int v = 0; v < PANEL; v += LANES) T::narrow(line + v, load<vf>(of_row + v));
+            if (columns == PANEL) std::memcpy(to + r * out, line, sizeof line);
+            else std::memcpy(to + r * out, line, columns * sizeof(E));
         }
+    };
+#pragma omp parallel
+    {
+        const Share mine = share_of(panels);
+        for (int64_t start = mine.begin; start < mine.end; start += group)
+            row_pieces(rows, [&](int64_t first, int count) {
+                for (int64_t p = start; p < std::min(start + group, mine.end); ++p) multiply(first, count, p);
+            });
     }
 }
 
@@ -375,43 +397,51 @@ template <class T> void rotate(typename T::element* x, const float* cos_sin, int
     }
 }
 
-// A thread owns (token, query head) pairs, then whole KV heads: two tokens share a unit of V, so one thread writes both.
-// The token at the even offset comes first and clears the other half: what a block held before never meets a new sum.
+// A thread owns tokens; two that share a unit of V have one owner. The token at the even offset comes first and clears
+// the other half: what a block held before never meets a new sum.
 template <class T>
 void norm_rope_store(const void* qkv_, const void* q_weight, const void* k_weight, const float* cos_sin, const int32_t* positions,
                      const int64_t* slots, void* q_, uint32_t* k_cache, uint32_t* v_cache, int64_t tokens, int64_t heads,
                      int64_t num_kv_heads, int64_t dim, int64_t block_size, float eps) {
     using E = typename T::element;
     const int64_t stride = (heads + 2 * num_kv_heads) * dim, dim_units = dim / T::PER_UNIT;
-    const auto* qkv = (const E*)qkv_;
+    const auto store_key = [=](const E* k, int64_t at, int64_t offset) {
+        uint32_t* column = k_cache + at + offset / LANES * LANES * dim_units + offset % LANES;
+        for (int64_t i = 0; i < dim_units; ++i) column[i * LANES] = load<uint32_t>(k + i * T::PER_UNIT);
+    };
+    const auto store_value = [=](const E* v, int64_t at, int64_t offset) {
+        uint32_t* units = v_cache + at + offset / T::PER_UNIT * dim;
+        if (T::PER_UNIT == 1) std::memcpy(units, v, dim * sizeof(E));
+        else if (offset % 2 == 0)
+            for (int64_t d = 0; d < dim; ++d) units[d] = (uint32_t)v[d];
+        else
+            for (int64_t d = 0; d < dim; ++d) units[d] = (units[d] & 0xffff) | (uint32_t)v[d] << 16;
+    };
+    const auto owned_from = [=](int64_t t) {
+        return t > 0 && t < tokens && slots[t] % 2 == 1 && slots[t] == slots[t - 1] + 1 ? t + 1 : t;
+    };
 #pragma omp parallel if (tokens * stride > SMALL)
     {
-#pragma omp for schedule(static) nowait
-        for (int64_t i = 0; i < tokens * heads; ++i) {
-            const int64_t t = i / heads;
-            E* q = (E*)q_ + i * dim;
-            rms_norm_row<T>(qkv + t * stride + i % heads * dim, (const E*)q_weight, q, dim, eps);
-            rotate<T>(q, cos_sin + positions[t] * dim, dim);
-        }
-#pragma omp for schedule(static)
-        for (int64_t h = 0; h < num_kv_heads; ++h)
-            for (int64_t t = 0; t < tokens; ++t) {
-                if (slots[t] < 0) continue;
-                const int64_t block = slots[t] / block_size, offset = slots[t] % block_size;
+        const Share mine = share_of(tokens);
+        for (int64_t t = owned_from(mine.begin); t < owned_from(mine.end); ++t) {
+            const E* from = (const E*)qkv_ + t * stride;
+            const float* angles = cos_sin + positions[t] * dim;
+            for (int64_t h = 0; h < heads; ++h, from += dim) {
+                E* q = (E*)q_ + (t * heads + h) * dim;
+                rms_norm_row<T>(from, (const E*)q_weight, q, dim, eps);
+                rotate<T>(q, angles, dim);
+            }
+            if (slots[t] < 0) continue;
+            const int64_t block = slots[t] / block_size, offset = slots[t] % block_size;
+            for (int64_t h = 0; h < num_kv_heads; ++h, from += dim) {
                 const int64_t at = cache_tile(block, h, num_kv_heads, dim_units * block_size);
                 alignas(64) E k[MAX_HEAD_DIM];
-                rms_norm_row<T>(qkv + t * stride + (heads + h) * dim, (const E*)k_weight, k, dim, eps);
-                rotate<T>(k, cos_sin + positions[t] * dim, dim);
-                uint32_t* column = k_cache + at + offset / LANES * LANES * dim_units + offset % LANES;
-                for (int64_t i = 0; i < dim_units; ++i) column[i * LANES] = load<uint32_t>(k + i * T::PER_UNIT);
-                const E* v = qkv + t * stride + (heads + num_kv_heads + h) * dim;
-                uint32_t* units = v_cache + at + offset / T::PER_UNIT * dim;
-                if (T::PER_UNIT == 1) std::memcpy(units, v, dim * sizeof(E));
-                else if (offset % 2 == 0)
-                    for (int64_t d = 0; d < dim; ++d) units[d] = (uint32_t)v[d];
-                else
-                    for (int64_t d = 0; d < dim; ++d) units[d] = (units[d] & 0xffff) | (uint32_t)v[d] << 16;
+                rms_norm_row<T>(from, (const E*)k_weight, k, dim, eps);
+                rotate<T>(k, angles, dim);
+                store_key(k, at, offset);
+                store_value(from + num_kv_heads * dim, at, offset);
             }
+        }
     }
 }
 
