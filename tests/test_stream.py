@@ -279,6 +279,16 @@ def test_ctrl_c_in_a_stream_leaves_the_engine_whole(llm: LLM, monkeypatch: pytes
     assert_whole(llm, expected)
 
 
+def test_what_ends_in_the_step_that_ctrl_c_meets_is_not_lost(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = [4, 9, 4]
+    found = {}
+    on_step(llm, 3 + llm.engine.depth, interrupt, monkeypatch)  # when step 4 is read, and 5 perhaps launched
+    with pytest.raises(KeyboardInterrupt):
+        for i, output in llm.stream(([5 + i], greedy(n)) for i, n in enumerate(lengths)):
+            found[i] = len(output["token_ids"])
+    assert found == {0: 4, 2: 4}
+
+
 def test_a_second_ctrl_c_does_not_wait_and_closes_the_engine(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def twice() -> None:
         interrupt()

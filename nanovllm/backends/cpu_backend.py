@@ -16,7 +16,7 @@ SWITCH = "NANOVLLM_CPU_KERNELS"
 """Environment variable: "0" never compiles, "1" always does; otherwise models above WORTHWHILE parameters do."""
 
 WORTHWHILE = 100_000_000
-LANES, MAX_GROUP, MAX_HEAD_DIM = 16, 48, 256  # as in cpu_kernels.cpp
+LANES, MAX_GROUP, MAX_HEAD_DIM = 16, 48, 256  # as in kernels/cpu/
 
 
 def make_cpu_backend(
@@ -33,7 +33,7 @@ def make_cpu_backend(
 
 
 class CpuBackend(TorchBackend):
-    """The kernels of cpu_kernels.cpp. Widths that they do not know fall back to the references, call by call.
+    """The kernels of kernels/cpu/. Widths that they do not know fall back to the references, call by call.
 
     The cache has plain torch's shape and strides, but the order inside a (block, head) tile is the kernels' own.
     """

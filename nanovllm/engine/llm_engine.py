@@ -284,10 +284,13 @@ class LLMEngine:
                     if exhausted:
                         return
                     continue
-                with hold:
-                    finished = self.step()
-                for seq in finished:
-                    yield numbers.pop(seq), seq
+                finished: list[Sequence] = []
+                try:
+                    with hold:
+                        finished = self.step()
+                finally:  # a Ctrl-C that was held is raised now; what its step has brought to an end is not lost
+                    for seq in finished:
+                        yield numbers.pop(seq), seq
                 if self.closed:
                     raise RuntimeError("the engine was closed while requests were running")
         finally:

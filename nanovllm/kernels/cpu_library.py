@@ -1,4 +1,4 @@
-"""Compiling cpu_kernels.cpp on first use, and calling it.
+"""Compiling the C++ kernels in cpu/ on first use, and calling them.
 
 The library is built for exactly this machine, in a few seconds, and kept in the user's cache folder under a name made
 of the source, the compiler and the processor. Without a compiler the engine runs on plain torch, and says so once.
@@ -22,7 +22,9 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 PANEL = 32
-"""Columns of a packed weight's panel, as in cpu_kernels.cpp."""
+"""Columns of a packed weight's panel, as in cpu/linear.h."""
+
+SOURCES = Path(__file__).with_name("cpu")
 
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fPIC", "-shared")
 
@@ -110,9 +112,9 @@ def cache_folder() -> Path:
 
 
 def _build(compiler: str) -> Path:
-    source = Path(__file__).with_name("cpu_kernels.cpp")
+    sources = sorted(SOURCES.glob("*"))
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
-    key = "\0".join((source.read_text(), version, " ".join(FLAGS), _processor()))
+    key = "\0".join((*(source.read_text() for source in sources), version, " ".join(FLAGS), _processor()))
     folder = cache_folder()
     target = folder / f"cpu_kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     if target.is_file():
@@ -121,7 +123,7 @@ def _build(compiler: str) -> Path:
     start = time.perf_counter()
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         built = Path(scratch) / target.name
-        command = [compiler, *FLAGS, str(source), "-o", str(built)]
+        command = [compiler, *FLAGS, str(SOURCES / "kernels.cpp"), "-o", str(built)]
         subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
         built.replace(target)  # atomic: processes that build at the same time do not see half a file
     logger.info("compiled the CPU kernels in %.1f s: %s", time.perf_counter() - start, target)

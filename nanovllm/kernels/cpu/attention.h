@@ -1,0 +1,103 @@
+// Causal attention over the paged cache.
+#pragma once
+
+#include <vector>
+
+#include "linear.h"
+#include "paged_cache.h"
+
+namespace {
+
+constexpr int QUERY_ROWS = 48, KEY_TILE = 64;
+
+// One KV head, `tokens` query tokens of one sequence, the first of them at `position`: softmax(scale q K^T) V, key tile
+// by key tile with running maxima and sums (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867).
+template <class T>
+void attend_rows(const typename T::element* q, const uint32_t* k_cache, const uint32_t* v_cache, const int32_t* blocks,
+                 typename T::element* out, int64_t tokens, int64_t position, int64_t head, int64_t num_kv_heads,
+                 int64_t group, int64_t dim, int64_t block_size, float scale) {
+    using E = typename T::element;
+    const int64_t stride = num_kv_heads * group * dim, rows = tokens * group;
+    const int64_t dim_units = dim / T::PER_UNIT, tile_units = dim_units * block_size;
+    const int64_t tile_size = std::min<int64_t>(block_size, KEY_TILE), num_keys = position + tokens;
+    alignas(64) E queries[QUERY_ROWS * MAX_HEAD_DIM];
+    alignas(64) float scores[QUERY_ROWS * KEY_TILE], sums[QUERY_ROWS * MAX_HEAD_DIM];
+    alignas(64) E weights[QUERY_ROWS * KEY_TILE];
+    float maxima[QUERY_ROWS], totals[QUERY_ROWS];
+    for (int64_t t = 0; t < tokens; ++t)
+        std::memcpy(queries + t * group * dim, q + t * stride + head * group * dim, group * dim * sizeof(E));
+    std::fill_n(maxima, rows, -INFINITY);
+    std::fill_n(totals, rows, 0.0f);
+    std::fill_n(sums, rows * dim, 0.0f);
+    vi lane;
+    for (int i = 0; i < LANES; ++i) lane[i] = i;
+
+    for (int64_t start = 0; start < num_keys; start += tile_size) {
+        const int64_t at = cache_tile(blocks[start / block_size], head, num_kv_heads, tile_units);
+        const int64_t offset = start % block_size;
+        const int64_t keys = std::min(num_keys - start, tile_size), padded = (keys + LANES - 1) / LANES * LANES;
+        const uint32_t *k_at = k_cache + at + offset * dim_units, *v_at = v_cache + at + offset / T::PER_UNIT * dim;
+        const int64_t next = std::min(start + tile_size, num_keys - 1), next_offset = next % block_size / LANES * LANES;
+        const int64_t next_at = cache_tile(blocks[next / block_size], head, num_kv_heads, tile_units);
+        const Columns k_tile = {k_at, LANES, LANES * dim_units, v_at};
+        product<T>(rows, (const uint32_t*)queries, dim_units, k_tile, dim_units, scores, KEY_TILE, padded, false);
+        for (int64_t r = 0; r < rows; ++r) {
+            float* score = scores + r * KEY_TILE;
+            const int32_t visible = (int32_t)std::min<int64_t>(position + r / group + 1 - start, padded);
+            vf top = splat(-INFINITY);
+            for (int64_t v = 0; v < padded; v += LANES) {
+                vf s = select(lane + (int32_t)v < visible, load<vf>(score + v) * scale, splat(-INFINITY));
+                store(score + v, s);
+                top = maximum(top, s);
+            }
+            const float before = maxima[r], now = std::max(before, largest(top));
+            vf total{};
+            for (int64_t v = 0; v < padded; v += LANES) {
+                vf w = exp(load<vf>(score + v) - now);  // key 0 is visible to every query: `now` is finite
+                total += w;
+                T::narrow(weights + r * KEY_TILE + v, w);
+            }
+            if (now > before) {
+                const float rescale = std::exp(before - now);
+                totals[r] *= rescale;
+                float* of_row = sums + r * dim;
+                for (int64_t d = 0; d < dim; d += LANES) store(of_row + d, load<vf>(of_row + d) * rescale);
+                maxima[r] = now;
+            }
+            totals[r] += sum(total);
+        }
+        const Columns v_tile = {v_at, dim, LANES, k_cache + next_at + next_offset * dim_units};
+        const int64_t key_units = (keys + T::PER_UNIT - 1) / T::PER_UNIT;
+        product<T>(rows, (const uint32_t*)weights, KEY_TILE / T::PER_UNIT, v_tile, key_units, sums, dim, dim, true);
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+        E* to = out + r / group * stride + (head * group + r % group) * dim;
+        const float weight = totals[r] > 0 ? 1.0f / totals[r] : 0.0f;  // 0: a sequence of no tokens, which is padding
+        for (int64_t d = 0; d < dim; d += LANES) T::narrow(to + d, load<vf>(sums + r * dim + d) * weight);
+    }
+}
+
+template <class T>
+void attend(const void* q, const uint32_t* k_cache, const uint32_t* v_cache, const int32_t* block_tables,
+            const int32_t* cu_seqlens, const int32_t* seq_lens, void* out, int64_t num_seqs, int64_t max_blocks,
+            int64_t num_kv_heads, int64_t group, int64_t dim, int64_t block_size, float scale) {
+    using E = typename T::element;
+    struct Piece { int32_t seq, first, tokens; };
+    const int32_t most = std::max<int32_t>(QUERY_ROWS / group, 1);
+    std::vector<Piece> pieces;
+    for (int32_t s = 0; s < num_seqs; ++s)
+        for (int32_t length = cu_seqlens[s + 1] - cu_seqlens[s], first = 0; first < length; first += most)
+            pieces.push_back({s, first, std::min(most, length - first)});
+    const int64_t work = (int64_t)pieces.size() * num_kv_heads;
+#pragma omp parallel for schedule(dynamic, 4)
+    for (int64_t i = 0; i < work; ++i) {
+        const Piece piece = pieces[i / num_kv_heads];
+        const int64_t token = cu_seqlens[piece.seq] + piece.first;
+        const int64_t position = seq_lens[piece.seq] - cu_seqlens[piece.seq + 1] + token;
+        const int64_t at = token * num_kv_heads * group * dim;
+        attend_rows<T>((const E*)q + at, k_cache, v_cache, block_tables + piece.seq * max_blocks, (E*)out + at,
+                       piece.tokens, position, i % num_kv_heads, num_kv_heads, group, dim, block_size, scale);
+    }
+}
+
+}  // namespace

@@ -1,0 +1,57 @@
+// The CPU path's kernels: products with packed matrices, attention over the paged cache, and the operators between.
+//
+// Plain C++ with the vector extensions of GCC and Clang, called through ctypes: without torch's headers it compiles in
+// seconds. `cpu_library.py` builds it with -march=native; AVX-512 BF16 is used where the machine has it, and the
+// same code runs, more slowly, where it has not.
+//
+// Everything is built of one step: 16 float32 sums += (a unit of A, broadcast) x (16 units of B). A *unit* is 32 bits
+// along the summed dimension: two bfloat16 or one float32. So B is stored as rows of units, [summed units][columns]:
+// a weight as linear.h says, K and V as paged_cache.h says.
+
+#include "attention.h"
+#include "linear.h"
+#include "operators.h"
+#include "sample.h"
+
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
+
+extern "C" {
+
+#define EXPORT(name, parameters, arguments)                          \
+    void name##_bfloat16 parameters { name<BFloat16> arguments; }    \
+    void name##_float32 parameters { name<Float> arguments; }
+
+EXPORT(linear,
+       (const void* x, const uint32_t* packed, const void* bias, void* y, int64_t rows, int64_t in, int64_t out),
+       (x, packed, bias, y, rows, in, out))
+EXPORT(attend,
+       (const void* q, const uint32_t* k, const uint32_t* v, const int32_t* tables, const int32_t* cu_seqlens,
+        const int32_t* lens, void* out, int64_t seqs, int64_t max_blocks, int64_t kv_heads, int64_t group, int64_t dim,
+        int64_t block_size, float scale),
+       (q, k, v, tables, cu_seqlens, lens, out, seqs, max_blocks, kv_heads, group, dim, block_size, scale))
+EXPORT(add_rms_norm,
+       (const void* x, const void* residual, const void* weight, void* y, void* sum, int64_t rows, int64_t size,
+        float eps),
+       (x, residual, weight, y, sum, rows, size, eps))
+EXPORT(silu_and_mul, (const void* gate_up, void* y, int64_t rows, int64_t size), (gate_up, y, rows, size))
+EXPORT(norm_rope_store,
+       (const void* qkv, const void* qw, const void* kw, const float* cos_sin, const int32_t* positions,
+        const int64_t* slots, void* q, uint32_t* k, uint32_t* v, int64_t tokens, int64_t heads, int64_t kv_heads,
+        int64_t dim, int64_t block_size, float eps),
+       (qkv, qw, kw, cos_sin, positions, slots, q, k, v, tokens, heads, kv_heads, dim, block_size, eps))
+EXPORT(sample,
+       (const void* logits, const float* temperature, const int64_t* seeds, const int32_t* positions, int32_t* tokens,
+        int64_t rows, int64_t vocab),
+       (logits, temperature, seeds, positions, tokens, rows, vocab))
+
+// Ask for huge pages: a weight is streamed once a step, and 4 KiB pages cost a table walk every 4 KiB.
+void advise_huge_pages(void* start, int64_t bytes) {
+#ifdef MADV_HUGEPAGE
+    const uintptr_t page = 4096, whole = ~(page - 1);
+    const uintptr_t first = ((uintptr_t)start + page - 1) & whole, end = ((uintptr_t)start + bytes) & whole;
+    if (end > first) madvise((void*)first, end - first, MADV_HUGEPAGE);
+#endif
+}
+}

@@ -1,0 +1,157 @@
+// Products with packed matrices. A packed weight is [out / PANEL][in units][PANEL].
+#pragma once
+
+#include "vectors.h"
+
+namespace {
+
+constexpr int PANEL = 32, MAX_TILE_ROWS = 12, AHEAD = 64 * PANEL;
+constexpr int64_t FEW_ROWS = 96, GROUP_UNITS = 1 << 17;  // units of a weight: half a MiB, half of a small L2 cache
+
+// Columns in memory: `row` units from one summed unit to the next, `vector` units from 16 columns to the next 16. While
+// they are read, as much is fetched from `ahead`: hardware prefetching stops at every page.
+struct Columns {
+    const uint32_t* at;
+    int64_t row, vector;
+    const uint32_t* ahead;
+};
+
+// c[ROWS][16 VECTORS] = (or +=) a[ROWS][k] x b[k][16 VECTORS]; k and lda count units. Every sum stays in a register;
+// where there are few, SPLIT interleaved sums hide the latency of the multiply-add. STREAM: fetch ahead.
+template <class T, int ROWS, int VECTORS, bool STREAM>
+inline void tile(const uint32_t* a, int64_t lda, Columns b, int64_t k, float* c, int64_t ldc, bool add) {
+    constexpr int SPLIT = ROWS * VECTORS <= 4 ? 4 : ROWS * VECTORS <= 8 ? 2 : 1;
+    vf acc[SPLIT][ROWS][VECTORS];
+#pragma GCC unroll 24
+    for (int s = 0; s < SPLIT; ++s)
+#pragma GCC unroll 24
+        for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 24
+            for (int v = 0; v < VECTORS; ++v) acc[s][r][v] = add && !s ? load<vf>(c + r * ldc + v * LANES) : vf{};
+    const auto step = [&](int64_t i, int s) {
+        vi bv[VECTORS];
+#pragma GCC unroll 24
+        for (int v = 0; v < VECTORS; ++v) {
+            bv[v] = load<vi>(b.at + i * b.row + v * b.vector);
+            if (STREAM) __builtin_prefetch(b.ahead + (i * VECTORS + v) * LANES);
+        }
+#pragma GCC unroll 24
+        for (int r = 0; r < ROWS; ++r) {
+            const uint32_t unit = a[r * lda + i];
+#pragma GCC unroll 24
+            for (int v = 0; v < VECTORS; ++v) acc[s][r][v] = T::fma(acc[s][r][v], unit, bv[v]);
+        }
+    };
+    int64_t i = 0;
+    for (; i + SPLIT <= k; i += SPLIT) {
+#pragma GCC unroll 24
+        for (int s = 0; s < SPLIT; ++s) step(i + s, s);
+    }
+    for (; i < k; ++i) step(i, 0);
+#pragma GCC unroll 24
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 24
+        for (int v = 0; v < VECTORS; ++v) {
+            vf total = acc[0][r][v];
+#pragma GCC unroll 24
+            for (int s = 1; s < SPLIT; ++s) total += acc[s][r][v];
+            store(c + r * ldc + v * LANES, total);
+        }
+}
+
+template <class T, bool STREAM, int ROWS = MAX_TILE_ROWS>
+inline void tile_of(int rows, const uint32_t* a, int64_t lda, Columns b, int64_t k, float* c, int64_t ldc, int vectors,
+                    bool add) {
+    if constexpr (ROWS > 0) {
+        if (rows != ROWS) return tile_of<T, STREAM, ROWS - 1>(rows, a, lda, b, k, c, ldc, vectors, add);
+        if (vectors == 2) tile<T, ROWS, 2, STREAM>(a, lda, b, k, c, ldc, add);
+        else tile<T, ROWS, 1, STREAM>(a, lda, b, k, c, ldc, add);
+    }
+}
+
+// Calls body(first, count) for pieces of `rows` that are nearly equal and at most MAX_TILE_ROWS.
+template <class Body> inline void row_pieces(int64_t rows, Body body) {
+    const int64_t pieces = (rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
+    for (int64_t i = 0; i < pieces; ++i) {
+        const int64_t first = i * rows / pieces;
+        body(first, (int)((i + 1) * rows / pieces - first));
+    }
+}
+
+// c[rows][columns] = (or +=) a x b for columns that are a multiple of 16.
+template <class T>
+inline void product(int64_t rows, const uint32_t* a, int64_t lda, Columns b, int64_t k, float* c, int64_t ldc,
+                    int64_t columns, bool add) {
+    for (int64_t n = 0; n < columns; n += 2 * LANES) {
+        const int vectors = columns - n > LANES ? 2 : 1;
+        const Columns part = {b.at + n / LANES * b.vector, b.row, b.vector, b.ahead + n * k};
+        row_pieces(rows, [&](int64_t first, int count) {
+            const auto product = first ? tile_of<T, false> : tile_of<T, true>;
+            product(count, a + first * lda, lda, part, k, c + first * ldc + n, ldc, vectors, add);
+        });
+    }
+}
+
+// y[rows][out] = x[rows][in] W^T + bias. A thread owns panels of W. All rows pass by one of them, or if they are many
+// by a group that stays in the L2 cache, so W is read from memory once.
+template <class T>
+void linear(const void* x_, const uint32_t* packed, const void* bias_, void* y_, int64_t rows, int64_t in,
+            int64_t out) {
+    using E = typename T::element;
+    const auto *x = (const uint32_t*)x_;
+    const auto *bias = (const E*)bias_;
+    auto* y = (E*)y_;
+    const int64_t k = in / T::PER_UNIT, panels = (out + PANEL - 1) / PANEL;
+    const int64_t group = rows <= FEW_ROWS ? 1 : std::max<int64_t>(GROUP_UNITS / (k * PANEL), 1);
+    const auto multiply = [=](int64_t first, int count, int64_t p) {
+        const uint32_t* panel = packed + p * k * PANEL;
+        const int64_t columns = std::min<int64_t>(PANEL, out - p * PANEL);
+        E* to = y + first * out + p * PANEL;
+        for (int r = 0; r < count; ++r) __builtin_prefetch(to + r * out, 1);  // it is written a microsecond from now
+        alignas(64) float sums[MAX_TILE_ROWS * PANEL];
+        const auto product = first ? tile_of<T, false> : tile_of<T, true>;  // the first piece brings W into the cache
+        product(count, x + first * k, k, {panel, PANEL, LANES, panel + AHEAD}, k, sums, PANEL, 2, false);
+        for (int r = 0; r < count; ++r) {
+            float* of_row = sums + r * PANEL;
+            if (bias)
+                for (int v = 0; v < columns; ++v) of_row[v] += T::to_float(bias[p * PANEL + v]);
+            E line[PANEL];
+            for (int v = 0; v < PANEL; v += LANES) T::narrow(line + v, load<vf>(of_row + v));
+            if (columns == PANEL) std::memcpy(to + r * out, line, sizeof line);
+            else std::memcpy(to + r * out, line, columns * sizeof(E));
+        }
+    };
+#pragma omp parallel
+    {
+        const Share mine = share_of(panels);
+        for (int64_t start = mine.begin; start < mine.end; start += group)
+            row_pieces(rows, [&](int64_t first, int count) {
+                for (int64_t p = start; p < std::min(start + group, mine.end); ++p) multiply(first, count, p);
+            });
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// weight [out][units] -> packed [out / PANEL][units][PANEL]; columns beyond `out` are zero.
+void pack(const uint32_t* weight, uint32_t* packed, int64_t out, int64_t units) {
+    const int64_t panels = (out + PANEL - 1) / PANEL;
+#pragma omp parallel for schedule(static)
+    for (int64_t p = 0; p < panels; ++p)
+        for (int64_t i = 0; i < units; ++i)
+            for (int64_t c = 0; c < PANEL; ++c)
+                packed[(p * units + i) * PANEL + c] = p * PANEL + c < out ? weight[(p * PANEL + c) * units + i] : 0;
+}
+
+// Rows of the matrix that was packed, for an embedding that shares its weight with the LM head.
+void packed_rows(const uint32_t* packed, const int32_t* indices, uint32_t* rows, int64_t count, int64_t units) {
+#pragma omp parallel for schedule(static)
+    for (int64_t r = 0; r < count; ++r) {
+        const uint32_t* column = packed + indices[r] / PANEL * units * PANEL + indices[r] % PANEL;
+        for (int64_t i = 0; i < units; ++i) rows[r * units + i] = column[i * PANEL];
+    }
+}
+
+}

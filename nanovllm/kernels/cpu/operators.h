@@ -1,0 +1,96 @@
+// The operators between the products: norms, rotary embedding, the activation.
+#pragma once
+
+#include "paged_cache.h"
+
+namespace {
+
+template <class T>
+void rms_norm_row(const typename T::element* x, const typename T::element* weight, typename T::element* y, int64_t size,
+                  float eps) {
+    vf squares{};
+    for (int64_t i = 0; i < size; i += LANES) { vf v = T::widen(x + i); squares += v * v; }
+    const float scale = 1.0f / std::sqrt(sum(squares) / (float)size + eps);
+    for (int64_t i = 0; i < size; i += LANES)
+        T::narrow(y + i, round_to<T>(T::widen(x + i) * scale) * T::widen(weight + i));
+}
+
+// y = rms_norm(x + residual) * weight, sum = x + residual; without a residual, y = rms_norm(x) * weight.
+template <class T>
+void add_rms_norm(const void* x_, const void* residual_, const void* weight, void* y, void* sum_, int64_t rows,
+                  int64_t size, float eps) {
+    using E = typename T::element;
+#pragma omp parallel for schedule(static) if (rows * size > SMALL)
+    for (int64_t r = 0; r < rows; ++r) {
+        const E* x = (const E*)x_ + r * size;
+        if (residual_) {
+            const E* residual = (const E*)residual_ + r * size;
+            E* total = (E*)sum_ + r * size;
+            for (int64_t i = 0; i < size; i += LANES) T::narrow(total + i, T::widen(x + i) + T::widen(residual + i));
+            x = total;
+        }
+        rms_norm_row<T>(x, (const E*)weight, (E*)y + r * size, size, eps);
+    }
+}
+
+template <class T> void silu_and_mul(const void* gate_up, void* y_, int64_t rows, int64_t size) {
+    using E = typename T::element;
+#pragma omp parallel for schedule(static) if (rows * size > SMALL)
+    for (int64_t r = 0; r < rows; ++r) {
+        const E *gate = (const E*)gate_up + r * 2 * size, *up = gate + size;
+        for (int64_t i = 0; i < size; i += LANES) {
+            const vf g = T::widen(gate + i);
+            const vf e = exp(-maximum(g, splat(-80.0f)));
+            T::narrow((E*)y_ + r * size + i, round_to<T>(g / (1.0f + e)) * T::widen(up + i));
+        }
+    }
+}
+
+// Rotate a normed head in place; element i is paired with i + dim / 2.
+template <class T> void rotate(typename T::element* x, const float* cos_sin, int64_t dim) {
+    const int64_t half = dim / 2;
+    for (int64_t i = 0; i < half; i += LANES) {
+        const vf a = T::widen(x + i), b = T::widen(x + half + i);
+        const vf c = load<vf>(cos_sin + i), s = load<vf>(cos_sin + half + i);
+        T::narrow(x + i, a * c - b * s);
+        T::narrow(x + half + i, b * c + a * s);
+    }
+}
+
+// A thread owns tokens; two that share a unit of V have one owner. The token at the even offset comes first and clears
+// the other half: what a block held before never meets a new sum.
+template <class T>
+void norm_rope_store(const void* qkv_, const void* q_weight, const void* k_weight, const float* cos_sin,
+                     const int32_t* positions, const int64_t* slots, void* q_, uint32_t* k_cache, uint32_t* v_cache,
+                     int64_t tokens, int64_t heads, int64_t num_kv_heads, int64_t dim, int64_t block_size, float eps) {
+    using E = typename T::element;
+    const int64_t stride = (heads + 2 * num_kv_heads) * dim, dim_units = dim / T::PER_UNIT;
+    const auto owned_from = [=](int64_t t) {
+        return t > 0 && t < tokens && slots[t] % 2 == 1 && slots[t] == slots[t - 1] + 1 ? t + 1 : t;
+    };
+#pragma omp parallel if (tokens * stride > SMALL)
+    {
+        const Share mine = share_of(tokens);
+        for (int64_t t = owned_from(mine.begin); t < owned_from(mine.end); ++t) {
+            const E* from = (const E*)qkv_ + t * stride;
+            const float* angles = cos_sin + positions[t] * dim;
+            for (int64_t h = 0; h < heads; ++h, from += dim) {
+                E* q = (E*)q_ + (t * heads + h) * dim;
+                rms_norm_row<T>(from, (const E*)q_weight, q, dim, eps);
+                rotate<T>(q, angles, dim);
+            }
+            if (slots[t] < 0) continue;
+            const int64_t block = slots[t] / block_size, offset = slots[t] % block_size;
+            for (int64_t h = 0; h < num_kv_heads; ++h, from += dim) {
+                const int64_t at = cache_tile(block, h, num_kv_heads, dim_units * block_size);
+                alignas(64) E k[MAX_HEAD_DIM];
+                rms_norm_row<T>(from, (const E*)k_weight, k, dim, eps);
+                rotate<T>(k, angles, dim);
+                store_key<T>(k, k_cache + at, offset, dim);
+                store_value<T>(from + num_kv_heads * dim, v_cache + at, offset, dim);
+            }
+        }
+    }
+}
+
+}  // namespace

@@ -1,0 +1,33 @@
+// Where K and V of a token lie. A block of either has num_kv_heads tiles of block_size x head_dim elements:
+//   a tile of K  [block_size / LANES][head_dim units][LANES]
+//   a tile of V  [block_size units][head_dim]
+#pragma once
+
+#include "vectors.h"
+
+namespace {
+
+// Position of head `head` of block `block`, in units; the same for K and V, whose tiles are of equal size.
+inline int64_t cache_tile(int64_t block, int64_t head, int64_t num_kv_heads, int64_t tile_units) {
+    return (block * num_kv_heads + head) * tile_units;
+}
+
+// k [dim] becomes a column of its tile.
+template <class T> inline void store_key(const typename T::element* k, uint32_t* tile, int64_t offset, int64_t dim) {
+    const int64_t units = dim / T::PER_UNIT;
+    uint32_t* column = tile + offset / LANES * LANES * units + offset % LANES;
+    for (int64_t i = 0; i < units; ++i) column[i * LANES] = load<uint32_t>(k + i * T::PER_UNIT);
+}
+
+// v [dim] becomes a row of its tile, or half of each unit of one. The token at the even offset comes first and clears
+// the other half: what a block held before never meets a new sum.
+template <class T> inline void store_value(const typename T::element* v, uint32_t* tile, int64_t offset, int64_t dim) {
+    uint32_t* row = tile + offset / T::PER_UNIT * dim;
+    if (T::PER_UNIT == 1) std::memcpy(row, v, dim * sizeof *v);
+    else if (offset % 2 == 0)
+        for (int64_t d = 0; d < dim; ++d) row[d] = (uint32_t)v[d];
+    else
+        for (int64_t d = 0; d < dim; ++d) row[d] = (row[d] & 0xffff) | (uint32_t)v[d] << 16;
+}
+
+}  // namespace

@@ -1,0 +1,117 @@
+// Vectors of 16 float32 lanes, and the two formats that weights and caches have.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <omp.h>
+
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+using std::int32_t;
+using std::int64_t;
+using std::uint16_t;
+using std::uint32_t;
+
+namespace {
+
+constexpr int LANES = 16, MAX_HEAD_DIM = 256;
+constexpr int64_t SMALL = 1 << 14;  // elements below which waking the other threads costs more than it saves
+
+typedef float vf __attribute__((vector_size(64)));
+typedef int32_t vi __attribute__((vector_size(64)));
+typedef uint16_t vh __attribute__((vector_size(32)));
+
+template <class V> inline V load(const void* p) { V v; std::memcpy(&v, p, sizeof v); return v; }
+template <class V> inline void store(void* p, V v) { std::memcpy(p, &v, sizeof v); }
+inline vf splat(float x) { return vf{} + x; }
+inline vf select(vi mask, vf a, vf b) { return mask ? a : b; }
+inline vf maximum(vf a, vf b) { return select(a > b, a, b); }
+
+// One number of 16, by halves. The halves are taken whole, and of a copy: compilers make slow code of single elements,
+// and of vectors that have an address.
+template <class Combine> inline float reduce(vf v, Combine combine) {
+    typedef float v8 __attribute__((vector_size(32)));
+    typedef float v4 __attribute__((vector_size(16)));
+    alignas(64) float e[LANES];
+    store(e, v);
+    store(e, combine(load<v8>(e), load<v8>(e + 8)));
+    const v4 four = combine(load<v4>(e), load<v4>(e + 4));
+    return combine(combine(four[0], four[2]), combine(four[1], four[3]));
+}
+inline float sum(vf v) { return reduce(v, [](auto a, auto b) { return a + b; }); }
+inline float largest(vf v) { return reduce(v, [](auto a, auto b) { return a > b ? a : b; }); }
+
+// exp for x <= 88, to about 2 units in the last place: 2^n times a polynomial in the rest (Cody and Waite 1980).
+inline vf exp(vf x) {
+    const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+    vf n = (x * 1.44269504f + magic) - magic;
+    vf r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    vf p = ((1.9875691e-4f * r + 1.3981999e-3f) * r + 8.3334519e-3f) * r + 4.1665796e-2f;
+    p = (p * r + 1.6666665e-1f) * r + 0.5f;
+    vf y = p * r * r + r + 1.0f;
+    vi exponent = (__builtin_convertvector(n, vi) + 127) << 23;
+    return select(x < -87.0f, vf{}, y * (vf)exponent);
+}
+
+struct Float {
+    using element = float;
+    static constexpr int PER_UNIT = 1;
+    static inline vf fma(vf acc, uint32_t a, vi b) { float f; std::memcpy(&f, &a, 4); return acc + f * (vf)b; }
+    static inline vf widen(const element* p) { return load<vf>(p); }
+    static inline void narrow(element* p, vf v) { store(p, v); }
+    static inline float to_float(element x) { return x; }
+};
+
+struct BFloat16 {
+    using element = uint16_t;
+    static constexpr int PER_UNIT = 2;
+    static inline vf fma(vf acc, uint32_t a, vi b) {
+#ifdef __AVX512BF16__
+        return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)b, (__m512bh)_mm512_set1_epi32((int)a));
+#else
+        vi av = vi{} + (int32_t)a;
+        return acc + (vf)(av << 16) * (vf)(b << 16) + (vf)(av & ~0xffff) * (vf)(b & ~0xffff);
+#endif
+    }
+    static inline vf widen(const element* p) {
+#ifdef __AVX512BF16__
+        return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#else
+        return (vf)(__builtin_convertvector(load<vh>(p), vi) << 16);
+#endif
+    }
+    static inline void narrow(element* p, vf v) {  // to nearest, ties to even
+#ifdef __AVX512BF16__
+        store(p, _mm512_cvtneps_pbh((__m512)v));
+#else
+        vi u = (vi)v, rounded = u + 0x7fff + ((u >> 16) & 1);
+        vi is_nan = v != v;
+        store(p, __builtin_convertvector(((is_nan & 0x7fc00000) | (~is_nan & rounded)) >> 16, vh));
+#endif
+    }
+    static inline float to_float(element x) {
+        uint32_t u = (uint32_t)x << 16;
+        float f;
+        std::memcpy(&f, &u, 4);
+        return f;
+    }
+};
+
+template <class T> inline vf round_to(vf v) {  // what is left of v once it has been stored as a T
+    typename T::element e[LANES];
+    T::narrow(e, v);
+    return T::widen(e);
+}
+
+// This thread's part of `count` things, inside a parallel region.
+struct Share { int64_t begin, end; };
+inline Share share_of(int64_t count) {
+    const int64_t threads = omp_get_num_threads(), me = omp_get_thread_num();
+    return {me * count / threads, (me + 1) * count / threads};
+}
+
+}  // namespace
