@@ -96,6 +96,7 @@ def microseconds(launches: list[Callable[[], object]], before: Callable[[], None
 def num_sets(nbytes: int) -> int:
     """How many sets of so many bytes are four times the L2 cache, within a quarter of the free memory."""
     l2 = torch.cuda.get_device_properties(0).L2_cache_size
+    torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
     return max(1, min(-(-4 * l2 // nbytes), 64, free // 4 // nbytes))
 
@@ -173,6 +174,7 @@ def bench_decode(bench: Bench, name: str, backend: Backend, batches: list[int], 
         for batch in batches:
             shape = f"{batch} x {context}"
             needed = 2 * batch * context * model.num_kv_heads * model.head_dim * ITEMSIZE
+            torch.cuda.empty_cache()
             if needed > torch.cuda.mem_get_info()[0] // 2:
                 print(f"{backend.name + ' decode':24} {name:5} {shape:24} skipped: {needed / 2**30:.0f} GiB do not fit")
                 continue

@@ -14,6 +14,7 @@ from nanovllm.backends import triton_backend as triton_backend_module
 from nanovllm.backends.flash_attn_backend import FlashAttnBackend
 from nanovllm.backends.torch_backend import TorchBackend
 from nanovllm.backends.triton_backend import TritonBackend
+from nanovllm.utils.machine import resolve_device
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 BF16 = torch.bfloat16
@@ -55,6 +56,15 @@ def test_auto_takes_triton_where_flash_attn_cannot_run(
 
 def test_auto_takes_triton_where_flash_attn_is_not_installed(no_flash_attn: None, hopper: None) -> None:
     assert resolve_backend("auto", GPU, BF16) == "triton"
+
+
+@pytest.mark.parametrize("heads", [(8, 2), (128, 7)], ids=str)
+def test_auto_takes_torch_for_heads_that_no_kernel_knows(
+    heads: tuple[int, int], flash_attn: None, hopper: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert resolve_backend("auto", GPU, BF16, None, (128, 2)) == "flash_attn"
+    assert resolve_backend("auto", GPU, BF16, None, heads) == "torch"
+    assert "has kernels for" in caplog.text and "slow" in caplog.text
 
 
 def test_auto_takes_torch_without_cuda_or_without_triton(
@@ -183,3 +193,12 @@ def test_caches_of_all_backends_are_zeroed_and_have_one_logical_shape(on_cpu: Fl
     for backend in (on_cpu, TritonBackend(), TorchBackend()):
         for side in backend.allocate_cache(3, 256, 2, 64, torch.float32, CPU):
             assert side.shape == (3, 256, 2, 64) and side.stride(-1) == 1 and not side.any()
+
+
+def test_a_gpu_without_a_number_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("is_available", True), ("device_count", 3), ("current_device", 2)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    assert resolve_device("cuda") == resolve_device("auto") == torch.device("cuda:2")
+    assert resolve_device("cuda:1") == torch.device("cuda:1")
+    with pytest.raises(ValueError, match="there are 3 CUDA devices"):
+        resolve_device("cuda:3")

@@ -218,7 +218,7 @@ def test_greedy_and_seeded_tokens_are_those_of_plain_torch(
     for switch, backend in (("0", TorchBackend), ("1", CpuBackend)):
         monkeypatch.setenv(SWITCH, switch)
         options = {"max_model_len": 128, "kvcache_block_size": 16, "num_kvcache_blocks": 20}
-        with LLM(random_model, dtype="float32", max_num_batched_tokens=50, **options) as llm:
+        with LLM(random_model, device="cpu", dtype="float32", max_num_batched_tokens=50, **options) as llm:
             assert type(llm.engine.runner.backend) is backend
             outputs.append([o["token_ids"] for o in llm.generate(prompts, params, use_tqdm=False)])
             assert llm.stats()["num_preemptions"] > 0

@@ -154,6 +154,7 @@ def test_small_kernels_are_their_references(dtype: torch.dtype, size: int) -> No
 
 @pytest.mark.parametrize(("dtype", "group", "head_dim"), list(product(DTYPES, GROUPS, HEAD_DIMS)))
 def test_norm_rope_store_is_its_reference(dtype: torch.dtype, group: int, head_dim: int) -> None:
+    torch.manual_seed(0)
     num_tokens, kv_heads = 500, 4
     backend = backend_called("triton", 64)
     got_cache, expected_cache = (backend.allocate_cache(10, 64, kv_heads, head_dim, dtype, CUDA) for _ in range(2))
@@ -166,8 +167,10 @@ def test_norm_rope_store_is_its_reference(dtype: torch.dtype, group: int, head_d
     positions = torch.randint(1000, (num_tokens,), device=CUDA, dtype=torch.int32)
     expected = norm_rope_store_reference(qkv, *weights, 1e-6, cos_sin, positions, *expected_cache, slots)
     got = norm_rope_store(qkv.clone(), *weights, 1e-6, cos_sin, positions, *got_cache, slots)
-    assert_rounds_alike(got, expected)
-    assert_rounds_alike(got_cache[0], expected_cache[0])
+    # A sum in another order may round a normed element to its neighbour, and a rotation cancel all but the difference.
+    eps = torch.finfo(dtype).eps * (16 if dtype == torch.float32 else 2)
+    for ours, theirs in ((got, expected), (got_cache[0], expected_cache[0])):
+        torch.testing.assert_close(ours, theirs, rtol=eps, atol=eps * float(theirs.abs().max()))
     assert torch.equal(got_cache[1], expected_cache[1])
 
 

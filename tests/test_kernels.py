@@ -142,10 +142,11 @@ def test_store_kv_copies_into_slots_and_skips_padding(block_size: int, heads_fir
 def test_slots_beyond_two_to_the_31_elements_are_reached() -> None:
     block_size, head_dim = 256, 128
     blocks = 2**31 // (block_size * head_dim) + 2
-    # 4 GiB of address space, of which only what is written takes memory
+    # 8 GiB of address space, of which only what is written takes memory
     cache = torch.empty(0, dtype=HALF, device=DEVICE)
     torch.use_deterministic_algorithms(False)  # else it would be filled
-    cache = torch.empty(blocks, block_size, 1, head_dim, dtype=HALF, device=DEVICE)
+    shape = (blocks, block_size, 1, head_dim)
+    cache, values = (torch.empty(shape, dtype=HALF, device=DEVICE) for _ in range(2))
     key = randn(1, 1, head_dim, dtype=HALF)
     slot = blocks * block_size - block_size
     store_kv(key, key, cache, cache, torch.tensor([slot], device=DEVICE))
@@ -154,8 +155,8 @@ def test_slots_beyond_two_to_the_31_elements_are_reached() -> None:
     weight = torch.ones(head_dim, dtype=HALF, device=DEVICE)
     cos_sin = torch.cat((torch.ones(1, head_dim // 2), torch.zeros(1, head_dim // 2)), dim=1).to(DEVICE)
     position, last_slot = torch.zeros(1, dtype=torch.int64, device=DEVICE), torch.tensor([slot + 255], device=DEVICE)
-    norm_rope_store(qkv, weight, weight, 1e-6, cos_sin, position, cache, cache, last_slot)
-    assert torch.equal(cache[-1, 255], key[0])  # v, stored last, in the cache that here is both
+    norm_rope_store(qkv, weight, weight, 1e-6, cos_sin, position, cache, values, last_slot)
+    assert torch.equal(values[-1, 255], key[0])
     case = attention_case([1], [1], head_dim, 1, block_size, HALF, num_kv_heads=1)
     case.metadata.block_tables[0, 0] = blocks - 1
     out = TritonBackend().attend(case.q, (cache, cache), case.metadata, case.scale)

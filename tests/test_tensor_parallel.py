@@ -236,6 +236,18 @@ def test_a_follower_killed_while_rank_0_waits_for_it_fails_rank_0(model: Path) -
     expect_the_end(llm, f"rank 2 of 4 failed: its process {victim} was killed by SIGKILL")
 
 
+def test_an_abort_that_waits_for_the_graphs_does_not_keep_rank_0_from_freeing_them(model: Path) -> None:
+    """NCCL's abort returns only when no CUDA graph holds its collectives; close() is what frees the graphs."""
+    llm = start_two(model)
+    freed = threading.Event()
+    llm.engine.runner._followers._abort_group = freed.wait
+    close_runner = llm.engine.runner._runner.close
+    llm.engine.runner._runner.close = lambda: (freed.set(), close_runner())
+    os.kill(llm.engine.runner.pids[0], signal.SIGKILL)
+    expect_the_end(llm, r"rank 1 of 2 failed: .* was killed by SIGKILL")
+    assert freed.is_set()
+
+
 def test_a_follower_that_raises_fails_rank_0_with_its_traceback(model: Path) -> None:
     llm = start_two(model)
     others = llm.engine.runner._followers

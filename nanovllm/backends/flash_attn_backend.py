@@ -21,7 +21,7 @@ def why_flash_attn_cannot(device: torch.device, dtype: torch.dtype, block_size: 
     if block_size is not None and block_size not in FlashAttnBackend.block_sizes:
         return f"it needs kvcache_block_size to be a multiple of 256, not {block_size}"
     try:
-        import flash_attn  # noqa: F401
+        from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache  # noqa: F401
     except ImportError as error:
         return f'flash-attn does not import ({error}); install it with: pip install "nano-vllm[flash-attn]"'
     return why_triton_cannot(device, dtype, None)

@@ -16,11 +16,20 @@ def default_block_size(name: str) -> int:
     return 256 if name == "flash_attn" else 64
 
 
-def resolve_backend(name: str, device: torch.device, dtype: torch.dtype, block_size: int | None = None) -> str:
+def resolve_backend(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    block_size: int | None = None,
+    heads: tuple[int, int] | None = None,
+) -> str:
     """The name of the backend to use: `name`, or for "auto" the best that can run on device.
 
-    That is flash_attn, if it imports and the GPU can run it; else triton on CUDA; else torch. A block_size of None is
-    still to be chosen.
+    That is flash_attn, if it imports and the GPU can run it; else triton on CUDA; else torch.
+
+    Args:
+        block_size: None if it is still to be chosen.
+        heads: (head_dim, query heads per KV head) for "auto" to look at; None for those that every backend has.
 
     Raises:
         ValueError: the named backend cannot run here; the message says why and what to install.
@@ -31,7 +40,7 @@ def resolve_backend(name: str, device: torch.device, dtype: torch.dtype, block_s
     if name == "torch" or (name == "auto" and device.type != "cuda"):
         return "torch"
     from nanovllm.backends.flash_attn_backend import why_flash_attn_cannot
-    from nanovllm.backends.triton_backend import why_triton_cannot
+    from nanovllm.backends.triton_backend import why_no_kernels, why_triton_cannot
 
     checks = {"flash_attn": why_flash_attn_cannot, "triton": why_triton_cannot}
     if name != "auto":
@@ -40,6 +49,8 @@ def resolve_backend(name: str, device: torch.device, dtype: torch.dtype, block_s
         return name
     for candidate, why_cannot in checks.items():
         reason = why_cannot(device, dtype, block_size)
+        if reason is None and heads is not None and (missing := why_no_kernels(*heads)):
+            reason = f"it {missing}"
         if reason is None:
             return candidate
         logger.info("the %s backend is not used: %s", candidate, reason)

@@ -35,15 +35,19 @@ def why_triton_cannot(device: torch.device, dtype: torch.dtype, block_size: int 
     return None
 
 
-def check_shape(name: str, head_dim: int, group: int, block_size: int, block_sizes: range) -> None:
-    """Raise a ValueError if the backend called name has no kernels for a model's heads or for a block size."""
+def why_no_kernels(head_dim: int, group: int) -> str | None:
+    """What of a model's heads the kernels, and with them flash-attn's backend, do not know, or None."""
     found = {"head_dim": head_dim, "query heads per KV head": group}
     for (what, value), allowed in zip(found.items(), (HEAD_DIMS, GROUP_SIZES), strict=True):
         if value not in allowed:
-            raise ValueError(
-                f"the {name} backend has kernels for {what} of {', '.join(map(str, allowed))}, not {value}: "
-                'use attention_backend="torch"'
-            )
+            return f"has kernels for {what} of {', '.join(map(str, allowed))}, not {value}"
+    return None
+
+
+def check_shape(name: str, head_dim: int, group: int, block_size: int, block_sizes: range) -> None:
+    """Raise a ValueError if the backend called name has no kernels for a model's heads or for a block size."""
+    if reason := why_no_kernels(head_dim, group):
+        raise ValueError(f'the {name} backend {reason}: use attention_backend="torch"')
     if block_size not in block_sizes:
         raise ValueError(
             f"the {name} backend needs kvcache_block_size to be a multiple of {block_sizes.step} "

@@ -1,5 +1,6 @@
 """What the ranks compute together, over NCCL or gloo."""
 
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -85,6 +86,8 @@ class GroupParallel(Parallel):
             gloo._timeout = TIMEOUT
             self._group = dist.ProcessGroupGloo(store, self.rank, self.size, gloo)
         else:
+            # Failures are raised here, by rank 0: torch's watchdog would end the process instead.
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
             torch.cuda.set_device(self._device)
             nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = TIMEOUT

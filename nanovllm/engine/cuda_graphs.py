@@ -1,6 +1,7 @@
 """Capture and replay of decode steps: one launch instead of a few hundred."""
 
 import bisect
+import functools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -44,6 +45,16 @@ def pad_decodes(plan: StepPlan, size: int, padding_row: int) -> list[IntArray]:
     return list(padded)
 
 
+@functools.cache
+def _capture_stream(device: int) -> Any:
+    """The stream on which all graphs of a device are captured.
+
+    Always the same, because cuBLAS keeps a workspace for each stream it has seen, for good; and our own, because
+    torch's default for captures stays on the first device that the process captured on.
+    """
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
 class CudaGraphs:
     """Decode steps of each batch size as CUDA graphs, from `buffer` to tokens and hidden states.
 
@@ -62,13 +73,14 @@ class CudaGraphs:
 
     def capture(self, decode: DecodeStep, sizes: list[int] | None = None, show_progress: bool = False) -> None:
         """Capture the graphs of sizes, all by default. Every input is padding: nothing live is read or written."""
-        # Of the current device: torch's own default for captures stays on the first that the process captured on.
-        stream: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        stream, current = _capture_stream(torch.cuda.current_device()), torch.cuda.current_stream()
         for size in tqdm(sorted(sizes or self.sizes, reverse=True), desc="Capturing graphs", disable=not show_progress):
             inputs = self._inputs(size)
             inputs.zero_()
             inputs[0] = self.padding_row
-            decode(*inputs.unbind(0))  # compiles kernels and warms libraries up, outside the capture
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                decode(*inputs.unbind(0))  # compiles kernels and warms libraries up, outside the capture
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             # Other threads, as NCCL's and those of a second engine, may call CUDA meanwhile.
@@ -95,5 +107,7 @@ class CudaGraphs:
 
     def release(self) -> None:
         """Free the graphs: before the memory they point into goes, and before a process group does."""
+        for graph, *_ in self._graphs.values():
+            graph.reset()  # now, even if an exception's traceback still holds it
         self._graphs.clear()
         self._pool = None

@@ -258,7 +258,9 @@ class Followers:
         if os.getpid() == self._pid:
             for follower in self._followers:
                 follower.process.kill()
-            self._abort_group()
+            # Not waited for: NCCL's abort returns when no CUDA graph holds its collectives any more, and it is the
+            # thread that has called this which must let go of the graphs.
+            threading.Thread(target=self._abort_group, daemon=True, name="abort").start()
 
 
 def start_message(

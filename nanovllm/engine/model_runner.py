@@ -56,6 +56,8 @@ class ModelRunner:
         Raises:
             ValueError: a bad checkpoint, or a shape for which the backend has no kernels.
         """
+        # The first attribute, so that a runner which is forgotten lets go of its graphs before the group they use.
+        self.graphs: CudaGraphs | None = None
         self.config, self.parallel = config, parallel
         self.device, self.dtype = torch.device(config.device), getattr(torch, config.dtype)
         self._num_kv_heads = kv_heads_of(hf_config, parallel)[1]
@@ -78,7 +80,6 @@ class ModelRunner:
         self._buffers = ReturnBuffers(config.max_num_seqs)
         self.caches: list[KVCache] = []
         self._memory_report = ""
-        self.graphs: CudaGraphs | None = None
 
     # ---- the KV cache
 
@@ -299,9 +300,10 @@ class ModelRunner:
         with suppress(RuntimeError), self._on_device():  # after a CUDA error every call fails; let go all the same
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
-        if self.graphs is not None:
-            self.graphs.release()
-            self.graphs = None
+        with suppress(RuntimeError):
+            if self.graphs is not None:
+                self.graphs.release()
+        self.graphs = None
         self.caches = []
         self.__dict__.pop("model", None)
         self.__dict__.pop("backend", None)

@@ -142,18 +142,18 @@ def _stats_kernel(
     vocab_size,
     CHUNK: tl.constexpr,
 ):
-    # Grid (num_chunks, num_rows).
+    # Grid (num_rows, num_chunks): the second dimension of a grid ends at 65535.
     # A program owns one chunk of one row.
     # Padding rows are like any other; places beyond the vocabulary count as -inf.
-    chunk = tl.program_id(0)
-    row = tl.program_id(1).to(tl.int64)
+    row = tl.program_id(0).to(tl.int64)
+    chunk = tl.program_id(1)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
     highest = tl.max(x, 0)
     temperature = tl.load(temperature_ptr + row)
     origin = tl.where(highest > float("-inf"), highest, 0.0)  # not -inf - -inf
     _, weight = weigh(x, origin, tl.where(temperature > 0.0, temperature, 1.0))
-    out = row * tl.num_programs(0) + chunk
+    out = row * tl.num_programs(1) + chunk
     tl.store(chunk_max_ptr + out, highest)
     tl.store(chunk_argmax_ptr + out, tl.min(tl.where(x == highest, token, 0x7FFFFFFF), 0))
     tl.store(chunk_weight_ptr + out, tl.sum(weight, 0))
@@ -247,7 +247,7 @@ def sample(
     chunk_argmax = torch.empty(n, num_chunks, dtype=torch.int32, device=logits.device)
     threshold = torch.empty(n, dtype=torch.float32, device=logits.device)
     stride = logits.stride(0)
-    _stats_kernel[(num_chunks, n)](
+    _stats_kernel[(n, num_chunks)](
         logits, temperature, chunk_max, chunk_argmax, chunk_weight, stride, vocab_size, **stats_config()
     )
     filters = (temperature, top_k, top_p, min_p)

@@ -4,9 +4,13 @@ Every kernel imports `triton` and `tl` from here. Triton decides between its com
 kernel is decorated, so `INTERPRETED` is read once, at import.
 """
 
+import os
 from typing import Any
 
 import torch
+
+# Products and sums are fused as ever; Triton 3.9 warns, until it is told, that its default will change.
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 triton: Any
 tl: Any

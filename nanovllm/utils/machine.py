@@ -11,7 +11,10 @@ if TYPE_CHECKING:
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device called name ("auto", "cpu", "cuda", "cuda:1"); ValueError if there is no such device here."""
+    """The device called name ("auto", "cpu", "cuda", "cuda:1"); ValueError if there is no such device here.
+
+    "cuda" becomes the current one, with its number: which one is current may change, and differs between threads.
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -24,6 +27,8 @@ def resolve_device(name: str) -> torch.device:
         raise ValueError('device is "cuda", but torch finds no CUDA device here; use device="cpu" or "auto"')
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device is {name!r}, but there are {torch.cuda.device_count()} CUDA devices")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
     return device
 
 
