@@ -8,6 +8,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -409,3 +410,28 @@ def test_stats_is_one_flat_dict_of_cumulative_counts(llm: LLM) -> None:
     assert first["num_steps"] >= 24
     generate(llm)
     assert llm.stats()["num_generated_tokens"] == 2 * first["num_generated_tokens"]
+
+
+def test_a_held_ctrl_c_is_not_lost_on_who_stops_listening(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = generate(llm)
+    with monkeypatch.context() as patch:
+        on_step(llm, 3 + llm.engine.depth, interrupt, patch)
+        requests = [([5 + i], greedy(n)) for i, n in enumerate((4, 4, 9))]
+        with pytest.raises(KeyboardInterrupt), closing(llm.stream(requests)) as stream:
+            next(stream)
+    assert_whole(llm, expected)
+
+
+def test_ctrl_c_in_a_step_that_fails_is_a_ctrl_c(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = generate(llm)
+
+    def interrupt_and_fail() -> None:
+        interrupt()
+        raise RuntimeError("a step failed")
+
+    with monkeypatch.context() as patch:
+        on_step(llm, 2, interrupt_and_fail, patch)
+        with pytest.raises(KeyboardInterrupt) as caught:
+            generate(llm)
+    assert "a step failed" in str(caught.value.__cause__)
+    assert_whole(llm, expected)

@@ -3,11 +3,13 @@
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -20,7 +22,9 @@ from tiny import draw_prompts, save_random
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine import followers
+from nanovllm.engine.collectives import GroupParallel
 from nanovllm.engine.llm_engine import Output
+from nanovllm.engine.tensor_parallel import ThreadShare
 from nanovllm.utils import loader
 
 SOON = 5.0
@@ -274,11 +278,74 @@ def test_a_follower_killed_between_requests_fails_the_next_one(model: Path) -> N
 def test_a_follower_that_is_stopped_fails_rank_0_by_its_silence(model: Path) -> None:
     llm = start_two(model)
     (follower,) = llm.engine.runner._followers._followers
-    follower.socket.settimeout(2.0)
+    follower.socket.settimeout(2.0 / followers.SLICES)
     time.sleep(1.5)  # the thread that listens has begun to wait anew
     os.kill(follower.process.pid, signal.SIGSTOP)
     pid = follower.process.pid
-    expect_the_end(llm, f"rank 1 of 2 failed: its process {pid} has given no sign of life for 2.0 s")
+    expect_the_end(llm, f"rank 1 of 2 failed: its process {pid} has given no sign of life for 2 s")
+
+
+def test_followers_are_heard_over_large_descriptors_too(model: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 1200
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        pytest.skip(f"no more than {hard} descriptors here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, needed), hard))
+    taken = [os.dup(0) for _ in range(1050)]
+    try:
+        with start_two(model) as llm:
+            (follower,) = llm.engine.runner._followers._followers
+            assert follower.socket.fileno() > 1024
+            follower.socket.settimeout(2.0 / followers.SLICES)
+            time.sleep(3.0)
+            assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3), use_tqdm=False)
+    finally:
+        for fd in taken:
+            os.close(fd)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_a_follower_killed_while_the_ranks_connect_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before, connect = set(children(os.getpid())), GroupParallel.connect
+
+    def kill_and_connect(*args: Any) -> None:
+        (victim,) = set(children(os.getpid())) - before
+        os.kill(victim, signal.SIGKILL)
+        connect(*args)
+
+    monkeypatch.setattr(GroupParallel, "connect", kill_and_connect)
+    since = time.monotonic()
+    with pytest.raises(RuntimeError, match=r"rank 1 of 2 failed: .* was killed by SIGKILL"):
+        start_two(model)
+    assert time.monotonic() - since < 2 * SOON
+
+
+def test_what_a_fork_closes_stays_open_for_rank_0(model: Path) -> None:
+    with start_two(model) as llm:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of forking with threads, which is the point
+            pid = os.fork()
+        if pid == 0:
+            try:
+                llm.close()
+            finally:
+                os._exit(0)
+        assert wait_for(lambda: os.waitpid(pid, os.WNOHANG)[0] == pid)
+        assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3), use_tqdm=False)
+
+
+def test_the_last_of_several_engines_brings_the_threads_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    threads, share = torch.get_num_threads(), ThreadShare()
+    try:
+        torch.set_num_threads(8)
+        monkeypatch.setattr("nanovllm.engine.tensor_parallel.physical_cores", lambda: 8)
+        found = []
+        for act in (lambda: share.take(2), lambda: share.take(4), share.give_back, share.give_back):
+            act()
+            found.append(torch.get_num_threads())
+        assert found == [4, 2, 2, 8]
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_a_follower_killed_while_rank_0_loads_fails_rank_0(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -364,6 +431,7 @@ def test_rank_0_killed_leaves_no_process_and_no_segment(when: str, script: subpr
     assert segments() <= before
 
 
+@pytest.mark.slow
 def test_rank_0_that_was_stopped_goes_on(script: subprocess.Popen[str]) -> None:
     assert script.stdout is not None and script.stdout.readline() == "ready\n"
     script.send_signal(signal.SIGSTOP)
@@ -407,7 +475,9 @@ def test_host_memory_does_not_multiply(ranks: int, tmp_path: Path) -> None:
                 for pid in set(children(os.getpid())) - before:
                     with suppress(OSError):
                         status = Path(f"/proc/{pid}/status").read_text()
-                        if found := re.search(r"RssAnon:\s+(\d+) kB", status):
+                        found = re.search(r"RssAnon:\s+(\d+) kB", status)
+                        # between fork and exec the memory is that of this process
+                        if found and b"engine.follower" in Path(f"/proc/{pid}/cmdline").read_bytes():
                             highest[pid] = max(highest.get(pid, 0), int(found[1]) << 10)
                 time.sleep(0.005)
 

@@ -71,7 +71,18 @@ class GroupParallel(Parallel):
         Args:
             port: of rank 0's store on this machine.
             listener: on rank 0, the descriptor of the socket that listens on it; the store takes it over.
+
+        Raises:
+            PeerLostError: one of them has not.
         """
+        try:
+            self._group = self._make_group(port, listener)
+        except RuntimeError as error:
+            raise PeerLostError(f"rank {self.rank} could not meet its peers: {error}") from error
+        # The first collective makes the connections: here, and not in the first step.
+        self.all_reduce(torch.zeros(1, device=self._device))
+
+    def _make_group(self, port: int | None, listener: int | None) -> Any:
         store = dist.TCPStore(  # type: ignore[attr-defined]
             HOST,
             port or 0,
@@ -84,16 +95,13 @@ class GroupParallel(Parallel):
             gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=HOST)]
             gloo._timeout = TIMEOUT
-            self._group = dist.ProcessGroupGloo(store, self.rank, self.size, gloo)
-        else:
-            # Failures are raised here, by rank 0: torch's watchdog would end the process instead.
-            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-            torch.cuda.set_device(self._device)
-            nccl = dist.ProcessGroupNCCL.Options()
-            nccl._timeout = TIMEOUT
-            self._group = dist.ProcessGroupNCCL(store, self.rank, self.size, nccl)
-        # The first collective makes the connections: here, and not in the first step.
-        self.all_reduce(torch.zeros(1, device=self._device))
+            return dist.ProcessGroupGloo(store, self.rank, self.size, gloo)
+        # Failures are raised here, by rank 0: torch's watchdog would end the process instead.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+        torch.cuda.set_device(self._device)
+        nccl = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = TIMEOUT
+        return dist.ProcessGroupNCCL(store, self.rank, self.size, nccl)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         near = self._near(x)
@@ -135,8 +143,9 @@ class GroupParallel(Parallel):
 
     def abort(self) -> None:
         """Make collectives that are under way end, whatever their result; from any thread."""
-        if self._group is not None and self._backend == "nccl":
-            self._group.abort()
+        group = self._group  # close() may let go of it meanwhile
+        if group is not None and self._backend == "nccl":
+            group.abort()
 
     def close(self) -> None:
         """Leave the group. CUDA graphs that hold its collectives must be gone by now."""

@@ -53,9 +53,10 @@ def main() -> None:
 
 def _end_with(rank0: socket.socket, parent: int, sending: threading.Lock) -> None:
     """Show rank 0 that this process runs; end it, whatever it is doing, as soon as rank 0 has ended."""
+    poll = select.poll()  # select.select would refuse a large descriptor
+    poll.register(rank0, select.POLLIN)
     while os.getppid() == parent:
-        readable, _, _ = select.select([rank0], [], [], BEAT)
-        if readable:  # the end of the stream: nothing is ever sent after the first line
+        if poll.poll(1000 * BEAT):  # the end of the stream: nothing is ever sent after the first line
             break
         if sending.acquire(blocking=False):  # while another line is on its way, that one will do
             with suppress(OSError):  # full: rank 0 was stopped, and reads again when it goes on

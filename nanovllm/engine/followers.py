@@ -4,7 +4,8 @@ How nobody waits for the dead: each follower holds a socket to rank 0. If rank 0
 system closes the socket, and a thread of the follower ends the process. If a follower ends, a thread of rank 0 learns
 why, and ends the other followers, whose sockets of the process group close in turn (with NCCL, the communicator is
 aborted): whatever rank 0 waits for fails, and it raises what the thread has learnt. A follower that is stopped, and so
-neither ends nor goes on, is known by its silence. Rank 0 may be stopped and go on, as by Ctrl-Z: its followers wait.
+neither ends nor goes on, is known by its silence; if rank 0 is killed meanwhile, it ends only when it goes on. Rank 0
+may be stopped and go on, as by Ctrl-Z: its followers wait.
 """
 
 import json
@@ -17,7 +18,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -43,6 +44,9 @@ PATIENCE = 5.0
 SILENCE = 60.0
 """Seconds without a sign of life, of which a follower gives one a second, after which it counts as failed. So many,
 because one that loads a large library from a slow disk gives none until it has it."""
+SLICES = 10
+"""Equal parts in which these seconds are waited for: when a paused machine goes on, one of them ends at once, and the
+others leave the followers time to be heard of."""
 
 
 class Follower:
@@ -53,8 +57,8 @@ class Follower:
         self.stages: set[str] = set()
         self.socket, theirs = socket.socketpair()
         self.socket.sendall(json.dumps(message).encode() + b"\n")  # it waits in the socket
-        self.socket.settimeout(SILENCE)
-        env = os.environ | {"PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)}
+        self.socket.settimeout(SILENCE / SLICES)
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(os.fspath(path) or os.getcwd() for path in sys.path)}
         if num_threads is not None:
             env["OMP_NUM_THREADS"] = str(num_threads)
         with theirs:
@@ -68,19 +72,27 @@ class Follower:
 
     def messages(self) -> Iterator[dict[str, Any]]:
         """What it reports, until it ends; TimeoutError if it neither reports nor ends."""
-        try:
-            with self.socket.makefile("r", encoding="utf-8") as lines:
-                for line in lines:
-                    if line.endswith("\n") and line != "\n":
-                        yield json.loads(line)
-        except TimeoutError:
-            raise
-        except OSError:
-            pass  # it was killed with something unread: the same as an end
+        rest, silent = b"", 0
+        while True:
+            try:
+                received = self.socket.recv(1 << 16)
+            except TimeoutError:
+                silent += 1
+                if silent == SLICES:
+                    raise
+                continue
+            except OSError:
+                return  # it was killed with something unread: the same as an end
+            if not received:
+                return
+            silent = 0
+            *lines, rest = (rest + received).split(b"\n")
+            yield from map(json.loads, filter(None, lines))
 
     def how_it_ended(self) -> str:
         code = self.process.wait()
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit status {code}"
+        known = {number.value: number.name for number in signal.Signals}
+        how = f"was killed by {known.get(-code, -code)}" if code < 0 else f"ended with exit status {code}"
         return f"its process {self.process.pid} {how}"
 
 
@@ -115,6 +127,7 @@ class Followers:
         self._abort_group = abort_group
         self._followers: list[Follower] = []
         self._threads: list[threading.Thread] = []
+        self._reaper: threading.Timer | None = None
         num_threads = torch.get_num_threads() if torch.device(config.device).type == "cpu" else None
         try:
             for rank in range(1, size):
@@ -147,8 +160,10 @@ class Followers:
                         continue
                 self._fail(follower, message["error"], message["is_cause"])
         except TimeoutError:
-            pid, seconds = follower.process.pid, follower.socket.gettimeout()
-            self._fail(follower, f"its process {pid} has given no sign of life for {seconds} s", is_cause=True)
+            pid, seconds = follower.process.pid, SLICES * (follower.socket.gettimeout() or 0.0)
+            self._fail(follower, f"its process {pid} has given no sign of life for {seconds:g} s", is_cause=True)
+        except Exception as error:
+            self._fail(follower, f"its report cannot be read: {error!r}", is_cause=True)
         self._fail(follower, follower.how_it_ended(), is_cause=True)
 
     def _fail(self, follower: Follower, reason: str, is_cause: bool) -> None:
@@ -169,13 +184,16 @@ class Followers:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Around whatever waits for other ranks: a failed follower becomes a RuntimeError that says why it failed."""
-        self.check()
+        """Around whatever waits for other ranks: a failed follower becomes a RuntimeError that says why it failed.
+
+        A ValueError of rank 0's own goes before it: all ranks refuse what cannot be had, and the caller's mistake is
+        the reason.
+        """
         self._in_step = True  # and for ever, if this is left by an exception: the ranks do not agree any more
         try:
             yield
         except ValueError:
-            raise  # of rank 0's own: something that cannot be had
+            raise
         except Exception as error:
             if isinstance(error, PeerLostError):
                 with self._changed:
@@ -208,19 +226,21 @@ class Followers:
         threading.Thread(target=run, daemon=True, name="connect").start()
         while True:
             self.check()
-            try:
-                return done.result(timeout=0.1)
-            except TimeoutError:
-                continue
+            wait([done], timeout=0.1)
+            if done.done():
+                return done.result()
 
     # ---- telling
 
     def tell(self, plan: StepPlan) -> None:
-        """Send a plan to all followers."""
+        """Send a plan to all followers; raises as `check` does."""
+        self.check()
         self._ring.write(plan.pack(), self.check)
 
     def dismiss(self, by_force: bool = False) -> None:
         """Tell them that there is nothing more to do; where they would not hear it, as in a step, kill them."""
+        if os.getpid() != self._pid:
+            return  # a fork of rank 0 has no followers
         with self._changed:
             self._ending = True
         if by_force or self._failure is not None or self._in_step:
@@ -237,6 +257,9 @@ class Followers:
         except RuntimeError as error:
             logger.warning("killing the other ranks: %s", error)
             self._kill()
+        self._reaper = threading.Timer(PATIENCE, self._kill)  # one that is stopped keeps the others in the group
+        self._reaper.daemon = True
+        self._reaper.start()
 
     def stop(self, by_force: bool = False) -> None:
         """Dismiss them, if that was not done, and return when they are gone."""
@@ -249,10 +272,16 @@ class Followers:
             thread.join(max(0.0, deadline - time.monotonic()))
         if any(thread.is_alive() for thread in self._threads):
             self._kill()
-        for thread in self._threads:
-            thread.join()
-        for follower in self._followers:
-            follower.socket.close()
+        if self._reaper is not None:
+            self._reaper.cancel()
+            self._reaper.join()
+            self._reaper = None
+        for thread, follower in zip(self._threads, self._followers, strict=False):  # if one could not be started
+            thread.join(PATIENCE)
+            if thread.is_alive():
+                logger.error("rank %d, process %d, cannot be killed", follower.rank, follower.process.pid)
+            else:
+                follower.socket.close()
 
     def _kill(self) -> None:
         if os.getpid() == self._pid:

@@ -284,13 +284,18 @@ class LLMEngine:
                     if exhausted:
                         return
                     continue
-                finished: list[Sequence] = []
+                finished, interrupt = [], None
                 try:
                     with hold:
                         finished = self.step()
-                finally:  # a Ctrl-C that was held is raised now; what its step has brought to an end is not lost
+                except KeyboardInterrupt as error:
+                    interrupt = error  # if it was held, what the step has brought to an end is not lost
+                try:
                     for seq in finished:
                         yield numbers.pop(seq), seq
+                finally:
+                    if interrupt is not None:
+                        raise interrupt
                 if self.closed:
                     raise RuntimeError("the engine was closed while requests were running")
         finally:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.backends import AttentionMetadata, KVCache, make_backend
+from nanovllm.backends import AttentionMetadata, Backend, KVCache, make_backend
 from nanovllm.config import EngineConfig
 from nanovllm.engine.cuda_graphs import CudaGraphs, pad_decodes
 from nanovllm.engine.device_tables import DeviceTables
@@ -34,6 +34,14 @@ logger = logging.getLogger(__name__)
 
 GRAPH_NODES_BYTES = 4 << 20
 """Allowance for one captured graph's own nodes: a few hundred kernels' parameters."""
+
+
+def make_model_backend(config: EngineConfig, hf_config: "PretrainedConfig", parallel: Parallel) -> Backend:
+    """The backend for one rank's share of a model; ValueError for a shape for which it has no kernels."""
+    num_kv_heads = kv_heads_of(hf_config, parallel)[1]
+    group = hf_config.num_attention_heads // parallel.size // num_kv_heads
+    shape = (hf_config.head_dim, group, config.block_size, getattr(torch, config.dtype), count_parameters(hf_config))
+    return make_backend(config.attention_backend, torch.device(config.device), *shape)
 
 
 class ModelRunner:
@@ -61,9 +69,7 @@ class ModelRunner:
         self.config, self.parallel = config, parallel
         self.device, self.dtype = torch.device(config.device), getattr(torch, config.dtype)
         self._num_kv_heads = kv_heads_of(hf_config, parallel)[1]
-        group = hf_config.num_attention_heads // parallel.size // self._num_kv_heads
-        shape = (hf_config.head_dim, group, config.block_size, self.dtype, count_parameters(hf_config))
-        self.backend = make_backend(config.attention_backend, self.device, *shape)
+        self.backend = make_model_backend(config, hf_config, parallel)
         with torch.device(self.device), _DefaultDtype(self.dtype):
             architecture = next(name for name in hf_config.architectures if name in ARCHITECTURES)
             self.model = model_class(architecture)(hf_config, self.backend, parallel, config.max_model_len)

@@ -13,6 +13,7 @@ import os
 import socket
 import time
 import weakref
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,11 +22,12 @@ import torch
 from nanovllm.config import EngineConfig
 from nanovllm.engine.collectives import HOST, GroupParallel
 from nanovllm.engine.followers import Followers
-from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.model_runner import ModelRunner, make_model_backend
 from nanovllm.engine.plan import StepPlan
 from nanovllm.engine.step_handle import StepHandle, StepResult
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.qwen3 import check_shards
+from nanovllm.utils.machine import physical_cores
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -43,6 +45,30 @@ class LeadingHandle:
             return self._handle.result()
 
 
+class ThreadShare:
+    """While engines of several ranks are open on the CPU, rank 0 computes with its share of the cores."""
+
+    def __init__(self) -> None:
+        self._num_open = 0
+        self._alone = 0
+
+    def take(self, size: int) -> None:
+        """Leave the others of `size` ranks their cores."""
+        if self._num_open == 0:
+            self._alone = torch.get_num_threads()
+        self._num_open += 1
+        torch.set_num_threads(min(max(1, physical_cores() // size), self._alone))
+
+    def give_back(self) -> None:
+        """Once for each `take`; the last one brings back the number of threads that the first one found."""
+        self._num_open -= 1
+        if self._num_open == 0:
+            torch.set_num_threads(self._alone)
+
+
+_threads = ThreadShare()
+
+
 class LeadingRunner:
     """Rank 0's runner, and with it all the others: what it launches, every rank runs."""
 
@@ -58,24 +84,28 @@ class LeadingRunner:
         device = torch.device(config.device)
         self.command_seconds = 0.0
         """Spent so far in telling the followers what to do."""
-        self._num_threads_before = torch.get_num_threads()
-        if device.type == "cpu":
-            share = max(1, len(os.sched_getaffinity(0)) // size)
-            torch.set_num_threads(min(share, self._num_threads_before))
-        self._parallel = GroupParallel(0, size, config.distributed_backend, device)
-        listener = socket.create_server((HOST, 0))
-        port = listener.getsockname()[1]
-        self._followers = Followers(config, hf_config, folder, port, self._parallel.abort)
-        self._end = weakref.finalize(self, self._followers.stop)  # for who forgets close(), and at exit
-        try:
-            self._runner = ModelRunner(config, hf_config, folder, self._parallel, self._followers.check)
-            self._followers.wait_until("loaded")
-            self._followers.while_they_live(lambda: self._parallel.connect(None, listener.detach()))
-        except BaseException:
-            listener.close()
-            self._followers.stop(by_force=True)
-            torch.set_num_threads(self._num_threads_before)
-            raise
+        self._pid = os.getpid()
+        self._parallel = parallel = GroupParallel(0, size, config.distributed_backend, device)
+        make_model_backend(config, hf_config, parallel)  # compiles kernels, if need be, before all ranks want them
+        with ExitStack() as stack:  # undone if the start fails, and by whoever ends the ranks
+            if device.type == "cpu":
+                _threads.take(size)
+                stack.callback(_threads.give_back)
+            listener = socket.create_server((HOST, 0))
+            stack.callback(listener.close)
+            port = listener.getsockname()[1]
+            self._followers = Followers(config, hf_config, folder, port, parallel.abort)
+            stack.callback(self._followers.stop)
+            try:
+                self._runner = ModelRunner(config, hf_config, folder, parallel, self._followers.check)
+                self._followers.wait_until("loaded")
+                fd = listener.detach()
+                with self._followers.guard():  # the thread that connects may outlive a failure: it holds no model
+                    self._followers.while_they_live(lambda: parallel.connect(None, fd))
+            except BaseException:
+                self._followers.dismiss(by_force=True)
+                raise
+            self._end = weakref.finalize(self, stack.pop_all().close)  # for who forgets close(), and at exit
 
     def make_cache(self) -> int:
         """Make every rank's KV cache; see `ModelRunner.make_cache`."""
@@ -103,11 +133,14 @@ class LeadingRunner:
 
     def close(self) -> None:
         """End all ranks, and let go of the device's memory."""
+        if os.getpid() != self._pid:
+            return  # a fork of rank 0 has neither followers nor the group's threads
         self._followers.dismiss()
-        self._runner.close()
-        self._parallel.close()
-        self._end()
-        torch.set_num_threads(self._num_threads_before)
+        try:
+            self._runner.close()
+            self._parallel.close()
+        finally:
+            self._end()
 
 
 def make_runner(

@@ -9,8 +9,9 @@ from types import FrameType, TracebackType
 class HoldInterrupt:
     """Within this block a Ctrl-C waits, and is raised as KeyboardInterrupt at its end; a second one does not wait.
 
-    A second one calls `on_second` (which should close what can no longer be left whole) and raises at once. Outside
-    the main thread, which alone receives signals, and where SIGINT is not Python's own, the block changes nothing.
+    A second one calls `on_second` (which should close what can no longer be left whole) and raises at once; but Python
+    hears of either only when a call into C++ returns, so in a collective both wait for it. Outside the main thread,
+    which alone receives signals, and where SIGINT is not Python's own, the block changes nothing.
     """
 
     def __init__(self, on_second: Callable[[], None]) -> None:
@@ -37,5 +38,5 @@ class HoldInterrupt:
         if self._installed:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             self._installed = False
-        if self._held and kind is None:
-            raise KeyboardInterrupt
+        if self._held and (kind is None or issubclass(kind, Exception)):
+            raise KeyboardInterrupt from error
