@@ -7,13 +7,14 @@ continuous  transformers' own continuous batching over a paged cache
 
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig
+
+from scripts.bench_worker import Run, measure
 
 PAGE = 256
 
@@ -71,32 +72,24 @@ def sampling(temperature: float, **changes: Any) -> GenerationConfig:
     return GenerationConfig(**how, eos_token_id=None, pad_token_id=0, **changes)
 
 
-def main() -> None:
-    spec, mode = json.loads(Path(sys.argv[1]).read_text()), sys.argv[2]
-    start = time.perf_counter()
+def load(spec: dict[str, Any], mode: str) -> Run:
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=getattr(torch, spec["dtype"])).to(device).eval()
-    loaded = time.perf_counter()
 
+    @torch.inference_mode()
     def run(workload: dict[str, Any]) -> int:
         if mode == "static":
             return run_static(model, workload, spec["temperature"], spec["static_batch"])
         return run_continuous(model, workload, spec["temperature"])
 
-    with torch.inference_mode():
-        run(spec["warm_up"])
-        warm = time.perf_counter()
-        num_tokens = run(spec["workload"])
-        seconds = time.perf_counter() - warm
-    result = {
-        "seconds": seconds,
-        "num_output_tokens": num_tokens,
-        "load_seconds": loaded - start,
-        "warm_up_seconds": warm - loaded,
-        "versions": {"transformers": transformers.__version__, "torch": torch.__version__},
-    }
-    print(json.dumps(result), flush=True)
+    return run
+
+
+def main() -> None:
+    spec, mode = json.loads(Path(sys.argv[1]).read_text()), sys.argv[2]
+    versions = {"transformers": transformers.__version__, "torch": torch.__version__}
+    measure(lambda: load(spec, mode), spec, versions)
 
 
 if __name__ == "__main__":

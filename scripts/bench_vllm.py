@@ -5,17 +5,16 @@ Reads a JSON specification (bench_compare.py writes it); the last line printed i
 
 import json
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
+import torch
+import vllm
 
-def main() -> None:
-    spec = json.loads(Path(sys.argv[1]).read_text())
-    start = time.perf_counter()
-    import torch
-    import vllm
+from scripts.bench_worker import Run, measure
 
+
+def load(spec: dict[str, Any]) -> Run:
     llm = vllm.LLM(
         spec["model"],
         dtype=spec["dtype"],
@@ -26,7 +25,6 @@ def main() -> None:
         tensor_parallel_size=spec["tensor_parallel_size"],
         seed=0,
     )
-    loaded = time.perf_counter()
 
     def run(workload: dict[str, Any]) -> int:
         params = [
@@ -37,18 +35,12 @@ def main() -> None:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         return sum(len(output.outputs[0].token_ids) for output in outputs)
 
-    run(spec["warm_up"])
-    warm = time.perf_counter()
-    num_tokens = run(spec["workload"])
-    seconds = time.perf_counter() - warm
-    result = {
-        "seconds": seconds,
-        "num_output_tokens": num_tokens,
-        "load_seconds": loaded - start,
-        "warm_up_seconds": warm - loaded,
-        "versions": {"vllm": vllm.__version__, "torch": torch.__version__},
-    }
-    print(json.dumps(result), flush=True)
+    return run
+
+
+def main() -> None:
+    spec = json.loads(Path(sys.argv[1]).read_text())
+    measure(lambda: load(spec), spec, {"vllm": vllm.__version__, "torch": torch.__version__})
 
 
 if __name__ == "__main__":
