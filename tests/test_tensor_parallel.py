@@ -285,6 +285,25 @@ def test_a_follower_that_is_stopped_fails_rank_0_by_its_silence(model: Path) -> 
     expect_the_end(llm, f"rank 1 of 2 failed: its process {pid} has given no sign of life for 2 s")
 
 
+@pytest.mark.slow
+def test_a_pause_of_the_whole_machine_is_not_taken_for_silence(model: Path) -> None:
+    """Rank 0 and its follower are stopped together for longer than a follower may be silent, and go on together."""
+    script = SCRIPT.replace(
+        "import json", "from nanovllm.engine import followers\nfollowers.SILENCE = 8.0\nimport json"
+    )
+    command = [sys.executable, "-c", script, str(model), json.dumps(OPTIONS)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        pids = [process.pid, *children(process.pid)]
+        for number, seconds in ((signal.SIGSTOP, 10.0), (signal.SIGCONT, 3.0)):
+            for pid in pids:
+                os.kill(pid, number)
+            time.sleep(seconds)
+        assert all(map(is_alive, pids))
+        process.kill()
+
+
 def test_followers_are_heard_over_large_descriptors_too(model: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = 1200
