@@ -121,18 +121,15 @@ class EngineConfig:
         """
         from nanovllm.backends import default_block_size, resolve_backend
         from nanovllm.engine.collectives import resolve_distributed_backend
-        from nanovllm.layers.parallel import Parallel
-        from nanovllm.models.config import max_position
-        from nanovllm.models.qwen3 import kv_heads_of
+        from nanovllm.models.config import heads_of_rank, max_position
         from nanovllm.utils.machine import resolve_device, resolve_dtype
 
         device = resolve_device(self.device)
         dtype = resolve_dtype(self.dtype, device, hf_config)
         size = None if self.kvcache_block_size == "auto" else int(self.kvcache_block_size)
-        parallel = Parallel(0, self.tensor_parallel_size)
-        query_heads = parallel.shard(hf_config.num_attention_heads, "num_attention_heads")[1]
-        heads = hf_config.head_dim, query_heads // kv_heads_of(hf_config, parallel)[1]
-        backend = resolve_backend(self.attention_backend, device, dtype, size, heads)
+        heads, kv_heads = heads_of_rank(hf_config, self.tensor_parallel_size)
+        shape = hf_config.head_dim, heads // kv_heads
+        backend = resolve_backend(self.attention_backend, device, dtype, size, shape)
         distributed = resolve_distributed_backend(self.distributed_backend, device, self.tensor_parallel_size)
         # A CUDA graph captures nothing that goes through the host: what gloo sends, and lengths that plain torch reads.
         through_host = self.tensor_parallel_size > 1 and distributed == "gloo"

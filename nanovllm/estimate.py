@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanovllm.config import TOKEN_BUDGETS, EngineConfig
-from nanovllm.models.config import load_model_config, max_position, read_json
+from nanovllm.models.config import count_parameters, heads_of_rank, load_model_config, max_position, read_json
 from nanovllm.models.presets import PRESETS, preset_config
 from nanovllm.utils.hub import BOX, find_model
 
@@ -56,35 +56,6 @@ def _fetch_config(model: str) -> Path:
         raise ValueError(
             f"model {model!r} is neither a folder, nor a shape ({names}), nor an id that could be fetched: {error}"
         ) from error
-
-
-def count_parameters(config: "PretrainedConfig", ranks: int = 1) -> int:
-    """Parameters that one of the ranks holds, as models/qwen3.py shares them.
-
-    Raises:
-        ValueError: they cannot be shared among so many.
-    """
-    heads, kv_heads = config.num_attention_heads, _kv_heads_of_rank(config, ranks)
-    if heads % ranks or config.intermediate_size % ranks:
-        raise ValueError(
-            f"{ranks} ranks cannot share {heads} heads and an intermediate_size of {config.intermediate_size}: "
-            "change tensor_parallel_size"
-        )
-    hidden, dim, bias = config.hidden_size, config.head_dim, bool(config.attention_bias)
-    qkv = (heads // ranks + 2 * kv_heads) * dim
-    attention = qkv * (hidden + bias) + heads // ranks * dim * hidden + bias * hidden + 2 * dim
-    mlp = 3 * hidden * (config.intermediate_size // ranks)
-    embedding = -(-config.vocab_size // ranks) * hidden
-    layers = config.num_hidden_layers * (attention + mlp + 2 * hidden)
-    return int(layers + hidden + embedding * (1 if config.tie_word_embeddings else 2))
-
-
-def _kv_heads_of_rank(config: "PretrainedConfig", ranks: int) -> int:
-    """An equal share of the KV heads, or one, which several ranks hold alike."""
-    total = int(config.num_key_value_heads)
-    if total % ranks and ranks % total:
-        raise ValueError(f"{ranks} ranks cannot share {total} key-value heads: change tensor_parallel_size")
-    return max(total // ranks, 1)
 
 
 @dataclass(frozen=True)
@@ -172,7 +143,7 @@ def _resolve(hf_config: "PretrainedConfig", config: EngineConfig) -> EngineConfi
 def _measure(hf_config: "PretrainedConfig", config: EngineConfig, gpu_memory: int) -> Estimate:
     ranks, item = config.tensor_parallel_size, DTYPE_BYTES[config.dtype]
     weights = count_parameters(hf_config, ranks) * item
-    per_token = 2 * hf_config.num_hidden_layers * _kv_heads_of_rank(hf_config, ranks) * hf_config.head_dim * item
+    per_token = 2 * hf_config.num_hidden_layers * heads_of_rank(hf_config, ranks)[1] * hf_config.head_dim * item
     # At its widest, a layer holds x, the residual, and gate and up with their product; sampling holds the logits, in
     # float32, and two copies.
     widest = config.token_budget * (2 * hf_config.hidden_size + 3 * hf_config.intermediate_size // ranks)

@@ -8,8 +8,9 @@ import torch
 
 from nanovllm.cli import main
 from nanovllm.config import EngineConfig
-from nanovllm.estimate import count_parameters, estimate, parse_size, read_config
+from nanovllm.estimate import estimate, parse_size, read_config
 from nanovllm.layers.parallel import Parallel
+from nanovllm.models.config import count_parameters
 from nanovllm.models.presets import PRESETS, preset_config
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 

@@ -22,8 +22,7 @@ from nanovllm.engine.plan import StepPlan
 from nanovllm.engine.staging import ReturnBuffers, Staging
 from nanovllm.engine.step_handle import Logprobs, StepHandle, Stopwatch
 from nanovllm.layers.parallel import Parallel
-from nanovllm.models.config import count_parameters
-from nanovllm.models.qwen3 import kv_heads_of
+from nanovllm.models.config import count_parameters, heads_of_rank
 from nanovllm.models.registry import ARCHITECTURES, model_class
 from nanovllm.utils.loader import fill_randomly, load_weights
 
@@ -36,12 +35,12 @@ GRAPH_NODES_BYTES = 4 << 20
 """Allowance for one captured graph's own nodes: a few hundred kernels' parameters."""
 
 
-def make_model_backend(config: EngineConfig, hf_config: "PretrainedConfig", parallel: Parallel) -> Backend:
+def make_model_backend(config: EngineConfig, hf_config: "PretrainedConfig") -> Backend:
     """The backend for one rank's share of a model; ValueError for a shape for which it has no kernels."""
-    num_kv_heads = kv_heads_of(hf_config, parallel)[1]
-    group = hf_config.num_attention_heads // parallel.size // num_kv_heads
-    shape = (hf_config.head_dim, group, config.block_size, getattr(torch, config.dtype), count_parameters(hf_config))
-    return make_backend(config.attention_backend, torch.device(config.device), *shape)
+    heads, kv_heads = heads_of_rank(hf_config, config.tensor_parallel_size)
+    shape = (hf_config.head_dim, heads // kv_heads, config.block_size)
+    dtype, num_parameters = getattr(torch, config.dtype), count_parameters(hf_config)
+    return make_backend(config.attention_backend, torch.device(config.device), *shape, dtype, num_parameters)
 
 
 class ModelRunner:
@@ -68,8 +67,8 @@ class ModelRunner:
         self.graphs: CudaGraphs | None = None
         self.config, self.parallel = config, parallel
         self.device, self.dtype = torch.device(config.device), getattr(torch, config.dtype)
-        self._num_kv_heads = kv_heads_of(hf_config, parallel)[1]
-        self.backend = make_model_backend(config, hf_config, parallel)
+        self._num_kv_heads = heads_of_rank(hf_config, parallel.size)[1]
+        self.backend = make_model_backend(config, hf_config)
         with torch.device(self.device), _DefaultDtype(self.dtype):
             architecture = next(name for name in hf_config.architectures if name in ARCHITECTURES)
             self.model = model_class(architecture)(hf_config, self.backend, parallel, config.max_model_len)

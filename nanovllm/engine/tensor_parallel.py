@@ -86,7 +86,7 @@ class LeadingRunner:
         """Spent so far in telling the followers what to do."""
         self._pid = os.getpid()
         self._parallel = parallel = GroupParallel(0, size, config.distributed_backend, device)
-        make_model_backend(config, hf_config, parallel)  # compiles kernels, if need be, before all ranks want them
+        make_model_backend(config, hf_config)  # compiles kernels, if need be, before all ranks want them
         with ExitStack() as stack:  # undone if the start fails, and by whoever ends the ranks
             if device.type == "cpu":
                 _threads.take(size)

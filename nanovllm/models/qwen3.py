@@ -11,6 +11,7 @@ from nanovllm.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
 from nanovllm.layers.parallel import Parallel
 from nanovllm.layers.rotary_embedding import rotary_table
 from nanovllm.layers.weights import NamedTargets, whole
+from nanovllm.models.config import heads_of_rank
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -22,20 +23,14 @@ def kv_heads_of(config: "PretrainedConfig", parallel: Parallel) -> tuple[int, in
     Raises:
         ValueError: the heads cannot be shared among the ranks.
     """
-    total, size = config.num_key_value_heads, parallel.size
-    if size > total:
-        if size % total:
-            raise ValueError(f"{size} ranks cannot hold {total} key-value heads alike: change tensor_parallel_size")
-        return parallel.rank * total // size, 1
-    return parallel.shard(total, "num_key_value_heads")
+    _, count = heads_of_rank(config, parallel.size)
+    return parallel.rank * config.num_key_value_heads // parallel.size, count
 
 
 def check_shards(config: "PretrainedConfig", size: int) -> None:
     """Raise a ValueError, with the numbers, if `size` ranks cannot share the model."""
-    parallel = Parallel(0, size)
-    parallel.shard(config.num_attention_heads, "num_attention_heads")
-    parallel.shard(config.intermediate_size, "intermediate_size")
-    kv_heads_of(config, parallel)
+    heads_of_rank(config, size)
+    Parallel(0, size).shard(config.intermediate_size, "intermediate_size")
 
 
 class Qwen3Attention(nn.Module):
