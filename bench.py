@@ -23,15 +23,14 @@ from typing import Any
 import torch
 
 import nanovllm
+from benchmarks.bench_compare import ENGINES, compare
+from benchmarks.bench_cost import Cost, Machine, Shape, Step, ideal_steps, measure_machine, step_cost, synchronize
+from benchmarks.bench_workload import Workload, make_workload
 from nanovllm import LLM, SamplingParams
-from nanovllm.config import TOKEN_BUDGETS
 from nanovllm.models.config import load_model_config, read_json
+from nanovllm.models.hub import find_model
 from nanovllm.models.presets import PRESETS, preset_config
-from nanovllm.utils.hub import find_model
-from nanovllm.utils.machine import resolve_device, resolve_dtype
-from scripts.bench_compare import ENGINES, compare
-from scripts.bench_cost import Cost, Machine, Shape, Step, ideal_steps, measure_machine, step_cost, synchronize
-from scripts.bench_workload import Workload, make_workload
+from nanovllm.resolve import TOKEN_BUDGETS, resolve_device, resolve_dtype
 
 CPU_PRESET = {"num_seqs": 32, "input_len": [16, 128], "output_len": [16, 128], "dtype": "bfloat16"}
 

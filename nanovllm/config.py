@@ -1,107 +1,123 @@
-"""Every option of the engine, documented where it is defined; what "auto" becomes is decided in resolve()."""
+"""Every option of the engine, documented where it is defined: as asked for, and as resolved for a model and a machine.
 
-import difflib
+What each "auto" becomes is decided in resolve.py.
+"""
+
 import os
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
 
-from nanovllm.sampling_params import as_bool, as_integer
-from nanovllm.utils.names import refuse_unknown
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+from nanovllm.utils.checks import as_bool, as_choice, as_integer, refuse, refuse_unknown
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 BACKENDS = ("auto", "flash_attn", "triton", "torch")
 DISTRIBUTED_BACKENDS = ("auto", "nccl", "gloo")
 LOAD_FORMATS = ("auto", "dummy")
-TOKEN_BUDGETS = {"cuda": 16384, "cpu": 2048}
-"""The default max_num_batched_tokens on each type of device."""
+
+Affects = Literal["results", "pace"]
+"""What an option changes: the tokens that come out, or only how fast and in how much memory. A resumed batch job may
+change its pace, never its results."""
 
 
-def _option(default: Any, help: str) -> Any:
+def _option(default: Any, help: str, affects: Affects) -> Any:
     """A field whose documentation travels with it: `--help` prints the same words."""
-    return field(default=default, metadata={"help": help})
+    return field(default=default, metadata={"help": help, "affects": affects})
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """The options of `LLM(model, **options)`.
+    """The options of `LLM(model, **options)`, as asked for.
 
     Raises:
         ValueError: a value out of range, naming it and its limit.
     """
 
     model: str = field(
-        metadata={"help": 'a local folder, a Hugging Face id, or "tiny-qwen3", the model in the box'},
+        metadata={
+            "help": 'a local folder, a Hugging Face id, or "tiny-qwen3", the model in the box',
+            "affects": "results",
+        },
     )
     dtype: str = _option(
         "auto",
         "of weights, activations and KV cache: float32, float16, bfloat16; auto takes the model's on a GPU and on CPUs "
         "with native bfloat16, float32 elsewhere",
+        affects="results",
     )
-    device: str = _option("auto", "cpu or cuda; auto takes cuda where there is one")
-    tensor_parallel_size: int = _option(1, "ranks (GPUs, or processes on a CPU) that share each layer")
+    device: str = _option("auto", "cpu or cuda; auto takes cuda where there is one", affects="results")
+    tensor_parallel_size: int = _option(
+        1, "ranks (GPUs, or processes on a CPU) that share each layer", affects="results"
+    )
     distributed_backend: str = _option(
-        "auto", "how ranks talk: nccl, or gloo, with which they may share a GPU, slowly; auto is nccl on a GPU"
+        "auto",
+        "how ranks talk: nccl, or gloo, with which they may share a GPU, slowly; auto is nccl on a GPU",
+        affects="results",
     )
-    max_model_len: int = _option(4096, "longest prompt and output together, in tokens; never beyond the model's own")
-    max_num_seqs: int = _option(512, "most sequences that run at a time")
+    max_model_len: int = _option(
+        4096, "longest prompt and output together, in tokens; never beyond the model's own", affects="results"
+    )
+    max_num_seqs: int = _option(512, "most sequences that run at a time", affects="pace")
     max_num_batched_tokens: int | None = _option(
         None,
         "most tokens computed in one step; longer prompts are cut into chunks; by default 16384 on a GPU, and on a CPU "
         "2048, with whose activations its caches still help",
+        affects="pace",
     )
-    gpu_memory_utilization: float = _option(0.9, "share of the GPU's memory to use in all, above 0 and at most 1")
-    num_kvcache_blocks: int | None = _option(None, "blocks of KV cache; wins over the memory options")
+    gpu_memory_utilization: float = _option(
+        0.9, "share of the GPU's memory to use in all, above 0 and at most 1", affects="pace"
+    )
+    num_kvcache_blocks: int | None = _option(None, "blocks of KV cache; wins over the memory options", affects="pace")
     kvcache_memory_bytes: int | None = _option(
-        None, "bytes of KV cache; on a CPU a quarter of the free memory by default, at most 4 GiB"
+        None, "bytes of KV cache; on a CPU a quarter of the free memory by default, at most 4 GiB", affects="pace"
     )
     kvcache_block_size: int | str = _option(
-        "auto", "tokens a block: a power of two from 16 (flash_attn: from 256); auto is 256 for flash_attn, else 64"
+        "auto",
+        "tokens a block: a power of two from 16 (flash_attn: from 256); auto is 256 for flash_attn, else 64",
+        affects="pace",
     )
-    enable_prefix_caching: bool = _option(True, "reuse the KV of equal prompt prefixes")
-    enforce_eager: bool = _option(False, "do without CUDA graphs")
-    attention_backend: str = _option("auto", "flash_attn, triton or torch; auto takes the first that runs here")
-    load_format: str = _option("auto", "auto reads safetensors; dummy makes random weights from config.json alone")
-    overlap: bool = _option(True, "on a GPU, plan the next step while the device computes this one")
-    trace: str | None = _option(None, "file to write a Chrome trace of every step to (chrome://tracing, Perfetto)")
-    seed: int = _option(0, "of the requests that bring no seed of their own, and of dummy weights")
+    enable_prefix_caching: bool = _option(True, "reuse the KV of equal prompt prefixes", affects="pace")
+    enforce_eager: bool = _option(False, "do without CUDA graphs", affects="pace")
+    attention_backend: str = _option(
+        "auto", "flash_attn, triton or torch; auto takes the first that runs here", affects="results"
+    )
+    load_format: str = _option(
+        "auto", "auto reads safetensors; dummy makes random weights from config.json alone", affects="results"
+    )
+    overlap: bool = _option(True, "on a GPU, plan the next step while the device computes this one", affects="pace")
+    trace: str | None = _option(
+        None, "file to write a Chrome trace of every step to (chrome://tracing, Perfetto)", affects="pace"
+    )
+    seed: int = _option(0, "of the requests that bring no seed of their own, and of dummy weights", affects="results")
 
     def __post_init__(self) -> None:
-        def put(name: str, value: Any, ok: bool, limit: str) -> None:
-            if not ok:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {limit}")
+        def put(name: str, value: Any) -> None:
             object.__setattr__(self, name, value)
 
-        def choose(name: str, choices: tuple[str, ...]) -> None:
-            value = str(getattr(self, name)).removeprefix("torch.")
-            nearest = difflib.get_close_matches(value, choices, n=1)
-            hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
-            put(name, value, value in choices, f"one of {', '.join(choices)}{hint}")
-
         if self.trace is not None:
-            is_path = isinstance(self.trace, (str, os.PathLike))
-            put("trace", os.fspath(self.trace) if is_path else self.trace, is_path, "a path, or None")
-        choose("dtype", DTYPES)
-        choose("attention_backend", BACKENDS)
-        choose("distributed_backend", DISTRIBUTED_BACKENDS)
-        choose("load_format", LOAD_FORMATS)
+            if not isinstance(self.trace, (str, os.PathLike)):
+                raise refuse(self.trace, "trace", "a path, or None")
+            put("trace", os.fspath(self.trace))
+        put("dtype", as_choice(str(self.dtype).removeprefix("torch."), "dtype", DTYPES))
+        as_choice(self.attention_backend, "attention_backend", BACKENDS)
+        as_choice(self.distributed_backend, "distributed_backend", DISTRIBUTED_BACKENDS)
+        as_choice(self.load_format, "load_format", LOAD_FORMATS)
+        if not isinstance(self.device, str):
+            put("device", str(self.device))
+        put("tensor_parallel_size", as_integer(self.tensor_parallel_size, "tensor_parallel_size", 1, 8))
         for name in ("max_model_len", "max_num_seqs"):
-            put(name, value := as_integer(getattr(self, name), name), value >= 1, "at least 1")
-        tp = as_integer(self.tensor_parallel_size, "tensor_parallel_size")
-        put("tensor_parallel_size", tp, 1 <= tp <= 8, "from 1 to 8")
+            put(name, as_integer(getattr(self, name), name, 1))
         for name in ("max_num_batched_tokens", "num_kvcache_blocks", "kvcache_memory_bytes"):
             if getattr(self, name) is not None:
-                put(name, value := as_integer(getattr(self, name), name), value >= 1, "at least 1, or None")
+                put(name, as_integer(getattr(self, name), name, 1, limit="at least 1, or None"))
         if self.kvcache_block_size != "auto":
             size = as_integer(self.kvcache_block_size, "kvcache_block_size")
-            is_power = size >= 16 and size & (size - 1) == 0
-            put("kvcache_block_size", size, is_power, 'a power of two from 16, or "auto"')
+            if size < 16 or size & (size - 1):
+                raise refuse(size, "kvcache_block_size", 'a power of two from 16, or "auto"')
+            put("kvcache_block_size", size)
         use = self.gpu_memory_utilization
-        is_share = isinstance(use, (int, float)) and not isinstance(use, bool) and 0 < use <= 1
-        put("gpu_memory_utilization", use, is_share, "above 0 and at most 1")
-        put("seed", seed := as_integer(self.seed, "seed"), -(2**63) <= seed < 2**63, "a signed 64-bit integer")
+        if not isinstance(use, (int, float)) or isinstance(use, bool) or not 0 < use <= 1:
+            raise refuse(use, "gpu_memory_utilization", "above 0 and at most 1")
+        put("seed", as_integer(self.seed, "seed", -(2**63), limit="a signed 64-bit integer"))
         for name in ("enable_prefix_caching", "enforce_eager", "overlap"):
             as_bool(getattr(self, name), name)
 
@@ -110,51 +126,45 @@ class EngineConfig:
         """Raises a TypeError for an option that does not exist, with the nearest one that does."""
         refuse_unknown(options, [f.name for f in fields(cls) if f.name != "model"], "LLM")
         if not isinstance(model, (str, os.PathLike)) or not str(model):
-            raise ValueError(f'model is {model!r}; it must be a folder, a Hugging Face id or "tiny-qwen3"')
+            raise refuse(model, "model", 'a folder, a Hugging Face id or "tiny-qwen3"')
         return cls(str(model), **options)
 
-    def resolve(self, hf_config: "PretrainedConfig") -> "EngineConfig":
-        """Turn every "auto" into a value, for this model on this machine.
+    def that_affect(self, what: Affects) -> dict[str, Any]:
+        """The options that change results, or only the pace, by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.metadata["affects"] == what}
 
-        Raises:
-            ValueError: something asked for cannot be had here; the message says why.
-        """
-        from nanovllm.backends import default_block_size, resolve_backend
-        from nanovllm.engine.collectives import resolve_distributed_backend
-        from nanovllm.models.config import heads_of_rank, max_position
-        from nanovllm.utils.machine import resolve_device, resolve_dtype
 
-        device = resolve_device(self.device)
-        dtype = resolve_dtype(self.dtype, device, hf_config)
-        size = None if self.kvcache_block_size == "auto" else int(self.kvcache_block_size)
-        heads, kv_heads = heads_of_rank(hf_config, self.tensor_parallel_size)
-        shape = hf_config.head_dim, heads // kv_heads
-        backend = resolve_backend(self.attention_backend, device, dtype, size, shape)
-        distributed = resolve_distributed_backend(self.distributed_backend, device, self.tensor_parallel_size)
-        # A CUDA graph captures nothing that goes through the host: what gloo sends, and lengths that plain torch reads.
-        through_host = self.tensor_parallel_size > 1 and distributed == "gloo"
-        return replace(
-            self,
-            device=str(device),
-            dtype=str(dtype).removeprefix("torch."),
-            attention_backend=backend,
-            distributed_backend=distributed,
-            enforce_eager=self.enforce_eager or through_host or backend == "torch",
-            kvcache_block_size=size or default_block_size(backend),
-            max_num_batched_tokens=self.max_num_batched_tokens or TOKEN_BUDGETS[device.type],
-            max_model_len=min(self.max_model_len, max_position(hf_config)),
-        )
+@dataclass(frozen=True)
+class ResolvedConfig:
+    """An EngineConfig for one model on one machine: nothing is "auto". Plain values, so that it travels as JSON.
 
-    @property
-    def block_size(self) -> int:
-        """The block size of a resolved configuration."""
-        return int(self.kvcache_block_size)
+    Attributes:
+        dtype: a name, as "bfloat16".
+        device: with its number, as "cuda:0".
+        block_size: tokens a block of the KV cache.
+        use_graphs: whether steps of decodes run as CUDA graphs.
+        depth: steps that may be launched before the first of them is read.
+    """
 
-    @property
-    def token_budget(self) -> int:
-        """The max_num_batched_tokens of a resolved configuration."""
-        assert self.max_num_batched_tokens is not None
-        return self.max_num_batched_tokens
+    model: str
+    dtype: str
+    device: str
+    tensor_parallel_size: int
+    distributed_backend: str
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    gpu_memory_utilization: float
+    num_kvcache_blocks: int | None
+    kvcache_memory_bytes: int | None
+    block_size: int
+    enable_prefix_caching: bool
+    use_graphs: bool
+    attention_backend: str
+    load_format: str
+    depth: int
+    trace: str | None
+    seed: int
 
     @property
     def max_blocks_per_seq(self) -> int:

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanovllm.config import TOKEN_BUDGETS, EngineConfig
+from nanovllm.config import EngineConfig, ResolvedConfig
 from nanovllm.models.config import count_parameters, heads_of_rank, load_model_config, max_position, read_json
+from nanovllm.models.hub import BOX, find_model
 from nanovllm.models.presets import PRESETS, preset_config
-from nanovllm.utils.hub import BOX, find_model
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -69,7 +69,7 @@ class Estimate:
     """
 
     model: str
-    config: EngineConfig
+    config: ResolvedConfig
     gpu_memory: int
     num_parameters: int
     weights: int
@@ -131,22 +131,29 @@ def estimate(hf_config: "PretrainedConfig", config: EngineConfig, gpu_memory: in
     return found if found.fits else replace(found, advice=tuple(_advise(hf_config, found)))
 
 
-def _resolve(hf_config: "PretrainedConfig", config: EngineConfig) -> EngineConfig:
+def _resolve(hf_config: "PretrainedConfig", config: EngineConfig) -> ResolvedConfig:
     """The values that "auto" has on a GPU; the larger of the block sizes, which wastes more."""
-    dtype = str(hf_config.dtype or "float32").removeprefix("torch.") if config.dtype == "auto" else config.dtype
-    size = 256 if config.kvcache_block_size == "auto" else config.block_size
-    length = min(config.max_model_len, max_position(hf_config))
-    budget = config.max_num_batched_tokens or TOKEN_BUDGETS["cuda"]
-    return replace(config, dtype=dtype, kvcache_block_size=size, max_model_len=length, max_num_batched_tokens=budget)
+    from nanovllm.resolve import TOKEN_BUDGETS, copy_options
+
+    return copy_options(
+        config,
+        device="cuda:0",
+        dtype=str(hf_config.dtype or "float32").removeprefix("torch.") if config.dtype == "auto" else config.dtype,
+        block_size=256 if config.kvcache_block_size == "auto" else config.kvcache_block_size,
+        max_model_len=min(config.max_model_len, max_position(hf_config)),
+        max_num_batched_tokens=config.max_num_batched_tokens or TOKEN_BUDGETS["cuda"],
+        use_graphs=not config.enforce_eager,
+        depth=2,
+    )
 
 
-def _measure(hf_config: "PretrainedConfig", config: EngineConfig, gpu_memory: int) -> Estimate:
+def _measure(hf_config: "PretrainedConfig", config: ResolvedConfig, gpu_memory: int) -> Estimate:
     ranks, item = config.tensor_parallel_size, DTYPE_BYTES[config.dtype]
     weights = count_parameters(hf_config, ranks) * item
     per_token = 2 * hf_config.num_hidden_layers * heads_of_rank(hf_config, ranks)[1] * hf_config.head_dim * item
     # At its widest, a layer holds x, the residual, and gate and up with their product; sampling holds the logits, in
     # float32, and two copies.
-    widest = config.token_budget * (2 * hf_config.hidden_size + 3 * hf_config.intermediate_size // ranks)
+    widest = config.max_num_batched_tokens * (2 * hf_config.hidden_size + 3 * hf_config.intermediate_size // ranks)
     workspace = widest * item + 3 * config.max_num_seqs * hf_config.vocab_size * 4
     return Estimate(
         model=config.model,

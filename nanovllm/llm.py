@@ -12,6 +12,7 @@ from tqdm import tqdm
 from nanovllm.config import EngineConfig
 from nanovllm.engine.llm_engine import LLMEngine, Output
 from nanovllm.engine.request import Prompt, Request
+from nanovllm.load import load_engine
 from nanovllm.sampling_params import SamplingParams
 
 Message = Mapping[str, Any]
@@ -34,7 +35,7 @@ class LLM:
             TypeError: an option that does not exist, with the nearest one that does.
             ValueError: a value that is out of range or cannot be had here, or a model that cannot be loaded.
         """
-        self.engine = LLMEngine.load(EngineConfig.from_options(model, options))
+        self.engine = load_engine(EngineConfig.from_options(model, options))
 
     def generate(
         self,

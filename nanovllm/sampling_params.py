@@ -2,12 +2,11 @@
 
 import logging
 import math
-import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from nanovllm.utils.names import refuse_unknown
+from nanovllm.utils.checks import as_bool, as_integer, as_list, as_number, refuse, refuse_unknown
 
 _INT32_MAX = 2**31 - 1  # what plans carry; both values mean the whole vocabulary long before
 logger = logging.getLogger(__name__)
@@ -19,42 +18,6 @@ _LACKING = {
     **dict.fromkeys(("guided_decoding", "structured_outputs"), "structured output is not implemented"),
     **dict.fromkeys(("prompt_logprobs", "detokenize", "include_stop_str_in_output"), "it is not implemented"),
 }
-
-
-def as_integer(value: Any, name: str) -> int:
-    """value as an int; numpy's integers are welcome, floats and booleans are not (ValueError)."""
-    try:
-        if isinstance(value, bool):
-            raise TypeError
-        return operator.index(value)
-    except TypeError:
-        raise ValueError(f"{name} is {value!r}; it must be an integer") from None
-
-
-def as_bool(value: Any, name: str) -> bool:
-    """value, if it is True or False: "no" would be taken for yes (ValueError)."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r}; it must be True or False")
-    return value
-
-
-def _as_number(value: Any, name: str) -> float:
-    try:
-        number = value if isinstance(value, (int, float)) else value.item()  # numpy's and torch's scalars
-        if isinstance(number, bool):
-            raise TypeError
-        return float(number)
-    except (AttributeError, TypeError, ValueError, OverflowError, RuntimeError):
-        raise ValueError(f"{name} is {value!r}; it must be a number") from None
-
-
-def _as_list(value: Any, name: str, limit: str) -> list[Any]:
-    """The items of a list, tuple or array, none of None; strings, bytes and mappings are mistakes (ValueError)."""
-    if value is None:
-        return []
-    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
-        raise ValueError(f"{name} is {value!r}; it must be {limit}")
-    return list(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,22 +64,21 @@ class SamplingParams:
     def __post_init__(self) -> None:
         def put(name: str, value: Any, ok: bool = True, limit: str = "") -> None:
             if not ok:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be {limit}")
+                raise refuse(getattr(self, name), name, limit)
             object.__setattr__(self, name, value)
 
-        temperature = _as_number(self.temperature, "temperature")
+        temperature = as_number(self.temperature, "temperature")
         put("temperature", temperature, temperature >= 0 and math.isfinite(temperature), "0 (greedy) or more, finite")
         top_k = as_integer(self.top_k, "top_k")
         put("top_k", min(max(top_k, 0), _INT32_MAX), top_k >= -1, "at least 1, or 0 or -1 (off)")
-        top_p, min_p = _as_number(self.top_p, "top_p"), _as_number(self.min_p, "min_p")
+        top_p, min_p = as_number(self.top_p, "top_p"), as_number(self.min_p, "min_p")
         put("top_p", top_p, 0 < top_p <= 1, "in (0, 1]; 1 is off")
         put("min_p", min_p, 0 <= min_p <= 1, "in [0, 1]; 0 is off")
-        max_tokens = as_integer(self.max_tokens, "max_tokens")
-        put("max_tokens", max_tokens, max_tokens >= 1, "at least 1")
+        put("max_tokens", as_integer(self.max_tokens, "max_tokens", 1))
         strings = "a string or strings, none of them empty"
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(_as_list(self.stop, "stop", strings))
+        stop = (self.stop,) if isinstance(self.stop, str) else tuple(as_list(self.stop, "stop", strings))
         put("stop", stop, all(isinstance(s, str) and s for s in stop), strings)
-        stop_token_ids = _as_list(self.stop_token_ids, "stop_token_ids", "a list of integers")
+        stop_token_ids = as_list(self.stop_token_ids, "stop_token_ids", "a list of integers")
         put("stop_token_ids", tuple(as_integer(i, "stop_token_ids") for i in stop_token_ids))
         for name in ("ignore_eos", "skip_special_tokens"):
             as_bool(getattr(self, name), name)

@@ -24,7 +24,7 @@ if not torch.cuda.is_available():
 @pytest.fixture(scope="session")
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a random Qwen3 whose likeliest tokens are clear, without tokenizer or end-of-sequence ids."""
-    from tiny import save_random
+    from helpers.tiny import save_random
 
     folder = tmp_path_factory.mktemp("random")
     save_random(folder)
@@ -34,7 +34,7 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def reciter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a model, and its tokenizer, that recites the alphabet: see tiny.save_reciter."""
-    from tiny import save_reciter
+    from helpers.tiny import save_reciter
 
     folder = tmp_path_factory.mktemp("reciter")
     save_reciter(folder)

@@ -2,10 +2,10 @@
 
 import sys
 
-import fake_flash_attn
 import pytest
 import torch
-from kernel_cases import assert_attends, attention_case, attention_tolerance, mixed_lengths
+from helpers import fake_flash_attn
+from helpers.kernel_cases import assert_attends, attention_case, attention_tolerance, mixed_lengths
 
 pytest.importorskip("triton")
 
@@ -14,7 +14,7 @@ from nanovllm.backends import triton_backend as triton_backend_module
 from nanovllm.backends.flash_attn_backend import FlashAttnBackend
 from nanovllm.backends.torch_backend import TorchBackend
 from nanovllm.backends.triton_backend import TritonBackend
-from nanovllm.utils.machine import resolve_device
+from nanovllm.resolve import resolve_device
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 BF16 = torch.bfloat16

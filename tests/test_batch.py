@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from batch_jobs import InstantLLM, openai_line, read_answers, run, texts_by_id, write_lines
+from helpers.batch_jobs import InstantLLM, openai_line, read_answers, run, texts_by_id, write_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from batch_jobs import openai_line, read_answers, texts_by_id, write_lines
+from helpers.batch_jobs import openai_line, read_answers, texts_by_id, write_lines
 
 from nanovllm.batch.job import Job, run_job
 from nanovllm.batch.status import Status

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from batch_jobs import InstantLLM, openai_line, read_answers, run, texts_by_id, write_lines
+from helpers.batch_jobs import InstantLLM, openai_line, read_answers, run, texts_by_id, write_lines
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import bench
-from scripts.bench_compare import _commands
-from scripts.bench_cost import Cost, Machine, Shape, ideal_steps, step_cost
-from scripts.bench_workload import make_workload, write_checkpoint
+from benchmarks.bench_compare import _commands
+from benchmarks.bench_cost import Cost, Machine, Shape, ideal_steps, step_cost
+from benchmarks.bench_workload import make_workload, write_checkpoint
 
 QWEN3_06B = {
     "hidden_size": 1024,

@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from fakes import three_bit_digest
+from helpers.fakes import three_bit_digest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

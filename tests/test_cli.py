@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from batch_jobs import write_lines
+from helpers.batch_jobs import write_lines
 
 from nanovllm import __version__
 from nanovllm.batch.status import STATUS_HELP, Status

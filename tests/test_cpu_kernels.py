@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from kernel_cases import attention_tolerance, decode_lengths, mixed_lengths, sample_case
-from tiny import draw_prompts
+from helpers.kernel_cases import attention_tolerance, decode_lengths, mixed_lengths, sample_case
+from helpers.tiny import draw_prompts
 from torch import Tensor
 
 from nanovllm import LLM, SamplingParams

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.tiny import edit_json, save_random
 from safetensors.torch import load_file, save_file
-from tiny import edit_json, save_random
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
@@ -259,9 +259,11 @@ def test_what_this_machine_lacks_is_refused(options: dict[str, str], random_mode
 def test_the_block_size_is_the_backend_s_unless_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import Qwen3Config
 
-    monkeypatch.setattr("nanovllm.backends.resolve_backend", lambda *_: "flash_attn")
-    assert EngineConfig("model").resolve(Qwen3Config()).kvcache_block_size == 256
-    assert EngineConfig("model", kvcache_block_size=512).resolve(Qwen3Config()).kvcache_block_size == 512
+    from nanovllm.resolve import resolve
+
+    monkeypatch.setattr("nanovllm.resolve.resolve_backend", lambda *_: "flash_attn")
+    assert resolve(EngineConfig("model"), Qwen3Config()).block_size == 256
+    assert resolve(EngineConfig("model", kvcache_block_size=512), Qwen3Config()).block_size == 512
 
 
 @pytest.mark.parametrize(

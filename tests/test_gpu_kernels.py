@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 import torch
-from kernel_cases import (
+from helpers.kernel_cases import (
     BLOCK_SIZES,
     GROUPS,
     HEAD_DIMS,

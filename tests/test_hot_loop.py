@@ -11,17 +11,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from fakes import FakeRunner, expected_tokens, make_engine
+from helpers.fakes import FakeRunner, expected_tokens, make_engine
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_scheduler import run_trace, traces
 
 from nanovllm import LLM
-from nanovllm.engine.cuda_graphs import CudaGraphs, graph_batch_sizes, pad_decodes, smallest_that_holds
-from nanovllm.engine.device_tables import DeviceTables
-from nanovllm.engine.kv_memory import GpuMemory, blocks_that_fit
 from nanovllm.engine.plan import StepPlan
-from nanovllm.engine.staging import Staging
+from nanovllm.runner.cuda_graphs import CudaGraphs, graph_batch_sizes, pad_decodes, smallest_that_holds
+from nanovllm.runner.device_tables import DeviceTables
+from nanovllm.runner.kv_memory import GpuMemory, blocks_that_fit
+from nanovllm.runner.staging import Staging
 from nanovllm.sampling_params import SamplingParams
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import draw_prompts
+from helpers.tiny import draw_prompts
 
 from nanovllm import LLM, SamplingParams
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_cases import (
+from helpers.kernel_cases import (
     BLOCK_SIZES,
     DEVICE,
     HALF,

@@ -17,7 +17,7 @@ SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227}
 
 def compile_all(*arguments: str) -> list[dict[str, Any]]:
     """In a process of its own: here Triton may be in its interpreter, and cannot be in both."""
-    script = Path(__file__).parent / "compile_kernels.py"
+    script = Path(__file__).parent / "helpers" / "compile_kernels.py"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     result = subprocess.run(
         [sys.executable, script, *arguments], capture_output=True, text=True, env=environment, check=False

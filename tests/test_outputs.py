@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from helpers.tiny import END, NOTE, SPOKEN, TURN, draw_prompts, edit_json, greedy, make_tokenizer, save_random
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import END, NOTE, SPOKEN, TURN, draw_prompts, edit_json, greedy, make_tokenizer, save_random
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.tokenizer import StopStringMatcher

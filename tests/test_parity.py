@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.tiny import BLOCK, draw_prompts, edit_json, greedy, logits_of, save_random
 from safetensors.torch import load_file, save_file
-from tiny import BLOCK, draw_prompts, edit_json, greedy, logits_of, save_random
 from transformers import Qwen3ForCausalLM
 
 from nanovllm import LLM, SamplingParams

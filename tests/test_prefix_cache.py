@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import BLOCK, VOCAB_SIZE, draw_prompts
+from helpers.tiny import BLOCK, VOCAB_SIZE, draw_prompts
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.block_manager import BlockManager, prefix_digest

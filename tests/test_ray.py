@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from batch_jobs import openai_line, write_lines
+from helpers.batch_jobs import openai_line, write_lines
 
 pytest.importorskip("ray.data")
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.tiny import draw_prompts, logits_of, save_random
 from numpy.typing import NDArray
-from tiny import draw_prompts, logits_of, save_random
 from torch import Tensor
 
 from nanovllm import LLM, SamplingParams

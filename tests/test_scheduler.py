@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from fakes import VOCAB, PairMatcher, expected_tokens, make_engine, three_bit_digest
+from helpers.fakes import VOCAB, PairMatcher, expected_tokens, make_engine, three_bit_digest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny import draw_prompts, save_random
+from helpers.tiny import draw_prompts, save_random
 
 from nanovllm import LLM, SamplingParams
 
@@ -197,7 +197,7 @@ def test_a_generate_that_raises_half_way_leaves_the_engine_whole_and_its_cache_f
         if where == "launch":
             on_step(llm, step, fail, patch)
         else:
-            on_step(llm, step, lambda: patch.setattr("nanovllm.engine.model_runner.StepHandle.result", fail), patch)
+            on_step(llm, step, lambda: patch.setattr("nanovllm.runner.model_runner.StepHandle.result", fail), patch)
         with pytest.raises(ArithmeticError, match="the model failed"):
             generate(llm)
     assert_idle(llm)

@@ -18,14 +18,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tiny import draw_prompts, save_random
+from helpers.tiny import draw_prompts, save_random
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine import followers
-from nanovllm.engine.collectives import GroupParallel
+from nanovllm.distributed import processes
+from nanovllm.distributed.collectives import GroupParallel
+from nanovllm.distributed.leader import ThreadShare
 from nanovllm.engine.llm_engine import Output
-from nanovllm.engine.tensor_parallel import ThreadShare
-from nanovllm.utils import loader
+from nanovllm.models import loader
 
 SOON = 5.0
 """Seconds within which a failure must show, or its traces be gone."""
@@ -265,7 +265,7 @@ def test_a_follower_that_raises_fails_rank_0_with_its_traceback(model: Path) -> 
     threading.Timer(0.5, setattr, (others, "tell", tell_wrongly)).start()
     message = expect_the_end(llm, "rank 1 of 2 failed")
     assert "Traceback (most recent call last)" in message
-    assert "follower.py" in message and "IndexError" in message
+    assert "worker.py" in message and "IndexError" in message
 
 
 def test_a_follower_killed_between_requests_fails_the_next_one(model: Path) -> None:
@@ -278,7 +278,7 @@ def test_a_follower_killed_between_requests_fails_the_next_one(model: Path) -> N
 def test_a_follower_that_is_stopped_fails_rank_0_by_its_silence(model: Path) -> None:
     llm = start_two(model)
     (follower,) = llm.engine.runner._followers._followers
-    follower.socket.settimeout(2.0 / followers.SLICES)
+    follower.socket.settimeout(2.0 / processes.SLICES)
     time.sleep(1.5)  # the thread that listens has begun to wait anew
     os.kill(follower.process.pid, signal.SIGSTOP)
     pid = follower.process.pid
@@ -289,7 +289,7 @@ def test_a_follower_that_is_stopped_fails_rank_0_by_its_silence(model: Path) -> 
 def test_a_pause_of_the_whole_machine_is_not_taken_for_silence(model: Path) -> None:
     """Rank 0 and its follower are stopped together for longer than a follower may be silent, and go on together."""
     script = SCRIPT.replace(
-        "import json", "from nanovllm.engine import followers\nfollowers.SILENCE = 8.0\nimport json"
+        "import json", "from nanovllm.distributed import processes\nprocesses.SILENCE = 8.0\nimport json"
     )
     command = [sys.executable, "-c", script, str(model), json.dumps(OPTIONS)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -315,7 +315,7 @@ def test_followers_are_heard_over_large_descriptors_too(model: Path) -> None:
         with start_two(model) as llm:
             (follower,) = llm.engine.runner._followers._followers
             assert follower.socket.fileno() > 1024
-            follower.socket.settimeout(2.0 / followers.SLICES)
+            follower.socket.settimeout(2.0 / processes.SLICES)
             time.sleep(3.0)
             assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3), use_tqdm=False)
     finally:
@@ -357,7 +357,7 @@ def test_the_last_of_several_engines_brings_the_threads_back(monkeypatch: pytest
     threads, share = torch.get_num_threads(), ThreadShare()
     try:
         torch.set_num_threads(8)
-        monkeypatch.setattr("nanovllm.engine.tensor_parallel.physical_cores", lambda: 8)
+        monkeypatch.setattr("nanovllm.distributed.leader.physical_cores", lambda: 8)
         found = []
         for act in (lambda: share.take(2), lambda: share.take(4), share.give_back, share.give_back):
             act()
@@ -386,13 +386,13 @@ def test_a_follower_killed_while_rank_0_loads_fails_rank_0(model: Path, monkeypa
 
 
 def test_a_rank_that_cannot_start_fails_all(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, start_message = set(children(os.getpid())), followers.start_message
+    before, start_message = set(children(os.getpid())), processes.start_message
 
     def of_another_folder(*args: Any) -> dict[str, Any]:
         message = start_message(*args)
         return message | {"folder": str(tmp_path)} if message["rank"] == 2 else message
 
-    monkeypatch.setattr(followers, "start_message", of_another_folder)
+    monkeypatch.setattr(processes, "start_message", of_another_folder)
     with pytest.raises(RuntimeError, match="rank 2 of 4 failed") as error:
         LLM(str(model), tensor_parallel_size=4, **OPTIONS)
     assert "Traceback" in str(error.value) and "has no safetensors files" in str(error.value)

@@ -4,8 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from kernel_cases import DEVICE
-from tiny import save_random
+from helpers.kernel_cases import DEVICE
+from helpers.tiny import save_random
 
 from nanovllm import LLM, SamplingParams
 

@@ -3,7 +3,7 @@
 One object chosen at start-up (`make_backend`) answers for all of them, so that no layer asks where it runs.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
@@ -51,7 +51,7 @@ class Backend(Protocol):
         """Zeroed cache of one layer, in this backend's storage order."""
         ...
 
-    def prepare_model(self, model: nn.Module, check: Callable[[], None]) -> None:
+    def pack_weights(self, modules: Iterable[nn.Module], check: Callable[[], None]) -> None:
         """Once the weights are loaded: bring them into the form that this backend multiplies fastest.
 
         Args:

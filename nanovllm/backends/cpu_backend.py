@@ -1,7 +1,7 @@
 """The CPU path: plain torch, with our compiled kernels where they can be had, and weights packed once."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -56,8 +56,8 @@ class CpuBackend(TorchBackend):
             side.zero_()
         return cache
 
-    def prepare_model(self, model: nn.Module, check: Callable[[], None]) -> None:
-        pack_matrices(model, lambda weight: NativeMatrix(self._library, weight), check)
+    def pack_weights(self, modules: Iterable[nn.Module], check: Callable[[], None]) -> None:
+        pack_matrices(modules, lambda weight: NativeMatrix(self._library, weight), check)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.shape[1] % LANES:
@@ -152,8 +152,8 @@ class NativeMatrix:
 class OneDnnBackend(TorchBackend):
     """Plain torch, with the weights packed for oneDNN: what there is without a compiler."""
 
-    def prepare_model(self, model: nn.Module, check: Callable[[], None]) -> None:
-        pack_matrices(model, OneDnnMatrix, check)
+    def pack_weights(self, modules: Iterable[nn.Module], check: Callable[[], None]) -> None:
+        pack_matrices(modules, OneDnnMatrix, check)
 
 
 class OneDnnMatrix:
@@ -180,11 +180,13 @@ class OneDnnMatrix:
             return False
 
 
-def pack_matrices(model: nn.Module, pack: Callable[[Tensor], PackedMatrix], check: Callable[[], None]) -> None:
+def pack_matrices(
+    modules: Iterable[nn.Module], pack: Callable[[Tensor], PackedMatrix], check: Callable[[], None]
+) -> None:
     """Pack every matrix that is multiplied, one after another, and let go of what nothing reads any more."""
-    modules = [module for module in model.modules() if isinstance(module, MatrixModule)]
-    embeddings = [m for m in modules if isinstance(m, VocabParallelEmbedding) and not isinstance(m, LMHead)]
-    for module in modules:
+    matrices = [module for module in modules if isinstance(module, MatrixModule)]
+    embeddings = [m for m in matrices if isinstance(m, VocabParallelEmbedding) and not isinstance(m, LMHead)]
+    for module in matrices:
         if module in embeddings or module.weight.shape[1] % 2:  # packed forms hold pairs of input features
             continue
         check()

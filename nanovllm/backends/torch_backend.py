@@ -1,7 +1,7 @@
 """Plain torch: the CPU path, and the meaning of every other backend."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import ClassVar
 
 import numpy as np
@@ -74,7 +74,7 @@ class TorchBackend:
 
         return zeros(), zeros()
 
-    def prepare_model(self, model: nn.Module, check: Callable[[], None]) -> None:
+    def pack_weights(self, modules: Iterable[nn.Module], check: Callable[[], None]) -> None:
         """The weights stay as they are."""
 
     def begin_step(self, metadata: AttentionMetadata) -> None:

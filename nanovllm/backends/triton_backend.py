@@ -1,6 +1,6 @@
 """Our own Triton kernels: needs nothing but torch, triton and a CUDA device (or Triton's interpreter, for tests)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -86,7 +86,7 @@ class TritonBackend:
 
         return zeros(), zeros()
 
-    def prepare_model(self, model: nn.Module, check: Callable[[], None]) -> None:
+    def pack_weights(self, modules: Iterable[nn.Module], check: Callable[[], None]) -> None:
         """The weights stay as they are."""
 
     def begin_step(self, metadata: AttentionMetadata) -> None:

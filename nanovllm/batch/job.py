@@ -27,10 +27,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_PACE = {"max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "num_kvcache_blocks", "overlap"}
-_PACE |= {"kvcache_memory_bytes", "kvcache_block_size", "enable_prefix_caching", "enforce_eager", "trace"}
-"""Options that decide how fast a job runs and in how much memory: a job may go on with others."""
-
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -190,7 +186,7 @@ def fingerprint(job: Job, tally: Tally) -> dict[str, Any]:
         raise ValueError(f"{job.input} is the input and the output")
     found = survey(job.input)
     tally.num_lines = found.num_lines
-    options = {name: value for name, value in asdict(job.config).items() if name not in _PACE}
+    options = job.config.that_affect("results")
     return {"input": asdict(found), "options": {**options, "served_model_name": job.model_name}}
 
 

@@ -9,8 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.sampling_params import as_integer
-from nanovllm.utils.names import refuse_unknown
+from nanovllm.utils.checks import as_integer, refuse_unknown
 
 if TYPE_CHECKING:
     from nanovllm.engine.request import Request

@@ -2,27 +2,19 @@
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
-from nanovllm.config import EngineConfig
-from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.plan import StepPlan
+from nanovllm.config import ResolvedConfig
+from nanovllm.engine.plan import StepPlan, StepResult
 from nanovllm.engine.request import Prompt, Request, derive_seed, prepare_request
 from nanovllm.engine.scheduler import Batch, Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step_handle import StepResult
-from nanovllm.engine.tensor_parallel import make_runner
 from nanovllm.engine.tokenizer import Tokenizer
-from nanovllm.models.config import load_model_config, read_json
-from nanovllm.models.presets import PRESETS, preset_config
+from nanovllm.engine.trace import Clock, Trace
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.hub import find_model
 from nanovllm.utils.interrupt import HoldInterrupt
-from nanovllm.utils.machine import limit_threads
-from nanovllm.utils.trace import Clock, Trace
 
 logger = logging.getLogger(__name__)
 
@@ -55,17 +47,6 @@ class InFlight:
     clock: Clock
 
 
-def _eos_token_ids(
-    generation: Mapping[str, Any], data: Mapping[str, Any], tokenizer: Tokenizer | None, vocab_size: int
-) -> frozenset[int]:
-    """The union of generation_config.json's (config.json's, where it says nothing) and the tokenizer's."""
-    eos = generation.get("eos_token_id", data.get("eos_token_id"))
-    ids = set(eos if isinstance(eos, list) else [eos])
-    if tokenizer is not None:
-        ids.add(tokenizer.eos_token_id)
-    return frozenset(i for i in ids if i is not None and 0 <= i < vocab_size)
-
-
 class LLMEngine:
     """Owns the control plane and the runner, and moves requests through them.
 
@@ -77,7 +58,7 @@ class LLMEngine:
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: ResolvedConfig,
         runner: Runner,
         scheduler: Scheduler,
         *,
@@ -87,7 +68,7 @@ class LLMEngine:
         default_params: SamplingParams | None = None,
         trace: Trace | None = None,
     ) -> None:
-        """An engine of parts that were made elsewhere; `load` makes them from a model."""
+        """An engine of parts that were made elsewhere: see load.py."""
         self.config = config
         self.runner = runner
         self.scheduler = scheduler
@@ -95,7 +76,7 @@ class LLMEngine:
         self.tokenizer = tokenizer
         self.eos_token_ids = eos_token_ids
         self.default_params = default_params or SamplingParams()
-        self.depth = 2 if config.overlap and config.device.startswith("cuda") else 1
+        self.depth = config.depth
         self.num_steps = 0
         self.num_prefill_tokens = 0
         self.trace = trace
@@ -103,45 +84,6 @@ class LLMEngine:
         self._num_requests = 0
         self._in_flight: deque[InFlight] = deque()
         self._running = False
-
-    @classmethod
-    def load(cls, config: EngineConfig) -> "LLMEngine":
-        """Load the model and make the KV cache; ValueError for whatever `config` asks that cannot be had."""
-        folder: Path | None = None
-        name = config.model.lower()
-        if config.load_format == "dummy" and name in PRESETS:
-            source, data = f"preset {name}", preset_config(name)
-        else:
-            folder = find_model(config.model)
-            source, data = str(folder / "config.json"), read_json(folder / "config.json")
-        hf_config = load_model_config(data, source)
-        config = config.resolve(hf_config)
-        if config.device == "cpu":
-            limit_threads()
-        vocab_size = int(hf_config.vocab_size)
-        tokenizer = Tokenizer(folder) if folder is not None and Tokenizer.is_in(folder) else None
-        path = folder / "generation_config.json" if folder is not None else None
-        generation = read_json(path) if path is not None and path.is_file() else {}
-        trace = Trace(config.trace, config.device) if config.trace is not None else None
-        runner = make_runner(config, hf_config, None if config.load_format == "dummy" else folder)
-        num_blocks = runner.make_cache()
-        scheduler = Scheduler(
-            BlockManager(num_blocks, config.block_size, config.enable_prefix_caching),
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.token_budget,
-            vocab_size=vocab_size,
-        )
-        logger.info("%s on %s, %s, %s attention", config.model, config.device, config.dtype, config.attention_backend)
-        return cls(
-            config,
-            runner,
-            scheduler,
-            vocab_size=vocab_size,
-            tokenizer=tokenizer,
-            eos_token_ids=_eos_token_ids(generation, data, tokenizer, vocab_size),
-            default_params=SamplingParams.from_generation_config(generation),
-            trace=trace,
-        )
 
     # ---- requests
 

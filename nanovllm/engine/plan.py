@@ -1,5 +1,6 @@
 """What crosses from planning to doing: plain arrays, packed into one."""
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,3 +109,20 @@ class StepPlan:
         """int32 elements of the largest plan that a configuration allows."""
         entries = 3 * max_num_seqs * max_blocks_per_seq
         return HEADER + 4 * max_num_seqs + max_num_batched_tokens + entries + max_num_seqs * ROW_SAMPLING.itemsize // 4
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step sampled, for the plan's sampling sequences in the plan's order.
+
+    Attributes:
+        token_ids: int32 [num_sampled].
+        logprobs: for each of them {token id: log-probability} or None; None if nobody asked.
+        prepare_seconds: how long the host took to bring the plan on its way.
+        device_seconds: how long the device worked on the step.
+    """
+
+    token_ids: IntArray
+    logprobs: Seq[dict[int, float] | None] | None
+    prepare_seconds: float = 0.0
+    device_seconds: float = 0.0

@@ -8,7 +8,8 @@ from typing import Any
 import xxhash
 
 from nanovllm.engine.tokenizer import Tokenizer
-from nanovllm.sampling_params import SamplingParams, as_integer
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import as_integer
 
 Prompt = str | list[int] | Mapping[str, Any]
 """A text, token ids, or {"prompt": text} or {"prompt_token_ids": token ids}, as vLLM takes them."""

@@ -4,11 +4,10 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.models.registry import ARCHITECTURES
-
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+ARCHITECTURES = ("Qwen3ForCausalLM",)
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 
 

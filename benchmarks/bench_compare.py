@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from nanovllm.utils.hub import find_model
-from scripts.bench_cost import Machine
-from scripts.bench_workload import Workload, write_checkpoint
+from benchmarks.bench_cost import Machine
+from benchmarks.bench_workload import Workload, write_checkpoint
+from nanovllm.models.hub import find_model
 
 ENGINES = ("vllm", "transformers")
 ROOT = Path(__file__).resolve().parent.parent
@@ -65,11 +65,11 @@ def _commands(args: argparse.Namespace, folder: Path, dtype: torch.dtype, machin
     ours += [str(rate) for rate in (machine.copy_rate, machine.read_rate, machine.matmul_rate)]
     commands = {"nanovllm": ours}
     if "vllm" in args.compare:
-        commands["vllm"] = [args.vllm_python, str(ROOT / "scripts" / "bench_vllm.py"), "SPEC"]
+        commands["vllm"] = [args.vllm_python, str(ROOT / "benchmarks" / "bench_vllm.py"), "SPEC"]
     if "transformers" in args.compare:
         import transformers
 
-        worker = [sys.executable, str(ROOT / "scripts" / "bench_transformers.py"), "SPEC"]
+        worker = [sys.executable, str(ROOT / "benchmarks" / "bench_transformers.py"), "SPEC"]
         commands["transformers static"] = [*worker, "static"]
         if hasattr(transformers, "ContinuousBatchingConfig"):
             commands["transformers continuous"] = [*worker, "continuous"]

@@ -1,4 +1,4 @@
-"""Ranks 1 to n-1: `python -m nanovllm.engine.follower FD`, started and told what to do by followers.py.
+"""Ranks 1 to n-1: `python -m nanovllm.distributed.worker FD`, started and told what to do by processes.py.
 
 FD is a socket to rank 0. A follower gets one line of JSON, how to start; it sends a line for each stage that it
 reaches, one, with a traceback, if it fails, and an empty one every second, which says that it runs. When the socket
@@ -74,14 +74,14 @@ def follow(start: dict[str, Any], reached: Callable[[str], None]) -> None:
     """
     import torch
 
-    from nanovllm.config import EngineConfig
-    from nanovllm.engine.collectives import GroupParallel
-    from nanovllm.engine.model_runner import ModelRunner
+    from nanovllm.config import ResolvedConfig
+    from nanovllm.distributed.collectives import GroupParallel
+    from nanovllm.distributed.ring import Ring
     from nanovllm.engine.plan import StepPlan
-    from nanovllm.engine.ring import Ring
     from nanovllm.models.config import load_model_config
+    from nanovllm.runner.model_runner import ModelRunner
 
-    config = EngineConfig(**start["config"])
+    config = ResolvedConfig(**start["config"])
     ring = Ring(start["ring_fd"], config.tensor_parallel_size - 1, start["capacity"])
     os.close(start["ring_fd"])
     device = torch.device(config.device)

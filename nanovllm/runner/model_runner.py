@@ -14,17 +14,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.backends import AttentionMetadata, Backend, KVCache, make_backend
-from nanovllm.config import EngineConfig
-from nanovllm.engine.cuda_graphs import CudaGraphs, pad_decodes
-from nanovllm.engine.device_tables import DeviceTables
-from nanovllm.engine.kv_memory import GpuMemory, blocks_that_fit, check_pool, cpu_cache_bytes, memory_of_others
+from nanovllm.config import ResolvedConfig
 from nanovllm.engine.plan import StepPlan
-from nanovllm.engine.staging import ReturnBuffers, Staging
-from nanovllm.engine.step_handle import Logprobs, StepHandle, Stopwatch
 from nanovllm.layers.parallel import Parallel
+from nanovllm.models.causal_lm import make_model
 from nanovllm.models.config import count_parameters, heads_of_rank
-from nanovllm.models.registry import ARCHITECTURES, model_class
-from nanovllm.utils.loader import fill_randomly, load_weights
+from nanovllm.models.loader import fill_randomly, load_weights
+from nanovllm.runner.cuda_graphs import CudaGraphs, pad_decodes
+from nanovllm.runner.device_tables import DeviceTables
+from nanovllm.runner.kv_memory import GpuMemory, blocks_that_fit, check_pool, cpu_cache_bytes, memory_of_others
+from nanovllm.runner.staging import ReturnBuffers, Staging
+from nanovllm.runner.step_handle import Logprobs, StepHandle, Stopwatch
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -35,7 +35,7 @@ GRAPH_NODES_BYTES = 4 << 20
 """Allowance for one captured graph's own nodes: a few hundred kernels' parameters."""
 
 
-def make_model_backend(config: EngineConfig, hf_config: "PretrainedConfig") -> Backend:
+def make_model_backend(config: ResolvedConfig, hf_config: "PretrainedConfig") -> Backend:
     """The backend for one rank's share of a model; ValueError for a shape for which it has no kernels."""
     heads, kv_heads = heads_of_rank(hf_config, config.tensor_parallel_size)
     shape = (hf_config.head_dim, heads // kv_heads, config.block_size)
@@ -48,7 +48,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: ResolvedConfig,
         hf_config: "PretrainedConfig",
         folder: Path | None,
         parallel: Parallel,
@@ -70,17 +70,15 @@ class ModelRunner:
         self._num_kv_heads = heads_of_rank(hf_config, parallel.size)[1]
         self.backend = make_model_backend(config, hf_config)
         with torch.device(self.device), _DefaultDtype(self.dtype):
-            architecture = next(name for name in hf_config.architectures if name in ARCHITECTURES)
-            self.model = model_class(architecture)(hf_config, self.backend, parallel, config.max_model_len)
-        self.model.eval()
+            self.model = make_model(hf_config, self.backend, parallel, config.max_model_len)
         if folder is None:
             fill_randomly(self.model, config.seed + parallel.rank, hf_config.initializer_range, check)
         else:
             load_weights(self.model, folder, parallel.rank == 0, check)
-        self.backend.prepare_model(self.model, check)
+        self.backend.pack_weights(self.model.modules(), check)
         self._head_dim, self._num_layers = hf_config.head_dim, hf_config.num_hidden_layers
         self.tables = DeviceTables(config.max_num_seqs, config.max_blocks_per_seq, self.device)
-        size = StepPlan.max_packed_size(config.max_num_seqs, config.token_budget, config.max_blocks_per_seq)
+        size = StepPlan.max_packed_size(config.max_num_seqs, config.max_num_batched_tokens, config.max_blocks_per_seq)
         self._staging = Staging(size, self.device)
         self._buffers = ReturnBuffers(config.max_num_seqs)
         self.caches: list[KVCache] = []
@@ -96,7 +94,7 @@ class ModelRunner:
 
     @property
     def uses_graphs(self) -> bool:
-        return self.device.type == "cuda" and not self.config.enforce_eager
+        return self.config.use_graphs
 
     def make_cache(self) -> int:
         """Allocate as many blocks as every rank has room for, and return how many. All ranks call it, once."""
@@ -161,7 +159,7 @@ class ModelRunner:
         total, weights = torch.cuda.mem_get_info(device)[1], torch.cuda.memory_allocated(device)
         self.caches = self._make_caches(1)
         torch.cuda.reset_peak_memory_stats(device)
-        plan = StepPlan.largest(config.max_num_seqs, config.token_budget, config.max_model_len)
+        plan = StepPlan.largest(config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len)
         # Padding rows store nothing and read block 0: the shapes are real, the values are not.
         plan.rows[:] = self.tables.padding_row
         self.launch(plan).result()

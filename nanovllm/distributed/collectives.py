@@ -13,32 +13,13 @@ from nanovllm.layers.parallel import Parallel
 
 HOST = "127.0.0.1"
 TIMEOUT = timedelta(minutes=30)
-"""For one collective. Ranks that die, raise or stop are noticed otherwise, and sooner: see followers.py."""
+"""For one collective. Ranks that die, raise or stop are noticed otherwise, and sooner: see processes.py."""
 CONNECT_TIMEOUT = timedelta(minutes=1)
 """For ranks that have loaded, and have only to find each other."""
 
 
 class PeerLostError(RuntimeError):
     """A collective failed, most likely because another rank has gone."""
-
-
-def resolve_distributed_backend(name: str, device: torch.device, size: int) -> str:
-    """What the ranks speak: for "auto" NCCL on CUDA and gloo on a CPU.
-
-    Raises:
-        ValueError: NCCL where it cannot run, with what can.
-    """
-    if name == "auto":
-        name = "nccl" if device.type == "cuda" else "gloo"
-    if name == "nccl" and size > 1:
-        if device.type != "cuda":
-            raise ValueError('distributed_backend="nccl" needs CUDA devices; on a CPU use "gloo" or "auto"')
-        if (count := torch.cuda.device_count()) < size:
-            raise ValueError(
-                f"tensor_parallel_size is {size}, and NCCL wants a GPU for each rank: there are {count}; change it, "
-                'or let ranks share a GPU with distributed_backend="gloo"'
-            )
-    return name
 
 
 def rank_device(device: torch.device, rank: int) -> torch.device:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import vllm
 
-from scripts.bench_worker import Run, measure
+from benchmarks.bench_worker import Run, measure
 
 
 def load(spec: dict[str, Any]) -> Run:

@@ -9,8 +9,8 @@ import time
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
+    from nanovllm.engine.plan import StepResult
     from nanovllm.engine.scheduler import Batch, Scheduler
-    from nanovllm.engine.step_handle import StepResult
 
 HOST, DEVICE = 1, 2
 """The two threads of the timeline."""

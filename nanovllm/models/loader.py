@@ -2,28 +2,16 @@
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import nn
 from tqdm import tqdm
 
-from nanovllm.layers.weights import NamedTargets, WeightTarget
+from nanovllm.layers.weights import WeightTarget
+from nanovllm.models.causal_lm import CausalLM
 from nanovllm.models.config import read_json
 
 DTYPES = ("F64", "F32", "F16", "BF16")
-
-
-class Loadable(Protocol):
-    """What a model tells the loader."""
-
-    @property
-    def superfluous(self) -> frozenset[str]: ...
-
-    def weight_targets(self) -> NamedTargets: ...
-
-    def parameters(self) -> Iterable[nn.Parameter]: ...
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
@@ -57,7 +45,7 @@ def _name_some(names: Iterable[str]) -> str:
 
 
 def load_weights(
-    model: Loadable, folder: Path, show_progress: bool = False, check: Callable[[], None] = lambda: None
+    model: CausalLM, folder: Path, show_progress: bool = False, check: Callable[[], None] = lambda: None
 ) -> None:
     """Fill the model from the folder's safetensors, one tensor at a time, reading only what this rank holds.
 
@@ -102,7 +90,7 @@ def _fill(target: WeightTarget, source: object, what: str) -> None:
     target.view.copy_(source[target.slices])  # type: ignore[index]
 
 
-def _check_cover(model: Loadable, targets: dict[str, WeightTarget]) -> None:
+def _check_cover(model: CausalLM, targets: dict[str, WeightTarget]) -> None:
     """The targets cover every parameter exactly once, so that filling all targets fills the model."""
     covered: dict[int, int] = {}
     for target in targets.values():
@@ -115,7 +103,7 @@ def _check_cover(model: Loadable, targets: dict[str, WeightTarget]) -> None:
             raise RuntimeError(f"targets cover {covered.get(storage, 0)} of a parameter's {parameter.numel()} elements")
 
 
-def fill_randomly(model: Loadable, seed: int, std: float, check: Callable[[], None] = lambda: None) -> None:
+def fill_randomly(model: CausalLM, seed: int, std: float, check: Callable[[], None] = lambda: None) -> None:
     """Random weights, for measuring without a checkpoint: normal matrices, norms of one, biases of zero.
 
     Args:

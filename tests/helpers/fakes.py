@@ -5,14 +5,13 @@ from collections import deque
 import numpy as np
 import xxhash
 
-from nanovllm.config import EngineConfig
+from nanovllm.config import ResolvedConfig
 from nanovllm.engine.block_manager import BlockManager, prefix_digest
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.plan import StepPlan
+from nanovllm.engine.plan import StepPlan, StepResult
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.step_handle import StepResult
+from nanovllm.engine.trace import Trace
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.trace import Trace
 
 VOCAB = 16
 
@@ -171,12 +170,26 @@ def make_engine(
     trace: str | None = None,
 ) -> LLMEngine:
     """The real engine, scheduler and block manager around a FakeRunner."""
-    config = EngineConfig(
-        "fake",
+    config = ResolvedConfig(
+        model="fake",
+        dtype="float32",
         device="cpu",
+        tensor_parallel_size=1,
+        distributed_backend="gloo",
+        max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
-        max_model_len=max_model_len,
+        gpu_memory_utilization=0.9,
+        num_kvcache_blocks=num_blocks,
+        kvcache_memory_bytes=None,
+        block_size=block_size,
+        enable_prefix_caching=caching,
+        use_graphs=False,
+        attention_backend="torch",
+        load_format="dummy",
+        depth=depth,
+        trace=trace,
+        seed=0,
     )
     scheduler = Scheduler(
         BlockManager(num_blocks, block_size, caching, digest),
@@ -186,6 +199,4 @@ def make_engine(
     )
     runner = FakeRunner(num_blocks, block_size, max_num_seqs, max_num_batched_tokens)
     written = Trace(trace, "cpu") if trace is not None else None
-    engine = LLMEngine(config, runner, scheduler, vocab_size=VOCAB, eos_token_ids=eos, trace=written)
-    engine.depth = depth
-    return engine
+    return LLMEngine(config, runner, scheduler, vocab_size=VOCAB, eos_token_ids=eos, trace=written)

@@ -14,7 +14,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from scripts.bench_worker import Run, measure
+from benchmarks.bench_worker import Run, measure
 
 PAGE = 256
 

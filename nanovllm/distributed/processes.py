@@ -27,10 +27,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from nanovllm.config import EngineConfig
-from nanovllm.engine.collectives import PeerLostError, rank_device
+from nanovllm.config import ResolvedConfig
+from nanovllm.distributed.collectives import PeerLostError, rank_device
+from nanovllm.distributed.ring import Ring, anonymous_file
 from nanovllm.engine.plan import StepPlan
-from nanovllm.engine.ring import Ring, anonymous_file
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -63,7 +63,7 @@ class Follower:
             env["OMP_NUM_THREADS"] = str(num_threads)
         with theirs:
             self.process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "nanovllm.engine.follower", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "nanovllm.distributed.worker", str(theirs.fileno())],
                 env=env,
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(), ring_fd),
@@ -101,7 +101,7 @@ class Followers:
 
     def __init__(
         self,
-        config: EngineConfig,
+        config: ResolvedConfig,
         hf_config: "PretrainedConfig",
         folder: Path | None,
         port: int,
@@ -115,7 +115,9 @@ class Followers:
             abort_group: ends what rank 0 waits for on the device, once the others are dead.
         """
         size = config.tensor_parallel_size
-        capacity = StepPlan.max_packed_size(config.max_num_seqs, config.token_budget, config.max_blocks_per_seq)
+        capacity = StepPlan.max_packed_size(
+            config.max_num_seqs, config.max_num_batched_tokens, config.max_blocks_per_seq
+        )
         ring_fd = anonymous_file()
         self._ring = Ring(ring_fd, size - 1, capacity)
         shared = {"port": port, "ring_fd": ring_fd, "capacity": capacity}
@@ -293,7 +295,7 @@ class Followers:
 
 
 def start_message(
-    config: EngineConfig, hf_config: "PretrainedConfig", folder: Path | None, rank: int
+    config: ResolvedConfig, hf_config: "PretrainedConfig", folder: Path | None, rank: int
 ) -> dict[str, Any]:
     """What a follower is to load, as JSON."""
     device = str(rank_device(torch.device(config.device), rank))

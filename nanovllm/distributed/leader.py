@@ -6,7 +6,7 @@
                                |                      |                              |
     rank r                     +-> launch ------ all-reduce, gather                token ids
 
-What a follower does is in follower.py; how the death of any rank is noticed by the others, in followers.py.
+What a follower does is in worker.py; how the death of any rank is noticed by the others, in processes.py.
 """
 
 import os
@@ -19,14 +19,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nanovllm.config import EngineConfig
-from nanovllm.engine.collectives import HOST, GroupParallel
-from nanovllm.engine.followers import Followers
-from nanovllm.engine.model_runner import ModelRunner, make_model_backend
-from nanovllm.engine.plan import StepPlan
-from nanovllm.engine.step_handle import StepHandle, StepResult
-from nanovllm.layers.parallel import Parallel
+from nanovllm.config import ResolvedConfig
+from nanovllm.distributed.collectives import HOST, GroupParallel
+from nanovllm.distributed.processes import Followers
+from nanovllm.engine.plan import StepPlan, StepResult
 from nanovllm.models.qwen3 import check_shards
+from nanovllm.runner.model_runner import ModelRunner, make_model_backend
+from nanovllm.runner.step_handle import StepHandle
 from nanovllm.utils.machine import physical_cores
 
 if TYPE_CHECKING:
@@ -72,7 +71,7 @@ _threads = ThreadShare()
 class LeadingRunner:
     """Rank 0's runner, and with it all the others: what it launches, every rank runs."""
 
-    def __init__(self, config: EngineConfig, hf_config: "PretrainedConfig", folder: Path | None) -> None:
+    def __init__(self, config: ResolvedConfig, hf_config: "PretrainedConfig", folder: Path | None) -> None:
         """Load the model on all ranks. Arguments and errors as for `ModelRunner`.
 
         Raises:
@@ -141,12 +140,3 @@ class LeadingRunner:
             self._parallel.close()
         finally:
             self._end()
-
-
-def make_runner(
-    config: EngineConfig, hf_config: "PretrainedConfig", folder: Path | None
-) -> ModelRunner | LeadingRunner:
-    """The runner of a resolved configuration: one rank in this process, and the others, if any, in theirs."""
-    if config.tensor_parallel_size == 1:
-        return ModelRunner(config, hf_config, folder, Parallel())
-    return LeadingRunner(config, hf_config, folder)

@@ -1,8 +1,6 @@
 """A step that was launched, and what it sampled."""
 
 import time
-from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -10,25 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanovllm.engine.plan import IntArray, StepPlan
-from nanovllm.engine.staging import ReturnBuffers
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """What a step sampled, for the plan's sampling sequences in the plan's order.
-
-    Attributes:
-        token_ids: int32 [num_sampled].
-        logprobs: for each of them {token id: log-probability} or None; None if nobody asked.
-        prepare_seconds: how long the host took to bring the plan on its way.
-        device_seconds: how long the device worked on the step.
-    """
-
-    token_ids: IntArray
-    logprobs: Seq[dict[int, float] | None] | None
-    prepare_seconds: float = 0.0
-    device_seconds: float = 0.0
+from nanovllm.engine.plan import IntArray, StepPlan, StepResult
+from nanovllm.runner.staging import ReturnBuffers
 
 
 def _start_copy(values: Tensor) -> Tensor:

@@ -1,0 +1,90 @@
+"""Puts an engine together: the one room that knows all the wings."""
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.config import EngineConfig, ResolvedConfig
+from nanovllm.distributed.leader import LeadingRunner
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.tokenizer import Tokenizer
+from nanovllm.engine.trace import Trace
+from nanovllm.layers.parallel import Parallel
+from nanovllm.models.config import load_model_config, read_json
+from nanovllm.models.hub import find_model
+from nanovllm.models.presets import PRESETS, preset_config
+from nanovllm.resolve import resolve
+from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.machine import limit_threads
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+logger = logging.getLogger(__name__)
+
+
+def load_engine(asked: EngineConfig) -> LLMEngine:
+    """Load the model and make the KV cache; ValueError for whatever is asked that cannot be had."""
+    folder: Path | None = None
+    name = asked.model.lower()
+    if asked.load_format == "dummy" and name in PRESETS:
+        source, data = f"preset {name}", preset_config(name)
+    else:
+        folder = find_model(asked.model)
+        source, data = str(folder / "config.json"), read_json(folder / "config.json")
+    hf_config = load_model_config(data, source)
+    config = resolve(asked, hf_config)
+    if config.device == "cpu":
+        limit_threads()
+    vocab_size = int(hf_config.vocab_size)
+    tokenizer = Tokenizer(folder) if folder is not None and Tokenizer.is_in(folder) else None
+    path = folder / "generation_config.json" if folder is not None else None
+    generation = read_json(path) if path is not None and path.is_file() else {}
+    trace = Trace(config.trace, config.device) if config.trace is not None else None
+    runner = make_runner(config, hf_config, None if config.load_format == "dummy" else folder)
+    num_blocks = runner.make_cache()
+    scheduler = Scheduler(
+        BlockManager(num_blocks, config.block_size, config.enable_prefix_caching),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        vocab_size=vocab_size,
+    )
+    logger.info("%s on %s, %s, %s attention", config.model, config.device, config.dtype, config.attention_backend)
+    return LLMEngine(
+        config,
+        runner,
+        scheduler,
+        vocab_size=vocab_size,
+        tokenizer=tokenizer,
+        eos_token_ids=eos_token_ids(generation, data, tokenizer, vocab_size),
+        default_params=SamplingParams.from_generation_config(generation),
+        trace=trace,
+    )
+
+
+def make_runner(
+    config: ResolvedConfig, hf_config: "PretrainedConfig", folder: Path | None
+) -> ModelRunner | LeadingRunner:
+    """The runner: one rank in this process, and the others, if any, in theirs.
+
+    Args:
+        folder: of the checkpoint; None for random weights.
+    """
+    if config.tensor_parallel_size == 1:
+        return ModelRunner(config, hf_config, folder, Parallel())
+    return LeadingRunner(config, hf_config, folder)
+
+
+def eos_token_ids(
+    generation: Mapping[str, Any], data: Mapping[str, Any], tokenizer: Tokenizer | None, vocab_size: int
+) -> frozenset[int]:
+    """The union of generation_config.json's (config.json's, where it says nothing) and the tokenizer's."""
+    eos = generation.get("eos_token_id", data.get("eos_token_id"))
+    ids = set(eos if isinstance(eos, list) else [eos])
+    if tokenizer is not None:
+        ids.add(tokenizer.eos_token_id)
+    return frozenset(i for i in ids if i is not None and 0 <= i < vocab_size)

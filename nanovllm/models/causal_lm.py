@@ -1,0 +1,51 @@
+"""What the runner asks of a model, and which class answers for an architecture."""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Protocol, cast
+
+from torch import Tensor, nn
+
+from nanovllm.backends import AttentionMetadata, Backend, KVCache
+from nanovllm.layers.parallel import Parallel
+from nanovllm.layers.weights import NamedTargets
+from nanovllm.models.qwen3 import Qwen3ForCausalLM
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+class CausalLM(Protocol):
+    """The model of one rank: an nn.Module whose parameters the loader fills."""
+
+    def __call__(self, token_ids: Tensor, positions: Tensor, caches: list[KVCache], meta: AttentionMetadata) -> Tensor:
+        """token_ids, positions [num_tokens] -> hidden states [num_tokens, hidden], normed."""
+        ...
+
+    def compute_logits(self, hidden: Tensor) -> Tensor | None:
+        """hidden [n, hidden] -> logits [n, vocab] on rank 0, None on the others."""
+        ...
+
+    def weight_targets(self) -> NamedTargets:
+        """(checkpoint name, target) of everything that the model needs."""
+        ...
+
+    @property
+    def superfluous(self) -> frozenset[str]:
+        """Tensors that a checkpoint may carry although nothing needs them."""
+        ...
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+    def modules(self) -> Iterator[nn.Module]: ...
+
+
+CLASSES: dict[str, Callable[["PretrainedConfig", Backend, Parallel, int], nn.Module]] = {
+    "Qwen3ForCausalLM": Qwen3ForCausalLM,
+}
+"""By the names of `models.config.ARCHITECTURES`, which can be read without importing the models."""
+
+
+def make_model(hf_config: "PretrainedConfig", backend: Backend, parallel: Parallel, max_model_len: int) -> CausalLM:
+    """One rank's share of the model, its parameters empty, for inference."""
+    architecture = next(name for name in hf_config.architectures if name in CLASSES)
+    return cast(CausalLM, CLASSES[architecture](hf_config, backend, parallel, max_model_len).eval())

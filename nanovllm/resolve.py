@@ -1,0 +1,109 @@
+"""What every "auto" becomes for a model on this machine, and the refusal of what cannot be had here."""
+
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+import torch
+
+from nanovllm.backends import default_block_size, resolve_backend
+from nanovllm.config import EngineConfig, ResolvedConfig
+from nanovllm.models.config import heads_of_rank, max_position
+from nanovllm.utils.machine import has_native_bfloat16
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+TOKEN_BUDGETS = {"cuda": 16384, "cpu": 2048}
+"""The default max_num_batched_tokens on each type of device."""
+
+
+def resolve(config: EngineConfig, hf_config: "PretrainedConfig") -> ResolvedConfig:
+    """Turn every "auto" into a value.
+
+    Raises:
+        ValueError: something asked for cannot be had here; the message says why.
+    """
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, device, hf_config)
+    size = None if config.kvcache_block_size == "auto" else int(config.kvcache_block_size)
+    heads, kv_heads = heads_of_rank(hf_config, config.tensor_parallel_size)
+    shape = hf_config.head_dim, heads // kv_heads
+    backend = resolve_backend(config.attention_backend, device, dtype, size, shape)
+    distributed = resolve_distributed_backend(config.distributed_backend, device, config.tensor_parallel_size)
+    # A CUDA graph captures nothing that goes through the host: what gloo sends, and lengths that plain torch reads.
+    through_host = backend == "torch" or (config.tensor_parallel_size > 1 and distributed == "gloo")
+    is_cuda = device.type == "cuda"
+    return copy_options(
+        config,
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
+        attention_backend=backend,
+        distributed_backend=distributed,
+        use_graphs=is_cuda and not config.enforce_eager and not through_host,
+        block_size=size or default_block_size(backend),
+        max_num_batched_tokens=config.max_num_batched_tokens or TOKEN_BUDGETS[device.type],
+        max_model_len=min(config.max_model_len, max_position(hf_config)),
+        depth=2 if config.overlap and is_cuda else 1,
+    )
+
+
+def copy_options(config: EngineConfig, **resolved: object) -> ResolvedConfig:
+    """A ResolvedConfig of resolved values, and of the options that are what was asked for."""
+    names = {field.name for field in fields(EngineConfig)}
+    asked = {field.name: getattr(config, field.name) for field in fields(ResolvedConfig) if field.name in names}
+    return ResolvedConfig(**{**asked, **resolved})
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device called name ("auto", "cpu", "cuda", "cuda:1"); ValueError if there is no such device here.
+
+    "cuda" becomes the current one, with its number: which one is current may change, and differs between threads.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise ValueError(f'device is {name!r}; it must be "cpu", "cuda" or "auto"')
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError('device is "cuda", but torch finds no CUDA device here; use device="cpu" or "auto"')
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device is {name!r}, but there are {torch.cuda.device_count()} CUDA devices")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def resolve_dtype(name: str, device: torch.device, hf_config: "PretrainedConfig") -> torch.dtype:
+    """The dtype called name; "auto" is the model's own where the machine computes it natively, else float32."""
+    if name != "auto":
+        return getattr(torch, name)  # type: ignore[no-any-return]  # EngineConfig has checked the name
+    dtype = getattr(hf_config, "dtype", None) or torch.float32
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype)
+    if dtype == torch.float16 and device.type == "cuda":
+        return torch.float16
+    if dtype == torch.bfloat16 and has_native_bfloat16(device):
+        return torch.bfloat16
+    return torch.float32
+
+
+def resolve_distributed_backend(name: str, device: torch.device, size: int) -> str:
+    """What the ranks speak: for "auto" NCCL on CUDA and gloo on a CPU.
+
+    Raises:
+        ValueError: NCCL where it cannot run, with what can.
+    """
+    if name == "auto":
+        name = "nccl" if device.type == "cuda" else "gloo"
+    if name == "nccl" and size > 1:
+        if device.type != "cuda":
+            raise ValueError('distributed_backend="nccl" needs CUDA devices; on a CPU use "gloo" or "auto"')
+        if (count := torch.cuda.device_count()) < size:
+            raise ValueError(
+                f"tensor_parallel_size is {size}, and NCCL wants a GPU for each rank: there are {count}; change it, "
+                'or let ranks share a GPU with distributed_backend="gloo"'
+            )
+    return name

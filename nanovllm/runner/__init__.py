@@ -1,0 +1,1 @@
+"""Doing: what runs the plans on a device."""

@@ -1,0 +1,100 @@
+"""Checking what users pass: names, integers, numbers, booleans, choices; each error names the value and its limit."""
+
+import difflib
+import operator
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+INT64_MAX = 2**63 - 1
+LONGEST_QUOTE = 200
+"""Characters of a value that a message repeats: data from files may be megabytes long."""
+
+
+def quote(value: Any) -> str:
+    """The value as a message shows it: its repr, cut to 200 characters."""
+    if isinstance(value, (str, bytes)):
+        value = value[:LONGEST_QUOTE]
+    try:
+        text = repr(value)
+    except Exception as error:  # an integer of too many digits, an object whose repr fails
+        text = f"a {type(value).__name__} that cannot be shown ({type(error).__name__})"
+    return text if len(text) <= LONGEST_QUOTE else text[: LONGEST_QUOTE - 3] + "..."
+
+
+def refuse(value: Any, name: str, limit: str) -> ValueError:
+    """The error to raise for a value that is not within its limit."""
+    return ValueError(f"{name} is {quote(value)}; it must be {limit}")
+
+
+def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str, hints: Mapping[str, str] = {}) -> None:
+    """Raise a TypeError for the first name of given that is not in known.
+
+    Args:
+        what: what the names belong to, as the message should call it: "SamplingParams", "LLM".
+        hints: for names that are missing on purpose, what to say of them.
+    """
+    known = list(known)
+    for name in given:
+        if name in known:
+            continue
+        if name in hints:
+            raise TypeError(f"{what} has no option {name!r}: {hints[name]}")
+        nearest = difflib.get_close_matches(name, known, n=1)
+        suggestion = f"; did you mean {nearest[0]!r}?" if nearest else f"; the options are {', '.join(known)}"
+        raise TypeError(f"{what} has no option {quote(name)}{suggestion}")
+
+
+def as_integer(value: Any, name: str, low: int | None = None, high: int = INT64_MAX, limit: str = "") -> int:
+    """value as an int from low to high; numpy's integers are welcome, floats and booleans are not (ValueError).
+
+    Args:
+        low: None is no bound.
+        limit: in the message, what the value must be; by default made of the bounds.
+    """
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise refuse(value, name, "an integer") from None
+    if low is not None and not low <= number <= high:
+        bounds = f"at least {low}" if number < low and high == INT64_MAX else f"from {low} to {high}"
+        raise refuse(value, name, limit or bounds)
+    return number
+
+
+def as_number(value: Any, name: str) -> float:
+    """value as a float; numpy's and torch's scalars are welcome, booleans are not (ValueError)."""
+    try:
+        number = value if isinstance(value, (int, float)) else value.item()
+        if isinstance(number, bool):
+            raise TypeError
+        return float(number)
+    except (AttributeError, TypeError, ValueError, OverflowError, RuntimeError):
+        raise refuse(value, name, "a number") from None
+
+
+def as_bool(value: Any, name: str) -> bool:
+    """value, if it is True or False: "no" would be taken for yes (ValueError)."""
+    if not isinstance(value, bool):
+        raise refuse(value, name, "True or False")
+    return value
+
+
+def as_choice(value: Any, name: str, choices: Iterable[str]) -> str:
+    """value, if it is one of the choices (ValueError, with the nearest one)."""
+    choices = tuple(choices)
+    if not isinstance(value, str) or value not in choices:
+        nearest = difflib.get_close_matches(str(value)[:LONGEST_QUOTE], choices, n=1)
+        hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
+        raise refuse(value, name, f"one of {', '.join(choices)}{hint}")
+    return value
+
+
+def as_list(value: Any, name: str, limit: str) -> list[Any]:
+    """The items of a list, tuple or array, none of None; strings, bytes and mappings are mistakes (ValueError)."""
+    if value is None:
+        return []
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise refuse(value, name, limit)
+    return list(value)
