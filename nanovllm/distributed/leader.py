@@ -90,26 +90,27 @@ class LeadingRunner:
             if device.type == "cpu":
                 _threads.take(size)
                 stack.callback(_threads.give_back)
-            listener = socket.create_server((HOST, 0))
-            stack.callback(listener.close)
-            port = listener.getsockname()[1]
+            self._listener = socket.create_server((HOST, 0))
+            stack.callback(self._listener.close)
+            port = self._listener.getsockname()[1]
             self._followers = Followers(config, hf_config, folder, port, parallel.abort)
             stack.callback(self._followers.stop)
             try:
                 self._runner = ModelRunner(config, hf_config, folder, parallel, self._followers.check)
                 self._followers.wait_until("loaded")
-                fd = listener.detach()
-                with self._followers.guard():  # the thread that connects may outlive a failure: it holds no model
-                    self._followers.while_they_live(lambda: parallel.connect(None, fd))
             except BaseException:
                 self._followers.dismiss(by_force=True)
                 raise
             self._end = weakref.finalize(self, stack.pop_all().close)  # for who forgets close(), and at exit
 
     def make_cache(self) -> int:
-        """Make every rank's KV cache; see `ModelRunner.make_cache`."""
+        """Let the ranks meet, and make every one's KV cache; see `ModelRunner.make_cache`."""
+        parallel, fd = self._parallel, self._listener.detach()
         try:
+            # One guard for both: a follower that has met the others may refuse its cache before rank 0 does.
             with self._followers.guard():
+                # The thread that connects may outlive a failure: it holds no model.
+                self._followers.while_they_live(lambda: parallel.connect(None, fd))
                 num_blocks = self._runner.make_cache()
             self._followers.wait_until("ready")
             return num_blocks

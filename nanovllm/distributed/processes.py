@@ -227,10 +227,10 @@ class Followers:
 
         threading.Thread(target=run, daemon=True, name="connect").start()
         while True:
-            self.check()
             wait([done], timeout=0.1)
             if done.done():
                 return done.result()
+            self.check()
 
     # ---- telling
 
