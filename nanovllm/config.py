@@ -4,8 +4,9 @@ What each "auto" becomes is decided in resolve.py.
 """
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from nanovllm.utils.checks import as_bool, as_choice, as_integer, refuse, refuse_unknown
 
@@ -122,7 +123,7 @@ class EngineConfig:
             as_bool(getattr(self, name), name)
 
     @classmethod
-    def from_options(cls, model: str | os.PathLike[str], options: dict[str, Any]) -> "EngineConfig":
+    def from_options(cls, model: str | os.PathLike[str], options: Mapping[str, Any]) -> "EngineConfig":
         """Raises a TypeError for an option that does not exist, with the nearest one that does."""
         refuse_unknown(options, [f.name for f in fields(cls) if f.name != "model"], "LLM")
         if not isinstance(model, (str, os.PathLike)) or not str(model):
@@ -132,6 +133,29 @@ class EngineConfig:
     def that_affect(self, what: Affects) -> dict[str, Any]:
         """The options that change results, or only the pace, by name."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.metadata["affects"] == what}
+
+
+class EngineOptions(TypedDict, total=False):
+    """EngineConfig's fields but the model, as a type checker wants them for `LLM(model, **options)`."""
+
+    dtype: str
+    device: str
+    tensor_parallel_size: int
+    distributed_backend: str
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int | None
+    gpu_memory_utilization: float
+    num_kvcache_blocks: int | None
+    kvcache_memory_bytes: int | None
+    kvcache_block_size: int | str
+    enable_prefix_caching: bool
+    enforce_eager: bool
+    attention_backend: str
+    load_format: str
+    overlap: bool
+    trace: str | None
+    seed: int
 
 
 @dataclass(frozen=True)

@@ -5,14 +5,15 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 from tqdm import tqdm
 
-from nanovllm.config import EngineConfig
-from nanovllm.engine.llm_engine import LLMEngine, Output
+from nanovllm.config import EngineConfig, EngineOptions
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Prompt, Request
 from nanovllm.load import load_engine
+from nanovllm.outputs import Output
 from nanovllm.sampling_params import SamplingParams
 
 Message = Mapping[str, Any]
@@ -25,7 +26,7 @@ class LLM:
     >>> llm.generate(["..."], SamplingParams(temperature=0))[0]["text"]
     """
 
-    def __init__(self, model: str | os.PathLike[str], **options: Any) -> None:
+    def __init__(self, model: str | os.PathLike[str], **options: Unpack[EngineOptions]) -> None:
         """
         Args:
             model: a local folder, a Hugging Face id, or "tiny-qwen3", the model in the box.
@@ -50,8 +51,8 @@ class LLM:
             sampling_params: one for all or one each; None means the model's generation_config.
 
         Returns:
-            A dict for each prompt: `text` (without the ending EOS or stop match), `token_ids` (with it),
-            `finish_reason` ("stop" or "length"), `prompt_token_ids`, `num_cached_tokens`, and `logprobs` if asked.
+            An Output for each prompt: a dict of `text`, `token_ids`, `finish_reason`, `stop_reason`, `prompt`,
+            `prompt_token_ids`, `num_cached_tokens`, and `logprobs` if asked, which also answers as vLLM's objects do.
 
         Raises:
             ValueError: a bad prompt, naming which; then none of them has run.
@@ -73,7 +74,7 @@ class LLM:
                 requests.append(self.prepare(prompt, param))
             except ValueError as error:
                 raise ValueError(f"prompt {i}: {error}" if len(prompts) > 1 else str(error)) from None
-        outputs: list[Output] = [{} for _ in requests]
+        outputs = [Output() for _ in requests]
         with _Progress(self.engine, len(requests), use_tqdm) as progress:
             for i, seq in self.engine.run(requests):
                 outputs[i] = self.engine.output(seq)
@@ -100,13 +101,13 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def render_chat(self, messages: Seq[Message], chat_template_kwargs: Mapping[str, Any] | None = None) -> Prompt:
-        """The prompt, as token ids, that `chat` makes of one conversation."""
+        """The prompt, as text and token ids, that `chat` makes of one conversation."""
         if self.engine.tokenizer is None:
             raise ValueError("this model has no tokenizer, so no chat template; use generate() with token ids")
         if not messages or not all(isinstance(m, Mapping) and "role" in m for m in messages):
             raise ValueError(f'a conversation is {messages!r}; it must be a list of {{"role": ..., "content": ...}}')
         text = self.engine.tokenizer.render_chat(messages, chat_template_kwargs or {})
-        return self.engine.tokenizer.encode(text, add_special_tokens=False)
+        return {"prompt": text, "prompt_token_ids": self.engine.tokenizer.encode(text, add_special_tokens=False)}
 
     def prepare(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Request:
         """Tokenise and validate one request for `stream`, so that a bad one (ValueError) can be set aside."""

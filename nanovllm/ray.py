@@ -24,9 +24,9 @@ try:
 except ImportError as error:
     raise ImportError("Ray Data is not installed: pip install 'nano-vllm[ray]'") from error
 
-from nanovllm.engine.llm_engine import Output
 from nanovllm.engine.request import Prompt, Request
 from nanovllm.llm import LLM
+from nanovllm.outputs import Output
 from nanovllm.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)

@@ -1,7 +1,9 @@
 """Bad input is refused before anything runs, in words that name the value, the limit and what to change."""
 
+import copy
 import json
 import math
+import pickle
 import re
 import shutil
 from collections.abc import Callable
@@ -131,7 +133,7 @@ BAD_VALUES: list[tuple[str, Any, str]] = [
     *(("top_k", value, "-1") for value in (-2, -100)),
     *(("top_k", value, "integer") for value in (1.5, "5", None, True, math.nan)),
     *(("max_tokens", value, "at least 1") for value in (0, -5)),
-    *(("max_tokens", value, "integer") for value in (1.5, 16.0, "16", None, True, math.inf)),
+    *(("max_tokens", value, "integer") for value in (1.5, 16.0, "16", True, math.inf)),
     *(("stop", value, "string") for value in ("", [""], ["a", ""], [1], b"a", 5, [None], {"a": 1})),
     *(("stop_token_ids", value, "integer") for value in (5, [1.5], ["a"], [None], "12", [True])),
     *(("seed", value, "integer") for value in (1.5, "1", True)),
@@ -191,16 +193,57 @@ def test_an_unknown_sampling_name_is_refused_with_the_nearest() -> None:
 
 
 LACKING = (
-    "n best_of presence_penalty frequency_penalty repetition_penalty min_tokens guided_decoding structured_outputs "
-    "logit_bias allowed_token_ids bad_words prompt_logprobs include_stop_str_in_output detokenize"
+    "n presence_penalty frequency_penalty repetition_penalty min_tokens structured_outputs logit_bias "
+    "allowed_token_ids bad_words prompt_logprobs include_stop_str_in_output detokenize best_of guided_decoding "
+    "logits_processors truncate_prompt_tokens flat_logprobs thinking_token_budget repetition_detection"
 )
 
 
 @pytest.mark.parametrize("name", LACKING.split())
 def test_what_vllm_has_and_we_lack_is_refused_by_name(name: str) -> None:
-    with pytest.raises(TypeError, match=f"'{name}'") as error:
-        SamplingParams(**{name: 1})
-    assert "did you mean" not in str(error.value)
+    for value in (5, -0.5, math.nan):
+        with pytest.raises(ValueError, match=rf"\b{name}\b") as error:
+            SamplingParams(**{name: value})
+        assert "did you mean" not in str(error.value)
+
+
+def test_vllms_neutral_and_harmless_values_change_nothing() -> None:
+    neutral = {
+        **{"n": 1, "best_of": 1, "presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.0},
+        **{"min_tokens": 0, "detokenize": True, "include_stop_str_in_output": False, "prompt_logprobs": None},
+        **{"logit_bias": {}, "allowed_token_ids": None, "bad_words": [], "structured_outputs": None},
+        **{"guided_decoding": None, "output_kind": 2, "spaces_between_special_tokens": True, "extra_args": {}},
+        **{"truncate_prompt_tokens": None, "logits_processors": None, "skip_clone": True, "flat_logprobs": False},
+    }
+    assert SamplingParams(**neutral) == SamplingParams()
+    for name, value in neutral.items():
+        assert SamplingParams(**{name: value}) == SamplingParams()
+
+
+def test_the_first_three_positions_are_nano_vllms_and_there_is_no_fourth() -> None:
+    assert SamplingParams(0.6, 256, True) == SamplingParams(temperature=0.6, max_tokens=256, ignore_eos=True)
+    with pytest.raises(TypeError, match="positional"):
+        SamplingParams(0.6, 256, True, 50)  # type: ignore[misc]
+
+
+def test_sampling_params_are_mutable_and_each_request_checks_and_copies_them(llm: LLM) -> None:
+    params = SamplingParams(temperature=0)
+    params.max_tokens = 3
+    request = llm.prepare([65], params)
+    params.max_tokens = 5
+    assert request.params == SamplingParams(temperature=0, max_tokens=3)
+    params.max_tokens = 0
+    assert_refused_and_usable(llm, lambda: llm.generate([[65]], params), "max_tokens.*0.*at least 1")
+    params.max_tokens, params.presence_penalty = 3, 0.5
+    assert_refused_and_usable(llm, lambda: llm.generate([[65]], params), "presence_penalty.*0.5.*penalties")
+    with pytest.raises(AttributeError, match="max_tokns"):
+        params.max_tokns = 3  # type: ignore[attr-defined]
+
+
+def test_sampling_params_travel() -> None:
+    params = SamplingParams(0.5, None, stop=["a"], stop_token_ids=[3], seed=7)
+    assert pickle.loads(pickle.dumps(params)) == copy.deepcopy(params) == params.clone() == params
+    assert params.clone() is not params
 
 
 # ---- options

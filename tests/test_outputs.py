@@ -1,5 +1,8 @@
 """What comes back: text, tokens, reasons and order, for prompts in every form that is taken."""
 
+import copy
+import json
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +14,7 @@ from helpers.tiny import END, NOTE, SPOKEN, TURN, draw_prompts, edit_json, greed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, Completion, Output, SamplingParams
 from nanovllm.engine.tokenizer import StopStringMatcher
 
 OPTIONS = {"dtype": "float32", "max_model_len": 64, "kvcache_block_size": 16, "num_kvcache_blocks": 32}
@@ -27,7 +30,7 @@ def llm(request: pytest.FixtureRequest, reciter: Path) -> LLM:
     return llm
 
 
-def say(llm: LLM, prompt: Any, **params: Any) -> dict[str, Any]:
+def say(llm: LLM, prompt: Any, **params: Any) -> Output:
     (output,) = llm.generate(prompt, SamplingParams(**{"temperature": 0, **params}), use_tqdm=False)
     return output
 
@@ -159,11 +162,80 @@ def test_prompt_and_output_together_never_exceed_max_model_len(length: int, llm:
 
 def test_an_output_is_a_dict_of_plain_values(llm: LLM) -> None:
     output = say(llm, "a", max_tokens=2)
-    assert list(output) == ["text", "token_ids", "finish_reason", "prompt_token_ids", "num_cached_tokens"]
+    assert list(output) == [
+        *("text", "token_ids", "finish_reason", "stop_reason"),
+        *("prompt", "prompt_token_ids", "num_cached_tokens"),
+    ]
     assert output["prompt_token_ids"] == [ID("a")]
     assert {type(i) for i in output["token_ids"] + output["prompt_token_ids"]} == {int}
     assert type(output["num_cached_tokens"]) is int
     assert list(say(llm, "a", max_tokens=2, logprobs=0))[-1] == "logprobs"
+
+
+def test_an_output_answers_as_vllms_objects_do(llm: LLM) -> None:
+    output = say(llm, "a", max_tokens=3, logprobs=1)
+    assert isinstance(output, Output)
+    (completion,) = output.outputs
+    assert isinstance(completion, Completion)
+    for name in ("text", "token_ids", "finish_reason", "stop_reason", "logprobs"):
+        assert output[name] == getattr(output, name) == completion[name] == getattr(completion, name), name
+    assert (completion.text, completion.index, output.finished) == ("bcd", 0, True)
+    assert (output.prompt, output.prompt_token_ids, output.num_cached_tokens) == ("a", [ID("a")], 0)
+    assert output.logprobs is not None
+    total = sum(values[i] for values, i in zip(output.logprobs, output.token_ids, strict=True))
+    assert completion["cumulative_logprob"] == completion.cumulative_logprob == output.cumulative_logprob == total
+    plain = say(llm, "a", max_tokens=3)
+    assert plain.logprobs is plain.prompt_logprobs is plain.error is plain.outputs[0].cumulative_logprob is None
+    assert completion.keys() == plain.outputs[0].keys()
+    with pytest.raises(AttributeError, match="texts"):
+        plain.texts  # type: ignore[attr-defined]  # noqa: B018
+
+
+def test_several_completions_are_stored_once() -> None:
+    outputs = [Completion(index=i, text="ab"[i], token_ids=[i], finish_reason="stop") for i in range(2)]
+    output = Output(**{k: v for k, v in outputs[0].items() if k != "index"}, outputs=outputs)
+    assert output.outputs is outputs
+    assert [completion.text for completion in output.outputs] == ["a", "b"]
+
+
+def test_an_output_can_be_stored_and_copied(llm: LLM) -> None:
+    output = say(llm, "a", max_tokens=3)
+    assert json.loads(json.dumps(output)) == output == dict(output)
+    for again in (pickle.loads(pickle.dumps(output)), copy.deepcopy(output)):
+        assert again == output
+        assert type(again) is Output
+        assert again.outputs[0].token_ids == output.token_ids
+
+
+def test_the_prompt_comes_back_where_it_was_a_text(llm: LLM) -> None:
+    prompts = ["ab", {"prompt": "ab"}, [ID("a"), ID("b")], {"prompt": "seen", "prompt_token_ids": [ID("a")]}]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+    assert [output.prompt for output in outputs] == ["ab", "ab", None, "seen"]
+    assert [output.text for output in outputs] == ["c", "c", "c", "b"]
+    (output,) = llm.chat([{"role": "user", "content": "hi"}], SamplingParams(max_tokens=1), use_tqdm=False)
+    assert output.prompt == "[user]hi[assistant]"
+
+
+@pytest.mark.parametrize(
+    ("params", "reason"),
+    [
+        ({"stop": ["zz", "fg"]}, "fg"),
+        ({"stop": ["de", "d"]}, "d"),
+        ({"stop_token_ids": [ID("d")]}, ID("d")),
+        ({"stop_token_ids": [ID(END)]}, None),
+        ({"stop_token_ids": [ID(END)], "ignore_eos": True}, ID(END)),
+        ({"max_tokens": 3, "stop": "z", "stop_token_ids": [ID("y")]}, None),
+        ({"max_tokens": None}, None),
+    ],
+    ids=str,
+)
+def test_the_stop_reason_is_the_stop_that_ended_it(params: dict[str, Any], reason: Any, llm: LLM) -> None:
+    assert say(llm, "a", **params).stop_reason == reason
+
+
+def test_without_max_tokens_only_max_model_len_ends_it(llm: LLM) -> None:
+    output = say(llm, "a", max_tokens=None, ignore_eos=True)
+    assert (output.finish_reason, len(output.token_ids)) == ("length", OPTIONS["max_model_len"] - 1)
 
 
 @pytest.mark.parametrize(

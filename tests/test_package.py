@@ -56,7 +56,7 @@ def test_names_that_do_not_exist_are_attribute_errors() -> None:
 
     with pytest.raises(AttributeError, match="LLMM"):
         nanovllm.LLMM  # noqa: B018
-    assert set(nanovllm.__all__) == {"LLM", "SamplingParams", "__version__"}
+    assert set(nanovllm.__all__) == {"LLM", "SamplingParams", "Output", "Completion", "EngineConfig", "__version__"}
 
 
 # ---- a hub
@@ -168,3 +168,12 @@ def test_a_model_is_made_on_its_device_entirely() -> None:
         model = Qwen3ForCausalLM(Qwen3Config(**shape, head_dim=32), TorchBackend(), Parallel(), 128)
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     assert {name for name, tensor in tensors.items() if tensor.device.type != "meta"} == set()
+
+
+def test_a_type_checker_knows_every_option_and_its_type() -> None:
+    from dataclasses import fields
+
+    from nanovllm.config import EngineConfig, EngineOptions
+
+    options = {field.name: field.type for field in fields(EngineConfig) if field.name != "model"}
+    assert EngineOptions.__annotations__ == options

@@ -24,8 +24,8 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.distributed import processes
 from nanovllm.distributed.collectives import GroupParallel
 from nanovllm.distributed.leader import ThreadShare
-from nanovllm.engine.llm_engine import Output
 from nanovllm.models import loader
+from nanovllm.outputs import Output
 
 SOON = 5.0
 """Seconds within which a failure must show, or its traces be gone."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.batch.protocol import Envelope, LineError, num_logprobs
 
 if TYPE_CHECKING:
-    from nanovllm.engine.llm_engine import Output
+    from nanovllm.outputs import Output
 
 ID_PREFIX = "batch_req_"
 """An answer's id is this and the number of the line that it answers, which is how a resumed job knows it."""

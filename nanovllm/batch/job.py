@@ -21,9 +21,9 @@ from nanovllm.batch.tally import Tally
 from nanovllm.config import EngineConfig
 
 if TYPE_CHECKING:
-    from nanovllm.engine.llm_engine import Output
     from nanovllm.engine.request import Request
     from nanovllm.llm import LLM
+    from nanovllm.outputs import Output
 
 logger = logging.getLogger(__name__)
 

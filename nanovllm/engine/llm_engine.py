@@ -4,7 +4,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from nanovllm.config import ResolvedConfig
 from nanovllm.engine.plan import StepPlan, StepResult
@@ -13,12 +13,11 @@ from nanovllm.engine.scheduler import Batch, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.tokenizer import Tokenizer
 from nanovllm.engine.trace import Clock, Trace
+from nanovllm.outputs import Output
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.interrupt import HoldInterrupt
 
 logger = logging.getLogger(__name__)
-
-Output = dict[str, Any]
 
 
 class Handle(Protocol):
@@ -108,6 +107,7 @@ class LLMEngine:
             seed=seed & 0xFFFFFFFFFFFFFFFF,
             eos_token_ids=self.eos_token_ids,
             stop_matcher=self.tokenizer.stop_matcher(params) if self.tokenizer is not None else None,
+            prompt=request.prompt,
         )
         self._num_requests += 1
         self.scheduler.add(seq)
@@ -249,13 +249,15 @@ class LLMEngine:
     def output(self, seq: Sequence) -> Output:
         """What the caller gets of an ended sequence."""
         token_ids = seq.output_token_ids
-        output: Output = {
-            "text": self._text(seq, token_ids),
-            "token_ids": token_ids,
-            "finish_reason": seq.finish_reason,
-            "prompt_token_ids": seq.prompt_token_ids,
-            "num_cached_tokens": seq.num_cached_tokens or 0,
-        }
+        output = Output(
+            text=self._text(seq, token_ids),
+            token_ids=token_ids,
+            finish_reason=seq.finish_reason,
+            stop_reason=self._stop_reason(seq),
+            prompt=seq.prompt,
+            prompt_token_ids=seq.prompt_token_ids,
+            num_cached_tokens=seq.num_cached_tokens or 0,
+        )
         if seq.params.logprobs is not None:
             output["logprobs"] = seq.logprobs
         return output
@@ -269,6 +271,14 @@ class LLMEngine:
             elif seq.stop_matcher is not None:
                 return seq.stop_matcher.text
         return self.tokenizer.decode(token_ids, seq.params.skip_special_tokens)
+
+    def _stop_reason(self, seq: Sequence) -> int | str | None:
+        """The stop string or the one of stop_token_ids that ended the sequence; None for the model's own end."""
+        if seq.finish_reason != "stop":
+            return None
+        if (last := seq.token_ids[-1]) not in seq.stop_ids:
+            return seq.stop_matcher.found if seq.stop_matcher is not None else None
+        return None if last in self.eos_token_ids and not seq.params.ignore_eos else last
 
     def stats(self) -> dict[str, int]:
         """Cumulative counts since the engine was made, and the blocks as they are."""

@@ -12,7 +12,9 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import as_integer
 
 Prompt = str | list[int] | Mapping[str, Any]
-"""A text, token ids, or {"prompt": text} or {"prompt_token_ids": token ids}, as vLLM takes them."""
+"""A text, token ids, or {"prompt": text} or {"prompt_token_ids": token ids}, as vLLM takes them.
+
+A dict of both has the ids run; its text is only what the output shows as its prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +23,8 @@ class Request:
 
     prompt_token_ids: list[int]
     params: SamplingParams
+    prompt: str | None = None
+    """The text that was tokenised, if it was a text."""
 
 
 def derive_seed(engine_seed: int, key: int | str) -> int:
@@ -39,11 +43,12 @@ def prepare_request(
     """
     if not isinstance(params, SamplingParams):
         raise ValueError(f"sampling_params is {params!r}; it must be a SamplingParams")
+    params = params.clone()
     if bad := [i for i in params.stop_token_ids or () if not 0 <= i < vocab_size]:
         raise ValueError(f"stop_token_ids has {bad[0]}; the vocabulary is 0..{vocab_size - 1}")
     if params.stop and tokenizer is None:
         raise ValueError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
-    token_ids = _tokenize(prompt, tokenizer)
+    text, token_ids = _tokenize(prompt, tokenizer)
     if not token_ids:
         raise ValueError("the prompt is empty; it must have at least one token")
     if len(token_ids) >= max_model_len:
@@ -54,21 +59,24 @@ def prepare_request(
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:
         bad_id = next(i for i in token_ids if not 0 <= i < vocab_size)
         raise ValueError(f"the prompt has token id {bad_id}; the vocabulary is 0..{vocab_size - 1}")
-    return Request(token_ids, params)
+    return Request(token_ids, params, text)
 
 
-def _tokenize(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
+def _tokenize(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None, list[int]]:
+    """(its text, if it has one, its token ids)."""
+    text: str | None = None
     if isinstance(prompt, Mapping):
         keys = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
         unknown = prompt.keys() - {"prompt_token_ids", "prompt"}
         if unknown or not keys:
             found = ", ".join(map(repr, prompt)) or "no keys"
             raise ValueError(f'a prompt has {found}; it must have "prompt" or "prompt_token_ids"')
+        text = prompt["prompt"] if isinstance(prompt.get("prompt"), str) else None
         prompt = prompt[keys[0]]
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError("the prompt is a string, and this model has no tokenizer: pass token ids")
-        return tokenizer.encode(prompt)
+        return prompt, tokenizer.encode(prompt)
     if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Iterable):
         raise ValueError(f"a prompt is {prompt!r}; it must be a string, a list of token ids, or a dict of either")
-    return [as_integer(i, "a token id of the prompt") for i in prompt]
+    return text, [as_integer(i, "a token id of the prompt") for i in prompt]

@@ -2,17 +2,17 @@
 
 from array import array
 from collections.abc import Iterable
-from typing import Literal, Protocol
+from typing import Protocol
 
+from nanovllm.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams
-
-FinishReason = Literal["stop", "length", "abort"]
 
 
 class StopMatcher(Protocol):
     """Watches a sequence's text for its stop strings."""
 
     text: str
+    found: str | None
 
     def feed(self, token_id: int) -> bool:
         """Take the next token; True once a stop string is complete."""
@@ -37,6 +37,7 @@ class Sequence:
         "num_in_flight",
         "num_prompt_tokens",
         "params",
+        "prompt",
         "row",
         "seed",
         "seq_id",
@@ -55,14 +56,18 @@ class Sequence:
         seed: int = 0,
         eos_token_ids: frozenset[int] = frozenset(),
         stop_matcher: StopMatcher | None = None,
+        prompt: str | None = None,
     ) -> None:
         self.seq_id = seq_id
+        self.prompt = prompt
+        """The text that was tokenised, if it was a text."""
         self.params = params
         self.seed = seed
         self.token_ids = array("i", prompt_token_ids)
         """Prompt and output, as far as the host knows them. Only ever appended to."""
         self.num_prompt_tokens = len(self.token_ids)
-        self.limit = min(self.num_prompt_tokens + params.max_tokens, max_model_len)
+        max_tokens = max_model_len if params.max_tokens is None else params.max_tokens
+        self.limit = min(self.num_prompt_tokens + max_tokens, max_model_len)
         """Prompt and output together never grow beyond this."""
         self.stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else eos_token_ids)
         self.stop_matcher = stop_matcher

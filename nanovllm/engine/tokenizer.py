@@ -68,6 +68,8 @@ class StopStringMatcher:
         self._longest = max(map(len, self._stop))
         self.text = ""
         """All text so far; once a stop string is complete, what comes before it."""
+        self.found: str | None = None
+        """The stop string that is complete."""
 
     def feed(self, token_id: int) -> bool:
         """Take the next token; True once a stop string is complete."""
@@ -76,8 +78,9 @@ class StopStringMatcher:
             return False
         start = max(0, len(self.text) - self._longest + 1)
         self.text += piece
-        found = [at for stop in self._stop if (at := self.text.find(stop, start)) >= 0]
+        found = [(at, stop) for stop in self._stop if (at := self.text.find(stop, start)) >= 0]
         if not found:
             return False
-        self.text = self.text[: min(found)]
+        at, self.found = min(found)
+        self.text = self.text[:at]
         return True

@@ -129,7 +129,7 @@ class PairMatcher:
     """Stands for a stop string that straddles tokens: ends at the second of two given tokens in a row."""
 
     def __init__(self, first: int, second: int) -> None:
-        self.pair, self.before, self.text = (first, second), -1, ""
+        self.pair, self.before, self.text, self.found = (first, second), -1, "", None
 
     def feed(self, token_id: int) -> bool:
         found = (self.before, token_id) == self.pair
