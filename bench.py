@@ -27,10 +27,13 @@ from benchmarks.bench_compare import ENGINES, compare
 from benchmarks.bench_cost import Cost, Machine, Shape, Step, ideal_steps, measure_machine, step_cost, synchronize
 from benchmarks.bench_workload import Workload, make_workload
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.plan import StepResult
+from nanovllm.engine.scheduler import Batch, Scheduler
 from nanovllm.models.config import load_model_config, read_json
 from nanovllm.models.hub import find_model
 from nanovllm.models.presets import PRESETS, preset_config
 from nanovllm.resolve import TOKEN_BUDGETS, resolve_device, resolve_dtype
+from nanovllm.utils.clock import Clock
 
 CPU_PRESET = {"num_seqs": 32, "input_len": [16, 128], "output_len": [16, 128], "dtype": "bfloat16"}
 
@@ -76,25 +79,26 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 class Recorder:
-    """Takes the place of the engine's trace: keeps what each step was made of and where its time went."""
+    """Observes an engine: keeps what each step was made of and where its time went."""
 
     def __init__(self, device: torch.device) -> None:
         self._launch_computes = device.type == "cpu"
         self.steps: list[Step] = []
         self.device_seconds: list[float] = []
         self.host_seconds: list[float] = []
+        self.command_seconds = 0.0
 
-    def planned(self, at: float, batch: Any, scheduler: Any) -> None:
+    def planned(self, at: float, batch: Batch, scheduler: Scheduler) -> None:
         plan = batch.plan
         work = list(zip(plan.num_computed.tolist(), plan.num_scheduled.tolist(), strict=True))
         self.steps.append((work, int(plan.samples.sum())))
 
-    def finished(self, number: int, clock: Any, result: Any) -> None:
-        laps = {name: seconds for name, _, seconds in clock.laps}
+    def finished(self, number: int, clock: Clock, result: StepResult) -> None:
         device = result.device_seconds
-        host = sum(laps.get(name, 0.0) for name in ("schedule", "launch", "update"))
+        host = sum(seconds for name, _, seconds in clock.spans if name != "wait")
         self.device_seconds.append(device)
         self.host_seconds.append(host - device if self._launch_computes else host)
+        self.command_seconds += result.command_seconds
 
     def close(self) -> None:
         pass
@@ -128,8 +132,8 @@ def run_engine(args: argparse.Namespace, workload: Workload, vocab_size: int, de
     with llm:
         run(workload.warm_up(vocab_size))
         recorder = Recorder(device)
-        llm.engine.trace = recorder  # type: ignore[assignment]
-        before, channel = llm.stats(), _channel_seconds(llm)
+        llm.observe(recorder)
+        before = llm.stats()
         warm = time.perf_counter()
         num_output_tokens = run(workload)
         seconds = time.perf_counter() - warm
@@ -141,16 +145,11 @@ def run_engine(args: argparse.Namespace, workload: Workload, vocab_size: int, de
             "num_output_tokens": num_output_tokens,
             "num_preemptions": stats["num_preemptions"],
             "num_cached_tokens": stats["num_cached_tokens"],
-            "channel_us_per_step": None
-            if channel is None
-            else 1e6 * ((_channel_seconds(llm) or 0.0) - channel) / stats["num_steps"],
+            "channel_us_per_step": 1e6 * recorder.command_seconds / stats["num_steps"]
+            if args.tensor_parallel_size > 1
+            else None,
             "recorder": recorder,
         }
-
-
-def _channel_seconds(llm: LLM) -> float | None:
-    """Spent so far in telling the other ranks what to do; None where there are none."""
-    return getattr(llm.engine.runner, "command_seconds", None)
 
 
 def _value(text: str) -> Any:

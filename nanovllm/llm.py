@@ -1,20 +1,19 @@
 """The facade: what a user of the library calls."""
 
 import os
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from contextlib import closing
 from types import TracebackType
 from typing import Any, Unpack
 
-from tqdm import tqdm
-
 from nanovllm.config import EngineConfig, EngineOptions
-from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.request import Prompt, Request
+from nanovllm.engine.llm_engine import StepObserver
+from nanovllm.engine.request import Prompt, Request, derive_seed
 from nanovllm.load import load_engine
 from nanovllm.outputs import Output
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.progress import ProgressBar
 
 Message = Mapping[str, Any]
 
@@ -75,10 +74,12 @@ class LLM:
             except ValueError as error:
                 raise ValueError(f"prompt {i}: {error}" if len(prompts) > 1 else str(error)) from None
         outputs = [Output() for _ in requests]
-        with _Progress(self.engine, len(requests), use_tqdm) as progress:
-            for i, seq in self.engine.run(requests):
-                outputs[i] = self.engine.output(seq)
-                progress.update()
+        with ProgressBar(
+            self.stats, total=len(requests), desc="Generating", unit="prompt", disable=not use_tqdm
+        ) as bar:
+            for i, output in self.stream(requests):
+                outputs[i] = output
+                bar.update()
         return outputs
 
     def chat(
@@ -114,21 +115,39 @@ class LLM:
         return self.engine.prepare(prompt, sampling_params)
 
     def stream(
-        self, requests: Iterable[Request | tuple[Prompt, SamplingParams | None] | None]
+        self, requests: Iterable[Request | tuple[Prompt, SamplingParams | None]]
     ) -> Iterator[tuple[int, Output]]:
         """Run requests from any iterable, taken lazily, and yield (index, output) as each finishes.
 
         At most 2 x max_num_seqs are held waiting, so an endless iterable runs in bounded memory. Leaving the
-        iterator early aborts what is still running. An iterable that must wait for its next request may give None
-        meanwhile (which takes an index): it is asked again after the next step.
+        iterator early aborts what is still running.
         """
-        prepared = (r if r is None or isinstance(r, Request) else self.prepare(*r) for r in requests)
-        run = self.engine.run(prepared)
-        try:
+        run = self.engine.run(r if isinstance(r, Request) else self.prepare(*r) for r in requests)
+        with closing(run):
             for index, seq in run:
                 yield index, self.engine.output(seq)
-        finally:
-            run.close()  # type: ignore[attr-defined]  # a generator
+
+    @property
+    def max_model_len(self) -> int:
+        """The most tokens that a prompt and its output may have together."""
+        return self.engine.config.max_model_len
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What `sampling_params=None` means: the model's generation_config."""
+        return self.engine.default_params
+
+    def derive_seed(self, name: str) -> int:
+        """A seed for a request that is known by a name: the same in every run with the same engine seed."""
+        return derive_seed(self.engine.config.seed, name)
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token, or "token_id:N" for a model without a tokenizer."""
+        tokenizer = self.engine.tokenizer
+        return f"token_id:{token_id}" if tokenizer is None else tokenizer.decode([token_id], skip_special_tokens=False)
+
+    def observe(self, observer: StepObserver) -> None:
+        """Have an observer told of every step from now on; for measuring."""
+        self.engine.observers.append(observer)
 
     def stats(self) -> dict[str, int]:
         """Cumulative counts: steps, tokens, cache hits, preemptions; and the blocks, free and in all."""
@@ -154,33 +173,3 @@ def _as_list(prompts: Any) -> list[Any]:
     prompts = list(prompts)
     is_one = bool(prompts) and not any(isinstance(p, (str, Mapping, Iterable)) or p is None for p in prompts)
     return [prompts] if is_one else prompts
-
-
-class _Progress:
-    """A bar of prompts done, with prefill and decode tokens per second and the KV in use."""
-
-    def __init__(self, engine: LLMEngine, total: int, show: bool) -> None:
-        self._engine = engine
-        self._bar = tqdm(total=total, desc="Generating", unit="prompt", disable=not show, dynamic_ncols=True)
-        self._since = time.perf_counter()
-        self._prefill, self._generated = engine.num_prefill_tokens, engine.scheduler.num_generated_tokens
-
-    def update(self) -> None:
-        if self._bar.disable:
-            return
-        engine = self._engine
-        seconds = max(time.perf_counter() - self._since, 1e-9)
-        manager = engine.scheduler.block_manager
-        self._bar.set_postfix(
-            prefill=f"{(engine.num_prefill_tokens - self._prefill) / seconds:.0f} tok/s",
-            decode=f"{(engine.scheduler.num_generated_tokens - self._generated) / seconds:.0f} tok/s",
-            kv=f"{manager.num_used / manager.num_blocks:.0%}",
-            refresh=False,
-        )
-        self._bar.update()
-
-    def __enter__(self) -> "_Progress":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()

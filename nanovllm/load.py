@@ -44,7 +44,7 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
     tokenizer = Tokenizer(folder) if folder is not None and Tokenizer.is_in(folder) else None
     path = folder / "generation_config.json" if folder is not None else None
     generation = read_json(path) if path is not None and path.is_file() else {}
-    trace = Trace(config.trace, config.device) if config.trace is not None else None
+    observers = [Trace(config.trace, config.device)] if config.trace is not None else []
     runner = make_runner(config, hf_config, None if config.load_format == "dummy" else folder)
     num_blocks = runner.make_cache()
     scheduler = Scheduler(
@@ -62,7 +62,7 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids(generation, data, tokenizer, vocab_size),
         default_params=SamplingParams.from_generation_config(generation),
-        trace=trace,
+        observers=observers,
     )
 
 

@@ -13,8 +13,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import count
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from threading import Thread
 from typing import Any, NamedTuple
 
@@ -25,6 +24,7 @@ except ImportError as error:
     raise ImportError("Ray Data is not installed: pip install 'nano-vllm[ray]'") from error
 
 from nanovllm.engine.request import Prompt, Request
+from nanovllm.engine.sequence import Sequence
 from nanovllm.llm import LLM
 from nanovllm.outputs import Output
 from nanovllm.sampling_params import SamplingParams
@@ -73,54 +73,46 @@ class _Place(NamedTuple):
 class SharedLLM(LLM):
     """An LLM whose `stream` may be open in many threads at a time: their requests run in the same steps.
 
-    One thread runs the engine, over one stream that never ends; the others hand it requests and wait for answers. So a
-    batch's last sequences run beside the next batch's first, and the KV cache stays full.
+    One thread runs the engine, and never ends; the others hand it requests and wait for answers. So a batch's last
+    sequences run beside the next batch's first, and the KV cache stays full.
     """
 
     def __init__(self, model: str, **options: Any) -> None:
         super().__init__(model, **options)
         self._incoming: SimpleQueue[tuple[Request, _Place]] = SimpleQueue()
-        self._running: dict[int, _Place] = {}
         Thread(target=self._run, name="engine", daemon=True).start()
 
     def stream(
-        self, requests: Iterable[Request | tuple[Prompt, SamplingParams | None] | None]
+        self, requests: Iterable[Request | tuple[Prompt, SamplingParams | None]]
     ) -> Iterator[tuple[int, Output]]:
         """As LLM.stream, but takes all requests at once. RuntimeError if the engine has stopped."""
         answers: SimpleQueue[tuple[int, Output] | BaseException] = SimpleQueue()
-        num_running = 0
-        for index, request in enumerate(requests):
-            if request is not None:
-                request = request if isinstance(request, Request) else self.prepare(*request)
-                self._incoming.put((request, _Place(index, answers)))
-                num_running += 1
-        for _ in range(num_running):
+        num_requests = 0
+        for request in requests:
+            request = request if isinstance(request, Request) else self.prepare(*request)
+            self._incoming.put((request, _Place(num_requests, answers)))
+            num_requests += 1
+        for _ in range(num_requests):
             answer = answers.get()
             if isinstance(answer, BaseException):
                 raise RuntimeError(f"the engine has stopped: {answer}") from answer
             yield answer
 
     def _run(self) -> None:
+        places: dict[Sequence, _Place] = {}
         try:
-            for number, output in super().stream(self._requests()):
-                place = self._running.pop(number)
-                place.answers.put((place.position, output))
+            while True:
+                while not places or not self._incoming.empty():
+                    request, place = self._incoming.get()
+                    places[self.engine.add(request)] = place
+                for seq in self.engine.step():
+                    place = places.pop(seq)
+                    place.answers.put((place.position, self.engine.output(seq)))
         except BaseException as error:
-            for place in self._running.values():
+            for place in places.values():
                 place.answers.put(error)
             while True:  # nobody may wait in vain
                 self._incoming.get()[1].answers.put(error)
-
-    def _requests(self) -> Iterator[Request | None]:
-        """What the threads hand in; None while there is nothing and the engine has work."""
-        for number in count():
-            try:
-                request, place = self._incoming.get(block=not self._running)
-            except Empty:
-                yield None
-            else:
-                self._running[number] = place
-                yield request
 
 
 class RayLLM:
@@ -142,7 +134,7 @@ class RayLLM:
         if sampling_params is not None and sampling_params.logprobs is not None:
             raise ValueError("sampling_params has logprobs, for which there is no column: use LLM.stream for them")
         self._llm = SharedLLM(model, **options)
-        self._params = sampling_params or self._llm.engine.default_params
+        self._params = sampling_params or self._llm.get_default_sampling_params()
         self._threads = ThreadPoolExecutor(MAX_BATCHES)
 
     async def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,16 +146,20 @@ class RayLLM:
         rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
         added: list[dict[str, Any]] = [dict(_NO_OUTPUT) for _ in rows]
 
-        def requests() -> Iterator[Request | None]:
+        good: list[dict[str, Any]] = []  # the results of the rows that run
+
+        def requests() -> Iterator[Request]:
             for row, result in zip(rows, added, strict=True):
                 try:
-                    yield self._prepare(row)
+                    request = self._prepare(row)
                 except (TypeError, ValueError) as error:
                     result["error"] = str(error)
-                    yield None
+                else:
+                    good.append(result)
+                    yield request
 
         for index, output in self._llm.stream(requests()):
-            added[index] |= {
+            good[index] |= {
                 "generated_text": output["text"],
                 "generated_token_ids": output["token_ids"],
                 "finish_reason": output["finish_reason"],

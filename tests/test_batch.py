@@ -17,6 +17,7 @@ from nanovllm.batch.compact import DigestSet, LineSet
 from nanovllm.batch.protocol import LineError, num_logprobs, prepare, read_envelope
 from nanovllm.batch.status import Status
 from nanovllm.config import EngineConfig
+from nanovllm.engine.request import derive_seed
 
 HELLO = [{"role": "user", "content": "hello"}]
 LINES = [openai_line(f"id-{i}", prompt="x" * (i + 1)) for i in range(30)]
@@ -81,7 +82,7 @@ def test_packed_input_gives_the_same_results(tmp_path: Path) -> None:
 
 def request_of(line: dict[str, Any]) -> Any:
     llm: Any = InstantLLM(EngineConfig("some-model", max_model_len=1000))
-    return prepare(read_envelope(json.dumps(line).encode(), 7), llm, "some-model", lambda custom_id: 77)
+    return prepare(read_envelope(json.dumps(line).encode(), 7), llm, "some-model")
 
 
 def test_every_sampling_field_reaches_the_engine() -> None:
@@ -98,7 +99,7 @@ def test_the_defaults_are_openais_for_its_lines_and_the_librarys_for_plain_ones(
     assert request_of(openai_line("a", prompt="x"))[1].max_tokens == 16
     assert request_of({"prompt": "x"})[1].max_tokens == 64
     assert request_of(openai_line("a", messages=HELLO, max_completion_tokens=5))[1].max_tokens == 5
-    assert request_of({"prompt": "x", "seed": None})[1].seed == 77
+    assert request_of({"prompt": "x", "seed": None})[1].seed == derive_seed(0, "7")
     assert request_of({"prompt": "x"})[1].temperature == 1.0  # the model's generation_config
 
 

@@ -174,7 +174,7 @@ def test_a_trace_has_every_span_of_every_step_and_its_charts(tmp_path, depth):
 
 def test_the_trace_of_a_killed_run_can_be_drawn(tmp_path):
     engine = run_with_trace(tmp_path / "run.json", 1)
-    engine.trace._file.flush()
+    engine.observers[0]._file.flush()
     torn = (tmp_path / "run.json").read_text()[:-20]
     (tmp_path / "torn.json").write_text(torn)
     script = Path(__file__).parent.parent / "scripts" / "draw_trace.py"

@@ -22,7 +22,7 @@ pytest.importorskip("ray.data")
 
 import ray
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import SamplingParams
 from nanovllm.batch.cluster import check_room, lines_per_part, parts_in_flight, read_parts, run_on_ray
 from nanovllm.batch.job import Job, run_job
 from nanovllm.batch.source import read_lines
@@ -41,12 +41,6 @@ OPTIONS: dict[str, Any] = {
 GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
 # ---- an engine that many threads share
-
-
-def test_a_source_may_have_nothing_yet(reciter: Path) -> None:
-    with LLM(reciter, **OPTIONS) as llm:
-        outputs = dict(llm.stream([("a", GREEDY), None, None, ("b", GREEDY), None]))
-        assert outputs.keys() == {0, 3} and outputs[3]["text"].startswith("cdef")
 
 
 def test_batches_of_several_threads_run_in_the_same_steps(reciter: Path) -> None:

@@ -62,7 +62,7 @@ def _run(job: Job, tally: Tally, replicas: int, address: str | None) -> None:
             return
         if done:
             logger.info("%s: going on after %d parts", folder, len(done))
-        with _cluster(address, job.config, replicas) as on_gpu, tally.show(lambda: tally.num_generated_tokens):
+        with _cluster(address, job.config, replicas) as on_gpu, tally.show(lambda: vars(tally)):
             pool = actors(
                 replicas,
                 tensor_parallel_size=job.config.tensor_parallel_size,

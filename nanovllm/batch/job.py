@@ -67,12 +67,7 @@ def answer_lines(
         emit: is called with each answer.
         done: numbers of the lines that have an answer. Their ids count as seen.
     """
-    from nanovllm.engine.request import derive_seed
-
     ids, running = DigestSet(), dict[int, Envelope]()
-
-    def seed_of(custom_id: str) -> int:
-        return derive_seed(llm.engine.config.seed, custom_id)
 
     def requests() -> Iterator["Request"]:
         count = 0
@@ -80,7 +75,7 @@ def answer_lines(
             try:
                 envelope = read_envelope(raw, number, ids.add)
                 if number not in done:
-                    request = prepare(envelope, llm, model_name, seed_of)
+                    request = prepare(envelope, llm, model_name)
                     running[count] = envelope
                     count += 1
                     yield request
@@ -88,12 +83,8 @@ def answer_lines(
                 if number not in done:
                     emit(Answer(error_line(number, error), None))
 
-    def token_text(token_id: int) -> str:
-        tokenizer = llm.engine.tokenizer
-        return f"token_id:{token_id}" if tokenizer is None else tokenizer.decode([token_id], skip_special_tokens=False)
-
     for index, output in llm.stream(requests()):
-        emit(Answer(result_line(running.pop(index), output, model_name, token_text), output))
+        emit(Answer(result_line(running.pop(index), output, model_name, llm.token_text), output))
 
 
 def _load(config: EngineConfig) -> "LLM":
@@ -153,7 +144,7 @@ def _run(job: Job, tally: Tally, load: "Callable[[EngineConfig], LLM]") -> None:
             return
         if done:
             logger.info("%s: going on after %d answers", job.output, len(done))
-        with closing(load(job.config)) as llm, tally.show(lambda: llm.stats()["num_generated_tokens"]):
+        with closing(load(job.config)) as llm, tally.show(llm.stats):
 
             def emit(answer: Answer) -> None:
                 journal.append(answer.line)

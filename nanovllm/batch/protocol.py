@@ -122,23 +122,22 @@ def _read_object(raw: bytes) -> dict[str, Any]:
     return data
 
 
-def prepare(envelope: Envelope, llm: "LLM", model_name: str, derive_seed: Callable[[str], int]) -> "Request":
+def prepare(envelope: Envelope, llm: "LLM", model_name: str) -> "Request":
     """The engine's request for a line: every field understood, the prompt tokenised; LineError otherwise.
 
     Args:
         model_name: the one `model` that a body may name.
-        derive_seed: gives the seed of a line that brings none, from its id.
     """
     try:
         body = _check_body(envelope, model_name)
         sampling = {name: body[name] for name in _SAMPLING if name in body}
-        sampling.setdefault("seed", derive_seed(envelope.custom_id))
+        sampling.setdefault("seed", llm.derive_seed(envelope.custom_id))
         sampling["logprobs"] = num_logprobs(envelope)
         if "max_completion_tokens" in body:
             sampling["max_tokens"] = body["max_completion_tokens"]
         elif not envelope.is_plain:
-            sampling.setdefault("max_tokens", llm.engine.config.max_model_len if envelope.is_chat else 16)
-        params = replace(llm.engine.default_params, **sampling)
+            sampling.setdefault("max_tokens", llm.max_model_len if envelope.is_chat else 16)
+        params = replace(llm.get_default_sampling_params(), **sampling)
         if envelope.is_chat:
             prompt = llm.render_chat(_read_messages(body.get("messages")), body.get("chat_template_kwargs"))
         else:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from tqdm import tqdm
+from nanovllm.utils.progress import ProgressBar
 
 COUNTS = ("num_succeeded", "num_failed", "num_prompt_tokens", "num_cached_tokens", "num_generated_tokens")
 """What tallies of parts of a job add up to."""
@@ -32,7 +32,7 @@ class Tally:
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
     seconds: float = 0.0
-    _bar: "tqdm[Any] | None" = field(default=None, repr=False)
+    _bar: ProgressBar | None = field(default=None, repr=False)
 
     def count(self, output: dict[str, Any] | None) -> None:
         """Count an answer; None is an error."""
@@ -54,16 +54,15 @@ class Tally:
             self._bar.update(part["num_succeeded"] + part["num_failed"])
 
     @contextmanager
-    def show(self, num_generated: Callable[[], int]) -> Iterator[None]:
-        """Show a bar, and keep the time; `num_generated` tells the tokens so far."""
+    def show(self, stats: Callable[[], Mapping[str, int]]) -> Iterator[None]:
+        """Show a bar, and keep the time; `stats` tells the tokens so far, as `LLM.stats` does."""
         since = time.perf_counter()
-        self._bar = _Bar(
-            num_generated,
+        self._bar = ProgressBar(
+            stats,
             desc="Answering",
             unit="line",
             total=self.num_lines,
             initial=self.num_earlier,
-            dynamic_ncols=True,
             mininterval=0.5 if sys.stderr.isatty() else 10.0,
         )
         try:
@@ -102,16 +101,3 @@ class Tally:
         counts = {name: value for name, value in asdict(self).items() if not name.startswith("_")}
         rates = {"tokens_per_second": self.tokens_per_second, "cache_hit_rate": self.cache_hit_rate}
         return {**counts, **{name: round(value, 4) for name, value in rates.items()}}
-
-
-class _Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
-    """A bar with the tokens generated per second beside the lines; asked for them only when it is drawn."""
-
-    def __init__(self, num_generated: Callable[[], int], **options: Any) -> None:
-        self._num_generated, self._since = num_generated, time.perf_counter()
-        super().__init__(**options)
-
-    @property
-    def format_dict(self) -> dict[str, Any]:
-        seconds = max(time.perf_counter() - self._since, 1e-9)
-        return {**super().format_dict, "postfix": f"{self._num_generated() / seconds:.0f} tok/s"}

@@ -14,6 +14,7 @@ import socket
 import time
 import weakref
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,13 +36,13 @@ if TYPE_CHECKING:
 class LeadingHandle:
     """A launched step of all ranks."""
 
-    def __init__(self, handle: StepHandle, followers: Followers) -> None:
-        self._handle, self._followers = handle, followers
+    def __init__(self, handle: StepHandle, followers: Followers, command_seconds: float) -> None:
+        self._handle, self._followers, self._command_seconds = handle, followers, command_seconds
 
     def result(self) -> StepResult:
         """Wait for the step, and read what rank 0 sampled; raises what made a follower fail."""
         with self._followers.guard():
-            return self._handle.result()
+            return replace(self._handle.result(), command_seconds=self._command_seconds)
 
 
 class ThreadShare:
@@ -81,8 +82,6 @@ class LeadingRunner:
         size = config.tensor_parallel_size
         check_shards(hf_config, size)
         device = torch.device(config.device)
-        self.command_seconds = 0.0
-        """Spent so far in telling the followers what to do."""
         self._pid = os.getpid()
         self._parallel = parallel = GroupParallel(0, size, config.distributed_backend, device)
         make_model_backend(config, hf_config)  # compiles kernels, if need be, before all ranks want them
@@ -128,8 +127,8 @@ class LeadingRunner:
         with self._followers.guard():
             since = time.perf_counter()
             self._followers.tell(plan)
-            self.command_seconds += time.perf_counter() - since
-            return LeadingHandle(self._runner.launch(plan), self._followers)
+            command_seconds = time.perf_counter() - since
+            return LeadingHandle(self._runner.launch(plan), self._followers, command_seconds)
 
     def close(self) -> None:
         """End all ranks, and let go of the device's memory."""

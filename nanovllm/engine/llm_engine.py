@@ -2,8 +2,9 @@
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol
 
 from nanovllm.config import ResolvedConfig
@@ -12,9 +13,9 @@ from nanovllm.engine.request import Prompt, Request, derive_seed, prepare_reques
 from nanovllm.engine.scheduler import Batch, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.tokenizer import Tokenizer
-from nanovllm.engine.trace import Clock, Trace
 from nanovllm.outputs import Output
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.clock import Clock
 from nanovllm.utils.interrupt import HoldInterrupt
 
 logger = logging.getLogger(__name__)
@@ -34,6 +35,22 @@ class Runner(Protocol):
     def launch(self, plan: StepPlan) -> Handle: ...
 
     def close(self) -> None: ...
+
+
+class StepObserver(Protocol):
+    """Is told of every step: the trace, or who measures."""
+
+    def planned(self, at: float, batch: Batch, scheduler: Scheduler) -> None:
+        """A step was planned, from `at` on (`time.perf_counter`); it is not launched yet."""
+        ...
+
+    def finished(self, number: int, clock: Clock, result: StepResult) -> None:
+        """Step `number`, counted from 1, was read; the clock has its spans on the host."""
+        ...
+
+    def close(self) -> None:
+        """The engine is closed."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +82,7 @@ class LLMEngine:
         tokenizer: Tokenizer | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
         default_params: SamplingParams | None = None,
-        trace: Trace | None = None,
+        observers: Iterable[StepObserver] = (),
     ) -> None:
         """An engine of parts that were made elsewhere: see load.py."""
         self.config = config
@@ -77,8 +94,7 @@ class LLMEngine:
         self.default_params = default_params or SamplingParams()
         self.depth = config.depth
         self.num_steps = 0
-        self.num_prefill_tokens = 0
-        self.trace = trace
+        self.observers = list(observers)
         self.closed = False
         self._num_requests = 0
         self._in_flight: deque[InFlight] = deque()
@@ -141,14 +157,14 @@ class LLMEngine:
         """Plan and launch the next step; False if nothing can be computed before a launched step is read."""
         clock = Clock()
         batch = self.scheduler.schedule()
-        clock.lap("schedule")
+        clock.span("schedule")
         if batch is None:
             return False
-        if self.trace is not None:
-            self.trace.planned(clock.laps[0][1], batch, self.scheduler)
+        for observer in self.observers:
+            observer.planned(clock.spans[0][1], batch, self.scheduler)
         clock.resume()
         handle = self.runner.launch(batch.plan)
-        clock.lap("launch")
+        clock.span("launch")
         self.num_steps += 1
         self._in_flight.append(InFlight(self.num_steps, batch, handle, clock))
         return True
@@ -158,12 +174,11 @@ class LLMEngine:
         step = self._in_flight.popleft()
         step.clock.resume()
         result = step.handle.result()
-        step.clock.lap("wait")
-        self.num_prefill_tokens += step.batch.plan.num_tokens - len(step.batch.seqs)
+        step.clock.span("wait")
         finished = self.scheduler.update(step.batch, result.token_ids, result.logprobs)
-        step.clock.lap("update")
-        if self.trace is not None:
-            self.trace.finished(step.number, step.clock, result)
+        step.clock.span("update")
+        for observer in self.observers:
+            observer.finished(step.number, step.clock, result)
         return finished
 
     def _recover(self, error: BaseException) -> None:
@@ -186,19 +201,18 @@ class LLMEngine:
             step.clock.resume()
             try:
                 result = step.handle.result()
-                step.clock.lap("wait")
-                if self.trace is not None:
-                    self.trace.finished(step.number, step.clock, result)
+                step.clock.span("wait")
+                for observer in self.observers:
+                    observer.finished(step.number, step.clock, result)
             except Exception as error:
                 logger.warning("a step in flight failed too: %s", error)
         self.scheduler.abort_all()
 
-    def run(self, requests: Iterable[Request | None]) -> Iterator[tuple[int, Sequence]]:
+    def run(self, requests: Iterable[Request]) -> Generator[tuple[int, Sequence], None, None]:
         """Run requests, taken lazily, and yield (its number among them, ended sequence) as each ends.
 
-        At most 2 x max_num_seqs are held waiting. Ctrl-C is held until the step in hand has ended. However this
-        generator is left, no sequence stays behind. A source that has no request yet gives None, which is counted
-        too, and is asked again after the next step; while none of its requests runs it should rather wait.
+        At most 2 x max_num_seqs are held waiting. Ctrl-C is held until the step in hand has ended, and what that
+        step has brought to an end is still yielded. However this generator is left, no sequence stays behind.
 
         Raises:
             RuntimeError: the engine is closed, or another run is open.
@@ -209,35 +223,16 @@ class LLMEngine:
             raise RuntimeError("another generate() or stream() of this engine is open: finish or close it first")
         incoming = enumerate(requests)
         numbers: dict[Sequence, int] = {}
-        exhausted = False
         hold = HoldInterrupt(on_second=self.close)
+        interrupt: KeyboardInterrupt | None = None
         try:
             self._running = True
-            while True:
-                while not exhausted and len(self.scheduler.waiting) < 2 * self.config.max_num_seqs:
-                    number, request = next(incoming, (-1, None))
-                    if number < 0:
-                        exhausted = True
-                    elif request is None:
-                        break
-                    else:
-                        numbers[self.add(request)] = number
-                if not numbers:
-                    if exhausted:
-                        return
-                    continue
-                finished, interrupt = [], None
-                try:
-                    with hold:
-                        finished = self.step()
-                except KeyboardInterrupt as error:
-                    interrupt = error  # if it was held, what the step has brought to an end is not lost
-                try:
-                    for seq in finished:
-                        yield numbers.pop(seq), seq
-                finally:
-                    if interrupt is not None:
-                        raise interrupt
+            while self._take_in(incoming, numbers):
+                finished, interrupt = self._step_holding(hold)
+                for seq in finished:
+                    yield numbers.pop(seq), seq
+                if interrupt is not None:
+                    return
                 if self.closed:
                     raise RuntimeError("the engine was closed while requests were running")
         finally:
@@ -245,6 +240,25 @@ class LLMEngine:
             if not self.closed:
                 with hold:  # a second Ctrl-C, after the step, must not leave sequences half aborted
                     self.abort_all()
+            if interrupt is not None:
+                raise interrupt
+
+    def _take_in(self, incoming: Iterator[tuple[int, Request]], numbers: dict[Sequence, int]) -> bool:
+        """Queue the next requests and note their numbers; False if there is nothing left to run."""
+        room = 2 * self.config.max_num_seqs - len(self.scheduler.waiting)
+        for number, request in islice(incoming, max(room, 0)):
+            numbers[self.add(request)] = number
+        return bool(numbers)
+
+    def _step_holding(self, hold: HoldInterrupt) -> tuple[list[Sequence], KeyboardInterrupt | None]:
+        """A step, and the Ctrl-C that was held meanwhile: what the step has brought to an end is not lost to it."""
+        finished: list[Sequence] = []
+        try:
+            with hold:
+                finished = self.step()
+        except KeyboardInterrupt as error:
+            return finished, error
+        return finished, None
 
     def output(self, seq: Sequence) -> Output:
         """What the caller gets of an ended sequence."""
@@ -302,5 +316,5 @@ class LLMEngine:
                 self.scheduler.abort_all()
             finally:
                 self.runner.close()
-                if self.trace is not None:
-                    self.trace.close()
+                for observer in self.observers:
+                    observer.close()

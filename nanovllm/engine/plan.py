@@ -120,9 +120,11 @@ class StepResult:
         logprobs: for each of them {token id: log-probability} or None; None if nobody asked.
         prepare_seconds: how long the host took to bring the plan on its way.
         device_seconds: how long the device worked on the step.
+        command_seconds: how long rank 0 took to tell the other ranks.
     """
 
     token_ids: IntArray
     logprobs: Seq[dict[int, float] | None] | None
     prepare_seconds: float = 0.0
     device_seconds: float = 0.0
+    command_seconds: float = 0.0

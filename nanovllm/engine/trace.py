@@ -6,18 +6,18 @@ a run that was killed can still be read. Format: "Trace Event Format", Google.
 
 import json
 import time
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
-if TYPE_CHECKING:
-    from nanovllm.engine.plan import StepResult
-    from nanovllm.engine.scheduler import Batch, Scheduler
+from nanovllm.engine.plan import StepResult
+from nanovllm.engine.scheduler import Batch, Scheduler
+from nanovllm.utils.clock import Clock
 
 HOST, DEVICE = 1, 2
 """The two threads of the timeline."""
 
 
 class Trace:
-    """Writes the trace of one engine. An engine without a trace has None in its place."""
+    """Writes the trace of one engine; a `StepObserver`."""
 
     def __init__(self, path: str, device: str) -> None:
         """device is the engine's. Raises a ValueError if the file cannot be written."""
@@ -32,7 +32,7 @@ class Trace:
         for thread, name in ((HOST, "host"), (DEVICE, "device")):
             self._write({"name": "thread_name", "ph": "M", "pid": 1, "tid": thread, "args": {"name": name}})
 
-    def planned(self, at: float, batch: "Batch", scheduler: "Scheduler") -> None:
+    def planned(self, at: float, batch: Batch, scheduler: Scheduler) -> None:
         """Charts of what a step is made of, and of the state it was planned in."""
         plan, manager = batch.plan, scheduler.block_manager
         charts = {
@@ -44,12 +44,12 @@ class Trace:
         for name, series in charts.items():
             self._write({"name": name, "ph": "C", "pid": 1, "ts": self._microseconds(at), "args": series})
 
-    def finished(self, number: int, clock: "Clock", result: "StepResult") -> None:
+    def finished(self, number: int, clock: Clock, result: StepResult) -> None:
         """The spans of a step that has been read: what the host did for it, and the device's work.
 
         The device's work is timed but not placed: it began once launched, and not before the step before had ended.
         """
-        for name, start, seconds in clock.laps:
+        for name, start, seconds in clock.spans:
             if name == "launch":
                 self._span("prepare", HOST, start, result.prepare_seconds, number)
                 start, seconds = start + result.prepare_seconds, seconds - result.prepare_seconds
@@ -75,21 +75,3 @@ class Trace:
     def _write(self, event: dict[str, Any]) -> None:
         if self._file is not None:
             self._file.write(json.dumps(event) + ",\n")
-
-
-class Clock:
-    """When the host did what for a step: (name, start, seconds) of each span."""
-
-    def __init__(self) -> None:
-        self.laps: list[tuple[str, float, float]] = []
-        self.resume()
-
-    def resume(self) -> None:
-        """Go on after a pause, which belongs to no span."""
-        self._last = time.perf_counter()
-
-    def lap(self, name: str) -> None:
-        """What was done since the last call was `name`."""
-        now = time.perf_counter()
-        self.laps.append((name, self._last, now - self._last))
-        self._last = now

@@ -4,13 +4,13 @@ import json
 import random
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from nanovllm import SamplingParams
 from nanovllm.batch.job import Job, run_job
 from nanovllm.batch.status import Status
 from nanovllm.config import EngineConfig
+from nanovllm.engine.request import derive_seed
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -48,15 +48,24 @@ class InstantLLM:
     """
 
     def __init__(self, config: EngineConfig, dies_after: int | None = None, error: BaseException | None = None) -> None:
-        tokenizer = SimpleNamespace(decode=lambda ids, skip_special_tokens: "".join(map(chr, ids)))
-        self.engine = SimpleNamespace(config=config, default_params=SamplingParams(), tokenizer=tokenizer)
+        assert isinstance(config.max_model_len, int)
+        self.max_model_len, self._seed = config.max_model_len, config.seed
         self.dies_after, self.error = dies_after, error
         self.requests: list[tuple[list[int], SamplingParams]] = []
         self.is_closed = False
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        return SamplingParams()
+
+    def derive_seed(self, name: str) -> int:
+        return derive_seed(self._seed, name)
+
+    def token_text(self, token_id: int) -> str:
+        return chr(token_id)
+
     def prepare(self, prompt: str | list[int], params: SamplingParams) -> tuple[list[int], SamplingParams]:
         token_ids = [ord(c) for c in prompt] if isinstance(prompt, str) else prompt
-        if not 0 < len(token_ids) < self.engine.config.max_model_len:
+        if not 0 < len(token_ids) < self.max_model_len:
             raise ValueError(f"the prompt has {len(token_ids)} tokens")
         return token_ids, params
 
@@ -91,7 +100,7 @@ class InstantLLM:
         }
 
     def stats(self) -> dict[str, int]:
-        return {"num_generated_tokens": 0}
+        return {"num_prompt_tokens": 0, "num_cached_tokens": 0, "num_generated_tokens": 0}
 
     def close(self) -> None:
         self.is_closed = True

@@ -198,5 +198,5 @@ def make_engine(
         vocab_size=VOCAB,
     )
     runner = FakeRunner(num_blocks, block_size, max_num_seqs, max_num_batched_tokens)
-    written = Trace(trace, "cpu") if trace is not None else None
-    return LLMEngine(config, runner, scheduler, vocab_size=VOCAB, eos_token_ids=eos, trace=written)
+    observers = [Trace(trace, "cpu")] if trace is not None else []
+    return LLMEngine(config, runner, scheduler, vocab_size=VOCAB, eos_token_ids=eos, observers=observers)

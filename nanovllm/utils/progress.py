@@ -1,0 +1,32 @@
+"""The bar that a run shows."""
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tqdm import tqdm
+
+
+class ProgressBar(tqdm):  # type: ignore[misc]  # tqdm has no types
+    """A bar with the tokens per second beside it, and the part of the KV cache in use where that is known."""
+
+    def __init__(self, stats: Callable[[], Mapping[str, int]], **options: Any) -> None:
+        """
+        Args:
+            stats: counts as `LLM.stats` gives them; asked for only when the bar is drawn.
+            options: tqdm's.
+        """
+        self._stats, self._before, self._since = stats, dict(stats()), time.perf_counter()
+        super().__init__(dynamic_ncols=True, **options)
+
+    @property
+    def format_dict(self) -> dict[str, Any]:
+        now, seconds = self._stats(), max(time.perf_counter() - self._since, 1e-9)
+        prompt, cached, generated = (
+            now[name] - self._before[name]
+            for name in ("num_prompt_tokens", "num_cached_tokens", "num_generated_tokens")
+        )
+        text = f"prefill={(prompt - cached) / seconds:.0f} tok/s, decode={generated / seconds:.0f} tok/s"
+        if "num_blocks" in now:
+            text += f", kv={1 - now['num_free_blocks'] / now['num_blocks']:.0%}"
+        return {**super().format_dict, "postfix": text}
