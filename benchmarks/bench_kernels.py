@@ -1,4 +1,4 @@
-"""How near our kernels come to what this GPU can do: attention, the KV store, the fused small kernels, the sampler.
+"""How near our kernels come to what this GPU can do: attention, the fused small kernels, the sampler.
 
 Every figure stands beside a ceiling measured in the same run: bytes against a large copy, FLOP against a large bfloat16
 matmul. Launches are captured in CUDA graphs, as in the engine, and go round several sets of tensors, together larger
@@ -21,7 +21,10 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from nanovllm.backends import AttentionMetadata, Backend, default_block_size, make_backend, resolve_backend
+from nanovllm.backends import AttentionMetadata, Backend
+from nanovllm.kernels.norm_rope_store import NormRope
+from nanovllm.kernels.sample import SamplingValues
+from nanovllm.resolve import Work, resolve_backend
 
 DTYPE = torch.bfloat16
 ITEMSIZE = 2
@@ -150,22 +153,19 @@ def metadata_of(num_seqs: int, query_len: int, seq_len: int, block_size: int, nu
 
 def time_attention(backend: Backend, model: Model, num_seqs: int, query_len: int, seq_len: int) -> tuple[float, int]:
     """Microseconds a layer, and the bytes of K and V that it reads."""
-    block_size = default_block_size(backend.name)
+    block_size = backend.default_block_size
     num_blocks = num_seqs * -(-seq_len // block_size)
-    heads = (model.num_kv_heads, model.head_dim)
+    shape = (num_blocks, block_size, model.num_kv_heads, model.head_dim)
     read = 2 * num_seqs * seq_len * model.num_kv_heads * model.head_dim * ITEMSIZE
-    caches = [
-        backend.allocate_cache(num_blocks, block_size, *heads, DTYPE, torch.device("cuda"))
-        for _ in range(num_sets(read))
-    ]
+    caches = [backend.allocate_cache(shape, DTYPE, torch.device("cuda")) for _ in range(num_sets(read))]
     for cache in caches:
         for side in cache:
             side.normal_()
     metadata = metadata_of(num_seqs, query_len, seq_len, block_size, num_blocks)
     q = randn(num_seqs * query_len, model.num_heads, model.head_dim)
     scale = model.head_dim**-0.5
-    launches = [lambda cache=cache: backend.attend(q, cache, metadata, scale) for cache in caches]
-    return microseconds(launches, before=lambda: backend.begin_step(metadata)), read
+    metadata = backend.complete(metadata, caches[0], model.num_heads)
+    return microseconds([lambda cache=cache: backend.attend(q, cache, metadata, scale) for cache in caches]), read
 
 
 def bench_decode(bench: Bench, name: str, backend: Backend, batches: list[int], contexts: list[int]) -> None:
@@ -193,8 +193,6 @@ def bench_prefill(bench: Bench, name: str, backend: Backend) -> None:
 
 def small_kernels(backend: Backend, model: Model, num_tokens: int) -> Iterator[tuple[str, float, int]]:
     """(name, microseconds, bytes read and written) of each."""
-    from nanovllm.kernels.norm_rope_store import store_kv
-
     hidden, head_dim = model.hidden_size, model.head_dim
     heads = model.num_heads + 2 * model.num_kv_heads
     weight, head_weight = randn(hidden), randn(head_dim)
@@ -210,25 +208,15 @@ def small_kernels(backend: Backend, model: Model, num_tokens: int) -> Iterator[t
     yield "silu_and_mul", microseconds([lambda x=x: backend.silu_and_mul(x) for x in pairs]), size * 3 // 2
     del rows, pairs, launches
 
-    block_size = default_block_size(backend.name)
-    cache = backend.allocate_cache(
-        4 * num_tokens // block_size + 1, block_size, model.num_kv_heads, head_dim, DTYPE, torch.device("cuda")
-    )
+    block_size = backend.default_block_size
+    shape = (4 * num_tokens // block_size + 1, block_size, model.num_kv_heads, head_dim)
+    cache = backend.allocate_cache(shape, DTYPE, torch.device("cuda"))
     slots = torch.arange(num_tokens, device="cuda")
-    kv = num_tokens * model.num_kv_heads * head_dim * ITEMSIZE  # one of the two
     size = num_tokens * heads * head_dim * ITEMSIZE
     inputs = [(randn(num_tokens, heads * head_dim), slots + num_tokens * (i % 4)) for i in range(num_sets(size))]
-
-    def key_value(qkv: Tensor) -> tuple[Tensor, Tensor]:
-        split = qkv.view(num_tokens, heads, head_dim)
-        return split[:, -2 * model.num_kv_heads : -model.num_kv_heads], split[:, -model.num_kv_heads :]
-
-    launches = [lambda x=x, s=s: store_kv(*key_value(x), *cache, s) for x, s in inputs]
-    yield "store_kv", microseconds(launches), 4 * kv
     positions = torch.arange(num_tokens, device="cuda", dtype=torch.int32)
-    cos_sin = torch.randn(num_tokens, head_dim, device="cuda")
-    arguments = (head_weight, head_weight, 1e-6, cos_sin, positions, cache)
-    launches = [lambda x=x, s=s: backend.norm_rope_store(x, *arguments, s) for x, s in inputs]
+    norms = NormRope(head_weight, head_weight, 1e-6, torch.randn(num_tokens, head_dim, device="cuda"))
+    launches = [lambda x=x, s=s: backend.norm_rope_store(x, norms, positions, cache, s) for x, s in inputs]
     yield "norm_rope_store", microseconds(launches), 2 * size + num_tokens * head_dim * 4
 
 
@@ -240,14 +228,15 @@ def bench_sampler(bench: Bench, backend: Backend, batches: list[int]) -> None:
         sets = [3 * randn(batch, VOCAB_SIZE) for _ in range(num_sets(size))]
         seeds, positions = torch.arange(batch, device="cuda"), torch.zeros(batch, dtype=torch.int32, device="cuda")
         for kind, (temperature, top_k, top_p) in kinds.items():
-            filters = (
+            values = SamplingValues(
                 torch.full((batch,), temperature, device="cuda"),
                 torch.full((batch,), top_k, dtype=torch.int32, device="cuda"),
                 torch.full((batch,), top_p, device="cuda"),
                 torch.zeros(batch, device="cuda"),
+                seeds,
+                positions,
             )
-            arguments = (*filters, seeds, positions)
-            launches = [lambda x=x, a=arguments: backend.sample(x, *a) for x in sets]
+            launches = [lambda x=x, v=values: backend.sample(x, v) for x in sets]
             bench.bytes("sample", "", f"{batch}, {kind}", microseconds(launches), size)
 
 
@@ -282,8 +271,7 @@ def main() -> None:
     backends = []
     for name in args.backends or ["triton", "flash_attn"]:
         try:
-            resolve_backend(name, device, DTYPE)
-            backends.append(make_backend(name, device, 128, 2, default_block_size(name)))
+            backends.append(resolve_backend(name, Work(device, DTYPE, head_dim=128, group=2))())
         except ValueError as error:
             if args.backends:
                 sys.exit(str(error))

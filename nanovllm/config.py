@@ -11,7 +11,7 @@ from typing import Any, Literal, TypedDict
 from nanovllm.utils.checks import as_bool, as_choice, as_integer, refuse, refuse_unknown
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
-BACKENDS = ("auto", "flash_attn", "triton", "torch")
+BACKENDS = ("auto", "flash_attn", "triton", "cpu", "torch")
 DISTRIBUTED_BACKENDS = ("auto", "nccl", "gloo")
 LOAD_FORMATS = ("auto", "dummy")
 
@@ -79,7 +79,10 @@ class EngineConfig:
     enable_prefix_caching: bool = _option(True, "reuse the KV of equal prompt prefixes", affects="pace")
     enforce_eager: bool = _option(False, "do without CUDA graphs", affects="pace")
     attention_backend: str = _option(
-        "auto", "flash_attn, triton or torch; auto takes the first that runs here", affects="results"
+        "auto",
+        "flash_attn, triton, cpu (C++ kernels, compiled on first use) or torch; auto takes the first that runs here, "
+        "cpu only for models of 100 million parameters or more",
+        affects="results",
     )
     load_format: str = _option(
         "auto", "auto reads safetensors; dummy makes random weights from config.json alone", affects="results"
@@ -111,9 +114,7 @@ class EngineConfig:
             if getattr(self, name) is not None:
                 put(name, as_integer(getattr(self, name), name, 1, limit="at least 1, or None"))
         if self.kvcache_block_size != "auto":
-            size = as_integer(self.kvcache_block_size, "kvcache_block_size")
-            if size < 16 or size & (size - 1):
-                raise refuse(size, "kvcache_block_size", 'a power of two from 16, or "auto"')
+            size = as_integer(self.kvcache_block_size, "kvcache_block_size", 1, limit='a power of two, or "auto"')
             put("kvcache_block_size", size)
         use = self.gpu_memory_utilization
         if not isinstance(use, (int, float)) or isinstance(use, bool) or not 0 < use <= 1:

@@ -1,17 +1,23 @@
 """What every "auto" becomes for a model on this machine, and the refusal of what cannot be had here."""
 
+import logging
 from dataclasses import fields
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from nanovllm.backends import default_block_size, resolve_backend
+from nanovllm.backends import BACKENDS, Backend
 from nanovllm.config import EngineConfig, ResolvedConfig
-from nanovllm.models.config import heads_of_rank, max_position
+from nanovllm.models.config import count_parameters, heads_of_rank, max_position
 from nanovllm.utils.machine import has_native_bfloat16
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+logger = logging.getLogger(__name__)
+
+WORTH_COMPILING = 100_000_000
+"""Parameters of a model for which attention_backend="auto" spends the seconds that the CPU kernels take to compile."""
 
 TOKEN_BUDGETS = {"cuda": 16384, "cpu": 2048}
 """The default max_num_batched_tokens on each type of device."""
@@ -27,20 +33,20 @@ def resolve(config: EngineConfig, hf_config: "PretrainedConfig") -> ResolvedConf
     dtype = resolve_dtype(config.dtype, device, hf_config)
     size = None if config.kvcache_block_size == "auto" else int(config.kvcache_block_size)
     heads, kv_heads = heads_of_rank(hf_config, config.tensor_parallel_size)
-    shape = hf_config.head_dim, heads // kv_heads
-    backend = resolve_backend(config.attention_backend, device, dtype, size, shape)
+    work = Work(device, dtype, hf_config.head_dim, heads // kv_heads, size, count_parameters(hf_config))
+    backend = resolve_backend(config.attention_backend, work)
     distributed = resolve_distributed_backend(config.distributed_backend, device, config.tensor_parallel_size)
     # A CUDA graph captures nothing that goes through the host: what gloo sends, and lengths that plain torch reads.
-    through_host = backend == "torch" or (config.tensor_parallel_size > 1 and distributed == "gloo")
+    through_host = backend.name == "torch" or (config.tensor_parallel_size > 1 and distributed == "gloo")
     is_cuda = device.type == "cuda"
     return copy_options(
         config,
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
-        attention_backend=backend,
+        attention_backend=backend.name,
         distributed_backend=distributed,
         use_graphs=is_cuda and not config.enforce_eager and not through_host,
-        block_size=size or default_block_size(backend),
+        block_size=size or backend.default_block_size,
         max_num_batched_tokens=config.max_num_batched_tokens or TOKEN_BUDGETS[device.type],
         max_model_len=min(config.max_model_len, max_position(hf_config)),
         depth=2 if config.overlap and is_cuda else 1,
@@ -88,6 +94,67 @@ def resolve_dtype(name: str, device: torch.device, hf_config: "PretrainedConfig"
     if dtype == torch.bfloat16 and has_native_bfloat16(device):
         return torch.bfloat16
     return torch.float32
+
+
+class Work(NamedTuple):
+    """What a backend would be asked to do.
+
+    Attributes:
+        group: query heads per KV head.
+        block_size: None if it is still to be chosen.
+        num_parameters: of the whole model.
+    """
+
+    device: torch.device
+    dtype: torch.dtype
+    head_dim: int
+    group: int
+    block_size: int | None = None
+    num_parameters: int = 0
+
+
+def resolve_backend(name: str, work: Work) -> type[Backend]:
+    """The backend called name; for "auto" the best that can do the work.
+
+    On CUDA that is flash_attn, else triton; on a CPU cpu, for a model that is worth the compile; else torch.
+
+    Raises:
+        ValueError: the backend cannot do it; the message says why and what to change.
+    """
+    if name != "auto":
+        candidates = [BACKENDS[name]]
+    elif work.device.type == "cuda":
+        candidates = [BACKENDS["flash_attn"], BACKENDS["triton"], BACKENDS["torch"]]
+    else:
+        candidates = [BACKENDS["cpu"]] * (work.num_parameters >= WORTH_COMPILING) + [BACKENDS["torch"]]
+    reason = None
+    for backend in candidates:
+        passed_over, reason = reason, why_cannot(backend, work)
+        if reason is None:
+            if passed_over is not None and backend.name == "torch":
+                logger.warning("plain torch runs instead of faster kernels: %s", passed_over)
+            return backend
+        logger.info("the %s backend cannot run: %s", backend.name, reason)
+    if name == "auto":
+        raise ValueError(reason)
+    raise ValueError(f'attention_backend="{name}" cannot run here: {reason}; or use attention_backend="auto"')
+
+
+def why_cannot(backend: type[Backend], work: Work) -> str | None:
+    """What of the work the backend does not know, or what it misses on this machine; None if it can do it."""
+    sizes, size = backend.block_sizes, work.block_size
+    if size is not None and size not in sizes:
+        return f"kvcache_block_size is {size}; it must be a power of two from {sizes[0]} to {sizes[-1]}"
+    facts = (
+        ("dtype", work.dtype, backend.dtypes),
+        ("head_dim", work.head_dim, backend.head_dims),
+        ("query heads per KV head", work.group, backend.groups),
+    )
+    for what, value, known in facts:
+        if known is not None and value not in known:
+            named = f"{known[0]} to {known[-1]}" if isinstance(known, range) else ", ".join(map(str, known))
+            return f"it has kernels for {what} of {named}, not {value}"
+    return backend.why_cannot(work.device)
 
 
 def resolve_distributed_backend(name: str, device: torch.device, size: int) -> str:

@@ -9,12 +9,13 @@ from helpers.kernel_cases import assert_attends, attention_case, attention_toler
 
 pytest.importorskip("triton")
 
-from nanovllm.backends import default_block_size, make_backend, resolve_backend
+from nanovllm.backends import BACKENDS
 from nanovllm.backends import triton_backend as triton_backend_module
 from nanovllm.backends.flash_attn_backend import FlashAttnBackend
 from nanovllm.backends.torch_backend import TorchBackend
 from nanovllm.backends.triton_backend import TritonBackend
-from nanovllm.resolve import resolve_device
+from nanovllm.config import BACKENDS as NAMES
+from nanovllm.resolve import WORTH_COMPILING, Work, resolve_backend, resolve_device, why_cannot
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 BF16 = torch.bfloat16
@@ -37,117 +38,158 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
 
 
+def chosen(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    block_size: int | None = None,
+    heads: tuple[int, int] = (128, 2),
+) -> str:
+    """heads: (head_dim, query heads per KV head)."""
+    return resolve_backend(name, Work(device, dtype, *heads, block_size)).name
+
+
 # ---- selection
 
 
+def test_the_options_names_are_the_backends() -> None:
+    assert ("auto", *BACKENDS) == NAMES
+
+
 def test_auto_takes_flash_attn_where_it_can_run(flash_attn: None, hopper: None) -> None:
-    assert resolve_backend("auto", GPU, BF16) == "flash_attn"
-    assert resolve_backend("auto", GPU, BF16, block_size=512) == "flash_attn"
+    assert chosen("auto", GPU, BF16) == "flash_attn"
+    assert chosen("auto", GPU, BF16, block_size=512) == "flash_attn"
 
 
 def test_auto_takes_triton_where_flash_attn_cannot_run(
     flash_attn: None, hopper: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert resolve_backend("auto", GPU, torch.float32) == "triton"
-    assert resolve_backend("auto", GPU, BF16, block_size=64) == "triton"
+    assert chosen("auto", GPU, torch.float32) == "triton"
+    assert chosen("auto", GPU, BF16, block_size=64) == "triton"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
-    assert resolve_backend("auto", GPU, torch.float16) == "triton"
+    assert chosen("auto", GPU, torch.float16) == "triton"
 
 
 def test_auto_takes_triton_where_flash_attn_is_not_installed(no_flash_attn: None, hopper: None) -> None:
-    assert resolve_backend("auto", GPU, BF16) == "triton"
+    assert chosen("auto", GPU, BF16) == "triton"
 
 
 @pytest.mark.parametrize("heads", [(8, 2), (128, 7)], ids=str)
 def test_auto_takes_torch_for_heads_that_no_kernel_knows(
     heads: tuple[int, int], flash_attn: None, hopper: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert resolve_backend("auto", GPU, BF16, None, (128, 2)) == "flash_attn"
-    assert resolve_backend("auto", GPU, BF16, None, heads) == "torch"
-    assert "has kernels for" in caplog.text and "slow" in caplog.text
+    assert chosen("auto", GPU, BF16, None, (128, 2)) == "flash_attn"
+    assert not caplog.text
+    assert chosen("auto", GPU, BF16, None, heads) == "torch"
+    assert "has kernels for" in caplog.text and "plain torch" in caplog.text
 
 
 def test_auto_takes_torch_without_cuda_or_without_triton(
     no_flash_attn: None, hopper: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert resolve_backend("auto", CPU, BF16) == "torch"
+    assert chosen("auto", CPU, BF16) == "torch"
     monkeypatch.setattr(triton_backend_module, "HAS_TRITON", False)
-    assert resolve_backend("auto", GPU, BF16) == "torch"
+    assert chosen("auto", GPU, BF16) == "torch"
+
+
+def test_on_a_cpu_auto_takes_the_compiled_kernels_for_models_that_are_worth_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asked = []
+    monkeypatch.setattr("nanovllm.backends.cpu_backend.cpu_library", lambda: asked.append(1))
+    small, large = (Work(CPU, BF16, 128, 2, 64, n) for n in (WORTH_COMPILING - 1, WORTH_COMPILING))
+    assert resolve_backend("auto", small).name == "torch"
+    for odd in (
+        large._replace(dtype=torch.float16),
+        large._replace(head_dim=100),
+        large._replace(head_dim=512),
+        large._replace(group=49),
+    ):
+        caplog.clear()
+        assert resolve_backend("auto", odd).name == "torch"
+        assert "plain torch" in caplog.text and "has kernels for" in caplog.text
+    assert not asked, "nothing is compiled for nothing"
+    assert resolve_backend("auto", large).name == resolve_backend("cpu", small).name == "cpu"
+    assert len(asked) == 2
 
 
 def test_a_named_backend_that_cannot_run_says_why_and_what_to_install(
     no_flash_attn: None, hopper: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ValueError, match=r'flash-attn does not import.*pip install "nano-vllm\[flash-attn\]"'):
-        resolve_backend("flash_attn", GPU, BF16)
-    with pytest.raises(ValueError, match=r"flash_attn.*needs a CUDA device, not cpu"):
-        resolve_backend("flash_attn", CPU, BF16)
-    with pytest.raises(ValueError, match=r"float16 and bfloat16, not torch.float32"):
-        resolve_backend("flash_attn", GPU, torch.float32)
-    with pytest.raises(ValueError, match=r"multiple of 256, not 64"):
-        resolve_backend("flash_attn", GPU, BF16, block_size=64)
-    with pytest.raises(ValueError, match=r"kvcache_block_size 40"):
-        resolve_backend("triton", GPU, BF16, block_size=40)
-    with pytest.raises(ValueError, match=r'"flashinfer" is unknown.*"triton"'):
-        resolve_backend("flashinfer", GPU, BF16)
+        chosen("flash_attn", GPU, BF16)
+    with pytest.raises(ValueError, match=r"flash_attn.*needs a CUDA device, not cpu.*\"auto\""):
+        chosen("flash_attn", CPU, BF16)
+    with pytest.raises(ValueError, match=r"float16, torch.bfloat16, not torch.float32"):
+        chosen("flash_attn", GPU, torch.float32)
+    with pytest.raises(ValueError, match=r"cpu.*torch.bfloat16, torch.float32, not torch.float16"):
+        chosen("cpu", CPU, torch.float16)
+    with pytest.raises(ValueError, match=r"cpu.*needs the CPU, not cuda"):
+        chosen("cpu", GPU, BF16)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    monkeypatch.setitem(sys.modules, "flash_attn", fake_flash_attn)
     with pytest.raises(ValueError, match=r"8\.0 or more, not 7\.5"):
-        resolve_backend("flash_attn", GPU, BF16)
+        chosen("flash_attn", GPU, BF16)
     monkeypatch.setattr(triton_backend_module, "HAS_TRITON", False)
     with pytest.raises(ValueError, match=r"pip install triton"):
-        resolve_backend("triton", GPU, BF16)
+        chosen("triton", GPU, BF16)
 
 
 def test_triton_runs_on_the_cpu_in_its_interpreter_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_backend_module, "INTERPRETED", True)
-    assert resolve_backend("triton", CPU, torch.float32) == "triton"
+    assert chosen("triton", CPU, torch.float32) == "triton"
     monkeypatch.setattr(triton_backend_module, "INTERPRETED", False)
     with pytest.raises(ValueError, match=r"needs a CUDA device, not cpu.*TRITON_INTERPRET=1"):
-        resolve_backend("triton", CPU, torch.float32)
+        chosen("triton", CPU, torch.float32)
 
 
 @pytest.mark.parametrize("name", ["triton", "flash_attn"])
-def test_shapes_without_kernels_are_refused_with_their_numbers(name: str, flash_attn: None) -> None:
-    size = default_block_size(name)
-    assert make_backend(name, GPU, head_dim=128, group=5, block_size=size).name == name
+def test_shapes_without_kernels_are_refused_with_their_numbers(name: str, flash_attn: None, hopper: None) -> None:
+    assert chosen(name, GPU, BF16, None, (128, 5)) == name
     with pytest.raises(ValueError, match=r"head_dim of 32, 64, 128, not 96"):
-        make_backend(name, GPU, head_dim=96, group=2, block_size=size)
+        chosen(name, GPU, BF16, None, (96, 2))
     with pytest.raises(ValueError, match=r"query heads per KV head of 1, 2, 3, 4, 5, 8, not 7"):
-        make_backend(name, GPU, head_dim=128, group=7, block_size=size)
-    with pytest.raises(ValueError, match=r"kvcache_block_size to be a multiple of \d+ .*, not 40"):
-        make_backend(name, GPU, head_dim=128, group=2, block_size=40)
-    with pytest.raises(ValueError, match=r"multiple of \d+ .*, not 0"):
-        make_backend(name, GPU, head_dim=128, group=2, block_size=0)
+        chosen(name, GPU, BF16, None, (128, 7))
 
 
-def test_every_backends_default_block_size_is_one_it_takes(flash_attn: None) -> None:
-    assert [default_block_size(name) for name in ("flash_attn", "triton", "torch")] == [256, 64, 64]
-    for backend in (FlashAttnBackend, TritonBackend):
-        assert default_block_size(backend.name) in backend.block_sizes
+@pytest.mark.parametrize(
+    ("name", "good", "bad"),
+    [
+        ("triton", (16, 256), (8, 40, 512)),
+        ("flash_attn", (256, 512), (64, 768)),
+        ("cpu", (16, 4096), (8, 80)),
+        ("torch", (16, 4096), (8, 80)),
+    ],
+)
+def test_block_sizes_are_powers_of_two_within_what_the_backend_knows(
+    name: str, good: tuple[int, ...], bad: tuple[int, ...], flash_attn: None, hopper: None
+) -> None:
+    backend = BACKENDS[name]
+    work = Work(CPU if name == "cpu" else GPU, BF16, 128, 2)
+    for size in (backend.default_block_size, *good):
+        assert not (reason := why_cannot(backend, work._replace(block_size=size))), reason
+    for size in bad:
+        with pytest.raises(ValueError, match=f"kvcache_block_size is {size}; .*a power of two from {good[0]} to"):
+            resolve_backend(name, work._replace(block_size=size))
+    with pytest.raises(ValueError, match="^kvcache_block_size is 40; it must be a power of two from 16"):
+        resolve_backend("auto", work._replace(block_size=40))
 
 
 # ---- what a step shares
 
 
-def test_a_step_is_planned_once_for_all_layers_and_anew_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_is_cut_into_chunks_once_for_all_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
-    plan = triton_backend_module.plan_decode
-    monkeypatch.setattr(triton_backend_module, "plan_decode", lambda *args, **kw: made.append(1) or plan(*args, **kw))
+    cut = triton_backend_module.decode_metadata
+    monkeypatch.setattr(triton_backend_module, "decode_metadata", lambda *args: made.append(1) or cut(*args))
     case = attention_case([1, 1], [40, 7], 32, 2, 16, torch.float32)
     backend = TritonBackend()
-
-    def layers(num_layers: int) -> int:
-        made.clear()
-        for _ in range(num_layers):
-            backend.attend(case.q, case.cache, case.metadata, case.scale)
-        return len(made)
-
-    assert layers(2) == 2  # no step was begun: right, if slower
-    backend.begin_step(case.metadata)
-    assert layers(3) == 1
-    backend.begin_step(case.metadata)  # the same tensors with new contents, say
-    case.metadata.seq_lens.copy_(torch.tensor([33, 12]))
-    assert layers(3) == 1
+    metadata = backend.complete(case.metadata, case.cache, case.q.shape[1])
+    first, second = (backend.attend(case.q, case.cache, metadata, case.scale) for _ in range(2))
+    assert len(made) == 1 and torch.equal(first, second)
+    assert backend.complete(case.metadata, case.cache, case.q.shape[1]).decodes is not metadata.decodes
+    with pytest.raises(AssertionError, match="not complete"):
+        backend.attend(case.q, case.cache, case.metadata, case.scale)
 
 
 # ---- flash-attn
@@ -175,10 +217,9 @@ def test_flash_attn_is_called_as_documented_and_agrees_with_torch(
 
 
 def test_flash_attn_keeps_tokens_before_heads_in_blocks_of_256(on_cpu: FlashAttnBackend) -> None:
-    for side in on_cpu.allocate_cache(3, 512, 2, 64, BF16, CPU):
+    for side in on_cpu.allocate_cache((3, 512, 2, 64), BF16, CPU):
         assert side.shape == (3, 512, 2, 64) and side.is_contiguous() and not side.any()
-    with pytest.raises(ValueError, match="multiple of 256"):
-        on_cpu.allocate_cache(3, 64, 2, 64, BF16, CPU)
+    assert all(size % 256 == 0 for size in FlashAttnBackend.block_sizes)
 
 
 def test_flash_attn_needs_host_lengths_for_prefills(on_cpu: FlashAttnBackend) -> None:
@@ -186,12 +227,12 @@ def test_flash_attn_needs_host_lengths_for_prefills(on_cpu: FlashAttnBackend) ->
 
     case = attention_case([2], [2], 64, 1, 256, BF16, backend=on_cpu, device=CPU)
     with pytest.raises(RuntimeError, match="seq_lens_cpu"):
-        on_cpu.attend(case.q, case.cache, replace(case.metadata, query_lens_cpu=None), case.scale)
+        on_cpu.complete(replace(case.metadata, query_lens_cpu=None), case.cache, case.q.shape[1])
 
 
 def test_caches_of_all_backends_are_zeroed_and_have_one_logical_shape(on_cpu: FlashAttnBackend) -> None:
     for backend in (on_cpu, TritonBackend(), TorchBackend()):
-        for side in backend.allocate_cache(3, 256, 2, 64, torch.float32, CPU):
+        for side in backend.allocate_cache((3, 256, 2, 64), torch.float32, CPU):
             assert side.shape == (3, 256, 2, 64) and side.stride(-1) == 1 and not side.any()
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,12 +14,13 @@ from helpers.tiny import draw_prompts
 from torch import Tensor
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.backends import AttentionMetadata
-from nanovllm.backends.cpu_backend import SWITCH, CpuBackend, NativeMatrix, OneDnnMatrix, make_cpu_backend
-from nanovllm.backends.torch_backend import TorchBackend
-from nanovllm.kernels import cpu_library as module
+from nanovllm.backends import AttentionMetadata, Backend
+from nanovllm.backends.cpu_backend import CpuBackend, NativeMatrix
+from nanovllm.backends.torch_backend import OneDnnMatrix, TorchBackend
 from nanovllm.kernels.cpu_library import CpuLibrary, cpu_library
-from nanovllm.kernels.sample import sample_reference
+from nanovllm.kernels.norm_rope_store import NormRope
+from nanovllm.kernels.sample import SamplingValues, sample_reference
+from nanovllm.resolve import Work, resolve_backend
 
 BF16, FP32 = torch.bfloat16, torch.float32
 CPU = torch.device("cpu")
@@ -37,16 +39,17 @@ def library(cache: Path) -> Iterator[CpuLibrary]:
     cpu_library.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(cache))
-        built = cpu_library()
-    if built is None:
-        pytest.skip("no C++ compiler that can build the kernels")
+        try:
+            built = cpu_library()
+        except RuntimeError as error:
+            pytest.skip(str(error))
     yield built
     cpu_library.cache_clear()
 
 
 @pytest.fixture(scope="module")
 def backend(library: CpuLibrary) -> CpuBackend:
-    return CpuBackend(library)
+    return CpuBackend()
 
 
 def rounding(dtype: torch.dtype) -> float:
@@ -90,7 +93,7 @@ def test_the_small_operators_equal_their_references(backend: CpuBackend, dtype: 
 
 
 def attend_after_storing(
-    backend: TorchBackend, query_lens: list[int], seq_lens: list[int], shape: tuple[int, int, int], dtype: torch.dtype
+    backend: Backend, query_lens: list[int], seq_lens: list[int], shape: tuple[int, int, int], dtype: torch.dtype
 ) -> Tensor:
     """Store whole sequences through norm_rope_store, in shuffled order, into a cache full of NaN; then attend."""
     head_dim, group, block_size = shape
@@ -101,7 +104,7 @@ def attend_after_storing(
     tables = torch.full((len(seq_lens), max(needed) + 1), int(order[-1]), dtype=torch.int32)
     for i, count in enumerate(needed):
         tables[i, :count] = order[sum(needed[:i]) :][:count]
-    cache = backend.allocate_cache(len(order), block_size, num_kv_heads, head_dim, dtype, CPU)
+    cache = backend.allocate_cache((len(order), block_size, num_kv_heads, head_dim), dtype, CPU)
     for side in cache:
         side.fill_(float("nan"))
     positions = torch.cat([torch.arange(n) for n in seq_lens])
@@ -114,10 +117,9 @@ def attend_after_storing(
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
     # One padding token, whose slot is -1. A prompt that comes in pieces may be split inside a unit of V: at 7.
     slots, positions = torch.cat((slots, torch.tensor([-1]))), torch.cat((positions, torch.tensor([0])))
+    norms = NormRope(q_weight, k_weight, 1e-6, cos_sin)
     pieces = [
-        backend.norm_rope_store(
-            qkv[part], q_weight, k_weight, 1e-6, cos_sin, positions[part], cache, slots[part].contiguous()
-        )
+        backend.norm_rope_store(qkv[part], norms, positions[part], cache, slots[part].contiguous())
         for part in (slice(0, 7), slice(7, None))
     ]
     q = torch.cat(pieces)
@@ -159,8 +161,8 @@ def test_threads_never_share_two_tokens_of_one_unit(backend: CpuBackend, tokens:
     try:
         for count in (1, 2, 3, 5):
             torch.set_num_threads(count)
-            cache = backend.allocate_cache(1, 64, 2, 128, BF16, CPU)
-            backend.norm_rope_store(qkv, weight, weight, 1e-6, cos_sin, positions, cache, positions)
+            cache = backend.allocate_cache((1, 64, 2, 128), BF16, CPU)
+            backend.norm_rope_store(qkv, NormRope(weight, weight, 1e-6, cos_sin), positions, cache, positions)
             caches.append(cache)
     finally:
         torch.set_num_threads(threads)
@@ -201,44 +203,32 @@ def test_impossible_tokens_are_never_drawn(backend: CpuBackend) -> None:
     logits[0, [17, 4999]] = 0.0
     rows = 400
     zeros, ones = torch.zeros(rows), torch.ones(rows)
-    tokens = backend.sample(
-        logits.repeat(rows, 1), ones, zeros.int(), ones, zeros, torch.arange(rows), torch.arange(rows)
-    )
+    values = SamplingValues(ones, zeros.int(), ones, zeros, torch.arange(rows), torch.arange(rows))
+    tokens = backend.sample(logits.repeat(rows, 1), values)
     counts = torch.bincount(tokens, minlength=5000)
     assert counts[17] + counts[4999] == rows
     assert 140 < counts[17] < 260  # six standard deviations of a fair coin
 
 
-def test_greedy_and_seeded_tokens_are_those_of_plain_torch(
-    library: CpuLibrary, random_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_greedy_and_seeded_tokens_are_those_of_plain_torch(library: CpuLibrary, random_model: Path) -> None:
     prompts = draw_prompts([1, 15, 16, 17, 63, 64, 65, 100])
     params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=24) for i in range(len(prompts))]
     outputs = []
-    for switch, backend in (("0", TorchBackend), ("1", CpuBackend)):
-        monkeypatch.setenv(SWITCH, switch)
+    for backend in ("torch", "cpu"):
         options = {"max_model_len": 128, "kvcache_block_size": 16, "num_kvcache_blocks": 20}
-        with LLM(random_model, device="cpu", dtype="float32", max_num_batched_tokens=50, **options) as llm:
-            assert type(llm.engine.runner.backend) is backend
+        options |= {"device": "cpu", "dtype": "float32", "attention_backend": backend}
+        with LLM(random_model, max_num_batched_tokens=50, **options) as llm:
+            assert llm.engine.runner.backend.name == backend
             outputs.append([o["token_ids"] for o in llm.generate(prompts, params, use_tqdm=False)])
             assert llm.stats()["num_preemptions"] > 0
     assert outputs[0] == outputs[1]
 
 
-def test_a_small_model_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(SWITCH, raising=False)
-    monkeypatch.setattr("nanovllm.backends.cpu_backend.cpu_library", lambda: pytest.fail("it asked for the library"))
-    assert type(make_cpu_backend(BF16, 128, 2, 64, num_parameters=10_000_000)) is TorchBackend
-    monkeypatch.setenv(SWITCH, "0")
-    assert type(make_cpu_backend(BF16, 128, 2, 64, num_parameters=10_000_000_000)) is TorchBackend
-
-
-def test_without_a_compiler_the_engine_runs_on_plain_torch_and_says_so(
+def test_without_a_compiler_auto_takes_plain_torch_and_says_so_and_cpu_is_refused(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
-    monkeypatch.setenv(SWITCH, "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(module, "cpu_library", cpu_library)
+    work = Work(CPU, FP32, 128, 2, 64, num_parameters=10_000_000_000)
     for path, compiler, said in (
         (str(tmp_path), "", "no C++ compiler"),
         ("/usr/bin:/bin", "false", "cannot be compiled"),
@@ -247,9 +237,10 @@ def test_without_a_compiler_the_engine_runs_on_plain_torch_and_says_so(
         monkeypatch.setenv("CXX", compiler)
         cpu_library.cache_clear()
         with caplog.at_level(logging.WARNING):
-            backend = make_cpu_backend(FP32, 128, 2, 64, num_parameters=1)
-        assert type(backend) is TorchBackend
-        assert said in caplog.text
+            assert resolve_backend("auto", work).name == "torch"
+        assert "plain torch" in caplog.text and said in caplog.text
+        with pytest.raises(ValueError, match=f'attention_backend="cpu" cannot run here: .*{re.escape(said)}'):
+            resolve_backend("cpu", work)
     cpu_library.cache_clear()
 
 
@@ -257,12 +248,12 @@ def test_the_library_is_compiled_once(cache: Path, library: CpuLibrary, monkeypa
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     before = [path.stat().st_mtime_ns for path in cache.rglob("*")]
     cpu_library.cache_clear()
-    assert cpu_library() is not None
+    cpu_library()
     assert [path.stat().st_mtime_ns for path in cache.rglob("*")] == before
     assert len(list(cache.rglob("*.so"))) == 1
 
 
-@pytest.mark.skipif(not OneDnnMatrix.works(BF16), reason="needs oneDNN's packed bfloat16 product")
+@pytest.mark.skipif(not OneDnnMatrix.works(torch.empty(0, dtype=BF16)), reason="needs oneDNN's packed bfloat16 product")
 def test_onednns_packed_product_equals_the_plain_one() -> None:
     torch.manual_seed(3)
     weight, x, bias = torch.randn(96, 64).to(BF16), torch.randn(7, 64).to(BF16), torch.randn(96).to(BF16)

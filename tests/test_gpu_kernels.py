@@ -20,10 +20,10 @@ from helpers.kernel_cases import (
     sample_case,
 )
 
-from nanovllm.backends import Backend, make_backend
-from nanovllm.kernels.norm_rope_store import norm_rope_store, norm_rope_store_reference
+from nanovllm.backends import BACKENDS, Backend
+from nanovllm.kernels.norm_rope_store import NormRope, norm_rope_store, norm_rope_store_reference
 from nanovllm.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
-from nanovllm.kernels.sample import sample, uniform_reference
+from nanovllm.kernels.sample import SamplingValues, sample, uniform_reference
 from nanovllm.kernels.silu_and_mul import silu_and_mul, silu_and_mul_reference
 
 pytestmark = [
@@ -44,10 +44,10 @@ def no_synchronisation() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def backend_called(name: str, block_size: int = 256) -> Backend:
+def backend_called(name: str) -> Backend:
     if name == "flash_attn":
         pytest.importorskip("flash_attn", reason="flash-attn is not installed")
-    return make_backend(name, CUDA, head_dim=128, group=1, block_size=block_size)
+    return BACKENDS[name]()
 
 
 # ---- attention
@@ -62,7 +62,7 @@ def test_triton_attention_is_the_reference_for_every_shape(
     lengths = decode_lengths(block_size)
     for query_lens, seq_lens in (([1] * len(lengths), lengths), mixed_lengths(block_size)):
         case = attention_case(query_lens, seq_lens, head_dim, group, block_size, dtype)
-        assert_attends(case, backend_called("triton", block_size), attention_tolerance(dtype))
+        assert_attends(case, backend_called("triton"), attention_tolerance(dtype))
 
 
 @pytest.mark.parametrize(("group", "dtype"), list(product(GROUPS, (torch.float16, BF16))))
@@ -77,7 +77,7 @@ def test_flash_attn_is_the_reference(group: int, dtype: torch.dtype) -> None:
 def test_long_prompts_and_prefixes_are_the_reference(dtype: torch.dtype) -> None:
     for query_lens, seq_lens in (([4096], [4096]), ([700, 300], [5000, 300]), ([1, 1], [20_000, 3])):
         case = attention_case(query_lens, seq_lens, 128, 4, 64, dtype)
-        assert_attends(case, backend_called("triton", 64), attention_tolerance(dtype))
+        assert_attends(case, backend_called("triton"), attention_tolerance(dtype))
 
 
 @pytest.mark.parametrize("name", ["triton", "flash_attn"])
@@ -91,8 +91,8 @@ def test_a_captured_decode_replays_for_any_lengths_and_tables(name: str) -> None
     torch.cuda.current_stream().wait_stream(warm_up)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        backend.begin_step(static.metadata)
-        out = backend.attend(static.q, static.cache, static.metadata, static.scale)
+        metadata = backend.complete(static.metadata, static.cache, static.q.shape[1])
+        out = backend.attend(static.q, static.cache, metadata, static.scale)
     for lengths in ([longest] * 8, [1, 2, 256, 257, 0, 0, 2999, 128], [0] * 7 + [77], [40] * 8):
         case = attention_case([1] * 8, lengths, 128, 2, 256, BF16, num_kv_heads=8, backend=backend, seed=sum(lengths))
         copy_into(static, case)
@@ -122,8 +122,8 @@ def test_attention_and_sampling_never_wait_for_the_device(name: str) -> None:
     tokens = sample_case(151_936, BF16)
     for guard in (nothing, no_synchronisation):  # the first round compiles
         with guard():
-            backend.begin_step(case.metadata)
-            backend.attend(case.q, case.cache, case.metadata, case.scale)
+            metadata = backend.complete(case.metadata, case.cache, case.q.shape[1])
+            backend.attend(case.q, case.cache, metadata, case.scale)
             sample(*tokens.arguments())
 
 
@@ -156,8 +156,8 @@ def test_small_kernels_are_their_references(dtype: torch.dtype, size: int) -> No
 def test_norm_rope_store_is_its_reference(dtype: torch.dtype, group: int, head_dim: int) -> None:
     torch.manual_seed(0)
     num_tokens, kv_heads = 500, 4
-    backend = backend_called("triton", 64)
-    got_cache, expected_cache = (backend.allocate_cache(10, 64, kv_heads, head_dim, dtype, CUDA) for _ in range(2))
+    shape = (10, 64, kv_heads, head_dim)
+    got_cache, expected_cache = (backend_called("triton").allocate_cache(shape, dtype, CUDA) for _ in range(2))
     slots = torch.randperm(640, device=CUDA)[:num_tokens]
     slots[::7] = -1
     qkv = torch.randn(num_tokens, (group + 2) * kv_heads * head_dim, device=CUDA, dtype=dtype)
@@ -165,8 +165,9 @@ def test_norm_rope_store_is_its_reference(dtype: torch.dtype, group: int, head_d
     angle = torch.rand(1000, head_dim // 2, device=CUDA) * 6.28
     cos_sin = torch.cat((angle.cos(), angle.sin()), dim=1)
     positions = torch.randint(1000, (num_tokens,), device=CUDA, dtype=torch.int32)
-    expected = norm_rope_store_reference(qkv, *weights, 1e-6, cos_sin, positions, *expected_cache, slots)
-    got = norm_rope_store(qkv.clone(), *weights, 1e-6, cos_sin, positions, *got_cache, slots)
+    norms = NormRope(weights[0], weights[1], 1e-6, cos_sin)
+    expected = norm_rope_store_reference(qkv, norms, positions, expected_cache, slots)
+    got = norm_rope_store(qkv.clone(), norms, positions, got_cache, slots)
     # A sum in another order may round a normed element to its neighbour, and a rotation cancel all but the difference.
     eps = torch.finfo(dtype).eps * (16 if dtype == torch.float32 else 2)
     for ours, theirs in ((got, expected), (got_cache[0], expected_cache[0])):
@@ -191,7 +192,7 @@ def test_samples_follow_the_distribution() -> None:
     ones, zeros = torch.ones(n, device=CUDA), torch.zeros(n, device=CUDA)
     seeds = torch.arange(n, device=CUDA)
     assert len(uniform_reference(seeds, zeros.long()).unique()) > 0.98 * n
-    tokens = sample(logits, ones, zeros.int(), ones, zeros, seeds, zeros.int())
+    tokens = sample(logits, SamplingValues(ones, zeros.int(), ones, zeros, seeds, zeros.int()))
     expected = logits[0].softmax(0) * n
     counts = torch.bincount(tokens, minlength=8)
     assert float(((counts - expected) ** 2 / expected).sum()) < 40

@@ -1,9 +1,10 @@
 """Every Triton kernel against its plain-torch reference: in Triton's interpreter, or on a GPU where there is one."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers.kernel_cases import (
-    BLOCK_SIZES,
     DEVICE,
     HALF,
     HEAD_DIMS,
@@ -24,12 +25,8 @@ pytest.importorskip("triton")
 
 from nanovllm.backends.torch_backend import TorchBackend
 from nanovllm.backends.triton_backend import TritonBackend
-from nanovllm.kernels.norm_rope_store import (
-    norm_rope_store,
-    norm_rope_store_reference,
-    store_kv,
-    store_kv_reference,
-)
+from nanovllm.kernels.attention import KVCache
+from nanovllm.kernels.norm_rope_store import NormRope, norm_rope_store, norm_rope_store_reference
 from nanovllm.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from nanovllm.kernels.sample import CHUNK, filter_reference, sample, uniform, uniform_reference
 from nanovllm.kernels.sample_filter import filter_config, filter_rows
@@ -98,12 +95,13 @@ def test_small_kernels_take_no_tokens() -> None:
 # ---- storing K and V
 
 
-def caches(heads_first: bool, *, blocks: int, block_size: int, heads: int, head_dim: int, dtype: torch.dtype):
-    """Two equal pairs of caches, holding noise that must survive."""
+def caches(
+    heads_first: bool, *, blocks: int, block_size: int, heads: int, head_dim: int, dtype: torch.dtype
+) -> list[KVCache]:
+    """Two equal caches, holding noise that must survive."""
     shape = (blocks, heads, block_size, head_dim) if heads_first else (blocks, block_size, heads, head_dim)
     sides = [randn(*shape, dtype=dtype, seed=i) for i in (7, 8)]
-    pairs = [[side.clone().transpose(1, 2) if heads_first else side.clone() for side in sides] for _ in range(2)]
-    return tuple(pairs[0]), tuple(pairs[1])
+    return [KVCache(*(side.clone().transpose(1, 2) if heads_first else side.clone() for side in sides)) for _ in "ab"]
 
 
 @pytest.mark.parametrize(("head_dim", "group", "block_size", "dtype"), pairwise_shapes())
@@ -119,47 +117,33 @@ def test_norm_rope_store_is_its_reference_and_touches_no_other_slot(
     cos_sin = torch.cat((angle.cos(), angle.sin()), dim=1).to(DEVICE)
     shape = {"blocks": 3, "block_size": block_size, "heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
     got_cache, expected_cache = caches(heads_first, **shape)
-    arguments = (q_weight, k_weight, 1e-6, cos_sin, positions)
-    expected = norm_rope_store_reference(qkv, *arguments, *expected_cache, slots)
-    got = norm_rope_store(qkv.clone(), *arguments, *got_cache, slots)
+    norms = NormRope(q_weight, k_weight, 1e-6, cos_sin)
+    expected = norm_rope_store_reference(qkv, norms, positions, expected_cache, slots)
+    got = norm_rope_store(qkv.clone(), norms, positions, got_cache, slots)
     assert_close(got, expected)
     assert_close(got_cache[0], expected_cache[0])
     assert torch.equal(got_cache[1], expected_cache[1])
-
-
-@pytest.mark.parametrize("heads_first", [False, True])
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
-def test_store_kv_copies_into_slots_and_skips_padding(block_size: int, heads_first: bool) -> None:
-    shape = {"blocks": 3, "block_size": block_size, "heads": 3, "head_dim": 32, "dtype": HALF}
-    got_cache, expected_cache = caches(heads_first, **shape)
-    key, value = randn(4, 3, 32, dtype=HALF, seed=1), randn(4, 3, 32, dtype=HALF, seed=2)
-    slots = torch.tensor([-1, 2 * block_size + 1, -1, block_size - 1], device=DEVICE)
-    store_kv(key, value, *got_cache, slots)
-    store_kv_reference(key, value, *expected_cache, slots)
-    assert torch.equal(got_cache[0], expected_cache[0]) and torch.equal(got_cache[1], expected_cache[1])
 
 
 def test_slots_beyond_two_to_the_31_elements_are_reached() -> None:
     block_size, head_dim = 256, 128
     blocks = 2**31 // (block_size * head_dim) + 2
     # 8 GiB of address space, of which only what is written takes memory
-    cache = torch.empty(0, dtype=HALF, device=DEVICE)
     torch.use_deterministic_algorithms(False)  # else it would be filled
     shape = (blocks, block_size, 1, head_dim)
-    cache, values = (torch.empty(shape, dtype=HALF, device=DEVICE) for _ in range(2))
+    cache = KVCache(*(torch.empty(shape, dtype=HALF, device=DEVICE) for _ in range(2)))
     key = randn(1, 1, head_dim, dtype=HALF)
-    slot = blocks * block_size - block_size
-    store_kv(key, key, cache, cache, torch.tensor([slot], device=DEVICE))
-    assert torch.equal(cache[-1, 0], key[0])
+    slot = torch.tensor([blocks * block_size - block_size], device=DEVICE)
     qkv = key.repeat(1, 3, 1).view(1, -1)
     weight = torch.ones(head_dim, dtype=HALF, device=DEVICE)
     cos_sin = torch.cat((torch.ones(1, head_dim // 2), torch.zeros(1, head_dim // 2)), dim=1).to(DEVICE)
-    position, last_slot = torch.zeros(1, dtype=torch.int64, device=DEVICE), torch.tensor([slot + 255], device=DEVICE)
-    norm_rope_store(qkv, weight, weight, 1e-6, cos_sin, position, cache, values, last_slot)
-    assert torch.equal(values[-1, 255], key[0])
+    norms, position = NormRope(weight, weight, 1e-6, cos_sin), torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    for offset in (0, 255):
+        norm_rope_store(qkv, norms, position, cache, slot + offset)
+        assert torch.equal(cache.values[-1, offset], key[0]) and cache.keys[-1, offset].any()
     case = attention_case([1], [1], head_dim, 1, block_size, HALF, num_kv_heads=1)
     case.metadata.block_tables[0, 0] = blocks - 1
-    out = TritonBackend().attend(case.q, (cache, cache), case.metadata, case.scale)
+    out = replace(case, cache=cache).attend(TritonBackend())
     assert torch.equal(out[0], key[0])  # the softmax over one key is 1
 
 
@@ -273,16 +257,14 @@ def test_kept_tokens_and_their_weights_are_the_references(ties: bool, dtype: tor
     chunk_max = padded.view(rows, num_chunks, CHUNK).amax(2)
     chunk_weight = torch.full((rows, num_chunks), -1.0, device=DEVICE)
     threshold = torch.full((rows,), -1.0, device=DEVICE)
-    filters = (case.temperature, case.top_k, case.top_p, case.min_p)
     config = filter_config(num_chunks, CHUNK, dtype)
-    filter_rows(case.logits, *filters, chunk_max, chunk_weight, threshold, config)
+    filter_rows(case.logits, *case.values[:4], chunk_max, chunk_weight, threshold, config)
 
-    filtered = ((case.top_k > 0) & (case.top_k < vocab_size)) | (case.top_p < 1) | (case.min_p > 0)
-    filtered &= case.temperature > 0
+    filtered = case.values.filters(vocab_size) & (case.values.temperature > 0)
     assert (chunk_weight[~filtered] == -1).all() and (threshold[~filtered] == -1).all(), "rows without a filter leave"
-    z = (logits - logits.amax(1, keepdim=True)) / case.temperature.clamp(min=1e-9).unsqueeze(1)
-    z, min_p = z[filtered], case.min_p[filtered]
-    kept = filter_reference(z, case.top_k[filtered], case.top_p[filtered], min_p)
+    z = (logits - logits.amax(1, keepdim=True)) / case.values.temperature.clamp(min=1e-9).unsqueeze(1)
+    z, min_p = z[filtered], case.values.min_p[filtered]
+    kept = filter_reference(z, case.values.of_rows(filtered))
     weights = z.exp()
     assert torch.equal((z >= threshold[filtered].unsqueeze(1)) & (weights >= min_p.unsqueeze(1)), kept)
     weights = torch.nn.functional.pad(weights * kept, (0, num_chunks * CHUNK - vocab_size))
@@ -294,7 +276,8 @@ def test_kept_tokens_and_their_weights_are_the_references(ties: bool, dtype: tor
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
 def test_sampled_tokens_are_the_references_for_qwen3s_vocabulary(dtype: torch.dtype) -> None:
     few = torch.tensor([2, 6, 12], device=DEVICE)  # no filter, top_k 50, all filters
-    case = SampleCase(*(values[few] for values in sample_case(151_936, dtype).arguments()))
+    case = sample_case(151_936, dtype)
+    case = SampleCase(case.logits[few], case.values.of_rows(few))
     assert_same_tokens(case, sample(*case.arguments()))
 
 
@@ -340,6 +323,6 @@ def test_triton_and_torch_backends_do_the_same_step() -> None:
         weight = randn(32, seed=4)
         qkv = randn(len(rows), (2 + 2) * 2 * 32, seed=5)
         slots = blocks * 16 + positions % 16
-        q = backend.norm_rope_store(qkv, weight, weight, 1e-6, cos_sin, positions, case.cache, slots)
-        outputs.append(backend.attend(q, case.cache, case.metadata, case.scale))
+        q = backend.norm_rope_store(qkv, NormRope(weight, weight, 1e-6, cos_sin), positions, case.cache, slots)
+        outputs.append(replace(case, q=q).attend(backend))
     torch.testing.assert_close(outputs[1], outputs[0], atol=2e-5, rtol=0)  # as attention's, after a norm of some units

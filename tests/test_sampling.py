@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.kernels.sample import CHUNK, sample_reference, uniform_reference
+from nanovllm.kernels.sample import CHUNK, SamplingValues, sample_reference, uniform_reference
 
 Floats = NDArray[np.float64]
 
@@ -47,8 +47,8 @@ def draw(
     positions: Tensor | None = None,
 ) -> Tensor:
     """`count` tokens from the same logits, by default with the seeds 0, 1, 2 ..."""
-    columns = (
-        torch.as_tensor(logits, dtype=torch.float32).expand(count, -1),
+    rows = torch.as_tensor(logits, dtype=torch.float32).expand(count, -1)
+    values = SamplingValues(
         torch.full((count,), temperature),
         torch.full((count,), top_k, dtype=torch.int32),
         torch.full((count,), top_p),
@@ -56,7 +56,8 @@ def draw(
         torch.arange(count) if seeds is None else seeds,
         torch.full((count,), 17) if positions is None else positions,
     )
-    return torch.cat([sample_reference(*rows) for rows in zip(*(c.split(100) for c in columns), strict=True)])
+    some = torch.arange(count).split(100)
+    return torch.cat([sample_reference(rows[indices], values.of_rows(indices)) for indices in some])
 
 
 def chi_square_p(counts: Floats, probabilities: Floats) -> float:
@@ -130,18 +131,19 @@ def test_frequencies_are_right_in_a_vocabulary_of_several_chunks(values: dict[st
 def test_rows_of_a_batch_each_follow_their_own_values() -> None:
     logits = torch.randn(64, 300, generator=torch.Generator().manual_seed(3)) * 2
     cases = list(CASES.values()) * 4
-    columns = {
-        "temperature": torch.tensor([c.get("temperature", 1.0) for c in cases]),
-        "top_k": torch.tensor([c.get("top_k", 0) for c in cases], dtype=torch.int32),
-        "top_p": torch.tensor([c.get("top_p", 1.0) for c in cases]),
-        "min_p": torch.tensor([c.get("min_p", 0.0) for c in cases]),
-    }
-    columns["temperature"][::5] = 0
-    seeds, positions = torch.arange(64) * 12345, torch.arange(64) + 3
-    together = sample_reference(logits, *columns.values(), seeds, positions)
+    values = SamplingValues(
+        temperature=torch.tensor([c.get("temperature", 1.0) for c in cases]),
+        top_k=torch.tensor([c.get("top_k", 0) for c in cases], dtype=torch.int32),
+        top_p=torch.tensor([c.get("top_p", 1.0) for c in cases]),
+        min_p=torch.tensor([c.get("min_p", 0.0) for c in cases]),
+        seeds=torch.arange(64) * 12345,
+        positions=torch.arange(64) + 3,
+    )
+    values.temperature[::5] = 0
+    together = sample_reference(logits, values)
     for i in range(64):
-        row = slice(i, i + 1)
-        alone = sample_reference(logits[row], *(c[row] for c in columns.values()), seeds[row], positions[row])
+        row = torch.tensor([i])
+        alone = sample_reference(logits[row], values.of_rows(row))
         assert alone.item() == together[i]
 
 
@@ -212,8 +214,9 @@ def test_a_token_of_probability_0_is_never_drawn() -> None:
 def test_logits_of_16_bits_are_drawn_from_in_float32(dtype: torch.dtype) -> None:
     """bfloat16 sums would stop growing after 256 equal tokens."""
     n = 2000
-    values = (torch.ones(n), torch.zeros(n, dtype=torch.int32), torch.ones(n), torch.zeros(n))
-    tokens = sample_reference(torch.zeros(n, 1000, dtype=dtype), *values, torch.arange(n), torch.zeros(n))
+    zeros, ones = torch.zeros(n), torch.ones(n)
+    values = SamplingValues(ones, zeros.int(), ones, zeros, torch.arange(n), zeros)
+    tokens = sample_reference(torch.zeros(n, 1000, dtype=dtype), values)
     counts = np.histogram(tokens.numpy(), 20, (0, 1000))[0].astype(np.float64)
     assert chi_square_p(counts, np.full(20, 1 / 20)) > LEAST_P
 

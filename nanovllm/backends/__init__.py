@@ -1,6 +1,13 @@
-"""Where the model's operators run: plain torch, our Triton kernels, or flash-attn for the attention."""
+"""Where the model's operators run: plain torch, our compiled CPU kernels, our Triton kernels, or flash-attn."""
 
-from nanovllm.backends.base import AttentionMetadata, Backend, KVCache
-from nanovllm.backends.select import default_block_size, make_backend, resolve_backend
+from nanovllm.backends.base import Backend
+from nanovllm.backends.cpu_backend import CpuBackend
+from nanovllm.backends.flash_attn_backend import FlashAttnBackend
+from nanovllm.backends.torch_backend import TorchBackend
+from nanovllm.backends.triton_backend import TritonBackend
+from nanovllm.kernels.attention import AttentionMetadata, KVCache
 
-__all__ = ["AttentionMetadata", "Backend", "KVCache", "default_block_size", "make_backend", "resolve_backend"]
+BACKENDS: dict[str, type[Backend]] = {b.name: b for b in (FlashAttnBackend, TritonBackend, CpuBackend, TorchBackend)}
+"""By name; which of them "auto" takes is decided in resolve.py."""
+
+__all__ = ["BACKENDS", "AttentionMetadata", "Backend", "KVCache"]

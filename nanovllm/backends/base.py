@@ -1,55 +1,51 @@
 """The interface between the model and what computes it: attention over the paged cache, and the fused small operators.
 
-One object chosen at start-up (`make_backend`) answers for all of them, so that no layer asks where it runs.
+One object chosen at start-up (resolve.py) answers for all of them, so that no layer asks where it runs.
 """
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from collections.abc import Callable, Collection, Iterable
+from typing import ClassVar
 
-import numpy as np
-from torch import Tensor, device, dtype, nn
+import torch
+from torch import Tensor, nn
 
-KVCache = tuple[Tensor, Tensor]
-"""Keys and values of one layer, each with the logical shape [num_blocks, block_size, num_kv_heads, head_dim]."""
+from nanovllm.kernels.attention import AttentionMetadata, KVCache, attend_reference
+from nanovllm.kernels.norm_rope_store import NormRope, norm_rope_store_reference
+from nanovllm.kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
+from nanovllm.kernels.sample import SamplingValues, sample_reference
+from nanovllm.kernels.silu_and_mul import silu_and_mul_reference
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionMetadata:
-    """One step's attention: num_seqs sequences, those with a single query token (decodes) first.
-
-    Within a step every layer stores K and V before it attends, so a sequence attends to its own new tokens, and to
-    those of another sequence of the same step with which it shares a block, through the cache.
+class Backend:
+    """What a layer asks for, computed by the plain-torch references; a backend overrides what it does better.
 
     Attributes:
-        num_decodes: how many of the sequences, from the first, have exactly one query token.
-        cu_seqlens_q: int32 [num_seqs + 1], the running sum of query tokens.
-        seq_lens: int32 [num_seqs], tokens in the cache once this step has stored its own.
-        block_tables: int32 [num_seqs, max_blocks]; entries beyond a sequence's blocks are arbitrary but in range.
-        slot_mapping: int64 [num_tokens]; -1 for padding.
-        query_lens_cpu, seq_lens_cpu: int32 [num_seqs] on the host (NumPy), for the size of launches; absent (None)
-            when the step is captured in a CUDA graph, in which every sequence is a decode.
+        name: as in `attention_backend`.
+        dtypes, head_dims, groups, block_sizes: what it has kernels for (None: for any); a group is the query heads that
+            share a KV head.
+        default_block_size: where the user does not say.
     """
 
-    num_decodes: int
-    cu_seqlens_q: Tensor
-    seq_lens: Tensor
-    block_tables: Tensor
-    slot_mapping: Tensor
-    query_lens_cpu: np.ndarray | None
-    seq_lens_cpu: np.ndarray | None
-
-
-class Backend(Protocol):
-    """What a layer asks for. Shapes as in the references under `nanovllm/kernels/`."""
-
     name: ClassVar[str]
+    dtypes: ClassVar[Collection[torch.dtype]] = (torch.bfloat16, torch.float16, torch.float32)
+    head_dims: ClassVar[Collection[int] | None] = None
+    groups: ClassVar[Collection[int] | None] = None
+    block_sizes: ClassVar[tuple[int, ...]] = tuple(2**i for i in range(4, 21))
+    default_block_size: ClassVar[int] = 64
 
-    def allocate_cache(
-        self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: dtype, device: device
-    ) -> KVCache:
-        """Zeroed cache of one layer, in this backend's storage order."""
-        ...
+    @classmethod
+    def why_cannot(cls, device: torch.device) -> str | None:
+        """What this backend misses on the machine, as "it needs ..."; None if it can run."""
+        return None
+
+    def allocate_cache(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> KVCache:
+        """Zeroed cache of one layer, of the logical shape [num_blocks, block_size, num_kv_heads, head_dim].
+
+        Here heads lie before tokens in storage: what is read of a block, one head of it, is one run of memory.
+        """
+        num_blocks, block_size, num_kv_heads, head_dim = shape
+        stored = (num_blocks, num_kv_heads, block_size, head_dim)
+        return KVCache(*(torch.zeros(stored, dtype=dtype, device=device).transpose(1, 2) for _ in KVCache._fields))
 
     def pack_weights(self, modules: Iterable[nn.Module], check: Callable[[], None]) -> None:
         """Once the weights are loaded: bring them into the form that this backend multiplies fastest.
@@ -57,50 +53,32 @@ class Backend(Protocol):
         Args:
             check: called before each matrix; raises if there is no use in going on.
         """
-        ...
 
-    def begin_step(self, metadata: AttentionMetadata) -> None:
-        """Say that a step begins: what `attend` derives from its metadata may then be shared by all the layers.
+    def complete(self, metadata: AttentionMetadata, cache: KVCache, num_heads: int) -> AttentionMetadata:
+        """Add what `attend` derives from the metadata for every layer alike: once a step, before the first layer.
 
-        Called before the first layer, and inside the capture when the step is captured in a CUDA graph. Without the
-        call every layer derives it anew: slower, never wrong. Between it and the last layer the metadata's tensors
-        must not change.
+        Called inside the capture when the step is captured in a CUDA graph.
+
+        Args:
+            cache: of any layer, for its shape.
+            num_heads: query heads.
         """
-        ...
+        return metadata
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor: ...
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return rms_norm_reference(x, weight, eps)
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]: ...
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        return add_rms_norm_reference(x, residual, weight, eps)
 
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor: ...
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        return silu_and_mul_reference(gate_up)
 
-    def norm_rope_store(
-        self,
-        qkv: Tensor,
-        q_weight: Tensor,
-        k_weight: Tensor,
-        eps: float,
-        cos_sin: Tensor,
-        positions: Tensor,
-        cache: KVCache,
-        slot_mapping: Tensor,
-    ) -> Tensor:
-        """Norm and rotate q and k, store k and v in the cache; return q [num_tokens, num_heads, head_dim]."""
-        ...
+    def norm_rope_store(self, qkv: Tensor, norms: NormRope, positions: Tensor, cache: KVCache, slots: Tensor) -> Tensor:
+        return norm_rope_store_reference(qkv, norms, positions, cache, slots)
 
     def attend(self, q: Tensor, cache: KVCache, metadata: AttentionMetadata, scale: float) -> Tensor:
-        """Causal attention of q [num_tokens, num_heads, head_dim] over the cache; same shape."""
-        ...
+        return attend_reference(q, cache, metadata, scale)
 
-    def sample(
-        self,
-        logits: Tensor,
-        temperature: Tensor,
-        top_k: Tensor,
-        top_p: Tensor,
-        min_p: Tensor,
-        seeds: Tensor,
-        positions: Tensor,
-    ) -> Tensor:
-        """One token id a row, int32 [n], by the rule in `nanovllm/kernels/sample.py`."""
-        ...
+    def sample(self, logits: Tensor, values: SamplingValues) -> Tensor:
+        return sample_reference(logits, values)

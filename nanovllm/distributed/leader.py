@@ -25,7 +25,7 @@ from nanovllm.distributed.collectives import HOST, GroupParallel
 from nanovllm.distributed.processes import Followers
 from nanovllm.engine.plan import StepPlan, StepResult
 from nanovllm.models.qwen3 import check_shards
-from nanovllm.runner.model_runner import ModelRunner, make_model_backend
+from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.step_handle import StepHandle
 from nanovllm.utils.machine import physical_cores
 
@@ -84,7 +84,6 @@ class LeadingRunner:
         device = torch.device(config.device)
         self._pid = os.getpid()
         self._parallel = parallel = GroupParallel(0, size, config.distributed_backend, device)
-        make_model_backend(config, hf_config)  # compiles kernels, if need be, before all ranks want them
         with ExitStack() as stack:  # undone if the start fails, and by whoever ends the ranks
             if device.type == "cpu":
                 _threads.take(size)

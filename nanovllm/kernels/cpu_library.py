@@ -1,7 +1,7 @@
 """Compiling the C++ kernels in cpu/ on first use, and calling them.
 
 The library is built for exactly this machine, in a few seconds, and kept in the user's cache folder under a name made
-of the source, the compiler and the processor. Without a compiler the engine runs on plain torch, and says so once.
+of the source, the compiler and the processor.
 """
 
 import ctypes
@@ -92,18 +92,16 @@ def _declare(library: ctypes.CDLL, name: str, signature: tuple[int, int, int]) -
 
 
 @functools.cache
-def cpu_library() -> CpuLibrary | None:
-    """The library, compiled if need be; None, with one log line, where that is not possible."""
+def cpu_library() -> CpuLibrary:
+    """The library, compiled if need be; RuntimeError where that is not possible."""
     compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++", "c++")), None)
     if compiler is None:
-        logger.warning("no C++ compiler found: the CPU runs on plain torch, at about half the speed (install g++)")
-        return None
+        raise RuntimeError("no C++ compiler is found (install g++)")
     try:
         return CpuLibrary(_build(compiler))
     except (OSError, subprocess.SubprocessError, AttributeError) as error:
         detail = getattr(error, "stderr", None) or str(error)
-        logger.warning("the CPU kernels cannot be compiled, so the CPU runs on plain torch: %s", detail[-2000:])
-        return None
+        raise RuntimeError(f"its kernels cannot be compiled: {detail[-2000:]}") from error
 
 
 def cache_folder() -> Path:

@@ -1,59 +1,60 @@
-"""Q/K-norm, rotary embedding (Su et al. 2021, https://arxiv.org/abs/2104.09864) and the KV-cache store.
+"""Q/K-norm, rotary embedding (Su et al. 2021, https://arxiv.org/abs/2104.09864) and the KV-cache store."""
 
-The cache of a layer is a pair of tensors with the *logical* shape [num_blocks, block_size, num_kv_heads, head_dim];
-their strides (the storage order) belong to the backend. A slot is `block * block_size + offset`; -1 stores nothing.
-"""
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from nanovllm.kernels.attention import KVCache
 from nanovllm.kernels.rms_norm import rms_norm_reference
 from nanovllm.kernels.triton_shim import next_power_of_2, tl, triton
+
+
+class NormRope(NamedTuple):
+    """What a layer norms and rotates its heads with: weights [head_dim] of the norms, and the table of angles.
+
+    cos_sin is float32 [max_position, head_dim]: head_dim/2 cosines, then head_dim/2 sines.
+    """
+
+    q_weight: Tensor
+    k_weight: Tensor
+    eps: float
+    cos_sin: Tensor
 
 
 def rope_reference(x: Tensor, cos_sin: Tensor, positions: Tensor) -> Tensor:
     """Rotate x [num_tokens, num_heads, head_dim] by its positions [num_tokens], in float32.
 
-    cos_sin is float32 [max_position, head_dim]: head_dim/2 cosines, then head_dim/2 sines. Element i is paired with
-    element i + head_dim/2, as transformers' `rotate_half` does.
+    Element i is paired with element i + head_dim/2, as transformers' `rotate_half` does.
     """
     cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
     first, second = x.to(torch.float32).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-def store_kv_reference(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """Write key and value [num_tokens, num_kv_heads, head_dim] into their slots (int64 [num_tokens])."""
-    block_size = k_cache.shape[1]
-    if (slot_mapping < 0).any():
-        kept = slot_mapping >= 0
-        key, value, slot_mapping = key[kept], value[kept], slot_mapping[kept]
-    blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
-    k_cache[blocks, offsets] = key
-    v_cache[blocks, offsets] = value
+def store_kv_reference(key: Tensor, value: Tensor, cache: KVCache, slots: Tensor) -> None:
+    """Write key and value [num_tokens, num_kv_heads, head_dim] into their slots (int64 [num_tokens]; -1: nowhere)."""
+    block_size = cache.keys.shape[1]
+    if (slots < 0).any():
+        kept = slots >= 0
+        key, value, slots = key[kept], value[kept], slots[kept]
+    blocks, offsets = slots // block_size, slots % block_size
+    cache.keys[blocks, offsets] = key
+    cache.values[blocks, offsets] = value
 
 
-def norm_rope_store_reference(
-    qkv: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    eps: float,
-    cos_sin: Tensor,
-    positions: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-) -> Tensor:
+def norm_rope_store_reference(qkv: Tensor, norms: NormRope, positions: Tensor, cache: KVCache, slots: Tensor) -> Tensor:
     """Norm and rotate q and k, store k and v; return q [num_tokens, num_heads, head_dim].
 
-    qkv is [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]: all query heads, then keys, then values.
+    qkv is [num_tokens, (num_heads + 2 * num_kv_heads) * head_dim]: all query heads, then keys, then values. positions
+    [num_tokens]; slots int64 [num_tokens].
     """
-    num_kv_heads, head_dim = k_cache.shape[2:]
+    num_kv_heads, head_dim = cache.keys.shape[2:]
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     q, k, v = torch.split(heads, [heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
-    q = rope_reference(rms_norm_reference(q, q_weight, eps), cos_sin, positions)
-    k = rope_reference(rms_norm_reference(k, k_weight, eps), cos_sin, positions)
-    store_kv_reference(k, v, k_cache, v_cache, slot_mapping)
+    q = rope_reference(rms_norm_reference(q, norms.q_weight, norms.eps), norms.cos_sin, positions)
+    k = rope_reference(rms_norm_reference(k, norms.k_weight, norms.eps), norms.cos_sin, positions)
+    store_kv_reference(k, v, cache, slots)
     return q
 
 
@@ -134,77 +135,16 @@ def norm_rope_store_config(all_heads: int, head_dim: int, block_size: int) -> di
     }
 
 
-def norm_rope_store(
-    qkv: Tensor,
-    q_weight: Tensor,
-    k_weight: Tensor,
-    eps: float,
-    cos_sin: Tensor,
-    positions: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    slot_mapping: Tensor,
-) -> Tensor:
+def norm_rope_store(qkv: Tensor, norms: NormRope, positions: Tensor, cache: KVCache, slots: Tensor) -> Tensor:
     """norm_rope_store_reference in one kernel; q [num_tokens, num_heads, head_dim] is rewritten in place, in qkv."""
-    block_size, num_kv_heads, head_dim = k_cache.shape[1:]
+    block_size, num_kv_heads, head_dim = cache.keys.shape[1:]
     num_tokens, all_heads = qkv.shape[0], qkv.shape[1] // head_dim
     num_heads = all_heads - 2 * num_kv_heads
     if num_tokens:
         config = norm_rope_store_config(all_heads, head_dim, block_size)
         grid = (num_tokens, -(-all_heads // config["HEADS"]))
-        strides = (qkv.stride(0), *k_cache.stride()[:3])
-        weights = (q_weight, k_weight, cos_sin)
-        sizes = (eps, num_heads, num_kv_heads)
-        _norm_rope_store_kernel[grid](
-            qkv, *weights, positions, slot_mapping, k_cache, v_cache, *strides, *sizes, **config
-        )
+        strides = (qkv.stride(0), *cache.keys.stride()[:3])
+        weights = (norms.q_weight, norms.k_weight, norms.cos_sin)
+        sizes = (norms.eps, num_heads, num_kv_heads)
+        _norm_rope_store_kernel[grid](qkv, *weights, positions, slots, *cache, *strides, *sizes, **config)
     return qkv[:, : num_heads * head_dim].view(num_tokens, num_heads, head_dim)
-
-
-@triton.jit(do_not_specialize=["num_kv_heads"])
-def _store_kv_kernel(
-    key_ptr,
-    value_ptr,
-    slots_ptr,
-    k_cache_ptr,
-    v_cache_ptr,
-    key_stride,
-    value_stride,
-    page_stride,
-    token_stride,
-    head_stride,
-    num_kv_heads,
-    BLOCK_SIZE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    HEADS: tl.constexpr,
-):
-    # Grid (num_tokens,).
-    # A program owns one token: all its K and V heads go to its slot.
-    # Tokens with slot -1 are padding and are skipped.
-    token = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slots_ptr + token).to(tl.int64)
-    if slot >= 0:
-        head = tl.arange(0, HEADS)[:, None]
-        dim = tl.arange(0, HEAD_DIM)[None, :]
-        exists = head < num_kv_heads
-        place = (slot // BLOCK_SIZE) * page_stride + (slot % BLOCK_SIZE) * token_stride + head * head_stride + dim
-        key = tl.load(key_ptr + token * key_stride + head * HEAD_DIM + dim, mask=exists, other=0.0)
-        value = tl.load(value_ptr + token * value_stride + head * HEAD_DIM + dim, mask=exists, other=0.0)
-        tl.store(k_cache_ptr + place, key, mask=exists)
-        tl.store(v_cache_ptr + place, value, mask=exists)
-
-
-def store_kv_config(num_kv_heads: int, head_dim: int, block_size: int) -> dict[str, int]:
-    """All KV heads of a token in one block, eight elements a thread."""
-    heads = next_power_of_2(num_kv_heads)
-    num_warps = min(8, max(1, heads * head_dim // 256))
-    return {"BLOCK_SIZE": block_size, "HEAD_DIM": head_dim, "HEADS": heads, "num_warps": num_warps}
-
-
-def store_kv(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """store_kv_reference in one kernel. key, value [num_tokens, num_kv_heads, head_dim], heads of a token adjacent."""
-    num_tokens, num_kv_heads, head_dim = key.shape
-    if num_tokens:
-        strides = (key.stride(0), value.stride(0), *k_cache.stride()[:3])
-        config = store_kv_config(num_kv_heads, head_dim, k_cache.shape[1])
-        _store_kv_kernel[(num_tokens,)](key, value, slot_mapping, k_cache, v_cache, *strides, num_kv_heads, **config)

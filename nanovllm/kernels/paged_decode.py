@@ -3,46 +3,31 @@ https://pytorch.org/blog/flash-decoding/).
 
 Three kernels, none of which needs the host to know a length, so that a CUDA graph replays them for any lengths:
 
-    plan     once a step: cuts the sequences into chunks of about the same number of keys, and lists them
+    chunks   once a step: cuts the sequences into chunks of about the same number of keys, and lists them
     split    once a layer: attends one chunk with one KV head's group of query heads
     combine  once a layer: merges the chunks of a sequence that has several
 
-The reference is `attend_reference` in `nanovllm/backends/torch_backend.py`.
+The reference is `attend_reference` in attention.py.
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from nanovllm.kernels.attention import DecodeMetadata, KVCache
 from nanovllm.kernels.triton_shim import next_power_of_2, num_multiprocessors, tl, triton
 
 MIN_CHUNK = 128
 """Keys in the smallest chunk: below that, a program's start costs more than its reading."""
 
 _UNITS_PER_MULTIPROCESSOR = 24
-"""Chunks x KV heads that the plan aims at: about three programs run at once on a multiprocessor, so each place is used
+"""Chunks x KV heads to aim at: about three programs run at once on a multiprocessor, so each place is used
 some eight times, and the last round, partly idle, is a small part of the whole."""
 
 
-class DecodePlan(NamedTuple):
-    """What the layers of a step share.
-
-    items [max_items, 4] int32 holds a chunk's (sequence, first key, end key, chunks of the sequence); those of sequence
-    i are first_item[i]..first_item[i + 1], int32 [num_seqs + 1], and lie in order.
-    partial_out float32 [max_items, num_heads, head_dim] and partial_lse float32 [max_items, num_heads] are the split's
-    results for the combine: normalised outputs and base-2 logarithms of the sums of exponentials.
-    """
-
-    items: Tensor
-    first_item: Tensor
-    partial_out: Tensor
-    partial_lse: Tensor
-
-
 @triton.jit(do_not_specialize=["num_seqs", "target_items"])
-def _plan_kernel(
+def _chunks_kernel(
     seq_lens_ptr,
     items_ptr,
     first_item_ptr,
@@ -188,7 +173,7 @@ def key_tile(block_size: int, itemsize: int) -> int:
     return min(64 if itemsize < 4 else 32, block_size & -block_size)
 
 
-def plan_config(num_seqs: int, block_size: int, itemsize: int) -> dict[str, int]:
+def chunks_config(num_seqs: int, block_size: int, itemsize: int) -> dict[str, int]:
     """Few sizes of MAX_SEQS, so that few batch sizes compile anything."""
     max_seqs = max(256, next_power_of_2(num_seqs))
     return {"MIN_CHUNK": MIN_CHUNK, "TILE": key_tile(block_size, itemsize), "MAX_SEQS": max_seqs, "num_warps": 4}
@@ -211,52 +196,51 @@ def combine_config(head_dim: int) -> dict[str, int]:
     return {"HEAD_DIM": head_dim, "PARTS": 16, "num_warps": 4}
 
 
-def plan_decode(seq_lens: Tensor, block_tables: Tensor, num_heads: int, k_cache: Tensor) -> DecodePlan:
+def decode_metadata(seq_lens: Tensor, block_tables: Tensor, cache: KVCache, num_heads: int) -> DecodeMetadata:
     """Cut this step's decodes into chunks, on the device.
 
     seq_lens int32 [num_seqs]; block_tables int32 [num_seqs, max_blocks] (its width bounds the lengths).
     """
     num_seqs, device = seq_lens.shape[0], seq_lens.device
-    block_size, num_kv_heads, head_dim = k_cache.shape[1:]
+    block_size, num_kv_heads, head_dim = cache.keys.shape[1:]
     target = -(-_UNITS_PER_MULTIPROCESSOR * num_multiprocessors(device) // num_kv_heads)
     longest = block_tables.shape[1] * block_size
     max_items = min(target + num_seqs, num_seqs * -(-longest // MIN_CHUNK))
-    plan = DecodePlan(
+    made = DecodeMetadata(
         items=torch.empty(max_items, 4, dtype=torch.int32, device=device),
         first_item=torch.empty(num_seqs + 1, dtype=torch.int32, device=device),
         partial_out=torch.empty(max_items, num_heads, head_dim, dtype=torch.float32, device=device),
         partial_lse=torch.empty(max_items, num_heads, dtype=torch.float32, device=device),
     )
-    config = plan_config(num_seqs, block_size, k_cache.element_size())
-    _plan_kernel[(1,)](seq_lens, plan.items, plan.first_item, num_seqs, target, **config)
-    return plan
+    config = chunks_config(num_seqs, block_size, cache.keys.element_size())
+    _chunks_kernel[(1,)](seq_lens, made.items, made.first_item, num_seqs, target, **config)
+    return made
 
 
 def paged_decode(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, block_tables: Tensor, plan: DecodePlan, scale: float, out: Tensor
+    q: Tensor, cache: KVCache, block_tables: Tensor, metadata: DecodeMetadata, scale: float, out: Tensor
 ) -> None:
-    """Attend row i of q to the keys of sequence i, for the sequences of plan; sequences of length 0 get zeros.
+    """Attend row i of q to the keys of sequence i, for the sequences of metadata; sequences of length 0 get zeros.
 
-    q [num_seqs, num_heads, head_dim], the heads of a token adjacent; caches [num_blocks, block_size, num_kv_heads,
-    head_dim], of any equal strides with head_dim contiguous; out like q, contiguous.
+    q [num_seqs, num_heads, head_dim], the heads of a token adjacent; a cache of any equal strides with head_dim
+    contiguous; out like q, contiguous.
     """
     num_seqs, num_heads, head_dim = q.shape
-    block_size, num_kv_heads = k_cache.shape[1:3]
-    config = split_config(num_heads // num_kv_heads, head_dim, block_size, k_cache.element_size())
-    partials = (plan.partial_out, plan.partial_lse)
-    strides = (q.stride(0), block_tables.stride(0), *k_cache.stride()[:3])
-    _split_kernel[(num_kv_heads, plan.items.shape[0])](
+    block_size, num_kv_heads = cache.keys.shape[1:3]
+    config = split_config(num_heads // num_kv_heads, head_dim, block_size, cache.keys.element_size())
+    partials = (metadata.partial_out, metadata.partial_lse)
+    strides = (q.stride(0), block_tables.stride(0), *cache.keys.stride()[:3])
+    _split_kernel[(num_kv_heads, metadata.items.shape[0])](
         q,
-        k_cache,
-        v_cache,
+        *cache,
         out,
         *partials,
         block_tables,
-        plan.items,
-        plan.first_item,
+        metadata.items,
+        metadata.first_item,
         scale * math.log2(math.e),
         num_seqs,
         *strides,
         **config,
     )
-    _combine_kernel[(num_heads, num_seqs)](out, *partials, plan.first_item, **combine_config(head_dim))
+    _combine_kernel[(num_heads, num_seqs)](out, *partials, metadata.first_item, **combine_config(head_dim))

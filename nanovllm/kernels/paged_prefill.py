@@ -1,12 +1,13 @@
 """Causal attention of several query tokens a sequence (variable lengths) over the paged cache: prefix and new tokens.
 
-The reference is `attend_reference` in `nanovllm/backends/torch_backend.py`.
+The reference is `attend_reference` in attention.py.
 """
 
 import math
 
 from torch import Tensor
 
+from nanovllm.kernels.attention import KVCache
 from nanovllm.kernels.paged_decode import key_tile
 from nanovllm.kernels.triton_shim import next_power_of_2, shared_memory_kib, tl, triton
 
@@ -149,8 +150,7 @@ def prefill_config(group: int, head_dim: int, block_size: int, itemsize: int, sh
 
 def paged_prefill(
     q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
+    cache: KVCache,
     cu_seqlens_q: Tensor,
     seq_lens: Tensor,
     block_tables: Tensor,
@@ -162,19 +162,18 @@ def paged_prefill(
 
     q [all_tokens, num_heads, head_dim], the heads of a token adjacent; out like q, contiguous. cu_seqlens_q int32
     [num_seqs + 1] indexes q's tokens and need not begin at 0; num_tokens is its last value less its first. seq_lens
-    int32 [num_seqs]; block_tables int32 [num_seqs, max_blocks]; caches as for paged_decode.
+    int32 [num_seqs]; block_tables int32 [num_seqs, max_blocks]; cache as for paged_decode.
     """
     num_heads, head_dim = q.shape[1:]
-    block_size, num_kv_heads = k_cache.shape[1:3]
+    block_size, num_kv_heads = cache.keys.shape[1:3]
     num_seqs = seq_lens.shape[0]
     config = prefill_config(
-        num_heads // num_kv_heads, head_dim, block_size, k_cache.element_size(), shared_memory_kib(q.device)
+        num_heads // num_kv_heads, head_dim, block_size, cache.keys.element_size(), shared_memory_kib(q.device)
     )
-    strides = (q.stride(0), block_tables.stride(0), *k_cache.stride()[:3])
+    strides = (q.stride(0), block_tables.stride(0), *cache.keys.stride()[:3])
     _prefill_kernel[(num_kv_heads, num_tokens // config["TOKENS"] + num_seqs)](
         q,
-        k_cache,
-        v_cache,
+        *cache,
         out,
         cu_seqlens_q,
         seq_lens,

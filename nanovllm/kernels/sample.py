@@ -15,6 +15,7 @@ The rule, the same in every backend:
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +26,29 @@ from nanovllm.kernels.triton_shim import next_power_of_2, tl, triton
 CHUNK = 4096
 
 _MASK = 0xFFFFFFFF
+
+
+class SamplingValues(NamedTuple):
+    """How each of n rows is sampled.
+
+    temperature, top_p, min_p float32 [n]; top_k int32 [n]; seeds int64 [n]; positions [n], the index in its sequence of
+    the token to be sampled.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seeds: Tensor
+    positions: Tensor
+
+    def of_rows(self, rows: Tensor) -> "SamplingValues":
+        """Those at indices rows."""
+        return SamplingValues(*(values[rows] for values in self))
+
+    def filters(self, vocab_size: int) -> Tensor:
+        """Whether each row has a filter, bool [n]."""
+        return ((self.top_k > 0) & (self.top_k < vocab_size)) | (self.top_p < 1) | (self.min_p > 0)
 
 
 def uniform_reference(seeds: Tensor, positions: Tensor) -> Tensor:
@@ -47,10 +71,10 @@ def uniform_reference(seeds: Tensor, positions: Tensor) -> Tensor:
     return ((counter[0] >> 9).to(torch.float32) + 0.5) * 2.0**-23
 
 
-def filter_reference(z: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
+def filter_reference(z: Tensor, values: SamplingValues) -> Tensor:
     """The mask of kept tokens, bool [n, vocab], for scaled logits z float32 [n, vocab] with maximum 0 in each row."""
-    vocab_size = z.shape[1]
-    k = torch.where((top_k > 0) & (top_k < vocab_size), top_k, vocab_size)
+    vocab_size, top_p = z.shape[1], values.top_p
+    k = torch.where((values.top_k > 0) & (values.top_k < vocab_size), values.top_k, vocab_size)
     # Sorting 150,000 values is 10 ms a row: where every row has a small k, the largest k values are all that counts.
     # One more than k would not do for ties, so tied values beyond the k-th are summed by `count` below.
     descending = z.topk(int(k.max()), dim=1).values
@@ -64,7 +88,7 @@ def filter_reference(z: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> 
         crossing = crossing.clamp(max=descending.shape[1] - 1)
         at_crossing = descending.gather(1, crossing)
         threshold = torch.where(top_p.unsqueeze(1) < 1, torch.maximum(kth, at_crossing), kth)
-    return (z >= threshold) & (z.exp() >= min_p.unsqueeze(1))
+    return (z >= threshold) & (z.exp() >= values.min_p.unsqueeze(1))
 
 
 def _first_above(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,36 +104,24 @@ def _first_above(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return index, torch.where(index > 0, before, torch.zeros_like(before))
 
 
-def sample_reference(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-) -> Tensor:
-    """Sample one token a row by the rule above.
-
-    logits [n, vocab] of any float dtype; temperature, top_p, min_p float32 [n]; top_k int32 [n]; seeds int64 [n];
-    positions [n], the index in its sequence of the token to be sampled. Returns int32 [n].
-    """
+def sample_reference(logits: Tensor, values: SamplingValues) -> Tensor:
+    """Sample one token a row by the rule above. logits [n, vocab] of any float dtype; returns int32 [n]."""
     greedy = logits.argmax(1).to(torch.int32)
-    random = (temperature > 0).nonzero().squeeze(1)
+    random = (values.temperature > 0).nonzero().squeeze(1)
     if random.numel() == 0:
         return greedy
-    logits, top_k, top_p, min_p = logits[random].float(), top_k[random], top_p[random], min_p[random]
-    z = (logits - logits.amax(1, keepdim=True)) / temperature[random].unsqueeze(1)
+    logits, values = logits[random].float(), values.of_rows(random)
+    z = (logits - logits.amax(1, keepdim=True)) / values.temperature.unsqueeze(1)
     weights = z.exp()
-    filtered = (((top_k > 0) & (top_k < z.shape[1])) | (top_p < 1) | (min_p > 0)).nonzero().squeeze(1)
+    filtered = values.filters(z.shape[1]).nonzero().squeeze(1)
     if filtered.numel():
-        kept = filter_reference(z[filtered], top_k[filtered], top_p[filtered], min_p[filtered])
+        kept = filter_reference(z[filtered], values.of_rows(filtered))
         weights[filtered] = torch.where(kept, weights[filtered], 0.0)
     n, vocab_size = weights.shape
     num_chunks = -(-vocab_size // CHUNK)
     chunks = torch.nn.functional.pad(weights, (0, num_chunks * CHUNK - vocab_size)).view(n, num_chunks, CHUNK)
     sums = chunks.sum(2)
-    target = uniform_reference(seeds[random], positions[random].long()) * sums.sum(1)
+    target = uniform_reference(values.seeds, values.positions.long()) * sums.sum(1)
     chunk, before = _first_above(sums, target)
     inside, _ = _first_above(chunks[torch.arange(n), chunk], target - before)
     greedy[random] = (chunk * CHUNK + inside).to(torch.int32)
@@ -227,15 +239,7 @@ def draw_config(num_chunks: int) -> dict[str, int]:
     return {"CHUNK": CHUNK, "CHUNKS": next_power_of_2(num_chunks), "num_warps": 8}
 
 
-def sample(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-) -> Tensor:
+def sample(logits: Tensor, values: SamplingValues) -> Tensor:
     """`sample_reference` in three kernels: same arguments, same tokens up to rounding in the sums of weights."""
     n, vocab_size = logits.shape
     num_chunks = -(-vocab_size // CHUNK)
@@ -248,11 +252,10 @@ def sample(
     threshold = torch.empty(n, dtype=torch.float32, device=logits.device)
     stride = logits.stride(0)
     _stats_kernel[(n, num_chunks)](
-        logits, temperature, chunk_max, chunk_argmax, chunk_weight, stride, vocab_size, **stats_config()
+        logits, values.temperature, chunk_max, chunk_argmax, chunk_weight, stride, vocab_size, **stats_config()
     )
-    filters = (temperature, top_k, top_p, min_p)
-    filter_rows(logits, *filters, chunk_max, chunk_weight, threshold, filter_config(num_chunks, CHUNK, logits.dtype))
+    filter_rows(logits, *values[:4], chunk_max, chunk_weight, threshold, filter_config(num_chunks, CHUNK, logits.dtype))
     chunk_stats = (chunk_max, chunk_argmax, chunk_weight, threshold)
     config = draw_config(num_chunks)
-    _draw_kernel[(n,)](logits, *filters, seeds, positions, *chunk_stats, out, stride, vocab_size, num_chunks, **config)
+    _draw_kernel[(n,)](logits, *values, *chunk_stats, out, stride, vocab_size, num_chunks, **config)
     return out

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.backends import AttentionMetadata, Backend, KVCache
+from nanovllm.kernels.norm_rope_store import NormRope
 from nanovllm.layers.embedding import LMHead, VocabParallelEmbedding
 from nanovllm.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
 from nanovllm.layers.parallel import Parallel
@@ -52,9 +53,8 @@ class Qwen3Attention(nn.Module):
 
     def forward(self, x: Tensor, cos_sin: Tensor, positions: Tensor, cache: KVCache, meta: AttentionMetadata) -> Tensor:
         qkv = self.qkv_proj(x)
-        q = self.backend.norm_rope_store(
-            qkv, self.q_norm, self.k_norm, self.eps, cos_sin, positions, cache, meta.slot_mapping
-        )
+        norms = NormRope(self.q_norm, self.k_norm, self.eps, cos_sin)
+        q = self.backend.norm_rope_store(qkv, norms, positions, cache, meta.slot_mapping)
         out = self.backend.attend(q, cache, meta, self.scale)
         return self.o_proj(out.flatten(1))  # type: ignore[no-any-return]
 

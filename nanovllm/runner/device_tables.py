@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.engine.plan import ROW_SAMPLING, StepPlan
+from nanovllm.kernels.sample import SamplingValues
 
 
 class DeviceTables:
@@ -42,6 +43,12 @@ class DeviceTables:
             self.min_p[row] = min_p.view(torch.float32)
             self.seeds[row] = (seed_low.long() & 0xFFFFFFFF) | (seed_high.long() << 32)
             self.num_logprobs_cpu[plan.new_rows["row"]] = plan.new_rows["num_logprobs"]
+
+    def sampling(self, rows: Tensor, positions: Tensor) -> SamplingValues:
+        """How each of rows is sampled, to be the token at positions."""
+        return SamplingValues(
+            self.temperature[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.seeds[rows], positions
+        )
 
     def slots(self, rows: Tensor, block_tables: Tensor, of_token: Tensor, positions: Tensor, block_size: int) -> Tensor:
         """The cache slot of each token, int64 [num_tokens]; -1 for the padding row's.

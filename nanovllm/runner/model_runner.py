@@ -13,12 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.backends import AttentionMetadata, Backend, KVCache, make_backend
+from nanovllm.backends import BACKENDS, AttentionMetadata, KVCache
 from nanovllm.config import ResolvedConfig
 from nanovllm.engine.plan import StepPlan
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.causal_lm import make_model
-from nanovllm.models.config import count_parameters, heads_of_rank
+from nanovllm.models.config import heads_of_rank
 from nanovllm.models.loader import fill_randomly, load_weights
 from nanovllm.runner.cuda_graphs import CudaGraphs, pad_decodes
 from nanovllm.runner.device_tables import DeviceTables
@@ -33,14 +33,6 @@ logger = logging.getLogger(__name__)
 
 GRAPH_NODES_BYTES = 4 << 20
 """Allowance for one captured graph's own nodes: a few hundred kernels' parameters."""
-
-
-def make_model_backend(config: ResolvedConfig, hf_config: "PretrainedConfig") -> Backend:
-    """The backend for one rank's share of a model; ValueError for a shape for which it has no kernels."""
-    heads, kv_heads = heads_of_rank(hf_config, config.tensor_parallel_size)
-    shape = (hf_config.head_dim, heads // kv_heads, config.block_size)
-    dtype, num_parameters = getattr(torch, config.dtype), count_parameters(hf_config)
-    return make_backend(config.attention_backend, torch.device(config.device), *shape, dtype, num_parameters)
 
 
 class ModelRunner:
@@ -61,14 +53,14 @@ class ModelRunner:
             check: called for each tensor that is loaded; raises if there is no use in going on.
 
         Raises:
-            ValueError: a bad checkpoint, or a shape for which the backend has no kernels.
+            ValueError: a bad checkpoint.
         """
         # The first attribute, so that a runner which is forgotten lets go of its graphs before the group they use.
         self.graphs: CudaGraphs | None = None
         self.config, self.parallel = config, parallel
         self.device, self.dtype = torch.device(config.device), getattr(torch, config.dtype)
-        self._num_kv_heads = heads_of_rank(hf_config, parallel.size)[1]
-        self.backend = make_model_backend(config, hf_config)
+        self._num_heads, self._num_kv_heads = heads_of_rank(hf_config, parallel.size)
+        self.backend = BACKENDS[config.attention_backend]()
         with torch.device(self.device), _DefaultDtype(self.dtype):
             self.model = make_model(hf_config, self.backend, parallel, config.max_model_len)
         if folder is None:
@@ -181,7 +173,7 @@ class ModelRunner:
 
     def _make_caches(self, num_blocks: int) -> list[KVCache]:
         shape = (num_blocks, self.config.block_size, self._num_kv_heads, self._head_dim)
-        return [self.backend.allocate_cache(*shape, self.dtype, self.device) for _ in range(self._num_layers)]
+        return [self.backend.allocate_cache(shape, self.dtype, self.device) for _ in range(self._num_layers)]
 
     # ---- a step
 
@@ -247,7 +239,7 @@ class ModelRunner:
         )
         token_ids = packed[3 * num_seqs : 3 * num_seqs + num_tokens]
         token_ids = torch.where(token_ids < 0, self.tables.last_token[rows[of_token]], token_ids)
-        self.backend.begin_step(metadata)
+        metadata = self.backend.complete(metadata, self.caches[0], self._num_heads)
         hidden = self.model(token_ids, positions, self.caches, metadata)
         if not plan.samples.any():
             return None
@@ -269,7 +261,7 @@ class ModelRunner:
             seq_lens_cpu=None,
         )
         token_ids = torch.where(token_ids < 0, self.tables.last_token[rows], token_ids)
-        self.backend.begin_step(metadata)
+        metadata = self.backend.complete(metadata, self.caches[0], self._num_heads)
         hidden = self.model(token_ids, num_computed, self.caches, metadata)
         return self._sample(hidden, rows, metadata.seq_lens)
 
@@ -285,15 +277,7 @@ class ModelRunner:
         if logits is None:
             token_ids = torch.empty_like(rows)
         else:
-            token_ids = self.backend.sample(
-                logits,
-                tables.temperature[rows],
-                tables.top_k[rows],
-                tables.top_p[rows],
-                tables.min_p[rows],
-                tables.seeds[rows],
-                positions,
-            )
+            token_ids = self.backend.sample(logits, tables.sampling(rows, positions))
         token_ids = self.parallel.broadcast(token_ids)
         tables.last_token[rows] = token_ids
         return token_ids, hidden

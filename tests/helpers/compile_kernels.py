@@ -91,12 +91,11 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], shared_kib:
                     norm_rope_store._norm_rope_store_kernel,
                     norm_rope_store.norm_rope_store_config(heads + 2 * kv_heads, *shape),
                 )
-                yield launch(norm_rope_store._store_kv_kernel, norm_rope_store.store_kv_config(kv_heads, *shape))
             group = model.num_heads // model.num_kv_heads
             yield launch(paged_decode._split_kernel, paged_decode.split_config(group, *shape, 2))
             yield launch(paged_prefill._prefill_kernel, paged_prefill.prefill_config(group, *shape, 2, shared_kib))
             for num_seqs in (1, 512, 1024):
-                yield launch(paged_decode._plan_kernel, paged_decode.plan_config(num_seqs, block_size, 2))
+                yield launch(paged_decode._chunks_kernel, paged_decode.chunks_config(num_seqs, block_size, 2))
         yield launch(paged_decode._combine_kernel, paged_decode.combine_config(model.head_dim))
     yield launch(silu_and_mul._silu_and_mul_kernel, silu_and_mul.silu_and_mul_config())
     num_chunks = -(-VOCAB_SIZE // sample.CHUNK)

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from nanovllm.backends import AttentionMetadata, Backend, KVCache
-from nanovllm.backends.torch_backend import TorchBackend, attend_reference
-from nanovllm.kernels.sample import filter_reference, sample_reference, uniform_reference
+from nanovllm.backends.torch_backend import TorchBackend
+from nanovllm.kernels.attention import attend_reference
+from nanovllm.kernels.sample import SamplingValues, filter_reference, sample_reference, uniform_reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -55,8 +56,8 @@ class AttentionCase:
 
     def attend(self, backend: Backend) -> Tensor:
         with poisoned_memory():
-            backend.begin_step(self.metadata)
-            return backend.attend(self.q, self.cache, self.metadata, self.scale)
+            metadata = backend.complete(self.metadata, self.cache, self.q.shape[1])
+            return backend.attend(self.q, self.cache, metadata, self.scale)
 
     def expected(self) -> Tensor:
         """The reference in float32 on the same values. Padding rows (length 0) are NaN: nothing is expected of them."""
@@ -69,9 +70,9 @@ class AttentionCase:
             query_lens_cpu=self.metadata.query_lens_cpu[real],
             seq_lens_cpu=self.metadata.seq_lens_cpu[real],
         )
-        k, v = (c.float() for c in self.cache)
+        cache = KVCache(*(side.float() for side in self.cache))
         out = torch.full(self.q.shape, float("nan"), device=self.q.device)
-        out[kept] = attend_reference(self.q[kept].float(), (k, v), metadata, self.scale)
+        out[kept] = attend_reference(self.q[kept].float(), cache, metadata, self.scale)
         return out
 
 
@@ -95,7 +96,8 @@ def attention_case(
     order = torch.randperm(num_blocks, generator=generator)
     free = int(order[-1])
     tables = torch.full((len(seq_lens), max(*needed, 1) + 1), free, dtype=torch.int32)
-    cache = (backend or TorchBackend()).allocate_cache(num_blocks, block_size, num_kv_heads, head_dim, dtype, device)
+    shape = (num_blocks, block_size, num_kv_heads, head_dim)
+    cache = (backend or TorchBackend()).allocate_cache(shape, dtype, device)
     for side in cache:
         side.fill_(float("nan"))
     taken = 0
@@ -161,15 +163,10 @@ class SampleCase:
     """Arguments of `sample`, one row for each kind of request."""
 
     logits: Tensor
-    temperature: Tensor
-    top_k: Tensor
-    top_p: Tensor
-    min_p: Tensor
-    seeds: Tensor
-    positions: Tensor
+    values: SamplingValues
 
-    def arguments(self) -> tuple[Tensor, ...]:
-        return tuple(self.__dict__.values())
+    def arguments(self) -> tuple[Tensor, SamplingValues]:
+        return self.logits, self.values
 
 
 # temperature, top_k, top_p, min_p
@@ -203,15 +200,10 @@ def sample_case(
     if ties:
         logits = logits.div(2).round() * 2
     temperature, top_k, top_p, min_p = (torch.tensor(column, device=device) for column in zip(*_REQUESTS, strict=True))
-    return SampleCase(
-        logits.to(device, dtype),
-        temperature,
-        top_k.int(),
-        top_p,
-        min_p,
-        torch.randint(-(2**63), 2**63 - 1, (n,), generator=generator).to(device),
-        torch.arange(n, dtype=torch.int32, device=device) * 1009,
-    )
+    seeds = torch.randint(-(2**63), 2**63 - 1, (n,), generator=generator).to(device)
+    positions = torch.arange(n, dtype=torch.int32, device=device) * 1009
+    values = SamplingValues(temperature, top_k.int(), top_p, min_p, seeds, positions)
+    return SampleCase(logits.to(device, dtype), values)
 
 
 def assert_same_tokens(case: SampleCase, tokens: Tensor) -> None:
@@ -224,16 +216,16 @@ def assert_same_tokens(case: SampleCase, tokens: Tensor) -> None:
     if case.logits.device.type == "cpu":
         assert torch.equal(tokens, expected)
         return
-    uniforms = uniform_reference(case.seeds, case.positions.long())
+    values = case.values
+    uniforms = uniform_reference(values.seeds, values.positions.long())
     for row in (tokens != expected).nonzero().flatten().tolist():
-        assert case.temperature[row] > 0, "greedy tokens are exact"
-        one = slice(row, row + 1)
-        logits = case.logits[one].float()
-        z = (logits - logits.max()) / case.temperature[row]
-        kept = filter_reference(z, case.top_k[one], case.top_p[one], case.min_p[one])[0]
+        assert values.temperature[row] > 0, "greedy tokens are exact"
+        logits = case.logits[row : row + 1].float()
+        z = (logits - logits.max()) / values.temperature[row]
+        kept = filter_reference(z, values.of_rows(torch.tensor([row], device=z.device)))[0]
         shares = torch.where(kept, z[0].double().exp(), 0.0)
         shares /= shares.sum()
-        slack = 1e-5 + (2 * float(shares[kept].min()) if case.top_p[row] < 1 else 0.0)
+        slack = 1e-5 + (2 * float(shares[kept].min()) if values.top_p[row] < 1 else 0.0)
         token = int(tokens[row])
         end = float(shares[: token + 1].sum())
         assert end - float(shares[token]) - slack <= float(uniforms[row]) <= end + slack, (row, token)
