@@ -171,7 +171,7 @@ def test_block_sizes_are_powers_of_two_within_what_the_backend_knows(
     for size in bad:
         with pytest.raises(ValueError, match=f"kvcache_block_size is {size}; .*a power of two from {good[0]} to"):
             resolve_backend(name, work._replace(block_size=size))
-    with pytest.raises(ValueError, match="^kvcache_block_size is 40; it must be a power of two from 16"):
+    with pytest.raises(ValueError, match=r"^kvcache_block_size is 40; it must be a power of two from 16"):
         resolve_backend("auto", work._replace(block_size=40))
 
 
