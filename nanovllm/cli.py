@@ -22,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_run_batch(commands)
     _add_estimate(commands)
     options = parser.parse_args(arguments)
-    _speak()
+    _set_up_logging()
     try:
         status: int = options.run(options)
     except KeyboardInterrupt:
@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(status)
 
 
-def _speak() -> None:
+def _set_up_logging() -> None:
     """What the package logs goes to stderr; other packages log as they like."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
@@ -47,18 +47,24 @@ def _add_run_batch(commands: Any) -> None:
         "run-batch",
         help="answer a file of requests",
         description='Answer a file of requests: lines in OpenAI\'s batch format, or plain ones, {"prompt": ...} or\n'
-        '{"messages": ...}. After a crash, the same command goes on where the job was.',
+        '{"messages": ...}. After a crash, the same command resumes the job.',
         epilog="exit status:\n" + "\n".join(f"  {status.value:3}  {text}" for status, text in STATUS_HELP.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("-i", "--input-file", required=True, metavar="FILE", help='requests, a line each; .gz too; "-" is stdin')
+    add(
+        "-i",
+        "--input-file",
+        required=True,
+        metavar="PATH",
+        help='requests, a line each, or a folder of such files; .gz too; "-" is stdin',
+    )
     add("-o", "--output-file", required=True, metavar="FILE", help='results, in the order of completion; "-" is stdout')
     add("--overwrite", action="store_true", help="start anew, whatever the output file holds")
     add("--served-model-name", metavar="NAME", help='what lines may call their "model" (default: --model)')
     add("--stats", metavar="FILE", help="write the summary there, as JSON")
     add("--model", required=True, help=_help("model"))
-    cluster = parser.add_argument_group("on a Ray cluster (the input may be a folder; the output is a folder of parts)")
+    cluster = parser.add_argument_group("on a Ray cluster")
     cluster.add_argument("--ray", action="store_true", help="run there; needs the extra nano-vllm[ray]")
     cluster.add_argument("--replicas", type=int, default=1, metavar="N", help="engines (default: 1)")
     cluster.add_argument(

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from nanovllm.batch.compact import DigestSet, LineSet
 from nanovllm.batch.protocol import LineError, num_logprobs, prepare, read_envelope
+from nanovllm.batch.source import Line
 from nanovllm.batch.status import Status
 from nanovllm.config import EngineConfig
 from nanovllm.engine.request import derive_seed
@@ -65,6 +66,7 @@ def test_plain_lines_are_known_by_their_number_and_blank_ones_are_passed_over(tm
     lines = [{"prompt": "ab", "seed": 1}, b"", b"  ", {"messages": HELLO, "seed": 2}, b'\t{"prompt":"x","seed":3}\r']
     assert run(write_lines(tmp_path / "in", lines), tmp_path / "out") == Status.OK
     assert texts_by_id(tmp_path / "out") == {"1": "2 tokens, seed 1", "4": "11 tokens, seed 2", "5": "1 tokens, seed 3"}
+    assert all(answer["custom_id"] is None for answer in read_answers(tmp_path / "out"))
 
 
 def test_a_byte_order_mark_and_a_last_line_without_newline_are_read(tmp_path: Path) -> None:
@@ -82,7 +84,7 @@ def test_packed_input_gives_the_same_results(tmp_path: Path) -> None:
 
 def request_of(line: dict[str, Any]) -> Any:
     llm: Any = InstantLLM(EngineConfig("some-model", max_model_len=1000))
-    return prepare(read_envelope(json.dumps(line).encode(), 7), llm, "some-model")
+    return prepare(read_envelope(Line(7, json.dumps(line).encode())), llm, "some-model")
 
 
 def test_every_sampling_field_reaches_the_engine() -> None:
@@ -237,8 +239,8 @@ def test_an_id_seen_before_is_an_error_whatever_became_of_the_line_before(tmp_pa
     assert found == {
         "1": ("a", "invalid_request"),
         "2": (None, "duplicate_id"),
-        "3": ("3", None),
-        "4": (None, "duplicate_id"),
+        "3": (None, None),
+        "4": ("3", None),
         "5": ("b", "invalid_request"),
         "6": (None, "duplicate_id"),
     }
@@ -260,7 +262,7 @@ def test_no_value_of_any_field_gets_past_line_error(value: Any, name: str, is_pl
     line = {"prompt": "x"} if is_plain else openai_line("a", messages=HELLO)
     (line if is_plain or name in line else line["body"])[name] = value
     try:
-        envelope = read_envelope(json.dumps(line).encode(), 1)
+        envelope = read_envelope(Line(1, json.dumps(line).encode()))
         request_of(line)
         num_logprobs(envelope)
     except LineError as error:
@@ -288,11 +290,11 @@ def test_lines_are_read_as_they_are_needed(tmp_path: Path) -> None:
     """Of an input that never ends, a job takes no more than the engine has asked for."""
     from nanovllm.batch.job import answer_lines
 
-    def endless() -> Iterator[tuple[int, bytes]]:
+    def endless() -> Iterator[Line]:
         nonlocal taken
         while True:
             taken += 1
-            yield taken, b'{"prompt": "x"}'
+            yield Line(taken, b'{"prompt": "x"}')
 
     taken = 0
     llm: Any = InstantLLM(EngineConfig("some-model"), dies_after=50)

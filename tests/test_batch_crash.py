@@ -109,7 +109,7 @@ def test_killed_ten_times_it_loses_nothing_and_repeats_nothing(source: Path, und
     assert_survives_kills(10, os.getpid(), source, undisturbed, tmp_path / "out.jsonl")
 
 
-def test_interrupted_and_terminated_it_says_so_and_goes_on(source: Path, undisturbed: Path, tmp_path: Path) -> None:
+def test_interrupted_and_terminated_it_says_so_and_resumes(source: Path, undisturbed: Path, tmp_path: Path) -> None:
     results = tmp_path / "out.jsonl"
     for number, status in ((signal.SIGINT, Status.INTERRUPTED), (signal.SIGTERM, Status.TERMINATED)):
         process = start(source, results)

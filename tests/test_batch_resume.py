@@ -1,4 +1,4 @@
-"""Batch jobs without a model: what is left after whatever ends a job, and how the next run goes on."""
+"""Batch jobs without a model: what is left after whatever ends a job, and how the next run resumes."""
 
 import gzip
 import io
@@ -20,7 +20,9 @@ from helpers.batch_jobs import InstantLLM, openai_line, read_answers, run, texts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from nanovllm.batch.compact import LineSet
 from nanovllm.batch.journal import Journal, open_journal
+from nanovllm.batch.manifest import Manifest
 from nanovllm.batch.status import Status
 
 LINES = [openai_line(f"id-{i}", prompt="x" * (i + 1)) for i in range(30)]
@@ -32,7 +34,7 @@ def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     return caplog
 
 
-# ---- going on
+# ---- resuming
 
 
 def undisturbed(tmp_path: Path, lines: list[Any]) -> tuple[Path, list[dict[str, Any]]]:
@@ -44,8 +46,9 @@ def undisturbed(tmp_path: Path, lines: list[Any]) -> tuple[Path, list[dict[str, 
 def sorted_answers(path: Path) -> list[dict[str, Any]]:
     answers = read_answers(path)
     for answer in answers:
-        if answer["response"]:
-            answer["response"]["body"].pop("created")
+        del answer["checksum"]
+        if answer["error"] is None:
+            del answer["response"]["body"]["created"]
     return sorted(answers, key=lambda answer: answer["id"])
 
 
@@ -54,7 +57,7 @@ MIXED = [*LINES[:6], b"{", LINES[2], *LINES[6:12], {"prompt": "plain"}, openai_l
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(st.data())
-def test_cut_at_any_byte_a_job_goes_on_to_the_same_answers(tmp_path: Path, data: st.DataObject) -> None:
+def test_cut_at_any_byte_a_job_resumes_to_the_same_answers(tmp_path: Path, data: st.DataObject) -> None:
     source, expected = undisturbed(tmp_path, MIXED)
     whole = (tmp_path / "whole").read_bytes()
     cut = data.draw(st.integers(1, len(whole)))
@@ -65,7 +68,7 @@ def test_cut_at_any_byte_a_job_goes_on_to_the_same_answers(tmp_path: Path, data:
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("CUDA error"), ValueError("a defect")])
-def test_whatever_ends_a_job_its_answers_stay_and_the_same_command_goes_on(
+def test_whatever_ends_a_job_its_answers_stay_and_the_same_command_resumes(
     error: BaseException, tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> None:
     source, expected = undisturbed(tmp_path, MIXED)
@@ -135,9 +138,13 @@ def test_a_damaged_line_among_whole_ones_is_named_and_nothing_is_thrown_away(
     assert sorted_answers(tmp_path / "whole") == expected
 
 
+def open_empty(path: Path) -> Journal:
+    return open_journal(str(path), Manifest(path, {}), LineSet(), overwrite=False)[0]
+
+
 def test_two_processes_do_not_write_the_same_results(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
     source = write_lines(tmp_path / "in", LINES)
-    journal, _ = open_journal(str(tmp_path / "out"), {}, overwrite=False)
+    journal = open_empty(tmp_path / "out")
     assert run(source, tmp_path / "out") == Status.USAGE
     assert "another process" in log.text
     journal.close()
@@ -150,7 +157,7 @@ def test_an_answer_is_in_the_file_as_soon_as_it_is_given_and_on_the_disk_soon_af
     synced: list[int] = []
     real_fsync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_size), real_fsync(fd)))
-    journal, _ = open_journal(str(tmp_path / "out"), {}, overwrite=False)
+    journal = open_empty(tmp_path / "out")
     journal.append(b"an answer\n")
     assert (tmp_path / "out").read_bytes() == b"an answer\n"
     wait_until(lambda: 10 in synced)  # no further append is needed for it
@@ -167,18 +174,18 @@ def wait_until(condition: Any, seconds: float = 10.0) -> None:
 # ---- pipes
 
 
-def test_from_and_to_pipes_a_job_runs_and_says_that_it_cannot_be_gone_on_with(
+def test_from_and_to_pipes_a_job_runs_and_says_that_it_cannot_be_resumed(
     tmp_path: Path, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write_lines(tmp_path / "in", LINES)
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(source.read_bytes())))
     assert run("-", tmp_path / "out") == Status.OK
-    assert len(texts_by_id(tmp_path / "out")) == 30 and "cannot be gone on with" in log.text
+    assert len(texts_by_id(tmp_path / "out")) == 30 and "cannot be resumed" in log.text
     assert not (tmp_path / "out.job.json").exists()
     assert run("-", tmp_path / "out") == Status.USAGE  # what is there is not thrown away unasked
     log.clear()
     assert run(source, "/dev/null") == Status.OK
-    assert "cannot be gone on with" in log.text
+    assert "cannot be resumed" in log.text
 
 
 def test_standard_output_gets_results_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -229,7 +236,7 @@ def test_a_full_device_and_a_disk_that_fails_later_are_reported(
     assert "Input/output error" in log.text
 
 
-@pytest.mark.parametrize(("name", "words"), [("no/such", "cannot be opened"), (".", "cannot be opened")])
+@pytest.mark.parametrize(("name", "words"), [("no/such", "does not exist"), (".", "cannot be opened")])
 def test_an_output_that_cannot_be_opened_is_a_usage_error(
     name: str, words: str, tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> None:

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from threading import Barrier, Thread
 from typing import Any
@@ -25,7 +26,7 @@ import ray
 from nanovllm import SamplingParams
 from nanovllm.batch.cluster import check_room, lines_per_part, parts_in_flight, read_parts, run_on_ray
 from nanovllm.batch.job import Job, run_job
-from nanovllm.batch.source import read_lines
+from nanovllm.batch.source import Reading, Source
 from nanovllm.batch.status import Status
 from nanovllm.cli import main
 from nanovllm.config import EngineConfig
@@ -90,21 +91,27 @@ def test_rows_keep_their_columns_and_bad_ones_stop_no_others(reciter: Path) -> N
 # ---- parts
 
 
-def test_an_id_seen_in_another_part_is_an_error_and_done_parts_are_passed_over(tmp_path: Path) -> None:
-    lines = [openai_line(f"id-{i % 7}", prompt="x") for i in range(10)] + [b"{"]
-    source = str(write_lines(tmp_path / "in", lines))
-    parts = list(read_parts(source, 4, {0}))
-    assert [part["part"] for part in parts] == [1, 2]
-    assert [part["numbers"] for part in parts] == [[5, 6, 7], []]
-    codes = [[json.loads(line)["error"]["code"] for line in part["errors"]] for part in parts]
+def test_an_id_seen_in_another_part_is_an_error_and_only_lines_that_are_known_and_not_done_run(tmp_path: Path) -> None:
+    lines = [openai_line(f"id-{i % 7}", prompt="x") for i in range(10)] + [b"{", {"prompt": "came later"}]
+    source = Source(str(write_lines(tmp_path / "in", lines)))
+    *parts, end = read_parts(source, 4, {1, 2, 3, 6}, range(12))
+    assert [part["numbers"] for part in parts] == [[4, 5, 7, 8], [9, 10, 11]]
+    codes = [[json.loads(line)["error"]["code"] for line in part["errors"] if line] for part in parts]
     assert codes == [["duplicate_id"], ["duplicate_id", "duplicate_id", "invalid_json"]]
+    assert [line for part in parts for line in part["lines"] if line] == [
+        json.dumps(x).encode() + b"\n" for x in (lines[3], lines[4], lines[6])
+    ]
+    reading = Reading(source)
+    list(reading)
+    assert end["numbers"] == [] and json.loads(end["digest"]) == asdict(reading.digest)
 
 
 def test_a_folder_is_read_as_one_file(tmp_path: Path) -> None:
     write_lines(tmp_path / "b.jsonl", [b"third"])
     (tmp_path / "a.jsonl").write_bytes(b"first\n\nsecond")
     (tmp_path / ".hidden").write_bytes(b"x")
-    assert [(n, raw.strip()) for n, raw in read_lines(str(tmp_path))] == [(1, b"first"), (3, b"second"), (4, b"third")]
+    lines = [(line.number, line.raw.strip()) for line in Reading(Source(str(tmp_path)))]
+    assert lines == [(1, b"first"), (3, b"second"), (4, b"third")]
 
 
 def test_parts_are_small_and_engines_hold_enough_of_them_but_no_more_than_their_share() -> None:
@@ -134,8 +141,12 @@ def test_wrong_commands_say_what_to_do(
     assert "at least 1" in capsys.readouterr().err
     assert main([*command, "--ray", "--trace", "t.json"]) == Status.USAGE
     assert "one engine" in capsys.readouterr().err
-    assert main([*command[:3], "-o", "-", "--model", "m", "--ray"]) == Status.USAGE
+    assert main(["run-batch", "-i", "/dev/null", *command[3:], "--ray"]) == Status.USAGE
     assert "pipe" in capsys.readouterr().err
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "part-000000.jsonl").touch()
+    assert main([*command[:4], str(tmp_path / "parts"), "--model", "m", "--ray"]) == Status.USAGE
+    assert "older version" in capsys.readouterr().err
     for name in ("nanovllm.batch.cluster", "nanovllm.ray"):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ray.data", None)
@@ -152,7 +163,7 @@ TAG = f"NANOVLLM_TEST_{uuid.uuid4().hex}"
 
 
 def make_line(number: int) -> Any:
-    """Greedy, with a seed of its own, with one from its id; a bad one in each part; an id that was in another part."""
+    """Greedy, with a seed of its own, with one from its id; a bad one in each part; an id that is in another part."""
     if number % 16 == 15:
         return b'{"custom_id": "torn'
     custom_id = "id-3" if number == 100 else f"id-{number}"
@@ -194,22 +205,23 @@ def make_job(source: Path, output: Path) -> Job:
 def read_answers(path: Path) -> dict[str, Any]:
     """Answers by id, without what may differ; fails if an id is there twice."""
     answers: dict[str, Any] = {}
-    for file in [path] if path.is_file() else path.glob("part-*.jsonl"):
-        for answer in map(json.loads, file.read_bytes().splitlines()):
-            if answer["response"]:
-                del answer["response"]["body"]["created"]
-                del answer["response"]["body"]["usage"]["prompt_tokens_details"]
-            assert answer["id"] not in answers
-            answers[answer["id"]] = answer
+    for answer in map(json.loads, path.read_bytes().splitlines()):
+        del answer["checksum"]
+        if answer["error"] is None:
+            del answer["response"]["body"]["created"]
+            del answer["response"]["body"]["usage"]["prompt_tokens_details"]
+        assert answer["id"] not in answers
+        answers[answer["id"]] = answer
     return answers
 
 
-def await_parts(folder: Path, count: int, seconds: float = 200) -> list[Path]:
+def await_answers(path: Path, count: int, seconds: float = 200) -> bytes:
+    """The results, once they have so many lines."""
     deadline = time.monotonic() + seconds
-    while len(parts := list(folder.glob("part-*.jsonl"))) < count:
-        assert time.monotonic() < deadline, "no parts"
+    while not path.exists() or path.read_bytes().count(b"\n") < count:
+        assert time.monotonic() < deadline, "no answers"
         time.sleep(0.01)
-    return parts
+    return path.read_bytes()
 
 
 def actor_pids() -> list[int]:
@@ -242,7 +254,7 @@ def test_an_engine_that_is_killed_loses_nothing_and_repeats_nothing(
     killed = []
 
     def kill() -> None:
-        await_parts(tmp_path / "out", 2)
+        await_answers(tmp_path / "out", 32)
         killed.append(min(actor_pids()))
         os.kill(killed[0], signal.SIGKILL)
 
@@ -254,7 +266,7 @@ def test_an_engine_that_is_killed_loses_nothing_and_repeats_nothing(
 
 
 @pytest.mark.slow
-def test_a_killed_command_goes_on_and_leaves_finished_parts_alone(
+def test_a_killed_command_resumes_and_leaves_its_answers_alone(
     cluster: str, source: Path, expected: dict[str, Any], tmp_path: Path
 ) -> None:
     options = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
@@ -262,14 +274,14 @@ def test_a_killed_command_goes_on_and_leaves_finished_parts_alone(
     command += ["-i", str(source), "-o", str(tmp_path / "out"), "--ray", "--replicas=2", f"--ray-address={cluster}"]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
-        await_parts(tmp_path / "out", 2)
+        await_answers(tmp_path / "out", 32)
     finally:
         process.kill()
         process.wait()
-    finished = {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in await_parts(tmp_path / "out", 2)}
-    assert len(finished) < NUM_LINES // 16, "it ended before it was killed"
+    before = (tmp_path / "out").read_bytes()
+    assert before.count(b"\n") < NUM_LINES, "it ended before it was killed"
     assert run_on_ray(make_job(source, tmp_path / "out"), replicas=2) == Status.LINES_FAILED
-    assert {path: (path.stat().st_mtime_ns, path.stat().st_ino) for path in finished} == finished
+    assert (tmp_path / "out").read_bytes().startswith(before[: before.rindex(b"\n")])
     assert read_answers(tmp_path / "out") == expected
 
 

@@ -1,26 +1,47 @@
 """Outputs and errors to lines of OpenAI's batch format: pure functions, whoever runs the job."""
 
 import json
+import re
 import time
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import xxhash
 
 from nanovllm.batch.protocol import Envelope, LineError, num_logprobs
 
 if TYPE_CHECKING:
     from nanovllm.outputs import Output
 
-ID_PREFIX = "batch_req_"
-"""An answer's id is this and the number of the line that it answers, which is how a resumed job knows it."""
+_ID = re.compile(r"batch_req_([1-9][0-9]{0,17})", re.ASCII)
+"""An answer's id holds the number of the line that it answers, which is how a resumed job knows it."""
+_CHECKSUM = b', "checksum": "'
+"""What stands before the last field of a line: the xxh3_64 of all before it, in hexadecimal."""
 
 
-def error_line(number: int, error: LineError) -> bytes:
+class Usage(NamedTuple):
+    """Tokens of an answer that is no error."""
+
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    num_generated_tokens: int
+
+
+class Answer(NamedTuple):
+    """The answer to a line of the input: a line of results. usage is None if it is an error."""
+
+    number: int
+    line: bytes
+    usage: Usage | None
+
+
+def error_answer(number: int, error: LineError) -> Answer:
     """The answer to a bad line."""
     what = {"code": error.code, "message": f"line {number}: {error}", "line": number}
-    return _line(number, error.custom_id, None, what)
+    return Answer(number, _line(number, error.custom_id, None, what), None)
 
 
-def result_line(envelope: Envelope, output: "Output", model_name: str, token_text: Callable[[int], str]) -> bytes:
+def result_answer(envelope: Envelope, output: "Output", model_name: str, token_text: Callable[[int], str]) -> Answer:
     """The answer to a line that ran."""
     number, count = envelope.number, num_logprobs(envelope)
     choice: dict[str, Any] = {"index": 0, "finish_reason": output["finish_reason"], "logprobs": None}
@@ -45,21 +66,35 @@ def result_line(envelope: Envelope, output: "Output", model_name: str, token_tex
         },
     }
     response = {"status_code": 200, "request_id": f"req_{number}", "body": body}
-    return _line(number, envelope.custom_id, response, None)
+    usage = Usage(num_prompt, output["num_cached_tokens"], num_generated)
+    return Answer(number, _line(number, envelope.custom_id, response, None), usage)
 
 
 def _line(number: int, custom_id: str | None, response: Mapping[str, Any] | None, error: Any) -> bytes:
-    answer = {"id": f"{ID_PREFIX}{number}", "custom_id": custom_id, "response": response, "error": error}
+    answer = {"id": f"batch_req_{number}", "custom_id": custom_id, "response": response, "error": error}
     # A lone surrogate, in a message that quotes it, becomes \udxxx, which is how JSON writes it.
-    return json.dumps(answer, ensure_ascii=False).encode("utf-8", "backslashreplace") + b"\n"
+    content = json.dumps(answer, ensure_ascii=False).encode("utf-8", "backslashreplace")[:-1]
+    return content + _CHECKSUM + _checksum(content) + b'"}\n'
 
 
-def answered_line(raw: bytes) -> tuple[int, bool] | None:
-    """(number of the line that it answers, whether that is an error) of a line of results; None if it is none."""
+def _checksum(content: bytes) -> bytes:
+    return xxhash.xxh3_64_hexdigest(content).encode()
+
+
+def answered_line(raw: bytes, has_checksum: bool) -> tuple[int, bool] | None:
+    """(number of the line that it answers, whether that is an error) of a line of results; None if it is damaged.
+
+    Args:
+        has_checksum: False if it may lack its checksum, as an older version's does.
+    """
+    content, mark, end = raw.rpartition(_CHECKSUM)
+    if (mark or has_checksum) and end != _checksum(content) + b'"}\n':
+        return None
     try:
         answer = json.loads(raw)
-        return int(answer["id"].removeprefix(ID_PREFIX)), answer["response"] is None
-    except (ValueError, TypeError, KeyError, AttributeError):
+        number = _ID.fullmatch(answer["id"])
+        return (int(number[1]), answer["response"] is None) if number else None
+    except (ValueError, TypeError, KeyError, RecursionError):
         return None
 
 

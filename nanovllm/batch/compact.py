@@ -2,6 +2,7 @@
 
 from array import array
 from bisect import bisect_left
+from collections.abc import Iterator
 
 import xxhash
 
@@ -37,18 +38,28 @@ class LineSet:
         self._bits = bytearray()
         self._count = 0
 
-    def add(self, number: int) -> None:
+    def add(self, number: int) -> bool:
+        """Add a number; False if it was there."""
+        if number in self:
+            return False
         byte, bit = divmod(number, 8)
         if byte >= len(self._bits):
             self._bits.extend(bytes(byte + 1 - len(self._bits)))
-        self._count += number not in self
         self._bits[byte] |= 1 << bit
+        self._count += 1
+        return True
+
+    def minus(self, other: "LineSet") -> Iterator[int]:
+        """The numbers that other lacks, in their order."""
+        for byte, bits in enumerate(self._bits):
+            if rest := bits & ~(other._bits[byte] if byte < len(other._bits) else 0):
+                yield from (8 * byte + bit for bit in range(8) if rest >> bit & 1)
 
     def __contains__(self, number: object) -> bool:
         if not isinstance(number, int):
             return False
         byte, bit = divmod(number, 8)
-        return byte < len(self._bits) and bool(self._bits[byte] >> bit & 1)
+        return 0 <= byte < len(self._bits) and bool(self._bits[byte] >> bit & 1)
 
     def __len__(self) -> int:
         return self._count

@@ -7,23 +7,25 @@ import threading
 from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-from nanovllm.batch.answers import error_line, result_line
+from nanovllm.batch.answers import Answer, error_answer, result_answer
 from nanovllm.batch.compact import DigestSet, LineSet
-from nanovllm.batch.journal import Journal, OutputError, open_journal, write_json
+from nanovllm.batch.journal import OutputError, open_journal
+from nanovllm.batch.manifest import Manifest, write_json
 from nanovllm.batch.protocol import Envelope, LineError, prepare, read_envelope
-from nanovllm.batch.source import is_file, read_lines, survey
+from nanovllm.batch.source import STANDARD, InputDigest, Line, Reading, Source, is_file
 from nanovllm.batch.status import Status
 from nanovllm.batch.tally import Tally
 from nanovllm.config import EngineConfig
+from nanovllm.utils.checks import quote
 
 if TYPE_CHECKING:
     from nanovllm.engine.request import Request
     from nanovllm.llm import LLM
-    from nanovllm.outputs import Output
 
 logger = logging.getLogger(__name__)
 
@@ -46,16 +48,100 @@ class Job:
     stats: str | None = None
 
 
-class Answer(NamedTuple):
-    """A line of results; output is None if it is an error."""
+class IncompleteError(Exception):
+    """The results are not the answers to the input's lines, one to each."""
 
-    line: bytes
-    output: "Output | None"
+
+class OpenJob:
+    """A job under way: what is read, what is answered already, and where answers go.
+
+    Attributes:
+        first: a reading of the input before anything runs; None if it can be read only once.
+        num_left: lines that have no answer yet; None if the input can be read only once.
+    """
+
+    def __init__(self, job: Job, tally: Tally) -> None:
+        """Raises a ValueError if the job cannot be run, or the results are another job's."""
+        self.job, self.tally = job, tally
+        self.source = Source(job.input)
+        _check_paths(job, self.source)
+        self.first = Reading(self.source) if self.source.is_file else None
+        digest, numbers = None, LineSet()
+        if self.first is not None:
+            digest, numbers = read_to_end(self.first), self.first.numbers
+            tally.num_lines = digest.num_lines
+        if digest is None or not is_file(job.output):
+            logger.warning("a job from or to a pipe cannot be resumed: if it ends early, its work is lost")
+        self._manifest = Manifest(Path(job.output), None if digest is None else _identity(job, digest))
+        self._journal, state = open_journal(job.output, self._manifest, numbers, job.overwrite)
+        self.done = state.done
+        tally.num_earlier, tally.num_failed = len(self.done), state.num_failed
+        tally.num_succeeded = tally.num_earlier - tally.num_failed
+        self.num_left = None if self.first is None else len(numbers) - len(self.done)
+
+    def emit(self, answer: Answer) -> None:
+        """Take in an answer; OutputError if it cannot be written."""
+        if not self.done.add(answer.number):
+            raise RuntimeError(f"line {answer.number} was answered twice")
+        self._journal.append(answer.line)
+        self.tally.count(answer.usage)
+
+    def check_complete(self, numbers: LineSet, digest: InputDigest) -> None:
+        """Compare what was answered with what was read; IncompleteError if they differ.
+
+        Args:
+            numbers, digest: of the reading that was answered.
+        """
+        if self.first is not None and digest != self.first.digest:
+            reason = f"the input {self.job.input} changed while the job ran"
+            self._manifest.spoil(reason)
+            raise IncompleteError(f"{reason}: --overwrite answers it as it is now")
+        if len(numbers) != len(self.done):
+            some = ", ".join(map(str, islice(numbers.minus(self.done), 10)))
+            num_missing = len(numbers) - len(self.done)
+            raise IncompleteError(f"{num_missing} lines have no answer: {some}{', ...' if num_missing > 10 else ''}")
+
+    def close(self) -> None:
+        self._journal.close()
+
+
+def read_to_end(reading: Reading) -> InputDigest:
+    """Read what is left; ValueError if it cannot be read."""
+    for _ in reading:
+        pass
+    return reading.digest
+
+
+def _identity(job: Job, digest: InputDigest) -> dict[str, Any]:
+    """What must be the same when the job is resumed."""
+    options = job.config.that_affect("results")
+    return {"input": asdict(digest), "options": {**options, "served_model_name": job.model_name}}
+
+
+def _check_paths(job: Job, source: Source) -> None:
+    """Raises a ValueError if a file to write cannot be one, is to be read, or is to be written twice."""
+    manifest = str(Manifest.path_of(Path(job.output))) if job.output != STANDARD else None
+    written = {"-o": job.output, "the manifest": manifest, "--stats": job.stats, "--trace": job.config.trace}
+    places: dict[str, str] = {}
+    for name, path in written.items():
+        if path is None or not is_file(path):
+            continue
+        if not Path(path).absolute().parent.is_dir():
+            raise ValueError(f"the folder of {name} {quote(path)} does not exist")
+        place = os.path.realpath(path)
+        if source.is_folder and Path(place).is_relative_to(os.path.realpath(source.path)):
+            raise ValueError(f"{name} {path} lies in the input {source.path}, whose files are all read as requests")
+        for other, what in [*((file, "the input") for file in source.files), *places.items()]:
+            if place == os.path.realpath(other) or (
+                os.path.exists(other) and os.path.exists(path) and os.path.samefile(other, path)
+            ):
+                raise ValueError(f"{path} is {what} and {name}: choose another file")
+        places[place] = name
 
 
 def answer_lines(
     llm: "LLM",
-    lines: Iterable[tuple[int, bytes]],
+    lines: Iterable[Line],
     emit: Callable[[Answer], None],
     model_name: str,
     done: Container[int] = (),
@@ -63,7 +149,6 @@ def answer_lines(
     """Answer every line that is not done, in the order of completion; lines are taken lazily.
 
     Args:
-        lines: (number, line).
         emit: is called with each answer.
         done: numbers of the lines that have an answer. Their ids count as seen.
     """
@@ -71,20 +156,21 @@ def answer_lines(
 
     def requests() -> Iterator["Request"]:
         count = 0
-        for number, raw in lines:
+        for line in lines:
+            is_done = line.number in done
             try:
-                envelope = read_envelope(raw, number, ids.add)
-                if number not in done:
+                envelope = read_envelope(line, ids.add)
+                if not is_done:
                     request = prepare(envelope, llm, model_name)
                     running[count] = envelope
                     count += 1
                     yield request
             except LineError as error:
-                if number not in done:
-                    emit(Answer(error_line(number, error), None))
+                if not is_done:
+                    emit(error_answer(line.number, error))
 
     for index, output in llm.stream(requests()):
-        emit(Answer(result_line(running.pop(index), output, model_name, llm.token_text), output))
+        emit(result_answer(running.pop(index), output, model_name, llm.token_text))
 
 
 def _load(config: EngineConfig) -> "LLM":
@@ -99,27 +185,45 @@ def _load(config: EngineConfig) -> "LLM":
 
 
 def run_job(job: Job, load: "Callable[[EngineConfig], LLM]" = _load) -> Status:
-    """Run a job, or go on with it. What went wrong is logged, and told by the status."""
-    return conclude(job, lambda tally: _run(job, tally, load))
+    """Run a job in this process, or resume it. What went wrong is logged, and told by the status."""
+    return supervise(job, lambda work: _answer_here(work, load))
 
 
-def conclude(job: Job, run: Callable[[Tally], None]) -> Status:
-    """Run a job by a function that raises a ValueError for what is wrong from the start, other errors for later ones.
+def _answer_here(work: OpenJob, load: "Callable[[EngineConfig], LLM]") -> None:
+    job, tally = work.job, work.tally
+    reading = Reading(work.source)
+    lines = (line for line in reading if work.first is None or line.number in work.first.numbers)
+    with closing(load(job.config)) as llm, tally.show(llm.stats):
+        try:
+            answer_lines(llm, lines, work.emit, job.model_name, work.done)
+        except ValueError as error:
+            raise RuntimeError(str(error)) from error  # nothing that a line could cause
+    work.check_complete(reading.numbers, reading.digest)
 
-    What went wrong is logged, and told by the status; the summary is logged and written.
+
+def supervise(job: Job, answer: Callable[[OpenJob], None]) -> Status:
+    """Open a job, have its lines answered, and turn what goes wrong into a message and a status.
+
+    Args:
+        answer: raises a ValueError for what is wrong from the start, other errors for later ones.
     """
     tally = Tally()
     with _TermAsInterrupt() as term:
         try:
-            if job.stats is not None and not Path(job.stats).absolute().parent.is_dir():
-                raise ValueError(f"the folder of --stats {job.stats} does not exist")
-            run(tally)
+            with closing(OpenJob(job, tally)) as work:
+                if work.num_left != 0:
+                    if work.done:
+                        logger.info("%s: resumed after %d answers", job.output, len(work.done))
+                    answer(work)
             status = Status.LINES_FAILED if tally.num_failed else Status.OK
         except KeyboardInterrupt:
             status = Status.TERMINATED if term.received else Status.INTERRUPTED
         except OutputError as error:
             logger.error("%s", error)
             status = Status.OUTPUT_FAILED
+        except IncompleteError as error:
+            logger.error("%s", error)
+            status = Status.INCOMPLETE
         except ValueError as error:
             logger.error("%s", error)
             return Status.USAGE
@@ -135,50 +239,6 @@ def conclude(job: Job, run: Callable[[Tally], None]) -> Status:
             logger.error("%s cannot be written: %s", job.stats, error)
             return status or Status.OUTPUT_FAILED
     return status
-
-
-def _run(job: Job, tally: Tally, load: "Callable[[EngineConfig], LLM]") -> None:
-    journal, done = _open(job, tally)
-    try:
-        if tally.num_lines == len(done):
-            return
-        if done:
-            logger.info("%s: going on after %d answers", job.output, len(done))
-        with closing(load(job.config)) as llm, tally.show(llm.stats):
-
-            def emit(answer: Answer) -> None:
-                journal.append(answer.line)
-                tally.count(answer.output)
-
-            try:
-                answer_lines(llm, read_lines(job.input), emit, job.model_name, done)
-            except ValueError as error:
-                raise RuntimeError(str(error)) from error  # nothing that a line could cause
-    finally:
-        journal.close()
-
-
-def _open(job: Job, tally: Tally) -> tuple[Journal, LineSet]:
-    """The journal, and the lines that are done; ValueError if job and journal do not go together."""
-    card = fingerprint(job, tally) if is_file(job.input) else None
-    if not is_file(job.input) or not is_file(job.output):
-        logger.warning("a job from or to a pipe cannot be gone on with: if it ends early, its work is lost")
-    journal, earlier = open_journal(job.output, card, job.overwrite)
-    tally.num_earlier, tally.num_failed = len(earlier.done), earlier.num_failed
-    tally.num_succeeded = tally.num_earlier - tally.num_failed
-    return journal, earlier.done
-
-
-def fingerprint(job: Job, tally: Tally) -> dict[str, Any]:
-    """Count the lines, and make the card that a job is known by when it is gone on with; ValueError if it cannot be."""
-    if not Path(job.input).exists():
-        raise ValueError(f"the input {job.input} does not exist")
-    if Path(job.output).exists() and Path(job.output).samefile(job.input):
-        raise ValueError(f"{job.input} is the input and the output")
-    found = survey(job.input)
-    tally.num_lines = found.num_lines
-    options = job.config.that_affect("results")
-    return {"input": asdict(found), "options": {**options, "served_model_name": job.model_name}}
 
 
 class _TermAsInterrupt:

@@ -1,19 +1,17 @@
-"""The file of results: appended to a whole line at a time, and gone on with after whatever ended the run before."""
+"""The file of results: appended to a whole line at a time, and resumed after whatever ended the run before."""
 
 import contextlib
 import fcntl
-import json
 import logging
 import os
 import stat
 import threading
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from nanovllm.batch.answers import answered_line
 from nanovllm.batch.compact import LineSet
+from nanovllm.batch.manifest import Manifest, remove_stale
 from nanovllm.batch.source import STANDARD
 
 logger = logging.getLogger(__name__)
@@ -24,6 +22,21 @@ SYNC_SECONDS = 1.0
 
 class OutputError(Exception):
     """The results cannot be written. What was appended before is whole."""
+
+
+@dataclass
+class ResumeState:
+    """What earlier runs have left in the results.
+
+    Attributes:
+        done: numbers of the requests that are answered.
+        num_failed: how many of the answers are errors.
+        end: bytes, where the last whole line ends.
+    """
+
+    done: LineSet = field(default_factory=LineSet)
+    num_failed: int = 0
+    end: int = 0
 
 
 class Journal:
@@ -80,7 +93,7 @@ class Journal:
             os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Bring everything to the disk; OutputError if that fails."""
+        """Bring everything to the disk; OutputError if that fails, or another has changed the file meanwhile."""
         self._closing.set()
         if self._end is None:
             return
@@ -89,43 +102,39 @@ class Journal:
             if self._failure is not None:
                 raise self._failure
             self._sync()
+            if os.fstat(self._descriptor).st_size != self._end:
+                raise OSError("another process has changed it")
         except OSError as error:
             raise OutputError(f"{self._name} cannot be written: {error.strerror or error}") from error
         finally:
             os.close(self._descriptor)
 
 
-@dataclass
-class Earlier:
-    """What runs before this one have left in the file."""
-
-    done: LineSet = field(default_factory=LineSet)
-    num_failed: int = 0
-    end: int = 0
-
-
-def open_journal(path: str, card: Mapping[str, Any] | None, overwrite: bool) -> tuple[Journal, Earlier]:
+def open_journal(path: str, manifest: Manifest, numbers: LineSet, overwrite: bool) -> tuple[Journal, ResumeState]:
     """Open the results, new or begun.
 
     Args:
         path: a file, or "-".
-        card: what a job is known by, kept beside the file; None if the job cannot be gone on with.
+        numbers: of the requests.
 
     Raises:
         ValueError: the file cannot be opened, is another job's, is written by another process, or is damaged.
         OutputError: it cannot be written.
     """
     if path == STANDARD:
-        return Journal(1, "standard output", None), Earlier()
+        return Journal(1, "standard output", None), ResumeState()
+    if Path(path).is_dir():
+        parts = " Results of many parts are an older version's, and cannot be resumed." if _has_parts(path) else ""
+        raise ValueError(f"{path} cannot be opened for writing: it is a folder.{parts} -o names a file")
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
         raise ValueError(f"{path} cannot be opened for writing: {error.strerror}") from error
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return Journal(descriptor, path, None), Earlier()
-        earlier = _take_over(descriptor, Path(path), card, overwrite)
-        return Journal(descriptor, path, earlier.end), earlier
+            return Journal(descriptor, path, None), ResumeState()
+        state = _take_over(descriptor, Path(path), manifest, numbers, overwrite)
+        return Journal(descriptor, path, state.end), state
     except BaseException as error:
         os.close(descriptor)
         if isinstance(error, OSError):
@@ -133,96 +142,56 @@ def open_journal(path: str, card: Mapping[str, Any] | None, overwrite: bool) -> 
         raise
 
 
-def _take_over(descriptor: int, path: Path, card: Mapping[str, Any] | None, overwrite: bool) -> Earlier:
+def _has_parts(path: str) -> bool:
+    return any(Path(path).glob("part-*.jsonl"))
+
+
+def _take_over(descriptor: int, path: Path, manifest: Manifest, numbers: LineSet, overwrite: bool) -> ResumeState:
     """Check that the file is this job's, read what it holds, and repair its end."""
-    lock(descriptor, path)
-    card_path = path.with_name(path.name + ".job.json")
-    if overwrite:  # the old results go before their card: whatever comes between, no results lie under a wrong one
-        os.ftruncate(descriptor, 0)
-        os.fsync(descriptor)
-    size = os.fstat(descriptor).st_size
-    if size:
-        check_card(path, card_path, card)
-    elif card is None:
-        card_path.unlink(missing_ok=True)
-    else:
-        write_json(card_path, card)
-    earlier = _read_back(path)
-    if earlier.end < size:
-        logger.warning(
-            "%s: its end is torn: the last %d bytes are taken away, and done again", path, size - earlier.end
-        )
-        os.ftruncate(descriptor, earlier.end)
-        os.fsync(descriptor)
-    return earlier
-
-
-def lock(descriptor: int, path: Path) -> None:
-    """Keep others from writing there until the descriptor is closed; ValueError if another process does."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise ValueError(f"{path} is being written by another process") from None
+    remove_stale(manifest.path)
+    if overwrite:  # the old results go before their manifest: whatever comes between, none lie under a wrong one
+        os.ftruncate(descriptor, 0)
+        os.fsync(descriptor)
+    size = os.fstat(descriptor).st_size
+    if size:
+        manifest.resume()
+    else:
+        manifest.create()
+    state = _read_back(path, manifest.has_checksums, numbers)
+    if state.end < size:
+        logger.warning("%s: its end is torn: the last %d bytes are taken away, and done again", path, size - state.end)
+        os.ftruncate(descriptor, state.end)
+        os.fsync(descriptor)
+    return state
 
 
-def _read_back(path: Path) -> Earlier:
-    """Raises a ValueError if a line is damaged and whole ones follow, which no crash leaves behind."""
-    earlier, offset = Earlier(), 0
-    torn_number = None
+def _read_back(path: Path, has_checksums: bool, numbers: LineSet) -> ResumeState:
+    """Read the results.
+
+    Raises:
+        ValueError: a line is damaged and whole ones follow, which no crash leaves behind, or answers no request or one
+            that is answered already.
+    """
+    state, offset = ResumeState(), 0
+    torn = None
     with open(path, "rb") as lines:
-        for number, line in enumerate(lines, start=1):
+        for at, line in enumerate(lines, start=1):
             offset += len(line)
-            answered = answered_line(line) if line.endswith(b"\n") else None
+            answered = answered_line(line, has_checksums) if line.endswith(b"\n") else None
             if answered is None:
-                torn_number = torn_number or number
+                torn = torn or at
                 continue
-            if torn_number is not None:
-                raise ValueError(f"{path}: line {torn_number} is damaged: remove that line to have it done again")
-            earlier.done.add(answered[0])
-            earlier.num_failed += answered[1]
-            earlier.end = offset
-    return earlier
-
-
-def check_card(path: Path, card_path: Path, card: Mapping[str, Any] | None) -> None:
-    """Raises a ValueError that says what differs."""
-    start_anew = "--overwrite starts anew, another -o leaves it as it is"
-    if card is None:
-        raise ValueError(f"{path} has results, and a job that reads from a pipe cannot go on with them: {start_anew}")
-    try:
-        first = json.loads(card_path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is not empty, and {card_path} is no job's ({error}): {start_anew}") from error
-    differences = list(_differences(first, card))
-    if differences:
-        raise ValueError(f"{path} is of another job: {'; '.join(differences)}: {start_anew}")
-
-
-def _differences(first: Any, now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
-    first = first if isinstance(first, dict) else {}
-    for name in {**first, **now}:
-        before, after = first.get(name), now.get(name)
-        if isinstance(after, Mapping):
-            yield from _differences(before, after, f"{prefix}{name}.")
-        elif before != after:
-            yield f"{prefix}{name} was {before!r} and is {after!r}"
-
-
-def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Write a file as JSON, as `write_whole` does."""
-    write_whole(path, json.dumps(data, indent=2).encode() + b"\n")
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file so that it is there wholly or, whatever happens, as it was before. Raises an OSError."""
-    new = path.with_name(path.name + ".new")
-    with open(new, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+            number, is_error = answered
+            if torn is not None:
+                raise ValueError(f"{path}: line {torn} is damaged: remove that line to have it done again")
+            if number not in numbers:
+                raise ValueError(f"{path}: line {at} answers line {number}, which the input lacks: remove that line")
+            if not state.done.add(number):
+                raise ValueError(f"{path}: line {at} answers line {number} a second time: remove that line")
+            state.num_failed += is_error
+            state.end = offset
+    return state

@@ -9,7 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.utils.checks import as_integer, refuse_unknown
+from nanovllm.batch.source import Line
+from nanovllm.utils.checks import as_integer, quote, refuse_unknown
 
 if TYPE_CHECKING:
     from nanovllm.engine.request import Request
@@ -52,14 +53,18 @@ class Envelope:
     """A line that can be told from others: its number (from 1), its id, and what it asks, not yet looked into."""
 
     number: int
-    custom_id: str
+    custom_id: str | None
     is_chat: bool
-    is_plain: bool
     body: dict[str, Any]
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it has no id of its own, and is known by its number."""
+        return self.custom_id is None
 
-def read_envelope(raw: bytes, number: int, is_new: Callable[[str], bool] = lambda _: True) -> Envelope:
-    """Read a line of the batch format, or a plain one, whose id is its number.
+
+def read_envelope(line: Line, is_new: Callable[[str], bool] = lambda _: True) -> Envelope:
+    """Read a line of the batch format, or a plain one.
 
     Args:
         is_new: asked once for every line that has an id, also if the rest of the line is bad.
@@ -67,38 +72,35 @@ def read_envelope(raw: bytes, number: int, is_new: Callable[[str], bool] = lambd
     Raises:
         LineError: it is neither, or its id is not new.
     """
-    data = _read_object(raw.removeprefix(b"\xef\xbb\xbf").strip())
+    if line.is_cut:
+        raise LineError("invalid_request", f"the line has more than {len(line.raw) - 1} bytes: see --max-line-bytes")
+    data = _read_object(line.raw.removeprefix(b"\xef\xbb\xbf").strip())
     if not data.keys() & _ENVELOPE.keys():
         if ("prompt" in data) == ("messages" in data):
             raise LineError(
                 "invalid_request", 'a line has "custom_id", "method", "url", "body", or "prompt" or "messages"'
             )
-        _check_new(str(number), is_new)
-        return Envelope(number, str(number), "messages" in data, True, data)
+        return Envelope(line.number, None, "messages" in data, data)
     custom_id = data.get("custom_id")
     try:
         if not isinstance(custom_id, str) or not custom_id.encode():
-            raise ValueError(f"custom_id is {custom_id!r}; it must be a string, and not empty")
+            raise ValueError(f"custom_id is {quote(custom_id)}; it must be a string, and not empty")
     except ValueError as error:  # also a lone surrogate, which nothing could print
         raise LineError("invalid_request", str(error)) from error
-    _check_new(custom_id, is_new)
+    if not is_new(custom_id):
+        raise LineError("duplicate_id", f"the id {quote(custom_id)} was seen before")
     try:
         refuse_unknown(data, _ENVELOPE, "a batch line")
         for name, kind in _ENVELOPE.items():
             if not isinstance(data.get(name), kind):
-                raise ValueError(f"{name} is {data.get(name)!r}; it must be {_KIND_NAMES[kind]}")
+                raise ValueError(f"{name} is {quote(data.get(name))}; it must be {_KIND_NAMES[kind]}")
         if data["method"] != "POST":
-            raise ValueError(f'method is {data["method"]!r}; it must be "POST"')
+            raise ValueError(f'method is {quote(data["method"])}; it must be "POST"')
         if data["url"] not in (CHAT_URL, COMPLETIONS_URL):
-            raise ValueError(f'url is {data["url"]!r}; it must be "{CHAT_URL}" or "{COMPLETIONS_URL}"')
+            raise ValueError(f'url is {quote(data["url"])}; it must be "{CHAT_URL}" or "{COMPLETIONS_URL}"')
     except (TypeError, ValueError) as error:
         raise LineError("invalid_request", str(error), custom_id) from error
-    return Envelope(number, custom_id, data["url"] == CHAT_URL, False, data["body"])
-
-
-def _check_new(custom_id: str, is_new: Callable[[str], bool]) -> None:
-    if not is_new(custom_id):
-        raise LineError("duplicate_id", f"the id {custom_id!r} was seen before")
+    return Envelope(line.number, custom_id, data["url"] == CHAT_URL, data["body"])
 
 
 def _read_object(raw: bytes) -> dict[str, Any]:
@@ -118,7 +120,7 @@ def _read_object(raw: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise LineError("invalid_json", str(error)) from error
     if not isinstance(data, dict):
-        raise LineError("invalid_json", f"the line holds {_shorten(data)}, not an object")
+        raise LineError("invalid_json", f"the line holds {quote(data)}, not an object")
     return data
 
 
@@ -131,7 +133,7 @@ def prepare(envelope: Envelope, llm: "LLM", model_name: str) -> "Request":
     try:
         body = _check_body(envelope, model_name)
         sampling = {name: body[name] for name in _SAMPLING if name in body}
-        sampling.setdefault("seed", llm.derive_seed(envelope.custom_id))
+        sampling.setdefault("seed", llm.derive_seed(envelope.custom_id or str(envelope.number)))
         sampling["logprobs"] = num_logprobs(envelope)
         if "max_completion_tokens" in body:
             sampling["max_tokens"] = body["max_completion_tokens"]
@@ -159,19 +161,19 @@ def _check_body(envelope: Envelope, model_name: str) -> dict[str, Any]:
         if name in _NEUTRAL:
             if value is not None and not _is_same(value, _NEUTRAL[name]):
                 only = json.dumps(_NEUTRAL[name])
-                raise ValueError(f"{name} is {_shorten(value)}; it is not supported, other than as {only}")
+                raise ValueError(f"{name} is {quote(value)}; it is not supported, other than as {only}")
             continue
         refuse_unknown([name], fields, what)
         if value is None:
             continue
         if (kind := _KINDS.get(name)) and not isinstance(value, kind):
-            raise ValueError(f"{name} is {_shorten(value)}; it must be {_KIND_NAMES[kind]}")
+            raise ValueError(f"{name} is {quote(value)}; it must be {_KIND_NAMES[kind]}")
         body[name] = value
     if not isinstance(body.get("stop", ""), (str, list)):
-        raise ValueError(f"stop is {_shorten(body['stop'])}; it must be a string or a list of strings")
+        raise ValueError(f"stop is {quote(body['stop'])}; it must be a string or a list of strings")
     if body.get("model", model_name) != model_name:
         raise ValueError(
-            f"model is {_shorten(body['model'])}, and {model_name!r} runs: leave it out, or set --served-model-name"
+            f"model is {quote(body['model'])}, and {model_name!r} runs: leave it out, or set --served-model-name"
         )
     if "max_tokens" in body and "max_completion_tokens" in body:
         raise ValueError("max_tokens and max_completion_tokens are the same limit: give one")
@@ -184,11 +186,9 @@ def num_logprobs(envelope: Envelope) -> int | None:
     if envelope.is_chat:
         top = body.get("top_logprobs")
         if wanted is not None and not isinstance(wanted, bool):
-            raise ValueError(
-                f"logprobs is {_shorten(wanted)}; a chat has true or false, and the number in top_logprobs"
-            )
+            raise ValueError(f"logprobs is {quote(wanted)}; a chat has true or false, and the number in top_logprobs")
         if top is not None and not wanted:
-            raise ValueError(f"top_logprobs is {_shorten(top)}; it needs logprobs: true")
+            raise ValueError(f"top_logprobs is {quote(top)}; it needs logprobs: true")
         wanted = (top or 0) if wanted else None
     if wanted is None:
         return None
@@ -204,23 +204,21 @@ def _read_prompt(prompt: Any) -> str | list[int]:
     """One prompt; OpenAI's lists of several are for a server, where a line is dear."""
     if isinstance(prompt, str) or (isinstance(prompt, list) and all(isinstance(i, int) for i in prompt)):
         return prompt
-    raise ValueError(f"prompt is {_shorten(prompt)}; it must be a string or a list of token ids: one prompt a line")
+    raise ValueError(f"prompt is {quote(prompt)}; it must be a string or a list of token ids: one prompt a line")
 
 
 def _read_messages(messages: Any) -> list[dict[str, str]]:
     """A conversation whose every field the chat template sees."""
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f'messages is {_shorten(messages)}; it must be a list of {{"role": ..., "content": ...}}')
+        raise ValueError(f'messages is {quote(messages)}; it must be a list of {{"role": ..., "content": ...}}')
     return [{"role": _read_role(m, i), "content": _read_content(m["content"], i)} for i, m in enumerate(messages)]
 
 
 def _read_role(message: Any, index: int) -> str:
     if not isinstance(message, dict) or message.keys() != {"role", "content"}:
-        raise ValueError(f"message {index} is {_shorten(message)}; it must have a role and a content, and no more")
+        raise ValueError(f"message {index} is {quote(message)}; it must have a role and a content, and no more")
     if message["role"] not in ROLES:
-        raise ValueError(
-            f"message {index} has the role {_shorten(message['role'])}; it must be one of {', '.join(ROLES)}"
-        )
+        raise ValueError(f"message {index} has the role {quote(message['role'])}; it must be one of {', '.join(ROLES)}")
     return str(message["role"])
 
 
@@ -230,15 +228,10 @@ def _read_content(content: Any, index: int) -> str:
     for part in parts:
         is_text = isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"
         if not is_text or not isinstance(part["text"], str):
-            raise ValueError(f"message {index} has the content {_shorten(content)}; only text is supported")
+            raise ValueError(f"message {index} has the content {quote(content)}; only text is supported")
     return "\n".join(part["text"] for part in parts)
 
 
 def _is_same(value: Any, other: Any) -> bool:
     """Equal as JSON: 0 and 0.0 are, 0 and false are not."""
     return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
-
-
-def _shorten(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:100]}..."

@@ -7,10 +7,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from nanovllm.batch.answers import Usage
 from nanovllm.utils.progress import ProgressBar
-
-COUNTS = ("num_succeeded", "num_failed", "num_prompt_tokens", "num_cached_tokens", "num_generated_tokens")
-"""What tallies of parts of a job add up to."""
 
 
 @dataclass
@@ -34,24 +32,17 @@ class Tally:
     seconds: float = 0.0
     _bar: ProgressBar | None = field(default=None, repr=False)
 
-    def count(self, output: dict[str, Any] | None) -> None:
+    def count(self, usage: Usage | None) -> None:
         """Count an answer; None is an error."""
-        if output is None:
+        if usage is None:
             self.num_failed += 1
         else:
             self.num_succeeded += 1
-            self.num_prompt_tokens += len(output["prompt_token_ids"])
-            self.num_cached_tokens += output["num_cached_tokens"]
-            self.num_generated_tokens += len(output["token_ids"])
+            self.num_prompt_tokens += usage.num_prompt_tokens
+            self.num_cached_tokens += usage.num_cached_tokens
+            self.num_generated_tokens += usage.num_generated_tokens
         if self._bar is not None:
             self._bar.update()
-
-    def add(self, part: Mapping[str, int]) -> None:
-        """Add the COUNTS of a part of the job that was answered elsewhere."""
-        for name in COUNTS:
-            setattr(self, name, getattr(self, name) + part[name])
-        if self._bar is not None:
-            self._bar.update(part["num_succeeded"] + part["num_failed"])
 
     @contextmanager
     def show(self, stats: Callable[[], Mapping[str, int]]) -> Iterator[None]:

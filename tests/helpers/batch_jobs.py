@@ -31,13 +31,14 @@ def read_answers(path: Path) -> list[dict[str, Any]]:
 
 
 def texts_by_id(path: Path) -> dict[str, str]:
-    """The text of every result; fails if an id is there twice."""
+    """The text of every result, by custom_id, or by the number of a plain line; fails if an id is there twice."""
     texts: dict[str, str] = {}
     for answer in read_answers(path):
-        if answer["response"] is not None:
-            assert answer["custom_id"] not in texts
+        if answer["error"] is None:
+            key = answer["custom_id"] or answer["id"].removeprefix("batch_req_")
+            assert key not in texts
             choice = answer["response"]["body"]["choices"][0]
-            texts[answer["custom_id"]] = choice["message"]["content"] if "message" in choice else choice["text"]
+            texts[key] = choice["message"]["content"] if "message" in choice else choice["text"]
     return texts
 
 
