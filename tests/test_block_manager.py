@@ -23,7 +23,7 @@ def hold(manager, tokens, register=True):
     count = manager.blocks_for(len(tokens)) - len(hits)
     if not manager.can_take(count, hits):
         return None
-    manager.share(hits)
+    manager.reference(hits)
     seq.block_table = hits + manager.take(count)
     if register:
         for index in range(len(hits), len(tokens) // manager.block_size):

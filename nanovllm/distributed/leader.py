@@ -129,6 +129,9 @@ class LeadingRunner:
             command_seconds = time.perf_counter() - since
             return LeadingHandle(self._runner.launch(plan), self._followers, command_seconds)
 
+    def reason_to_close(self) -> str | None:
+        return "after a failed step its ranks no longer agree"
+
     def close(self) -> None:
         """End all ranks, and let go of the device's memory."""
         if os.getpid() != self._pid:

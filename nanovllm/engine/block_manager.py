@@ -83,8 +83,8 @@ class BlockManager:
         revived = sum(1 for block in hits if self._references[block] == 0)
         return count <= self.num_free - revived
 
-    def share(self, hits: Iterable[int]) -> None:
-        """Refer to blocks that were found. To be done before anything is taken: taking could evict them."""
+    def reference(self, hits: Iterable[int]) -> None:
+        """Add a reference to each block that was found, before any is taken: taking could evict them."""
         for block in hits:
             if self._references[block] == 0:
                 del self._evictable[block]

@@ -34,6 +34,10 @@ class Runner(Protocol):
 
     def launch(self, plan: StepPlan) -> Handle: ...
 
+    def reason_to_close(self) -> str | None:
+        """Why nothing can run after a step has failed; None if the next step can."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -138,9 +142,8 @@ class LLMEngine:
     def step(self) -> list[Sequence]:
         """One turn of the loop: launch the next step if there is one, then read the oldest once the pipe is full.
 
-        Returns the sequences that ended. An exception leaves an engine without requests and with an empty prefix
-        cache, usable; after a CUDA error, which spoils the process's context, and under tensor parallelism, where
-        nobody knows which ranks have run what, a closed one.
+        Returns the sequences that ended. After an exception the engine has no requests and an empty prefix cache, and
+        is usable unless its runner has a reason to close.
         """
         try:
             launched = self._launch_next()
@@ -149,8 +152,8 @@ class LLMEngine:
             if not self._in_flight:
                 raise RuntimeError(f"nothing can run: {self.scheduler.describe()}")
             return self._read_oldest()
-        except BaseException as error:
-            self._recover(error)
+        except BaseException:
+            self._recover()
             raise
 
     def _launch_next(self) -> bool:
@@ -181,18 +184,14 @@ class LLMEngine:
             observer.finished(step.number, step.clock, result)
         return finished
 
-    def _recover(self, error: BaseException) -> None:
-        """After a failed step: nobody knows what the cache holds, so forget it; drop every sequence."""
-        if self.config.tensor_parallel_size > 1:
-            logger.error("the engine is closed: after a failed step its ranks no longer agree")
+    def _recover(self) -> None:
+        """After a failed step: drop every sequence and the prefix cache, for what the KV cache holds is unknown."""
+        if (reason := self.runner.reason_to_close()) is not None:
+            logger.error("the engine is closed: %s", reason)
             self.close()
             return
         self.abort_all()
         self.scheduler.block_manager.forget_all()
-        is_cuda_error = isinstance(error, RuntimeError) and "CUDA" in str(error)
-        if is_cuda_error and type(error).__name__ != "OutOfMemoryError":  # which leaves the device as it was
-            logger.error("the engine is closed: after a CUDA error nothing on the device can be trusted")
-            self.close()
 
     def abort_all(self) -> None:
         """Wait for what is in flight, drop its results, and end every sequence."""

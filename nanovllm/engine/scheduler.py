@@ -9,6 +9,7 @@ import numpy as np
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.plan import ROW_SAMPLING, IntArray, StepPlan
+from nanovllm.engine.row_table import RowTable
 from nanovllm.engine.sequence import Sequence
 
 
@@ -26,40 +27,13 @@ class Batch:
     generations: IntArray
 
 
-class RowTable:
-    """The counts of resident sequences, by row: flat arrays, because schedule and update visit all rows each step.
-
-        tokens of a row   0 ........ computed ........ known ........ planned ........ limit
-        computed          their KV is in the cache once every launched step has run
-        known             the host knows their ids
-        planned           known, and those that launched steps will sample (placeholders)
-
-    `computed <= planned` always; a row wants `planned - computed` tokens computed, but never its token `limit - 1`,
-    whose successor nobody needs.
-    """
-
-    def __init__(self, num_rows: int) -> None:
-        def zeros() -> IntArray:
-            return np.zeros(num_rows, np.int32)
-
-        self.computed, self.known, self.planned, self.limit = zeros(), zeros(), zeros(), zeros()
-        self.resident_from = zeros()
-        """Tokens known when the sequence moved in; later ones were sampled into the device's tables."""
-        self.num_blocks = zeros()
-        self.num_registered = zeros()
-        """Full blocks that are findable, or never will be."""
-        self.generation = zeros()
-        """Counts a row's owners."""
-        self.watches_text = np.zeros(num_rows, bool)
-
-
 class Scheduler:
     """Plans steps for the sequences it holds, and takes in what the steps sampled.
 
-    One rule instead of phases: a step gives a sequence its tokens that are planned but not computed, capped by what
-    is left of the step's budget. Running sequences come first, in order of admission, then waiting ones, in order.
-    As admission stops where the budget is spent, only the last running sequence can want more than one token, and at
-    most one prompt of a step is cut; and as each running sequence costs a token, no more run than a budget serves.
+    One rule instead of phases: a step schedules the tokens of a sequence that are not computed yet, capped by what is
+    left of the step's budget. Running sequences come first, in order of admission, then waiting ones, in order. As
+    admission stops where the budget is spent, only the last running sequence can need more than one token, and at most
+    one prompt of a step is cut; and as each running sequence costs a token, no more run than a budget serves.
     """
 
     def __init__(
@@ -91,26 +65,30 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self.waiting or self.running)
 
+    def _owner_of(self, row: int | np.int32) -> Sequence:
+        seq = self._owner[row]
+        assert seq is not None
+        return seq
+
     # ---- schedule
 
     def schedule(self) -> Batch | None:
         """Plan the next step, or None if nothing can be computed before a launched step is read."""
-        rows, share, preempted = self._share_budget()
-        starts = self._table.computed[rows]
-        self._table.computed[rows] = starts + share
-        self._grow_blocks(rows)
-        self._register_blocks(rows)
-        budget = self.max_num_batched_tokens - int(share.sum())
+        rows, num_scheduled, preempted = self._schedule_running()
+        ends = self._table.num_computed[rows] + num_scheduled
+        self._grow_blocks(rows, ends)
+        self._register_blocks(rows, ends)
+        budget = self.max_num_batched_tokens - int(num_scheduled.sum())
         if not preempted and self.waiting and budget > 0:
-            rows, starts, share = self._admit(budget, rows, starts, share)
+            rows, num_scheduled = self._admit(budget, rows, num_scheduled)
         if len(rows) == 0:
             return None
-        if not (share == 1).all():
-            decodes_first = np.argsort(share > 1, kind="stable")
-            rows, starts, share = rows[decodes_first], starts[decodes_first], share[decodes_first]
-        return self._make_batch(rows, starts, share)
+        if not (num_scheduled == 1).all():
+            decodes_first = np.argsort(num_scheduled > 1, kind="stable")
+            rows, num_scheduled = rows[decodes_first], num_scheduled[decodes_first]
+        return self._make_batch(rows, num_scheduled)
 
-    def _share_budget(self) -> tuple[IntArray, IntArray, bool]:
+    def _schedule_running(self) -> tuple[IntArray, IntArray, bool]:
         """The running rows that compute in this step, how many tokens each, and whether room had to be made.
 
         While blocks are lacking, the most recently admitted sequence goes: possibly the one that asks for them. The
@@ -120,28 +98,26 @@ class Scheduler:
         preempted = False
         while True:
             rows = self._order
-            share = np.where(table.planned[rows] < table.limit[rows], table.planned[rows] - table.computed[rows], 0)
-            if len(rows) and share.sum() > self.max_num_batched_tokens:
-                spent_before = share.cumsum() - share
-                share = np.minimum(share, np.maximum(self.max_num_batched_tokens - spent_before, 0))
-            missing = -(-(table.computed[rows] + share) // manager.block_size) - table.num_blocks[rows]
+            num_tokens, num_computed = table.num_tokens[rows], table.num_computed[rows]
+            num_scheduled = np.where(num_tokens < table.limit[rows], num_tokens - num_computed, 0)
+            if len(rows) and num_scheduled.sum() > self.max_num_batched_tokens:
+                spent_before = num_scheduled.cumsum() - num_scheduled
+                num_scheduled = np.minimum(num_scheduled, np.maximum(self.max_num_batched_tokens - spent_before, 0))
+            missing = -(-(num_computed + num_scheduled) // manager.block_size) - table.num_blocks[rows]
             if np.maximum(missing, 0).sum() <= manager.num_free:
                 break
             self._preempt(self.running[-1])
             preempted = True
-        if not share.all():
-            rows, share = rows[share > 0], share[share > 0]
-        return rows, share.astype(np.int32), preempted
+        if not num_scheduled.all():
+            rows, num_scheduled = rows[num_scheduled > 0], num_scheduled[num_scheduled > 0]
+        return rows, num_scheduled.astype(np.int32), preempted
 
-    def _grow_blocks(self, rows: IntArray) -> None:
-        """Take the blocks that the rows' computed tokens need."""
-        table = self._table
-        wanted = -(-table.computed[rows] // self.block_manager.block_size)
-        for i in np.flatnonzero(wanted > table.num_blocks[rows]).tolist():
-            row = int(rows[i])
-            seq = self._owner[row]
-            assert seq is not None
-            self._extend_table(seq, self.block_manager.take(int(wanted[i]) - len(seq.block_table)))
+    def _grow_blocks(self, rows: IntArray, ends: IntArray) -> None:
+        """Take the blocks that each row needs for its first `ends` tokens."""
+        num_needed = -(-ends // self.block_manager.block_size)
+        for i in np.flatnonzero(num_needed > self._table.num_blocks[rows]).tolist():
+            seq = self._owner_of(rows[i])
+            self._extend_table(seq, self.block_manager.take(int(num_needed[i]) - len(seq.block_table)))
 
     def _extend_table(self, seq: Sequence, blocks: list[int]) -> None:
         start = len(seq.block_table)
@@ -149,33 +125,30 @@ class Scheduler:
         self._block_entries.extend((seq.row, start + i, block) for i, block in enumerate(blocks))
         self._table.num_blocks[seq.row] = len(seq.block_table)
 
-    def _register_blocks(self, rows: IntArray) -> None:
-        """Make findable every full block whose tokens are both planned for computing and known.
+    def _register_blocks(self, rows: IntArray, ends: IntArray) -> None:
+        """Make findable every full block among each row's first `ends` tokens whose ids are known.
 
-        Within a step every layer stores K and V before it attends, so a block may be hit by another sequence of the
-        very step that computes it; a placeholder has no id to be found by.
+        Those tokens are computed, or will be by this step. Every layer stores keys and values before it attends, so
+        another sequence of the same step may already read them. A placeholder has no id to be found by.
         """
         if not self.block_manager.enable_prefix_caching:
             return
         table = self._table
-        full = np.minimum(table.computed[rows], table.known[rows]) // self.block_manager.block_size
-        for i in np.flatnonzero(full > table.num_registered[rows]).tolist():
+        num_full = np.minimum(ends, table.num_known[rows]) // self.block_manager.block_size
+        for i in np.flatnonzero(num_full > table.num_registered[rows]).tolist():
             row = int(rows[i])
-            seq = self._owner[row]
-            assert seq is not None
-            for index in range(int(table.num_registered[row]), int(full[i])):
+            seq = self._owner_of(row)
+            for index in range(int(table.num_registered[row]), int(num_full[i])):
                 if not self.block_manager.register(seq, index):
                     table.num_registered[row] = np.iinfo(np.int32).max
                     break
             else:
-                table.num_registered[row] = full[i]
+                table.num_registered[row] = num_full[i]
 
-    def _admit(
-        self, budget: int, rows: IntArray, starts: IntArray, share: IntArray
-    ) -> tuple[IntArray, IntArray, IntArray]:
+    def _admit(self, budget: int, rows: IntArray, num_scheduled: IntArray) -> tuple[IntArray, IntArray]:
         """Move waiting sequences in, in order, while rows, blocks and budget last; each gets all its blocks at once."""
         manager = self.block_manager
-        admitted: list[tuple[int, int, int]] = []
+        admitted: list[tuple[int, int]] = []
         while self.waiting and self._free_rows and budget > 0:
             seq = self.waiting[0]
             if seq.num_in_flight:
@@ -186,34 +159,34 @@ class Scheduler:
             if not manager.can_take(num_new, hits):
                 break
             self.waiting.popleft()
-            cached = len(hits) * manager.block_size
-            scheduled = min(num_known - cached, budget)
-            budget -= scheduled
-            self._move_in(seq, cached, cached + scheduled, len(hits))
-            manager.share(hits)
+            num_cached = len(hits) * manager.block_size
+            count = min(num_known - num_cached, budget)
+            budget -= count
+            self._move_in(seq, num_cached)
+            manager.reference(hits)
             self._extend_table(seq, hits + manager.take(num_new))
-            admitted.append((seq.row, cached, scheduled))
-            self._register_blocks(np.array([seq.row], np.int32))
+            self._register_blocks(np.array([seq.row], np.int32), np.array([num_cached + count], np.int32))
+            admitted.append((seq.row, count))
         if admitted:
             self._order = np.array([seq.row for seq in self.running], np.int32)
-            new = np.array(admitted, np.int32).T
-            rows, starts, share = (np.concatenate(pair) for pair in zip((rows, starts, share), new, strict=True))
-        return rows, starts, share
+            new_rows, new_scheduled = np.array(admitted, np.int32).T
+            rows, num_scheduled = np.concatenate((rows, new_rows)), np.concatenate((num_scheduled, new_scheduled))
+        return rows, num_scheduled
 
-    def _move_in(self, seq: Sequence, cached: int, computed: int, num_hits: int) -> None:
-        """Give a sequence a row; its sampling values go out with the plan."""
+    def _move_in(self, seq: Sequence, num_cached: int) -> None:
+        """Give a sequence a row, its first num_cached tokens computed; its sampling values go out with the plan."""
         table, params = self._table, seq.params
         row = seq.row = self._free_rows.pop()
         self._owner[row] = seq
         self.running.append(seq)
-        table.known[row] = table.planned[row] = table.resident_from[row] = len(seq.token_ids)
-        table.computed[row], table.limit[row] = computed, seq.limit
-        table.num_registered[row] = num_hits
+        table.num_known[row] = table.num_tokens[row] = table.num_sent[row] = len(seq.token_ids)
+        table.num_computed[row], table.limit[row] = num_cached, seq.limit
+        table.num_registered[row] = num_cached // self.block_manager.block_size
         table.watches_text[row] = seq.stop_matcher is not None
         if seq.num_cached_tokens is None:
-            seq.num_cached_tokens = cached
+            seq.num_cached_tokens = num_cached
             self.num_prompt_tokens += seq.num_prompt_tokens
-            self.num_cached_tokens += cached
+            self.num_cached_tokens += num_cached
         seed = (seq.seed & 0xFFFFFFFF, seq.seed >> 32 & 0xFFFFFFFF)
         # What is sent is 32 bits wide; beyond these limits a value means no more than at them.
         vocab_size = len(self._may_stop)
@@ -221,22 +194,24 @@ class Scheduler:
         num_logprobs = -1 if params.logprobs is None else min(params.logprobs, vocab_size)
         self._new_rows.append((row, temperature, top_k, params.top_p, params.min_p, *seed, num_logprobs))
 
-    def _make_batch(self, rows: IntArray, starts: IntArray, share: IntArray) -> Batch:
+    def _make_batch(self, rows: IntArray, num_scheduled: IntArray) -> Batch:
         table = self._table
-        on_device = starts >= table.resident_from[rows]
-        token_ids = np.full(int(share.sum()), -1, np.int32)
-        if not on_device.all():
-            ends_in_step = share.cumsum()
-            for i in np.flatnonzero(~on_device).tolist():
-                seq, start, n = self._owner[rows[i]], int(starts[i]), int(share[i])
-                assert seq is not None
-                token_ids[ends_in_step[i] - n : ends_in_step[i]] = seq.token_ids[start : start + n]
-        samples = (starts + share == table.planned[rows]).astype(np.int32)
-        table.planned[rows] += samples
+        num_computed = table.num_computed[rows]
+        ends = num_computed + num_scheduled
+        token_ids = np.full(int(num_scheduled.sum()), -1, np.int32)
+        is_sent = num_computed < table.num_sent[rows]
+        if is_sent.any():
+            after = num_scheduled.cumsum()
+            for i in np.flatnonzero(is_sent).tolist():
+                known = self._owner_of(rows[i]).token_ids
+                token_ids[after[i] - num_scheduled[i] : after[i]] = known[num_computed[i] : ends[i]]
+        samples = (ends == table.num_tokens[rows]).astype(np.int32)
+        table.num_computed[rows] = ends
+        table.num_tokens[rows] += samples
         plan = StepPlan(
             rows=rows,
-            num_computed=starts,
-            num_scheduled=share,
+            num_computed=num_computed,
+            num_scheduled=num_scheduled,
             samples=samples,
             token_ids=token_ids,
             block_entries=np.array(self._block_entries, np.int32).reshape(-1, 3),
@@ -277,11 +252,12 @@ class Scheduler:
                 if values is not None:
                     seq.logprobs.append(values)
         self.num_generated_tokens += len(seqs)
-        table.known[rows] += 1
-        suspect = self._may_stop[token_ids] | (table.known[rows] >= table.limit[rows]) | table.watches_text[rows]
+        num_known = table.num_known[rows] + 1
+        table.num_known[rows] = num_known
+        suspect = self._may_stop[token_ids] | (num_known >= table.limit[rows]) | table.watches_text[rows]
         ended = False
         for i in np.flatnonzero(suspect).tolist():
-            if (reason := seqs[i].ending()) is not None:
+            if (reason := seqs[i].feed_last_token()) is not None:
                 self._release(seqs[i])
                 seqs[i].finish_reason = reason
                 finished.append(seqs[i])
@@ -289,7 +265,7 @@ class Scheduler:
         if ended:
             self._compact_running()
             rows = rows[table.generation[rows] == batch.generations[resident]]
-        self._register_blocks(rows)
+        self._register_blocks(rows, table.num_computed[rows])
         return finished
 
     def _deliver_late(self, seq: Sequence, token_id: int, logprobs: dict[int, float] | None) -> bool:
@@ -304,7 +280,7 @@ class Scheduler:
         self.num_generated_tokens += 1
         if logprobs is not None:
             seq.logprobs.append(logprobs)
-        reason = seq.ending()
+        reason = seq.feed_last_token()
         if reason is None:
             return False
         self.waiting.remove(seq)  # near the front, where the preempted are
@@ -348,7 +324,7 @@ class Scheduler:
     def _preempt(self, seq: Sequence) -> None:
         """Take everything back from the last of `running`; it will be computed anew, from the front of the queue."""
         row = seq.row
-        seq.num_in_flight = int(self._table.planned[row] - self._table.known[row])
+        seq.num_in_flight = int(self._table.num_tokens[row] - self._table.num_known[row])
         self._release(seq)
         self.running.pop()
         self._order = self._order[:-1]
@@ -377,9 +353,9 @@ class Scheduler:
             row = seq.row
             if self._owner[row] is not seq or len(seq.block_table) != table.num_blocks[row]:
                 raise RuntimeError(f"{seq} and its row {row} disagree")
-            counts = (0, table.computed[row], table.planned[row], table.limit[row])
-            if list(counts) != sorted(counts) or table.known[row] != len(seq.token_ids):
-                raise RuntimeError(f"{seq}: computed, planned, limit are {counts[1:]}, known {table.known[row]}")
+            counts = (0, table.num_computed[row], table.num_tokens[row], table.limit[row])
+            if list(counts) != sorted(counts) or table.num_known[row] != len(seq.token_ids):
+                raise RuntimeError(f"{seq}: computed, tokens, limit are {counts[1:]}, known {table.num_known[row]}")
             for block in seq.block_table:
                 references[block] += 1
         if references != self.block_manager._references:

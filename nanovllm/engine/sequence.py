@@ -91,8 +91,8 @@ class Sequence:
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :].tolist()
 
-    def ending(self) -> FinishReason | None:
-        """Why the sequence ends with its last token, if it does. Asked exactly once for every token."""
+    def feed_last_token(self) -> FinishReason | None:
+        """Show the last token to what may end the sequence; gives the reason if it does. Once for every token."""
         token_id = self.token_ids[-1]
         if token_id in self.stop_ids:
             return "stop"

@@ -282,6 +282,15 @@ class ModelRunner:
         tables.last_token[rows] = token_ids
         return token_ids, hidden
 
+    def reason_to_close(self) -> str | None:
+        """Why nothing can run after a step has failed: some CUDA errors make every later call fail, too."""
+        if self.device.type == "cuda":
+            try:
+                torch.cuda.synchronize(self.device)
+            except RuntimeError:
+                return "after this CUDA error nothing on the device can be trusted"
+        return None
+
     def close(self) -> None:
         """Let go of the device's memory; graphs first, which point into the rest."""
         with suppress(RuntimeError), self._on_device():  # after a CUDA error every call fails; let go all the same

@@ -74,6 +74,9 @@ class FakeRunner:
         self.unread.append(handle)
         return handle
 
+    def reason_to_close(self) -> None:
+        return None
+
     def close(self) -> None:
         pass
 
