@@ -24,14 +24,14 @@ import torch
 
 import nanovllm
 from benchmarks.bench_compare import ENGINES, compare
-from benchmarks.bench_cost import Cost, Machine, Shape, Step, ideal_steps, measure_machine, step_cost, synchronize
+from benchmarks.bench_cost import Cost, Machine, Model, Step, ideal_steps, measure_machine, step_cost, synchronize
 from benchmarks.bench_workload import Workload, make_workload
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.plan import StepResult
 from nanovllm.engine.scheduler import Batch, Scheduler
-from nanovllm.models.config import load_model_config, read_json
-from nanovllm.models.hub import find_model
+from nanovllm.models.hub import read_config
 from nanovllm.models.presets import PRESETS, preset_config
+from nanovllm.models.shape import Shape
 from nanovllm.resolve import TOKEN_BUDGETS, resolve_device, resolve_dtype
 from nanovllm.utils.clock import Clock
 
@@ -159,14 +159,14 @@ def _value(text: str) -> Any:
         return text
 
 
-def evaluate(run: dict[str, Any], workload: Workload, shape: Shape, machine: Machine, floor: Cost) -> dict[str, Any]:
+def evaluate(run: dict[str, Any], workload: Workload, model: Model, machine: Machine, floor: Cost) -> dict[str, Any]:
     """What the run amounts to: rates, achieved bandwidth and FLOPs, percent of the floor."""
     recorder: Recorder = run.pop("recorder")
     phases = {"prefill": (Cost(), 0.0, 0), "decode": (Cost(), 0.0, 0)}
     for (work, num_sampled), seconds in zip(recorder.steps, recorder.device_seconds, strict=True):
         name = "decode" if all(scheduled == 1 for _, scheduled in work) else "prefill"
         cost, total, count = phases[name]
-        phases[name] = cost + step_cost(shape, machine, work, num_sampled), total + seconds, count + 1
+        phases[name] = cost + step_cost(model, machine, work, num_sampled), total + seconds, count + 1
     num_steps = len(recorder.steps)
     num_prompt_tokens = sum(map(len, workload.prompts))
     result = run | {
@@ -214,7 +214,7 @@ def _processor() -> str:
     return f"{name}, {len(os.sched_getaffinity(0))} CPUs"
 
 
-def print_cost_card(shape: Shape, machine: Machine, workload: Workload, floor: Cost, about: dict[str, Any]) -> None:
+def print_cost_card(model: Model, machine: Machine, workload: Workload, floor: Cost, about: dict[str, Any]) -> None:
     num_prompt, num_output = sum(map(len, workload.prompts)), sum(workload.output_lens)
     copies, reads = machine.copy_rate / 1e9, machine.read_rate / 1e9
     rate = num_output / floor.seconds
@@ -224,8 +224,8 @@ def print_cost_card(shape: Shape, machine: Machine, workload: Workload, floor: C
         f"multiplies {machine.matmul_rate / 1e12:,.2f} TFLOP/s in {about['dtype']}"
     )
     print(
-        f"model      {shape.parameters / 1e9:.3f} B parameters, {shape.weight_bytes / 1e9:.3f} GB; "
-        f"{shape.kv_bytes_per_token:,} B of KV and {shape.flops_per_token / 1e9:.2f} GFLOP a token"
+        f"model      {model.shape.num_parameters / 1e9:.3f} B parameters, {model.weight_bytes / 1e9:.3f} GB; "
+        f"{model.kv_bytes_per_token:,} B of KV and {model.flops_per_token / 1e9:.2f} GFLOP a token"
     )
     print(f"workload   {len(workload.prompts)} requests, {num_prompt:,} prompt and {num_output:,} output tokens")
     print(
@@ -260,34 +260,35 @@ def main(arguments: list[str] | None = None) -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     is_shape = args.model.lower() in PRESETS
-    config = preset_config(args.model.lower()) if is_shape else read_json(find_model(args.model) / "config.json")
+    hf_config = read_config(args.model)
     device = resolve_device(args.device)
-    dtype = resolve_dtype(args.dtype, device, load_model_config(config, args.model))
-    shape = Shape.of(config, dtype.itemsize)
+    dtype = resolve_dtype(args.dtype, device, hf_config)
+    model = Model(Shape.of(hf_config), dtype.itemsize)
+    vocab = model.shape.vocab
     lengths = tuple(args.input_len), tuple(args.output_len)
-    workload = make_workload(args.num_seqs, *lengths, shape.vocab, args.shared_prefix, args.seed)
+    workload = make_workload(args.num_seqs, *lengths, vocab, args.shared_prefix, args.seed)
     machine = Machine(*args.machine_rates) if args.machine_rates else measure_machine(device, dtype)
     ranks = args.tensor_parallel_size if device.type == "cuda" else 1  # ranks on a CPU share its memory and cores
     whole = Machine(*(rate * ranks for rate in (machine.copy_rate, machine.read_rate, machine.matmul_rate)))
     budget = args.max_num_batched_tokens or TOKEN_BUDGETS[device.type]
     steps = ideal_steps(workload.lengths, args.max_num_seqs, budget, args.shared_prefix)
-    floor = sum((step_cost(shape, whole, *step) for step in steps), Cost())
+    floor = sum((step_cost(model, whole, *step) for step in steps), Cost())
     about = describe(args, device, dtype)
-    print_cost_card(shape, whole, workload, floor, about)
+    print_cost_card(model, whole, workload, floor, about)
     document = {
         "benchmark": "throughput",
         **about,
         "arguments": vars(args),
-        "cost": vars(shape)
-        | {"parameters": shape.parameters, "weight_bytes": shape.weight_bytes}
-        | {"kv_bytes_per_token": shape.kv_bytes_per_token, "flops_per_token": shape.flops_per_token},
+        "cost": model.describe(),
         "rates": vars(whole),
         "floor": vars(floor),
     }
     if args.compare:
-        document["comparison"] = compare(args, config if is_shape else None, workload, dtype, machine)
+        document["comparison"] = compare(
+            args, preset_config(args.model.lower()) if is_shape else None, workload, dtype, machine
+        )
     else:
-        result = evaluate(run_engine(args, workload, shape.vocab, device), workload, shape, whole, floor)
+        result = evaluate(run_engine(args, workload, vocab, device), workload, model, whole, floor)
         print_result(result)
         document["result"] = result
     print(json.dumps(document))

@@ -7,72 +7,43 @@ that overlaps operators, or keeps weights in a cache between steps, is assumed; 
 
 import functools
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from nanovllm.models.shape import Shape
+
 
 @dataclass(frozen=True)
-class Shape:
-    """A Qwen3's sizes; itemsize is of its weights, activations and cache."""
+class Model:
+    """A model's sizes, and the bytes of an element of its weights, activations and cache."""
 
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocab: int
-    tied: bool
+    shape: Shape
     itemsize: int
-
-    @staticmethod
-    def of(config: Mapping[str, Any], itemsize: int) -> "Shape":
-        """From the content of config.json."""
-        heads, hidden = config["num_attention_heads"], config["hidden_size"]
-        return Shape(
-            hidden=hidden,
-            layers=config["num_hidden_layers"],
-            heads=heads,
-            kv_heads=config.get("num_key_value_heads", heads),
-            head_dim=config.get("head_dim") or hidden // heads,
-            intermediate=config["intermediate_size"],
-            vocab=config["vocab_size"],
-            tied=bool(config.get("tie_word_embeddings")),
-            itemsize=itemsize,
-        )
-
-    @property
-    def matrices(self) -> tuple[tuple[int, int], ...]:
-        """(in, out) features of a layer's products: qkv, o, gate and up, down."""
-        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        qkv = (self.hidden, queries + 2 * keys)
-        return qkv, (queries, self.hidden), (self.hidden, 2 * self.intermediate), (self.intermediate, self.hidden)
-
-    @property
-    def matrix_parameters(self) -> int:
-        """Parameters that multiply every token: the layers' matrices."""
-        return self.layers * sum(i * o for i, o in self.matrices)
-
-    @property
-    def parameters(self) -> int:
-        norms = self.layers * 2 * (self.hidden + self.head_dim) + self.hidden
-        return self.matrix_parameters + self.vocab * self.hidden * (1 if self.tied else 2) + norms
 
     @property
     def weight_bytes(self) -> int:
-        return self.parameters * self.itemsize
+        return self.shape.num_parameters * self.itemsize
 
     @property
     def kv_bytes_per_token(self) -> int:
-        return 2 * self.layers * self.kv_heads * self.head_dim * self.itemsize
+        return self.shape.kv_bytes(self.itemsize)
 
     @property
     def flops_per_token(self) -> int:
         """Of the products with weights, LM head included: two a parameter. Attention comes on top, by length."""
-        return 2 * (self.matrix_parameters + self.vocab * self.hidden)
+        return 2 * (self.shape.matrix_parameters + self.shape.vocab * self.shape.hidden)
+
+    def describe(self) -> dict[str, Any]:
+        return vars(self.shape) | {
+            "itemsize": self.itemsize,
+            "parameters": self.shape.num_parameters,
+            "weight_bytes": self.weight_bytes,
+            "kv_bytes_per_token": self.kv_bytes_per_token,
+            "flops_per_token": self.flops_per_token,
+        }
 
 
 @dataclass(frozen=True)
@@ -101,11 +72,11 @@ class Cost:
         return Cost(self.seconds + other.seconds, self.bytes + other.bytes, self.flops + other.flops)
 
 
-def step_cost(shape: Shape, machine: Machine, work: Iterable[tuple[int, int]], num_sampled: int) -> Cost:
+def step_cost(model: Model, machine: Machine, work: Iterable[tuple[int, int]], num_sampled: int) -> Cost:
     """One step; work is (tokens whose KV is in the cache, tokens to compute) of each sequence in it."""
     pairs = list(work)
     n = sum(scheduled for _, scheduled in pairs)
-    size = shape.itemsize
+    shape, size = model.shape, model.itemsize
     total = Cost()
 
     def operator(num_bytes: float, flops: float, times: int = 1) -> None:
@@ -122,7 +93,7 @@ def step_cost(shape: Shape, machine: Machine, work: Iterable[tuple[int, int]], n
     # A query reads the keys up to its own: computed + 1, ..., computed + scheduled.
     keys_read = sum(computed + scheduled for computed, scheduled in pairs)
     keys_met = sum(scheduled * computed + scheduled * (scheduled + 1) // 2 for computed, scheduled in pairs)
-    operator((keys_read + n) * shape.kv_bytes_per_token, 4 * shape.layers * shape.heads * shape.head_dim * keys_met)
+    operator((keys_read + n) * model.kv_bytes_per_token, 4 * shape.layers * shape.heads * shape.head_dim * keys_met)
     return total
 
 

@@ -120,7 +120,8 @@ def _add_estimate(commands: Any) -> None:
 
 
 def _estimate(options: argparse.Namespace) -> int:
-    from nanovllm.estimate import estimate, parse_size, read_config
+    from nanovllm.estimate import estimate, parse_size
+    from nanovllm.models.hub import read_config
 
     given = {name: value for name, value in vars(options).items() if name in _ENGINE_FIELDS and name != "model"}
     config = EngineConfig.from_options(options.model, given)

@@ -2,13 +2,12 @@
 
 import re
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanovllm.config import EngineConfig, ResolvedConfig
-from nanovllm.models.config import count_parameters, heads_of_rank, load_model_config, max_position, read_json
-from nanovllm.models.hub import BOX, find_model
-from nanovllm.models.presets import PRESETS, preset_config
+from nanovllm.models.config import max_position
+from nanovllm.models.shape import Shape
+from nanovllm.runner.kv_memory import GpuMemory
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -29,54 +28,25 @@ def parse_size(text: str) -> int:
     return size
 
 
-def read_config(model: str) -> "PretrainedConfig":
-    """The configuration of a shape, a folder, a config.json, or a hub id, of which nothing else is fetched.
-
-    Raises:
-        ValueError: there is no such model, or one that is not supported.
-    """
-    if model.lower() in PRESETS:
-        return load_model_config(preset_config(model.lower()), f"preset {model.lower()}")
-    path = Path(model).expanduser()
-    if model == BOX or path.is_dir():
-        path = find_model(model) / "config.json"
-    elif not path.is_file():
-        path = _fetch_config(model)
-    return load_model_config(read_json(path), str(path))
-
-
-def _fetch_config(model: str) -> Path:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-
-    try:
-        return Path(hf_hub_download(model, "config.json"))
-    except (HfHubHTTPError, LocalEntryNotFoundError, ValueError, OSError) as error:
-        names = ", ".join(PRESETS)
-        raise ValueError(
-            f"model {model!r} is neither a folder, nor a shape ({names}), nor an id that could be fetched: {error}"
-        ) from error
-
-
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes and tokens, of each rank and its GPU.
+    """What each rank's GPU holds.
 
     Attributes:
-        workspace: activations of the largest step, and the logits of all sequences: about.
-        kv_budget: what is left for the KV cache, below 0 if the rest does not fit.
+        memory: of the GPU; its activations are a guess.
         advice: options that would make it fit.
     """
 
-    model: str
     config: ResolvedConfig
-    gpu_memory: int
     num_parameters: int
-    weights: int
-    workspace: int
+    memory: GpuMemory
     kv_bytes_per_token: int
-    kv_budget: int
     advice: tuple[str, ...] = ()
+
+    @property
+    def kv_budget(self) -> int:
+        """Bytes left for the KV cache, below 0 if the rest does not fit."""
+        return self.memory.left_for_cache(self.config.gpu_memory_utilization)
 
     @property
     def num_tokens(self) -> int:
@@ -87,8 +57,7 @@ class Estimate:
     @property
     def num_sequences(self) -> float:
         """Sequences of max_model_len that the cache holds at a time."""
-        size = self.config.block_size
-        return self.num_tokens / (self.config.max_blocks_per_seq * size)
+        return self.num_tokens / (self.config.max_blocks_per_seq * self.config.block_size)
 
     @property
     def fits(self) -> bool:
@@ -96,19 +65,19 @@ class Estimate:
 
     def describe(self) -> str:
         """A table, and a sentence that says whether it fits."""
-        config, use = self.config, self.config.gpu_memory_utilization
+        config, memory, use = self.config, self.memory, self.config.gpu_memory_utilization
         rows = [
             ("parameters", f"{self.num_parameters:,} in all"),
-            ("GPU memory", f"{_gib(self.gpu_memory)}, of which gpu_memory_utilization={use:g} is used"),
-            ("weights", f"{_gib(self.weights)} in {config.dtype}"),
-            ("activations and logits", f"{_gib(self.workspace)}, about"),
+            ("GPU memory", f"{_gib(memory.total)}, of which gpu_memory_utilization={use:g} is used"),
+            ("weights", f"{_gib(memory.weights)} in {config.dtype}"),
+            ("activations and logits", f"{_gib(memory.activations)}, about"),
             ("left for the KV cache", _gib(max(self.kv_budget, 0))),
             ("KV cache per token", f"{self.kv_bytes_per_token:,} bytes"),
             ("tokens in the KV cache", f"{self.num_tokens:,}"),
             (f"sequences of {config.max_model_len:,} tokens", f"{self.num_sequences:,.1f} at a time"),
         ]
         ranks = config.tensor_parallel_size
-        title = f"{self.model}, on each of {ranks} GPUs" if ranks > 1 else f"{self.model}, on one GPU"
+        title = f"{config.model}, on each of {ranks} GPUs" if ranks > 1 else f"{config.model}, on one GPU"
         table = [title, *(f"  {name:<32}{value}" for name, value in rows)]
         return "\n".join([*table, self._verdict()])
 
@@ -148,23 +117,14 @@ def _resolve(hf_config: "PretrainedConfig", config: EngineConfig) -> ResolvedCon
 
 
 def _measure(hf_config: "PretrainedConfig", config: ResolvedConfig, gpu_memory: int) -> Estimate:
-    ranks, item = config.tensor_parallel_size, DTYPE_BYTES[config.dtype]
-    weights = count_parameters(hf_config, ranks) * item
-    per_token = 2 * hf_config.num_hidden_layers * heads_of_rank(hf_config, ranks)[1] * hf_config.head_dim * item
+    shape, item = Shape.of(hf_config), DTYPE_BYTES[config.dtype]
+    mine = shape.of_rank(config.tensor_parallel_size)
     # At its widest, a layer holds x, the residual, and gate and up with their product; sampling holds the logits, in
     # float32, and two copies.
-    widest = config.max_num_batched_tokens * (2 * hf_config.hidden_size + 3 * hf_config.intermediate_size // ranks)
-    workspace = widest * item + 3 * config.max_num_seqs * hf_config.vocab_size * 4
-    return Estimate(
-        model=config.model,
-        config=config,
-        gpu_memory=gpu_memory,
-        num_parameters=count_parameters(hf_config),
-        weights=weights,
-        workspace=workspace,
-        kv_bytes_per_token=per_token,
-        kv_budget=int(gpu_memory * config.gpu_memory_utilization) - weights - workspace,
-    )
+    widest = config.max_num_batched_tokens * (2 * shape.hidden + 3 * mine.intermediate)
+    activations = widest * item + 3 * config.max_num_seqs * shape.vocab * 4
+    memory = GpuMemory(gpu_memory, others=0, weights=mine.num_parameters * item, activations=activations, graphs=0)
+    return Estimate(config, shape.num_parameters, memory, mine.kv_bytes(item))
 
 
 def _advise(hf_config: "PretrainedConfig", found: Estimate) -> list[str]:
@@ -183,7 +143,7 @@ def _advise(hf_config: "PretrainedConfig", found: Estimate) -> list[str]:
         if name == "tensor_parallel_size" and any("tensor" in line for line in advice):
             continue
         try:
-            helps = _measure(hf_config, replace(config, **change), found.gpu_memory).fits  # type: ignore[arg-type]
+            helps = _measure(hf_config, replace(config, **change), found.memory.total).fits  # type: ignore[arg-type]
         except ValueError:
             continue
         if helps:

@@ -8,7 +8,8 @@ import torch
 
 from nanovllm.backends import BACKENDS, Backend
 from nanovllm.config import EngineConfig, ResolvedConfig
-from nanovllm.models.config import count_parameters, heads_of_rank, max_position
+from nanovllm.models.config import max_position
+from nanovllm.models.shape import Shape
 from nanovllm.utils.machine import has_native_bfloat16
 
 if TYPE_CHECKING:
@@ -32,9 +33,11 @@ def resolve(config: EngineConfig, hf_config: "PretrainedConfig") -> ResolvedConf
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device, hf_config)
     size = None if config.kvcache_block_size == "auto" else int(config.kvcache_block_size)
-    heads, kv_heads = heads_of_rank(hf_config, config.tensor_parallel_size)
-    work = Work(device, dtype, hf_config.head_dim, heads // kv_heads, size, count_parameters(hf_config))
-    backend = resolve_backend(config.attention_backend, work)
+    shape = Shape.of(hf_config)
+    mine = shape.of_rank(config.tensor_parallel_size)
+    backend = resolve_backend(
+        config.attention_backend, Work(device, dtype, mine.head_dim, mine.group, size, shape.num_parameters)
+    )
     distributed = resolve_distributed_backend(config.distributed_backend, device, config.tensor_parallel_size)
     # A CUDA graph captures nothing that goes through the host: what gloo sends, and lengths that plain torch reads.
     through_host = backend.name == "torch" or (config.tensor_parallel_size > 1 and distributed == "gloo")

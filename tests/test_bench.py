@@ -3,16 +3,21 @@
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import bench
 from benchmarks.bench_compare import _commands
-from benchmarks.bench_cost import Cost, Machine, Shape, ideal_steps, step_cost
+from benchmarks.bench_cost import Cost, Machine, Model, ideal_steps, step_cost
 from benchmarks.bench_workload import make_workload, write_checkpoint
+from nanovllm.models.config import load_model_config
+from nanovllm.models.shape import Shape
 
 QWEN3_06B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
     "hidden_size": 1024,
     "num_hidden_layers": 28,
     "num_attention_heads": 16,
@@ -23,8 +28,6 @@ QWEN3_06B = {
     "tie_word_embeddings": True,
 }
 TINY = QWEN3_06B | {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
     "hidden_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -67,28 +70,32 @@ def test_the_cpu_preset_gives_way_to_options() -> None:
     assert (args.num_seqs, args.input_len, args.output_len, args.dtype) == (3, [16, 128], [16, 128], "bfloat16")
 
 
+def make_model(config: dict[str, Any]) -> Model:
+    return Model(Shape.of(load_model_config(config, "test")), itemsize=2)
+
+
 def test_the_cost_card_of_qwen3_06b() -> None:
-    shape = Shape.of(QWEN3_06B, itemsize=2)
+    model = make_model(QWEN3_06B)
     # A layer: 1024 x 4096 qkv, 2048 x 1024 o, 1024 x 6144 gate and up, 3072 x 1024 down = 15,728,640.
-    assert shape.matrix_parameters == 28 * 15_728_640
+    assert model.shape.matrix_parameters == 28 * 15_728_640
     # 151,936 x 1024 embedding, shared with the head; norms: 28 x (2 x 1024 + 2 x 128) + 1024.
-    assert shape.parameters == 28 * 15_728_640 + 155_582_464 + 28 * 2304 + 1024 == 596_049_920
-    assert shape.weight_bytes == 1_192_099_840
-    assert shape.kv_bytes_per_token == 28 * 2 * 8 * 128 * 2 == 114_688
-    assert shape.flops_per_token == 2 * (28 * 15_728_640 + 155_582_464)
+    assert model.shape.num_parameters == 28 * 15_728_640 + 155_582_464 + 28 * 2304 + 1024 == 596_049_920
+    assert model.weight_bytes == 1_192_099_840
+    assert model.kv_bytes_per_token == 28 * 2 * 8 * 128 * 2 == 114_688
+    assert model.flops_per_token == 2 * (28 * 15_728_640 + 155_582_464)
 
 
 def test_the_floor_of_a_decode_step() -> None:
-    shape = Shape.of(QWEN3_06B, itemsize=2)
-    by_bytes = step_cost(shape, Machine(1e9, 2e9, 1e30), [(99, 1), (199, 1)], num_sampled=2)
+    model = make_model(QWEN3_06B)
+    by_bytes = step_cost(model, Machine(1e9, 2e9, 1e30), [(99, 1), (199, 1)], num_sampled=2)
     weights = 2 * (28 * 15_728_640 + 155_582_464)
     activations = 28 * 2 * 2 * (1024 + 4096 + 2048 + 1024 + 1024 + 6144 + 3072 + 1024)
     logits = 2 * 2 * 151_936  # of two sequences: written, then read
     kv = (100 + 200 + 2) * 114_688  # read with the new tokens; the new tokens written
     assert by_bytes.bytes == weights + activations + 2 * logits + kv
     assert by_bytes.seconds == pytest.approx(by_bytes.bytes / 2e9)  # the better of copy and read
-    by_flops = step_cost(shape, Machine(1e30, 1e30, 1e9), [(99, 1), (199, 1)], num_sampled=2)
-    assert by_flops.flops == 2 * shape.flops_per_token + 4 * 28 * 16 * 128 * 300
+    by_flops = step_cost(model, Machine(1e30, 1e30, 1e9), [(99, 1), (199, 1)], num_sampled=2)
+    assert by_flops.flops == 2 * model.flops_per_token + 4 * 28 * 16 * 128 * 300
     assert by_flops.seconds == pytest.approx(by_flops.flops / 1e9)
 
 
@@ -137,7 +144,7 @@ def test_a_checkpoint_of_random_weights_loads_in_transformers(tmp_path: Path) ->
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert model.dtype == torch.bfloat16
     assert model.generation_config.eos_token_id is None
-    assert sum(p.numel() for p in model.parameters()) == Shape.of(TINY, 2).parameters
+    assert sum(p.numel() for p in model.parameters()) == make_model(TINY).shape.num_parameters
 
 
 def test_a_comparison_runs_the_same_workload_everywhere(tmp_path: Path) -> None:

@@ -8,11 +8,12 @@ import torch
 
 from nanovllm.cli import main
 from nanovllm.config import EngineConfig
-from nanovllm.estimate import estimate, parse_size, read_config
+from nanovllm.estimate import estimate, parse_size
 from nanovllm.layers.parallel import Parallel
-from nanovllm.models.config import count_parameters
+from nanovllm.models.hub import read_config
 from nanovllm.models.presets import PRESETS, preset_config
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.models.shape import Shape
 
 GIB = 1 << 30
 
@@ -29,7 +30,7 @@ def test_the_parameters_are_those_of_the_model_itself(name: str, ranks: int) -> 
     config = read_config(name)
     with torch.device("meta"):
         model = Qwen3ForCausalLM(config, None, Parallel(0, ranks), 16)  # type: ignore[arg-type]  # it never runs
-    assert count_parameters(config, ranks) == sum(p.numel() for p in model.parameters())
+    assert Shape.of(config).of_rank(ranks).num_parameters == sum(p.numel() for p in model.parameters())
 
 
 def test_biases_and_shared_kv_heads_are_counted() -> None:
@@ -38,7 +39,7 @@ def test_biases_and_shared_kv_heads_are_counted() -> None:
     for ranks in (1, 4):
         with torch.device("meta"):
             model = Qwen3ForCausalLM(config, None, Parallel(1, ranks), 16)  # type: ignore[arg-type]
-        assert count_parameters(config, ranks) == sum(p.numel() for p in model.parameters())
+        assert Shape.of(config).of_rank(ranks).num_parameters == sum(p.numel() for p in model.parameters())
 
 
 def test_the_table_of_a_model_that_fits(capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,14 +52,17 @@ def test_the_table_of_a_model_that_fits(capsys: pytest.CaptureFixture[str]) -> N
 def test_the_kv_cache_is_what_the_budget_leaves_in_whole_blocks() -> None:
     config = EngineConfig("qwen3-8b", max_model_len=8192, kvcache_block_size=64)
     found = estimate(read_config("qwen3-8b"), config, 80 * GIB)
-    assert found.kv_budget == int(80 * GIB * 0.9) - found.weights - found.workspace
+    assert found.kv_budget == int(80 * GIB * 0.9) - found.memory.weights - found.memory.activations
     assert found.num_tokens % 64 == 0
     assert 0 <= found.kv_budget - found.num_tokens * found.kv_bytes_per_token < 64 * found.kv_bytes_per_token
     assert found.num_sequences == found.num_tokens / 8192
     halved = estimate(
         read_config("qwen3-8b"), EngineConfig("qwen3-8b", max_model_len=8192, tensor_parallel_size=2), 80 * GIB
     )
-    assert halved.kv_bytes_per_token * 2 == found.kv_bytes_per_token and halved.weights < 0.52 * found.weights
+    assert (
+        halved.kv_bytes_per_token * 2 == found.kv_bytes_per_token
+        and halved.memory.weights < 0.52 * found.memory.weights
+    )
 
 
 @pytest.mark.parametrize(
@@ -97,15 +101,15 @@ def test_a_folder_a_config_json_and_the_model_in_the_box_are_read(
 def test_of_a_hub_id_config_json_alone_is_fetched(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fetch(repo: str, name: str) -> str:
-        fetched.append((repo, name))
-        (tmp_path / name).write_text(json.dumps(preset_config("qwen3-4b")))
-        return str(tmp_path / name)
+    def fetch(repo: str, allow_patterns: list[str]) -> str:
+        fetched.append((repo, allow_patterns))
+        (tmp_path / "config.json").write_text(json.dumps(preset_config("qwen3-4b")))
+        return str(tmp_path)
 
-    fetched: list[tuple[str, str]] = []
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", fetch)
+    fetched: list[tuple[str, list[str]]] = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
     assert run(capsys, "Qwen/Qwen3-4B", "--gpu-memory", "24GB")[0] == 0
-    assert fetched == [("Qwen/Qwen3-4B", "config.json")]
+    assert fetched == [("Qwen/Qwen3-4B", ["config.json"])]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +118,7 @@ def test_of_a_hub_id_config_json_alone_is_fetched(
         (["qwen3-8b", "--gpu-memory", "much"], "such as 80GB"),
         (["qwen3-8b", "--gpu-memory", "0GB"], "such as 80GB"),
         (["qwen3-8b", "--gpu-memory", "8GB", "--tensor-parallel-size", "3"], "cannot share"),
-        (["no/such-model", "--gpu-memory", "8GB"], "neither a folder, nor a shape"),
+        (["no/such-model", "--gpu-memory", "8GB"], "neither a local folder, nor a shape"),
     ],
 )
 def test_what_makes_no_sense_is_refused(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:

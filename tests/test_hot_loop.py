@@ -7,6 +7,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -148,7 +149,8 @@ def test_the_largest_step_spends_the_whole_budget_within_the_limits(max_num_seqs
     plan = StepPlan.largest(max_num_seqs, budget, max_len)
     assert plan.num_tokens == min(budget, plan.num_seqs * max_len)
     assert plan.num_seqs <= max_num_seqs and plan.num_scheduled.max() <= max_len
-    assert len(plan.pack()) <= StepPlan.max_packed_size(max_num_seqs, budget, 1)
+    config = SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_blocks_per_seq=1)
+    assert len(plan.pack()) <= StepPlan.max_packed_size(config)
 
 
 SPANS = {"schedule", "prepare", "launch", "wait", "update", "step"}

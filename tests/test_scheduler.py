@@ -1,6 +1,7 @@
 """The control plane around a device without a model: whatever happens, every request gets its own tokens."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 from helpers.fakes import VOCAB, PairMatcher, expected_tokens, make_engine, three_bit_digest
@@ -185,4 +186,5 @@ def test_a_plan_survives_packing():
     unpacked = type(plan).unpack(plan.pack())
     for name in plan.__slots__:
         assert getattr(plan, name).tolist() == getattr(unpacked, name).tolist()
-    assert len(plan.pack()) <= plan.max_packed_size(4, 64, 8)
+    config = SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64, max_blocks_per_seq=8)
+    assert len(plan.pack()) <= plan.max_packed_size(config)

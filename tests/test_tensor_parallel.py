@@ -21,7 +21,7 @@ import torch
 from helpers.tiny import draw_prompts, save_random
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.distributed import processes
+from nanovllm.distributed import follower_group, follower_process
 from nanovllm.distributed.collectives import GroupParallel
 from nanovllm.distributed.leader import ThreadShare
 from nanovllm.models import loader
@@ -244,7 +244,7 @@ def test_an_abort_that_waits_for_the_graphs_does_not_keep_rank_0_from_freeing_th
     """NCCL's abort returns only when no CUDA graph holds its collectives; close() is what frees the graphs."""
     llm = start_two(model)
     freed = threading.Event()
-    llm.engine.runner._followers._abort_group = freed.wait
+    llm.engine.runner._followers._abort_collectives = freed.wait
     close_runner = llm.engine.runner._runner.close
     llm.engine.runner._runner.close = lambda: (freed.set(), close_runner())
     os.kill(llm.engine.runner.pids[0], signal.SIGKILL)
@@ -275,13 +275,11 @@ def test_a_follower_killed_between_requests_fails_the_next_one(model: Path) -> N
     expect_the_end(llm, "rank 1 of 2 failed: .* was killed by SIGKILL")
 
 
-def test_a_follower_that_is_stopped_fails_rank_0_by_its_silence(model: Path) -> None:
+def test_a_follower_that_is_stopped_fails_rank_0_by_its_silence(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = start_two(model)
-    (follower,) = llm.engine.runner._followers._followers
-    follower.socket.settimeout(2.0 / processes.SLICES)
-    time.sleep(1.5)  # the thread that listens has begun to wait anew
-    os.kill(follower.process.pid, signal.SIGSTOP)
-    pid = follower.process.pid
+    monkeypatch.setattr(follower_process, "SILENCE", 2)
+    (pid,) = llm.engine.runner.pids
+    os.kill(pid, signal.SIGSTOP)
     expect_the_end(llm, f"rank 1 of 2 failed: its process {pid} has given no sign of life for 2 s")
 
 
@@ -289,7 +287,7 @@ def test_a_follower_that_is_stopped_fails_rank_0_by_its_silence(model: Path) -> 
 def test_a_pause_of_the_whole_machine_is_not_taken_for_silence(model: Path) -> None:
     """Rank 0 and its follower are stopped together for longer than a follower may be silent, and go on together."""
     script = SCRIPT.replace(
-        "import json", "from nanovllm.distributed import processes\nprocesses.SILENCE = 8.0\nimport json"
+        "import json", "from nanovllm.distributed import follower_process\nfollower_process.SILENCE = 8\nimport json"
     )
     command = [sys.executable, "-c", script, str(model), json.dumps(OPTIONS)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -304,7 +302,7 @@ def test_a_pause_of_the_whole_machine_is_not_taken_for_silence(model: Path) -> N
         process.kill()
 
 
-def test_followers_are_heard_over_large_descriptors_too(model: Path) -> None:
+def test_followers_are_heard_over_large_descriptors_too(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = 1200
     if hard != resource.RLIM_INFINITY and hard < needed:
@@ -315,8 +313,8 @@ def test_followers_are_heard_over_large_descriptors_too(model: Path) -> None:
         with start_two(model) as llm:
             (follower,) = llm.engine.runner._followers._followers
             assert follower.socket.fileno() > 1024
-            follower.socket.settimeout(2.0 / processes.SLICES)
-            time.sleep(3.0)
+            monkeypatch.setattr(follower_process, "SILENCE", 2)
+            time.sleep(3.5)
             assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3), use_tqdm=False)
     finally:
         for fd in taken:
@@ -386,13 +384,13 @@ def test_a_follower_killed_while_rank_0_loads_fails_rank_0(model: Path, monkeypa
 
 
 def test_a_rank_that_cannot_start_fails_all(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, start_message = set(children(os.getpid())), processes.start_message
+    before, start_message = set(children(os.getpid())), follower_group.start_message
 
     def of_another_folder(*args: Any) -> dict[str, Any]:
         message = start_message(*args)
         return message | {"folder": str(tmp_path)} if message["rank"] == 2 else message
 
-    monkeypatch.setattr(processes, "start_message", of_another_folder)
+    monkeypatch.setattr(follower_group, "start_message", of_another_folder)
     with pytest.raises(RuntimeError, match="rank 2 of 4 failed") as error:
         LLM(str(model), tensor_parallel_size=4, **OPTIONS)
     assert "Traceback" in str(error.value) and "has no safetensors files" in str(error.value)
@@ -496,7 +494,7 @@ def test_host_memory_does_not_multiply(ranks: int, tmp_path: Path) -> None:
                         status = Path(f"/proc/{pid}/status").read_text()
                         found = re.search(r"RssAnon:\s+(\d+) kB", status)
                         # between fork and exec the memory is that of this process
-                        if found and b"engine.follower" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                        if found and b"distributed.worker" in Path(f"/proc/{pid}/cmdline").read_bytes():
                             highest[pid] = max(highest.get(pid, 0), int(found[1]) << 10)
                 time.sleep(0.005)
 

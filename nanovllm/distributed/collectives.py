@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -11,9 +12,9 @@ from torch import Tensor
 
 from nanovllm.layers.parallel import Parallel
 
-HOST = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 TIMEOUT = timedelta(minutes=30)
-"""For one collective. Ranks that die, raise or stop are noticed otherwise, and sooner: see processes.py."""
+"""For one collective. Ranks that die, raise or stop are noticed otherwise, and sooner: see follower_group.py."""
 CONNECT_TIMEOUT = timedelta(minutes=1)
 """For ranks that have loaded, and have only to find each other."""
 
@@ -46,37 +47,31 @@ class GroupParallel(Parallel):
         self._backend, self._device = backend, device
         self._group: Any = None  # ProcessGroupGloo or ProcessGroupNCCL
 
-    def connect(self, port: int | None, listener: int | None = None) -> None:
+    def connect(self, meeting: Path) -> None:
         """Meet the other ranks; blocks until all have come.
 
         Args:
-            port: of rank 0's store on this machine.
-            listener: on rank 0, the descriptor of the socket that listens on it; the store takes it over.
+            meeting: a file that all of them name, and that none has made before.
 
         Raises:
             PeerLostError: one of them has not.
         """
         try:
-            self._group = self._make_group(port, listener)
+            self._group = self._make_group(meeting)
         except RuntimeError as error:
             raise PeerLostError(f"rank {self.rank} could not meet its peers: {error}") from error
         # The first collective makes the connections: here, and not in the first step.
         self.all_reduce(torch.zeros(1, device=self._device))
 
-    def _make_group(self, port: int | None, listener: int | None) -> Any:
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            HOST,
-            port or 0,
-            is_master=listener is not None,
-            timeout=CONNECT_TIMEOUT,
-            wait_for_workers=False,
-            master_listen_fd=listener,
-        )
+    def _make_group(self, meeting: Path) -> Any:
+        store = dist.FileStore(str(meeting), self.size)  # type: ignore[attr-defined]
+        store.set_timeout(CONNECT_TIMEOUT)
         if self._backend == "gloo":
             gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=HOST)]
+            gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
             gloo._timeout = TIMEOUT
             return dist.ProcessGroupGloo(store, self.rank, self.size, gloo)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # all ranks are on this machine
         # Failures are raised here, by rank 0: torch's watchdog would end the process instead.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         torch.cuda.set_device(self._device)

@@ -6,11 +6,10 @@
                                |                      |                              |
     rank r                     +-> launch ------ all-reduce, gather                token ids
 
-What a follower does is in worker.py; how the death of any rank is noticed by the others, in processes.py.
+What a follower does is in worker.py; how the death of any rank is noticed by the others, in follower_group.py.
 """
 
 import os
-import socket
 import time
 import weakref
 from contextlib import ExitStack
@@ -21,10 +20,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanovllm.config import ResolvedConfig
-from nanovllm.distributed.collectives import HOST, GroupParallel
-from nanovllm.distributed.processes import Followers
+from nanovllm.distributed.collectives import GroupParallel
+from nanovllm.distributed.follower_group import FollowerGroup
 from nanovllm.engine.plan import StepPlan, StepResult
-from nanovllm.models.qwen3 import check_shards
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.step_handle import StepHandle
 from nanovllm.utils.machine import physical_cores
@@ -36,7 +34,7 @@ if TYPE_CHECKING:
 class LeadingHandle:
     """A launched step of all ranks."""
 
-    def __init__(self, handle: StepHandle, followers: Followers, command_seconds: float) -> None:
+    def __init__(self, handle: StepHandle, followers: FollowerGroup, command_seconds: float) -> None:
         self._handle, self._followers, self._command_seconds = handle, followers, command_seconds
 
     def result(self) -> StepResult:
@@ -76,11 +74,10 @@ class LeadingRunner:
         """Load the model on all ranks. Arguments and errors as for `ModelRunner`.
 
         Raises:
-            ValueError: the ranks cannot share this model; before any is started.
+            ValueError: as `ModelRunner`.
             RuntimeError: another rank failed, with its traceback; then none is left.
         """
         size = config.tensor_parallel_size
-        check_shards(hf_config, size)
         device = torch.device(config.device)
         self._pid = os.getpid()
         self._parallel = parallel = GroupParallel(0, size, config.distributed_backend, device)
@@ -88,10 +85,7 @@ class LeadingRunner:
             if device.type == "cpu":
                 _threads.take(size)
                 stack.callback(_threads.give_back)
-            self._listener = socket.create_server((HOST, 0))
-            stack.callback(self._listener.close)
-            port = self._listener.getsockname()[1]
-            self._followers = Followers(config, hf_config, folder, port, parallel.abort)
+            self._followers = FollowerGroup(config, hf_config, folder, parallel.abort)
             stack.callback(self._followers.stop)
             try:
                 self._runner = ModelRunner(config, hf_config, folder, parallel, self._followers.check)
@@ -103,12 +97,12 @@ class LeadingRunner:
 
     def make_cache(self) -> int:
         """Let the ranks meet, and make every one's KV cache; see `ModelRunner.make_cache`."""
-        parallel, fd = self._parallel, self._listener.detach()
+        parallel, meeting = self._parallel, self._followers.meeting_file
         try:
             # One guard for both: a follower that has met the others may refuse its cache before rank 0 does.
             with self._followers.guard():
                 # The thread that connects may outlive a failure: it holds no model.
-                self._followers.while_they_live(lambda: parallel.connect(None, fd))
+                self._followers.while_they_live(lambda: parallel.connect(meeting))
                 num_blocks = self._runner.make_cache()
             self._followers.wait_until("ready")
             return num_blocks

@@ -1,17 +1,17 @@
-"""Ranks 1 to n-1: `python -m nanovllm.distributed.worker FD`, started and told what to do by processes.py.
+"""What runs in a follower, ranks 1 to n-1: started by follower_process.py with the descriptor of a socket to rank 0.
 
-FD is a socket to rank 0. A follower gets one line of JSON, how to start; it sends a line for each stage that it
-reaches, one, with a traceback, if it fails, and an empty one every second, which says that it runs. When the socket
-closes, rank 0 is gone, and so is the follower.
+A follower gets one line of JSON, how to start. It sends a line for each stage that it reaches, one with a traceback if
+it fails, and an empty one every second, which says that it runs. When the socket closes, rank 0 is gone, and so is the
+follower.
 """
 
 import faulthandler
 import json
 import os
 import select
+import shutil
 import signal
 import socket
-import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -24,25 +24,31 @@ BEAT = 1.0
 rank 0 forked holds it."""
 
 
-def main() -> None:
-    """Follow until told to stop. Ends the process without the interpreter's clean-up, which may wait for peers."""
+def main(fd: int) -> None:
+    """Follow until told to stop, then end the process without the interpreter's clean-up, which may wait for peers.
+
+    Args:
+        fd: the socket's.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0
     faulthandler.enable()
-    rank0 = socket.socket(fileno=int(sys.argv[1]))
+    rank0 = socket.socket(fileno=fd)
     rank0.set_inheritable(False)
     parent = os.getppid()
     line = rank0.makefile("r", encoding="utf-8").readline()
     if not line:
         os._exit(1)
+    start = json.loads(line)
     sending = threading.Lock()
-    threading.Thread(target=_end_with, args=(rank0, parent, sending), daemon=True).start()
+    meeting = Path(start["meeting"]).parent
+    threading.Thread(target=_end_with, args=(rank0, parent, sending, meeting), daemon=True).start()
 
     def send(**message: Any) -> None:
         with sending:
             rank0.sendall(json.dumps(message).encode() + b"\n")
 
     try:
-        follow(json.loads(line), lambda stage: send(stage=stage))
+        follow(start, lambda stage: send(stage=stage))
     except BaseException as error:
         # PeerLostError is told apart by name: importing its module here would import torch before the watch runs.
         is_cause = type(error).__name__ != "PeerLostError"
@@ -51,8 +57,12 @@ def main() -> None:
     os._exit(0)
 
 
-def _end_with(rank0: socket.socket, parent: int, sending: threading.Lock) -> None:
-    """Show rank 0 that this process runs; end it, whatever it is doing, as soon as rank 0 has ended."""
+def _end_with(rank0: socket.socket, parent: int, sending: threading.Lock, meeting: Path) -> None:
+    """Show rank 0 that this process runs; end it, whatever it is doing, as soon as rank 0 has ended.
+
+    Args:
+        meeting: the folder where the ranks met, which a rank 0 that was killed has left.
+    """
     poll = select.poll()  # select.select would refuse a large descriptor
     poll.register(rank0, select.POLLIN)
     while os.getppid() == parent:
@@ -62,6 +72,7 @@ def _end_with(rank0: socket.socket, parent: int, sending: threading.Lock) -> Non
             with suppress(OSError):  # full: rank 0 was stopped, and reads again when it goes on
                 rank0.send(b"\n", socket.MSG_DONTWAIT)
             sending.release()
+    shutil.rmtree(meeting, ignore_errors=True)
     os._exit(1)
 
 
@@ -69,7 +80,7 @@ def follow(start: dict[str, Any], reached: Callable[[str], None]) -> None:
     """Be one rank: load its share, join the group, and run every plan that rank 0 runs.
 
     Args:
-        start: as `followers.start_message` made it, and where the ring and the store are.
+        start: as `follower_group.start_message` made it, and where the ring and the meeting are.
         reached: tells rank 0 of a stage.
     """
     import torch
@@ -82,7 +93,7 @@ def follow(start: dict[str, Any], reached: Callable[[str], None]) -> None:
     from nanovllm.runner.model_runner import ModelRunner
 
     config = ResolvedConfig(**start["config"])
-    ring = Ring(start["ring_fd"], config.tensor_parallel_size - 1, start["capacity"])
+    ring = Ring(start["ring_fd"], config.tensor_parallel_size - 1, StepPlan.max_packed_size(config))
     os.close(start["ring_fd"])
     device = torch.device(config.device)
     if device.type == "cuda":
@@ -92,14 +103,10 @@ def follow(start: dict[str, Any], reached: Callable[[str], None]) -> None:
     folder = None if start["folder"] is None else Path(start["folder"])
     runner = ModelRunner(config, load_model_config(start["hf_config"], "rank 0"), folder, parallel)
     reached("loaded")
-    parallel.connect(start["port"])
+    parallel.connect(Path(start["meeting"]))
     runner.make_cache()
     reached("ready")
     while len(packed := ring.read(rank - 1)):
         runner.launch(StepPlan.unpack(packed))
     runner.close()
     parallel.close()
-
-
-if __name__ == "__main__":
-    main()

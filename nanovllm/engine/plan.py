@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nanovllm.config import ResolvedConfig
+
 IntArray = NDArray[np.int32]
 
 ROW_SAMPLING = np.dtype(
@@ -105,10 +107,10 @@ class StepPlan:
         return StepPlan(zeros, zeros.copy(), share, zeros + 1, token_ids, no_entries, no_rows)
 
     @staticmethod
-    def max_packed_size(max_num_seqs: int, max_num_batched_tokens: int, max_blocks_per_seq: int) -> int:
+    def max_packed_size(config: ResolvedConfig) -> int:
         """int32 elements of the largest plan that a configuration allows."""
-        entries = 3 * max_num_seqs * max_blocks_per_seq
-        return HEADER + 4 * max_num_seqs + max_num_batched_tokens + entries + max_num_seqs * ROW_SAMPLING.itemsize // 4
+        per_seq = 4 + 3 * config.max_blocks_per_seq + ROW_SAMPLING.itemsize // 4
+        return HEADER + config.max_num_batched_tokens + config.max_num_seqs * per_seq
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,8 @@
 """A rank's place among those that share each layer, and what the layers ask of the group."""
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 
-@dataclass(frozen=True)
 class Parallel:
     """One rank alone. Groups of several override the collectives, which all ranks call in the same order.
 
@@ -13,9 +10,8 @@ class Parallel:
         ranks_per_device: how many of them share this rank's memory.
     """
 
-    rank: int = 0
-    size: int = 1
-    ranks_per_device: int = 1
+    def __init__(self, rank: int = 0, size: int = 1, ranks_per_device: int = 1) -> None:
+        self.rank, self.size, self.ranks_per_device = rank, size, ranks_per_device
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of x over the ranks; may be written in place."""

@@ -81,39 +81,3 @@ def max_position(config: "PretrainedConfig") -> int:
     if rope.get("rope_type") == "yarn" and rope.get("original_max_position_embeddings"):
         length = max(length, int(rope["factor"] * rope["original_max_position_embeddings"]))
     return length
-
-
-def heads_of_rank(config: "PretrainedConfig", ranks: int) -> tuple[int, int]:
-    """(query heads, KV heads) that each of the ranks holds; a KV head may be held by several alike.
-
-    Raises:
-        ValueError: the heads cannot be shared among so many.
-    """
-    heads, kv_heads = int(config.num_attention_heads), int(config.num_key_value_heads)
-    for name, total, divides in (
-        ("num_attention_heads", heads, heads % ranks == 0),
-        ("num_key_value_heads", kv_heads, kv_heads % ranks == 0 or ranks % kv_heads == 0),
-    ):
-        if not divides:
-            raise ValueError(f"{name} is {total}, which {ranks} ranks cannot share evenly: change tensor_parallel_size")
-    return heads // ranks, max(kv_heads // ranks, 1)
-
-
-def count_parameters(config: "PretrainedConfig", ranks: int = 1) -> int:
-    """Parameters that one of the ranks holds, as models/qwen3.py shares them.
-
-    Raises:
-        ValueError: they cannot be shared among so many.
-    """
-    heads, kv_heads = heads_of_rank(config, ranks)
-    if config.intermediate_size % ranks:
-        raise ValueError(
-            f"intermediate_size is {config.intermediate_size}, which {ranks} ranks cannot share evenly: "
-            "change tensor_parallel_size"
-        )
-    hidden, dim, bias = config.hidden_size, config.head_dim, bool(config.attention_bias)
-    attention = (heads + 2 * kv_heads) * dim * (hidden + bias) + heads * dim * hidden + bias * hidden + 2 * dim
-    mlp = 3 * hidden * (config.intermediate_size // ranks)
-    embedding = -(-config.vocab_size // ranks) * hidden
-    layers = config.num_hidden_layers * (attention + mlp + 2 * hidden)
-    return int(layers + hidden + embedding * (1 if config.tie_word_embeddings else 2))

@@ -2,8 +2,14 @@
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from nanovllm.models.presets import PRESETS
+from nanovllm.models.config import load_model_config, read_json
+from nanovllm.models.presets import PRESETS, preset_config
+from nanovllm.utils.checks import quote
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 BOX = "tiny-qwen3"
 PATTERNS = [
@@ -26,28 +32,50 @@ def find_model(model: str) -> Path:
     Raises:
         ValueError: there is no such folder or id, or the folder has no config.json.
     """
-    path = Path(__file__).parent.parent / "assets" / BOX if model == BOX else Path(model).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise ValueError(f"model folder {path} has no config.json")
-        return path
-    if model.lower() in PRESETS:
+    folder = _find_folder(model)
+    if folder is None and model.lower() in PRESETS:
         raise ValueError(
             f'model {model!r} is the name of a shape, without weights: use load_format="dummy" for random ones, '
             f'or the id "Qwen/{model.title().replace("b", "B")}"'
         )
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model) or model.startswith("."):
-        raise ValueError(f"model folder {model} does not exist")
-    return _download(model)
+    return folder or _download(model, PATTERNS)
 
 
-def _download(model: str) -> Path:
+def read_config(model: str) -> "PretrainedConfig":
+    """The configuration of a shape, a folder, a config.json, or a hub id, of which nothing else is fetched.
+
+    Raises:
+        ValueError: there is no such model, or one that is not supported.
+    """
+    if model.lower() in PRESETS:
+        return load_model_config(preset_config(model.lower()), f"preset {model.lower()}")
+    path = Path(model).expanduser()
+    if not path.is_file():
+        path = (_find_folder(model) or _download(model, ["config.json"])) / "config.json"
+    return load_model_config(read_json(path), str(path))
+
+
+def _find_folder(model: str) -> Path | None:
+    """The model in the box, or a local folder, with a config.json; None if there is no such folder."""
+    path = Path(__file__).parent.parent / "assets" / BOX if model == BOX else Path(model).expanduser()
+    if not path.is_dir():
+        return None
+    if not (path / "config.json").is_file():
+        raise ValueError(f"model folder {path} has no config.json")
+    return path
+
+
+def _download(model: str, patterns: list[str]) -> Path:
+    """A folder with those of a hub id's files that match."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model) or model.startswith("."):
+        raise ValueError(f"model folder {quote(model)} does not exist")
     try:
-        return Path(snapshot_download(model, allow_patterns=PATTERNS))
+        return Path(snapshot_download(model, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, ValueError, OSError) as error:
         raise ValueError(
-            f"model {model!r} is neither a local folder nor an id that could be downloaded: {error}"
+            f"model {model!r} is neither a local folder, nor a shape ({', '.join(PRESETS)}), "
+            f"nor an id that could be downloaded: {error}"
         ) from error

@@ -12,26 +12,10 @@ from nanovllm.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
 from nanovllm.layers.parallel import Parallel
 from nanovllm.layers.rotary_embedding import rotary_table
 from nanovllm.layers.weights import NamedTargets, whole
-from nanovllm.models.config import heads_of_rank
+from nanovllm.models.shape import Shape
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-
-def kv_heads_of(config: "PretrainedConfig", parallel: Parallel) -> tuple[int, int]:
-    """(first, count) of the KV heads that a rank holds: an equal share, or one that several ranks hold alike.
-
-    Raises:
-        ValueError: the heads cannot be shared among the ranks.
-    """
-    _, count = heads_of_rank(config, parallel.size)
-    return parallel.rank * config.num_key_value_heads // parallel.size, count
-
-
-def check_shards(config: "PretrainedConfig", size: int) -> None:
-    """Raise a ValueError, with the numbers, if `size` ranks cannot share the model."""
-    heads_of_rank(config, size)
-    Parallel(0, size).shard(config.intermediate_size, "intermediate_size")
 
 
 class Qwen3Attention(nn.Module):
@@ -40,14 +24,20 @@ class Qwen3Attention(nn.Module):
     def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel) -> None:
         super().__init__()
         self.backend, self.eps, self.scale = backend, config.rms_norm_eps, config.head_dim**-0.5
-        dim, heads, kv_heads = config.head_dim, config.num_attention_heads, config.num_key_value_heads
-        first, count = parallel.shard(heads, "num_attention_heads")
-        first_kv, count_kv = kv_heads_of(config, parallel)
-        parts = [Part("q_proj", heads * dim, first * dim, count * dim)]
-        for name in ("k_proj", "v_proj"):
-            parts.append(Part(name, kv_heads * dim, first_kv * dim, count_kv * dim))
-        self.qkv_proj = ColumnParallelLinear(config.hidden_size, parts, config.attention_bias)
-        self.o_proj = RowParallelLinear(heads * dim, config.hidden_size, config.attention_bias, parallel, "o_proj")
+        whole_model = Shape.of(config)
+        mine, dim = whole_model.of_rank(parallel.size), whole_model.head_dim
+        parts = []
+        for name, total, count in (
+            ("q_proj", whole_model.heads, mine.heads),
+            ("k_proj", whole_model.kv_heads, mine.kv_heads),
+            ("v_proj", whole_model.kv_heads, mine.kv_heads),
+        ):
+            first = parallel.rank * total // parallel.size  # of several ranks with the same KV head: that one
+            parts.append(Part(name, total * dim, first * dim, count * dim))
+        self.qkv_proj = ColumnParallelLinear(config.hidden_size, parts, whole_model.qkv_bias)
+        self.o_proj = RowParallelLinear(
+            whole_model.heads * dim, config.hidden_size, whole_model.o_bias, parallel, "o_proj"
+        )
         self.q_norm = nn.Parameter(torch.empty(dim), requires_grad=False)
         self.k_norm = nn.Parameter(torch.empty(dim), requires_grad=False)
 

@@ -18,8 +18,8 @@ from nanovllm.config import ResolvedConfig
 from nanovllm.engine.plan import StepPlan
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.causal_lm import make_model
-from nanovllm.models.config import heads_of_rank
 from nanovllm.models.loader import fill_randomly, load_weights
+from nanovllm.models.shape import Shape
 from nanovllm.runner.cuda_graphs import CudaGraphs, pad_decodes
 from nanovllm.runner.device_tables import DeviceTables
 from nanovllm.runner.kv_memory import GpuMemory, blocks_that_fit, check_pool, cpu_cache_bytes, memory_of_others
@@ -59,7 +59,7 @@ class ModelRunner:
         self.graphs: CudaGraphs | None = None
         self.config, self.parallel = config, parallel
         self.device, self.dtype = torch.device(config.device), getattr(torch, config.dtype)
-        self._num_heads, self._num_kv_heads = heads_of_rank(hf_config, parallel.size)
+        self._shape = Shape.of(hf_config).of_rank(parallel.size)
         self.backend = BACKENDS[config.attention_backend]()
         with torch.device(self.device), _DefaultDtype(self.dtype):
             self.model = make_model(hf_config, self.backend, parallel, config.max_model_len)
@@ -68,10 +68,8 @@ class ModelRunner:
         else:
             load_weights(self.model, folder, parallel.rank == 0, check)
         self.backend.pack_weights(self.model.modules(), check)
-        self._head_dim, self._num_layers = hf_config.head_dim, hf_config.num_hidden_layers
         self.tables = DeviceTables(config.max_num_seqs, config.max_blocks_per_seq, self.device)
-        size = StepPlan.max_packed_size(config.max_num_seqs, config.max_num_batched_tokens, config.max_blocks_per_seq)
-        self._staging = Staging(size, self.device)
+        self._staging = Staging(StepPlan.max_packed_size(config), self.device)
         self._buffers = ReturnBuffers(config.max_num_seqs)
         self.caches: list[KVCache] = []
         self._memory_report = ""
@@ -81,8 +79,7 @@ class ModelRunner:
     @property
     def block_bytes(self) -> int:
         """Bytes of one block, keys and values of all layers, on this rank."""
-        per_token: int = 2 * self._num_layers * self._num_kv_heads * self._head_dim * self.dtype.itemsize
-        return per_token * self.config.block_size
+        return self._shape.kv_bytes(self.dtype.itemsize) * self.config.block_size
 
     @property
     def uses_graphs(self) -> bool:
@@ -172,8 +169,8 @@ class ModelRunner:
         return GpuMemory(total, memory_of_others(device), weights, activations, graphs)
 
     def _make_caches(self, num_blocks: int) -> list[KVCache]:
-        shape = (num_blocks, self.config.block_size, self._num_kv_heads, self._head_dim)
-        return [self.backend.allocate_cache(shape, self.dtype, self.device) for _ in range(self._num_layers)]
+        shape = (num_blocks, self.config.block_size, self._shape.kv_heads, self._shape.head_dim)
+        return [self.backend.allocate_cache(shape, self.dtype, self.device) for _ in range(self._shape.layers)]
 
     # ---- a step
 
@@ -239,7 +236,7 @@ class ModelRunner:
         )
         token_ids = packed[3 * num_seqs : 3 * num_seqs + num_tokens]
         token_ids = torch.where(token_ids < 0, self.tables.last_token[rows[of_token]], token_ids)
-        metadata = self.backend.complete(metadata, self.caches[0], self._num_heads)
+        metadata = self.backend.complete(metadata, self.caches[0], self._shape.heads)
         hidden = self.model(token_ids, positions, self.caches, metadata)
         if not plan.samples.any():
             return None
@@ -261,7 +258,7 @@ class ModelRunner:
             seq_lens_cpu=None,
         )
         token_ids = torch.where(token_ids < 0, self.tables.last_token[rows], token_ids)
-        metadata = self.backend.complete(metadata, self.caches[0], self._num_heads)
+        metadata = self.backend.complete(metadata, self.caches[0], self._shape.heads)
         hidden = self.model(token_ids, num_computed, self.caches, metadata)
         return self._sample(hidden, rows, metadata.seq_lens)
 

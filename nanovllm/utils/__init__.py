@@ -1,1 +1,1 @@
-"""What the rest leans on: loading checkpoints, finding them, checking names, holding Ctrl-C."""
+"""What the rest leans on: checks of what users pass, Ctrl-C, what the machine has."""

@@ -1,0 +1,86 @@
+"""The sizes of a decoder, and what follows from them: parameters, KV bytes, each rank's share."""
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from nanovllm.layers.parallel import Parallel
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Of the whole model, or of one rank's share of it."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    tied: bool
+    qkv_bias: bool
+    o_bias: bool
+    qk_norm: bool
+
+    @staticmethod
+    def of(config: "PretrainedConfig") -> "Shape":
+        """Of the whole model."""
+        return Shape(
+            hidden=config.hidden_size,
+            layers=config.num_hidden_layers,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            intermediate=config.intermediate_size,
+            vocab=config.vocab_size,
+            tied=bool(config.tie_word_embeddings),
+            qkv_bias=bool(config.attention_bias),
+            o_bias=bool(config.attention_bias),
+            qk_norm=True,
+        )
+
+    def of_rank(self, size: int) -> "Shape":
+        """What each of `size` ranks holds; a KV head may be held by several alike, and the vocabulary is padded.
+
+        Raises:
+            ValueError: so many cannot share the model.
+        """
+        first = Parallel(0, size)
+        kv_heads = 1 if size % self.kv_heads == 0 else first.shard(self.kv_heads, "num_key_value_heads")[1]
+        return replace(
+            self,
+            heads=first.shard(self.heads, "num_attention_heads")[1],
+            kv_heads=kv_heads,
+            intermediate=first.shard(self.intermediate, "intermediate_size")[1],
+            vocab=-(-self.vocab // size),
+        )
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def matrices(self) -> tuple[tuple[int, int], ...]:
+        """(in, out) features of a layer's products: qkv, o, gate and up, down."""
+        queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        qkv = (self.hidden, queries + 2 * keys)
+        return qkv, (queries, self.hidden), (self.hidden, 2 * self.intermediate), (self.intermediate, self.hidden)
+
+    @property
+    def matrix_parameters(self) -> int:
+        """Parameters that multiply every token: the layers' matrices."""
+        return self.layers * sum(i * o for i, o in self.matrices)
+
+    @property
+    def num_parameters(self) -> int:
+        qkv, o = self.matrices[0][1] * self.qkv_bias, self.hidden * self.o_bias
+        vectors = self.layers * (2 * self.hidden + 2 * self.head_dim * self.qk_norm + qkv + o) + self.hidden
+        return self.matrix_parameters + self.vocab * self.hidden * (1 if self.tied else 2) + vectors
+
+    def kv_bytes(self, itemsize: int) -> int:
+        """Bytes of a token's keys and values, in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
