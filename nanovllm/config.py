@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypedDict
 
 from nanovllm.utils.checks import as_bool, as_choice, as_integer, refuse, refuse_unknown
+from nanovllm.vllm_names import HINTS, translate_options
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 BACKENDS = ("auto", "flash_attn", "triton", "cpu", "torch")
@@ -38,6 +39,9 @@ class EngineConfig:
             "help": 'a local folder, a Hugging Face id, or "tiny-qwen3", the model in the box',
             "affects": "results",
         },
+    )
+    revision: str | None = _option(
+        None, "branch, tag or commit of a Hugging Face id; by default its main branch", affects="results"
     )
     dtype: str = _option(
         "auto",
@@ -101,6 +105,8 @@ class EngineConfig:
             if not isinstance(self.trace, (str, os.PathLike)):
                 raise refuse(self.trace, "trace", "a path, or None")
             put("trace", os.fspath(self.trace))
+        if self.revision is not None and not isinstance(self.revision, str):
+            raise refuse(self.revision, "revision", "the name of a branch, a tag or a commit, or None")
         put("dtype", as_choice(str(self.dtype).removeprefix("torch."), "dtype", DTYPES))
         as_choice(self.attention_backend, "attention_backend", BACKENDS)
         as_choice(self.distributed_backend, "distributed_backend", DISTRIBUTED_BACKENDS)
@@ -125,10 +131,16 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, model: str | os.PathLike[str], options: Mapping[str, Any]) -> "EngineConfig":
-        """Raises a TypeError for an option that does not exist, with the nearest one that does."""
-        refuse_unknown(options, [f.name for f in fields(cls) if f.name != "model"], "LLM")
+        """Of options as users give them, vLLM's among them.
+
+        Raises:
+            TypeError: one that does not exist, with the nearest one that does.
+            ValueError: a value out of range, or one of vLLM's that would change something.
+        """
         if not isinstance(model, (str, os.PathLike)) or not str(model):
             raise refuse(model, "model", 'a folder, a Hugging Face id or "tiny-qwen3"')
+        options = translate_options(model, options)
+        refuse_unknown(options, [f.name for f in fields(cls) if f.name != "model"], "LLM", HINTS)
         return cls(str(model), **options)
 
     def that_affect(self, what: Affects) -> dict[str, Any]:
@@ -139,6 +151,7 @@ class EngineConfig:
 class EngineOptions(TypedDict, total=False):
     """EngineConfig's fields but the model, as a type checker wants them for `LLM(model, **options)`."""
 
+    revision: str | None
     dtype: str
     device: str
     tensor_parallel_size: int

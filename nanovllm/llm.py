@@ -3,19 +3,23 @@
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import closing
+from contextlib import closing, contextmanager
+from numbers import Number
 from types import TracebackType
-from typing import Any, Unpack
+from typing import Any, NoReturn, Unpack
 
+from nanovllm.chat import Message, read_conversation, split_conversations
 from nanovllm.config import EngineConfig, EngineOptions
 from nanovllm.engine.llm_engine import StepObserver
 from nanovllm.engine.request import Prompt, Request, derive_seed
 from nanovllm.load import load_engine
 from nanovllm.outputs import Output
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import quote
 from nanovllm.utils.progress import ProgressBar
 
-Message = Mapping[str, Any]
+Item = Request | Prompt | tuple[Prompt, SamplingParams | None]
+"""What `stream` takes: a prompt, bare or with its own sampling_params, or what `prepare` made of one."""
 
 
 class LLM:
@@ -56,8 +60,7 @@ class LLM:
         Raises:
             ValueError: a bad prompt, naming which; then none of them has run.
         """
-        if self.engine.closed:
-            raise RuntimeError("the engine is closed")
+        self.engine.check_free()
         prompts = _as_list(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params: Seq[SamplingParams | None] = [sampling_params] * len(prompts)
@@ -69,63 +72,168 @@ class LLM:
             raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts; give one for all or one each")
         requests = []
         for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
-            try:
+            with _naming("prompt", i, len(prompts)):
                 requests.append(self.prepare(prompt, param))
-            except ValueError as error:
-                raise ValueError(f"prompt {i}: {error}" if len(prompts) > 1 else str(error)) from None
         outputs = [Output() for _ in requests]
         with ProgressBar(
             self.stats, total=len(requests), desc="Generating", unit="prompt", disable=not use_tqdm
         ) as bar:
-            for i, output in self.stream(requests):
-                outputs[i] = output
-                bar.update()
+            self.engine.observers.append(bar)
+            try:
+                for i, output in self.stream(requests):
+                    outputs[i] = output
+                    bar.update()
+            finally:
+                self.engine.observers.remove(bar)
         return outputs
 
     def chat(
         self,
         messages: Seq[Message] | Seq[Seq[Message]],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
         use_tqdm: bool = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Seq[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[Output]:
         """Answer conversations, each a list of {"role": ..., "content": ...}, through the model's chat template.
 
         Args:
-            messages: one conversation or a list of them.
+            messages: one conversation or a list of them. A content is a string, or OpenAI's list of parts of text.
+            chat_template: in place of the model's.
+            add_generation_prompt: end the prompt where an answer begins.
+            continue_final_message: let the model go on with the last message; needs add_generation_prompt=False.
+            tools: JSON schemas of functions, for templates that describe them.
             chat_template_kwargs: for the template, as {"enable_thinking": False}.
+
+        Raises:
+            ValueError: a conversation that the template cannot take, naming which; then none has run.
         """
-        if not messages or not isinstance(messages, (list, tuple)):
-            raise ValueError(f"messages is {messages!r}; it must be a conversation or a list of conversations")
-        conversations: Seq[Any] = [messages] if isinstance(messages[0], Mapping) else messages
-        prompts = [self.render_chat(conversation, chat_template_kwargs) for conversation in conversations]
+        self.engine.check_free()
+        options = {
+            "chat_template": chat_template,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            **(chat_template_kwargs or {}),
+        }
+        conversations, prompts = split_conversations(messages), []
+        for i, conversation in enumerate(conversations):
+            with _naming("conversation", i, len(conversations)):
+                prompts.append(self.render_chat(conversation, options))
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def render_chat(self, messages: Seq[Message], chat_template_kwargs: Mapping[str, Any] | None = None) -> Prompt:
-        """The prompt, as text and token ids, that `chat` makes of one conversation."""
+        """The prompt, as text and token ids, that `chat` makes of one conversation.
+
+        Args:
+            chat_template_kwargs: the template's, and `chat`'s own from chat_template on.
+        """
         if self.engine.tokenizer is None:
             raise ValueError("this model has no tokenizer, so no chat template; use generate() with token ids")
-        if not messages or not all(isinstance(m, Mapping) and "role" in m for m in messages):
-            raise ValueError(f'a conversation is {messages!r}; it must be a list of {{"role": ..., "content": ...}}')
-        text = self.engine.tokenizer.render_chat(messages, chat_template_kwargs or {})
+        text = self.engine.tokenizer.render_chat(read_conversation(messages), chat_template_kwargs or {})
         return {"prompt": text, "prompt_token_ids": self.engine.tokenizer.encode(text, add_special_tokens=False)}
 
-    def prepare(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Request:
-        """Tokenise and validate one request for `stream`, so that a bad one (ValueError) can be set aside."""
-        return self.engine.prepare(prompt, sampling_params)
+    def prepare(self, request: Item, sampling_params: SamplingParams | None = None) -> Request:
+        """Tokenise and validate one request for `stream`, so that a bad one (ValueError) can be set aside.
+
+        Args:
+            sampling_params: for a prompt that brings none of its own.
+        """
+        if isinstance(request, Request):
+            return request
+        if isinstance(request, tuple) and len(request) == 2 and isinstance(request[1], SamplingParams | None):
+            prompt, own = request
+            return self.engine.prepare(prompt, own or sampling_params)
+        return self.engine.prepare(request, sampling_params)
 
     def stream(
-        self, requests: Iterable[Request | tuple[Prompt, SamplingParams | None]]
+        self, requests: Iterable[Item] | Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[tuple[int, Output]]:
-        """Run requests from any iterable, taken lazily, and yield (index, output) as each finishes.
+        """Run requests from any iterable, taken lazily, and yield (index, output) as each request ends.
 
         At most 2 x max_num_seqs are held waiting, so an endless iterable runs in bounded memory. Leaving the
-        iterator early aborts what is still running.
+        iterator early aborts what is still running. For the text of one request as it comes, see `stream_tokens`.
+
+        Args:
+            requests: prompts in every form that `generate` takes, bare or as (prompt, sampling_params); or one.
+            sampling_params: of the prompts that bring none; None means the model's generation_config.
+
+        Raises:
+            ValueError: a bad prompt, naming which; those before it that still run are aborted.
         """
-        run = self.engine.run(r if isinstance(r, Request) else self.prepare(*r) for r in requests)
-        with closing(run):
+
+        def prepared() -> Iterator[Request]:
+            for i, item in enumerate(as_iterable(requests)):
+                with _naming("prompt", i):
+                    request = self.prepare(item, sampling_params)
+                yield request
+
+        with closing(self.engine.run(prepared())) as run:
             for index, seq in run:
                 yield index, self.engine.output(seq)
+
+    def stream_tokens(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
+        """Complete one prompt, and yield its text piece by piece as it comes: together they are its `text`.
+
+        A piece is held back while it may be half of a character or the beginning of a stop string.
+        """
+        request = self.prepare(prompt, sampling_params)
+        if self.engine.tokenizer is None:
+            raise ValueError("this model has no tokenizer, so its tokens have no text: use generate()")
+        text = self.engine.tokenizer.growing_text(request.params)
+        with closing(self.engine.steps([request])) as steps:
+            for ended in steps:
+                for _, seq in ended:
+                    yield text.rest(self.engine.output(seq).text)
+                    return
+                for seq in self.engine.scheduler.running:
+                    if piece := text.grow(seq.output_token_ids):
+                        yield piece
+
+    # ---- nano-vLLM's loop
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, as transformers made it; ValueError if the model has none."""
+        if self.engine.tokenizer is None:
+            raise ValueError("this model has no tokenizer")
+        return self.engine.tokenizer.transformers
+
+    def get_tokenizer(self) -> Any:
+        """`tokenizer`, as vLLM calls it."""
+        return self.tokenizer
+
+    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
+        """Queue a request for `step`, and return the number that it is known by there."""
+        self.engine.check_free()
+        return self.engine.add(self.prepare(prompt, sampling_params)).seq_id
+
+    def step(self) -> tuple[list[tuple[int, list[int]]], int]:
+        """Run one step of the requests added.
+
+        Returns:
+            ([(number, token ids) of each request that ended], how many tokens the step computed: negative for a step
+            of decodes alone; 0 if, with overlap, the step was launched and none is read yet).
+        """
+        self.engine.check_free()
+        self.engine.last_read = None
+        ended = [(seq.seq_id, seq.output_token_ids) for seq in self.engine.step()] if self.engine.has_work else []
+        if (batch := self.engine.last_read) is None:
+            return ended, 0
+        num_tokens = batch.plan.num_tokens
+        return ended, -num_tokens if num_tokens == len(batch.seqs) else num_tokens
+
+    def is_finished(self) -> bool:
+        """Whether every request added has ended."""
+        return not self.engine.has_work
+
+    def exit(self) -> None:
+        """`close`, as nano-vLLM calls it."""
+        self.close()
 
     @property
     def max_model_len(self) -> int:
@@ -134,7 +242,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What `sampling_params=None` means: the model's generation_config."""
-        return self.engine.default_params
+        return self.engine.default_params.clone()
 
     def derive_seed(self, name: str) -> int:
         """A seed for a request that is known by a name: the same in every run with the same engine seed."""
@@ -157,6 +265,12 @@ class LLM:
         """Free the model and the KV cache. The engine cannot be used afterwards."""
         self.engine.close()
 
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "an LLM cannot be pickled or copied: it holds weights, a KV cache and processes; make one where it is "
+            "needed (in Ray's actors: nanovllm.ray.RayLLM)"
+        )
+
     def __enter__(self) -> "LLM":
         return self
 
@@ -165,11 +279,27 @@ class LLM:
 
 
 def _as_list(prompts: Any) -> list[Any]:
-    """One prompt or a list of prompts, as a list: a list of integers is one prompt."""
+    """One prompt or a list of prompts, as a list: numbers are one prompt."""
+    if hasattr(prompts, "tolist"):  # a tensor or an array
+        prompts = prompts.tolist()
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    if prompts is None or not isinstance(prompts, Iterable):
-        raise ValueError(f"prompts is {prompts!r}; it must be a string, a list of token ids, or a list of prompts")
+    if isinstance(prompts, (bytes, bytearray)) or not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts is {quote(prompts)}; it must be a string, a list of token ids, or a list of prompts")
     prompts = list(prompts)
-    is_one = bool(prompts) and not any(isinstance(p, (str, Mapping, Iterable)) or p is None for p in prompts)
+    is_one = bool(prompts) and all(isinstance(p, Number) or getattr(p, "ndim", 1) == 0 for p in prompts)
     return [prompts] if is_one else prompts
+
+
+def as_iterable(requests: Any) -> Iterable[Any]:
+    """What `stream` runs: an iterator is taken as it comes, all else may be one prompt."""
+    return requests if isinstance(requests, Iterator) else _as_list(requests)
+
+
+@contextmanager
+def _naming(what: str, number: int, count: int | None = None) -> Iterator[None]:
+    """Within, a ValueError says which of count it is about, unless there is only one."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{what} {number}: {error}" if count != 1 else str(error)) from None

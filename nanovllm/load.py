@@ -34,7 +34,7 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
     if asked.load_format == "dummy" and name in PRESETS:
         source, data = f"preset {name}", preset_config(name)
     else:
-        folder = find_model(asked.model)
+        folder = find_model(asked.model, asked.revision)
         source, data = str(folder / "config.json"), read_json(folder / "config.json")
     hf_config = load_model_config(data, source)
     config = resolve(asked, hf_config)

@@ -25,7 +25,7 @@ except ImportError as error:
 
 from nanovllm.engine.request import Prompt, Request
 from nanovllm.engine.sequence import Sequence
-from nanovllm.llm import LLM
+from nanovllm.llm import LLM, Item, as_iterable
 from nanovllm.outputs import Output
 from nanovllm.sampling_params import SamplingParams
 
@@ -83,14 +83,13 @@ class SharedLLM(LLM):
         Thread(target=self._run, name="engine", daemon=True).start()
 
     def stream(
-        self, requests: Iterable[Request | tuple[Prompt, SamplingParams | None]]
+        self, requests: Iterable[Item] | Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[tuple[int, Output]]:
         """As LLM.stream, but takes all requests at once. RuntimeError if the engine has stopped."""
         answers: SimpleQueue[tuple[int, Output] | BaseException] = SimpleQueue()
         num_requests = 0
-        for request in requests:
-            request = request if isinstance(request, Request) else self.prepare(*request)
-            self._incoming.put((request, _Place(num_requests, answers)))
+        for item in as_iterable(requests):
+            self._incoming.put((self.prepare(item, sampling_params), _Place(num_requests, answers)))
             num_requests += 1
         for _ in range(num_requests):
             answer = answers.get()

@@ -1,6 +1,6 @@
 """What vLLM's scripts pass that has no meaning here: what is harmless passes, what would change results is refused."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 ANY: Any = object()
@@ -19,6 +19,74 @@ SAMPLING: Mapping[str, tuple[Any, ...]] = {
     "routed_experts_prompt_start": (0,),
 }
 """Fields of vLLM's SamplingParams that have none in ours: the values that are taken, and do nothing."""
+
+
+OPTIONS: Mapping[str, tuple[Any, ...]] = {
+    # What is on or off here as it is; logging; pace and memory.
+    **dict.fromkeys(("disable_log_stats", "disable_log_requests", "enable_log_requests", "use_tqdm_on_load"), (ANY,)),
+    **dict.fromkeys(("enable_chunked_prefill", "async_scheduling", "disable_async_output_proc"), (ANY,)),
+    **dict.fromkeys(("swap_space", "compilation_config", "optimization_level", "max_seq_len_to_capture"), (ANY,)),
+    **dict.fromkeys(("disable_custom_all_reduce", "disable_cascade_attn", "distributed_executor_backend"), (ANY,)),
+    **dict.fromkeys(("cudagraph_capture_sizes", "max_cudagraph_capture_size", "num_scheduler_steps"), (ANY,)),
+    **dict.fromkeys(("max_num_partial_prefills", "long_prefill_token_threshold", "use_v2_block_manager"), (ANY,)),
+    **dict.fromkeys(("max_parallel_loading_workers", "prefix_caching_hash_algo", "ignore_patterns"), (ANY,)),
+    **dict.fromkeys(("disable_hybrid_kv_cache_manager", "disable_sliding_window", "served_model_name"), (ANY,)),
+    **dict.fromkeys(("max_logprobs", "limit_mm_per_prompt", "max_loras", "max_lora_rank", "max_cpu_loras"), (ANY,)),
+    "trust_remote_code": (ANY,),  # a folder that needs code of its own is refused when it is read
+    # What would change results, or cannot be had.
+    **dict.fromkeys(("quantization", "hf_config_path", "code_revision", "tokenizer_revision", "download_dir"), (None,)),
+    **dict.fromkeys(("rope_theta", "pooler_config", "override_pooler_config", "logits_processor_pattern"), (None,)),
+    **dict.fromkeys(("speculative_config", "speculative_model", "num_speculative_tokens", "hf_token"), (None,)),
+    **dict.fromkeys(("kv_transfer_config", "kv_events_config", "logits_processors", "reasoning_parser"), (None,)),
+    **dict.fromkeys(("hf_overrides", "rope_scaling", "override_generation_config", "additional_config"), (None, {})),
+    **dict.fromkeys(("mm_processor_kwargs", "model_loader_extra_config", "structured_outputs_config"), (None, {})),
+    **dict.fromkeys(("enable_lora", "enable_lora_bias", "enable_prompt_adapter", "skip_tokenizer_init"), (False,)),
+    **dict.fromkeys(("enable_prompt_embeds", "enable_sleep_mode", "enable_expert_parallel", "is_embedding"), (False,)),
+    **dict.fromkeys(("calculate_kv_scales", "enable_return_routed_experts"), (False,)),
+    **dict.fromkeys(("pipeline_parallel_size", "data_parallel_size", "decode_context_parallel_size"), (1,)),
+    **dict.fromkeys(("task", "runner"), ("auto", "generate")),
+    **dict.fromkeys(("tokenizer_mode", "config_format"), ("auto", "hf")),
+    **dict.fromkeys(("kv_cache_dtype", "generation_config", "worker_cls", "guided_decoding_backend"), ("auto",)),
+    "convert": ("auto", "none"),
+    "model_impl": ("auto", "vllm"),
+    "cpu_offload_gb": (0,),
+    "scheduler_delay_factor": (0,),
+    "scheduling_policy": ("fcfs",),
+    "preemption_mode": (None, "recompute"),
+    "logprobs_mode": (None, "raw_logprobs"),
+    # nano-vLLM's.
+    "hf_config": (None,),
+    "eos": (-1,),
+}
+"""Options of vLLM's LLM, and of nano-vLLM's, that ours has not: the values that are taken, and do nothing."""
+
+HINTS: Mapping[str, str] = {
+    "block_size": "here it is 'kvcache_block_size'",
+    "num_gpu_blocks_override": "here it is 'num_kvcache_blocks'",
+    "kv_cache_memory_bytes": "here it is 'kvcache_memory_bytes'",
+}
+"""Options of vLLM's that have another name here."""
+
+SYNONYMS: Mapping[str, Mapping[Any, Any]] = {
+    "dtype": {"half": "float16", "float": "float32"},
+    "load_format": {"safetensors": "auto", "hf": "auto"},
+    "num_kvcache_blocks": {-1: None},
+}
+"""Values, by option, that others write otherwise."""
+
+
+def translate_options(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options as EngineConfig has them, of those that a script for vLLM or nano-vLLM gives.
+
+    Raises:
+        ValueError: one that would change something here.
+    """
+    options = drop_harmless(given, {**OPTIONS, "tokenizer": (None, model)}, "LLM")
+    for name in options.keys() & SYNONYMS.keys():
+        value = options[name]
+        if isinstance(value, Hashable):
+            options[name] = SYNONYMS[name].get(value, value)
+    return options
 
 
 def drop_harmless(given: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]], what: str) -> dict[str, Any]:

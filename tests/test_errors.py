@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.tiny import edit_json, save_random
@@ -59,6 +60,8 @@ BAD_PROMPTS: dict[str, tuple[Any, str]] = {
     "None in a list": ([None], "None"),
     "a number": (5, "5.*string.*list"),
     "bytes": ([b"abc"], "b'abc'"),
+    "bytes alone": (b"abc", "b'abc'.*string"),
+    "a tensor of floats": (torch.tensor([1.0, 2.0]), "1.0.*integer"),
     "a dict of something else": ([{"text": "abc"}], "'text'.*prompt_token_ids"),
     "a dict with more": ([{"prompt_token_ids": [1], "multi_modal_data": 1}], "multi_modal_data"),
     "an empty dict": ([{}], "prompt_token_ids"),
@@ -81,6 +84,33 @@ def test_an_empty_string_is_refused(prompt: Any, with_text: LLM) -> None:
 @pytest.mark.parametrize("bad", [[], [9999], None, [1] * 32])
 def test_one_bad_prompt_in_a_list_is_named_and_none_runs(bad: Any, llm: LLM) -> None:
     assert_refused_and_usable(llm, lambda: llm.generate([[1], [2], bad, [3]], GREEDY), "prompt 2")
+
+
+def test_text_that_is_no_unicode_is_named(with_text: LLM) -> None:
+    for prompt in ("a\ud800", {"prompt": "a\ud800"}):
+        message = r"prompt 1: .*character 1 is half of a surrogate pair"
+        assert_refused_and_usable(with_text, lambda prompt=prompt: with_text.generate(["ok", prompt], GREEDY), message)
+    talks = [[{"role": "user", "content": text}] for text in ("ok", "\udc00")]
+    assert_refused_and_usable(with_text, lambda: with_text.chat(talks, GREEDY), "conversation 1: .*surrogate")
+
+
+def test_a_tensor_or_array_is_one_prompt_or_several(llm: LLM) -> None:
+    for one in (torch.tensor([5, 6]), [torch.tensor(5), torch.tensor(6)], [np.int32(5), 6]):
+        (output,) = llm.generate(one, GREEDY, use_tqdm=False)
+        assert output.prompt_token_ids == [5, 6]
+    for several in (torch.tensor([[5], [6]]), [torch.tensor([5]), np.array([6])]):
+        outputs = llm.generate(several, GREEDY, use_tqdm=False)
+        assert [output.prompt_token_ids for output in outputs] == [[5], [6]]
+
+
+@pytest.mark.parametrize(
+    "content",
+    [[{"type": "image_url", "image_url": {"url": "x"}}], [{"type": "text"}], [5], {"type": "text", "text": 5}, 7],
+    ids=str,
+)
+def test_a_part_of_a_message_that_is_no_text_is_refused(content: Any, with_text: LLM) -> None:
+    talk = [{"role": "user", "content": "hi"}, {"role": "user", "content": content}]
+    assert_refused_and_usable(with_text, lambda: with_text.chat(talk, GREEDY), "message 1 .*only text")
 
 
 BAD_CALLS: dict[str, tuple[Any, str]] = {
@@ -270,6 +300,8 @@ def test_sampling_params_travel() -> None:
         ({"gpu_memory_utilization": "most"}, "gpu_memory_utilization.*'most'"),
         ({"num_kvcache_blocks": 0}, "num_kvcache_blocks.*0.*at least 1"),
         ({"num_kvcache_blocks": -3}, "num_kvcache_blocks.*-3.*at least 1"),
+        ({"kvcache_memory_bytes": 10**13, "num_kvcache_blocks": None}, "9313.23 GiB.*free.*kvcache_memory_bytes"),
+        ({"num_kvcache_blocks": 10**9}, "GiB.*free.*num_kvcache_blocks"),
         ({"kvcache_memory_bytes": 0, "num_kvcache_blocks": None}, "kvcache_memory_bytes.*0.*at least 1"),
         ({"dtype": "float8"}, "dtype.*'float8'.*float32.*bfloat16"),
         ({"dtype": None}, "dtype.*None"),
@@ -318,11 +350,70 @@ def test_the_block_size_is_the_backend_s_unless_it_is_given(monkeypatch: pytest.
         ("tensor_parallel", "tensor_parallel_size"),
         ("enable_prefix_cache", "enable_prefix_caching"),
         ("gpu_memory_utilisation", "gpu_memory_utilization"),
+        ("kv_cache_memory_bytes", "kvcache_memory_bytes"),
+        ("num_gpu_blocks_override", "num_kvcache_blocks"),
     ],
 )
 def test_an_unknown_option_is_refused_with_the_nearest(given: str, meant: str, random_model: Path) -> None:
     with pytest.raises(TypeError, match=f"'{given}'.*'{meant}'"):
         LLM(random_model, **{given: 1})
+
+
+def test_only_what_is_close_is_suggested(random_model: Path) -> None:
+    for name in ("parallel", "cache", "quantize", "num_blocks"):
+        with pytest.raises(TypeError, match=f"'{name}'; the options are .*max_model_len") as error:
+            LLM(random_model, **{name: 1})
+        assert "did you mean" not in str(error.value)
+
+
+VLLM_REFUSED: dict[str, Any] = {
+    **{"model_impl": "transformers", "pipeline_parallel_size": 2, "quantization": "awq", "kv_cache_dtype": "fp8"},
+    **{"enable_lora": True, "hf_overrides": {"rope_theta": 1}, "speculative_config": {"method": "ngram"}},
+    **{"tokenizer": "another/tokenizer", "generation_config": "vllm", "cpu_offload_gb": 4, "task": "embed"},
+    **{"skip_tokenizer_init": True, "scheduling_policy": "priority", "logprobs_mode": "processed_logits"},
+}
+
+
+@pytest.mark.parametrize(("name", "value"), VLLM_REFUSED.items())
+def test_an_option_of_vllms_that_would_change_something_is_refused_by_name(
+    name: str, value: Any, random_model: Path
+) -> None:
+    with pytest.raises(ValueError, match=f"{name}, which vLLM has, is not supported here"):
+        LLM(random_model, **{name: value})
+
+
+def test_vllms_and_nano_vllms_neutral_and_harmless_options_change_nothing(random_model: Path) -> None:
+    harmless = {
+        **{"disable_log_stats": True, "swap_space": 4, "trust_remote_code": True, "tokenizer": str(random_model)},
+        **{"quantization": None, "pipeline_parallel_size": 1, "enable_chunked_prefill": False, "revision": None},
+        **{"tokenizer_mode": "auto", "max_lora_rank": 16, "enable_lora": False, "load_format": "safetensors"},
+        **{"compilation_config": {"level": 3}, "hf_overrides": {}, "task": "generate", "model_impl": "auto"},
+        **{"num_kvcache_blocks": -1, "hf_config": None, "eos": -1},
+    }
+    assert EngineConfig.from_options(str(random_model), harmless) == EngineConfig(str(random_model))
+    for name, value in {"half": "float16", "float": "float32", torch.bfloat16: "bfloat16"}.items():
+        assert EngineConfig.from_options("model", {"dtype": name}).dtype == value
+
+
+def test_code_from_models_never_runs_and_a_folder_that_needs_it_is_refused(checkpoint: Path, reciter: Path) -> None:
+    (checkpoint / "evil.py").write_text("raise SystemExit('it ran')")
+    edit_json(checkpoint / "config.json", auto_map={"AutoModelForCausalLM": "evil.Model"})
+    with pytest.raises(ValueError, match=r"auto_map.*code"):
+        LLM(checkpoint, trust_remote_code=True, **OPTIONS)  # type: ignore[call-arg]
+    shutil.copytree(reciter, checkpoint, dirs_exist_ok=True)
+    (checkpoint / "tokenizer.json").unlink()
+    edit_json(
+        checkpoint / "tokenizer_config.json",
+        auto_map={"AutoTokenizer": ["evil.Tokenizer", None]},
+        tokenizer_class="EvilTokenizer",
+    )
+    with pytest.raises(ValueError, match="tokenizer"):
+        LLM(checkpoint, trust_remote_code=True, **OPTIONS)  # type: ignore[call-arg]
+
+
+def test_a_revision_is_for_ids(random_model: Path) -> None:
+    with pytest.raises(ValueError, match=r"revision is 'main'.*folder"):
+        LLM(random_model, revision="main")
 
 
 def test_every_option_is_documented() -> None:

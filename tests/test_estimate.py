@@ -101,15 +101,24 @@ def test_a_folder_a_config_json_and_the_model_in_the_box_are_read(
 def test_of_a_hub_id_config_json_alone_is_fetched(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fetch(repo: str, allow_patterns: list[str]) -> str:
+    def fetch(repo: str, allow_patterns: list[str], revision: str | None) -> str:
         fetched.append((repo, allow_patterns))
         (tmp_path / "config.json").write_text(json.dumps(preset_config("qwen3-4b")))
         return str(tmp_path)
 
     fetched: list[tuple[str, list[str]]] = []
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
-    assert run(capsys, "Qwen/Qwen3-4B", "--gpu-memory", "24GB")[0] == 0
-    assert fetched == [("Qwen/Qwen3-4B", ["config.json"])]
+    assert run(capsys, "someone/finetuned", "--gpu-memory", "24GB")[0] == 0
+    assert fetched == [("someone/finetuned", ["config.json"])]
+
+
+def test_an_id_that_names_a_shape_needs_no_network(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_: pytest.fail("something was fetched"))
+    shown = [run(capsys, name, "--gpu-memory", "80GB") for name in ("Qwen/Qwen3-8B", "qwen3-8b")]
+    assert shown[0][0] == 0
+    assert shown[0][1].partition("\n")[2] == shown[1][1].partition("\n")[2]
 
 
 @pytest.mark.parametrize(

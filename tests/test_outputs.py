@@ -303,6 +303,38 @@ def test_chat_takes_one_conversation_or_a_list(llm: LLM) -> None:
     assert text_of(llm.chat(talks[0], params[0], use_tqdm=False)[0]) == "[user]x[assistant]"
 
 
+def test_chat_takes_openais_parts_of_text(llm: LLM) -> None:
+    parts = [{"type": "text", "text": "hi"}, {"type": "text", "text": "you"}]
+    (output,) = llm.chat([{"role": "user", "content": parts}], SamplingParams(max_tokens=1), use_tqdm=False)
+    assert output.prompt == "[user]hi\nyou[assistant]"
+
+
+def test_chat_has_vllms_keywords(llm: LLM) -> None:
+    talk = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "x"}]
+    params = SamplingParams(temperature=0, max_tokens=1)
+
+    def prompt(**options: Any) -> str | None:
+        return llm.chat(talk, params, False, **options)[0].prompt
+
+    assert prompt() == "[user]hi[assistant]x[assistant]"
+    assert prompt(add_generation_prompt=False) == "[user]hi[assistant]x"
+    assert prompt(chat_template="{{ messages | length }} {{ tools }}", tools=[{"name": "f"}]) == "2 [{'name': 'f'}]"
+    last = "{% for m in messages %}{{ m.content }}!{% endfor %}"
+    assert prompt(chat_template=last, continue_final_message=True, add_generation_prompt=False) == "hi!x"
+    with pytest.raises(ValueError, match="continue_final_message"):
+        prompt(continue_final_message=True)
+    with pytest.raises(TypeError, match="positional"):
+        llm.chat(talk, params, False, {"enable_thinking": False})  # type: ignore[misc]
+
+
+def test_the_tokenizer_and_the_defaults_can_be_had_and_the_defaults_are_a_copy(llm: LLM) -> None:
+    assert llm.get_tokenizer() is llm.tokenizer
+    assert llm.tokenizer.encode("ab") == [ID("a"), ID("b")]
+    defaults = llm.get_default_sampling_params()
+    defaults.max_tokens = 1
+    assert llm.get_default_sampling_params() != defaults
+
+
 # ---- what a model folder says
 
 
@@ -377,3 +409,14 @@ def test_the_bar_shows_prompts_rates_and_kv_and_nothing_else_is_printed(
         assert part in shown.err.lower()
     llm.generate(["a", "A"], SamplingParams(temperature=0), use_tqdm=False)
     assert capfd.readouterr() == ("", "")
+
+
+def test_the_bar_moves_with_every_step(
+    llm: LLM, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also while no prompt has ended."""
+    monkeypatch.setattr("nanovllm.utils.progress.ProgressBar.MININTERVAL", 0)
+    llm.generate("a", SamplingParams(temperature=0, max_tokens=20))
+    drawn = [line for line in capfd.readouterr().err.split("\r") if "0/1" in line]
+    assert len(set(drawn)) > 10
+    assert not llm.engine.observers

@@ -1,9 +1,11 @@
 """Streams, interruption and the life of an engine: however a run ends, the engine is whole afterwards or closed."""
 
+import copy
 import gc
 import itertools
 import logging
 import os
+import pickle
 import signal
 import threading
 import weakref
@@ -12,8 +14,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-from helpers.tiny import draw_prompts, save_random
+import torch
+from helpers.tiny import draw_prompts, make_tokenizer, save_random
 
 from nanovllm import LLM, SamplingParams
 
@@ -100,6 +104,155 @@ def test_an_endless_iterable_is_pulled_no_further_than_needed(llm: LLM) -> None:
         assert pulled <= yielded + 4 + 4 + 2 * 4
     stream.close()  # type: ignore[attr-defined]
     assert_idle(llm)
+
+
+A, B = map(make_tokenizer().token_to_id, "ab")
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        ["ab"],
+        "ab",
+        {"prompt": "ab"},
+        [{"prompt": "ab"}],
+        [[A, B]],
+        [A, B],
+        (A, B),
+        [(A, B)],
+        np.array([A, B]),
+        torch.tensor([[A, B]]),
+        [{"prompt_token_ids": [A, B]}],
+        iter(["ab"]),
+        [("ab", None)],
+        [([A, B], SamplingParams(temperature=0, max_tokens=3))],
+    ],
+    ids=[str(i) for i in range(14)],
+)
+def test_a_stream_takes_a_prompt_in_every_form_bare_or_with_its_params(form: Any, reciter: Path) -> None:
+    with LLM(reciter, **OPTIONS) as llm:
+        ((index, output),) = llm.stream(form, greedy(3))
+    assert (index, output.text, output.prompt_token_ids) == (0, "cde", [A, B])
+
+
+def test_a_bad_prompt_of_a_stream_is_named(llm: LLM) -> None:
+    with pytest.raises(ValueError, match=r"prompt 2: .*9999"):
+        list(llm.stream([[1], [2], [9999]], greedy(2)))
+    with pytest.raises(ValueError, match="prompts is 5"):
+        list(llm.stream(5))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"max_tokens": 13},  # ends with half of a character
+        {"stop": "wxy"},
+        {"stop": ["xyz", "q!"]},
+        {"stop": "never"},
+        {"stop_token_ids": [256 + 1]},
+        {"ignore_eos": True, "max_tokens": 60, "skip_special_tokens": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_the_pieces_of_stream_tokens_are_the_text(params: dict[str, Any], depth: int, reciter: Path) -> None:
+    with LLM(reciter, **OPTIONS) as llm:
+        llm.engine.depth = depth
+        sampling = SamplingParams(temperature=0, max_tokens=64).clone()
+        for name, value in params.items():
+            setattr(sampling, name, value)
+        (output,) = llm.generate("a", sampling, use_tqdm=False)
+        pieces = list(llm.stream_tokens("a", sampling))
+        assert "".join(pieces) == output.text
+        assert len(pieces) > 8, "they come as tokens do"
+        assert not any("\ufffd" in piece for piece in pieces[:-1])
+        next(left := llm.stream_tokens("a", sampling))
+        left.close()  # type: ignore[attr-defined]
+        assert_idle(llm)
+
+
+def test_stream_tokens_needs_a_tokenizer_and_a_good_prompt(llm: LLM, reciter: Path) -> None:
+    with pytest.raises(ValueError, match="no tokenizer"):
+        list(llm.stream_tokens([1]))
+    with LLM(reciter, **OPTIONS) as speaking, pytest.raises(ValueError, match="empty"):
+        list(speaking.stream_tokens(""))
+
+
+# ---- nano-vLLM's loop
+
+
+def test_the_loop_of_nano_vllm_ends_requests_as_generate_does(llm: LLM) -> None:
+    counts = [9, 3, 12, 1, 5, 2]
+    expected = [
+        llm.generate(p, greedy(n), use_tqdm=False)[0]["token_ids"] for p, n in zip(PROMPTS, counts, strict=True)
+    ]
+    with LLM(llm.engine.config.model, **OPTIONS, enable_prefix_caching=False) as loop:
+        loop.engine.depth = llm.engine.depth
+        numbers = [loop.add_request(p, greedy(n)) for p, n in zip(PROMPTS, counts, strict=True)]
+        found, num_prefill, num_decode = {}, 0, 0
+        while not loop.is_finished():
+            ended, num_tokens = loop.step()
+            found.update(dict(ended))
+            num_prefill += max(num_tokens, 0)
+            num_decode += max(-num_tokens, 0)
+        assert [found[number] for number in numbers] == expected
+        computed = sum(map(len, PROMPTS)) + sum(counts) - len(counts)
+        useless = num_prefill + num_decode - computed  # rows of those that ended one step before, at depth 2
+        assert 0 <= useless <= (loop.engine.depth - 1) * len(counts)
+        assert num_prefill >= sum(map(len, PROMPTS))
+        assert num_decode > 0
+        assert loop.step() == ([], 0)
+        assert_idle(loop)
+
+
+def test_the_loop_and_a_run_do_not_mix(llm: LLM) -> None:
+    llm.add_request(PROMPTS[0], greedy(2))
+    with pytest.raises(RuntimeError, match=r"add_request.*step"):
+        generate(llm)
+    while not llm.is_finished():
+        llm.step()
+    stream = llm.stream([(PROMPTS[0], greedy(2))] * 9)
+    next(stream)
+    for call in (lambda: llm.add_request(PROMPTS[0]), llm.step):
+        with pytest.raises(RuntimeError, match="open"):
+            call()
+    stream.close()  # type: ignore[attr-defined]
+    llm.exit()
+    with pytest.raises(RuntimeError, match="closed"):
+        llm.add_request(PROMPTS[0])
+
+
+# ---- where an engine cannot go
+
+
+@pytest.mark.parametrize("copy_it", [copy.copy, copy.deepcopy, pickle.dumps], ids=lambda f: f.__name__)
+def test_an_engine_cannot_be_copied_and_says_so(copy_it: Callable[[Any], object], llm: LLM) -> None:
+    with pytest.raises(TypeError, match=r"an LLM cannot be pickled or copied.*make one"):
+        copy_it(llm)
+
+
+def test_a_forked_process_is_told_to_make_its_own_engine(llm: LLM) -> None:
+    expected = generate(llm)
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            for call in (lambda: generate(llm), lambda: list(llm.stream([PROMPTS[0]])), llm.step):
+                try:
+                    call()
+                except RuntimeError as error:
+                    os.write(writing, f"{error}\n".encode())
+            llm.close()
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as told:
+        messages = told.read().splitlines()
+    os.waitpid(child, 0)
+    assert len(messages) == 3
+    assert all("forked" in message for message in messages)
+    assert_whole(llm, expected)
 
 
 def test_a_stream_of_nothing_ends(llm: LLM) -> None:

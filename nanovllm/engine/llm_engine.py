@@ -1,8 +1,10 @@
 """The producer-consumer loop: requests in, steps planned and launched, tokens taken in, outputs out."""
 
 import logging
+import os
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import islice
 from typing import Protocol
@@ -103,8 +105,20 @@ class LLMEngine:
         self._num_requests = 0
         self._in_flight: deque[InFlight] = deque()
         self._running = False
+        self._pid = os.getpid()
+        self.last_read: Batch | None = None
+        """The step that was read last."""
 
     # ---- requests
+
+    def check_free(self) -> None:
+        """Raise a RuntimeError unless a run may begin: the engine is open, in its own process, and has no other."""
+        if self.closed:
+            raise RuntimeError("the engine is closed")
+        if os.getpid() != self._pid:
+            raise RuntimeError("this process was forked from the one that made the engine: make an engine of its own")
+        if self._running:
+            raise RuntimeError("another generate() or stream() of this engine is open: finish or close it first")
 
     def prepare(self, prompt: Prompt, params: SamplingParams | None) -> Request:
         """Tokenise and validate one request.
@@ -177,6 +191,7 @@ class LLMEngine:
         step = self._in_flight.popleft()
         step.clock.resume()
         result = step.handle.result()
+        self.last_read = step.batch
         step.clock.span("wait")
         finished = self.scheduler.update(step.batch, result.token_ids, result.logprobs)
         step.clock.span("update")
@@ -216,10 +231,15 @@ class LLMEngine:
         Raises:
             RuntimeError: the engine is closed, or another run is open.
         """
-        if self.closed:
-            raise RuntimeError("the engine is closed")
-        if self._running:
-            raise RuntimeError("another generate() or stream() of this engine is open: finish or close it first")
+        with closing(self.steps(requests)) as steps:
+            for ended in steps:
+                yield from ended
+
+    def steps(self, requests: Iterable[Request]) -> Generator[list[tuple[int, Sequence]], None, None]:
+        """As `run`, but yields after every step those that it ended."""
+        self.check_free()
+        if self.has_work:
+            raise RuntimeError("requests of add_request() are unfinished: call step() until is_finished()")
         incoming = enumerate(requests)
         numbers: dict[Sequence, int] = {}
         hold = HoldInterrupt(on_second=self.close)
@@ -228,8 +248,7 @@ class LLMEngine:
             self._running = True
             while self._take_in(incoming, numbers):
                 finished, interrupt = self._step_holding(hold)
-                for seq in finished:
-                    yield numbers.pop(seq), seq
+                yield [(numbers.pop(seq), seq) for seq in finished]
                 if interrupt is not None:
                     return
                 if self.closed:

@@ -9,7 +9,7 @@ import xxhash
 
 from nanovllm.engine.tokenizer import Tokenizer
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checks import as_integer
+from nanovllm.utils.checks import as_integer, quote
 
 Prompt = str | list[int] | Mapping[str, Any]
 """A text, token ids, or {"prompt": text} or {"prompt_token_ids": token ids}, as vLLM takes them.
@@ -77,6 +77,8 @@ def _tokenize(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None, 
         if tokenizer is None:
             raise ValueError("the prompt is a string, and this model has no tokenizer: pass token ids")
         return prompt, tokenizer.encode(prompt)
-    if isinstance(prompt, (bytes, Mapping)) or not isinstance(prompt, Iterable):
-        raise ValueError(f"a prompt is {prompt!r}; it must be a string, a list of token ids, or a dict of either")
+    if hasattr(prompt, "tolist"):  # a tensor or an array
+        prompt = prompt.tolist()
+    if isinstance(prompt, (bytes, bytearray, Mapping)) or not isinstance(prompt, Iterable):
+        raise ValueError(f"a prompt is {quote(prompt)}; it must be a string, a list of token ids, or a dict of either")
     return text, [as_integer(i, "a token id of the prompt") for i in prompt]

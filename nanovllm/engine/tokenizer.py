@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import quote
 
 
 class Tokenizer:
@@ -18,7 +19,7 @@ class Tokenizer:
 
         logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
             self._backend: Any = self._tokenizer.backend_tokenizer
         except Exception as error:  # transformers, tokenizers and json each raise their own
             raise ValueError(f"the tokenizer in {folder} cannot be read: {error}") from error
@@ -31,30 +32,53 @@ class Tokenizer:
     def eos_token_id(self) -> int | None:
         return self._tokenizer.eos_token_id  # type: ignore[no-any-return]
 
+    @property
+    def transformers(self) -> Any:
+        """The tokenizer as transformers made it."""
+        return self._tokenizer
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return self._backend.encode(text, add_special_tokens=add_special_tokens).ids  # type: ignore[no-any-return]
+        """Raises a ValueError for text with half of a surrogate pair in it."""
+        try:
+            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids  # type: ignore[no-any-return]
+        except TypeError as error:  # tokenizers knows that this is no text of its language, and not why
+            raise ValueError(f"{quote(text)} cannot be tokenised: {_not_unicode(text) or error}") from error
 
     def decode(self, token_ids: Seq[int], skip_special_tokens: bool) -> str:
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)  # type: ignore[no-any-return]
 
-    def render_chat(self, messages: Seq[Mapping[str, Any]], template_kwargs: Mapping[str, Any]) -> str:
-        """The prompt of a conversation, ending where the assistant's answer begins.
+    def render_chat(self, messages: Seq[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+        """The prompt of a conversation, ending where the assistant's answer begins unless the options say otherwise.
+
+        Args:
+            options: of transformers' apply_chat_template, and the template's own.
 
         Raises:
             ValueError: the tokenizer has no chat template, or the template refuses the messages.
         """
-        if not self._tokenizer.chat_template:
+        if not self._tokenizer.chat_template and options.get("chat_template") is None:
             raise ValueError("this model's tokenizer has no chat template; use generate() with a prompt of your own")
-        options = {"add_generation_prompt": True, **template_kwargs}
+        options = {"add_generation_prompt": True, **options}
         try:
             return self._tokenizer.apply_chat_template(messages, tokenize=False, **options)  # type: ignore[no-any-return]
         except Exception as error:  # jinja2's own, or whatever the template's code meets
             raise ValueError(f"the chat template refuses these messages: {error}") from error
 
+    def growing_text(self, params: SamplingParams) -> "GrowingText":
+        return GrowingText(self._backend, params)
+
     def stop_matcher(self, params: SamplingParams) -> "StopStringMatcher | None":
         if not params.stop:
             return None
         return StopStringMatcher(self._backend, params.stop, params.skip_special_tokens)
+
+
+def _not_unicode(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"character {error.start} is half of a surrogate pair"
+    return ""
 
 
 class StopStringMatcher:
@@ -84,3 +108,28 @@ class StopStringMatcher:
         at, self.found = min(found)
         self.text = self.text[:at]
         return True
+
+
+class GrowingText:
+    """The text of a sequence whose tokens are still coming, given out as soon as it is sure to stay."""
+
+    def __init__(self, backend: Any, params: SamplingParams) -> None:
+        from tokenizers.decoders import DecodeStream
+
+        self._backend, self._stream = backend, DecodeStream(skip_special_tokens=params.skip_special_tokens)
+        self._num_held = max((len(stop) - 1 for stop in params.stop or ()), default=0)
+        """Characters at the end that may be the beginning of a stop string."""
+        self._text, self._num_tokens, self._num_given = "", 0, 0
+
+    def grow(self, token_ids: Seq[int]) -> str:
+        """The next piece, once these are all the tokens."""
+        for token_id in token_ids[self._num_tokens :]:
+            self._text += self._stream.step(self._backend, token_id) or ""
+        self._num_tokens = len(token_ids)
+        end = max(self._num_given, len(self._text) - self._num_held)
+        piece, self._num_given = self._text[self._num_given : end], end
+        return piece
+
+    def rest(self, text: str) -> str:
+        """The last piece, once this is the whole text."""
+        return text[self._num_given :]

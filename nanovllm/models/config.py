@@ -40,6 +40,8 @@ def load_model_config(data: dict[str, Any], source: str) -> "PretrainedConfig":
     if not any(name in ARCHITECTURES for name in architectures):
         named = ", ".join(map(str, architectures)) or "no architecture"
         raise ValueError(f"{source} names {named}; supported are: {supported}")
+    if any(name.startswith("AutoModel") for name in data.get("auto_map") or ()):
+        raise ValueError(f"{source} has an auto_map: it needs code of its own, and code from models is never run here")
     if data.get("quantization_config") or data.get("compression_config"):
         raise ValueError(f"{source} has a quantization_config; only unquantised weights are supported")
     try:

@@ -26,30 +26,37 @@ PATTERNS = [
 ]
 
 
-def find_model(model: str) -> Path:
+def find_model(model: str, revision: str | None = None) -> Path:
     """The folder with the model's files; a hub id is downloaded first, through huggingface_hub and its cache.
+
+    Args:
+        revision: of a hub id: a branch, a tag or a commit.
 
     Raises:
         ValueError: there is no such folder or id, or the folder has no config.json.
     """
     folder = _find_folder(model)
+    if folder is not None and revision is not None:
+        raise ValueError(f"revision is {revision!r}, and {folder} is a folder, which has no revisions: leave it out")
     if folder is None and model.lower() in PRESETS:
         raise ValueError(
             f'model {model!r} is the name of a shape, without weights: use load_format="dummy" for random ones, '
             f'or the id "Qwen/{model.title().replace("b", "B")}"'
         )
-    return folder or _download(model, PATTERNS)
+    return folder or _download(model, PATTERNS, revision)
 
 
 def read_config(model: str) -> "PretrainedConfig":
     """The configuration of a shape, a folder, a config.json, or a hub id, of which nothing else is fetched.
 
+    An id that names a shape, such as Qwen/Qwen3-8B, is that shape, and nothing is fetched at all.
+
     Raises:
         ValueError: there is no such model, or one that is not supported.
     """
-    if model.lower() in PRESETS:
-        return load_model_config(preset_config(model.lower()), f"preset {model.lower()}")
-    path = Path(model).expanduser()
+    path, shape = Path(model).expanduser(), model.lower().removeprefix("qwen/")
+    if shape in PRESETS and not path.exists():
+        return load_model_config(preset_config(shape), f"preset {shape}")
     if not path.is_file():
         path = (_find_folder(model) or _download(model, ["config.json"])) / "config.json"
     return load_model_config(read_json(path), str(path))
@@ -65,7 +72,7 @@ def _find_folder(model: str) -> Path | None:
     return path
 
 
-def _download(model: str, patterns: list[str]) -> Path:
+def _download(model: str, patterns: list[str], revision: str | None = None) -> Path:
     """A folder with those of a hub id's files that match."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -73,7 +80,7 @@ def _download(model: str, patterns: list[str]) -> Path:
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model) or model.startswith("."):
         raise ValueError(f"model folder {quote(model)} does not exist")
     try:
-        return Path(snapshot_download(model, allow_patterns=patterns))
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, ValueError, OSError) as error:
         raise ValueError(
             f"model {model!r} is neither a local folder, nor a shape ({', '.join(PRESETS)}), "

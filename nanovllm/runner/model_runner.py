@@ -22,7 +22,14 @@ from nanovllm.models.loader import fill_randomly, load_weights
 from nanovllm.models.shape import Shape
 from nanovllm.runner.cuda_graphs import CudaGraphs, pad_decodes
 from nanovllm.runner.device_tables import DeviceTables
-from nanovllm.runner.kv_memory import GpuMemory, blocks_that_fit, check_pool, cpu_cache_bytes, memory_of_others
+from nanovllm.runner.kv_memory import (
+    GpuMemory,
+    blocks_that_fit,
+    check_free_memory,
+    check_pool,
+    cpu_cache_bytes,
+    memory_of_others,
+)
 from nanovllm.runner.staging import ReturnBuffers, Staging
 from nanovllm.runner.step_handle import Logprobs, StepHandle, Stopwatch
 
@@ -100,18 +107,22 @@ class ModelRunner:
         """How many blocks the configuration allows; an explicit count wins, then explicit bytes.
 
         Raises:
-            ValueError: not enough for one sequence of max_model_len.
+            ValueError: not enough for one sequence of max_model_len, or more than there is.
         """
         config = self.config
         if config.num_kvcache_blocks is not None:
             check_pool(config.num_kvcache_blocks, config.block_size, config.max_model_len)
+            num_bytes = config.num_kvcache_blocks * self.block_bytes
+            check_free_memory(num_bytes * self.parallel.ranks_per_device, self.device, "num_kvcache_blocks")
             return config.num_kvcache_blocks
         budget = config.kvcache_memory_bytes
-        if budget is None and self.device.type == "cuda":
+        if budget is not None:
+            check_free_memory(budget * self.parallel.ranks_per_device, self.device, "kvcache_memory_bytes")
+        elif self.device.type == "cuda":
             memory = self._profile()
             budget = memory.left_for_cache(config.gpu_memory_utilization, self.parallel.ranks_per_device)
             self._memory_report = f"{memory.describe()}, "
-        elif budget is None:
+        else:
             budget = cpu_cache_bytes() // self.parallel.ranks_per_device
         return blocks_that_fit(budget, self.block_bytes, config.block_size, config.max_model_len)
 

@@ -9,6 +9,9 @@ INT64_MAX = 2**63 - 1
 LONGEST_QUOTE = 200
 """Characters of a value that a message repeats: data from files may be megabytes long."""
 
+CLOSE = 0.8
+"""How alike two names must be, of 1, for one to be suggested in place of the other."""
+
 
 def quote(value: Any) -> str:
     """The value as a message shows it: its repr, cut to 200 characters."""
@@ -39,7 +42,7 @@ def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str, hints:
             continue
         if name in hints:
             raise TypeError(f"{what} has no option {name!r}: {hints[name]}")
-        nearest = difflib.get_close_matches(name, known, n=1)
+        nearest = difflib.get_close_matches(name, known, n=1, cutoff=CLOSE)
         suggestion = f"; did you mean {nearest[0]!r}?" if nearest else f"; the options are {', '.join(known)}"
         raise TypeError(f"{what} has no option {quote(name)}{suggestion}")
 
@@ -85,7 +88,7 @@ def as_choice(value: Any, name: str, choices: Iterable[str]) -> str:
     """value, if it is one of the choices (ValueError, with the nearest one)."""
     choices = tuple(choices)
     if not isinstance(value, str) or value not in choices:
-        nearest = difflib.get_close_matches(str(value)[:LONGEST_QUOTE], choices, n=1)
+        nearest = difflib.get_close_matches(str(value)[:LONGEST_QUOTE], choices, n=1, cutoff=CLOSE)
         hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
         raise refuse(value, name, f"one of {', '.join(choices)}{hint}")
     return value

@@ -8,7 +8,13 @@ from tqdm import tqdm
 
 
 class ProgressBar(tqdm):  # type: ignore[misc]  # tqdm has no types
-    """A bar with the tokens per second beside it, and the part of the KV cache in use where that is known."""
+    """A bar with the tokens per second beside it, and the part of the KV cache in use where that is known.
+
+    As an observer of an engine it is drawn after every step, if its last drawing was long enough ago.
+    """
+
+    MININTERVAL = 0.1
+    """Seconds between two drawings at least."""
 
     def __init__(self, stats: Callable[[], Mapping[str, int]], **options: Any) -> None:
         """
@@ -17,7 +23,7 @@ class ProgressBar(tqdm):  # type: ignore[misc]  # tqdm has no types
             options: tqdm's.
         """
         self._stats, self._before, self._since = stats, dict(stats()), time.perf_counter()
-        super().__init__(dynamic_ncols=True, **options)
+        super().__init__(**{"mininterval": self.MININTERVAL, "dynamic_ncols": True, "miniters": 0, **options})
 
     @property
     def format_dict(self) -> dict[str, Any]:
@@ -30,3 +36,10 @@ class ProgressBar(tqdm):  # type: ignore[misc]  # tqdm has no types
         if "num_blocks" in now:
             text += f", kv={1 - now['num_free_blocks'] / now['num_blocks']:.0%}"
         return {**super().format_dict, "postfix": text}
+
+    def planned(self, *_: object) -> None:
+        """A step was planned."""
+
+    def finished(self, *_: object) -> None:
+        """A step was read."""
+        self.update(0)

@@ -1,0 +1,46 @@
+"""Conversations as users write them, to messages as chat templates want them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nanovllm.utils.checks import quote
+
+Message = Mapping[str, Any]
+"""{"role": ..., "content": ...}; the content is a string, or OpenAI's list of parts, all of them text."""
+
+
+def split_conversations(messages: Any) -> list[Sequence[Message]]:
+    """One conversation or several, as a list; ValueError if it is neither."""
+    if not messages or not isinstance(messages, (list, tuple)):
+        raise ValueError(f"messages is {quote(messages)}; it must be a conversation or a list of conversations")
+    return [messages] if isinstance(messages[0], Mapping) else list(messages)
+
+
+def read_conversation(messages: Any) -> list[dict[str, Any]]:
+    """The messages, with parts of text joined, a line each; other fields (tool_calls, name ...) stay.
+
+    Raises:
+        ValueError: it is no conversation, or has a part that is no text, naming the message.
+    """
+    if not messages or not isinstance(messages, (list, tuple)) or not all(_has_role(m) for m in messages):
+        raise ValueError(f'a conversation is {quote(messages)}; it must be a list of {{"role": ..., "content": ...}}')
+    return [
+        {**message, "content": join_parts(message["content"], i)} if "content" in message else dict(message)
+        for i, message in enumerate(messages)
+    ]
+
+
+def _has_role(message: Any) -> bool:
+    return isinstance(message, Mapping) and "role" in message
+
+
+def join_parts(content: Any, index: int) -> Any:
+    """The content of message number `index` as a string; None, which goes with tool_calls, stays."""
+    if content is None or isinstance(content, str):
+        return content
+    parts = content if isinstance(content, (list, tuple)) else [content]
+    for part in parts:
+        is_text = isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        if not is_text and not isinstance(part, str):
+            raise ValueError(f"message {index} has the content {quote(content)}; only text is supported")
+    return "\n".join(part if isinstance(part, str) else part["text"] for part in parts)
