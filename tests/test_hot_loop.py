@@ -19,7 +19,7 @@ from test_scheduler import run_trace, traces
 
 from nanovllm import LLM
 from nanovllm.engine.plan import StepPlan
-from nanovllm.runner.cuda_graphs import CudaGraphs, graph_batch_sizes, pad_decodes, smallest_that_holds
+from nanovllm.runner.cuda_graphs import CudaGraphs, graph_batch_sizes, smallest_that_holds
 from nanovllm.runner.device_tables import DeviceTables
 from nanovllm.runner.kv_memory import GpuMemory, blocks_that_fit
 from nanovllm.runner.staging import Staging
@@ -44,11 +44,12 @@ def test_padding_reads_a_row_of_nobody_and_stores_nothing():
     for _ in range(3):
         engine.add(engine.prepare([1], SamplingParams(seed=0)))
     plan = engine.scheduler.schedule().plan
-    rows, num_computed, token_ids = map(torch.from_numpy, pad_decodes(plan, 8, tables.padding_row))
-    assert rows.tolist() == [*plan.rows.tolist(), *[tables.padding_row] * 5]
+    padded = plan.pad(8, tables.padding_row)
+    assert padded.rows.tolist() == [*plan.rows.tolist(), *[tables.padding_row] * 5]
+    rows, num_computed = torch.from_numpy(padded.rows), torch.from_numpy(padded.num_computed)
     slots = tables.slots(rows, tables.block_tables[rows], torch.arange(8), num_computed, 4)
     assert (slots[:3] >= 4).all() and (slots[3:] == -1).all()
-    assert len(token_ids) == 8
+    assert padded.num_tokens == padded.num_decodes == 8 and padded.samples.sum() == 3
 
 
 def test_a_staging_buffer_is_written_only_after_the_copy_out_of_it():
@@ -195,7 +196,7 @@ class StandInGraphs(CudaGraphs):
     """Runs the decode step on the graph's padded inputs instead of replaying its capture."""
 
     def replay(self, size):
-        return self.decode(*self._inputs(size).unbind(0))
+        return self.decode(self._inputs(size))
 
 
 @pytest.mark.parametrize("max_num_seqs", [3, 12])

@@ -66,12 +66,29 @@ class StepPlan:
     def num_decodes(self) -> int:
         return int(np.count_nonzero(self.num_scheduled == 1))
 
+    @property
+    def head_size(self) -> int:
+        """int32 elements of `arrays` that come before the block entries."""
+        return 4 * self.num_seqs + self.num_tokens
+
+    def arrays(self) -> list[IntArray]:
+        """Everything as int32 [n] arrays, in the order in which it goes to the device and to the other ranks."""
+        per_seq = [self.rows, self.num_computed, self.num_scheduled, self.samples]
+        return [*per_seq, self.token_ids, self.block_entries.reshape(-1), self.new_rows.view(np.int32)]
+
+    def pad(self, num_seqs: int, row: int) -> "StepPlan":
+        """A plan of decodes alone, filled up to num_seqs by decodes of token 0 in a row that belongs to nobody."""
+        padded = np.zeros((5, num_seqs), np.int32)  # a hundredth of the time that np.pad takes
+        padded[0, self.num_seqs :] = row
+        padded[2] = 1
+        for values, own in zip(padded, self.arrays()[:5], strict=True):
+            values[: self.num_seqs] = own
+        return StepPlan._of([*padded, *self.arrays()[5:]])
+
     def pack(self) -> IntArray:
-        """The plan as one int32 array: a header of counts, then the arrays one after another."""
+        """The plan as one int32 array: a header of counts, then its arrays one after another."""
         counts = (self.num_seqs, self.num_tokens, len(self.block_entries), len(self.new_rows))
-        per_seq = (self.rows, self.num_computed, self.num_scheduled, self.samples)
-        rest = (self.token_ids, self.block_entries.reshape(-1), self.new_rows.view(np.int32))
-        return np.concatenate((np.array(counts, np.int32), *per_seq, *rest))
+        return np.concatenate((np.array(counts, np.int32), *self.arrays()))
 
     @staticmethod
     def unpack(packed: IntArray) -> "StepPlan":
@@ -80,31 +97,31 @@ class StepPlan:
         lengths = [num_seqs] * 4 + [num_tokens, 3 * num_entries, num_new_rows * ROW_SAMPLING.itemsize // 4]
         ends = (HEADER + np.cumsum(lengths)).tolist()
         parts = [packed[end - n : end] for end, n in zip(ends, lengths, strict=True)]
+        return StepPlan._of(parts)
+
+    @staticmethod
+    def _of(arrays: Seq[IntArray]) -> "StepPlan":
+        """The plan whose `arrays` they are."""
+        rows, num_computed, num_scheduled, samples, token_ids, entries, new_rows = arrays
         return StepPlan(
-            rows=parts[0],
-            num_computed=parts[1],
-            num_scheduled=parts[2],
-            samples=parts[3],
-            token_ids=parts[4],
-            block_entries=parts[5].reshape(-1, 3),
-            new_rows=parts[6].view(ROW_SAMPLING),
+            rows, num_computed, num_scheduled, samples, token_ids, entries.reshape(-1, 3), new_rows.view(ROW_SAMPLING)
         )
 
     @staticmethod
     def largest(max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> "StepPlan":
         """The step that takes the most memory: all tokens, all sequences, every one sampled. For measuring."""
         num_seqs = min(max_num_seqs, max_num_batched_tokens)
-        share = np.full(num_seqs, min(max_num_batched_tokens // num_seqs, max_model_len), np.int32)
-        left = max_num_batched_tokens - int(share.sum())
+        num_scheduled = np.full(num_seqs, min(max_num_batched_tokens // num_seqs, max_model_len), np.int32)
+        left = max_num_batched_tokens - int(num_scheduled.sum())
         for i in range(num_seqs):
-            more = min(left, max_model_len - int(share[i]))
-            share[i] += more
+            more = min(left, max_model_len - int(num_scheduled[i]))
+            num_scheduled[i] += more
             left -= more
-        share.sort()  # decodes first
+        num_scheduled.sort()  # decodes first
         zeros = np.zeros(num_seqs, np.int32)
-        token_ids = np.zeros(int(share.sum()), np.int32)
+        token_ids = np.zeros(int(num_scheduled.sum()), np.int32)
         no_entries, no_rows = np.empty((0, 3), np.int32), np.empty(0, ROW_SAMPLING)
-        return StepPlan(zeros, zeros.copy(), share, zeros + 1, token_ids, no_entries, no_rows)
+        return StepPlan(zeros, zeros.copy(), num_scheduled, zeros + 1, token_ids, no_entries, no_rows)
 
     @staticmethod
     def max_packed_size(config: ResolvedConfig) -> int:

@@ -6,17 +6,14 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from nanovllm.engine.plan import IntArray, StepPlan
-
 logger = logging.getLogger(__name__)
 
-DecodeStep = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(rows, num_computed, token_ids), each int32 [n] -> (sampled token ids int32 [n], hidden states [n, hidden])."""
+DecodeStep = Callable[[Tensor], tuple[Tensor, Tensor]]
+"""The first five arrays of a plan of n decodes, int32 [5, n] -> (sampled ids int32 [n], hidden states [n, hidden])."""
 
 
 def graph_batch_sizes(max_num_seqs: int) -> list[int]:
@@ -36,15 +33,6 @@ def smallest_that_holds(sizes: list[int], num_seqs: int) -> int:
     return sizes[index]
 
 
-def pad_decodes(plan: StepPlan, size: int, padding_row: int) -> list[IntArray]:
-    """(rows, num_computed, token_ids) of a plan of decodes, padded to size with a row that belongs to nobody."""
-    padded = np.zeros((3, size), np.int32)  # a hundredth of the time that np.pad takes
-    padded[0, plan.num_seqs :] = padding_row
-    for row, values in zip(padded, (plan.rows, plan.num_computed, plan.token_ids), strict=True):
-        row[: plan.num_seqs] = values
-    return list(padded)
-
-
 @functools.cache
 def _capture_stream(device: int) -> Any:
     """The stream on which all graphs of a device are captured.
@@ -58,8 +46,8 @@ def _capture_stream(device: int) -> Any:
 class CudaGraphs:
     """Decode steps of each batch size as CUDA graphs, from `buffer` to tokens and hidden states.
 
-    A graph of size n reads its inputs from the first 3n values of the staging buffer, whose address never changes:
-    rows, num_computed and token_ids, padded to n. All graphs share one pool of memory, captured largest first so that
+    A graph of size n reads its inputs from the first 5n values of the staging buffer, whose address never changes: the
+    first arrays of a plan that was padded to n. All graphs share one pool of memory, captured largest first so that
     the smaller ones fit into what the largest has taken; only one runs at a time, and its outputs are read before
     (in stream order) the next one runs.
     """
@@ -80,24 +68,18 @@ class CudaGraphs:
             inputs[0] = self.padding_row
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
-                decode(*inputs.unbind(0))  # compiles kernels and warms libraries up, outside the capture
+                decode(inputs)  # compiles kernels and warms libraries up, outside the capture
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             # Other threads, as NCCL's and those of a second engine, may call CUDA meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-                token_ids, hidden = decode(*inputs.unbind(0))
+                token_ids, hidden = decode(inputs)
             self._pool = self._pool or graph.pool()
             self._graphs[size] = graph, token_ids, hidden
         torch.cuda.synchronize()
 
     def _inputs(self, size: int) -> Tensor:
-        return self._buffer[: 3 * size].view(3, size)
-
-    def size_for(self, plan: StepPlan) -> int | None:
-        """The graph for a plan; None if the plan is not of decodes alone."""
-        if plan.num_decodes < plan.num_seqs:
-            return None
-        return smallest_that_holds(self.sizes, plan.num_seqs)
+        return self._buffer[: 5 * size].view(5, size)
 
     def replay(self, size: int) -> tuple[Tensor, Tensor]:
         """Run the graph of that size on what the staging buffer holds; its outputs live until the next replay."""

@@ -2,10 +2,9 @@
 
 import gc
 import logging
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
-from types import TracebackType
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,7 +19,7 @@ from nanovllm.layers.parallel import Parallel
 from nanovllm.models.causal_lm import make_model
 from nanovllm.models.loader import fill_randomly, load_weights
 from nanovllm.models.shape import Shape
-from nanovllm.runner.cuda_graphs import CudaGraphs, pad_decodes
+from nanovllm.runner.cuda_graphs import CudaGraphs, smallest_that_holds
 from nanovllm.runner.device_tables import DeviceTables
 from nanovllm.runner.kv_memory import (
     GpuMemory,
@@ -68,7 +67,7 @@ class ModelRunner:
         self.device, self.dtype = torch.device(config.device), getattr(torch, config.dtype)
         self._shape = Shape.of(hf_config).of_rank(parallel.size)
         self.backend = BACKENDS[config.attention_backend]()
-        with torch.device(self.device), _DefaultDtype(self.dtype):
+        with torch.device(self.device), _default_dtype(self.dtype):
             self.model = make_model(hf_config, self.backend, parallel, config.max_model_len)
         if folder is None:
             fill_randomly(self.model, config.seed + parallel.rank, hf_config.initializer_range, check)
@@ -79,7 +78,6 @@ class ModelRunner:
         self._staging = Staging(StepPlan.max_packed_size(config), self.device)
         self._buffers = ReturnBuffers(config.max_num_seqs)
         self.caches: list[KVCache] = []
-        self._memory_report = ""
 
     # ---- the KV cache
 
@@ -88,27 +86,40 @@ class ModelRunner:
         """Bytes of one block, keys and values of all layers, on this rank."""
         return self._shape.kv_bytes(self.dtype.itemsize) * self.config.block_size
 
-    @property
-    def uses_graphs(self) -> bool:
-        return self.config.use_graphs
-
     def make_cache(self) -> int:
-        """Allocate as many blocks as every rank has room for, and return how many. All ranks call it, once."""
+        """Make the cache, of as many blocks as every rank has room for, and capture the graphs that read it.
+
+        All ranks call it, once. Returns the number of blocks.
+
+        Raises:
+            ValueError: not enough for one sequence of max_model_len.
+        """
+        config = self.config
         with self._on_device():
-            num_blocks = self.parallel.minimum(self.count_blocks())
-            self.allocate_cache(num_blocks)
+            num_blocks = self.parallel.minimum(self._count_blocks())
+            self.caches = self._make_caches(num_blocks)
+            tokens = num_blocks * config.block_size
+            logger.info(
+                "KV cache %.2f GiB: %d blocks of %d tokens, %d tokens, %.1f sequences of %d",
+                num_blocks * self.block_bytes / 2**30,
+                num_blocks,
+                config.block_size,
+                tokens,
+                tokens / config.max_model_len,
+                config.max_model_len,
+            )
+            if config.use_graphs:
+                self.graphs = self._new_graphs()
+                with torch.inference_mode():
+                    self.graphs.capture(self._decode, show_progress=self.parallel.rank == 0)
         return num_blocks
 
     def _on_device(self) -> AbstractContextManager[object]:
         """Make this runner's GPU the current one, for whatever launches kernels or records events."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
-    def count_blocks(self) -> int:
-        """How many blocks the configuration allows; an explicit count wins, then explicit bytes.
-
-        Raises:
-            ValueError: not enough for one sequence of max_model_len, or more than there is.
-        """
+    def _count_blocks(self) -> int:
+        """How many blocks this rank may have: an explicit count wins, then explicit bytes."""
         config = self.config
         if config.num_kvcache_blocks is not None:
             check_pool(config.num_kvcache_blocks, config.block_size, config.max_model_len)
@@ -120,31 +131,11 @@ class ModelRunner:
             check_free_memory(budget * self.parallel.ranks_per_device, self.device, "kvcache_memory_bytes")
         elif self.device.type == "cuda":
             memory = self._profile()
+            logger.info("GPU memory: %s", memory.describe())
             budget = memory.left_for_cache(config.gpu_memory_utilization, self.parallel.ranks_per_device)
-            self._memory_report = f"{memory.describe()}, "
         else:
             budget = cpu_cache_bytes() // self.parallel.ranks_per_device
         return blocks_that_fit(budget, self.block_bytes, config.block_size, config.max_model_len)
-
-    def allocate_cache(self, num_blocks: int) -> None:
-        """Make the cache, and capture the graphs that read it."""
-        config = self.config
-        self.caches = self._make_caches(num_blocks)
-        tokens = num_blocks * config.block_size
-        logger.info(
-            "%sKV cache %.2f GiB: %d blocks of %d tokens, %d tokens, %.1f sequences of %d",
-            self._memory_report,
-            num_blocks * self.block_bytes / 2**30,
-            num_blocks,
-            config.block_size,
-            tokens,
-            tokens / config.max_model_len,
-            config.max_model_len,
-        )
-        if self.uses_graphs:
-            self.graphs = self._new_graphs()
-            with torch.inference_mode():
-                self.graphs.capture(self._decode, show_progress=self.parallel.rank == 0)
 
     def _new_graphs(self) -> CudaGraphs:
         tables = self.tables
@@ -165,7 +156,7 @@ class ModelRunner:
         self.launch(plan).result()
         activations = torch.cuda.max_memory_allocated(device) - weights
         graphs = 0
-        if self.uses_graphs:
+        if config.use_graphs:
             torch.cuda.empty_cache()
             before = torch.cuda.mem_get_info(device)[0]
             trial = self._new_graphs()
@@ -192,25 +183,19 @@ class ModelRunner:
 
     def _launch(self, plan: StepPlan) -> StepHandle:
         stopwatch = Stopwatch(self.device)
-        size = self.graphs.size_for(plan) if self.graphs is not None else None
-        if size is not None:
-            head = pad_decodes(plan, size, self.tables.padding_row)
-        else:
-            head = [plan.rows, plan.num_computed, plan.num_scheduled, plan.token_ids]
-        packed = self._staging.send([*head, plan.block_entries.reshape(-1), plan.new_rows.view("<i4")])
+        graphs = self.graphs if plan.num_decodes == plan.num_seqs else None
+        if graphs is not None:
+            plan = plan.pad(smallest_that_holds(graphs.sizes, plan.num_seqs), self.tables.padding_row)
+        packed = self._staging.send(plan.arrays())
         stopwatch.start()
-        self.tables.update(plan, packed[sum(map(len, head)) :])
-        if size is not None:
-            assert self.graphs is not None
-            sampled: tuple[Tensor, Tensor] | None = self.graphs.replay(size)
-        else:
-            sampled = self._run(plan, packed)
-        if sampled is None:
-            return StepHandle(plan, None, None, stopwatch, self._buffers)
-        token_ids, hidden = (values[: plan.num_seqs] for values in sampled)
-        logprobs = self._logprobs(plan, token_ids, hidden)
+        self.tables.update(plan, packed[plan.head_size :])
+        sampled = graphs.replay(plan.num_seqs) if graphs is not None else self._run(plan, packed)
+        token_ids = logprobs = None
+        if sampled is not None:
+            token_ids, hidden = sampled
+            logprobs = self._logprobs(plan, token_ids, hidden)
         if self.parallel.rank > 0:  # nobody reads a follower's results
-            return StepHandle(plan, None, None, stopwatch, self._buffers)
+            token_ids = logprobs = None
         return StepHandle(plan, token_ids, logprobs, stopwatch, self._buffers)
 
     def _logprobs(self, plan: StepPlan, token_ids: Tensor, hidden: Tensor) -> Logprobs | None:
@@ -228,50 +213,63 @@ class ModelRunner:
 
     def _run(self, plan: StepPlan, packed: Tensor) -> tuple[Tensor, Tensor] | None:
         """Any step, eagerly: see _sample; None if no sequence is to be sampled."""
-        num_seqs, num_tokens, device = plan.num_seqs, plan.num_tokens, self.device
-        rows, num_computed, num_scheduled = packed[: 3 * num_seqs].view(3, num_seqs).unbind(0)
-        cu_seqlens = F.pad(num_scheduled.cumsum(0, dtype=torch.int32), (1, 0))
-        indices = torch.arange(num_seqs, dtype=torch.int32, device=device)
-        of_token = indices.repeat_interleave(num_scheduled, output_size=num_tokens)
-        within = torch.arange(num_tokens, dtype=torch.int32, device=device) - cu_seqlens[of_token]
-        positions = within + num_computed[of_token]
-        block_tables = self.tables.block_tables[rows]
-        metadata = AttentionMetadata(
-            num_decodes=plan.num_decodes,
-            cu_seqlens_q=cu_seqlens,
-            seq_lens=num_computed + num_scheduled,
-            block_tables=block_tables,
-            slot_mapping=self.tables.slots(rows, block_tables, of_token, positions, self.config.block_size),
-            query_lens_cpu=plan.num_scheduled,
-            seq_lens_cpu=plan.num_computed + plan.num_scheduled,
-        )
-        token_ids = packed[3 * num_seqs : 3 * num_seqs + num_tokens]
-        token_ids = torch.where(token_ids < 0, self.tables.last_token[rows[of_token]], token_ids)
-        metadata = self.backend.complete(metadata, self.caches[0], self._shape.heads)
-        hidden = self.model(token_ids, positions, self.caches, metadata)
+        num_seqs, num_tokens = plan.num_seqs, plan.num_tokens
+        rows, num_computed, num_scheduled, _ = packed[: 4 * num_seqs].view(4, num_seqs).unbind(0)
+        token_ids = packed[4 * num_seqs : plan.head_size]
+        ends = num_scheduled.cumsum(0, dtype=torch.int32)
+        indices = torch.arange(max(num_seqs, num_tokens), dtype=torch.int32, device=self.device)
+        of_token = indices[:num_seqs].repeat_interleave(num_scheduled, output_size=num_tokens)
+        positions = indices[:num_tokens] + (num_computed + num_scheduled - ends)[of_token]
+        cu_seqlens, seq_lens = F.pad(ends, (1, 0)), num_computed + num_scheduled
+        hidden = self._forward(rows, token_ids, of_token, positions, cu_seqlens, seq_lens, plan)
         if not plan.samples.any():
             return None
         # Every sequence's last token is sampled from. Where the plan asks for no sample (the chunk of a prompt, at
         # most one a step), the result is dropped, and what it leaves in last_token is overwritten before it is read.
-        return self._sample(hidden[cu_seqlens[1:] - 1], rows, metadata.seq_lens)
+        return self._sample(hidden[ends - 1], rows, seq_lens)
 
-    def _decode(self, rows: Tensor, num_computed: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """A step of decodes alone, from tensors alone, so that a CUDA graph can capture it; int32 [n] each."""
+    def _decode(self, head: Tensor) -> tuple[Tensor, Tensor]:
+        """A step of decodes alone, from tensors alone, so that a CUDA graph can capture it: see _sample.
+
+        head is int32 [5, n]: a plan's first five arrays, which then have the same length.
+        """
+        rows, num_computed, _, _, token_ids = head.unbind(0)
         indices = torch.arange(len(rows) + 1, dtype=torch.int32, device=self.device)
+        seq_lens = num_computed + 1
+        hidden = self._forward(rows, token_ids, indices[:-1], num_computed, indices, seq_lens, None)
+        return self._sample(hidden, rows, seq_lens)
+
+    def _forward(
+        self,
+        rows: Tensor,
+        token_ids: Tensor,
+        of_token: Tensor,
+        positions: Tensor,
+        cu_seqlens: Tensor,
+        seq_lens: Tensor,
+        plan: StepPlan | None,
+    ) -> Tensor:
+        """The hidden states of all tokens.
+
+        Args:
+            rows, seq_lens: int32 [num_seqs]; how long each sequence is after this step.
+            token_ids, of_token, positions: int32 [num_tokens]; each token's index into rows, and place in its sequence.
+            cu_seqlens: int32 [num_seqs + 1], the running sum of tokens, from 0.
+            plan: for what the host needs to know; None where there are decodes alone.
+        """
         block_tables = self.tables.block_tables[rows]
         metadata = AttentionMetadata(
-            num_decodes=len(rows),
-            cu_seqlens_q=indices,
-            seq_lens=num_computed + 1,
+            num_decodes=len(rows) if plan is None else plan.num_decodes,
+            cu_seqlens_q=cu_seqlens,
+            seq_lens=seq_lens,
             block_tables=block_tables,
-            slot_mapping=self.tables.slots(rows, block_tables, indices[:-1], num_computed, self.config.block_size),
-            query_lens_cpu=None,
-            seq_lens_cpu=None,
+            slot_mapping=self.tables.slots(rows, block_tables, of_token, positions, self.config.block_size),
+            query_lens_cpu=None if plan is None else plan.num_scheduled,
+            seq_lens_cpu=None if plan is None else plan.num_computed + plan.num_scheduled,
         )
-        token_ids = torch.where(token_ids < 0, self.tables.last_token[rows], token_ids)
         metadata = self.backend.complete(metadata, self.caches[0], self._shape.heads)
-        hidden = self.model(token_ids, num_computed, self.caches, metadata)
-        return self._sample(hidden, rows, metadata.seq_lens)
+        token_ids = torch.where(token_ids < 0, self.tables.last_token[rows[of_token]], token_ids)
+        return self.model(token_ids, positions, self.caches, metadata)
 
     def _sample(self, hidden: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Sample one token for each of rows from hidden [n, hidden], and leave it for the row's next decode.
@@ -300,33 +298,26 @@ class ModelRunner:
         return None
 
     def close(self) -> None:
-        """Let go of the device's memory; graphs first, which point into the rest."""
+        """Let go of the device's memory, for good; graphs first, which point into the rest."""
         with suppress(RuntimeError), self._on_device():  # after a CUDA error every call fails; let go all the same
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
         with suppress(RuntimeError):
             if self.graphs is not None:
                 self.graphs.release()
-        self.graphs = None
-        self.caches = []
-        self.__dict__.pop("model", None)
-        self.__dict__.pop("backend", None)
+        self.graphs, self.caches = None, []
+        del self.model, self.backend
         with suppress(RuntimeError):
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
 
-class _DefaultDtype:
-    """Make new tensors of a dtype, and put back what was the default."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self._dtype = dtype
-
-    def __enter__(self) -> None:
-        self._before = torch.get_default_dtype()
-        torch.set_default_dtype(self._dtype)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        torch.set_default_dtype(self._before)
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make new tensors of a dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

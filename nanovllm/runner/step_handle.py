@@ -1,6 +1,5 @@
 """A step that was launched, and what it sampled."""
 
-import time
 from typing import Any
 
 import numpy as np
@@ -10,10 +9,11 @@ from torch import Tensor
 
 from nanovllm.engine.plan import IntArray, StepPlan, StepResult
 from nanovllm.runner.staging import ReturnBuffers
+from nanovllm.utils.clock import Clock
 
 
 def _start_copy(values: Tensor) -> Tensor:
-    """values on the host, once the device has come by: the copy is only queued."""
+    """values on their way to the host: they are there once the device has reached the end of the step."""
     if not values.is_cuda:
         return values
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -45,7 +45,7 @@ class Logprobs:
         self._of_sampled, self._top, self._top_ids = map(_start_copy, (of_sampled, top, top_ids))
 
     def read(self, token_ids: IntArray, sampled: IntArray) -> list[dict[int, float] | None]:
-        """For each of the plan's sampled sequences; only after the device has come by."""
+        """For each of the plan's sampled sequences; only after the step has ended on the device."""
         of_sampled, top_ids, top = self._of_sampled.tolist(), self._top_ids.tolist(), self._top.tolist()
         read: list[dict[int, float] | None] = []
         for token_id, i in zip(token_ids.tolist(), sampled.tolist(), strict=True):
@@ -63,33 +63,29 @@ class Stopwatch:
     """Times what the host does up to `start`, and what the device does from there to `stop`, without waiting for it."""
 
     def __init__(self, device: torch.device) -> None:
-        self._made = time.perf_counter()
+        self._clock = Clock()
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         if device.type == "cuda":
             make: Any = torch.cuda.Event  # its constructor has no types
             self._events = make(enable_timing=True), make(enable_timing=True)
-        self._began = self._seconds = 0.0
 
     def start(self) -> None:
-        self._began = time.perf_counter()
+        self._clock.span("prepare")
         if self._events:
             self._events[0].record()
 
     def stop(self) -> None:
-        self._seconds = time.perf_counter() - self._began
+        self._clock.span("step")
         if self._events:
             self._events[1].record()
 
-    @property
-    def prepare_seconds(self) -> float:
-        return self._began - self._made
-
-    def device_seconds(self) -> float:
-        """Waits until the device has come by."""
+    def read(self) -> tuple[float, float]:
+        """(Seconds of the host, seconds of the device); waits until the device has ended the step."""
+        (_, _, prepare), (_, _, step) = self._clock.spans
         if self._events:
             self._events[1].synchronize()
-            return float(self._events[0].elapsed_time(self._events[1])) / 1000
-        return self._seconds
+            step = float(self._events[0].elapsed_time(self._events[1])) / 1000
+        return prepare, step
 
 
 class StepHandle:
@@ -115,8 +111,7 @@ class StepHandle:
 
     def result(self) -> StepResult:
         """Wait for the device, and read what it sampled."""
-        device_seconds = self._stopwatch.device_seconds()  # first: it waits
-        times = self._stopwatch.prepare_seconds, device_seconds
+        times = self._stopwatch.read()  # first: it waits
         if self._token_ids is None:
             return StepResult(np.empty(0, np.int32), None, *times)
         token_ids = self._token_ids.numpy()[self._sampled]  # a copy: the buffer may go
