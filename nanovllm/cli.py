@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
+from nanovllm.batch.source import MAX_LINE_BYTES
 from nanovllm.batch.status import STATUS_HELP, Status
 from nanovllm.config import EngineConfig
+from nanovllm.utils.checks import as_integer
 from nanovllm.version import __version__
 
 _ENGINE_FIELDS = {field.name: field for field in fields(EngineConfig)}
@@ -61,6 +63,14 @@ def _add_run_batch(commands: Any) -> None:
     )
     add("-o", "--output-file", required=True, metavar="FILE", help='results, in the order of completion; "-" is stdout')
     add("--overwrite", action="store_true", help="start anew, whatever the output file holds")
+    add("--accept-changes", action="store_true", help="resume also with other options, or another engine, than before")
+    add(
+        "--max-line-bytes",
+        type=int,
+        default=MAX_LINE_BYTES,
+        metavar="N",
+        help=f"longer lines are answered by an error (default: {MAX_LINE_BYTES})",
+    )
     add("--served-model-name", metavar="NAME", help='what lines may call their "model" (default: --model)')
     add("--stats", metavar="FILE", help="write the summary there, as JSON")
     add("--model", required=True, help=_help("model"))
@@ -88,6 +98,8 @@ def _run_batch(options: argparse.Namespace) -> int:
         model_name=options.served_model_name or options.model,
         overwrite=options.overwrite,
         stats=options.stats,
+        max_line_bytes=as_integer(options.max_line_bytes, "--max-line-bytes", 1),
+        accept_changes=options.accept_changes,
     )
     if not options.ray:
         if options.replicas != 1 or options.ray_address is not None:

@@ -135,6 +135,7 @@ class LLM:
         if self.engine.tokenizer is None:
             raise ValueError("this model has no tokenizer, so no chat template; use generate() with token ids")
         text = self.engine.tokenizer.render_chat(read_conversation(messages), chat_template_kwargs or {})
+        self.engine.tokenizer.check_length(text, self.max_model_len)
         return {"prompt": text, "prompt_token_ids": self.engine.tokenizer.encode(text, add_special_tokens=False)}
 
     def prepare(self, request: Item, sampling_params: SamplingParams | None = None) -> Request:
@@ -243,6 +244,11 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """What `sampling_params=None` means: the model's generation_config."""
         return self.engine.default_params.clone()
+
+    @property
+    def provenance(self) -> dict[str, str]:
+        """What decides the tokens beside requests and options: the model's digest, versions, what "auto" became."""
+        return dict(self.engine.provenance)
 
     def derive_seed(self, name: str) -> int:
         """A seed for a request that is known by a name: the same in every run with the same engine seed."""

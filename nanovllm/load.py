@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +16,13 @@ from nanovllm.engine.trace import Trace
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.config import load_model_config, read_json
 from nanovllm.models.hub import find_model
+from nanovllm.models.loader import model_digest
 from nanovllm.models.presets import PRESETS, preset_config
 from nanovllm.resolve import resolve
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.machine import limit_threads
+from nanovllm.version import __version__
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -63,7 +66,20 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
         eos_token_ids=eos_token_ids(generation, data, tokenizer, vocab_size),
         default_params=SamplingParams.from_generation_config(generation),
         observers=observers,
+        provenance=provenance(config, source if folder is None else model_digest(folder)),
     )
+
+
+def provenance(config: ResolvedConfig, model: str) -> dict[str, str]:
+    """See `LLM.provenance`; model: its digest."""
+    return {
+        "model": model,
+        "dtype": config.dtype,
+        "device": config.device.split(":")[0],
+        "attention_backend": config.attention_backend,
+        "nanovllm": __version__,
+        **{name: version(name) for name in ("torch", "transformers", "tokenizers")},
+    }
 
 
 def make_runner(

@@ -62,6 +62,7 @@ def _answer(work: OpenJob, replicas: int, address: str | None) -> None:
         )
         digest = None
         for part in _answered_parts(work, work.first.numbers, size, pool):
+            work.check_engine(json.loads(part["engine"]))
             for number, line, usage in zip(part["numbers"], part["lines"], part["usages"], strict=True):
                 work.emit(Answer(number, line, None if usage is None else Usage(*usage)))
             digest = part["digest"] or digest
@@ -121,6 +122,7 @@ class PartAnswerer:
             "numbers": pyarrow.list_(pyarrow.int64()),
             "lines": pyarrow.large_list(pyarrow.large_binary()),
             "usages": pyarrow.list_(pyarrow.list_(pyarrow.int64())),
+            "engine": pyarrow.string(),
             "digest": pyarrow.string(),
         }
     )
@@ -139,6 +141,7 @@ class PartAnswerer:
             "numbers": [answer.number for answer in answers],
             "lines": [answer.line for answer in answers],
             "usages": [answer.usage and list(answer.usage) for answer in answers],
+            "engine": json.dumps(self._llm.provenance),
             "digest": part["digest"],
         }
         return pyarrow.Table.from_pylist([answered], self.SCHEMA)

@@ -4,7 +4,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from itertools import islice
@@ -17,7 +17,7 @@ from nanovllm.batch.compact import DigestSet, LineSet
 from nanovllm.batch.journal import OutputError, open_journal
 from nanovllm.batch.manifest import Manifest, write_json
 from nanovllm.batch.protocol import Envelope, LineError, prepare, read_envelope
-from nanovllm.batch.source import STANDARD, InputDigest, Line, Reading, Source, is_file
+from nanovllm.batch.source import MAX_LINE_BYTES, STANDARD, InputDigest, Line, Reading, Source, is_file
 from nanovllm.batch.status import Status
 from nanovllm.batch.tally import Tally
 from nanovllm.config import EngineConfig
@@ -38,6 +38,8 @@ class Job:
         input, output: paths, or "-".
         model_name: the one `model` that lines may name; answers name it too.
         stats: where to write the summary as JSON.
+        max_line_bytes: the most that a line of the input may have.
+        accept_changes: resume also with other options or another engine than those of the answers that are there.
     """
 
     input: str
@@ -46,6 +48,8 @@ class Job:
     model_name: str
     overwrite: bool = False
     stats: str | None = None
+    max_line_bytes: int = MAX_LINE_BYTES
+    accept_changes: bool = False
 
 
 class IncompleteError(Exception):
@@ -63,7 +67,7 @@ class OpenJob:
     def __init__(self, job: Job, tally: Tally) -> None:
         """Raises a ValueError if the job cannot be run, or the results are another job's."""
         self.job, self.tally = job, tally
-        self.source = Source(job.input)
+        self.source = Source(job.input, job.max_line_bytes)
         _check_paths(job, self.source)
         self.first = Reading(self.source) if self.source.is_file else None
         digest, numbers = None, LineSet()
@@ -72,12 +76,25 @@ class OpenJob:
             tally.num_lines = digest.num_lines
         if digest is None or not is_file(job.output):
             logger.warning("a job from or to a pipe cannot be resumed: if it ends early, its work is lost")
-        self._manifest = Manifest(Path(job.output), None if digest is None else _identity(job, digest))
+        identity = None if digest is None else _identity(job, digest)
+        self._manifest = Manifest(Path(job.output), identity, job.accept_changes)
         self._journal, state = open_journal(job.output, self._manifest, numbers, job.overwrite)
         self.done = state.done
         tally.num_earlier, tally.num_failed = len(self.done), state.num_failed
         tally.num_succeeded = tally.num_earlier - tally.num_failed
         self.num_left = None if self.first is None else len(numbers) - len(self.done)
+
+    def check_engine(self, engine: Mapping[str, Any]) -> None:
+        """To be called before an engine's first answer; ValueError if others came from another one.
+
+        Args:
+            engine: see `LLM.provenance`.
+        """
+        try:
+            if is_file(self.job.output):
+                self._manifest.check_engine(engine)
+        except OSError as error:
+            raise OutputError(f"{self._manifest.path} cannot be written: {error.strerror or error}") from error
 
     def emit(self, answer: Answer) -> None:
         """Take in an answer; OutputError if it cannot be written."""
@@ -194,6 +211,7 @@ def _answer_here(work: OpenJob, load: "Callable[[EngineConfig], LLM]") -> None:
     reading = Reading(work.source)
     lines = (line for line in reading if work.first is None or line.number in work.first.numbers)
     with closing(load(job.config)) as llm, tally.show(llm.stats):
+        work.check_engine(llm.provenance)
         try:
             answer_lines(llm, lines, work.emit, job.model_name, work.done)
         except ValueError as error:

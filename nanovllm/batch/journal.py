@@ -158,7 +158,7 @@ def _take_over(descriptor: int, path: Path, manifest: Manifest, numbers: LineSet
         os.fsync(descriptor)
     size = os.fstat(descriptor).st_size
     if size:
-        manifest.resume()
+        manifest.resume(size)
     else:
         manifest.create()
     state = _read_back(path, manifest.has_checksums, numbers)

@@ -20,13 +20,19 @@ START_ANEW = "--overwrite starts anew, another -o leaves it as it is"
 
 
 class Manifest:
-    """The input's digest, the options that decide the answers, and what is known of the engine that gave them."""
+    """The input's digest, the options that decide the answers, and what is known of the engine that gave them.
 
-    def __init__(self, results: Path, job: Mapping[str, Any] | None) -> None:
+    Its file has `format`, `input`, `options`, `engine` and, where --accept-changes was used, `changes`: for each time
+    what was then different, and how many bytes the results had.
+    """
+
+    def __init__(self, results: Path, job: Mapping[str, Any] | None, accept_changes: bool = False) -> None:
         """job: "input" and "options"; None if it cannot be resumed, because it reads from a pipe."""
-        self._results, self._job = results, job
+        self._results, self._job, self._accept_changes = results, job, accept_changes
         self.path = self.path_of(results)
         self._data: dict[str, Any] = {}
+        self._size = 0
+        self._engines: list[Mapping[str, Any]] = []
 
     @staticmethod
     def path_of(results: Path) -> Path:
@@ -45,27 +51,81 @@ class Manifest:
             self._data = {"format": FORMAT, **self._job}
             write_json(self.path, self._data)
 
-    def resume(self) -> None:
-        """Read the manifest of results that are not empty; ValueError, which says what differs, if it is another's."""
+    def resume(self, size: int) -> None:
+        """Read the manifest of results of so many bytes.
+
+        Raises:
+            ValueError: it is another job's, and says what differs.
+            OSError: an accepted change could not be recorded.
+        """
         if self._job is None:
-            raise ValueError(
-                f"{self._results} has results, and a job that reads from a pipe cannot resume: {START_ANEW}"
-            )
-        try:
-            self._data = json.loads(self.path.read_bytes())
-            if not isinstance(self._data, dict) or not isinstance(self._data.get("format", 1), int):
-                raise ValueError("it is no object with a format")
-        except (OSError, ValueError, RecursionError) as error:
-            raise ValueError(
-                f"{self._results} is not empty, and {self.path} is no job's ({quote(str(error))}): {START_ANEW}"
-            ) from error
+            raise ValueError(f"{self._results} has results, and a job from a pipe cannot resume: {START_ANEW}")
+        self._size = size
+        self._data = self._read()
         if self._data.get("format", 1) > FORMAT:
             raise ValueError(f"{self._results} is a newer version's: {START_ANEW}")
         if self._data.get("spoilt"):
-            raise ValueError(f"{self._results} cannot be resumed: {self._data['spoilt']}: {START_ANEW}")
-        differences = list(_differences({name: self._data.get(name) for name in self._job}, self._job))
-        if differences:
+            raise ValueError(f"{self._results} cannot be resumed: {quote(self._data['spoilt'])}: {START_ANEW}")
+        if differences := list(_differences(self._data.get("input"), self._job["input"], "input.")):
             raise ValueError(f"{self._results} is of another job: {'; '.join(differences)}: {START_ANEW}")
+        self._take("options", self._job["options"])
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            data = json.loads(self.path.read_bytes())
+            if not isinstance(data, dict) or not isinstance(data.get("format", 1), int):
+                raise ValueError("it is no object with a format")
+        except (OSError, ValueError, RecursionError) as error:
+            reason = quote(str(error))
+            raise ValueError(
+                f"{self._results} is not empty, and {self.path} is no job's ({reason}): {START_ANEW}"
+            ) from error
+        return data
+
+    def check_engine(self, engine: Mapping[str, Any]) -> None:
+        """Compare an engine, before its first answer, with the one that gave the answers before.
+
+        Args:
+            engine: see `LLM.provenance`.
+
+        Raises:
+            ValueError: it is another, and says what differs.
+            OSError: it could not be recorded.
+        """
+        if self._job is None or engine in self._engines:
+            return
+        try:
+            self._take("engine", engine)
+        except ValueError as error:
+            if self._engines:  # so that something was run
+                raise RuntimeError(f"the engines of this job differ: {error}") from error
+            raise
+        self._engines.append(engine)
+
+    def _take(self, section: str, now: Mapping[str, Any]) -> None:
+        """Compare a section with what it is now; refuse or record what is different, and fill in what is unknown."""
+        before = self._data.get(section)
+        before = before if isinstance(before, dict) else {}
+        if before == now:
+            return
+        if self._size and (unknown := [name for name in now if name not in before]):
+            logger.warning(
+                "%s does not say which %s gave its answers: taken to be as they are now", self.path, ", ".join(unknown)
+            )
+        known = {name: now[name] for name in now if name in before}
+        if differences := list(_differences(before, known, f"{section}.")):
+            what = "; ".join(differences)
+            if not self._accept_changes:
+                raise ValueError(
+                    f"{self._results} has answers that were given otherwise: {what}: {START_ANEW}, --accept-changes "
+                    "goes on with what is different"
+                )
+            logger.warning("%s: accepted: %s", self._results, what)
+            changes = self._data.get("changes")
+            changes = changes if isinstance(changes, list) else []
+            self._data["changes"] = [*changes, {"after_bytes": self._size, "differences": differences}]
+        self._data[section] = dict(now)
+        write_json(self.path, self._data)
 
     def spoil(self, reason: str) -> None:
         """Never resume these results, because nobody knows which of their answers are right. Raises an OSError."""
@@ -73,13 +133,11 @@ class Manifest:
         write_json(self.path, self._data)
 
 
-def _differences(before: Any, now: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def _differences(before: Any, now: Mapping[str, Any], prefix: str) -> Iterator[str]:
     before = before if isinstance(before, dict) else {}
     for name in {**before, **now}:
         was, is_ = before.get(name), now.get(name)
-        if isinstance(is_, Mapping):
-            yield from _differences(was, is_, f"{prefix}{name}.")
-        elif was != is_:
+        if was != is_:
             yield f"{prefix}{quote(name)[1:-1]} was {quote(was)} and is {quote(is_)}"
 
 

@@ -89,6 +89,7 @@ class LLMEngine:
         eos_token_ids: frozenset[int] = frozenset(),
         default_params: SamplingParams | None = None,
         observers: Iterable[StepObserver] = (),
+        provenance: Mapping[str, str] | None = None,
     ) -> None:
         """An engine of parts that were made elsewhere: see load.py."""
         self.config = config
@@ -101,6 +102,7 @@ class LLMEngine:
         self.depth = config.depth
         self.num_steps = 0
         self.observers = list(observers)
+        self.provenance = provenance or {}
         self.closed = False
         self._num_requests = 0
         self._in_flight: deque[InFlight] = deque()

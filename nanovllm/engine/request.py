@@ -48,7 +48,7 @@ def prepare_request(
         raise ValueError(f"stop_token_ids has {bad[0]}; the vocabulary is 0..{vocab_size - 1}")
     if params.stop and tokenizer is None:
         raise ValueError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
-    text, token_ids = _tokenize(prompt, tokenizer)
+    text, token_ids = _tokenize(prompt, tokenizer, max_model_len)
     if not token_ids:
         raise ValueError("the prompt is empty; it must have at least one token")
     if len(token_ids) >= max_model_len:
@@ -62,7 +62,7 @@ def prepare_request(
     return Request(token_ids, params, text)
 
 
-def _tokenize(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None, list[int]]:
+def _tokenize(prompt: Prompt, tokenizer: Tokenizer | None, max_model_len: int) -> tuple[str | None, list[int]]:
     """(its text, if it has one, its token ids)."""
     text: str | None = None
     if isinstance(prompt, Mapping):
@@ -76,6 +76,7 @@ def _tokenize(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None, 
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError("the prompt is a string, and this model has no tokenizer: pass token ids")
+        tokenizer.check_length(prompt, max_model_len)
         return prompt, tokenizer.encode(prompt)
     if hasattr(prompt, "tolist"):  # a tensor or an array
         prompt = prompt.tolist()

@@ -17,6 +17,7 @@ class Tokenizer:
         """Raises a ValueError if the folder's tokenizer cannot be read."""
         from transformers import AutoTokenizer
 
+        self._longest_token: int | None = None
         logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
@@ -36,6 +37,21 @@ class Tokenizer:
     def transformers(self) -> Any:
         """The tokenizer as transformers made it."""
         return self._tokenizer
+
+    def check_length(self, text: str, max_tokens: int) -> None:
+        """Refuse, before time and memory are spent on it, a text that cannot come to so few tokens (ValueError).
+
+        Four times as many characters as the tokens could spell are let through, for normalisers that drop some.
+        """
+        if len(text) > 4 * max_tokens:  # no token is empty: only now does it matter how long the longest is
+            if self._longest_token is None:
+                self._longest_token = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
+            most = 4 * max_tokens * self._longest_token
+            if len(text) > most:
+                raise ValueError(
+                    f"the prompt has {len(text)} characters; with max_model_len={max_tokens} it may have at most "
+                    f"{most}: shorten it or raise max_model_len"
+                )
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Raises a ValueError for text with half of a surrogate pair in it."""

@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,17 @@ class InstantLLM:
     With `dies_after`, it raises `error` instead of the answer after so many.
     """
 
-    def __init__(self, config: EngineConfig, dies_after: int | None = None, error: BaseException | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        dies_after: int | None = None,
+        error: BaseException | None = None,
+        provenance: dict[str, str] | None = None,
+    ) -> None:
         assert isinstance(config.max_model_len, int)
         self.max_model_len, self._seed = config.max_model_len, config.seed
         self.dies_after, self.error = dies_after, error
+        self.provenance = provenance or {"model": "a digest", "dtype": "float32"}
         self.requests: list[tuple[list[int], SamplingParams]] = []
         self.is_closed = False
 
@@ -109,7 +117,11 @@ class InstantLLM:
 
 def run(source: Path | str, results: Path | str, llm: dict[str, Any] | None = None, **options: Any) -> Status:
     """A job over an InstantLLM, as the command runs it; options are EngineConfig's, or Job's."""
-    of_job = {name: options.pop(name) for name in ("overwrite", "stats", "model_name") if name in options}
+    of_job = {
+        name: options.pop(name)
+        for name in ("overwrite", "stats", "model_name", "max_line_bytes", "accept_changes")
+        if name in options
+    }
     config = EngineConfig("some-model", max_model_len=1000, **options)
     job = Job(str(source), str(results), config, **{"model_name": "some-model", **of_job})
     return run_job(job, lambda config: InstantLLM(config, **(llm or {})))  # type: ignore[arg-type, return-value]
