@@ -138,6 +138,11 @@ class LLM:
         self.engine.tokenizer.check_length(text, self.max_model_len)
         return {"prompt": text, "prompt_token_ids": self.engine.tokenizer.encode(text, add_special_tokens=False)}
 
+    @property
+    def rendering_arguments(self) -> frozenset[str]:
+        """Names in chat_template_kwargs that are for a program to choose, never for data: the rendering's own."""
+        return self.engine.tokenizer.rendering_arguments if self.engine.tokenizer is not None else frozenset()
+
     def prepare(self, request: Item, sampling_params: SamplingParams | None = None) -> Request:
         """Tokenise and validate one request for `stream`, so that a bad one (ValueError) can be set aside.
 

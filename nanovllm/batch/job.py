@@ -145,6 +145,8 @@ def _check_paths(job: Job, source: Source) -> None:
             continue
         if not Path(path).absolute().parent.is_dir():
             raise ValueError(f"the folder of {name} {quote(path)} does not exist")
+        if name != "-o" and Path(path).is_dir():
+            raise ValueError(f"{name} {quote(path)} is a folder")
         place = os.path.realpath(path)
         if source.is_folder and Path(place).is_relative_to(os.path.realpath(source.path)):
             raise ValueError(f"{name} {path} lies in the input {source.path}, whose files are all read as requests")

@@ -34,14 +34,6 @@ _NEUTRAL: dict[str, Any] = {
 }
 """Fields that are not supported, each with the one value (beside null) that asks for nothing and is taken."""
 
-RENDERING = (
-    *("conversation", "messages", "chat_template", "tools", "documents", "add_generation_prompt"),
-    *("continue_final_message", "tokenize", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
-    *("return_assistant_tokens_mask", "tokenizer_kwargs"),
-)
-"""Arguments of apply_chat_template itself. A line may fill in the model's template, but not bring one, which is a
-program: it could run for ever, and would be met again by every run."""
-
 
 class LineError(Exception):
     """What is wrong with a line.
@@ -150,7 +142,8 @@ def prepare(envelope: Envelope, llm: "LLM", model_name: str) -> "Request":
         params = replace(llm.get_default_sampling_params(), **sampling)
         if envelope.is_chat:
             for name in body.get("chat_template_kwargs", ()):
-                if name in RENDERING:
+                # A line may fill in the model's template, but not bring one: it is a program, and could run for ever.
+                if name in llm.rendering_arguments:
                     raise ValueError(f"chat_template_kwargs has {name!r}, which is not for a line to choose")
             prompt = llm.render_chat(_read_messages(body.get("messages")), body.get("chat_template_kwargs"))
         else:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,11 @@ class Tokenizer:
 
     def growing_text(self, params: SamplingParams) -> "GrowingText":
         return GrowingText(self._backend, params)
+
+    @property
+    def rendering_arguments(self) -> frozenset[str]:
+        """Names of the arguments that are transformers' own; all others are the template's variables."""
+        return frozenset({"messages", *signature(self._tokenizer.apply_chat_template).parameters})
 
     def stop_matcher(self, params: SamplingParams) -> "StopStringMatcher | None":
         if not params.stop:

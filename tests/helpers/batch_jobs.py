@@ -61,6 +61,7 @@ class InstantLLM:
         self.dies_after, self.error = dies_after, error
         self.provenance = provenance or {"model": "a digest", "dtype": "float32"}
         self.requests: list[tuple[list[int], SamplingParams]] = []
+        self.rendering_arguments = frozenset({"chat_template"})
         self.is_closed = False
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -117,11 +118,7 @@ class InstantLLM:
 
 def run(source: Path | str, results: Path | str, llm: dict[str, Any] | None = None, **options: Any) -> Status:
     """A job over an InstantLLM, as the command runs it; options are EngineConfig's, or Job's."""
-    of_job = {
-        name: options.pop(name)
-        for name in ("overwrite", "stats", "model_name", "max_line_bytes", "accept_changes")
-        if name in options
-    }
+    of_job = {field.name: options.pop(field.name) for field in fields(Job) if field.name in options}
     config = EngineConfig("some-model", max_model_len=1000, **options)
     job = Job(str(source), str(results), config, **{"model_name": "some-model", **of_job})
     return run_job(job, lambda config: InstantLLM(config, **(llm or {})))  # type: ignore[arg-type, return-value]
