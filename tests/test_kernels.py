@@ -27,9 +27,10 @@ from nanovllm.backends.torch_backend import TorchBackend
 from nanovllm.backends.triton_backend import TritonBackend
 from nanovllm.kernels.attention import KVCache
 from nanovllm.kernels.norm_rope_store import NormRope, norm_rope_store, norm_rope_store_reference
+from nanovllm.kernels.paged_decode import decode_metadata, paged_decode
 from nanovllm.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from nanovllm.kernels.sample import CHUNK, filter_reference, sample, uniform, uniform_reference
-from nanovllm.kernels.sample_filter import filter_config, filter_rows
+from nanovllm.kernels.sample_filter import PART, filter_rows
 from nanovllm.kernels.silu_and_mul import silu_and_mul, silu_and_mul_reference
 from nanovllm.kernels.triton_shim import tl, triton
 
@@ -198,6 +199,20 @@ def test_keys_of_equal_scores_are_averaged_across_splits() -> None:
     assert_attends(case, TritonBackend(), attention_tolerance(torch.float32))
 
 
+def test_sequences_that_fill_the_machine_are_cut_only_where_one_would_be_waited_for() -> None:
+    """In the interpreter, of 2 multiprocessors, 24 chunks for each of 2 heads are the aim: 16 sequences are plenty."""
+    lengths = [300] * 15 + [2100]
+    case = attention_case([1] * 16, lengths, 32, 2, 64, torch.float32)
+    made = decode_metadata(case.metadata.seq_lens, case.metadata.block_tables, case.cache, num_heads=4)
+    if DEVICE.type == "cpu":
+        assert made.first_item.diff().tolist() == [1] * 15 + [3]
+    for _ in range(2):  # the layers share the metadata, so each must leave it as it was
+        out = torch.empty_like(case.q, memory_format=torch.contiguous_format)
+        paged_decode(case.q, case.cache, case.metadata.block_tables, made, case.scale, out)
+        torch.testing.assert_close(out, case.expected(), atol=attention_tolerance(torch.float32), rtol=0)
+        assert not made.arrivals.any()
+
+
 def test_large_scores_do_not_overflow() -> None:
     case = attention_case([1, 3], [700, 90], 32, 2, 64, torch.float32)
     case.q.mul_(300)  # scores of some hundreds: exp would overflow without the running maximum
@@ -254,11 +269,13 @@ def test_kept_tokens_and_their_weights_are_the_references(ties: bool, dtype: tor
     case = sample_case(vocab_size, dtype, ties)
     logits = case.logits.float()
     rows, padded = len(logits), torch.nn.functional.pad(logits, (0, num_chunks * CHUNK - vocab_size), value=-torch.inf)
-    chunk_max = padded.view(rows, num_chunks, CHUNK).amax(2)
+    parts = padded.view(rows, -1, PART)
+    part_max = parts.amax(2)
+    origin = part_max.clamp(min=-1e30).unsqueeze(2)  # not -inf - -inf
+    part_weight = ((parts - origin) / case.values.temperature.clamp(min=1e-9).view(-1, 1, 1)).exp().sum(2)
     chunk_weight = torch.full((rows, num_chunks), -1.0, device=DEVICE)
     threshold = torch.full((rows,), -1.0, device=DEVICE)
-    config = filter_config(num_chunks, CHUNK, dtype)
-    filter_rows(case.logits, *case.values[:4], chunk_max, chunk_weight, threshold, config)
+    filter_rows(case.logits, *case.values[:4], part_max.to(dtype), part_weight, chunk_weight, threshold, CHUNK)
 
     filtered = case.values.filters(vocab_size) & (case.values.temperature > 0)
     assert (chunk_weight[~filtered] == -1).all() and (threshold[~filtered] == -1).all(), "rows without a filter leave"
@@ -271,6 +288,17 @@ def test_kept_tokens_and_their_weights_are_the_references(ties: bool, dtype: tor
     # float32 sums of up to 4,596 positive terms in another order: a few units in the last place
     expected = weights.view(-1, num_chunks, CHUNK).sum(2)
     torch.testing.assert_close(chunk_weight[filtered], expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("shape", ["flat", "clustered"])
+def test_the_filter_is_exact_where_its_bound_is_loose(shape: str) -> None:
+    """The bound comes from the maxima of parts of 64 tokens: it says least where all are alike, or all in one place."""
+    case = sample_case(CHUNK + 500, torch.float32)
+    if shape == "flat":
+        case.logits.mul_(1e-3)
+    else:
+        case.logits[:, 70:200] += 20
+    assert_same_tokens(case, sample(*case.arguments()))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])

@@ -26,13 +26,15 @@ class DecodeMetadata(NamedTuple):
     """How paged_decode.py cuts a step's decodes into chunks of keys, and room for what it makes of them.
 
     items [max_items, 4] int32 holds a chunk's (sequence, first key, end key, chunks of the sequence); those of sequence
-    i are first_item[i]..first_item[i + 1], int32 [num_seqs + 1], and lie in order.
-    partial_out float32 [max_items, num_heads, head_dim] and partial_lse float32 [max_items, num_heads] are the split's
-    results for the combine: normalised outputs and base-2 logarithms of the sums of exponentials.
+    i are first_item[i]..first_item[i + 1], int32 [num_seqs + 1], and lie in order. arrivals int32 [num_kv_heads,
+    num_seqs] counts the chunks that are done; it is all zeros before and after a layer.
+    partial_out float32 [max_items, num_heads, head_dim] and partial_lse float32 [max_items, num_heads] are what the
+    chunks of one sequence leave for each other: normalised outputs, base-2 logarithms of the sums of exponentials.
     """
 
     items: Tensor
     first_item: Tensor
+    arrivals: Tensor
     partial_out: Tensor
     partial_lse: Tensor
 

@@ -1,11 +1,11 @@
 """Attention of one query token a sequence over the paged cache, split along the keys (flash-decoding, Dao et al. 2023,
 https://pytorch.org/blog/flash-decoding/).
 
-Three kernels, none of which needs the host to know a length, so that a CUDA graph replays them for any lengths:
+Two kernels, neither of which needs the host to know a length, so that a CUDA graph replays them for any lengths:
 
     chunks   once a step: cuts the sequences into chunks of about the same number of keys, and lists them
-    split    once a layer: attends one chunk with one KV head's group of query heads
-    combine  once a layer: merges the chunks of a sequence that has several
+    split    once a layer: attends one chunk with one KV head's group of query heads; of a sequence that has several
+             chunks, the program that is done last merges them
 
 The reference is `attend_reference` in attention.py.
 """
@@ -26,12 +26,14 @@ _UNITS_PER_MULTIPROCESSOR = 24
 some eight times, and the last round, partly idle, is a small part of the whole."""
 
 
-@triton.jit(do_not_specialize=["num_seqs", "target_items"])
+@triton.jit(do_not_specialize=["num_seqs", "num_kv_heads", "target_items"])
 def _chunks_kernel(
     seq_lens_ptr,
     items_ptr,
     first_item_ptr,
+    arrivals_ptr,
     num_seqs,
+    num_kv_heads,
     target_items,
     MIN_CHUNK: tl.constexpr,
     TILE: tl.constexpr,
@@ -39,15 +41,20 @@ def _chunks_kernel(
 ):
     # Grid (1,).
     # The program owns the list of chunks: at most target_items + num_seqs of them, of whole tiles but for the last.
-    # Sequences of length 0 are padding: they get no chunk.
+    # Sequences of length 0 are padding: they get an empty chunk.
     seq = tl.arange(0, MAX_SEQS)
-    lens = tl.load(seq_lens_ptr + seq, mask=seq < num_seqs, other=0)
-    chunk = tl.maximum(tl.cdiv(tl.sum(lens, 0), target_items), MIN_CHUNK)
-    count = tl.cdiv(lens, chunk)
-    size = tl.maximum(tl.cdiv(tl.cdiv(lens, tl.maximum(count, 1)), TILE) * TILE, TILE)  # equal parts of a sequence
-    count = tl.cdiv(lens, size)  # fewer, if any: rounding to tiles made the parts larger
+    exists = seq < num_seqs
+    lens = tl.load(seq_lens_ptr + seq, mask=exists, other=0)
+    total = tl.sum(lens, 0)
+    chunk = tl.maximum(tl.cdiv(total, target_items), MIN_CHUNK)
+    if num_seqs * 2 >= target_items:  # enough programs: a sequence is cut only if it would keep the others waiting
+        chunk = tl.maximum(chunk, tl.cdiv(2 * total, num_seqs))
+    count = tl.maximum(tl.cdiv(lens, chunk), 1)
+    size = tl.maximum(tl.cdiv(tl.cdiv(lens, count), TILE) * TILE, TILE)  # equal parts of a sequence
+    count = tl.maximum(tl.cdiv(lens, size), 1)  # fewer, if any: rounding to tiles made the parts larger
+    count = tl.where(exists, count, 0)
     first = tl.cumsum(count, 0) - count
-    tl.store(first_item_ptr + seq, first, mask=seq < num_seqs)
+    tl.store(first_item_ptr + seq, first, mask=exists)
     tl.store(first_item_ptr + num_seqs, tl.sum(count, 0))
     for part in range(0, tl.max(count, 0)):
         item = items_ptr + (first + part) * 4
@@ -56,6 +63,48 @@ def _chunks_kernel(
         tl.store(item + 1, part * size, mask=has_part)
         tl.store(item + 2, tl.minimum(part * size + size, lens), mask=has_part)
         tl.store(item + 3, count, mask=has_part)
+    for head in range(0, num_kv_heads):
+        tl.store(arrivals_ptr + head * num_seqs + seq, tl.zeros([MAX_SEQS], tl.int32), mask=exists)
+
+
+@triton.jit
+def _merge(
+    out_row,
+    partial_out_ptr,
+    partial_lse_ptr,
+    first,
+    num_parts,
+    head,
+    num_heads,
+    GROUP: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    PARTS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+):
+    """Merge a sequence's chunks, PARTS at a time, in their order: who came last makes no difference."""
+    member = head * GROUP + tl.arange(0, MEMBERS)
+    is_query = tl.arange(0, MEMBERS) < GROUP
+    dim = tl.arange(0, HEAD_DIM)
+    highest = tl.full([MEMBERS], float("-inf"), tl.float32)
+    total = tl.zeros([MEMBERS], tl.float32)
+    acc = tl.zeros([MEMBERS, HEAD_DIM], tl.float32)
+    for start in range(0, num_parts, PARTS):
+        part = start + tl.arange(0, PARTS)
+        row = (first + part).to(tl.int64)[:, None] * num_heads + member[None, :]
+        exists = (part < num_parts)[:, None] & is_query[None, :]
+        # Other multiprocessors wrote these: they are in the L2 cache, which .cg reads, and not in this one's L1.
+        lse = tl.load(partial_lse_ptr + row, mask=exists, other=float("-inf"), cache_modifier=".cg")
+        offset = row[:, :, None] * HEAD_DIM + dim[None, None, :]
+        out = tl.load(partial_out_ptr + offset, mask=exists[:, :, None], other=0.0, cache_modifier=".cg")
+        new_highest = tl.maximum(highest, tl.max(lse, 0))
+        origin = tl.where(is_query, new_highest, 0.0)
+        weights = tl.exp2(lse - origin[None, :])
+        shrink = tl.exp2(highest - origin)
+        acc = acc * shrink[:, None] + tl.sum(out * weights[:, :, None], 0)
+        total = total * shrink + tl.sum(weights, 0)
+        highest = new_highest
+    merged = (acc / tl.where(is_query, total, 1.0)[:, None]).to(out_row.dtype.element_ty)
+    tl.store(out_row + member[:, None] * HEAD_DIM + dim[None, :], merged, mask=is_query[:, None])
 
 
 @triton.jit(do_not_specialize=["num_seqs"])
@@ -69,6 +118,7 @@ def _split_kernel(
     block_tables_ptr,
     items_ptr,
     first_item_ptr,
+    arrivals_ptr,
     scale_log2,
     num_seqs,
     q_stride,
@@ -77,6 +127,8 @@ def _split_kernel(
     token_stride,
     head_stride,
     GROUP: tl.constexpr,
+    MEMBERS: tl.constexpr,
+    PARTS: tl.constexpr,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -115,7 +167,7 @@ def _split_kernel(
         k = tl.load(k_tile_ptr + place)
         scores = tl.dot(q, k, input_precision="ieee") * scale_log2
         scores = tl.where(valid[None, :], scores, float("-inf"))
-        # A chunk is never empty, so `new_highest` is finite and no difference is -inf - -inf.
+        # A tile is never empty, so `new_highest` is finite and no difference is -inf - -inf.
         new_highest = tl.maximum(highest, tl.max(scores, 1))
         weights = tl.exp2(scores - new_highest[:, None])
         shrink = tl.exp2(highest - new_highest)
@@ -124,48 +176,23 @@ def _split_kernel(
         acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
         highest = new_highest
 
-    out = acc / total[:, None]
+    out = acc / tl.where(total > 0.0, total, 1.0)[:, None]  # zeros where there are no keys
     num_heads = tl.num_programs(0) * GROUP
+    out_row = out_ptr + seq * num_heads * HEAD_DIM
     if num_parts == 1:
-        out_row = out_ptr + seq * num_heads * HEAD_DIM
         tl.store(out_row + offset, out.to(out_ptr.dtype.element_ty), mask=is_query[:, None])
-    else:
-        partial_row = item * num_heads
-        tl.store(partial_out_ptr + partial_row * HEAD_DIM + offset, out, mask=is_query[:, None])
-        lse = highest + tl.log2(total)
-        tl.store(partial_lse_ptr + partial_row + head * GROUP + row, lse, mask=is_query)
-
-
-@triton.jit
-def _combine_kernel(
-    out_ptr, partial_out_ptr, partial_lse_ptr, first_item_ptr, HEAD_DIM: tl.constexpr, PARTS: tl.constexpr
-):
-    # Grid (num_heads, num_seqs).
-    # A program owns one query head of one sequence and merges its parts, PARTS at a time.
-    # A sequence of one part is already written; one of none (padding) gets zeros.
-    head, num_heads = tl.program_id(0), tl.num_programs(0)
-    seq = tl.program_id(1).to(tl.int64)
-    first = tl.load(first_item_ptr + seq)
-    last = tl.load(first_item_ptr + seq + 1)
-    if last - first == 1:
         return
-    dim = tl.arange(0, HEAD_DIM)
-    highest = tl.full([1], float("-inf"), tl.float32)
-    total = tl.zeros([1], tl.float32)
-    acc = tl.zeros([HEAD_DIM], tl.float32)
-    for start in range(first, last, PARTS):
-        part = start + tl.arange(0, PARTS)
-        row = part.to(tl.int64) * num_heads + head
-        lse = tl.load(partial_lse_ptr + row, mask=part < last, other=float("-inf"))
-        out = tl.load(partial_out_ptr + row[:, None] * HEAD_DIM + dim[None, :], mask=(part < last)[:, None], other=0.0)
-        new_highest = tl.maximum(highest, tl.max(lse, 0))
-        weights = tl.exp2(lse - new_highest)
-        shrink = tl.exp2(highest - new_highest)
-        acc = acc * shrink + tl.sum(out * weights[:, None], 0)
-        total = total * shrink + tl.sum(weights, 0)
-        highest = new_highest
-    out_row = out_ptr + (seq * num_heads + head) * HEAD_DIM
-    tl.store(out_row + dim, (acc / tl.where(total > 0, total, 1.0)).to(out_ptr.dtype.element_ty))
+    partial_row = item * num_heads
+    tl.store(partial_out_ptr + partial_row * HEAD_DIM + offset, out, mask=is_query[:, None])
+    lse = highest + tl.log2(total)
+    tl.store(partial_lse_ptr + partial_row + head * GROUP + row, lse, mask=is_query)
+    tl.debug_barrier()  # whoever sees this program's arrival sees what all its threads have stored
+    arrival_ptr = arrivals_ptr + head * num_seqs + seq
+    if tl.atomic_add(arrival_ptr, 1, sem="acq_rel") == num_parts - 1:
+        tl.store(arrival_ptr, 0)
+        first = tl.load(first_item_ptr + seq)
+        partials = (partial_out_ptr, partial_lse_ptr)
+        _merge(out_row, *partials, first, num_parts, head, num_heads, GROUP, MEMBERS, PARTS, HEAD_DIM)
 
 
 def key_tile(block_size: int, itemsize: int) -> int:
@@ -181,19 +208,18 @@ def chunks_config(num_seqs: int, block_size: int, itemsize: int) -> dict[str, in
 
 def split_config(group: int, head_dim: int, block_size: int, itemsize: int) -> dict[str, int]:
     """64 keys, 3 stages and 4 warps: two buffers of K and V in 72 KiB, so three programs share a Hopper's memory."""
+    members = next_power_of_2(group)
     return {
         "GROUP": group,
-        "ROWS": max(16, next_power_of_2(group)),  # tl.dot takes no fewer than 16 rows
+        "MEMBERS": members,
+        "PARTS": max(2, 16 // members),
+        "ROWS": max(16, members),  # tl.dot takes no fewer than 16 rows
         "HEAD_DIM": head_dim,
         "BLOCK_SIZE": block_size,
         "TILE": key_tile(block_size, itemsize),
         "num_warps": 4,
         "num_stages": 3 if itemsize < 4 else 2,
     }
-
-
-def combine_config(head_dim: int) -> dict[str, int]:
-    return {"HEAD_DIM": head_dim, "PARTS": 16, "num_warps": 4}
 
 
 def decode_metadata(seq_lens: Tensor, block_tables: Tensor, cache: KVCache, num_heads: int) -> DecodeMetadata:
@@ -209,11 +235,13 @@ def decode_metadata(seq_lens: Tensor, block_tables: Tensor, cache: KVCache, num_
     made = DecodeMetadata(
         items=torch.empty(max_items, 4, dtype=torch.int32, device=device),
         first_item=torch.empty(num_seqs + 1, dtype=torch.int32, device=device),
+        arrivals=torch.empty(num_kv_heads, num_seqs, dtype=torch.int32, device=device),
         partial_out=torch.empty(max_items, num_heads, head_dim, dtype=torch.float32, device=device),
         partial_lse=torch.empty(max_items, num_heads, dtype=torch.float32, device=device),
     )
     config = chunks_config(num_seqs, block_size, cache.keys.element_size())
-    _chunks_kernel[(1,)](seq_lens, made.items, made.first_item, num_seqs, target, **config)
+    lists = (made.items, made.first_item, made.arrivals)
+    _chunks_kernel[(1,)](seq_lens, *lists, num_seqs, num_kv_heads, target, **config)
     return made
 
 
@@ -228,19 +256,19 @@ def paged_decode(
     num_seqs, num_heads, head_dim = q.shape
     block_size, num_kv_heads = cache.keys.shape[1:3]
     config = split_config(num_heads // num_kv_heads, head_dim, block_size, cache.keys.element_size())
-    partials = (metadata.partial_out, metadata.partial_lse)
     strides = (q.stride(0), block_tables.stride(0), *cache.keys.stride()[:3])
     _split_kernel[(num_kv_heads, metadata.items.shape[0])](
         q,
         *cache,
         out,
-        *partials,
+        metadata.partial_out,
+        metadata.partial_lse,
         block_tables,
         metadata.items,
         metadata.first_item,
+        metadata.arrivals,
         scale * math.log2(math.e),
         num_seqs,
         *strides,
         **config,
     )
-    _combine_kernel[(num_heads, num_seqs)](out, *partials, metadata.first_item, **combine_config(head_dim))

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.sample_filter import filter_config, filter_rows, is_filtered, weigh
+from nanovllm.kernels.sample_filter import PART, filter_rows, is_filtered, weigh
 from nanovllm.kernels.triton_shim import next_power_of_2, tl, triton
 
 CHUNK = 4096
@@ -129,7 +129,8 @@ def sample_reference(logits: Tensor, values: SamplingValues) -> Tensor:
 
 
 # The Triton path: three kernels, none of which sorts or waits for the host.
-#   stats   a chunk's maximum, its place, and the chunk's weight relative to that maximum: one read of the logits
+#   stats   maximum and weight (relative to it) of chunks, and of their parts; where a chunk's maximum is: one read
+#           of the logits
 #   filter  rows with a filter only (sample_filter.py): their threshold, and their chunks' weights of what is kept
 #   draw    the token: the chunk by the chunks' weights, then the token within it
 
@@ -143,32 +144,42 @@ def uniform(seed, position):
     return ((word >> 9).to(tl.int32).to(tl.float32) + 0.5) * 1.1920928955078125e-07  # 2**-23
 
 
-@triton.jit(do_not_specialize=["vocab_size"])
+@triton.jit
 def _stats_kernel(
     logits_ptr,
     temperature_ptr,
     chunk_max_ptr,
     chunk_argmax_ptr,
     chunk_weight_ptr,
+    part_max_ptr,
+    part_weight_ptr,
     row_stride,
     vocab_size,
     CHUNK: tl.constexpr,
+    PART: tl.constexpr,
 ):
     # Grid (num_rows, num_chunks): the second dimension of a grid ends at 65535.
-    # A program owns one chunk of one row.
+    # A program owns one chunk of one row, as CHUNK / PART parts of PART tokens.
     # Padding rows are like any other; places beyond the vocabulary count as -inf.
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
-    token = chunk * CHUNK + tl.arange(0, CHUNK)
+    part = tl.arange(0, CHUNK // PART)
+    # vocab_size is specialised on: a multiple of 16 masks whole vectors, which can then be loaded as such.
+    token = chunk * CHUNK + part[:, None] * PART + tl.arange(0, PART)[None, :]
     x = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
-    highest = tl.max(x, 0)
     temperature = tl.load(temperature_ptr + row)
-    origin = tl.where(highest > float("-inf"), highest, 0.0)  # not -inf - -inf
-    _, weight = weigh(x, origin, tl.where(temperature > 0.0, temperature, 1.0))
+    scale = 1.0 / tl.where(temperature > 0.0, temperature, 1.0)  # the sums need no IEEE division of each
+    part_max = tl.max(x, 1)
+    origin = tl.where(part_max > float("-inf"), part_max, 0.0)  # not -inf - -inf
+    part_weight = tl.sum(tl.exp((x - origin[:, None]) * scale), 1)
+    highest = tl.max(part_max, 0)
+    origin = tl.where(highest > float("-inf"), highest, 0.0)
     out = row * tl.num_programs(1) + chunk
     tl.store(chunk_max_ptr + out, highest)
-    tl.store(chunk_argmax_ptr + out, tl.min(tl.where(x == highest, token, 0x7FFFFFFF), 0))
-    tl.store(chunk_weight_ptr + out, tl.sum(weight, 0))
+    tl.store(chunk_argmax_ptr + out, tl.min(tl.min(tl.where(x == highest, token, 0x7FFFFFFF), 1), 0))
+    tl.store(chunk_weight_ptr + out, tl.sum(part_weight * tl.exp((part_max - origin) * scale), 0))
+    tl.store(part_max_ptr + out * (CHUNK // PART) + part, part_max.to(part_max_ptr.dtype.element_ty))
+    tl.store(part_weight_ptr + out * (CHUNK // PART) + part, part_weight)
 
 
 @triton.jit
@@ -181,7 +192,7 @@ def _first_above_target(weights, target, SIZE: tl.constexpr):
     return found, tl.sum(tl.where(index == found - 1, cumulative, 0.0), 0)
 
 
-@triton.jit(do_not_specialize=["vocab_size", "num_chunks"])
+@triton.jit(do_not_specialize=["num_chunks"])
 def _draw_kernel(
     logits_ptr,
     temperature_ptr,
@@ -232,7 +243,7 @@ def _draw_kernel(
 
 
 def stats_config() -> dict[str, int]:
-    return {"CHUNK": CHUNK, "num_warps": 8}
+    return {"CHUNK": CHUNK, "PART": PART, "num_warps": 8}
 
 
 def draw_config(num_chunks: int) -> dict[str, int]:
@@ -243,19 +254,23 @@ def sample(logits: Tensor, values: SamplingValues) -> Tensor:
     """`sample_reference` in three kernels: same arguments, same tokens up to rounding in the sums of weights."""
     n, vocab_size = logits.shape
     num_chunks = -(-vocab_size // CHUNK)
-    out = torch.empty(n, dtype=torch.int32, device=logits.device)
+
+    def empty(dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.empty(n, *shape, dtype=dtype, device=logits.device)
+
+    out = empty(torch.int32)
     if n == 0:
         return out
-    chunk_max = torch.empty(n, num_chunks, dtype=torch.float32, device=logits.device)
-    chunk_weight = torch.empty_like(chunk_max)
-    chunk_argmax = torch.empty(n, num_chunks, dtype=torch.int32, device=logits.device)
-    threshold = torch.empty(n, dtype=torch.float32, device=logits.device)
+    num_parts = num_chunks * (CHUNK // PART)
+    chunk_max, chunk_weight = (empty(torch.float32, num_chunks) for _ in range(2))
+    chunk_argmax, part_max = empty(torch.int32, num_chunks), empty(logits.dtype, num_parts)
+    part_weight, threshold = empty(torch.float32, num_parts), empty(torch.float32)
+    chunk_stats, part_stats = (chunk_max, chunk_argmax, chunk_weight), (part_max, part_weight)
     stride = logits.stride(0)
     _stats_kernel[(n, num_chunks)](
-        logits, values.temperature, chunk_max, chunk_argmax, chunk_weight, stride, vocab_size, **stats_config()
+        logits, values.temperature, *chunk_stats, *part_stats, stride, vocab_size, **stats_config()
     )
-    filter_rows(logits, *values[:4], chunk_max, chunk_weight, threshold, filter_config(num_chunks, CHUNK, logits.dtype))
-    chunk_stats = (chunk_max, chunk_argmax, chunk_weight, threshold)
+    filter_rows(logits, *values[:4], *part_stats, chunk_weight, threshold, CHUNK)
     config = draw_config(num_chunks)
-    _draw_kernel[(n,)](logits, *values, *chunk_stats, out, stride, vocab_size, num_chunks, **config)
+    _draw_kernel[(n,)](logits, *values, *chunk_stats, threshold, out, stride, vocab_size, num_chunks, **config)
     return out

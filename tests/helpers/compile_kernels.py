@@ -57,8 +57,8 @@ SHARED_KIB = {arch: triton_shim._SHARED_KIB[divmod(arch, 10)] for arch in (80, 8
 
 # Types by argument name: pointers first, then scalars; anything else is an int32.
 _TYPES = {
-    "*fp32": "cos_sin partial_out partial_lse temperature top_p min_p chunk_max chunk_weight threshold",
-    "*i32": "seq_lens items first_item block_tables cu_seqlens positions top_k chunk_argmax",
+    "*fp32": "cos_sin partial_out partial_lse temperature top_p min_p chunk_max chunk_weight part_weight threshold",
+    "*i32": "seq_lens items first_item arrivals block_tables cu_seqlens positions top_k chunk_argmax listed",
     "*i64": "slots seeds",
 }
 _POINTERS = {f"{name}_ptr": kind for kind, names in _TYPES.items() for name in names.split()}
@@ -96,13 +96,12 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], shared_kib:
             yield launch(paged_prefill._prefill_kernel, paged_prefill.prefill_config(group, *shape, 2, shared_kib))
             for num_seqs in (1, 512, 1024):
                 yield launch(paged_decode._chunks_kernel, paged_decode.chunks_config(num_seqs, block_size, 2))
-        yield launch(paged_decode._combine_kernel, paged_decode.combine_config(model.head_dim))
     yield launch(silu_and_mul._silu_and_mul_kernel, silu_and_mul.silu_and_mul_config())
     num_chunks = -(-VOCAB_SIZE // sample.CHUNK)
     for dtype, pointer in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
-        yield launch(sample._stats_kernel, sample.stats_config(), logits_ptr=pointer)
+        yield launch(sample._stats_kernel, sample.stats_config(), logits_ptr=pointer, part_max_ptr=pointer)
         config = sample_filter.filter_config(num_chunks, sample.CHUNK, dtype)
-        yield launch(sample_filter._filter_kernel, config, logits_ptr=pointer)
+        yield launch(sample_filter._filter_kernel, config, logits_ptr=pointer, part_max_ptr=pointer)
         yield launch(sample._draw_kernel, sample.draw_config(num_chunks), logits_ptr=pointer, out_ptr="*i32")
 
 
@@ -120,13 +119,21 @@ def compile_launch(launch: Launch, arch: int) -> dict[str, Any]:
             signature[name] = overrides.get(name) or _POINTERS.get(name, "*bf16")
         else:
             signature[name] = "fp32" if name in _FLOATS else "i32"
-        if name.endswith(("_ptr", "_stride")) or name == "size":  # multiples of 16, and specialised as such
+        if name.endswith(("_ptr", "stride")) or name in (
+            "size",
+            "vocab_size",
+        ):  # multiples of 16, and specialised as such
             attrs[(i,)] = [["tt.divisibility", 16]]
     constexprs = {(names.index(name),): value for name, value in config.items()}
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constexprs, attrs=attrs)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     usage = resource_usage(compiled.asm["cubin"])
     result = {"kernel": launch.kernel.fn.__name__, "arch": arch, "config": dict(launch.config)}
+    loads = re.findall(r"\bld\.global\S*\.[bu](\d+)", compiled.asm["ptx"])
+    usage |= {
+        "narrow_loads": loads.count("16"),
+        "wide_loads": len(re.findall(r"\bld\.global\S*\.v4", compiled.asm["ptx"])),
+    }
     return {**result, "types": overrides, "shared": compiled.metadata.shared, **usage}
 
 
