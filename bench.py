@@ -187,11 +187,21 @@ def evaluate(run: dict[str, Any], workload: Workload, model: Model, machine: Mac
     return result
 
 
+def commit() -> str:
+    """What is measured; "unknown" without git, or without its folder, as on a machine that only got the files."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parent), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
 def describe(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Where and what was measured: machine, versions, commit, command."""
-    git = ["git", "-C", str(Path(__file__).parent)]
-    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    changed = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True).stdout.strip()
     names = ["torch", "transformers"] + (["triton", "flash-attn"] if device.type == "cuda" else [])
     installed = {dist.metadata["Name"]: dist.version for dist in importlib.metadata.distributions()}
     return {
@@ -200,7 +210,7 @@ def describe(args: argparse.Namespace, device: torch.device, dtype: torch.dtype)
         "dtype": str(dtype).removeprefix("torch."),
         "versions": {"nanovllm": nanovllm.__version__, "python": platform.python_version()}
         | {name: installed[name] for name in names if name in installed},
-        "commit": commit + ("+changes" if changed else ""),
+        "commit": commit(),
         "command": " ".join(["python", "bench.py", *sys.argv[1:]]),
     }
 

@@ -8,7 +8,6 @@ than the L2 cache, so that it does not flatter. The last line of the output is o
 import argparse
 import json
 import platform
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -21,6 +20,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from bench import commit
 from nanovllm.backends import AttentionMetadata, Backend
 from nanovllm.kernels.norm_rope_store import NormRope
 from nanovllm.kernels.sample import SamplingValues
@@ -245,15 +245,13 @@ def describe() -> dict[str, str]:
     """Machine, versions and commit, for the record."""
     import triton
 
-    folder = Path(__file__).parent
-    git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=folder)
     return {
         "gpu": torch.cuda.get_device_name(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": str(torch.version.cuda),
         "triton": triton.__version__,
-        "commit": git.stdout.strip() or "unknown",
+        "commit": commit(),
     }
 
 

@@ -84,7 +84,8 @@ class LLM:
                     outputs[i] = output
                     bar.update()
             finally:
-                self.engine.observers.remove(bar)
+                # Not `remove`: tqdm's == fails on what is no progress bar.
+                self.engine.observers[:] = [one for one in self.engine.observers if one is not bar]
         return outputs
 
     def chat(

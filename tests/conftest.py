@@ -11,14 +11,18 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-import torch
-
 # A shell gives its background jobs, and so their tests, a SIGINT that is ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-if not torch.cuda.is_available():
-    # Triton chooses where a kernel runs when it is decorated: without a GPU, in the interpreter.
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tests run on the CPU, whatever the machine has, and Triton's kernels in its interpreter: but for `-m gpu`.
+
+    Both are decided before any test is imported: CUDA looks for devices once, and Triton when a kernel is decorated.
+    """
+    if config.option.markexpr != "gpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session")

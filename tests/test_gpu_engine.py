@@ -1,4 +1,4 @@
-"""The engine on a real GPU. `python -m pytest -m gpu`."""
+"""The engine on a real GPU, in one process, because it counts free memory: `pytest -m gpu tests/test_gpu_engine.py`."""
 
 import gc
 import json

@@ -1,4 +1,7 @@
-"""The kernels on a real GPU: every shape and type, CUDA graphs, and no hidden synchronisation. `pytest -m gpu`."""
+"""The kernels on a real GPU: every shape and type, CUDA graphs, and no hidden synchronisation.
+
+`python -m pytest -m gpu -n 12 tests/test_gpu_kernels.py`: nearly all of the time is compiling, on one core each.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -7,9 +10,7 @@ from itertools import product
 import pytest
 import torch
 from helpers.kernel_cases import (
-    BLOCK_SIZES,
     GROUPS,
-    HEAD_DIMS,
     AttentionCase,
     assert_attends,
     assert_same_tokens,
@@ -17,7 +18,18 @@ from helpers.kernel_cases import (
     attention_tolerance,
     decode_lengths,
     mixed_lengths,
+    pairwise_shapes,
     sample_case,
+)
+
+# Once more here, where atomics, addresses and exponentials are the device's.
+from test_kernels import (  # noqa: F401
+    test_sequences_that_fill_the_machine_are_cut_only_where_one_would_be_waited_for,
+    test_signed_zeros_tie,
+    test_slots_beyond_two_to_the_31_elements_are_reached,
+    test_the_filter_is_exact_where_its_bound_is_loose,
+    test_tokens_of_no_probability_are_never_drawn,
+    test_uniforms_are_the_references_bit_for_bit,
 )
 
 from nanovllm.backends import BACKENDS, Backend
@@ -53,10 +65,8 @@ def backend_called(name: str) -> Backend:
 # ---- attention
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "group", "block_size", "dtype"), list(product(HEAD_DIMS, GROUPS, BLOCK_SIZES, DTYPES))
-)
-def test_triton_attention_is_the_reference_for_every_shape(
+@pytest.mark.parametrize(("head_dim", "group", "block_size", "dtype"), pairwise_shapes(*DTYPES))
+def test_triton_attention_is_the_reference_for_every_pair_of_values(
     head_dim: int, group: int, block_size: int, dtype: torch.dtype
 ) -> None:
     lengths = decode_lengths(block_size)
@@ -152,13 +162,13 @@ def test_small_kernels_are_their_references(dtype: torch.dtype, size: int) -> No
     assert_rounds_alike(silu_and_mul(x), silu_and_mul_reference(x))
 
 
-@pytest.mark.parametrize(("dtype", "group", "head_dim"), list(product(DTYPES, GROUPS, HEAD_DIMS)))
-def test_norm_rope_store_is_its_reference(dtype: torch.dtype, group: int, head_dim: int) -> None:
+@pytest.mark.parametrize(("head_dim", "group", "block_size", "dtype"), pairwise_shapes(*DTYPES))
+def test_norm_rope_store_is_its_reference(head_dim: int, group: int, block_size: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     num_tokens, kv_heads = 500, 4
-    shape = (10, 64, kv_heads, head_dim)
+    shape = (768 // block_size, block_size, kv_heads, head_dim)
     got_cache, expected_cache = (backend_called("triton").allocate_cache(shape, dtype, CUDA) for _ in range(2))
-    slots = torch.randperm(640, device=CUDA)[:num_tokens]
+    slots = torch.randperm(768, device=CUDA)[:num_tokens]
     slots[::7] = -1
     qkv = torch.randn(num_tokens, (group + 2) * kv_heads * head_dim, device=CUDA, dtype=dtype)
     weights = torch.randn(2, head_dim, device=CUDA, dtype=dtype)

@@ -105,7 +105,7 @@ def caches(
     return [KVCache(*(side.clone().transpose(1, 2) if heads_first else side.clone() for side in sides)) for _ in "ab"]
 
 
-@pytest.mark.parametrize(("head_dim", "group", "block_size", "dtype"), pairwise_shapes())
+@pytest.mark.parametrize(("head_dim", "group", "block_size", "dtype"), pairwise_shapes(*DTYPES))
 def test_norm_rope_store_is_its_reference_and_touches_no_other_slot(
     head_dim: int, group: int, block_size: int, dtype: torch.dtype
 ) -> None:
@@ -151,14 +151,14 @@ def test_slots_beyond_two_to_the_31_elements_are_reached() -> None:
 # ---- attention
 
 
-@pytest.mark.parametrize(("head_dim", "group", "block_size", "dtype"), pairwise_shapes())
+@pytest.mark.parametrize(("head_dim", "group", "block_size", "dtype"), pairwise_shapes(*DTYPES))
 def test_decode_is_the_reference(head_dim: int, group: int, block_size: int, dtype: torch.dtype) -> None:
     lengths = decode_lengths(block_size)
     case = attention_case([1] * len(lengths), lengths, head_dim, group, block_size, dtype)
     assert_attends(case, TritonBackend(), attention_tolerance(dtype))
 
 
-@pytest.mark.parametrize(("head_dim", "group", "block_size", "dtype"), pairwise_shapes())
+@pytest.mark.parametrize(("head_dim", "group", "block_size", "dtype"), pairwise_shapes(*DTYPES))
 def test_mixed_step_is_the_reference(head_dim: int, group: int, block_size: int, dtype: torch.dtype) -> None:
     query_lens, seq_lens = mixed_lengths(block_size)
     case = attention_case(query_lens, seq_lens, head_dim, group, block_size, dtype)
