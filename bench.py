@@ -88,12 +88,12 @@ class Recorder:
         self.host_seconds: list[float] = []
         self.command_seconds = 0.0
 
-    def planned(self, at: float, batch: Batch, scheduler: Scheduler) -> None:
+    def planned(self, number: int, at: float, batch: Batch, scheduler: Scheduler) -> None:
         plan = batch.plan
         work = list(zip(plan.num_computed.tolist(), plan.num_scheduled.tolist(), strict=True))
         self.steps.append((work, int(plan.samples.sum())))
 
-    def finished(self, number: int, clock: Clock, result: StepResult) -> None:
+    def finished(self, number: int, batch: Batch, clock: Clock, result: StepResult) -> None:
         device = result.device_seconds
         host = sum(seconds for name, _, seconds in clock.spans if name != "wait")
         self.device_seconds.append(device)

@@ -5,6 +5,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 from nanovllm.batch.source import MAX_LINE_BYTES
@@ -23,6 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_run_batch(commands)
     _add_estimate(commands)
+    _add_view(commands)
     options = parser.parse_args(arguments)
     _set_up_logging()
     try:
@@ -140,6 +142,27 @@ def _estimate(options: argparse.Namespace) -> int:
     found = estimate(read_config(options.model), config, parse_size(options.gpu_memory))
     sys.stdout.write(found.describe() + "\n")
     return 0 if found.fits else 1
+
+
+def _add_view(commands: Any) -> None:
+    parser = commands.add_parser(
+        "view",
+        help="look at a run, step by step, in a browser",
+        description="Write one page, to be opened in a browser, from the trace of a run (the option trace): the steps, "
+        "the KV blocks and their owners, and the life of each request.",
+    )
+    parser.add_argument("trace", type=Path, metavar="RUN.json", help="the file that the option trace named")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="the page (default: the trace's name, .html)")
+    parser.set_defaults(run=_view)
+
+
+def _view(options: argparse.Namespace) -> int:
+    from nanovllm.view.page import write_page
+
+    output = options.output or options.trace.with_suffix(".html")
+    run = write_page(options.trace, output)
+    sys.stdout.write(f"{output}: {run.num_steps} steps; open it in a browser\n")
+    return 0
 
 
 def _add_engine_option(parser: Any, name: str) -> None:

@@ -47,11 +47,12 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
     tokenizer = Tokenizer(folder) if folder is not None and Tokenizer.is_in(folder) else None
     path = folder / "generation_config.json" if folder is not None else None
     generation = read_json(path) if path is not None and path.is_file() else {}
-    observers = [Trace(config.trace, config.device)] if config.trace is not None else []
+    trace = Trace(config.trace, config.device, tokenizer) if config.trace is not None else None
     runner = make_runner(config, hf_config, None if config.load_format == "dummy" else folder)
     num_blocks = runner.make_cache()
+    make_blocks = trace.block_manager if trace is not None else BlockManager
     scheduler = Scheduler(
-        BlockManager(num_blocks, config.block_size, config.enable_prefix_caching),
+        make_blocks(num_blocks, config.block_size, config.enable_prefix_caching),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         vocab_size=vocab_size,
@@ -65,7 +66,7 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids(generation, data, tokenizer, vocab_size),
         default_params=SamplingParams.from_generation_config(generation),
-        observers=observers,
+        observers=[trace] if trace is not None else [],
         provenance=provenance(config, source if folder is None else model_digest(folder)),
     )
 

@@ -59,7 +59,7 @@ ROOMS = (
     ("kernels",),
     ("config",),
     ("sampling_params", "outputs"),
-    ("chat", "vllm_names", "version"),
+    ("chat", "vllm_names", "version", "view"),
     ("utils",),
 )
 """From the top down; those of one line know nothing of each other."""

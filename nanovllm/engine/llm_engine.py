@@ -46,12 +46,12 @@ class Runner(Protocol):
 class StepObserver(Protocol):
     """Is told of every step: the trace, or who measures."""
 
-    def planned(self, at: float, batch: Batch, scheduler: Scheduler) -> None:
-        """A step was planned, from `at` on (`time.perf_counter`); it is not launched yet."""
+    def planned(self, number: int, at: float, batch: Batch, scheduler: Scheduler) -> None:
+        """Step `number`, counted from 1, was planned, from `at` on (`time.perf_counter`); it is not launched yet."""
         ...
 
-    def finished(self, number: int, clock: Clock, result: StepResult) -> None:
-        """Step `number`, counted from 1, was read; the clock has its spans on the host."""
+    def finished(self, number: int, batch: Batch, clock: Clock, result: StepResult) -> None:
+        """Step `number` was read, and its tokens taken in; the clock has its spans on the host."""
         ...
 
     def close(self) -> None:
@@ -180,7 +180,7 @@ class LLMEngine:
         if batch is None:
             return False
         for observer in self.observers:
-            observer.planned(clock.spans[0][1], batch, self.scheduler)
+            observer.planned(self.num_steps + 1, clock.spans[0][1], batch, self.scheduler)
         clock.resume()
         handle = self.runner.launch(batch.plan)
         clock.span("launch")
@@ -198,7 +198,7 @@ class LLMEngine:
         finished = self.scheduler.update(step.batch, result.token_ids, result.logprobs)
         step.clock.span("update")
         for observer in self.observers:
-            observer.finished(step.number, step.clock, result)
+            observer.finished(step.number, step.batch, step.clock, result)
         return finished
 
     def _recover(self) -> None:
@@ -219,7 +219,7 @@ class LLMEngine:
                 result = step.handle.result()
                 step.clock.span("wait")
                 for observer in self.observers:
-                    observer.finished(step.number, step.clock, result)
+                    observer.finished(step.number, step.batch, step.clock, result)
             except Exception as error:
                 logger.warning("a step in flight failed too: %s", error)
         self.scheduler.abort_all()

@@ -194,12 +194,17 @@ def make_engine(
         trace=trace,
         seed=0,
     )
+    written = Trace(trace, "cpu") if trace is not None else None
+    if written is not None:
+        manager = written.block_manager(num_blocks, block_size, caching)
+    else:
+        manager = BlockManager(num_blocks, block_size, caching, digest)
     scheduler = Scheduler(
-        BlockManager(num_blocks, block_size, caching, digest),
+        manager,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=max_num_batched_tokens,
         vocab_size=VOCAB,
     )
     runner = FakeRunner(num_blocks, block_size, max_num_seqs, max_num_batched_tokens)
-    observers = [Trace(trace, "cpu")] if trace is not None else []
+    observers = [written] if written is not None else []
     return LLMEngine(config, runner, scheduler, vocab_size=VOCAB, eos_token_ids=eos, observers=observers)

@@ -1,0 +1,354 @@
+"""The trace and the window: what a page shows is what the engine did, in a real browser."""
+
+import itertools
+import json
+import os
+import random
+import shutil
+import statistics
+import time
+from pathlib import Path
+
+import pytest
+from helpers.fakes import make_engine
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.cli import main
+from nanovllm.engine import trace as trace_module
+from nanovllm.view.page import render_page, write_page
+from nanovllm.view.run import read_run
+
+HOSTILE = "</script><img src=x onerror=document.title='owned'><!--<script>"
+ROOM = {"num_kvcache_blocks": 24, "kvcache_block_size": 16, "max_model_len": 192, "max_num_batched_tokens": 64}
+
+
+# ---- runs to look at
+
+
+def run_small(path, *, depth=1, num_requests=30, max_tokens=14, num_blocks=14, close=True):
+    """A run of the engine without a model, with prefix hits, evictions and preemptions; what each step met."""
+    engine = make_engine(
+        num_blocks=num_blocks, max_num_seqs=6, max_model_len=40, depth=depth, trace=str(path), eos=frozenset({3})
+    )
+    met = []
+    trace = engine.observers[0]
+    planned = trace.planned
+
+    def record(number, at, batch, scheduler):
+        manager = scheduler.block_manager
+        counts = (len(scheduler.running), len(scheduler.waiting), manager.num_used)
+        met.append((*counts, len(manager._evictable), len(manager._blank), batch.plan.num_decodes))
+        planned(number, at, batch, scheduler)
+
+    trace.planned = record
+    draw = random.Random(0)
+    prompts = [
+        [1, 2, 3, 4, 5, 6, 7, 8][: draw.choice((4, 8))] + draw.choices(range(16), k=draw.randint(1, 12))
+        for _ in range(num_requests)
+    ]
+    params = SamplingParams(max_tokens=max_tokens)
+    seqs = [seq for _, seq in engine.run(engine.prepare(prompt, params) for prompt in prompts)]
+    if close:
+        engine.close()
+    return engine, met, {seq.seq_id: seq for seq in seqs}
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_trace_tells_every_token_and_ending_of_every_request(tmp_path, depth):
+    engine, met, seqs = run_small(tmp_path / "run.json", depth=depth)
+    run = read_run(tmp_path / "run.json")
+    assert run.complete and not run.stopped and run.num_steps == engine.num_steps == len(met)
+    tokens, endings = {}, {}
+    for _, _, what in run.records:
+        for number, *token_ids in what.get("tokens", ()):
+            tokens.setdefault(number, []).extend(token_ids)
+        endings |= dict(what.get("ended", ()))
+    assert tokens == {number: seq.token_ids.tolist() for number, seq in seqs.items()}
+    assert endings == {number: seq.finish_reason for number, seq in seqs.items()}
+    told = [len(what.get("preempted", ())) for _, _, what in run.records]
+    assert sum(told) == engine.stats()["num_preemptions"] > 0
+    assert run.charts["used"] == [used for _, _, used, *_ in met]
+
+
+def test_an_aborted_request_ends_in_the_trace(tmp_path):
+    engine = make_engine(trace=str(tmp_path / "run.json"))
+    params = SamplingParams(max_tokens=20)
+    leaving = engine.run(engine.prepare([1, 2], SamplingParams(max_tokens=n)) for n in (2, 20))
+    next(leaving)
+    leaving.close()
+    list(engine.run([engine.prepare([1, 2, 3], params)]))
+    engine.close()
+    run = read_run(tmp_path / "run.json")
+    ended = [tuple(entry) for _, _, what in run.records for entry in what.get("ended", ())]
+    assert ended == [(0, "length"), (1, "abort"), (2, "length")] and run.endings == []
+
+
+def test_a_killed_run_loses_no_step_that_was_read(tmp_path):
+    path = tmp_path / "run.json"
+    engine, _, _ = run_small(path, close=False)
+    assert read_run(path).num_steps == engine.num_steps
+    torn = tmp_path / "torn.json"
+    torn.write_text(path.read_text()[:-20])
+    run = write_page(torn, tmp_path / "torn.html")
+    assert run.num_steps == engine.num_steps and not run.complete
+
+
+def test_recording_stops_at_its_limit_and_says_so(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(trace_module, "MAX_EVENTS", 200)
+    engine, _, _ = run_small(tmp_path / "run.json", depth=2)
+    run = read_run(tmp_path / "run.json")
+    assert run.stopped and run.complete and run.num_steps < engine.num_steps
+    assert 200 <= len(json.loads((tmp_path / "run.json").read_text())) < 230
+    assert run.device_time[-1] is not None, "the last step that was begun is told to its end"
+    assert "the rest of the run is not recorded" in caplog.text
+    assert len(engine.observers[0]._log) < 10, "what is not recorded is not kept either"
+
+
+def test_tracing_costs_at_most_a_twentieth_of_a_cpu_step(tmp_path):
+    with LLM("tiny-qwen3", trace=str(tmp_path / "run.json"), max_model_len=256) as llm:
+        trace, spent = llm.engine.observers[0], []
+
+        def timed(method):
+            def call(*args):
+                start = time.perf_counter()
+                method(*args)
+                spent.append(time.perf_counter() - start)
+
+            return call
+
+        trace.planned, trace.finished = timed(trace.planned), timed(trace.finished)
+        llm.generate(["1 2 3"] * 2, SamplingParams(max_tokens=150, ignore_eos=True), use_tqdm=False)
+    starts = read_run(tmp_path / "run.json").start
+    step = 1e-3 * statistics.median(b - a for a, b in itertools.pairwise(starts))
+    told = statistics.median(map(sum, zip(spent[::2], spent[1::2], strict=True)))
+    assert told < 0.05 * step, f"{1e6 * told:.0f} us of {1e6 * step:.0f}"
+
+
+# ---- the page as a file
+
+
+def test_a_page_is_small_and_fetches_nothing(tmp_path):
+    run_small(tmp_path / "run.json", num_requests=1)
+    page = render_page(read_run(tmp_path / "run.json"), "run.json")
+    assert len(page) < 300_000
+    assert "http" not in page.replace('http-equiv="', "") and "default-src 'none'" in page
+
+
+def test_view_writes_a_page_beside_the_trace(tmp_path, capsys):
+    run_small(tmp_path / "run.json")
+    assert main(["view", str(tmp_path / "run.json")]) == 0
+    assert (tmp_path / "run.html").read_text().startswith("<!doctype html>")
+    assert "steps; open it in a browser" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "match"),
+    [
+        (None, "cannot be read"),
+        ("", "no steps|not a trace"),
+        ("[\n]", "not a trace"),
+        ('{"ph": 1}', "not a trace"),
+        ("[[1]]", "not a trace"),
+        ("hello\nworld\nagain", "not a trace"),
+        ('[\n{"name": "engine", "ph": "M", "args": {"device": "cpu"}},\n', "no steps"),
+    ],
+)
+def test_what_is_no_trace_is_refused_by_name(tmp_path, text, match):
+    path = tmp_path / "x.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=match) as error:
+        read_run(path)
+    assert "x.json" in str(error.value)
+
+
+def test_a_page_is_never_written_over_its_trace(tmp_path):
+    run_small(tmp_path / "run.json", num_requests=1)
+    before = (tmp_path / "run.json").read_bytes()
+    with pytest.raises(ValueError, match="is the trace itself"):
+        write_page(tmp_path / "run.json", tmp_path / "run.json")
+    assert (tmp_path / "run.json").read_bytes() == before
+    with pytest.raises(ValueError, match="cannot be written"):
+        write_page(tmp_path / "run.json", tmp_path / "missing" / "run.html")
+
+
+# ---- the page in a browser
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Headless Chromium. Where there is none the tests skip, unless NANOVLLM_TEST_BROWSER asks for it."""
+    selenium = pytest.importorskip if not os.environ.get("NANOVLLM_TEST_BROWSER") else __import__
+    selenium("selenium")
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    chromium, chromedriver = shutil.which("chromium"), shutil.which("chromedriver")
+    if chromium is None or chromedriver is None:
+        missing = "chromium and chromedriver are not installed (Debian: chromium chromium-driver)"
+        pytest.fail(missing) if os.environ.get("NANOVLLM_TEST_BROWSER") else pytest.skip(missing)
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    flags = "headless no-sandbox disable-gpu disable-quic no-first-run disable-background-networking "
+    flags += "disable-component-update disable-sync disable-dev-shm-usage window-size=1400,1000"
+    for flag in flags.split():
+        options.add_argument(f"--{flag}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    driver = webdriver.Chrome(options=options, service=Service(chromedriver))
+    driver.set_script_timeout(60)
+    yield driver
+    driver.quit()
+
+
+class Page:
+    """The page of a trace, opened."""
+
+    def __init__(self, browser, trace: Path) -> None:
+        write_page(trace, trace.with_suffix(".html"))
+        self.browser = browser
+        browser.get(f"file://{trace.with_suffix('.html')}")
+        self.settle()
+
+    def settle(self) -> None:
+        """Wait until what was asked for is drawn."""
+        self.browser.execute_async_script(
+            "const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(() => done()))"
+        )
+
+    def press(self, *keys: str) -> None:
+        for key in keys:
+            self.browser.switch_to.active_element.send_keys(key)
+        self.settle()
+
+    def click(self, name: str) -> None:
+        self.browser.find_element("id", name).click()
+        self.settle()
+
+    def text(self, name: str) -> str:
+        return self.browser.find_element("id", name).get_property("textContent")
+
+    def number(self, name: str) -> int:
+        return int(self.text(name).replace(",", ""))
+
+    def errors(self) -> list[dict]:
+        return [entry for entry in self.browser.get_log("browser") if entry["level"] == "SEVERE"]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_every_step_of_the_page_shows_what_the_engine_met(browser, tmp_path, depth):
+    engine, met, _ = run_small(tmp_path / "run.json", depth=depth)
+    page = Page(browser, tmp_path / "run.json")
+    names = ("running", "waiting", "owned", "shared", "cached", "blank", "decode")
+    script = "return arguments[0].map((name) => document.getElementById('step-' + name).textContent)"
+    for k, (running, waiting, used, cached, blank, decode) in enumerate(met):
+        shown = dict(zip(names, map(int, browser.execute_script(script, names)), strict=True))
+        assert page.text("step-title").startswith(f"Step {k + 1} of {len(met)},")
+        assert (shown["running"], shown["waiting"], shown["decode"]) == (running, waiting, decode), k
+        assert (shown["owned"] + shown["shared"], shown["cached"], shown["blank"]) == (used, cached, blank), k
+        page.press("\ue014")  # right
+    assert page.text("step-title").startswith("The end")
+    stats = engine.stats()
+    totals = {
+        "steps": stats["num_steps"],
+        "prompt": stats["num_prompt_tokens"],
+        "cached": stats["num_cached_tokens"],
+        "generated": stats["num_generated_tokens"],
+        "preemptions": stats["num_preemptions"],
+        "free": stats["num_free_blocks"],
+    }
+    assert {name: page.number(f"total-{name}") for name in totals} == totals
+    assert stats["num_preemptions"] > 0 and stats["num_cached_tokens"] > 0 and page.number("total-evictions") > 0
+    # Going back replays from a saved pool: the same numbers.
+    for k in (len(met) - 3, 5, len(met) // 2):
+        browser.execute_script("go(arguments[0])", k)
+        page.settle()
+        shown = dict(zip(names, map(int, browser.execute_script(script, names)), strict=True))
+        assert (shown["owned"] + shown["shared"], shown["cached"], shown["blank"]) == met[k][2:5], k
+    assert page.errors() == []
+
+
+def test_a_request_shows_its_text_and_a_hostile_prompt_stays_text(browser, tmp_path):
+    path = tmp_path / "run.json"
+    with LLM("tiny-qwen3", trace=str(path), **ROOM) as llm:
+        prompts = [HOSTILE, *["what is the capital of Japan?"] * 3]
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=24), use_tqdm=False)
+    page = Page(browser, path)
+    page.press("]")
+    assert page.text("request-title") == "Request 0"
+    page.press("\ue010")  # End
+    whole = llm.engine.tokenizer.decode(outputs[0]["token_ids"], False)
+    assert page.text("tokens") == HOSTILE + whole
+    page.press("\ue011")  # Home: nothing was sampled yet
+    hidden = browser.execute_script("return document.querySelectorAll('#tokens .future').length")
+    assert hidden == len(outputs[0]["token_ids"])
+    assert browser.execute_script("return document.images.length") == 0
+    assert browser.title.startswith("run.json") and page.errors() == []
+
+
+def test_the_keyboard_plays_jumps_and_chooses(browser, tmp_path):
+    run_small(tmp_path / "run.json")
+    page = Page(browser, tmp_path / "run.json")
+    step = "return cursor"
+    browser.execute_script("document.getElementById('kind').value = 'preemption'")
+    page.press("n")
+    at = browser.execute_script(step)
+    assert at > 0 and "is preempted" in page.text("events")
+    victim = int(page.text("events").split("request ")[1].split(" ")[0])
+    browser.execute_script("choose(arguments[0])", victim)
+    page.settle()
+    assert "is preempted" in page.text("life") and page.text("request-blocks") == "none"
+    page.press("p")
+    assert browser.execute_script(step) == at, "there is none before the first"
+    page.press("\ue011", " ")
+    assert "pause" in page.text("play")
+    time.sleep(0.5)
+    page.press(" ")
+    assert browser.execute_script(step) > 1 and "play" in page.text("play")
+    page.press("+", "+", "0", "]", "[", "\ue00c")  # Escape
+    assert page.text("request-title") == "One request" and page.errors() == []
+
+
+def test_a_click_on_a_block_chooses_its_owner_in_light_and_dark(browser, tmp_path):
+    run_small(tmp_path / "run.json")
+    page = Page(browser, tmp_path / "run.json")
+    browser.execute_script("go(12)")
+    page.settle()
+    for _ in range(2):
+        place = browser.execute_script(
+            "choose(null); const [id, blocks] = [...poolAt(cursor).tables].pop(), b = blocks[blocks.length - 1];"
+            "const box = document.getElementById('blocks').getBoundingClientRect();"
+            "return [id, box.width, box.height, (b % grid.across + 0.5) * grid.size, "
+            "(Math.floor(b / grid.across) + 0.5) * grid.size]"
+        )
+        number, width, height, x, y = place
+        from selenium.webdriver import ActionChains
+
+        blocks = browser.find_element("id", "blocks")
+        ActionChains(browser).move_to_element_with_offset(blocks, x - width / 2, y - height / 2).click().perform()
+        page.settle()
+        assert page.text("request-title") == f"Request {number}"
+        page.click("theme")
+    assert page.errors() == []
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_events_play_and_scrub_at_twenty_frames_a_second(browser, tmp_path):
+    run_small(tmp_path / "run.json", num_requests=9000, max_tokens=28, num_blocks=60)
+    run = read_run(tmp_path / "run.json")
+    assert run.stopped and sum(1 for _ in (tmp_path / "run.json").open()) >= trace_module.MAX_EVENTS
+    page = Page(browser, tmp_path / "run.json")
+    frames = """
+        const done = arguments[arguments.length - 1], times = [], scrub = arguments[0];
+        let last = performance.now(), turn = 0;
+        if (!scrub) { document.getElementById("speed").value = "500"; play(); }
+        const tick = (now) => {
+          times.push(now - last); last = now; turn++;
+          if (scrub) go((turn * 2654435761) % data.start.length);
+          if (turn < 80) requestAnimationFrame(tick); else { pause(); done(times.slice(5)); }
+        };
+        requestAnimationFrame(tick);
+    """
+    for scrub in (False, True):
+        times = browser.execute_async_script(frames, scrub)
+        assert statistics.median(times) <= 50, f"scrubbing {scrub}: {statistics.median(times):.0f} ms"
+    assert "100,000 events" in page.text("notice") and page.errors() == []
