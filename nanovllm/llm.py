@@ -3,8 +3,7 @@
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
-from contextlib import closing, contextmanager
-from numbers import Number
+from contextlib import closing
 from types import TracebackType
 from typing import Any, NoReturn, Unpack
 
@@ -14,8 +13,9 @@ from nanovllm.engine.llm_engine import StepObserver
 from nanovllm.engine.request import Prompt, Request, derive_seed
 from nanovllm.load import load_engine
 from nanovllm.outputs import Output
+from nanovllm.prompts import as_iterable, as_list, naming, tokenise_texts
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checks import quote
+from nanovllm.utils.ahead import work_ahead
 from nanovllm.utils.progress import ProgressBar
 
 Item = Request | Prompt | tuple[Prompt, SamplingParams | None]
@@ -61,7 +61,7 @@ class LLM:
             ValueError: a bad prompt, naming which; then none of them has run.
         """
         self.engine.check_free()
-        prompts = _as_list(prompts)
+        prompts = as_list(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             params: Seq[SamplingParams | None] = [sampling_params] * len(prompts)
         else:
@@ -70,9 +70,9 @@ class LLM:
             params = list(sampling_params)
         if len(params) != len(prompts):
             raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts; give one for all or one each")
-        requests = []
+        prompts, requests = tokenise_texts(prompts, self.engine.tokenizer, self.max_model_len, use_tqdm), []
         for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
-            with _naming("prompt", i, len(prompts)):
+            with naming("prompt", i, len(prompts)):
                 requests.append(self.prepare(prompt, param))
         outputs = [Output() for _ in requests]
         with ProgressBar(
@@ -80,7 +80,7 @@ class LLM:
         ) as bar:
             self.engine.observers.append(bar)
             try:
-                for i, output in self.stream(requests):
+                for i, output in self._run(requests):
                     outputs[i] = output
                     bar.update()
             finally:
@@ -121,11 +121,17 @@ class LLM:
             "tools": tools,
             **(chat_template_kwargs or {}),
         }
-        conversations, prompts = split_conversations(messages), []
+        conversations, texts = split_conversations(messages), []
         for i, conversation in enumerate(conversations):
-            with _naming("conversation", i, len(conversations)):
-                prompts.append(self.render_chat(conversation, options))
+            with naming("conversation", i, len(conversations)):
+                texts.append(self._render(conversation, options))
+        prompts = tokenise_texts(texts, self.engine.tokenizer, self.max_model_len, use_tqdm, "conversation")
         return self.generate(prompts, sampling_params, use_tqdm)
+
+    def _render(self, messages: Seq[Message], options: Mapping[str, Any]) -> str:
+        if self.engine.tokenizer is None:
+            raise ValueError("this model has no tokenizer, so no chat template; use generate() with token ids")
+        return self.engine.tokenizer.render_chat(read_conversation(messages), options)
 
     def render_chat(self, messages: Seq[Message], chat_template_kwargs: Mapping[str, Any] | None = None) -> Prompt:
         """The prompt, as text and token ids, that `chat` makes of one conversation.
@@ -133,11 +139,9 @@ class LLM:
         Args:
             chat_template_kwargs: the template's, and `chat`'s own from chat_template on.
         """
-        if self.engine.tokenizer is None:
-            raise ValueError("this model has no tokenizer, so no chat template; use generate() with token ids")
-        text = self.engine.tokenizer.render_chat(read_conversation(messages), chat_template_kwargs or {})
-        self.engine.tokenizer.check_length(text, self.max_model_len)
-        return {"prompt": text, "prompt_token_ids": self.engine.tokenizer.encode(text, add_special_tokens=False)}
+        text = self._render(messages, chat_template_kwargs or {})
+        (prompt,) = tokenise_texts([text], self.engine.tokenizer, self.max_model_len, False, "conversation")
+        return prompt  # type: ignore[no-any-return]
 
     @property
     def rendering_arguments(self) -> frozenset[str]:
@@ -162,8 +166,9 @@ class LLM:
     ) -> Iterator[tuple[int, Output]]:
         """Run requests from any iterable, taken lazily, and yield (index, output) as each request ends.
 
-        At most 2 x max_num_seqs are held waiting, so an endless iterable runs in bounded memory. Leaving the
-        iterator early aborts what is still running. For the text of one request as it comes, see `stream_tokens`.
+        At most 2 x max_num_seqs are held waiting, and as many again are tokenised while steps run, so an endless
+        iterable runs in bounded memory. Leaving the iterator early aborts what is still running. For the text of one
+        request as it comes, see `stream_tokens`.
 
         Args:
             requests: prompts in every form that `generate` takes, bare or as (prompt, sampling_params); or one.
@@ -173,13 +178,20 @@ class LLM:
             ValueError: a bad prompt, naming which; those before it that still run are aborted.
         """
 
-        def prepared() -> Iterator[Request]:
-            for i, item in enumerate(as_iterable(requests)):
-                with _naming("prompt", i):
-                    request = self.prepare(item, sampling_params)
-                yield request
+        items, count = as_iterable(requests), 2 * self.engine.config.max_num_seqs
 
-        with closing(self.engine.run(prepared())) as run:
+        def prepared() -> Iterator[Request]:
+            preparing = work_ahead(items, lambda item: self.prepare(item, sampling_params), count)
+            for i, (_, request) in enumerate(preparing):
+                with naming("prompt", i):
+                    ready = request.result()
+                yield ready
+
+        yield from self._run(prepared())
+
+    def _run(self, requests: Iterable[Request]) -> Iterator[tuple[int, Output]]:
+        """As `stream`, of requests that are prepared."""
+        with closing(self.engine.run(requests)) as run:
             for index, seq in run:
                 yield index, self.engine.output(seq)
 
@@ -288,30 +300,3 @@ class LLM:
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self.close()
-
-
-def _as_list(prompts: Any) -> list[Any]:
-    """One prompt or a list of prompts, as a list: numbers are one prompt."""
-    if hasattr(prompts, "tolist"):  # a tensor or an array
-        prompts = prompts.tolist()
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
-    if isinstance(prompts, (bytes, bytearray)) or not isinstance(prompts, Iterable):
-        raise ValueError(f"prompts is {quote(prompts)}; it must be a string, a list of token ids, or a list of prompts")
-    prompts = list(prompts)
-    is_one = bool(prompts) and all(isinstance(p, Number) or getattr(p, "ndim", 1) == 0 for p in prompts)
-    return [prompts] if is_one else prompts
-
-
-def as_iterable(requests: Any) -> Iterable[Any]:
-    """What `stream` runs: an iterator is taken as it comes, all else may be one prompt."""
-    return requests if isinstance(requests, Iterator) else _as_list(requests)
-
-
-@contextmanager
-def _naming(what: str, number: int, count: int | None = None) -> Iterator[None]:
-    """Within, a ValueError says which of count it is about, unless there is only one."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{what} {number}: {error}" if count != 1 else str(error)) from None

@@ -23,9 +23,9 @@ try:
 except ImportError as error:
     raise ImportError("Ray Data is not installed: pip install 'nano-vllm[ray]'") from error
 
-from nanovllm.engine.request import Prompt, Request
+from nanovllm.engine.request import Request
 from nanovllm.engine.sequence import Sequence
-from nanovllm.llm import LLM, Item, as_iterable
+from nanovllm.llm import LLM
 from nanovllm.outputs import Output
 from nanovllm.sampling_params import SamplingParams
 
@@ -80,16 +80,14 @@ class SharedLLM(LLM):
     def __init__(self, model: str, **options: Any) -> None:
         super().__init__(model, **options)
         self._incoming: SimpleQueue[tuple[Request, _Place]] = SimpleQueue()
-        Thread(target=self._run, name="engine", daemon=True).start()
+        Thread(target=self._answer, name="engine", daemon=True).start()
 
-    def stream(
-        self, requests: Iterable[Item] | Prompt, sampling_params: SamplingParams | None = None
-    ) -> Iterator[tuple[int, Output]]:
-        """As LLM.stream, but takes all requests at once. RuntimeError if the engine has stopped."""
+    def _run(self, requests: Iterable[Request]) -> Iterator[tuple[int, Output]]:
+        """Takes all requests at once. RuntimeError if the engine has stopped."""
         answers: SimpleQueue[tuple[int, Output] | BaseException] = SimpleQueue()
         num_requests = 0
-        for item in as_iterable(requests):
-            self._incoming.put((self.prepare(item, sampling_params), _Place(num_requests, answers)))
+        for request in requests:
+            self._incoming.put((request, _Place(num_requests, answers)))
             num_requests += 1
         for _ in range(num_requests):
             answer = answers.get()
@@ -97,7 +95,7 @@ class SharedLLM(LLM):
                 raise RuntimeError(f"the engine has stopped: {answer}") from answer
             yield answer
 
-    def _run(self) -> None:
+    def _answer(self) -> None:
         places: dict[Sequence, _Place] = {}
         try:
             while True:

@@ -396,6 +396,34 @@ def test_dummy_weights_need_config_json_alone_and_follow_the_seed(random_model: 
     assert runs[0] == runs[1] != runs[2]
 
 
+# ---- many prompts
+
+
+def test_texts_are_tokenised_in_batches_as_they_are_one_by_one(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanovllm.prompts.BATCH", 3)
+    sizes, encode = [], type(llm.engine.tokenizer).encode_batch
+
+    def encode_and_count(self: Any, texts: list[str], *args: Any) -> Any:
+        sizes.append(len(texts))
+        return encode(self, texts, *args)
+
+    monkeypatch.setattr(type(llm.engine.tokenizer), "encode_batch", encode_and_count)
+    prompts = ["a", [ID("b")], {"prompt": "xyz"}, "é", {"prompt_token_ids": [ID("c")]}, "ab", f"a{TURN}"]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+    assert sizes == [3, 2]
+    ids = [[ID(c) for c in text] for text in ("a", "b", ["xyz"], "Ã©", "c", "ab", ["a", TURN])]
+    assert [output.prompt_token_ids for output in outputs] == ids
+    assert [output.prompt for output in outputs] == ["a", None, "xyz", "é", None, "ab", f"a{TURN}"]
+
+
+@pytest.mark.parametrize("bad", ["a\ud800", "", "a" * 5000])
+def test_of_a_batch_that_fails_the_prompt_is_named_and_none_runs(bad: str, llm: LLM) -> None:
+    before = llm.stats()
+    with pytest.raises(ValueError, match=r"^prompt 300: "):
+        llm.generate(["a"] * 300 + [bad] + ["b"] * 9, SamplingParams(), use_tqdm=False)
+    assert llm.stats() == before
+
+
 # ---- the progress bar
 
 

@@ -49,6 +49,7 @@ ROOMS = (
     ("batch",),
     ("ray", "estimate"),
     ("llm",),
+    ("prompts",),
     ("load",),
     ("distributed",),
     ("runner",),

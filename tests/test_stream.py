@@ -89,7 +89,7 @@ def test_a_stream_yields_each_output_as_it_finishes_with_its_number(llm: LLM) ->
 
 
 def test_an_endless_iterable_is_pulled_no_further_than_needed(llm: LLM) -> None:
-    """4 running and at most 2 x 4 waiting, beyond what has been yielded (and what ended in the same step)."""
+    """4 running, at most 2 x 4 waiting and 2 x 4 that are tokenised, beyond those yielded (and ended in one step)."""
     pulled = 0
 
     def endless() -> Iterator[tuple[list[int], SamplingParams]]:
@@ -101,7 +101,7 @@ def test_an_endless_iterable_is_pulled_no_further_than_needed(llm: LLM) -> None:
     stream = llm.stream(endless())
     assert pulled == 0
     for yielded, _ in enumerate(itertools.islice(stream, 100), start=1):
-        assert pulled <= yielded + 4 + 4 + 2 * 4
+        assert pulled <= yielded + 4 + 4 + 2 * 4 + 2 * 4 + 1
     stream.close()  # type: ignore[attr-defined]
     assert_idle(llm)
 
@@ -253,6 +253,25 @@ def test_a_forked_process_is_told_to_make_its_own_engine(llm: LLM) -> None:
     assert len(messages) == 3
     assert all("forked" in message for message in messages)
     assert_whole(llm, expected)
+
+
+def test_prompts_of_a_stream_are_tokenised_while_steps_run(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In another thread than the iterable's, and before the engine wants them."""
+    threads, prepare = set(), llm.engine.prepare
+
+    def prepare_and_note(*args: Any) -> Any:
+        threads.add(threading.current_thread())
+        return prepare(*args)
+
+    def requests() -> Iterator[list[int]]:
+        for prompt in PROMPTS:
+            assert threading.current_thread() is threading.main_thread()
+            yield prompt
+
+    monkeypatch.setattr(llm.engine, "prepare", prepare_and_note)
+    assert len(list(llm.stream(requests(), greedy(2)))) == len(PROMPTS)
+    assert threading.main_thread() not in threads
+    assert not any(thread.is_alive() for thread in threads)
 
 
 def test_a_stream_of_nothing_ends(llm: LLM) -> None:

@@ -21,6 +21,7 @@ from nanovllm.batch.source import MAX_LINE_BYTES, STANDARD, InputDigest, Line, R
 from nanovllm.batch.status import Status
 from nanovllm.batch.tally import Tally
 from nanovllm.config import EngineConfig
+from nanovllm.utils.ahead import work_ahead
 from nanovllm.utils.checks import quote
 
 if TYPE_CHECKING:
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
     from nanovllm.llm import LLM
 
 logger = logging.getLogger(__name__)
+
+LINES_AHEAD = 64
+"""Lines that are read, and tokenised while steps run, before the engine asks for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,20 +177,28 @@ def answer_lines(
     """
     ids, running = DigestSet(), dict[int, Envelope]()
 
-    def requests() -> Iterator["Request"]:
-        count = 0
+    def envelopes() -> Iterator[Envelope]:
         for line in lines:
             is_done = line.number in done
             try:
                 envelope = read_envelope(line, ids.add)
                 if not is_done:
-                    request = prepare(envelope, llm, model_name)
-                    running[count] = envelope
-                    count += 1
-                    yield request
+                    yield envelope
             except LineError as error:
                 if not is_done:
                     emit(error_answer(line.number, error))
+
+    def requests() -> Iterator["Request"]:
+        count = 0
+        for envelope, preparing in work_ahead(envelopes(), lambda e: prepare(e, llm, model_name), LINES_AHEAD):
+            try:
+                request = preparing.result()
+            except LineError as error:
+                emit(error_answer(envelope.number, error))
+            else:
+                running[count] = envelope
+                count += 1
+                yield request
 
     for index, output in llm.stream(requests()):
         emit(result_answer(running.pop(index), output, model_name, llm.token_text))

@@ -76,10 +76,12 @@ def _tokenize(prompt: Prompt, tokenizer: Tokenizer | None, max_model_len: int) -
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError("the prompt is a string, and this model has no tokenizer: pass token ids")
-        tokenizer.check_length(prompt, max_model_len)
-        return prompt, tokenizer.encode(prompt)
+        return prompt, tokenizer.encode(prompt, max_model_len)
     if hasattr(prompt, "tolist"):  # a tensor or an array
         prompt = prompt.tolist()
     if isinstance(prompt, (bytes, bytearray, Mapping)) or not isinstance(prompt, Iterable):
         raise ValueError(f"a prompt is {quote(prompt)}; it must be a string, a list of token ids, or a dict of either")
-    return text, [as_integer(i, "a token id of the prompt") for i in prompt]
+    token_ids: list[Any] = list(prompt)
+    if set(map(type, token_ids)) == {int}:  # as nearly always, and much faster to see
+        return text, token_ids
+    return text, [as_integer(i, "a token id of the prompt") for i in token_ids]

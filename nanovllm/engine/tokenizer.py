@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checks import quote
 
 
 class Tokenizer:
@@ -39,7 +38,7 @@ class Tokenizer:
         """The tokenizer as transformers made it."""
         return self._tokenizer
 
-    def check_length(self, text: str, max_tokens: int) -> None:
+    def _check_length(self, text: str, max_tokens: int) -> None:
         """Refuse, before time and memory are spent on it, a text that cannot come to so few tokens (ValueError).
 
         Four times as many characters as the tokens could spell are let through, for normalisers that drop some.
@@ -54,12 +53,20 @@ class Tokenizer:
                     f"{most}: shorten it or raise max_model_len"
                 )
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Raises a ValueError for text with half of a surrogate pair in it."""
+    def encode(self, text: str, max_model_len: int, add_special_tokens: bool = True) -> list[int]:
+        """Raises a ValueError for text that is far too long, or has half of a surrogate pair in it."""
+        return self.encode_batch([text], max_model_len, add_special_tokens)[0]
+
+    def encode_batch(self, texts: Seq[str], max_model_len: int, add_special_tokens: bool = True) -> list[list[int]]:
+        """As `encode`, of many texts on all cores; what is wrong with one fails them all."""
+        for text in texts:
+            self._check_length(text, max_model_len)
         try:
-            return self._backend.encode(text, add_special_tokens=add_special_tokens).ids  # type: ignore[no-any-return]
+            encodings = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         except TypeError as error:  # tokenizers knows that this is no text of its language, and not why
-            raise ValueError(f"{quote(text)} cannot be tokenised: {_not_unicode(text) or error}") from error
+            reason = next(filter(None, map(_not_unicode, texts)), error)
+            raise ValueError(f"the text cannot be tokenised: {reason}") from error
+        return [encoding.ids for encoding in encodings]
 
     def decode(self, token_ids: Seq[int], skip_special_tokens: bool) -> str:
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)  # type: ignore[no-any-return]

@@ -1,0 +1,80 @@
+"""Prompts in all the forms that users give them, and many of them tokenised at once."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import islice
+from numbers import Number
+from typing import Any
+
+from tqdm import tqdm
+
+from nanovllm.engine.tokenizer import Tokenizer
+from nanovllm.utils.checks import quote
+
+BATCH = 256
+"""Texts that are tokenised at a time: enough for all cores, and for a bar that moves."""
+
+
+def as_list(prompts: Any) -> list[Any]:
+    """One prompt or a list of prompts, as a list: numbers are one prompt. ValueError if it is neither."""
+    if hasattr(prompts, "tolist"):  # a tensor or an array
+        prompts = prompts.tolist()
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    if isinstance(prompts, (bytes, bytearray)) or not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts is {quote(prompts)}; it must be a string, a list of token ids, or a list of prompts")
+    prompts = list(prompts)
+    is_one = bool(prompts) and all(isinstance(p, Number) or getattr(p, "ndim", 1) == 0 for p in prompts)
+    return [prompts] if is_one else prompts
+
+
+def as_iterable(requests: Any) -> Iterable[Any]:
+    """What `stream` runs: an iterator is taken as it comes, all else may be one prompt."""
+    return requests if isinstance(requests, Iterator) else as_list(requests)
+
+
+@contextmanager
+def naming(what: str, number: int, count: int | None = None) -> Iterator[None]:
+    """Within, a ValueError says which of count it is about, unless there is only one."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{what} {number}: {error}" if count != 1 else str(error)) from None
+
+
+def tokenise_texts(
+    prompts: Sequence[Any], tokenizer: Tokenizer | None, max_model_len: int, show: bool, what: str = "prompt"
+) -> list[Any]:
+    """The prompts, those that are texts with their token ids: in batches, on all cores, beside a bar if it takes long.
+
+    Args:
+        what: the prompts are: a "conversation", rendered, gets no special tokens beside its own.
+
+    Raises:
+        ValueError: a text that is too long or cannot be tokenised, naming its number among them.
+    """
+    texts = {i: text for i, prompt in enumerate(prompts) if (text := _text_of(prompt)) is not None}
+    done = list(prompts)
+    if tokenizer is None:
+        return done
+    numbers = iter(texts)
+    with tqdm(total=len(texts), desc="Tokenising", unit="prompt", disable=not show, leave=False, delay=1.0) as bar:
+        while batch := list(islice(numbers, BATCH)):
+            try:
+                encoded = tokenizer.encode_batch([texts[i] for i in batch], max_model_len, what == "prompt")
+            except ValueError:
+                for i in batch:  # which one?
+                    with naming(what, i, len(prompts)):
+                        tokenizer.encode(texts[i], max_model_len, what == "prompt")
+                raise
+            for i, ids in zip(batch, encoded, strict=True):
+                done[i] = {"prompt": texts[i], "prompt_token_ids": ids}
+            bar.update(len(batch))
+    return done
+
+
+def _text_of(prompt: Any) -> str | None:
+    """The text to tokenise, if it is one."""
+    if isinstance(prompt, Mapping):
+        prompt = prompt["prompt"] if prompt.keys() == {"prompt"} else None
+    return prompt if isinstance(prompt, str) else None
