@@ -16,6 +16,7 @@ from test_scheduler import run_trace, traces
 
 from nanovllm import LLM
 from nanovllm.engine.plan import StepPlan
+from nanovllm.kernels.step_inputs import PlannedRows, step_inputs_reference
 from nanovllm.runner.cuda_graphs import CudaGraphs, graph_batch_sizes, smallest_that_holds
 from nanovllm.runner.device_tables import DeviceTables
 from nanovllm.runner.kv_memory import GpuMemory, blocks_that_fit
@@ -36,15 +37,15 @@ def test_every_batch_size_finds_a_graph_that_is_not_much_larger(max_num_seqs):
 
 def test_padding_reads_a_row_of_nobody_and_stores_nothing():
     tables = DeviceTables(4, 8, torch.device("cpu"))
-    tables.block_tables[:4] = torch.arange(1, 33).view(4, 8)
+    tables.of_rows.block_tables[:4] = torch.arange(1, 33).view(4, 8)
     engine = make_engine(max_num_seqs=4, num_blocks=32)
     for _ in range(3):
         engine.add(engine.prepare([1], SamplingParams(seed=0)))
     plan = engine.scheduler.schedule().plan
     padded = plan.pad(8, tables.padding_row)
     assert padded.rows.tolist() == [*plan.rows.tolist(), *[tables.padding_row] * 5]
-    rows, num_computed = torch.from_numpy(padded.rows), torch.from_numpy(padded.num_computed)
-    slots = tables.slots(rows, tables.block_tables[rows], torch.arange(8), num_computed, 4)
+    planned = (padded.rows, padded.num_computed, padded.num_scheduled, padded.token_ids)
+    slots = step_inputs_reference(PlannedRows(*map(torch.from_numpy, planned)), tables.of_rows, 4).slots
     assert (slots[:3] >= 4).all() and (slots[3:] == -1).all()
     assert padded.num_tokens == padded.num_decodes == 8 and padded.samples.sum() == 3
 
@@ -202,7 +203,7 @@ def test_the_step_that_graphs_capture_gives_the_tokens_of_the_eager_one(random_m
         runner.graphs.decode = runner._decode
         llm.engine.depth = depth
         replayed = llm.generate(prompts, params, use_tqdm=False)
-        assert (runner.tables.block_tables[runner.tables.padding_row] == 0).all()
+        assert (runner.tables.of_rows.block_tables[runner.tables.padding_row] == 0).all()
         runner.graphs = None
     for one, other in zip(eager, replayed, strict=True):
         assert one["token_ids"] == other["token_ids"]

@@ -32,6 +32,7 @@ from nanovllm.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_
 from nanovllm.kernels.sample import CHUNK, filter_reference, sample, uniform, uniform_reference
 from nanovllm.kernels.sample_filter import PART, filter_rows
 from nanovllm.kernels.silu_and_mul import silu_and_mul, silu_and_mul_reference
+from nanovllm.kernels.step_inputs import PlannedRows, RowTables, step_inputs, step_inputs_reference
 from nanovllm.kernels.triton_shim import tl, triton
 
 DTYPES = (torch.float32, HALF)
@@ -331,6 +332,39 @@ def test_signed_zeros_tie() -> None:
     case.logits[:, ::2] *= -1.0  # every other zero, the maximum, becomes -0.0 or stays so
     case.logits.clamp_(max=0)
     assert_same_tokens(case, sample(*case.arguments()))
+
+
+# ---- a step's inputs
+
+
+@pytest.mark.parametrize("scheduled", [[1] * 5, [1, 1, 1, 300, 7], [600]])
+def test_step_inputs_are_the_references(scheduled: list[int]) -> None:
+    num_seqs, num_tokens, num_rows, width = len(scheduled), sum(scheduled), 9, 50
+    generator = torch.Generator().manual_seed(0)
+    floats = (torch.rand(num_rows, generator=generator) for _ in range(3))
+    temperature, top_p, min_p = (values.to(DEVICE) for values in floats)
+    integers = torch.randint(0, 1000, (3, num_rows), generator=generator).to(DEVICE)
+    tables = RowTables(
+        torch.randint(0, 99, (num_rows, width), generator=generator, dtype=torch.int32).to(DEVICE),
+        integers[0].int(),
+        temperature,
+        integers[1].int(),
+        top_p,
+        min_p,
+        integers[2] << 40,
+    )
+    rows = torch.randperm(num_rows - 1, generator=generator)[:num_seqs].int()
+    rows[0] = num_rows - 1  # padding
+    token_ids = torch.randint(0, 1000, (num_tokens,), generator=generator, dtype=torch.int32)
+    token_ids[:2] = -1
+    computed = torch.randint(0, 200, (num_seqs,), generator=generator, dtype=torch.int32)
+    arrays = rows, computed, torch.tensor(scheduled, dtype=torch.int32), token_ids
+    planned = PlannedRows(*(array.to(DEVICE) for array in arrays))
+    got, expected = (make(planned, tables, 16) for make in (step_inputs, step_inputs_reference))
+    for name, ours, theirs in zip(got._fields[:-1], got, expected, strict=False):
+        assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype, name
+    for name, ours, theirs in zip(got.sampling._fields, got.sampling, expected.sampling, strict=True):
+        assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype, name
 
 
 # ---- together

@@ -14,6 +14,7 @@ from nanovllm.kernels.norm_rope_store import NormRope, norm_rope_store_reference
 from nanovllm.kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
 from nanovllm.kernels.sample import SamplingValues, sample_reference
 from nanovllm.kernels.silu_and_mul import silu_and_mul_reference
+from nanovllm.kernels.step_inputs import PlannedRows, RowTables, StepInputs, step_inputs_reference
 
 
 class Backend:
@@ -53,6 +54,10 @@ class Backend:
         Args:
             check: called before each matrix; raises if there is no use in going on.
         """
+
+    def step_inputs(self, planned: PlannedRows, tables: RowTables, block_size: int) -> StepInputs:
+        """The rest of a step's inputs; inside the capture when the step is captured in a CUDA graph."""
+        return step_inputs_reference(planned, tables, block_size)
 
     def complete(self, metadata: AttentionMetadata, cache: KVCache, num_heads: int) -> AttentionMetadata:
         """Add what `attend` derives from the metadata for every layer alike: once a step, before the first layer.

@@ -13,6 +13,7 @@ from nanovllm.kernels.paged_prefill import paged_prefill
 from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
 from nanovllm.kernels.sample import SamplingValues, sample
 from nanovllm.kernels.silu_and_mul import silu_and_mul
+from nanovllm.kernels.step_inputs import PlannedRows, RowTables, StepInputs, step_inputs
 from nanovllm.kernels.triton_shim import HAS_TRITON, INTERPRETED
 
 
@@ -29,6 +30,9 @@ class TritonBackend(Backend):
         if device.type != "cuda" and not INTERPRETED:
             return f"it needs a CUDA device, not {device.type} (or, for tests, TRITON_INTERPRET=1 set before the start)"
         return None
+
+    def step_inputs(self, planned: PlannedRows, tables: RowTables, block_size: int) -> StepInputs:
+        return step_inputs(planned, tables, block_size)
 
     def complete(self, metadata: AttentionMetadata, cache: KVCache, num_heads: int) -> AttentionMetadata:
         decodes = metadata.num_decodes

@@ -65,7 +65,7 @@ class CudaGraphs:
         for size in tqdm(sorted(sizes or self.sizes, reverse=True), desc="Capturing graphs", disable=not show_progress):
             inputs = self._inputs(size)
             inputs.zero_()
-            inputs[0] = self.padding_row
+            inputs[0], inputs[2] = self.padding_row, 1  # rows, num_scheduled
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
                 decode(inputs)  # compiles kernels and warms libraries up, outside the capture

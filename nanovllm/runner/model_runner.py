@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.backends import BACKENDS, AttentionMetadata, KVCache
 from nanovllm.config import ResolvedConfig
 from nanovllm.engine.plan import StepPlan
+from nanovllm.kernels.sample import SamplingValues
+from nanovllm.kernels.step_inputs import PlannedRows, StepInputs
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.causal_lm import make_model
 from nanovllm.models.loader import fill_randomly, load_weights
@@ -213,79 +214,55 @@ class ModelRunner:
 
     def _run(self, plan: StepPlan, packed: Tensor) -> tuple[Tensor, Tensor] | None:
         """Any step, eagerly: see _sample; None if no sequence is to be sampled."""
-        num_seqs, num_tokens = plan.num_seqs, plan.num_tokens
-        rows, num_computed, num_scheduled, _ = packed[: 4 * num_seqs].view(4, num_seqs).unbind(0)
-        token_ids = packed[4 * num_seqs : plan.head_size]
-        ends = num_scheduled.cumsum(0, dtype=torch.int32)
-        indices = torch.arange(max(num_seqs, num_tokens), dtype=torch.int32, device=self.device)
-        of_token = indices[:num_seqs].repeat_interleave(num_scheduled, output_size=num_tokens)
-        positions = indices[:num_tokens] + (num_computed + num_scheduled - ends)[of_token]
-        cu_seqlens, seq_lens = F.pad(ends, (1, 0)), num_computed + num_scheduled
-        hidden = self._forward(rows, token_ids, of_token, positions, cu_seqlens, seq_lens, plan)
+        rows, num_computed, num_scheduled, _ = packed[: 4 * plan.num_seqs].view(4, plan.num_seqs).unbind(0)
+        token_ids = packed[4 * plan.num_seqs : plan.head_size]
+        planned = PlannedRows(rows, num_computed, num_scheduled, token_ids)
+        inputs, hidden = self._forward(planned, plan)
         if not plan.samples.any():
             return None
         # Every sequence's last token is sampled from. Where the plan asks for no sample (the chunk of a prompt, at
         # most one a step), the result is dropped, and what it leaves in last_token is overwritten before it is read.
-        return self._sample(hidden[ends - 1], rows, seq_lens)
+        return self._sample(hidden[inputs.cu_seqlens[1:] - 1], rows, inputs.sampling)
 
     def _decode(self, head: Tensor) -> tuple[Tensor, Tensor]:
         """A step of decodes alone, from tensors alone, so that a CUDA graph can capture it: see _sample.
 
         head is int32 [5, n]: a plan's first five arrays, which then have the same length.
         """
-        rows, num_computed, _, _, token_ids = head.unbind(0)
-        indices = torch.arange(len(rows) + 1, dtype=torch.int32, device=self.device)
-        seq_lens = num_computed + 1
-        hidden = self._forward(rows, token_ids, indices[:-1], num_computed, indices, seq_lens, None)
-        return self._sample(hidden, rows, seq_lens)
+        rows, num_computed, num_scheduled, _, token_ids = head.unbind(0)
+        inputs, hidden = self._forward(PlannedRows(rows, num_computed, num_scheduled, token_ids), None)
+        return self._sample(hidden, rows, inputs.sampling)
 
-    def _forward(
-        self,
-        rows: Tensor,
-        token_ids: Tensor,
-        of_token: Tensor,
-        positions: Tensor,
-        cu_seqlens: Tensor,
-        seq_lens: Tensor,
-        plan: StepPlan | None,
-    ) -> Tensor:
-        """The hidden states of all tokens.
+    def _forward(self, planned: PlannedRows, plan: StepPlan | None) -> tuple[StepInputs, Tensor]:
+        """The hidden states of all tokens, and what they were made from.
 
         Args:
-            rows, seq_lens: int32 [num_seqs]; how long each sequence is after this step.
-            token_ids, of_token, positions: int32 [num_tokens]; each token's index into rows, and place in its sequence.
-            cu_seqlens: int32 [num_seqs + 1], the running sum of tokens, from 0.
             plan: for what the host needs to know; None where there are decodes alone.
         """
-        block_tables = self.tables.block_tables[rows]
+        inputs = self.backend.step_inputs(planned, self.tables.of_rows, self.config.block_size)
         metadata = AttentionMetadata(
-            num_decodes=len(rows) if plan is None else plan.num_decodes,
-            cu_seqlens_q=cu_seqlens,
-            seq_lens=seq_lens,
-            block_tables=block_tables,
-            slot_mapping=self.tables.slots(rows, block_tables, of_token, positions, self.config.block_size),
+            num_decodes=len(planned.rows) if plan is None else plan.num_decodes,
+            cu_seqlens_q=inputs.cu_seqlens,
+            seq_lens=inputs.seq_lens,
+            block_tables=inputs.block_tables,
+            slot_mapping=inputs.slots,
             query_lens_cpu=None if plan is None else plan.num_scheduled,
             seq_lens_cpu=None if plan is None else plan.num_computed + plan.num_scheduled,
         )
         metadata = self.backend.complete(metadata, self.caches[0], self._shape.heads)
-        token_ids = torch.where(token_ids < 0, self.tables.last_token[rows[of_token]], token_ids)
-        return self.model(token_ids, positions, self.caches, metadata)
+        return inputs, self.model(inputs.token_ids, inputs.positions, self.caches, metadata)
 
-    def _sample(self, hidden: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def _sample(self, hidden: Tensor, rows: Tensor, values: SamplingValues) -> tuple[Tensor, Tensor]:
         """Sample one token for each of rows from hidden [n, hidden], and leave it for the row's next decode.
 
         Rank 0 samples, from everybody's logits, and tells the others.
 
         Returns token ids int32 [n], and hidden.
         """
-        tables = self.tables
         logits = self.model.compute_logits(hidden)
-        if logits is None:
-            token_ids = torch.empty_like(rows)
-        else:
-            token_ids = self.backend.sample(logits, tables.sampling(rows, positions))
+        token_ids = torch.empty_like(rows) if logits is None else self.backend.sample(logits, values)
         token_ids = self.parallel.broadcast(token_ids)
-        tables.last_token[rows] = token_ids
+        self.tables.of_rows.last_token[rows] = token_ids
         return token_ids, hidden
 
     def reason_to_close(self) -> str | None:

@@ -32,6 +32,7 @@ from nanovllm.kernels import (
     sample,
     sample_filter,
     silu_and_mul,
+    step_inputs,
     triton_shim,
 )
 
@@ -57,9 +58,11 @@ SHARED_KIB = {arch: triton_shim._SHARED_KIB[divmod(arch, 10)] for arch in (80, 8
 
 # Types by argument name: pointers first, then scalars; anything else is an int32.
 _TYPES = {
-    "*fp32": "cos_sin partial_out partial_lse temperature top_p min_p chunk_max chunk_weight part_weight threshold",
-    "*i32": "seq_lens items first_item arrivals block_tables cu_seqlens positions top_k chunk_argmax listed",
-    "*i64": "slots seeds",
+    "*fp32": """cos_sin partial_out partial_lse temperature top_p min_p temperatures top_ps min_ps chunk_max
+        chunk_weight part_weight threshold""",
+    "*i32": """seq_lens items first_item arrivals block_tables cu_seqlens positions top_k top_ks chunk_argmax listed
+        rows num_computed num_scheduled planned_ids tables last_token token_ids""",
+    "*i64": "slots seeds all_seeds",
 }
 _POINTERS = {f"{name}_ptr": kind for kind, names in _TYPES.items() for name in names.split()}
 _FLOATS = ("eps", "scale_log2")
@@ -95,6 +98,7 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], shared_kib:
             yield launch(paged_decode._split_kernel, paged_decode.split_config(group, *shape, 2))
             yield launch(paged_prefill._prefill_kernel, paged_prefill.prefill_config(group, *shape, 2, shared_kib))
             for num_seqs in (1, 512, 1024):
+                yield launch(step_inputs._step_inputs_kernel, step_inputs.step_inputs_config(num_seqs, block_size))
                 yield launch(paged_decode._chunks_kernel, paged_decode.chunks_config(num_seqs, block_size, 2))
     yield launch(silu_and_mul._silu_and_mul_kernel, silu_and_mul.silu_and_mul_config())
     num_chunks = -(-VOCAB_SIZE // sample.CHUNK)

@@ -1,0 +1,172 @@
+"""A step's inputs, made on the device from what a plan says and what the device knows of the resident sequences."""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.kernels.sample import SamplingValues
+from nanovllm.kernels.triton_shim import next_power_of_2, tl, triton
+
+
+class RowTables(NamedTuple):
+    """What the device knows of each row. The last row is nobody's: padding reads and writes there.
+
+    block_tables int32 [num_rows, max_blocks]; last_token int32 [num_rows], the token sampled last, the input of the
+    row's next decode; the rest as in SamplingValues, [num_rows].
+    """
+
+    block_tables: Tensor
+    last_token: Tensor
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seeds: Tensor
+
+
+class PlannedRows(NamedTuple):
+    """Of a plan (engine/plan.py): rows, num_computed, num_scheduled int32 [num_seqs], token_ids int32 [num_tokens]."""
+
+    rows: Tensor
+    num_computed: Tensor
+    num_scheduled: Tensor
+    token_ids: Tensor
+
+
+class StepInputs(NamedTuple):
+    """What the model, its attention and the sampler read.
+
+    token_ids, positions int32 [num_tokens], each token and its place in its sequence; slots int64 [num_tokens], -1 for
+    padding; cu_seqlens int32 [num_seqs + 1]; seq_lens int32 [num_seqs], after the step; block_tables int32 [num_seqs,
+    max_blocks]; sampling of each sequence, the position of whose next token is its length.
+    """
+
+    token_ids: Tensor
+    positions: Tensor
+    slots: Tensor
+    cu_seqlens: Tensor
+    seq_lens: Tensor
+    block_tables: Tensor
+    sampling: SamplingValues
+
+
+def step_inputs_reference(planned: PlannedRows, tables: RowTables, block_size: int) -> StepInputs:
+    rows, num_computed, num_scheduled, token_ids = planned
+    num_seqs, num_tokens, padding_row = len(rows), len(token_ids), len(tables.last_token) - 1
+    ends = num_scheduled.cumsum(0, dtype=torch.int32)
+    indices = torch.arange(max(num_seqs, num_tokens), dtype=torch.int32, device=rows.device)
+    of_token = indices[:num_seqs].repeat_interleave(num_scheduled, output_size=num_tokens)
+    seq_lens = num_computed + num_scheduled
+    positions = indices[:num_tokens] + (seq_lens - ends)[of_token]
+    block_tables = tables.block_tables[rows]
+    blocks = block_tables[of_token, positions // block_size].long()
+    slots = torch.where(rows[of_token] == padding_row, -1, blocks * block_size + positions % block_size)
+    token_ids = torch.where(token_ids < 0, tables.last_token[rows[of_token]], token_ids)
+    sampling = SamplingValues(*[*(column[rows] for column in tables[2:]), seq_lens])
+    return StepInputs(token_ids, positions, slots, F.pad(ends, (1, 0)), seq_lens, block_tables, sampling)
+
+
+@triton.jit(
+    do_not_specialize=["num_seqs", "padding_row"],
+    # These lie side by side, at any address: they must not make a variant for each.
+    do_not_specialize_on_alignment=["rows_ptr", "num_computed_ptr", "num_scheduled_ptr", "planned_ids_ptr"],
+)
+def _step_inputs_kernel(
+    rows_ptr,
+    num_computed_ptr,
+    num_scheduled_ptr,
+    planned_ids_ptr,
+    tables_ptr,
+    last_token_ptr,
+    temperatures_ptr,
+    top_ks_ptr,
+    top_ps_ptr,
+    min_ps_ptr,
+    all_seeds_ptr,
+    token_ids_ptr,
+    positions_ptr,
+    slots_ptr,
+    cu_seqlens_ptr,
+    seq_lens_ptr,
+    block_tables_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    seeds_ptr,
+    num_seqs,
+    padding_row,
+    table_width,
+    BLOCK_SIZE: tl.constexpr,
+    MAX_SEQS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    # Grid (num_seqs,).
+    # A program owns one sequence: its tokens, BLOCK at a time, and its row of each table.
+    # The padding row's tokens get slot -1, so that nothing of them is stored.
+    seq = tl.program_id(0)
+    row = tl.load(rows_ptr + seq).to(tl.int64)
+    computed = tl.load(num_computed_ptr + seq)
+    scheduled = tl.load(num_scheduled_ptr + seq)
+    other = tl.arange(0, MAX_SEQS)
+    first = tl.sum(tl.load(num_scheduled_ptr + other, mask=other < seq, other=0), 0)
+    tl.store(cu_seqlens_ptr + seq, first)
+    if seq == num_seqs - 1:
+        tl.store(cu_seqlens_ptr + num_seqs, first + scheduled)
+    tl.store(seq_lens_ptr + seq, computed + scheduled)
+    tl.store(temperature_ptr + seq, tl.load(temperatures_ptr + row))
+    tl.store(top_k_ptr + seq, tl.load(top_ks_ptr + row))
+    tl.store(top_p_ptr + seq, tl.load(top_ps_ptr + row))
+    tl.store(min_p_ptr + seq, tl.load(min_ps_ptr + row))
+    tl.store(seeds_ptr + seq, tl.load(all_seeds_ptr + row))
+
+    table_ptr = tables_ptr + row * table_width
+    for start in range(0, table_width, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        block = tl.load(table_ptr + index, mask=index < table_width)
+        tl.store(block_tables_ptr + seq.to(tl.int64) * table_width + index, block, mask=index < table_width)
+    sampled = tl.load(last_token_ptr + row)
+    for start in range(0, scheduled, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        exists = index < scheduled
+        planned_id = tl.load(planned_ids_ptr + first + index, mask=exists)
+        tl.store(token_ids_ptr + first + index, tl.where(planned_id < 0, sampled, planned_id), mask=exists)
+        position = computed + index
+        tl.store(positions_ptr + first + index, position, mask=exists)
+        block = tl.load(table_ptr + position // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
+        slot = tl.where(row == padding_row, -1, block * BLOCK_SIZE + position % BLOCK_SIZE)
+        tl.store(slots_ptr + first + index, slot, mask=exists)
+
+
+def step_inputs_config(num_seqs: int, block_size: int) -> dict[str, int]:
+    """Few sizes of MAX_SEQS, so that few batch sizes compile anything."""
+    max_seqs = max(256, next_power_of_2(num_seqs))
+    return {"BLOCK_SIZE": block_size, "MAX_SEQS": max_seqs, "BLOCK": 256, "num_warps": 4}
+
+
+def step_inputs(planned: PlannedRows, tables: RowTables, block_size: int) -> StepInputs:
+    """`step_inputs_reference` in one kernel."""
+    num_seqs, num_tokens = len(planned.rows), len(planned.token_ids)
+
+    def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=planned.rows.device)
+
+    seq_lens = empty(num_seqs)
+    sampling = SamplingValues(*[*(empty(num_seqs, dtype=column.dtype) for column in tables[2:]), seq_lens])
+    width = tables.block_tables.shape[1]
+    made = StepInputs(
+        token_ids=empty(num_tokens),
+        positions=empty(num_tokens),
+        slots=empty(num_tokens, dtype=torch.int64),
+        cu_seqlens=empty(num_seqs + 1),
+        seq_lens=seq_lens,
+        block_tables=empty(num_seqs, width),
+        sampling=sampling,
+    )
+    sizes = (num_seqs, len(tables.last_token) - 1, width)
+    _step_inputs_kernel[(num_seqs,)](
+        *planned, *tables, *made[:6], *sampling[:5], *sizes, **step_inputs_config(num_seqs, block_size)
+    )
+    return made
