@@ -16,6 +16,9 @@ BACKENDS = ("auto", "flash_attn", "triton", "cpu", "torch")
 DISTRIBUTED_BACKENDS = ("auto", "nccl", "gloo")
 LOAD_FORMATS = ("auto", "dummy")
 
+MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 1 << 16, 1 << 24
+"""Each has its place in tables on the host and on the device, whether or not it is used."""
+
 Affects = Literal["results", "pace"]
 """What an option changes: the tokens that come out, or only how fast and in how much memory. A resumed batch job may
 change its pace, never its results."""
@@ -114,11 +117,13 @@ class EngineConfig:
         if not isinstance(self.device, str):
             put("device", str(self.device))
         put("tensor_parallel_size", as_integer(self.tensor_parallel_size, "tensor_parallel_size", 1, 8))
-        for name in ("max_model_len", "max_num_seqs"):
-            put(name, as_integer(getattr(self, name), name, 1))
+        put("max_model_len", as_integer(self.max_model_len, "max_model_len", 1))
+        put("max_num_seqs", as_integer(self.max_num_seqs, "max_num_seqs", 1, MAX_NUM_SEQS))
         for name in ("max_num_batched_tokens", "num_kvcache_blocks", "kvcache_memory_bytes"):
             if getattr(self, name) is not None:
                 put(name, as_integer(getattr(self, name), name, 1, limit="at least 1, or None"))
+        if self.max_num_batched_tokens is not None:
+            as_integer(self.max_num_batched_tokens, "max_num_batched_tokens", 1, MAX_NUM_BATCHED_TOKENS)
         if self.kvcache_block_size != "auto":
             size = as_integer(self.kvcache_block_size, "kvcache_block_size", 1, limit='a power of two, or "auto"')
             put("kvcache_block_size", size)

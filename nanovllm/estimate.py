@@ -8,6 +8,7 @@ from nanovllm.config import EngineConfig, ResolvedConfig
 from nanovllm.models.config import max_position
 from nanovllm.models.shape import Shape
 from nanovllm.runner.kv_memory import GpuMemory
+from nanovllm.utils.checks import quote
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -24,7 +25,7 @@ def parse_size(text: str) -> int:
     except ValueError:
         size = 0
     if size <= 0:
-        raise ValueError(f"--gpu-memory is {text!r}; it must be a size such as 80GB")
+        raise ValueError(f"--gpu-memory is {quote(text)}; it must be a size such as 80GB")
     return size
 
 

@@ -16,6 +16,7 @@ from nanovllm.outputs import Output
 from nanovllm.prompts import as_iterable, as_list, naming, tokenise_texts
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.ahead import work_ahead
+from nanovllm.utils.checks import quote, refuse
 from nanovllm.utils.progress import ProgressBar
 
 Item = Request | Prompt | tuple[Prompt, SamplingParams | None]
@@ -66,7 +67,9 @@ class LLM:
             params: Seq[SamplingParams | None] = [sampling_params] * len(prompts)
         else:
             if isinstance(sampling_params, (str, Mapping)) or not isinstance(sampling_params, Iterable):
-                raise ValueError(f"sampling_params is {sampling_params!r}; it must be a SamplingParams, or one each")
+                raise ValueError(
+                    f"sampling_params is {quote(sampling_params)}; it must be a SamplingParams, or one each"
+                )
             params = list(sampling_params)
         if len(params) != len(prompts):
             raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts; give one for all or one each")
@@ -114,6 +117,8 @@ class LLM:
             ValueError: a conversation that the template cannot take, naming which; then none has run.
         """
         self.engine.check_free()
+        if not isinstance(chat_template_kwargs, Mapping | None):
+            raise refuse(chat_template_kwargs, "chat_template_kwargs", "a dict of the template's variables, or None")
         options = {
             "chat_template": chat_template,
             "add_generation_prompt": add_generation_prompt,

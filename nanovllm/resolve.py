@@ -10,6 +10,7 @@ from nanovllm.backends import BACKENDS, Backend
 from nanovllm.config import EngineConfig, ResolvedConfig
 from nanovllm.models.config import max_position
 from nanovllm.models.shape import Shape
+from nanovllm.utils.checks import quote
 from nanovllm.utils.machine import has_native_bfloat16
 
 if TYPE_CHECKING:
@@ -75,11 +76,11 @@ def resolve_device(name: str) -> torch.device:
     except RuntimeError:
         device = None
     if device is None or device.type not in ("cpu", "cuda"):
-        raise ValueError(f'device is {name!r}; it must be "cpu", "cuda" or "auto"')
+        raise ValueError(f'device is {quote(name)}; it must be "cpu", "cuda" or "auto"')
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError('device is "cuda", but torch finds no CUDA device here; use device="cpu" or "auto"')
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(f"device is {name!r}, but there are {torch.cuda.device_count()} CUDA devices")
+        raise ValueError(f"device is {quote(name)}, but there are {torch.cuda.device_count()} CUDA devices")
     if device.type == "cuda" and device.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return device

@@ -286,7 +286,7 @@ def test_sampling_params_travel() -> None:
         ({"kvcache_block_size": 8}, "kvcache_block_size.*8.*power of two from 16"),
         ({"kvcache_block_size": 0}, "kvcache_block_size.*0.*power of two"),
         ({"kvcache_block_size": "big"}, "kvcache_block_size.*'big'"),
-        ({"max_num_seqs": 0}, "max_num_seqs.*0.*at least 1"),
+        ({"max_num_seqs": 0}, "max_num_seqs.*0.*from 1 to 65536"),
         ({"max_num_seqs": 2.5}, "max_num_seqs.*2.5.*integer"),
         ({"max_num_seqs": "4"}, "max_num_seqs.*'4'.*integer"),
         ({"max_num_batched_tokens": 0}, "max_num_batched_tokens.*0.*at least 1"),

@@ -42,7 +42,7 @@ def prepare_request(
         ValueError: what is wrong with it, the limit, and the option to change.
     """
     if not isinstance(params, SamplingParams):
-        raise ValueError(f"sampling_params is {params!r}; it must be a SamplingParams")
+        raise ValueError(f"sampling_params is {quote(params)}; it must be a SamplingParams")
     params = params.clone()
     if bad := [i for i in params.stop_token_ids or () if not 0 <= i < vocab_size]:
         raise ValueError(f"stop_token_ids has {bad[0]}; the vocabulary is 0..{vocab_size - 1}")

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from contextlib import suppress
 from typing import Any, TextIO
 
 from nanovllm.engine.block_manager import BlockManager
@@ -158,8 +159,9 @@ class Trace:
             args = {"stopped": self._stopped_at is not None, "ended": self._endings(list(self._live))}
             self._lines.append(_line("end", "i", HOST, json.dumps(args), ', "ts": 0, "s": "g"').replace(",\n", "\n]\n"))
             self._flush()
-            self._file.close()
-            self._file = None
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
 
     # ---- what becomes of requests and blocks
 
@@ -260,11 +262,18 @@ class Trace:
 
     def _flush(self) -> None:
         """Hand what is told to the operating system: a killed run loses at most the steps in hand."""
-        if self._file is not None:
+        if self._file is None:
+            return
+        try:
             self._file.write("".join(self._lines))
             self._file.flush()
-            self._num_events += len(self._lines)
-            self._lines.clear()
+        except OSError as error:
+            logger.warning("%s ends here, it cannot be written; the run goes on: %s", self._path, error)
+            file, self._file = self._file, None
+            with suppress(OSError):  # it tries again what is not yet written
+                file.close()
+        self._num_events += len(self._lines)
+        self._lines.clear()
 
 
 def _line(name: str, phase: str, thread: int, args: str, more: str = "") -> str:

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.utils.checks import quote
+
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
@@ -36,7 +38,7 @@ def load_model_config(data: dict[str, Any], source: str) -> "PretrainedConfig":
     supported = ", ".join(ARCHITECTURES)
     architectures = data.get("architectures") or []
     if not isinstance(architectures, list):
-        raise ValueError(f"{source}: architectures is {architectures!r}; it must be a list")
+        raise ValueError(f"{source}: architectures is {quote(architectures)}; it must be a list")
     if not any(name in ARCHITECTURES for name in architectures):
         named = ", ".join(map(str, architectures)) or "no architecture"
         raise ValueError(f"{source} names {named}; supported are: {supported}")
@@ -60,11 +62,11 @@ def _check(config: "PretrainedConfig", source: str) -> None:
     if config.use_sliding_window or kinds != {"full_attention"}:
         refuse(f"layer_types {sorted(kinds)}: only full attention is supported, no sliding windows")
     if config.hidden_act != "silu":
-        refuse(f"hidden_act is {config.hidden_act!r}; only silu is supported")
+        refuse(f"hidden_act is {quote(config.hidden_act)}; only silu is supported")
     rope = config.rope_parameters or {}
     rope_type = rope.get("rope_type", "default")
     if rope_type not in ROPE_TYPES:
-        refuse(f"rope type is {rope_type!r}; supported are {', '.join(ROPE_TYPES)}")
+        refuse(f"rope type is {quote(rope_type)}; supported are {', '.join(ROPE_TYPES)}")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         refuse("partial_rotary_factor other than 1 is not supported")
     sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "intermediate_size")

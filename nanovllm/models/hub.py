@@ -37,7 +37,9 @@ def find_model(model: str, revision: str | None = None) -> Path:
     """
     folder = _find_folder(model)
     if folder is not None and revision is not None:
-        raise ValueError(f"revision is {revision!r}, and {folder} is a folder, which has no revisions: leave it out")
+        raise ValueError(
+            f"revision is {quote(revision)}, and {folder} is a folder, which has no revisions: leave it out"
+        )
     if folder is None and model.lower() in PRESETS:
         raise ValueError(
             f'model {model!r} is the name of a shape, without weights: use load_format="dummy" for random ones, '
@@ -54,7 +56,7 @@ def read_config(model: str) -> "PretrainedConfig":
     Raises:
         ValueError: there is no such model, or one that is not supported.
     """
-    path, shape = Path(model).expanduser(), model.lower().removeprefix("qwen/")
+    path, shape = _as_path(model), model.lower().removeprefix("qwen/")
     if shape in PRESETS and not path.exists():
         return load_model_config(preset_config(shape), f"preset {shape}")
     if not path.is_file():
@@ -64,11 +66,21 @@ def read_config(model: str) -> "PretrainedConfig":
 
 def _find_folder(model: str) -> Path | None:
     """The model in the box, or a local folder, with a config.json; None if there is no such folder."""
-    path = Path(__file__).parent.parent / "assets" / BOX if model == BOX else Path(model).expanduser()
+    path = Path(__file__).parent.parent / "assets" / BOX if model == BOX else _as_path(model)
     if not path.is_dir():
         return None
     if not (path / "config.json").is_file():
         raise ValueError(f"model folder {path} has no config.json")
+    return path
+
+
+def _as_path(model: str) -> Path:
+    """Raises a ValueError for what no path can be."""
+    try:
+        path = Path(model).expanduser()
+        path.exists()
+    except (OSError, RuntimeError) as error:  # a name that is too long; the home of a user who is not there
+        raise ValueError(f"model {quote(model)} cannot be a folder: {quote(error.args[-1])}") from error
     return path
 
 
@@ -83,6 +95,6 @@ def _download(model: str, patterns: list[str], revision: str | None = None) -> P
         return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, ValueError, OSError) as error:
         raise ValueError(
-            f"model {model!r} is neither a local folder, nor a shape ({', '.join(PRESETS)}), "
+            f"model {quote(model)} is neither a local folder, nor a shape ({', '.join(PRESETS)}), "
             f"nor an id that could be downloaded: {error}"
         ) from error

@@ -100,4 +100,7 @@ def as_list(value: Any, name: str, limit: str) -> list[Any]:
         return []
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
         raise refuse(value, name, limit)
-    return list(value)
+    try:
+        return list(value)
+    except TypeError:  # a tensor without dimensions
+        raise refuse(value, name, limit) from None

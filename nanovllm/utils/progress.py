@@ -25,6 +25,11 @@ class ProgressBar(tqdm):  # type: ignore[misc]  # tqdm has no types
         self._stats, self._before, self._since = stats, dict(stats()), time.perf_counter()
         super().__init__(**{"mininterval": self.MININTERVAL, "dynamic_ncols": True, "miniters": 0, **options})
 
+    __eq__, __hash__ = (
+        object.__eq__,
+        object.__hash__,
+    )  # tqdm's compares where bars stand, and fails with other observers
+
     @property
     def format_dict(self) -> dict[str, Any]:
         now, seconds = self._stats(), max(time.perf_counter() - self._since, 1e-9)
