@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.batch.answers import Answer, error_answer, result_answer
 from nanovllm.batch.compact import DigestSet, LineSet
 from nanovllm.batch.journal import OutputError, open_journal
-from nanovllm.batch.manifest import Manifest, write_json
+from nanovllm.batch.manifest import Manifest, remove_stale, write_json
 from nanovllm.batch.protocol import Envelope, LineError, prepare, read_envelope
 from nanovllm.batch.source import MAX_LINE_BYTES, STANDARD, InputDigest, Line, Reading, Source, is_file
 from nanovllm.batch.status import Status
@@ -83,6 +83,8 @@ class OpenJob:
         identity = None if digest is None else _identity(job, digest)
         self._manifest = Manifest(Path(job.output), identity, job.accept_changes)
         self._journal, state = open_journal(job.output, self._manifest, numbers, job.overwrite)
+        if job.stats is not None:
+            remove_stale(Path(job.stats))
         self.done = state.done
         tally.num_earlier, tally.num_failed = len(self.done), state.num_failed
         tally.num_succeeded = tally.num_earlier - tally.num_failed
@@ -94,9 +96,13 @@ class OpenJob:
         Args:
             engine: see `LLM.provenance`.
         """
+        self._record(lambda: self._manifest.check_engine(engine))
+
+    def _record(self, write: Callable[[], None]) -> None:
+        """Change the manifest, if there is one."""
         try:
             if is_file(self.job.output):
-                self._manifest.check_engine(engine)
+                write()
         except OSError as error:
             raise OutputError(f"{self._manifest.path} cannot be written: {error.strerror or error}") from error
 
@@ -115,7 +121,7 @@ class OpenJob:
         """
         if self.first is not None and digest != self.first.digest:
             reason = f"the input {self.job.input} changed while the job ran"
-            self._manifest.spoil(reason)
+            self._record(lambda: self._manifest.spoil(reason))
             raise IncompleteError(f"{reason}: --overwrite answers it as it is now")
         if len(numbers) != len(self.done):
             some = ", ".join(map(str, islice(numbers.minus(self.done), 10)))
