@@ -14,6 +14,7 @@ import shutil
 import sys
 import tracemalloc
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -335,6 +336,17 @@ def test_new_files_have_names_that_nobody_can_foresee_and_stale_ones_go(tmp_path
         path.write_text("half")
     assert run(source, tmp_path / "out", stats=str(tmp_path / "stats")) == Status.OK
     assert victim.read_text() == "mine" and not any(path.exists() for path in stale)
+
+
+def test_a_bar_that_cannot_be_drawn_stops_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = write_lines(tmp_path / "in", [{"prompt": "x"}] * 30)
+    with open("/dev/full", "w", buffering=1) as full:
+        monkeypatch.setattr(sys, "stderr", full)
+        assert run(source, tmp_path / "out") == Status.OK
+        monkeypatch.undo()
+        with suppress(OSError):
+            full.close()
+    assert len(read_answers(tmp_path / "out")) == 30
 
 
 # ---- the engine that gave the answers

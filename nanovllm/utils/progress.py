@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from tqdm import tqdm
@@ -25,10 +26,13 @@ class ProgressBar(tqdm):  # type: ignore[misc]  # tqdm has no types
         self._stats, self._before, self._since = stats, dict(stats()), time.perf_counter()
         super().__init__(**{"mininterval": self.MININTERVAL, "dynamic_ncols": True, "miniters": 0, **options})
 
-    __eq__, __hash__ = (
-        object.__eq__,
-        object.__hash__,
-    )  # tqdm's compares where bars stand, and fails with other observers
+    def display(self, *arguments: Any, **options: Any) -> None:
+        with suppress(OSError):  # a log on a full disk must not end the run
+            super().display(*arguments, **options)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
 
     @property
     def format_dict(self) -> dict[str, Any]:
