@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from nanovllm.config import EngineConfig, ResolvedConfig
-from nanovllm.models.config import max_position
+from nanovllm.models.config import limit_length
 from nanovllm.models.shape import Shape
 from nanovllm.runner.kv_memory import GpuMemory
 from nanovllm.utils.checks import quote
@@ -110,7 +110,7 @@ def _resolve(hf_config: "PretrainedConfig", config: EngineConfig) -> ResolvedCon
         device="cuda:0",
         dtype=str(hf_config.dtype or "float32").removeprefix("torch.") if config.dtype == "auto" else config.dtype,
         block_size=256 if config.kvcache_block_size == "auto" else config.kvcache_block_size,
-        max_model_len=min(config.max_model_len, max_position(hf_config)),
+        max_model_len=limit_length(hf_config, config.max_model_len),
         max_num_batched_tokens=config.max_num_batched_tokens or TOKEN_BUDGETS["cuda"],
         use_graphs=not config.enforce_eager,
         depth=2,

@@ -208,7 +208,7 @@ class LLM:
         request = self.prepare(prompt, sampling_params)
         if self.engine.tokenizer is None:
             raise ValueError("this model has no tokenizer, so its tokens have no text: use generate()")
-        text = self.engine.tokenizer.growing_text(request.params)
+        text = self.engine.tokenizer.growing_text(request.params, request.prompt_token_ids)
         with closing(self.engine.steps([request])) as steps:
             for ended in steps:
                 for _, seq in ended:

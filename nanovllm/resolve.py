@@ -8,7 +8,7 @@ import torch
 
 from nanovllm.backends import BACKENDS, Backend
 from nanovllm.config import EngineConfig, ResolvedConfig
-from nanovllm.models.config import max_position
+from nanovllm.models.config import limit_length
 from nanovllm.models.shape import Shape
 from nanovllm.utils.checks import quote
 from nanovllm.utils.machine import has_native_bfloat16
@@ -52,7 +52,7 @@ def resolve(config: EngineConfig, hf_config: "PretrainedConfig") -> ResolvedConf
         use_graphs=is_cuda and not config.enforce_eager and not through_host,
         block_size=size or backend.default_block_size,
         max_num_batched_tokens=config.max_num_batched_tokens or TOKEN_BUDGETS[device.type],
-        max_model_len=min(config.max_model_len, max_position(hf_config)),
+        max_model_len=limit_length(hf_config, config.max_model_len),
         depth=2 if config.overlap and is_cuda else 1,
     )
 

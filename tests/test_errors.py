@@ -493,14 +493,19 @@ def test_a_broken_tokenizer_is_refused(content: str, reciter: Path, tmp_path: Pa
 
 
 UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
-    "architecture": ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM.*Qwen3ForCausalLM"),
+    "architecture": ({"architectures": ["OPTForCausalLM"]}, "OPTForCausalLM.*Qwen3ForCausalLM.*MistralForCausalLM"),
     "mixture of experts": ({"architectures": ["Qwen3MoeForCausalLM"]}, "Qwen3MoeForCausalLM.*Qwen3ForCausalLM"),
     "no architecture": ({"architectures": None}, "architecture.*Qwen3ForCausalLM"),
     "architectures of another type": ({"architectures": 5}, "architecture"),
     "quantization": ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantization_config"),
-    "sliding window": ({"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}, "sliding"),
+    "sliding window": (
+        {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1, "layer_types": None},
+        "last 16 tokens.*sliding_window.*max_model_len",
+    ),
     "sliding layers": ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types.*sliding_attention"),
     "linear attention": ({"layer_types": ["linear_attention", "full_attention"]}, "layer_types.*linear_attention"),
+    "biased MLP": ({"architectures": ["LlamaForCausalLM"], "model_type": "llama", "mlp_bias": True}, "mlp_bias"),
+    "another model_type": ({"model_type": "llama"}, 'model_type.*llama.*"qwen3", as Qwen3ForCausalLM'),
     "activation": ({"hidden_act": "gelu"}, "hidden_act.*gelu.*silu"),
     "dynamic rope": ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "dynamic.*yarn"),
     "longrope": (

@@ -10,9 +10,9 @@ from nanovllm.cli import main
 from nanovllm.config import EngineConfig
 from nanovllm.estimate import estimate, parse_size
 from nanovllm.layers.parallel import Parallel
+from nanovllm.models.dense import DenseForCausalLM
 from nanovllm.models.hub import read_config
 from nanovllm.models.presets import PRESETS, preset_config
-from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.models.shape import Shape
 
 GIB = 1 << 30
@@ -29,7 +29,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
 def test_the_parameters_are_those_of_the_model_itself(name: str, ranks: int) -> None:
     config = read_config(name)
     with torch.device("meta"):
-        model = Qwen3ForCausalLM(config, None, Parallel(0, ranks), 16)  # type: ignore[arg-type]  # it never runs
+        model = DenseForCausalLM(config, None, Parallel(0, ranks), 16)  # type: ignore[arg-type]  # it never runs
     assert Shape.of(config).of_rank(ranks).num_parameters == sum(p.numel() for p in model.parameters())
 
 
@@ -38,7 +38,7 @@ def test_biases_and_shared_kv_heads_are_counted() -> None:
     config.attention_bias, config.num_key_value_heads, config.vocab_size = True, 2, 1001
     for ranks in (1, 4):
         with torch.device("meta"):
-            model = Qwen3ForCausalLM(config, None, Parallel(1, ranks), 16)  # type: ignore[arg-type]
+            model = DenseForCausalLM(config, None, Parallel(1, ranks), 16)  # type: ignore[arg-type]
         assert Shape.of(config).of_rank(ranks).num_parameters == sum(p.numel() for p in model.parameters())
 
 

@@ -119,7 +119,8 @@ def test_norm_rope_store_is_its_reference_and_touches_no_other_slot(
     cos_sin = torch.cat((angle.cos(), angle.sin()), dim=1).to(DEVICE)
     shape = {"blocks": 3, "block_size": block_size, "heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
     got_cache, expected_cache = caches(heads_first, **shape)
-    norms = NormRope(q_weight, k_weight, 1e-6, cos_sin)
+    weights = (q_weight, k_weight) if group % 2 else (None, None)
+    norms = NormRope(*weights, 1e-6, cos_sin)
     expected = norm_rope_store_reference(qkv, norms, positions, expected_cache, slots)
     got = norm_rope_store(qkv.clone(), norms, positions, got_cache, slots)
     assert_close(got, expected)

@@ -20,7 +20,7 @@ from nanovllm.kernels.triton_shim import HAS_TRITON, INTERPRETED
 class TritonBackend(Backend):
     name = "triton"
     head_dims = (32, 64, 128)
-    groups = (1, 2, 3, 4, 5, 8)
+    groups = (1, 2, 3, 4, 5, 6, 7, 8, 16)
     block_sizes = (16, 32, 64, 128, 256)
 
     @classmethod

@@ -142,7 +142,7 @@ class LLMEngine:
             max_model_len=self.config.max_model_len,
             seed=seed & 0xFFFFFFFFFFFFFFFF,
             eos_token_ids=self.eos_token_ids,
-            stop_matcher=self.tokenizer.stop_matcher(params) if self.tokenizer is not None else None,
+            stop_matcher=self.tokenizer.stop_matcher(params, request.prompt_token_ids) if self.tokenizer else None,
             prompt=request.prompt,
         )
         self._num_requests += 1
@@ -304,7 +304,7 @@ class LLMEngine:
                 token_ids = token_ids[:-1]
             elif seq.stop_matcher is not None:
                 return seq.stop_matcher.text
-        return self.tokenizer.decode(token_ids, seq.params.skip_special_tokens)
+        return self.tokenizer.decode(token_ids, seq.params.skip_special_tokens, seq.prompt_token_ids)
 
     def _stop_reason(self, seq: Sequence) -> int | str | None:
         """The stop string or the one of stop_token_ids that ended the sequence; None for the model's own end."""

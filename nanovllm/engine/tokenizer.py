@@ -58,7 +58,10 @@ class Tokenizer:
         return self.encode_batch([text], max_model_len, add_special_tokens)[0]
 
     def encode_batch(self, texts: Seq[str], max_model_len: int, add_special_tokens: bool = True) -> list[list[int]]:
-        """As `encode`, of many texts on all cores; what is wrong with one fails them all."""
+        """As `encode`, of many texts on all cores; what is wrong with one fails them all.
+
+        Special tokens are those that the tokenizer puts around a text; one that brings its bos gets no second.
+        """
         for text in texts:
             self._check_length(text, max_model_len)
         try:
@@ -66,10 +69,26 @@ class Tokenizer:
         except TypeError as error:  # tokenizers knows that this is no text of its language, and not why
             reason = next(filter(None, map(_not_unicode, texts)), error)
             raise ValueError(f"the text cannot be tokenised: {reason}") from error
-        return [encoding.ids for encoding in encodings]
+        bos = self._tokenizer.bos_token_id
+        return [e.ids[1:] if bos is not None and e.ids[:2] == [bos, bos] else e.ids for e in encodings]
 
-    def decode(self, token_ids: Seq[int], skip_special_tokens: bool) -> str:
-        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)  # type: ignore[no-any-return]
+    def decode(self, token_ids: Seq[int], skip_special_tokens: bool, prompt: Seq[int] = ()) -> str:
+        """The text of token_ids, or what they add to the text of a prompt: some decoders strip a text's first space."""
+
+        def decode(ids: Seq[int]) -> str:
+            return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)  # type: ignore[no-any-return]
+
+        context = self._context(prompt)
+        known, text = decode(context), decode([*context, *token_ids])
+        return text[len(known) :] if text.startswith(known) else decode(token_ids)
+
+    def _context(self, prompt: Seq[int]) -> Seq[int]:
+        """The end of a prompt, from the last token that is text by itself: not special, no part of a character."""
+        for i in range(len(prompt) - 1, -1, -1):
+            text = self._backend.decode([prompt[i]], skip_special_tokens=True)
+            if text and "\ufffd" not in text:
+                return prompt[i:]
+        return prompt[-1:]
 
     def render_chat(self, messages: Seq[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
         """The prompt of a conversation, ending where the assistant's answer begins unless the options say otherwise.
@@ -88,18 +107,18 @@ class Tokenizer:
         except Exception as error:  # jinja2's own, or whatever the template's code meets
             raise ValueError(f"the chat template refuses these messages: {error}") from error
 
-    def growing_text(self, params: SamplingParams) -> "GrowingText":
-        return GrowingText(self._backend, params)
+    def growing_text(self, params: SamplingParams, prompt: Seq[int]) -> "GrowingText":
+        return GrowingText(self._backend, params, self._context(prompt))
 
     @property
     def rendering_arguments(self) -> frozenset[str]:
         """Names of the arguments that are transformers' own; all others are the template's variables."""
         return frozenset({"messages", *signature(self._tokenizer.apply_chat_template).parameters})
 
-    def stop_matcher(self, params: SamplingParams) -> "StopStringMatcher | None":
+    def stop_matcher(self, params: SamplingParams, prompt: Seq[int]) -> "StopStringMatcher | None":
         if not params.stop:
             return None
-        return StopStringMatcher(self._backend, params.stop, params.skip_special_tokens)
+        return StopStringMatcher(self._backend, params.stop, params.skip_special_tokens, self._context(prompt))
 
 
 def _not_unicode(text: str) -> str:
@@ -113,11 +132,12 @@ def _not_unicode(text: str) -> str:
 class StopStringMatcher:
     """Decodes a sequence as it grows and finds the first stop string in its text, also one that straddles tokens."""
 
-    def __init__(self, backend: Any, stop: Iterable[str], skip_special_tokens: bool) -> None:
+    def __init__(self, backend: Any, stop: Iterable[str], skip_special_tokens: bool, context: Seq[int] = ()) -> None:
+        """context: tokens that precede the sequence, for decoders that strip a text's first space."""
         from tokenizers.decoders import DecodeStream
 
         self._backend, self._stop = backend, tuple(stop)
-        self._stream = DecodeStream(skip_special_tokens=skip_special_tokens)
+        self._stream = DecodeStream(list(context), skip_special_tokens)
         self._longest = max(map(len, self._stop))
         self.text = ""
         """All text so far; once a stop string is complete, what comes before it."""
@@ -142,10 +162,11 @@ class StopStringMatcher:
 class GrowingText:
     """The text of a sequence whose tokens are still coming, given out as soon as it is sure to stay."""
 
-    def __init__(self, backend: Any, params: SamplingParams) -> None:
+    def __init__(self, backend: Any, params: SamplingParams, context: Seq[int]) -> None:
+        """context: as for `StopStringMatcher`."""
         from tokenizers.decoders import DecodeStream
 
-        self._backend, self._stream = backend, DecodeStream(skip_special_tokens=params.skip_special_tokens)
+        self._backend, self._stream = backend, DecodeStream(list(context), params.skip_special_tokens)
         self._num_held = max((len(stop) - 1 for stop in params.stop or ()), default=0)
         """Characters at the end that may be the beginning of a stop string."""
         self._text, self._num_tokens, self._num_given = "", 0, 0

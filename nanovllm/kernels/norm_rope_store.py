@@ -13,11 +13,12 @@ from nanovllm.kernels.triton_shim import next_power_of_2, tl, triton
 class NormRope(NamedTuple):
     """What a layer norms and rotates its heads with: weights [head_dim] of the norms, and the table of angles.
 
-    cos_sin is float32 [max_position, head_dim]: head_dim/2 cosines, then head_dim/2 sines.
+    Without weights (both None) nothing is normed. cos_sin is float32 [max_position, head_dim]: head_dim/2 cosines, then
+    head_dim/2 sines.
     """
 
-    q_weight: Tensor
-    k_weight: Tensor
+    q_weight: Tensor | None
+    k_weight: Tensor | None
     eps: float
     cos_sin: Tensor
 
@@ -52,8 +53,10 @@ def norm_rope_store_reference(qkv: Tensor, norms: NormRope, positions: Tensor, c
     num_kv_heads, head_dim = cache.keys.shape[2:]
     heads = qkv.view(qkv.shape[0], -1, head_dim)
     q, k, v = torch.split(heads, [heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
-    q = rope_reference(rms_norm_reference(q, norms.q_weight, norms.eps), norms.cos_sin, positions)
-    k = rope_reference(rms_norm_reference(k, norms.k_weight, norms.eps), norms.cos_sin, positions)
+    if norms.q_weight is not None and norms.k_weight is not None:
+        q = rms_norm_reference(q, norms.q_weight, norms.eps)
+        k = rms_norm_reference(k, norms.k_weight, norms.eps)
+    q, k = (rope_reference(x, norms.cos_sin, positions) for x in (q, k))
     store_kv_reference(k, v, cache, slots)
     return q
 
@@ -78,6 +81,7 @@ def _norm_rope_store_kernel(
     BLOCK_SIZE: tl.constexpr,
     HALF: tl.constexpr,
     HEADS: tl.constexpr,
+    NORM: tl.constexpr,
 ):
     # Grid (num_tokens, all heads / HEADS).
     # A program owns HEADS heads of one token, any mix of q, k and v: q is rewritten in place, k and v go to the cache.
@@ -95,15 +99,16 @@ def _norm_rope_store_kernel(
     first_in = tl.load(row, mask=exists, other=0.0)
     second_in = tl.load(row + HALF, mask=exists, other=0.0)
     first, second = first_in.to(tl.float32), second_in.to(tl.float32)
-    mean = (tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF)
-    inverse = tl.rsqrt(mean + eps)[:, None]
-    q_first = tl.load(q_weight_ptr + dim).to(tl.float32)[None, :]
-    q_second = tl.load(q_weight_ptr + HALF + dim).to(tl.float32)[None, :]
-    k_first = tl.load(k_weight_ptr + dim).to(tl.float32)[None, :]
-    k_second = tl.load(k_weight_ptr + HALF + dim).to(tl.float32)[None, :]
-    first = (first * inverse).to(dtype).to(tl.float32) * tl.where(is_q, q_first, k_first)
-    second = (second * inverse).to(dtype).to(tl.float32) * tl.where(is_q, q_second, k_second)
-    first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
+    if NORM:
+        mean = (tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF)
+        inverse = tl.rsqrt(mean + eps)[:, None]
+        q_first = tl.load(q_weight_ptr + dim).to(tl.float32)[None, :]
+        q_second = tl.load(q_weight_ptr + HALF + dim).to(tl.float32)[None, :]
+        k_first = tl.load(k_weight_ptr + dim).to(tl.float32)[None, :]
+        k_second = tl.load(k_weight_ptr + HALF + dim).to(tl.float32)[None, :]
+        first = (first * inverse).to(dtype).to(tl.float32) * tl.where(is_q, q_first, k_first)
+        second = (second * inverse).to(dtype).to(tl.float32) * tl.where(is_q, q_second, k_second)
+        first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
 
     position = tl.load(positions_ptr + token).to(tl.int64)
     cos = tl.load(cos_sin_ptr + position * (2 * HALF) + dim)[None, :]
@@ -125,12 +130,13 @@ def _norm_rope_store_kernel(
         tl.store(v_cache_ptr + v_offset + HALF, second_in, mask=exists & is_v)
 
 
-def norm_rope_store_config(all_heads: int, head_dim: int, block_size: int) -> dict[str, int]:
+def norm_rope_store_config(all_heads: int, head_dim: int, block_size: int, norm: bool) -> dict[str, int]:
     """Up to 16 heads a program: at head_dim 128 that is 8 elements (16 bytes of bf16) of either half a thread."""
     return {
         "BLOCK_SIZE": block_size,
         "HALF": head_dim // 2,
         "HEADS": min(16, next_power_of_2(all_heads)),
+        "NORM": norm,
         "num_warps": 4,
     }
 
@@ -141,7 +147,7 @@ def norm_rope_store(qkv: Tensor, norms: NormRope, positions: Tensor, cache: KVCa
     num_tokens, all_heads = qkv.shape[0], qkv.shape[1] // head_dim
     num_heads = all_heads - 2 * num_kv_heads
     if num_tokens:
-        config = norm_rope_store_config(all_heads, head_dim, block_size)
+        config = norm_rope_store_config(all_heads, head_dim, block_size, norms.q_weight is not None)
         grid = (num_tokens, -(-all_heads // config["HEADS"]))
         strides = (qkv.stride(0), *cache.keys.stride()[:3])
         weights = (norms.q_weight, norms.k_weight, norms.cos_sin)

@@ -1,6 +1,6 @@
-"""What the runner asks of a model, and which class answers for an architecture."""
+"""What the runner asks of a model."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol, cast
 
 from torch import Tensor, nn
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from nanovllm.backends import AttentionMetadata, Backend, KVCache
 from nanovllm.layers.parallel import Parallel
 from nanovllm.layers.weights import NamedTargets
-from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.models.dense import DenseForCausalLM
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -39,13 +39,6 @@ class CausalLM(Protocol):
     def modules(self) -> Iterator[nn.Module]: ...
 
 
-CLASSES: dict[str, Callable[["PretrainedConfig", Backend, Parallel, int], nn.Module]] = {
-    "Qwen3ForCausalLM": Qwen3ForCausalLM,
-}
-"""By the names of `models.config.ARCHITECTURES`, which can be read without importing the models."""
-
-
 def make_model(hf_config: "PretrainedConfig", backend: Backend, parallel: Parallel, max_model_len: int) -> CausalLM:
     """One rank's share of the model, its parameters empty, for inference."""
-    architecture = next(name for name in hf_config.architectures if name in CLASSES)
-    return cast(CausalLM, CLASSES[architecture](hf_config, backend, parallel, max_model_len).eval())
+    return cast(CausalLM, DenseForCausalLM(hf_config, backend, parallel, max_model_len).eval())

@@ -1,15 +1,40 @@
 """Reading config.json, and refusing what would change the mathematics silently."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.utils.checks import quote
+from nanovllm.utils.checks import quote, refuse
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-ARCHITECTURES = ("Qwen3ForCausalLM",)
+
+@dataclass(frozen=True)
+class Family:
+    """In what one family of dense decoders differs from another.
+
+    Attributes:
+        config_class: transformers' name of it.
+        qkv_bias, o_bias: whether the projections have biases; None: as `attention_bias` says.
+        qk_norm: whether each query and key head is normed before the rotation.
+    """
+
+    config_class: str
+    qkv_bias: bool | None
+    o_bias: bool | None
+    qk_norm: bool
+
+
+FAMILIES = {
+    "Qwen3ForCausalLM": Family("Qwen3Config", qkv_bias=None, o_bias=None, qk_norm=True),
+    "Qwen2ForCausalLM": Family("Qwen2Config", qkv_bias=True, o_bias=False, qk_norm=False),
+    "LlamaForCausalLM": Family("LlamaConfig", qkv_bias=None, o_bias=None, qk_norm=False),
+    "MistralForCausalLM": Family("MistralConfig", qkv_bias=False, o_bias=False, qk_norm=False),
+}
+"""By architecture, as config.json names it."""
+
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 
 
@@ -33,49 +58,81 @@ def load_model_config(data: dict[str, Any], source: str) -> "PretrainedConfig":
     Raises:
         ValueError: an architecture or a feature that is not implemented, or values that contradict each other.
     """
-    from transformers import Qwen3Config
+    import transformers
 
-    supported = ", ".join(ARCHITECTURES)
     architectures = data.get("architectures") or []
     if not isinstance(architectures, list):
         raise ValueError(f"{source}: architectures is {quote(architectures)}; it must be a list")
-    if not any(name in ARCHITECTURES for name in architectures):
-        named = ", ".join(map(str, architectures)) or "no architecture"
-        raise ValueError(f"{source} names {named}; supported are: {supported}")
-    if any(name.startswith("AutoModel") for name in data.get("auto_map") or ()):
+    architecture = next((name for name in architectures if isinstance(name, str) and name in FAMILIES), None)
+    if architecture is None:
+        named = ", ".join(map(quote, architectures)) or "no architecture"
+        raise ValueError(f"{source} names {named}; supported are: {', '.join(FAMILIES)}")
+    if any(str(name).startswith("AutoModel") for name in data.get("auto_map") or ()):
         raise ValueError(f"{source} has an auto_map: it needs code of its own, and code from models is never run here")
     if data.get("quantization_config") or data.get("compression_config"):
         raise ValueError(f"{source} has a quantization_config; only unquantised weights are supported")
+    config_class = getattr(transformers, FAMILIES[architecture].config_class)
+    if data.get("model_type", config_class.model_type) != config_class.model_type:
+        raise refuse(
+            data["model_type"], f"{source}: model_type", f'"{config_class.model_type}", as {architecture} has it'
+        )
     try:
-        config = Qwen3Config.from_dict(dict(data))
+        config = config_class.from_dict(dict(data))
+        if not getattr(config, "head_dim", None):
+            config.head_dim = config.hidden_size // config.num_attention_heads
     except Exception as error:  # transformers validates with exceptions of many libraries
-        raise ValueError(f"{source} is not a valid {architectures[0]} configuration: {error}") from error
+        raise ValueError(f"{source} is not a valid {architecture} configuration: {error}") from error
     _check(config, source)
     return config
 
 
 def _check(config: "PretrainedConfig", source: str) -> None:
-    def refuse(what: str) -> None:
+    def fail(what: str) -> None:
         raise ValueError(f"{source}: {what}")
 
-    kinds = set(config.layer_types or ["full_attention"])
-    if config.use_sliding_window or kinds != {"full_attention"}:
-        refuse(f"layer_types {sorted(kinds)}: only full attention is supported, no sliding windows")
+    kinds, window = set(getattr(config, "layer_types", None) or ()), getattr(config, "sliding_window", None)
+    if kinds - {"full_attention", "sliding_attention"} or ("sliding_attention" in kinds and not window):
+        fail(f"layer_types {sorted(map(str, kinds))} with sliding_window {quote(window)} are not supported")
     if config.hidden_act != "silu":
-        refuse(f"hidden_act is {quote(config.hidden_act)}; only silu is supported")
+        fail(f"hidden_act is {quote(config.hidden_act)}; only silu is supported")
+    if getattr(config, "mlp_bias", False):
+        fail("mlp_bias is true; biases in the MLP are not supported")
     rope = config.rope_parameters or {}
     rope_type = rope.get("rope_type", "default")
     if rope_type not in ROPE_TYPES:
-        refuse(f"rope type is {quote(rope_type)}; supported are {', '.join(ROPE_TYPES)}")
+        fail(f"rope type is {quote(rope_type)}; supported are {', '.join(ROPE_TYPES)}")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        refuse("partial_rotary_factor other than 1 is not supported")
+        fail("partial_rotary_factor other than 1 is not supported")
     sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "intermediate_size")
     for name in sizes:
         if getattr(config, name) < 1:
-            refuse(f"{name} is {getattr(config, name)}; it must be at least 1")
+            fail(f"{name} is {getattr(config, name)}; it must be at least 1")
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if kv_heads < 1 or heads % kv_heads:
-        refuse(f"{heads} attention heads cannot share {kv_heads} key-value heads evenly")
+        fail(f"{heads} attention heads cannot share {kv_heads} key-value heads evenly")
+    if config.head_dim % 2:
+        fail(f"head_dim is {config.head_dim}; the rotation pairs its elements, so it must be even")
+
+
+def family_of(config: "PretrainedConfig") -> Family:
+    return next(family for family in FAMILIES.values() if family.config_class == type(config).__name__)
+
+
+def limit_length(config: "PretrainedConfig", asked: int) -> int:
+    """The longest sequence, in tokens: what is asked for, but never beyond what the model is made for.
+
+    Raises:
+        ValueError: that is more than the window of a model whose attention slides, which is not implemented.
+    """
+    length = min(asked, max_position(config))
+    window: int | None = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+    if window is not None and window < length and "sliding_attention" in kinds:
+        raise ValueError(
+            f"the model attends to the last {window} tokens only (sliding_window), which is not supported beyond "
+            f"them: max_model_len is {length}; set it to at most {window}"
+        )
+    return length
 
 
 def max_position(config: "PretrainedConfig") -> int:

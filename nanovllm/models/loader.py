@@ -1,5 +1,6 @@
 """Filling a model from safetensors, and the proof that every parameter was filled."""
 
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from tqdm import tqdm
 from nanovllm.layers.weights import WeightTarget
 from nanovllm.models.causal_lm import CausalLM
 from nanovllm.models.config import read_json
+from nanovllm.utils.checks import quote
 
 MAX_HEADER = 100_000_000  # bytes: safetensors' own limit
 DTYPES = ("F64", "F32", "F16", "BF16")
@@ -28,6 +30,8 @@ def checkpoint_files(folder: Path) -> list[Path]:
         if not isinstance(weight_map, dict) or not weight_map:
             raise ValueError(f"{index} has no weight_map")
         names = set(map(str, weight_map.values()))
+        if strange := sorted(name for name in names if not re.fullmatch(r"[\w.-]{1,250}", name)):
+            raise ValueError(f"{index} names {quote(strange[0])}; shards must be files of its own folder")
         missing = sorted(name for name in names if not (folder / name).is_file())
         if missing:
             raise ValueError(f"{folder} lacks {len(missing)} of {len(names)} shards: {', '.join(missing[:5])}")

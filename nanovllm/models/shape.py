@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from nanovllm.layers.parallel import Parallel
+from nanovllm.models.config import family_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -28,6 +29,8 @@ class Shape:
     @staticmethod
     def of(config: "PretrainedConfig") -> "Shape":
         """Of the whole model."""
+        family = family_of(config)
+        bias = bool(getattr(config, "attention_bias", False))
         return Shape(
             hidden=config.hidden_size,
             layers=config.num_hidden_layers,
@@ -37,9 +40,9 @@ class Shape:
             intermediate=config.intermediate_size,
             vocab=config.vocab_size,
             tied=bool(config.tie_word_embeddings),
-            qkv_bias=bool(config.attention_bias),
-            o_bias=bool(config.attention_bias),
-            qk_norm=True,
+            qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
+            o_bias=bias if family.o_bias is None else family.o_bias,
+            qk_norm=family.qk_norm,
         )
 
     def of_rank(self, size: int) -> "Shape":

@@ -42,6 +42,7 @@ class Model(NamedTuple):
     num_heads: int
     num_kv_heads: int = 8
     head_dim: int = 128
+    qk_norm: bool = True
 
 
 MODELS = {
@@ -51,6 +52,11 @@ MODELS = {
     "8B": Model(4096, 32),
     "14B": Model(5120, 40),
     "32B": Model(5120, 64),
+    "Qwen2.5 0.5B": Model(896, 14, 2, 64, qk_norm=False),
+    "Qwen2.5 1.5B": Model(1536, 12, 2, qk_norm=False),
+    "Qwen2.5 3B": Model(2048, 16, 2, qk_norm=False),
+    "Qwen2.5 7B": Model(3584, 28, 4, qk_norm=False),
+    "Llama 3.2 1B": Model(2048, 32, 8, 64, qk_norm=False),
 }
 VOCAB_SIZE = 151_936
 BLOCK_SIZES = (64, 256)  # the defaults: triton's own, and flash_attn's (which uses the small kernels)
@@ -87,12 +93,12 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], shared_kib:
             for add in (False, True):
                 yield launch(rms_norm._rms_norm_kernel, {"ADD": add, **rms_norm.rms_norm_config(size)})
         for block_size in block_sizes:
-            for ranks in (1, 2, 4, 8):
+            for ranks in (n for n in (1, 2, 4, 8) if model.num_kv_heads % n == 0):
                 heads, kv_heads = model.num_heads // ranks, model.num_kv_heads // ranks
                 shape = (model.head_dim, block_size)
                 yield launch(
                     norm_rope_store._norm_rope_store_kernel,
-                    norm_rope_store.norm_rope_store_config(heads + 2 * kv_heads, *shape),
+                    norm_rope_store.norm_rope_store_config(heads + 2 * kv_heads, *shape, model.qk_norm),
                 )
             group = model.num_heads // model.num_kv_heads
             yield launch(paged_decode._split_kernel, paged_decode.split_config(group, *shape, 2))

@@ -18,7 +18,7 @@ from nanovllm.kernels.sample import SamplingValues, filter_reference, sample_ref
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 HEAD_DIMS = (32, 64, 128)
-GROUPS = (1, 2, 3, 4, 5, 8)
+GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
 BLOCK_SIZES = (16, 64, 256)
 HALF = torch.float16  # Triton's interpreter does no arithmetic in bfloat16
 

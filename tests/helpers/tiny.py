@@ -1,4 +1,4 @@
-"""Tiny Qwen3 checkpoints for the tests: random ones with peaked logits, and one that recites the alphabet."""
+"""Tiny checkpoints for the tests: random ones with peaked logits, and one that recites the alphabet."""
 
 import json
 from pathlib import Path
@@ -7,14 +7,24 @@ from typing import Any
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 VOCAB_SIZE = 500
 BLOCK = 16
 
 
-def save_random(folder: Path, *, seed: int = 0, max_shard_size: str = "1GB", **changes: Any) -> Qwen3ForCausalLM:
-    """Write a random float32 Qwen3 to folder and return transformers' model of it.
+def save_random(
+    folder: Path,
+    *,
+    seed: int = 0,
+    max_shard_size: str = "1GB",
+    model_class: type[PreTrainedModel] = Qwen3ForCausalLM,
+    **changes: Any,
+) -> PreTrainedModel:
+    """Write a random float32 model to folder and return transformers' model of it.
+
+    Args:
+        changes: to its configuration; `...` leaves an entry out.
 
     As initialised, transformers' logits are nearly flat, biases zero and norms one: much could be lost without a token
     changing. So the layers are scaled up, beyond the embedding (which alone would make each token repeat itself), the
@@ -34,7 +44,8 @@ def save_random(folder: Path, *, seed: int = 0, max_shard_size: str = "1GB", **c
         "eos_token_id": None,
         "bos_token_id": None,
     }
-    model = Qwen3ForCausalLM(Qwen3Config(**config | changes)).float().eval()
+    config = {name: value for name, value in (config | changes).items() if value is not ...}
+    model = model_class(model_class.config_class(**config)).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith(".bias"):
@@ -49,7 +60,7 @@ def save_random(folder: Path, *, seed: int = 0, max_shard_size: str = "1GB", **c
 
 
 @torch.inference_mode()
-def greedy(model: Qwen3ForCausalLM, prompt: list[int], count: int) -> list[int]:
+def greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
     """What transformers' generate makes of a prompt."""
     ids = torch.tensor([prompt])
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
@@ -57,7 +68,7 @@ def greedy(model: Qwen3ForCausalLM, prompt: list[int], count: int) -> list[int]:
 
 
 @torch.inference_mode()
-def logits_of(model: Qwen3ForCausalLM, token_ids: list[int]) -> Tensor:
+def logits_of(model: PreTrainedModel, token_ids: list[int]) -> Tensor:
     """float32 [len(token_ids), vocab]: transformers' logits of the token after each."""
     return model(torch.tensor([token_ids])).logits[0].float()
 

@@ -46,7 +46,7 @@ template <class T> void silu_and_mul(const void* gate_up, void* y_, int64_t rows
     }
 }
 
-// Rotate a normed head in place; element i is paired with i + dim / 2.
+// Rotate a head in place; element i is paired with i + dim / 2.
 template <class T> void rotate(typename T::element* x, const float* cos_sin, int64_t dim) {
     const int64_t half = dim / 2;
     for (int64_t i = 0; i < half; i += LANES) {
@@ -55,6 +55,15 @@ template <class T> void rotate(typename T::element* x, const float* cos_sin, int
         T::narrow(x + i, a * c - b * s);
         T::narrow(x + half + i, b * c + a * s);
     }
+}
+
+// A head, normed and rotated; without a weight, rotated alone.
+template <class T>
+void norm_rope(const typename T::element* x, const typename T::element* weight, const float* cos_sin,
+               typename T::element* y, int64_t dim, float eps) {
+    if (weight) rms_norm_row<T>(x, weight, y, dim, eps);
+    else std::memcpy(y, x, dim * sizeof *y);
+    rotate<T>(y, cos_sin, dim);
 }
 
 // A thread owns tokens; two that share a unit of V have one owner. The token at the even offset comes first and clears
@@ -74,18 +83,14 @@ void norm_rope_store(const void* qkv_, const void* q_weight, const void* k_weigh
         for (int64_t t = owned_from(mine.begin); t < owned_from(mine.end); ++t) {
             const E* from = (const E*)qkv_ + t * stride;
             const float* angles = cos_sin + positions[t] * dim;
-            for (int64_t h = 0; h < heads; ++h, from += dim) {
-                E* q = (E*)q_ + (t * heads + h) * dim;
-                rms_norm_row<T>(from, (const E*)q_weight, q, dim, eps);
-                rotate<T>(q, angles, dim);
-            }
+            for (int64_t h = 0; h < heads; ++h, from += dim)
+                norm_rope<T>(from, (const E*)q_weight, angles, (E*)q_ + (t * heads + h) * dim, dim, eps);
             if (slots[t] < 0) continue;
             const int64_t block = slots[t] / block_size, offset = slots[t] % block_size;
             for (int64_t h = 0; h < num_kv_heads; ++h, from += dim) {
                 const int64_t at = cache_tile(block, h, num_kv_heads, dim_units * block_size);
                 alignas(64) E k[MAX_HEAD_DIM];
-                rms_norm_row<T>(from, (const E*)k_weight, k, dim, eps);
-                rotate<T>(k, angles, dim);
+                norm_rope<T>(from, (const E*)k_weight, angles, k, dim, eps);
                 store_key<T>(k, k_cache + at, offset, dim);
                 store_value<T>(from + num_kv_heads * dim, v_cache + at, offset, dim);
             }

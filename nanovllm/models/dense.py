@@ -1,4 +1,7 @@
-"""Qwen3, dense: https://arxiv.org/abs/2505.09388, as transformers' modeling_qwen3 computes it."""
+"""Dense decoders, as transformers computes them: Qwen3 (https://arxiv.org/abs/2505.09388), Qwen2, Llama and Mistral.
+
+They differ in biases and in the norms of queries and keys: `FAMILIES` in config.py says who has which.
+"""
 
 from typing import TYPE_CHECKING
 
@@ -18,8 +21,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
-class Qwen3Attention(nn.Module):
-    """Grouped-query attention with RMSNorm over each query and key head, before the rotation."""
+class Attention(nn.Module):
+    """Grouped-query attention, in some families with RMSNorm over each query and key head before the rotation."""
 
     def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel) -> None:
         super().__init__()
@@ -38,8 +41,8 @@ class Qwen3Attention(nn.Module):
         self.o_proj = RowParallelLinear(
             whole_model.heads * dim, config.hidden_size, whole_model.o_bias, parallel, "o_proj"
         )
-        self.q_norm = nn.Parameter(torch.empty(dim), requires_grad=False)
-        self.k_norm = nn.Parameter(torch.empty(dim), requires_grad=False)
+        norms = [nn.Parameter(torch.empty(dim), requires_grad=False) if whole_model.qk_norm else None for _ in "qk"]
+        self.q_norm, self.k_norm = norms
 
     def forward(self, x: Tensor, cos_sin: Tensor, positions: Tensor, cache: KVCache, meta: AttentionMetadata) -> Tensor:
         qkv = self.qkv_proj(x)
@@ -51,11 +54,12 @@ class Qwen3Attention(nn.Module):
     def weight_targets(self, prefix: str) -> NamedTargets:
         yield from self.qkv_proj.weight_targets(prefix)
         yield from self.o_proj.weight_targets(prefix)
-        yield f"{prefix}q_norm.weight", whole(self.q_norm)
-        yield f"{prefix}k_norm.weight", whole(self.k_norm)
+        if self.q_norm is not None and self.k_norm is not None:
+            yield f"{prefix}q_norm.weight", whole(self.q_norm)
+            yield f"{prefix}k_norm.weight", whole(self.k_norm)
 
 
-class Qwen3MLP(nn.Module):
+class MLP(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
     def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel) -> None:
@@ -75,14 +79,14 @@ class Qwen3MLP(nn.Module):
         yield from self.down_proj.weight_targets(prefix)
 
 
-class Qwen3Layer(nn.Module):
+class Layer(nn.Module):
     """Attention and MLP, each behind a norm; the residual travels beside x, so that each add meets its norm."""
 
     def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel) -> None:
         super().__init__()
         self.backend, self.eps = backend, config.rms_norm_eps
-        self.self_attn = Qwen3Attention(config, backend, parallel)
-        self.mlp = Qwen3MLP(config, backend, parallel)
+        self.self_attn = Attention(config, backend, parallel)
+        self.mlp = MLP(config, backend, parallel)
         self.input_norm = nn.Parameter(torch.empty(config.hidden_size), requires_grad=False)
         self.post_attention_norm = nn.Parameter(torch.empty(config.hidden_size), requires_grad=False)
 
@@ -110,7 +114,7 @@ class Qwen3Layer(nn.Module):
         yield f"{prefix}post_attention_layernorm.weight", whole(self.post_attention_norm)
 
 
-class Qwen3ForCausalLM(nn.Module):
+class DenseForCausalLM(nn.Module):
     """The model of one rank. Parameters are made empty: the loader fills them and proves that it did."""
 
     cos_sin: Tensor
@@ -119,7 +123,7 @@ class Qwen3ForCausalLM(nn.Module):
         super().__init__()
         self.backend, self.eps, self.tied = backend, config.rms_norm_eps, bool(config.tie_word_embeddings)
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel)
-        self.layers = nn.ModuleList(Qwen3Layer(config, backend, parallel) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(Layer(config, backend, parallel) for _ in range(config.num_hidden_layers))
         self.norm = nn.Parameter(torch.empty(config.hidden_size), requires_grad=False)
         self.lm_head = LMHead(config.vocab_size, config.hidden_size, parallel)
         if self.tied:
@@ -143,7 +147,7 @@ class Qwen3ForCausalLM(nn.Module):
         """(checkpoint name, target) of everything that the model needs."""
         yield from self.embed_tokens.weight_targets("model.embed_tokens.weight")
         for i, layer in enumerate(self.layers):
-            assert isinstance(layer, Qwen3Layer)
+            assert isinstance(layer, Layer)
             yield from layer.weight_targets(f"model.layers.{i}.")
         yield "model.norm.weight", whole(self.norm)
         if not self.tied:

@@ -1,0 +1,240 @@
+"""Every family of dense decoders says, token for token, what transformers says in float32."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.tiny import BLOCK, draw_prompts, edit_json, greedy, save_random
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
+
+from nanovllm import LLM, SamplingParams
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "device": "cpu",
+    "max_model_len": 160,
+    "kvcache_block_size": BLOCK,
+    "num_kvcache_blocks": 24,  # room for two and a half of the longest sequences: some are preempted
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 48,  # long prompts are cut into chunks
+}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+COMMON: dict[str, dict[str, Any]] = {
+    "untied, one kv head": {"tie_word_embeddings": False, "num_key_value_heads": 1},
+    "a kv head for every head, shards": {"num_key_value_heads": 4, "max_shard_size": "60KB", "num_hidden_layers": 3},
+    "group 7, head_dim 64": {"hidden_size": 56, "num_attention_heads": 14, "num_key_value_heads": 2, "head_dim": 64},
+    "head_dim 80": {"head_dim": 80, "vocab_size": 503, "intermediate_size": 90},
+}
+CONFIGS: list[tuple[type[PreTrainedModel], dict[str, dict[str, Any]]]] = [
+    (Qwen3ForCausalLM, COMMON | {"biases": {"attention_bias": True}, "group 16": {"num_attention_heads": 32}}),
+    (
+        Qwen2ForCausalLM,
+        COMMON
+        | {
+            "as published, head_dim from hidden_size": {"head_dim": ..., "hidden_size": 96, "num_attention_heads": 6},
+            "a window switched off": {"use_sliding_window": False, "sliding_window": 32, "max_window_layers": 1},
+            "a window that is never left": {"use_sliding_window": True, "sliding_window": 160, "max_window_layers": 1},
+        },
+    ),
+    (
+        LlamaForCausalLM,
+        COMMON
+        | {
+            "as published, Llama 2": {"head_dim": ..., "tie_word_embeddings": False, "num_key_value_heads": 4},
+            "as published, Llama 3.1": {"rope_parameters": LLAMA3, "num_key_value_heads": 1},
+            "biases": {"attention_bias": True},
+        },
+    ),
+    (
+        MistralForCausalLM,
+        COMMON
+        | {
+            "no window": {"sliding_window": None},
+            "a window that is never left": {"sliding_window": 160, "hidden_size": 80, "head_dim": 48},
+        },
+    ),
+]
+CASES = [
+    pytest.param(model_class, changes, id=f"{model_class.__name__.removesuffix('ForCausalLM')}: {name}")
+    for model_class, configs in CONFIGS
+    for name, changes in configs.items()
+]
+
+
+def save(folder: Path, model_class: type[PreTrainedModel], **changes: Any) -> PreTrainedModel:
+    return save_random(folder, model_class=model_class, **changes)
+
+
+def say(llm: LLM, count: int = 30) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts longer than a step's budget, and some that share a prefix; and what follows them."""
+    prefix, *rest = draw_prompts([40, 1, 15, 16, 17, 70, 100])
+    prompts = [*rest, *(prefix + tail for tail in draw_prompts([1, 20], seed=1)), prefix]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=count, ignore_eos=True), use_tqdm=False)
+    return prompts, [output["token_ids"] for output in outputs]
+
+
+@pytest.mark.parametrize(("model_class", "changes"), CASES)
+def test_tokens_are_transformers(model_class: type[PreTrainedModel], changes: dict[str, Any], tmp_path: Path) -> None:
+    model = save(tmp_path, model_class, **changes)
+    with LLM(tmp_path, **OPTIONS) as llm:
+        prompts, tokens = say(llm)
+        stats = llm.stats()
+    assert stats["num_preemptions"] and stats["num_cached_tokens"]
+    assert tokens == [greedy(model, prompt, 30) for prompt in prompts]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+@pytest.mark.parametrize("model_class", [Qwen2ForCausalLM, LlamaForCausalLM])
+def test_compiled_kernels_say_the_same(model_class: type[PreTrainedModel], backend: str, tmp_path: Path) -> None:
+    model = save(tmp_path, model_class, num_attention_heads=7, num_key_value_heads=1, head_dim=64, hidden_size=112)
+    prompts = draw_prompts([3, 20])
+    with LLM(tmp_path, **OPTIONS | {"attention_backend": backend}) as llm:
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), use_tqdm=False)
+    assert [output["token_ids"] for output in outputs] == [greedy(model, prompt, 4) for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    "model_class",
+    [Qwen2ForCausalLM, *(pytest.param(c, marks=pytest.mark.slow) for c in (LlamaForCausalLM, MistralForCausalLM))],
+)
+def test_two_ranks_say_the_same(model_class: type[PreTrainedModel], tmp_path: Path) -> None:
+    changes = {"attention_bias": True} if model_class is LlamaForCausalLM else {}
+    model = save(tmp_path, model_class, num_key_value_heads=1, vocab_size=501, **changes)
+    with LLM(tmp_path, tensor_parallel_size=2, **OPTIONS) as llm:
+        prompts, tokens = say(llm)
+    assert tokens == [greedy(model, prompt, 30) for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    ("model_class", "changes"),
+    [
+        (MistralForCausalLM, {"sliding_window": 64}),
+        (Qwen2ForCausalLM, {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}),
+        (Qwen3ForCausalLM, {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1}),
+    ],
+)
+def test_a_window_is_refused_only_where_it_would_be_left(
+    model_class: type[PreTrainedModel], changes: dict[str, Any], tmp_path: Path
+) -> None:
+    model = save(tmp_path, model_class, **changes)
+    with pytest.raises(
+        ValueError, match=r"last 64 tokens .*sliding_window.* max_model_len is 65; set it to at most 64"
+    ):
+        LLM(tmp_path, **OPTIONS | {"max_model_len": 65})
+    (prompt,) = draw_prompts([40])
+    with LLM(tmp_path, **OPTIONS | {"max_model_len": 64}) as llm:
+        (output,) = llm.generate([prompt], SamplingParams(temperature=0, ignore_eos=True, max_tokens=99))
+    assert output["token_ids"] == greedy(model, prompt, 24)
+
+
+def test_a_mistral_that_says_nothing_has_a_window_of_4096(tmp_path: Path) -> None:
+    save(tmp_path, MistralForCausalLM, max_position_embeddings=8192)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config.pop("sliding_window")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="last 4096 tokens"):
+        LLM(tmp_path, **OPTIONS | {"max_model_len": 4097, "num_kvcache_blocks": 300})
+
+
+# ---- Tokenizers that mark the beginning of words, as Llama 2's and Mistral's do
+
+WORDS = ["▁the", "▁cat", "▁sat", "▁", "s", "a", "t", ".", "▁on"]
+BYTES = [f"<0x{i:02X}>" for i in range(256)]
+
+
+def make_tokenizer() -> Tokenizer:
+    """Words that begin with ▁, bytes for whatever else, and a bos in front of every text."""
+    vocabulary = {token: i for i, token in enumerate(["<unk>", "<s>", "</s>", *BYTES, *WORDS])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>", byte_fallback=True, ignore_merges=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=True)
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in ("<unk>", "<s>", "</s>")])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
+    )
+    return tokenizer
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A model that always says "▁cat ▁sat é ▁on </s>", whatever the prompt ends with."""
+    folder, tokenizer = tmp_path_factory.mktemp("words"), make_tokenizer()
+    size = tokenizer.get_vocab_size()
+    cycle = [tokenizer.token_to_id(t) for t in ("▁cat", "▁sat", "<0xC3>", "<0xA9>", "▁on", "</s>")]
+    shape = {"vocab_size": size, "hidden_size": size + size % 2, "num_hidden_layers": 1, "num_attention_heads": 1}
+    save_random(
+        folder,
+        model_class=LlamaForCausalLM,
+        **shape,
+        num_key_value_heads=1,
+        head_dim=8,
+        intermediate_size=8,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.o_proj.weight.zero_()
+        model.model.layers[0].mlp.down_proj.weight.zero_()
+        model.model.norm.weight.fill_(1.0)
+        model.model.embed_tokens.weight.zero_()
+        model.model.embed_tokens.weight[:, :size].fill_diagonal_(1.0)
+        model.lm_head.weight.zero_()
+        for token in range(size):
+            after = cycle[(cycle.index(token) + 1) % len(cycle)] if token in cycle else cycle[0]
+            model.lm_head.weight[after, token] = 1.0
+    model.save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    edit_json(
+        folder / "tokenizer_config.json",
+        tokenizer_class="PreTrainedTokenizerFast",
+        bos_token="<s>",
+        eos_token="</s>",
+        chat_template="<s>{% for message in messages %}{{ message.content }}{% endfor %}",
+    )
+    edit_json(folder / "generation_config.json", do_sample=False, eos_token_id=2)
+    with LLM(folder, **OPTIONS) as llm:
+        yield llm
+
+
+PROMPTS = ["the", "the the.", "", "ü", "the s"]
+
+
+@pytest.mark.parametrize("skip", [True, False])
+@pytest.mark.parametrize("prompt", PROMPTS)
+def test_the_text_is_what_the_output_adds_to_the_prompt(prompt: str, skip: bool, llm: LLM) -> None:
+    params = SamplingParams(temperature=0, skip_special_tokens=skip, max_tokens=10)
+    (output,) = llm.generate([prompt], params, use_tqdm=False)
+    tokenizer = make_tokenizer()
+    before, ids = output["prompt_token_ids"], output["token_ids"][:-1]
+    known, whole = (tokenizer.decode(part, skip_special_tokens=skip) for part in (before, before + ids))
+    assert whole.startswith(known) and output["text"] == whole[len(known) :]
+    assert output["text"] == (" cat saté on" if prompt or not skip else "cat saté on")
+
+
+def test_pieces_and_stop_strings_keep_the_space_too(llm: LLM) -> None:
+    assert "".join(llm.stream_tokens("the", SamplingParams(temperature=0, max_tokens=10))) == " cat saté on"
+    (output,) = llm.generate(["the"], SamplingParams(temperature=0, stop=[" cat"]), use_tqdm=False)
+    assert (output["text"], output["stop_reason"]) == ("", " cat")
+    (output,) = llm.generate(["the"], SamplingParams(temperature=0, stop=["é on"]), use_tqdm=False)
+    assert output["text"] == " cat sat"
+
+
+def test_there_is_one_bos(llm: LLM) -> None:
+    bos = 1
+    params = SamplingParams(temperature=0, max_tokens=1)
+    outputs = llm.generate(["the", "<s>the", "<s><s>the"], params, use_tqdm=False)
+    assert [output["prompt_token_ids"].count(bos) for output in outputs] == [1, 1, 2]
+    (output,) = llm.chat([{"role": "user", "content": "the"}], params, use_tqdm=False)
+    assert output["prompt_token_ids"] == outputs[1]["prompt_token_ids"]
