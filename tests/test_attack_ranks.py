@@ -1,0 +1,154 @@
+"""What a stranger on the same machine can reach of several ranks: no store to write to, no folder to enter."""
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.tiny import save_random
+
+import nanovllm
+from nanovllm import LLM, SamplingParams
+from nanovllm.distributed import follower_group
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "device": "cpu",
+    "max_model_len": 64,
+    "kvcache_memory_bytes": 4 << 20,
+    "max_num_seqs": 4,
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    save_random(folder)
+    return folder
+
+
+@pytest.fixture
+def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where this process makes its temporary folders."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 5.0) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"still not so after {seconds} s"
+        time.sleep(0.02)
+    return value
+
+
+def listeners(pids: list[int]) -> Iterator[tuple[str, int]]:
+    """(address, port) of every TCP socket on which the processes listen."""
+    for pid in pids:
+        inodes = set()
+        for fd in Path(f"/proc/{pid}/fd").iterdir():
+            try:
+                inodes.add(os.readlink(fd))
+            except OSError:
+                continue
+        for table in ("tcp", "tcp6"):
+            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and f"socket:[{fields[9]}]" in inodes:
+                    address, port = fields[1].split(":")
+                    yield address, int(port, 16)
+
+
+STRANGER = """
+import sys, torch.distributed as dist
+from datetime import timedelta
+port, seconds = int(sys.argv[1]), timedelta(seconds=2)
+dist.TCPStore("127.0.0.1", port, is_master=False, timeout=seconds, wait_for_workers=False).set("0", "junk")
+"""
+
+
+def test_no_port_takes_a_stranger_s_keys_and_all_are_on_loopback(model: Path) -> None:
+    with LLM(str(model), tensor_parallel_size=2, **OPTIONS) as llm:
+        expected = llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+        found = set(listeners([os.getpid(), *llm.engine.runner.pids]))
+        assert {address for address, _ in found} <= {"0100007F"}  # 127.0.0.1
+        strangers = [
+            subprocess.Popen([sys.executable, "-c", STRANGER, str(port)], stderr=subprocess.DEVNULL)
+            for _, port in found
+        ]
+        deadline = time.monotonic() + 8
+        for stranger in strangers:  # gloo's sockets answer nothing, and may keep one waiting
+            with stranger, suppress(subprocess.TimeoutExpired):
+                try:
+                    assert stranger.wait(max(0, deadline - time.monotonic())) != 0, "a port took a key"
+                finally:
+                    stranger.kill()
+        assert llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False) == expected
+
+
+def test_the_folder_where_ranks_meet_is_private_and_goes_with_them(model: Path, scratch: Path) -> None:
+    with LLM(str(model), tensor_parallel_size=2, **OPTIONS):
+        (folder,) = scratch.iterdir()
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and folder.stat().st_uid == os.getuid()
+    assert not list(scratch.iterdir())
+
+
+def test_the_folder_is_gone_once_a_follower_has_died(model: Path, scratch: Path) -> None:
+    llm = LLM(str(model), tensor_parallel_size=2, **OPTIONS)
+    os.kill(llm.engine.runner.pids[0], signal.SIGKILL)
+    wait_for(lambda: not list(scratch.iterdir()))
+    with pytest.raises(RuntimeError, match="was killed by SIGKILL"):
+        llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
+
+
+def test_the_folder_is_gone_if_a_start_fails(model: Path, scratch: Path) -> None:
+    with pytest.raises(ValueError, match="KV cache has 1 blocks"):
+        LLM(str(model), tensor_parallel_size=2, **OPTIONS | {"num_kvcache_blocks": 1, "kvcache_block_size": 16})
+    assert not list(scratch.iterdir())
+
+
+SCRIPT = """
+import sys, time
+from nanovllm import LLM
+llm = LLM(sys.argv[1], tensor_parallel_size=2, dtype="float32", device="cpu", max_model_len=64, max_num_seqs=4)
+print("ready", flush=True)
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("when", [pytest.param("starting", marks=pytest.mark.slow), "running"])
+def test_the_folder_is_gone_once_rank_0_has_been_killed(when: str, model: Path, tmp_path: Path) -> None:
+    environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", SCRIPT, str(model)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        if when == "running":
+            assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        else:
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+            wait_for(lambda: list(tmp_path.glob("nanovllm-*")) and children.read_text(), 60)
+        process.kill()
+    wait_for(lambda: not list(tmp_path.glob("nanovllm-*")), 10)
+
+
+def test_followers_import_from_folders_with_a_colon(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The follower, told of a model that is not there, shows in its traceback where its code comes from."""
+    (tmp_path / "a:b").mkdir()
+    (tmp_path / "a:b" / "nanovllm").symlink_to(Path(nanovllm.__file__).parent)
+    monkeypatch.syspath_prepend(str(tmp_path / "a:b"))
+    start_message = follower_group.start_message
+    monkeypatch.setattr(
+        follower_group, "start_message", lambda *args: start_message(*args) | {"folder": str(tmp_path / "nowhere")}
+    )
+    with pytest.raises(RuntimeError, match=r'rank 1 of 2 failed: Traceback(.|\n)*"/.*/a:b/nanovllm/distributed/worker'):
+        LLM(str(model), tensor_parallel_size=2, **OPTIONS)
