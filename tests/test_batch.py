@@ -1,11 +1,14 @@
 """Batch jobs without a model: formats, bad lines, and what is left after whatever ends a job."""
 
 import gzip
+import io
 import json
 import logging
+import sys
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from nanovllm.batch.compact import DigestSet, LineSet
 from nanovllm.batch.protocol import LineError, num_logprobs, prepare, read_envelope
 from nanovllm.batch.source import Line
 from nanovllm.batch.status import Status
+from nanovllm.cli import main
 from nanovllm.config import EngineConfig
 from nanovllm.engine.request import derive_seed
 
@@ -173,7 +177,12 @@ BAD_LINES = {
     "a penalty": (with_chat(presence_penalty=0.5), "invalid_request", "presence_penalty is 0.5"),
     "tools": (with_chat(tools=[{"type": "function"}]), "invalid_request", "tools is"),
     "json mode": (with_chat(response_format={"type": "json_object"}), "invalid_request", "response_format is"),
-    "a user": (with_chat(user="me"), "invalid_request", "'user'"),
+    "a user that is none": (with_chat(user=5), "invalid_request", "user is 5"),
+    "parallel calls of tools": (
+        with_chat(parallel_tool_calls=True, tools=[{"type": "function"}]),
+        "invalid_request",
+        "tools is",
+    ),
     "another model": (with_chat(model="gpt-4o"), "invalid_request", "--served-model-name"),
     "temperature": (with_chat(temperature=-1), "invalid_request", "temperature is -1"),
     "temperature, a string": (with_chat(temperature="hot"), "invalid_request", "temperature is 'hot'"),
@@ -193,7 +202,8 @@ BAD_LINES = {
     "an empty prompt": (openai_line("bad", prompt=""), "invalid_request", "0 tokens"),
     "too long": (openai_line("bad", prompt="x" * 1000), "invalid_request", "1000 tokens"),
     "no messages": (openai_line("bad", messages=[]), "invalid_request", "messages is []"),
-    "a message's field": (with_chat(messages=[{**HELLO[0], "name": "x"}]), "invalid_request", "message 0"),
+    "a message's field": (with_chat(messages=[{**HELLO[0], "mood": "x"}]), "invalid_request", "message 0"),
+    "a message's name": (with_chat(messages=[{**HELLO[0], "name": 5}]), "invalid_request", "the name 5"),
     "a role": (with_chat(messages=[{"role": "wizard", "content": "x"}]), "invalid_request", "'wizard'"),
     "a picture": (
         with_chat(messages=[{"role": "user", "content": [{"type": "image_url"}]}]),
@@ -213,7 +223,10 @@ def test_a_bad_line_is_an_error_with_its_number_and_the_run_goes_on(
     answers = {answer["id"]: answer for answer in read_answers(tmp_path / "out")}
     assert sorted(answers) == ["batch_req_1", "batch_req_2", "batch_req_3"]
     error = answers["batch_req_2"]["error"]
-    assert answers["batch_req_2"]["response"] is None and error["code"] == code and error["line"] == 2
+    assert error["code"] == code and error["line"] == 2
+    response = answers["batch_req_2"]["response"]
+    assert response["status_code"] == 400 and response["request_id"] == "req_2"
+    assert response["body"]["error"]["message"] == error["message"] and response["body"]["error"]["code"] == code
     assert error["message"].startswith("line 2: ") and words in error["message"]
     assert answers["batch_req_1"]["error"] is answers["batch_req_3"]["error"] is None
     assert "2 results, 1 errors" in log.text
@@ -229,6 +242,121 @@ def test_fields_that_ask_for_nothing_are_taken() -> None:
         "tools": None,
     }
     request_of(openai_line("a", messages=HELLO, **neutral, response_format={"type": "text"}, stop=None))
+
+
+def test_fields_for_a_service_are_taken_and_echoed_where_openai_does(tmp_path: Path) -> None:
+    service = {
+        "user": "me",
+        "metadata": {"a": "b"},
+        "store": True,
+        "service_tier": "flex",
+        "parallel_tool_calls": False,
+    }
+    lines = [
+        openai_line("a", messages=HELLO, **service),
+        openai_line("b", prompt="x", **service),
+        openai_line("c", prompt="x"),
+    ]
+    assert run(write_lines(tmp_path / "in", lines), tmp_path / "out") == Status.OK
+    bodies = {answer["custom_id"]: answer["response"]["body"] for answer in read_answers(tmp_path / "out")}
+    assert bodies["a"]["service_tier"] == bodies["b"]["service_tier"] == "default" and "service_tier" not in bodies["c"]
+
+
+def test_a_developer_is_the_system_and_a_name_reaches_the_template() -> None:
+    messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "hi", "name": "Ann"}]
+    llm: Any = InstantLLM(EngineConfig("some-model", max_model_len=1000))
+    seen: list[Any] = []
+    llm.render_chat = lambda messages, kwargs: seen.extend(messages) or "x"
+    prepare(read_envelope(Line(1, json.dumps({"messages": messages}).encode())), llm, "some-model")
+    assert seen == [{"role": "system", "content": "be brief"}, messages[1]]
+
+
+# ---- what concerns all lines
+
+
+def test_a_job_whose_every_line_names_another_model_ends_before_one_is_loaded(
+    tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    lines = [openai_line(f"id-{i}", messages=HELLO, model="gpt-4o mini") for i in range(5)]
+    source = write_lines(tmp_path / "in", [b"{", *lines])
+    assert run(source, tmp_path / "out", {"no such option": 1}) == Status.USAGE
+    assert "--served-model-name 'gpt-4o mini'" in log.text and not (tmp_path / "out").exists()
+    assert run(source, tmp_path / "out", model_name="gpt-4o mini") == Status.LINES_FAILED
+    for other in (openai_line("x", prompt="x"), openai_line("x", prompt="x", model="gpt-5"), {"prompt": "x"}):
+        assert (
+            run(write_lines(tmp_path / "in", [*lines, other]), tmp_path / "out", overwrite=True) == Status.LINES_FAILED
+        )
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ('{"prompt": "a"}\n'.encode("utf-16"), "is UTF-16"),
+        ('{"prompt": "a"}\n'.encode("utf-16-be"), "is UTF-16"),
+        (json.dumps([{"prompt": "a"}] * 3, indent=1).encode(), "is one JSON array"),
+        (gzip.compress(b'[{"prompt": "a"}]'), "is one JSON array"),
+    ],
+    ids=["UTF-16", "UTF-16 without a mark", "array", "packed array"],
+)
+def test_an_input_of_another_kind_is_named_once_for_all_lines(
+    content: bytes, words: str, tmp_path: Path, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "in").write_bytes(content)
+    assert run(tmp_path / "in", tmp_path / "out") == Status.USAGE
+    assert log.text.count(words) == 1 and "Traceback" not in log.text and not (tmp_path / "out").exists()
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(content)))
+    assert run("-", tmp_path / "out") == Status.BROKEN
+    assert log.text.count(words) == 2 and "Traceback" not in log.text
+
+
+def test_gzip_is_known_by_its_content_and_an_empty_input_is_worth_a_warning(
+    tmp_path: Path, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = gzip.compress(write_lines(tmp_path / "plain.gz", LINES).read_bytes())
+    (tmp_path / "packed").write_bytes(packed)
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(packed)))
+    for number, source in enumerate((tmp_path / "plain.gz", tmp_path / "packed", "-")):
+        assert run(source, tmp_path / f"out-{number}") == Status.OK
+        assert len(texts_by_id(tmp_path / f"out-{number}")) == len(LINES)
+    assert "no requests" not in log.text
+    for content in (b"", b"\n \n"):
+        (tmp_path / "empty").write_bytes(content)
+        assert run(tmp_path / "empty", tmp_path / "none", overwrite=True) == Status.OK
+    assert log.text.count("has no requests") == 2
+
+
+def test_results_are_not_packed(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    assert run(write_lines(tmp_path / "in", LINES), tmp_path / "out.jsonl.gz") == Status.USAGE
+    assert "compress them afterwards" in log.text and not (tmp_path / "out.jsonl.gz").exists()
+
+
+HELLO_WORLD = {"role": "user", "content": "Hello world!"}
+SAMPLES = {
+    "OpenAI": ("gpt-3.5-turbo-0125", "max_tokens"),
+    "vLLM": ("meta-llama/Meta-Llama-3-8B-Instruct", "max_completion_tokens"),
+}
+"""What the sample file in the documentation of each names as its model and its limit; all else is alike."""
+
+
+@pytest.mark.parametrize(("model", "limit"), SAMPLES.values(), ids=SAMPLES)
+def test_the_sample_files_of_openai_and_vllm_run(model: str, limit: str, tmp_path: Path) -> None:
+    lines = [
+        openai_line(
+            f"request-{number}",
+            model=model,
+            messages=[{"role": "system", "content": f"You are {kind} assistant."}, HELLO_WORLD],
+            **{limit: 1000},
+        )
+        for number, kind in ((1, "a helpful"), (2, "an unhelpful"))
+    ]
+    source = write_lines(tmp_path / "in", lines)
+    command = ["run-batch", "-i", str(source), "-o", str(tmp_path / "out"), "--model", "tiny-qwen3"]
+    command += ["--max-model-len", "128", "--kvcache-memory-bytes", str(8 << 20)]
+    assert main(command) == Status.USAGE
+    assert main([*command, "--served-model-name", model]) == Status.OK
+    for answer in read_answers(tmp_path / "out"):
+        body = answer["response"]["body"]
+        assert body["model"] == model and body["choices"][0]["message"]["content"] and body["usage"]["total_tokens"]
 
 
 def test_an_id_seen_before_is_an_error_whatever_became_of_the_line_before(tmp_path: Path) -> None:

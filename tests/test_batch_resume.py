@@ -76,7 +76,7 @@ def test_whatever_ends_a_job_its_answers_stay_and_the_same_command_resumes(
     status = run(source, out, {"dies_after": 7, "error": error})
     assert status == (Status.INTERRUPTED if isinstance(error, KeyboardInterrupt) else Status.BROKEN)
     first = out.read_bytes()
-    assert first.endswith(b"\n") and len([a for a in read_answers(out) if a["response"]]) == 7
+    assert first.endswith(b"\n") and len([a for a in read_answers(out) if a["error"] is None]) == 7
     assert run(source, out) == Status.LINES_FAILED
     assert out.read_bytes().startswith(first) and sorted_answers(out) == expected
 

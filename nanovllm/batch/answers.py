@@ -38,7 +38,8 @@ class Answer(NamedTuple):
 def error_answer(number: int, error: LineError) -> Answer:
     """The answer to a bad line."""
     what = {"code": error.code, "message": f"line {number}: {error}", "line": number}
-    return Answer(number, _line(number, error.custom_id, None, what), None)
+    body = {"error": {"message": what["message"], "type": "invalid_request_error", "param": None, "code": error.code}}
+    return Answer(number, _line(number, error.custom_id, _response(number, 400, body), what), None)
 
 
 def result_answer(envelope: Envelope, output: "Output", model_name: str, token_text: Callable[[int], str]) -> Answer:
@@ -65,12 +66,18 @@ def result_answer(envelope: Envelope, output: "Output", model_name: str, token_t
             "prompt_tokens_details": {"cached_tokens": output["num_cached_tokens"]},
         },
     }
-    response = {"status_code": 200, "request_id": f"req_{number}", "body": body}
+    if envelope.body.get("service_tier") is not None:
+        body["service_tier"] = "default"
+    response = _response(number, 200, body)
     usage = Usage(num_prompt, output["num_cached_tokens"], num_generated)
     return Answer(number, _line(number, envelope.custom_id, response, None), usage)
 
 
-def _line(number: int, custom_id: str | None, response: Mapping[str, Any] | None, error: Any) -> bytes:
+def _response(number: int, status: int, body: Mapping[str, Any]) -> dict[str, Any]:
+    return {"status_code": status, "request_id": f"req_{number}", "body": body}
+
+
+def _line(number: int, custom_id: str | None, response: Mapping[str, Any], error: Any) -> bytes:
     answer = {"id": f"batch_req_{number}", "custom_id": custom_id, "response": response, "error": error}
     # A lone surrogate, in a message that quotes it, becomes \udxxx, which is how JSON writes it.
     content = json.dumps(answer, ensure_ascii=False).encode("utf-8", "backslashreplace")[:-1]
@@ -93,7 +100,7 @@ def answered_line(raw: bytes, has_checksum: bool) -> tuple[int, bool] | None:
     try:
         answer = json.loads(raw)
         number = _ID.fullmatch(answer["id"])
-        return (int(number[1]), answer["response"] is None) if number else None
+        return (int(number[1]), answer["error"] is not None) if number else None
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
 

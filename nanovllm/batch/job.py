@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shlex
 import signal
 import threading
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -16,13 +17,13 @@ from nanovllm.batch.answers import Answer, error_answer, result_answer
 from nanovllm.batch.compact import DigestSet, LineSet
 from nanovllm.batch.journal import OutputError, open_journal
 from nanovllm.batch.manifest import Manifest, remove_stale, write_json
-from nanovllm.batch.protocol import Envelope, LineError, prepare, read_envelope
-from nanovllm.batch.source import MAX_LINE_BYTES, STANDARD, InputDigest, Line, Reading, Source, is_file
+from nanovllm.batch.protocol import Envelope, LineError, foreign_model, prepare, read_envelope
+from nanovllm.batch.source import MAX_LINE_BYTES, STANDARD, InputDigest, InputError, Line, Reading, Source, is_file
 from nanovllm.batch.status import Status
 from nanovllm.batch.tally import Tally
 from nanovllm.config import EngineConfig
 from nanovllm.utils.ahead import work_ahead
-from nanovllm.utils.checks import quote
+from nanovllm.utils.checks import LONGEST_QUOTE, quote
 
 if TYPE_CHECKING:
     from nanovllm.engine.request import Request
@@ -69,7 +70,7 @@ class OpenJob:
     """
 
     def __init__(self, job: Job, tally: Tally) -> None:
-        """Raises a ValueError if the job cannot be run, or the results are another job's."""
+        """Raises a ValueError or an InputError if the job cannot be run, or the results are another job's."""
         self.job, self.tally = job, tally
         self.source = Source(job.input, job.max_line_bytes)
         _check_paths(job, self.source)
@@ -78,6 +79,7 @@ class OpenJob:
         if self.first is not None:
             digest, numbers = read_to_end(self.first), self.first.numbers
             tally.num_lines = digest.num_lines
+            _check_lines(job, self.source, digest.num_lines)
         if digest is None or not is_file(job.output):
             logger.warning("a job from or to a pipe cannot be resumed: if it ends early, its work is lost")
         identity = None if digest is None else _identity(job, digest)
@@ -133,7 +135,7 @@ class OpenJob:
 
 
 def read_to_end(reading: Reading) -> InputDigest:
-    """Read what is left; ValueError if it cannot be read."""
+    """Read what is left; InputError if it cannot be read."""
     for _ in reading:
         pass
     return reading.digest
@@ -145,11 +147,24 @@ def _identity(job: Job, digest: InputDigest) -> dict[str, Any]:
     return {"input": asdict(digest), "options": {**options, "served_model_name": job.model_name}}
 
 
+def _check_lines(job: Job, source: Source, num_lines: int) -> None:
+    """Raises a ValueError if no line can succeed, because they all ask for another model."""
+    if not num_lines:
+        logger.warning("the input %s has no requests", job.input)
+    if (model := foreign_model(Reading(source), job.model_name)) is not None:
+        raise ValueError(
+            f"every line of {job.input} asks for the model {quote(model)}, and {quote(job.model_name)} would answer: "
+            f"if that is meant, add --served-model-name {shlex.quote(model[:LONGEST_QUOTE])}"
+        )
+
+
 def _check_paths(job: Job, source: Source) -> None:
     """Raises a ValueError if a file to write cannot be one, is to be read, or is to be written twice."""
     manifest = str(Manifest.path_of(Path(job.output))) if job.output != STANDARD else None
     written = {"-o": job.output, "the manifest": manifest, "--stats": job.stats, "--trace": job.config.trace}
     places: dict[str, str] = {}
+    if job.output.endswith(".gz"):
+        raise ValueError(f"-o {quote(job.output)}: results are appended to, and not packed: compress them afterwards")
     for name, path in written.items():
         if path is None or not is_file(path):
             continue
@@ -245,10 +260,11 @@ def supervise(job: Job, answer: Callable[[OpenJob], None]) -> Status:
     Args:
         answer: raises a ValueError for what is wrong from the start, other errors for later ones.
     """
-    tally = Tally()
+    tally, is_open = Tally(), False
     with _TermAsInterrupt() as term:
         try:
             with closing(OpenJob(job, tally)) as work:
+                is_open = True
                 if work.num_left != 0:
                     if work.done:
                         logger.info("%s: resumed after %d answers", job.output, len(work.done))
@@ -259,6 +275,11 @@ def supervise(job: Job, answer: Callable[[OpenJob], None]) -> Status:
         except OutputError as error:
             logger.error("%s", error)
             status = Status.OUTPUT_FAILED
+        except InputError as error:
+            logger.error("%s", error)
+            if not is_open:
+                return Status.USAGE
+            status = Status.BROKEN
         except IncompleteError as error:
             logger.error("%s", error)
             status = Status.INCOMPLETE

@@ -5,7 +5,7 @@ makes of the Request, `answers.result_line` turns into a line again; a LineError
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -17,16 +17,21 @@ if TYPE_CHECKING:
     from nanovllm.llm import LLM
 
 CHAT_URL, COMPLETIONS_URL = "/v1/chat/completions", "/v1/completions"
-ROLES = ("system", "user", "assistant")
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+"""Roles that a message may have, and what the chat template calls them."""
 MAX_LOGPROBS = 20  # OpenAI's limit
 
 _ENVELOPE = {"custom_id": str, "method": str, "url": str, "body": dict}
 _LIMITS = ("max_tokens", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens")
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", *_LIMITS)
 _CHAT_FIELDS = ("messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs")
-_FIELDS = {True: ("model", *_SAMPLING, "logprobs", *_CHAT_FIELDS), False: ("model", *_SAMPLING, "logprobs", "prompt")}
+_SERVICE = {"user": str, "metadata": dict, "store": bool, "service_tier": str, "parallel_tool_calls": bool}
+"""Fields that are for a service, and change no answer."""
+_COMMON = ("model", *_SAMPLING, "logprobs", *_SERVICE)
+_FIELDS = {True: (*_COMMON, *_CHAT_FIELDS), False: (*_COMMON, "prompt")}
 """What a body may hold, by whether it is a chat."""
-_KINDS = {"ignore_eos": bool, "skip_special_tokens": bool, "stop_token_ids": list, "chat_template_kwargs": dict}
+_FLAGS = ("ignore_eos", "skip_special_tokens")
+_KINDS = {**dict.fromkeys(_FLAGS, bool), "stop_token_ids": list, "chat_template_kwargs": dict, **_SERVICE}
 _KIND_NAMES = {str: "a string", dict: "an object", list: "a list", bool: "true or false"}
 _NEUTRAL: dict[str, Any] = {
     **{"n": 1, "best_of": 1, "stream": False, "echo": False, "logit_bias": {}, "tools": [], "tool_choice": "none"},
@@ -204,6 +209,20 @@ def num_logprobs(envelope: Envelope) -> int | None:
     return count
 
 
+def foreign_model(lines: Iterable[Line], model_name: str) -> str | None:
+    """The one model that all lines name, if it is not the one that would answer them."""
+    foreign = None
+    for line in lines:
+        try:
+            model = read_envelope(line).body.get("model")
+        except LineError:
+            continue
+        if not isinstance(model, str) or model == model_name or foreign not in (None, model):
+            return None
+        foreign = model
+    return foreign
+
+
 def _read_prompt(prompt: Any) -> str | list[int]:
     """One prompt; OpenAI's lists of several are for a server, where a line is dear."""
     if isinstance(prompt, str) or (isinstance(prompt, list) and all(isinstance(i, int) for i in prompt)):
@@ -215,15 +234,19 @@ def _read_messages(messages: Any) -> list[dict[str, str]]:
     """A conversation whose every field the chat template sees."""
     if not isinstance(messages, list) or not messages:
         raise ValueError(f'messages is {quote(messages)}; it must be a list of {{"role": ..., "content": ...}}')
-    return [{"role": _read_role(m, i), "content": _read_content(m["content"], i)} for i, m in enumerate(messages)]
+    return [_read_message(message, i) for i, message in enumerate(messages)]
 
 
-def _read_role(message: Any, index: int) -> str:
-    if not isinstance(message, dict) or message.keys() != {"role", "content"}:
-        raise ValueError(f"message {index} is {quote(message)}; it must have a role and a content, and no more")
-    if message["role"] not in ROLES:
-        raise ValueError(f"message {index} has the role {quote(message['role'])}; it must be one of {', '.join(ROLES)}")
-    return str(message["role"])
+def _read_message(message: Any, index: int) -> dict[str, str]:
+    if not isinstance(message, dict) or not {"role", "content"} <= message.keys() <= {"role", "content", "name"}:
+        raise ValueError(f"message {index} is {quote(message)}; it must have a role and a content, and may have a name")
+    role, name = message["role"], message.get("name")
+    if not isinstance(role, str) or role not in ROLES:
+        raise ValueError(f"message {index} has the role {quote(role)}; it must be one of {', '.join(ROLES)}")
+    if not isinstance(name, str | None):
+        raise ValueError(f"message {index} has the name {quote(name)}; it must be a string")
+    read = {"role": ROLES[role], "content": _read_content(message["content"], index)}
+    return read if name is None else {**read, "name": name}
 
 
 def _read_content(content: Any, index: int) -> str:

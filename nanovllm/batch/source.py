@@ -1,14 +1,16 @@
 """The input of a job, a file or a folder of files: its lines, read lazily, and the digest of its content."""
 
-import gzip
+import codecs
 import os
 import sys
 import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from gzip import GzipFile
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import xxhash
 
@@ -18,6 +20,10 @@ from nanovllm.utils.checks import quote
 STANDARD = "-"
 """In place of a path: standard input, or standard output."""
 MAX_LINE_BYTES = 32 << 20
+
+
+class InputError(Exception):
+    """The input cannot be read, or read to its end."""
 
 
 class Line(NamedTuple):
@@ -96,7 +102,7 @@ class Reading:
         self._hash, self._num_bytes = xxhash.xxh3_128(), 0
 
     def __iter__(self) -> Iterator[Line]:
-        """Raises a ValueError if a file cannot be read, or its packing is broken."""
+        """Raises an InputError if a file cannot be read, or its packing is broken, or it holds no lines of UTF-8."""
         number = 0
         for name in self._source.files:
             with _open(name) as file:
@@ -106,7 +112,7 @@ class Reading:
                         yield line
                 number -= 1
 
-    def _read_line(self, file: BinaryIO, number: int) -> Line | None:
+    def _read_line(self, file: BufferedReader, number: int) -> Line | None:
         """The next line, blank or not; None at the end. Of one that is too long, the rest is passed over."""
         limit = self._source.max_line_bytes
         raw = piece = file.readline(limit + 1)
@@ -129,13 +135,24 @@ class Reading:
         return InputDigest(len(self.numbers), self._num_bytes, self._hash.hexdigest())
 
 
+def _check_kind(path: str, beginning: bytes) -> None:
+    """Raises an InputError for a file that would be an error in every line."""
+    if beginning.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in beginning:
+        raise InputError(f"the input {path} is UTF-16 or binary, not UTF-8: iconv -f UTF-16 -t UTF-8 converts it")
+    if beginning.startswith(b"["):
+        raise InputError(f"the input {path} is one JSON array, not a request a line: jq -c '.[]' converts it")
+
+
 @contextmanager
-def _open(path: str) -> Iterator[BinaryIO]:
+def _open(path: str) -> Iterator[BufferedReader]:
+    """The file, unpacked if it is gzip, which its first bytes tell, not its name."""
     try:
-        if path == STANDARD:
-            yield sys.stdin.buffer
-        else:
-            with gzip.open(path) if path.endswith(".gz") else open(path, "rb") as file:
-                yield file  # type: ignore[misc]  # gzip's files are read as others are
+        opened: Any = nullcontext(sys.stdin.buffer) if path == STANDARD else open(path, "rb")  # noqa: SIM115  # just below
+        with opened as raw:
+            file = raw if hasattr(raw, "peek") else BufferedReader(raw)
+            if file.peek(2)[:2] == b"\x1f\x8b":
+                file = BufferedReader(GzipFile(fileobj=file))
+            _check_kind(path, file.peek(4)[:4])
+            yield file
     except (OSError, EOFError, zlib.error) as error:
-        raise ValueError(f"the input {path} cannot be read: {error}") from error
+        raise InputError(f"the input {path} cannot be read: {error}") from error
