@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from nanovllm.batch.source import MAX_LINE_BYTES
 from nanovllm.batch.status import STATUS_HELP, Status
@@ -17,9 +17,16 @@ from nanovllm.version import __version__
 _ENGINE_FIELDS = {field.name: field for field in fields(EngineConfig)}
 
 
+class _Parser(argparse.ArgumentParser):
+    """Answers a mistake with one line, not with every option that there is."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(int(Status.USAGE), f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit status."""
-    parser = argparse.ArgumentParser("nanovllm", description="Offline batch inference of Qwen3 models.")
+    parser = _Parser("nanovllm", description="Offline batch inference of Qwen3 models.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_run_batch(commands)
@@ -80,7 +87,9 @@ def _add_run_batch(commands: Any) -> None:
     cluster.add_argument("--ray", action="store_true", help="run there; needs the extra nano-vllm[ray]")
     cluster.add_argument("--replicas", type=int, default=1, metavar="N", help="engines (default: 1)")
     cluster.add_argument(
-        "--ray-address", metavar="X", help="default: RAY_ADDRESS, or a cluster of this machine alone, for this job"
+        "--ray-address",
+        metavar="ADDRESS",
+        help="default: RAY_ADDRESS, or a cluster of this machine alone, for this job",
     )
     engine = parser.add_argument_group("engine options")
     for name in _ENGINE_FIELDS:
@@ -168,9 +177,11 @@ def _view(options: argparse.Namespace) -> int:
 def _add_engine_option(parser: Any, name: str) -> None:
     """An option of EngineConfig, with its own words; what is not given is left to EngineConfig."""
     field = _ENGINE_FIELDS[name]
-    kind: dict[str, Any] = {"type": _TYPES[str(field.type)], "metavar": "X"} if field.type is not bool else {}
     if field.type is bool:
-        kind = {"action": argparse.BooleanOptionalAction}
+        kind: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+    else:
+        type_, metavar = _TYPES[str(field.type)]
+        kind = {"type": type_, "metavar": metavar or _METAVARS.get(name) or name.split("_")[-1].upper()}
     parser.add_argument(f"--{name.replace('_', '-')}", default=argparse.SUPPRESS, help=_help(name), **kind)
 
 
@@ -178,14 +189,16 @@ def _integer_or_name(text: str) -> int | str:
     return int(text) if text.isdigit() else text
 
 
-_TYPES: dict[str, Any] = {
-    str(str): str,
-    str(str | None): str,
-    str(int): int,
-    str(float): float,
-    str(int | None): int,
-    str(int | str): _integer_or_name,
+_TYPES: dict[str, tuple[Any, str | None]] = {
+    str(str): (str, None),
+    str(str | None): (str, None),
+    str(int): (int, "N"),
+    str(float): (float, "SHARE"),
+    str(int | None): (int, "N"),
+    str(int | str): (_integer_or_name, "N"),
 }
+"""By the type of a field: what makes it of a word, and what the word is called in --help; None for its own name."""
+_METAVARS = {"trace": "FILE"}
 
 
 def _help(name: str) -> str:

@@ -99,6 +99,15 @@ def test_a_wrong_command_is_refused_with_status_2(
 ) -> None:
     status, _, said = run(capsys, *arguments)
     assert status == Status.USAGE and words in said and "Traceback" not in said
+    assert said.count("\n") == 1, "one line"
+
+
+@pytest.mark.parametrize("command", ["run-batch", "estimate"])
+def test_help_names_what_an_option_takes(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, shown, _ = run(capsys, command, "--help")
+    for words in ("--max-model-len N", "--dtype DTYPE", "--gpu-memory-utilization SHARE", "--kvcache-block-size N"):
+        assert words in shown
+    assert " X" not in shown
 
 
 def test_a_model_that_is_not_there_is_refused_and_another_may_be_tried(
