@@ -1,11 +1,17 @@
 """An engine as a stateful class for Ray Data, for anybody's pipeline:
 
 import ray
+from nanovllm import SamplingParams
 from nanovllm.ray import RayLLM, actors
-prompts = ray.data.from_items([{"prompt": f"What is {n} plus 2?"} for n in range(100)])
-outputs = prompts.map_batches(RayLLM, fn_constructor_args=("tiny-qwen3",), batch_size=64, **actors(replicas=2))
+rows = [{"messages": [{"role": "user", "content": f"what is {n} + 17?"}]} for n in range(3, 103)]
+outputs = ray.data.from_items(rows).map_batches(
+    RayLLM,
+    fn_constructor_args=("tiny-qwen3", SamplingParams(temperature=0.0)),
+    batch_size=64,
+    **actors(replicas=1),
+)
 for row in outputs.iter_rows():
-    print(row["prompt"], row["generated_text"], row["error"])
+    print(row["generated_text"], row["error"])
 """
 
 import asyncio

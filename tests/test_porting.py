@@ -110,6 +110,19 @@ def test_a_name_of_vllms_is_not_one_of_ours_too() -> None:
     assert not SAMPLING.keys() & {field.name for field in fields(SamplingParams)}
 
 
+# ---- what pages show
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+def test_the_readmes_example_prints_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,), (shown,) = blocks("README.md", "python"), blocks("README.md", "text")
+    exec(code, {})
+    assert capsys.readouterr().out == shown
+
+
 # ---- the examples
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -307,6 +308,25 @@ def test_anybodys_pipeline_may_use_the_engine_and_its_batches_overlap(cluster: s
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_a_job_on_a_cluster_of_its_own_shows_nothing_of_rays_insides(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in", [{"prompt": "x", "max_tokens": 2}])
+    command = [sys.executable, "-m", "nanovllm", "run-batch", "--ray", "-i", str(source), "-o", str(tmp_path / "out")]
+    done = subprocess.run([*command, "--model", "tiny-qwen3"], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "1 of 1 lines answered" in done.stderr
+    assert not re.search(r"core_worker|logging\.cc|RuntimeWarning| E \d", done.stderr)
+
+
+@pytest.mark.slow
+def test_the_pages_example_prints_what_it_shows(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "ray.md").read_text()
+    (code,), (shown,) = (re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL) for language in ("python", "text"))
+    exec(code, {})
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.rstrip() for line in printed if "->" in line] == shown.splitlines()
+
+
 def test_a_pool_that_leaves_no_cpu_for_reading_is_warned_of(cluster: str, caplog: pytest.LogCaptureFixture) -> None:
     actors(replicas=1)
     assert not caplog.text

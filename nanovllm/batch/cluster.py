@@ -9,6 +9,7 @@ Input and results are read and written on the machine that runs the command, so 
 import json
 import logging
 import os
+import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -224,8 +225,11 @@ def _cluster(address: str | None, config: EngineConfig, replicas: int) -> Iterat
         address = address or os.environ.get("RAY_ADDRESS") or "local"
         # As many as are needed, whatever the machine has: an engine of a few CPUs is slow, one that waits never ends.
         num_cpus = {"num_cpus": max(os.cpu_count() or 1, replicas * tp + 1)} if address == "local" else {}
+        # Of every actor that may be restarted Ray's C++ says, as an error, that it could be lost: this job's never are.
+        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
         try:
-            ray.init(address, log_to_driver=False, logging_level=logging.WARNING, **num_cpus)
+            with _hushed():  # it would tell of that variable
+                ray.init(address, log_to_driver=False, logging_level=logging.WARNING, **num_cpus)
         except ConnectionError as error:
             raise ValueError(f"no Ray cluster answers at {address}: {error}") from error
     try:
@@ -252,3 +256,18 @@ def check_room(nodes: Sequence[Mapping[str, float]], kind: str, replicas: int, e
             f"the cluster has {have} {kind}s; {replicas} engines of {each} {kind}s need {replicas * each}, and Ray "
             f"would wait for them for ever: use --replicas {max(room, 1)}, or start Ray with --num-{kind.lower()}s"
         )
+
+
+@contextmanager
+def _hushed() -> Iterator[None]:
+    """Within, nothing goes to stderr, not even from C++."""
+    sys.stderr.flush()
+    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(nowhere)
