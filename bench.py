@@ -91,7 +91,7 @@ class Recorder:
     def planned(self, number: int, at: float, batch: Batch, scheduler: Scheduler) -> None:
         plan = batch.plan
         work = list(zip(plan.num_computed.tolist(), plan.num_scheduled.tolist(), strict=True))
-        self.steps.append((work, int(plan.samples.sum())))
+        self.steps.append((work, int(plan.num_logits.sum())))
 
     def finished(self, number: int, batch: Batch, clock: Clock, result: StepResult) -> None:
         device = result.device_seconds

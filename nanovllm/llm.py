@@ -1,11 +1,11 @@
 """The facade: what a user of the library calls."""
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import closing
 from types import TracebackType
-from typing import Any, NoReturn, Unpack
+from typing import Any, NoReturn, TypeVar, Unpack
 
 from nanovllm.chat import Message, read_conversation, split_conversations
 from nanovllm.config import EngineConfig, EngineOptions
@@ -15,9 +15,12 @@ from nanovllm.load import load_engine
 from nanovllm.outputs import Output
 from nanovllm.prompts import as_iterable, as_list, naming, tokenise_texts
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.score import Score, read_score, score_request
 from nanovllm.utils.ahead import work_ahead
 from nanovllm.utils.checks import quote, refuse
 from nanovllm.utils.progress import ProgressBar
+
+T = TypeVar("T")
 
 Item = Request | Prompt | tuple[Prompt, SamplingParams | None]
 """What `stream` takes: a prompt, bare or with its own sampling_params, or what `prepare` made of one."""
@@ -56,7 +59,8 @@ class LLM:
 
         Returns:
             An Output for each prompt: a dict of `text`, `token_ids`, `finish_reason`, `stop_reason`, `prompt`,
-            `prompt_token_ids`, `num_cached_tokens`, and `logprobs` if asked, which also answers as vLLM's objects do.
+            `prompt_token_ids`, `num_cached_tokens`, and `logprobs`, `prompt_logprobs` if asked, which also answers as
+            vLLM's objects do.
 
         Raises:
             ValueError: a bad prompt, naming which; then none of them has run.
@@ -77,19 +81,47 @@ class LLM:
         for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
             with naming("prompt", i, len(prompts)):
                 requests.append(self.prepare(prompt, param))
-        outputs = [Output() for _ in requests]
-        with ProgressBar(
-            self.stats, total=len(requests), desc="Generating", unit="prompt", disable=not use_tqdm
-        ) as bar:
+        return self._run_all(requests, "Generating", lambda output: output, use_tqdm)
+
+    def _run_all(self, requests: Seq[Request], what: str, read: Callable[[Output], T], use_tqdm: bool) -> list[T]:
+        """What `read` makes of the output of each request, in their order."""
+        results: dict[int, T] = {}
+        with ProgressBar(self.stats, total=len(requests), desc=what, unit="prompt", disable=not use_tqdm) as bar:
             self.engine.observers.append(bar)
             try:
                 for i, output in self._run(requests):
-                    outputs[i] = output
+                    results[i] = read(output)
                     bar.update()
             finally:
                 # Not `remove`: tqdm's == fails on what is no progress bar.
                 self.engine.observers[:] = [one for one in self.engine.observers if one is not bar]
-        return outputs
+        return [results[i] for i in range(len(requests))]
+
+    def score(
+        self, prompts: Prompt | Seq[Prompt], continuations: Prompt | Seq[Prompt], use_tqdm: bool = True
+    ) -> list[Score]:
+        """How likely each continuation is after its prompt, by the raw distribution.
+
+        Args:
+            prompts, continuations: as for `generate`, one each. Together they may have max_model_len + 1 tokens. Equal
+                prompts are computed once if they follow each other: what they share in whole blocks of the KV cache.
+
+        Returns:
+            For each pair the continuation's `logprobs`, a token each, their sum `logprob`, its `token_ids`, and
+            `is_greedy`: whether greedy decoding would give it.
+
+        Raises:
+            ValueError: a bad pair, naming which; then none has run.
+        """
+        self.engine.check_free()
+        contexts, endings, requests = as_list(prompts), as_list(continuations), []
+        if len(contexts) != len(endings):
+            raise ValueError(f"{len(endings)} continuations for {len(contexts)} prompts; give one each")
+        for i, (context, ending) in enumerate(zip(contexts, endings, strict=True)):
+            with naming("pair", i, len(contexts)):
+                request = score_request(context, ending, self.engine.tokenizer, self.max_model_len)
+                requests.append(self.engine.prepare(request.prompt_token_ids, request.params))
+        return self._run_all(requests, "Scoring", read_score, use_tqdm)
 
     def chat(
         self,

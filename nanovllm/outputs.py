@@ -81,7 +81,7 @@ class Output(_Answer):
 
     @property
     def prompt_logprobs(self) -> list[dict[int, float] | None] | None:
-        """As `logprobs`, for the prompt's tokens; the first, which nothing predicts, has None."""
+        """As `logprobs`, for the prompt's tokens; None for the first, which nothing predicts, and where not asked."""
         return self.get("prompt_logprobs")
 
     @property

@@ -16,7 +16,7 @@ _NOT_YET = {
     "n": "one completion a prompt; repeat the prompt instead (its KV cache is shared)",
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_penalty"), "penalties are not implemented"),
     **dict.fromkeys(("min_tokens", "bad_words", "logit_bias", "allowed_token_ids"), "it is not implemented"),
-    **dict.fromkeys(("prompt_logprobs", "detokenize", "include_stop_str_in_output"), "it is not implemented"),
+    **dict.fromkeys(("detokenize", "include_stop_str_in_output"), "it is not implemented"),
     "structured_outputs": "structured output is not implemented",
 }
 """Fields that may only be what they are by default, and why."""
@@ -40,7 +40,8 @@ class SamplingParams(metaclass=_Checked):
 
     Attributes:
         temperature: 0 takes the most likely token; at most finite.
-        max_tokens: the most tokens to generate; the engine also ends at max_model_len, which is what None means.
+        max_tokens: the most tokens to generate; the engine also ends at max_model_len, which is what None means. 0 only
+            scores the prompt, which may then have max_model_len + 1 tokens; needs prompt_logprobs.
         ignore_eos: go on after an end-of-sequence token (stop_token_ids still end).
         top_k: keep the k most likely tokens, ties included; 0 or -1 is off.
         top_p: keep the most likely tokens until their mass reaches p, the one that crosses included; in (0, 1].
@@ -50,6 +51,9 @@ class SamplingParams(metaclass=_Checked):
         seed: makes a request repeatable whatever else is in the batch; None takes one from the engine's seed.
         logprobs: None is off; k returns for each token the log-probabilities of the k most likely and of itself.
         skip_special_tokens: leave special tokens out of the text.
+        prompt_logprobs: as logprobs, for each token of the prompt after the first.
+        prompt_logprob_start: score the prompt from this token on. What lies whole blocks before it is taken from the
+            prefix cache, if it is there; vLLM knows no such limit, and does not read the cache for such a request.
 
     The fields from `n` on are vLLM's: so far each must be what it is by default.
 
@@ -70,6 +74,8 @@ class SamplingParams(metaclass=_Checked):
     seed: int | None = None
     logprobs: int | None = None
     skip_special_tokens: bool = True
+    prompt_logprobs: int | None = None
+    prompt_logprob_start: int = 0
     n: int = 1
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -81,7 +87,6 @@ class SamplingParams(metaclass=_Checked):
     include_stop_str_in_output: bool = False
     detokenize: bool = True
     structured_outputs: Any = None
-    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         def put(name: str, value: Any, ok: bool = True, limit: str = "") -> None:
@@ -97,7 +102,9 @@ class SamplingParams(metaclass=_Checked):
         put("top_p", top_p, 0 < top_p <= 1, "in (0, 1]; 1 is off")
         put("min_p", min_p, 0 <= min_p <= 1, "in [0, 1]; 0 is off")
         if self.max_tokens is not None:
-            put("max_tokens", as_integer(self.max_tokens, "max_tokens", 1))
+            limit = "at least 1, None (to max_model_len), or 0 with prompt_logprobs"
+            max_tokens = as_integer(self.max_tokens, "max_tokens")
+            put("max_tokens", max_tokens, max_tokens >= (1 if self.prompt_logprobs is None else 0), limit)
         strings = "a string or strings, none of them empty"
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(as_list(self.stop, "stop", strings))
         put("stop", stop, all(isinstance(s, str) and s for s in stop), strings)
@@ -107,9 +114,13 @@ class SamplingParams(metaclass=_Checked):
             as_bool(getattr(self, name), name)
         if self.seed is not None:
             put("seed", as_integer(self.seed, "seed"))
-        if self.logprobs is not None:
-            logprobs = as_integer(self.logprobs, "logprobs")
-            put("logprobs", min(logprobs, _INT32_MAX), logprobs >= 0, "None (off), or 0 or more")
+        for name in ("logprobs", "prompt_logprobs"):
+            if (value := getattr(self, name)) is not None:
+                count = as_integer(value, name)
+                put(name, min(count, _INT32_MAX), count >= 0, "None (off), or 0 or more")
+        start = as_integer(self.prompt_logprob_start, "prompt_logprob_start", 0)
+        ok = start == 0 or self.prompt_logprobs is not None
+        put("prompt_logprob_start", start, ok, "0 unless prompt_logprobs is given")
         for field in fields(self):
             if (why := _NOT_YET.get(field.name)) is not None:
                 value, neutral = getattr(self, field.name), field.default

@@ -8,7 +8,7 @@ ANY: Any = object()
 
 SAMPLING: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("guided_decoding", "truncate_prompt_tokens", "repetition_detection"), (None,)),
-    **dict.fromkeys(("prompt_logprob_token_ids", "prompt_logprob_start", "trace_decode_token_ids"), (None,)),
+    **dict.fromkeys(("prompt_logprob_token_ids", "trace_decode_token_ids"), (None,)),
     **dict.fromkeys(("logits_processors", "logprob_token_ids"), (None, [])),
     **dict.fromkeys(("flat_logprobs", "skip_reading_prefix_cache", "use_beam_search"), (None, False)),
     # Offline, vLLM sets the first itself; the last is about slow tokenizers.

@@ -224,7 +224,7 @@ def test_an_unknown_sampling_name_is_refused_with_the_nearest() -> None:
 
 LACKING = (
     "n presence_penalty frequency_penalty repetition_penalty min_tokens structured_outputs logit_bias "
-    "allowed_token_ids bad_words prompt_logprobs include_stop_str_in_output detokenize best_of guided_decoding "
+    "allowed_token_ids bad_words include_stop_str_in_output detokenize best_of guided_decoding "
     "logits_processors truncate_prompt_tokens flat_logprobs thinking_token_budget repetition_detection"
 )
 

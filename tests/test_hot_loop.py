@@ -47,7 +47,7 @@ def test_padding_reads_a_row_of_nobody_and_stores_nothing():
     planned = (padded.rows, padded.num_computed, padded.num_scheduled, padded.token_ids)
     slots = step_inputs_reference(PlannedRows(*map(torch.from_numpy, planned)), tables.of_rows, 4).slots
     assert (slots[:3] >= 4).all() and (slots[3:] == -1).all()
-    assert padded.num_tokens == padded.num_decodes == 8 and padded.samples.sum() == 3
+    assert padded.num_tokens == padded.num_decodes == 8 and padded.num_sampled.sum() == 3
 
 
 def test_a_staging_buffer_is_written_only_after_the_copy_out_of_it():

@@ -50,6 +50,7 @@ ROOMS = (
     ("ray", "estimate"),
     ("llm",),
     ("prompts",),
+    ("score",),
     ("load",),
     ("distributed",),
     ("runner",),

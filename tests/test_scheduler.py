@@ -4,7 +4,7 @@ import itertools
 from types import SimpleNamespace
 
 import pytest
-from helpers.fakes import VOCAB, PairMatcher, expected_tokens, make_engine, three_bit_digest
+from helpers.fakes import VOCAB, PairMatcher, expected_scores, expected_tokens, make_engine, three_bit_digest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,7 +14,7 @@ from nanovllm.sampling_params import SamplingParams
 
 @st.composite
 def traces(draw):
-    """A configuration and requests that arrive, share prefixes, and are aborted."""
+    """A configuration and requests that arrive, share prefixes, are scored, and are aborted."""
     block_size = draw(st.sampled_from([1, 2, 4]))
     max_model_len = draw(st.integers(2, 24))
     smallest_pool = -(-max_model_len // block_size)
@@ -31,11 +31,15 @@ def traces(draw):
     stem = draw(st.lists(st.integers(0, 2), min_size=max_model_len, max_size=max_model_len))
     requests = []
     for _ in range(draw(st.integers(1, 8))):
-        length = draw(st.integers(1, max_model_len - 1))
+        max_tokens = draw(st.integers(0, 12))
+        is_scored = max_tokens == 0 or draw(st.booleans())
+        length = draw(st.integers(1, max_model_len + (1 if max_tokens == 0 else -1)))
         own = draw(st.integers(0, length))
-        prompt = stem[: length - own] + draw(st.lists(st.integers(0, VOCAB - 1), min_size=own, max_size=own))
+        prompt = (stem * 2)[: length - own] + draw(st.lists(st.integers(0, VOCAB - 1), min_size=own, max_size=own))
         params = SamplingParams(
-            max_tokens=draw(st.integers(1, 12)),
+            max_tokens=max_tokens,
+            prompt_logprobs=0 if is_scored else None,
+            prompt_logprob_start=draw(st.integers(0, length - 1)) if is_scored else 0,
             ignore_eos=draw(st.booleans()),
             stop_token_ids=draw(st.sampled_from([None, [5], [6, 7]])),
             seed=draw(st.integers(0, 3)),
@@ -80,6 +84,13 @@ def test_every_request_gets_its_own_tokens_and_everything_is_freed(depth, trace)
             assert tokens[: len(seqs[i].output_token_ids)] == seqs[i].output_token_ids
         else:
             assert (seqs[i].output_token_ids, seqs[i].finish_reason) == (tokens, reason)
+    expected = [expected_scores(prompt, params) for prompt, params, *_ in requests]
+    for i, scores in enumerate(expected):
+        if (found := seqs[i].prompt_logprobs) != scores:
+            assert seqs[i].finish_reason == "abort" and found == scores[: len(found)]
+    if not any(seq.finish_reason == "abort" for seq in seqs.values()):
+        of_all = sum(len(scores) - scores.count(None) for scores in expected)
+        assert engine.runner.num_scored == of_all, "a token was scored twice"
     manager = engine.scheduler.block_manager
     assert manager.num_free == manager.num_blocks
     assert not engine.scheduler.running and not engine.scheduler.waiting

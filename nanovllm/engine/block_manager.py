@@ -64,13 +64,13 @@ class BlockManager:
     def find_prefix(self, seq: Sequence) -> list[int]:
         """The longest run of blocks, from the first, that hold the KV of the sequence's tokens.
 
-        At most (known tokens - 1) // block_size of them: at least one token is always left to compute, into a block
-        that is the sequence's own, so nobody ever writes into a shared block.
+        At most `max_cached_tokens`: at least one token is always left to compute, into a block that is the sequence's
+        own, so nobody ever writes into a shared block.
         """
         hits: list[int] = []
         if not self.enable_prefix_caching:
             return hits
-        for index in range((len(seq.token_ids) - 1) // self.block_size):
+        for index in range(seq.max_cached_tokens // self.block_size):
             content = self._content_of(seq, index)
             block = self._findable.get(content[0])
             if block is None or self._content[block] != content:

@@ -195,7 +195,7 @@ class LLMEngine:
         result = step.handle.result()
         self.last_read = step.batch
         step.clock.span("wait")
-        finished = self.scheduler.update(step.batch, result.token_ids, result.logprobs)
+        finished = self.scheduler.update(step.batch, result.token_ids, result.logprobs, result.scores)
         step.clock.span("update")
         for observer in self.observers:
             observer.finished(step.number, step.batch, step.clock, result)
@@ -294,6 +294,8 @@ class LLMEngine:
         )
         if seq.params.logprobs is not None:
             output["logprobs"] = seq.logprobs
+        if seq.params.prompt_logprobs is not None:
+            output["prompt_logprobs"] = seq.prompt_logprobs
         return output
 
     def _text(self, seq: Sequence, token_ids: list[int]) -> str:

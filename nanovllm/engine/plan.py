@@ -21,11 +21,14 @@ ROW_SAMPLING = np.dtype(
         ("seed_low", "<u4"),
         ("seed_high", "<u4"),
         ("num_logprobs", "<i4"),  # -1: none asked for
+        ("num_prompt_logprobs", "<i4"),
     ]
 )
 """The sampling values of a row, told once, when a sequence moves in. 4-byte fields, so that it packs as int32."""
 
-HEADER = 4
+HEADER = 5
+NUM_PER_SEQ = 5
+"""The arrays of a plan with an element for each sequence; they come first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +42,13 @@ class StepPlan:
         rows: int32 [num_seqs], the row of each scheduled sequence.
         num_computed: int32 [num_seqs], tokens whose KV is in the cache before this step.
         num_scheduled: int32 [num_seqs], tokens to compute in this step, at least 1.
-        samples: int32 [num_seqs], 1 where a token is to be sampled: the step computes the sequence's last token.
+        num_logits: int32 [num_seqs], how many of the scheduled tokens, the last ones, want logits.
+        num_sampled: int32 [num_seqs], from how many of these, the last ones, a token is to be sampled: 1 where the step
+            computes the sequence's last token, else 0. The others are scored.
         token_ids: int32 [num_tokens], the tokens to compute, sequence after sequence. -1 is the token that was
             sampled last for that row: it is on the device, and the host may not know it yet.
+        targets: int32 [num_scored], sequence after sequence, for each token that is scored the one that follows it in
+            the prompt. That of a chunk's last token is not in the step.
         block_entries: int32 [n, 3], new (row, index, block) entries of the block tables.
         new_rows: ROW_SAMPLING [n], the sampling values of rows that have a new owner.
     """
@@ -49,8 +56,10 @@ class StepPlan:
     rows: IntArray
     num_computed: IntArray
     num_scheduled: IntArray
-    samples: IntArray
+    num_logits: IntArray
+    num_sampled: IntArray
     token_ids: IntArray
+    targets: IntArray
     block_entries: IntArray
     new_rows: NDArray[Any]
 
@@ -69,32 +78,35 @@ class StepPlan:
     @property
     def head_size(self) -> int:
         """int32 elements of `arrays` that come before the block entries."""
-        return 4 * self.num_seqs + self.num_tokens
+        return NUM_PER_SEQ * self.num_seqs + self.num_tokens + len(self.targets)
 
     def arrays(self) -> list[IntArray]:
         """Everything as int32 [n] arrays, in the order in which it goes to the device and to the other ranks."""
-        per_seq = [self.rows, self.num_computed, self.num_scheduled, self.samples]
-        return [*per_seq, self.token_ids, self.block_entries.reshape(-1), self.new_rows.view(np.int32)]
+        per_seq = [self.rows, self.num_computed, self.num_scheduled, self.num_logits, self.num_sampled]
+        entries, new_rows = self.block_entries.reshape(-1), self.new_rows.view(np.int32)
+        return [*per_seq, self.token_ids, self.targets, entries, new_rows]
 
     def pad(self, num_seqs: int, row: int) -> "StepPlan":
         """A plan of decodes alone, filled up to num_seqs by decodes of token 0 in a row that belongs to nobody."""
-        padded = np.zeros((5, num_seqs), np.int32)  # a hundredth of the time that np.pad takes
+        arrays = self.arrays()
+        padded = np.zeros((NUM_PER_SEQ + 1, num_seqs), np.int32)  # a hundredth of the time that np.pad takes
         padded[0, self.num_seqs :] = row
         padded[2] = 1
-        for values, own in zip(padded, self.arrays()[:5], strict=True):
-            values[: self.num_seqs] = own
-        return StepPlan._of([*padded, *self.arrays()[5:]])
+        for i, values in enumerate(padded):
+            values[: self.num_seqs] = arrays[i]
+        return StepPlan._of([*padded, *arrays[len(padded) :]])
 
     def pack(self) -> IntArray:
         """The plan as one int32 array: a header of counts, then its arrays one after another."""
-        counts = (self.num_seqs, self.num_tokens, len(self.block_entries), len(self.new_rows))
+        counts = (self.num_seqs, self.num_tokens, len(self.targets), len(self.block_entries), len(self.new_rows))
         return np.concatenate((np.array(counts, np.int32), *self.arrays()))
 
     @staticmethod
     def unpack(packed: IntArray) -> "StepPlan":
         """The plan that was packed; its arrays are views of `packed`."""
-        num_seqs, num_tokens, num_entries, num_new_rows = packed[:HEADER].tolist()
-        lengths = [num_seqs] * 4 + [num_tokens, 3 * num_entries, num_new_rows * ROW_SAMPLING.itemsize // 4]
+        num_seqs, num_tokens, num_targets, num_entries, num_new_rows = packed[:HEADER].tolist()
+        rest = [num_tokens, num_targets, 3 * num_entries, num_new_rows * ROW_SAMPLING.itemsize // 4]
+        lengths = [num_seqs] * NUM_PER_SEQ + rest
         ends = (HEADER + np.cumsum(lengths)).tolist()
         parts = [packed[end - n : end] for end, n in zip(ends, lengths, strict=True)]
         return StepPlan._of(parts)
@@ -102,14 +114,23 @@ class StepPlan:
     @staticmethod
     def _of(arrays: Seq[IntArray]) -> "StepPlan":
         """The plan whose `arrays` they are."""
-        rows, num_computed, num_scheduled, samples, token_ids, entries, new_rows = arrays
+        *rest, entries, new_rows = arrays
+        rows, num_computed, num_scheduled, num_logits, num_sampled, token_ids, targets = rest
         return StepPlan(
-            rows, num_computed, num_scheduled, samples, token_ids, entries.reshape(-1, 3), new_rows.view(ROW_SAMPLING)
+            rows,
+            num_computed,
+            num_scheduled,
+            num_logits,
+            num_sampled,
+            token_ids,
+            targets,
+            block_entries=entries.reshape(-1, 3),
+            new_rows=new_rows.view(ROW_SAMPLING),
         )
 
     @staticmethod
     def largest(max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> "StepPlan":
-        """The step that takes the most memory: all tokens, all sequences, every one sampled. For measuring."""
+        """The step that takes the most memory: all tokens, all scored, all sequences, all sampled. For measuring."""
         num_seqs = min(max_num_seqs, max_num_batched_tokens)
         num_scheduled = np.full(num_seqs, min(max_num_batched_tokens // num_seqs, max_model_len), np.int32)
         left = max_num_batched_tokens - int(num_scheduled.sum())
@@ -118,25 +139,29 @@ class StepPlan:
             num_scheduled[i] += more
             left -= more
         num_scheduled.sort()  # decodes first
-        zeros = np.zeros(num_seqs, np.int32)
-        token_ids = np.zeros(int(num_scheduled.sum()), np.int32)
-        no_entries, no_rows = np.empty((0, 3), np.int32), np.empty(0, ROW_SAMPLING)
-        return StepPlan(zeros, zeros.copy(), num_scheduled, zeros + 1, token_ids, no_entries, no_rows)
+        num_tokens = int(num_scheduled.sum())
+
+        def zeros(count: int) -> IntArray:
+            return np.zeros(count, np.int32)
+
+        per_seq = [zeros(num_seqs), zeros(num_seqs), num_scheduled, num_scheduled, zeros(num_seqs) + 1]
+        return StepPlan._of([*per_seq, zeros(num_tokens), zeros(num_tokens - num_seqs), zeros(0), zeros(0)])
 
     @staticmethod
     def max_packed_size(config: ResolvedConfig) -> int:
         """int32 elements of the largest plan that a configuration allows."""
-        per_seq = 4 + 3 * config.max_blocks_per_seq + ROW_SAMPLING.itemsize // 4
-        return HEADER + config.max_num_batched_tokens + config.max_num_seqs * per_seq
+        per_seq = NUM_PER_SEQ + 3 * config.max_blocks_per_seq + ROW_SAMPLING.itemsize // 4
+        return HEADER + 2 * config.max_num_batched_tokens + config.max_num_seqs * per_seq
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a step sampled, for the plan's sampling sequences in the plan's order.
+    """What a step sampled and scored, in the plan's order.
 
     Attributes:
         token_ids: int32 [num_sampled].
         logprobs: for each of them {token id: log-probability} or None; None if nobody asked.
+        scores: for each target {token id: log-probability}.
         prepare_seconds: how long the host took to bring the plan on its way.
         device_seconds: how long the device worked on the step.
         command_seconds: how long rank 0 took to tell the other ranks.
@@ -144,6 +169,7 @@ class StepResult:
 
     token_ids: IntArray
     logprobs: Seq[dict[int, float] | None] | None
+    scores: Seq[dict[int, float]] = ()
     prepare_seconds: float = 0.0
     device_seconds: float = 0.0
     command_seconds: float = 0.0

@@ -48,22 +48,28 @@ def prepare_request(
         raise ValueError(f"stop_token_ids has {bad[0]}; the vocabulary is 0..{vocab_size - 1}")
     if params.stop and tokenizer is None:
         raise ValueError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
-    text, token_ids = _tokenize(prompt, tokenizer, max_model_len)
+    text, token_ids = tokenize_prompt(prompt, tokenizer, max_model_len)
     if not token_ids:
         raise ValueError("the prompt is empty; it must have at least one token")
-    if len(token_ids) >= max_model_len:
+    # There must be room for a token to generate; where none is, the prompt's last token itself is never computed.
+    most = max_model_len + (1 if params.max_tokens == 0 else -1)
+    if len(token_ids) > most:
         raise ValueError(
-            f"the prompt has {len(token_ids)} tokens; with max_model_len={max_model_len} it may have at most "
-            f"{max_model_len - 1}: shorten it or raise max_model_len"
+            f"the prompt has {len(token_ids)} tokens; with max_model_len={max_model_len} it may have at most {most}: "
+            "shorten it or raise max_model_len"
         )
+    if (start := params.prompt_logprob_start) >= len(token_ids):
+        raise ValueError(f"prompt_logprob_start is {start}; it must be below the prompt's {len(token_ids)} tokens")
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:
         bad_id = next(i for i in token_ids if not 0 <= i < vocab_size)
         raise ValueError(f"the prompt has token id {bad_id}; the vocabulary is 0..{vocab_size - 1}")
     return Request(token_ids, params, text)
 
 
-def _tokenize(prompt: Prompt, tokenizer: Tokenizer | None, max_model_len: int) -> tuple[str | None, list[int]]:
-    """(its text, if it has one, its token ids)."""
+def tokenize_prompt(
+    prompt: Prompt, tokenizer: Tokenizer | None, max_model_len: int, add_special_tokens: bool = True
+) -> tuple[str | None, list[int]]:
+    """(its text, if it has one, its token ids); ValueError if it is no prompt."""
     text: str | None = None
     if isinstance(prompt, Mapping):
         keys = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
@@ -76,7 +82,7 @@ def _tokenize(prompt: Prompt, tokenizer: Tokenizer | None, max_model_len: int) -
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError("the prompt is a string, and this model has no tokenizer: pass token ids")
-        return prompt, tokenizer.encode(prompt, max_model_len)
+        return prompt, tokenizer.encode(prompt, max_model_len, add_special_tokens)
     if hasattr(prompt, "tolist"):  # a tensor or an array
         prompt = prompt.tolist()
     if isinstance(prompt, (bytes, bytearray, Mapping)) or not isinstance(prompt, Iterable):

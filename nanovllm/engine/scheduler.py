@@ -1,9 +1,10 @@
 """Which sequences run in the next step, and how many tokens of each."""
 
+from array import array
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -11,11 +12,23 @@ from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.plan import ROW_SAMPLING, IntArray, StepPlan
 from nanovllm.engine.row_table import RowTable
 from nanovllm.engine.sequence import Sequence
+from nanovllm.outputs import FinishReason
+
+
+class Scored(NamedTuple):
+    """How many of a plan's targets are of a sequence, and whether it ends with them."""
+
+    seq: Sequence
+    num_targets: int
+    is_last: bool
+
+
+_NO_TARGETS = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A plan, and for whom its sampled tokens are: `seqs[i]` gets the i-th of them.
+    """A plan, and for whom its results are: `seqs[i]` gets the i-th sampled token, `scored` share the scores.
 
     A step is read one or more steps after it was planned; by then a sequence may have ended or been preempted, and
     its row may have a new owner. `generations` tells: it is the row's generation at the time of planning.
@@ -25,6 +38,7 @@ class Batch:
     seqs: list[Sequence]
     rows: IntArray
     generations: IntArray
+    scored: Seq[Scored] = ()
 
 
 class Scheduler:
@@ -47,6 +61,8 @@ class Scheduler:
         self._order = np.empty(0, np.int32)  # the rows of `running`
         self._table = RowTable(max_num_seqs)
         self._owner: list[Sequence | None] = [None] * max_num_seqs
+        self._scoring: dict[int, Sequence] = {}
+        """By row, those whose prompt is still to be scored, and those that are only scored."""
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._may_stop = np.zeros(vocab_size, bool)
         """Token ids that end at least one sequence ever added: others need no second look."""
@@ -98,8 +114,8 @@ class Scheduler:
         preempted = False
         while True:
             rows = self._order
-            num_tokens, num_computed = table.num_tokens[rows], table.num_computed[rows]
-            num_scheduled = np.where(num_tokens < table.limit[rows], num_tokens - num_computed, 0)
+            num_computed = table.num_computed[rows]
+            num_scheduled = np.minimum(table.num_tokens[rows], table.num_needed[rows]) - num_computed
             if len(rows) and num_scheduled.sum() > self.max_num_batched_tokens:
                 spent_before = num_scheduled.cumsum() - num_scheduled
                 num_scheduled = np.minimum(num_scheduled, np.maximum(self.max_num_batched_tokens - spent_before, 0))
@@ -154,13 +170,13 @@ class Scheduler:
             if seq.num_in_flight:
                 break  # its next token is still to come: readmitting it now would recompute without it
             hits = manager.find_prefix(seq)
-            num_known = len(seq.token_ids)
-            num_new = manager.blocks_for(num_known) - len(hits)
+            num_wanted = min(len(seq.token_ids), seq.num_needed)
+            num_new = manager.blocks_for(num_wanted) - len(hits)
             if not manager.can_take(num_new, hits):
                 break
             self.waiting.popleft()
             num_cached = len(hits) * manager.block_size
-            count = min(num_known - num_cached, budget)
+            count = min(num_wanted - num_cached, budget)
             budget -= count
             self._move_in(seq, num_cached)
             manager.reference(hits)
@@ -180,9 +196,11 @@ class Scheduler:
         self._owner[row] = seq
         self.running.append(seq)
         table.num_known[row] = table.num_tokens[row] = table.num_sent[row] = len(seq.token_ids)
-        table.num_computed[row], table.limit[row] = num_cached, seq.limit
+        table.num_computed[row], table.num_needed[row] = num_cached, seq.num_needed
         table.num_registered[row] = num_cached // self.block_manager.block_size
         table.watches_text[row] = seq.stop_matcher is not None
+        if seq.is_only_scored or seq.next_scored < seq.num_prompt_tokens:
+            self._scoring[row] = seq
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = num_cached
             self.num_prompt_tokens += seq.num_prompt_tokens
@@ -191,8 +209,8 @@ class Scheduler:
         # What is sent is 32 bits wide; beyond these limits a value means no more than at them.
         vocab_size = len(self._may_stop)
         temperature, top_k = min(params.temperature, 1e30), min(params.top_k, vocab_size)
-        num_logprobs = -1 if params.logprobs is None else min(params.logprobs, vocab_size)
-        self._new_rows.append((row, temperature, top_k, params.top_p, params.min_p, *seed, num_logprobs))
+        counts = (-1 if k is None else min(k, vocab_size) for k in (params.logprobs, params.prompt_logprobs))
+        self._new_rows.append((row, temperature, top_k, params.top_p, params.min_p, *seed, *counts))
 
     def _make_batch(self, rows: IntArray, num_scheduled: IntArray) -> Batch:
         table = self._table
@@ -205,38 +223,73 @@ class Scheduler:
             for i in np.flatnonzero(is_sent).tolist():
                 known = self._owner_of(rows[i]).token_ids
                 token_ids[after[i] - num_scheduled[i] : after[i]] = known[num_computed[i] : ends[i]]
-        samples = (ends == table.num_tokens[rows]).astype(np.int32)
+        num_logits = num_sampled = (ends == table.num_tokens[rows]).astype(np.int32)
+        scored: Seq[Scored] = ()
+        targets = _NO_TARGETS
+        if self._scoring:
+            num_logits, num_sampled, scored, targets = self._score(rows, ends, num_sampled)
         table.num_computed[rows] = ends
-        table.num_tokens[rows] += samples
+        table.num_tokens[rows] += num_sampled
         plan = StepPlan(
             rows=rows,
             num_computed=num_computed,
             num_scheduled=num_scheduled,
-            samples=samples,
+            num_logits=num_logits,
+            num_sampled=num_sampled,
             token_ids=token_ids,
+            targets=targets,
             block_entries=np.array(self._block_entries, np.int32).reshape(-1, 3),
             new_rows=np.array(self._new_rows, ROW_SAMPLING),
         )
         self._block_entries.clear()
         self._new_rows.clear()
-        sampled = rows[samples > 0]
+        sampled = rows[num_sampled > 0]
         owner = self._owner
         seqs: list[Sequence] = [owner[row] for row in sampled.tolist()]
-        return Batch(plan, seqs, sampled, table.generation[sampled])
+        return Batch(plan, seqs, sampled, table.generation[sampled], scored)
+
+    def _score(
+        self, rows: IntArray, ends: IntArray, num_sampled: IntArray
+    ) -> tuple[IntArray, IntArray, list[Scored], IntArray]:
+        """What is scored in a step that computes each row's tokens up to ends: num_logits, num_sampled, who, targets.
+
+        The logits of a token score the one after it, so the step's last token scores one that is not in the step.
+        """
+        num_logits, num_sampled = num_sampled.copy(), num_sampled.copy()
+        scored: list[Scored] = []
+        targets = array("i")
+        for i, row in enumerate(rows.tolist()):
+            if (seq := self._scoring.get(row)) is None:
+                continue
+            if seq.is_only_scored:
+                num_logits[i] = num_sampled[i] = 0
+            elif ends[i] >= seq.num_prompt_tokens:
+                del self._scoring[row]
+            parts = seq.token_ids[seq.next_scored : min(int(ends[i]) + 1, seq.num_prompt_tokens)]
+            targets.extend(parts)
+            num_logits[i] += len(parts)
+            seq.next_scored += len(parts)
+            scored.append(Scored(seq, len(parts), seq.is_only_scored and ends[i] == seq.num_needed))
+        return num_logits, num_sampled, scored, np.array(targets, np.int32)
 
     # ---- update
 
     def update(
-        self, batch: Batch, token_ids: IntArray, logprobs: Seq[dict[int, float] | None] | None = None
+        self,
+        batch: Batch,
+        token_ids: IntArray,
+        logprobs: Seq[dict[int, float] | None] | None = None,
+        scores: Seq[dict[int, float]] = (),
     ) -> list[Sequence]:
         """Append what a step sampled and return the sequences that ended by it; their rows and blocks are free.
 
         Args:
             token_ids: int32 [len(batch.seqs)].
             logprobs: for each of batch.seqs, what its request asked for.
+            scores: for each of the plan's targets.
         """
         table, rows, seqs = self._table, batch.rows, batch.seqs
-        finished: list[Sequence] = []
+        finished = self._take_in_scores(batch.scored, scores)
         resident = table.generation[rows] == batch.generations
         if not resident.all():
             for i in np.flatnonzero(~resident).tolist():
@@ -254,7 +307,7 @@ class Scheduler:
         self.num_generated_tokens += len(seqs)
         num_known = table.num_known[rows] + 1
         table.num_known[rows] = num_known
-        suspect = self._may_stop[token_ids] | (num_known >= table.limit[rows]) | table.watches_text[rows]
+        suspect = self._may_stop[token_ids] | (num_known > table.num_needed[rows]) | table.watches_text[rows]
         ended = False
         for i in np.flatnonzero(suspect).tolist():
             if (reason := seqs[i].feed_last_token()) is not None:
@@ -266,6 +319,18 @@ class Scheduler:
             self._compact_running()
             rows = rows[table.generation[rows] == batch.generations[resident]]
         self._register_blocks(rows, table.num_computed[rows])
+        return finished
+
+    def _take_in_scores(self, scored: Seq[Scored], scores: Seq[dict[int, float]]) -> list[Sequence]:
+        """Deal out a step's scores, also to the preempted; returns the sequences that end with them."""
+        finished, start = [], 0
+        for seq, num_targets, is_last in scored:
+            if seq.finish_reason is None:
+                seq.prompt_logprobs.extend(scores[start : start + num_targets])
+                if is_last:
+                    self._end(seq, "length")
+                    finished.append(seq)
+            start += num_targets
         return finished
 
     def _deliver_late(self, seq: Sequence, token_id: int, logprobs: dict[int, float] | None) -> bool:
@@ -283,22 +348,23 @@ class Scheduler:
         reason = seq.feed_last_token()
         if reason is None:
             return False
-        self.waiting.remove(seq)  # near the front, where the preempted are
-        seq.finish_reason = reason
+        self._end(seq, reason)
         return True
 
     # ---- leaving
 
     def abort(self, seq: Sequence) -> None:
         """End a sequence now. What launched steps sample for it is dropped when it arrives."""
-        if seq.finish_reason is not None:
-            return
+        if seq.finish_reason is None:
+            self._end(seq, "abort")
+
+    def _end(self, seq: Sequence, reason: FinishReason) -> None:
         if seq.row >= 0:
             self._release(seq)
             self._compact_running()
         else:
-            self.waiting.remove(seq)
-        seq.finish_reason = "abort"
+            self.waiting.remove(seq)  # a preempted one is near the front
+        seq.finish_reason = reason
 
     def abort_all(self) -> None:
         """End every sequence. Only to be done when no launched step is left to be read."""
@@ -324,7 +390,10 @@ class Scheduler:
     def _preempt(self, seq: Sequence) -> None:
         """Take everything back from the last of `running`; it will be computed anew, from the front of the queue."""
         row = seq.row
-        seq.num_in_flight = int(self._table.num_tokens[row] - self._table.num_known[row])
+        table = self._table
+        seq.num_in_flight = int(table.num_tokens[row] - table.num_known[row])
+        if seq.is_only_scored and table.num_computed[row] == seq.num_needed:
+            seq.num_in_flight = 1  # its last scores
         self._release(seq)
         self.running.pop()
         self._order = self._order[:-1]
@@ -336,6 +405,7 @@ class Scheduler:
         self.block_manager.release(seq.block_table)
         seq.block_table = []
         self._owner[seq.row] = None
+        self._scoring.pop(seq.row, None)
         self._table.generation[seq.row] += 1
         self._free_rows.append(seq.row)
         seq.row = -1
@@ -353,9 +423,9 @@ class Scheduler:
             row = seq.row
             if self._owner[row] is not seq or len(seq.block_table) != table.num_blocks[row]:
                 raise RuntimeError(f"{seq} and its row {row} disagree")
-            counts = (0, table.num_computed[row], table.num_tokens[row], table.limit[row])
+            counts = (0, table.num_computed[row], table.num_tokens[row], table.num_needed[row] + 1)
             if list(counts) != sorted(counts) or table.num_known[row] != len(seq.token_ids):
-                raise RuntimeError(f"{seq}: computed, tokens, limit are {counts[1:]}, known {table.num_known[row]}")
+                raise RuntimeError(f"{seq}: computed, tokens, needed are {counts[1:]}, known {table.num_known[row]}")
             for block in seq.block_table:
                 references[block] += 1
         if references != self.block_manager._references:

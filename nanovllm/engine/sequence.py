@@ -33,11 +33,14 @@ class Sequence:
         "finish_reason",
         "limit",
         "logprobs",
+        "next_scored",
         "num_cached_tokens",
         "num_in_flight",
+        "num_needed",
         "num_prompt_tokens",
         "params",
         "prompt",
+        "prompt_logprobs",
         "row",
         "seed",
         "seq_id",
@@ -67,8 +70,14 @@ class Sequence:
         """Prompt and output, as far as the host knows them. Only ever appended to."""
         self.num_prompt_tokens = len(self.token_ids)
         max_tokens = max_model_len if params.max_tokens is None else params.max_tokens
-        self.limit = min(self.num_prompt_tokens + max_tokens, max_model_len)
+        self.limit = max(min(self.num_prompt_tokens + max_tokens, max_model_len), self.num_prompt_tokens)
         """Prompt and output together never grow beyond this."""
+        self.num_needed = max(self.limit - 1, 1)
+        """Tokens whose keys and values may be needed: nothing comes after the last one."""
+        scores_from = self.num_prompt_tokens if params.prompt_logprobs is None else max(params.prompt_logprob_start, 1)
+        self.next_scored = scores_from
+        """The first token of the prompt that no launched step scores; num_prompt_tokens when none is left."""
+        self.prompt_logprobs: list[dict[int, float] | None] = [None] * scores_from
         self.stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else eos_token_ids)
         self.stop_matcher = stop_matcher
         self.row = -1
@@ -77,11 +86,21 @@ class Sequence:
         self.digests: list[bytes] = []
         """Prefix digests of its full blocks, as far as they were needed: nothing is hashed twice."""
         self.num_in_flight = 0
-        """For a preempted sequence: sampled tokens that launched steps have yet to deliver."""
+        """For a preempted sequence: results of launched steps that it must wait for before it moves in again."""
         self.num_cached_tokens: int | None = None
         """Prompt tokens found in the prefix cache at first admission."""
         self.finish_reason: FinishReason | None = None
         self.logprobs: list[dict[int, float]] = []
+
+    @property
+    def is_only_scored(self) -> bool:
+        """Ends once its prompt is scored; its last token is a target, and never computed."""
+        return self.params.max_tokens == 0
+
+    @property
+    def max_cached_tokens(self) -> int:
+        """The most tokens that it may find in the prefix cache: what predicts a token to be scored is computed."""
+        return (self.next_scored if self.next_scored < self.num_prompt_tokens else len(self.token_ids)) - 1
 
     @property
     def prompt_token_ids(self) -> list[int]:

@@ -10,10 +10,13 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from nanovllm.engine.plan import NUM_PER_SEQ
+
 logger = logging.getLogger(__name__)
 
+HEAD = NUM_PER_SEQ + 1
 DecodeStep = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""The first five arrays of a plan of n decodes, int32 [5, n] -> (sampled ids int32 [n], hidden states [n, hidden])."""
+"""A plan of n decodes as far as token_ids, int32 [HEAD, n] -> (sampled ids int32 [n], hidden states [n, hidden])."""
 
 
 def graph_batch_sizes(max_num_seqs: int) -> list[int]:
@@ -46,10 +49,10 @@ def _capture_stream(device: int) -> Any:
 class CudaGraphs:
     """Decode steps of each batch size as CUDA graphs, from `buffer` to tokens and hidden states.
 
-    A graph of size n reads its inputs from the first 5n values of the staging buffer, whose address never changes: the
-    first arrays of a plan that was padded to n. All graphs share one pool of memory, captured largest first so that
-    the smaller ones fit into what the largest has taken; only one runs at a time, and its outputs are read before
-    (in stream order) the next one runs.
+    A graph of size n reads its inputs from the first HEAD * n values of the staging buffer, whose address never
+    changes: the first arrays of a plan that was padded to n. All graphs share one pool of memory, captured largest
+    first so that the smaller ones fit into what the largest has taken; only one runs at a time, and its outputs are
+    read before (in stream order) the next one runs.
     """
 
     def __init__(self, buffer: Tensor, max_num_seqs: int, padding_row: int) -> None:
@@ -79,7 +82,7 @@ class CudaGraphs:
         torch.cuda.synchronize()
 
     def _inputs(self, size: int) -> Tensor:
-        return self._buffer[: 5 * size].view(5, size)
+        return self._buffer[: HEAD * size].view(HEAD, size)
 
     def replay(self, size: int) -> tuple[Tensor, Tensor]:
         """Run the graph of that size on what the staging buffer holds; its outputs live until the next replay."""

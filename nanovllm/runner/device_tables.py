@@ -27,7 +27,7 @@ class DeviceTables:
             min_p=torch.zeros(rows, dtype=torch.float32, device=device),
             seeds=torch.zeros(rows, dtype=torch.int64, device=device),
         )
-        self.num_logprobs_cpu = np.full(rows, -1, np.int32)
+        self.num_logprobs_cpu, self.num_prompt_logprobs_cpu = np.full((2, rows), -1, np.int32)
 
     def update(self, plan: StepPlan, packed: Tensor) -> None:
         """Take in what the plan says of new blocks and new rows; packed is both on the device, one after the other."""
@@ -37,10 +37,11 @@ class DeviceTables:
             self.of_rows.block_tables[row, index] = block
         if num_rows:
             fields = packed[3 * num_entries :].view(num_rows, ROW_SAMPLING.itemsize // 4).unbind(1)
-            row, temperature, top_k, top_p, min_p, seed_low, seed_high, _ = fields
+            row, temperature, top_k, top_p, min_p, seed_low, seed_high, *_ = fields
             self.of_rows.temperature[row] = temperature.view(torch.float32)
             self.of_rows.top_k[row] = top_k
             self.of_rows.top_p[row] = top_p.view(torch.float32)
             self.of_rows.min_p[row] = min_p.view(torch.float32)
             self.of_rows.seeds[row] = (seed_low.long() & 0xFFFFFFFF) | (seed_high.long() << 32)
             self.num_logprobs_cpu[plan.new_rows["row"]] = plan.new_rows["num_logprobs"]
+            self.num_prompt_logprobs_cpu[plan.new_rows["row"]] = plan.new_rows["num_prompt_logprobs"]

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm.backends import BACKENDS, AttentionMetadata, KVCache
 from nanovllm.config import ResolvedConfig
-from nanovllm.engine.plan import StepPlan
+from nanovllm.engine.plan import NUM_PER_SEQ, StepPlan
 from nanovllm.kernels.sample import SamplingValues
 from nanovllm.kernels.step_inputs import PlannedRows, StepInputs
 from nanovllm.layers.parallel import Parallel
@@ -37,6 +38,9 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 logger = logging.getLogger(__name__)
+
+LOGITS_AT_A_TIME = 1024
+"""Rows of hidden states that the LM head turns into logits at a time, where all of a prompt's are wanted."""
 
 GRAPH_NODES_BYTES = 4 << 20
 """Allowance for one captured graph's own nodes: a few hundred kernels' parameters."""
@@ -184,52 +188,75 @@ class ModelRunner:
 
     def _launch(self, plan: StepPlan) -> StepHandle:
         stopwatch = Stopwatch(self.device)
-        graphs = self.graphs if plan.num_decodes == plan.num_seqs else None
+        graphs = self.graphs if plan.num_decodes == plan.num_seqs and not len(plan.targets) else None
         if graphs is not None:
             plan = plan.pad(smallest_that_holds(graphs.sizes, plan.num_seqs), self.tables.padding_row)
         packed = self._staging.send(plan.arrays())
         stopwatch.start()
         self.tables.update(plan, packed[plan.head_size :])
-        sampled = graphs.replay(plan.num_seqs) if graphs is not None else self._run(plan, packed)
-        token_ids = logprobs = None
+        token_ids = logprobs = scores = None
+        if graphs is not None:
+            sampled: tuple[Tensor, Tensor] | None = graphs.replay(plan.num_seqs)
+        else:
+            sampled, scores = self._run(plan, packed)
         if sampled is not None:
             token_ids, hidden = sampled
             logprobs = self._logprobs(plan, token_ids, hidden)
         if self.parallel.rank > 0:  # nobody reads a follower's results
-            token_ids = logprobs = None
-        return StepHandle(plan, token_ids, logprobs, stopwatch, self._buffers)
+            token_ids = logprobs = scores = None
+        return StepHandle(plan, token_ids, logprobs, scores, stopwatch, self._buffers)
 
-    def _logprobs(self, plan: StepPlan, token_ids: Tensor, hidden: Tensor) -> Logprobs | None:
-        """Log-probabilities for the sequences that ask; token_ids and hidden are of all of the plan's."""
+    def _logprobs(self, plan: StepPlan, token_ids: Tensor, hidden: Tensor) -> tuple[Logprobs, NDArray[np.intp]] | None:
+        """Log-probabilities for the sequences that ask, and which they are; token_ids, hidden: of all of the plan's."""
         counts = self.tables.num_logprobs_cpu[plan.rows]
         asking = np.flatnonzero(counts >= 0)
         if not len(asking):
             return None
         # Few ask for them, so graphs keep no logits (gigabytes, for graphs of all sizes): they are made again.
-        indices = torch.from_numpy(asking)
-        if self.device.type == "cuda":
-            indices = indices.pin_memory().to(self.device, non_blocking=True)
-        logits = self.model.compute_logits(hidden[indices])
-        return Logprobs(logits, token_ids[indices], asking, counts) if logits is not None else None
+        indices = self._send(asking)
+        return Logprobs(self._logits(hidden[indices], token_ids[indices]), counts[asking]), asking
 
-    def _run(self, plan: StepPlan, packed: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Any step, eagerly: see _sample; None if no sequence is to be sampled."""
-        rows, num_computed, num_scheduled, _ = packed[: 4 * plan.num_seqs].view(4, plan.num_seqs).unbind(0)
-        token_ids = packed[4 * plan.num_seqs : plan.head_size]
-        planned = PlannedRows(rows, num_computed, num_scheduled, token_ids)
-        inputs, hidden = self._forward(planned, plan)
-        if not plan.samples.any():
+    def _scores(self, plan: StepPlan, targets: Tensor, hidden: Tensor) -> Logprobs | None:
+        """Log-probabilities of the plan's targets, after the tokens before them; hidden [num_tokens, hidden]."""
+        if not len(targets):
             return None
-        # Every sequence's last token is sampled from. Where the plan asks for no sample (the chunk of a prompt, at
-        # most one a step), the result is dropped, and what it leaves in last_token is overwritten before it is read.
-        return self._sample(hidden[inputs.cu_seqlens[1:] - 1], rows, inputs.sampling)
+        num_scored = plan.num_logits - plan.num_sampled
+        first = plan.num_scheduled.cumsum() - plan.num_logits
+        indices = np.arange(len(targets)) + np.repeat(first - (num_scored.cumsum() - num_scored), num_scored)
+        counts = np.repeat(self.tables.num_prompt_logprobs_cpu[plan.rows], num_scored)
+        return Logprobs(self._logits(hidden[self._send(indices)], targets), counts)
+
+    def _send(self, indices: NDArray[np.intp]) -> Tensor:
+        tensor = torch.from_numpy(indices)
+        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
+
+    def _logits(self, hidden: Tensor, token_ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """(logits, token_ids) of a bounded number of rows at a time; nothing on ranks other than 0."""
+        for some, ids in zip(*(torch.split(x, LOGITS_AT_A_TIME) for x in (hidden, token_ids)), strict=True):
+            logits = self.model.compute_logits(some)
+            if logits is not None:
+                yield logits, ids
+            del logits  # before the next are made
+
+    def _run(self, plan: StepPlan, packed: Tensor) -> tuple[tuple[Tensor, Tensor] | None, Logprobs | None]:
+        """Any step, eagerly: what is sampled (see _sample; None if nothing), and what is scored."""
+        sizes = [NUM_PER_SEQ * plan.num_seqs, plan.num_tokens, len(plan.targets)]
+        per_seq, token_ids, targets = torch.split(packed[: plan.head_size], sizes)
+        rows, num_computed, num_scheduled, *_ = per_seq.view(NUM_PER_SEQ, plan.num_seqs).unbind(0)
+        inputs, hidden = self._forward(PlannedRows(rows, num_computed, num_scheduled, token_ids), plan)
+        scores = self._scores(plan, targets, hidden)
+        if not plan.num_sampled.any():
+            return None, scores
+        # Every sequence's last token is sampled from. Where the plan asks for no sample (the chunk of a prompt, or one
+        # that is only scored), the result is dropped, and what it leaves in last_token is never read.
+        return self._sample(hidden[inputs.cu_seqlens[1:] - 1], rows, inputs.sampling), scores
 
     def _decode(self, head: Tensor) -> tuple[Tensor, Tensor]:
         """A step of decodes alone, from tensors alone, so that a CUDA graph can capture it: see _sample.
 
-        head is int32 [5, n]: a plan's first five arrays, which then have the same length.
+        head is int32 [NUM_PER_SEQ + 1, n]: a plan's first arrays, up to token_ids, which then have the same length.
         """
-        rows, num_computed, num_scheduled, _, token_ids = head.unbind(0)
+        rows, num_computed, num_scheduled, *_, token_ids = head.unbind(0)
         inputs, hidden = self._forward(PlannedRows(rows, num_computed, num_scheduled, token_ids), None)
         return self._sample(hidden, rows, inputs.sampling)
 

@@ -1,5 +1,6 @@
 """A step that was launched, and what it sampled."""
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,42 +22,35 @@ def _start_copy(values: Tensor) -> Tensor:
 
 
 class Logprobs:
-    """Log-probabilities of raw distributions: of the sampled token and of the k most likely, for who asked."""
+    """Log-probabilities of raw distributions: of one token of each row of logits, and of the k most likely."""
 
     ROWS_AT_A_TIME = 64
     """Bounds the float32 copies of logits: 40 MB each for 151,936 tokens."""
 
-    def __init__(self, logits: Tensor, token_ids: Tensor, asking: NDArray[np.intp], counts: IntArray) -> None:
+    def __init__(self, logits: Iterable[tuple[Tensor, Tensor]], counts: IntArray) -> None:
         """
         Args:
-            logits, token_ids: [num_asking, vocab], and int32 [num_asking], the tokens sampled from them.
-            asking: [num_asking], which of the plan's sequences they are of.
-            counts: [num_seqs], how many each sequence asked for; -1 is none, not even the sampled one's.
+            logits: piece by piece, [n, vocab], and the token of each row, int32 [n]. Only one piece is held at a time.
+            counts: int32, how many of the most likely tokens each row of all the pieces wants.
         """
-        self._counts, self._place = counts, {int(i): place for place, i in enumerate(asking)}
-        k = min(int(counts.max()), logits.shape[1])
-        parts = []
-        for some, ids in zip(
-            *(torch.split(values, self.ROWS_AT_A_TIME) for values in (logits, token_ids)), strict=True
-        ):
-            logprobs = some.float().log_softmax(-1)
-            parts.append((logprobs.gather(1, ids.long().unsqueeze(1)).squeeze(1), *logprobs.topk(k, dim=1)))
-        of_sampled, top, top_ids = (torch.cat(values) for values in zip(*parts, strict=True))
-        self._of_sampled, self._top, self._top_ids = map(_start_copy, (of_sampled, top, top_ids))
+        self._counts = counts
+        self._most = max(int(counts.max()), 0)
+        parts = [part for piece in logits for part in self._reduce(*piece)]
+        self._tensors = [_start_copy(torch.cat(values)) for values in zip(*parts, strict=True)]
 
-    def read(self, token_ids: IntArray, sampled: IntArray) -> list[dict[int, float] | None]:
-        """For each of the plan's sampled sequences; only after the step has ended on the device."""
-        of_sampled, top_ids, top = self._of_sampled.tolist(), self._top_ids.tolist(), self._top.tolist()
-        read: list[dict[int, float] | None] = []
-        for token_id, i in zip(token_ids.tolist(), sampled.tolist(), strict=True):
-            place = self._place.get(i)
-            if place is None:
-                read.append(None)
-                continue
-            count = int(self._counts[i])
-            likely = dict(zip(top_ids[place][:count], top[place][:count], strict=True))
-            read.append({token_id: of_sampled[place], **likely})
-        return read
+    def _reduce(self, logits: Tensor, token_ids: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """For some rows at a time: the log-probabilities of token_ids, of the most likely tokens, and their ids."""
+        for some, ids in zip(*(torch.split(x, self.ROWS_AT_A_TIME) for x in (logits, token_ids)), strict=True):
+            some = some.float()
+            total = some.logsumexp(1, keepdim=True)
+            top, top_ids = some.topk(min(self._most, some.shape[1]), dim=1)
+            yield (some.gather(1, ids.long().unsqueeze(1)) - total).squeeze(1), top - total, top_ids
+
+    def read(self, token_ids: IntArray) -> list[dict[int, float]]:
+        """{token id: log-probability} of each row; only after the step has ended on the device."""
+        of_token, top, top_ids = (values.tolist() for values in self._tensors)
+        rows = zip(token_ids.tolist(), of_token, top_ids, top, self._counts.tolist(), strict=True)
+        return [{own: value, **dict(zip(ids[:k], values[:k], strict=True))} for own, value, ids, values, k in rows]
 
 
 class Stopwatch:
@@ -95,13 +89,19 @@ class StepHandle:
         self,
         plan: StepPlan,
         token_ids: Tensor | None,
-        logprobs: Logprobs | None,
+        logprobs: tuple[Logprobs, NDArray[np.intp]] | None,
+        scores: Logprobs | None,
         stopwatch: Stopwatch,
         buffers: ReturnBuffers,
     ) -> None:
-        """token_ids int32 [num_seqs or more], on the device; None if the plan samples nothing."""
-        self._sampled = np.flatnonzero(plan.samples).astype(np.int32)
-        self._logprobs, self._stopwatch, self._buffers = logprobs, stopwatch, buffers
+        """
+        Args:
+            token_ids: int32 [num_seqs], on the device; None if the plan samples nothing.
+            logprobs: and which of the plan's sequences they are of.
+            scores: of the plan's targets.
+        """
+        self._sampled, self._targets = np.flatnonzero(plan.num_sampled), plan.targets
+        self._logprobs, self._scores, self._stopwatch, self._buffers = logprobs, scores, stopwatch, buffers
         self._token_ids, self._pinned = token_ids, None
         if token_ids is not None and token_ids.is_cuda:
             self._pinned = buffers.take()
@@ -110,12 +110,17 @@ class StepHandle:
         stopwatch.stop()
 
     def result(self) -> StepResult:
-        """Wait for the device, and read what it sampled."""
-        times = self._stopwatch.read()  # first: it waits
-        if self._token_ids is None:
-            return StepResult(np.empty(0, np.int32), None, *times)
-        token_ids = self._token_ids.numpy()[self._sampled]  # a copy: the buffer may go
+        """Wait for the device, and read what it sampled and scored."""
+        prepare_seconds, device_seconds = self._stopwatch.read()  # first: it waits
+        token_ids, logprobs = np.empty(0, np.int32), None
+        if self._token_ids is not None:
+            of_all = self._token_ids.numpy()
+            token_ids = of_all[self._sampled]  # a copy: the buffer may go
+            if self._logprobs is not None:
+                found, asking = self._logprobs
+                by_seq = dict(zip(asking.tolist(), found.read(of_all[asking]), strict=True))
+                logprobs = [by_seq.get(i) for i in self._sampled.tolist()]
         if self._pinned is not None:
             self._buffers.give_back(self._pinned)
-        logprobs = self._logprobs.read(token_ids, self._sampled) if self._logprobs is not None else None
-        return StepResult(token_ids, logprobs, *times)
+        scores = self._scores.read(self._targets) if self._scores is not None else ()
+        return StepResult(token_ids, logprobs, scores, prepare_seconds, device_seconds)

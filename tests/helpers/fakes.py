@@ -25,18 +25,23 @@ def next_token(state: int, seed: int) -> int:
     return (state ^ seed) % VOCAB
 
 
+def score(state: int) -> float:
+    """Stands for the log-probability of whatever token comes next."""
+    return float(state % 1009)
+
+
 def three_bit_digest(parent: bytes, tokens: bytes) -> bytes:
     """A digest that collides all the time."""
     return bytes([prefix_digest(parent, tokens)[0] & 7])
 
 
 class FakeHandle:
-    def __init__(self, runner: "FakeRunner", token_ids: np.ndarray) -> None:
-        self._runner, self._token_ids = runner, token_ids
+    def __init__(self, runner: "FakeRunner", token_ids: np.ndarray, scores: list[dict[int, float]]) -> None:
+        self._runner, self._token_ids, self._scores = runner, token_ids, scores
 
     def result(self) -> StepResult:
         assert self._runner.unread.popleft() is self, "steps are read in the order of their launch"
-        return StepResult(self._token_ids, None)
+        return StepResult(self._token_ids, None, self._scores)
 
 
 class FakeRunner:
@@ -53,7 +58,7 @@ class FakeRunner:
         self.last_token = [-1] * max_num_seqs
         self.seeds = [0] * max_num_seqs
         self.unread: deque[FakeHandle] = deque()
-        self.num_rows_computed = 0
+        self.num_rows_computed = self.num_scored = 0
 
     def launch(self, plan: StepPlan) -> FakeHandle:
         plan = StepPlan.unpack(plan.pack())
@@ -64,13 +69,17 @@ class FakeRunner:
         for new in plan.new_rows:
             self.seeds[new["row"]] = int(new["seed_low"]) | int(new["seed_high"]) << 32
         states = self._compute(plan)
-        sampled = []
+        sampled, scores, targets = [], [], iter(plan.targets.tolist())
         for i, row in enumerate(plan.rows.tolist()):
-            token = next_token(states[i], self.seeds[row])
+            token = next_token(states[i][-1], self.seeds[row])
             self.last_token[row] = token  # also of a prompt's chunk, as the real runner does: nobody may read it
-            if plan.samples[i]:
+            wanted = states[i][len(states[i]) - plan.num_logits[i] :]
+            scores += [{next(targets): score(state)} for state in wanted[: len(wanted) - plan.num_sampled[i]]]
+            if plan.num_sampled[i]:
                 sampled.append(token)
-        handle = FakeHandle(self, np.array(sampled, np.int32))
+        assert next(targets, None) is None
+        self.num_scored += len(scores)
+        handle = FakeHandle(self, np.array(sampled, np.int32), scores)
         self.unread.append(handle)
         return handle
 
@@ -86,19 +95,19 @@ class FakeRunner:
         assert (plan.num_scheduled >= 1).all() and plan.num_scheduled.sum() == plan.num_tokens
         decodes = plan.num_scheduled == 1
         assert decodes[: plan.num_decodes].all() and not decodes[plan.num_decodes :].any()
-        assert (plan.samples == 0).sum() <= 1, "at most one prompt of a step is partial"
+        assert (plan.num_logits >= plan.num_sampled).all() and plan.num_logits.sum() <= plan.num_tokens
 
     def _slot(self, row: int, position: int) -> int:
         return self.tables[row, position // self.block_size] * self.block_size + position % self.block_size
 
-    def _compute(self, plan: StepPlan) -> list[int]:
-        """The state after each sequence's last token of the step.
+    def _compute(self, plan: StepPlan) -> list[list[int]]:
+        """The state after each of each sequence's tokens of the step.
 
         Layer by layer, a model stores every sequence's tokens before any attends, so a sequence may build on a block
         that another one computes in the same step: here, whoever lacks the state before its first token waits.
         """
         ends = plan.num_scheduled.cumsum().tolist()
-        states = [0] * plan.num_seqs
+        states: list[list[int]] = [[] for _ in range(plan.num_seqs)]
         pending = list(range(plan.num_seqs))
         written: set[int] = set()
         slots = {}
@@ -122,7 +131,7 @@ class FakeRunner:
                 for token, slot in zip(plan.token_ids[ends[i] - n : ends[i]].tolist(), slots[i], strict=True):
                     state = state_after(state, token if token >= 0 else self.last_token[row])
                     self.cache[slot] = state
-                states[i] = state
+                    states[i].append(state)
             assert len(blocked) < len(pending), "sequences wait for each other"
             pending = blocked
         return states
@@ -149,7 +158,7 @@ def expected_tokens(
         state = state_after(state, token)
     output: list[int] = []
     stops = set(params.stop_token_ids or ()) | (set() if params.ignore_eos else eos)
-    while True:
+    while params.max_tokens > 0:
         token = next_token(state, seed)
         output.append(token)
         state = state_after(state, token)
@@ -157,6 +166,17 @@ def expected_tokens(
             return output, "stop"
         if len(output) == params.max_tokens or len(prompt) + len(output) == max_model_len:
             return output, "length"
+    return [], "length"
+
+
+def expected_scores(prompt: list[int], params: SamplingParams) -> list[dict[int, float] | None]:
+    """What a request alone gives as its prompt_logprobs; all None if it asks for none."""
+    state, scores = 0, []
+    start = len(prompt) if params.prompt_logprobs is None else max(params.prompt_logprob_start, 1)
+    for position, token in enumerate(prompt):
+        scores.append({token: score(state)} if position >= start else None)
+        state = state_after(state, token)
+    return scores
 
 
 def make_engine(

@@ -1,0 +1,54 @@
+"""How likely texts are: pairs of a prompt and a continuation, to token ids and back from log-probabilities."""
+
+from typing import TypedDict
+
+from nanovllm.engine.request import Prompt, Request, tokenize_prompt
+from nanovllm.engine.tokenizer import Tokenizer
+from nanovllm.outputs import Output
+from nanovllm.sampling_params import SamplingParams
+
+
+class Score(TypedDict):
+    """Of a continuation: the log-probability of each of its tokens, their sum, and whether each was the likeliest."""
+
+    logprobs: list[float]
+    logprob: float
+    is_greedy: bool
+    token_ids: list[int]
+
+
+def score_request(prompt: Prompt, continuation: Prompt, tokenizer: Tokenizer | None, max_model_len: int) -> Request:
+    """The request that scores a continuation; its prompt_logprob_start is where that begins.
+
+    Two strings are tokenised as one, as lm-evaluation-harness does, after the prompt's trailing spaces have gone over
+    to the continuation; what the prompt's own tokens leave of that is the continuation.
+
+    Raises:
+        ValueError: either has no tokens.
+    """
+    if isinstance(prompt, str) and isinstance(continuation, str):
+        _, context = tokenize_prompt(prompt.rstrip(), tokenizer, max_model_len)
+        _, whole = tokenize_prompt(prompt + continuation, tokenizer, max_model_len)
+    else:
+        _, context = tokenize_prompt(prompt, tokenizer, max_model_len)
+        _, rest = tokenize_prompt(continuation, tokenizer, max_model_len, add_special_tokens=False)
+        whole = context + rest
+    for what, missing in (("prompt", not context), ("continuation", len(whole) <= len(context))):
+        if missing:
+            raise ValueError(f"the {what} has no tokens; it must have at least one")
+    params = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=1, prompt_logprob_start=len(context))
+    return Request(whole, params)
+
+
+def read_score(output: Output) -> Score:
+    """What a `score_request` gave."""
+    ids, values = output.prompt_token_ids, output.prompt_logprobs
+    assert values is not None
+    scored = [(token_id, of_token) for token_id, of_token in zip(ids, values, strict=True) if of_token is not None]
+    logprobs = [of_token[token_id] for token_id, of_token in scored]
+    return {
+        "logprobs": logprobs,
+        "logprob": sum(logprobs),
+        "is_greedy": all(of_token[token_id] >= max(of_token.values()) for token_id, of_token in scored),
+        "token_ids": [token_id for token_id, _ in scored],
+    }
