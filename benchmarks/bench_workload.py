@@ -2,13 +2,17 @@
 
 import json
 import os
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
+
+from nanovllm.backends import Backend
+from nanovllm.layers.parallel import Parallel
+from nanovllm.models.causal_lm import make_model
+from nanovllm.models.config import load_model_config
 
 
 @dataclass(frozen=True)
@@ -56,7 +60,7 @@ def make_workload(
 def write_checkpoint(config: dict[str, Any], dtype: torch.dtype, folder: Path, seed: int = 0) -> None:
     """Random weights as transformers would save them, with no end-of-sequence id; nothing if they are there.
 
-    Normal with standard deviation 0.02, norms of one.
+    Normal with standard deviation 0.02, norms of one, biases of zero.
     """
     from safetensors.torch import save_file
 
@@ -64,11 +68,13 @@ def write_checkpoint(config: dict[str, Any], dtype: torch.dtype, folder: Path, s
         return
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
+    with torch.device("meta"):
+        model = make_model(load_model_config(config, "the shape"), Backend(), Parallel(), 1)
     tensors = {
-        name: torch.ones(shape, dtype=dtype)
-        if len(shape) == 1
-        else torch.randn(shape, generator=generator).mul_(0.02).to(dtype)
-        for name, shape in _tensors(config)
+        name: (torch.zeros if name.endswith(".bias") else torch.ones)(target.shape, dtype=dtype)
+        if len(target.shape) == 1
+        else torch.randn(target.shape, generator=generator).mul_(0.02).to(dtype)
+        for name, target in model.weight_targets()
     }
     name = str(dtype).removeprefix("torch.")
     config = {**config, "torch_dtype": name, "dtype": name, "eos_token_id": None, "bos_token_id": None}
@@ -77,24 +83,3 @@ def write_checkpoint(config: dict[str, Any], dtype: torch.dtype, folder: Path, s
     partial = folder / f"partial-{os.getpid()}"
     save_file(tensors, partial, metadata={"format": "pt"})
     partial.rename(folder / "model.safetensors")  # last: an interrupted write leaves no checkpoint
-
-
-def _tensors(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    hidden, intermediate, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
-    queries, keys = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
-    yield "model.embed_tokens.weight", (config["vocab_size"], hidden)
-    for i in range(config["num_hidden_layers"]):
-        prefix = f"model.layers.{i}"
-        for name, size in (("q", queries), ("k", keys), ("v", keys)):
-            yield f"{prefix}.self_attn.{name}_proj.weight", (size, hidden)
-        yield f"{prefix}.self_attn.o_proj.weight", (hidden, queries)
-        for name in ("q_norm", "k_norm"):
-            yield f"{prefix}.self_attn.{name}.weight", (dim,)
-        for name in ("gate", "up"):
-            yield f"{prefix}.mlp.{name}_proj.weight", (intermediate, hidden)
-        yield f"{prefix}.mlp.down_proj.weight", (hidden, intermediate)
-        for name in ("input_layernorm", "post_attention_layernorm"):
-            yield f"{prefix}.{name}.weight", (hidden,)
-    yield "model.norm.weight", (hidden,)
-    if not config.get("tie_word_embeddings"):
-        yield "lm_head.weight", (config["vocab_size"], hidden)

@@ -1,4 +1,4 @@
-"""nano-vLLM: offline batch inference of Qwen3 models, small enough to read in an afternoon."""
+"""nano-vLLM: offline batch inference of Qwen, Llama and Mistral models, small enough to read in an afternoon."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -26,7 +26,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit status."""
-    parser = _Parser("nanovllm", description="Offline batch inference of Qwen3 models.")
+    parser = _Parser("nanovllm", description="Offline inference of Qwen, Llama and Mistral models.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_run_batch(commands)

@@ -24,13 +24,29 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
     return status, out + said
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_parameters_are_those_of_the_model_itself(name: str, ranks: int) -> None:
     config = read_config(name)
     with torch.device("meta"):
         model = DenseForCausalLM(config, None, Parallel(0, ranks), 16)  # type: ignore[arg-type]  # it never runs
     assert Shape.of(config).of_rank(ranks).num_parameters == sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("qwen2.5-0.5b", 494_032_768),
+        ("qwen2.5-7b", 7_615_616_512),
+        ("qwen2.5-72b", 72_706_203_648),
+        ("llama-2-7b-hf", 6_738_415_616),
+        ("llama-3.1-8b", 8_030_261_248),
+        ("llama-3.2-1b", 1_235_814_400),
+        ("mistral-7b-v0.3", 7_248_023_552),
+    ],
+)
+def test_published_models_have_as_many_parameters_as_their_cards_say(name: str, parameters: int) -> None:
+    assert Shape.of(read_config(name)).num_parameters == parameters
 
 
 def test_biases_and_shared_kv_heads_are_counted() -> None:

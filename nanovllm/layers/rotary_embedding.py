@@ -14,11 +14,11 @@ def rotary_table(config: "PretrainedConfig", num_positions: int) -> Tensor:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope = config.rope_parameters
-    if rope["rope_type"] == "default":
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
-        frequencies, scaling = 1.0 / rope["rope_theta"] ** exponents, 1.0
-    else:
-        frequencies, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
-    positions = torch.arange(num_positions, dtype=torch.float32, device="cpu")
-    angles = torch.outer(positions, frequencies.float())
-    return torch.cat((angles.cos(), angles.sin()), dim=1) * scaling
+    with torch.device("cpu"):  # in float32 of the host's, wherever the model is made
+        if rope["rope_type"] == "default":
+            exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+            frequencies, scaling = 1.0 / rope["rope_theta"] ** exponents, 1.0
+        else:
+            frequencies, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
+        angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies.float())
+        return torch.cat((angles.cos(), angles.sin()), dim=1) * scaling

@@ -43,7 +43,7 @@ def find_model(model: str, revision: str | None = None) -> Path:
     if folder is None and model.lower() in PRESETS:
         raise ValueError(
             f'model {model!r} is the name of a shape, without weights: use load_format="dummy" for random ones, '
-            f'or the id "Qwen/{model.title().replace("b", "B")}"'
+            f'or the id "{PRESETS[model.lower()]}"'
         )
     return folder or _download(model, PATTERNS, revision)
 
@@ -56,8 +56,8 @@ def read_config(model: str) -> "PretrainedConfig":
     Raises:
         ValueError: there is no such model, or one that is not supported.
     """
-    path, shape = _as_path(model), model.lower().removeprefix("qwen/")
-    if shape in PRESETS and not path.exists():
+    path, shape = _as_path(model), model.rpartition("/")[2].lower()
+    if model.lower() in (shape, PRESETS.get(shape, "").lower()) and shape in PRESETS and not path.exists():
         return load_model_config(preset_config(shape), f"preset {shape}")
     if not path.is_file():
         path = (_find_folder(model) or _download(model, ["config.json"])) / "config.json"
