@@ -1,5 +1,6 @@
 """The command: what it says of itself, and how it refuses."""
 
+import os
 import subprocess
 import sys
 from dataclasses import fields
@@ -11,7 +12,7 @@ from helpers.batch_jobs import write_lines
 
 from nanovllm import __version__
 from nanovllm.batch.status import STATUS_HELP, Status
-from nanovllm.cli import main
+from nanovllm.cli import SPIN_COUNT, main
 from nanovllm.config import EngineConfig
 
 
@@ -119,3 +120,16 @@ def test_a_model_that_is_not_there_is_refused_and_another_may_be_tried(
             capsys, "run-batch", "-i", str(source), "-o", str(tmp_path / "out"), "--model", str(tmp_path / name)
         )
         assert status == Status.USAGE and name in said and "another job" not in said
+
+
+def test_the_command_bounds_how_long_threads_spin_before_torch_is_loaded() -> None:
+    """And leaves what the user has set."""
+    code = (
+        "import os, sys, nanovllm.batch.job, nanovllm.cli\n"
+        "nanovllm.batch.job.run_job = lambda _: print('torch' in sys.modules, os.environ.get('GOMP_SPINCOUNT')) or 0\n"
+        "nanovllm.cli.main(['run-batch', '-i', 'in', '-o', 'out', '--model', 'm'])"
+    )
+    environment = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    for given, expected in (({}, SPIN_COUNT), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, None)):
+        done = subprocess.run([sys.executable, "-c", code], env=environment | given, capture_output=True, text=True)
+        assert done.stdout.split() == ["False", str(expected)]

@@ -17,10 +17,12 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.backends import AttentionMetadata, Backend
 from nanovllm.backends.cpu_backend import CpuBackend, NativeMatrix
 from nanovllm.backends.torch_backend import OneDnnMatrix, TorchBackend
+from nanovllm.engine.plan import StepPlan
 from nanovllm.kernels.cpu_library import CpuLibrary, cpu_library
 from nanovllm.kernels.norm_rope_store import NormRope
 from nanovllm.kernels.sample import SamplingValues, sample_reference
 from nanovllm.resolve import Work, resolve_backend
+from nanovllm.runner.step_handle import StepHandle
 
 BF16, FP32 = torch.bfloat16, torch.float32
 CPU = torch.device("cpu")
@@ -262,3 +264,27 @@ def test_onednns_packed_product_equals_the_plain_one() -> None:
     for b in (None, bias):
         got = OneDnnMatrix(weight).multiply(x, b)
         torch.testing.assert_close(got, F.linear(x, weight, b), rtol=rounding(BF16), atol=rounding(BF16) * 8)
+
+
+def test_few_tokens_of_a_small_model_are_computed_in_one_thread_and_many_in_all(
+    reciter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine, threads that wait for each other at every product cost a hundred times what they save."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: threads.append(count))
+    threads = [2]
+    with LLM(reciter, device="cpu", dtype="float32", max_model_len=64) as llm:
+        seen, launch = [], llm.engine.runner._launch
+
+        def look(plan: StepPlan) -> StepHandle:
+            seen.append((plan.num_tokens, threads[-1]))
+            return launch(plan)
+
+        monkeypatch.setattr(llm.engine.runner, "_launch", look)
+        for chosen in (None, "2"):
+            monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+            if chosen is not None:
+                monkeypatch.setenv("OMP_NUM_THREADS", chosen)
+            llm.generate([[5] * 50], SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
+    assert seen == [(50, 2), (1, 1), (1, 1), (50, 2), (1, 2), (1, 2)]
+    assert threads[-1] == 2, "as before"

@@ -33,6 +33,7 @@ from nanovllm.runner.kv_memory import (
 )
 from nanovllm.runner.staging import ReturnBuffers, Staging
 from nanovllm.runner.step_handle import Logprobs, StepHandle, Stopwatch
+from nanovllm.utils.machine import FEW_TOKENS, SMALL_MODEL, one_thread
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -83,6 +84,7 @@ class ModelRunner:
         self._staging = Staging(StepPlan.max_packed_size(config), self.device)
         self._buffers = ReturnBuffers(config.max_num_seqs)
         self.caches: list[KVCache] = []
+        self._has_small_model = self.device.type == "cpu" and self._shape.num_parameters <= SMALL_MODEL
 
     # ---- the KV cache
 
@@ -183,7 +185,8 @@ class ModelRunner:
 
     def launch(self, plan: StepPlan) -> StepHandle:
         """Start a step; the handle waits for it. The host's values decide sizes only, so nothing here waits."""
-        with self._on_device(), torch.inference_mode():
+        is_small = self._has_small_model and plan.num_tokens <= FEW_TOKENS
+        with self._on_device(), torch.inference_mode(), one_thread() if is_small else nullcontext():
             return self._launch(plan)
 
     def _launch(self, plan: StepPlan) -> StepHandle:

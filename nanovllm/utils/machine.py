@@ -1,6 +1,8 @@
 """What this machine has: devices, number formats, memory."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -33,6 +35,22 @@ def limit_threads() -> None:
     """
     if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > physical_cores():
         torch.set_num_threads(physical_cores())
+
+
+SMALL_MODEL, FEW_TOKENS = 10_000_000, 32
+"""Parameters and a step's tokens up to which one thread is as good as all, and far better beside other work."""
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Within, torch and the CPU kernels compute in the caller's thread alone, unless OMP_NUM_THREADS says otherwise."""
+    before = torch.get_num_threads()
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def free_memory() -> int:
