@@ -182,7 +182,7 @@ class StandInGraphs(CudaGraphs):
     """Runs the decode step on the graph's padded inputs instead of replaying its capture."""
 
     def replay(self, size):
-        return self.decode(self._inputs(size))
+        return self.decode(self.inputs(size))
 
 
 @pytest.mark.parametrize("max_num_seqs", [3, 12])

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.attention import KVCache
+from nanovllm.kernels.launch import launch
 from nanovllm.kernels.rms_norm import rms_norm_reference
 from nanovllm.kernels.triton_shim import next_power_of_2, tl, triton
 
@@ -150,7 +151,8 @@ def norm_rope_store(qkv: Tensor, norms: NormRope, positions: Tensor, cache: KVCa
         config = norm_rope_store_config(all_heads, head_dim, block_size, norms.q_weight is not None)
         grid = (num_tokens, -(-all_heads // config["HEADS"]))
         strides = (qkv.stride(0), *cache.keys.stride()[:3])
-        weights = (norms.q_weight, norms.k_weight, norms.cos_sin)
+        weights = (qkv if norms.q_weight is None else norms.q_weight, qkv if norms.k_weight is None else norms.k_weight)
         sizes = (norms.eps, num_heads, num_kv_heads)
-        _norm_rope_store_kernel[grid](qkv, *weights, positions, slots, *cache, *strides, *sizes, **config)
+        args = (qkv, *weights, norms.cos_sin, positions, slots, *cache, *strides, *sizes)
+        launch(_norm_rope_store_kernel, grid, args, config)
     return qkv[:, : num_heads * head_dim].view(num_tokens, num_heads, head_dim)

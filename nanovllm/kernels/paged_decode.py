@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.attention import DecodeMetadata, KVCache
+from nanovllm.kernels.launch import launch
 from nanovllm.kernels.triton_shim import next_power_of_2, num_multiprocessors, tl, triton
 
 MIN_CHUNK = 128
@@ -240,8 +241,8 @@ def decode_metadata(seq_lens: Tensor, block_tables: Tensor, cache: KVCache, num_
         partial_lse=torch.empty(max_items, num_heads, dtype=torch.float32, device=device),
     )
     config = chunks_config(num_seqs, block_size, cache.keys.element_size())
-    lists = (made.items, made.first_item, made.arrivals)
-    _chunks_kernel[(1,)](seq_lens, *lists, num_seqs, num_kv_heads, target, **config)
+    args = (seq_lens, made.items, made.first_item, made.arrivals, num_seqs, num_kv_heads, target)
+    launch(_chunks_kernel, (1,), args, config)
     return made
 
 
@@ -257,7 +258,7 @@ def paged_decode(
     block_size, num_kv_heads = cache.keys.shape[1:3]
     config = split_config(num_heads // num_kv_heads, head_dim, block_size, cache.keys.element_size())
     strides = (q.stride(0), block_tables.stride(0), *cache.keys.stride()[:3])
-    _split_kernel[(num_kv_heads, metadata.items.shape[0])](
+    args = (
         q,
         *cache,
         out,
@@ -270,5 +271,5 @@ def paged_decode(
         scale * math.log2(math.e),
         num_seqs,
         *strides,
-        **config,
     )
+    launch(_split_kernel, (num_kv_heads, metadata.items.shape[0]), args, config)

@@ -8,6 +8,7 @@ import math
 from torch import Tensor
 
 from nanovllm.kernels.attention import KVCache
+from nanovllm.kernels.launch import launch
 from nanovllm.kernels.paged_decode import key_tile
 from nanovllm.kernels.triton_shim import next_power_of_2, shared_memory_kib, tl, triton
 
@@ -171,7 +172,7 @@ def paged_prefill(
         num_heads // num_kv_heads, head_dim, block_size, cache.keys.element_size(), shared_memory_kib(q.device)
     )
     strides = (q.stride(0), block_tables.stride(0), *cache.keys.stride()[:3])
-    _prefill_kernel[(num_kv_heads, num_tokens // config["TOKENS"] + num_seqs)](
+    args = (
         q,
         *cache,
         out,
@@ -181,5 +182,5 @@ def paged_prefill(
         scale * math.log2(math.e),
         num_seqs,
         *strides,
-        **config,
     )
+    launch(_prefill_kernel, (num_kv_heads, num_tokens // config["TOKENS"] + num_seqs), args, config)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from nanovllm.kernels.launch import launch
 from nanovllm.kernels.triton_shim import next_power_of_2, tl, triton
 
 
@@ -50,10 +51,10 @@ def _rms_norm_kernel(
     tl.store(out_ptr + row * size + column, (normed.to(dtype).to(tl.float32) * weight).to(dtype), mask=inside)
 
 
-def rms_norm_config(size: int) -> dict[str, int]:
+def rms_norm_config(size: int, add: bool) -> dict[str, int]:
     """A whole row in one block; eight elements (16 bytes of bf16) a thread, up to eight warps."""
     block = next_power_of_2(size)
-    return {"BLOCK": block, "num_warps": min(8, max(1, block // 256))}
+    return {"ADD": add, "BLOCK": block, "num_warps": min(8, max(1, block // 256))}
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -62,9 +63,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     out = torch.empty_like(rows, memory_format=torch.contiguous_format)
     if rows.shape[0]:
         size = rows.shape[1]
-        _rms_norm_kernel[(rows.shape[0],)](
-            rows, rows, weight, out, out, rows.stride(0), 0, size, eps, ADD=False, **rms_norm_config(size)
-        )
+        args = (rows, rows, weight, out, out, rows.stride(0), 0, size, eps)
+        launch(_rms_norm_kernel, (rows.shape[0],), args, rms_norm_config(size, add=False))
     return out.view(x.shape)
 
 
@@ -74,8 +74,6 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     total = torch.empty_like(out)
     if num_tokens:
-        strides = x.stride(0), residual.stride(0)
-        _rms_norm_kernel[(num_tokens,)](
-            x, residual, weight, out, total, *strides, size, eps, ADD=True, **rms_norm_config(size)
-        )
+        args = (x, residual, weight, out, total, x.stride(0), residual.stride(0), size, eps)
+        launch(_rms_norm_kernel, (num_tokens,), args, rms_norm_config(size, add=True))
     return out, total

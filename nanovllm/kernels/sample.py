@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nanovllm.kernels.launch import launch
 from nanovllm.kernels.sample_filter import PART, filter_rows, is_filtered, weigh
 from nanovllm.kernels.triton_shim import next_power_of_2, tl, triton
 
@@ -267,10 +268,9 @@ def sample(logits: Tensor, values: SamplingValues) -> Tensor:
     part_weight, threshold = empty(torch.float32, num_parts), empty(torch.float32)
     chunk_stats, part_stats = (chunk_max, chunk_argmax, chunk_weight), (part_max, part_weight)
     stride = logits.stride(0)
-    _stats_kernel[(n, num_chunks)](
-        logits, values.temperature, *chunk_stats, *part_stats, stride, vocab_size, **stats_config()
-    )
+    inputs = (logits, values.temperature, *chunk_stats, *part_stats, stride, vocab_size)
+    launch(_stats_kernel, (n, num_chunks), inputs, stats_config())
     filter_rows(logits, *values[:4], *part_stats, chunk_weight, threshold, CHUNK)
-    config = draw_config(num_chunks)
-    _draw_kernel[(n,)](logits, *values, *chunk_stats, threshold, out, stride, vocab_size, num_chunks, **config)
+    args = (logits, *values, *chunk_stats, threshold, out, stride, vocab_size, num_chunks)
+    launch(_draw_kernel, (n,), args, draw_config(num_chunks))
     return out

@@ -13,6 +13,7 @@ bound are looked into: about k of them for top-k, and all only where a distribut
 import torch
 from torch import Tensor
 
+from nanovllm.kernels.launch import launch
 from nanovllm.kernels.triton_shim import next_power_of_2, tl, triton
 
 PART = 64
@@ -293,6 +294,5 @@ def filter_rows(
     filters = (temperature, top_k, top_p, min_p)
     sizes = (logits.stride(0), logits.shape[1], num_chunks)
     config = filter_config(num_chunks, chunk, logits.dtype)
-    _filter_kernel[(logits.shape[0],)](
-        logits, *filters, part_max, part_weight, listed, chunk_weight, threshold, *sizes, **config
-    )
+    args = (logits, *filters, part_max, part_weight, listed, chunk_weight, threshold, *sizes)
+    launch(_filter_kernel, (logits.shape[0],), args, config)

@@ -4,6 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm.kernels.launch import launch
 from nanovllm.kernels.triton_shim import tl, triton
 
 
@@ -40,5 +41,5 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     if num_tokens:
         config = silu_and_mul_config()
         grid = (num_tokens, -(-size // config["BLOCK"]))
-        _silu_and_mul_kernel[grid](gate_up, out, gate_up.stride(0), size, **config)
+        launch(_silu_and_mul_kernel, grid, (gate_up, out, gate_up.stride(0), size), config)
     return out

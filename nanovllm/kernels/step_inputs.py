@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm.kernels.launch import launch
 from nanovllm.kernels.sample import SamplingValues
 from nanovllm.kernels.triton_shim import next_power_of_2, tl, triton
 
@@ -166,7 +167,6 @@ def step_inputs(planned: PlannedRows, tables: RowTables, block_size: int) -> Ste
         sampling=sampling,
     )
     sizes = (num_seqs, len(tables.last_token) - 1, width)
-    _step_inputs_kernel[(num_seqs,)](
-        *planned, *tables, *made[:6], *sampling[:5], *sizes, **step_inputs_config(num_seqs, block_size)
-    )
+    args = (*planned, *tables, *made[:6], *sampling[:5], *sizes)
+    launch(_step_inputs_kernel, (num_seqs,), args, step_inputs_config(num_seqs, block_size))
     return made

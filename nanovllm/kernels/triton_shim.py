@@ -5,6 +5,7 @@ kernel is decorated, so `INTERPRETED` is read once, at import.
 """
 
 import os
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ try:
 
     HAS_TRITON = True
     INTERPRETED = bool(triton.knobs.runtime.interpret)
+    # Versions of which launch.py knows what a compiled kernel's `run` takes.
+    LAUNCHES_DIRECTLY = (3, 6) <= tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 9)
 except ImportError:
 
     class _Absent:
@@ -33,11 +36,12 @@ except ImportError:
             return args[0] if len(args) == 1 and callable(args[0]) else self
 
     triton = tl = _Absent()
-    HAS_TRITON = INTERPRETED = False
+    HAS_TRITON = INTERPRETED = LAUNCHES_DIRECTLY = False
 
 _SHARED_KIB = {(8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (10, 3): 227, (12, 0): 99}
 
 
+@cache
 def shared_memory_kib(device: torch.device) -> int:
     """Shared memory that one program may use (CUDA C++ Programming Guide, "Compute capabilities"), in KiB."""
     if device.type != "cuda":
@@ -45,6 +49,7 @@ def shared_memory_kib(device: torch.device) -> int:
     return _SHARED_KIB.get(torch.cuda.get_device_capability(device), 99)
 
 
+@cache
 def num_multiprocessors(device: torch.device) -> int:
     """How many programs' worth of hardware there is; a small number in the interpreter, where programs are serial."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2

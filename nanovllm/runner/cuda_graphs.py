@@ -66,7 +66,7 @@ class CudaGraphs:
         """Capture the graphs of sizes, all by default. Every input is padding: nothing live is read or written."""
         stream, current = _capture_stream(torch.cuda.current_device()), torch.cuda.current_stream()
         for size in tqdm(sorted(sizes or self.sizes, reverse=True), desc="Capturing graphs", disable=not show_progress):
-            inputs = self._inputs(size)
+            inputs = self.inputs(size)
             inputs.zero_()
             inputs[0], inputs[2] = self.padding_row, 1  # rows, num_scheduled
             stream.wait_stream(current)
@@ -81,7 +81,8 @@ class CudaGraphs:
             self._graphs[size] = graph, token_ids, hidden
         torch.cuda.synchronize()
 
-    def _inputs(self, size: int) -> Tensor:
+    def inputs(self, size: int) -> Tensor:
+        """Where a graph of that size reads: int32 [HEAD, size]."""
         return self._buffer[: HEAD * size].view(HEAD, size)
 
     def replay(self, size: int) -> tuple[Tensor, Tensor]:

@@ -4,6 +4,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,10 +12,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nanovllm.backends import BACKENDS, AttentionMetadata, KVCache
 from nanovllm.config import ResolvedConfig
 from nanovllm.engine.plan import NUM_PER_SEQ, StepPlan
+from nanovllm.kernels.launch import compile_all, noted
 from nanovllm.kernels.sample import SamplingValues
 from nanovllm.kernels.step_inputs import PlannedRows, StepInputs
 from nanovllm.layers.parallel import Parallel
@@ -103,6 +106,7 @@ class ModelRunner:
         """
         config = self.config
         with self._on_device():
+            self._compile_kernels()
             num_blocks = self.parallel.minimum(self._count_blocks())
             self.caches = self._make_caches(num_blocks)
             tokens = num_blocks * config.block_size
@@ -143,6 +147,28 @@ class ModelRunner:
         else:
             budget = cpu_cache_bytes() // self.parallel.ranks_per_device
         return blocks_that_fit(budget, self.block_bytes, config.block_size, config.max_model_len)
+
+    @torch.inference_mode()
+    def _compile_kernels(self) -> None:
+        """Compile what steps will launch, several kernels at a time: steps without values, on fake tensors, tell what.
+
+        Several ranks compile as they go: their collectives know no fake tensors; nor does flash-attn.
+        """
+        config = self.config
+        if self.device.type != "cuda" or self.backend.name != "triton" or self.parallel.size > 1:
+            return
+        graphs = self._new_graphs()
+        mixed = StepPlan.largest(2, 3, config.max_model_len)  # a decode and a prompt of two tokens
+        mixed = replace(mixed, num_logits=mixed.num_sampled, targets=mixed.targets[:0])
+        # A few kernels know the next power of two of the batch size, from 256 on.
+        sizes = {1, config.max_num_seqs, *(2**i for i in range(8, config.max_num_seqs.bit_length()))}
+        with FakeTensorMode(allow_non_fake_inputs=True), noted() as launches:
+            self.caches = self._make_caches(1)
+            for size in sizes:
+                self._decode(graphs.inputs(size))
+            self._run(mixed, self._staging.buffer[: mixed.head_size])
+        self.caches = []
+        compile_all(launches, show_progress=True)
 
     def _new_graphs(self) -> CudaGraphs:
         tables = self.tables

@@ -91,7 +91,7 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], shared_kib:
     for model in models.values():
         for size in (model.hidden_size, model.head_dim):
             for add in (False, True):
-                yield launch(rms_norm._rms_norm_kernel, {"ADD": add, **rms_norm.rms_norm_config(size)})
+                yield launch(rms_norm._rms_norm_kernel, rms_norm.rms_norm_config(size, add))
         for block_size in block_sizes:
             for ranks in (n for n in (1, 2, 4, 8) if model.num_kv_heads % n == 0):
                 heads, kv_heads = model.num_heads // ranks, model.num_kv_heads // ranks

@@ -1,0 +1,107 @@
+"""Launching Triton kernels: compiled once, in parallel if they are known beforehand, and then launched directly."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from tqdm import tqdm
+
+from nanovllm.kernels.triton_shim import INTERPRETED, LAUNCHES_DIRECTLY, triton
+
+
+class Launch(NamedTuple):
+    """One launch. args: all pointers first, then numbers; config: the constexprs, then num_warps and num_stages."""
+
+    kernel: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    config: dict[str, int]
+
+
+_compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
+_noted: list[Launch] | None = None
+
+
+def launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], config: dict[str, int]) -> None:
+    """`kernel[grid](*args, **config)`, in a fraction of the 15 microseconds or more that Triton takes for that.
+
+    Triton derives anew, at each launch, what to compile. Here the same is told from the constexprs, the pointers' types
+    and the numbers that the kernel is specialised on. Pointers are all but always multiples of 16; where one is not, or
+    this version of Triton is unknown, Triton does it.
+    """
+    if _noted is not None:
+        _noted.append(Launch(kernel, grid, args, config))
+        return
+    if INTERPRETED or not LAUNCHES_DIRECTLY:
+        kernel[grid](*args, **config)
+        return
+    pointers, aligned, numbers, constexprs = _parameters(kernel)
+    bits = 0
+    for i in aligned:
+        bits |= args[i].data_ptr()
+    if bits % 16:
+        kernel[grid](*args, **config)
+        return
+    device = args[0].get_device()
+    types = [pointer.dtype for pointer in args[:pointers]]
+    key = (kernel.__name__, device, *config.values(), *types, *[args[i] for i in numbers])
+    found = _compiled.get(key)
+    if found is None:
+        made = kernel[grid](*args, **config)
+        _compiled[key] = made.run, made.function, made.packed_metadata, tuple(config[name] for name in constexprs)
+        return
+    run, function, metadata, constants = found
+    second = grid[1] if len(grid) > 1 else 1
+    stream = triton.runtime.driver.active.get_current_stream(device)
+    run(grid[0], second, 1, stream, function, metadata, None, None, None, *args, *constants)
+
+
+class _Parameters(NamedTuple):
+    """How many pointers come first; which arguments are specialised on by address, which by value; the constexprs."""
+
+    num_pointers: int
+    aligned: list[int]
+    numbers: list[int]
+    constexprs: list[str]
+
+
+@cache
+def _parameters(kernel: Any) -> _Parameters:
+    params = [param for param in kernel.params if not param.is_constexpr]
+    pointers = sum(param.name.endswith("_ptr") for param in params)
+    aligned = [i for i in range(pointers) if not params[i].do_not_specialize_on_alignment]
+    numbers = [i for i in range(pointers, len(params)) if not params[i].do_not_specialize]
+    return _Parameters(pointers, aligned, numbers, [param.name for param in kernel.params if param.is_constexpr])
+
+
+@contextmanager
+def noted() -> Iterator[list[Launch]]:
+    """Launches are noted, and not done."""
+    global _noted
+    launches: list[Launch] = []
+    _noted = launches
+    try:
+        yield launches
+    finally:
+        _noted = None
+
+
+def compile_all(launches: list[Launch], show_progress: bool) -> None:
+    """Compile what the launches need, several kernels at a time; what Triton finds in its cache costs little."""
+    distinct = {}
+    for one in launches:
+        pointers, _, numbers, _ = _parameters(one.kernel)
+        types = tuple(arg.dtype for arg in one.args[:pointers])
+        distinct[one.kernel.__name__, *one.config.values(), *types, *(one.args[i] for i in numbers)] = one
+    bar = tqdm(total=len(distinct), desc="Compiling kernels", disable=not show_progress)
+    with bar, ThreadPoolExecutor() as threads, triton.AsyncCompileMode(threads):
+        for one in distinct.values():
+            args = (triton.MockTensor(arg.dtype) if isinstance(arg, Tensor) else arg for arg in one.args)
+            made = one.kernel.warmup(*args, grid=one.grid, **one.config)
+            if (future := getattr(made, "future", None)) is not None:
+                future.add_done_callback(lambda _: bar.update())
+            else:
+                bar.update()

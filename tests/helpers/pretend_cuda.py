@@ -1,0 +1,127 @@
+"""A CUDA device that is not there: fake tensors that say they are on it, and a driver that launches nothing."""
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nanovllm.config import EngineConfig
+from nanovllm.engine.plan import StepPlan
+from nanovllm.kernels import paged_decode, paged_prefill
+from nanovllm.layers.parallel import Parallel
+from nanovllm.models.config import load_model_config
+from nanovllm.models.presets import preset_config
+from nanovllm.resolve import resolve
+from nanovllm.runner import model_runner
+from nanovllm.runner.model_runner import ModelRunner
+
+DEVICE = "cuda:0"
+aten = torch.ops.aten
+
+
+class _Indexing(TorchFunctionMode):
+    """x[...] by operators: torch without CUDA refuses brackets on a tensor of such a device."""
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is Tensor.__getitem__:
+            return self._get(*args)
+        if function is Tensor.__setitem__:
+            x, index, value = args
+            return aten.index_put_(x, [index], value) if isinstance(index, Tensor) else self._get(x, index).copy_(value)
+        return function(*args, **(kwargs or {}))
+
+    def _get(self, x: Tensor, index: Any) -> Tensor:
+        dim = 0
+        for part in index if isinstance(index, tuple) else (index,):
+            if isinstance(part, int):
+                x = aten.select(x, dim, part)
+                continue
+            if isinstance(part, slice):
+                x = aten.slice(x, dim, part.start, part.stop, part.step or 1)
+            else:
+                x = aten.index(x, [None] * dim + [part])
+            dim += 1
+        return x
+
+
+class Operators(TorchDispatchMode):
+    """Notes the operators that work on the device, and refuses any that makes a tensor elsewhere."""
+
+    _NO_WORK = ("empty", "view", "slice", "detach", "flatten", "reshape", "unbind", "select", "device", "split")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for made in result if isinstance(result, (list, tuple)) else [result]:
+            assert not isinstance(made, Tensor) or made.is_cuda, f"{function} makes a tensor on the host"
+        name = str(function).split(".")[1]
+        if not name.startswith(self._NO_WORK):
+            self.counts[name] += 1
+        return result
+
+
+@contextmanager
+def pretend_runner(model: str = "qwen3-0.6b", **options: Any) -> Iterator[ModelRunner]:
+    """A runner on the Triton backend whose tensors are all fake; an operator that needs a value raises."""
+    hf_config = load_model_config(preset_config(model), model)
+    asked = EngineConfig(
+        model=model, load_format="dummy", device="cpu", attention_backend="torch", dtype="bfloat16", **options
+    )
+    config = replace(resolve(asked, hf_config), device=DEVICE, attention_backend="triton")
+    with (
+        mock.patch.object(paged_decode, "num_multiprocessors", lambda device: 132),
+        mock.patch.object(paged_prefill, "shared_memory_kib", lambda device: 227),
+        mock.patch.object(model_runner, "fill_randomly", lambda *arguments: None),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        _Indexing(),
+        torch.inference_mode(),
+    ):
+        runner = ModelRunner(config, hf_config, None, Parallel())
+        runner.caches = runner._make_caches(100)
+        yield runner
+
+
+def unscored_plan(num_scheduled: list[int]) -> StepPlan:
+    """A plan of so many tokens for each sequence, all sampled."""
+    plan = StepPlan.largest(len(num_scheduled), sum(num_scheduled), sum(num_scheduled))
+    return replace(
+        plan,
+        num_scheduled=np.array(num_scheduled, np.int32),
+        num_logits=plan.num_sampled,
+        targets=plan.targets[:0],
+    )
+
+
+class PretendDriver:
+    """Takes the place of Triton's CUDA driver: compiled kernels are loaded nowhere, and launches are noted."""
+
+    def __init__(self, arch: int = 90) -> None:
+        from triton.backends.compiler import GPUTarget
+
+        self.launches: list[tuple[Any, ...]] = []
+        self.utils = SimpleNamespace(
+            load_binary=lambda name, *rest: (name, name, 0, 0, 1024),
+            unload_module=lambda module: None,
+            get_device_properties=lambda device: {"max_shared_mem": 227 << 10},
+        )
+        self.launcher_cls = lambda source, metadata: lambda *arguments: self.launches.append(arguments)
+        self.get_current_target = lambda: GPUTarget("cuda", arch, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 7
