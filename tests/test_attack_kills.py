@@ -1,7 +1,7 @@
 """Attacks by the world outside: kills, signals, machines that vanish, disks that are full, files that rot.
 
-Everything here is drawn with a seed. NANOVLLM_ATTACKS is the share of the full counts that is tried: 0.1 by default, and
-1 for the figures of docs/reliability.md.
+Everything here is drawn with a seed. NANOVLLM_ATTACKS is the share of the full counts that is tried: 0.1 by default,
+and 1 for the figures of docs/reliability.md.
 """
 
 import json

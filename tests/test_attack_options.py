@@ -7,6 +7,7 @@ memory, so that one that is taken for granted fails.
 import json
 import math
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -19,10 +20,12 @@ import pytest
 import torch
 from helpers.batch_jobs import write_lines
 
+import nanovllm
 from nanovllm import LLM, SamplingParams
 from nanovllm.batch.status import Status
 from nanovllm.cli import main
 
+MODEL = Path(nanovllm.__file__).parent / "assets" / "tiny-qwen3"
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "max_model_len": 64,
@@ -270,3 +273,29 @@ def test_a_trace_that_cannot_be_written_any_more_stops_no_run(tmp_path: Path, ca
     with LLM("tiny-qwen3", **OPTIONS, trace=str(tmp_path / "trace")) as llm:
         llm.generate(["the"], SamplingParams(max_tokens=2))
     assert json.loads((tmp_path / "trace").read_text())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"intermediate_size": 10**12}, "the weights would take .* GiB"),
+        ({"vocab_size": 10**12}, "GiB"),
+        ({"max_position_embeddings": 0}, "max_position_embeddings is 0"),
+        ({"architectures": ["x" * 10_000]}, "names 'xxx"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_configuration_that_no_machine_holds_is_refused(change: dict[str, Any], words: str, tmp_path: Path) -> None:
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(MODEL / name, tmp_path)
+    config = json.loads((MODEL / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(ValueError, match=words) as refused:
+        LLM(str(tmp_path), **OPTIONS)
+    assert len(str(refused.value)) < 1000
+
+
+def test_a_deep_configuration_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(ValueError, match="cannot be read"):
+        LLM(str(tmp_path), **OPTIONS)

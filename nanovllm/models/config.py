@@ -42,7 +42,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; ValueError with the file's name if it holds none."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     if not isinstance(data, dict):
         raise ValueError(f"{path} holds {type(data).__name__}, not a JSON object")
@@ -104,7 +104,7 @@ def _check(config: "PretrainedConfig", source: str) -> None:
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         fail("partial_rotary_factor other than 1 is not supported")
     sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "intermediate_size")
-    for name in sizes:
+    for name in (*sizes, "max_position_embeddings"):
         if getattr(config, name) < 1:
             fail(f"{name} is {getattr(config, name)}; it must be at least 1")
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads

@@ -57,8 +57,8 @@ def cpu_cache_bytes() -> int:
     return min(free_memory() // 4, CPU_CACHE_LIMIT)
 
 
-def check_free_memory(num_bytes: int, device: torch.device, option: str) -> None:
-    """Raise a ValueError if the device has less memory free than the cache, asked for with `option`, would take."""
+def check_free_memory(num_bytes: int, device: torch.device, what: str, advice: str) -> None:
+    """Raise a ValueError if the device has less memory free than something would take."""
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
         free -= torch.cuda.memory_allocated(device)
@@ -66,7 +66,7 @@ def check_free_memory(num_bytes: int, device: torch.device, option: str) -> None
         free = free_memory()
     if num_bytes > free:
         raise ValueError(
-            f"the KV cache would take {num_bytes / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free: lower {option}"
+            f"{what} would take {num_bytes / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free: {advice}"
         )
 
 

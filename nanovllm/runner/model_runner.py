@@ -76,6 +76,8 @@ class ModelRunner:
         self.device, self.dtype = torch.device(config.device), getattr(torch, config.dtype)
         self._shape = Shape.of(hf_config).of_rank(parallel.size)
         self.backend = BACKENDS[config.attention_backend]()
+        num_bytes = self._shape.num_parameters * self.dtype.itemsize
+        check_free_memory(num_bytes, self.device, "the weights", "choose a smaller model, or a smaller dtype")
         with torch.device(self.device), _default_dtype(self.dtype):
             self.model = make_model(hf_config, self.backend, parallel, config.max_model_len)
         if folder is None:
@@ -135,11 +137,11 @@ class ModelRunner:
         if config.num_kvcache_blocks is not None:
             check_pool(config.num_kvcache_blocks, config.block_size, config.max_model_len)
             num_bytes = config.num_kvcache_blocks * self.block_bytes
-            check_free_memory(num_bytes * self.parallel.ranks_per_device, self.device, "num_kvcache_blocks")
+            self._check_cache_fits(num_bytes, "num_kvcache_blocks")
             return config.num_kvcache_blocks
         budget = config.kvcache_memory_bytes
         if budget is not None:
-            check_free_memory(budget * self.parallel.ranks_per_device, self.device, "kvcache_memory_bytes")
+            self._check_cache_fits(budget, "kvcache_memory_bytes")
         elif self.device.type == "cuda":
             memory = self._profile()
             logger.info("GPU memory: %s", memory.describe())
@@ -175,6 +177,10 @@ class ModelRunner:
         return CudaGraphs(self._staging.buffer, self.config.max_num_seqs, tables.padding_row)
 
     @torch.inference_mode()
+    def _check_cache_fits(self, num_bytes: int, option: str) -> None:
+        num_bytes *= self.parallel.ranks_per_device
+        check_free_memory(num_bytes, self.device, "the KV cache", f"lower {option}")
+
     def _profile(self) -> GpuMemory:
         """Measure what the largest step and the graphs take, with a cache of a single block that everything shares."""
         config, device = self.config, self.device
