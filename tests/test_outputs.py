@@ -248,6 +248,7 @@ def test_without_max_tokens_only_max_model_len_ends_it(llm: LLM) -> None:
         {"prompt": "ab"},
         {"prompt_token_ids": [ID("a"), ID("b")]},
         {"prompt": "ab", "prompt_token_ids": None},
+        {"prompt": "ab", "multi_modal_data": None, "cache_salt": None},
         {"prompt": None, "prompt_token_ids": np.array([ID("a"), ID("b")])},
         ["ab"],
         [[ID("a"), ID("b")]],

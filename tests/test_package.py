@@ -234,3 +234,32 @@ def test_a_type_checker_knows_every_option_and_its_type() -> None:
 
     options = {field.name: field.type for field in fields(EngineConfig) if field.name != "model"}
     assert EngineOptions.__annotations__ == options
+
+
+USES = """
+from nanovllm import LLM, SamplingParams
+
+outputs = LLM("tiny-qwen3", max_num_seqs=4).generate("a", SamplingParams(0.5, 3))
+reveal_type(outputs[0].outputs[0].text)
+LLM("tiny-qwen3", max_num_seqs="4")
+SamplingParams(temprature=1.0)
+"""
+
+
+@pytest.mark.slow
+def test_a_type_checker_finds_the_package_as_it_is_installed_for_work(tmp_path: Path) -> None:
+    """It does not run the hooks that an editable install may be made of; needs the network for setuptools."""
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
+    interpreter, uses = tmp_path / "venv" / "bin" / "python", tmp_path / "uses.py"
+    install = [interpreter, "-m", "pip", "install", "--quiet", "--no-deps", "--editable", ROOT]
+    done = subprocess.run(install, capture_output=True, text=True)
+    if done.returncode and "setuptools" in done.stderr:
+        pytest.skip("setuptools cannot be had")
+    assert done.returncode == 0, done.stderr
+    uses.write_text(USES)
+    check = [sys.executable, "-m", "mypy", "--python-executable", interpreter, "--cache-dir", tmp_path, uses]
+    shown = subprocess.run(check, cwd=tmp_path, capture_output=True, text=True).stdout
+    assert 'Revealed type is "str"' in shown
+    assert 'expected "int"' in shown
+    assert "temprature" in shown
+    assert "Found 2 errors" in shown

@@ -73,7 +73,7 @@ def tokenize_prompt(
     text: str | None = None
     if isinstance(prompt, Mapping):
         keys = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
-        unknown = prompt.keys() - {"prompt_token_ids", "prompt"}
+        unknown = {key for key, value in prompt.items() if value is not None} - {"prompt_token_ids", "prompt"}
         if unknown or not keys:
             found = ", ".join(map(repr, prompt)) or "no keys"
             raise ValueError(f'a prompt has {found}; it must have "prompt" or "prompt_token_ids"')
