@@ -11,15 +11,17 @@ namespace {
 constexpr int QUERY_ROWS = 48, KEY_TILE = 64;
 
 // One KV head, `tokens` query tokens of one sequence, the first of them at `position`: softmax(scale q K^T) V, key tile
-// by key tile with running maxima and sums (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867).
+// by key tile with running maxima and sums (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867). A tile is
+// KEY_TILE keys from a multiple of it, whether they lie in one block or in several: the order of the sums depends on
+// nothing but the position of the query.
 template <class T>
 void attend_rows(const typename T::element* q, const uint32_t* k_cache, const uint32_t* v_cache, const int32_t* blocks,
                  typename T::element* out, int64_t tokens, int64_t position, int64_t head, int64_t num_kv_heads,
                  int64_t group, int64_t dim, int64_t block_size, float scale) {
     using E = typename T::element;
-    const int64_t stride = num_kv_heads * group * dim, rows = tokens * group;
+    const int64_t stride = num_kv_heads * group * dim, rows = tokens * group, num_keys = position + tokens;
     const int64_t dim_units = dim / T::PER_UNIT, tile_units = dim_units * block_size;
-    const int64_t tile_size = std::min<int64_t>(block_size, KEY_TILE), num_keys = position + tokens;
+    const int64_t run = std::min<int64_t>(block_size, KEY_TILE);  // keys of a tile that lie in one block
     alignas(64) E queries[QUERY_ROWS * MAX_HEAD_DIM];
     alignas(64) float scores[QUERY_ROWS * KEY_TILE], sums[QUERY_ROWS * MAX_HEAD_DIM];
     alignas(64) E weights[QUERY_ROWS * KEY_TILE];
@@ -31,16 +33,22 @@ void attend_rows(const typename T::element* q, const uint32_t* k_cache, const ui
     std::fill_n(sums, rows * dim, 0.0f);
     vi lane;
     for (int i = 0; i < LANES; ++i) lane[i] = i;
+    const auto keys_at = [=](int64_t key) {  // where the 16 keys around `key` begin
+        const int64_t at = cache_tile(blocks[key / block_size], head, num_kv_heads, tile_units);
+        return k_cache + at + key % block_size / LANES * LANES * dim_units;
+    };
+    const auto values_at = [=](int64_t key) {
+        const int64_t at = cache_tile(blocks[key / block_size], head, num_kv_heads, tile_units);
+        return v_cache + at + key % block_size / T::PER_UNIT * dim;
+    };
 
-    for (int64_t start = 0; start < num_keys; start += tile_size) {
-        const int64_t at = cache_tile(blocks[start / block_size], head, num_kv_heads, tile_units);
-        const int64_t offset = start % block_size;
-        const int64_t keys = std::min(num_keys - start, tile_size), padded = (keys + LANES - 1) / LANES * LANES;
-        const uint32_t *k_at = k_cache + at + offset * dim_units, *v_at = v_cache + at + offset / T::PER_UNIT * dim;
-        const int64_t next = std::min(start + tile_size, num_keys - 1), next_offset = next % block_size / LANES * LANES;
-        const int64_t next_at = cache_tile(blocks[next / block_size], head, num_kv_heads, tile_units);
-        const Columns k_tile = {k_at, LANES, LANES * dim_units, v_at};
-        product<T>(rows, (const uint32_t*)queries, dim_units, k_tile, dim_units, scores, KEY_TILE, padded, false);
+    for (int64_t start = 0; start < num_keys; start += KEY_TILE) {
+        const int64_t keys = std::min<int64_t>(num_keys - start, KEY_TILE), padded = (keys + LANES - 1) / LANES * LANES;
+        for (int64_t first = 0; first < keys; first += run) {
+            const Columns k_run = {keys_at(start + first), LANES, LANES * dim_units, values_at(start + first)};
+            product<T>(rows, (const uint32_t*)queries, dim_units, k_run, dim_units, scores + first, KEY_TILE,
+                       std::min(padded - first, run), false);
+        }
         for (int64_t r = 0; r < rows; ++r) {
             float* score = scores + r * KEY_TILE;
             const int32_t visible = (int32_t)std::min<int64_t>(position + r / group + 1 - start, padded);
@@ -66,9 +74,13 @@ void attend_rows(const typename T::element* q, const uint32_t* k_cache, const ui
             }
             totals[r] += sum(total);
         }
-        const Columns v_tile = {v_at, dim, LANES, k_cache + next_at + next_offset * dim_units};
-        const int64_t key_units = (keys + T::PER_UNIT - 1) / T::PER_UNIT;
-        product<T>(rows, (const uint32_t*)weights, KEY_TILE / T::PER_UNIT, v_tile, key_units, sums, dim, dim, true);
+        for (int64_t first = 0; first < keys; first += run) {
+            const int64_t next = std::min(start + KEY_TILE + first, num_keys - 1);
+            const Columns v_run = {values_at(start + first), dim, LANES, keys_at(next)};
+            const int64_t key_units = (std::min(keys - first, run) + T::PER_UNIT - 1) / T::PER_UNIT;
+            product<T>(rows, (const uint32_t*)weights + first / T::PER_UNIT, KEY_TILE / T::PER_UNIT, v_run, key_units,
+                       sums, dim, dim, true);
+        }
     }
     for (int64_t r = 0; r < rows; ++r) {
         E* to = out + r / group * stride + (head * group + r % group) * dim;

@@ -5,7 +5,7 @@
 
 namespace {
 
-constexpr int PANEL = 32, MAX_TILE_ROWS = 12, AHEAD = 64 * PANEL;
+constexpr int PANEL = 32, MAX_TILE_ROWS = 12, FEW_TILE_ROWS = 4, AHEAD = 64 * PANEL;
 constexpr int64_t FEW_ROWS = 96, GROUP_UNITS = 1 << 17;  // units of a weight: half a MiB, half of a small L2 cache
 
 // Columns in memory: `row` units from one summed unit to the next, `vector` units from 16 columns to the next 16. While
@@ -16,19 +16,17 @@ struct Columns {
     const uint32_t* ahead;
 };
 
-// c[ROWS][16 VECTORS] = (or +=) a[ROWS][k] x b[k][16 VECTORS]; k and lda count units. Every sum stays in a register;
-// where there are few, SPLIT interleaved sums hide the latency of the multiply-add. STREAM: fetch ahead.
+// c[ROWS][16 VECTORS] = (or +=) a[ROWS][k] x b[k][16 VECTORS]; k and lda count units. Every sum stays in a register, and
+// takes its products one after another in the order of k, whatever ROWS and VECTORS are: an element of c has the same
+// bits however many rows it is computed with. STREAM: fetch ahead.
 template <class T, int ROWS, int VECTORS, bool STREAM>
 inline void tile(const uint32_t* a, int64_t lda, Columns b, int64_t k, float* c, int64_t ldc, bool add) {
-    constexpr int SPLIT = ROWS * VECTORS <= 4 ? 4 : ROWS * VECTORS <= 8 ? 2 : 1;
-    vf acc[SPLIT][ROWS][VECTORS];
+    vf acc[ROWS][VECTORS];
 #pragma GCC unroll 24
-    for (int s = 0; s < SPLIT; ++s)
+    for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 24
-        for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 24
-            for (int v = 0; v < VECTORS; ++v) acc[s][r][v] = add && !s ? load<vf>(c + r * ldc + v * LANES) : vf{};
-    const auto step = [&](int64_t i, int s) {
+        for (int v = 0; v < VECTORS; ++v) acc[r][v] = add ? load<vf>(c + r * ldc + v * LANES) : vf{};
+    for (int64_t i = 0; i < k; ++i) {
         vi bv[VECTORS];
 #pragma GCC unroll 24
         for (int v = 0; v < VECTORS; ++v) {
@@ -39,24 +37,13 @@ inline void tile(const uint32_t* a, int64_t lda, Columns b, int64_t k, float* c,
         for (int r = 0; r < ROWS; ++r) {
             const uint32_t unit = a[r * lda + i];
 #pragma GCC unroll 24
-            for (int v = 0; v < VECTORS; ++v) acc[s][r][v] = T::fma(acc[s][r][v], unit, bv[v]);
+            for (int v = 0; v < VECTORS; ++v) acc[r][v] = T::fma(acc[r][v], unit, bv[v]);
         }
-    };
-    int64_t i = 0;
-    for (; i + SPLIT <= k; i += SPLIT) {
-#pragma GCC unroll 24
-        for (int s = 0; s < SPLIT; ++s) step(i + s, s);
     }
-    for (; i < k; ++i) step(i, 0);
 #pragma GCC unroll 24
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 24
-        for (int v = 0; v < VECTORS; ++v) {
-            vf total = acc[0][r][v];
-#pragma GCC unroll 24
-            for (int s = 1; s < SPLIT; ++s) total += acc[s][r][v];
-            store(c + r * ldc + v * LANES, total);
-        }
+        for (int v = 0; v < VECTORS; ++v) store(c + r * ldc + v * LANES, acc[r][v]);
 }
 
 template <class T, bool STREAM, int ROWS = MAX_TILE_ROWS>
@@ -64,6 +51,8 @@ inline void tile_of(int rows, const uint32_t* a, int64_t lda, Columns b, int64_t
                     bool add) {
     if constexpr (ROWS > 0) {
         if (rows != ROWS) return tile_of<T, STREAM, ROWS - 1>(rows, a, lda, b, k, c, ldc, vectors, add);
+        if constexpr (ROWS <= FEW_TILE_ROWS)
+            if (vectors == 4) return tile<T, ROWS, 4, STREAM>(a, lda, b, k, c, ldc, add);
         if (vectors == 2) tile<T, ROWS, 2, STREAM>(a, lda, b, k, c, ldc, add);
         else tile<T, ROWS, 1, STREAM>(a, lda, b, k, c, ldc, add);
     }
@@ -82,8 +71,9 @@ template <class Body> inline void row_pieces(int64_t rows, Body body) {
 template <class T>
 inline void product(int64_t rows, const uint32_t* a, int64_t lda, Columns b, int64_t k, float* c, int64_t ldc,
                     int64_t columns, bool add) {
-    for (int64_t n = 0; n < columns; n += 2 * LANES) {
-        const int vectors = columns - n > LANES ? 2 : 1;
+    const int most = rows <= FEW_TILE_ROWS ? 4 : 2;  // few rows: more columns at a time hide the multiply-add's latency
+    for (int64_t n = 0, vectors; n < columns; n += vectors * LANES) {
+        vectors = columns - n >= most * LANES ? most : columns - n > LANES ? 2 : 1;
         const Columns part = {b.at + n / LANES * b.vector, b.row, b.vector, b.ahead + n * k};
         row_pieces(rows, [&](int64_t first, int count) {
             const auto product = first ? tile_of<T, false> : tile_of<T, true>;
