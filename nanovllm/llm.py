@@ -1,5 +1,6 @@
 """The facade: what a user of the library calls."""
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
@@ -19,6 +20,8 @@ from nanovllm.score import Score, read_score, score_request
 from nanovllm.utils.ahead import work_ahead
 from nanovllm.utils.checks import quote, refuse
 from nanovllm.utils.progress import ProgressBar
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -81,7 +84,10 @@ class LLM:
         for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
             with naming("prompt", i, len(prompts)):
                 requests.append(self.prepare(prompt, param))
-        return self._run_all(requests, "Generating", lambda output: output, use_tqdm)
+        outputs = self._run_all(requests, "Generating", lambda output: output, use_tqdm)
+        if errors := [output.error for output in outputs if output.error is not None]:
+            logger.warning("%d of %d requests ended with an error; the first: %s", len(errors), len(outputs), errors[0])
+        return outputs
 
     def _run_all(self, requests: Seq[Request], what: str, read: Callable[[Output], T], use_tqdm: bool) -> list[T]:
         """What `read` makes of the output of each request, in their order."""
@@ -112,6 +118,7 @@ class LLM:
 
         Raises:
             ValueError: a bad pair, naming which; then none has run.
+            RuntimeError: the model's logits are NaN or infinite, so that there is no score.
         """
         self.engine.check_free()
         contexts, endings, requests = as_list(prompts), as_list(continuations), []
@@ -236,6 +243,9 @@ class LLM:
         """Complete one prompt, and yield its text piece by piece as it comes: together they are its `text`.
 
         A piece is held back while it may be half of a character or the beginning of a stop string.
+
+        Raises:
+            RuntimeError: the request ended with an error, after its text.
         """
         request = self.prepare(prompt, sampling_params)
         if self.engine.tokenizer is None:
@@ -245,6 +255,8 @@ class LLM:
             for ended in steps:
                 for _, seq in ended:
                     yield text.rest(self.engine.output(seq).text)
+                    if seq.error is not None:
+                        raise RuntimeError(seq.error)
                     return
                 for seq in self.engine.scheduler.running:
                     if piece := text.grow(seq.output_token_ids):

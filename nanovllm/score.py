@@ -41,7 +41,9 @@ def score_request(prompt: Prompt, continuation: Prompt, tokenizer: Tokenizer | N
 
 
 def read_score(output: Output) -> Score:
-    """What a `score_request` gave."""
+    """What a `score_request` gave; RuntimeError if it ended with an error."""
+    if output.error is not None:
+        raise RuntimeError(output.error)
     ids, values = output.prompt_token_ids, output.prompt_logprobs
     assert values is not None
     scored = [(token_id, of_token) for token_id, of_token in zip(ids, values, strict=True) if of_token is not None]

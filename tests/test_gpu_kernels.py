@@ -202,7 +202,7 @@ def test_samples_follow_the_distribution() -> None:
     ones, zeros = torch.ones(n, device=CUDA), torch.zeros(n, device=CUDA)
     seeds = torch.arange(n, device=CUDA)
     assert len(uniform_reference(seeds, zeros.long()).unique()) > 0.98 * n
-    tokens = sample(logits, SamplingValues(ones, zeros.int(), ones, zeros, seeds, zeros.int()))
+    tokens = sample(logits, SamplingValues(ones, zeros.int(), ones, zeros, seeds, zeros.int())).token_ids
     expected = logits[0].softmax(0) * n
     counts = torch.bincount(tokens, minlength=8)
     assert float(((counts - expected) ** 2 / expected).sum()) < 40

@@ -57,7 +57,7 @@ def draw(
         torch.full((count,), 17) if positions is None else positions,
     )
     some = torch.arange(count).split(100)
-    return torch.cat([sample_reference(rows[indices], values.of_rows(indices)) for indices in some])
+    return torch.cat([sample_reference(rows[indices], values.of_rows(indices)).token_ids for indices in some])
 
 
 def chi_square_p(counts: Floats, probabilities: Floats) -> float:
@@ -140,10 +140,10 @@ def test_rows_of_a_batch_each_follow_their_own_values() -> None:
         positions=torch.arange(64) + 3,
     )
     values.temperature[::5] = 0
-    together = sample_reference(logits, values)
+    together = sample_reference(logits, values).token_ids
     for i in range(64):
         row = torch.tensor([i])
-        alone = sample_reference(logits[row], values.of_rows(row))
+        alone = sample_reference(logits[row], values.of_rows(row)).token_ids
         assert alone.item() == together[i]
 
 
@@ -216,7 +216,7 @@ def test_logits_of_16_bits_are_drawn_from_in_float32(dtype: torch.dtype) -> None
     n = 2000
     zeros, ones = torch.zeros(n), torch.ones(n)
     values = SamplingValues(ones, zeros.int(), ones, zeros, torch.arange(n), zeros)
-    tokens = sample_reference(torch.zeros(n, 1000, dtype=dtype), values)
+    tokens = sample_reference(torch.zeros(n, 1000, dtype=dtype), values).token_ids
     counts = np.histogram(tokens.numpy(), 20, (0, 1000))[0].astype(np.float64)
     assert chi_square_p(counts, np.full(20, 1 / 20)) > LEAST_P
 

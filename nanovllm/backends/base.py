@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from nanovllm.kernels.attention import AttentionMetadata, KVCache, attend_reference
 from nanovllm.kernels.norm_rope_store import NormRope, norm_rope_store_reference
 from nanovllm.kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
-from nanovllm.kernels.sample import SamplingValues, sample_reference
+from nanovllm.kernels.sample import Sampled, SamplingValues, sample_reference
 from nanovllm.kernels.silu_and_mul import silu_and_mul_reference
 from nanovllm.kernels.step_inputs import PlannedRows, RowTables, StepInputs, step_inputs_reference
 
@@ -85,5 +85,5 @@ class Backend:
     def attend(self, q: Tensor, cache: KVCache, metadata: AttentionMetadata, scale: float) -> Tensor:
         return attend_reference(q, cache, metadata, scale)
 
-    def sample(self, logits: Tensor, values: SamplingValues) -> Tensor:
+    def sample(self, logits: Tensor, values: SamplingValues) -> Sampled:
         return sample_reference(logits, values)

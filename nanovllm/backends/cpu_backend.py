@@ -10,7 +10,7 @@ from nanovllm.backends.pack import pack_matrices
 from nanovllm.kernels.attention import AttentionMetadata, KVCache
 from nanovllm.kernels.cpu_library import CpuLibrary, cpu_library
 from nanovllm.kernels.norm_rope_store import NormRope
-from nanovllm.kernels.sample import SamplingValues
+from nanovllm.kernels.sample import Sampled, SamplingValues
 
 LANES = 16
 """float32 numbers in a vector, as in kernels/cpu/."""
@@ -84,16 +84,12 @@ class CpuBackend(Backend):
         self._library.call("attend", q.dtype, *inputs, out, *sizes)
         return out
 
-    def sample(self, logits: Tensor, values: SamplingValues) -> Tensor:
+    def sample(self, logits: Tensor, values: SamplingValues) -> Sampled:
         logits = logits.contiguous()
-        tokens = torch.empty(len(logits), dtype=torch.int32)
-        inputs = (logits, values.temperature, values.seeds, values.positions.to(torch.int32), tokens)
-        self._library.call("sample", logits.dtype, *inputs, *logits.shape)
-        is_filtered = values.filters(logits.shape[1])
-        if is_filtered.any():
-            rows = is_filtered.nonzero().squeeze(1)
-            tokens[rows] = super().sample(logits[rows], values.of_rows(rows))
-        return tokens
+        sampled = Sampled(*(torch.empty(len(logits), dtype=torch.int32) for _ in Sampled._fields))
+        values = values._replace(positions=values.positions.to(torch.int32))
+        self._library.call("sample", logits.dtype, logits, *values, *sampled, *logits.shape)
+        return sampled
 
 
 class NativeMatrix:

@@ -11,7 +11,7 @@ from nanovllm.kernels.norm_rope_store import NormRope, norm_rope_store
 from nanovllm.kernels.paged_decode import decode_metadata, paged_decode
 from nanovllm.kernels.paged_prefill import paged_prefill
 from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
-from nanovllm.kernels.sample import SamplingValues, sample
+from nanovllm.kernels.sample import Sampled, SamplingValues, sample
 from nanovllm.kernels.silu_and_mul import silu_and_mul
 from nanovllm.kernels.step_inputs import PlannedRows, RowTables, StepInputs, step_inputs
 from nanovllm.kernels.triton_shim import HAS_TRITON, INTERPRETED
@@ -65,5 +65,5 @@ class TritonBackend(Backend):
     def norm_rope_store(self, qkv: Tensor, norms: NormRope, positions: Tensor, cache: KVCache, slots: Tensor) -> Tensor:
         return norm_rope_store(qkv, norms, positions, cache, slots)
 
-    def sample(self, logits: Tensor, values: SamplingValues) -> Tensor:
+    def sample(self, logits: Tensor, values: SamplingValues) -> Sampled:
         return sample(logits, values)

@@ -36,15 +36,18 @@ class Answer(NamedTuple):
 
 
 def error_answer(number: int, error: LineError) -> Answer:
-    """The answer to a bad line."""
+    """The answer to a bad line, or to one that the engine failed on."""
+    status, kind = (500, "server_error") if error.code == "engine_error" else (400, "invalid_request_error")
     what = {"code": error.code, "message": f"line {number}: {error}", "line": number}
-    body = {"error": {"message": what["message"], "type": "invalid_request_error", "param": None, "code": error.code}}
-    return Answer(number, _line(number, error.custom_id, _response(number, 400, body), what), None)
+    body = {"error": {"message": what["message"], "type": kind, "param": None, "code": error.code}}
+    return Answer(number, _line(number, error.custom_id, _response(number, status, body), what), None)
 
 
 def result_answer(envelope: Envelope, output: "Output", model_name: str, token_text: Callable[[int], str]) -> Answer:
     """The answer to a line that ran."""
     number, count = envelope.number, num_logprobs(envelope)
+    if (error := output.get("error")) is not None:
+        return error_answer(number, LineError("engine_error", error, envelope.custom_id))
     choice: dict[str, Any] = {"index": 0, "finish_reason": output["finish_reason"], "logprobs": None}
     if envelope.is_chat:
         choice["message"] = {"role": "assistant", "content": output["text"]}

@@ -44,7 +44,7 @@ class LineError(Exception):
     """What is wrong with a line.
 
     Attributes:
-        code: "invalid_json", "invalid_request" or "duplicate_id".
+        code: "invalid_json", "invalid_request", "duplicate_id" or "engine_error".
         custom_id: the line's own, if it has one that no line before it had.
     """
 

@@ -135,6 +135,14 @@ class BlockManager:
         self._content[block] = content
         return True
 
+    def forget(self, seq: Sequence) -> None:
+        """Make nothing of a sequence's prefix findable any more: what its blocks hold is not to be trusted."""
+        for block in [self._findable[digest] for digest in seq.digests if digest in self._findable]:
+            self._forget(block)
+            if block in self._evictable:
+                del self._evictable[block]
+                self._blank.append(block)
+
     def forget_all(self) -> None:
         """Forget the prefix cache: after a failed step nobody knows what the cache holds."""
         self._blank.extend(self._evictable)

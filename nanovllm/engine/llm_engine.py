@@ -196,6 +196,10 @@ class LLMEngine:
         self.last_read = step.batch
         step.clock.span("wait")
         finished = self.scheduler.update(step.batch, result.token_ids, result.logprobs, result.scores)
+        for seq in finished:
+            if seq.finish_reason == "error":
+                where = f"request {seq.seq_id}, step {step.number}, after {len(seq.output_token_ids)} tokens of output"
+                seq.error = f"{where}: the model's logits hold NaN or infinity, or nothing finite"
         step.clock.span("update")
         for observer in self.observers:
             observer.finished(step.number, step.batch, step.clock, result)
@@ -296,6 +300,8 @@ class LLMEngine:
             output["logprobs"] = seq.logprobs
         if seq.params.prompt_logprobs is not None:
             output["prompt_logprobs"] = seq.prompt_logprobs
+        if seq.error is not None:
+            output["error"] = seq.error
         return output
 
     def _text(self, seq: Sequence, token_ids: list[int]) -> str:

@@ -1,5 +1,6 @@
 """Which sequences run in the next step, and how many tokens of each."""
 
+import math
 from array import array
 from collections import deque
 from collections.abc import Sequence as Seq
@@ -284,7 +285,7 @@ class Scheduler:
         """Append what a step sampled and return the sequences that ended by it; their rows and blocks are free.
 
         Args:
-            token_ids: int32 [len(batch.seqs)].
+            token_ids: int32 [len(batch.seqs)]; -1 where the logits were no distribution, which ends a sequence.
             logprobs: for each of batch.seqs, what its request asked for.
             scores: for each of the plan's targets.
         """
@@ -308,11 +309,11 @@ class Scheduler:
         num_known = table.num_known[rows] + 1
         table.num_known[rows] = num_known
         suspect = self._may_stop[token_ids] | (num_known > table.num_needed[rows]) | table.watches_text[rows]
+        suspect |= token_ids < 0
         ended = False
         for i in np.flatnonzero(suspect).tolist():
-            if (reason := seqs[i].feed_last_token()) is not None:
+            if self._ends(seqs[i]):
                 self._release(seqs[i])
-                seqs[i].finish_reason = reason
                 finished.append(seqs[i])
                 ended = True
         if ended:
@@ -325,12 +326,17 @@ class Scheduler:
         """Deal out a step's scores, also to the preempted; returns the sequences that end with them."""
         finished, start = [], 0
         for seq, num_targets, is_last in scored:
-            if seq.finish_reason is None:
-                seq.prompt_logprobs.extend(scores[start : start + num_targets])
-                if is_last:
-                    self._end(seq, "length")
-                    finished.append(seq)
+            own = scores[start : start + num_targets]
             start += num_targets
+            if seq.finish_reason is not None:
+                continue
+            if is_broken := any(math.isnan(value) for of_token in own for value in of_token.values()):
+                self.block_manager.forget(seq)
+            else:
+                seq.prompt_logprobs.extend(own)
+            if is_broken or is_last:
+                self._end(seq, "error" if is_broken else "length")
+                finished.append(seq)
         return finished
 
     def _deliver_late(self, seq: Sequence, token_id: int, logprobs: dict[int, float] | None) -> bool:
@@ -345,11 +351,18 @@ class Scheduler:
         self.num_generated_tokens += 1
         if logprobs is not None:
             seq.logprobs.append(logprobs)
-        reason = seq.feed_last_token()
-        if reason is None:
+        if not self._ends(seq):
             return False
-        self._end(seq, reason)
+        self.waiting.remove(seq)  # near the front, where the preempted are
         return True
+
+    def _ends(self, seq: Sequence) -> bool:
+        """Whether the token that a sequence was just given ends it."""
+        seq.finish_reason = seq.feed_last_token()
+        if seq.finish_reason == "error":
+            self.num_generated_tokens -= 1
+            self.block_manager.forget(seq)
+        return seq.finish_reason is not None
 
     # ---- leaving
 

@@ -30,6 +30,7 @@ class Sequence:
     __slots__ = (
         "block_table",
         "digests",
+        "error",
         "finish_reason",
         "limit",
         "logprobs",
@@ -67,7 +68,7 @@ class Sequence:
         self.params = params
         self.seed = seed
         self.token_ids = array("i", prompt_token_ids)
-        """Prompt and output, as far as the host knows them. Only ever appended to."""
+        """Prompt and output, as far as the host knows them."""
         self.num_prompt_tokens = len(self.token_ids)
         max_tokens = max_model_len if params.max_tokens is None else params.max_tokens
         self.limit = max(min(self.num_prompt_tokens + max_tokens, max_model_len), self.num_prompt_tokens)
@@ -90,6 +91,8 @@ class Sequence:
         self.num_cached_tokens: int | None = None
         """Prompt tokens found in the prefix cache at first admission."""
         self.finish_reason: FinishReason | None = None
+        self.error: str | None = None
+        """What went wrong, if that is its finish_reason."""
         self.logprobs: list[dict[int, float]] = []
 
     @property
@@ -113,6 +116,10 @@ class Sequence:
     def feed_last_token(self) -> FinishReason | None:
         """Show the last token to what may end the sequence; gives the reason if it does. Once for every token."""
         token_id = self.token_ids[-1]
+        if token_id < 0:  # none: the logits were no distribution
+            self.token_ids.pop()
+            del self.logprobs[len(self.token_ids) - self.num_prompt_tokens :]
+            return "error"
         if token_id in self.stop_ids:
             return "stop"
         if self.stop_matcher is not None and self.stop_matcher.feed(token_id):

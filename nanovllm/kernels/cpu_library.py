@@ -36,7 +36,7 @@ _SIGNATURES = {
     "add_rms_norm": (5, 2, 1),
     "silu_and_mul": (2, 2, 0),
     "norm_rope_store": (9, 5, 1),
-    "sample": (5, 2, 0),
+    "sample": (9, 2, 0),
 }
 _UNITS_ONLY = {"pack": (2, 2, 0), "packed_rows": (3, 2, 0), "advise_huge_pages": (1, 1, 0)}
 _SUFFIXES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}

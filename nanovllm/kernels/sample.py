@@ -12,6 +12,9 @@ The rule, the same in every backend:
    numbers whatever else is in its batch, preempted or not.
 6. The token is the first whose cumulative weight exceeds u * total, found in two levels: CHUNK tokens at a time, then
    inside one chunk.
+
+A row whose logits hold a NaN, +inf or nothing finite is no distribution: before any of this it is flagged as
+broken, and gets some token of the vocabulary.
 """
 
 import math
@@ -21,7 +24,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.launch import launch
-from nanovllm.kernels.sample_filter import PART, filter_rows, is_filtered, weigh
+from nanovllm.kernels.sample_filter import PART, filter_rows, is_broken, is_filtered, weigh
 from nanovllm.kernels.triton_shim import next_power_of_2, tl, triton
 
 CHUNK = 4096
@@ -50,6 +53,13 @@ class SamplingValues(NamedTuple):
     def filters(self, vocab_size: int) -> Tensor:
         """Whether each row has a filter, bool [n]."""
         return ((self.top_k > 0) & (self.top_k < vocab_size)) | (self.top_p < 1) | (self.min_p > 0)
+
+
+class Sampled(NamedTuple):
+    """A token a row, int32 [n]: always one of the vocabulary, for the next step; and -1 where the row is broken."""
+
+    token_ids: Tensor
+    checked: Tensor
 
 
 def uniform_reference(seeds: Tensor, positions: Tensor) -> Tensor:
@@ -105,14 +115,15 @@ def _first_above(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return index, torch.where(index > 0, before, torch.zeros_like(before))
 
 
-def sample_reference(logits: Tensor, values: SamplingValues) -> Tensor:
-    """Sample one token a row by the rule above. logits [n, vocab] of any float dtype; returns int32 [n]."""
-    greedy = logits.argmax(1).to(torch.int32)
-    random = (values.temperature > 0).nonzero().squeeze(1)
+def sample_reference(logits: Tensor, values: SamplingValues) -> Sampled:
+    """Sample one token a row by the rule above. logits [n, vocab] of any float dtype."""
+    highest, greedy = logits.max(1)  # NaN counts as the highest of all
+    token_ids, is_finite = greedy.to(torch.int32), highest.isfinite()
+    random = ((values.temperature > 0) & is_finite).nonzero().squeeze(1)
     if random.numel() == 0:
-        return greedy
+        return Sampled(token_ids, torch.where(is_finite, token_ids, -1))
     logits, values = logits[random].float(), values.of_rows(random)
-    z = (logits - logits.amax(1, keepdim=True)) / values.temperature.unsqueeze(1)
+    z = (logits - highest[random].float().unsqueeze(1)) / values.temperature.unsqueeze(1)
     weights = z.exp()
     filtered = values.filters(z.shape[1]).nonzero().squeeze(1)
     if filtered.numel():
@@ -125,8 +136,8 @@ def sample_reference(logits: Tensor, values: SamplingValues) -> Tensor:
     target = uniform_reference(values.seeds, values.positions.long()) * sums.sum(1)
     chunk, before = _first_above(sums, target)
     inside, _ = _first_above(chunks[torch.arange(n), chunk], target - before)
-    greedy[random] = (chunk * CHUNK + inside).to(torch.int32)
-    return greedy
+    token_ids[random] = (chunk * CHUNK + inside).to(torch.int32)
+    return Sampled(token_ids, torch.where(is_finite, token_ids, -1))
 
 
 # The Triton path: three kernels, none of which sorts or waits for the host.
@@ -168,6 +179,7 @@ def _stats_kernel(
     # vocab_size is specialised on: a multiple of 16 masks whole vectors, which can then be loaded as such.
     token = chunk * CHUNK + part[:, None] * PART + tl.arange(0, PART)[None, :]
     x = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
+    x = tl.where(x < float("inf"), x, float("inf"))  # NaN, too: the row's maximum then says that it is broken
     temperature = tl.load(temperature_ptr + row)
     scale = 1.0 / tl.where(temperature > 0.0, temperature, 1.0)  # the sums need no IEEE division of each
     part_max = tl.max(x, 1)
@@ -206,7 +218,8 @@ def _draw_kernel(
     chunk_argmax_ptr,
     chunk_weight_ptr,
     threshold_ptr,
-    out_ptr,
+    token_ptr,
+    checked_ptr,
     row_stride,
     vocab_size,
     num_chunks,
@@ -214,7 +227,7 @@ def _draw_kernel(
     CHUNKS: tl.constexpr,
 ):
     # Grid (num_rows,).
-    # A program owns one row and writes its token.
+    # A program owns one row and writes its token, twice.
     # Padding rows get some token.
     row = tl.program_id(0).to(tl.int64)
     chunks = tl.arange(0, CHUNKS)
@@ -222,9 +235,15 @@ def _draw_kernel(
     maxima = tl.load(chunk_max_ptr + row * num_chunks + chunks, mask=exists, other=float("-inf"))
     row_max = tl.max(maxima, 0)
     temperature = tl.load(temperature_ptr + row)
+    if is_broken(row_max):
+        tl.store(token_ptr + row, 0)
+        tl.store(checked_ptr + row, -1)
+        return
     if temperature <= 0.0:
         places = tl.load(chunk_argmax_ptr + row * num_chunks + chunks, mask=exists, other=0)
-        tl.store(out_ptr + row, tl.min(tl.where(exists & (maxima == row_max), places, 0x7FFFFFFF), 0))
+        best = tl.min(tl.where(exists & (maxima == row_max), places, 0x7FFFFFFF), 0)
+        tl.store(token_ptr + row, best)
+        tl.store(checked_ptr + row, best)
         return
     min_p = tl.load(min_p_ptr + row)
     filtered = is_filtered(tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), min_p, vocab_size)
@@ -240,7 +259,8 @@ def _draw_kernel(
     threshold = tl.load(threshold_ptr + row, mask=filtered, other=float("-inf"))
     weight = tl.where((z >= threshold) & (weight >= min_p), weight, 0.0)
     inside, _ = _first_above_target(weight, target - before, CHUNK)
-    tl.store(out_ptr + row, chunk * CHUNK + inside)
+    tl.store(token_ptr + row, chunk * CHUNK + inside)
+    tl.store(checked_ptr + row, chunk * CHUNK + inside)
 
 
 def stats_config() -> dict[str, int]:
@@ -251,7 +271,7 @@ def draw_config(num_chunks: int) -> dict[str, int]:
     return {"CHUNK": CHUNK, "CHUNKS": next_power_of_2(num_chunks), "num_warps": 8}
 
 
-def sample(logits: Tensor, values: SamplingValues) -> Tensor:
+def sample(logits: Tensor, values: SamplingValues) -> Sampled:
     """`sample_reference` in three kernels: same arguments, same tokens up to rounding in the sums of weights."""
     n, vocab_size = logits.shape
     num_chunks = -(-vocab_size // CHUNK)
@@ -259,9 +279,9 @@ def sample(logits: Tensor, values: SamplingValues) -> Tensor:
     def empty(dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.empty(n, *shape, dtype=dtype, device=logits.device)
 
-    out = empty(torch.int32)
+    sampled = Sampled(empty(torch.int32), empty(torch.int32))
     if n == 0:
-        return out
+        return sampled
     num_parts = num_chunks * (CHUNK // PART)
     chunk_max, chunk_weight = (empty(torch.float32, num_chunks) for _ in range(2))
     chunk_argmax, part_max = empty(torch.int32, num_chunks), empty(logits.dtype, num_parts)
@@ -271,6 +291,6 @@ def sample(logits: Tensor, values: SamplingValues) -> Tensor:
     inputs = (logits, values.temperature, *chunk_stats, *part_stats, stride, vocab_size)
     launch(_stats_kernel, (n, num_chunks), inputs, stats_config())
     filter_rows(logits, *values[:4], *part_stats, chunk_weight, threshold, CHUNK)
-    args = (logits, *values, *chunk_stats, threshold, out, stride, vocab_size, num_chunks)
+    args = (logits, *values, *chunk_stats, threshold, *sampled, stride, vocab_size, num_chunks)
     launch(_draw_kernel, (n,), args, draw_config(num_chunks))
-    return out
+    return sampled

@@ -30,6 +30,12 @@ def weigh(x, row_max, temperature):
 
 
 @triton.jit
+def is_broken(row_max):
+    """Whether a row is no distribution: `_stats_kernel` took NaN for +inf."""
+    return (row_max == float("inf")) | (row_max == float("-inf"))
+
+
+@triton.jit
 def is_filtered(top_k, top_p, min_p, vocab_size):
     """Whether a row has any filter."""
     return ((top_k > 0) & (top_k < vocab_size)) | (top_p < 1.0) | (min_p > 0.0)
@@ -201,7 +207,7 @@ def _filter_kernel(
 ):
     # Grid (num_rows,).
     # A program owns one row: it finds the lowest z that top-k and top-p keep, and weighs each chunk's kept tokens.
-    # Rows that are greedy or have no filter leave at once (padding among them, or it costs time and nothing else).
+    # Rows that are greedy, broken or without a filter leave at once (padding too, or it costs time and nothing else).
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
     top_k = tl.load(top_k_ptr + row)
@@ -217,6 +223,8 @@ def _filter_kernel(
     exists = part < num_parts
     maxima = tl.load(part_max_ptr + row * num_parts + part, mask=exists, other=float("-inf")).to(tl.float32)
     row_max = tl.max(maxima, 0)
+    if is_broken(row_max):
+        return
     z_max, most = weigh(maxima, row_max, temperature)
     weights = tl.load(part_weight_ptr + part, mask=exists, other=0.0) * most
     total = tl.sum(weights, 0)

@@ -319,13 +319,15 @@ class ModelRunner:
 
         Rank 0 samples, from everybody's logits, and tells the others.
 
-        Returns token ids int32 [n], and hidden.
+        Returns token ids int32 [n], -1 for a row whose logits are broken, and hidden.
         """
         logits = self.model.compute_logits(hidden)
-        token_ids = torch.empty_like(rows) if logits is None else self.backend.sample(logits, values)
-        token_ids = self.parallel.broadcast(token_ids)
-        self.tables.of_rows.last_token[rows] = token_ids
-        return token_ids, hidden
+        if logits is None:
+            token_ids = checked = torch.empty_like(rows)
+        else:
+            token_ids, checked = self.backend.sample(logits, values)
+        self.tables.of_rows.last_token[rows] = self.parallel.broadcast(token_ids)
+        return checked, hidden
 
     def reason_to_close(self) -> str | None:
         """Why nothing can run after a step has failed: some CUDA errors make every later call fail, too."""

@@ -44,7 +44,7 @@ class Logprobs:
             some = some.float()
             total = some.logsumexp(1, keepdim=True)
             top, top_ids = some.topk(min(self._most, some.shape[1]), dim=1)
-            yield (some.gather(1, ids.long().unsqueeze(1)) - total).squeeze(1), top - total, top_ids
+            yield (some.gather(1, ids.long().clamp(min=0).unsqueeze(1)) - total).squeeze(1), top - total, top_ids
 
     def read(self, token_ids: IntArray) -> list[dict[int, float]]:
         """{token id: log-probability} of each row; only after the step has ended on the device."""

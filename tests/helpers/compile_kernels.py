@@ -67,7 +67,7 @@ _TYPES = {
     "*fp32": """cos_sin partial_out partial_lse temperature top_p min_p temperatures top_ps min_ps chunk_max
         chunk_weight part_weight threshold""",
     "*i32": """seq_lens items first_item arrivals block_tables cu_seqlens positions top_k top_ks chunk_argmax listed
-        rows num_computed num_scheduled planned_ids tables last_token token_ids""",
+        rows num_computed num_scheduled planned_ids tables last_token token_ids checked""",
     "*i64": "slots seeds all_seeds",
 }
 _POINTERS = {f"{name}_ptr": kind for kind, names in _TYPES.items() for name in names.split()}
@@ -112,7 +112,7 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], shared_kib:
         yield launch(sample._stats_kernel, sample.stats_config(), logits_ptr=pointer, part_max_ptr=pointer)
         config = sample_filter.filter_config(num_chunks, sample.CHUNK, dtype)
         yield launch(sample_filter._filter_kernel, config, logits_ptr=pointer, part_max_ptr=pointer)
-        yield launch(sample._draw_kernel, sample.draw_config(num_chunks), logits_ptr=pointer, out_ptr="*i32")
+        yield launch(sample._draw_kernel, sample.draw_config(num_chunks), logits_ptr=pointer, token_ptr="*i32")
 
 
 def compile_launch(launch: Launch, arch: int) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from nanovllm.backends import AttentionMetadata, Backend, KVCache
 from nanovllm.backends.torch_backend import TorchBackend
 from nanovllm.kernels.attention import attend_reference
-from nanovllm.kernels.sample import SamplingValues, filter_reference, sample_reference, uniform_reference
+from nanovllm.kernels.sample import Sampled, SamplingValues, filter_reference, sample_reference, uniform_reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -207,13 +207,15 @@ def sample_case(
     return SampleCase(logits.to(device, dtype), values)
 
 
-def assert_same_tokens(case: SampleCase, tokens: Tensor) -> None:
+def assert_same_tokens(case: SampleCase, sampled: Sampled) -> None:
     """The reference's tokens, exactly on the CPU.
 
     On a GPU exp is approximate and sums run in another order, about 1e-6 of the total; so u may fall on the other side
     of a boundary between two tokens, or top-p take one token more or less. A differing token must then lie that near.
     """
-    expected = sample_reference(*case.arguments())
+    expected = sample_reference(*case.arguments()).token_ids
+    tokens = sampled.token_ids
+    assert torch.equal(sampled.checked, tokens)
     if case.logits.device.type == "cpu":
         assert torch.equal(tokens, expected)
         return

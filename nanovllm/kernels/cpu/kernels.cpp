@@ -42,9 +42,9 @@ EXPORT(norm_rope_store,
         int64_t dim, int64_t block_size, float eps),
        (qkv, qw, kw, cos_sin, positions, slots, q, k, v, tokens, heads, kv_heads, dim, block_size, eps))
 EXPORT(sample,
-       (const void* logits, const float* temperature, const int64_t* seeds, const int32_t* positions, int32_t* tokens,
-        int64_t rows, int64_t vocab),
-       (logits, temperature, seeds, positions, tokens, rows, vocab))
+       (const void* logits, const float* temperature, const int32_t* top_k, const float* top_p, const float* min_p,
+        const int64_t* seeds, const int32_t* positions, int32_t* tokens, int32_t* checked, int64_t rows, int64_t vocab),
+       (logits, temperature, top_k, top_p, min_p, seeds, positions, tokens, checked, rows, vocab))
 
 // Ask for huge pages: a weight is streamed once a step, and 4 KiB pages cost a table walk every 4 KiB.
 void advise_huge_pages(void* start, int64_t bytes) {

@@ -1,6 +1,7 @@
-// Sampling, by the rule in sample.py, for rows without a filter.
+// Sampling, by the rule in sample.py.
 #pragma once
 
+#include <functional>
 #include <vector>
 
 #include "vectors.h"
@@ -23,23 +24,79 @@ float uniform(uint64_t seed, uint32_t position) {
     return ((float)(c[0] >> 9) + 0.5f) * 0x1p-23f;
 }
 
-template <class T>
-int32_t sample_row(const typename T::element* logits, float temperature, uint64_t seed, uint32_t position,
-                   int64_t vocab) {
-    float top = -INFINITY;
-    int64_t best = 0;
+struct Request { float temperature; int32_t top_k; float top_p, min_p; uint64_t seed; uint32_t position; };
+
+// The lowest z that top-k and top-p keep; -infinity where neither is asked for. z_of(i) gives 16 tokens' z.
+//
+// Only the candidates are looked at: those that are at least the k-th largest of the maxima of 64 tokens each, below
+// which the k-th largest of all cannot lie.
+template <class Z> float lowest_kept(Z z_of, int64_t vocab, const Request& request) {
+    const bool by_rank = request.top_k > 0 && request.top_k < vocab, by_mass = request.top_p < 1;
+    if (!by_rank && !by_mass) return -INFINITY;
+    constexpr int64_t SPAN = 64;
+    static thread_local std::vector<float> z, spans, kept;
+    spans.clear(), kept.clear(), z.resize((vocab + LANES - 1) / LANES * LANES);
+    for (int64_t i = 0; i < vocab; i += LANES) store(&z[i], z_of(i));
+    float bound = -INFINITY;
+    if (by_rank && request.top_k <= vocab / SPAN) {
+        for (int64_t i = 0; i + SPAN <= vocab; i += SPAN) {
+            vf top = load<vf>(&z[i]);
+            for (int64_t j = LANES; j < SPAN; j += LANES) top = maximum(top, load<vf>(&z[i + j]));
+            spans.push_back(largest(top));
+        }
+        const auto kth = spans.begin() + request.top_k - 1;
+        std::nth_element(spans.begin(), kth, spans.end(), std::greater<float>());
+        bound = *kth;
+    }
+    for (int64_t i = 0; i < vocab; ++i)
+        if (z[i] >= bound) kept.push_back(z[i]);
+    float threshold = -INFINITY;
+    if (by_rank) {
+        const auto kth = kept.begin() + request.top_k - 1;
+        std::nth_element(kept.begin(), kth, kept.end(), std::greater<float>());
+        threshold = *kth;
+        kept.erase(std::remove_if(kept.begin(), kept.end(), [=](float x) { return x < threshold; }), kept.end());
+    }
+    if (!by_mass) return threshold;
+    std::sort(kept.begin(), kept.end(), std::greater<float>());
+    const size_t count = kept.size();
+    kept.resize((count + LANES - 1) / LANES * LANES, -INFINITY);
+    std::vector<float> weights(kept.size());
+    double total = 0, mass = 0;
+    for (size_t i = 0; i < kept.size(); i += LANES) store(&weights[i], exp(load<vf>(&kept[i])));
+    for (float w : weights) total += w;
+    for (size_t i = 0; i < count; ++i)
+        if ((mass += weights[i]) >= request.top_p * total) return kept[i];
+    return kept[count - 1];
+}
+
+// The token; -1 where the logits are no distribution: they hold a NaN, +infinity, or nothing finite.
+template <class T> int32_t sample_row(const typename T::element* logits, const Request& request, int64_t vocab) {
+    const int64_t whole = vocab / LANES * LANES, padded = (vocab + LANES - 1) / LANES * LANES;
+    alignas(64) float tail[LANES];  // the last tokens, and nothing beyond the vocabulary
+    std::fill_n(tail, LANES, -INFINITY);
+    for (int64_t i = whole; i < vocab; ++i) tail[i - whole] = T::to_float(logits[i]);
+    const auto at = [&](int64_t i) { return i < whole ? T::widen(logits + i) : load<vf>(tail); };
     vf tops = splat(-INFINITY);
-    const int64_t whole = vocab / LANES * LANES;
-    for (int64_t i = 0; i < whole; i += LANES) tops = maximum(tops, T::widen(logits + i));
-    top = largest(tops);
-    for (int64_t i = whole; i < vocab; ++i) top = std::max(top, T::to_float(logits[i]));
-    while (best + 1 < vocab && T::to_float(logits[best]) != top) ++best;
-    if (temperature <= 0) return (int32_t)best;
-    const auto weight = [&](int64_t i) {  // of 16 tokens; those beyond the vocabulary weigh nothing
-        if (i + LANES <= vocab) return exp((T::widen(logits + i) - top) / temperature);
-        vf z = splat(-INFINITY);
-        for (int64_t j = i; j < vocab; ++j) z[j - i] = (T::to_float(logits[j]) - top) / temperature;
-        return exp(z);
+    vi below{-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1};
+    for (int64_t i = 0; i < padded; i += LANES) {
+        const vf x = at(i);
+        tops = maximum(tops, x);
+        below &= x < INFINITY;
+    }
+    const float top = largest(tops);
+    if (top == -INFINITY || std::any_of((int32_t*)&below, (int32_t*)(&below + 1), [](int32_t b) { return !b; })) return -1;
+    if (request.temperature <= 0) {
+        int64_t best = 0;
+        while (largest(at(best)) != top) best += LANES;
+        while (T::to_float(logits[best]) != top) ++best;
+        return (int32_t)best;
+    }
+    const auto z_of = [&](int64_t i) { return (at(i) - top) / request.temperature; };
+    const float threshold = lowest_kept(z_of, vocab, request);
+    const auto weight = [&](int64_t i) {
+        const vf z = z_of(i), w = exp(z);
+        return select((z >= threshold) & (w >= request.min_p), w, vf{});
     };
     std::vector<float> sums;
     float total = 0;
@@ -49,12 +106,12 @@ int32_t sample_row(const typename T::element* logits, float temperature, uint64_
         sums.push_back(sum(partial));
         total += sums.back();
     }
-    const float target = uniform(seed, position) * total;
+    const float target = uniform(request.seed, request.position) * total;
     float before = 0;
     size_t chunk = 0;
-    int64_t last = best;
     while (chunk + 1 < sums.size() && before + sums[chunk] <= target) before += sums[chunk++];
     const int64_t start = (int64_t)chunk * SAMPLE_CHUNK;
+    int64_t last = start;
     for (int64_t i = start; i < std::min(vocab, start + SAMPLE_CHUNK); i += LANES) {
         const vf w = weight(i);
         for (int j = 0; j < LANES; ++j) {
@@ -67,13 +124,16 @@ int32_t sample_row(const typename T::element* logits, float temperature, uint64_
 }
 
 template <class T>
-void sample(const void* logits_, const float* temperature, const int64_t* seeds, const int32_t* positions,
-            int32_t* tokens, int64_t rows, int64_t vocab) {
+void sample(const void* logits_, const float* temperature, const int32_t* top_k, const float* top_p, const float* min_p,
+            const int64_t* seeds, const int32_t* positions, int32_t* tokens, int32_t* checked, int64_t rows,
+            int64_t vocab) {
     const auto* logits = (const typename T::element*)logits_;
-#pragma omp parallel for schedule(static)
-    for (int64_t r = 0; r < rows; ++r)
-        tokens[r] = sample_row<T>(logits + r * vocab, temperature[r], (uint64_t)seeds[r], (uint32_t)positions[r],
-                                  vocab);
+#pragma omp parallel for schedule(dynamic)
+    for (int64_t r = 0; r < rows; ++r) {
+        const Request request = {temperature[r], top_k[r], top_p[r], min_p[r], (uint64_t)seeds[r], (uint32_t)positions[r]};
+        checked[r] = sample_row<T>(logits + r * vocab, request, vocab);
+        tokens[r] = std::max(checked[r], 0);
+    }
 }
 
 }  // namespace

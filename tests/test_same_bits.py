@@ -1,0 +1,186 @@
+"""With attention_backend="cpu" a request's logits are its own: the same bits alone and in any company, in any engine.
+
+Compared with torch.equal, never with a tolerance. What is not promised: other backends, ranks, other processors.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from helpers.tiny import draw_prompts, save_random
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.backends.cpu_backend import CpuBackend, NativeMatrix
+from nanovllm.kernels.cpu_library import cpu_library
+
+CPU, DTYPES = torch.device("cpu"), (torch.float32, torch.bfloat16)
+BLOCKS_ALONE = 64
+
+if reason := CpuBackend.why_cannot(CPU):
+    pytest.skip(reason, allow_module_level=True)
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    """A test may change how many there are."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+# ---- the kernels
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("in_features", "out_features"), [(1024, 160), (96, 50)])
+def test_a_row_of_a_product_has_the_same_bits_among_any_number(
+    in_features: int, out_features: int, dtype: torch.dtype, threads: None
+) -> None:
+    torch.manual_seed(0)
+    matrix = NativeMatrix(cpu_library(), torch.randn(out_features, in_features).to(dtype))
+    x = torch.randn(200, in_features).to(dtype)
+    alone = torch.cat([matrix.multiply(row, None) for row in x.split(1)])
+    for num_threads in (1, 2, 3):
+        torch.set_num_threads(num_threads)
+        for rows in (*range(1, 27), 96, 97, 200):
+            assert torch.equal(matrix.multiply(x[:rows], None), alone[:rows]), rows
+
+
+# ---- the engine
+
+
+class Case(NamedTuple):
+    """A request, and what it gets when it is alone."""
+
+    prompt: list[int]
+    params: SamplingParams
+    token_ids: list[int]
+    logits: list[Tensor]
+
+
+def requests() -> list[tuple[list[int], SamplingParams]]:
+    """64, each with its own seed: some with a beginning in common, greedy, sampled, filtered."""
+    common = draw_prompts([70], seed=1)[0]
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0},
+        {"temperature": 1.0},
+        {"temperature": 0.8, "top_k": 20, "top_p": 0.95},
+        {"temperature": 1.5, "top_p": 0.7, "min_p": 0.01},
+    ]
+    prompts = draw_prompts([1 + 7 * i % 61 for i in range(64)], seed=2)
+    prompts = [common[: 16 * (i % 5)] + prompt if i % 2 else prompt for i, prompt in enumerate(prompts)]
+    return [(prompt, SamplingParams(seed=i, max_tokens=4 + i % 9, **kinds[i % 4])) for i, prompt in enumerate(prompts)]
+
+
+class Company:
+    """Runs requests together, in engines of any options, and sees the logits of each."""
+
+    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+        self._folder, self._dtype = folder, dtype
+        alone = {"num_kvcache_blocks": BLOCKS_ALONE, "kvcache_block_size": 16}
+        self.cases: list[Case] = []
+        for prompt, params in requests():
+            (answer,), logits, _ = self._run([(prompt, params)], **alone)
+            self.cases.append(Case(prompt, params, answer, logits[params.seed]))
+
+    def _run(
+        self, given: list[tuple[list[int], SamplingParams]], **options: Any
+    ) -> tuple[list[list[int]], dict[int, list[Tensor]], dict[str, int]]:
+        """(token ids of each, logits of each sampled token by seed, statistics)."""
+        seen: dict[tuple[int, int], Tensor] = {}
+        dtype = str(self._dtype).removeprefix("torch.")
+        with LLM(self._folder, device="cpu", dtype=dtype, attention_backend="cpu", max_model_len=160, **options) as llm:
+            backend = llm.engine.runner.backend
+            sample = backend.sample
+
+            def spy(logits: Tensor, values: Any) -> Any:
+                for row, seed, position in zip(logits, values.seeds.tolist(), values.positions.tolist(), strict=True):
+                    seen[seed, position] = row.clone()
+                return sample(logits, values)
+
+            backend.sample = spy
+            outputs = llm.generate([p for p, _ in given], [params for _, params in given], use_tqdm=False)
+            stats = llm.stats()
+        logits = {
+            params.seed: [seen[params.seed, len(prompt) + i] for i in range(len(output["token_ids"]))]
+            for (prompt, params), output in zip(given, outputs, strict=True)
+        }
+        return [o["token_ids"] for o in outputs], logits, stats
+
+    def check(self, chosen: list[int], **options: Any) -> dict[str, int]:
+        """Assert that the chosen requests get together what each got alone; returns the statistics."""
+        cases = [self.cases[i] for i in chosen]
+        answers, logits, stats = self._run([(case.prompt, case.params) for case in cases], **options)
+        for i, case, answer in zip(chosen, cases, answers, strict=True):
+            assert answer == case.token_ids, i
+            for n, (got, expected) in enumerate(zip(logits[case.params.seed], case.logits, strict=True)):
+                assert torch.equal(got, expected), (i, n)
+        return stats
+
+
+@pytest.fixture(scope="module", params=DTYPES, ids=str)
+def company(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Company:
+    folder = tmp_path_factory.mktemp("model")
+    save_random(folder)
+    return Company(folder, request.param)
+
+
+def test_sixty_four_together_get_what_each_got_alone(company: Company) -> None:
+    stats = company.check(list(range(64)), num_kvcache_blocks=1000, kvcache_block_size=16)
+    assert stats["num_cached_tokens"] > 0
+    stats = company.check(list(range(64)), num_kvcache_blocks=11, max_num_batched_tokens=40, kvcache_block_size=16)
+    assert stats["num_preemptions"] > 0
+
+
+@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    chosen=st.lists(st.integers(0, 63), min_size=1, max_size=24, unique=True),
+    block_size=st.sampled_from([16, 32, 64, 256]),
+    spare_blocks=st.integers(0, 40),
+    max_num_seqs=st.integers(1, 30),
+    max_num_batched_tokens=st.integers(30, 300),
+    prefix_caching=st.booleans(),
+    num_threads=st.integers(1, 3),
+)
+def test_any_company_in_any_engine_leaves_a_request_its_bits(
+    company: Company,
+    threads: None,
+    chosen: list[int],
+    block_size: int,
+    spare_blocks: int,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    prefix_caching: bool,
+    num_threads: int,
+) -> None:
+    torch.set_num_threads(num_threads)
+    company.check(
+        chosen,
+        kvcache_block_size=block_size,
+        num_kvcache_blocks=-(-160 // block_size) + spare_blocks,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        enable_prefix_caching=prefix_caching,
+    )
+
+
+def test_the_comparison_notices_another_order_of_the_same_sum(
+    company: Company, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Products of one or two rows are summed backwards."""
+    multiply = NativeMatrix.multiply
+
+    def backwards(matrix: NativeMatrix, x: Tensor, bias: Tensor | None) -> Tensor:
+        if len(x) > 2:
+            return multiply(matrix, x, bias)
+        weight = matrix.rows(torch.arange(matrix._out))
+        return multiply(NativeMatrix(cpu_library(), weight.flip(1)), x.flip(1), bias)
+
+    monkeypatch.setattr(NativeMatrix, "multiply", backwards)
+    with pytest.raises(AssertionError):
+        company.check([0, 1, 2, 3], num_kvcache_blocks=1000, max_num_seqs=2)
