@@ -113,7 +113,8 @@ def _add_run_batch(commands: Any) -> None:
 
 
 def _run_batch(options: argparse.Namespace) -> int:
-    from nanovllm.batch.job import Job, run_job
+    from nanovllm.batch.job import run_job
+    from nanovllm.batch.open_job import Job
 
     given = {name: value for name, value in vars(options).items() if name in _ENGINE_FIELDS and name != "model"}
     job = Job(

@@ -24,7 +24,8 @@ from helpers.batch_jobs import InstantLLM, openai_line, read_answers, run, write
 
 from nanovllm import LLM
 from nanovllm.batch.answers import Answer
-from nanovllm.batch.job import Job, answer_lines, run_job
+from nanovllm.batch.job import answer_lines, run_job
+from nanovllm.batch.open_job import Job
 from nanovllm.batch.protocol import LineError, prepare, read_envelope
 from nanovllm.batch.source import Line, Reading, Source
 from nanovllm.batch.status import Status

@@ -2,18 +2,14 @@
 
 import json
 import logging
-import os
 import re
-import signal
 import subprocess
 import sys
-import time
-import uuid
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from threading import Barrier, Thread
+from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -26,7 +22,8 @@ import ray
 
 from nanovllm import SamplingParams
 from nanovllm.batch.cluster import check_room, lines_per_part, parts_in_flight, read_parts, run_on_ray
-from nanovllm.batch.job import Job, run_job
+from nanovllm.batch.job import run_job
+from nanovllm.batch.open_job import Job
 from nanovllm.batch.source import Reading, Source
 from nanovllm.batch.status import Status
 from nanovllm.cli import main
@@ -159,8 +156,6 @@ def test_wrong_commands_say_what_to_do(
 # ---- with a cluster
 
 NUM_LINES = 240
-TAG = f"NANOVLLM_TEST_{uuid.uuid4().hex}"
-"""In the environment of this module's cluster, so that only its processes are ever killed."""
 
 
 def make_line(number: int) -> Any:
@@ -175,7 +170,6 @@ def make_line(number: int) -> Any:
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[str]:
     """The address of a cluster with two CPUs, both of which the engines take: reading must do without."""
-    os.environ[TAG] = "1"
     context = ray.init("local", num_cpus=2, log_to_driver=False, logging_level=logging.WARNING)
     yield context.address_info["address"]
     ray.shutdown()
@@ -216,27 +210,6 @@ def read_answers(path: Path) -> dict[str, Any]:
     return answers
 
 
-def await_answers(path: Path, count: int, seconds: float = 200) -> bytes:
-    """The results, once they have so many lines."""
-    deadline = time.monotonic() + seconds
-    while not path.exists() or path.read_bytes().count(b"\n") < count:
-        assert time.monotonic() < deadline, "no answers"
-        time.sleep(0.01)
-    return path.read_bytes()
-
-
-def actor_pids() -> list[int]:
-    """The processes of this module's cluster that run an engine."""
-    pids = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if b"MapWorker" in (folder / "cmdline").read_bytes() and TAG.encode() in (folder / "environ").read_bytes():
-                pids.append(int(folder.name))
-        except OSError:  # it has ended, or is another user's
-            continue
-    return pids
-
-
 @pytest.mark.slow
 def test_a_cluster_answers_as_one_process_does(
     cluster: str, source: Path, expected: dict[str, Any], tmp_path: Path
@@ -246,44 +219,6 @@ def test_a_cluster_answers_as_one_process_does(
     assert [a["error"]["line"] for a in expected.values() if a["error"] and a["error"]["code"] == "duplicate_id"] == [
         101
     ]
-
-
-@pytest.mark.slow
-def test_an_engine_that_is_killed_loses_nothing_and_repeats_nothing(
-    cluster: str, source: Path, expected: dict[str, Any], tmp_path: Path
-) -> None:
-    killed = []
-
-    def kill() -> None:
-        await_answers(tmp_path / "out", 32)
-        killed.append(min(actor_pids()))
-        os.kill(killed[0], signal.SIGKILL)
-
-    killer = Thread(target=kill)
-    killer.start()
-    assert run_on_ray(make_job(source, tmp_path / "out"), replicas=2) == Status.LINES_FAILED
-    killer.join()
-    assert killed and read_answers(tmp_path / "out") == expected
-
-
-@pytest.mark.slow
-def test_a_killed_command_resumes_and_leaves_its_answers_alone(
-    cluster: str, source: Path, expected: dict[str, Any], tmp_path: Path
-) -> None:
-    options = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
-    command = [sys.executable, "-m", "nanovllm", "run-batch", "--model=tiny-qwen3", *options]
-    command += ["-i", str(source), "-o", str(tmp_path / "out"), "--ray", "--replicas=2", f"--ray-address={cluster}"]
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-    try:
-        await_answers(tmp_path / "out", 32)
-    finally:
-        process.kill()
-        process.wait()
-    before = (tmp_path / "out").read_bytes()
-    assert before.count(b"\n") < NUM_LINES, "it ended before it was killed"
-    assert run_on_ray(make_job(source, tmp_path / "out"), replicas=2) == Status.LINES_FAILED
-    assert (tmp_path / "out").read_bytes().startswith(before[: before.rindex(b"\n")])
-    assert read_answers(tmp_path / "out") == expected
 
 
 @pytest.mark.slow

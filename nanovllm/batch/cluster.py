@@ -25,7 +25,8 @@ from ray.data.block import BlockMetadata
 
 from nanovllm.batch.answers import Answer, Usage, error_answer
 from nanovllm.batch.compact import DigestSet, LineSet
-from nanovllm.batch.job import Job, OpenJob, answer_lines, supervise
+from nanovllm.batch.job import answer_lines, supervise
+from nanovllm.batch.open_job import Job, OpenJob
 from nanovllm.batch.protocol import LineError, read_envelope
 from nanovllm.batch.source import InputDigest, Line, Reading, Source
 from nanovllm.batch.status import Status

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm import SamplingParams
-from nanovllm.batch.job import Job, run_job
+from nanovllm.batch.job import run_job
+from nanovllm.batch.open_job import Job
 from nanovllm.batch.status import Status
 from nanovllm.config import EngineConfig
 from nanovllm.engine.request import derive_seed
