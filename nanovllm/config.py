@@ -6,7 +6,7 @@ What each "auto" becomes is decided in resolve.py.
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 from nanovllm.utils.checks import as_bool, as_choice, as_integer, refuse, refuse_unknown
 from nanovllm.vllm_names import HINTS, translate_options
@@ -151,30 +151,6 @@ class EngineConfig:
     def that_affect(self, what: Affects) -> dict[str, Any]:
         """The options that change results, or only the pace, by name."""
         return {f.name: getattr(self, f.name) for f in fields(self) if f.metadata["affects"] == what}
-
-
-class EngineOptions(TypedDict, total=False):
-    """EngineConfig's fields but the model, as a type checker wants them for `LLM(model, **options)`."""
-
-    revision: str | None
-    dtype: str
-    device: str
-    tensor_parallel_size: int
-    distributed_backend: str
-    max_model_len: int
-    max_num_seqs: int
-    max_num_batched_tokens: int | None
-    gpu_memory_utilization: float
-    num_kvcache_blocks: int | None
-    kvcache_memory_bytes: int | None
-    kvcache_block_size: int | str
-    enable_prefix_caching: bool
-    enforce_eager: bool
-    attention_backend: str
-    load_format: str
-    overlap: bool
-    trace: str | None
-    seed: int
 
 
 @dataclass(frozen=True)

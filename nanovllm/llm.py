@@ -9,10 +9,11 @@ from types import TracebackType
 from typing import Any, NoReturn, TypeVar, Unpack
 
 from nanovllm.chat import Message, read_conversation, split_conversations
-from nanovllm.config import EngineConfig, EngineOptions
+from nanovllm.config import EngineConfig
 from nanovllm.engine.llm_engine import StepObserver
 from nanovllm.engine.request import Prompt, Request, derive_seed
 from nanovllm.load import load_engine
+from nanovllm.options import EngineOptions
 from nanovllm.outputs import Output
 from nanovllm.prompts import as_iterable, as_list, naming, tokenise_texts
 from nanovllm.sampling_params import SamplingParams

@@ -61,7 +61,7 @@ ROOMS = (
     ("kernels",),
     ("config",),
     ("sampling_params", "outputs"),
-    ("chat", "vllm_names", "version", "view"),
+    ("chat", "options", "vllm_names", "version", "view"),
     ("utils",),
 )
 """From the top down; those of one line know nothing of each other."""
@@ -230,7 +230,8 @@ def test_a_model_is_made_on_its_device_entirely() -> None:
 def test_a_type_checker_knows_every_option_and_its_type() -> None:
     from dataclasses import fields
 
-    from nanovllm.config import EngineConfig, EngineOptions
+    from nanovllm.config import EngineConfig
+    from nanovllm.options import EngineOptions
 
     options = {field.name: field.type for field in fields(EngineConfig) if field.name != "model"}
     assert EngineOptions.__annotations__ == options

@@ -14,6 +14,8 @@ class ProgressBar(tqdm):  # type: ignore[misc]  # tqdm has no types
     As an observer of an engine it is drawn after every step, if its last drawing was long enough ago.
     """
 
+    __eq__, __hash__ = object.__eq__, object.__hash__  # tqdm's compare bars by their place on the screen
+
     MININTERVAL = 0.1
     """Seconds between two drawings at least."""
 
