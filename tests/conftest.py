@@ -1,7 +1,9 @@
 """What must be said before torch and Triton are imported, and fixtures that several test files share."""
 
+import logging
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,18 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr != "gpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(autouse=True)
+def as_before() -> Iterator[None]:
+    """What the command sets for its process alone, its tests give back: handlers that log to a captured stderr."""
+    logger, spin = logging.getLogger("nanovllm"), os.environ.get("GOMP_SPINCOUNT")
+    handlers, level = list(logger.handlers), logger.level
+    yield
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
+    if spin is None:
+        os.environ.pop("GOMP_SPINCOUNT", None)
 
 
 @pytest.fixture(scope="session")
