@@ -40,12 +40,12 @@ class LineSet:
 
     def add(self, number: int) -> bool:
         """Add a number; False if it was there."""
-        if number in self:
+        byte, bit, bits = number >> 3, 1 << (number & 7), self._bits
+        if byte >= len(bits):
+            bits.extend(bytes(byte + 1 - len(bits)))
+        if bits[byte] & bit:
             return False
-        byte, bit = divmod(number, 8)
-        if byte >= len(self._bits):
-            self._bits.extend(bytes(byte + 1 - len(self._bits)))
-        self._bits[byte] |= 1 << bit
+        bits[byte] |= bit
         self._count += 1
         return True
 

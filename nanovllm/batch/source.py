@@ -103,31 +103,27 @@ class Reading:
 
     def __iter__(self) -> Iterator[Line]:
         """Raises an InputError if a file cannot be read, or its packing is broken, or it holds no lines of UTF-8."""
-        number = 0
+        number, limit = 0, self._source.max_line_bytes
         for name in self._source.files:
             with _open(name) as file:
-                while line := self._read_line(file, number := number + 1):
-                    if line.is_cut or not line.raw.isspace():
-                        self.numbers.add(number)
-                        yield line
-                number -= 1
+                while raw := file.readline(limit + 1):
+                    number += 1
+                    self._hash.update(raw)
+                    self._num_bytes += len(raw)
+                    if is_cut := len(raw) > limit and not raw.endswith(b"\n"):
+                        self._pass_over_line(file)
+                    elif raw.isspace():
+                        continue
+                    self.numbers.add(number)
+                    yield Line(number, raw, is_cut)
 
-    def _read_line(self, file: BufferedReader, number: int) -> Line | None:
-        """The next line, blank or not; None at the end. Of one that is too long, the rest is passed over."""
-        limit = self._source.max_line_bytes
-        raw = piece = file.readline(limit + 1)
-        if not raw:
-            return None
-        self._take_in(raw)
-        is_cut = len(raw) > limit and not raw.endswith(b"\n")
-        while is_cut and piece and not piece.endswith(b"\n"):
+    def _pass_over_line(self, file: BufferedReader) -> None:
+        """Read to the end of a line that is too long, a piece at a time."""
+        piece = b"-"
+        while piece and not piece.endswith(b"\n"):
             piece = file.readline(1 << 20)
-            self._take_in(piece)
-        return Line(number, raw, is_cut)
-
-    def _take_in(self, content: bytes) -> None:
-        self._hash.update(content)
-        self._num_bytes += len(content)
+            self._hash.update(piece)
+            self._num_bytes += len(piece)
 
     @property
     def digest(self) -> InputDigest:

@@ -75,8 +75,9 @@ def tokenize_prompt(
         keys = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
         unknown = {key for key, value in prompt.items() if value is not None} - {"prompt_token_ids", "prompt"}
         if unknown or not keys:
-            found = ", ".join(map(repr, prompt)) or "no keys"
-            raise ValueError(f'a prompt has {found}; it must have "prompt" or "prompt_token_ids"')
+            raise ValueError(
+                f'a prompt has the keys {quote(list(prompt))}; it must have "prompt" or "prompt_token_ids"'
+            )
         text = prompt["prompt"] if isinstance(prompt.get("prompt"), str) else None
         prompt = prompt[keys[0]]
     if isinstance(prompt, str):
