@@ -52,14 +52,21 @@ PREFILLS = {  # name: (sequences, new tokens of each, cached prefix of each)
 
 @dataclass(frozen=True)
 class Result:
-    """One measurement: microseconds a call, and the rate in its unit with its share of the ceiling."""
+    """One measurement.
+
+    Attributes:
+        amount: what a call must at least read and write, in bytes, or compute, in FLOP; unit says which.
+        floor_us: how long this takes at the ceiling that was measured in the same run.
+        us, percent: how long the call took, and the floor's share of it.
+    """
 
     kernel: str
     model: str
     shape: str
-    us: float
-    rate: float
+    amount: float
     unit: str
+    floor_us: float
+    us: float
     percent: float
 
 
@@ -120,18 +127,16 @@ class Bench:
         self.results: list[Result] = []
 
     def bytes(self, kernel: str, model: str, shape: str, us: float, nbytes: float) -> None:
-        rate = nbytes / us / 1e3
-        self._add(Result(kernel, model, shape, us, rate, "GB/s", 100 * rate / self.copy_gbs))
+        self._add(kernel, model, shape, us, nbytes, "bytes", nbytes / self.copy_gbs / 1e3)
 
     def flops(self, kernel: str, model: str, shape: str, us: float, flop: float) -> None:
-        rate = flop / us / 1e6
-        self._add(Result(kernel, model, shape, us, rate, "TFLOP/s", 100 * rate / self.matmul_tflops))
+        self._add(kernel, model, shape, us, flop, "FLOP", flop / self.matmul_tflops / 1e6)
 
-    def _add(self, result: Result) -> None:
-        self.results.append(result)
+    def _add(self, kernel: str, model: str, shape: str, us: float, amount: float, unit: str, floor_us: float) -> None:
+        self.results.append(Result(kernel, model, shape, amount, unit, floor_us, us, 100 * floor_us / us))
         print(
-            f"{result.kernel:24} {result.model:5} {result.shape:24} {result.us:10.1f} us {result.rate:8.0f} "
-            f"{result.unit:8} {result.percent:5.1f} %"
+            f"{kernel:18} {model:5} {shape:22} {amount / 1e6:12.1f} M{unit:5} floor {floor_us:9.1f} us, "
+            f"took {us:9.1f} us: {100 * floor_us / us:5.1f} %"
         )
 
 
@@ -223,7 +228,12 @@ def small_kernels(backend: Backend, model: Model, num_tokens: int) -> Iterator[t
 
 def bench_sampler(bench: Bench, backend: Backend, batches: list[int]) -> None:
     """Percent is of reading the logits once: what sampling without a filter does."""
-    kinds = {"greedy": (0.0, 0, 1.0), "no filter": (1.0, 0, 1.0), "top_k 50": (1.0, 50, 1.0), "both": (1.0, 50, 0.9)}
+    kinds = {
+        "greedy": (0.0, 0, 1.0),
+        "no filter": (1.0, 0, 1.0),
+        "top_k 20 top_p 0.95": (0.6, 20, 0.95),  # Qwen3's generation_config.json
+        "top_p 0.95": (0.6, 0, 0.95),
+    }
     for batch in batches:
         size = batch * VOCAB_SIZE * ITEMSIZE
         sets = [3 * randn(batch, VOCAB_SIZE) for _ in range(num_sets(size))]
@@ -290,7 +300,7 @@ def main() -> None:
     ceilings = {"copy_gbs": round(bench.copy_gbs, 1), "matmul_tflops": round(bench.matmul_tflops, 1)}
     results = [asdict(result) for result in bench.results]
     for result in results:
-        result.update({key: round(result[key], 2) for key in ("us", "rate", "percent")})
+        result.update({key: round(result[key], 2) for key in ("us", "floor_us", "percent")})
     print(json.dumps({**machine, **ceilings, "results": results}))
 
 

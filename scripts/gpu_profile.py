@@ -1,0 +1,56 @@
+"""Where ten decode steps spend the device's time: kernels by name, and what lies between them.
+
+    python scripts/gpu_profile.py [--num-seqs 256] [--context 1024]
+
+Random weights of Qwen3-0.6B's shape; top_k 20 and top_p 0.95, as Qwen3's generation_config.json asks.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from nanovllm import LLM, SamplingParams
+
+STEPS = 10
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num-seqs", type=int, default=256)
+    parser.add_argument("--context", type=int, default=1024)
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("gpu_profile.py measures a GPU, and there is no CUDA device here (torch.cuda.is_available())")
+    max_model_len = args.context + 256
+    with LLM("qwen3-0.6b", load_format="dummy", max_num_seqs=args.num_seqs, max_model_len=max_model_len) as llm:
+        params = SamplingParams(temperature=0.6, top_k=20, top_p=0.95, max_tokens=200, ignore_eos=True)
+        for i in range(args.num_seqs):
+            llm.engine.add(llm.prepare([(7 * i + j) % 1000 for j in range(args.context)], params))
+        while llm.stats()["num_generated_tokens"] < 20 * args.num_seqs:  # the prompts, and some decodes
+            llm.engine.step()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(STEPS):
+            llm.engine.step()
+        torch.cuda.synchronize()
+        per_step = (time.perf_counter() - start) / STEPS
+        with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+            for _ in range(STEPS):
+                llm.engine.step()
+            torch.cuda.synchronize()
+        llm.engine.abort_all()
+    averages = profiled.key_averages()
+    busy = sum(event.self_device_time_total for event in averages) / STEPS
+    nodes = sum(event.count for event in averages) / STEPS
+    print(averages.table(sort_by="self_device_time_total", row_limit=25, max_name_column_width=60))
+    print(f"{1e6 * per_step:.0f} us a step without the profiler; kernels {busy:.0f} us, {nodes:.0f} of them a step")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Which configuration of the split and the filter is fastest here: each is first proved right, then timed.
+
+python scripts/gpu_sweep.py                 on a GPU
+TRITON_INTERPRET=1 python scripts/gpu_sweep.py --check-only    the proof alone, anywhere
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+from helpers.kernel_cases import assert_attends, assert_same_tokens, attention_case, attention_tolerance, sample_case
+
+from benchmarks.bench_kernels import DTYPE, MODELS, VOCAB_SIZE, Bench, microseconds, num_sets, randn, time_attention
+from nanovllm.backends.triton_backend import TritonBackend
+from nanovllm.kernels import paged_decode, sample_filter
+from nanovllm.kernels.sample import SamplingValues, sample
+
+# (keys in a tile, warps, stages): those that compile for sm_90 without a spill; then chunks x heads a multiprocessor.
+SPLITS = [(64, 4, 3), (64, 8, 3), (32, 4, 4), (32, 4, 3), (64, 4, 4)]
+UNITS = [24, 12, 6]
+FILTERS = [(4, 64, 16), (4, 32, 16), (4, 32, 8), (8, 32, 16)]
+"""(marks, parts at a time, warps)."""
+
+
+@contextmanager
+def split_of(tile: int, warps: int, stages: int, units: int) -> Iterator[None]:
+    usual = paged_decode.split_config
+
+    def config(*arguments: int) -> dict[str, int]:
+        return {**usual(*arguments), "num_warps": warps, "num_stages": stages}
+
+    with ExitStack() as changes:
+        changes.enter_context(mock.patch.object(paged_decode, "key_tile", lambda block_size, itemsize: tile))
+        changes.enter_context(mock.patch.object(paged_decode, "split_config", config))
+        changes.enter_context(mock.patch.object(paged_decode, "_UNITS_PER_MULTIPROCESSOR", units))
+        yield
+
+
+@contextmanager
+def filter_of(marks: int, parts: int, warps: int) -> Iterator[None]:
+    usual = sample_filter.filter_config
+
+    def config(*arguments: object) -> dict[str, int]:
+        return {**usual(*arguments), "MARKS": marks, "PARTS": parts, "num_warps": warps}
+
+    with mock.patch.object(sample_filter, "filter_config", config):
+        yield
+
+
+def check_split(on_gpu: bool) -> None:
+    dtype = DTYPE if on_gpu else torch.float16
+    case = attention_case([1] * 5, [1, 63, 500, 0, 2100], 128, 2, 64, dtype)
+    assert_attends(case, TritonBackend(), attention_tolerance(dtype))
+
+
+def check_filter(on_gpu: bool) -> None:
+    case = sample_case(VOCAB_SIZE if on_gpu else 9000, DTYPE)
+    assert_same_tokens(case, sample(*case.arguments()))
+
+
+def time_filter(top_k: int, top_p: float) -> float:
+    """Microseconds of the whole sampler for 256 rows."""
+    batch = 256
+    values = SamplingValues(
+        torch.full((batch,), 0.6, device="cuda"),
+        torch.full((batch,), top_k, dtype=torch.int32, device="cuda"),
+        torch.full((batch,), top_p, device="cuda"),
+        torch.zeros(batch, device="cuda"),
+        torch.arange(batch, device="cuda"),
+        torch.zeros(batch, dtype=torch.int32, device="cuda"),
+    )
+    sets = [3 * randn(batch, VOCAB_SIZE) for _ in range(num_sets(batch * VOCAB_SIZE * 2))]
+    return microseconds([lambda x=x: sample(x, values) for x in sets])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check-only", action="store_true")
+    args = parser.parse_args()
+    on_gpu = torch.cuda.is_available()
+    results: list[dict[str, object]] = []
+    if not args.check_only:
+        bench = Bench()
+        print(f"copy {bench.copy_gbs:.0f} GB/s")
+    for tile, warps, stages in SPLITS:
+        for units in UNITS:
+            with split_of(tile, warps, stages, units):
+                check_split(on_gpu)
+                for batch, context in () if args.check_only else ((1, 1024), (1, 16384), (64, 1024), (256, 1024)):
+                    us, read = time_attention(TritonBackend(), MODELS["0.6B"], batch, 1, context)
+                    percent = round(100 * read / us / 1e3 / bench.copy_gbs, 1)
+                    name = f"split tile {tile} warps {warps} stages {stages} units {units}, {batch} x {context}"
+                    results.append({"name": name, "us": round(us, 1), "percent": percent})
+                    print(f"{name}: {us:.1f} us, {percent} %", flush=True)
+    for marks, parts, warps in FILTERS:
+        with filter_of(marks, parts, warps):
+            check_filter(on_gpu)
+            for top_k, top_p in () if args.check_only else ((0, 1.0), (20, 0.95), (0, 0.95)):
+                us = time_filter(top_k, top_p)
+                name = f"sample marks {marks} parts {parts} warps {warps}, top_k {top_k} top_p {top_p}"
+                results.append({"name": name, "us": round(us, 1)})
+                print(f"{name}: {us:.1f} us", flush=True)
+    print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()
