@@ -36,7 +36,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_run_batch(commands)
     _add_estimate(commands)
     _add_view(commands)
-    options = parser.parse_args(arguments)
+    _add_eval(commands)
+    options, others = parser.parse_known_args(arguments)
+    if others and options.run is not _eval:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    options.others = others
     _bound_spinning()
     _set_up_logging()
     try:
@@ -186,6 +190,28 @@ def _view(options: argparse.Namespace) -> int:
     output = options.output or options.trace.with_suffix(".html")
     run = write_page(options.trace, output)
     sys.stdout.write(f"{output}: {run.num_steps} steps; open it in a browser\n")
+    return 0
+
+
+def _add_eval(commands: Any) -> None:
+    parser = commands.add_parser(
+        "eval",
+        help="evaluate a model with lm-evaluation-harness",
+        description="Evaluate a model with lm-evaluation-harness; needs the extra nano-vllm[eval].",
+        usage="nanovllm eval --model MODEL [NAME=VALUE ...] --tasks TASK [...]",
+        epilog="NAME=VALUE are options of LLM, as dtype=float32. All else is the harness's: see lm-eval run --help.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--model", required=True, help=_help("model"))
+    parser.set_defaults(run=_eval)
+
+
+def _eval(options: argparse.Namespace) -> int:
+    try:
+        from nanovllm.lm_eval import run_harness
+    except ImportError as error:
+        raise ValueError(str(error)) from error
+    run_harness(options.model, options.others)
     return 0
 
 

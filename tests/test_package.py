@@ -47,7 +47,7 @@ ROOMS = (
     ("__main__",),
     ("cli",),
     ("batch",),
-    ("ray", "estimate"),
+    ("ray", "lm_eval", "estimate"),
     ("llm",),
     ("prompts",),
     ("score",),
