@@ -430,3 +430,20 @@ def test_lines_are_read_as_they_are_needed(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="died"):
         answer_lines(llm, endless(), answers.append, "some-model")
     assert len(answers) == 50 and taken <= 50 + 8 + LINES_AHEAD
+
+
+def test_the_bar_of_a_job_moves_while_its_first_line_runs(
+    tmp_path: Path, reciter: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nanovllm.batch.job import Job, run_job
+    from nanovllm.utils.progress import ProgressBar
+
+    def restless(*given: Any, **options: Any) -> ProgressBar:
+        return ProgressBar(*given, **options | {"mininterval": 0})
+
+    monkeypatch.setattr("nanovllm.batch.tally.ProgressBar", restless)
+    source = write_lines(tmp_path / "in", [{"prompt": "a", "max_tokens": 20, "temperature": 0}])
+    config = EngineConfig(str(reciter), max_model_len=64)
+    assert run_job(Job(str(source), str(tmp_path / "out"), config, "m")) == Status.OK
+    drawn = {part for part in capfd.readouterr().err.split("\r") if "0/1" in part}
+    assert len(drawn) > 10

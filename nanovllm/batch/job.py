@@ -95,7 +95,8 @@ def _answer_here(work: OpenJob, load: "Callable[[EngineConfig], LLM]") -> None:
     job, tally = work.job, work.tally
     reading = Reading(work.source)
     lines = (line for line in reading if work.first is None or line.number in work.first.numbers)
-    with closing(load(job.config)) as llm, tally.show(llm.stats):
+    with closing(load(job.config)) as llm, tally.show(llm.stats) as bar:
+        llm.observe(bar)
         work.check_engine(llm.provenance)
         try:
             answer_lines(llm, lines, work.emit, job.model_name, work.done)

@@ -45,8 +45,8 @@ class Tally:
             self._bar.update()
 
     @contextmanager
-    def show(self, stats: Callable[[], Mapping[str, int]]) -> Iterator[None]:
-        """Show a bar, and keep the time; `stats` tells the tokens so far, as `LLM.stats` does."""
+    def show(self, stats: Callable[[], Mapping[str, int]]) -> Iterator[ProgressBar]:
+        """Show a bar, which is given, and keep the time; `stats` tells the tokens so far, as `LLM.stats` does."""
         since = time.perf_counter()
         self._bar = ProgressBar(
             stats,
@@ -57,7 +57,7 @@ class Tally:
             mininterval=0.5 if sys.stderr.isatty() else 10.0,
         )
         try:
-            yield
+            yield self._bar
         finally:
             self._bar.close()
             self._bar = None

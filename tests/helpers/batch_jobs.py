@@ -65,6 +65,9 @@ class InstantLLM:
         self.rendering_arguments = frozenset({"chat_template"})
         self.is_closed = False
 
+    def observe(self, observer: object) -> None:
+        pass
+
     def get_default_sampling_params(self) -> SamplingParams:
         return SamplingParams()
 
