@@ -1,0 +1,419 @@
+"""Draws the guide's pictures, each from a run made now: python docs/guide/draw.py [-o FOLDER] [NAME ...]
+
+Takes a few minutes, nearly all of them for 3-memory, which needs a model of real size (its shape, random weights). The
+window's picture needs Chromium with its driver, and selenium.
+"""
+
+import argparse
+import itertools
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+sys.path.insert(0, str(Path(__file__).parents[2]))  # for benchmarks/
+import matplotlib.pyplot as plt
+import numpy as np
+import torch
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from benchmarks.bench_cost import Model, measure_machine, step_cost
+from nanovllm import LLM, SamplingParams
+from nanovllm.kernels.sample import uniform_reference
+from nanovllm.models.config import load_model_config
+from nanovllm.models.presets import preset_config
+from nanovllm.models.shape import Shape
+from nanovllm.view.page import write_page
+from nanovllm.view.run import Run, read_run
+
+DECODE, PREFILL, CACHED, WAITING, ALERT = "#0072b2", "#e69f00", "#009e73", "#8a929c", "#c0392b"
+OWNERS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b5a800", "#7570b3")
+STORIES = [f"tell me a story about a {animal} and a friend who" for animal in ("fox", "cat", "dog", "owl")]
+LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+TINY: dict[str, Any] = {"dtype": "float32", "kvcache_block_size": 16, "max_model_len": 192}
+
+
+def record(prompts: list[str], params: SamplingParams, chat: bool = False, **options: Any) -> Run:
+    """The trace of a run of the model in the box."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "run.json"
+        with LLM("tiny-qwen3", trace=str(path), **{**TINY, **options}) as llm:
+            if chat:
+                llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params, use_tqdm=False)
+            else:
+                llm.generate(prompts, params, use_tqdm=False)
+        return read_run(path)
+
+
+def panels(rows: int, height: float) -> tuple[Figure, list[Axes]]:
+    figure, axes = plt.subplots(rows, 1, figsize=(9, height), layout="constrained", squeeze=False)
+    for axis in axes[:, 0]:
+        axis.spines[["top", "right"]].set_visible(False)
+    return figure, list(axes[:, 0])
+
+
+def draw_tokens(axis: Axes, run: Run) -> None:
+    steps = np.arange(1, run.num_steps + 1)
+    decode, prefill = np.array(run.charts["decode"]), np.array(run.charts["prefill"])
+    axis.bar(steps, decode, color=DECODE, label="decode")
+    axis.bar(steps, prefill, bottom=decode, color=PREFILL, hatch="//", edgecolor="white", lw=0, label="prefill")
+    axis.set_ylabel("tokens of a step")
+
+
+def prompt() -> Figure:
+    run = record(["what is the capital of Japan?"], SamplingParams(temperature=0), chat=True)
+    figure, (tokens, times) = panels(2, 4.2)
+    draw_tokens(tokens, run)
+    tokens.legend(frameon=False)
+    sampled = [what["tokens"][0][-1] for kind, _, what in run.records if kind == "update"]
+    for step, token in enumerate(sampled, 1):
+        height = run.charts["decode"][step - 1] + run.charts["prefill"][step - 1]
+        text = run.texts[str(token)].replace(" ", "␣")
+        tokens.text(step, height + 0.4, text if len(text) < 9 else "end", ha="center", fontsize=9)
+    tokens.set_title("what each step computes, and (above it) the token that it gives", fontsize=10)
+    device = [ms or 0.0 for ms in run.device_time]
+    times.bar(np.arange(1, run.num_steps + 1), device, color=DECODE)
+    times.set_ylabel("ms of the device")
+    times.set_xlabel("step")
+    return figure
+
+
+def transformer() -> Figure:
+    """The logit lens: what each layer would say at each of the last places of a prompt."""
+    with LLM("tiny-qwen3", **TINY) as llm:
+        model: Any = llm.engine.runner.model  # type: ignore[attr-defined]
+        said: list[tuple[list[int], list[float]]] = []
+
+        def listen(_: Any, __: Any, outputs: Any) -> None:
+            hidden = model.backend.add_rms_norm(*outputs, model.norm, model.eps)[0]
+            chances, tokens = model.compute_logits(hidden).softmax(-1).max(-1)
+            said.append((tokens.tolist(), chances.tolist()))
+
+        for layer in model.layers:
+            layer.register_forward_hook(listen)
+        question = [{"role": "user", "content": "what is 3 plus 4?"}]
+        output = llm.chat(question, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)[0]
+        prompt = [llm.token_text(i) for i in output["prompt_token_ids"]]
+        words = [[llm.token_text(i) for i in tokens] for tokens, _ in said]
+    places = range(4, len(prompt))
+    figure, (axis,) = panels(1, 4)
+    chances = np.array([chances for _, chances in said])[:, 4:]
+    image = axis.imshow(chances, origin="lower", aspect="auto", cmap="Blues", vmin=0, vmax=1)
+    for depth, row in enumerate(words):
+        for x, place in enumerate(places):
+            ink = "white" if chances[depth, x] > 0.55 else "black"
+            axis.text(x, depth, visible(row[place]), ha="center", va="center", color=ink, fontsize=8)
+    axis.set_xticks(range(len(places)), [visible(prompt[place]) for place in places], fontsize=9)
+    axis.set_yticks(range(len(words)), [f"after layer {i + 1}" for i in range(len(words))])
+    axis.set_xlabel("the prompt's token at this place")
+    figure.colorbar(image, label="probability of the likeliest next token")
+    return figure
+
+
+def visible(text: str) -> str:
+    short = {"<|im_start|>": "<start>", "<|im_end|>": "<end>", "\n": "\\n", "assistant": "assist."}
+    return short.get(text, text.replace(" ", "␣"))
+
+
+def memory() -> Figure:
+    qwen = Shape.of(load_model_config(preset_config("qwen3-0.6b"), "qwen3-0.6b"))
+    counts = (1, 2, 4, 8, 16, 32)
+    measured = dict.fromkeys(counts, float("inf"))
+    options: dict[str, Any] = {"load_format": "dummy", "dtype": "float32", "max_model_len": 128}
+    options |= {"num_kvcache_blocks": 200, "kvcache_block_size": 16}
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    with LLM("qwen3-0.6b", **options) as llm:
+        watch = Watch()
+        llm.observe(watch)
+        for _, n in itertools.product(range(3), counts):  # in turn: what disturbs one does not disturb it alone
+            watch.seconds.clear()
+            llm.generate([[7 * i + j for j in range(64)] for i in range(n)], params, use_tqdm=False)
+            measured[n] = min(measured[n], *watch.seconds[1:])
+    machine = measure_machine(torch.device("cpu"), torch.float32)
+    floors = [step_cost(Model(qwen, 4), machine, [(68, 1)] * n, n).seconds for n in counts]
+    figure, (times, rates) = panels(2, 5)
+    places = np.arange(len(counts))
+    times.bar(places, [1e3 * s for s in floors], color="#b7d3e8", label="the floor on this machine")
+    times.plot(places, [1e3 * measured[n] for n in counts], "o", color=DECODE, label="measured, the best of 24 steps")
+    times.set_ylabel("ms a step")
+    rates.plot(places, [n / measured[n] for n in counts], "o-", color=DECODE)
+    rates.set_ylabel("tokens a second")
+    rates.set_xlabel("requests that decode together (Qwen3-0.6B's shape, float32)")
+    for axis in (times, rates):
+        axis.set_xticks(places, [str(n) for n in counts])
+        axis.set_ylim(bottom=0)
+    times.legend(frameon=False)
+    return figure
+
+
+class Watch:
+    """Keeps how long each step took; a `StepObserver`."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.plans: list[tuple[int, int]] = []
+
+    def planned(self, number: int, at: float, batch: Any, scheduler: Any) -> None:
+        self._since = time.perf_counter()
+        self.plans.append((batch.plan.pack().nbytes, batch.plan.num_tokens))
+
+    def finished(self, *_: object) -> None:
+        self.seconds.append(time.perf_counter() - self._since)
+
+    def close(self) -> None:
+        pass
+
+
+def owners(run: Run) -> np.ndarray:
+    """Which request owns which block in each step, -1 for nobody: int [num_blocks, num_steps]."""
+    grid = np.full((run.num_blocks, run.num_steps), -1)
+    tables: dict[int, list[int]] = {}
+    for kind, step, what in run.records:
+        for request in what.get("preempted", []):
+            tables.pop(request, None)
+        for request, _ in what.get("ended", []):
+            tables.pop(request, None)
+        for request, blocks in what.get("tables", []):
+            tables.setdefault(request, []).extend(blocks)
+        if kind == "plan":
+            for request, blocks in tables.items():
+                grid[blocks, step] = request
+    return grid
+
+
+def draw_owners(axis: Axes, run: Run) -> None:
+    grid = owners(run)
+    axis.set_facecolor("#f1f3f5")
+    for block, row in enumerate(grid):
+        for request in sorted(set(row.tolist()) - {-1}):
+            steps = np.flatnonzero(row == request)
+            for part in np.split(steps, np.flatnonzero(np.diff(steps) > 1) + 1):
+                start, width = part[0] + 0.5, len(part)
+                axis.broken_barh([(start, width)], (block - 0.42, 0.84), color=OWNERS[request % len(OWNERS)])
+                axis.text(start + 0.6, block, str(request), va="center", fontsize=7, color="white")
+    axis.set_ylim(run.num_blocks - 0.4, -0.6)
+    axis.set_xlim(0.5, run.num_steps + 0.5)
+    axis.yaxis.get_major_locator().set_params(integer=True)
+    axis.set_ylabel("block")
+
+
+def kv_cache() -> Figure:
+    prompts = ["1 2 3", "tell me a story about a fox who had no friends", "count from 1 to 9", *STORIES[:3]]
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (50, 20, 35, 30, 25, 40)]
+    run = record(prompts, params, num_kvcache_blocks=14, max_num_seqs=4)  # type: ignore[arg-type]
+    figure, (axis,) = panels(1, 4)
+    draw_owners(axis, run)
+    axis.set_xlabel("step (the number in a bar is its owner's)")
+    return figure
+
+
+def prefixes() -> Figure:
+    rules = (
+        "You are a helpful assistant. Answer in one short sentence, be kind, and never make up what you do not know. "
+    )
+    prompts = [rules + f"what is {i} plus {2 * i % 7}?" for i in range(24)]
+    run = record(prompts, SamplingParams(temperature=0, max_tokens=12), chat=True, max_num_batched_tokens=256)
+    cached, lengths = {}, {}
+    for _, _, what in run.records:
+        lengths |= dict(what.get("arrived", []))
+        cached = dict(what.get("moved_in", [])) | cached
+    figure, (axis,) = panels(1, 3.2)
+    requests = np.array(sorted(lengths))
+    found, whole = (np.array([table[i] for i in requests]) for table in (cached, lengths))
+    axis.bar(requests, found, color=CACHED, label="found in the cache")
+    axis.bar(
+        requests, whole - found, bottom=found, color=PREFILL, hatch="//", edgecolor="white", lw=0, label="computed"
+    )
+    axis.set_xlabel("request, in order of admission")
+    axis.set_ylabel("tokens of its prompt")
+    axis.set_ylim(top=1.25 * whole.max())
+    axis.legend(frameon=False, ncols=2)
+    return figure
+
+
+def scheduler() -> Figure:
+    run = record(STORIES, LONG, num_kvcache_blocks=12, max_num_batched_tokens=16)
+    figure, (tokens, blocks, lives) = panels(3, 7)
+    draw_tokens(tokens, run)
+    tokens.axhline(run.budget, color=ALERT, ls="--", lw=1, label="the budget")
+    tokens.legend(frameon=False, ncols=3)
+    draw_owners(blocks, run)
+    draw_lives(lives, run)
+    for axis in (tokens, blocks, lives):
+        axis.set_xlim(0.5, run.num_steps + 0.5)
+    lives.set_xlabel("step")
+    return figure
+
+
+def draw_lives(axis: Axes, run: Run) -> None:
+    """What each request does in each step: computes its prompt, decodes, or waits."""
+    since: dict[int, int] = {}
+    decodes: dict[int, tuple[int, int]] = {}
+    """The run of decode steps that each request is in: (first step, how many)."""
+
+    def bar(request: int, first: int, count: int, height: float, color: str) -> None:
+        axis.broken_barh([(first + 0.5, count)], (request - height / 2, height), color=color)
+
+    for kind, step, what in run.records:
+        if kind != "plan":
+            continue
+        for request, _ in what.get("arrived", []):
+            since[request] = step
+        for request in what.get("preempted", []):
+            since[request] = step
+            axis.plot(step + 0.5, request, "D", color=ALERT, ms=6, zorder=3)
+        for request, _ in what.get("moved_in", []):
+            bar(request, since[request], step - since[request], 0.08, WAITING)
+        for request, _, _ in what.get("prefill", []):
+            bar(request, step, 1, 0.8, PREFILL)
+        for request in what.get("decode", []):
+            first, count = decodes.get(request, (step, 0))
+            if first + count != step:
+                bar(request, first, count, 0.4, DECODE)
+                first, count = step, 0
+            decodes[request] = (first, count + 1)
+    for request, (first, count) in decodes.items():
+        bar(request, first, count, 0.4, DECODE)
+    axis.set_yticks(range(len(since)))
+    axis.set_ylabel("request")
+    axis.invert_yaxis()
+    for label, color in (("waits", WAITING), ("prefill", PREFILL), ("decodes", DECODE)):
+        axis.plot([], [], color=color, lw=5, label=label)
+    axis.plot([], [], "D", color=ALERT, label="is preempted")
+    axis.legend(frameon=False, ncols=4, loc="upper right", bbox_to_anchor=(1, 1.18))
+
+
+def sampling() -> Figure:
+    with LLM("tiny-qwen3", **TINY) as llm:
+        params = SamplingParams(temperature=1, seed=0, max_tokens=1, logprobs=664)
+        output = llm.generate("tell me a story about", params, use_tqdm=False)[0]
+        likely = sorted(output["logprobs"][0].items(), key=lambda pair: -pair[1])
+        names = {token: visible(llm.token_text(token)) for token, _ in likely[:40]}
+    figure, (bars, strip) = panels(2, 4.4)
+    top = likely[:12]
+    bars.bar(range(len(top)), np.exp([logprob for _, logprob in top]), color=DECODE)
+    bars.set_xticks(range(len(top)), [names[token] for token, _ in top])
+    bars.set_ylabel("probability")
+    edge = 0.0
+    for i, (token, logprob) in enumerate(sorted(likely)):
+        width = float(np.exp(logprob))
+        strip.broken_barh([(edge, width)], (0, 1), color=OWNERS[i % len(OWNERS)])
+        if width > 0.03:
+            strip.text(edge + width / 2, 0.5, names[token], ha="center", va="center", color="white", fontsize=9)
+        edge += width
+    position = torch.tensor([len(output["prompt_token_ids"])])
+    for seed in range(5):
+        u = float(uniform_reference(torch.tensor([seed]), position))
+        strip.annotate(
+            f"seed {seed}", (u * edge, 1), (u * edge, 1.5), ha="center", arrowprops={"arrowstyle": "->"}, fontsize=9
+        )
+    strip.set_ylim(0, 2)
+    strip.set_yticks([])
+    strip.set_xlim(0, 1)
+    strip.set_xlabel("the tokens above, side by side in order of their ids; u of five seeds at this position")
+    return figure
+
+
+def devices() -> Figure:
+    with LLM("tiny-qwen3", tensor_parallel_size=2, max_num_batched_tokens=64, **TINY) as llm:
+        watch = Watch()
+        llm.observe(watch)
+        llm.generate(STORIES * 3, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True), use_tqdm=False)
+        model: Any = llm.engine.runner._runner.model  # type: ignore[attr-defined]
+        a_token = 2 * len(model.layers) * model.norm.numel() * 4
+    figure, (axis,) = panels(1, 3.2)
+    steps = range(1, len(watch.plans) + 1)
+    axis.plot(
+        steps, [tokens * a_token for _, tokens in watch.plans], "o-", ms=4, color=PREFILL, label="the layers' sums"
+    )
+    axis.plot(steps, [size for size, _ in watch.plans], "s-", ms=4, color=DECODE, label="the plan")
+    axis.set_yscale("log")
+    axis.set_ylabel("bytes")
+    axis.set_xlabel("step")
+    axis.legend(frameon=False)
+    return figure
+
+
+def speed() -> Figure:
+    run = record([f"count from {i} to 20" for i in range(32)], LONG, max_num_seqs=16)
+    figure, (axis,) = panels(1, 3.4)
+    steps = np.arange(1, run.num_steps + 1)
+    for times, color, mark, label in (
+        (run.device_time, DECODE, "s", "device: the model and the sampling"),
+        (run.host, ALERT, "x", "host: schedule, prepare, launch, update"),
+    ):
+        axis.plot(steps, np.array(times, float), mark, ms=4, color=color, label=label)
+    axis.set_yscale("log")
+    axis.set_ylabel("ms a step")
+    axis.set_xlabel("step")
+    axis.legend(frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, 1.16))
+    return figure
+
+
+PICTURES: dict[str, Callable[[], Figure]] = {
+    "1-prompt": prompt,
+    "2-transformer": transformer,
+    "3-memory": memory,
+    "4-kv-cache": kv_cache,
+    "5-prefixes": prefixes,
+    "6-scheduler": scheduler,
+    "7-sampling": sampling,
+    "8-devices": devices,
+    "9-speed": speed,
+}
+
+
+def photograph(output: Path) -> None:
+    """The window itself, in headless Chromium: 48 chats with common rules in too small a cache."""
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    rules = {"role": "system", "content": "You are a helpful assistant. Answer in one short sentence, and be kind. "}
+    tasks = ("what is {0} plus 3?", "count from {0} to 20", "tell me a story about a fox and {0} friends")
+    chats = [[rules, {"role": "user", "content": tasks[i % 3].format(i % 9)}] for i in range(48)]
+    with tempfile.TemporaryDirectory() as folder:
+        trace, page = Path(folder) / "run.json", Path(folder) / "run.html"
+        options = {**TINY, "num_kvcache_blocks": 60, "max_num_batched_tokens": 96, "max_num_seqs": 20}
+        with LLM("tiny-qwen3", trace=str(trace), **options) as llm:
+            llm.chat(chats, SamplingParams(temperature=0.7, max_tokens=80), use_tqdm=False)
+        run = write_page(trace, page)
+        victim, step = next((what["preempted"][0], k) for _, k, what in run.records if "preempted" in what)
+        chromium = webdriver.ChromeOptions()
+        for flag in ("headless", "no-sandbox", "disable-gpu", "hide-scrollbars", "window-size=1400,1560"):
+            chromium.add_argument(f"--{flag}")
+        driver = webdriver.Chrome(options=chromium, service=Service(shutil.which("chromedriver")))
+        try:
+            driver.get(f"file://{page}")
+            driver.execute_script("choose(arguments[0]); go(arguments[1])", victim, step - 3)
+            time.sleep(0.5)
+            driver.save_screenshot(str(output / "window.png"))
+        finally:
+            driver.quit()
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-o", "--output", type=Path, default=Path(__file__).parent, metavar="FOLDER")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help=f"of {', '.join((*PICTURES, 'window'))} (default: all)"
+    )
+    options = parser.parse_args(arguments)
+    plt.rcParams |= {"svg.hashsalt": "nanovllm", "font.size": 10, "svg.fonttype": "path"}
+    for name in options.names or (*PICTURES, "window"):
+        if name == "window":
+            photograph(options.output)
+            continue
+        figure = PICTURES[name]()
+        figure.savefig(options.output / f"{name}.svg", metadata={"Date": None}, facecolor="white")
+        plt.close(figure)
+
+
+if __name__ == "__main__":
+    main()
