@@ -374,7 +374,8 @@ def test_options_may_be_changed_on_purpose_but_never_the_input(
     finished: Finished, log: pytest.LogCaptureFixture
 ) -> None:
     out = finished.copy(b"".join(finished.lines[:20]), finished.manifest.read_bytes())
-    assert run(finished.source, out, seed=5) == Status.USAGE
+    for change in ({"seed": 5}, {"max_line_bytes": 1000}, {"model_name": "other"}, {"dtype": "float32"}):
+        assert run(finished.source, out, **change) == Status.USAGE
     assert run(finished.source, out, seed=5, accept_changes=True) == Status.LINES_FAILED
     assert run(finished.source, out, seed=5) == Status.LINES_FAILED
     other = write_lines(finished.folder / "other", [{"prompt": "x"}] * NUM_LINES)

@@ -118,7 +118,7 @@ class Manifest:
             if not self._accept_changes:
                 raise ValueError(
                     f"{self._results} has answers that were given otherwise: {what}: {START_ANEW}, --accept-changes "
-                    "goes on with what is different"
+                    "resumes with what is different"
                 )
             logger.warning("%s: accepted: %s", self._results, what)
             changes = self._data.get("changes")

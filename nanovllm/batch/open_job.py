@@ -130,8 +130,8 @@ def read_to_end(reading: Reading) -> InputDigest:
 
 def _identity(job: Job, digest: InputDigest) -> dict[str, Any]:
     """What must be the same when the job is resumed."""
-    options = job.config.that_affect("results")
-    return {"input": asdict(digest), "options": {**options, "served_model_name": job.model_name}}
+    own = {"served_model_name": job.model_name, "max_line_bytes": job.max_line_bytes}
+    return {"input": asdict(digest), "options": {**job.config.that_affect("results"), **own}}
 
 
 def _check_lines(job: Job, source: Source, num_lines: int) -> None:
