@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nanovllm.backends import BACKENDS, AttentionMetadata, KVCache
 from nanovllm.config import ResolvedConfig
@@ -156,14 +155,16 @@ class ModelRunner:
 
         Several ranks compile as they go: their collectives know no fake tensors; nor does flash-attn.
         """
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
         config = self.config
         if self.device.type != "cuda" or self.backend.name != "triton" or self.parallel.size > 1:
             return
         graphs = self._new_graphs()
         mixed = StepPlan.largest(2, 3, config.max_model_len)  # a decode and a prompt of two tokens
         mixed = replace(mixed, num_logits=mixed.num_sampled, targets=mixed.targets[:0])
-        # A few kernels know the next power of two of the batch size, from 256 on.
-        sizes = {1, config.max_num_seqs, *(2**i for i in range(8, config.max_num_seqs.bit_length()))}
+        # A few kernels know the next power of two of the batch size, 256 or more.
+        sizes = {1, config.max_num_seqs, *(2**i for i in range(9, config.max_num_seqs.bit_length()))}
         with FakeTensorMode(allow_non_fake_inputs=True), noted() as launches:
             self.caches = self._make_caches(1)
             for size in sizes:
