@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.batch_jobs import openai_line, read_answers, write_lines
 from helpers.tiny import BLOCK, draw_prompts, logits_of
 from transformers import Qwen3ForCausalLM
 
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, EngineConfig, SamplingParams
+from nanovllm.batch.job import Job, run_job
 
 ROOT = Path(__file__).parent.parent
 TOLERANCE = 1e-3  # float32 logits of order 30, summed in another order
@@ -151,6 +153,36 @@ def test_strings_are_joined_before_they_are_tokenised_and_spaces_move_over() -> 
         assert llm.score("What is 2", " plus", use_tqdm=False) == llm.score("What is 2 ", "plus", use_tqdm=False)
         with pytest.raises(ValueError, match="the prompt has no tokens"):
             llm.score(" ", "x")
+
+
+def test_a_completion_with_echo_has_the_scores_of_its_prompt(tmp_path: Path) -> None:
+    bodies = [
+        {"prompt": "What is 2", "echo": True, "logprobs": 2, "max_tokens": 3},
+        {"prompt": "What is 2", "echo": True, "logprobs": 0, "max_tokens": 0},
+        {"prompt": [40, 41], "echo": True, "max_tokens": 2},
+        {"prompt": "What is 2", "max_tokens": 3, "logprobs": 1},
+    ]
+    lines = [openai_line(str(i), temperature=0, **body) for i, body in enumerate(bodies)]
+    config = EngineConfig("tiny-qwen3", dtype="float32", max_model_len=64)
+    assert run_job(Job(str(write_lines(tmp_path / "in", lines)), str(tmp_path / "out"), config, "m")) == 0
+    answers = {answer["custom_id"]: answer["response"]["body"] for answer in read_answers(tmp_path / "out")}
+    both, scored, ids, plain = (answers[str(i)]["choices"][0] for i in range(4))
+    with LLM("tiny-qwen3", dtype="float32", max_model_len=64) as llm:
+        (output,) = llm.generate("What is 2", scoring(2, max_tokens=3, logprobs=2), use_tqdm=False)
+        assert ids["text"].startswith(llm.get_tokenizer().decode([40, 41])) and ids["logprobs"] is None
+    prompt, generated = output["prompt_token_ids"], output["token_ids"]
+    assert both["text"] == "What is 2" + output["text"] == "What is 2" + plain["text"]
+    assert scored["text"] == "What is 2" and answers["1"]["usage"]["completion_tokens"] == 0
+    found = both["logprobs"]
+    assert [len(found[name]) for name in found] == [len(prompt) + len(generated)] * 4
+    assert found["token_logprobs"][0] is found["top_logprobs"][0] is None
+    expected = [values[i] for i, values in zip(prompt[1:], output["prompt_logprobs"][1:], strict=True)]
+    assert found["token_logprobs"][1 : len(prompt)] == pytest.approx(expected, abs=TOLERANCE)
+    assert scored["logprobs"]["token_logprobs"] == pytest.approx(found["token_logprobs"][: len(prompt)], abs=TOLERANCE)
+    assert scored["logprobs"]["tokens"] == found["tokens"][: len(prompt)]
+    assert "".join(found["tokens"]).startswith("What is 2")
+    starts = [sum(map(len, found["tokens"][:i])) for i in range(len(found["tokens"]))]
+    assert found["text_offset"] == starts
 
 
 # ---- memory

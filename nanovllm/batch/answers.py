@@ -4,6 +4,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
@@ -53,6 +54,9 @@ def result_answer(envelope: Envelope, output: "Output", model_name: str, token_t
         choice["message"] = {"role": "assistant", "content": output["text"]}
     else:
         choice["text"] = output["text"]
+        if envelope.body.get("echo"):
+            prompt = output.get("prompt") or "".join(map(token_text, output["prompt_token_ids"]))
+            choice["text"] = prompt + output["text"]
     if count is not None:
         choice["logprobs"] = (_chat_logprobs if envelope.is_chat else _completion_logprobs)(output, count, token_text)
     num_prompt, num_generated = len(output["prompt_token_ids"]), len(output["token_ids"])
@@ -131,19 +135,17 @@ def _chat_logprobs(output: "Output", count: int, token_text: Callable[[int], str
 
 
 def _completion_logprobs(output: "Output", count: int, token_text: Callable[[int], str]) -> dict[str, Any]:
-    tokens = [token_text(token_id) for token_id in output["token_ids"]]
-    offsets, offset = [], 0
-    for token in tokens:
-        offsets.append(offset)
-        offset += len(token)
     pairs = list(zip(output["token_ids"], output["logprobs"], strict=True))
+    if (of_prompt := output.get("prompt_logprobs")) is not None:  # with echo
+        pairs = [*zip(output["prompt_token_ids"], of_prompt, strict=True), *pairs]
+    tokens = [token_text(token_id) for token_id, _ in pairs]
     return {
         "tokens": tokens,
-        "token_logprobs": [_floor(values[token_id]) for token_id, values in pairs],
+        "token_logprobs": [values and _floor(values[token_id]) for token_id, values in pairs],
         "top_logprobs": [
             # From the least likely to the most, so that of tokens with the same text the likeliest stays.
-            {token_text(i): _floor(logprob) for i, logprob in reversed(_likeliest(values, count))}
+            values and {token_text(i): _floor(logprob) for i, logprob in reversed(_likeliest(values, count))}
             for _, values in pairs
         ],
-        "text_offset": offsets,
+        "text_offset": [0, *accumulate(map(len, tokens[:-1]))] if tokens else [],
     }

@@ -28,9 +28,9 @@ _CHAT_FIELDS = ("messages", "max_completion_tokens", "top_logprobs", "chat_templ
 _SERVICE = {"user": str, "metadata": dict, "store": bool, "service_tier": str, "parallel_tool_calls": bool}
 """Fields that are for a service, and change no answer."""
 _COMMON = ("model", *_SAMPLING, "logprobs", *_SERVICE)
-_FIELDS = {True: (*_COMMON, *_CHAT_FIELDS), False: (*_COMMON, "prompt")}
+_FIELDS = {True: (*_COMMON, *_CHAT_FIELDS), False: (*_COMMON, "prompt", "echo")}
 """What a body may hold, by whether it is a chat."""
-_FLAGS = ("ignore_eos", "skip_special_tokens")
+_FLAGS = ("ignore_eos", "skip_special_tokens", "echo")
 _KINDS = {**dict.fromkeys(_FLAGS, bool), "stop_token_ids": list, "chat_template_kwargs": dict, **_SERVICE}
 _KIND_NAMES = {str: "a string", dict: "an object", list: "a list", bool: "true or false"}
 _NEUTRAL: dict[str, Any] = {
@@ -140,6 +140,8 @@ def prepare(envelope: Envelope, llm: "LLM", model_name: str) -> "Request":
         sampling = {name: body[name] for name in _SAMPLING if name in body}
         sampling.setdefault("seed", llm.derive_seed(envelope.custom_id or str(envelope.number)))
         sampling["logprobs"] = num_logprobs(envelope)
+        if body.get("echo"):
+            sampling["prompt_logprobs"] = sampling["logprobs"]
         if "max_completion_tokens" in body:
             sampling["max_tokens"] = body["max_completion_tokens"]
         elif not envelope.is_plain:
@@ -167,7 +169,7 @@ def _check_body(envelope: Envelope, model_name: str) -> dict[str, Any]:
     fields, what = _FIELDS[envelope.is_chat], "a chat" if envelope.is_chat else "a completion"
     body = {}
     for name, value in envelope.body.items():
-        if name in _NEUTRAL:
+        if name in _NEUTRAL and name not in fields:
             if value is not None and not _is_same(value, _NEUTRAL[name]):
                 only = json.dumps(_NEUTRAL[name])
                 raise ValueError(f"{name} is {quote(value)}; it is not supported, other than as {only}")
