@@ -5,18 +5,21 @@
 
 namespace {
 
-constexpr int PANEL = 32, MAX_TILE_ROWS = 12, FEW_TILE_ROWS = 4, AHEAD = 64 * PANEL;
+constexpr int PANEL = 32, MAX_TILE_ROWS = 12, FEW_TILE_ROWS = 6, AHEAD = 64 * PANEL;
+static_assert(2 * FEW_TILE_ROWS <= MAX_TILE_ROWS, "few rows take twice the columns in the same room");
 constexpr int64_t FEW_ROWS = 96, GROUP_UNITS = 1 << 17;  // units of a weight: half a MiB, half of a small L2 cache
 
-// Columns in memory: `row` units from one summed unit to the next, `vector` units from 16 columns to the next 16. While
-// they are read, as much is fetched from `ahead`: hardware prefetching stops at every page.
+// Columns in memory: `row` units from one summed unit to the next, `vector` units from 16 columns to the next 16, and
+// `pair` units from 32 to the next. While they are read, as much is fetched from `ahead`, which has strides of its own:
+// hardware prefetching stops at every page.
 struct Columns {
     const uint32_t* at;
     int64_t row, vector;
     const uint32_t* ahead;
+    int64_t pair = 0, ahead_row = 0, ahead_pair = 0;
 };
 
-// c[ROWS][16 VECTORS] = (or +=) a[ROWS][k] x b[k][16 VECTORS]; k and lda count units. Every sum stays in a register, and
+// c[ROWS][16 VECTORS] = (or +=) a[ROWS][k] x b[k][16 VECTORS]; k and lda count units. Every sum stays in a register and
 // takes its products one after another in the order of k, whatever ROWS and VECTORS are: an element of c has the same
 // bits however many rows it is computed with. STREAM: fetch ahead.
 template <class T, int ROWS, int VECTORS, bool STREAM>
@@ -30,8 +33,8 @@ inline void tile(const uint32_t* a, int64_t lda, Columns b, int64_t k, float* c,
         vi bv[VECTORS];
 #pragma GCC unroll 24
         for (int v = 0; v < VECTORS; ++v) {
-            bv[v] = load<vi>(b.at + i * b.row + v * b.vector);
-            if (STREAM) __builtin_prefetch(b.ahead + (i * VECTORS + v) * LANES);
+            bv[v] = load<vi>(b.at + i * b.row + v % 2 * b.vector + v / 2 * b.pair);
+            if (STREAM) __builtin_prefetch(b.ahead + i * b.ahead_row + v % 2 * LANES + v / 2 * b.ahead_pair);
         }
 #pragma GCC unroll 24
         for (int r = 0; r < ROWS; ++r) {
@@ -74,7 +77,8 @@ inline void product(int64_t rows, const uint32_t* a, int64_t lda, Columns b, int
     const int most = rows <= FEW_TILE_ROWS ? 4 : 2;  // few rows: more columns at a time hide the multiply-add's latency
     for (int64_t n = 0, vectors; n < columns; n += vectors * LANES) {
         vectors = columns - n >= most * LANES ? most : columns - n > LANES ? 2 : 1;
-        const Columns part = {b.at + n / LANES * b.vector, b.row, b.vector, b.ahead + n * k};
+        const Columns part = {b.at + n / LANES * b.vector, b.row,           b.vector, b.ahead + n * k,
+                              2 * b.vector,                vectors * LANES, 2 * LANES};
         row_pieces(rows, [&](int64_t first, int count) {
             const auto product = first ? tile_of<T, false> : tile_of<T, true>;
             product(count, a + first * lda, lda, part, k, c + first * ldc + n, ldc, vectors, add);
@@ -92,22 +96,24 @@ void linear(const void* x_, const uint32_t* packed, const void* bias_, void* y_,
     const auto *bias = (const E*)bias_;
     auto* y = (E*)y_;
     const int64_t k = in / T::PER_UNIT, panels = (out + PANEL - 1) / PANEL;
-    const int64_t group = rows <= FEW_ROWS ? 1 : std::max<int64_t>(GROUP_UNITS / (k * PANEL), 1);
-    const auto multiply = [=](int64_t first, int count, int64_t p) {
+    const int64_t pair = rows <= FEW_TILE_ROWS ? 2 : 1;  // panels at a time
+    const int64_t group = rows <= FEW_ROWS ? pair : std::max<int64_t>(GROUP_UNITS / (k * PANEL), 1);
+    const auto multiply = [=](int64_t first, int count, int64_t p, int64_t num_panels) {
         const uint32_t* panel = packed + p * k * PANEL;
-        const int64_t columns = std::min<int64_t>(PANEL, out - p * PANEL);
+        const int64_t width = num_panels * PANEL, columns = std::min<int64_t>(width, out - p * PANEL);
         E* to = y + first * out + p * PANEL;
         for (int r = 0; r < count; ++r) __builtin_prefetch(to + r * out, 1);  // it is written a microsecond from now
         alignas(64) float sums[MAX_TILE_ROWS * PANEL];
         const auto product = first ? tile_of<T, false> : tile_of<T, true>;  // the first piece brings W into the cache
-        product(count, x + first * k, k, {panel, PANEL, LANES, panel + AHEAD}, k, sums, PANEL, 2, false);
+        const Columns weights = {panel, PANEL, LANES, panel + AHEAD, k * PANEL, PANEL, k * PANEL};
+        product(count, x + first * k, k, weights, k, sums, width, 2 * (int)num_panels, false);
         for (int r = 0; r < count; ++r) {
-            float* of_row = sums + r * PANEL;
+            float* of_row = sums + r * width;
             if (bias)
                 for (int v = 0; v < columns; ++v) of_row[v] += T::to_float(bias[p * PANEL + v]);
-            E line[PANEL];
-            for (int v = 0; v < PANEL; v += LANES) T::narrow(line + v, load<vf>(of_row + v));
-            if (columns == PANEL) std::memcpy(to + r * out, line, sizeof line);
+            E line[2 * PANEL];
+            for (int v = 0; v < width; v += LANES) T::narrow(line + v, load<vf>(of_row + v));
+            if (columns == PANEL) std::memcpy(to + r * out, line, PANEL * sizeof(E));
             else std::memcpy(to + r * out, line, columns * sizeof(E));
         }
     };
@@ -116,7 +122,8 @@ void linear(const void* x_, const uint32_t* packed, const void* bias_, void* y_,
         const Share mine = share_of(panels);
         for (int64_t start = mine.begin; start < mine.end; start += group)
             row_pieces(rows, [&](int64_t first, int count) {
-                for (int64_t p = start; p < std::min(start + group, mine.end); ++p) multiply(first, count, p);
+                const int64_t end = std::min(start + group, mine.end);
+                for (int64_t p = start; p < end; p += pair) multiply(first, count, p, std::min(pair, end - p));
             });
     }
 }

@@ -85,7 +85,8 @@ template <class T> int32_t sample_row(const typename T::element* logits, const R
         below &= x < INFINITY;
     }
     const float top = largest(tops);
-    if (top == -INFINITY || std::any_of((int32_t*)&below, (int32_t*)(&below + 1), [](int32_t b) { return !b; })) return -1;
+    const bool is_below = std::all_of((int32_t*)&below, (int32_t*)(&below + 1), [](int32_t lane) { return lane; });
+    if (!is_below || top == -INFINITY) return -1;
     if (request.temperature <= 0) {
         int64_t best = 0;
         while (largest(at(best)) != top) best += LANES;
@@ -130,7 +131,8 @@ void sample(const void* logits_, const float* temperature, const int32_t* top_k,
     const auto* logits = (const typename T::element*)logits_;
 #pragma omp parallel for schedule(dynamic)
     for (int64_t r = 0; r < rows; ++r) {
-        const Request request = {temperature[r], top_k[r], top_p[r], min_p[r], (uint64_t)seeds[r], (uint32_t)positions[r]};
+        const Request request = {temperature[r], top_k[r],           top_p[r],
+                                 min_p[r],       (uint64_t)seeds[r], (uint32_t)positions[r]};
         checked[r] = sample_row<T>(logits + r * vocab, request, vocab);
         tokens[r] = std::max(checked[r], 0);
     }
