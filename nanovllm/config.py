@@ -83,7 +83,7 @@ class EngineConfig:
         "tokens a block: a power of two from 16 (flash_attn: from 256); auto is 256 for flash_attn, else 64",
         affects="pace",
     )
-    enable_prefix_caching: bool = _option(True, "reuse the KV of equal prompt prefixes", affects="pace")
+    enable_prefix_caching: bool = _option(True, "reuse the KV of equal prefixes, in whole blocks", affects="pace")
     enforce_eager: bool = _option(False, "do without CUDA graphs", affects="pace")
     attention_backend: str = _option(
         "auto",

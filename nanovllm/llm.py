@@ -251,16 +251,19 @@ class LLM:
         request = self.prepare(prompt, sampling_params)
         if self.engine.tokenizer is None:
             raise ValueError("this model has no tokenizer, so its tokens have no text: use generate()")
-        text = self.engine.tokenizer.growing_text(request.params, request.prompt_token_ids)
+        num_held = max((len(stop) - 1 for stop in request.params.stop or ()), default=0)
+        given = ""
         with closing(self.engine.steps([request])) as steps:
             for ended in steps:
                 for _, seq in ended:
-                    yield text.rest(self.engine.output(seq).text)
+                    yield self.engine.output(seq).text[len(given) :]
                     if seq.error is not None:
                         raise RuntimeError(seq.error)
                     return
                 for seq in self.engine.scheduler.running:
-                    if piece := text.grow(seq.output_token_ids):
+                    sure = self.engine.text(seq, seq.output_token_ids).rstrip("\ufffd")
+                    if piece := sure[len(given) : len(sure) - num_held]:
+                        given += piece
                         yield piece
 
     # ---- nano-vLLM's loop

@@ -288,7 +288,7 @@ class LLMEngine:
         """What the caller gets of an ended sequence."""
         token_ids = seq.output_token_ids
         output = Output(
-            text=self._text(seq, token_ids),
+            text=self.text(seq, token_ids),
             token_ids=token_ids,
             finish_reason=seq.finish_reason,
             stop_reason=self._stop_reason(seq),
@@ -304,7 +304,8 @@ class LLMEngine:
             output["error"] = seq.error
         return output
 
-    def _text(self, seq: Sequence, token_ids: list[int]) -> str:
+    def text(self, seq: Sequence, token_ids: list[int]) -> str:
+        """The text of a sequence's tokens, without what ended it; "" without a tokenizer."""
         if self.tokenizer is None:
             return ""
         if seq.finish_reason == "stop":

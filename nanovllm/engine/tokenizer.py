@@ -107,9 +107,6 @@ class Tokenizer:
         except Exception as error:  # jinja2's own, or whatever the template's code meets
             raise ValueError(f"the chat template refuses these messages: {error}") from error
 
-    def growing_text(self, params: SamplingParams, prompt: Seq[int]) -> "GrowingText":
-        return GrowingText(self._backend, params, self._context(prompt))
-
     @property
     def rendering_arguments(self) -> frozenset[str]:
         """Names of the arguments that are transformers' own; all others are the template's variables."""
@@ -157,29 +154,3 @@ class StopStringMatcher:
         at, self.found = min(found)
         self.text = self.text[:at]
         return True
-
-
-class GrowingText:
-    """The text of a sequence whose tokens are still coming, given out as soon as it is sure to stay."""
-
-    def __init__(self, backend: Any, params: SamplingParams, context: Seq[int]) -> None:
-        """context: as for `StopStringMatcher`."""
-        from tokenizers.decoders import DecodeStream
-
-        self._backend, self._stream = backend, DecodeStream(list(context), params.skip_special_tokens)
-        self._num_held = max((len(stop) - 1 for stop in params.stop or ()), default=0)
-        """Characters at the end that may be the beginning of a stop string."""
-        self._text, self._num_tokens, self._num_given = "", 0, 0
-
-    def grow(self, token_ids: Seq[int]) -> str:
-        """The next piece, once these are all the tokens."""
-        for token_id in token_ids[self._num_tokens :]:
-            self._text += self._stream.step(self._backend, token_id) or ""
-        self._num_tokens = len(token_ids)
-        end = max(self._num_given, len(self._text) - self._num_held)
-        piece, self._num_given = self._text[self._num_given : end], end
-        return piece
-
-    def rest(self, text: str) -> str:
-        """The last piece, once this is the whole text."""
-        return text[self._num_given :]
