@@ -118,7 +118,8 @@ class SamplingParams(metaclass=_Checked):
             if (value := getattr(self, name)) is not None:
                 count = as_integer(value, name)
                 put(name, min(count, _INT32_MAX), count >= 0, "None (off), or 0 or more")
-        start = as_integer(self.prompt_logprob_start, "prompt_logprob_start", 0)
+        given = self.prompt_logprob_start if self.prompt_logprob_start is not None else 0  # None is how vLLM says it
+        start = as_integer(given, "prompt_logprob_start", 0)
         ok = start == 0 or self.prompt_logprobs is not None
         put("prompt_logprob_start", start, ok, "0 unless prompt_logprobs is given")
         for field in fields(self):

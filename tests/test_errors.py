@@ -244,6 +244,7 @@ def test_vllms_neutral_and_harmless_values_change_nothing() -> None:
         **{"logit_bias": {}, "allowed_token_ids": None, "bad_words": [], "structured_outputs": None},
         **{"guided_decoding": None, "output_kind": 2, "spaces_between_special_tokens": True, "extra_args": {}},
         **{"truncate_prompt_tokens": None, "logits_processors": None, "skip_clone": True, "flat_logprobs": False},
+        "prompt_logprob_start": None,
     }
     assert SamplingParams(**neutral) == SamplingParams()
     for name, value in neutral.items():
