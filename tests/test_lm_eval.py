@@ -10,6 +10,7 @@ from typing import Any
 
 import lm_eval
 import pytest
+import yaml
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
@@ -17,6 +18,7 @@ import nanovllm
 from nanovllm import LLM
 from nanovllm.lm_eval import NanoVLLM
 
+ROOT = Path(__file__).parent.parent
 MODEL = Path(nanovllm.__file__).parent / "assets" / "tiny-qwen3"
 TOLERANCE = 1e-3
 
@@ -165,6 +167,22 @@ def test_the_harness_knows_it_by_its_name_and_an_llm_can_be_given(tasks: Path, o
     given = evaluate(NanoVLLM(ours.llm), tasks, ["sums"], limit=3)
     assert by_name["results"] == given["results"]
     assert isinstance(ours.llm, LLM) and ours.tokenizer_name == str(MODEL).replace("/", "__")
+
+
+def test_the_six_lines_of_the_docs_run(tasks: Path) -> None:
+    """With the model in the box and a task of ours in place of those that would be downloaded."""
+    code = (ROOT / "docs" / "evaluation.md").read_text().split("```python\n")[1].split("```")[0]
+    assert len([line for line in code.splitlines() if line]) <= 6
+    task = yaml.safe_load((tasks / "sums.yaml").read_text())
+    for old, new in (
+        ('"Qwen/Qwen3-0.6B", max_model_len=4096', f'"{MODEL}", max_model_len=192'),
+        ('["hellaswag", "gsm8k"]', "[task], limit=2, bootstrap_iters=0"),
+    ):
+        assert old in code
+        code = code.replace(old, new)
+    names: dict[str, Any] = {"task": task}
+    exec(code, names)
+    assert "acc,none" in names["results"]["results"]["sums"]
 
 
 def test_the_command_is_the_harnesss_own_with_our_model(tasks: Path, tmp_path: Path) -> None:

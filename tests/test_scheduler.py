@@ -1,6 +1,7 @@
 """The control plane around a device without a model: whatever happens, every request gets its own tokens."""
 
 import itertools
+import random
 from types import SimpleNamespace
 
 import pytest
@@ -199,3 +200,23 @@ def test_a_plan_survives_packing():
         assert getattr(plan, name).tolist() == getattr(unpacked, name).tolist()
     config = SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64, max_blocks_per_seq=8)
     assert len(plan.pack()) <= plan.max_packed_size(config)
+
+
+def test_continuations_of_one_context_compute_it_once():
+    """Of 64 contexts of 512 tokens with 4 continuations of 8 each: all of the first, of the others the last block."""
+    engine = make_engine(num_blocks=128, block_size=64, max_model_len=1024, max_num_seqs=8, max_num_batched_tokens=2048)
+    rng = random.Random(0)
+    num_tokens = 0
+    for _ in range(64):
+        context = [rng.randrange(VOCAB) for _ in range(512)]
+        for _ in range(4):
+            prompt = context + [rng.randrange(VOCAB) for _ in range(8)]
+            params = SamplingParams(max_tokens=0, prompt_logprobs=1, prompt_logprob_start=512)
+            engine.add(engine.prepare(prompt, params))
+            num_tokens += len(prompt)
+    while engine.has_work:
+        engine.step()
+    stats = engine.stats()
+    assert stats["num_prompt_tokens"] == num_tokens and engine.runner.num_scored == 64 * 4 * 8
+    assert 1 - stats["num_cached_tokens"] / num_tokens <= 0.36
+    assert engine.runner.num_tokens_computed / num_tokens <= 0.36

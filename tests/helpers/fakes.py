@@ -58,12 +58,13 @@ class FakeRunner:
         self.last_token = [-1] * max_num_seqs
         self.seeds = [0] * max_num_seqs
         self.unread: deque[FakeHandle] = deque()
-        self.num_rows_computed = self.num_scored = 0
+        self.num_rows_computed = self.num_tokens_computed = self.num_scored = 0
 
     def launch(self, plan: StepPlan) -> FakeHandle:
         plan = StepPlan.unpack(plan.pack())
         self._check(plan)
         self.num_rows_computed += plan.num_seqs
+        self.num_tokens_computed += plan.num_tokens
         for row, index, block in plan.block_entries.tolist():
             self.tables[row, index] = block
         for new in plan.new_rows:
