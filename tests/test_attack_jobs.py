@@ -240,6 +240,17 @@ def run_job_that_calls(change: Callable[[], None], source: Path, out: Path) -> S
     return run_job(Job(str(source), str(out), config, "some-model"), load)
 
 
+def test_results_that_another_process_writes_to_do_not_end_well(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    source = write_lines(tmp_path / "in", [{"prompt": "x"}] * 30)
+
+    def write() -> None:
+        with open(tmp_path / "out", "ab") as file:
+            file.write(b"x" * 100_000)
+
+    assert run_job_that_calls(write, source, tmp_path / "out") == Status.OUTPUT_FAILED
+    assert "another process has changed it" in log.text
+
+
 def test_an_engine_that_forgets_a_request_leaves_the_job_incomplete(
     tmp_path: Path, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -252,6 +263,32 @@ def test_an_engine_that_forgets_a_request_leaves_the_job_incomplete(
     assert run("-", tmp_path / "other") == Status.INCOMPLETE
     monkeypatch.undo()
     assert run(source, tmp_path / "out") == Status.OK
+
+
+def test_a_damaged_packed_input_is_refused_or_read_rightly(finished: Finished, log: pytest.LogCaptureFixture) -> None:
+    packed = gzip.compress(finished.source.read_bytes())
+    damaged = [
+        packed[:-20],
+        packed[: len(packed) // 2],
+        packed + b"garbage",
+        packed + bytes(100),
+        b"\x1f\x8b",
+        packed * 2,
+    ]
+    for number in range(60):
+        flipped = bytearray(packed)
+        flipped[random.Random(number).randrange(2, len(packed))] ^= 1 << random.Random(number).randrange(8)
+        damaged.append(bytes(flipped))
+    source, out = finished.folder / "damaged", finished.folder / "from-damaged"
+    for number, content in enumerate(damaged):
+        source.write_bytes(content)
+        status = run(source, out, overwrite=True)
+        if status == Status.USAGE:
+            assert not out.exists()
+        elif content != packed * 2:  # which is a file of twice the lines
+            assert status == Status.LINES_FAILED and content_of(out) == finished.content, number
+        out.unlink(missing_ok=True)
+    assert "Traceback" not in log.text
 
 
 # ---- what is written where
