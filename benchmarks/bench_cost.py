@@ -74,8 +74,8 @@ class Cost:
 
 def step_cost(model: Model, machine: Machine, work: Iterable[tuple[int, int]], num_sampled: int) -> Cost:
     """One step; work is (tokens whose KV is in the cache, tokens to compute) of each sequence in it."""
-    pairs = list(work)
-    n = sum(scheduled for _, scheduled in pairs)
+    sequences = list(work)
+    n = sum(scheduled for _, scheduled in sequences)
     shape, size = model.shape, model.itemsize
     total = Cost()
 
@@ -84,15 +84,21 @@ def step_cost(model: Model, machine: Machine, work: Iterable[tuple[int, int]], n
         seconds = max(num_bytes / machine.bandwidth, flops / machine.matmul_rate)
         total += Cost(times * seconds, times * num_bytes, times * flops)
 
-    for rows_in, rows_out in shape.matrices:
-        operator((rows_in * rows_out + n * (rows_in + rows_out)) * size, 2 * n * rows_in * rows_out, shape.layers)
+    for layers, rows_in, rows_out in shape.matrices:
+        operator((rows_in * rows_out + n * (rows_in + rows_out)) * size, 2 * n * rows_in * rows_out, layers)
+    if shape.sparse_layers:
+        # Were tokens routed evenly, and each without regard to the others.
+        touched = shape.experts * (1 - (1 - shape.experts_per_token / shape.experts) ** n)
+        pairs, width = n * shape.experts_per_token, 2 * shape.hidden + 3 * shape.expert_intermediate
+        num_bytes = (touched * shape.expert_parameters + pairs * width) * size
+        operator(num_bytes, 2 * pairs * shape.expert_parameters, shape.sparse_layers)
     if num_sampled:
         logits = num_sampled * shape.vocab * size
         operator(shape.vocab * shape.hidden * size + logits, 2 * num_sampled * shape.vocab * shape.hidden)
         operator(logits, 0)
     # A query reads the keys up to its own: computed + 1, ..., computed + scheduled.
-    keys_read = sum(computed + scheduled for computed, scheduled in pairs)
-    keys_met = sum(scheduled * computed + scheduled * (scheduled + 1) // 2 for computed, scheduled in pairs)
+    keys_read = sum(computed + scheduled for computed, scheduled in sequences)
+    keys_met = sum(scheduled * computed + scheduled * (scheduled + 1) // 2 for computed, scheduled in sequences)
     operator((keys_read + n) * model.kv_bytes_per_token, 4 * shape.layers * shape.heads * shape.head_dim * keys_met)
     return total
 

@@ -120,9 +120,10 @@ def _resolve(hf_config: "PretrainedConfig", config: EngineConfig) -> ResolvedCon
 def _measure(hf_config: "PretrainedConfig", config: ResolvedConfig, gpu_memory: int) -> Estimate:
     shape, item = Shape.of(hf_config), DTYPE_BYTES[config.dtype]
     mine = shape.of_rank(config.tensor_parallel_size)
-    # At its widest, a layer holds x, the residual, and gate and up with their product; sampling holds the logits, in
-    # float32, and two copies.
-    widest = config.max_num_batched_tokens * (2 * shape.hidden + 3 * mine.intermediate)
+    # At its widest, a layer holds x, the residual, and gate and up with their product, for each of a token's experts;
+    # sampling holds the logits, in float32, and two copies.
+    inner = max(3 * mine.intermediate, shape.experts_per_token * (3 * mine.expert_intermediate + shape.hidden))
+    widest = config.max_num_batched_tokens * (2 * shape.hidden + inner)
     activations = widest * item + 3 * config.max_num_seqs * shape.vocab * 4
     memory = GpuMemory(gpu_memory, others=0, weights=mine.num_parameters * item, activations=activations, graphs=0)
     return Estimate(config, shape.num_parameters, memory, mine.kv_bytes(item))

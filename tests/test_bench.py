@@ -99,6 +99,21 @@ def test_the_floor_of_a_decode_step() -> None:
     assert by_flops.seconds == pytest.approx(by_flops.flops / 1e9)
 
 
+def test_the_floor_of_experts_reads_those_that_are_expected_to_be_touched() -> None:
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    config = TINY | experts | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+    model, dense = make_model(config), make_model(TINY)
+    one = 3 * 64 * 16  # parameters of an expert
+    assert model.shape.num_parameters == dense.shape.num_parameters + 2 * (8 * one + 8 * 64 - 3 * 64 * 96)
+    assert model.shape.matrix_parameters == dense.shape.matrix_parameters + 2 * (2 * one + 8 * 64 - 3 * 64 * 96)
+    slow = Machine(1.0, 1.0, 1e30)
+    first, second = (
+        step_cost(model, slow, [(0, n)], 0).bytes - step_cost(model, slow, [(0, 0)], 0).bytes for n in (1, 2)
+    )
+    per_token = (first - 2 * 2 * 2 * one) / 1  # all but the two experts of each of the two layers
+    assert second == pytest.approx(2 * per_token + 2 * 2 * 8 * (1 - 0.75**2) * one)
+
+
 def test_ideal_steps_compute_every_token_once() -> None:
     lengths = [(10, 3), (7, 1), (30, 2), (1, 5)]
     steps = list(ideal_steps(lengths, max_num_seqs=2, max_num_batched_tokens=12))

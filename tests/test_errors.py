@@ -495,7 +495,10 @@ def test_a_broken_tokenizer_is_refused(content: str, reciter: Path, tmp_path: Pa
 
 UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     "architecture": ({"architectures": ["OPTForCausalLM"]}, "OPTForCausalLM.*Qwen3ForCausalLM.*MistralForCausalLM"),
-    "mixture of experts": ({"architectures": ["Qwen3MoeForCausalLM"]}, "Qwen3MoeForCausalLM.*Qwen3ForCausalLM"),
+    "another mixture of experts": (
+        {"architectures": ["MixtralForCausalLM"]},
+        "MixtralForCausalLM.*Qwen3MoeForCausalLM",
+    ),
     "no architecture": ({"architectures": None}, "architecture.*Qwen3ForCausalLM"),
     "architectures of another type": ({"architectures": 5}, "architecture"),
     "quantization": ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantization_config"),

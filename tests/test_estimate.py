@@ -10,7 +10,7 @@ from nanovllm.cli import main
 from nanovllm.config import EngineConfig
 from nanovllm.estimate import estimate, parse_size
 from nanovllm.layers.parallel import Parallel
-from nanovllm.models.dense import DenseForCausalLM
+from nanovllm.models.decoder import Decoder
 from nanovllm.models.hub import read_config
 from nanovllm.models.presets import PRESETS, preset_config
 from nanovllm.models.shape import Shape
@@ -29,13 +29,15 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
 def test_the_parameters_are_those_of_the_model_itself(name: str, ranks: int) -> None:
     config = read_config(name)
     with torch.device("meta"):
-        model = DenseForCausalLM(config, None, Parallel(0, ranks), 16)  # type: ignore[arg-type]  # it never runs
+        model = Decoder(config, None, Parallel(0, ranks), 16)  # type: ignore[arg-type]  # it never runs
     assert Shape.of(config).of_rank(ranks).num_parameters == sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
+        ("qwen3-30b-a3b", 30_532_122_624),
+        ("qwen3-235b-a22b", 235_093_634_560),
         ("qwen2.5-0.5b", 494_032_768),
         ("qwen2.5-7b", 7_615_616_512),
         ("qwen2.5-72b", 72_706_203_648),
@@ -54,7 +56,7 @@ def test_biases_and_shared_kv_heads_are_counted() -> None:
     config.attention_bias, config.num_key_value_heads, config.vocab_size = True, 2, 1001
     for ranks in (1, 4):
         with torch.device("meta"):
-            model = DenseForCausalLM(config, None, Parallel(1, ranks), 16)  # type: ignore[arg-type]
+            model = Decoder(config, None, Parallel(1, ranks), 16)  # type: ignore[arg-type]
         assert Shape.of(config).of_rank(ranks).num_parameters == sum(p.numel() for p in model.parameters())
 
 

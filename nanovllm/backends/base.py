@@ -10,8 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.kernels.attention import AttentionMetadata, KVCache, attend_reference
+from nanovllm.kernels.combine import combine_reference
+from nanovllm.kernels.grouped_linear import grouped_linear_reference
 from nanovllm.kernels.norm_rope_store import NormRope, norm_rope_store_reference
 from nanovllm.kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
+from nanovllm.kernels.route import Routing, route_reference
 from nanovllm.kernels.sample import Sampled, SamplingValues, sample_reference
 from nanovllm.kernels.silu_and_mul import silu_and_mul_reference
 from nanovllm.kernels.step_inputs import PlannedRows, RowTables, StepInputs, step_inputs_reference
@@ -78,6 +81,15 @@ class Backend:
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         return silu_and_mul_reference(gate_up)
+
+    def route(self, logits: Tensor, k: int, normalize: bool, slots: Tensor) -> Routing:
+        return route_reference(logits, k, normalize, slots)
+
+    def grouped_linear(self, x: Tensor, weight: Tensor, routing: Routing, gather: bool) -> Tensor:
+        return grouped_linear_reference(x, weight, routing, gather)
+
+    def combine(self, y: Tensor, routing: Routing) -> Tensor:
+        return combine_reference(y, routing)
 
     def norm_rope_store(self, qkv: Tensor, norms: NormRope, positions: Tensor, cache: KVCache, slots: Tensor) -> Tensor:
         return norm_rope_store_reference(qkv, norms, positions, cache, slots)

@@ -8,9 +8,11 @@ from torch import Tensor, nn
 from nanovllm.backends.base import Backend
 from nanovllm.backends.pack import pack_matrices
 from nanovllm.kernels.attention import AttentionMetadata, KVCache
-from nanovllm.kernels.cpu_library import CpuLibrary, cpu_library
+from nanovllm.kernels.cpu_library import PANEL, CpuLibrary, cpu_library
 from nanovllm.kernels.norm_rope_store import NormRope
+from nanovllm.kernels.route import Routing
 from nanovllm.kernels.sample import Sampled, SamplingValues
+from nanovllm.layers.experts import Experts
 
 LANES = 16
 """float32 numbers in a vector, as in kernels/cpu/."""
@@ -42,7 +44,15 @@ class CpuBackend(Backend):
         return None
 
     def pack_weights(self, modules: Iterable[nn.Module], check: Callable[[], None]) -> None:
+        modules = list(modules)
         pack_matrices(modules, lambda weight: NativeMatrix(self._library, weight), check)
+        for module in modules:
+            if isinstance(module, Experts):
+                for weight in (module.gate_up, module.down):
+                    if _packs_in_place(weight):
+                        for matrix in weight:  # one at a time: memory for a copy of one is all that this takes
+                            check()
+                            matrix.copy_(self._library.pack(matrix).view_as(matrix))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.shape[1] % LANES:
@@ -64,6 +74,15 @@ class CpuBackend(Backend):
             return super().silu_and_mul(gate_up)
         y = gate_up.new_empty(rows, size)
         self._library.call("silu_and_mul", y.dtype, gate_up, y, rows, size)
+        return y
+
+    def grouped_linear(self, x: Tensor, weight: Tensor, routing: Routing, gather: bool) -> Tensor:
+        if not _packs_in_place(weight):
+            return super().grouped_linear(x, weight, routing, gather)
+        rows = x[routing.tokens] if gather else x
+        y = x.new_empty(len(rows), weight.shape[1])
+        num_experts, out_size, in_size = weight.shape
+        self._library.call("grouped_linear", x.dtype, rows, weight, routing.offsets, y, num_experts, in_size, out_size)
         return y
 
     def norm_rope_store(self, qkv: Tensor, norms: NormRope, positions: Tensor, cache: KVCache, slots: Tensor) -> Tensor:
@@ -90,6 +109,11 @@ class CpuBackend(Backend):
         values = values._replace(positions=values.positions.to(torch.int32))
         self._library.call("sample", logits.dtype, logits, *values, *sampled, *logits.shape)
         return sampled
+
+
+def _packs_in_place(weight: Tensor) -> bool:
+    """Whether the experts' matrices weight [num_experts, out, in] are as large packed as they are."""
+    return weight.shape[1] % PANEL == 0 and weight.shape[2] % 2 == 0
 
 
 class NativeMatrix:

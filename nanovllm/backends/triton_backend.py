@@ -7,10 +7,13 @@ from torch import Tensor
 
 from nanovllm.backends.base import Backend
 from nanovllm.kernels.attention import AttentionMetadata, KVCache
+from nanovllm.kernels.combine import combine
+from nanovllm.kernels.grouped_linear import grouped_linear
 from nanovllm.kernels.norm_rope_store import NormRope, norm_rope_store
 from nanovllm.kernels.paged_decode import decode_metadata, paged_decode
 from nanovllm.kernels.paged_prefill import paged_prefill
 from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
+from nanovllm.kernels.route import Routing, route
 from nanovllm.kernels.sample import Sampled, SamplingValues, sample
 from nanovllm.kernels.silu_and_mul import silu_and_mul
 from nanovllm.kernels.step_inputs import PlannedRows, RowTables, StepInputs, step_inputs
@@ -61,6 +64,15 @@ class TritonBackend(Backend):
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         return silu_and_mul(gate_up)
+
+    def route(self, logits: Tensor, k: int, normalize: bool, slots: Tensor) -> Routing:
+        return route(logits, k, normalize, slots)
+
+    def grouped_linear(self, x: Tensor, weight: Tensor, routing: Routing, gather: bool) -> Tensor:
+        return grouped_linear(x, weight, routing, gather)
+
+    def combine(self, y: Tensor, routing: Routing) -> Tensor:
+        return combine(y, routing)
 
     def norm_rope_store(self, qkv: Tensor, norms: NormRope, positions: Tensor, cache: KVCache, slots: Tensor) -> Tensor:
         return norm_rope_store(qkv, norms, positions, cache, slots)

@@ -33,6 +33,7 @@ _SIGNATURES = {
     # name: how many pointers, integers and floats it takes, in this order
     "linear": (4, 3, 0),
     "attend": (7, 6, 1),
+    "grouped_linear": (4, 3, 0),
     "add_rms_norm": (5, 2, 1),
     "silu_and_mul": (2, 2, 0),
     "norm_rope_store": (9, 5, 1),

@@ -1,6 +1,6 @@
 """What the runner asks of a model."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Protocol, cast
 
 from torch import Tensor, nn
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from nanovllm.backends import AttentionMetadata, Backend, KVCache
 from nanovllm.layers.parallel import Parallel
 from nanovllm.layers.weights import NamedTargets
-from nanovllm.models.dense import DenseForCausalLM
+from nanovllm.models.decoder import Decoder
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -25,8 +25,12 @@ class CausalLM(Protocol):
         """hidden [n, hidden] -> logits [n, vocab] on rank 0, None on the others."""
         ...
 
-    def weight_targets(self) -> NamedTargets:
-        """(checkpoint name, target) of everything that the model needs."""
+    def weight_targets(self, names: Collection[str] = ()) -> NamedTargets:
+        """(checkpoint name, target) of everything that the model needs.
+
+        Args:
+            names: of the checkpoint's tensors, where it may have one of several forms.
+        """
         ...
 
     @property
@@ -41,4 +45,4 @@ class CausalLM(Protocol):
 
 def make_model(hf_config: "PretrainedConfig", backend: Backend, parallel: Parallel, max_model_len: int) -> CausalLM:
     """One rank's share of the model, its parameters empty, for inference."""
-    return cast(CausalLM, DenseForCausalLM(hf_config, backend, parallel, max_model_len).eval())
+    return cast(CausalLM, Decoder(hf_config, backend, parallel, max_model_len).eval())

@@ -29,6 +29,7 @@ class Family:
 
 FAMILIES = {
     "Qwen3ForCausalLM": Family("Qwen3Config", qkv_bias=None, o_bias=None, qk_norm=True),
+    "Qwen3MoeForCausalLM": Family("Qwen3MoeConfig", qkv_bias=None, o_bias=None, qk_norm=True),
     "Qwen2ForCausalLM": Family("Qwen2Config", qkv_bias=True, o_bias=False, qk_norm=False),
     "LlamaForCausalLM": Family("LlamaConfig", qkv_bias=None, o_bias=None, qk_norm=False),
     "MistralForCausalLM": Family("MistralConfig", qkv_bias=False, o_bias=False, qk_norm=False),
@@ -107,6 +108,12 @@ def _check(config: "PretrainedConfig", source: str) -> None:
     for name in (*sizes, "max_position_embeddings"):
         if getattr(config, name) < 1:
             fail(f"{name} is {getattr(config, name)}; it must be at least 1")
+    if sparse_layers(config):
+        k, experts = config.num_experts_per_tok, config.num_experts
+        if not 1 <= k <= experts:
+            fail(f"num_experts_per_tok is {k}; it must be from 1 to num_experts, which is {experts}")
+        if config.moe_intermediate_size < 1:
+            fail(f"moe_intermediate_size is {config.moe_intermediate_size}; it must be at least 1")
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     if kv_heads < 1 or heads % kv_heads:
         fail(f"{heads} attention heads cannot share {kv_heads} key-value heads evenly")
@@ -116,6 +123,14 @@ def _check(config: "PretrainedConfig", source: str) -> None:
 
 def family_of(config: "PretrainedConfig") -> Family:
     return next(family for family in FAMILIES.values() if family.config_class == type(config).__name__)
+
+
+def sparse_layers(config: "PretrainedConfig") -> frozenset[int]:
+    """The layers whose MLP is a mixture of experts."""
+    if not getattr(config, "num_experts", 0):
+        return frozenset()
+    step, dense = config.decoder_sparse_step, config.mlp_only_layers or ()
+    return frozenset(i for i in range(config.num_hidden_layers) if i not in dense and (i + 1) % step == 0)
 
 
 def limit_length(config: "PretrainedConfig", asked: int) -> int:

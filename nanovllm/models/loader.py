@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -84,11 +85,13 @@ def load_weights(
     Raises:
         ValueError: a file that cannot be read, a tensor that is missing, unexpected, double or of another shape.
     """
-    targets = dict(model.weight_targets())
-    _check_cover(model, targets)
+    files = checkpoint_files(folder)
+    targets: dict[str, list[WeightTarget]] = {}
+    for name, target in model.weight_targets(_tensor_names(files)):
+        targets.setdefault(name, []).append(target)
+    _check_cover(model, chain.from_iterable(targets.values()))
     filled: set[str] = set()
     unexpected: list[str] = []
-    files = checkpoint_files(folder)
     for path in tqdm(files, desc="Loading weights", unit="file", disable=not show_progress or len(files) == 1):
         try:
             with safe_open(path, framework="pt") as file:
@@ -96,8 +99,10 @@ def load_weights(
                     check()
                     if name in filled:
                         raise ValueError(f"{path}: tensor {name} is in another file too")
-                    if (target := targets.get(name)) is not None:
-                        _fill(target, file.get_slice(name), f"{path}: tensor {name}")
+                    if name in targets:
+                        source = file.get_slice(name)
+                        for target in targets[name]:
+                            _fill(target, source, f"{path}: tensor {name}")
                         filled.add(name)
                     elif name not in model.superfluous:
                         unexpected.append(name)
@@ -107,6 +112,17 @@ def load_weights(
         raise ValueError(f"{folder} lacks {len(missing)} tensors: {_name_some(missing)}")
     if unexpected:
         raise ValueError(f"{folder} has {len(unexpected)} tensors that the model does not: {_name_some(unexpected)}")
+
+
+def _tensor_names(files: Iterable[Path]) -> set[str]:
+    names: set[str] = set()
+    for path in files:
+        try:
+            with safe_open(path, framework="pt") as file:
+                names.update(file.keys())
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} cannot be read: {error}") from error
+    return names
 
 
 def _fill(target: WeightTarget, source: object, what: str) -> None:
@@ -119,10 +135,10 @@ def _fill(target: WeightTarget, source: object, what: str) -> None:
     target.view.copy_(source[target.slices])  # type: ignore[index]
 
 
-def _check_cover(model: CausalLM, targets: dict[str, WeightTarget]) -> None:
+def _check_cover(model: CausalLM, targets: Iterable[WeightTarget]) -> None:
     """The targets cover every parameter exactly once, so that filling all targets fills the model."""
     covered: dict[int, int] = {}
-    for target in targets.values():
+    for target in targets:
         storage = target.view.untyped_storage().data_ptr()
         covered[storage] = covered.get(storage, 0) + target.view.numel()
     for parameter in model.parameters():

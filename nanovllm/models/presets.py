@@ -22,6 +22,8 @@ _SHAPES = {
     "Qwen/Qwen3-8B": (4096, 36, 32, 8, 12288, 128, 151936, False),
     "Qwen/Qwen3-14B": (5120, 40, 40, 8, 17408, 128, 151936, False),
     "Qwen/Qwen3-32B": (5120, 64, 64, 8, 25600, 128, 151936, False),
+    "Qwen/Qwen3-30B-A3B": (2048, 48, 32, 4, 6144, 128, 151936, False),
+    "Qwen/Qwen3-235B-A22B": (4096, 94, 64, 4, 12288, 128, 151936, False),
     "Qwen/Qwen2.5-0.5B": (896, 24, 14, 2, 4864, 64, 151936, True),
     "Qwen/Qwen2.5-1.5B": (1536, 28, 12, 2, 8960, 128, 151936, True),
     "Qwen/Qwen2.5-3B": (2048, 36, 16, 2, 11008, 128, 151936, True),
@@ -37,6 +39,8 @@ _SHAPES = {
     "meta-llama/Llama-3.2-3B": (3072, 28, 24, 8, 8192, 128, 128256, True),
     "mistralai/Mistral-7B-v0.3": (4096, 32, 32, 8, 14336, 128, 32768, False),
 }
+_EXPERTS = {"Qwen/Qwen3-30B-A3B": 768, "Qwen/Qwen3-235B-A22B": 1536}
+"""The intermediate size of each of a layer's 128 experts."""
 
 
 def _llama3(factor: float) -> dict[str, Any]:
@@ -70,14 +74,23 @@ def preset_config(name: str) -> dict[str, Any]:
     model = PRESETS[name]
     of_family = next(values for beginning, values in _FAMILIES.items() if model.startswith(beginning))
     architecture, model_type, max_position, eps, rope, eos = of_family
-    return dict(zip(_COLUMNS, _SHAPES[model], strict=True)) | {
-        "architectures": [architecture],
-        "model_type": model_type,
-        "max_position_embeddings": max_position,
-        "rms_norm_eps": eps,
-        "rope_parameters": rope,
-        "hidden_act": "silu",
-        "sliding_window": None,
-        "torch_dtype": "bfloat16",
-        "eos_token_id": eos,
-    }
+    experts: dict[str, Any] = {}
+    if model in _EXPERTS:
+        architecture, model_type = "Qwen3MoeForCausalLM", "qwen3_moe"
+        experts = {"moe_intermediate_size": _EXPERTS[model], "num_experts": 128, "num_experts_per_tok": 8}
+        experts |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    return (
+        dict(zip(_COLUMNS, _SHAPES[model], strict=True))
+        | experts
+        | {
+            "architectures": [architecture],
+            "model_type": model_type,
+            "max_position_embeddings": max_position,
+            "rms_norm_eps": eps,
+            "rope_parameters": rope,
+            "hidden_act": "silu",
+            "sliding_window": None,
+            "torch_dtype": "bfloat16",
+            "eos_token_id": eos,
+        }
+    )

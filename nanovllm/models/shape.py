@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from nanovllm.layers.parallel import Parallel
-from nanovllm.models.config import family_of
+from nanovllm.models.config import family_of, sparse_layers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -25,6 +25,11 @@ class Shape:
     qkv_bias: bool
     o_bias: bool
     qk_norm: bool
+    sparse_layers: int = 0
+    """Layers whose MLP is a mixture of `experts`, each token's `experts_per_token` of them."""
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_intermediate: int = 0
 
     @staticmethod
     def of(config: "PretrainedConfig") -> "Shape":
@@ -43,6 +48,10 @@ class Shape:
             qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
             o_bias=bias if family.o_bias is None else family.o_bias,
             qk_norm=family.qk_norm,
+            sparse_layers=(num_sparse := len(sparse_layers(config))),
+            experts=config.num_experts if num_sparse else 0,
+            experts_per_token=config.num_experts_per_tok if num_sparse else 0,
+            expert_intermediate=config.moe_intermediate_size if num_sparse else 0,
         )
 
     def of_rank(self, size: int) -> "Shape":
@@ -59,6 +68,7 @@ class Shape:
             kv_heads=kv_heads,
             intermediate=first.shard(self.intermediate, "intermediate_size")[1],
             vocab=-(-self.vocab // size),
+            expert_intermediate=first.shard(self.expert_intermediate, "moe_intermediate_size")[1],
         )
 
     @property
@@ -67,22 +77,35 @@ class Shape:
         return self.heads // self.kv_heads
 
     @property
-    def matrices(self) -> tuple[tuple[int, int], ...]:
-        """(in, out) features of a layer's products: qkv, o, gate and up, down."""
+    def matrices(self) -> tuple[tuple[int, int, int], ...]:
+        """(layers, in, out features) of what multiplies every token: qkv, o, gate and up, down, router."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        qkv = (self.hidden, queries + 2 * keys)
-        return qkv, (queries, self.hidden), (self.hidden, 2 * self.intermediate), (self.intermediate, self.hidden)
+        dense = self.layers - self.sparse_layers
+        return (
+            (self.layers, self.hidden, queries + 2 * keys),
+            (self.layers, queries, self.hidden),
+            (dense, self.hidden, 2 * self.intermediate),
+            (dense, self.intermediate, self.hidden),
+            (self.sparse_layers, self.hidden, self.experts),
+        )
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of one expert."""
+        return 3 * self.hidden * self.expert_intermediate
 
     @property
     def matrix_parameters(self) -> int:
-        """Parameters that multiply every token: the layers' matrices."""
-        return self.layers * sum(i * o for i, o in self.matrices)
+        """Parameters that multiply a token: the layers' matrices, and those of its experts."""
+        every = sum(count * rows_in * rows_out for count, rows_in, rows_out in self.matrices)
+        return every + self.sparse_layers * self.experts_per_token * self.expert_parameters
 
     @property
     def num_parameters(self) -> int:
-        qkv, o = self.matrices[0][1] * self.qkv_bias, self.hidden * self.o_bias
+        idle = self.sparse_layers * (self.experts - self.experts_per_token) * self.expert_parameters
+        qkv, o = self.matrices[0][2] * self.qkv_bias, self.hidden * self.o_bias
         vectors = self.layers * (2 * self.hidden + 2 * self.head_dim * self.qk_norm + qkv + o) + self.hidden
-        return self.matrix_parameters + self.vocab * self.hidden * (1 if self.tied else 2) + vectors
+        return self.matrix_parameters + idle + self.vocab * self.hidden * (1 if self.tied else 2) + vectors
 
     def kv_bytes(self, itemsize: int) -> int:
         """Bytes of a token's keys and values, in all layers."""

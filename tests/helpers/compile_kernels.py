@@ -25,10 +25,13 @@ from triton.compiler import ASTSource
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from nanovllm.kernels import (
+    combine,
+    grouped_linear,
     norm_rope_store,
     paged_decode,
     paged_prefill,
     rms_norm,
+    route,
     sample,
     sample_filter,
     silu_and_mul,
@@ -43,6 +46,8 @@ class Model(NamedTuple):
     num_kv_heads: int = 8
     head_dim: int = 128
     qk_norm: bool = True
+    expert_size: int = 0
+    """Of each of 128 experts, of which a token has 8."""
 
 
 MODELS = {
@@ -57,6 +62,7 @@ MODELS = {
     "Qwen2.5 3B": Model(2048, 16, 2, qk_norm=False),
     "Qwen2.5 7B": Model(3584, 28, 4, qk_norm=False),
     "Llama 3.2 1B": Model(2048, 32, 8, 64, qk_norm=False),
+    "30B-A3B": Model(2048, 32, 4, expert_size=768),
 }
 VOCAB_SIZE = 151_936
 BLOCK_SIZES = (64, 256)  # the defaults: triton's own, and flash_attn's (which uses the small kernels)
@@ -65,9 +71,10 @@ SHARED_KIB = {arch: triton_shim._SHARED_KIB[divmod(arch, 10)] for arch in (80, 8
 # Types by argument name: pointers first, then scalars; anything else is an int32.
 _TYPES = {
     "*fp32": """cos_sin partial_out partial_lse temperature top_p min_p temperatures top_ps min_ps chunk_max
-        chunk_weight part_weight threshold""",
+        chunk_weight part_weight threshold weights""",
     "*i32": """seq_lens items first_item arrivals block_tables cu_seqlens positions top_k top_ks chunk_argmax listed
-        rows num_computed num_scheduled planned_ids tables last_token token_ids checked""",
+        places tokens offsets experts rows num_computed num_scheduled planned_ids tables last_token token_ids
+        checked""",
     "*i64": "slots seeds all_seeds",
 }
 _POINTERS = {f"{name}_ptr": kind for kind, names in _TYPES.items() for name in names.split()}
@@ -106,6 +113,13 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], shared_kib:
             for num_seqs in (1, 512, 1024):
                 yield launch(step_inputs._step_inputs_kernel, step_inputs.step_inputs_config(num_seqs, block_size))
                 yield launch(paged_decode._chunks_kernel, paged_decode.chunks_config(num_seqs, block_size, 2))
+        if model.expert_size:
+            yield launch(route._route_kernel, route.route_config(128, 8, True))
+            yield launch(combine._combine_experts_kernel, combine.combine_config(8))
+            for num_tokens in (1, 128, 512, 1024):
+                for gather in (True, False):
+                    config = grouped_linear.grouped_linear_config(num_tokens, 128, gather, 2)
+                    yield launch(grouped_linear._grouped_linear_kernel, config)
     yield launch(silu_and_mul._silu_and_mul_kernel, silu_and_mul.silu_and_mul_config())
     num_chunks = -(-VOCAB_SIZE // sample.CHUNK)
     for dtype, pointer in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
@@ -129,10 +143,7 @@ def compile_launch(launch: Launch, arch: int) -> dict[str, Any]:
             signature[name] = overrides.get(name) or _POINTERS.get(name, "*bf16")
         else:
             signature[name] = "fp32" if name in _FLOATS else "i32"
-        if name.endswith(("_ptr", "stride")) or name in (
-            "size",
-            "vocab_size",
-        ):  # multiples of 16, and specialised as such
+        if name.endswith(("_ptr", "stride", "size", "experts")):  # multiples of 16, and specialised as such
             attrs[(i,)] = [["tt.divisibility", 16]]
     constexprs = {(names.index(name),): value for name, value in config.items()}
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constexprs, attrs=attrs)
@@ -164,7 +175,7 @@ def main() -> None:
     args = parser.parse_args()
     results = []
     for arch in args.arch:
-        models = {"0.6B": MODELS["0.6B"]} if args.quick else MODELS
+        models = {name: MODELS[name] for name in ("0.6B", "30B-A3B")} if args.quick else MODELS
         block_sizes = BLOCK_SIZES[:1] if args.quick else BLOCK_SIZES
         for launch in dict.fromkeys(launches(models, block_sizes, SHARED_KIB[arch])):
             results.append(compile_launch(launch, arch))

@@ -9,6 +9,7 @@
 // a weight as linear.h says, K and V as paged_cache.h says.
 
 #include "attention.h"
+#include "experts.h"
 #include "linear.h"
 #include "operators.h"
 #include "sample.h"
@@ -26,6 +27,10 @@ extern "C" {
 EXPORT(linear,
        (const void* x, const uint32_t* packed, const void* bias, void* y, int64_t rows, int64_t in, int64_t out),
        (x, packed, bias, y, rows, in, out))
+EXPORT(grouped_linear,
+       (const void* x, const uint32_t* packed, const int32_t* offsets, void* y, int64_t experts, int64_t in,
+        int64_t out),
+       (x, packed, offsets, y, experts, in, out))
 EXPORT(attend,
        (const void* q, const uint32_t* k, const uint32_t* v, const int32_t* tables, const int32_t* cu_seqlens,
         const int32_t* lens, void* out, int64_t seqs, int64_t max_blocks, int64_t kv_heads, int64_t group, int64_t dim,

@@ -1,8 +1,10 @@
 """Dense decoders, as transformers computes them: Qwen3 (https://arxiv.org/abs/2505.09388), Qwen2, Llama and Mistral.
+The layers of Qwen3-MoE whose MLP is dense are these too; the others take theirs from experts.py.
 
 They differ in biases and in the norms of queries and keys: `FAMILIES` in config.py says who has which.
 """
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +17,8 @@ from nanovllm.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
 from nanovllm.layers.parallel import Parallel
 from nanovllm.layers.rotary_embedding import rotary_table
 from nanovllm.layers.weights import NamedTargets, whole
+from nanovllm.models.config import sparse_layers
+from nanovllm.models.experts import SparseMLP
 from nanovllm.models.shape import Shape
 
 if TYPE_CHECKING:
@@ -71,10 +75,10 @@ class MLP(nn.Module):
         self.gate_up_proj = ColumnParallelLinear(config.hidden_size, parts, bias=False)
         self.down_proj = RowParallelLinear(size, config.hidden_size, False, parallel, "down_proj")
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, slots: Tensor) -> Tensor:
         return self.down_proj(self.backend.silu_and_mul(self.gate_up_proj(x)))  # type: ignore[no-any-return]
 
-    def weight_targets(self, prefix: str) -> NamedTargets:
+    def weight_targets(self, prefix: str, names: Collection[str]) -> NamedTargets:
         yield from self.gate_up_proj.weight_targets(prefix)
         yield from self.down_proj.weight_targets(prefix)
 
@@ -82,11 +86,11 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     """Attention and MLP, each behind a norm; the residual travels beside x, so that each add meets its norm."""
 
-    def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel) -> None:
+    def __init__(self, config: "PretrainedConfig", index: int, backend: Backend, parallel: Parallel) -> None:
         super().__init__()
         self.backend, self.eps = backend, config.rms_norm_eps
         self.self_attn = Attention(config, backend, parallel)
-        self.mlp = MLP(config, backend, parallel)
+        self.mlp = (SparseMLP if index in sparse_layers(config) else MLP)(config, backend, parallel)
         self.input_norm = nn.Parameter(torch.empty(config.hidden_size), requires_grad=False)
         self.post_attention_norm = nn.Parameter(torch.empty(config.hidden_size), requires_grad=False)
 
@@ -105,16 +109,16 @@ class Layer(nn.Module):
             x, residual = self.backend.add_rms_norm(x, residual, self.input_norm, self.eps)
         x = self.self_attn(x, cos_sin, positions, cache, meta)
         x, residual = self.backend.add_rms_norm(x, residual, self.post_attention_norm, self.eps)
-        return self.mlp(x), residual
+        return self.mlp(x, meta.slot_mapping), residual
 
-    def weight_targets(self, prefix: str) -> NamedTargets:
+    def weight_targets(self, prefix: str, names: Collection[str]) -> NamedTargets:
         yield from self.self_attn.weight_targets(f"{prefix}self_attn.")
-        yield from self.mlp.weight_targets(f"{prefix}mlp.")
+        yield from self.mlp.weight_targets(f"{prefix}mlp.", names)
         yield f"{prefix}input_layernorm.weight", whole(self.input_norm)
         yield f"{prefix}post_attention_layernorm.weight", whole(self.post_attention_norm)
 
 
-class DenseForCausalLM(nn.Module):
+class Decoder(nn.Module):
     """The model of one rank. Parameters are made empty: the loader fills them and proves that it did."""
 
     cos_sin: Tensor
@@ -123,7 +127,7 @@ class DenseForCausalLM(nn.Module):
         super().__init__()
         self.backend, self.eps, self.tied = backend, config.rms_norm_eps, bool(config.tie_word_embeddings)
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel)
-        self.layers = nn.ModuleList(Layer(config, backend, parallel) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(Layer(config, i, backend, parallel) for i in range(config.num_hidden_layers))
         self.norm = nn.Parameter(torch.empty(config.hidden_size), requires_grad=False)
         self.lm_head = LMHead(config.vocab_size, config.hidden_size, parallel)
         if self.tied:
@@ -143,12 +147,12 @@ class DenseForCausalLM(nn.Module):
         """hidden [n, hidden] -> logits [n, vocab] on rank 0, None on the others."""
         return self.lm_head(hidden)  # type: ignore[no-any-return]
 
-    def weight_targets(self) -> NamedTargets:
-        """(checkpoint name, target) of everything that the model needs."""
+    def weight_targets(self, names: Collection[str] = ()) -> NamedTargets:
+        """(checkpoint name, target) of everything that the model needs; see `CausalLM`."""
         yield from self.embed_tokens.weight_targets("model.embed_tokens.weight")
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, Layer)
-            yield from layer.weight_targets(f"model.layers.{i}.")
+            yield from layer.weight_targets(f"model.layers.{i}.", names)
         yield "model.norm.weight", whole(self.norm)
         if not self.tied:
             yield from self.lm_head.weight_targets("lm_head.weight")

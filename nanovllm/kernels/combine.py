@@ -1,0 +1,55 @@
+"""The weighted sum of what a token's experts have computed."""
+
+import torch
+from torch import Tensor
+
+from nanovllm.kernels.launch import launch
+from nanovllm.kernels.route import Routing
+from nanovllm.kernels.triton_shim import tl, triton
+
+
+def combine_reference(y: Tensor, routing: Routing) -> Tensor:
+    """y [pairs, size], sorted as the routing has them -> [num_tokens, size].
+
+    Summed in float32, in the order of each token's weights: what else is computed beside a token changes no bit of it.
+    """
+    total = torch.zeros(len(routing.places), y.shape[1], dtype=torch.float32, device=y.device)
+    for places, weights in zip(routing.places.long().unbind(1), routing.weights.unbind(1), strict=True):
+        total += y[places].float() * weights.unsqueeze(1)
+    return total.to(y.dtype)
+
+
+@triton.jit
+def _combine_experts_kernel(
+    y_ptr, weights_ptr, places_ptr, out_ptr, offsets_ptr, size, num_experts, K: tl.constexpr, BLOCK: tl.constexpr
+):
+    # Grid (num_tokens, size / BLOCK).
+    # A program owns BLOCK elements of one token; a pair of padding, which no expert has computed, adds nothing.
+    token = tl.program_id(0).to(tl.int64)
+    element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = element < size
+    num_computed = tl.load(offsets_ptr + num_experts)
+    total = tl.zeros([BLOCK], tl.float32)
+    for slot in tl.static_range(K):
+        place = tl.load(places_ptr + token * K + slot).to(tl.int64)
+        weight = tl.load(weights_ptr + token * K + slot)
+        limit = tl.where(place < num_computed, size, 0)
+        part = tl.load(y_ptr + place * size + element, mask=element < limit, other=0.0)
+        total += part.to(tl.float32) * weight
+    tl.store(out_ptr + token * size + element, total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def combine_config(k: int) -> dict[str, int]:
+    return {"K": k, "BLOCK": 1024, "num_warps": 4}
+
+
+def combine(y: Tensor, routing: Routing) -> Tensor:
+    """combine_reference in one kernel."""
+    (num_tokens, k), size = routing.places.shape, y.shape[1]
+    out = torch.empty(num_tokens, size, dtype=y.dtype, device=y.device)
+    if num_tokens:
+        config = combine_config(k)
+        grid = (num_tokens, -(-size // config["BLOCK"]))
+        inputs = (y, routing.weights, routing.places, out, routing.offsets, size, len(routing.offsets) - 1)
+        launch(_combine_experts_kernel, grid, inputs, config)
+    return out

@@ -1,0 +1,114 @@
+"""Every token's product with the matrix of its expert, all experts in one launch."""
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.kernels.launch import launch
+from nanovllm.kernels.route import Routing
+from nanovllm.kernels.triton_shim import next_power_of_2, tl, triton
+
+
+def grouped_linear_reference(x: Tensor, weight: Tensor, routing: Routing, gather: bool) -> Tensor:
+    """x times the matrices weight [num_experts, out, in]: [pairs, out], sorted as the routing has them.
+
+    Rows of no expert are undefined.
+
+    Args:
+        gather: whether x is [num_tokens, in], of which a pair has its token's row; else [pairs, in], sorted already.
+    """
+    rows = x[routing.tokens.long()] if gather else x
+    y = rows.new_zeros(len(rows), weight.shape[1])
+    offsets = routing.offsets.tolist()
+    for expert, (begin, end) in enumerate(pairwise(offsets)):
+        if begin < end:
+            y[begin:end] = F.linear(rows[begin:end], weight[expert])
+    return y
+
+
+@triton.jit(do_not_specialize=["num_experts"])
+def _grouped_linear_kernel(
+    x_ptr,
+    weight_ptr,
+    y_ptr,
+    tokens_ptr,
+    offsets_ptr,
+    in_size,
+    out_size,
+    num_experts,
+    GATHER: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    # Grid (out_size / BLOCK_N, at least the number of tiles), columns fastest: programs that read one x run together.
+    # A program owns BLOCK_M pairs of one expert and BLOCK_N columns; it finds its expert by counting tiles.
+    # Tiles beyond the last expert's do nothing; pairs of padding are in no expert's range.
+    tile = tl.program_id(1)
+    lane = tl.arange(0, EXPERTS)
+    begins = tl.load(offsets_ptr + lane, mask=lane < num_experts, other=0)
+    ends = tl.load(offsets_ptr + lane + 1, mask=lane < num_experts, other=0)
+    tiles = tl.cdiv(ends - begins, BLOCK_M)
+    last_tile = tl.cumsum(tiles, 0)
+    if tile >= tl.sum(tiles, 0):
+        return
+    expert = tl.sum((last_tile <= tile).to(tl.int32), 0)
+    is_mine = lane == expert
+    begin = (
+        tl.sum(tl.where(is_mine, begins, 0), 0) + (tile - tl.sum(tl.where(is_mine, last_tile - tiles, 0), 0)) * BLOCK_M
+    )
+    end = tl.sum(tl.where(is_mine, ends, 0), 0)
+
+    pair = begin + tl.arange(0, BLOCK_M)
+    is_pair = pair < end
+    row = tl.load(tokens_ptr + pair, mask=is_pair, other=0) if GATHER else pair
+    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_column = column < out_size
+    k = tl.arange(0, BLOCK_K)
+    x_at = x_ptr + row.to(tl.int64)[:, None] * in_size + k[None, :]
+    weight_at = (
+        weight_ptr + expert.to(tl.int64) * out_size * in_size + column[None, :].to(tl.int64) * in_size + k[:, None]
+    )
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for start in range(0, in_size, BLOCK_K):
+        inside = start + k < in_size
+        x = tl.load(x_at + start, mask=is_pair[:, None] & inside[None, :], other=0.0)
+        weight = tl.load(weight_at + start, mask=inside[:, None] & is_column[None, :], other=0.0)
+        acc = tl.dot(x, weight, acc, input_precision="ieee")
+    y_at = y_ptr + pair.to(tl.int64)[:, None] * out_size + column[None, :]
+    tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=is_pair[:, None] & is_column[None, :])
+
+
+def grouped_linear_config(num_tokens: int, num_experts: int, gather: bool, itemsize: int) -> dict[str, int]:
+    """Tiles by the number of tokens; K goes by 64 throughout, so that sums are taken in one order."""
+    table = ((32, 16, 64), (128, 16, 128), (512, 32, 256))
+    rows, columns = next(((m, n) for most, m, n in table if num_tokens <= most), (128, 256))
+    if itemsize == 4:
+        rows, columns = min(rows, 64), min(columns, 64)
+    return {
+        "GATHER": gather,
+        "EXPERTS": next_power_of_2(num_experts),
+        "BLOCK_M": rows,
+        "BLOCK_N": columns,
+        "BLOCK_K": 64,
+        "num_warps": 8 if rows * columns > 8192 else 4,
+        "num_stages": 3,
+    }
+
+
+def grouped_linear(x: Tensor, weight: Tensor, routing: Routing, gather: bool) -> Tensor:
+    """grouped_linear_reference in one kernel, whose grid needs no length from the device."""
+    num_experts, out_size, in_size = weight.shape
+    num_tokens, k = routing.weights.shape
+    pairs = num_tokens * k
+    y = torch.empty(pairs, out_size, dtype=x.dtype, device=x.device)
+    if pairs:
+        config = grouped_linear_config(num_tokens, num_experts, gather, x.element_size())
+        most_tiles = min(pairs, -(-pairs // config["BLOCK_M"]) + num_experts)
+        grid = (-(-out_size // config["BLOCK_N"]), most_tiles)
+        sizes = (in_size, out_size, num_experts)
+        launch(_grouped_linear_kernel, grid, (x, weight, y, routing.tokens, routing.offsets, *sizes), config)
+    return y

@@ -1,0 +1,266 @@
+"""Mixture of experts says, token for token, what transformers says in float32; its kernels are their references."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.tiny import BLOCK, draw_prompts, edit_json, greedy, save_random
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel, Qwen3MoeForCausalLM
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.backends.cpu_backend import CpuBackend
+from nanovllm.kernels.combine import combine, combine_reference
+from nanovllm.kernels.grouped_linear import grouped_linear, grouped_linear_reference
+from nanovllm.kernels.route import Routing, route, route_reference
+from nanovllm.layers.experts import Experts
+from nanovllm.layers.parallel import Parallel
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "device": "cpu",
+    "max_model_len": 160,
+    "kvcache_block_size": BLOCK,
+    "num_kvcache_blocks": 24,  # room for two and a half of the longest sequences: some are preempted
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 48,  # long prompts are cut into chunks
+}
+SHAPE = {
+    "num_hidden_layers": 3,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "tie_word_embeddings": False,
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "weights that sum to one": {"norm_topk_prob": True},
+    "weights as they are": {"norm_topk_prob": False},
+    "dense layers by number": {"mlp_only_layers": [1]},
+    "every second layer sparse": {"decoder_sparse_step": 2, "num_hidden_layers": 4},
+    "every expert": {"num_experts_per_tok": 8, "norm_topk_prob": True},
+    "one expert of many": {"num_experts": 40, "num_experts_per_tok": 1},
+    "no expert at all": {"num_experts": 0},
+    "sizes that kernels do not like": {"moe_intermediate_size": 24, "hidden_size": 52, "num_experts": 5},
+}
+
+
+def save(folder: Path, **changes: Any) -> PreTrainedModel:
+    return save_random(folder, model_class=Qwen3MoeForCausalLM, **SHAPE | changes)
+
+
+def say(folder: Path, count: int = 24, **options: Any) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts longer than a step's budget, and some that share a prefix; and what follows them."""
+    prefix, *rest = draw_prompts([40, 1, 16, 17, 70, 100])
+    prompts = [*rest, *(prefix + tail for tail in draw_prompts([1, 20], seed=1))]
+    with LLM(folder, **OPTIONS | options) as llm:
+        params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    return prompts, [output["token_ids"] for output in outputs]
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("changes", CONFIGS.values(), ids=CONFIGS.keys())
+def test_tokens_are_transformers(changes: dict[str, Any], backend: str, tmp_path: Path) -> None:
+    model = save(tmp_path, **changes)
+    prompts, tokens = say(tmp_path, attention_backend=backend)
+    assert tokens == [greedy(model, prompt, 24) for prompt in prompts]
+
+
+def test_triton_says_the_same(tmp_path: Path) -> None:
+    model = save(tmp_path, num_hidden_layers=1)
+    prompts = draw_prompts([3, 20])
+    with LLM(tmp_path, **OPTIONS | {"attention_backend": "triton"}) as llm:
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), use_tqdm=False)
+    assert [output["token_ids"] for output in outputs] == [greedy(model, prompt, 4) for prompt in prompts]
+
+
+def test_all_tokens_may_go_to_one_expert(tmp_path: Path) -> None:
+    """A router of zeros: we take the first expert, transformers any; so all of them are alike."""
+    model = save(tmp_path, num_experts_per_tok=1)
+    tensors = load_file(tmp_path / "model.safetensors")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("mlp.gate.weight"):
+                parameter.zero_()
+            elif ".experts." in name:
+                parameter.copy_(parameter[:1].expand_as(parameter).clone())
+    for name in tensors:
+        if name.endswith("mlp.gate.weight"):
+            tensors[name].zero_()
+        elif ".experts." in name:
+            before, _, after = name.partition(".experts.")
+            tensors[name] = tensors[f"{before}.experts.0.{after.partition('.')[2]}"].clone()
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    prompts, tokens = say(tmp_path)
+    assert tokens == [greedy(model, prompt, 24) for prompt in prompts]
+
+
+def fuse(folder: Path, experts: int) -> None:
+    """One tensor for all experts, as transformers 5 holds them."""
+    tensors = load_file(folder / "model.safetensors")
+    fused: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if ".experts." not in name:
+            fused[name] = tensor
+        elif ".experts.0.gate_proj." in name:
+            prefix = name.partition("0.gate_proj")[0]
+
+            def of(kind: str, prefix: str = prefix) -> list[torch.Tensor]:
+                return [tensors[f"{prefix}{e}.{kind}_proj.weight"] for e in range(experts)]
+
+            pairs = zip(of("gate"), of("up"), strict=True)
+            fused[f"{prefix}gate_up_proj"] = torch.stack([torch.cat(pair) for pair in pairs])
+            fused[f"{prefix}down_proj"] = torch.stack(of("down"))
+    save_file(fused, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_both_forms_of_checkpoint_are_loaded(ranks: int, tmp_path: Path) -> None:
+    model = save(tmp_path)
+    expected = None
+    for form in ("one tensor an expert", "one for all"):
+        if form == "one for all":
+            fuse(tmp_path, 8)
+        prompts, tokens = say(tmp_path, tensor_parallel_size=ranks)
+        expected = expected or [greedy(model, prompt, 24) for prompt in prompts]
+        assert tokens == expected, form
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_experts_per_tok": 9}, "num_experts_per_tok is 9; it must be from 1 to num_experts, which is 8"),
+        ({"moe_intermediate_size": 0}, "moe_intermediate_size is 0"),
+    ],
+)
+def test_what_cannot_be_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    save(tmp_path)
+    edit_json(tmp_path / "config.json", **changes)
+    with pytest.raises(ValueError, match=message):
+        LLM(tmp_path, **OPTIONS)
+
+
+def test_experts_that_ranks_cannot_share_are_refused(tmp_path: Path) -> None:
+    save(tmp_path, moe_intermediate_size=31)
+    with pytest.raises(ValueError, match="moe_intermediate_size is 31, which 2 ranks cannot share"):
+        LLM(tmp_path, tensor_parallel_size=2, **OPTIONS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["one tensor an expert", "one for all"])
+def test_loading_takes_little_more_memory_than_the_weights(form: str, tmp_path: Path) -> None:
+    """Memory of the process's own, at its highest, without that of a process that loads next to nothing."""
+    large, small = tmp_path / "large", tmp_path / "small"
+    shape = {"hidden_size": 512, "num_hidden_layers": 12, "num_experts": 16, "moe_intermediate_size": 512}
+    save(large, **shape)
+    save(small, **shape | {"num_experts": 2, "moe_intermediate_size": 32, "hidden_size": 64})
+    if form == "one for all":
+        fuse(large, 16)
+    script = """
+import re, sys, threading, time
+from nanovllm import LLM
+def watch():
+    while True:
+        found.append(int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) << 10)
+        time.sleep(0.002)
+found = []
+threading.Thread(target=watch, daemon=True).start()
+options = {"dtype": "float32", "device": "cpu", "max_model_len": 64, "num_kvcache_blocks": 1, "max_num_seqs": 2}
+LLM(sys.argv[1], attention_backend="cpu", max_num_batched_tokens=64, **options).close()
+print(max(found))
+"""
+
+    def peak(folder: Path) -> int:
+        return int(subprocess.run([sys.executable, "-c", script, folder], capture_output=True, check=True).stdout)
+
+    weights = sum(path.stat().st_size for path in large.glob("*.safetensors"))
+    assert weights > 500 << 20
+    assert peak(large) - peak(small) < 1.1 * weights
+
+
+# ---- kernels
+
+
+def draw(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
+    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_same_routing(got: Routing, expected: Routing) -> None:
+    torch.testing.assert_close(got.weights, expected.weights)
+    for name in ("places", "tokens", "offsets"):
+        assert torch.equal(getattr(got, name), getattr(expected, name)), name
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 8, 2), (5, 128, 8), (40, 5, 5), (33, 64, 1), (520, 16, 8)])
+def test_routing_is_its_reference(tokens: int, experts: int, k: int, normalize: bool) -> None:
+    logits = draw(tokens, experts)
+    logits[tokens // 2] = 0.0  # ties: the lowest number wins
+    slots = torch.arange(tokens)
+    slots[1::3] = -1
+    assert_same_routing(route(logits, k, normalize, slots), route_reference(logits, k, normalize, slots))
+
+
+def test_routing_counts_and_sorts() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 1.0], [9.0, 9.0, 9.0], [0.0, 1.0, 2.0]])
+    routing = route_reference(logits, 2, True, torch.tensor([0, 1, -1, 3]))
+    assert routing.offsets.tolist() == [0, 1, 3, 6]  # expert 0: token 1; 1: tokens 0, 3; 2: tokens 0, 1, 3
+    assert routing.tokens.tolist() == [1, 0, 3, 0, 1, 3, 2, 2]
+    assert routing.places.tolist() == [[1, 3], [0, 4], [6, 7], [5, 2]]
+    assert routing.weights.sum(1).tolist() == pytest.approx([1.0] * 4)
+
+
+def routing_of(tokens: int, experts: int, k: int) -> Routing:
+    slots = torch.arange(tokens)
+    slots[tokens // 2 :: 7] = -1
+    return route_reference(draw(tokens, experts, seed=3), k, True, slots)
+
+
+@pytest.mark.parametrize("gather", [True, False])
+@pytest.mark.parametrize(
+    ("tokens", "experts", "k", "sizes"), [(1, 4, 2, (64, 96)), (40, 8, 2, (70, 33)), (150, 3, 2, (64, 64))]
+)
+def test_grouped_linear_is_its_reference(
+    tokens: int, experts: int, k: int, sizes: tuple[int, int], gather: bool
+) -> None:
+    routing = routing_of(tokens, experts, k)
+    x, weight = draw(tokens if gather else tokens * k, sizes[0]), draw(experts, sizes[1], sizes[0], seed=1)
+    real = int(routing.offsets[-1])
+    got, expected = (f(x, weight, routing, gather)[:real] for f in (grouped_linear, grouped_linear_reference))
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-5)
+
+
+def test_combining_is_its_reference_and_reads_no_padding() -> None:
+    routing = routing_of(30, 8, 3)
+    y = draw(90, 1500)
+    y[int(routing.offsets[-1]) :] = float("nan")
+    is_real = routing.places[:, 0] < routing.offsets[-1]
+    got, expected = combine(y, routing), combine_reference(y, routing)
+    torch.testing.assert_close(got[is_real], expected[is_real])
+    assert got.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_cpu_kernel_is_its_reference_and_depends_on_no_company(dtype: torch.dtype) -> None:
+    backend, experts, k = CpuBackend(), 6, 2
+    module = Experts(experts, 96, 64, Parallel())
+    module.gate_up.copy_(draw(experts, 128, 96, scale=0.1))
+    module.down.copy_(draw(experts, 96, 64, seed=1, scale=0.1))
+    module = module.to(dtype)
+    plain = module.gate_up.clone()
+    backend.pack_weights([module], lambda: None)
+    assert not torch.equal(plain, module.gate_up)
+    routing, x = routing_of(40, experts, k), draw(40, 96, seed=2).to(dtype)
+    real = int(routing.offsets[-1])
+    got = backend.grouped_linear(x, module.gate_up, routing, True)[:real]
+    expected = grouped_linear_reference(x.float(), plain.float(), routing, True)[:real]
+    torch.testing.assert_close(got.float(), expected, atol=1e-5 if dtype == torch.float32 else 0.02, rtol=0.01)
+    for token in (0, 7, 39):
+        alone = route_reference(
+            draw(40, experts, seed=3)[token : token + 1], k, True, torch.zeros(1, dtype=torch.int64)
+        )
+        one = backend.grouped_linear(x[token : token + 1], module.gate_up, alone, True)
+        assert torch.equal(one[alone.places[0].long()], got[routing.places[token].long()])
