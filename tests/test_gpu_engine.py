@@ -70,6 +70,22 @@ def test_a_decode_step_waits_for_nothing_but_the_tokens():
         llm.engine.abort_all()
 
 
+def test_no_kernel_is_compiled_after_the_start():
+    """Whether or not memory was profiled: an explicit number of blocks skips that."""
+    import triton
+
+    compiled = []
+    with LLM("tiny-qwen3", **{**EXACT, "kvcache_memory_bytes": None, "num_kvcache_blocks": 64}) as llm:
+        triton.knobs.runtime.jit_post_compile_hook = lambda **what: compiled.append(what["repr"])
+        try:
+            for temperature in (0, 0.8):
+                params = SamplingParams(temperature=temperature, top_k=20, top_p=0.9, max_tokens=20)
+                llm.generate([[5, 6, 7] * n for n in (1, 2, 40)], params, use_tqdm=False)
+        finally:
+            triton.knobs.runtime.jit_post_compile_hook = None
+    assert not compiled
+
+
 def test_twenty_engines_one_after_another_leak_no_memory():
     used = []
     for _ in range(20):
