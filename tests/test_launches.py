@@ -38,6 +38,20 @@ def test_a_step_of_decodes_launches_what_it_must_and_nothing_else() -> None:
     assert len(launches) + operators.counts.total() == 261
 
 
+def test_experts_need_no_value_on_the_host_either() -> None:
+    """Qwen3-30B-A3B: a router, and two grouped products of our own, where a dense layer has two products of torch's."""
+    layers = 48
+    with pretend_runner("qwen3-30b-a3b") as runner:
+        head = runner._new_graphs().inputs(64)
+        with noted() as launches, Operators() as operators:
+            runner._decode(head)
+    counts = Counter(launch.kernel.__name__ for launch in launches)
+    of_experts = {"_route_kernel": layers, "_grouped_linear_kernel": 2 * layers, "_combine_experts_kernel": layers}
+    in_layers = dict.fromkeys(A_LAYER, layers) | of_experts
+    assert counts == ONCE | in_layers | {"_rms_norm_kernel": 2 * layers + 1}
+    assert operators.counts == {"linear": 3 * layers + 1, "embedding": 1, "index_put_": 1}
+
+
 def test_a_mixed_step_waits_for_nothing_and_copies_nothing() -> None:
     plan = unscored_plan([1, 1, 100, 198])
     with pretend_runner() as runner:
