@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.batch.source import Line
+from nanovllm.chat import join_parts
 from nanovllm.utils.checks import as_integer, quote, refuse_unknown
 
 if TYPE_CHECKING:
@@ -253,12 +254,10 @@ def _read_message(message: Any, index: int) -> dict[str, str]:
 
 def _read_content(content: Any, index: int) -> str:
     """A string, or OpenAI's list of parts, as long as they are text; parts become lines."""
-    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
-    for part in parts:
-        is_text = isinstance(part, dict) and part.keys() == {"type", "text"} and part["type"] == "text"
-        if not is_text or not isinstance(part["text"], str):
-            raise ValueError(f"message {index} has the content {quote(content)}; only text is supported")
-    return "\n".join(part["text"] for part in parts)
+    if not isinstance(content, str | list):
+        raise ValueError(f"message {index} has the content {quote(content)}; it must be a string or a list of parts")
+    text: str = join_parts(content, index)
+    return text
 
 
 def _is_same(value: Any, other: Any) -> bool:
