@@ -1,6 +1,7 @@
 """What a stranger on the same machine can reach of several ranks: no store to write to, no folder to enter."""
 
 import os
+import shutil
 import signal
 import stat
 import subprocess
@@ -9,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from helpers.tiny import save_random
 import nanovllm
 from nanovllm import LLM, SamplingParams
 from nanovllm.distributed import follower_group
+from nanovllm.distributed.collectives import FolderStore
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
@@ -152,3 +155,19 @@ def test_followers_import_from_folders_with_a_colon(
     )
     with pytest.raises(RuntimeError, match=r'rank 1 of 2 failed: Traceback(.|\n)*"/.*/a:b/nanovllm/distributed/worker'):
         LLM(str(model), tensor_parallel_size=2, **OPTIONS)
+
+
+def test_a_rank_killed_in_the_midst_of_a_word_keeps_nobody_waiting(tmp_path: Path) -> None:
+    """torch's FileStore would read its half of an entry for ever, with Python's lock held."""
+    store = FolderStore(tmp_path, timedelta(seconds=0.2))
+    (tmp_path / "1-2.new").write_bytes(b"half a wo")
+    assert not store.check(["word"])
+    with pytest.raises(OSError, match="does not come"):
+        store.get("word")
+    FolderStore(tmp_path, timedelta(seconds=5)).set("rank/0", "word")
+    assert store.get("rank/0") == b"word"
+    shutil.rmtree(tmp_path)
+    since = time.monotonic()
+    with pytest.raises(OSError):
+        FolderStore(tmp_path, timedelta(minutes=1)).get("word")
+    assert time.monotonic() - since < 5

@@ -1,10 +1,13 @@
 """What the ranks compute together, over NCCL or gloo."""
 
 import os
+import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import torch
 import torch.distributed as dist
@@ -17,6 +20,44 @@ TIMEOUT = timedelta(minutes=30)
 """For one collective. Ranks that die, raise or stop are noticed otherwise, and sooner: see follower_group.py."""
 CONNECT_TIMEOUT = timedelta(minutes=1)
 """For ranks that have loaded, and have only to find each other."""
+
+
+class FolderStore(dist.Store):  # type: ignore[misc, name-defined]  # torch gives it no type
+    """What the ranks tell each other before they are connected: a file for each key, in a folder of the user's alone.
+
+    A file appears whole, by a rename. torch's own FileStore appends to one file: a rank that was killed in the midst of
+    an entry makes the others read for ever, with Python's lock held.
+    """
+
+    def __init__(self, folder: Path, timeout: timedelta) -> None:
+        super().__init__()
+        self._folder, self._timeout = folder, timeout
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Raises an OSError if the folder is gone, which says that a rank is."""
+        scratch = self._folder / f"{os.getpid()}-{threading.get_ident()}.new"
+        scratch.write_bytes(value.encode() if isinstance(value, str) else value)
+        scratch.replace(self._path(key))
+
+    def get(self, key: str) -> bytes:
+        """The value, once it is there; an OSError as for `set`, and after the timeout."""
+        self.wait([key])
+        return self._path(key).read_bytes()
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        """Until all keys are there; raises as `get` does."""
+        deadline = time.monotonic() + (timeout or self._timeout).total_seconds()
+        for path in map(self._path, keys):
+            while not path.exists():
+                if time.monotonic() > deadline or not self._folder.is_dir():
+                    raise OSError(f"{path} does not come")
+                time.sleep(0.002)
+
+    def check(self, keys: list[str]) -> bool:
+        return all(self._path(key).exists() for key in keys)
+
+    def _path(self, key: str) -> Path:
+        return self._folder / quote(key, safe="")
 
 
 class PeerLostError(RuntimeError):
@@ -51,7 +92,7 @@ class GroupParallel(Parallel):
         """Meet the other ranks; blocks until all have come.
 
         Args:
-            meeting: a file that all of them name, and that none has made before.
+            meeting: an empty folder that all of them name.
 
         Raises:
             PeerLostError: one of them has not.
@@ -64,8 +105,7 @@ class GroupParallel(Parallel):
         self.all_reduce(torch.zeros(1, device=self._device))
 
     def _make_group(self, meeting: Path) -> Any:
-        store = dist.FileStore(str(meeting), self.size)  # type: ignore[attr-defined]
-        store.set_timeout(CONNECT_TIMEOUT)
+        store = FolderStore(meeting, CONNECT_TIMEOUT)
         if self._backend == "gloo":
             gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]

@@ -70,14 +70,15 @@ class FollowerGroup:
         self._in_step = False
         self._abort_collectives = abort_collectives
         self._followers: list[FollowerProcess] = []
-        self._meeting = Path(tempfile.mkdtemp(prefix="nanovllm-"))
+        self.meeting = Path(tempfile.mkdtemp(prefix="nanovllm-"))
+        """A folder of this user's alone, through which the ranks find each other."""
         ring_fd = anonymous_file()
         try:
             self._ring = Ring(ring_fd, config.tensor_parallel_size - 1, StepPlan.max_packed_size(config))
             num_threads = torch.get_num_threads() if torch.device(config.device).type == "cpu" else None
             for rank in range(1, config.tensor_parallel_size):
                 start = start_message(config, hf_config, folder, rank)
-                start |= {"ring_fd": ring_fd, "meeting": str(self.meeting_file)}
+                start |= {"ring_fd": ring_fd, "meeting": str(self.meeting)}
                 follower = FollowerProcess(rank, start, ring_fd, num_threads)
                 self._followers.append(follower)
                 thread = threading.Thread(target=self._watch, args=(follower,), daemon=True, name=f"watch-{rank}")
@@ -92,11 +93,6 @@ class FollowerGroup:
     @property
     def pids(self) -> list[int]:
         return [follower.process.pid for follower in self._followers]
-
-    @property
-    def meeting_file(self) -> Path:
-        """Through which the ranks find each other."""
-        return self._meeting / "ranks"
 
     # ---- noticing
 
@@ -135,7 +131,7 @@ class FollowerGroup:
     def _kill(self) -> None:
         for follower in self._followers:
             follower.process.kill()
-        shutil.rmtree(self._meeting, ignore_errors=True)
+        shutil.rmtree(self.meeting, ignore_errors=True)
         # Not waited for: NCCL's abort returns when no CUDA graph holds its collectives any more, and it is the thread
         # that has called this which must let go of the graphs.
         threading.Thread(target=self._abort_collectives, daemon=True, name="abort").start()
@@ -231,7 +227,7 @@ class FollowerGroup:
                 logger.error("rank %d, process %d, cannot be killed", follower.rank, follower.process.pid)
             else:
                 follower.socket.close()
-        shutil.rmtree(self._meeting, ignore_errors=True)
+        shutil.rmtree(self.meeting, ignore_errors=True)
 
 
 def start_message(

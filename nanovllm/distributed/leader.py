@@ -97,7 +97,7 @@ class LeadingRunner:
 
     def make_cache(self) -> int:
         """Let the ranks meet, and make every one's KV cache; see `ModelRunner.make_cache`."""
-        parallel, meeting = self._parallel, self._followers.meeting_file
+        parallel, meeting = self._parallel, self._followers.meeting
         try:
             # One guard for both: a follower that has met the others may refuse its cache before rank 0 does.
             with self._followers.guard():

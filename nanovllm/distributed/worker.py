@@ -40,7 +40,7 @@ def main(fd: int) -> None:
         os._exit(1)
     start = json.loads(line)
     sending = threading.Lock()
-    meeting = Path(start["meeting"]).parent
+    meeting = Path(start["meeting"])
     threading.Thread(target=_end_with, args=(rank0, parent, sending, meeting), daemon=True).start()
 
     def send(**message: Any) -> None:
