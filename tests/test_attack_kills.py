@@ -322,6 +322,8 @@ def test_a_model_folder_with_a_flipped_byte_answers_or_is_refused(tmp_path: Path
 
 TRY_INTERRUPTS = """
 import gc, os, random, signal, sys, threading, time
+sys.path.append(sys.argv[2])
+from helpers.integrity import check_scheduler
 from nanovllm import LLM, SamplingParams
 draw, count = random.Random(4), int(sys.argv[1])
 options = dict(dtype="float32", max_model_len=128, max_num_seqs=4, kvcache_memory_bytes=8 << 20)
@@ -356,7 +358,7 @@ for number in range(count):
         time.sleep(0.001)
     except KeyboardInterrupt:
         pass
-    llm.engine.scheduler.check_integrity()
+    check_scheduler(llm.engine.scheduler)
     assert not llm.engine.scheduler.running and llm.engine.scheduler.block_manager.num_used == 0, (number, kind)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     got = [o["token_ids"] for o in llm.generate(prompts[:3], params, use_tqdm=False)]
@@ -370,9 +372,8 @@ print(interrupted, threading.active_count(), len(os.listdir("/proc/self/fd")))
 def test_ctrl_c_at_any_moment_of_load_generate_and_stream_leaves_an_engine_that_answers() -> None:
     """200 real SIGINTs, of which most come while something runs; nothing stays behind."""
     count = count_of(200)
-    done = subprocess.run(
-        [sys.executable, "-c", TRY_INTERRUPTS, str(count)], capture_output=True, text=True, timeout=900
-    )
+    command = [sys.executable, "-c", TRY_INTERRUPTS, str(count), str(Path(__file__).parent)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     interrupted, num_threads, num_files = map(int, done.stdout.split())
     assert interrupted >= count // 3 and num_threads < 8 and num_files < 40, done.stdout

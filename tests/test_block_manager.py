@@ -4,6 +4,7 @@ import random
 
 import pytest
 from helpers.fakes import three_bit_digest
+from helpers.integrity import check_blocks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -29,13 +30,13 @@ def hold(manager, tokens, register=True):
         for index in range(len(hits), len(tokens) // manager.block_size):
             if not manager.register(seq, index):
                 break
-    manager.check_integrity()
+    check_blocks(manager)
     return seq
 
 
 def let_go(manager, seq):
     manager.release(seq.block_table)
-    manager.check_integrity()
+    check_blocks(manager)
 
 
 @settings(max_examples=500, deadline=None)
@@ -124,7 +125,7 @@ def test_forgetting_all_leaves_the_blocks_and_no_content():
     let_go(manager, hold(manager, [1, 2, 3, 4]))
     held = hold(manager, [7, 8, 9])
     manager.forget_all()
-    manager.check_integrity()
+    check_blocks(manager)
     assert manager.find_prefix(make_seq([1, 2, 3, 4])) == []
     let_go(manager, held)
     assert manager.num_free == 4

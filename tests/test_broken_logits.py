@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.fakes import FakeRunner, expected_tokens, make_engine
+from helpers.integrity import check_scheduler
 from helpers.kernel_cases import sample_case
 from helpers.tiny import draw_prompts, save_random
 
@@ -124,7 +125,7 @@ def test_a_broken_request_ends_with_its_tokens_so_far_and_the_others_go_on(
         assert 0 < errors < len(PROMPTS)
         said = [record.getMessage() for record in caplog.records if "ended with an error" in record.getMessage()]
         assert len(said) == 1 and f"{errors} of {len(PROMPTS)}" in said[0] and outputs[0].error in said[0]
-        llm.engine.scheduler.check_integrity()
+        check_scheduler(llm.engine.scheduler)
 
         row[:] = before  # the engine goes on, and has forgotten what the poison has left in its cache
         again = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
@@ -158,7 +159,7 @@ def test_a_score_of_broken_logits_raises_and_the_engine_goes_on(untied: Path) ->
         assert output.prompt_logprobs is not None and len(output.prompt_logprobs) < len(PROMPTS[1])
         llm.engine.runner.model.embed_tokens.weight[token_id] = before
         assert llm.score(PROMPTS, [[1, 2]] * len(PROMPTS), use_tqdm=False) == clean
-        llm.engine.scheduler.check_integrity()
+        check_scheduler(llm.engine.scheduler)
 
 
 class Breaking(FakeRunner):
@@ -192,7 +193,7 @@ def test_a_broken_row_among_preempted_ones_and_steps_in_flight(depth: int, num_b
         assert (ended[i].output_token_ids, ended[i].finish_reason) == (tokens, reason)
     assert ended[0].error is not None and engine.stats()["num_generated_tokens"] == 3 + 3 * 20
     assert (engine.stats()["num_preemptions"] > 0) == (num_blocks == 8)
-    engine.scheduler.check_integrity()
+    check_scheduler(engine.scheduler)
 
 
 def test_a_job_writes_an_error_line_and_goes_on(untied: Path, tmp_path: Path) -> None:

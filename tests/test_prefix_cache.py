@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.integrity import check_blocks
 from helpers.tiny import BLOCK, VOCAB_SIZE, draw_prompts
 
 from nanovllm import LLM, SamplingParams
@@ -143,7 +144,7 @@ def test_colliding_digests_never_serve_wrong_kv(make: Callable[..., LLM]) -> Non
     outputs = [output for pair in pairwise([0, 5, 11, 24]) for output in generate(llm, turns[slice(*pair)])[0]]
     assert [o["token_ids"] for o in outputs] == [o["token_ids"] for o in expected]
     assert any(o["num_cached_tokens"] for o in outputs)
-    manager.check_integrity()
+    check_blocks(manager)
 
 
 def test_a_preempted_request_reports_what_was_cached_when_it_first_came_in(make: Callable[..., LLM]) -> None:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 from helpers.fakes import VOCAB, PairMatcher, expected_scores, expected_tokens, make_engine, three_bit_digest
+from helpers.integrity import check_scheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -62,9 +63,9 @@ def run_trace(config, requests, depth, prepare_engine=lambda engine: None):
                 seqs[i] = engine.add(engine.prepare(prompt, params))
                 seqs[i].stop_matcher = PairMatcher(*pair) if pair else None
             if aborted is not None and turn == arrives + aborted + 1:
-                engine.scheduler.abort(seqs[i])
+                engine.scheduler.end(seqs[i], "abort")
         finished = engine.step() if engine.has_work else []
-        engine.scheduler.check_integrity()
+        check_scheduler(engine.scheduler)
         assert len(engine.scheduler.running) <= config["max_num_seqs"]
         assert all(seq.finish_reason in ("stop", "length") for seq in finished)
         assert turn < 2000, "the trace does not end"
@@ -115,7 +116,7 @@ def run_all(engine, prompts, **params):
     seqs = [engine.add(engine.prepare(prompt, SamplingParams(seed=0, **params))) for prompt in prompts]
     while engine.has_work:
         engine.step()
-        engine.scheduler.check_integrity()
+        check_scheduler(engine.scheduler)
     return seqs
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.integrity import check_scheduler
 from helpers.tiny import draw_prompts, make_tokenizer, save_random
 
 from nanovllm import LLM, SamplingParams
@@ -51,7 +52,7 @@ def assert_idle(llm: LLM) -> None:
     stats = llm.stats()
     assert stats["num_free_blocks"] == stats["num_blocks"]
     assert not llm.engine.scheduler.has_unfinished
-    llm.engine.scheduler.check_integrity()
+    check_scheduler(llm.engine.scheduler)
 
 
 def assert_whole(llm: LLM, expected: list[list[int]]) -> None:

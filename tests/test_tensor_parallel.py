@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.integrity import check_scheduler
 from helpers.tiny import draw_prompts, save_random
 
 from nanovllm import LLM, SamplingParams
@@ -139,7 +140,7 @@ def test_ranks_say_what_one_says(
     for met in ("num_preemptions", "num_cached_tokens"):
         assert after[met] > before[met], f"the test never met {met}"
     assert after["num_free_blocks"] == after["num_blocks"]
-    llm.engine.scheduler.check_integrity()
+    check_scheduler(llm.engine.scheduler)
 
 
 def test_logprobs_are_those_of_one_rank(alone: LLM, two: LLM) -> None:

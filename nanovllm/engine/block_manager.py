@@ -150,21 +150,6 @@ class BlockManager:
         self._findable.clear()
         self._content = [None] * self.num_blocks
 
-    def check_integrity(self) -> None:
-        """Raise a RuntimeError unless every block is in exactly one place and the index agrees with the contents."""
-        used = {block for block, references in enumerate(self._references) if references > 0}
-        blank, evictable = set(self._blank), set(self._evictable)
-        counts = (len(used), len(self._blank), len(self._evictable))
-        if sum(counts) != self.num_blocks or used | blank | evictable != set(range(self.num_blocks)):
-            raise RuntimeError("used {} + blank {} + evictable {} blocks".format(*counts) + f" != {self.num_blocks}")
-        if min(self._references, default=0) < 0:
-            raise RuntimeError("a block has a negative reference count")
-        findable = {block: content[0] for block, content in enumerate(self._content) if content is not None}
-        if findable != {block: digest for digest, block in self._findable.items()}:
-            raise RuntimeError("the digest index and the blocks' contents disagree")
-        if blank & findable.keys() or evictable - findable.keys():
-            raise RuntimeError("a blank block is findable, or an evictable one is not")
-
     def _content_of(self, seq: Sequence, index: int) -> tuple[bytes, bytes, bytes]:
         """(digest, parent's digest, token ids) of a full block of the sequence."""
         size = self.block_size

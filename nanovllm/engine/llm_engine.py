@@ -166,7 +166,7 @@ class LLMEngine:
             if launched and len(self._in_flight) < self.depth:
                 return []
             if not self._in_flight:
-                raise RuntimeError(f"nothing can run: {self.scheduler.describe()}")
+                raise RuntimeError(f"nothing can run: {self.stats()}, waiting: {list(self.scheduler.waiting)[:3]}")
             return self._read_oldest()
         except BaseException:
             self._recover()

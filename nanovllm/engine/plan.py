@@ -1,7 +1,8 @@
 """What crosses from planning to doing: plain arrays, packed into one."""
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -115,18 +116,8 @@ class StepPlan:
     def _of(arrays: Seq[IntArray]) -> "StepPlan":
         """The plan whose `arrays` they are."""
         *rest, entries, new_rows = arrays
-        rows, num_computed, num_scheduled, num_logits, num_sampled, token_ids, targets = rest
-        return StepPlan(
-            rows,
-            num_computed,
-            num_scheduled,
-            num_logits,
-            num_sampled,
-            token_ids,
-            targets,
-            block_entries=entries.reshape(-1, 3),
-            new_rows=new_rows.view(ROW_SAMPLING),
-        )
+        parts: list[NDArray[Any]] = [*rest, entries.reshape(-1, 3), new_rows.view(ROW_SAMPLING)]
+        return StepPlan(*parts)
 
     @staticmethod
     def largest(max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> "StepPlan":
@@ -160,7 +151,7 @@ class StepResult:
 
     Attributes:
         token_ids: int32 [num_sampled].
-        logprobs: for each of them {token id: log-probability} or None; None if nobody asked.
+        logprobs: of those whose request asked, by their place among them: {token id: log-probability}.
         scores: for each target {token id: log-probability}.
         prepare_seconds: how long the host took to bring the plan on its way.
         device_seconds: how long the device worked on the step.
@@ -168,7 +159,7 @@ class StepResult:
     """
 
     token_ids: IntArray
-    logprobs: Seq[dict[int, float] | None] | None
+    logprobs: Mapping[int, dict[int, float]] = field(default_factory=dict)
     scores: Seq[dict[int, float]] = ()
     prepare_seconds: float = 0.0
     device_seconds: float = 0.0

@@ -3,6 +3,7 @@
 import math
 from array import array
 from collections import deque
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -57,11 +58,11 @@ class Scheduler:
         self.block_manager = block_manager
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
-        """Resident sequences in order of admission."""
-        self._order = np.empty(0, np.int32)  # the rows of `running`
+        self._resident: dict[int, Sequence] = {}
+        """By row, in order of admission."""
+        self._order = np.empty(0, np.int32)
+        """Their rows, when the last step was planned."""
         self._table = RowTable(max_num_seqs)
-        self._owner: list[Sequence | None] = [None] * max_num_seqs
         self._scoring: dict[int, Sequence] = {}
         """By row, those whose prompt is still to be scored, and those that are only scored."""
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
@@ -79,13 +80,13 @@ class Scheduler:
         self.waiting.append(seq)
 
     @property
-    def has_unfinished(self) -> bool:
-        return bool(self.waiting or self.running)
+    def running(self) -> list[Sequence]:
+        """Resident sequences in order of admission."""
+        return list(self._resident.values())
 
-    def _owner_of(self, row: int | np.int32) -> Sequence:
-        seq = self._owner[row]
-        assert seq is not None
-        return seq
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self.waiting or self._resident)
 
     # ---- schedule
 
@@ -114,6 +115,8 @@ class Scheduler:
         table, manager = self._table, self.block_manager
         preempted = False
         while True:
+            if len(self._order) != len(self._resident):  # rows are left at any time, and taken only in `_admit`
+                self._set_order()
             rows = self._order
             num_computed = table.num_computed[rows]
             num_scheduled = np.minimum(table.num_tokens[rows], table.num_needed[rows]) - num_computed
@@ -123,7 +126,7 @@ class Scheduler:
             missing = -(-(num_computed + num_scheduled) // manager.block_size) - table.num_blocks[rows]
             if np.maximum(missing, 0).sum() <= manager.num_free:
                 break
-            self._preempt(self.running[-1])
+            self._preempt()
             preempted = True
         if not num_scheduled.all():
             rows, num_scheduled = rows[num_scheduled > 0], num_scheduled[num_scheduled > 0]
@@ -133,7 +136,7 @@ class Scheduler:
         """Take the blocks that each row needs for its first `ends` tokens."""
         num_needed = -(-ends // self.block_manager.block_size)
         for i in np.flatnonzero(num_needed > self._table.num_blocks[rows]).tolist():
-            seq = self._owner_of(rows[i])
+            seq = self._resident[int(rows[i])]
             self._extend_table(seq, self.block_manager.take(int(num_needed[i]) - len(seq.block_table)))
 
     def _extend_table(self, seq: Sequence, blocks: list[int]) -> None:
@@ -154,7 +157,7 @@ class Scheduler:
         num_full = np.minimum(ends, table.num_known[rows]) // self.block_manager.block_size
         for i in np.flatnonzero(num_full > table.num_registered[rows]).tolist():
             row = int(rows[i])
-            seq = self._owner_of(row)
+            seq = self._resident[row]
             for index in range(int(table.num_registered[row]), int(num_full[i])):
                 if not self.block_manager.register(seq, index):
                     table.num_registered[row] = np.iinfo(np.int32).max
@@ -185,17 +188,19 @@ class Scheduler:
             self._register_blocks(np.array([seq.row], np.int32), np.array([num_cached + count], np.int32))
             admitted.append((seq.row, count))
         if admitted:
-            self._order = np.array([seq.row for seq in self.running], np.int32)
+            self._set_order()
             new_rows, new_scheduled = np.array(admitted, np.int32).T
             rows, num_scheduled = np.concatenate((rows, new_rows)), np.concatenate((num_scheduled, new_scheduled))
         return rows, num_scheduled
+
+    def _set_order(self) -> None:
+        self._order = np.fromiter(self._resident, np.int32, len(self._resident))
 
     def _move_in(self, seq: Sequence, num_cached: int) -> None:
         """Give a sequence a row, its first num_cached tokens computed; its sampling values go out with the plan."""
         table, params = self._table, seq.params
         row = seq.row = self._free_rows.pop()
-        self._owner[row] = seq
-        self.running.append(seq)
+        self._resident[row] = seq
         table.num_known[row] = table.num_tokens[row] = table.num_sent[row] = len(seq.token_ids)
         table.num_computed[row], table.num_needed[row] = num_cached, seq.num_needed
         table.num_registered[row] = num_cached // self.block_manager.block_size
@@ -222,7 +227,7 @@ class Scheduler:
         if is_sent.any():
             after = num_scheduled.cumsum()
             for i in np.flatnonzero(is_sent).tolist():
-                known = self._owner_of(rows[i]).token_ids
+                known = self._resident[int(rows[i])].token_ids
                 token_ids[after[i] - num_scheduled[i] : after[i]] = known[num_computed[i] : ends[i]]
         num_logits = num_sampled = (ends == table.num_tokens[rows]).astype(np.int32)
         scored: Seq[Scored] = ()
@@ -245,8 +250,7 @@ class Scheduler:
         self._block_entries.clear()
         self._new_rows.clear()
         sampled = rows[num_sampled > 0]
-        owner = self._owner
-        seqs: list[Sequence] = [owner[row] for row in sampled.tolist()]
+        seqs = [self._resident[row] for row in sampled.tolist()]
         return Batch(plan, seqs, sampled, table.generation[sampled], scored)
 
     def _score(
@@ -279,48 +283,42 @@ class Scheduler:
         self,
         batch: Batch,
         token_ids: IntArray,
-        logprobs: Seq[dict[int, float] | None] | None = None,
+        logprobs: Mapping[int, dict[int, float]] = {},
         scores: Seq[dict[int, float]] = (),
     ) -> list[Sequence]:
         """Append what a step sampled and return the sequences that ended by it; their rows and blocks are free.
 
         Args:
             token_ids: int32 [len(batch.seqs)]; -1 where the logits were no distribution, which ends a sequence.
-            logprobs: for each of batch.seqs, what its request asked for.
+            logprobs: of those of batch.seqs whose request asked for them, by their place.
             scores: for each of the plan's targets.
         """
         table, rows, seqs = self._table, batch.rows, batch.seqs
         finished = self._take_in_scores(batch.scored, scores)
+        for i, values in logprobs.items():
+            if seqs[i].finish_reason is None:
+                seqs[i].logprobs.append(values)
         resident = table.generation[rows] == batch.generations
         if not resident.all():
             for i in np.flatnonzero(~resident).tolist():
-                if self._deliver_late(seqs[i], int(token_ids[i]), logprobs[i] if logprobs else None):
+                if self._deliver_late(seqs[i], int(token_ids[i])):
                     finished.append(seqs[i])
             kept = np.flatnonzero(resident)
             rows, token_ids, seqs = rows[kept], token_ids[kept], [seqs[i] for i in kept.tolist()]
-            logprobs = [logprobs[i] for i in kept.tolist()] if logprobs else None
         for seq, token_id in zip(seqs, token_ids.tolist(), strict=True):
             seq.token_ids.append(token_id)
-        if logprobs:
-            for seq, values in zip(seqs, logprobs, strict=True):
-                if values is not None:
-                    seq.logprobs.append(values)
         self.num_generated_tokens += len(seqs)
         num_known = table.num_known[rows] + 1
         table.num_known[rows] = num_known
         suspect = self._may_stop[token_ids] | (num_known > table.num_needed[rows]) | table.watches_text[rows]
         suspect |= token_ids < 0
-        ended = False
-        for i in np.flatnonzero(suspect).tolist():
-            if self._ends(seqs[i]):
-                self._release(seqs[i])
-                finished.append(seqs[i])
-                ended = True
+        ended = [seqs[i] for i in np.flatnonzero(suspect).tolist() if self._ends(seqs[i])]
+        for seq in ended:
+            self._release(seq)
         if ended:
-            self._compact_running()
             rows = rows[table.generation[rows] == batch.generations[resident]]
         self._register_blocks(rows, table.num_computed[rows])
-        return finished
+        return finished + ended
 
     def _take_in_scores(self, scored: Seq[Scored], scores: Seq[dict[int, float]]) -> list[Sequence]:
         """Deal out a step's scores, also to the preempted; returns the sequences that end with them."""
@@ -335,11 +333,11 @@ class Scheduler:
             else:
                 seq.prompt_logprobs.extend(own)
             if is_broken or is_last:
-                self._end(seq, "error" if is_broken else "length")
+                self.end(seq, "error" if is_broken else "length")
                 finished.append(seq)
         return finished
 
-    def _deliver_late(self, seq: Sequence, token_id: int, logprobs: dict[int, float] | None) -> bool:
+    def _deliver_late(self, seq: Sequence, token_id: int) -> bool:
         """A token for a sequence that has lost its row since: dropped if it has ended, kept if it was preempted.
 
         True if the token ends it.
@@ -349,8 +347,6 @@ class Scheduler:
         seq.num_in_flight -= 1
         seq.token_ids.append(token_id)
         self.num_generated_tokens += 1
-        if logprobs is not None:
-            seq.logprobs.append(logprobs)
         if not self._ends(seq):
             return False
         self.waiting.remove(seq)  # near the front, where the preempted are
@@ -366,50 +362,30 @@ class Scheduler:
 
     # ---- leaving
 
-    def abort(self, seq: Sequence) -> None:
-        """End a sequence now. What launched steps sample for it is dropped when it arrives."""
+    def end(self, seq: Sequence, reason: FinishReason) -> None:
+        """End a sequence now, unless it has ended. What launched steps sample for it is dropped when it arrives."""
         if seq.finish_reason is None:
-            self._end(seq, "abort")
-
-    def _end(self, seq: Sequence, reason: FinishReason) -> None:
-        if seq.row >= 0:
-            self._release(seq)
-            self._compact_running()
-        else:
-            self.waiting.remove(seq)  # a preempted one is near the front
-        seq.finish_reason = reason
+            if seq.row >= 0:
+                self._release(seq)
+            else:
+                self.waiting.remove(seq)  # a preempted one is near the front
+            seq.finish_reason = reason
 
     def abort_all(self) -> None:
         """End every sequence. Only to be done when no launched step is left to be read."""
-        for seq in self.running:
-            self._release(seq)
-            seq.finish_reason = "abort"
-        for seq in self.waiting:
-            seq.finish_reason = "abort"
-        self.waiting.clear()
+        for seq in [*self.running, *self.waiting]:
+            self.end(seq, "abort")
         self._block_entries.clear()
         self._new_rows.clear()
-        self._compact_running()
 
-    def describe(self) -> str:
-        """Where everything is, for an error message."""
-        manager = self.block_manager
-        waiting = ", ".join(map(repr, list(self.waiting)[:3]))
-        return (
-            f"{len(self.running)} running, {len(self.waiting)} waiting ({waiting} first), "
-            f"{manager.num_free} of {manager.num_blocks} blocks free, {len(self._free_rows)} rows free"
-        )
-
-    def _preempt(self, seq: Sequence) -> None:
-        """Take everything back from the last of `running`; it will be computed anew, from the front of the queue."""
-        row = seq.row
+    def _preempt(self) -> None:
+        """Take everything back from who was admitted last; it will be computed anew, from the front of the queue."""
+        row, seq = next(reversed(self._resident.items()))
         table = self._table
         seq.num_in_flight = int(table.num_tokens[row] - table.num_known[row])
         if seq.is_only_scored and table.num_computed[row] == seq.num_needed:
             seq.num_in_flight = 1  # its last scores
         self._release(seq)
-        self.running.pop()
-        self._order = self._order[:-1]
         self.waiting.appendleft(seq)
         self.num_preemptions += 1
 
@@ -417,33 +393,8 @@ class Scheduler:
         """Free a sequence's blocks and row at once: device work is in order, so later steps may have them."""
         self.block_manager.release(seq.block_table)
         seq.block_table = []
-        self._owner[seq.row] = None
+        del self._resident[seq.row]
         self._scoring.pop(seq.row, None)
         self._table.generation[seq.row] += 1
         self._free_rows.append(seq.row)
         seq.row = -1
-
-    def _compact_running(self) -> None:
-        self.running = [seq for seq in self.running if seq.row >= 0]
-        self._order = np.array([seq.row for seq in self.running], np.int32)
-
-    def check_integrity(self) -> None:
-        """Raise a RuntimeError unless rows, tables and blocks agree."""
-        table = self._table
-        self.block_manager.check_integrity()
-        references = [0] * self.block_manager.num_blocks
-        for seq in self.running:
-            row = seq.row
-            if self._owner[row] is not seq or len(seq.block_table) != table.num_blocks[row]:
-                raise RuntimeError(f"{seq} and its row {row} disagree")
-            counts = (0, table.num_computed[row], table.num_tokens[row], table.num_needed[row] + 1)
-            if list(counts) != sorted(counts) or table.num_known[row] != len(seq.token_ids):
-                raise RuntimeError(f"{seq}: computed, tokens, needed are {counts[1:]}, known {table.num_known[row]}")
-            for block in seq.block_table:
-                references[block] += 1
-        if references != self.block_manager._references:
-            raise RuntimeError("the block tables and the blocks' reference counts disagree")
-        if self._order.tolist() != [seq.row for seq in self.running]:
-            raise RuntimeError("the order of rows and the running sequences disagree")
-        if len(self.running) + len(self._free_rows) != len(self._owner):
-            raise RuntimeError(f"{len(self.running)} running + {len(self._free_rows)} free rows != {len(self._owner)}")

@@ -243,9 +243,9 @@ class ModelRunner:
         return StepHandle(plan, token_ids, logprobs, scores, stopwatch, self._buffers)
 
     def _logprobs(self, plan: StepPlan, token_ids: Tensor, hidden: Tensor) -> tuple[Logprobs, NDArray[np.intp]] | None:
-        """Log-probabilities for the sequences that ask, and which they are; token_ids, hidden: of all of the plan's."""
+        """Log-probabilities for the sampled sequences that ask, and which they are; token_ids, hidden: of all."""
         counts = self.tables.num_logprobs_cpu[plan.rows]
-        asking = np.flatnonzero(counts >= 0)
+        asking = np.flatnonzero((counts >= 0) & (plan.num_sampled > 0))
         if not len(asking):
             return None
         # Few ask for them, so graphs keep no logits (gigabytes, for graphs of all sizes): they are made again.

@@ -112,14 +112,14 @@ class StepHandle:
     def result(self) -> StepResult:
         """Wait for the device, and read what it sampled and scored."""
         prepare_seconds, device_seconds = self._stopwatch.read()  # first: it waits
-        token_ids, logprobs = np.empty(0, np.int32), None
+        token_ids, logprobs = np.empty(0, np.int32), {}
         if self._token_ids is not None:
             of_all = self._token_ids.numpy()
             token_ids = of_all[self._sampled]  # a copy: the buffer may go
             if self._logprobs is not None:
                 found, asking = self._logprobs
-                by_seq = dict(zip(asking.tolist(), found.read(of_all[asking]), strict=True))
-                logprobs = [by_seq.get(i) for i in self._sampled.tolist()]
+                places = np.searchsorted(self._sampled, asking).tolist()
+                logprobs = dict(zip(places, found.read(of_all[asking]), strict=True))
         if self._pinned is not None:
             self._buffers.give_back(self._pinned)
         scores = self._scores.read(self._targets) if self._scores is not None else ()

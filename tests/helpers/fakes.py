@@ -41,7 +41,7 @@ class FakeHandle:
 
     def result(self) -> StepResult:
         assert self._runner.unread.popleft() is self, "steps are read in the order of their launch"
-        return StepResult(self._token_ids, None, self._scores)
+        return StepResult(self._token_ids, scores=self._scores)
 
 
 class FakeRunner:

@@ -1,0 +1,34 @@
+"""What must hold of blocks, rows and sequences between any two steps."""
+
+from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.scheduler import Scheduler
+
+
+def check_blocks(manager: BlockManager) -> None:
+    """Every block is in exactly one place, and the index agrees with the contents."""
+    used = {block for block, references in enumerate(manager._references) if references > 0}
+    blank, evictable = set(manager._blank), set(manager._evictable)
+    counts = {"used": len(used), "blank": len(manager._blank), "evictable": len(manager._evictable)}
+    assert sum(counts.values()) == manager.num_blocks, f"{counts} do not make {manager.num_blocks}"
+    assert used | blank | evictable == set(range(manager.num_blocks)), counts
+    assert min(manager._references, default=0) >= 0
+    findable = {block: content[0] for block, content in enumerate(manager._content) if content is not None}
+    assert findable == {block: digest for digest, block in manager._findable.items()}
+    assert not blank & findable.keys() and not evictable - findable.keys()
+
+
+def check_scheduler(scheduler: Scheduler) -> None:
+    """Rows, tables and blocks agree."""
+    table, resident = scheduler._table, scheduler._resident
+    check_blocks(scheduler.block_manager)
+    references = [0] * scheduler.block_manager.num_blocks
+    for row, seq in resident.items():
+        assert seq.row == row and len(seq.block_table) == table.num_blocks[row], seq
+        counts = [0, table.num_computed[row], table.num_tokens[row], table.num_needed[row] + 1]
+        assert counts == sorted(counts) and table.num_known[row] == len(seq.token_ids), (seq, counts)
+        for block in seq.block_table:
+            references[block] += 1
+    assert references == scheduler.block_manager._references
+    order = scheduler._order.tolist()
+    assert [row for row in order if row in resident] == list(resident)
+    assert sorted([*resident, *scheduler._free_rows]) == list(range(len(table.num_blocks)))
