@@ -1,7 +1,7 @@
 """Puts an engine together: the one room that knows all the wings."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.config import EngineConfig, ResolvedConfig
 from nanovllm.distributed.leader import LeadingRunner
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.llm_engine import LLMEngine, StepObserver
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.tokenizer import Tokenizer
-from nanovllm.engine.trace import Trace
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.config import load_model_config, read_json
 from nanovllm.models.hub import find_model
@@ -47,10 +46,15 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
     tokenizer = Tokenizer(folder) if folder is not None and Tokenizer.is_in(folder) else None
     path = folder / "generation_config.json" if folder is not None else None
     generation = read_json(path) if path is not None and path.is_file() else {}
-    trace = Trace(config.trace, config.device, tokenizer) if config.trace is not None else None
+    make_blocks: Callable[[int, int, bool], BlockManager] = BlockManager
+    observers: list[StepObserver] = []
+    if config.trace is not None:
+        from nanovllm.view.trace import Trace
+
+        observers = [trace := Trace(config.trace, config.device, tokenizer)]
+        make_blocks = trace.block_manager
     runner = make_runner(config, hf_config, None if config.load_format == "dummy" else folder)
     num_blocks = runner.make_cache()
-    make_blocks = trace.block_manager if trace is not None else BlockManager
     scheduler = Scheduler(
         make_blocks(num_blocks, config.block_size, config.enable_prefix_caching),
         max_num_seqs=config.max_num_seqs,
@@ -66,7 +70,7 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
         tokenizer=tokenizer,
         eos_token_ids=eos_token_ids(generation, data, tokenizer, vocab_size),
         default_params=SamplingParams.from_generation_config(generation),
-        observers=[trace] if trace is not None else [],
+        observers=observers,
         provenance=provenance(config, source if folder is None else model_digest(folder)),
     )
 

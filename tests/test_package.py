@@ -52,6 +52,7 @@ ROOMS = (
     ("prompts",),
     ("score",),
     ("load",),
+    ("view",),
     ("distributed",),
     ("runner",),
     ("resolve",),
@@ -61,7 +62,7 @@ ROOMS = (
     ("kernels",),
     ("config",),
     ("sampling_params", "outputs"),
-    ("chat", "options", "vllm_names", "version", "view"),
+    ("chat", "options", "vllm_names", "version"),
     ("utils",),
 )
 """From the top down; those of one line know nothing of each other."""

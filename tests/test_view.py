@@ -14,7 +14,7 @@ from helpers.fakes import make_engine
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.cli import main
-from nanovllm.engine import trace as trace_module
+from nanovllm.view import trace as trace_module
 from nanovllm.view.page import render_page, write_page
 from nanovllm.view.run import read_run
 

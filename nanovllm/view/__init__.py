@@ -1,1 +1,1 @@
-"""The window: a trace as one page that a browser opens, and as arrays for a script that draws."""
+"""The window: what a run writes down, the page that a browser opens, and arrays for a script that draws."""

@@ -10,8 +10,8 @@ from nanovllm.engine.block_manager import BlockManager, prefix_digest
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.plan import StepPlan, StepResult
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.trace import Trace
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.view.trace import Trace
 
 VOCAB = 16
 
