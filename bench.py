@@ -58,6 +58,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--max-num-seqs", type=int, default=512)
     add("--max-num-batched-tokens", type=int, help="default: each engine's own")
     add("--attention-backend", default="auto")
+    add("--speculative-config", type=json.loads, metavar="JSON", help="as LLM's option; for this engine alone")
     add(
         "--set",
         action="append",
@@ -119,6 +120,7 @@ def run_engine(args: argparse.Namespace, workload: Workload, vocab_size: int, de
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         attention_backend=args.attention_backend,
+        speculative_config=args.speculative_config,
         **options,
     )
     loaded = time.perf_counter()

@@ -1,10 +1,11 @@
 """The command `nanovllm`. Nothing heavy is imported before it is known what to do: `--help` answers at once."""
 
 import argparse
+import json
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -230,6 +231,13 @@ def _integer_or_name(text: str) -> int | str:
     return int(text) if text.isdigit() else text
 
 
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from error
+
+
 _TYPES: dict[str, tuple[Any, str | None]] = {
     str(str): (str, None),
     str(str | None): (str, None),
@@ -237,6 +245,7 @@ _TYPES: dict[str, tuple[Any, str | None]] = {
     str(float): (float, "SHARE"),
     str(int | None): (int, "N"),
     str(int | str): (_integer_or_name, "N"),
+    str(Mapping[str, Any] | None): (_json, "JSON"),
 }
 """By the type of a field: what makes it of a word, and what the word is called in --help; None for its own name."""
 _METAVARS = {"trace": "FILE"}

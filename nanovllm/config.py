@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from nanovllm.speculative_config import read_speculative_config
 from nanovllm.utils.checks import as_bool, as_choice, as_integer, refuse, refuse_unknown
 from nanovllm.vllm_names import HINTS, translate_options
 
@@ -95,6 +96,13 @@ class EngineConfig:
         "auto", "auto reads safetensors; dummy makes random weights from config.json alone", affects="results"
     )
     overlap: bool = _option(True, "on a GPU, plan the next step while the device computes this one", affects="pace")
+    speculative_config: Mapping[str, Any] | None = _option(
+        None,
+        'verify guessed tokens, several a step: guessed from text by {"method": "ngram", "num_speculative_tokens": 8, '
+        '"prompt_lookup_max": 4, "prompt_lookup_min": 2}, or by a smaller model, {"model": NAME, '
+        '"num_speculative_tokens": 4}',
+        affects="pace",
+    )
     trace: str | None = _option(
         None, "file to write a Chrome trace of every step to (chrome://tracing, Perfetto)", affects="pace"
     )
@@ -131,6 +139,8 @@ class EngineConfig:
         if not isinstance(use, (int, float)) or isinstance(use, bool) or not 0 < use <= 1:
             raise refuse(use, "gpu_memory_utilization", "above 0 and at most 1")
         put("seed", as_integer(self.seed, "seed", -(2**63), limit="a signed 64-bit integer"))
+        if self.speculative_config is not None:
+            put("speculative_config", read_speculative_config(self.speculative_config))
         for name in ("enable_prefix_caching", "enforce_eager", "overlap"):
             as_bool(getattr(self, name), name)
 
@@ -163,6 +173,7 @@ class ResolvedConfig:
         block_size: tokens a block of the KV cache.
         use_graphs: whether steps of decodes run as CUDA graphs.
         depth: steps that may be launched before the first of them is read.
+        speculative_config: complete, as `read_speculative_config` gives it.
     """
 
     model: str
@@ -182,8 +193,14 @@ class ResolvedConfig:
     attention_backend: str
     load_format: str
     depth: int
+    speculative_config: dict[str, Any] | None
     trace: str | None
     seed: int
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """The most drafts of a sequence that a step verifies."""
+        return int((self.speculative_config or {}).get("num_speculative_tokens", 0))
 
     @property
     def max_blocks_per_seq(self) -> int:

@@ -55,11 +55,17 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
         make_blocks = trace.block_manager
     runner = make_runner(config, hf_config, None if config.load_format == "dummy" else folder)
     num_blocks = runner.make_cache()
+    speculation = None
+    if config.speculative_config is not None:
+        from nanovllm.drafts.start import start_speculation
+
+        speculation = start_speculation(config, runner)
     scheduler = Scheduler(
         make_blocks(num_blocks, config.block_size, config.enable_prefix_caching),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         vocab_size=vocab_size,
+        speculation=speculation,
     )
     logger.info("%s on %s, %s, %s attention", config.model, config.device, config.dtype, config.attention_backend)
     return LLMEngine(

@@ -1,6 +1,7 @@
 """What a type checker wants to know of `LLM(model, **options)`."""
 
-from typing import TypedDict
+from collections.abc import Mapping
+from typing import Any, TypedDict
 
 
 class EngineOptions(TypedDict, total=False):
@@ -23,5 +24,6 @@ class EngineOptions(TypedDict, total=False):
     attention_backend: str
     load_format: str
     overlap: bool
+    speculative_config: Mapping[str, Any] | None
     trace: str | None
     seed: int

@@ -53,7 +53,7 @@ def resolve(config: EngineConfig, hf_config: "PretrainedConfig") -> ResolvedConf
         block_size=size or backend.default_block_size,
         max_num_batched_tokens=config.max_num_batched_tokens or TOKEN_BUDGETS[device.type],
         max_model_len=limit_length(hf_config, config.max_model_len),
-        depth=2 if config.overlap and is_cuda else 1,
+        depth=2 if config.overlap and is_cuda and config.speculative_config is None else 1,
     )
 
 

@@ -36,7 +36,7 @@ OPTIONS: Mapping[str, tuple[Any, ...]] = {
     # What would change results, or cannot be had.
     **dict.fromkeys(("quantization", "hf_config_path", "code_revision", "tokenizer_revision", "download_dir"), (None,)),
     **dict.fromkeys(("rope_theta", "pooler_config", "override_pooler_config", "logits_processor_pattern"), (None,)),
-    **dict.fromkeys(("speculative_config", "speculative_model", "num_speculative_tokens", "hf_token"), (None,)),
+    **dict.fromkeys(("speculative_model", "num_speculative_tokens", "hf_token"), (None,)),
     **dict.fromkeys(("kv_transfer_config", "kv_events_config", "logits_processors", "reasoning_parser"), (None,)),
     **dict.fromkeys(("hf_overrides", "rope_scaling", "override_generation_config", "additional_config"), (None, {})),
     **dict.fromkeys(("mm_processor_kwargs", "model_loader_extra_config", "structured_outputs_config"), (None, {})),

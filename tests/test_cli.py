@@ -1,5 +1,6 @@
 """The command: what it says of itself, and how it refuses."""
 
+import json
 import os
 import subprocess
 import sys
@@ -66,6 +67,7 @@ def test_every_engine_option_reaches_the_engine(monkeypatch: pytest.MonkeyPatch)
         "load_format": "dummy",
         "distributed_backend": "gloo",
         "seed": -3,
+        "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
     }
     for field in fields(EngineConfig):
         if field.name != "model" and field.name not in given:
@@ -73,7 +75,8 @@ def test_every_engine_option_reaches_the_engine(monkeypatch: pytest.MonkeyPatch)
     arguments = ["run-batch", "-i", "in", "-o", "out", "--model", "a", "--served-model-name", "b", "--overwrite"]
     for name, value in given.items():
         option = name.replace("_", "-")
-        flag = f"--{option}" if value is True else f"--no-{option}" if value is False else f"--{option}={value}"
+        text = json.dumps(value) if isinstance(value, dict) else value
+        flag = f"--{option}" if value is True else f"--no-{option}" if value is False else f"--{option}={text}"
         arguments.append(flag)
     jobs = []
     monkeypatch.setattr("nanovllm.batch.job.run_job", lambda job: jobs.append(job) or Status.OK)

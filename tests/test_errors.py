@@ -369,7 +369,7 @@ def test_only_what_is_close_is_suggested(random_model: Path) -> None:
 
 VLLM_REFUSED: dict[str, Any] = {
     **{"model_impl": "transformers", "pipeline_parallel_size": 2, "quantization": "awq", "kv_cache_dtype": "fp8"},
-    **{"enable_lora": True, "hf_overrides": {"rope_theta": 1}, "speculative_config": {"method": "ngram"}},
+    **{"enable_lora": True, "hf_overrides": {"rope_theta": 1}, "speculative_model": "draft"},
     **{"tokenizer": "another/tokenizer", "generation_config": "vllm", "cpu_offload_gb": 4, "task": "embed"},
     **{"skip_tokenizer_init": True, "scheduling_policy": "priority", "logprobs_mode": "processed_logits"},
 }

@@ -55,6 +55,7 @@ ROOMS = (
     ("view",),
     ("distributed",),
     ("runner",),
+    ("drafts",),
     ("resolve",),
     ("engine", "models"),
     ("backends",),
@@ -62,7 +63,7 @@ ROOMS = (
     ("kernels",),
     ("config",),
     ("sampling_params", "outputs"),
-    ("chat", "options", "vllm_names", "version"),
+    ("chat", "options", "speculative_config", "vllm_names", "version"),
     ("utils",),
 )
 """From the top down; those of one line know nothing of each other."""

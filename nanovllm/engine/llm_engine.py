@@ -179,6 +179,9 @@ class LLMEngine:
         clock.span("schedule")
         if batch is None:
             return False
+        if self.scheduler.speculation is not None:
+            self.scheduler.speculation.draft(batch)
+            clock.span("draft")
         for observer in self.observers:
             observer.planned(self.num_steps + 1, clock.spans[0][1], batch, self.scheduler)
         clock.resume()
@@ -197,6 +200,8 @@ class LLMEngine:
         step.clock.span("wait")
         finished = self.scheduler.update(step.batch, result.token_ids, result.logprobs, result.scores)
         for seq in finished:
+            if self.scheduler.speculation is not None:
+                self.scheduler.speculation.ended(seq)
             if seq.finish_reason == "error":
                 where = f"request {seq.seq_id}, step {step.number}, after {len(seq.output_token_ids)} tokens of output"
                 seq.error = f"{where}: the model's logits hold NaN or infinity, or nothing finite"
@@ -325,13 +330,15 @@ class LLMEngine:
 
     def stats(self) -> dict[str, int]:
         """Cumulative counts since the engine was made, and the blocks as they are."""
-        scheduler = self.scheduler
+        scheduler, drafted = self.scheduler, self.scheduler.speculation
         return {
             "num_steps": self.num_steps,
             "num_prompt_tokens": scheduler.num_prompt_tokens,
             "num_cached_tokens": scheduler.num_cached_tokens,
             "num_generated_tokens": scheduler.num_generated_tokens,
             "num_preemptions": scheduler.num_preemptions,
+            "num_draft_tokens": drafted.num_draft_tokens if drafted else 0,
+            "num_accepted_tokens": drafted.num_accepted_tokens if drafted else 0,
             "num_free_blocks": scheduler.block_manager.num_free,
             "num_blocks": scheduler.block_manager.num_blocks,
         }

@@ -44,10 +44,10 @@ class StepPlan:
         num_computed: int32 [num_seqs], tokens whose KV is in the cache before this step.
         num_scheduled: int32 [num_seqs], tokens to compute in this step, at least 1.
         num_logits: int32 [num_seqs], how many of the scheduled tokens, the last ones, want logits.
-        num_sampled: int32 [num_seqs], from how many of these, the last ones, a token is to be sampled: 1 where the step
-            computes the sequence's last token, else 0. The others are scored.
-        token_ids: int32 [num_tokens], the tokens to compute, sequence after sequence. -1 is the token that was
-            sampled last for that row: it is on the device, and the host may not know it yet.
+        num_sampled: int32 [num_seqs], from how many of these, the last ones, a token is to be sampled: where the step
+            computes the sequence's last token 1 + the drafts that follow it, else 0. The others are scored.
+        token_ids: int32 [num_tokens], the tokens to compute, sequence after sequence, drafts included. -1 is the token
+            that was sampled last for that row: it is on the device, and the host may not know it yet.
         targets: int32 [num_scored], sequence after sequence, for each token that is scored the one that follows it in
             the prompt. That of a chunk's last token is not in the step.
         block_entries: int32 [n, 3], new (row, index, block) entries of the block tables.
@@ -75,6 +75,12 @@ class StepPlan:
     @property
     def num_decodes(self) -> int:
         return int(np.count_nonzero(self.num_scheduled == 1))
+
+    @property
+    def num_drawn(self) -> IntArray:
+        """int32 [num_seqs], from how many of its last tokens the runner samples: of every sequence at least from one,
+        though where num_sampled is 0 nobody reads it."""
+        return np.maximum(self.num_sampled, 1)
 
     @property
     def head_size(self) -> int:
@@ -120,8 +126,8 @@ class StepPlan:
         return StepPlan(*parts)
 
     @staticmethod
-    def largest(max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int) -> "StepPlan":
-        """The step that takes the most memory: all tokens, all scored, all sequences, all sampled. For measuring."""
+    def largest(max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, num_drafts: int = 0) -> "StepPlan":
+        """The step that takes the most memory: all tokens, all scored or sampled, all sequences. For measuring."""
         num_seqs = min(max_num_seqs, max_num_batched_tokens)
         num_scheduled = np.full(num_seqs, min(max_num_batched_tokens // num_seqs, max_model_len), np.int32)
         left = max_num_batched_tokens - int(num_scheduled.sum())
@@ -135,8 +141,10 @@ class StepPlan:
         def zeros(count: int) -> IntArray:
             return np.zeros(count, np.int32)
 
-        per_seq = [zeros(num_seqs), zeros(num_seqs), num_scheduled, num_scheduled, zeros(num_seqs) + 1]
-        return StepPlan._of([*per_seq, zeros(num_tokens), zeros(num_tokens - num_seqs), zeros(0), zeros(0)])
+        num_sampled = np.minimum(num_scheduled, 1 + num_drafts)
+        per_seq = [zeros(num_seqs), zeros(num_seqs), num_scheduled, num_scheduled, num_sampled]
+        targets = zeros(num_tokens - int(num_sampled.sum()))
+        return StepPlan._of([*per_seq, zeros(num_tokens), targets, zeros(0), zeros(0)])
 
     @staticmethod
     def max_packed_size(config: ResolvedConfig) -> int:
@@ -150,7 +158,7 @@ class StepResult:
     """What a step sampled and scored, in the plan's order.
 
     Attributes:
-        token_ids: int32 [num_sampled].
+        token_ids: int32 [the plan's num_sampled in all].
         logprobs: of those whose request asked, by their place among them: {token id: log-probability}.
         scores: for each target {token id: log-probability}.
         prepare_seconds: how long the host took to bring the plan on its way.

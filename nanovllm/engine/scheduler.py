@@ -3,10 +3,10 @@
 import math
 from array import array
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -30,10 +30,11 @@ _NO_TARGETS = np.empty(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A plan, and for whom its results are: `seqs[i]` gets the i-th sampled token, `scored` share the scores.
+    """A plan, and for whom its results are: `seqs` share what is sampled, `scored` the scores.
 
-    A step is read one or more steps after it was planned; by then a sequence may have ended or been preempted, and
-    its row may have a new owner. `generations` tells: it is the row's generation at the time of planning.
+    Without drafts `seqs[i]` gets the i-th sampled token. A step is read one or more steps after it was planned; by
+    then a sequence may have ended or been preempted, and its row may have a new owner. `generations` tells: it is the
+    row's generation at the time of planning.
     """
 
     plan: StepPlan
@@ -41,6 +42,43 @@ class Batch:
     rows: IntArray
     generations: IntArray
     scored: Seq[Scored] = ()
+
+    def shares(self) -> Iterator[tuple[Sequence, IntArray]]:
+        """Each of seqs with the tokens of the plan that it is sampled from: its last known one, and its drafts."""
+        plan = self.plan
+        sampled = np.flatnonzero(plan.num_sampled)
+        ends, counts = plan.num_scheduled.cumsum()[sampled].tolist(), plan.num_sampled[sampled].tolist()
+        for seq, end, count in zip(self.seqs, ends, counts, strict=True):
+            yield seq, plan.token_ids[end - count : end]
+
+
+class Speculator(Protocol):
+    """Guesses tokens, and says how many guesses a step verifies: see drafts/, which no engine needs.
+
+    Attributes:
+        most: drafts a sequence and step.
+        num_draft_tokens, num_accepted_tokens: verified so far, and found right.
+    """
+
+    most: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+
+    def choose(self, seqs: Seq[Sequence], most: IntArray, num_rows: int) -> IntArray:
+        """How many drafts each of seqs, which decode, verifies in a step that computes num_rows tokens anyway."""
+        ...
+
+    def draft(self, batch: Batch) -> None:
+        """Write the drafts into the plan: the shares of its batch have room for as many as were chosen."""
+        ...
+
+    def learn(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
+        """What a step made of the drafts of a sequence."""
+        ...
+
+    def ended(self, seq: Sequence) -> None:
+        """The sequence has its last token."""
+        ...
 
 
 class Scheduler:
@@ -53,9 +91,15 @@ class Scheduler:
     """
 
     def __init__(
-        self, block_manager: BlockManager, *, max_num_seqs: int, max_num_batched_tokens: int, vocab_size: int
+        self,
+        block_manager: BlockManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        vocab_size: int,
+        speculation: Speculator | None = None,
     ) -> None:
-        self.block_manager = block_manager
+        self.block_manager, self.speculation = block_manager, speculation
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[Sequence] = deque()
         self._resident: dict[int, Sequence] = {}
@@ -93,6 +137,8 @@ class Scheduler:
     def schedule(self) -> Batch | None:
         """Plan the next step, or None if nothing can be computed before a launched step is read."""
         rows, num_scheduled, preempted = self._schedule_running()
+        if self.speculation is not None and not preempted and len(rows):
+            num_scheduled = num_scheduled + self._choose_drafts(self.speculation, rows, num_scheduled)
         ends = self._table.num_computed[rows] + num_scheduled
         self._grow_blocks(rows, ends)
         self._register_blocks(rows, ends)
@@ -131,6 +177,24 @@ class Scheduler:
         if not num_scheduled.all():
             rows, num_scheduled = rows[num_scheduled > 0], num_scheduled[num_scheduled > 0]
         return rows, num_scheduled.astype(np.int32), preempted
+
+    def _choose_drafts(self, speculation: Speculator, rows: IntArray, num_scheduled: IntArray) -> IntArray:
+        """How many drafts each of the rows verifies, after its last known token: as many as speculation thinks fit.
+
+        They may cost no sequence its blocks or its place in the step.
+        """
+        table, manager = self._table, self.block_manager
+        num_tokens = table.num_tokens[rows]
+        most = np.minimum(table.num_needed[rows] - num_tokens, speculation.most)
+        missing = -(-(num_tokens + most) // manager.block_size) - table.num_blocks[rows]
+        if np.maximum(missing, 0).sum() > manager.num_free:
+            most = np.minimum(most, table.num_blocks[rows] * manager.block_size - num_tokens)
+        decodes = np.flatnonzero((num_scheduled == 1) & (table.num_computed[rows] + 1 == num_tokens) & (most > 0))
+        num_drafts, num_rows = np.zeros_like(num_scheduled), int(num_scheduled.sum())
+        if len(decodes) and (room := (self.max_num_batched_tokens - num_rows) // len(decodes)):
+            seqs = [self._resident[row] for row in rows[decodes].tolist()]
+            num_drafts[decodes] = speculation.choose(seqs, np.minimum(most[decodes], room), num_rows)
+        return num_drafts
 
     def _grow_blocks(self, rows: IntArray, ends: IntArray) -> None:
         """Take the blocks that each row needs for its first `ends` tokens."""
@@ -227,9 +291,10 @@ class Scheduler:
         if is_sent.any():
             after = num_scheduled.cumsum()
             for i in np.flatnonzero(is_sent).tolist():
-                known = self._resident[int(rows[i])].token_ids
-                token_ids[after[i] - num_scheduled[i] : after[i]] = known[num_computed[i] : ends[i]]
-        num_logits = num_sampled = (ends == table.num_tokens[rows]).astype(np.int32)
+                known = self._resident[int(rows[i])].token_ids[num_computed[i] : ends[i]]
+                start = after[i] - num_scheduled[i]
+                token_ids[start : start + len(known)] = known  # drafts follow
+        num_logits = num_sampled = np.maximum(ends + 1 - table.num_tokens[rows], 0)  # more than 1: with drafts
         scored: Seq[Scored] = ()
         targets = _NO_TARGETS
         if self._scoring:
@@ -289,12 +354,14 @@ class Scheduler:
         """Append what a step sampled and return the sequences that ended by it; their rows and blocks are free.
 
         Args:
-            token_ids: int32 [len(batch.seqs)]; -1 where the logits were no distribution, which ends a sequence.
-            logprobs: of those of batch.seqs whose request asked for them, by their place.
+            token_ids: int32 [num_sampled in all]; -1 where the logits were no distribution, which ends a sequence.
+            logprobs: of those whose request asked for them, by their place.
             scores: for each of the plan's targets.
         """
         table, rows, seqs = self._table, batch.rows, batch.seqs
         finished = self._take_in_scores(batch.scored, scores)
+        if len(token_ids) > len(seqs):
+            return finished + self._take_in_verified(batch, token_ids, logprobs)
         for i, values in logprobs.items():
             if seqs[i].finish_reason is None:
                 seqs[i].logprobs.append(values)
@@ -319,6 +386,42 @@ class Scheduler:
             rows = rows[table.generation[rows] == batch.generations[resident]]
         self._register_blocks(rows, table.num_computed[rows])
         return finished + ended
+
+    def _take_in_verified(
+        self, batch: Batch, token_ids: IntArray, logprobs: Mapping[int, dict[int, float]]
+    ) -> list[Sequence]:
+        """`update` of a step with drafts, after which no other is in flight.
+
+            computed by the step   c d e f      c was known, d e f are drafts
+            drawn                  d e x y      d and e are accepted: d e x are kept, and c d e stay computed
+
+        The blocks that the rejected ones were computed into stay with the sequence.
+        """
+        assert self.speculation is not None
+        table, ended = self._table, list[Sequence]()
+        at = 0
+        for seq, (_, *drafts) in batch.shares():
+            for kept, token_id in enumerate(token_ids[at : at + 1 + len(drafts)].tolist(), 1):
+                seq.token_ids.append(token_id)
+                self.num_generated_tokens += 1
+                if at + kept - 1 in logprobs:
+                    seq.logprobs.append(logprobs[at + kept - 1])
+                if self._ends(seq) or kept > len(drafts) or drafts[kept - 1] != token_id:
+                    break
+            at += 1 + len(drafts)
+            if drafts:  # those beyond the end are neither right nor wrong
+                num_drafts = len(drafts) if seq.finish_reason is None else kept - 1
+                self.speculation.learn(seq, num_drafts, kept - 1)
+            if seq.finish_reason is not None:
+                self._release(seq)
+                ended.append(seq)
+                continue
+            row = seq.row
+            table.num_known[row] = table.num_tokens[row] = table.num_sent[row] = len(seq.token_ids)
+            table.num_computed[row] = len(seq.token_ids) - 1
+        rows = np.array([seq.row for seq in batch.seqs if seq.row >= 0], np.int32)
+        self._register_blocks(rows, table.num_computed[rows])
+        return ended
 
     def _take_in_scores(self, scored: Seq[Scored], scores: Seq[dict[int, float]]) -> list[Sequence]:
         """Deal out a step's scores, also to the preempted; returns the sequences that end with them."""

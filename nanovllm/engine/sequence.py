@@ -2,7 +2,7 @@
 
 from array import array
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 from nanovllm.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams
@@ -30,6 +30,7 @@ class Sequence:
     __slots__ = (
         "block_table",
         "digests",
+        "drafting",
         "error",
         "finish_reason",
         "limit",
@@ -86,6 +87,8 @@ class Sequence:
         self.block_table: list[int] = []
         self.digests: list[bytes] = []
         """Prefix digests of its full blocks, as far as they were needed: nothing is hashed twice."""
+        self.drafting: Any = None
+        """How its drafts fared, where there is speculation."""
         self.num_in_flight = 0
         """For a preempted sequence: results of launched steps that it must wait for before it moves in again."""
         self.num_cached_tokens: int | None = None

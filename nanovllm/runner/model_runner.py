@@ -86,7 +86,7 @@ class ModelRunner:
         self.backend.pack_weights(self.model.modules(), check)
         self.tables = DeviceTables(config.max_num_seqs, config.max_blocks_per_seq, self.device)
         self._staging = Staging(StepPlan.max_packed_size(config), self.device)
-        self._buffers = ReturnBuffers(config.max_num_seqs)
+        self._buffers = ReturnBuffers(config.max_num_seqs * (1 + config.num_speculative_tokens))
         self.caches: list[KVCache] = []
         self._has_small_model = self.device.type == "cpu" and self._shape.num_parameters <= SMALL_MODEL
 
@@ -190,7 +190,9 @@ class ModelRunner:
         total, weights = torch.cuda.mem_get_info(device)[1], torch.cuda.memory_allocated(device)
         self.caches = self._make_caches(1)
         torch.cuda.reset_peak_memory_stats(device)
-        plan = StepPlan.largest(config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len)
+        plan = StepPlan.largest(
+            config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len, config.num_speculative_tokens
+        )
         # Padding rows store nothing and read block 0: the shapes are real, the values are not.
         plan.rows[:] = self.tables.padding_row
         self.launch(plan).result()
@@ -243,9 +245,10 @@ class ModelRunner:
         return StepHandle(plan, token_ids, logprobs, scores, stopwatch, self._buffers)
 
     def _logprobs(self, plan: StepPlan, token_ids: Tensor, hidden: Tensor) -> tuple[Logprobs, NDArray[np.intp]] | None:
-        """Log-probabilities for the sampled sequences that ask, and which they are; token_ids, hidden: of all."""
-        counts = self.tables.num_logprobs_cpu[plan.rows]
-        asking = np.flatnonzero((counts >= 0) & (plan.num_sampled > 0))
+        """Log-probabilities for the sampled tokens of those that ask, and which they are; token_ids, hidden: of all."""
+        counts, num_drawn = self.tables.num_logprobs_cpu[plan.rows], plan.num_drawn
+        counts = np.repeat(np.where(plan.num_sampled > 0, counts, -1), num_drawn)
+        asking = np.flatnonzero(counts >= 0)
         if not len(asking):
             return None
         # Few ask for them, so graphs keep no logits (gigabytes, for graphs of all sizes): they are made again.
@@ -284,8 +287,16 @@ class ModelRunner:
         if not plan.num_sampled.any():
             return None, scores
         # Every sequence's last token is sampled from. Where the plan asks for no sample (the chunk of a prompt, or one
-        # that is only scored), the result is dropped, and what it leaves in last_token is never read.
-        return self._sample(hidden[inputs.cu_seqlens[1:] - 1], rows, inputs.sampling), scores
+        # that is only scored), the result is dropped, and what it leaves in last_token is never read; nor is that of
+        # drafts, after which the host sends the token.
+        last, values = inputs.cu_seqlens[1:] - 1, inputs.sampling
+        if (num_drawn := plan.num_drawn).sum() > plan.num_seqs:
+            drawn_of = np.repeat(np.arange(plan.num_seqs), num_drawn)
+            places = np.repeat(num_drawn.cumsum(), num_drawn) - 1 - np.arange(len(drawn_of))
+            of_seq, before_last = self._send(np.stack((drawn_of, places))).unbind(0)
+            rows, last, values = rows[of_seq], last[of_seq] - before_last, values.of_rows(of_seq)
+            values = values._replace(positions=values.positions - before_last.int())
+        return self._sample(hidden[last], rows, values), scores
 
     def _decode(self, head: Tensor) -> tuple[Tensor, Tensor]:
         """A step of decodes alone, from tensors alone, so that a CUDA graph can capture it: see _sample.

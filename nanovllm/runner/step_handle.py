@@ -96,11 +96,11 @@ class StepHandle:
     ) -> None:
         """
         Args:
-            token_ids: int32 [num_seqs], on the device; None if the plan samples nothing.
-            logprobs: and which of the plan's sequences they are of.
+            token_ids: int32 [the plan's num_drawn in all], on the device; None if the plan samples nothing.
+            logprobs: and which of token_ids they are of.
             scores: of the plan's targets.
         """
-        self._sampled, self._targets = np.flatnonzero(plan.num_sampled), plan.targets
+        self._sampled, self._targets = np.flatnonzero(np.repeat(plan.num_sampled > 0, plan.num_drawn)), plan.targets
         self._logprobs, self._scores, self._stopwatch, self._buffers = logprobs, scores, stopwatch, buffers
         self._token_ids, self._pinned = token_ids, None
         if token_ids is not None and token_ids.is_cuda:

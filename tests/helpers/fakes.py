@@ -72,12 +72,13 @@ class FakeRunner:
         states = self._compute(plan)
         sampled, scores, targets = [], [], iter(plan.targets.tolist())
         for i, row in enumerate(plan.rows.tolist()):
-            token = next_token(states[i][-1], self.seeds[row])
-            self.last_token[row] = token  # also of a prompt's chunk, as the real runner does: nobody may read it
+            drawn = [next_token(state, self.seeds[row]) for state in states[i][-plan.num_drawn[i] :]]
+            # Also of a prompt's chunk, as the real runner does: nobody may read it, nor that of drafts.
+            self.last_token[row] = drawn[0] if len(drawn) == 1 else -7
             wanted = states[i][len(states[i]) - plan.num_logits[i] :]
             scores += [{next(targets): score(state)} for state in wanted[: len(wanted) - plan.num_sampled[i]]]
             if plan.num_sampled[i]:
-                sampled.append(token)
+                sampled += drawn
         assert next(targets, None) is None
         self.num_scored += len(scores)
         handle = FakeHandle(self, np.array(sampled, np.int32), scores)
@@ -212,6 +213,7 @@ def make_engine(
         attention_backend="torch",
         load_format="dummy",
         depth=depth,
+        speculative_config=None,
         trace=trace,
         seed=0,
     )

@@ -1,0 +1,177 @@
+"""Speculative decoding: a step also computes tokens that were guessed, and keeps those that the sampler draws, too.
+
+    known        ... a b c          c is not computed yet
+    drafts               d e f      guessed: the step computes c d e f
+    drawn              d e x y      by the sampler, each from the logits after c, d, e, f
+    kept               d e x        as long as draft and draw agree, and the first draw that differs
+
+Each draw has the seed and the position that it would have without drafts, so the tokens are the same, where logits
+have the same bits in any company. (Leviathan et al. 2023, https://arxiv.org/abs/2211.17192, keep the distribution.)
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanovllm.engine.plan import IntArray
+from nanovllm.engine.scheduler import Batch
+from nanovllm.engine.sequence import Sequence
+
+MISSES = 3
+"""Steps in a row that confirm no draft of a sequence before it gets none for a while."""
+SHORTEST_PAUSE, LONGEST_PAUSE = 8, 128
+"""Tokens without drafts, twice as many each time."""
+HOPE = 0.7
+"""The share of drafts that is taken to be right before any was verified."""
+WORTHWHILE = 1.02
+"""How much faster a step must be expected to be, per token, for drafts to be verified."""
+SURE = 0.99
+"""No share of right drafts counts as more."""
+
+FloatArray = NDArray[np.float64]
+
+
+class Drafter(Protocol):
+    """Guesses the tokens that come next."""
+
+    def offer(self, seqs: Seq[Sequence], most: IntArray) -> IntArray:
+        """How many drafts it has for each sequence, at most `most`. 0 where it has no idea."""
+        ...
+
+    def draft(self, batch: Batch) -> None:
+        """See `Speculator.draft`."""
+        ...
+
+    def ended(self, seq: Sequence) -> None:
+        """See `Speculator.ended`."""
+        ...
+
+
+@dataclass(frozen=True)
+class RowCosts:
+    """What steps cost, as measured at the start, in seconds.
+
+    Attributes:
+        rows: ascending, tokens that a step computes.
+        plain, verified: seconds of a step of so many, without drafts and with.
+        drafting: seconds of a pass of the drafter over so many sequences; 0 if it has none.
+    """
+
+    rows: FloatArray
+    plain: FloatArray
+    verified: FloatArray
+    drafting: FloatArray
+
+    def at(self, num_rows: NDArray[np.integer[Any]], seconds: FloatArray) -> FloatArray:
+        """Between what was measured, along straight lines; beyond it each row costs what one of the last step's did."""
+        beyond = np.maximum(num_rows / self.rows[-1], 1.0)
+        return np.interp(num_rows, self.rows, seconds) * beyond  # type: ignore[no-any-return]
+
+
+def allot(offers: IntArray, rates: FloatArray, num_seqs: int, num_rows: int, costs: RowCosts) -> IntArray:
+    """How many drafts of each sequence to verify, so that the step makes the most tokens a second.
+
+    The j-th draft of a sequence is kept with a probability of rate^j. The likeliest come first; the step takes as many
+    as pay.
+
+    Args:
+        offers, rates: [n], the drafts that are to be had, and how likely one is right if those before it are.
+        num_seqs, num_rows: sequences that get a token in this step anyway, and tokens that it computes anyway.
+    """
+    most = int(offers.max(initial=0))
+    if not most:
+        return np.zeros_like(offers)
+    places = np.arange(1, most + 1)
+    gains = np.where(places <= offers[:, None], rates[:, None] ** places, 0.0).ravel()
+    order = np.argsort(-gains, kind="stable")[: int(offers.sum())]
+    tokens = num_seqs + np.concatenate(([0.0], gains[order].cumsum()))
+    # A drafter's pass is due in any step, and makes the first draft; each further place is another one.
+    passes = np.maximum.accumulate(np.concatenate(([1], order % most + 1)))
+    rows = num_rows + np.arange(len(tokens))
+    seconds = costs.at(rows, costs.verified) + passes * costs.at(np.array([num_seqs]), costs.drafting)
+    seconds[0] += (costs.at(rows[:1], costs.plain) - costs.at(rows[:1], costs.verified))[0]
+    pace = tokens / seconds
+    best = int(pace.argmax())
+    if pace[best] < WORTHWHILE * pace[0]:
+        best = 0
+    return np.bincount(order[:best] // most, minlength=len(offers)).astype(np.int32)
+
+
+class Record:
+    """How the drafts of one sequence fared."""
+
+    __slots__ = ("misses", "notes", "offered", "pause", "resumes_at", "right", "tried")
+
+    def __init__(self) -> None:
+        self.right = self.tried = 1.0  # counts that forget: what was lately counts more
+        self.misses, self.pause, self.resumes_at = 0, SHORTEST_PAUSE, 0
+        self.offered = 0
+        self.notes: Any = None
+        """The drafter's own."""
+
+
+class Speculation:
+    """The scheduler's `Speculator`: which sequences verify how many drafts, and how their drafts have fared."""
+
+    def __init__(self, drafter: Drafter, most: int, costs: RowCosts) -> None:
+        """
+        Args:
+            most: drafts a sequence and step.
+        """
+        self.drafter, self.most, self.costs = drafter, most, costs
+        self._right, self._tried = HOPE * np.full(most + 1, 8.0), np.full(most + 1, 8.0)
+        """Over all sequences, by the length of the offer."""
+        self.num_draft_tokens = self.num_accepted_tokens = 0
+
+    def choose(self, seqs: Seq[Sequence], most: IntArray, num_rows: int) -> IntArray:
+        """How many drafts each sequence of a step verifies.
+
+        Args:
+            seqs: those that decode in the step.
+            most: int32 [n], how many each may, `self.most` at most.
+            num_rows: tokens that the step computes anyway.
+        """
+        most = most.copy()
+        for i, seq in enumerate(seqs):
+            record = seq.drafting = seq.drafting or Record()
+            if record.resumes_at > len(seq.token_ids):
+                most[i] = 0
+        sure = np.full(len(seqs), SURE)
+        if not allot(most, sure, len(seqs), num_rows, self.costs).any():
+            return np.zeros_like(most)  # not even certain ones would pay
+        offers = self.drafter.offer(seqs, most)
+        usual = self._right / self._tried
+        records = [seq.drafting for seq in seqs]
+        rates = np.empty(len(seqs))
+        for i, (record, offer) in enumerate(zip(records, offers.tolist(), strict=True)):
+            rates[i] = min((record.right + 2 * usual[offer]) / (record.tried + 2), SURE)
+            record.offered = offer
+        return allot(offers, rates, len(seqs), num_rows, self.costs)
+
+    def draft(self, batch: Batch) -> None:
+        self.drafter.draft(batch)
+
+    def ended(self, seq: Sequence) -> None:
+        self.drafter.ended(seq)
+
+    def learn(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
+        self.num_draft_tokens += num_drafts
+        self.num_accepted_tokens += num_accepted
+        record: Record = seq.drafting
+        num_tried = min(num_accepted + 1, num_drafts)  # those after the first wrong one tell nothing
+        record.right, record.tried = 0.8 * record.right + num_accepted, 0.8 * record.tried + num_tried
+        of_all, offer = (self._right, self._tried), record.offered
+        for counts, count in zip(of_all, (num_accepted, num_tried), strict=True):
+            counts[offer] = 0.98 * counts[offer] + count
+        if num_accepted:
+            record.misses, record.pause = 0, SHORTEST_PAUSE
+            return
+        record.misses += 1
+        if record.misses >= MISSES:
+            record.resumes_at = len(seq.token_ids) + record.pause
+            record.pause = min(2 * record.pause, LONGEST_PAUSE)
+            record.misses = MISSES - 1  # one more miss after the pause is enough for the next
+            record.right = record.tried = 1.0

@@ -1,0 +1,141 @@
+"""Speculative decoding with real models: tokens are those that come without, on every axis."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.tiny import draw_prompts, save_random
+from test_invariance import BASE, REQUESTS, VARIANTS, tokens
+from test_speculation import FREE
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.backends.cpu_backend import CpuBackend
+from nanovllm.engine.scheduler import Batch
+from nanovllm.engine.sequence import Sequence
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+
+
+class Parrot:
+    """Knows what will be said, and drafts it with mistakes."""
+
+    def __init__(self, texts: list[list[int]], share: float) -> None:
+        self._texts, self._share, self._rng = texts, share, random.Random(0)
+
+    def offer(self, seqs: list[Sequence], most: np.ndarray) -> np.ndarray:
+        return most
+
+    def draft(self, batch: Batch) -> None:
+        for seq, share in batch.shares():
+            text, known = self._texts[seq.seq_id % len(self._texts)], len(seq.token_ids)
+            for i in range(1, len(share)):
+                share[i] = text[known + i - 1] if self._rng.random() < self._share else self._rng.randrange(500)
+
+    def ended(self, seq: Sequence) -> None:
+        pass
+
+
+def run(folder: Path, options: dict[str, Any], requests: Any, drafter: Any = None) -> tuple[list[Any], dict[str, int]]:
+    """Outputs and statistics; every draft pays, and comes from `drafter`, if one is given."""
+    with LLM(folder, **options) as llm:
+        if (speculation := llm.engine.scheduler.speculation) is not None:
+            speculation.costs, speculation.drafter = FREE, drafter or speculation.drafter
+        prompts, params = zip(*requests, strict=True)
+        return llm.generate(prompts, params, use_tqdm=False), llm.stats()
+
+
+@pytest.fixture(scope="module")
+def expected(random_model: Path) -> list[Any]:
+    return run(random_model, BASE | {"max_num_seqs": 1, "enable_prefix_caching": False}, REQUESTS)[0]
+
+
+@pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
+def test_outputs_are_those_without_drafts_however_requests_are_run(
+    options: dict[str, Any], random_model: Path, expected: list[Any]
+) -> None:
+    parrot = Parrot([prompt + o["token_ids"] for (prompt, _), o in zip(REQUESTS, expected, strict=True)], 0.8)
+    outputs, stats = run(random_model, BASE | options | {"speculative_config": NGRAM}, REQUESTS, parrot)
+    assert tokens(outputs) == tokens(expected)
+    for output, other in zip(outputs, expected, strict=True):
+        for found, wanted in zip(output.get("logprobs", []), other.get("logprobs", []), strict=True):
+            assert found == pytest.approx(wanted, abs=1e-4)  # float32 logits of order 10
+    assert stats["num_free_blocks"] == stats["num_blocks"]
+    assert stats["num_generated_tokens"] == sum(map(len, tokens(expected)))
+    if options.get("max_num_batched_tokens") == 1:  # no room for drafts
+        assert stats["num_draft_tokens"] == 0
+    else:
+        assert stats["num_draft_tokens"] > stats["num_accepted_tokens"] > 20
+
+
+def repetitive() -> list[tuple[list[int], SamplingParams]]:
+    """Texts that repeat themselves and each other, greedy and sampled."""
+    motifs = draw_prompts([6, 9, 13], seed=3)
+    kinds = ({"temperature": 0.0}, {"temperature": 0.6}, {"temperature": 1.0, "top_k": 20, "top_p": 0.95})
+    return [
+        (motifs[i % 3] * 4 + motifs[i % 2][:i], SamplingParams(seed=i, max_tokens=40, logprobs=1, **kinds[i % 3]))
+        for i in range(9)
+    ]
+
+
+@pytest.mark.skipif(bool(CpuBackend.why_cannot(torch.device("cpu"))), reason="the CPU kernels do not run here")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_with_the_cpu_kernels_tokens_and_logprobs_have_the_same_bits_with_drafts(dtype: str, tmp_path: Path) -> None:
+    save_random(tmp_path)
+    options = {"dtype": dtype, "attention_backend": "cpu", "max_model_len": 160, "num_kvcache_blocks": 40}
+    alone, _ = run(tmp_path, options, repetitive())
+    parrot = Parrot([prompt + o["token_ids"] for (prompt, _), o in zip(repetitive(), alone, strict=True)], 0.7)
+    for drafter in (None, parrot):
+        outputs, stats = run(tmp_path, options | {"speculative_config": NGRAM}, repetitive(), drafter)
+        assert stats["num_draft_tokens"] > stats["num_accepted_tokens"] > 10
+        for output, wanted in zip(outputs, alone, strict=True):
+            assert output["token_ids"] == wanted["token_ids"]
+            assert output["logprobs"] == wanted["logprobs"]
+
+
+def test_what_ends_a_request_inside_accepted_drafts_ends_it_there(reciter: Path) -> None:
+    requests = [
+        ("a", SamplingParams(temperature=0, max_tokens=60)),  # the tokenizer's end, after the alphabet
+        ("A", SamplingParams(temperature=0, max_tokens=60)),  # a special token of the model's
+        ("a", SamplingParams(temperature=0, max_tokens=60, stop="pq")),
+        ("a", SamplingParams(temperature=0, max_tokens=60, stop="rst", ignore_eos=True)),
+        ("a", SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)),
+    ]
+    without, _ = run(reciter, {"max_num_seqs": 1, "max_model_len": 128}, requests * 2)
+    config = {"speculative_config": NGRAM | {"num_speculative_tokens": 7}}
+    outputs, stats = run(reciter, {"max_num_seqs": 1, "max_model_len": 128} | config, requests * 2)
+    names = ("text", "token_ids", "finish_reason", "stop_reason")
+    assert [[o[name] for name in names] for o in outputs] == [[o[name] for name in names] for o in without]
+    assert stats["num_accepted_tokens"] > 60
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"method": "ngram", "num_speculative_tokens": 4, "draft_tensor_parallel_size": 1}, "draft_tensor_parallel"),
+        ({"method": "eagle", "num_speculative_tokens": 4}, "eagle.*ngram, draft_model"),
+        ({"method": "ngram"}, "lacks num_speculative_tokens"),
+        ({"num_speculative_tokens": 0}, "num_speculative_tokens is 0"),
+        ({"num_speculative_tokens": 4, "prompt_lookup_max": 2, "prompt_lookup_min": 3}, "prompt_lookup_min is 3"),
+        ({"method": "draft_model", "num_speculative_tokens": 4}, "model is None"),
+        ("ngram", "must be a dict"),
+    ],
+)
+def test_what_is_wrong_with_the_option_is_named(given: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        LLM("tiny-qwen3", speculative_config=given)
+
+
+def test_bounds_default_as_vllm_s() -> None:
+    from nanovllm.speculative_config import read_speculative_config
+
+    def bounds(**given: int) -> tuple[int, int]:
+        config = read_speculative_config({"num_speculative_tokens": 4, **given})
+        return config["prompt_lookup_min"], config["prompt_lookup_max"]
+
+    assert bounds() == (5, 5)
+    assert bounds(prompt_lookup_max=3) == (3, 3)
+    assert bounds(prompt_lookup_min=2) == (2, 2)
+    assert bounds(prompt_lookup_min=2, prompt_lookup_max=4) == (2, 4)

@@ -1,0 +1,189 @@
+"""Speculative decoding: whatever is drafted, every request gets the tokens that it gets without."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.fakes import VOCAB, expected_tokens, make_engine, next_token, state_after
+from helpers.integrity import check_scheduler
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_scheduler import run_trace, traces
+
+from nanovllm.drafts.ngrams import NgramDrafter
+from nanovllm.drafts.speculation import RowCosts, Speculation, allot
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.scheduler import Batch
+from nanovllm.engine.sequence import Sequence
+from nanovllm.sampling_params import SamplingParams
+
+FREE = RowCosts(np.array([1.0, 99.0]), np.ones(2), np.ones(2), np.zeros(2))
+"""A step costs the same whatever it computes: every draft pays."""
+
+
+class Adversary:
+    """Knows every token, and drafts the right ones with a given probability, as many as it likes."""
+
+    def __init__(self, share: float, rng: random.Random, eager: bool = False) -> None:
+        self._share, self._rng, self._eager = share, rng, eager
+
+    def offer(self, seqs: list[Sequence], most: np.ndarray) -> np.ndarray:
+        return most if self._eager else np.array([self._rng.randint(0, n) for n in most.tolist()], np.int32)
+
+    def draft(self, batch: Batch) -> None:
+        for seq, tokens in batch.shares():
+            state = 0
+            for token in seq.token_ids:
+                state = state_after(state, token)
+            for i in range(1, len(tokens)):
+                right = next_token(state, seq.seed)
+                tokens[i] = right if self._rng.random() < self._share else (right + self._rng.randint(1, 3)) % VOCAB
+                state = state_after(state, int(tokens[i]))
+
+    def ended(self, seq: Sequence) -> None:
+        pass
+
+
+def speculate(drafter: Any, most: int, costs: RowCosts = FREE) -> Callable[[LLMEngine], None]:
+    def prepare(engine: LLMEngine) -> None:
+        engine.scheduler.speculation = Speculation(drafter, most, costs)
+
+    return prepare
+
+
+def check_trace(trace: Any, drafter: Any, most: int) -> LLMEngine:
+    config, requests = trace
+    seqs, engine = run_trace(config, requests, 1, speculate(drafter, most))
+    for i, (prompt, params, pair, _, aborted) in enumerate(requests):
+        tokens, reason = expected_tokens(prompt, params, params.seed, config["eos"], config["max_model_len"], pair)
+        found = seqs[i].output_token_ids
+        if seqs[i].finish_reason == "abort":
+            assert aborted is not None and tokens[: len(found)] == found
+        else:
+            assert (found, seqs[i].finish_reason) == (tokens, reason)
+    stats = engine.stats()
+    assert stats["num_free_blocks"] == stats["num_blocks"]
+    assert 0 <= stats["num_accepted_tokens"] <= stats["num_draft_tokens"]
+    assert stats["num_generated_tokens"] == sum(len(seq.output_token_ids) for seq in seqs.values())
+    return engine
+
+
+@pytest.mark.parametrize("share", [1.0, 0.0, 0.5, 0.9])
+@settings(max_examples=200, deadline=None)
+@given(trace=traces(), most=st.integers(1, 9), seed=st.integers(0, 1000))
+def test_whatever_is_drafted_every_request_gets_its_own_tokens(share: float, trace: Any, most: int, seed: int) -> None:
+    stats = check_trace(trace, Adversary(share, random.Random(seed)), most).stats()
+    if share == 1:
+        assert stats["num_accepted_tokens"] == stats["num_draft_tokens"]
+
+
+@settings(max_examples=200, deadline=None)
+@given(trace=traces(), most=st.integers(1, 9), bounds=st.sampled_from([(1, 1), (1, 3), (2, 2), (2, 5)]))
+def test_drafts_from_text_leave_every_request_its_own_tokens(trace: Any, most: int, bounds: tuple[int, int]) -> None:
+    check_trace(trace, NgramDrafter(*bounds, num_bytes=1 << 12), most)
+
+
+def run_one(engine: LLMEngine, prompt: list[int], **params: Any) -> Sequence:
+    seq = engine.add(engine.prepare(prompt, SamplingParams(**params)))
+    while engine.has_work:
+        engine.step()
+        check_scheduler(engine.scheduler)
+    return seq
+
+
+def test_right_drafts_save_steps_and_the_last_step_has_no_more_than_are_wanted() -> None:
+    engine = make_engine(num_blocks=64)
+    speculate(Adversary(1.0, random.Random(0), eager=True), 4)(engine)
+    run_one(engine, [1, 2, 3], max_tokens=12, seed=0)
+    # The prompt's step gives 1 token, two steps give 5 each, and one is left, which needs no draft.
+    assert engine.num_steps == 4
+    assert engine.stats()["num_draft_tokens"] == engine.stats()["num_accepted_tokens"] == 8
+
+
+def test_accepted_blocks_are_found_again_and_rejected_drafts_never() -> None:
+    engine = make_engine(block_size=2, num_blocks=64)
+    speculate(Adversary(0.8, random.Random(0), eager=True), 5)(engine)
+    first = run_one(engine, [1, 2, 3], max_tokens=20, seed=0)
+    again = run_one(engine, list(first.token_ids), max_tokens=2, seed=0)
+    assert again.num_cached_tokens == (len(first.token_ids) - 1) // 2 * 2
+    assert engine.stats()["num_draft_tokens"] > engine.stats()["num_accepted_tokens"] > 0
+
+
+def test_drafts_take_no_blocks_that_others_wait_for() -> None:
+    """In a pool where all just fit, nobody is preempted because of drafts."""
+    engine = make_engine(block_size=2, num_blocks=20, max_num_seqs=4, max_model_len=10)
+    speculate(Adversary(0.0, random.Random(0), eager=True), 7)(engine)
+    for i in range(4):
+        engine.add(engine.prepare([i] * 4, SamplingParams(max_tokens=6, seed=0)))
+    while engine.has_work:
+        engine.step()
+    assert engine.scheduler.num_preemptions == 0
+
+
+# ---- how many drafts
+
+
+def test_rows_are_spent_where_they_pay() -> None:
+    offers, rates = np.array([4, 4, 0], np.int32), np.array([0.9, 0.2, 0.9])
+    rows = np.arange(1.0, 65)
+    linear = RowCosts(rows, rows, rows, np.zeros(64))
+    assert allot(offers, rates, 3, 3, linear).tolist() == [0, 0, 0], "a row costs as much as a token is worth"
+    steps = RowCosts(rows, *[np.where(rows <= 6, 1.0, 10.0)] * 2, np.zeros(64))
+    assert allot(offers, rates, 3, 3, steps).tolist() == [3, 0, 0], "the likeliest drafts fill what is free"
+    assert allot(offers, rates, 3, 3, FREE).tolist() == [4, 4, 0]
+    passes = RowCosts(rows, np.ones(64), np.ones(64), np.full(64, 0.1))
+    assert allot(np.array([4]), np.array([0.99]), 1, 1, passes).tolist() == [4]
+    assert allot(np.array([4]), np.array([0.5]), 1, 1, passes).tolist() == [2], "further passes do not pay"
+
+
+def test_rejected_drafts_stop_a_sequence_which_tries_again_later() -> None:
+    engine = make_engine(num_blocks=64, max_model_len=200)
+    adversary = Adversary(0.0, random.Random(0), eager=True)
+    speculate(adversary, 1)(engine)
+    run_one(engine, [1, 2, 3], max_tokens=150, seed=0)
+    # After three misses pauses of 8, 16, 32, 64 tokens, each ended by a draft that fails.
+    assert 5 <= engine.stats()["num_draft_tokens"] <= 9
+
+
+# ---- drafts from text
+
+
+def drafts_of(drafter: NgramDrafter, text: list[int], most: int = 8) -> list[int]:
+    """What the drafter offers after a prompt."""
+    seq = Sequence(drafts_of.__dict__.setdefault("count", 0), text, SamplingParams(), max_model_len=1000)
+    drafts_of.__dict__["count"] += 1
+    Speculation(drafter, most, FREE).choose([seq], np.array([most], np.int32), 1)
+    return drafter._drafts[seq.seq_id].tolist()
+
+
+@pytest.mark.parametrize("length", [10, 60])
+def test_what_followed_the_same_tokens_is_drafted_no_longer_than_the_match(length: int) -> None:
+    text = [*range(100, 100 + length)]
+    assert drafts_of(NgramDrafter(2, 4), [*text, 1, *text[3:6]]) == text[6:9]
+    assert drafts_of(NgramDrafter(2, 4), [*text, 1, *text[1:6]], 3) == text[6:9]
+    assert drafts_of(NgramDrafter(2, 4), [*text, 1, text[3]]) == [], "one token is too short a match"
+    assert drafts_of(NgramDrafter(1, 4), [*text, 1, text[3]]) == [text[4]]
+    assert drafts_of(NgramDrafter(3, 4), [7, 8, 9] * 4, 8) == [7, 8, 9, 7, 8, 9, 7, 8], "repetition goes on"
+
+
+def test_the_outputs_of_ended_sequences_are_found_by_others_until_there_is_no_room() -> None:
+    drafter = NgramDrafter(2, 4, num_bytes=1 << 14)
+    seq = Sequence(1000, [1, 2, 3], SamplingParams(), max_model_len=1000)
+    seq.token_ids.extend(range(50, 80))
+    drafter.ended(seq)
+    assert drafts_of(drafter, [9, 2, 3]) == [50, 51], "what follows the prompt's last tokens is output"
+    assert drafts_of(drafter, [9, 60, 61, 62]) == [63, 64, 65]
+    for i in range(40):
+        other = Sequence(2000 + i, [1, 2, 3], SamplingParams(), max_model_len=1000)
+        other.token_ids.extend(range(100 * i, 100 * i + 30))
+        drafter.ended(other)
+    assert drafter._room >= 0 and len(drafter._held) < 41
+    assert drafts_of(drafter, [9, 60, 61, 62]) == []
+
+
+def test_the_index_of_a_sequence_that_is_gone_is_empty() -> None:
+    drafter = NgramDrafter(2, 4)
+    drafts_of(drafter, [1, 2, 3, 4, 1, 2])
+    assert not drafter._texts
