@@ -1,0 +1,116 @@
+"""Mixture of experts: steps of decodes, and the expert blocks alone, beside the time to read what they touch.
+
+python benchmarks/bench_experts.py [--layers 6] [--batches 1 8 32] [--dtype bfloat16]
+
+Random weights of a preset's layer shape, with fewer layers. A floor is the bytes that the step must read, at the read
+rate measured just before: the experts that its tokens went to (counted), attention, routers, LM head, keys and values.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bench import Recorder, commit
+from benchmarks.bench_cost import measure_machine
+from nanovllm import LLM, SamplingParams
+from nanovllm.models.hub import read_config
+from nanovllm.models.presets import preset_config
+from nanovllm.models.shape import Shape
+
+
+def count_touched(backend: Any) -> list[int]:
+    """From now on, how many experts get a token, an entry each time that a layer routes."""
+    touched: list[int] = []
+    route = backend.route
+
+    def counting(*arguments: Any) -> Any:
+        routing = route(*arguments)
+        touched.append(int((routing.offsets.diff() > 0).sum()))
+        return routing
+
+    backend.route = counting
+    return touched
+
+
+def measure_steps(llm: LLM, shape: Shape, itemsize: int, batch: int, output_len: int, touched: list[int]) -> Any:
+    """Medians of a step of `batch` decodes: seconds, bytes, experts of a layer that it touched."""
+    draw = Random(batch)
+    prompts = [[draw.randrange(shape.vocab) for _ in range(64)] for _ in range(batch)]
+    recorder = Recorder(torch.device("cpu"))
+    llm.observe(recorder)
+    touched.clear()
+    llm.generate(prompts, SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=output_len), use_tqdm=False)
+    matrices = sum(layers * rows_in * rows_out for layers, rows_in, rows_out in shape.matrices)
+    always = (matrices + shape.vocab * shape.hidden) * itemsize
+    found = []
+    for i, ((work, _), seconds) in enumerate(zip(recorder.steps, recorder.device_seconds, strict=True)):
+        if len(work) == batch and all(scheduled == 1 for _, scheduled in work):
+            experts = sum(touched[i * shape.sparse_layers : (i + 1) * shape.sparse_layers])
+            keys = sum(computed + 1 for computed, _ in work) * shape.kv_bytes(itemsize)
+            num_bytes = always + keys + experts * shape.expert_parameters * itemsize
+            found.append((seconds, num_bytes, experts / shape.sparse_layers))
+    return [statistics.median(column) for column in zip(*found, strict=True)]
+
+
+def measure_blocks(model: Any, shape: Shape, dtype: torch.dtype, batch: int, touched: list[int]) -> Any:
+    """As measure_steps, of the expert blocks of all layers, one after another."""
+    slots, found = torch.arange(batch), []
+    for _ in range(12):
+        x = torch.randn(shape.layers, batch, shape.hidden).to(dtype)
+        touched.clear()
+        start = time.perf_counter()
+        for layer, rows in zip(model.layers, x, strict=True):
+            layer.mlp(rows, slots)
+        seconds = time.perf_counter() - start
+        router = shape.sparse_layers * shape.hidden * shape.experts
+        num_bytes = (sum(touched) * shape.expert_parameters + router) * dtype.itemsize
+        found.append((seconds, num_bytes, sum(touched) / shape.sparse_layers))
+    return [statistics.median(column) for column in zip(*found[2:], strict=True)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="qwen3-30b-a3b", help="a shape with experts (default: qwen3-30b-a3b)")
+    parser.add_argument("--layers", type=int, default=6, metavar="N", help="(default: 6)")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 8, 32], metavar="N", help="(default: 1 8 32)")
+    parser.add_argument("--output-len", type=int, default=24, metavar="N", help="(default: 24)")
+    parser.add_argument("--dtype", default="bfloat16", help="(default: bfloat16)")
+    args = parser.parse_args()
+    dtype = getattr(torch, args.dtype)
+    with tempfile.TemporaryDirectory() as folder:
+        config = preset_config(args.model) | {"num_hidden_layers": args.layers}
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        shape = Shape.of(read_config(folder))
+        options: dict[str, Any] = {"dtype": args.dtype, "device": "cpu", "attention_backend": "cpu"}
+        llm = LLM(folder, load_format="dummy", max_model_len=1024, max_num_seqs=max(args.batches), **options)
+    print(f"commit {commit()}, {torch.get_num_threads()} threads, {shape.num_parameters / 1e9:.2f} B parameters")
+    with llm, torch.inference_mode():
+        runner: Any = llm.engine.runner
+        touched = count_touched(runner.backend)
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
+        for batch in args.batches:
+            rate = measure_machine(torch.device("cpu"), dtype).bandwidth
+            step = measure_steps(llm, shape, dtype.itemsize, batch, args.output_len, touched)
+            block = measure_blocks(runner.model, shape, dtype, batch, touched)
+            for name, (seconds, num_bytes, experts) in (("step", step), ("expert blocks", block)):
+                floor = num_bytes / rate
+                print(
+                    f"batch {batch:2d} {name:13s} {1e3 * seconds:7.1f} ms, {experts:5.1f} experts a layer, "
+                    f"{num_bytes / 1e9:.2f} GB: floor {1e3 * floor:7.1f} ms at {rate / 1e9:.1f} GB/s, "
+                    f"{seconds / floor:.2f} x",
+                    flush=True,
+                )
+
+
+if __name__ == "__main__":
+    main()
