@@ -264,3 +264,5 @@ def test_the_cpu_kernel_is_its_reference_and_depends_on_no_company(dtype: torch.
         )
         one = backend.grouped_linear(x[token : token + 1], module.gate_up, alone, True)
         assert torch.equal(one[alone.places[0].long()], got[routing.places[token].long()])
+    y = draw(40 * k, 96, seed=4).to(dtype)
+    torch.testing.assert_close(backend.combine(y, routing), combine_reference(y, routing))

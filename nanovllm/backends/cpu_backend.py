@@ -50,6 +50,7 @@ class CpuBackend(Backend):
             if isinstance(module, Experts):
                 for weight in (module.gate_up, module.down):
                     if _packs_in_place(weight):
+                        self._library.advise_huge_pages(weight, is_written=True)
                         for matrix in weight:  # one at a time: memory for a copy of one is all that this takes
                             check()
                             matrix.copy_(self._library.pack(matrix).view_as(matrix))
@@ -84,6 +85,15 @@ class CpuBackend(Backend):
         num_experts, out_size, in_size = weight.shape
         self._library.call("grouped_linear", x.dtype, rows, weight, routing.offsets, y, num_experts, in_size, out_size)
         return y
+
+    def combine(self, y: Tensor, routing: Routing) -> Tensor:
+        (tokens, k), size = routing.places.shape, y.shape[1]
+        if size % LANES:
+            return super().combine(y, routing)
+        out = y.new_empty(tokens, size)
+        weights, places = routing.weights.contiguous(), routing.places.contiguous()
+        self._library.call("combine", y.dtype, y, weights, places, out, tokens, k, size)
+        return out
 
     def norm_rope_store(self, qkv: Tensor, norms: NormRope, positions: Tensor, cache: KVCache, slots: Tensor) -> Tensor:
         block_size, num_kv_heads, dim = cache.keys.shape[1:]

@@ -1,4 +1,4 @@
-// Every token's product with the matrix of its expert.
+// Every token's product with the matrix of its expert, and the weighted sum of what its experts computed.
 #pragma once
 
 #include <vector>
@@ -21,20 +21,31 @@ void grouped_linear(const void* x_, const uint32_t* packed, const int32_t* offse
 #pragma omp parallel
     {
         const Share mine = share_of((int64_t)touched.size() * panels);
-        for (int64_t i = mine.begin; i < mine.end; ++i) {
-            const int64_t expert = touched[i / panels], p = i % panels, begin = offsets[expert];
-            const uint32_t* panel = packed + (expert * panels + p) * k * PANEL;
-            row_pieces(offsets[expert + 1] - begin, [&](int64_t first, int count) {
-                alignas(64) float sums[MAX_TILE_ROWS * PANEL];
-                const auto product = first ? tile_of<T, false> : tile_of<T, true>;
-                const uint32_t* from = x + (begin + first) * k;
-                product(count, from, k, {panel, PANEL, LANES, panel + AHEAD}, k, sums, PANEL, 2, false);
-                for (int r = 0; r < count; ++r)
-                    for (int v = 0; v < PANEL; v += LANES)
-                        T::narrow((E*)y_ + (begin + first + r) * out + p * PANEL + v, load<vf>(sums + r * PANEL + v));
+        for (int64_t i = mine.begin, n; i < mine.end; i += n) {
+            const int64_t expert = touched[i / panels], p = i % panels;
+            const int64_t begin = offsets[expert], rows = offsets[expert + 1] - begin;
+            n = std::min({panels_at_a_time(rows), panels - p, mine.end - i});
+            row_pieces(rows, [&](int64_t first, int count) {
+                multiply<T>(x + (begin + first) * k, count, k, packed + (expert * panels + p) * k * PANEL, n, !first,
+                            nullptr, (E*)y_ + (begin + first) * out + p * PANEL, out, n * PANEL);
             });
         }
     }
+}
+
+// out[tokens][size] = the sum of y[places[t][j]] weights[t][j] over j, in float32 and in the order of j.
+template <class T>
+void combine(const void* y_, const float* weights, const int32_t* places, void* out_, int64_t tokens, int64_t k,
+             int64_t size) {
+    using E = typename T::element;
+#pragma omp parallel for schedule(static) collapse(2)
+    for (int64_t t = 0; t < tokens; ++t)
+        for (int64_t v = 0; v < size; v += LANES) {
+            vf total = {};
+            for (int64_t j = t * k; j < (t + 1) * k; ++j)
+                total += T::widen((const E*)y_ + places[j] * size + v) * weights[j];
+            T::narrow((E*)out_ + t * size + v, total);
+        }
 }
 
 }  // namespace

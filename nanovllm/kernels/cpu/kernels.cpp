@@ -31,6 +31,9 @@ EXPORT(grouped_linear,
        (const void* x, const uint32_t* packed, const int32_t* offsets, void* y, int64_t experts, int64_t in,
         int64_t out),
        (x, packed, offsets, y, experts, in, out))
+EXPORT(combine,
+       (const void* y, const float* weights, const int32_t* places, void* out, int64_t tokens, int64_t k, int64_t size),
+       (y, weights, places, out, tokens, k, size))
 EXPORT(attend,
        (const void* q, const uint32_t* k, const uint32_t* v, const int32_t* tables, const int32_t* cu_seqlens,
         const int32_t* lens, void* out, int64_t seqs, int64_t max_blocks, int64_t kv_heads, int64_t group, int64_t dim,
@@ -51,12 +54,17 @@ EXPORT(sample,
         const int64_t* seeds, const int32_t* positions, int32_t* tokens, int32_t* checked, int64_t rows, int64_t vocab),
        (logits, temperature, top_k, top_p, min_p, seeds, positions, tokens, checked, rows, vocab))
 
-// Ask for huge pages: a weight is streamed once a step, and 4 KiB pages cost a table walk every 4 KiB.
-void advise_huge_pages(void* start, int64_t bytes) {
+// Ask for huge pages: a weight is streamed once a step, and 4 KiB pages cost a table walk every 4 KiB. What has been
+// written already moves into them at once, where the system can (Linux 6.1); else in the background.
+void advise_huge_pages(void* start, int64_t bytes, int64_t is_written) {
 #ifdef MADV_HUGEPAGE
     const uintptr_t page = 4096, whole = ~(page - 1);
     const uintptr_t first = ((uintptr_t)start + page - 1) & whole, end = ((uintptr_t)start + bytes) & whole;
-    if (end > first) madvise((void*)first, end - first, MADV_HUGEPAGE);
+    if (end <= first) return;
+    madvise((void*)first, end - first, MADV_HUGEPAGE);
+#ifdef MADV_COLLAPSE
+    if (is_written) madvise((void*)first, end - first, MADV_COLLAPSE);
+#endif
 #endif
 }
 }

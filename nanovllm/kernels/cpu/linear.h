@@ -86,44 +86,52 @@ inline void product(int64_t rows, const uint32_t* a, int64_t lda, Columns b, int
     }
 }
 
-// y[rows][out] = x[rows][in] W^T + bias. A thread owns panels of W. All rows pass by one of them, or if they are many
-// by a group that stays in the L2 cache, so W is read from memory once.
+// y[count][PANEL num_panels] = x[count][k units] times that many panels + bias (null: none); of the last panel `columns`
+// may leave some out. is_first: these rows bring the panels into the cache.
+template <class T>
+inline void multiply(const uint32_t* x, int count, int64_t k, const uint32_t* panel, int64_t num_panels, bool is_first,
+                     const typename T::element* bias, typename T::element* y, int64_t ldy, int64_t columns) {
+    const int64_t width = num_panels * PANEL;
+    for (int r = 0; r < count; ++r) __builtin_prefetch(y + r * ldy, 1);  // it is written a microsecond from now
+    alignas(64) float sums[MAX_TILE_ROWS * PANEL];
+    const auto product = is_first ? tile_of<T, true> : tile_of<T, false>;
+    const Columns weights = {panel, PANEL, LANES, panel + AHEAD, k * PANEL, PANEL, k * PANEL};
+    product(count, x, k, weights, k, sums, width, 2 * (int)num_panels, false);
+    for (int r = 0; r < count; ++r) {
+        float* of_row = sums + r * width;
+        if (bias)
+            for (int v = 0; v < columns; ++v) of_row[v] += T::to_float(bias[v]);
+        typename T::element line[2 * PANEL];
+        for (int v = 0; v < width; v += LANES) T::narrow(line + v, load<vf>(of_row + v));
+        if (columns == PANEL) std::memcpy(y + r * ldy, line, sizeof(line) / 2);
+        else std::memcpy(y + r * ldy, line, columns * sizeof(*line));
+    }
+}
+
+// How many panels go together with so many rows: few rows take two, which hides the multiply-add's latency.
+inline int64_t panels_at_a_time(int64_t rows) { return rows <= FEW_TILE_ROWS ? 2 : 1; }
+
+// y[rows][out] = x[rows][in] W^T + bias. A thread owns panels of W. All rows pass by one or two of them, or if they are
+// many by a group that stays in the L2 cache, so W is read from memory once.
 template <class T>
 void linear(const void* x_, const uint32_t* packed, const void* bias_, void* y_, int64_t rows, int64_t in,
             int64_t out) {
     using E = typename T::element;
-    const auto *x = (const uint32_t*)x_;
-    const auto *bias = (const E*)bias_;
-    auto* y = (E*)y_;
-    const int64_t k = in / T::PER_UNIT, panels = (out + PANEL - 1) / PANEL;
-    const int64_t pair = rows <= FEW_TILE_ROWS ? 2 : 1;  // panels at a time
-    const int64_t group = rows <= FEW_ROWS ? pair : std::max<int64_t>(GROUP_UNITS / (k * PANEL), 1);
-    const auto multiply = [=](int64_t first, int count, int64_t p, int64_t num_panels) {
-        const uint32_t* panel = packed + p * k * PANEL;
-        const int64_t width = num_panels * PANEL, columns = std::min<int64_t>(width, out - p * PANEL);
-        E* to = y + first * out + p * PANEL;
-        for (int r = 0; r < count; ++r) __builtin_prefetch(to + r * out, 1);  // it is written a microsecond from now
-        alignas(64) float sums[MAX_TILE_ROWS * PANEL];
-        const auto product = first ? tile_of<T, false> : tile_of<T, true>;  // the first piece brings W into the cache
-        const Columns weights = {panel, PANEL, LANES, panel + AHEAD, k * PANEL, PANEL, k * PANEL};
-        product(count, x + first * k, k, weights, k, sums, width, 2 * (int)num_panels, false);
-        for (int r = 0; r < count; ++r) {
-            float* of_row = sums + r * width;
-            if (bias)
-                for (int v = 0; v < columns; ++v) of_row[v] += T::to_float(bias[p * PANEL + v]);
-            E line[2 * PANEL];
-            for (int v = 0; v < width; v += LANES) T::narrow(line + v, load<vf>(of_row + v));
-            if (columns == PANEL) std::memcpy(to + r * out, line, PANEL * sizeof(E));
-            else std::memcpy(to + r * out, line, columns * sizeof(E));
-        }
-    };
+    const auto* x = (const uint32_t*)x_;
+    const auto* bias = (const E*)bias_;
+    const int64_t k = in / T::PER_UNIT, panels = (out + PANEL - 1) / PANEL, together = panels_at_a_time(rows);
+    const int64_t group = rows <= FEW_ROWS ? together : std::max<int64_t>(GROUP_UNITS / (k * PANEL), 1);
 #pragma omp parallel
     {
         const Share mine = share_of(panels);
         for (int64_t start = mine.begin; start < mine.end; start += group)
             row_pieces(rows, [&](int64_t first, int count) {
                 const int64_t end = std::min(start + group, mine.end);
-                for (int64_t p = start; p < end; p += pair) multiply(first, count, p, std::min(pair, end - p));
+                for (int64_t p = start; p < end; p += together) {
+                    const int64_t n = std::min(together, end - p), column = p * PANEL;
+                    multiply<T>(x + first * k, count, k, packed + column * k, n, !first, bias ? bias + column : nullptr,
+                                (E*)y_ + first * out + column, out, std::min(n * PANEL, out - column));
+                }
             });
     }
 }
