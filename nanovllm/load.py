@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanovllm.config import EngineConfig, ResolvedConfig
 from nanovllm.distributed.leader import LeadingRunner
@@ -22,9 +22,6 @@ from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.machine import limit_threads
 from nanovllm.version import __version__
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +50,12 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
 
         observers = [trace := Trace(config.trace, config.device, tokenizer)]
         make_blocks = trace.block_manager
-    runner = make_runner(config, hf_config, None if config.load_format == "dummy" else folder)
+    weights = None if config.load_format == "dummy" else folder
+    runner: ModelRunner | LeadingRunner
+    if config.tensor_parallel_size == 1:
+        runner = ModelRunner(config, hf_config, weights, Parallel())
+    else:
+        runner = LeadingRunner(config, hf_config, weights)
     num_blocks = runner.make_cache()
     speculation = None
     if config.speculative_config is not None:
@@ -91,19 +93,6 @@ def provenance(config: ResolvedConfig, model: str) -> dict[str, str]:
         "nanovllm": __version__,
         **{name: version(name) for name in ("torch", "transformers", "tokenizers")},
     }
-
-
-def make_runner(
-    config: ResolvedConfig, hf_config: "PretrainedConfig", folder: Path | None
-) -> ModelRunner | LeadingRunner:
-    """The runner: one rank in this process, and the others, if any, in theirs.
-
-    Args:
-        folder: of the checkpoint; None for random weights.
-    """
-    if config.tensor_parallel_size == 1:
-        return ModelRunner(config, hf_config, folder, Parallel())
-    return LeadingRunner(config, hf_config, folder)
 
 
 def eos_token_ids(

@@ -27,30 +27,6 @@ class Sequence:
     `num_in_flight` tokens that a launched step will still deliver.
     """
 
-    __slots__ = (
-        "block_table",
-        "digests",
-        "drafting",
-        "error",
-        "finish_reason",
-        "limit",
-        "logprobs",
-        "next_scored",
-        "num_cached_tokens",
-        "num_in_flight",
-        "num_needed",
-        "num_prompt_tokens",
-        "params",
-        "prompt",
-        "prompt_logprobs",
-        "row",
-        "seed",
-        "seq_id",
-        "stop_ids",
-        "stop_matcher",
-        "token_ids",
-    )
-
     def __init__(
         self,
         seq_id: int,

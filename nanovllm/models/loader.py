@@ -1,9 +1,11 @@
 """Filling a model from safetensors, and the proof that every parameter was filled."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 import xxhash
@@ -86,53 +88,47 @@ def load_weights(
         ValueError: a file that cannot be read, a tensor that is missing, unexpected, double or of another shape.
     """
     files = checkpoint_files(folder)
+    found: set[str] = set()
+    for path in files:
+        with _open(path) as file:
+            names = file.keys()
+        if double := found.intersection(names):
+            raise ValueError(f"{path}: tensor {min(double)} is in another file too")
+        found.update(names)
     targets: dict[str, list[WeightTarget]] = {}
-    for name, target in model.weight_targets(_tensor_names(files)):
+    for name, target in model.weight_targets(found):
         targets.setdefault(name, []).append(target)
     _check_cover(model, chain.from_iterable(targets.values()))
-    filled: set[str] = set()
-    unexpected: list[str] = []
-    for path in tqdm(files, desc="Loading weights", unit="file", disable=not show_progress or len(files) == 1):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118  # not a dict
-                    check()
-                    if name in filled:
-                        raise ValueError(f"{path}: tensor {name} is in another file too")
-                    if name in targets:
-                        source = file.get_slice(name)
-                        for target in targets[name]:
-                            _fill(target, source, f"{path}: tensor {name}")
-                        filled.add(name)
-                    elif name not in model.superfluous:
-                        unexpected.append(name)
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path} cannot be read: {error}") from error
-    if missing := targets.keys() - filled:
+    if missing := targets.keys() - found:
         raise ValueError(f"{folder} lacks {len(missing)} tensors: {_name_some(missing)}")
-    if unexpected:
+    if unexpected := found - targets.keys() - model.superfluous:
         raise ValueError(f"{folder} has {len(unexpected)} tensors that the model does not: {_name_some(unexpected)}")
+    for path in tqdm(files, desc="Loading weights", unit="file", disable=not show_progress or len(files) == 1):
+        with _open(path) as file:
+            for name in file.keys():  # noqa: SIM118  # not a dict
+                check()
+                for target in targets.get(name, ()):
+                    _fill(target, file.get_slice(name), f"{path}: tensor {name}")
 
 
-def _tensor_names(files: Iterable[Path]) -> set[str]:
-    names: set[str] = set()
-    for path in files:
-        try:
-            with safe_open(path, framework="pt") as file:
-                names.update(file.keys())
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path} cannot be read: {error}") from error
-    return names
+@contextmanager
+def _open(path: Path) -> Iterator[Any]:
+    """A file of tensors; ValueError if it cannot be read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} cannot be read: {error}") from error
 
 
-def _fill(target: WeightTarget, source: object, what: str) -> None:
-    dtype = source.get_dtype()  # type: ignore[attr-defined]  # safetensors' slices have no types
+def _fill(target: WeightTarget, source: Any, what: str) -> None:
+    dtype = source.get_dtype()
     if dtype not in DTYPES:
         raise ValueError(f"{what} is {dtype}; only unquantised weights are supported: {', '.join(DTYPES)}")
-    shape = tuple(source.get_shape())  # type: ignore[attr-defined]  # safetensors' slices have no types
+    shape = tuple(source.get_shape())
     if shape != target.shape:
         raise ValueError(f"{what} has shape {list(shape)}; config.json asks for {list(target.shape)}")
-    target.view.copy_(source[target.slices])  # type: ignore[index]
+    target.view.copy_(source[target.slices])
 
 
 def _check_cover(model: CausalLM, targets: Iterable[WeightTarget]) -> None:

@@ -33,7 +33,7 @@ from nanovllm.runner.kv_memory import (
     cpu_cache_bytes,
     memory_of_others,
 )
-from nanovllm.runner.staging import ReturnBuffers, Staging
+from nanovllm.runner.staging import Staging
 from nanovllm.runner.step_handle import Logprobs, StepHandle, Stopwatch
 from nanovllm.utils.machine import FEW_TOKENS, SMALL_MODEL, one_thread
 
@@ -86,7 +86,6 @@ class ModelRunner:
         self.backend.pack_weights(self.model.modules(), check)
         self.tables = DeviceTables(config.max_num_seqs, config.max_blocks_per_seq, self.device)
         self._staging = Staging(StepPlan.max_packed_size(config), self.device)
-        self._buffers = ReturnBuffers(config.max_num_seqs * (1 + config.num_speculative_tokens))
         self.caches: list[KVCache] = []
         self._has_small_model = self.device.type == "cpu" and self._shape.num_parameters <= SMALL_MODEL
 
@@ -242,7 +241,7 @@ class ModelRunner:
             logprobs = self._logprobs(plan, token_ids, hidden)
         if self.parallel.rank > 0:  # nobody reads a follower's results
             token_ids = logprobs = scores = None
-        return StepHandle(plan, token_ids, logprobs, scores, stopwatch, self._buffers)
+        return StepHandle(plan, token_ids, logprobs, scores, stopwatch)
 
     def _logprobs(self, plan: StepPlan, token_ids: Tensor, hidden: Tensor) -> tuple[Logprobs, NDArray[np.intp]] | None:
         """Log-probabilities for the sampled tokens of those that ask, and which they are; token_ids, hidden: of all."""

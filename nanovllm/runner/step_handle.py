@@ -9,12 +9,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm.engine.plan import IntArray, StepPlan, StepResult
-from nanovllm.runner.staging import ReturnBuffers
 from nanovllm.utils.clock import Clock
 
 
 def _start_copy(values: Tensor) -> Tensor:
-    """values on their way to the host: they are there once the device has reached the end of the step."""
+    """values on their way to the host: they are there once the device has reached the end of the step.
+
+    Torch keeps pinned memory from being taken anew until the copies into it have ended.
+    """
     if not values.is_cuda:
         return values
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
@@ -92,7 +94,6 @@ class StepHandle:
         logprobs: tuple[Logprobs, NDArray[np.intp]] | None,
         scores: Logprobs | None,
         stopwatch: Stopwatch,
-        buffers: ReturnBuffers,
     ) -> None:
         """
         Args:
@@ -101,12 +102,8 @@ class StepHandle:
             scores: of the plan's targets.
         """
         self._sampled, self._targets = np.flatnonzero(np.repeat(plan.num_sampled > 0, plan.num_drawn)), plan.targets
-        self._logprobs, self._scores, self._stopwatch, self._buffers = logprobs, scores, stopwatch, buffers
-        self._token_ids, self._pinned = token_ids, None
-        if token_ids is not None and token_ids.is_cuda:
-            self._pinned = buffers.take()
-            self._token_ids = self._pinned[: len(token_ids)]
-            self._token_ids.copy_(token_ids, non_blocking=True)
+        self._logprobs, self._scores, self._stopwatch = logprobs, scores, stopwatch
+        self._token_ids = None if token_ids is None else _start_copy(token_ids)
         stopwatch.stop()
 
     def result(self) -> StepResult:
@@ -115,12 +112,10 @@ class StepHandle:
         token_ids, logprobs = np.empty(0, np.int32), {}
         if self._token_ids is not None:
             of_all = self._token_ids.numpy()
-            token_ids = of_all[self._sampled]  # a copy: the buffer may go
+            token_ids = of_all[self._sampled]
             if self._logprobs is not None:
                 found, asking = self._logprobs
                 places = np.searchsorted(self._sampled, asking).tolist()
                 logprobs = dict(zip(places, found.read(of_all[asking]), strict=True))
-        if self._pinned is not None:
-            self._buffers.give_back(self._pinned)
         scores = self._scores.read(self._targets) if self._scores is not None else ()
         return StepResult(token_ids, logprobs, scores, prepare_seconds, device_seconds)
