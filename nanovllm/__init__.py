@@ -5,12 +5,13 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.config import EngineConfig
 from nanovllm.outputs import Completion, Output
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.structured_outputs import StructuredOutputsParams
 from nanovllm.version import __version__
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
 
-__all__ = ["LLM", "Completion", "EngineConfig", "Output", "SamplingParams", "__version__"]
+__all__ = ["LLM", "Completion", "EngineConfig", "Output", "SamplingParams", "StructuredOutputsParams", "__version__"]
 
 
 def __getattr__(name: str) -> Any:

@@ -20,6 +20,11 @@ SAMPLING: Mapping[str, tuple[Any, ...]] = {
 }
 """Fields of vLLM's SamplingParams that have none in ours: the values that are taken, and do nothing."""
 
+STRUCTURED: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("structural_tag", "whitespace_pattern"), (None,)),
+    **dict.fromkeys(("disable_any_whitespace", "disable_additional_properties"), (None, False)),
+}
+"""Likewise, of its StructuredOutputsParams."""
 
 OPTIONS: Mapping[str, tuple[Any, ...]] = {
     # What is on or off here as it is; logging; pace and memory.

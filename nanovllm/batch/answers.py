@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
-from nanovllm.batch.protocol import Envelope, LineError, num_logprobs
+from nanovllm.batch.protocol import Envelope, LineError, num_logprobs, structured_outputs
 
 if TYPE_CHECKING:
     from nanovllm.outputs import Output
@@ -26,6 +26,8 @@ class Usage(NamedTuple):
     num_prompt_tokens: int
     num_cached_tokens: int
     num_generated_tokens: int
+    num_cut: int = 0
+    """1 for an output that was to fit a grammar, and met a limit before its end."""
 
 
 class Answer(NamedTuple):
@@ -76,7 +78,8 @@ def result_answer(envelope: Envelope, output: "Output", model_name: str, token_t
     if envelope.body.get("service_tier") is not None:
         body["service_tier"] = "default"
     response = _response(number, 200, body)
-    usage = Usage(num_prompt, output["num_cached_tokens"], num_generated)
+    is_cut = output["finish_reason"] == "length" and structured_outputs(envelope) is not None
+    usage = Usage(num_prompt, output["num_cached_tokens"], num_generated, int(is_cut))
     return Answer(number, _line(number, envelope.custom_id, response, None), usage)
 
 

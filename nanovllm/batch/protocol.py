@@ -28,7 +28,7 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", *_LIMITS)
 _CHAT_FIELDS = ("messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs")
 _SERVICE = {"user": str, "metadata": dict, "store": bool, "service_tier": str, "parallel_tool_calls": bool}
 """Fields that are for a service, and change no answer."""
-_COMMON = ("model", *_SAMPLING, "logprobs", *_SERVICE)
+_COMMON = ("model", *_SAMPLING, "logprobs", "response_format", "structured_outputs", *_SERVICE)
 _FIELDS = {True: (*_COMMON, *_CHAT_FIELDS), False: (*_COMMON, "prompt", "echo")}
 """What a body may hold, by whether it is a chat."""
 _FLAGS = ("ignore_eos", "skip_special_tokens", "echo")
@@ -36,7 +36,7 @@ _KINDS = {**dict.fromkeys(_FLAGS, bool), "stop_token_ids": list, "chat_template_
 _KIND_NAMES = {str: "a string", dict: "an object", list: "a list", bool: "true or false"}
 _NEUTRAL: dict[str, Any] = {
     **{"n": 1, "best_of": 1, "stream": False, "echo": False, "logit_bias": {}, "tools": [], "tool_choice": "none"},
-    **{"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "response_format": {"type": "text"}},
+    **{"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1},
 }
 """Fields that are not supported, each with the one value (beside null) that asks for nothing and is taken."""
 
@@ -141,6 +141,7 @@ def prepare(envelope: Envelope, llm: "LLM", model_name: str) -> "Request":
         sampling = {name: body[name] for name in _SAMPLING if name in body}
         sampling.setdefault("seed", llm.derive_seed(envelope.custom_id or str(envelope.number)))
         sampling["logprobs"] = num_logprobs(envelope)
+        sampling["structured_outputs"] = structured_outputs(envelope)
         if body.get("echo"):
             sampling["prompt_logprobs"] = sampling["logprobs"]
         if "max_completion_tokens" in body:
@@ -210,6 +211,30 @@ def num_logprobs(envelope: Envelope) -> int | None:
             f"{'top_' if envelope.is_chat else ''}logprobs is {count}; it must be from 0 to {MAX_LOGPROBS}"
         )
     return count
+
+
+def structured_outputs(envelope: Envelope) -> dict[str, Any] | None:
+    """What a line's output must be, as StructuredOutputsParams has it: OpenAI's field for it, or vLLM's."""
+    wanted, own = envelope.body.get("response_format"), envelope.body.get("structured_outputs")
+    kind = wanted.get("type") if isinstance(wanted, dict) else None
+    if own is not None and not isinstance(own, dict):
+        raise ValueError(f"structured_outputs is {quote(own)}; it must be an object")
+    if wanted is None or wanted == {"type": "text"}:
+        return own
+    if own is not None:
+        raise ValueError("response_format and structured_outputs both say what the output must be: give one")
+    if wanted == {"type": "json_object"}:
+        return {"json_object": True}
+    rest = wanted.get("json_schema") if kind == "json_schema" and wanted.keys() == {"type", "json_schema"} else None
+    if not isinstance(rest, dict):
+        raise ValueError(
+            f"response_format is {quote(wanted)}; it must be of the type text, json_object, or json_schema, with an "
+            "object json_schema"
+        )
+    refuse_unknown(rest, ("name", "description", "schema", "strict"), "response_format.json_schema")
+    if not isinstance(rest.get("schema"), dict):
+        raise ValueError(f"response_format.json_schema.schema is {quote(rest.get('schema'))}; it must be an object")
+    return {"json": rest["schema"]}  # strict or not: what was asked for is kept
 
 
 def foreign_model(lines: Iterable[Line], model_name: str) -> str | None:

@@ -20,6 +20,7 @@ class Tally:
         num_earlier: lines that an earlier run has answered.
         num_succeeded, num_failed: answers of all runs, by what they are.
         num_prompt_tokens, num_cached_tokens, num_generated_tokens, seconds: of this run's answers.
+        num_cut: those of them that were to fit a grammar, and met a limit before their end.
     """
 
     num_lines: int | None = None
@@ -29,6 +30,7 @@ class Tally:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
+    num_cut: int = 0
     seconds: float = 0.0
     _bar: ProgressBar | None = field(default=None, repr=False)
 
@@ -41,6 +43,7 @@ class Tally:
             self.num_prompt_tokens += usage.num_prompt_tokens
             self.num_cached_tokens += usage.num_cached_tokens
             self.num_generated_tokens += usage.num_generated_tokens
+            self.num_cut += usage.num_cut
         if self._bar is not None:
             self._bar.update()
 
@@ -79,6 +82,8 @@ class Tally:
             f"{self.num_succeeded + self.num_failed}{of_all} lines answered{before}: "
             f"{self.num_succeeded} results, {self.num_failed} errors"
         )
+        if self.num_cut:
+            summary += f"; {self.num_cut} constrained outputs were cut at their limit, and may not parse"
         if not self.seconds:
             return summary
         return (

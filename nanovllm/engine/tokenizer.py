@@ -38,6 +38,10 @@ class Tokenizer:
         """The tokenizer as transformers made it."""
         return self._tokenizer
 
+    def to_str(self) -> str:
+        """The contents of its tokenizer.json."""
+        return self._backend.to_str()  # type: ignore[no-any-return]
+
     def _check_length(self, text: str, max_tokens: int) -> None:
         """Refuse, before time and memory are spent on it, a text that cannot come to so few tokens (ValueError).
 

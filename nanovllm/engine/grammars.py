@@ -1,0 +1,112 @@
+"""Constrained output: grammars, each compiled once, and the masks of what may come next. Imported when a request asks.
+
+llguidance (https://github.com/guidance-ai/llguidance) holds each sequence's place in its grammar, byte by byte, and
+walks through the vocabulary to tell which tokens go on from there. A mask depends on every token before it, so while a
+sequence with a grammar is resident the engine reads each step before it plans the next.
+"""
+
+import json
+from collections import OrderedDict
+from collections.abc import Collection
+from threading import Lock
+from typing import Any
+
+from nanovllm.engine.plan import IntArray
+from nanovllm.engine.tokenizer import Tokenizer
+from nanovllm.json_schema import find_place, read_schema
+from nanovllm.structured_outputs import StructuredOutputsParams
+
+try:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+    from llguidance.numpy import fill_next_token_bitmask_par
+except ImportError as why:
+    raise ValueError(f"structured_outputs needs llguidance: pip install 'nano-vllm[guided]' ({why})") from None
+
+MOST_KEPT = 256
+"""Compiled grammars that are kept for requests to come; requests keep their own."""
+
+MOST_SAID = 500
+"""Characters of an error: it may repeat a part of the grammar."""
+
+_SPACE = r"[\x20\x0A\x0D\x09]{1,16}"
+"""White space between the parts of JSON: not without end, for that is where a weak model gets lost."""
+
+_executor = LLExecutor()
+
+
+def fill_masks(masks: IntArray, matchers: list[tuple[LLMatcher, int]]) -> None:
+    """For each (matcher, i) write masks[i]: bit t % 32 of word t // 32 is set if token t may come next.
+
+    A matcher that has failed lets an end of sequence pass, and then refuses it as it does every token.
+    """
+    fill_next_token_bitmask_par(_executor, matchers, masks)
+
+
+class Grammars:
+    """The grammars of one model's requests."""
+
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Collection[int]) -> None:
+        """Takes seconds for a large vocabulary; ValueError without a tokenizer, or an end of sequence."""
+        if tokenizer is None or not eos_token_ids:
+            missing = "tokenizer" if tokenizer is None else "end-of-sequence token"
+            raise ValueError(f"structured_outputs needs a {missing}, and this model has none")
+        self._tokenizer = LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=sorted(eos_token_ids))
+        self._kept: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+        self._lock = Lock()  # requests are prepared ahead, in a thread
+
+    def compile(self, params: StructuredOutputsParams) -> LLMatcher:
+        """The matcher at the start of a grammar, of which each sequence gets a copy.
+
+        Raises:
+            ValueError: the grammar is bad, or has what llguidance would not keep, and where that is.
+        """
+        key = params.kind, params.text
+        with self._lock:
+            matcher = self._kept[key] = self._kept.pop(key) if key in self._kept else self._compile(*key)
+            if len(self._kept) > MOST_KEPT:
+                self._kept.popitem(last=False)
+        return matcher
+
+    def _compile(self, kind: str, text: str) -> LLMatcher:
+        try:
+            if kind in ("json", "json_object"):
+                return self._compile_schema(read_schema(text) if kind == "json" else {"type": "object"})
+            if kind == "grammar":
+                grammar = LLMatcher.grammar_from_lark(text)
+            else:
+                regex = text if kind == "regex" else "|".join(map(_literal, json.loads(text)))
+                grammar = LLMatcher.grammar_from_regex(regex)
+            matcher, error = self._match(grammar)
+            if error:
+                raise ValueError(error)
+        except ValueError as why:
+            raise ValueError(f"structured_outputs.{kind}: {str(why)[:MOST_SAID]}") from None
+        return matcher
+
+    def _compile_schema(self, schema: Any) -> LLMatcher:
+        def match(part: Any) -> tuple[LLMatcher, str]:
+            options: Any = {"whitespace_pattern": _SPACE}
+            return self._match(LLMatcher.grammar_from_json_schema(json.dumps(part), overrides=options))
+
+        matcher, error = match(schema)
+        if error:
+            raise ValueError(f"at {find_place(schema, error, lambda part: match(part)[1])}: {error}")
+        return matcher
+
+    def _match(self, grammar: str) -> tuple[LLMatcher, str]:
+        """A matcher, and what is wrong with its grammar, "" if nothing is: what would be ignored, too."""
+        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
+        if not matcher.is_error():
+            matcher.compute_bitmask()  # fails where nothing can begin
+        error = error_of(matcher) or ", ".join(matcher.get_grammar_warnings())
+        return matcher, "the options of a oneOf may overlap" if error.startswith("oneOf ") else error
+
+
+def _literal(text: str) -> str:
+    """The regular expression of one text."""
+    return "".join(c if c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
+
+
+def error_of(matcher: LLMatcher) -> str:
+    """Why a matcher has failed, in short; "" if it has not."""
+    return matcher.get_error().split("\n<state>")[0].replace("NoExtensionBias", "nothing fits it")
