@@ -40,15 +40,15 @@ _ALSO = {
 """Patterns that a format is to match as well: llguidance has 29 days in each February, a year 0, a second 60."""
 
 
-def read_schema(text: str) -> Any:
+def read_schema(text: str) -> dict[str, Any]:
     """The schema of a text, ready for llguidance; ValueError, with the place, for what it would not keep."""
     try:
         schema: Any = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"it is not JSON: {error}") from None
-    if not isinstance(schema, dict | bool):
+    if not isinstance(schema, dict):
         raise ValueError(f"it is {quote(schema)}; it must be an object")
-    is_old = isinstance(schema, dict) and "$schema" in schema
+    is_old = "$schema" in schema
     try:
         for place, part in subschemas(schema):
             if reason := _not_kept(part, is_old):
@@ -108,13 +108,13 @@ def _is_exact(value: Any) -> bool:
     return not isinstance(value, int | float) or abs(value) < _EXACT
 
 
-def find_place(schema: Any, error: str, error_of: Callable[[Any], str]) -> str:
+def find_place(schema: dict[str, Any], error: str, error_of: Callable[[Any], str]) -> str:
     """Where a schema has what makes its error: the innermost place that alone gives the same.
 
     Args:
         error_of: the error of a schema by itself; "" for a good one.
     """
-    shared = {name: schema[name] for name in ("$schema", "$defs", "definitions") if schema and name in schema}
+    shared = {name: schema[name] for name in ("$schema", "$defs", "definitions") if name in schema}
     for place, part in subschemas(schema):
         if error_of({**shared, **part}).split("\n")[0] == error.split("\n")[0]:
             return place

@@ -176,7 +176,6 @@ BAD_LINES = {
     "echo": (with_chat(echo=True), "invalid_request", "echo is True"),
     "a penalty": (with_chat(presence_penalty=0.5), "invalid_request", "presence_penalty is 0.5"),
     "tools": (with_chat(tools=[{"type": "function"}]), "invalid_request", "tools is"),
-    "json mode": (with_chat(response_format={"type": "json_object"}), "invalid_request", "response_format is"),
     "a user that is none": (with_chat(user=5), "invalid_request", "user is 5"),
     "parallel calls of tools": (
         with_chat(parallel_tool_calls=True, tools=[{"type": "function"}]),

@@ -63,6 +63,7 @@ ROOMS = (
     ("kernels",),
     ("config",),
     ("sampling_params", "outputs"),
+    ("structured_outputs", "json_schema"),
     ("chat", "options", "speculative_config", "vllm_names", "version"),
     ("utils",),
 )
@@ -114,7 +115,8 @@ def test_names_that_do_not_exist_are_attribute_errors() -> None:
 
     with pytest.raises(AttributeError, match="LLMM"):
         nanovllm.LLMM  # noqa: B018
-    assert set(nanovllm.__all__) == {"LLM", "SamplingParams", "Output", "Completion", "EngineConfig", "__version__"}
+    names = {"LLM", "SamplingParams", "StructuredOutputsParams", "Output", "Completion", "EngineConfig", "__version__"}
+    assert set(nanovllm.__all__) == names
 
 
 # ---- a hub

@@ -28,8 +28,8 @@ MOST_KEPT = 256
 MOST_SAID = 500
 """Characters of an error: it may repeat a part of the grammar."""
 
-_SPACE = r"[\x20\x0A\x0D\x09]{1,16}"
-"""White space between the parts of JSON: not without end, for that is where a weak model gets lost."""
+_SPACE = r"\x20|\x0D?\x0A[\x20\x09]{0,20}"
+"""White space between the parts of JSON, as people and programs write it: without end, a weak model gets lost in it."""
 
 _executor = LLExecutor()
 
