@@ -1,4 +1,4 @@
-"""How long a mask takes, for one sequence and for 64: `python benchmarks/bench_masks.py FOLDER`, a model with a tokenizer.
+"""How long a mask takes, for one sequence and for 64: python benchmarks/bench_masks.py FOLDER, a model with tokenizer.
 
 Documents are followed token by token, each in a copy of its compiled grammar, and before every token the mask of what
 may come is made. The last line is one JSON document.
