@@ -64,7 +64,7 @@ class LLM:
         Returns:
             An Output for each prompt: a dict of `text`, `token_ids`, `finish_reason`, `stop_reason`, `prompt`,
             `prompt_token_ids`, `num_cached_tokens`, and `logprobs`, `prompt_logprobs` if asked, which also answers as
-            vLLM's objects do.
+            vLLM's objects do. With n > 1 they are the first completion's, and `outputs` is the list of all.
 
         Raises:
             ValueError: a bad prompt, naming which; then none of them has run.
@@ -251,6 +251,8 @@ class LLM:
         request = self.prepare(prompt, sampling_params)
         if self.engine.tokenizer is None:
             raise ValueError("this model has no tokenizer, so its tokens have no text: use generate()")
+        if request.params.n > 1 or not request.params.detokenize:
+            raise ValueError("stream_tokens gives the text of one completion: n must be 1, and detokenize True")
         num_held = max((len(stop) - 1 for stop in request.params.stop or ()), default=0)
         given = ""
         with closing(self.engine.steps([request])) as steps:

@@ -1,38 +1,43 @@
 """How one request is sampled, and when it ends."""
 
-import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, fields, replace
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 from nanovllm.utils.checks import as_bool, as_integer, as_list, as_number, refuse, refuse_unknown
 from nanovllm.vllm_names import SAMPLING, drop_harmless
 
 _INT32_MAX = 2**31 - 1  # what plans carry; both values mean the whole vocabulary long before
-logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
-_NOT_YET = {
-    "n": "one completion a prompt; repeat the prompt instead (its KV cache is shared)",
-    **dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_penalty"), "penalties are not implemented"),
-    **dict.fromkeys(("min_tokens", "bad_words", "logit_bias", "allowed_token_ids"), "it is not implemented"),
-    **dict.fromkeys(("detokenize", "include_stop_str_in_output"), "it is not implemented"),
-    "structured_outputs": "structured output is not implemented",
-}
+_NOT_YET = {"structured_outputs": "structured output is not implemented"}
 """Fields that may only be what they are by default, and why."""
 
 
-class _Checked(type):
-    """Makes a SamplingParams of a call's arguments after a look at their names."""
+def _names_checked(cls: type[T]) -> type[T]:
+    """Look at the names of a call's arguments before the dataclass's own __init__ does."""
+    init: Any = cls.__init__
 
-    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+    @wraps(init)
+    def checked(self: T, *args: Any, **kwargs: Any) -> None:
         kwargs = drop_harmless(kwargs, SAMPLING, cls.__name__)
-        refuse_unknown(kwargs, [field.name for field in fields(cls)], cls.__name__)  # type: ignore[arg-type]
-        return super().__call__(*args, **kwargs)
+        refuse_unknown(kwargs, cls.__dataclass_fields__, cls.__name__)  # type: ignore[attr-defined]
+        init(self, *args, **kwargs)
+
+    cls.__init__ = checked  # type: ignore[assignment]
+    return cls
 
 
+def _as_token_id(key: Any) -> int:
+    """A key of logit_bias, which JSON can only write as a string."""
+    return int(key) if isinstance(key, str) and key.isdecimal() else as_integer(key, "a token id of logit_bias")
+
+
+@_names_checked
 @dataclass(slots=True)
-class SamplingParams(metaclass=_Checked):
+class SamplingParams:
     """How one request is sampled, and when it ends. Checked when it is made, and again, and copied, by each request.
 
     Temperature comes first, then top-k, then top-p on what is left; min-p is relative to the most likely token.
@@ -54,8 +59,21 @@ class SamplingParams(metaclass=_Checked):
         prompt_logprobs: as logprobs, for each token of the prompt after the first.
         prompt_logprob_start: score the prompt from this token on. What lies whole blocks before it is taken from the
             prefix cache, if it is there; vLLM knows no such limit, and does not read the cache for such a request.
+        n: how many completions of the prompt, each with a seed of its own: the first has `seed`. More than 1 needs a
+            temperature above 0.
+        presence_penalty, frequency_penalty: subtracted from the logits of tokens of the output, once and as often as
+            they came; in [-2, 2], 0 is off.
+        repetition_penalty: divides the logits of tokens of prompt and output if they are positive, multiplies others;
+            above 0, 1 is off.
+        min_tokens: nothing ends the output before it has so many tokens: neither an end of sequence nor a stop.
+        logit_bias: {token id: what is added to its logit}.
+        allowed_token_ids: nothing else is sampled; None allows all.
+        bad_words: texts that are not generated, also after a space, as the tokens that spell them by themselves.
+        include_stop_str_in_output: the text ends with the stop string, or the stop token's text, that ended it.
+        detokenize: False leaves the text empty; there can be no `stop` then.
+        structured_outputs: is to be None.
 
-    The fields from `n` on are vLLM's: so far each must be what it is by default.
+    Masks come first, then biases, penalties, temperature and filters: `nanovllm/kernels/edit_logits.py` has the rule.
 
     Raises:
         ValueError: a value out of range, naming it and its limit.
@@ -110,10 +128,19 @@ class SamplingParams(metaclass=_Checked):
         put("stop", stop, all(isinstance(s, str) and s for s in stop), strings)
         stop_token_ids = as_list(self.stop_token_ids, "stop_token_ids", "a list of integers")
         put("stop_token_ids", tuple(as_integer(i, "stop_token_ids") for i in stop_token_ids))
-        for name in ("ignore_eos", "skip_special_tokens"):
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize"):
             as_bool(getattr(self, name), name)
         if self.seed is not None:
             put("seed", as_integer(self.seed, "seed"))
+        self._check_edits(put)
+        n = as_integer(self.n, "n", 1)
+        put(
+            "n",
+            n,
+            n == 1 or (self.temperature > 0 and self.max_tokens != 0),
+            "1 at temperature 0, and with max_tokens=0",
+        )
+        put("detokenize", self.detokenize, self.detokenize or not self.stop, "True if there are stop strings")
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
                 count = as_integer(value, name)
@@ -127,6 +154,41 @@ class SamplingParams(metaclass=_Checked):
                 value, neutral = getattr(self, field.name), field.default
                 put(field.name, neutral, value == neutral or not (value or neutral), f"{neutral!r}: {why}")
 
+    def _check_edits(self, put: Callable[..., None]) -> None:
+        """Check and normalise what edits the logits."""
+        for name in ("presence_penalty", "frequency_penalty"):
+            penalty = as_number(getattr(self, name), name)
+            put(name, penalty, -2 <= penalty <= 2, "in [-2, 2]; 0 is off")
+        penalty = as_number(self.repetition_penalty, "repetition_penalty")
+        put("repetition_penalty", penalty, 0 < penalty < math.inf, "above 0 and finite; 1 is off")
+        min_tokens = as_integer(self.min_tokens, "min_tokens", 0)
+        most = math.inf if self.max_tokens is None else self.max_tokens
+        put("min_tokens", min_tokens, min_tokens <= most, f"at most max_tokens={self.max_tokens}")
+        what = "a dict of token ids and finite numbers"
+        bias = {} if self.logit_bias is None else self.logit_bias
+        if not isinstance(bias, Mapping):
+            raise refuse(bias, "logit_bias", what)
+        bias = {_as_token_id(i): as_number(value, "logit_bias") for i, value in bias.items()}
+        put("logit_bias", bias or None, all(map(math.isfinite, bias.values())), what)
+        if self.allowed_token_ids is not None:
+            what = "None, or a list of at least one token id"
+            allowed = as_list(self.allowed_token_ids, "allowed_token_ids", what)
+            put("allowed_token_ids", tuple(as_integer(i, "allowed_token_ids") for i in allowed), bool(allowed), what)
+        words = as_list(self.bad_words, "bad_words", "a list of strings")
+        put(
+            "bad_words",
+            tuple(words),
+            all(isinstance(w, str) and w.strip() for w in words),
+            "strings, none of them empty",
+        )
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether anything is to be done to the logits before a token is sampled."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        lists = (self.logit_bias, self.bad_words, self.allowed_token_ids)
+        return penalties != (1, 0, 0) or self.min_tokens > 0 or any(lists)
+
     def clone(self) -> "SamplingParams":
         """A copy, checked once more: its fields may have been assigned since it was made."""
         return replace(self)
@@ -134,12 +196,12 @@ class SamplingParams(metaclass=_Checked):
     @classmethod
     def from_generation_config(cls, generation_config: Mapping[str, Any]) -> "SamplingParams":
         """What a model's generation_config.json asks for; greedy if it says `do_sample: false`."""
-        known = {"temperature", "top_k", "top_p", "min_p"}
-        values = {name: generation_config[name] for name in known if generation_config.get(name) is not None}
-        if generation_config.get("repetition_penalty") not in (None, 1, 1.0):
-            logger.warning("the model's generation_config asks for a repetition_penalty, which is not implemented")
+        names = {"repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
+        if generation_config.get("do_sample") is not False:
+            names |= {name: name for name in ("temperature", "top_k", "top_p", "min_p")}
+        values = {
+            ours: generation_config[name] for name, ours in names.items() if generation_config.get(name) is not None
+        }
         if generation_config.get("do_sample") is False:
-            values = {"temperature": 0.0}
-        if generation_config.get("max_new_tokens") is not None:
-            values["max_tokens"] = generation_config["max_new_tokens"]
+            values["temperature"] = 0.0
         return cls(**values)

@@ -167,8 +167,8 @@ class Breaking(FakeRunner):
 
     seed, left = 0, 3
 
-    def launch(self, plan: Any) -> Any:
-        handle = super().launch(plan)
+    def launch(self, plan: Any, *edits: Any) -> Any:
+        handle = super().launch(plan, *edits)
         seeds = [self.seeds[row] for row in plan.rows[plan.num_sampled > 0].tolist()]
         if self.seed in seeds:
             if self.left <= 0:

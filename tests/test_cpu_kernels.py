@@ -276,9 +276,9 @@ def test_few_tokens_of_a_small_model_are_computed_in_one_thread_and_many_in_all(
     with LLM(reciter, device="cpu", dtype="float32", max_model_len=64) as llm:
         seen, launch = [], llm.engine.runner._launch
 
-        def look(plan: StepPlan) -> StepHandle:
+        def look(plan: StepPlan, edits: None) -> StepHandle:
             seen.append((plan.num_tokens, threads[-1]))
-            return launch(plan)
+            return launch(plan, edits)
 
         monkeypatch.setattr(llm.engine.runner, "_launch", look)
         for chosen in (None, "2"):

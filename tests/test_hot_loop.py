@@ -89,7 +89,7 @@ class SlowRunner(FakeRunner):
         self.__dict__.update(runner.__dict__)
         self._delays, self._stream = delays, ThreadPoolExecutor(1)
 
-    def launch(self, plan: StepPlan):
+    def launch(self, plan: StepPlan, *edits: None):
         class Handle:
             def __init__(self, future):
                 self.future = future
@@ -182,7 +182,11 @@ class StandInGraphs(CudaGraphs):
     """Runs the decode step on the graph's padded inputs instead of replaying its capture."""
 
     def replay(self, size):
-        return self.decode(self.inputs(size))
+        self.decoded = self.decode(self.inputs(size))
+        return self.decoded
+
+    def replay_sampler(self, size):
+        return self.sample(*self.decoded)
 
 
 @pytest.mark.parametrize("max_num_seqs", [3, 12])
@@ -200,7 +204,7 @@ def test_the_step_that_graphs_capture_gives_the_tokens_of_the_eager_one(random_m
     with LLM(str(random_model), **options, num_kvcache_blocks=40) as llm:
         runner = llm.engine.runner
         runner.graphs = StandInGraphs(runner._staging.buffer, max_num_seqs, runner.tables.padding_row)
-        runner.graphs.decode = runner._decode
+        runner.graphs.decode, runner.graphs.sample = runner._decode, runner._sample
         llm.engine.depth = depth
         replayed = llm.generate(prompts, params, use_tqdm=False)
         assert (runner.tables.of_rows.block_tables[runner.tables.padding_row] == 0).all()

@@ -30,7 +30,7 @@ def test_a_step_of_decodes_launches_what_it_must_and_nothing_else() -> None:
     with pretend_runner() as runner:
         head = runner._new_graphs().inputs(256)
         with noted() as launches, Operators() as operators:
-            runner._decode(head)
+            runner._sample(*runner._decode(head))
     counts = Counter(launch.kernel.__name__ for launch in launches)
     assert counts == ONCE | dict.fromkeys(A_LAYER, LAYERS) | {"_rms_norm_kernel": 2 * LAYERS + 1}
     # Four matrices a layer and the LM head; the embedding; the tokens for the rows' next step.
@@ -44,7 +44,7 @@ def test_experts_need_no_value_on_the_host_either() -> None:
     with pretend_runner("qwen3-30b-a3b") as runner:
         head = runner._new_graphs().inputs(64)
         with noted() as launches, Operators() as operators:
-            runner._decode(head)
+            runner._sample(*runner._decode(head))
     counts = Counter(launch.kernel.__name__ for launch in launches)
     of_experts = {"_route_kernel": layers, "_grouped_linear_kernel": 2 * layers, "_combine_experts_kernel": layers}
     in_layers = dict.fromkeys(A_LAYER, layers) | of_experts

@@ -128,7 +128,7 @@ def test_stop_strings_are_found_in_any_tokens(token_ids: list[int], stop: list[s
     tokenizer = make_tokenizer()
     for text in ("aé☃x", *stop):  # also text that holds the stop strings, in bytes
         token_ids = token_ids + tokenizer.encode(text).ids
-    matcher = StopStringMatcher(tokenizer, stop, skip)
+    matcher = StopStringMatcher(tokenizer, SamplingParams(stop=stop, skip_special_tokens=skip))
     decoded = tokenizer.decode(token_ids, skip_special_tokens=skip)
     matched = any(matcher.feed(token_id) for token_id in token_ids)
     if matched:

@@ -31,10 +31,10 @@ def generate(llm: LLM, prompts: list[list[int]], params: SamplingParams = GREEDY
     computed = 0
     launch = llm.engine.runner.launch
 
-    def watch(plan: Any) -> Any:
+    def watch(plan: Any, *edits: Any) -> Any:
         nonlocal computed
         computed += plan.num_tokens
-        return launch(plan)
+        return launch(plan, *edits)
 
     llm.engine.runner.launch = watch  # type: ignore[method-assign]
     outputs = llm.generate(prompts, params, use_tqdm=False)

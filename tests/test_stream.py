@@ -65,10 +65,10 @@ def on_step(llm: LLM, number: int, act: Callable[[], object], monkeypatch: pytes
     """Call act inside the launch of the number-th step from now, before the model runs."""
     launch, steps = llm.engine.runner.launch, itertools.count(1)
 
-    def launch_and_act(plan: Any) -> Any:
+    def launch_and_act(*step: Any) -> Any:
         if next(steps) == number:
             act()
-        return launch(plan)
+        return launch(*step)
 
     monkeypatch.setattr(llm.engine.runner, "launch", launch_and_act)
 

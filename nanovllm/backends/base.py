@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from nanovllm.kernels.attention import AttentionMetadata, KVCache, attend_reference
 from nanovllm.kernels.combine import combine_reference
+from nanovllm.kernels.edit_logits import MaskAndPenalties, edit_logits_reference
 from nanovllm.kernels.grouped_linear import grouped_linear_reference
 from nanovllm.kernels.norm_rope_store import NormRope, norm_rope_store_reference
 from nanovllm.kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
@@ -99,3 +100,7 @@ class Backend:
 
     def sample(self, logits: Tensor, values: SamplingValues) -> Sampled:
         return sample_reference(logits, values)
+
+    def edit_logits(self, logits: Tensor, edits: MaskAndPenalties) -> None:
+        """Before `sample`, where a request asks for it: logits float32 [n, vocab], contiguous, in place."""
+        edit_logits_reference(logits, edits)

@@ -9,6 +9,7 @@ from nanovllm.backends.base import Backend
 from nanovllm.backends.pack import pack_matrices
 from nanovllm.kernels.attention import AttentionMetadata, KVCache
 from nanovllm.kernels.cpu_library import PANEL, CpuLibrary, cpu_library
+from nanovllm.kernels.edit_logits import MaskAndPenalties
 from nanovllm.kernels.norm_rope_store import NormRope
 from nanovllm.kernels.route import Routing
 from nanovllm.kernels.sample import Sampled, SamplingValues
@@ -119,6 +120,9 @@ class CpuBackend(Backend):
         values = values._replace(positions=values.positions.to(torch.int32))
         self._library.call("sample", logits.dtype, logits, *values, *sampled, *logits.shape)
         return sampled
+
+    def edit_logits(self, logits: Tensor, edits: MaskAndPenalties) -> None:
+        self._library.call("edit_logits", logits.dtype, logits, *edits, len(edits.indices), logits.shape[1])
 
 
 def _packs_in_place(weight: Tensor) -> bool:

@@ -8,6 +8,7 @@ from torch import Tensor
 from nanovllm.backends.base import Backend
 from nanovllm.kernels.attention import AttentionMetadata, KVCache
 from nanovllm.kernels.combine import combine
+from nanovllm.kernels.edit_logits import MaskAndPenalties, edit_logits
 from nanovllm.kernels.grouped_linear import grouped_linear
 from nanovllm.kernels.norm_rope_store import NormRope, norm_rope_store
 from nanovllm.kernels.paged_decode import decode_metadata, paged_decode
@@ -79,3 +80,6 @@ class TritonBackend(Backend):
 
     def sample(self, logits: Tensor, values: SamplingValues) -> Sampled:
         return sample(logits, values)
+
+    def edit_logits(self, logits: Tensor, edits: MaskAndPenalties) -> None:
+        edit_logits(logits, edits)

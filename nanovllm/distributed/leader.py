@@ -30,6 +30,8 @@ from nanovllm.utils.machine import physical_cores
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from nanovllm.engine.logit_edits import LogitEdits
+
 
 class LeadingHandle:
     """A launched step of all ranks."""
@@ -115,13 +117,13 @@ class LeadingRunner:
         """The processes of ranks 1 to n-1."""
         return self._followers.pids
 
-    def launch(self, plan: StepPlan) -> LeadingHandle:
-        """Start a step on all ranks."""
+    def launch(self, plan: StepPlan, edits: "LogitEdits | None" = None) -> LeadingHandle:
+        """Start a step on all ranks. Rank 0 samples, so edits of the logits are its alone."""
         with self._followers.guard():
             since = time.perf_counter()
             self._followers.tell(plan)
             command_seconds = time.perf_counter() - since
-            return LeadingHandle(self._runner.launch(plan), self._followers, command_seconds)
+            return LeadingHandle(self._runner.launch(plan, edits), self._followers, command_seconds)
 
     def reason_to_close(self) -> str | None:
         return "after a failed step its ranks no longer agree"

@@ -5,20 +5,24 @@ import os
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from nanovllm.config import ResolvedConfig
 from nanovllm.engine.plan import StepPlan, StepResult
-from nanovllm.engine.request import Prompt, Request, derive_seed, prepare_request
+from nanovllm.engine.request import MASK_64, Prompt, Request, derive_seed, prepare_request
 from nanovllm.engine.scheduler import Batch, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.tokenizer import Tokenizer
-from nanovllm.outputs import Output
+from nanovllm.outputs import Completion, Output
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.clock import Clock
 from nanovllm.utils.interrupt import HoldInterrupt
+
+if TYPE_CHECKING:
+    from nanovllm.engine.logit_edits import LogitEdits
+    from nanovllm.engine.row_edits import RowEdits
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +38,9 @@ class Handle(Protocol):
 class Runner(Protocol):
     """What does the plans' work: steps run in the order of their launch."""
 
-    def launch(self, plan: StepPlan) -> Handle: ...
+    def launch(self, plan: StepPlan, edits: "LogitEdits | None" = None) -> Handle:
+        """Start a step; edits are what is done to its logits before tokens are sampled."""
+        ...
 
     def reason_to_close(self) -> str | None:
         """Why nothing can run after a step has failed; None if the next step can."""
@@ -104,7 +110,7 @@ class LLMEngine:
         self.observers = list(observers)
         self.provenance = provenance or {}
         self.closed = False
-        self._num_requests = 0
+        self._num_requests = self._num_seqs = 0
         self._in_flight: deque[InFlight] = deque()
         self._running = False
         self._pid = os.getpid()
@@ -132,22 +138,43 @@ class LLMEngine:
         return prepare_request(prompt, params, self.tokenizer, self.vocab_size, self.config.max_model_len)
 
     def add(self, request: Request) -> Sequence:
-        """Queue a request. Its seed is fixed here: its own, or one from the engine's seed and its number."""
-        params = request.params
+        """Queue a request, which is a sequence for each of its n completions; returns the first.
+
+        Seeds are fixed here: the request's own, or one from the engine's seed and its number; hash(seed, i) for a
+        further completion i.
+        """
+        params, tokenizer = request.params, self.tokenizer
         seed = derive_seed(self.config.seed, self._num_requests) if params.seed is None else params.seed
-        seq = Sequence(
-            self._num_requests,
-            request.prompt_token_ids,
-            params,
-            max_model_len=self.config.max_model_len,
-            seed=seed & 0xFFFFFFFFFFFFFFFF,
-            eos_token_ids=self.eos_token_ids,
-            stop_matcher=self.tokenizer.stop_matcher(params, request.prompt_token_ids) if self.tokenizer else None,
-            prompt=request.prompt,
-        )
+        edits = self._row_edits(request) if params.edits_logits else None
+        lead: Sequence | None = None
+        for i in range(params.n):
+            seq = Sequence(
+                self._num_seqs,
+                request.prompt_token_ids,
+                params if lead is None else replace(params, prompt_logprobs=None, prompt_logprob_start=0),
+                max_model_len=self.config.max_model_len,
+                seed=seed & MASK_64 if lead is None else derive_seed(seed, i),
+                eos_token_ids=self.eos_token_ids,
+                stop_matcher=tokenizer.stop_matcher(params, request.prompt_token_ids) if tokenizer else None,
+                edits=edits,
+                lead=lead,
+                prompt=request.prompt,
+            )
+            self._num_seqs += 1
+            self.scheduler.add(seq)
+            if lead is None:
+                lead = seq
+            else:
+                lead.others.append(seq)
         self._num_requests += 1
-        self.scheduler.add(seq)
-        return seq
+        assert lead is not None
+        return lead
+
+    def _row_edits(self, request: Request) -> "RowEdits":
+        from nanovllm.engine.row_edits import RowEdits
+
+        stop_ids = self.eos_token_ids | set(request.params.stop_token_ids or ())
+        return RowEdits(request.params, request.bad_words, stop_ids, self.vocab_size)
 
     # ---- the loop
 
@@ -162,6 +189,8 @@ class LLMEngine:
         is usable unless its runner has a reason to close.
         """
         try:
+            if self._in_flight and self.scheduler.stepwise_rows:
+                return self._read_oldest()  # what may come next depends on it
             launched = self._launch_next()
             if launched and len(self._in_flight) < self.depth:
                 return []
@@ -185,11 +214,16 @@ class LLMEngine:
         for observer in self.observers:
             observer.planned(self.num_steps + 1, clock.spans[0][1], batch, self.scheduler)
         clock.resume()
-        handle = self.runner.launch(batch.plan)
+        handle = self.runner.launch(batch.plan, self._edits(batch) if self.scheduler.edited_rows else None)
         clock.span("launch")
         self.num_steps += 1
         self._in_flight.append(InFlight(self.num_steps, batch, handle, clock))
         return True
+
+    def _edits(self, batch: Batch) -> "LogitEdits | None":
+        from nanovllm.engine.logit_edits import make_edits
+
+        return make_edits(batch, self.vocab_size)
 
     def _read_oldest(self) -> list[Sequence]:
         """Wait for the oldest launched step and take in its tokens; returns the sequences that ended."""
@@ -208,7 +242,9 @@ class LLMEngine:
         step.clock.span("update")
         for observer in self.observers:
             observer.finished(step.number, step.batch, step.clock, result)
-        return finished
+        # Who has several completions ends with the last of them.
+        leads = dict.fromkeys(seq.lead or seq for seq in finished)
+        return [lead for lead in leads if all(seq.finish_reason for seq in (lead, *lead.others))]
 
     def _recover(self) -> None:
         """After a failed step: drop every sequence and the prefix cache, for what the KV cache holds is unknown."""
@@ -290,7 +326,16 @@ class LLMEngine:
         return finished, None
 
     def output(self, seq: Sequence) -> Output:
-        """What the caller gets of an ended sequence."""
+        """What the caller gets of an ended sequence, and of the prompt's other completions."""
+        output = self._output(seq)
+        if seq.others:
+            of_each = [output, *map(self._output, seq.others)]
+            output["outputs"] = [Completion(one.outputs[0], index=i) for i, one in enumerate(of_each)]
+            if error := next((one.error for one in of_each if one.error), None):
+                output["error"] = error
+        return output
+
+    def _output(self, seq: Sequence) -> Output:
         token_ids = seq.output_token_ids
         output = Output(
             text=self.text(seq, token_ids),
@@ -310,12 +355,12 @@ class LLMEngine:
         return output
 
     def text(self, seq: Sequence, token_ids: list[int]) -> str:
-        """The text of a sequence's tokens, without what ended it; "" without a tokenizer."""
-        if self.tokenizer is None:
+        """The text of a sequence's tokens, without what ended it unless that is to be included; "" if there is none."""
+        if self.tokenizer is None or not seq.params.detokenize:
             return ""
         if seq.finish_reason == "stop":
             if token_ids[-1] in seq.stop_ids:
-                token_ids = token_ids[:-1]
+                token_ids = token_ids if seq.params.include_stop_str_in_output else token_ids[:-1]
             elif seq.stop_matcher is not None:
                 return seq.stop_matcher.text
         return self.tokenizer.decode(token_ids, seq.params.skip_special_tokens, seq.prompt_token_ids)

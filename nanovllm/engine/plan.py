@@ -23,6 +23,7 @@ ROW_SAMPLING = np.dtype(
         ("seed_high", "<u4"),
         ("num_logprobs", "<i4"),  # -1: none asked for
         ("num_prompt_logprobs", "<i4"),
+        ("is_edited", "<i4"),  # 1: its logits are edited before a token is sampled
     ]
 )
 """The sampling values of a row, told once, when a sequence moves in. 4-byte fields, so that it packs as int32."""

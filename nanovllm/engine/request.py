@@ -2,6 +2,7 @@
 
 import struct
 from collections.abc import Iterable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +18,9 @@ Prompt = str | list[int] | Mapping[str, Any]
 A dict of both has the ids run; its text is only what the output shows as its prompt."""
 
 
+MASK_64 = 2**64 - 1
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """A prompt, tokenised and validated, and how to sample it. Made by `prepare_request`."""
@@ -25,12 +29,14 @@ class Request:
     params: SamplingParams
     prompt: str | None = None
     """The text that was tokenised, if it was a text."""
+    bad_words: Seq[Seq[int]] = ()
+    """The tokens of params.bad_words."""
 
 
 def derive_seed(engine_seed: int, key: int | str) -> int:
     """A request's seed, 64 bits: from the engine's and the request's number, or a name of the caller's choice."""
     suffix = struct.pack("<q", key) if isinstance(key, int) else key.encode()
-    return xxhash.xxh3_64_intdigest(struct.pack("<q", engine_seed) + suffix)
+    return xxhash.xxh3_64_intdigest(struct.pack("<Q", engine_seed & MASK_64) + suffix)
 
 
 def prepare_request(
@@ -44,10 +50,14 @@ def prepare_request(
     if not isinstance(params, SamplingParams):
         raise ValueError(f"sampling_params is {quote(params)}; it must be a SamplingParams")
     params = params.clone()
-    if bad := [i for i in params.stop_token_ids or () if not 0 <= i < vocab_size]:
-        raise ValueError(f"stop_token_ids has {bad[0]}; the vocabulary is 0..{vocab_size - 1}")
+    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        if bad := [i for i in getattr(params, name) or () if not 0 <= i < vocab_size]:
+            raise ValueError(f"{name} has {bad[0]}; the vocabulary is 0..{vocab_size - 1}")
     if params.stop and tokenizer is None:
         raise ValueError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
+    if params.bad_words and tokenizer is None:
+        raise ValueError("bad_words need a tokenizer, and this model has none; use logit_bias")
+    bad_words = [] if tokenizer is None else tokenizer.bad_words(params.bad_words or (), max_model_len)
     text, token_ids = tokenize_prompt(prompt, tokenizer, max_model_len)
     if not token_ids:
         raise ValueError("the prompt is empty; it must have at least one token")
@@ -63,7 +73,7 @@ def prepare_request(
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:
         bad_id = next(i for i in token_ids if not 0 <= i < vocab_size)
         raise ValueError(f"the prompt has token id {bad_id}; the vocabulary is 0..{vocab_size - 1}")
-    return Request(token_ids, params, text)
+    return Request(token_ids, params, text, bad_words)
 
 
 def tokenize_prompt(

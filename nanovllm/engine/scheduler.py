@@ -109,6 +109,10 @@ class Scheduler:
         self._table = RowTable(max_num_seqs)
         self._scoring: dict[int, Sequence] = {}
         """By row, those whose prompt is still to be scored, and those that are only scored."""
+        self.edited_rows: set[int] = set()
+        """Rows whose logits are edited before a token is sampled."""
+        self.stepwise_rows: set[int] = set()
+        """Of those, the ones whose edits depend on tokens that the host must have read."""
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._may_stop = np.zeros(vocab_size, bool)
         """Token ids that end at least one sequence ever added: others need no second look."""
@@ -189,6 +193,7 @@ class Scheduler:
         missing = -(-(num_tokens + most) // manager.block_size) - table.num_blocks[rows]
         if np.maximum(missing, 0).sum() > manager.num_free:
             most = np.minimum(most, table.num_blocks[rows] * manager.block_size - num_tokens)
+        most[np.isin(rows, list(self.edited_rows))] = 0  # what may come after a draft would depend on it
         decodes = np.flatnonzero((num_scheduled == 1) & (table.num_computed[rows] + 1 == num_tokens) & (most > 0))
         num_drafts, num_rows = np.zeros_like(num_scheduled), int(num_scheduled.sum())
         if len(decodes) and (room := (self.max_num_batched_tokens - num_rows) // len(decodes)):
@@ -271,16 +276,23 @@ class Scheduler:
         table.watches_text[row] = seq.stop_matcher is not None
         if seq.is_only_scored or seq.next_scored < seq.num_prompt_tokens:
             self._scoring[row] = seq
+        if seq.edits is not None:
+            self.edited_rows.add(row)
+            if seq.edits.needs_known_tokens:
+                self.stepwise_rows.add(row)
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = num_cached
-            self.num_prompt_tokens += seq.num_prompt_tokens
-            self.num_cached_tokens += num_cached
+            if seq.lead is None:  # a prompt counts once, however often it is completed
+                self.num_prompt_tokens += seq.num_prompt_tokens
+                self.num_cached_tokens += num_cached
         seed = (seq.seed & 0xFFFFFFFF, seq.seed >> 32 & 0xFFFFFFFF)
         # What is sent is 32 bits wide; beyond these limits a value means no more than at them.
         vocab_size = len(self._may_stop)
         temperature, top_k = min(params.temperature, 1e30), min(params.top_k, vocab_size)
         counts = (-1 if k is None else min(k, vocab_size) for k in (params.logprobs, params.prompt_logprobs))
-        self._new_rows.append((row, temperature, top_k, params.top_p, params.min_p, *seed, *counts))
+        self._new_rows.append(
+            (row, temperature, top_k, params.top_p, params.min_p, *seed, *counts, seq.edits is not None)
+        )
 
     def _make_batch(self, rows: IntArray, num_scheduled: IntArray) -> Batch:
         table = self._table
@@ -498,6 +510,8 @@ class Scheduler:
         seq.block_table = []
         del self._resident[seq.row]
         self._scoring.pop(seq.row, None)
+        self.edited_rows.discard(seq.row)
+        self.stepwise_rows.discard(seq.row)
         self._table.generation[seq.row] += 1
         self._free_rows.append(seq.row)
         seq.row = -1

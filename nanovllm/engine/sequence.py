@@ -2,10 +2,13 @@
 
 from array import array
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nanovllm.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.engine.row_edits import RowEdits
 
 
 class StopMatcher(Protocol):
@@ -37,6 +40,8 @@ class Sequence:
         seed: int = 0,
         eos_token_ids: frozenset[int] = frozenset(),
         stop_matcher: StopMatcher | None = None,
+        edits: "RowEdits | None" = None,
+        lead: "Sequence | None" = None,
         prompt: str | None = None,
     ) -> None:
         self.seq_id = seq_id
@@ -58,6 +63,12 @@ class Sequence:
         self.prompt_logprobs: list[dict[int, float] | None] = [None] * scores_from
         self.stop_ids = frozenset(params.stop_token_ids or ()) | (frozenset() if params.ignore_eos else eos_token_ids)
         self.stop_matcher = stop_matcher
+        self.edits = edits
+        """What is done to its logits before a token is sampled."""
+        self.lead = lead
+        """Of several completions of a prompt the first, in the others."""
+        self.others: list[Sequence] = []
+        """And in the first, the others."""
         self.row = -1
         """Its place in the device's tables, -1 when it is not resident."""
         self.block_table: list[int] = []

@@ -76,6 +76,15 @@ class Tokenizer:
         bos = self._tokenizer.bos_token_id
         return [e.ids[1:] if bos is not None and e.ids[:2] == [bos, bos] else e.ids for e in encodings]
 
+    def bad_words(self, words: Iterable[str], max_model_len: int) -> list[list[int]]:
+        """The token ids that spell each word at a text's beginning, and within it if a space makes other tokens."""
+        found = []
+        for word in words:
+            alone, spaced = (self.encode(s + word.lstrip(), max_model_len, add_special_tokens=False) for s in ("", " "))
+            # vLLM's rule: a space that becomes a token of its own adds nothing.
+            found += [alone, spaced] if len(spaced) == len(alone) and spaced[:1] != alone[:1] else [alone]
+        return [token_ids for token_ids in found if token_ids]
+
     def decode(self, token_ids: Seq[int], skip_special_tokens: bool, prompt: Seq[int] = ()) -> str:
         """The text of token_ids, or what they add to the text of a prompt: some decoders strip a text's first space."""
 
@@ -119,7 +128,7 @@ class Tokenizer:
     def stop_matcher(self, params: SamplingParams, prompt: Seq[int]) -> "StopStringMatcher | None":
         if not params.stop:
             return None
-        return StopStringMatcher(self._backend, params.stop, params.skip_special_tokens, self._context(prompt))
+        return StopStringMatcher(self._backend, params, self._context(prompt))
 
 
 def _not_unicode(text: str) -> str:
@@ -133,28 +142,32 @@ def _not_unicode(text: str) -> str:
 class StopStringMatcher:
     """Decodes a sequence as it grows and finds the first stop string in its text, also one that straddles tokens."""
 
-    def __init__(self, backend: Any, stop: Iterable[str], skip_special_tokens: bool, context: Seq[int] = ()) -> None:
+    def __init__(self, backend: Any, params: SamplingParams, context: Seq[int] = ()) -> None:
         """context: tokens that precede the sequence, for decoders that strip a text's first space."""
         from tokenizers.decoders import DecodeStream
 
-        self._backend, self._stop = backend, tuple(stop)
-        self._stream = DecodeStream(list(context), skip_special_tokens)
-        self._longest = max(map(len, self._stop))
+        self._backend, self._stop = backend, tuple(params.stop or ())
+        self._stream = DecodeStream(list(context), params.skip_special_tokens)
+        self._num_free = params.min_tokens  # tokens still to come that end nothing
+        self._is_included = params.include_stop_str_in_output
         self.text = ""
-        """All text so far; once a stop string is complete, what comes before it."""
+        """All text so far; once a stop string is complete, what comes before it, or up to its end."""
         self.found: str | None = None
         """The stop string that is complete."""
 
     def feed(self, token_id: int) -> bool:
         """Take the next token; True once a stop string is complete."""
         piece = self._stream.step(self._backend, token_id)
+        self._num_free -= 1
         if not piece:
             return False
-        start = max(0, len(self.text) - self._longest + 1)
+        known = len(self.text)
         self.text += piece
-        found = [(at, stop) for stop in self._stop if (at := self.text.find(stop, start)) >= 0]
+        if self._num_free >= 0:
+            return False
+        found = [(at, s) for s in self._stop if (at := self.text.find(s, max(0, known - len(s) + 1))) >= 0]
         if not found:
             return False
         at, self.found = min(found)
-        self.text = self.text[:at]
+        self.text = self.text[: at + len(self.found) if self._is_included else at]
         return True

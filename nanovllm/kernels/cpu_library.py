@@ -53,6 +53,8 @@ class CpuLibrary:
         for name, signature in _SIGNATURES.items():
             for dtype, suffix in _SUFFIXES.items():
                 self._functions[name, dtype] = _declare(library, f"{name}_{suffix}", signature)
+        # Logits are edited in float32, whatever the model's dtype.
+        self._functions["edit_logits", torch.float32] = _declare(library, "edit_logits", (6, 2, 0))
         self._units_only = {name: _declare(library, name, signature) for name, signature in _UNITS_ONLY.items()}
 
     def call(self, name: str, dtype: torch.dtype, *arguments: Tensor | float | None) -> None:

@@ -4,19 +4,34 @@ import bisect
 import functools
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from nanovllm.engine.plan import NUM_PER_SEQ
+from nanovllm.kernels.sample import SamplingValues
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 HEAD = NUM_PER_SEQ + 1
-DecodeStep = Callable[[Tensor], tuple[Tensor, Tensor]]
-"""A plan of n decodes as far as token_ids, int32 [HEAD, n] -> (sampled ids int32 [n], hidden states [n, hidden])."""
+Decoded = tuple[Tensor, Tensor, SamplingValues]
+"""Of n decodes: hidden states [n, hidden], rows int32 [n], and how each is sampled."""
+DecodeStep = Callable[[Tensor], Decoded]
+"""A plan of n decodes as far as token_ids, int32 [HEAD, n], through the model."""
+Sampler = Callable[[Tensor, Tensor, SamplingValues], tuple[Tensor, Tensor]]
+"""What was decoded -> (sampled ids int32 [n], hidden states)."""
+
+
+class Captured(NamedTuple):
+    """A step of one size: the model's graph and the sampler's, and where their results lie."""
+
+    model: torch.cuda.CUDAGraph
+    decoded: Decoded
+    sampler: torch.cuda.CUDAGraph
+    sampled: tuple[Tensor, Tensor]
 
 
 def graph_batch_sizes(max_num_seqs: int) -> list[int]:
@@ -49,6 +64,8 @@ def _capture_stream(device: int) -> Any:
 class CudaGraphs:
     """Decode steps of each batch size as CUDA graphs, from `buffer` to tokens and hidden states.
 
+    A step is two graphs, the model's and the sampler's, so that what edits logits can sample without the second.
+
     A graph of size n reads its inputs from the first HEAD * n values of the staging buffer, whose address never
     changes: the first arrays of a plan that was padded to n. All graphs share one pool of memory, captured largest
     first so that the smaller ones fit into what the largest has taken; only one runs at a time, and its outputs are
@@ -60,9 +77,11 @@ class CudaGraphs:
         self.sizes = graph_batch_sizes(max_num_seqs)
         self.padding_row = padding_row
         self._pool: Any = None  # torch's pool handles have no public type
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
+        self._graphs: dict[int, Captured] = {}
 
-    def capture(self, decode: DecodeStep, sizes: list[int] | None = None, show_progress: bool = False) -> None:
+    def capture(
+        self, decode: DecodeStep, sample: Sampler, sizes: list[int] | None = None, show_progress: bool = False
+    ) -> None:
         """Capture the graphs of sizes, all by default. Every input is padding: nothing live is read or written."""
         stream, current = _capture_stream(torch.cuda.current_device()), torch.cuda.current_stream()
         for size in tqdm(sorted(sizes or self.sizes, reverse=True), desc="Capturing graphs", disable=not show_progress):
@@ -71,29 +90,42 @@ class CudaGraphs:
             inputs[0], inputs[2] = self.padding_row, 1  # rows, num_scheduled
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
-                decode(inputs)  # compiles kernels and warms libraries up, outside the capture
+                sample(*decode(inputs))  # compiles kernels and warms libraries up, outside the capture
             torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            # Other threads, as NCCL's and those of a second engine, may call CUDA meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
-                token_ids, hidden = decode(inputs)
-            self._pool = self._pool or graph.pool()
-            self._graphs[size] = graph, token_ids, hidden
+            model, decoded = self._capture(stream, functools.partial(decode, inputs))
+            sampler, sampled = self._capture(stream, functools.partial(sample, *decoded))
+            self._graphs[size] = Captured(model, decoded, sampler, sampled)
         torch.cuda.synchronize()
+
+    def _capture(self, stream: Any, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
+        """A graph of some work, and where it leaves its result."""
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, as NCCL's and those of a second engine, may call CUDA meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
+            result = work()
+        self._pool = self._pool or graph.pool()
+        return graph, result
 
     def inputs(self, size: int) -> Tensor:
         """Where a graph of that size reads: int32 [HEAD, size]."""
         return self._buffer[: HEAD * size].view(HEAD, size)
 
-    def replay(self, size: int) -> tuple[Tensor, Tensor]:
-        """Run the graph of that size on what the staging buffer holds; its outputs live until the next replay."""
-        graph, token_ids, hidden = self._graphs[size]
-        graph.replay()
-        return token_ids, hidden
+    def replay(self, size: int) -> Decoded:
+        """Run the model of that size on what the staging buffer holds; its outputs live until the next replay."""
+        captured = self._graphs[size]
+        captured.model.replay()
+        return captured.decoded
+
+    def replay_sampler(self, size: int) -> tuple[Tensor, Tensor]:
+        """Sample from what the model of that size left."""
+        captured = self._graphs[size]
+        captured.sampler.replay()
+        return captured.sampled
 
     def release(self) -> None:
         """Free the graphs: before the memory they point into goes, and before a process group does."""
-        for graph, *_ in self._graphs.values():
-            graph.reset()  # now, even if an exception's traceback still holds it
+        for captured in self._graphs.values():
+            captured.model.reset()  # now, even if an exception's traceback still holds it
+            captured.sampler.reset()
         self._graphs.clear()
         self._pool = None

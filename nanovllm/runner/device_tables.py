@@ -27,6 +27,7 @@ class DeviceTables:
             min_p=torch.zeros(rows, dtype=torch.float32, device=device),
             seeds=torch.zeros(rows, dtype=torch.int64, device=device),
         )
+        self.is_edited_cpu = np.zeros(rows, bool)
         self.num_logprobs_cpu, self.num_prompt_logprobs_cpu = np.full((2, rows), -1, np.int32)
 
     def update(self, plan: StepPlan, packed: Tensor) -> None:
@@ -43,5 +44,6 @@ class DeviceTables:
             self.of_rows.top_p[row] = top_p.view(torch.float32)
             self.of_rows.min_p[row] = min_p.view(torch.float32)
             self.of_rows.seeds[row] = (seed_low.long() & 0xFFFFFFFF) | (seed_high.long() << 32)
+            self.is_edited_cpu[plan.new_rows["row"]] = plan.new_rows["is_edited"]
             self.num_logprobs_cpu[plan.new_rows["row"]] = plan.new_rows["num_logprobs"]
             self.num_prompt_logprobs_cpu[plan.new_rows["row"]] = plan.new_rows["num_prompt_logprobs"]

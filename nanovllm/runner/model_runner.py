@@ -5,6 +5,7 @@ import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,10 +41,16 @@ from nanovllm.utils.machine import FEW_TOKENS, SMALL_MODEL, one_thread
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from nanovllm.engine.logit_edits import LogitEdits
+    from nanovllm.runner.edited_sampler import EditedSampler
+
 logger = logging.getLogger(__name__)
 
 LOGITS_AT_A_TIME = 1024
 """Rows of hidden states that the LM head turns into logits at a time, where all of a prompt's are wanted."""
+
+EDIT_BYTES = 9
+"""For each token of a row whose logits are edited: its count, its logit in float32, and its place in a mask."""
 
 GRAPH_NODES_BYTES = 4 << 20
 """Allowance for one captured graph's own nodes: a few hundred kernels' parameters."""
@@ -122,7 +129,7 @@ class ModelRunner:
             if config.use_graphs:
                 self.graphs = self._new_graphs()
                 with torch.inference_mode():
-                    self.graphs.capture(self._decode, show_progress=self.parallel.rank == 0)
+                    self.graphs.capture(self._decode, self._sample, show_progress=self.parallel.rank == 0)
         return num_blocks
 
     def _on_device(self) -> AbstractContextManager[object]:
@@ -167,7 +174,7 @@ class ModelRunner:
         with FakeTensorMode(allow_non_fake_inputs=True), noted() as launches:
             self.caches = self._make_caches(1)
             for size in sizes:
-                self._decode(graphs.inputs(size))
+                self._sample(*self._decode(graphs.inputs(size)))
             self._run(mixed, self._staging.buffer[: mixed.head_size])
         self.caches = []
         compile_all(launches, show_progress=True)
@@ -196,12 +203,14 @@ class ModelRunner:
         plan.rows[:] = self.tables.padding_row
         self.launch(plan).result()
         activations = torch.cuda.max_memory_allocated(device) - weights
+        if self.parallel.rank == 0:
+            activations += EDIT_BYTES * config.max_num_seqs * self._shape.vocab * self.parallel.size
         graphs = 0
         if config.use_graphs:
             torch.cuda.empty_cache()
             before = torch.cuda.mem_get_info(device)[0]
             trial = self._new_graphs()
-            trial.capture(self._decode, trial.sizes[-2:])
+            trial.capture(self._decode, self._sample, trial.sizes[-2:])
             per_graph = (before - torch.cuda.mem_get_info(device)[0]) // len(trial.sizes[-2:])
             # The largest pays for the pool that all share; each of the others adds its own nodes.
             graphs = 2 * per_graph + len(trial.sizes) * GRAPH_NODES_BYTES
@@ -217,13 +226,13 @@ class ModelRunner:
 
     # ---- a step
 
-    def launch(self, plan: StepPlan) -> StepHandle:
+    def launch(self, plan: StepPlan, edits: "LogitEdits | None" = None) -> StepHandle:
         """Start a step; the handle waits for it. The host's values decide sizes only, so nothing here waits."""
         is_small = self._has_small_model and plan.num_tokens <= FEW_TOKENS
         with self._on_device(), torch.inference_mode(), one_thread() if is_small else nullcontext():
-            return self._launch(plan)
+            return self._launch(plan, edits)
 
-    def _launch(self, plan: StepPlan) -> StepHandle:
+    def _launch(self, plan: StepPlan, edits: "LogitEdits | None") -> StepHandle:
         stopwatch = Stopwatch(self.device)
         graphs = self.graphs if plan.num_decodes == plan.num_seqs and not len(plan.targets) else None
         if graphs is not None:
@@ -233,9 +242,14 @@ class ModelRunner:
         self.tables.update(plan, packed[plan.head_size :])
         token_ids = logprobs = scores = None
         if graphs is not None:
-            sampled: tuple[Tensor, Tensor] | None = graphs.replay(plan.num_seqs)
+            decoded = graphs.replay(plan.num_seqs)
+            # Every rank knows, so that all of them leave the captured collectives for others.
+            if self.tables.is_edited_cpu[plan.rows].any():
+                sampled: tuple[Tensor, Tensor] | None = self._sample(*decoded, edits)
+            else:
+                sampled = graphs.replay_sampler(plan.num_seqs)
         else:
-            sampled, scores = self._run(plan, packed)
+            sampled, scores = self._run(plan, packed, edits)
         if sampled is not None:
             token_ids, hidden = sampled
             logprobs = self._logprobs(plan, token_ids, hidden)
@@ -276,7 +290,9 @@ class ModelRunner:
                 yield logits, ids
             del logits  # before the next are made
 
-    def _run(self, plan: StepPlan, packed: Tensor) -> tuple[tuple[Tensor, Tensor] | None, Logprobs | None]:
+    def _run(
+        self, plan: StepPlan, packed: Tensor, edits: "LogitEdits | None" = None
+    ) -> tuple[tuple[Tensor, Tensor] | None, Logprobs | None]:
         """Any step, eagerly: what is sampled (see _sample; None if nothing), and what is scored."""
         sizes = [NUM_PER_SEQ * plan.num_seqs, plan.num_tokens, len(plan.targets)]
         per_seq, token_ids, targets = torch.split(packed[: plan.head_size], sizes)
@@ -295,16 +311,16 @@ class ModelRunner:
             of_seq, before_last = self._send(np.stack((drawn_of, places))).unbind(0)
             rows, last, values = rows[of_seq], last[of_seq] - before_last, values.of_rows(of_seq)
             values = values._replace(positions=values.positions - before_last.int())
-        return self._sample(hidden[last], rows, values), scores
+        return self._sample(hidden[last], rows, values, edits), scores
 
-    def _decode(self, head: Tensor) -> tuple[Tensor, Tensor]:
-        """A step of decodes alone, from tensors alone, so that a CUDA graph can capture it: see _sample.
+    def _decode(self, head: Tensor) -> tuple[Tensor, Tensor, SamplingValues]:
+        """A step of decodes alone, from tensors alone, so that a CUDA graph can capture it; gives what _sample takes.
 
         head is int32 [NUM_PER_SEQ + 1, n]: a plan's first arrays, up to token_ids, which then have the same length.
         """
         rows, num_computed, num_scheduled, *_, token_ids = head.unbind(0)
         inputs, hidden = self._forward(PlannedRows(rows, num_computed, num_scheduled, token_ids), None)
-        return self._sample(hidden, rows, inputs.sampling)
+        return hidden, rows, inputs.sampling
 
     def _forward(self, planned: PlannedRows, plan: StepPlan | None) -> tuple[StepInputs, Tensor]:
         """The hidden states of all tokens, and what they were made from.
@@ -325,7 +341,15 @@ class ModelRunner:
         metadata = self.backend.complete(metadata, self.caches[0], self._shape.heads)
         return inputs, self.model(inputs.token_ids, inputs.positions, self.caches, metadata)
 
-    def _sample(self, hidden: Tensor, rows: Tensor, values: SamplingValues) -> tuple[Tensor, Tensor]:
+    @cached_property
+    def _edited_sampler(self) -> "EditedSampler":
+        from nanovllm.runner.edited_sampler import EditedSampler
+
+        return EditedSampler(self.backend, self.tables.padding_row + 1, self.device)
+
+    def _sample(
+        self, hidden: Tensor, rows: Tensor, values: SamplingValues, edits: "LogitEdits | None" = None
+    ) -> tuple[Tensor, Tensor]:
         """Sample one token for each of rows from hidden [n, hidden], and leave it for the row's next decode.
 
         Rank 0 samples, from everybody's logits, and tells the others.
@@ -335,8 +359,10 @@ class ModelRunner:
         logits = self.model.compute_logits(hidden)
         if logits is None:
             token_ids = checked = torch.empty_like(rows)
-        else:
+        elif edits is None:
             token_ids, checked = self.backend.sample(logits, values)
+        else:
+            token_ids, checked = self._edited_sampler.sample(logits, values, edits)
         self.tables.of_rows.last_token[rows] = self.parallel.broadcast(token_ids)
         return checked, hidden
 

@@ -62,8 +62,8 @@ def compile_ahead() -> tuple[int, int]:
     with pretend_runner(max_model_len=4096, max_num_seqs=300) as runner:
         plan = unscored_plan([1, 1, 1, 100, 197])
         with noted() as launches:
-            runner._decode(runner._new_graphs().inputs(48))
-            runner._decode(runner._new_graphs().inputs(300))
+            runner._sample(*runner._decode(runner._new_graphs().inputs(48)))
+            runner._sample(*runner._decode(runner._new_graphs().inputs(300)))
             runner._run(plan, torch.zeros(plan.head_size, dtype=torch.int32, device=DEVICE))
         kernels = {one.kernel.__name__: one.kernel for one in launches}.values()
         before = num_compiled()

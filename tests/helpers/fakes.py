@@ -60,7 +60,7 @@ class FakeRunner:
         self.unread: deque[FakeHandle] = deque()
         self.num_rows_computed = self.num_tokens_computed = self.num_scored = 0
 
-    def launch(self, plan: StepPlan) -> FakeHandle:
+    def launch(self, plan: StepPlan, *edits: None) -> FakeHandle:
         plan = StepPlan.unpack(plan.pack())
         self._check(plan)
         self.num_rows_computed += plan.num_seqs

@@ -9,6 +9,7 @@
 // a weight as linear.h says, K and V as paged_cache.h says.
 
 #include "attention.h"
+#include "edit_logits.h"
 #include "experts.h"
 #include "linear.h"
 #include "operators.h"
@@ -53,6 +54,16 @@ EXPORT(sample,
        (const void* logits, const float* temperature, const int32_t* top_k, const float* top_p, const float* min_p,
         const int64_t* seeds, const int32_t* positions, int32_t* tokens, int32_t* checked, int64_t rows, int64_t vocab),
        (logits, temperature, top_k, top_p, min_p, seeds, positions, tokens, checked, rows, vocab))
+
+// masks, or counts and penalties, may be null.
+void edit_logits(float* logits, const int32_t* indices, const uint32_t* masks, const int32_t* rows,
+                 const int32_t* counts, const float* penalties, int64_t edited, int64_t vocab) {
+    const int64_t words = (vocab + 31) / 32;
+#pragma omp parallel for schedule(dynamic)
+    for (int64_t i = 0; i < edited; ++i)
+        edit_row(logits + indices[i] * vocab, masks ? masks + i * words : nullptr,
+                 counts ? counts + rows[i] * vocab : nullptr, penalties + 3 * i, vocab);
+}
 
 // Ask for huge pages: a weight is streamed once a step, and 4 KiB pages cost a table walk every 4 KiB. What has been
 // written already moves into them at once, where the system can (Linux 6.1); else in the background.

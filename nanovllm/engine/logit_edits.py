@@ -1,0 +1,80 @@
+"""What a step's requests ask to be done to their logits before a token is sampled: plain data, for rank 0 alone.
+
+The engine imports this only while such a request is resident.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nanovllm.engine.plan import IntArray
+from nanovllm.engine.scheduler import Batch
+
+
+class Started(NamedTuple):
+    """A row that samples for the first time since it moved in: the tokens that its penalties count."""
+
+    row: int
+    prompt: NDArray[np.int64]
+    output: NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class LogitEdits:
+    """What is done to a step's logits. It goes to rank 0's runner beside the plan, and to no other rank.
+
+    Attributes:
+        indices: int32 [m], which rows of the step's logits are edited, in ascending order; of the tokens that are read.
+        rows: int32 [m], their rows.
+        masks: int32 [m, ceil(vocab / 32)]: bit t % 32 of word t // 32 is set if token t may come. None: all may.
+        bias_index: int64, places in the flattened logits to which `bias` (float32) is added.
+        penalties: float32 [m, 3], repetition, frequency and presence; None if no row has any.
+        started: rows with penalties whose counts are to be made anew.
+    """
+
+    indices: IntArray
+    rows: IntArray
+    masks: IntArray | None
+    bias_index: NDArray[np.int64]
+    bias: NDArray[np.float32]
+    penalties: NDArray[np.float32] | None
+    started: Seq[Started] = ()
+
+
+def make_edits(batch: Batch, vocab_size: int) -> LogitEdits | None:
+    """The edits of the step that was planned last; None if there are none."""
+    plan = batch.plan
+    ends, of_logits = plan.num_scheduled.cumsum(), plan.num_drawn.cumsum() - 1
+    chosen = []
+    for i, seq in zip(np.flatnonzero(plan.num_sampled).tolist(), batch.seqs, strict=True):
+        num_output = int(plan.num_computed[i] + plan.num_scheduled[i]) - seq.num_prompt_tokens
+        edits = seq.edits
+        if edits is not None and (edits.has_penalties or len(edits.bias) or edits.forbids(num_output)):
+            chosen.append((i, seq, edits, num_output))
+    if not chosen:
+        return None
+    masks = penalties = None
+    if any(edits.forbids(n) for _, _, edits, n in chosen):
+        masks = np.full((len(chosen), -(-vocab_size // 32)), -1, np.int32)
+        for mask, (_, seq, edits, n) in zip(masks, chosen, strict=True):
+            edits.forbid(mask, seq.token_ids, n)
+    started = []
+    if any(edits.has_penalties for _, _, edits, _ in chosen):
+        penalties = np.array([edits.penalties for _, _, edits, _ in chosen], np.float32)
+        for i, seq, edits, _ in chosen:
+            if edits.has_penalties and plan.token_ids[ends[i] - 1] >= 0:  # sent, not sampled: it has just moved in
+                tokens = np.array(seq.token_ids, np.int64)
+                started.append(Started(seq.row, *np.split(tokens, [seq.num_prompt_tokens])))
+    numbers = [i for i, *_ in chosen]
+    return LogitEdits(
+        indices=of_logits[numbers].astype(np.int32),
+        rows=plan.rows[numbers],
+        masks=masks,
+        bias_index=np.concatenate([edits.bias_ids + of_logits[i] * vocab_size for i, _, edits, _ in chosen]),
+        bias=np.concatenate([edits.bias for _, _, edits, _ in chosen]),
+        penalties=penalties,
+        started=started,
+    )
