@@ -5,11 +5,11 @@ What each "auto" becomes is decided in resolve.py.
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields
 from typing import Any, Literal
 
 from nanovllm.speculative_config import read_speculative_config
-from nanovllm.utils.checks import as_bool, as_choice, as_integer, refuse, refuse_unknown
+from nanovllm.utils.checks import INT64_MAX, as_bool, as_choice, as_integer, refuse, refuse_unknown
 from nanovllm.vllm_names import HINTS, translate_options
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
@@ -25,9 +25,14 @@ Affects = Literal["results", "pace"]
 change its pace, never its results."""
 
 
-def _option(default: Any, help: str, affects: Affects) -> Any:
-    """A field whose documentation travels with it: `--help` prints the same words."""
-    return field(default=default, metadata={"help": help, "affects": affects})
+def _results(default: Any, help: str) -> Any:
+    """A field whose documentation travels with it, as `--help` prints it; it may change the tokens that come out."""
+    return field(default=default, metadata={"help": help, "affects": "results"})
+
+
+def _pace(default: Any, help: str) -> Any:
+    """As `_results`, of an option that changes how fast they come and in how much memory, but not the tokens."""
+    return field(default=default, metadata={"help": help, "affects": "pace"})
 
 
 @dataclass(frozen=True)
@@ -38,79 +43,57 @@ class EngineConfig:
         ValueError: a value out of range, naming it and its limit.
     """
 
-    model: str = field(
-        metadata={
-            "help": 'a local folder, a Hugging Face id, or "tiny-qwen3", the model in the box',
-            "affects": "results",
-        },
-    )
-    revision: str | None = _option(
-        None, "branch, tag or commit of a Hugging Face id; by default its main branch", affects="results"
-    )
-    dtype: str = _option(
+    model: str = _results(MISSING, 'a local folder, a Hugging Face id, or "tiny-qwen3", the model in the box')
+    revision: str | None = _results(None, "branch, tag or commit of a Hugging Face id; by default its main branch")
+    dtype: str = _results(
         "auto",
         "of weights, activations and KV cache: float32, float16, bfloat16; auto takes the model's on a GPU and on CPUs "
         "with native bfloat16, float32 elsewhere",
-        affects="results",
     )
-    device: str = _option("auto", "cpu or cuda; auto takes cuda where there is one", affects="results")
-    tensor_parallel_size: int = _option(
-        1, "ranks (GPUs, or processes on a CPU) that share each layer", affects="results"
+    device: str = _results("auto", "cpu or cuda; auto takes cuda where there is one")
+    tensor_parallel_size: int = _results(1, "ranks (GPUs, or processes on a CPU) that share each layer")
+    distributed_backend: str = _results(
+        "auto", "how ranks talk: nccl, or gloo, with which they may share a GPU, slowly; auto is nccl on a GPU"
     )
-    distributed_backend: str = _option(
-        "auto",
-        "how ranks talk: nccl, or gloo, with which they may share a GPU, slowly; auto is nccl on a GPU",
-        affects="results",
-    )
-    max_model_len: int = _option(
-        4096, "longest prompt and output together, in tokens; never beyond the model's own", affects="results"
-    )
-    max_num_seqs: int = _option(512, "most sequences that run at a time", affects="pace")
-    max_num_batched_tokens: int | None = _option(
+    max_model_len: int = _results(4096, "longest prompt and output together, in tokens; never beyond the model's own")
+    max_num_seqs: int = _pace(512, "most sequences that run at a time")
+    max_num_batched_tokens: int | None = _pace(
         None,
         "most tokens computed in one step; longer prompts are cut into chunks; by default 16384 on a GPU, and on a CPU "
         "2048, with whose activations its caches still help",
-        affects="pace",
     )
-    gpu_memory_utilization: float = _option(
-        0.9, "share of the GPU's memory to use in all, above 0 and at most 1", affects="pace"
+    gpu_memory_utilization: float = _pace(0.9, "share of the GPU's memory to use in all, above 0 and at most 1")
+    num_kvcache_blocks: int | None = _pace(None, "blocks of KV cache; wins over the memory options")
+    kvcache_memory_bytes: int | None = _pace(
+        None, "bytes of KV cache; on a CPU a quarter of the free memory by default, at most 4 GiB"
     )
-    num_kvcache_blocks: int | None = _option(None, "blocks of KV cache; wins over the memory options", affects="pace")
-    kvcache_memory_bytes: int | None = _option(
-        None, "bytes of KV cache; on a CPU a quarter of the free memory by default, at most 4 GiB", affects="pace"
+    kvcache_block_size: int | str = _pace(
+        "auto", "tokens a block: a power of two from 16 (flash_attn: from 256); auto is 256 for flash_attn, else 64"
     )
-    kvcache_block_size: int | str = _option(
-        "auto",
-        "tokens a block: a power of two from 16 (flash_attn: from 256); auto is 256 for flash_attn, else 64",
-        affects="pace",
-    )
-    enable_prefix_caching: bool = _option(True, "reuse the KV of equal prefixes, in whole blocks", affects="pace")
-    enforce_eager: bool = _option(False, "do without CUDA graphs", affects="pace")
-    attention_backend: str = _option(
+    enable_prefix_caching: bool = _pace(True, "reuse the KV of equal prefixes, in whole blocks")
+    enforce_eager: bool = _pace(False, "do without CUDA graphs")
+    attention_backend: str = _results(
         "auto",
         "flash_attn, triton, cpu (C++ kernels, compiled on first use) or torch; auto takes the first that runs here, "
         "cpu only for models of 100 million parameters or more",
-        affects="results",
     )
-    load_format: str = _option(
-        "auto", "auto reads safetensors; dummy makes random weights from config.json alone", affects="results"
-    )
-    overlap: bool = _option(True, "on a GPU, plan the next step while the device computes this one", affects="pace")
-    speculative_config: Mapping[str, Any] | None = _option(
+    load_format: str = _results("auto", "auto reads safetensors; dummy makes random weights from config.json alone")
+    overlap: bool = _pace(True, "on a GPU, plan the next step while the device computes this one")
+    speculative_config: Mapping[str, Any] | None = _pace(
         None,
         'verify guessed tokens, several a step: guessed from text by {"method": "ngram", "num_speculative_tokens": 8, '
         '"prompt_lookup_max": 4, "prompt_lookup_min": 2}, or by a smaller model, {"model": NAME, '
         '"num_speculative_tokens": 4}',
-        affects="pace",
     )
-    trace: str | None = _option(
-        None, "file to write a Chrome trace of every step to (chrome://tracing, Perfetto)", affects="pace"
-    )
-    seed: int = _option(0, "of the requests that bring no seed of their own, and of dummy weights", affects="results")
+    trace: str | None = _pace(None, "file to write a Chrome trace of every step to (chrome://tracing, Perfetto)")
+    seed: int = _results(0, "of the requests that bring no seed of their own, and of dummy weights")
 
     def __post_init__(self) -> None:
         def put(name: str, value: Any) -> None:
             object.__setattr__(self, name, value)
+
+        def check_integer(name: str, low: int, high: int = INT64_MAX, limit: str = "") -> None:
+            put(name, as_integer(getattr(self, name), name, low, high, limit))
 
         if self.trace is not None:
             if not isinstance(self.trace, (str, os.PathLike)):
@@ -122,23 +105,21 @@ class EngineConfig:
         as_choice(self.attention_backend, "attention_backend", BACKENDS)
         as_choice(self.distributed_backend, "distributed_backend", DISTRIBUTED_BACKENDS)
         as_choice(self.load_format, "load_format", LOAD_FORMATS)
-        if not isinstance(self.device, str):
-            put("device", str(self.device))
-        put("tensor_parallel_size", as_integer(self.tensor_parallel_size, "tensor_parallel_size", 1, 8))
-        put("max_model_len", as_integer(self.max_model_len, "max_model_len", 1))
-        put("max_num_seqs", as_integer(self.max_num_seqs, "max_num_seqs", 1, MAX_NUM_SEQS))
+        put("device", str(self.device))
+        check_integer("tensor_parallel_size", 1, 8)
+        check_integer("max_model_len", 1)
+        check_integer("max_num_seqs", 1, MAX_NUM_SEQS)
         for name in ("max_num_batched_tokens", "num_kvcache_blocks", "kvcache_memory_bytes"):
             if getattr(self, name) is not None:
-                put(name, as_integer(getattr(self, name), name, 1, limit="at least 1, or None"))
+                check_integer(name, 1, limit="at least 1, or None")
         if self.max_num_batched_tokens is not None:
-            as_integer(self.max_num_batched_tokens, "max_num_batched_tokens", 1, MAX_NUM_BATCHED_TOKENS)
+            check_integer("max_num_batched_tokens", 1, MAX_NUM_BATCHED_TOKENS)
         if self.kvcache_block_size != "auto":
-            size = as_integer(self.kvcache_block_size, "kvcache_block_size", 1, limit='a power of two, or "auto"')
-            put("kvcache_block_size", size)
+            check_integer("kvcache_block_size", 1, limit='a power of two, or "auto"')
         use = self.gpu_memory_utilization
         if not isinstance(use, (int, float)) or isinstance(use, bool) or not 0 < use <= 1:
             raise refuse(use, "gpu_memory_utilization", "above 0 and at most 1")
-        put("seed", as_integer(self.seed, "seed", -(2**63), limit="a signed 64-bit integer"))
+        check_integer("seed", -(2**63), limit="a signed 64-bit integer")
         if self.speculative_config is not None:
             put("speculative_config", read_speculative_config(self.speculative_config))
         for name in ("enable_prefix_caching", "enforce_eager", "overlap"):
