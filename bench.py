@@ -204,13 +204,13 @@ def commit() -> str:
 
 def describe(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Where and what was measured: machine, versions, commit, command."""
-    names = ["torch", "transformers"] + (["triton", "flash-attn"] if device.type == "cuda" else [])
+    names = ["transformers"] + (["triton", "flash-attn"] if device.type == "cuda" else [])
     installed = {dist.metadata["Name"]: dist.version for dist in importlib.metadata.distributions()}
     return {
         "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
         "threads": torch.get_num_threads(),
         "dtype": str(dtype).removeprefix("torch."),
-        "versions": {"nanovllm": nanovllm.__version__, "python": platform.python_version()}
+        "versions": {"nanovllm": nanovllm.__version__, "python": platform.python_version(), "torch": torch.__version__}
         | {name: installed[name] for name in names if name in installed},
         "commit": commit(),
         "command": " ".join(["python", "bench.py", *sys.argv[1:]]),

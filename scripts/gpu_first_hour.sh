@@ -34,6 +34,7 @@ case ${1:-} in
   2)
     step bench_kernels 240 "$python" benchmarks/bench_kernels.py --backends triton --batches 1 64 256 --contexts 1024 4096
     step profile 90 "$python" scripts/gpu_profile.py
+    step no_pdl 60 "$python" scripts/gpu_profile.py --no-pdl
     step bench_0.6b 150 "$python" bench.py
     step bench_8b 200 "$python" bench.py --model qwen3-8b
     ;;

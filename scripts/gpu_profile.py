@@ -1,6 +1,6 @@
 """Where ten decode steps spend the device's time: kernels by name, and what lies between them.
 
-    python scripts/gpu_profile.py [--num-seqs 256] [--context 1024]
+    python scripts/gpu_profile.py [--num-seqs 256] [--context 1024] [--no-pdl]
 
 Random weights of Qwen3-0.6B's shape; top_k 20 and top_p 0.95, as Qwen3's generation_config.json asks.
 """
@@ -16,6 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.kernels import launch
 
 STEPS = 10
 
@@ -24,7 +25,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-seqs", type=int, default=256)
     parser.add_argument("--context", type=int, default=1024)
+    parser.add_argument("--no-pdl", action="store_true", help="without programmatic dependent launch")
     args = parser.parse_args()
+    if args.no_pdl:
+        launch._dependent_launches = lambda device: {"PDL": False}  # type: ignore[assignment]
     if not torch.cuda.is_available():
         sys.exit("gpu_profile.py measures a GPU, and there is no CUDA device here (torch.cuda.is_available())")
     max_model_len = args.context + 256

@@ -32,6 +32,7 @@ def check(compiled: list[dict[str, Any]]) -> None:
     assert len(kernels) == 13, kernels
     for result in compiled:
         assert result["shared"] <= SHARED_KIB[result["arch"]] * 1024, result
+        check_waits_first(result)
         if result["kernel"] == "_prefill_kernel":
             continue
         # What a step of decodes launches reads nothing two bytes at a time, and logits sixteen.
@@ -39,6 +40,15 @@ def check(compiled: list[dict[str, Any]]) -> None:
         assert result["wide_loads"] >= 2 or "logits_ptr" not in result["types"], result
         if result["arch"] == 90:
             assert result["stack"] == 0, f"spills: {result}"
+
+
+def check_waits_first(result: dict[str, Any]) -> None:
+    """A kernel that may start before its predecessor has ended touches no memory before it has waited for that."""
+    has_it = result["arch"] >= 90
+    assert result["dependent"] == has_it, result
+    waits = ["griddepcontrol.wait", "griddepcontrol.launch_dependents"]
+    assert result["order"][:2] == waits if has_it else not set(waits) & set(result["order"]), result
+    assert len(result["order"]) > 2, result
 
 
 def check_pipelined(compiled: list[dict[str, Any]]) -> None:

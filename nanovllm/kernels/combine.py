@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.launch import launch
+from nanovllm.kernels.launch import after_predecessor, launch
 from nanovllm.kernels.route import Routing
 from nanovllm.kernels.triton_shim import tl, triton
 
@@ -21,10 +21,20 @@ def combine_reference(y: Tensor, routing: Routing) -> Tensor:
 
 @triton.jit
 def _combine_experts_kernel(
-    y_ptr, weights_ptr, places_ptr, out_ptr, offsets_ptr, size, num_experts, K: tl.constexpr, BLOCK: tl.constexpr
+    y_ptr,
+    weights_ptr,
+    places_ptr,
+    out_ptr,
+    offsets_ptr,
+    size,
+    num_experts,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # Grid (num_tokens, size / BLOCK).
     # A program owns BLOCK elements of one token; a pair of padding, which no expert has computed, adds nothing.
+    after_predecessor(PDL)
     token = tl.program_id(0).to(tl.int64)
     element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = element < size

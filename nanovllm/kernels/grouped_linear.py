@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels.launch import launch
+from nanovllm.kernels.launch import after_predecessor, launch
 from nanovllm.kernels.route import Routing
 from nanovllm.kernels.triton_shim import next_power_of_2, tl, triton
 
@@ -43,10 +43,12 @@ def _grouped_linear_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # Grid (out_size / BLOCK_N, at least the number of tiles), columns fastest: programs that read one x run together.
     # A program owns BLOCK_M pairs of one expert and BLOCK_N columns; it finds its expert by counting tiles.
     # Tiles beyond the last expert's do nothing; pairs of padding are in no expert's range.
+    after_predecessor(PDL)
     tile = tl.program_id(1)
     lane = tl.arange(0, EXPERTS)
     begins = tl.load(offsets_ptr + lane, mask=lane < num_experts, other=0)

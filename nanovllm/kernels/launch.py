@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from tqdm import tqdm
 
-from nanovllm.kernels.triton_shim import INTERPRETED, LAUNCHES_DIRECTLY, triton
+from nanovllm.kernels.triton_shim import INTERPRETED, LAUNCHES_DIRECTLY, tl, triton
 
 
 class Launch(NamedTuple):
@@ -26,6 +26,27 @@ _compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
 _noted: ContextVar[list[Launch] | None] = ContextVar("noted", default=None)  # another thread's launches go on
 
 
+@triton.jit
+def after_predecessor(PDL: tl.constexpr):
+    """The first statement of every kernel: nothing is read or written before what the stream did before is done.
+
+    With programmatic dependent launch (PDL) a kernel's programs may be started while its predecessor still runs, which
+    hides what a start costs; all of them wait here, so whoever waits for this kernel has waited for all before it.
+    """
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+@cache
+def _dependent_launches(device: int) -> dict[str, int]:
+    """The options of a launch that say whether it is a programmatic dependent one: from sm_90 on."""
+    if INTERPRETED or not LAUNCHES_DIRECTLY:  # all versions that are known know it
+        return {"PDL": False}
+    has_it = triton.runtime.driver.active.get_current_target().arch >= 90
+    return {"PDL": has_it, "launch_pdl": has_it}
+
+
 def launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], config: dict[str, int]) -> None:
     """`kernel[grid](*args, **config)`, in less than half of the 10 microseconds and more that Triton takes for that.
 
@@ -33,6 +54,8 @@ def launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], config: di
     and the numbers that the kernel is specialised on. Pointers are all but always multiples of 16; where one is not, or
     this version of Triton is unknown, Triton does it. Launch hooks, which profilers hang on Triton, are not called.
     """
+    device = args[0].get_device()
+    config = {**config, **_dependent_launches(device)}
     if (launches := _noted.get()) is not None:
         launches.append(Launch(kernel, grid, args, config))
         return
@@ -46,7 +69,6 @@ def launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], config: di
     if bits % 16:
         kernel[grid](*args, **config)
         return
-    device = args[0].get_device()
     types = [pointer.dtype for pointer in args[:pointers]]
     key = (kernel.__name__, device, *config.values(), *types, *[args[i] for i in numbers])
     found = _compiled.get(key)

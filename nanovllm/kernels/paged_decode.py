@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.attention import DecodeMetadata, KVCache
-from nanovllm.kernels.launch import launch
+from nanovllm.kernels.launch import after_predecessor, launch
 from nanovllm.kernels.triton_shim import next_power_of_2, num_multiprocessors, tl, triton
 
 MIN_CHUNK = 128
@@ -39,10 +39,12 @@ def _chunks_kernel(
     MIN_CHUNK: tl.constexpr,
     TILE: tl.constexpr,
     MAX_SEQS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # Grid (1,).
     # The program owns the list of chunks: at most target_items + num_seqs of them, of whole tiles but for the last.
     # Sequences of length 0 are padding: they get an empty chunk.
+    after_predecessor(PDL)
     seq = tl.arange(0, MAX_SEQS)
     exists = seq < num_seqs
     lens = tl.load(seq_lens_ptr + seq, mask=exists, other=0)
@@ -134,10 +136,12 @@ def _split_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # Grid (num_kv_heads, max_items), heads fastest: the programs that read one page run together.
     # A program owns one chunk of one sequence and one KV head, whose GROUP query heads (padded to ROWS) are one tile.
     # Programs beyond the list of chunks do nothing; table entries beyond a sequence's blocks are never read.
+    after_predecessor(PDL)
     head, item = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if item >= tl.load(first_item_ptr + num_seqs):
         return

@@ -8,7 +8,7 @@ import math
 from torch import Tensor
 
 from nanovllm.kernels.attention import KVCache
-from nanovllm.kernels.launch import launch
+from nanovllm.kernels.launch import after_predecessor, launch
 from nanovllm.kernels.paged_decode import key_tile
 from nanovllm.kernels.triton_shim import next_power_of_2, shared_memory_kib, tl, triton
 
@@ -74,10 +74,12 @@ def _prefill_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # Grid (num_kv_heads, num_tokens / TOKENS + num_seqs).
     # A program owns TOKENS query tokens of one sequence x the query heads of one KV head: K and V serve all of them.
     # Tiles beyond a sequence's tokens do nothing; rows that pad the group or the last tile are computed, never stored.
+    after_predecessor(PDL)
     ROWS: tl.constexpr = TOKENS * PADDED_GROUP
     SEARCH: tl.constexpr = 128
     head = tl.program_id(0)

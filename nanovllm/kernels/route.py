@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.launch import launch
+from nanovllm.kernels.launch import after_predecessor, launch
 from nanovllm.kernels.triton_shim import next_power_of_2, tl, triton
 
 MOST_PAIRS = 4096
@@ -75,10 +75,12 @@ def _route_kernel(
     K: tl.constexpr,
     EXPERTS: tl.constexpr,
     TOKENS: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # Grid (1,).
     # The program owns all tokens, TOKENS at a time: first it chooses experts and counts, then it places the pairs.
     # Tokens with slot -1 are padding: their pairs lie after all others, in no expert's range.
+    after_predecessor(PDL)
     expert = tl.arange(0, EXPERTS)[None, :]
     row = tl.arange(0, TOKENS)
     counts = tl.zeros([EXPERTS], tl.int32)

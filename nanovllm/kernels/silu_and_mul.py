@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels.launch import launch
+from nanovllm.kernels.launch import after_predecessor, launch
 from nanovllm.kernels.triton_shim import tl, triton
 
 
@@ -15,10 +15,11 @@ def silu_and_mul_reference(gate_up: Tensor) -> Tensor:
 
 
 @triton.jit
-def _silu_and_mul_kernel(gate_up_ptr, out_ptr, stride, size, BLOCK: tl.constexpr):
+def _silu_and_mul_kernel(gate_up_ptr, out_ptr, stride, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     # Grid (num_tokens, size / BLOCK).
     # A program owns BLOCK columns of one row; arithmetic in float32, rounded after silu as the reference's is.
     # Padding rows are like any other; what they hold stays in them.
+    after_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size

@@ -131,8 +131,8 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], shared_kib:
 
 def compile_launch(launch: Launch, arch: int) -> dict[str, Any]:
     """Compile, and read registers, stack (where spills go) and shared memory from the result."""
-    config = dict(launch.config)
-    options = {option: config.pop(option) for option in ("num_warps", "num_stages") if option in config}
+    config = {**dict(launch.config), "PDL": arch >= 90, "launch_pdl": arch >= 90}
+    options = {option: config.pop(option) for option in ("num_warps", "num_stages", "launch_pdl") if option in config}
     names = launch.kernel.arg_names
     overrides = dict(launch.types)
     signature, attrs = {}, {}
@@ -150,10 +150,13 @@ def compile_launch(launch: Launch, arch: int) -> dict[str, Any]:
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     usage = resource_usage(compiled.asm["cubin"])
     result = {"kernel": launch.kernel.fn.__name__, "arch": arch, "config": dict(launch.config)}
-    loads = re.findall(r"\bld\.global\S*\.[bu](\d+)", compiled.asm["ptx"])
+    ptx = compiled.asm["ptx"]
+    loads = re.findall(r"\bld\.global\S*\.[bu](\d+)", ptx)
     usage |= {
         "narrow_loads": loads.count("16"),
-        "wide_loads": len(re.findall(r"\bld\.global\S*\.v4", compiled.asm["ptx"])),
+        "wide_loads": len(re.findall(r"\bld\.global\S*\.v4", ptx)),
+        "dependent": compiled.metadata.launch_pdl,
+        "order": re.findall(r"griddepcontrol\.\w+|\b(?:ld|st|atom|red|cp)\.\S*global", ptx)[:3],
     }
     return {**result, "types": overrides, "shared": compiled.metadata.shared, **usage}
 
