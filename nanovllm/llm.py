@@ -17,7 +17,7 @@ from nanovllm.options import EngineOptions
 from nanovllm.outputs import Output
 from nanovllm.prompts import as_iterable, as_list, naming, tokenise_texts
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.score import Score, read_score, score_request
+from nanovllm.score import Score, read_score, score_request, texts_of
 from nanovllm.utils.ahead import work_ahead
 from nanovllm.utils.checks import quote, refuse
 from nanovllm.utils.progress import ProgressBar
@@ -125,9 +125,12 @@ class LLM:
         contexts, endings, requests = as_list(prompts), as_list(continuations), []
         if len(contexts) != len(endings):
             raise ValueError(f"{len(endings)} continuations for {len(contexts)} prompts; give one each")
-        for i, (context, ending) in enumerate(zip(contexts, endings, strict=True)):
+        tokenizer = self.engine.tokenizer
+        texts = zip(*map(texts_of, contexts, endings), strict=True)
+        tokenised = (tokenise_texts(some, tokenizer, self.max_model_len, use_tqdm, "pair") for some in texts)
+        for i, (context, both, ending) in enumerate(zip(*tokenised, endings, strict=True)):
             with naming("pair", i, len(contexts)):
-                request = score_request(context, ending, self.engine.tokenizer, self.max_model_len)
+                request = score_request(context, both, ending, tokenizer, self.max_model_len)
                 requests.append(self.engine.prepare(request.prompt_token_ids, request.params))
         return self._run_all(requests, "Scoring", read_score, use_tqdm)
 

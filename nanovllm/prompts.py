@@ -61,11 +61,11 @@ def tokenise_texts(
     with tqdm(total=len(texts), desc="Tokenising", unit="prompt", disable=not show, leave=False, delay=1.0) as bar:
         while batch := list(islice(numbers, BATCH)):
             try:
-                encoded = tokenizer.encode_batch([texts[i] for i in batch], max_model_len, what == "prompt")
+                encoded = tokenizer.encode_batch([texts[i] for i in batch], max_model_len, what != "conversation")
             except ValueError:
                 for i in batch:  # which one?
                     with naming(what, i, len(prompts)):
-                        tokenizer.encode(texts[i], max_model_len, what == "prompt")
+                        tokenizer.encode(texts[i], max_model_len, what != "conversation")
                 raise
             for i, ids in zip(batch, encoded, strict=True):
                 done[i] = {"prompt": texts[i], "prompt_token_ids": ids}

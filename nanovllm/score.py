@@ -17,22 +17,32 @@ class Score(TypedDict):
     token_ids: list[int]
 
 
-def score_request(prompt: Prompt, continuation: Prompt, tokenizer: Tokenizer | None, max_model_len: int) -> Request:
+def texts_of(prompt: Prompt, continuation: Prompt) -> tuple[Prompt, str | None]:
+    """What to tokenise of a pair: the prompt, and of two strings both as one, as lm-evaluation-harness has it.
+
+    Its trailing spaces have then gone over from the prompt to the continuation.
+    """
+    if isinstance(prompt, str) and isinstance(continuation, str):
+        return prompt.rstrip(), prompt + continuation
+    return prompt, None
+
+
+def score_request(
+    prompt: Prompt, both: Prompt | None, continuation: Prompt, tokenizer: Tokenizer | None, max_model_len: int
+) -> Request:
     """The request that scores a continuation; its prompt_logprob_start is where that begins.
 
-    Two strings are tokenised as one, as lm-evaluation-harness does, after the prompt's trailing spaces have gone over
-    to the continuation; what the prompt's own tokens leave of that is the continuation.
+    Args:
+        prompt, both: see `texts_of`. What the prompt's own tokens leave of both is the continuation.
 
     Raises:
         ValueError: either has no tokens.
     """
-    if isinstance(prompt, str) and isinstance(continuation, str):
-        _, context = tokenize_prompt(prompt.rstrip(), tokenizer, max_model_len)
-        _, whole = tokenize_prompt(prompt + continuation, tokenizer, max_model_len)
+    _, context = tokenize_prompt(prompt, tokenizer, max_model_len)
+    if both is not None:
+        _, whole = tokenize_prompt(both, tokenizer, max_model_len)
     else:
-        _, context = tokenize_prompt(prompt, tokenizer, max_model_len)
-        _, rest = tokenize_prompt(continuation, tokenizer, max_model_len, add_special_tokens=False)
-        whole = context + rest
+        whole = context + tokenize_prompt(continuation, tokenizer, max_model_len, add_special_tokens=False)[1]
     for what, missing in (("prompt", not context), ("continuation", len(whole) <= len(context))):
         if missing:
             raise ValueError(f"the {what} has no tokens; it must have at least one")

@@ -116,7 +116,7 @@ def test_every_number_is_that_of_the_hf_backend(chat: bool, hf: HFLM, ours: Nano
                 if name == "sums":
                     assert b[0] == pytest.approx(a[0], abs=TOLERANCE) and a[1] == b[1]
                 elif name == "texts":
-                    assert b == pytest.approx(a, abs=100 * TOLERANCE)
+                    assert b == pytest.approx(a, abs=TOLERANCE)
                 else:
                     assert a == b
     if chat:
