@@ -90,8 +90,7 @@ def _edit_kernel(
     tl.store(x_ptr, x, mask=exists)
 
 
-def edit_config(edits: MaskAndPenalties) -> dict[str, int]:
-    has_masks, has_counts = edits.masks is not None, edits.counts is not None
+def edit_config(has_masks: bool, has_counts: bool) -> dict[str, int]:
     return {"HAS_MASKS": has_masks, "HAS_COUNTS": has_counts, "BLOCK": BLOCK, "num_warps": 8}
 
 
@@ -103,4 +102,5 @@ def edit_logits(logits: Tensor, edits: MaskAndPenalties) -> None:
     pointers = [indices if x is None else x for x in (masks, rows, counts)]
     sizes = (logits if penalties is None else penalties, vocab_size, -(-vocab_size // 32))
     grid = (len(indices), -(-vocab_size // BLOCK))
-    launch(_edit_kernel, grid, (logits, indices, *pointers, *sizes), edit_config(edits))
+    config = edit_config(masks is not None, counts is not None)
+    launch(_edit_kernel, grid, (logits, indices, *pointers, *sizes), config)

@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from nanovllm.kernels import (
     combine,
+    edit_logits,
     grouped_linear,
     norm_rope_store,
     paged_decode,
@@ -71,10 +72,10 @@ SHARED_KIB = {arch: triton_shim._SHARED_KIB[divmod(arch, 10)] for arch in (80, 8
 # Types by argument name: pointers first, then scalars; anything else is an int32.
 _TYPES = {
     "*fp32": """cos_sin partial_out partial_lse temperature top_p min_p temperatures top_ps min_ps chunk_max
-        chunk_weight part_weight threshold weights""",
+        chunk_weight part_weight threshold weights penalties""",
     "*i32": """seq_lens items first_item arrivals block_tables cu_seqlens positions top_k top_ks chunk_argmax listed
-        places tokens offsets experts rows num_computed num_scheduled planned_ids tables last_token token_ids
-        checked""",
+        places tokens offsets experts rows indices masks counts num_computed num_scheduled planned_ids tables
+        last_token token_ids checked""",
     "*i64": "slots seeds all_seeds",
 }
 _POINTERS = {f"{name}_ptr": kind for kind, names in _TYPES.items() for name in names.split()}
@@ -127,6 +128,9 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], shared_kib:
         config = sample_filter.filter_config(num_chunks, sample.CHUNK, dtype)
         yield launch(sample_filter._filter_kernel, config, logits_ptr=pointer, part_max_ptr=pointer)
         yield launch(sample._draw_kernel, sample.draw_config(num_chunks), logits_ptr=pointer, token_ptr="*i32")
+    for has_masks, has_counts in ((True, False), (False, True), (True, True)):
+        config = edit_logits.edit_config(has_masks, has_counts)
+        yield launch(edit_logits._edit_kernel, config, logits_ptr="*fp32")
 
 
 def compile_launch(launch: Launch, arch: int) -> dict[str, Any]:
