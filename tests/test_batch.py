@@ -93,10 +93,13 @@ def request_of(line: dict[str, Any]) -> Any:
 
 def test_every_sampling_field_reaches_the_engine() -> None:
     fields = {"temperature": 0.5, "top_k": 3, "top_p": 0.9, "min_p": 0.1, "max_tokens": 9, "seed": 4, "stop": ["a"]}
-    fields |= {"stop_token_ids": [1], "ignore_eos": True, "skip_special_tokens": False}
+    fields |= {"stop_token_ids": [1], "ignore_eos": True, "skip_special_tokens": False, "n": 3, "min_tokens": 2}
+    fields |= {"presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.1, "logit_bias": {"7": -100}}
+    fields |= {"include_stop_str_in_output": True, "allowed_token_ids": [3, 4], "bad_words": ["b"]}
     for line in ({"prompt": "x", **fields}, openai_line("a", messages=HELLO, **fields)):
         _, params = request_of(line)
-        expected = {**fields, "stop": ("a",), "stop_token_ids": (1,)}
+        lists = {"stop": ("a",), "stop_token_ids": (1,), "allowed_token_ids": (3, 4), "bad_words": ("b",)}
+        expected = {**fields, **lists, "logit_bias": {7: -100.0}}
         assert {name: getattr(params, name) for name in fields} == expected
 
 
@@ -170,11 +173,19 @@ BAD_LINES = {
     "unknown field, null": (with_body(tempereture=None), "invalid_request", "'tempereture'"),
     "a completion's field": (with_chat(prompt="x"), "invalid_request", "'prompt'"),
     "a chat's field": (with_body(top_logprobs=2), "invalid_request", "'top_logprobs'"),
-    "several answers": (with_body(n=2), "invalid_request", "n is 2"),
+    "several answers, all the same": (
+        with_body(n=2, temperature=0),
+        "invalid_request",
+        "n is 2; it must be 1 at temperature 0",
+    ),
+    "too many answers": (with_body(n=129), "invalid_request", "n is 129; it must be from 1 to 128"),
     "true for one": (with_body(n=True), "invalid_request", "n is True"),
+    "a bias": (with_chat(logit_bias={"5": 101}), "invalid_request", "from -100 to 100"),
+    "a bias of no token": (with_chat(logit_bias={"a": 1}), "invalid_request", "a token id of logit_bias is 'a'"),
+    "bad words": (with_chat(bad_words="a"), "invalid_request", "bad_words is 'a'"),
     "a stream": (with_chat(stream=True), "invalid_request", "stream is True"),
     "echo": (with_chat(echo=True), "invalid_request", "echo is True"),
-    "a penalty": (with_chat(presence_penalty=0.5), "invalid_request", "presence_penalty is 0.5"),
+    "a penalty": (with_chat(presence_penalty=2.5), "invalid_request", "presence_penalty is 2.5"),
     "tools": (with_chat(tools=[{"type": "function"}]), "invalid_request", "tools is"),
     "a user that is none": (with_chat(user=5), "invalid_request", "user is 5"),
     "parallel calls of tools": (

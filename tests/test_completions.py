@@ -1,12 +1,17 @@
 """n completions of a prompt, and the parameters that shape the text."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.batch_jobs import openai_line
 from helpers.tiny import draw_prompts, make_tokenizer
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.batch.answers import result_answer
+from nanovllm.batch.protocol import prepare, read_envelope
+from nanovllm.batch.source import Line
 from nanovllm.engine.request import derive_seed
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 112, "kvcache_block_size": 16, "num_kvcache_blocks": 64}
@@ -96,6 +101,26 @@ def test_prompt_logprobs_are_computed_once_and_logprobs_are_each_one_s(llm: LLM)
             sum(v[i] for v, i in zip(one.logprobs, one.token_ids, strict=True))
         )
         assert one["cumulative_logprob"] == one.cumulative_logprob
+
+
+def test_the_choices_of_a_line_come_in_order_and_count_together(reciter: Path) -> None:
+    wanted = {"n": 3, "temperature": 5.0, "seed": 1, "max_tokens": 6}
+    chat = openai_line("a", messages=[{"role": "user", "content": "a"}], **wanted)
+    text = openai_line("b", prompt="a", echo=True, logprobs=0, **wanted)
+    with LLM(reciter, max_model_len=64) as llm:
+        for line in (chat, text):
+            envelope = read_envelope(Line(1, json.dumps(line).encode(), 0))
+            ((_, output),) = llm.stream([prepare(envelope, llm, "some-model")])
+            answer = json.loads(result_answer(envelope, output, "some-model", llm.token_text).line)
+            body = answer["response"]["body"]
+            choices = body["choices"]
+            assert [choice["index"] for choice in choices] == [0, 1, 2]
+            texts = [choice["message"]["content"] if "message" in choice else choice["text"] for choice in choices]
+            assert texts == [("a" if line is text else "") + one.text for one in output.outputs]
+            assert len(set(texts)) == 3
+            assert body["usage"]["completion_tokens"] == sum(len(one.token_ids) for one in output.outputs)
+    given = [len(choice["logprobs"]["tokens"]) - body["usage"]["prompt_tokens"] for choice in choices]
+    assert given == [len(one.token_ids) for one in output.outputs]
 
 
 # ---- the text

@@ -51,23 +51,26 @@ def result_answer(envelope: Envelope, output: "Output", model_name: str, token_t
     number, count = envelope.number, num_logprobs(envelope)
     if (error := output.get("error")) is not None:
         return error_answer(number, LineError("engine_error", error, envelope.custom_id))
-    choice: dict[str, Any] = {"index": 0, "finish_reason": output["finish_reason"], "logprobs": None}
-    if envelope.is_chat:
-        choice["message"] = {"role": "assistant", "content": output["text"]}
-    else:
-        choice["text"] = output["text"]
-        if envelope.body.get("echo"):
-            prompt = output.get("prompt") or "".join(map(token_text, output["prompt_token_ids"]))
-            choice["text"] = prompt + output["text"]
-    if count is not None:
-        choice["logprobs"] = (_chat_logprobs if envelope.is_chat else _completion_logprobs)(output, count, token_text)
-    num_prompt, num_generated = len(output["prompt_token_ids"]), len(output["token_ids"])
+    echoed, logprobs = "", _chat_logprobs if envelope.is_chat else _completion_logprobs
+    if envelope.body.get("echo"):
+        echoed = output.get("prompt") or "".join(map(token_text, output["prompt_token_ids"]))
+    completions, choices = output.get("outputs", [output]), []
+    for i, one in enumerate(completions):
+        choice: dict[str, Any] = {"index": i, "finish_reason": one["finish_reason"], "logprobs": None}
+        if envelope.is_chat:
+            choice["message"] = {"role": "assistant", "content": one["text"]}
+        else:
+            choice["text"] = echoed + one["text"]
+        if count is not None:
+            choice["logprobs"] = logprobs({**output, **one}, count, token_text)
+        choices.append(choice)
+    num_prompt, num_generated = len(output["prompt_token_ids"]), sum(len(one["token_ids"]) for one in completions)
     body = {
         "id": f"{'chatcmpl' if envelope.is_chat else 'cmpl'}-{number}",
         "object": "chat.completion" if envelope.is_chat else "text_completion",
         "created": int(time.time()),
         "model": model_name,
-        "choices": [choice],
+        "choices": choices,
         "usage": {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_generated,
@@ -78,7 +81,7 @@ def result_answer(envelope: Envelope, output: "Output", model_name: str, token_t
     if envelope.body.get("service_tier") is not None:
         body["service_tier"] = "default"
     response = _response(number, 200, body)
-    is_cut = output["finish_reason"] == "length" and structured_outputs(envelope) is not None
+    is_cut = any(c["finish_reason"] == "length" for c in choices) and structured_outputs(envelope) is not None
     usage = Usage(num_prompt, output["num_cached_tokens"], num_generated, int(is_cut))
     return Answer(number, _line(number, envelope.custom_id, response, None), usage)
 
@@ -124,7 +127,7 @@ def _floor(logprob: float) -> float:
     return max(-9999.0, logprob)
 
 
-def _chat_logprobs(output: "Output", count: int, token_text: Callable[[int], str]) -> dict[str, Any]:
+def _chat_logprobs(output: Mapping[str, Any], count: int, token_text: Callable[[int], str]) -> dict[str, Any]:
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         text = token_text(token_id)
         # A token that is a part of a character has no text of its own, and its bytes are not known here.
@@ -137,7 +140,7 @@ def _chat_logprobs(output: "Output", count: int, token_text: Callable[[int], str
     return {"content": content}
 
 
-def _completion_logprobs(output: "Output", count: int, token_text: Callable[[int], str]) -> dict[str, Any]:
+def _completion_logprobs(output: Mapping[str, Any], count: int, token_text: Callable[[int], str]) -> dict[str, Any]:
     pairs = list(zip(output["token_ids"], output["logprobs"], strict=True))
     if (of_prompt := output.get("prompt_logprobs")) is not None:  # with echo
         pairs = [*zip(output["prompt_token_ids"], of_prompt, strict=True), *pairs]

@@ -20,23 +20,25 @@ if TYPE_CHECKING:
 CHAT_URL, COMPLETIONS_URL = "/v1/chat/completions", "/v1/completions"
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """Roles that a message may have, and what the chat template calls them."""
-MAX_LOGPROBS = 20  # OpenAI's limit
+MAX_LOGPROBS, MAX_N, MAX_BIAS = 20, 128, 100  # OpenAI's limits
 
 _ENVELOPE = {"custom_id": str, "method": str, "url": str, "body": dict}
-_LIMITS = ("max_tokens", "stop", "stop_token_ids", "ignore_eos", "skip_special_tokens")
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", *_LIMITS)
+_LIMITS = ("max_tokens", "stop", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
+_EDITS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "logit_bias")
+_LISTS = ("allowed_token_ids", "bad_words", "stop_token_ids")
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "n", *_LIMITS, *_EDITS, *_LISTS)
 _CHAT_FIELDS = ("messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs")
 _SERVICE = {"user": str, "metadata": dict, "store": bool, "service_tier": str, "parallel_tool_calls": bool}
 """Fields that are for a service, and change no answer."""
 _COMMON = ("model", *_SAMPLING, "logprobs", "response_format", "structured_outputs", *_SERVICE)
 _FIELDS = {True: (*_COMMON, *_CHAT_FIELDS), False: (*_COMMON, "prompt", "echo")}
 """What a body may hold, by whether it is a chat."""
-_FLAGS = ("ignore_eos", "skip_special_tokens", "echo")
-_KINDS = {**dict.fromkeys(_FLAGS, bool), "stop_token_ids": list, "chat_template_kwargs": dict, **_SERVICE}
+_FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "echo")
+_OBJECTS = ("chat_template_kwargs", "logit_bias")
+_KINDS = {**dict.fromkeys(_FLAGS, bool), **dict.fromkeys(_LISTS, list), **dict.fromkeys(_OBJECTS, dict), **_SERVICE}
 _KIND_NAMES = {str: "a string", dict: "an object", list: "a list", bool: "true or false"}
 _NEUTRAL: dict[str, Any] = {
-    **{"n": 1, "best_of": 1, "stream": False, "echo": False, "logit_bias": {}, "tools": [], "tool_choice": "none"},
-    **{"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1},
+    **{"best_of": 1, "stream": False, "echo": False, "tools": [], "tool_choice": "none"},
 }
 """Fields that are not supported, each with the one value (beside null) that asks for nothing and is taken."""
 
@@ -188,6 +190,10 @@ def _check_body(envelope: Envelope, model_name: str) -> dict[str, Any]:
         raise ValueError(
             f"model is {quote(body['model'])}, and {model_name!r} runs: leave it out, or set --served-model-name"
         )
+    if "n" in body:
+        as_integer(body["n"], "n", 1, MAX_N)
+    if any(isinstance(bias, (int, float)) and abs(bias) > MAX_BIAS for bias in body.get("logit_bias", {}).values()):
+        raise ValueError(f"logit_bias has a value that is not from -{MAX_BIAS} to {MAX_BIAS}")
     if "max_tokens" in body and "max_completion_tokens" in body:
         raise ValueError("max_tokens and max_completion_tokens are the same limit: give one")
     return body

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.launch import launch
+from nanovllm.kernels.launch import after_predecessor, launch
 from nanovllm.kernels.triton_shim import tl, triton
 
 BLOCK = 4096
@@ -67,10 +67,12 @@ def _edit_kernel(
     HAS_MASKS: tl.constexpr,
     HAS_COUNTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     # Grid (m, blocks of the vocabulary).
     # A program owns BLOCK tokens of one edited row.
     # There is no padding: only rows that sample are edited.
+    after_predecessor(PDL)
     i = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = token < vocab_size
