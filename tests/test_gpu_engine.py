@@ -70,6 +70,22 @@ def test_a_decode_step_waits_for_nothing_but_the_tokens():
         llm.engine.abort_all()
 
 
+def test_edited_steps_leave_the_captured_sampler_and_give_the_same_tokens():
+    """Rows that ask beside rows that do not, at depth 2: graphs to the hidden states, then edits and sampler."""
+    params = [
+        SamplingParams(1.0, 48, seed=1, ignore_eos=True, presence_penalty=1.0, repetition_penalty=1.2),
+        SamplingParams(1.0, 48, seed=2, ignore_eos=True),
+        SamplingParams(0, 48, min_tokens=40, logit_bias={9: 2.0}, bad_words=["the", "a word"]),
+        SamplingParams(0.7, 48, seed=3, allowed_token_ids=list(range(100, 400)), frequency_penalty=0.5),
+    ]
+    prompts = [[5, 6, 7], [8, 9], [10] * 40, [11]]
+    found = []
+    for eager in (True, False):
+        with LLM("tiny-qwen3", **EXACT, enforce_eager=eager) as llm:
+            found.append([output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)])
+    assert found[0] == found[1]
+
+
 def test_no_kernel_is_compiled_after_the_start():
     """Whether or not memory was profiled: an explicit number of blocks skips that."""
     import triton

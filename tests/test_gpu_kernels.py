@@ -10,6 +10,7 @@ from itertools import product
 import pytest
 import torch
 from helpers.kernel_cases import (
+    DEVICE,
     GROUPS,
     AttentionCase,
     assert_attends,
@@ -21,6 +22,7 @@ from helpers.kernel_cases import (
     pairwise_shapes,
     sample_case,
 )
+from test_edit_logits import kernel_case
 
 # Once more here, where atomics, addresses and exponentials are the device's.
 from test_kernels import (  # noqa: F401
@@ -33,6 +35,7 @@ from test_kernels import (  # noqa: F401
 )
 
 from nanovllm.backends import BACKENDS, Backend
+from nanovllm.kernels.edit_logits import MaskAndPenalties, edit_logits, edit_logits_reference
 from nanovllm.kernels.norm_rope_store import NormRope, norm_rope_store, norm_rope_store_reference
 from nanovllm.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from nanovllm.kernels.sample import SamplingValues, sample, uniform_reference
@@ -193,6 +196,16 @@ def test_sampled_tokens_are_the_references(vocab_size: int, dtype: torch.dtype, 
     for seed in range(3):
         case = sample_case(vocab_size, dtype, ties, seed=seed)
         assert_same_tokens(case, sample(*case.arguments()))
+
+
+@pytest.mark.parametrize("vocab_size", [37, 8193, 151_936])
+def test_edited_logits_are_the_references(vocab_size: int) -> None:
+    """But for a product and a difference that are fused."""
+    logits, edits = kernel_case(vocab_size)
+    expected, given = logits.clone(), logits.to(DEVICE)
+    edit_logits_reference(expected, edits)
+    edit_logits(given, MaskAndPenalties(*(x.to(DEVICE) for x in edits if x is not None)))
+    assert torch.allclose(given.cpu(), expected, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
 def test_samples_follow_the_distribution() -> None:
