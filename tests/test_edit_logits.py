@@ -198,9 +198,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "preempted": {"num_kvcache_blocks": 8, "max_num_batched_tokens": 19},
     "three at a time": {"max_num_seqs": 3},
     "ranks": {"tensor_parallel_size": 2, "num_kvcache_blocks": 8},
-    "drafts": {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
 }
-DEPTHS = dict.fromkeys(VARIANTS, (1, 2)) | {"ranks": (2,), "drafts": (1,)}
+DEPTHS = dict.fromkeys(VARIANTS, (1, 2)) | {"ranks": (2,)}
 
 
 @pytest.mark.parametrize(
@@ -254,6 +253,22 @@ def test_a_step_of_graphs_leaves_its_sampler_out_only_where_logits_are_edited(
         tokens(llm, [*[plain] * 3, replace(plain, presence_penalty=1.0)])
         assert len(captured) - between < 15
         runner.graphs = None
+
+
+def test_drafts_change_no_token_and_what_depends_on_them_is_not_drafted_for(reciter: Path) -> None:
+    """In a step with drafts a sequence has several rows of logits: the edits must find their own."""
+    prompts = ["abcdefghijklmnopqrstuvw", "ABCABCABC", "ABCABC", "abcabc"]
+    edits: list[dict[str, Any]] = [{"presence_penalty": 0.3}, {}, {"logit_bias": {70: 1.0}}, {"bad_words": ["de"]}]
+    params = [SamplingParams(0, 60, ignore_eos=True, **each) for each in edits]
+    found, num_drafts = [], []
+    for config in (None, {"method": "ngram", "num_speculative_tokens": 3}):
+        with LLM(reciter, dtype="float32", max_model_len=128, speculative_config=config) as llm:
+            found.append(tokens(llm, params, prompts))  # type: ignore[arg-type]
+            num_drafts.append(llm.stats()["num_draft_tokens"])
+            tokens(llm, [params[0], params[3]], prompts[:2])  # type: ignore[arg-type]
+            assert llm.stats()["num_draft_tokens"] == num_drafts[-1]
+    assert found[0] == found[1]
+    assert num_drafts[0] == 0 < num_drafts[1]
 
 
 def test_words_of_several_tokens_are_waited_for_and_nothing_else_is(llm: LLM) -> None:
