@@ -26,13 +26,13 @@ import nanovllm
 from benchmarks.bench_compare import ENGINES, compare
 from benchmarks.bench_cost import Cost, Machine, Model, Step, ideal_steps, measure_machine, step_cost, synchronize
 from benchmarks.bench_workload import Workload, make_workload
-from nanovllm import LLM, SamplingParams
+from nanovllm import LLM, EngineConfig, SamplingParams
 from nanovllm.engine.plan import StepResult
 from nanovllm.engine.scheduler import Batch, Scheduler
 from nanovllm.models.hub import read_config
 from nanovllm.models.presets import PRESETS, preset_config
 from nanovllm.models.shape import Shape
-from nanovllm.resolve import TOKEN_BUDGETS, resolve_device, resolve_dtype
+from nanovllm.resolve import TOKEN_BUDGETS, resolve
 from nanovllm.utils.clock import Clock
 
 CPU_PRESET = {"num_seqs": 32, "input_len": [16, 128], "output_len": [16, 128], "dtype": "bfloat16"}
@@ -273,8 +273,9 @@ def main(arguments: list[str] | None = None) -> None:
         torch.set_num_threads(args.threads)
     is_shape = args.model.lower() in PRESETS
     hf_config = read_config(args.model)
-    device = resolve_device(args.device)
-    dtype = resolve_dtype(args.dtype, device, hf_config)
+    names = ("model", "dtype", "device", "attention_backend", "tensor_parallel_size")
+    resolved = resolve(EngineConfig(**{name: getattr(args, name) for name in names}), hf_config)
+    device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
     model = Model(Shape.of(hf_config), dtype.itemsize)
     vocab = model.shape.vocab
     lengths = tuple(args.input_len), tuple(args.output_len)

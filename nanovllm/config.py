@@ -47,8 +47,8 @@ class EngineConfig:
     revision: str | None = _results(None, "branch, tag or commit of a Hugging Face id; by default its main branch")
     dtype: str = _results(
         "auto",
-        "of weights, activations and KV cache: float32, float16, bfloat16; auto takes the model's on a GPU and on CPUs "
-        "with native bfloat16, float32 elsewhere",
+        "of weights, activations and KV cache: float32, float16, bfloat16; auto takes the model's on a GPU, and "
+        "bfloat16 on CPUs that compute it or where the cpu backend runs; float32 elsewhere",
     )
     device: str = _results("auto", "cpu or cuda; auto takes cuda where there is one")
     tensor_parallel_size: int = _results(1, "ranks (GPUs, or processes on a CPU) that share each layer")

@@ -32,13 +32,12 @@ def resolve(config: EngineConfig, hf_config: "PretrainedConfig") -> ResolvedConf
         ValueError: something asked for cannot be had here; the message says why.
     """
     device = resolve_device(config.device)
-    dtype = resolve_dtype(config.dtype, device, hf_config)
     size = None if config.kvcache_block_size == "auto" else int(config.kvcache_block_size)
     shape = Shape.of(hf_config)
     mine = shape.of_rank(config.tensor_parallel_size)
-    backend = resolve_backend(
-        config.attention_backend, Work(device, dtype, mine.head_dim, mine.group, size, shape.num_parameters)
-    )
+    work = Work(device, own_dtype(hf_config), mine.head_dim, mine.group, size, shape.num_parameters)
+    dtype = resolve_dtype(config.dtype, config.attention_backend, work)
+    backend = resolve_backend(config.attention_backend, work._replace(dtype=dtype))
     distributed = resolve_distributed_backend(config.distributed_backend, device, config.tensor_parallel_size)
     # A CUDA graph captures nothing that goes through the host: what gloo sends, and lengths that plain torch reads.
     through_host = backend.name == "torch" or (config.tensor_parallel_size > 1 and distributed == "gloo")
@@ -86,18 +85,10 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def resolve_dtype(name: str, device: torch.device, hf_config: "PretrainedConfig") -> torch.dtype:
-    """The dtype called name; "auto" is the model's own where the machine computes it natively, else float32."""
-    if name != "auto":
-        return getattr(torch, name)  # type: ignore[no-any-return]  # EngineConfig has checked the name
+def own_dtype(hf_config: "PretrainedConfig") -> torch.dtype:
+    """The dtype that the model's config.json names; float32 where it names none."""
     dtype = getattr(hf_config, "dtype", None) or torch.float32
-    if isinstance(dtype, str):
-        dtype = getattr(torch, dtype)
-    if dtype == torch.float16 and device.type == "cuda":
-        return torch.float16
-    if dtype == torch.bfloat16 and has_native_bfloat16(device):
-        return torch.bfloat16
-    return torch.float32
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
 class Work(NamedTuple):
@@ -117,6 +108,35 @@ class Work(NamedTuple):
     num_parameters: int = 0
 
 
+def resolve_dtype(name: str, backend: str, work: Work) -> torch.dtype:
+    """The dtype called name; "auto" is the model's own, work.dtype, where this machine or our kernels compute it.
+
+    On a CPU without bfloat16 our kernels read it and widen it: half the bytes are worth more than that costs. Plain
+    torch would emulate it, so there, and for float16 on any CPU, it becomes float32.
+    """
+    if name != "auto":
+        return getattr(torch, name)  # type: ignore[no-any-return]  # EngineConfig has checked the name
+    if work.dtype == torch.float16 and work.device.type == "cuda":
+        return work.dtype
+    if work.dtype == torch.bfloat16 and (has_native_bfloat16(work.device) or can_be_cpu(backend, work)):
+        return work.dtype
+    return torch.float32
+
+
+def can_be_cpu(name: str, work: Work) -> bool:
+    """Whether our CPU kernels would do this work, for the attention_backend called name."""
+    return BACKENDS["cpu"] in candidates(name, work) and why_cannot(BACKENDS["cpu"], work) is None
+
+
+def candidates(name: str, work: Work) -> list[type[Backend]]:
+    """The backends to try, the best first."""
+    if name != "auto":
+        return [BACKENDS[name]]
+    if work.device.type == "cuda":
+        return [BACKENDS["flash_attn"], BACKENDS["triton"], BACKENDS["torch"]]
+    return [BACKENDS["cpu"]] * (work.num_parameters >= WORTH_COMPILING) + [BACKENDS["torch"]]
+
+
 def resolve_backend(name: str, work: Work) -> type[Backend]:
     """The backend called name; for "auto" the best that can do the work.
 
@@ -125,14 +145,8 @@ def resolve_backend(name: str, work: Work) -> type[Backend]:
     Raises:
         ValueError: the backend cannot do it; the message says why and what to change.
     """
-    if name != "auto":
-        candidates = [BACKENDS[name]]
-    elif work.device.type == "cuda":
-        candidates = [BACKENDS["flash_attn"], BACKENDS["triton"], BACKENDS["torch"]]
-    else:
-        candidates = [BACKENDS["cpu"]] * (work.num_parameters >= WORTH_COMPILING) + [BACKENDS["torch"]]
     reason = None
-    for backend in candidates:
+    for backend in candidates(name, work):
         passed_over, reason = reason, why_cannot(backend, work)
         if reason is None:
             if passed_over is not None and backend.name == "torch":

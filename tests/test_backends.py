@@ -15,7 +15,7 @@ from nanovllm.backends.flash_attn_backend import FlashAttnBackend
 from nanovllm.backends.torch_backend import TorchBackend
 from nanovllm.backends.triton_backend import TritonBackend
 from nanovllm.config import BACKENDS as NAMES
-from nanovllm.resolve import WORTH_COMPILING, Work, resolve_backend, resolve_device, why_cannot
+from nanovllm.resolve import WORTH_COMPILING, Work, resolve_backend, resolve_device, resolve_dtype, why_cannot
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 BF16 = torch.bfloat16
@@ -111,6 +111,30 @@ def test_on_a_cpu_auto_takes_the_compiled_kernels_for_models_that_are_worth_it(
     assert not asked, "nothing is compiled for nothing"
     assert resolve_backend("auto", large).name == resolve_backend("cpu", small).name == "cpu"
     assert len(asked) == 2
+
+
+@pytest.mark.parametrize("native", [False, True])
+def test_auto_takes_the_models_bfloat16_wherever_something_computes_it(
+    native: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plain torch would emulate it where the processor does not know it; our kernels read half the bytes and widen."""
+    monkeypatch.setattr("nanovllm.backends.cpu_backend.cpu_library", lambda: None)
+    monkeypatch.setattr("nanovllm.resolve.has_native_bfloat16", lambda device: native or device.type == "cuda")
+    large = Work(CPU, BF16, 128, 2, 64, WORTH_COMPILING)
+    small, odd = large._replace(num_parameters=WORTH_COMPILING - 1), large._replace(head_dim=100)
+    emulated = BF16 if native else torch.float32
+    for backend, work, expected in (
+        ("auto", large, BF16),
+        ("cpu", small, BF16),
+        ("auto", small, emulated),
+        ("torch", large, emulated),
+        ("auto", odd, emulated),
+        ("auto", odd._replace(device=GPU), BF16),
+        ("auto", large._replace(dtype=torch.float16), torch.float32),
+        ("auto", large._replace(dtype=torch.float16, device=GPU), torch.float16),
+    ):
+        assert resolve_dtype("auto", backend, work) == expected, (backend, work)
+        assert resolve_dtype("float16", backend, work) == torch.float16
 
 
 def test_a_named_backend_that_cannot_run_says_why_and_what_to_install(

@@ -2,7 +2,11 @@
 
 import itertools
 import logging
+import os
 import re
+import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -248,6 +252,13 @@ def test_without_a_compiler_auto_takes_plain_torch_and_says_so_and_cpu_is_refuse
     cpu_library.cache_clear()
 
 
+def works(library: CpuLibrary) -> bool:
+    weight = torch.randn(64, 32)
+    y, x = torch.empty(1, 64), torch.randn(1, 32)
+    library.call("linear", FP32, x, library.pack(weight), None, y, 1, 32, 64)
+    return torch.allclose(y, x @ weight.T, atol=1e-5)
+
+
 def test_the_library_is_compiled_once(cache: Path, library: CpuLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     before = [path.stat().st_mtime_ns for path in cache.rglob("*")]
@@ -255,6 +266,59 @@ def test_the_library_is_compiled_once(cache: Path, library: CpuLibrary, monkeypa
     cpu_library()
     assert [path.stat().st_mtime_ns for path in cache.rglob("*")] == before
     assert len(list(cache.rglob("*.so"))) == 1
+
+
+def test_where_the_cache_cannot_be_written_each_process_compiles_and_says_so(
+    library: CpuLibrary, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()  # root may write into a folder that is read-only
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    cpu_library.cache_clear()
+    assert works(cpu_library())
+    assert "compiled anew by each process" in caplog.text and str(tmp_path / "file") in caplog.text
+    assert [path.name for path in tmp_path.iterdir()] == ["file"], "nothing is left behind"
+    cpu_library.cache_clear()
+
+
+def test_what_lies_in_a_cache_that_cannot_be_written_is_used(
+    cache: Path, library: CpuLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.setattr(Path, "mkdir", lambda *arguments, **options: pytest.fail("a folder is made"))
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", lambda *arguments, **options: pytest.fail("a folder is made"))
+    cpu_library.cache_clear()
+    assert works(cpu_library())
+
+
+def test_another_processor_with_the_same_home_has_kernels_of_its_own(
+    cache: Path, library: CpuLibrary, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """-march=native: what was built for one may be an illegal instruction on the other."""
+    (tmp_path / "nanovllm").symlink_to(cache / "nanovllm")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = set(cache.rglob("*.so"))
+    monkeypatch.setattr("nanovllm.kernels.cpu_library._processor", lambda: "flags: of another")
+    cpu_library.cache_clear()
+    with caplog.at_level(logging.INFO):
+        cpu_library()
+    (new,) = set(cache.rglob("*.so")) - before
+    assert before and "compiled the CPU kernels in" in caplog.text and new.name in caplog.text
+    new.unlink()
+    cpu_library.cache_clear()
+
+
+def test_two_processes_that_compile_at_once_both_run_and_leave_one_library(tmp_path: Path) -> None:
+    code = "from nanovllm.kernels.cpu_library import cpu_library; print(len(cpu_library()._functions))"
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    both = [
+        subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    counts = [process.communicate(timeout=300)[0] for process in both]
+    assert counts[0] == counts[1] != "" and all(process.returncode == 0 for process in both)
+    (left,) = (tmp_path / "nanovllm").iterdir()
+    assert left.suffix == ".so"
 
 
 @pytest.mark.skipif(not OneDnnMatrix.works(torch.empty(0, dtype=BF16)), reason="needs oneDNN's packed bfloat16 product")

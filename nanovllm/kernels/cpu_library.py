@@ -102,7 +102,7 @@ def cpu_library() -> CpuLibrary:
     if compiler is None:
         raise RuntimeError("no C++ compiler is found (install g++)")
     try:
-        return CpuLibrary(_build(compiler))
+        return _load(compiler)
     except (OSError, subprocess.SubprocessError, AttributeError) as error:
         detail = getattr(error, "stderr", None) or str(error)
         raise RuntimeError(f"its kernels cannot be compiled: {detail[-2000:]}") from error
@@ -113,23 +113,31 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanovllm"
 
 
-def _build(compiler: str) -> Path:
+def _load(compiler: str) -> CpuLibrary:
+    """From the cache, or compiled into it; where it cannot be written, for this process alone."""
     sources = sorted(SOURCES.glob("*"))
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
     key = "\0".join((*(source.read_text() for source in sources), version, " ".join(FLAGS), _processor()))
     folder = cache_folder()
     target = folder / f"cpu_kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     if target.is_file():
-        return target
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return CpuLibrary(target)
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        built = Path(scratch) / target.name
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        scratch, kept = tempfile.TemporaryDirectory(dir=folder), True
+    except OSError as error:
+        logger.warning("the CPU kernels are compiled anew by each process: %s cannot be written (%s)", folder, error)
+        scratch, kept = tempfile.TemporaryDirectory(), False
+    with scratch:
+        built = Path(scratch.name) / target.name
         command = [compiler, *FLAGS, str(SOURCES / "kernels.cpp"), "-o", str(built)]
         subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
-        built.replace(target)  # atomic: processes that build at the same time do not see half a file
-    logger.info("compiled the CPU kernels in %.1f s: %s", time.perf_counter() - start, target)
-    return target
+        if kept:
+            built = built.replace(target)  # atomic: processes that build at the same time do not see half a file
+        library = CpuLibrary(built)  # which needs the file no more
+    logger.info("compiled the CPU kernels in %.1f s%s", time.perf_counter() - start, f": {target}" if kept else "")
+    return library
 
 
 def _processor() -> str:
