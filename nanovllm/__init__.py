@@ -6,12 +6,15 @@ from nanovllm.config import EngineConfig
 from nanovllm.outputs import Completion, Output
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.structured_outputs import StructuredOutputsParams
+from nanovllm.utils.spin import bound_spinning
 from nanovllm.version import __version__
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
 
 __all__ = ["LLM", "Completion", "EngineConfig", "Output", "SamplingParams", "StructuredOutputsParams", "__version__"]
+
+bound_spinning()
 
 
 def __getattr__(name: str) -> Any:

@@ -3,7 +3,6 @@
 import argparse
 import json
 import logging
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -15,9 +14,6 @@ from nanovllm.batch.status import STATUS_HELP, Status
 from nanovllm.config import EngineConfig
 from nanovllm.utils.checks import as_integer
 from nanovllm.version import __version__
-
-SPIN_COUNT = "10000"
-"""How often an idle thread looks for work before it sleeps: for half a millisecond or so, not for twenty."""
 
 _ENGINE_FIELDS = {field.name: field for field in fields(EngineConfig)}
 
@@ -42,7 +38,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if others and options.run is not _eval:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     options.others = others
-    _bound_spinning()
     _set_up_logging()
     try:
         status: int = options.run(options)
@@ -52,15 +47,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logging.getLogger(__name__).error("%s", error)
         return int(Status.USAGE)
     return int(status)
-
-
-def _bound_spinning() -> None:
-    """On a busy machine, threads that spin keep the one that they wait for from running.
-
-    libgomp reads this when it is loaded, with torch, which is later. What the user has set stays.
-    """
-    if not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
-        os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
 
 
 def _set_up_logging() -> None:

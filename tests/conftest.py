@@ -30,13 +30,11 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
     """What the command sets for its process alone, its tests give back: handlers that log to a captured stderr."""
-    logger, spin = logging.getLogger("nanovllm"), os.environ.get("GOMP_SPINCOUNT")
+    logger = logging.getLogger("nanovllm")
     handlers, level = list(logger.handlers), logger.level
     yield
     logger.handlers[:] = handlers
     logger.setLevel(level)
-    if spin is None:
-        os.environ.pop("GOMP_SPINCOUNT", None)
 
 
 @pytest.fixture(scope="session")

@@ -13,8 +13,9 @@ from helpers.batch_jobs import write_lines
 
 from nanovllm import __version__
 from nanovllm.batch.status import STATUS_HELP, Status
-from nanovllm.cli import SPIN_COUNT, main
+from nanovllm.cli import main
 from nanovllm.config import EngineConfig
+from nanovllm.utils.spin import SPIN_COUNT
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
@@ -136,3 +137,6 @@ def test_the_command_bounds_how_long_threads_spin_before_torch_is_loaded() -> No
     for given, expected in (({}, SPIN_COUNT), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, None)):
         done = subprocess.run([sys.executable, "-c", code], env=environment | given, capture_output=True, text=True)
         assert done.stdout.split() == ["False", str(expected)]
+    late = "import os, torch, nanovllm; print(os.environ.get('GOMP_SPINCOUNT'))"
+    done = subprocess.run([sys.executable, "-c", late], env=environment, capture_output=True, text=True)
+    assert done.stdout.split() == ["None"], "libgomp would not read it: then small models compute in one thread"

@@ -37,6 +37,7 @@ from nanovllm.runner.kv_memory import (
 from nanovllm.runner.staging import Staging
 from nanovllm.runner.step_handle import Logprobs, StepHandle, Stopwatch
 from nanovllm.utils.machine import FEW_TOKENS, SMALL_MODEL, one_thread
+from nanovllm.utils.spin import is_spinning_bounded
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -94,7 +95,8 @@ class ModelRunner:
         self.tables = DeviceTables(config.max_num_seqs, config.max_blocks_per_seq, self.device)
         self._staging = Staging(StepPlan.max_packed_size(config), self.device)
         self.caches: list[KVCache] = []
-        self._has_small_model = self.device.type == "cpu" and self._shape.num_parameters <= SMALL_MODEL
+        is_small = self.device.type == "cpu" and self._shape.num_parameters <= SMALL_MODEL
+        self._has_small_model = is_small and not is_spinning_bounded()
 
     # ---- the KV cache
 

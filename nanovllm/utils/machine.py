@@ -38,7 +38,7 @@ def limit_threads() -> None:
 
 
 SMALL_MODEL, FEW_TOKENS = 10_000_000, 32
-"""Parameters and a step's tokens up to which one thread is as good as all, and far better beside other work."""
+"""Parameters and a step's tokens up to which threads gain little, and where they spin without bound may lose much."""
 
 
 @contextmanager
