@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -40,9 +41,21 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
     if config.device == "cpu":
         limit_threads()
     vocab_size = int(hf_config.vocab_size)
-    tokenizer = Tokenizer(folder) if folder is not None and Tokenizer.is_in(folder) else None
     path = folder / "generation_config.json" if folder is not None else None
     generation = read_json(path) if path is not None and path.is_file() else {}
+    weights = None if config.load_format == "dummy" else folder
+    runner: ModelRunner | LeadingRunner
+    with ThreadPoolExecutor(1) as aside:  # reading weights leaves the interpreter to the tokenizer
+        tokenizer_to_be = aside.submit(load_tokenizer, folder)
+        if config.tensor_parallel_size == 1:
+            runner = ModelRunner(config, hf_config, weights, Parallel())
+        else:
+            runner = LeadingRunner(config, hf_config, weights)
+    try:
+        tokenizer = tokenizer_to_be.result()
+    except ValueError:
+        runner.close()
+        raise
     make_blocks: Callable[[int, int, bool], BlockManager] = BlockManager
     observers: list[StepObserver] = []
     if config.trace is not None:
@@ -50,12 +63,6 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
 
         observers = [trace := Trace(config.trace, config.device, tokenizer)]
         make_blocks = trace.block_manager
-    weights = None if config.load_format == "dummy" else folder
-    runner: ModelRunner | LeadingRunner
-    if config.tensor_parallel_size == 1:
-        runner = ModelRunner(config, hf_config, weights, Parallel())
-    else:
-        runner = LeadingRunner(config, hf_config, weights)
     num_blocks = runner.make_cache()
     speculation = None
     if config.speculative_config is not None:
@@ -81,6 +88,11 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
         observers=observers,
         provenance=provenance(config, source if folder is None else model_digest(folder)),
     )
+
+
+def load_tokenizer(folder: Path | None) -> Tokenizer | None:
+    """The folder's, if it has one."""
+    return Tokenizer(folder) if folder is not None and Tokenizer.is_in(folder) else None
 
 
 def provenance(config: ResolvedConfig, model: str) -> dict[str, str]:

@@ -50,7 +50,9 @@ class Backend:
         """
         num_blocks, block_size, num_kv_heads, head_dim = shape
         stored = (num_blocks, num_kv_heads, block_size, head_dim)
-        return KVCache(*(torch.zeros(stored, dtype=dtype, device=device).transpose(1, 2) for _ in KVCache._fields))
+        # Not torch.zeros: on a CPU, fill_ touches gigabytes of new pages with all threads.
+        parts = (torch.empty(stored, dtype=dtype, device=device).fill_(0) for _ in KVCache._fields)
+        return KVCache(*(part.transpose(1, 2) for part in parts))
 
     def pack_weights(self, modules: Iterable[nn.Module], check: Callable[[], None]) -> None:
         """Once the weights are loaded: bring them into the form that this backend multiplies fastest.

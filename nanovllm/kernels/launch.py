@@ -120,7 +120,8 @@ def compile_all(launches: list[Launch], show_progress: bool) -> None:
         distinct[one.kernel.__name__, *one.config.values(), *types, *(one.args[i] for i in numbers)] = one
     bar = tqdm(total=len(distinct), desc="Compiling kernels", disable=not show_progress)
     with bar, ThreadPoolExecutor() as threads, triton.AsyncCompileMode(threads):
-        for one in distinct.values():
+        # Long kernels first: one that is begun last keeps all other cores waiting.
+        for one in sorted(distinct.values(), key=lambda one: len(one.kernel.src), reverse=True):
             args = (triton.MockTensor(arg.dtype) if isinstance(arg, Tensor) else arg for arg in one.args)
             made = one.kernel.warmup(*args, grid=one.grid, **one.config)
             if (future := getattr(made, "future", None)) is not None:
