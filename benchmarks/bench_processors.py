@@ -1,0 +1,141 @@
+"""What the CPU kernels make of a processor: products and decode attention, built for several, beside torch's.
+
+    python benchmarks/bench_processors.py --march x86-64-v3 cascadelake native
+    python benchmarks/bench_processors.py --blocks 16 32 64
+
+All products of 12 of Qwen3-0.6B's layers, and the attention of its 28; best of seven, in turn.
+"""
+
+import argparse
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from unittest import mock
+
+import torch
+import torch.nn.functional as F
+
+from nanovllm.backends import AttentionMetadata, KVCache
+from nanovllm.backends.cpu_backend import CpuBackend
+from nanovllm.kernels import cpu_library
+
+LAYERS, HEADS, KV_HEADS, DIM = 12, 16, 8, 128
+SHAPES = [(1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024)]
+"""(in, out) of a layer's matrices."""
+
+
+def build(march: str) -> CpuBackend:
+    flags = [f"-march={march}" if flag == "-march=native" else flag for flag in cpu_library.FLAGS]
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.dict(os.environ, XDG_CACHE_HOME=folder),
+        mock.patch.object(cpu_library, "FLAGS", flags),
+    ):
+        library = cpu_library._load(os.environ.get("CXX", "g++"))
+    with mock.patch("nanovllm.backends.cpu_backend.cpu_library", lambda: library):
+        return CpuBackend()
+
+
+def best_of(works: dict[str, Callable[[], object]], repeat: int = 7) -> dict[str, float]:
+    """Milliseconds of each, the best of several, in turn."""
+    best = dict.fromkeys(works, float("inf"))
+    for _ in range(repeat):
+        for name, work in works.items():
+            start = time.perf_counter()
+            work()
+            best[name] = min(best[name], 1000 * (time.perf_counter() - start))
+    return best
+
+
+def products(backends: dict[str, CpuBackend], dtype: torch.dtype, rows: int) -> dict[str, float]:
+    library = next(iter(backends.values()))._library
+    weights = [torch.full((out, size), 0.01, dtype=dtype) for _ in range(LAYERS) for size, out in SHAPES]
+    packed = [library.pack(weight) for weight in weights]  # in the same order by all
+    inputs = {size: torch.ones(rows, size, dtype=dtype) for size, _ in SHAPES}
+    outputs = {out: torch.empty(rows, out, dtype=dtype) for _, out in SHAPES}
+
+    def ours(backend: CpuBackend) -> None:
+        for weight, panels in zip(weights, packed, strict=True):
+            out, size = weight.shape
+            backend._library.call("linear", dtype, inputs[size], panels, None, outputs[out], rows, size, out)
+
+    def of_torch() -> None:
+        for weight in weights:
+            F.linear(inputs[weight.shape[1]], weight)
+
+    works: dict[str, Callable[[], object]] = {name: lambda b=b: ours(b) for name, b in backends.items()}  # type: ignore[misc]
+    return best_of({**works, "torch": of_torch})
+
+
+def attention(
+    backends: dict[str, CpuBackend], dtype: torch.dtype, num_seqs: int, length: int, blocks: list[int]
+) -> dict[str, float]:
+    """Of decodes, 28 layers; torch's is over contiguous keys and values, in a batch of equal lengths."""
+    works: dict[str, Callable[[], object]] = {}
+    q = torch.ones(num_seqs, HEADS, DIM, dtype=dtype)
+    for size in blocks:
+        width = -(-length // size)
+        shape = (num_seqs * width, size, KV_HEADS, DIM)
+        metadata = AttentionMetadata(
+            num_decodes=num_seqs,
+            cu_seqlens_q=torch.arange(num_seqs + 1, dtype=torch.int32),
+            seq_lens=torch.full((num_seqs,), length, dtype=torch.int32),
+            block_tables=torch.randperm(num_seqs * width).int().view(num_seqs, width),
+            slot_mapping=torch.zeros(num_seqs, dtype=torch.int64),
+        )
+        for march, backend in backends.items():
+            caches = [backend.allocate_cache(shape, dtype, torch.device("cpu")) for _ in range(28)]
+
+            def ours(
+                backend: CpuBackend = backend, caches: list[KVCache] = caches, metadata: AttentionMetadata = metadata
+            ) -> None:
+                for cache in caches:
+                    backend.attend(q, cache, metadata, DIM**-0.5)
+
+            works[march if len(blocks) == 1 else f"{march}, blocks of {size}"] = ours
+    keys = [torch.zeros(num_seqs, KV_HEADS, length, DIM, dtype=dtype) for _ in range(2 * 28)]
+    query = q.view(num_seqs, HEADS, 1, DIM)
+
+    def of_torch() -> None:
+        for layer in range(28):
+            F.scaled_dot_product_attention(query, keys[2 * layer], keys[2 * layer + 1], enable_gqa=True)
+
+    return best_of({**works, "torch": of_torch})
+
+
+def read_rate() -> float:
+    """Bytes a second that this machine reads from memory."""
+    x = torch.ones(256 << 20)
+    return x.nbytes / (best_of({"": lambda: x.sum()})[""] / 1000)
+
+
+@torch.inference_mode()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--march", nargs="+", default=["native"], help="processors, by the compiler's names")
+    parser.add_argument("--blocks", nargs="+", type=int, default=[64], help="block sizes of the KV cache")
+    args = parser.parse_args()
+    backends = {march: build(march) for march in args.march}
+    rate = read_rate()
+    print(f"{torch.get_num_threads()} threads, reads {rate / 1e9:.1f} GB/s")
+    num_weights = LAYERS * sum(size * out for size, out in SHAPES)
+    for dtype in (torch.float32, torch.bfloat16):
+        name = str(dtype).removeprefix("torch.")
+        for rows in (1, 8, 32, 128):
+            found = products(backends, dtype, rows)
+            num_bytes, num_flops = num_weights * dtype.itemsize, 2 * rows * num_weights
+            parts = (
+                f"{march} {ms:.2f} ms ({num_bytes / ms / 1e6:.1f} GB/s, {num_flops / ms / 1e9:.3f} TFLOP/s);"
+                for march, ms in found.items()
+            )
+            print(f"{name} products, {rows} rows:", *parts, flush=True)
+        for num_seqs, length in ((18, 130), (32, 256)):
+            found = attention(backends, dtype, num_seqs, length, args.blocks)
+            num_bytes = 28 * 2 * num_seqs * length * KV_HEADS * DIM * dtype.itemsize
+            parts = (f"{m} {ms:.2f} ms ({num_bytes / ms / 1e6:.1f} GB/s);" for m, ms in found.items())
+            print(f"{name} decode attention, {num_seqs} x {length}:", *parts, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""The CPU kernels as another processor runs them: cross-compiled, each call a run of an emulator."""
+
+import ctypes
+import shutil
+import struct
+import subprocess
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nanovllm.kernels.cpu_library import _SIGNATURES, _SUFFIXES, FLAGS, PANEL, SOURCES, _units
+
+COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+HAS_EMULATOR = shutil.which(COMPILER) is not None and shutil.which(EMULATOR) is not None
+
+
+class ForeignLibrary:
+    """Stands for a CpuLibrary whose kernels are those of 64-bit Arm."""
+
+    def __init__(self, folder: Path) -> None:
+        self._program, self._file = folder / "kernels", folder / "arguments"
+        flags = [flag for flag in FLAGS if flag not in ("-march=native", "-fPIC", "-shared")]
+        source = Path(__file__).with_suffix(".cpp")
+        command = [COMPILER, *flags, "-static", "-I", str(SOURCES), str(source), "-o", str(self._program)]
+        subprocess.run(command, check=True)
+
+    def call(self, name: str, dtype: torch.dtype, *arguments: Tensor | float | None) -> None:
+        pointers, integers, _ = _SIGNATURES[name]
+        kinds = "p" * pointers + "q" * integers + "f" * (len(arguments) - pointers - integers)
+        self._run(f"{name}_{_SUFFIXES[dtype]}", kinds, arguments)
+
+    def pack(self, weight: Tensor) -> Tensor:
+        out_features, in_features = weight.shape
+        packed = torch.empty(-(-out_features // PANEL) * PANEL * in_features, dtype=weight.dtype)
+        self._run("pack", "ppqq", (weight, packed, out_features, _units(weight)))
+        return packed
+
+    def packed_rows(self, packed: Tensor, indices: Tensor, in_features: int) -> Tensor:
+        rows = torch.empty(len(indices), in_features, dtype=packed.dtype)
+        self._run("packed_rows", "pppqq", (packed, indices, rows, len(indices), _units(rows)))
+        return rows
+
+    def _run(self, name: str, kinds: str, arguments: tuple[Tensor | float | None, ...]) -> None:
+        contents = []
+        for kind, argument in zip(kinds, arguments, strict=True):
+            if kind == "p":
+                contents.append(bytes(_memory(argument)) if isinstance(argument, Tensor) else b"")
+            else:
+                contents.append(struct.pack(f"<{kind}", argument))
+        self._file.write_bytes(b"".join(struct.pack("<q", len(content)) + content for content in contents))
+        subprocess.run([EMULATOR, self._program, name, self._file], check=True, timeout=300)
+        result, at = self._file.read_bytes(), 0
+        for argument, content in zip(arguments, contents, strict=True):
+            if isinstance(argument, Tensor):
+                ctypes.memmove(argument.data_ptr(), result[at + 8 : at + 8 + len(content)], len(content))
+            at += 8 + len(content)
+
+
+def _memory(tensor: Tensor) -> "ctypes.Array[ctypes.c_char]":
+    """From a tensor's first element to the end of its storage."""
+    storage = tensor.untyped_storage()
+    size = storage.nbytes() - (tensor.data_ptr() - storage.data_ptr())
+    return (ctypes.c_char * size).from_address(tensor.data_ptr())
