@@ -102,7 +102,7 @@ def main(folder: str) -> None:
             matcher = compiled.deep_copy()
             for token_id in token_ids:
                 since = time.perf_counter()
-                fill_masks(masks, [(matcher, 0)])
+                fill_masks(masks, [(matcher, 0, [])])
                 alone.append(time.perf_counter() - since)
                 assert matcher.consume_token(token_id), matcher.get_error()
             assert matcher.is_accepting()
@@ -112,7 +112,7 @@ def main(folder: str) -> None:
     ]
     for _ in range(STEPS):
         since = time.perf_counter()
-        fill_masks(masks, [(matcher, i) for i, (matcher, _) in enumerate(places)])
+        fill_masks(masks, [(matcher, i, []) for i, (matcher, _) in enumerate(places)])
         together.append((time.perf_counter() - since) / ROWS)
         for i, (matcher, ids) in enumerate(places):
             if (token_id := next(ids, None)) is not None:

@@ -2,18 +2,16 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import wraps
 from typing import Any, TypeVar
 
+from nanovllm.structured_outputs import StructuredOutputsParams
 from nanovllm.utils.checks import as_bool, as_integer, as_list, as_number, refuse, refuse_unknown
 from nanovllm.vllm_names import SAMPLING, drop_harmless
 
 _INT32_MAX = 2**31 - 1  # what plans carry; both values mean the whole vocabulary long before
 T = TypeVar("T")
-
-_NOT_YET = {"structured_outputs": "structured output is not implemented"}
-"""Fields that may only be what they are by default, and why."""
 
 
 def _names_checked(cls: type[T]) -> type[T]:
@@ -71,7 +69,7 @@ class SamplingParams:
         bad_words: texts that are not generated, also after a space, as the tokens that spell them by themselves.
         include_stop_str_in_output: the text ends with the stop string, or the stop token's text, that ended it.
         detokenize: False leaves the text empty; there can be no `stop` then.
-        structured_outputs: is to be None.
+        structured_outputs: what the output must be: a `StructuredOutputsParams`, or a dict of its attributes.
 
     Masks come first, then biases, penalties, temperature and filters: `nanovllm/kernels/edit_logits.py` has the rule.
 
@@ -104,7 +102,7 @@ class SamplingParams:
     bad_words: Sequence[str] | None = None
     include_stop_str_in_output: bool = False
     detokenize: bool = True
-    structured_outputs: Any = None
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         def put(name: str, value: Any, ok: bool = True, limit: str = "") -> None:
@@ -149,13 +147,12 @@ class SamplingParams:
         start = as_integer(given, "prompt_logprob_start", 0)
         ok = start == 0 or self.prompt_logprobs is not None
         put("prompt_logprob_start", start, ok, "0 unless prompt_logprobs is given")
-        for field in fields(self):
-            if (why := _NOT_YET.get(field.name)) is not None:
-                value, neutral = getattr(self, field.name), field.default
-                put(field.name, neutral, value == neutral or not (value or neutral), f"{neutral!r}: {why}")
 
     def _check_edits(self, put: Callable[..., None]) -> None:
         """Check and normalise what edits the logits."""
+        if self.structured_outputs is not None:
+            put("structured_outputs", StructuredOutputsParams.of(self.structured_outputs))
+            put("ignore_eos", self.ignore_eos, not self.ignore_eos, "False with structured_outputs, which have an end")
         for name in ("presence_penalty", "frequency_penalty"):
             penalty = as_number(getattr(self, name), name)
             put(name, penalty, -2 <= penalty <= 2, "in [-2, 2]; 0 is off")
@@ -187,7 +184,7 @@ class SamplingParams:
         """Whether anything is to be done to the logits before a token is sampled."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         lists = (self.logit_bias, self.bad_words, self.allowed_token_ids)
-        return penalties != (1, 0, 0) or self.min_tokens > 0 or any(lists)
+        return penalties != (1, 0, 0) or self.min_tokens > 0 or any(lists) or self.structured_outputs is not None
 
     def clone(self) -> "SamplingParams":
         """A copy, checked once more: its fields may have been assigned since it was made."""

@@ -233,7 +233,7 @@ def test_an_unknown_sampling_name_is_refused_with_the_nearest() -> None:
 
 
 LACKING = (
-    "structured_outputs best_of guided_decoding "
+    "best_of guided_decoding "
     "logits_processors truncate_prompt_tokens flat_logprobs thinking_token_budget repetition_detection"
 )
 

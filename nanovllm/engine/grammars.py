@@ -7,7 +7,8 @@ sequence with a grammar is resident the engine reads each step before it plans t
 
 import json
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from collections.abc import Sequence as Seq
 from threading import Lock
 from typing import Any
 
@@ -18,7 +19,7 @@ from nanovllm.structured_outputs import StructuredOutputsParams
 
 try:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
-    from llguidance.numpy import fill_next_token_bitmask_par
+    from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
 except ImportError as why:
     raise ValueError(f"structured_outputs needs llguidance: pip install 'nano-vllm[guided]' ({why})") from None
 
@@ -34,12 +35,16 @@ _SPACE = r"\x20|\x0D?\x0A[\x20\x09]{0,20}"
 _executor = LLExecutor()
 
 
-def fill_masks(masks: IntArray, matchers: list[tuple[LLMatcher, int]]) -> None:
-    """For each (matcher, i) write masks[i]: bit t % 32 of word t // 32 is set if token t may come next.
+def fill_masks(masks: IntArray, places: Seq[tuple[LLMatcher, int, list[int]]]) -> None:
+    """For each (matcher, i, drafts) write masks[i]: bit t % 32 of word t // 32 is set if token t may come next.
 
-    A matcher that has failed lets an end of sequence pass, and then refuses it as it does every token.
+    masks[i + 1] and on are for what comes after each draft, up to the first that may not come. A matcher that has
+    failed, as it also may while it makes a mask, lets an end of sequence pass.
     """
-    fill_next_token_bitmask_par(_executor, matchers, masks)
+    if drafted := [place for place in places if place[2]]:
+        fill_next_token_bitmask_par_with_draft_tokens(_executor, drafted, masks)
+    if plain := [(matcher, i) for matcher, i, drafts in places if not drafts]:
+        fill_next_token_bitmask_par(_executor, plain, masks)
 
 
 class Grammars:
@@ -54,12 +59,13 @@ class Grammars:
         self._kept: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
         self._lock = Lock()  # requests are prepared ahead, in a thread
 
-    def compile(self, params: StructuredOutputsParams) -> LLMatcher:
+    def compile(self, params: StructuredOutputsParams | Mapping[str, Any]) -> LLMatcher:
         """The matcher at the start of a grammar, of which each sequence gets a copy.
 
         Raises:
             ValueError: the grammar is bad, or has what llguidance would not keep, and where that is.
         """
+        params = StructuredOutputsParams.of(params)
         key = params.kind, params.text
         with self._lock:
             matcher = self._kept[key] = self._kept.pop(key) if key in self._kept else self._compile(*key)

@@ -21,6 +21,7 @@ from nanovllm.utils.clock import Clock
 from nanovllm.utils.interrupt import HoldInterrupt
 
 if TYPE_CHECKING:
+    from nanovllm.engine.grammars import Grammars
     from nanovllm.engine.logit_edits import LogitEdits
     from nanovllm.engine.row_edits import RowEdits
 
@@ -111,6 +112,7 @@ class LLMEngine:
         self.provenance = provenance or {}
         self.closed = False
         self._num_requests = self._num_seqs = 0
+        self._grammars: Grammars | None = None
         self._in_flight: deque[InFlight] = deque()
         self._running = False
         self._pid = os.getpid()
@@ -135,7 +137,14 @@ class LLMEngine:
             ValueError: what is wrong with it, the limit, and the option to change.
         """
         params = self.default_params if params is None else params
-        return prepare_request(prompt, params, self.tokenizer, self.vocab_size, self.config.max_model_len)
+        request = prepare_request(prompt, params, self.tokenizer, self.vocab_size, self.config.max_model_len)
+        if (wanted := request.params.structured_outputs) is None:
+            return request
+        if self._grammars is None:
+            from nanovllm.engine.grammars import Grammars
+
+            self._grammars = Grammars(self.tokenizer, self.vocab_size, self.eos_token_ids)
+        return replace(request, grammar=self._grammars.compile(wanted))
 
     def add(self, request: Request) -> Sequence:
         """Queue a request, which is a sequence for each of its n completions; returns the first.
@@ -157,6 +166,7 @@ class LLMEngine:
                 eos_token_ids=self.eos_token_ids,
                 stop_matcher=tokenizer.stop_matcher(params, request.prompt_token_ids) if tokenizer else None,
                 edits=edits,
+                grammar=request.grammar and request.grammar.deep_copy(),
                 lead=lead,
                 prompt=request.prompt,
             )
@@ -238,7 +248,8 @@ class LLMEngine:
                 self.scheduler.speculation.ended(seq)
             if seq.finish_reason == "error":
                 where = f"request {seq.seq_id}, step {step.number}, after {len(seq.output_token_ids)} tokens of output"
-                seq.error = f"{where}: the model's logits hold NaN or infinity, or nothing finite"
+                grammar = seq.grammar.get_error().split("\n")[0] if seq.grammar is not None else ""
+                seq.error = f"{where}: {grammar or 'the logits hold NaN or infinity, or no token that may come'}"
         step.clock.span("update")
         for observer in self.observers:
             observer.finished(step.number, step.batch, step.clock, result)
@@ -361,7 +372,7 @@ class LLMEngine:
         if seq.finish_reason == "stop":
             if token_ids[-1] in seq.stop_ids:
                 token_ids = token_ids if seq.params.include_stop_str_in_output else token_ids[:-1]
-            elif seq.stop_matcher is not None:
+            elif seq.stop_matcher is not None and seq.stop_matcher.found is not None:
                 return seq.stop_matcher.text
         return self.tokenizer.decode(token_ids, seq.params.skip_special_tokens, seq.prompt_token_ids)
 

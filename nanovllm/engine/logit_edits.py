@@ -11,7 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanovllm.engine.plan import IntArray
+from nanovllm.engine.row_edits import RowEdits
 from nanovllm.engine.scheduler import Batch
+from nanovllm.engine.sequence import Sequence
 
 
 class Started(NamedTuple):
@@ -44,37 +46,54 @@ class LogitEdits:
     started: Seq[Started] = ()
 
 
+class _Edited(NamedTuple):
+    """One of the step's rows of logits: `at`, after num_output tokens of the output of the plan's sequence `number`."""
+
+    number: int
+    seq: Sequence
+    edits: RowEdits
+    num_output: int
+    at: int
+
+
 def make_edits(batch: Batch, vocab_size: int) -> LogitEdits | None:
     """The edits of the step that was planned last; None if there are none."""
     plan = batch.plan
-    ends, of_logits = plan.num_scheduled.cumsum(), plan.num_drawn.cumsum() - 1
-    chosen = []
-    for i, seq in zip(np.flatnonzero(plan.num_sampled).tolist(), batch.seqs, strict=True):
+    of_logits = plan.num_drawn.cumsum() - 1
+    chosen, constrained = list[_Edited](), []
+    for i, (seq, (_, *drafts)) in zip(np.flatnonzero(plan.num_sampled).tolist(), batch.shares(), strict=True):
         num_output = int(plan.num_computed[i] + plan.num_scheduled[i]) - seq.num_prompt_tokens
-        edits = seq.edits
-        if edits is not None and (edits.has_penalties or len(edits.bias) or edits.forbids(num_output)):
-            chosen.append((i, seq, edits, num_output))
+        edits, num_drafts = seq.edits, len(drafts)
+        if edits is not None and (edits.has_penalties or len(edits.bias) or edits.forbids(num_output - num_drafts)):
+            if seq.grammar is not None:
+                constrained.append((seq.grammar, len(chosen), [int(token_id) for token_id in drafts]))
+            back = range(num_drafts, -1, -1)
+            chosen += [_Edited(i, seq, edits, num_output - j, int(of_logits[i]) - j) for j in back]
     if not chosen:
         return None
     masks = penalties = None
-    if any(edits.forbids(n) for _, _, edits, n in chosen):
+    if any(row.edits.forbids(row.num_output) for row in chosen):
         masks = np.full((len(chosen), -(-vocab_size // 32)), -1, np.int32)
-        for mask, (_, seq, edits, n) in zip(masks, chosen, strict=True):
-            edits.forbid(mask, seq.token_ids, n)
+        if constrained:
+            from nanovllm.engine.grammars import fill_masks
+
+            fill_masks(masks, constrained)
+        for mask, row in zip(masks, chosen, strict=True):
+            row.edits.forbid(mask, row.seq.token_ids, row.num_output)
     started = []
-    if any(edits.has_penalties for _, _, edits, _ in chosen):
-        penalties = np.array([edits.penalties for _, _, edits, _ in chosen], np.float32)
-        for i, seq, edits, _ in chosen:
+    if any(row.edits.has_penalties for row in chosen):
+        penalties = np.array([row.edits.penalties for row in chosen], np.float32)
+        ends = plan.num_scheduled.cumsum()
+        for i, seq, edits, *_ in chosen:
             if edits.has_penalties and plan.token_ids[ends[i] - 1] >= 0:  # sent, not sampled: it has just moved in
                 tokens = np.array(seq.token_ids, np.int64)
                 started.append(Started(seq.row, *np.split(tokens, [seq.num_prompt_tokens])))
-    numbers = [i for i, *_ in chosen]
     return LogitEdits(
-        indices=of_logits[numbers].astype(np.int32),
-        rows=plan.rows[numbers],
+        indices=np.array([row.at for row in chosen], np.int32),
+        rows=plan.rows[[row.number for row in chosen]],
         masks=masks,
-        bias_index=np.concatenate([edits.bias_ids + of_logits[i] * vocab_size for i, _, edits, _ in chosen]),
-        bias=np.concatenate([edits.bias for _, _, edits, _ in chosen]),
+        bias_index=np.concatenate([row.edits.bias_ids + row.at * vocab_size for row in chosen]),
+        bias=np.concatenate([row.edits.bias for row in chosen]),
         penalties=penalties,
         started=started,
     )

@@ -4,13 +4,16 @@ import struct
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import xxhash
 
 from nanovllm.engine.tokenizer import Tokenizer
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import as_integer, quote
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 Prompt = str | list[int] | Mapping[str, Any]
 """A text, token ids, or {"prompt": text} or {"prompt_token_ids": token ids}, as vLLM takes them.
@@ -31,6 +34,8 @@ class Request:
     """The text that was tokenised, if it was a text."""
     bad_words: Seq[Seq[int]] = ()
     """The tokens of params.bad_words."""
+    grammar: "LLMatcher | None" = None
+    """Where the output's grammar begins: each sequence has a copy."""
 
 
 def derive_seed(engine_seed: int, key: int | str) -> int:

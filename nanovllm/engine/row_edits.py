@@ -41,16 +41,22 @@ class RowEdits:
             self._masks.append((math.inf, ~_packed(single, vocab_size)))
         if params.min_tokens and stop_ids:
             self._masks.append((params.min_tokens, ~_packed(stop_ids, vocab_size)))
+        self._has_grammar = params.structured_outputs is not None
         self._bad_words = [list(word) for word in bad_words if len(word) > 1]
 
     @property
     def needs_known_tokens(self) -> bool:
         """Whether they depend on tokens that the host must have read."""
-        return bool(self._bad_words)
+        return self._has_grammar or bool(self._bad_words)
+
+    @property
+    def allows_drafts(self) -> bool:
+        """Whether the edits after a draft are known before it is."""
+        return not (self.has_penalties or self._bad_words)
 
     def forbids(self, num_output: int) -> bool:
         """Whether it may forbid a token after num_output tokens of output."""
-        return bool(self._bad_words) or any(num_output < end for end, _ in self._masks)
+        return self.needs_known_tokens or any(num_output < end for end, _ in self._masks)
 
     def forbid(self, mask: IntArray, token_ids: "array[int]", num_output: int) -> None:
         """Clear in mask, int32 [ceil(vocab / 32)], what may not come after num_output tokens of output.

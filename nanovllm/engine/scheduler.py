@@ -193,7 +193,8 @@ class Scheduler:
         missing = -(-(num_tokens + most) // manager.block_size) - table.num_blocks[rows]
         if np.maximum(missing, 0).sum() > manager.num_free:
             most = np.minimum(most, table.num_blocks[rows] * manager.block_size - num_tokens)
-        most[np.isin(rows, list(self.edited_rows))] = 0  # what may come after a draft would depend on it
+        edits = {row: self._resident[row].edits for row in self.edited_rows}
+        most[np.isin(rows, [row for row, of_row in edits.items() if of_row and not of_row.allows_drafts])] = 0
         decodes = np.flatnonzero((num_scheduled == 1) & (table.num_computed[rows] + 1 == num_tokens) & (most > 0))
         num_drafts, num_rows = np.zeros_like(num_scheduled), int(num_scheduled.sum())
         if len(decodes) and (room := (self.max_num_batched_tokens - num_rows) // len(decodes)):
@@ -273,7 +274,7 @@ class Scheduler:
         table.num_known[row] = table.num_tokens[row] = table.num_sent[row] = len(seq.token_ids)
         table.num_computed[row], table.num_needed[row] = num_cached, seq.num_needed
         table.num_registered[row] = num_cached // self.block_manager.block_size
-        table.watches_text[row] = seq.stop_matcher is not None
+        table.watches_text[row] = seq.stop_matcher is not None or seq.grammar is not None
         if seq.is_only_scored or seq.next_scored < seq.num_prompt_tokens:
             self._scoring[row] = seq
         if seq.edits is not None:

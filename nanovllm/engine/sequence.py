@@ -8,6 +8,8 @@ from nanovllm.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
     from nanovllm.engine.row_edits import RowEdits
 
 
@@ -41,6 +43,7 @@ class Sequence:
         eos_token_ids: frozenset[int] = frozenset(),
         stop_matcher: StopMatcher | None = None,
         edits: "RowEdits | None" = None,
+        grammar: "LLMatcher | None" = None,
         lead: "Sequence | None" = None,
         prompt: str | None = None,
     ) -> None:
@@ -65,6 +68,8 @@ class Sequence:
         self.stop_matcher = stop_matcher
         self.edits = edits
         """What is done to its logits before a token is sampled."""
+        self.grammar = grammar
+        """Its place in the grammar that its output must fit."""
         self.lead = lead
         """Of several completions of a prompt the first, in the others."""
         self.others: list[Sequence] = []
@@ -106,13 +111,17 @@ class Sequence:
     def feed_last_token(self) -> FinishReason | None:
         """Show the last token to what may end the sequence; gives the reason if it does. Once for every token."""
         token_id = self.token_ids[-1]
-        if token_id < 0:  # none: the logits were no distribution
+        grammar = self.grammar
+        # None, for the logits were no distribution; or what a grammar's mask lets through when its matcher has failed.
+        if token_id < 0 or (grammar is not None and (not grammar.consume_token(token_id) or grammar.is_error())):
             self.token_ids.pop()
             del self.logprobs[len(self.token_ids) - self.num_prompt_tokens :]
             return "error"
         if token_id in self.stop_ids:
             return "stop"
         if self.stop_matcher is not None and self.stop_matcher.feed(token_id):
+            return "stop"
+        if grammar is not None and grammar.is_stopped():
             return "stop"
         return "length" if len(self.token_ids) >= self.limit else None
 
