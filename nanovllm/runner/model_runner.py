@@ -50,8 +50,9 @@ logger = logging.getLogger(__name__)
 LOGITS_AT_A_TIME = 1024
 """Rows of hidden states that the LM head turns into logits at a time, where all of a prompt's are wanted."""
 
-EDIT_BYTES = 9
-"""For each token of a row whose logits are edited: its count, its logit in float32, and its place in a mask."""
+EDIT_BYTES, COUNT_BYTES = 5, 4
+"""Where logits are edited, for each token: of a row of logits, its logit in float32 and its place in a mask; of a
+sequence, its count."""
 
 GRAPH_NODES_BYTES = 4 << 20
 """Allowance for one captured graph's own nodes: a few hundred kernels' parameters."""
@@ -206,7 +207,9 @@ class ModelRunner:
         self.launch(plan).result()
         activations = torch.cuda.max_memory_allocated(device) - weights
         if self.parallel.rank == 0:
-            activations += EDIT_BYTES * config.max_num_seqs * self._shape.vocab * self.parallel.size
+            num_edited = min(config.max_num_seqs * (1 + config.num_speculative_tokens), config.max_num_batched_tokens)
+            edits = EDIT_BYTES * num_edited + COUNT_BYTES * config.max_num_seqs
+            activations += edits * self._shape.vocab * self.parallel.size
         graphs = 0
         if config.use_graphs:
             torch.cuda.empty_cache()
