@@ -3,6 +3,7 @@
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jsonschema
@@ -11,6 +12,8 @@ import pytest
 from helpers.schemas import SCHEMAS, record, text, whole
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
 
 import nanovllm
 from nanovllm import StructuredOutputsParams
@@ -101,6 +104,14 @@ def test_every_schema_in_a_schema_has_its_pointer() -> None:
 def test_a_bad_expression_or_grammar_is_refused(asked: dict[str, str]) -> None:
     with pytest.raises(ValueError, match=rf"^structured_outputs\.{next(iter(asked))}: "):
         GRAMMARS.compile(StructuredOutputsParams(**asked))  # type: ignore[arg-type]
+
+
+def test_a_tokenizer_that_does_not_spell_bytes_is_refused() -> None:
+    words: Any = SimpleNamespace(to_str=Backend(models.WordLevel({"a": 0, "b": 1}, unk_token="a")).to_str)
+    with pytest.raises(ValueError, match="cannot be had with this model's tokenizer"):
+        Grammars(words, 2, [1])
+    with pytest.raises(ValueError, match="needs an end-of-sequence token"):
+        Grammars(TOKENIZER, VOCAB_SIZE, [])
 
 
 def test_a_grammar_cannot_make_its_schemas_lenient() -> None:

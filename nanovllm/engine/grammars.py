@@ -53,9 +53,12 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Collection[int]) -> None:
         """Takes seconds for a large vocabulary; ValueError without a tokenizer, or an end of sequence."""
         if tokenizer is None or not eos_token_ids:
-            missing = "tokenizer" if tokenizer is None else "end-of-sequence token"
-            raise ValueError(f"structured_outputs needs a {missing}, and this model has none")
-        self._tokenizer = LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=sorted(eos_token_ids))
+            missing = "a tokenizer" if tokenizer is None else "an end-of-sequence token"
+            raise ValueError(f"structured_outputs needs {missing}, and this model has none")
+        try:
+            self._tokenizer = LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=sorted(eos_token_ids))
+        except ValueError as why:  # it does not spell bytes
+            raise ValueError(f"structured_outputs cannot be had with this model's tokenizer: {why}") from None
         self._kept: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
         self._lock = Lock()  # requests are prepared ahead, in a thread
 
