@@ -512,6 +512,23 @@ def hostile_lines() -> Iterator[bytes]:
             "response_format",
         ):
             yield f'{{"prompt": "x", "{where}": {"[" * depth}{"]" * depth}}}'.encode()
+        yield f'{{"prompt": "x", "structured_outputs": {{"json": {{"x": {"[" * depth}{"]" * depth}}}}}}}'.encode()
+        schema: dict[str, Any] = {"type": "array", "items": {}}
+        for _ in range(min(depth, 900)):
+            schema = {"items": schema}
+        yield body_of(prompt="x", structured_outputs={"json": schema})
+    for schema in (
+        {"$ref": "#"},
+        {"type": "string", "pattern": "(a{1000}){1000}"},
+        {"type": "string", "maxLength": 10**9},
+        {"type": "array", "items": {"type": "null"}, "minItems": 10**9},
+        {"allOf": [{"anyOf": [{"minLength": 7 * i + j} for j in range(6)]} for i in range(9)]},
+        {"properties": {f"p{i}": {"not": {}} for i in range(500)}},
+    ):
+        yield body_of(prompt="x", structured_outputs={"json": schema})
+    for regex in ("((a|b)*c){500}x{1,1000}", "(x+x+)+y", "(" * 5000, "a" * 100_000):
+        yield body_of(prompt="x", structured_outputs={"regex": regex})
+    yield body_of(prompt="x", structured_outputs={"grammar": "start: a\na: a a a | start"})
 
 
 def test_every_hostile_line_gets_one_short_answer_and_the_others_run() -> None:

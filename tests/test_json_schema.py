@@ -179,7 +179,7 @@ def draw_output(params: StructuredOutputsParams, rng: random.Random, most: int =
     mask, token_ids = np.zeros((1, -(-VOCAB_SIZE // 32)), np.int32), []
     likely = {TOKENIZER._backend.token_to_id(token): 30.0 for token in '"]}'} | {EOS: 100.0}
     while not matcher.is_stopped():
-        fill_masks(mask, [(matcher, 0)])
+        fill_masks(mask, [(matcher, 0, [])])
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
         token_id = rng.choices(allowed, [likely.get(i, 1.0) for i in allowed])[0]
         assert matcher.consume_token(token_id) and not matcher.is_error(), matcher.get_error()
