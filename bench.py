@@ -96,7 +96,7 @@ class Recorder:
 
     def finished(self, number: int, batch: Batch, clock: Clock, result: StepResult) -> None:
         device = result.device_seconds
-        host = sum(seconds for name, _, seconds in clock.spans if name != "wait")
+        host = sum(seconds for name, _, seconds in clock.spans if name not in ("wait", "draft"))
         self.device_seconds.append(device)
         self.host_seconds.append(host - device if self._launch_computes else host)
         self.command_seconds += result.command_seconds
@@ -166,7 +166,8 @@ def evaluate(run: dict[str, Any], workload: Workload, model: Model, machine: Mac
     recorder: Recorder = run.pop("recorder")
     phases = {"prefill": (Cost(), 0.0, 0), "decode": (Cost(), 0.0, 0)}
     for (work, num_sampled), seconds in zip(recorder.steps, recorder.device_seconds, strict=True):
-        name = "decode" if all(scheduled == 1 for _, scheduled in work) else "prefill"
+        # Where every token wants logits, there is none of a prompt: decodes, and the drafts that they verify.
+        name = "decode" if sum(scheduled for _, scheduled in work) == num_sampled else "prefill"
         cost, total, count = phases[name]
         phases[name] = cost + step_cost(model, machine, work, num_sampled), total + seconds, count + 1
     num_steps = len(recorder.steps)

@@ -155,6 +155,7 @@ class ResolvedConfig:
         use_graphs: whether steps of decodes run as CUDA graphs.
         depth: steps that may be launched before the first of them is read.
         speculative_config: complete, as `read_speculative_config` gives it.
+        draft: what a runner needs of the draft model: its "config" (of this class), "hf_config" and "folder".
     """
 
     model: str
@@ -177,6 +178,7 @@ class ResolvedConfig:
     speculative_config: dict[str, Any] | None
     trace: str | None
     seed: int
+    draft: Mapping[str, Any] | None = None
 
     @property
     def num_speculative_tokens(self) -> int:

@@ -302,7 +302,7 @@ class LLM:
         if (batch := self.engine.last_read) is None:
             return ended, 0
         num_tokens = batch.plan.num_tokens
-        return ended, -num_tokens if num_tokens == len(batch.seqs) else num_tokens
+        return ended, -num_tokens if num_tokens == batch.plan.num_sampled.sum() else num_tokens
 
     def is_finished(self) -> bool:
         """Whether every request added has ended."""

@@ -4,7 +4,6 @@ import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 from nanovllm.config import EngineConfig, ResolvedConfig
@@ -15,9 +14,8 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.tokenizer import Tokenizer
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.config import load_model_config, read_json
-from nanovllm.models.hub import find_model
+from nanovllm.models.hub import find_config
 from nanovllm.models.loader import model_digest
-from nanovllm.models.presets import PRESETS, preset_config
 from nanovllm.resolve import resolve
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.sampling_params import SamplingParams
@@ -29,24 +27,22 @@ logger = logging.getLogger(__name__)
 
 def load_engine(asked: EngineConfig) -> LLMEngine:
     """Load the model and make the KV cache; ValueError for whatever is asked that cannot be had."""
-    folder: Path | None = None
-    name = asked.model.lower()
-    if asked.load_format == "dummy" and name in PRESETS:
-        source, data = f"preset {name}", preset_config(name)
-    else:
-        folder = find_model(asked.model, asked.revision)
-        source, data = str(folder / "config.json"), read_json(folder / "config.json")
+    folder, source, data = find_config(asked.model, asked.revision, asked.load_format)
     hf_config = load_model_config(data, source)
     config = resolve(asked, hf_config)
     if config.device == "cpu":
         limit_threads()
     vocab_size = int(hf_config.vocab_size)
+    if config.speculative_config is not None and config.speculative_config["method"] == "draft_model":
+        from nanovllm.drafts.draft_model import find_draft
+
+        config = find_draft(asked, config, folder)
     path = folder / "generation_config.json" if folder is not None else None
     generation = read_json(path) if path is not None and path.is_file() else {}
     weights = None if config.load_format == "dummy" else folder
     runner: ModelRunner | LeadingRunner
     with ThreadPoolExecutor(1) as aside:  # reading weights leaves the interpreter to the tokenizer
-        tokenizer_to_be = aside.submit(load_tokenizer, folder)
+        tokenizer_to_be = aside.submit(Tokenizer.of, folder)
         if config.tensor_parallel_size == 1:
             runner = ModelRunner(config, hf_config, weights, Parallel())
         else:
@@ -68,7 +64,7 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
     if config.speculative_config is not None:
         from nanovllm.drafts.start import start_speculation
 
-        speculation = start_speculation(config, runner)
+        speculation = start_speculation(config, runner, vocab_size)
     scheduler = Scheduler(
         make_blocks(num_blocks, config.block_size, config.enable_prefix_caching),
         max_num_seqs=config.max_num_seqs,
@@ -88,11 +84,6 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
         observers=observers,
         provenance=provenance(config, source if folder is None else model_digest(folder)),
     )
-
-
-def load_tokenizer(folder: Path | None) -> Tokenizer | None:
-    """The folder's, if it has one."""
-    return Tokenizer(folder) if folder is not None and Tokenizer.is_in(folder) else None
 
 
 def provenance(config: ResolvedConfig, model: str) -> dict[str, str]:

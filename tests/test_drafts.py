@@ -13,6 +13,7 @@ from test_speculation import FREE
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends.cpu_backend import CpuBackend
+from nanovllm.drafts.draft_model import ModelDrafter
 from nanovllm.engine.scheduler import Batch
 from nanovllm.engine.sequence import Sequence
 
@@ -93,6 +94,86 @@ def test_with_the_cpu_kernels_tokens_and_logprobs_have_the_same_bits_with_drafts
         for output, wanted in zip(outputs, alone, strict=True):
             assert output["token_ids"] == wanted["token_ids"]
             assert output["logprobs"] == wanted["logprobs"]
+
+
+@pytest.mark.skipif(bool(CpuBackend.why_cannot(torch.device("cpu"))), reason="the CPU kernels do not run here")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_model_that_drafts_for_itself_is_always_right_greedy_and_sampled(dtype: str) -> None:
+    """Among others, in chunks, preempted and from the prefix cache: the same bits make the same draws."""
+    questions = ["what is the capital of Japan?", "count from 3 to 9", "what is the capital of Spain?"] * 4
+    requests = [
+        (f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n" * (1 + i % 3), params)
+        for i, question in enumerate(questions)
+        for params in [SamplingParams(temperature=i % 2, seed=i, max_tokens=40, ignore_eos=True)]
+    ]
+    options = {"dtype": dtype, "attention_backend": "cpu", "max_model_len": 128}
+    small = {"num_kvcache_blocks": 24, "max_num_seqs": 8, "max_num_batched_tokens": 24, "kvcache_block_size": 16}
+    alone, _ = run(Path("tiny-qwen3"), options | {"max_num_seqs": 1}, requests)
+    config = {"speculative_config": {"model": "tiny-qwen3", "num_speculative_tokens": 4}}
+    for more in ({}, small):
+        outputs, stats = run(Path("tiny-qwen3"), options | config | more, requests)
+        assert tokens(outputs) == tokens(alone)
+        assert stats["num_accepted_tokens"] == stats["num_draft_tokens"] > 200
+    assert stats["num_preemptions"] > 0 and stats["num_cached_tokens"] > 0
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another random model, of more layers and fewer ids."""
+    folder = tmp_path_factory.mktemp("other")
+    save_random(folder, seed=1, vocab_size=470, num_hidden_layers=3)
+    return folder
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_whatever_a_draft_model_says_tokens_are_the_model_s(
+    ranks: int, random_model: Path, other_model: Path, expected: list[Any]
+) -> None:
+    config = {"speculative_config": {"model": str(other_model), "num_speculative_tokens": 3}}
+    options = BASE | {"num_kvcache_blocks": 12, "max_num_batched_tokens": 40, "tensor_parallel_size": ranks}
+    outputs, stats = run(random_model, options | config, REQUESTS)
+    assert tokens(outputs) == tokens(expected)
+    assert stats["num_draft_tokens"] > stats["num_accepted_tokens"] and stats["num_preemptions"] > 0
+
+
+def test_ids_beyond_the_smaller_vocabulary_are_never_drafted(random_model: Path, other_model: Path) -> None:
+    drafts = []
+
+    class Spy(ModelDrafter):
+        def draft(self, batch: Batch) -> None:
+            super().draft(batch)
+            drafts.extend(token for _, share in batch.shares() for token in share[1:].tolist())
+
+    config = {"speculative_config": {"model": str(random_model), "num_speculative_tokens": 3}}
+    with LLM(other_model, **BASE | config) as llm:
+        speculation = llm.engine.scheduler.speculation
+        speculation.costs, speculation.drafter = FREE, Spy(llm.engine.runner, llm.engine.config.max_num_seqs, 470, 500)
+        params = SamplingParams(temperature=2.0, max_tokens=60, ignore_eos=True)
+        llm.generate([[i, 7] for i in range(8)], params, use_tqdm=False)
+    assert len(drafts) > 100 and max(drafts) < 470
+
+
+def test_the_pool_counts_both_models(random_model: Path, other_model: Path) -> None:
+    def count(**config: Any) -> int:
+        options = BASE | {"num_kvcache_blocks": None, "kvcache_memory_bytes": 1 << 20}
+        with LLM(random_model, **options, **config) as llm:
+            return llm.stats()["num_blocks"]
+
+    drafted = count(speculative_config={"model": str(other_model), "num_speculative_tokens": 2})
+    assert drafted == count() * 2 // (2 + 3)  # layers
+
+
+def test_a_draft_model_that_cannot_draft_is_refused_by_name(random_model: Path, reciter: Path, tmp_path: Path) -> None:
+    def refused(model: Any, draft: Any) -> str:
+        with pytest.raises(ValueError, match=f"{Path(draft).name}.* cannot draft for") as error:
+            LLM(model, max_model_len=100, speculative_config={"model": str(draft), "num_speculative_tokens": 2})
+        return str(error.value)
+
+    assert "their tokenizers differ in" in refused("tiny-qwen3", reciter)
+    assert "one of them has a tokenizer" in refused(random_model, reciter)
+    assert "missing" in refused(random_model, tmp_path / "missing")
+    save_random(tmp_path / "short", max_position_embeddings=64)
+    assert "set that to at most 64" in refused(random_model, tmp_path / "short")
 
 
 def test_what_ends_a_request_inside_accepted_drafts_ends_it_there(reciter: Path) -> None:

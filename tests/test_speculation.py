@@ -2,22 +2,29 @@
 
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers.fakes import VOCAB, expected_tokens, make_engine, next_token, state_after
+from helpers.fakes import VOCAB, FakeHandle, FakeRunner, expected_tokens, make_engine, next_token, state_after
 from helpers.integrity import check_scheduler
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_scheduler import run_trace, traces
 
+from nanovllm.batch.answers import Usage
+from nanovllm.batch.tally import Tally
+from nanovllm.drafts.draft_model import ModelDrafter
 from nanovllm.drafts.ngrams import NgramDrafter
 from nanovllm.drafts.speculation import RowCosts, Speculation, allot
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.plan import StepPlan
 from nanovllm.engine.scheduler import Batch
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.progress import ProgressBar
+from nanovllm.view.run import read_run
 
 FREE = RowCosts(np.array([1.0, 99.0]), np.ones(2), np.ones(2), np.zeros(2))
 """A step costs the same whatever it computes: every draft pays."""
@@ -53,9 +60,9 @@ def speculate(drafter: Any, most: int, costs: RowCosts = FREE) -> Callable[[LLME
     return prepare
 
 
-def check_trace(trace: Any, drafter: Any, most: int) -> LLMEngine:
+def check_trace(trace: Any, prepare: Callable[[LLMEngine], None]) -> LLMEngine:
     config, requests = trace
-    seqs, engine = run_trace(config, requests, 1, speculate(drafter, most))
+    seqs, engine = run_trace(config, requests, 1, prepare)
     for i, (prompt, params, pair, _, aborted) in enumerate(requests):
         tokens, reason = expected_tokens(prompt, params, params.seed, config["eos"], config["max_model_len"], pair)
         found = seqs[i].output_token_ids
@@ -74,7 +81,7 @@ def check_trace(trace: Any, drafter: Any, most: int) -> LLMEngine:
 @settings(max_examples=200, deadline=None)
 @given(trace=traces(), most=st.integers(1, 9), seed=st.integers(0, 1000))
 def test_whatever_is_drafted_every_request_gets_its_own_tokens(share: float, trace: Any, most: int, seed: int) -> None:
-    stats = check_trace(trace, Adversary(share, random.Random(seed)), most).stats()
+    stats = check_trace(trace, speculate(Adversary(share, random.Random(seed)), most)).stats()
     if share == 1:
         assert stats["num_accepted_tokens"] == stats["num_draft_tokens"]
 
@@ -82,7 +89,34 @@ def test_whatever_is_drafted_every_request_gets_its_own_tokens(share: float, tra
 @settings(max_examples=200, deadline=None)
 @given(trace=traces(), most=st.integers(1, 9), bounds=st.sampled_from([(1, 1), (1, 3), (2, 2), (2, 5)]))
 def test_drafts_from_text_leave_every_request_its_own_tokens(trace: Any, most: int, bounds: tuple[int, int]) -> None:
-    check_trace(trace, NgramDrafter(*bounds, num_bytes=1 << 12), most)
+    check_trace(trace, speculate(NgramDrafter(*bounds, num_bytes=1 << 12), most))
+
+
+class TwoModels(FakeRunner):
+    """A device with a draft model that knows what the model knows, in a cache of its own."""
+
+    def __init__(self, engine: LLMEngine) -> None:
+        config, scheduler = engine.config, engine.scheduler
+        sizes = (config.num_kvcache_blocks, config.block_size, config.max_num_seqs)
+        super().__init__(*sizes, scheduler.max_num_batched_tokens)
+        self.draft = FakeRunner(*sizes, scheduler.max_num_batched_tokens + config.max_num_seqs)
+
+    def launch(self, plan: StepPlan, edits: None = None) -> FakeHandle:
+        return self.draft.launch(plan) if plan.of_draft else super().launch(plan, edits)
+
+
+@settings(max_examples=300, deadline=None)
+@given(trace=traces(), most=st.integers(1, 6))
+def test_a_draft_model_that_knows_all_is_always_right_whatever_happens_to_its_cache(trace: Any, most: int) -> None:
+    """It finds its keys and values wherever the model does: prefixes, blocks that changed hands, rows that went on."""
+
+    def prepare(engine: LLMEngine) -> None:
+        engine.runner = TwoModels(engine)
+        drafter = ModelDrafter(engine.runner, engine.config.max_num_seqs, VOCAB, VOCAB)
+        speculate(drafter, most)(engine)
+
+    stats = check_trace(trace, prepare).stats()
+    assert stats["num_accepted_tokens"] == stats["num_draft_tokens"]
 
 
 def run_one(engine: LLMEngine, prompt: list[int], **params: Any) -> Sequence:
@@ -120,6 +154,60 @@ def test_drafts_take_no_blocks_that_others_wait_for() -> None:
     while engine.has_work:
         engine.step()
     assert engine.scheduler.num_preemptions == 0
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_what_breaks_while_drafts_are_made_leaves_the_engine_whole(error: type[BaseException]) -> None:
+    class Breaking(Adversary):
+        def draft(self, batch: Batch) -> None:
+            super().draft(batch)
+            if batch.plan.num_computed.max() > 8:
+                raise error
+
+    engine = make_engine(num_blocks=64)
+    speculate(Breaking(1.0, random.Random(0), eager=True), 3)(engine)
+    with pytest.raises(error):
+        list(engine.run([engine.prepare([1, 2, 3], SamplingParams(max_tokens=20, seed=0))] * 3))
+    check_scheduler(engine.scheduler)
+    assert engine.scheduler.block_manager.num_used == 0
+    speculate(Adversary(0.9, random.Random(0)), 3)(engine)
+    seq = run_one(engine, [1, 2, 3], max_tokens=20, seed=0)
+    assert seq.output_token_ids == expected_tokens([1, 2, 3], seq.params, 0, frozenset(), 32)[0]
+
+
+def test_a_trace_tells_how_many_drafts_each_request_verified(tmp_path: Path) -> None:
+    engine = make_engine(num_blocks=64, trace=str(tmp_path / "run.json"))
+    speculate(Adversary(0.8, random.Random(0), eager=True), 4)(engine)
+    prompts = [[1, 2, 3], [4, 5], [6] * 14]
+    list(engine.run(engine.prepare(prompt, SamplingParams(max_tokens=15, seed=0)) for prompt in prompts))
+    engine.close()
+    run = read_run(tmp_path / "run.json")
+    told = sum(count for _, _, what in run.records for _, count in what.get("drafts", ()))
+    assert told == sum(run.charts["draft"]) > engine.stats()["num_accepted_tokens"] > 0
+    assert sum(run.charts["prefill"]) == sum(map(len, prompts))
+    accepted, drafts = 0, {}
+    for kind, _, what in run.records:
+        if kind == "plan":
+            drafts = dict(what.get("drafts", ()))
+        else:
+            accepted += sum(len(ids) - 1 for number, *ids in what["tokens"] if number in drafts)
+    assert accepted == engine.stats()["num_accepted_tokens"]
+
+
+def test_the_bar_and_a_job_s_summary_tell_tokens_a_step() -> None:
+    counts = dict.fromkeys(("num_prompt_tokens", "num_cached_tokens", "num_generated_tokens", "num_draft_tokens"), 0)
+    counts["num_accepted_tokens"] = 0
+    with ProgressBar(lambda: counts, disable=True) as bar:
+        assert "tok/step" not in bar.format_dict["postfix"]
+        counts |= {"num_generated_tokens": 90, "num_draft_tokens": 80, "num_accepted_tokens": 60}
+        assert ", 3.00 tok/step" in bar.format_dict["postfix"]
+    tally = Tally()
+    with tally.show(lambda: counts):
+        counts |= {"num_generated_tokens": 190, "num_draft_tokens": 180, "num_accepted_tokens": 135}
+        tally.count(Usage(10, 0, 100))
+    assert tally.as_dict() | {"num_draft_tokens": 100, "num_accepted_tokens": 75} == tally.as_dict()
+    assert tally.as_dict()["tokens_per_step"] == 4.0
+    assert "75.0% of 100 drafts accepted, 4.00 tokens a step" in tally.describe()
 
 
 # ---- how many drafts

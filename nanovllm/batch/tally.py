@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from nanovllm.batch.answers import Usage
-from nanovllm.utils.progress import ProgressBar
+from nanovllm.utils.progress import ProgressBar, tokens_a_step
 
 
 @dataclass
@@ -20,6 +20,7 @@ class Tally:
         num_earlier: lines that an earlier run has answered.
         num_succeeded, num_failed: answers of all runs, by what they are.
         num_prompt_tokens, num_cached_tokens, num_generated_tokens, seconds: of this run's answers.
+        num_draft_tokens, num_accepted_tokens: of this run's steps, where the engine is in this process.
         num_cut: those of them that were to fit a grammar, and met a limit before their end.
     """
 
@@ -31,6 +32,8 @@ class Tally:
     num_cached_tokens: int = 0
     num_generated_tokens: int = 0
     num_cut: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     seconds: float = 0.0
     _bar: ProgressBar | None = field(default=None, repr=False)
 
@@ -50,7 +53,7 @@ class Tally:
     @contextmanager
     def show(self, stats: Callable[[], Mapping[str, int]]) -> Iterator[ProgressBar]:
         """Show a bar, which is given, and keep the time; `stats` tells the tokens so far, as `LLM.stats` does."""
-        since = time.perf_counter()
+        since, before = time.perf_counter(), dict(stats())
         self._bar = ProgressBar(
             stats,
             desc="Answering",
@@ -64,6 +67,9 @@ class Tally:
         finally:
             self._bar.close()
             self._bar = None
+            now = stats()
+            self.num_draft_tokens = now["num_draft_tokens"] - before["num_draft_tokens"]
+            self.num_accepted_tokens = now["num_accepted_tokens"] - before["num_accepted_tokens"]
             self.seconds = time.perf_counter() - since
 
     @property
@@ -73,6 +79,10 @@ class Tally:
     @property
     def cache_hit_rate(self) -> float:
         return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
+
+    @property
+    def tokens_per_step(self) -> float:
+        return tokens_a_step(self.num_generated_tokens, self.num_accepted_tokens)
 
     def describe(self) -> str:
         """The summary, for people."""
@@ -86,14 +96,21 @@ class Tally:
             summary += f"; {self.num_cut} constrained outputs were cut at their limit, and may not parse"
         if not self.seconds:
             return summary
+        drafts = ""
+        if self.num_draft_tokens:
+            share = self.num_accepted_tokens / self.num_draft_tokens
+            drafts = (
+                f"; {share:.1%} of {self.num_draft_tokens} drafts accepted, {self.tokens_per_step:.2f} tokens a step"
+            )
         return (
             f"{summary}\n"
             f"{self.num_prompt_tokens} prompt tokens, {self.cache_hit_rate:.1%} of them from the prefix cache; "
-            f"{self.num_generated_tokens} generated in {self.seconds:.1f} s, {self.tokens_per_second:.0f} tok/s"
+            f"{self.num_generated_tokens} generated in {self.seconds:.1f} s, {self.tokens_per_second:.0f} tok/s{drafts}"
         )
 
     def as_dict(self) -> dict[str, Any]:
         """The summary, for programs."""
         counts = {name: value for name, value in asdict(self).items() if not name.startswith("_")}
         rates = {"tokens_per_second": self.tokens_per_second, "cache_hit_rate": self.cache_hit_rate}
+        rates["tokens_per_step"] = self.tokens_per_step
         return {**counts, **{name: round(value, 4) for name, value in rates.items()}}

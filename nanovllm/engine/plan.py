@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +28,7 @@ ROW_SAMPLING = np.dtype(
 )
 """The sampling values of a row, told once, when a sequence moves in. 4-byte fields, so that it packs as int32."""
 
-HEADER = 5
+HEADER = 6
 NUM_PER_SEQ = 5
 """The arrays of a plan with an element for each sequence; they come first."""
 
@@ -53,6 +53,7 @@ class StepPlan:
             the prompt. That of a chunk's last token is not in the step.
         block_entries: int32 [n, 3], new (row, index, block) entries of the block tables.
         new_rows: ROW_SAMPLING [n], the sampling values of rows that have a new owner.
+        of_draft: the draft model is to run it, whose keys and values lie in blocks of the same numbers.
     """
 
     rows: IntArray
@@ -64,6 +65,7 @@ class StepPlan:
     targets: IntArray
     block_entries: IntArray
     new_rows: NDArray[Any]
+    of_draft: bool = field(default=False, kw_only=True)
 
     @property
     def num_seqs(self) -> int:
@@ -107,17 +109,17 @@ class StepPlan:
     def pack(self) -> IntArray:
         """The plan as one int32 array: a header of counts, then its arrays one after another."""
         counts = (self.num_seqs, self.num_tokens, len(self.targets), len(self.block_entries), len(self.new_rows))
-        return np.concatenate((np.array(counts, np.int32), *self.arrays()))
+        return np.concatenate((np.array((*counts, self.of_draft), np.int32), *self.arrays()))
 
     @staticmethod
     def unpack(packed: IntArray) -> "StepPlan":
         """The plan that was packed; its arrays are views of `packed`."""
-        num_seqs, num_tokens, num_targets, num_entries, num_new_rows = packed[:HEADER].tolist()
+        num_seqs, num_tokens, num_targets, num_entries, num_new_rows, of_draft = packed[:HEADER].tolist()
         rest = [num_tokens, num_targets, 3 * num_entries, num_new_rows * ROW_SAMPLING.itemsize // 4]
         lengths = [num_seqs] * NUM_PER_SEQ + rest
         ends = (HEADER + np.cumsum(lengths)).tolist()
         parts = [packed[end - n : end] for end, n in zip(ends, lengths, strict=True)]
-        return StepPlan._of(parts)
+        return replace(StepPlan._of(parts), of_draft=bool(of_draft))
 
     @staticmethod
     def _of(arrays: Seq[IntArray]) -> "StepPlan":

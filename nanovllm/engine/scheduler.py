@@ -430,10 +430,13 @@ class Scheduler:
                 ended.append(seq)
                 continue
             row = seq.row
-            table.num_known[row] = table.num_tokens[row] = table.num_sent[row] = len(seq.token_ids)
+            table.num_known[row] = table.num_tokens[row] = len(seq.token_ids)
             table.num_computed[row] = len(seq.token_ids) - 1
+            if drafts:  # the device does not know which draw was the last one kept
+                table.num_sent[row] = len(seq.token_ids)
         rows = np.array([seq.row for seq in batch.seqs if seq.row >= 0], np.int32)
-        self._register_blocks(rows, table.num_computed[rows])
+        # A draft model computes the last of its drafts in the next step only, if that is accepted.
+        self._register_blocks(rows, table.num_computed[rows] - 1)
         return ended
 
     def _take_in_scores(self, scored: Seq[Scored], scores: Seq[dict[int, float]]) -> list[Sequence]:

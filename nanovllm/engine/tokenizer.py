@@ -26,12 +26,19 @@ class Tokenizer:
             raise ValueError(f"the tokenizer in {folder} cannot be read: {error}") from error
 
     @staticmethod
-    def is_in(folder: Path) -> bool:
-        return any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "vocab.json"))
+    def of(folder: Path | None) -> "Tokenizer | None":
+        """The folder's, if it has one."""
+        names = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
+        return Tokenizer(folder) if folder is not None and any((folder / name).is_file() for name in names) else None
 
     @property
     def eos_token_id(self) -> int | None:
         return self._tokenizer.eos_token_id  # type: ignore[no-any-return]
+
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """The id of each token, added ones included."""
+        return self._backend.get_vocab(with_added_tokens=True)  # type: ignore[no-any-return]
 
     @property
     def transformers(self) -> Any:
@@ -49,7 +56,7 @@ class Tokenizer:
         """
         if len(text) > 4 * max_tokens:  # no token is empty: only now does it matter how long the longest is
             if self._longest_token is None:
-                self._longest_token = max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=1)
+                self._longest_token = max(map(len, self.vocabulary), default=1)
             most = 4 * max_tokens * self._longest_token
             if len(text) > most:
                 raise ValueError(

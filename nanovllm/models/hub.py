@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.models.config import load_model_config, read_json
 from nanovllm.models.presets import PRESETS, preset_config
@@ -46,6 +46,18 @@ def find_model(model: str, revision: str | None = None) -> Path:
             f'or the id "{PRESETS[model.lower()]}"'
         )
     return folder or _download(model, PATTERNS, revision)
+
+
+def find_config(model: str, revision: str | None, load_format: str) -> tuple[Path | None, str, dict[str, Any]]:
+    """A model's folder (None: a shape alone, for random weights), where its config.json is, and what that says.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    if load_format == "dummy" and model.lower() in PRESETS:
+        return None, f"preset {model.lower()}", preset_config(model.lower())
+    folder = find_model(model, revision)
+    return folder, str(folder / "config.json"), read_json(folder / "config.json")
 
 
 def read_config(model: str) -> "PretrainedConfig":

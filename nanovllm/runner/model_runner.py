@@ -22,6 +22,7 @@ from nanovllm.kernels.sample import SamplingValues
 from nanovllm.kernels.step_inputs import PlannedRows, StepInputs
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.causal_lm import make_model
+from nanovllm.models.config import load_model_config
 from nanovllm.models.loader import fill_randomly, load_weights
 from nanovllm.models.shape import Shape
 from nanovllm.runner.cuda_graphs import CudaGraphs, smallest_that_holds
@@ -96,6 +97,13 @@ class ModelRunner:
         self.tables = DeviceTables(config.max_num_seqs, config.max_blocks_per_seq, self.device)
         self._staging = Staging(StepPlan.max_packed_size(config), self.device)
         self.caches: list[KVCache] = []
+        self.draft: ModelRunner | None = None
+        """The draft model's, where there is one: its cache has blocks of the same numbers."""
+        if config.draft is not None:
+            draft = load_model_config(config.draft["hf_config"], config.draft["config"]["model"])
+            folder = None if config.draft["folder"] is None else Path(config.draft["folder"])
+            of_draft = ResolvedConfig(**config.draft["config"] | {"device": config.device})
+            self.draft = ModelRunner(of_draft, draft, folder, parallel, check)
         is_small = self.device.type == "cpu" and self._shape.num_parameters <= SMALL_MODEL
         self._has_small_model = is_small and not is_spinning_bounded()
 
@@ -103,8 +111,9 @@ class ModelRunner:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block, keys and values of all layers, on this rank."""
-        return self._shape.kv_bytes(self.dtype.itemsize) * self.config.block_size
+        """Bytes of one block, keys and values of all layers, on this rank; the draft model's, too."""
+        own = self._shape.kv_bytes(self.dtype.itemsize) * self.config.block_size
+        return own + (self.draft.block_bytes if self.draft is not None else 0)
 
     def make_cache(self) -> int:
         """Make the cache, of as many blocks as every rank has room for, and capture the graphs that read it.
@@ -119,6 +128,8 @@ class ModelRunner:
             self._compile_kernels()
             num_blocks = self.parallel.minimum(self._count_blocks())
             self.caches = self._make_caches(num_blocks)
+            if self.draft is not None:
+                self.draft.caches = self.draft._make_caches(num_blocks)
             tokens = num_blocks * config.block_size
             logger.info(
                 "KV cache %.2f GiB: %d blocks of %d tokens, %d tokens, %.1f sequences of %d",
@@ -233,6 +244,8 @@ class ModelRunner:
 
     def launch(self, plan: StepPlan, edits: "LogitEdits | None" = None) -> StepHandle:
         """Start a step; the handle waits for it. The host's values decide sizes only, so nothing here waits."""
+        if plan.of_draft and self.draft is not None:
+            return self.draft.launch(plan)
         is_small = self._has_small_model and plan.num_tokens <= FEW_TOKENS
         with self._on_device(), torch.inference_mode(), one_thread() if is_small else nullcontext():
             return self._launch(plan, edits)
@@ -382,6 +395,8 @@ class ModelRunner:
 
     def close(self) -> None:
         """Let go of the device's memory, for good; graphs first, which point into the rest."""
+        if self.draft is not None:
+            self.draft.close()
         with suppress(RuntimeError), self._on_device():  # after a CUDA error every call fails; let go all the same
             if self.device.type == "cuda":
                 torch.cuda.synchronize()

@@ -8,6 +8,11 @@ from typing import Any
 from tqdm import tqdm
 
 
+def tokens_a_step(num_generated: int, num_accepted: int) -> float:
+    """Tokens that a step brought a sequence: one, and the drafts that it confirmed."""
+    return num_generated / max(num_generated - num_accepted, 1)
+
+
 class ProgressBar(tqdm):  # type: ignore[misc]  # tqdm has no types
     """A bar with the tokens per second beside it, and the part of the KV cache in use where that is known.
 
@@ -39,11 +44,13 @@ class ProgressBar(tqdm):  # type: ignore[misc]  # tqdm has no types
     @property
     def format_dict(self) -> dict[str, Any]:
         now, seconds = self._stats(), max(time.perf_counter() - self._since, 1e-9)
-        prompt, cached, generated = (
+        prompt, cached, generated, accepted = (
             now[name] - self._before[name]
-            for name in ("num_prompt_tokens", "num_cached_tokens", "num_generated_tokens")
+            for name in ("num_prompt_tokens", "num_cached_tokens", "num_generated_tokens", "num_accepted_tokens")
         )
         text = f"prefill={(prompt - cached) / seconds:.0f} tok/s, decode={generated / seconds:.0f} tok/s"
+        if accepted:
+            text += f", {tokens_a_step(generated, accepted):.2f} tok/step"
         if "num_blocks" in now:
             text += f", kv={1 - now['num_free_blocks'] / now['num_blocks']:.0%}"
         return {**super().format_dict, "postfix": text}

@@ -106,11 +106,17 @@ function replayPlan(k, what) {
     request.notes.push([k, `prefill: tokens ${start} to ${start + count - 1}`]);
   }
   for (const id of what.decode || []) mark(requests.get(id), "decode", k);
+  for (const [id, count] of what.drafts || []) requests.get(id).drafts = [k, count];
 }
 
 function replayTokens(position, what) {
   for (const [id, ...tokens] of what.tokens || []) {
     const request = requests.get(id), known = request.tokens.length;
+    if (request.drafts) {
+      const [step, count] = request.drafts;
+      request.drafts = null;
+      request.notes.push([step, `verifies ${plural(count, "draft")}: ${Math.min(tokens.length - 1, count)} right`]);
+    }
     for (const token of tokens) { request.tokens.push(token); request.at.push(position); }
     totals.generated += request.tokens.length - Math.max(known, request.numPrompt);
   }

@@ -13,6 +13,8 @@ from collections.abc import Sequence as Seq
 from contextlib import suppress
 from typing import Any, TextIO
 
+import numpy as np
+
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.plan import StepResult
 from nanovllm.engine.scheduler import Batch, Scheduler
@@ -118,10 +120,15 @@ class Trace:
             pool = {"num_blocks": manager.num_blocks, "block_size": manager.block_size}
             pool["budget"] = scheduler.max_num_batched_tokens
             self._lines.append(_line("pool", "M", HOST, json.dumps(pool)))
-        num_decodes = plan.num_decodes
+        # Verified ones, whose drafts are sampled from as well, decode, too; they lie between the others and prompts.
+        num_decodes = int(np.count_nonzero(plan.num_scheduled == plan.num_drawn))
+        num_drafts = plan.num_drawn - 1
+        kinds = {"decode": num_decodes, "prefill": plan.num_tokens - num_decodes - int(num_drafts.sum())}
+        if scheduler.speculation is not None:
+            kinds["draft"] = int(num_drafts.sum())
         stamp = f', "ts": {self._microseconds(at)}'
         charts = (
-            ("tokens", f'{{"decode": {num_decodes}, "prefill": {plan.num_tokens - num_decodes}}}'),
+            ("tokens", json.dumps(kinds)),
             ("sequences", f'{{"running": {len(scheduler.running)}, "waiting": {len(scheduler.waiting)}}}'),
             ("KV blocks", f'{{"used": {manager.num_used}, "free": {manager.num_free}}}'),
             ("prompt tokens", f'{{"cached": {scheduler.num_cached_tokens}, "all": {scheduler.num_prompt_tokens}}}'),
@@ -191,6 +198,9 @@ class Trace:
             self._owners[seq.row] = seq.seq_id
         owners = [self._owners[row] for row in plan.rows.tolist()]
         told: dict[str, Any] = {"decode": owners[:num_decodes]}
+        if (plan.num_sampled > 1).any():
+            drafts = zip(owners, plan.num_sampled.tolist(), strict=True)
+            told["drafts"] = [(owner, count - 1) for owner, count in drafts if count > 1]
         if preempted:
             told["preempted"] = sorted(preempted, reverse=True)
         if ended:

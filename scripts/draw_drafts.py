@@ -1,0 +1,85 @@
+"""A picture of what became of a request's drafts, step by step, from the trace of a run.
+
+python scripts/draw_drafts.py RUN.json -o PICTURE.svg [--request N] [--first N] [--steps N]
+
+A column is a step, from the bottom: the drafts that were accepted, the token that was drawn after them, and the drafts
+that were rejected.
+"""
+
+import argparse
+import sys
+from html import escape
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from nanovllm.view.run import Run, read_run
+
+SIZE, GAP, LEFT, TOP = 13, 3, 44, 46
+COLORS = {"accepted": "#0072b2", "drawn": "#e69f00", "rejected": "none"}
+
+
+def steps_of(run: Run, request: int) -> list[tuple[int, list[str]]]:
+    """(drafts, the texts of the tokens that came) of each step in which the request decoded."""
+    drafts, steps = None, []
+    for kind, _, what in run.records:
+        if kind == "plan":
+            drafts = dict(what.get("drafts", ())).get(request, 0) if request in what["decode"] else None
+        elif drafts is not None:
+            came = next((ids for number, *ids in what["tokens"] if number == request), [])
+            steps.append((drafts, [run.texts.get(str(i), str(i)) for i in came]))
+    return steps
+
+
+def draw(steps: list[tuple[int, list[str]]], title: str) -> str:
+    """The SVG; it stands on its own, and shows a token's text where the pointer is."""
+    most = max(drafts for drafts, _ in steps) + 1
+    width, height = LEFT + len(steps) * (SIZE + GAP) + 10, TOP + most * (SIZE + GAP) + 22
+    bottom = TOP + most * (SIZE + GAP)
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
+        'font-family="sans-serif" font-size="11" fill="#6e7781">',
+        f'<text x="{LEFT}" y="14">{escape(title)}</text>',
+    ]
+    for i, (name, color) in enumerate(COLORS.items()):
+        x = LEFT + 90 * i
+        parts.append(f'<rect x="{x}" y="22" width="11" height="11" fill="{color}" stroke="{_edge(name)}"/>')
+        parts.append(f'<text x="{x + 16}" y="32">{name}</text>')
+    for count in range(1, most + 1, 2):
+        parts.append(f'<text x="{LEFT - 8}" y="{bottom - count * (SIZE + GAP) + 11}" text-anchor="end">{count}</text>')
+    for i, (drafts, texts) in enumerate(steps):
+        accepted = len(texts) - 1
+        kinds = ["accepted"] * accepted + ["drawn"] + ["rejected"] * (drafts - accepted)
+        for level, kind in enumerate(kinds, 1):
+            x, y = LEFT + i * (SIZE + GAP), bottom - level * (SIZE + GAP)
+            text = f"<title>{escape(repr(texts[level - 1]))}</title>" if level <= len(texts) else ""
+            parts.append(
+                f'<rect x="{x}" y="{y}" width="{SIZE}" height="{SIZE}" fill="{COLORS[kind]}" stroke="{_edge(kind)}">'
+                f"{text}</rect>"
+            )
+        if i % 10 == 0:
+            parts.append(f'<text x="{LEFT + i * (SIZE + GAP)}" y="{bottom + 14}">{i + 1}</text>')
+    parts.append(f'<text x="{width - 10}" y="{bottom + 14}" text-anchor="end">steps</text></svg>')
+    return "\n".join(parts) + "\n"
+
+
+def _edge(kind: str) -> str:
+    return "#c0392b" if kind == "rejected" else COLORS[kind]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("trace", type=Path)
+    parser.add_argument("-o", "--output", type=Path, required=True)
+    parser.add_argument("--request", type=int, default=0, metavar="N", help="its number, counted from 0")
+    parser.add_argument("--first", type=int, default=0, metavar="N", help="leave out so many steps")
+    parser.add_argument("--steps", type=int, default=56, metavar="N")
+    args = parser.parse_args()
+    steps = steps_of(read_run(args.trace), args.request)[args.first :][: args.steps]
+    num_tokens = sum(len(texts) for _, texts in steps)
+    args.output.write_text(draw(steps, f"{num_tokens} tokens in {len(steps)} steps"), encoding="utf-8")
+    print(f"{args.output}: {num_tokens} tokens in {len(steps)} steps, {sum(drafts for drafts, _ in steps)} drafts")
+
+
+if __name__ == "__main__":
+    main()
