@@ -574,7 +574,7 @@ def test_closing_while_a_stream_is_open_ends_the_stream(llm: LLM) -> None:
 
 def test_stats_is_one_flat_dict_of_cumulative_counts(llm: LLM) -> None:
     names = ["num_steps", "num_prompt_tokens", "num_cached_tokens", "num_generated_tokens", "num_preemptions"]
-    names += ["num_free_blocks", "num_blocks"]
+    names += ["num_draft_tokens", "num_accepted_tokens", "num_free_blocks", "num_blocks"]
     assert llm.stats() == dict.fromkeys(names, 0) | {"num_free_blocks": 64, "num_blocks": 64}
     assert list(llm.stats()) == names
     generate(llm)
