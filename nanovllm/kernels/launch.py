@@ -1,6 +1,6 @@
 """Launching Triton kernels: compiled once, in parallel if they are known beforehand, and then launched directly."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -23,7 +23,8 @@ class Launch(NamedTuple):
 
 
 _compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-_noted: ContextVar[list[Launch] | None] = ContextVar("noted", default=None)  # another thread's launches go on
+_noted: ContextVar[Callable[[Launch], object] | None] = ContextVar("noted", default=None)
+"""Who is told of launches instead of their being done; another thread's launches go on."""
 
 
 @triton.jit
@@ -56,8 +57,8 @@ def launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], config: di
     """
     device = args[0].get_device()
     config = {**config, **_dependent_launches(device)}
-    if (launches := _noted.get()) is not None:
-        launches.append(Launch(kernel, grid, args, config))
+    if (note := _noted.get()) is not None:
+        note(Launch(kernel, grid, args, config))
         return
     if INTERPRETED or not LAUNCHES_DIRECTLY:
         kernel[grid](*args, **config)
@@ -101,30 +102,46 @@ def _parameters(kernel: Any) -> _Parameters:
 
 
 @contextmanager
-def noted() -> Iterator[list[Launch]]:
-    """Launches are noted, and not done."""
-    launches: list[Launch] = []
-    token = _noted.set(launches)
+def _given_to(note: Callable[[Launch], object]) -> Iterator[None]:
+    """Launches are given to note, and not done."""
+    token = _noted.set(note)
     try:
-        yield launches
+        yield
     finally:
         _noted.reset(token)
 
 
-def compile_all(launches: list[Launch], show_progress: bool) -> None:
-    """Compile what the launches need, several kernels at a time; what Triton finds in its cache costs little."""
-    distinct = {}
-    for one in launches:
+@contextmanager
+def noted() -> Iterator[list[Launch]]:
+    """Launches are noted, and not done."""
+    launches: list[Launch] = []
+    with _given_to(launches.append):
+        yield launches
+
+
+@contextmanager
+def compiled(show_progress: bool) -> Iterator[None]:
+    """Launches are not done, but what they need is compiled, several kernels at a time: all of it when this ends.
+
+    What Triton finds in its cache costs little.
+    """
+    begun: set[tuple[Any, ...]] = set()
+
+    def begin(one: Launch) -> None:
         pointers, _, numbers, _ = _parameters(one.kernel)
         types = tuple(arg.dtype for arg in one.args[:pointers])
-        distinct[one.kernel.__name__, *one.config.values(), *types, *(one.args[i] for i in numbers)] = one
-    bar = tqdm(total=len(distinct), desc="Compiling kernels", disable=not show_progress)
-    with bar, ThreadPoolExecutor() as threads, triton.AsyncCompileMode(threads):
-        # Long kernels first: one that is begun last keeps all other cores waiting.
-        for one in sorted(distinct.values(), key=lambda one: len(one.kernel.src), reverse=True):
-            args = (triton.MockTensor(arg.dtype) if isinstance(arg, Tensor) else arg for arg in one.args)
-            made = one.kernel.warmup(*args, grid=one.grid, **one.config)
-            if (future := getattr(made, "future", None)) is not None:
-                future.add_done_callback(lambda _: bar.update())
-            else:
-                bar.update()
+        key = (one.kernel.__name__, *one.config.values(), *types, *(one.args[i] for i in numbers))
+        if key in begun:
+            return
+        begun.add(key)
+        bar.total = len(begun)
+        args = (triton.MockTensor(arg.dtype) if isinstance(arg, Tensor) else arg for arg in one.args)
+        made = one.kernel.warmup(*args, grid=one.grid, **one.config)
+        if (future := getattr(made, "future", None)) is not None:
+            future.add_done_callback(lambda _: bar.update())
+        else:
+            bar.update()
+
+    bar = tqdm(desc="Compiling kernels", disable=not show_progress)
+    with bar, ThreadPoolExecutor() as threads, triton.AsyncCompileMode(threads), _given_to(begin):
+        yield
