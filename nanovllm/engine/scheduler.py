@@ -1,31 +1,20 @@
 """Which sequences run in the next step, and how many tokens of each."""
 
-import math
-from array import array
 from collections import deque
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.block_tables import BlockTables
 from nanovllm.engine.plan import ROW_SAMPLING, IntArray, StepPlan
 from nanovllm.engine.row_table import RowTable
+from nanovllm.engine.scoring import NO_TARGETS, Scored, choose_targets, deal_out
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import FinishReason
-
-
-class Scored(NamedTuple):
-    """How many of a plan's targets are of a sequence, and whether it ends with them."""
-
-    seq: Sequence
-    num_targets: int
-    is_last: bool
-
-
-_NO_TARGETS = np.empty(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +96,7 @@ class Scheduler:
         self._order = np.empty(0, np.int32)
         """Their rows, when the last step was planned."""
         self._table = RowTable(max_num_seqs)
+        self._blocks = BlockTables(block_manager, self._table, self._resident)
         self._scoring: dict[int, Sequence] = {}
         """By row, those whose prompt is still to be scored, and those that are only scored."""
         self.edited_rows: set[int] = set()
@@ -116,7 +106,6 @@ class Scheduler:
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._may_stop = np.zeros(vocab_size, bool)
         """Token ids that end at least one sequence ever added: others need no second look."""
-        self._block_entries: list[tuple[int, int, int]] = []
         self._new_rows: list[tuple[Any, ...]] = []
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
@@ -144,8 +133,8 @@ class Scheduler:
         if self.speculation is not None and not preempted and len(rows):
             num_scheduled = num_scheduled + self._choose_drafts(self.speculation, rows, num_scheduled)
         ends = self._table.num_computed[rows] + num_scheduled
-        self._grow_blocks(rows, ends)
-        self._register_blocks(rows, ends)
+        self._blocks.grow(rows, ends)
+        self._blocks.register(rows, ends)
         budget = self.max_num_batched_tokens - int(num_scheduled.sum())
         if not preempted and self.waiting and budget > 0:
             rows, num_scheduled = self._admit(budget, rows, num_scheduled)
@@ -202,39 +191,6 @@ class Scheduler:
             num_drafts[decodes] = speculation.choose(seqs, np.minimum(most[decodes], room), num_rows)
         return num_drafts
 
-    def _grow_blocks(self, rows: IntArray, ends: IntArray) -> None:
-        """Take the blocks that each row needs for its first `ends` tokens."""
-        num_needed = -(-ends // self.block_manager.block_size)
-        for i in np.flatnonzero(num_needed > self._table.num_blocks[rows]).tolist():
-            seq = self._resident[int(rows[i])]
-            self._extend_table(seq, self.block_manager.take(int(num_needed[i]) - len(seq.block_table)))
-
-    def _extend_table(self, seq: Sequence, blocks: list[int]) -> None:
-        start = len(seq.block_table)
-        seq.block_table.extend(blocks)
-        self._block_entries.extend((seq.row, start + i, block) for i, block in enumerate(blocks))
-        self._table.num_blocks[seq.row] = len(seq.block_table)
-
-    def _register_blocks(self, rows: IntArray, ends: IntArray) -> None:
-        """Make findable every full block among each row's first `ends` tokens whose ids are known.
-
-        Those tokens are computed, or will be by this step. Every layer stores keys and values before it attends, so
-        another sequence of the same step may already read them. A placeholder has no id to be found by.
-        """
-        if not self.block_manager.enable_prefix_caching:
-            return
-        table = self._table
-        num_full = np.minimum(ends, table.num_known[rows]) // self.block_manager.block_size
-        for i in np.flatnonzero(num_full > table.num_registered[rows]).tolist():
-            row = int(rows[i])
-            seq = self._resident[row]
-            for index in range(int(table.num_registered[row]), int(num_full[i])):
-                if not self.block_manager.register(seq, index):
-                    table.num_registered[row] = np.iinfo(np.int32).max
-                    break
-            else:
-                table.num_registered[row] = num_full[i]
-
     def _admit(self, budget: int, rows: IntArray, num_scheduled: IntArray) -> tuple[IntArray, IntArray]:
         """Move waiting sequences in, in order, while rows, blocks and budget last; each gets all its blocks at once."""
         manager = self.block_manager
@@ -254,8 +210,8 @@ class Scheduler:
             budget -= count
             self._move_in(seq, num_cached)
             manager.reference(hits)
-            self._extend_table(seq, hits + manager.take(num_new))
-            self._register_blocks(np.array([seq.row], np.int32), np.array([num_cached + count], np.int32))
+            self._blocks.extend(seq, hits + manager.take(num_new))
+            self._blocks.register(np.array([seq.row], np.int32), np.array([num_cached + count], np.int32))
             admitted.append((seq.row, count))
         if admitted:
             self._set_order()
@@ -309,9 +265,9 @@ class Scheduler:
                 token_ids[start : start + len(known)] = known  # drafts follow
         num_logits = num_sampled = np.maximum(ends + 1 - table.num_tokens[rows], 0)  # more than 1: with drafts
         scored: Seq[Scored] = ()
-        targets = _NO_TARGETS
+        targets = NO_TARGETS
         if self._scoring:
-            num_logits, num_sampled, scored, targets = self._score(rows, ends, num_sampled)
+            num_logits, num_sampled, scored, targets = choose_targets(self._scoring, rows, ends, num_sampled)
         table.num_computed[rows] = ends
         table.num_tokens[rows] += num_sampled
         plan = StepPlan(
@@ -322,38 +278,13 @@ class Scheduler:
             num_sampled=num_sampled,
             token_ids=token_ids,
             targets=targets,
-            block_entries=np.array(self._block_entries, np.int32).reshape(-1, 3),
+            block_entries=self._blocks.new_entries(),
             new_rows=np.array(self._new_rows, ROW_SAMPLING),
         )
-        self._block_entries.clear()
         self._new_rows.clear()
         sampled = rows[num_sampled > 0]
         seqs = [self._resident[row] for row in sampled.tolist()]
         return Batch(plan, seqs, sampled, table.generation[sampled], scored)
-
-    def _score(
-        self, rows: IntArray, ends: IntArray, num_sampled: IntArray
-    ) -> tuple[IntArray, IntArray, list[Scored], IntArray]:
-        """What is scored in a step that computes each row's tokens up to ends: num_logits, num_sampled, who, targets.
-
-        The logits of a token score the one after it, so the step's last token scores one that is not in the step.
-        """
-        num_logits, num_sampled = num_sampled.copy(), num_sampled.copy()
-        scored: list[Scored] = []
-        targets = array("i")
-        for i, row in enumerate(rows.tolist()):
-            if (seq := self._scoring.get(row)) is None:
-                continue
-            if seq.is_only_scored:
-                num_logits[i] = num_sampled[i] = 0
-            elif ends[i] >= seq.num_prompt_tokens:
-                del self._scoring[row]
-            parts = seq.token_ids[seq.next_scored : min(int(ends[i]) + 1, seq.num_prompt_tokens)]
-            targets.extend(parts)
-            num_logits[i] += len(parts)
-            seq.next_scored += len(parts)
-            scored.append(Scored(seq, len(parts), seq.is_only_scored and ends[i] == seq.num_needed))
-        return num_logits, num_sampled, scored, np.array(targets, np.int32)
 
     # ---- update
 
@@ -372,7 +303,7 @@ class Scheduler:
             scores: for each of the plan's targets.
         """
         table, rows, seqs = self._table, batch.rows, batch.seqs
-        finished = self._take_in_scores(batch.scored, scores)
+        finished = self._take_in_scores(batch, scores)
         if len(token_ids) > len(seqs):
             return finished + self._take_in_verified(batch, token_ids, logprobs)
         for i, values in logprobs.items():
@@ -397,7 +328,7 @@ class Scheduler:
             self._release(seq)
         if ended:
             rows = rows[table.generation[rows] == batch.generations[resident]]
-        self._register_blocks(rows, table.num_computed[rows])
+        self._blocks.register(rows, table.num_computed[rows])
         return finished + ended
 
     def _take_in_verified(
@@ -436,25 +367,17 @@ class Scheduler:
                 table.num_sent[row] = len(seq.token_ids)
         rows = np.array([seq.row for seq in batch.seqs if seq.row >= 0], np.int32)
         # A draft model computes the last of its drafts in the next step only, if that is accepted.
-        self._register_blocks(rows, table.num_computed[rows] - 1)
+        self._blocks.register(rows, table.num_computed[rows] - 1)
         return ended
 
-    def _take_in_scores(self, scored: Seq[Scored], scores: Seq[dict[int, float]]) -> list[Sequence]:
-        """Deal out a step's scores, also to the preempted; returns the sequences that end with them."""
-        finished, start = [], 0
-        for seq, num_targets, is_last in scored:
-            own = scores[start : start + num_targets]
-            start += num_targets
-            if seq.finish_reason is not None:
-                continue
-            if is_broken := any(math.isnan(value) for of_token in own for value in of_token.values()):
+    def _take_in_scores(self, batch: Batch, scores: Seq[dict[int, float]]) -> list[Sequence]:
+        """Deal out a step's scores; returns the sequences that end with them."""
+        ended = deal_out(batch.scored, scores)
+        for seq, reason in ended:
+            if reason == "error":
                 self.block_manager.forget(seq)
-            else:
-                seq.prompt_logprobs.extend(own)
-            if is_broken or is_last:
-                self.end(seq, "error" if is_broken else "length")
-                finished.append(seq)
-        return finished
+            self.end(seq, reason)
+        return [seq for seq, _ in ended]
 
     def _deliver_late(self, seq: Sequence, token_id: int) -> bool:
         """A token for a sequence that has lost its row since: dropped if it has ended, kept if it was preempted.
@@ -494,7 +417,7 @@ class Scheduler:
         """End every sequence. Only to be done when no launched step is left to be read."""
         for seq in [*self.running, *self.waiting]:
             self.end(seq, "abort")
-        self._block_entries.clear()
+        self._blocks.new_entries()
         self._new_rows.clear()
 
     def _preempt(self) -> None:
