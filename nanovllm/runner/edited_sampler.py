@@ -1,14 +1,13 @@
 """Samples the steps in which a request asks for edits of its logits, on rank 0; the runner makes it when one does."""
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm.backends import Backend
 from nanovllm.engine.logit_edits import LogitEdits
 from nanovllm.kernels.edit_logits import MaskAndPenalties
 from nanovllm.kernels.sample import Sampled, SamplingValues
+from nanovllm.runner.staging import to_device
 
 
 class EditedSampler:
@@ -25,12 +24,12 @@ class EditedSampler:
         """As `Backend.sample`, from the edited logits: in float32, in which a row without edits samples the same."""
         logits = logits.float().contiguous()
         if len(edits.bias):
-            logits.view(-1)[self._send(edits.bias_index)] += self._send(edits.bias)
-        indices, rows = self._send(edits.indices), self._send(edits.rows)
-        masks = None if edits.masks is None else self._send(edits.masks)
+            logits.view(-1)[to_device(edits.bias_index, self._device)] += to_device(edits.bias, self._device)
+        indices, rows = to_device(edits.indices, self._device), to_device(edits.rows, self._device)
+        masks = None if edits.masks is None else to_device(edits.masks, self._device)
         counts = penalties = None
         if edits.penalties is not None:
-            counts, penalties = self._count(edits, logits.shape[1]), self._send(edits.penalties)
+            counts, penalties = self._count(edits, logits.shape[1]), to_device(edits.penalties, self._device)
         if masks is not None or counts is not None:
             self._backend.edit_logits(logits, MaskAndPenalties(indices, masks, rows, counts, penalties))
         sampled = self._backend.sample(logits, values)
@@ -44,10 +43,6 @@ class EditedSampler:
             self._counts = torch.zeros(self._num_rows, vocab_size, dtype=torch.int32, device=self._device)
         for row, prompt, output in edits.started:
             of_row = self._counts[row].zero_()
-            of_row[self._send(prompt)] = 1
-            of_row.index_add_(0, self._send(output), of_row.new_full((len(output),), 2))
+            of_row[to_device(prompt, self._device)] = 1
+            of_row.index_add_(0, to_device(output, self._device), of_row.new_full((len(output),), 2))
         return self._counts
-
-    def _send(self, values: NDArray[np.generic]) -> Tensor:
-        tensor = torch.from_numpy(values)
-        return tensor.pin_memory().to(self._device, non_blocking=True) if self._device.type == "cuda" else tensor

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm.backends import BACKENDS, AttentionMetadata, KVCache
@@ -35,8 +34,9 @@ from nanovllm.runner.kv_memory import (
     cpu_cache_bytes,
     memory_of_others,
 )
-from nanovllm.runner.staging import Staging
-from nanovllm.runner.step_handle import Logprobs, StepHandle, Stopwatch
+from nanovllm.runner.logprobs import Logprobs, of_sampled, of_targets
+from nanovllm.runner.staging import Staging, to_device
+from nanovllm.runner.step_handle import StepHandle, Stopwatch
 from nanovllm.utils.machine import FEW_TOKENS, SMALL_MODEL, one_thread
 from nanovllm.utils.spin import is_spinning_bounded
 
@@ -47,9 +47,6 @@ if TYPE_CHECKING:
     from nanovllm.runner.edited_sampler import EditedSampler
 
 logger = logging.getLogger(__name__)
-
-LOGITS_AT_A_TIME = 1024
-"""Rows of hidden states that the LM head turns into logits at a time, where all of a prompt's are wanted."""
 
 EDIT_BYTES, COUNT_BYTES = 5, 4
 """Where logits are edited, for each token: of a row of logits, its logit in float32 and its place in a mask; of a
@@ -193,10 +190,8 @@ class ModelRunner:
         self.caches = []
 
     def _new_graphs(self) -> CudaGraphs:
-        tables = self.tables
-        return CudaGraphs(self._staging.buffer, self.config.max_num_seqs, tables.padding_row)
+        return CudaGraphs(self._staging.buffer, self.config.max_num_seqs, self.tables.padding_row)
 
-    @torch.inference_mode()
     def _check_cache_fits(self, num_bytes: int, option: str) -> None:
         num_bytes *= self.parallel.ranks_per_device
         check_free_memory(num_bytes, self.device, "the KV cache", f"lower {option}")
@@ -269,43 +264,10 @@ class ModelRunner:
             sampled, scores = self._run(plan, packed, edits)
         if sampled is not None:
             token_ids, hidden = sampled
-            logprobs = self._logprobs(plan, token_ids, hidden)
+            logprobs = of_sampled(plan, self.tables, token_ids, hidden, self.model.compute_logits)
         if self.parallel.rank > 0:  # nobody reads a follower's results
             token_ids = logprobs = scores = None
         return StepHandle(plan, token_ids, logprobs, scores, stopwatch)
-
-    def _logprobs(self, plan: StepPlan, token_ids: Tensor, hidden: Tensor) -> tuple[Logprobs, NDArray[np.intp]] | None:
-        """Log-probabilities for the sampled tokens of those that ask, and which they are; token_ids, hidden: of all."""
-        counts, num_drawn = self.tables.num_logprobs_cpu[plan.rows], plan.num_drawn
-        counts = np.repeat(np.where(plan.num_sampled > 0, counts, -1), num_drawn)
-        asking = np.flatnonzero(counts >= 0)
-        if not len(asking):
-            return None
-        # Few ask for them, so graphs keep no logits (gigabytes, for graphs of all sizes): they are made again.
-        indices = self._send(asking)
-        return Logprobs(self._logits(hidden[indices], token_ids[indices]), counts[asking]), asking
-
-    def _scores(self, plan: StepPlan, targets: Tensor, hidden: Tensor) -> Logprobs | None:
-        """Log-probabilities of the plan's targets, after the tokens before them; hidden [num_tokens, hidden]."""
-        if not len(targets):
-            return None
-        num_scored = plan.num_logits - plan.num_sampled
-        first = plan.num_scheduled.cumsum() - plan.num_logits
-        indices = np.arange(len(targets)) + np.repeat(first - (num_scored.cumsum() - num_scored), num_scored)
-        counts = np.repeat(self.tables.num_prompt_logprobs_cpu[plan.rows], num_scored)
-        return Logprobs(self._logits(hidden[self._send(indices)], targets), counts)
-
-    def _send(self, indices: NDArray[np.intp]) -> Tensor:
-        tensor = torch.from_numpy(indices)
-        return tensor.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else tensor
-
-    def _logits(self, hidden: Tensor, token_ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """(logits, token_ids) of a bounded number of rows at a time; nothing on ranks other than 0."""
-        for some, ids in zip(*(torch.split(x, LOGITS_AT_A_TIME) for x in (hidden, token_ids)), strict=True):
-            logits = self.model.compute_logits(some)
-            if logits is not None:
-                yield logits, ids
-            del logits  # before the next are made
 
     def _run(
         self, plan: StepPlan, packed: Tensor, edits: "LogitEdits | None" = None
@@ -315,7 +277,7 @@ class ModelRunner:
         per_seq, token_ids, targets = torch.split(packed[: plan.head_size], sizes)
         rows, num_computed, num_scheduled, *_ = per_seq.view(NUM_PER_SEQ, plan.num_seqs).unbind(0)
         inputs, hidden = self._forward(PlannedRows(rows, num_computed, num_scheduled, token_ids), plan)
-        scores = self._scores(plan, targets, hidden)
+        scores = of_targets(plan, self.tables, targets, hidden, self.model.compute_logits)
         if not plan.num_sampled.any():
             return None, scores
         # Every sequence's last token is sampled from. Where the plan asks for no sample (the chunk of a prompt, or one
@@ -325,7 +287,7 @@ class ModelRunner:
         if (num_drawn := plan.num_drawn).sum() > plan.num_seqs:
             drawn_of = np.repeat(np.arange(plan.num_seqs), num_drawn)
             places = np.repeat(num_drawn.cumsum(), num_drawn) - 1 - np.arange(len(drawn_of))
-            of_seq, before_last = self._send(np.stack((drawn_of, places))).unbind(0)
+            of_seq, before_last = to_device(np.stack((drawn_of, places)), self.device).unbind(0)
             rows, last, values = rows[of_seq], last[of_seq] - before_last, values.of_rows(of_seq)
             values = values._replace(positions=values.positions - before_last.int())
         return self._sample(hidden[last], rows, values, edits), scores

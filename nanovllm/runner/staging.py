@@ -1,4 +1,4 @@
-"""Plans on their way to the device: pinned memory that is never reused too early."""
+"""What crosses between host and device: through pinned memory that is never reused too early."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm.engine.plan import IntArray
@@ -44,3 +45,20 @@ class Staging:
         event = self._copied[turn] = copied or self._make_event()
         event.record()
         return self.buffer[:size]
+
+
+def to_device(values: NDArray[np.generic], device: torch.device) -> Tensor:
+    """Values of the host on the device, without waiting for it.
+
+    Torch keeps pinned memory from being taken anew until the copies out of it, or into it, have ended.
+    """
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def start_copy(values: Tensor) -> Tensor:
+    """values on their way to the host: they are there once the device has reached the end of the step."""
+    if not values.is_cuda:
+        return values
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return host.copy_(values, non_blocking=True)
