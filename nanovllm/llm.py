@@ -15,11 +15,11 @@ from nanovllm.engine.request import Prompt, Request, derive_seed
 from nanovllm.load import load_engine
 from nanovllm.options import EngineOptions
 from nanovllm.outputs import Output
-from nanovllm.prompts import as_iterable, as_list, naming, tokenise_texts
+from nanovllm.prompts import as_iterable, as_list, naming, one_each, tokenise_texts
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.score import Score, read_score, score_request, texts_of
+from nanovllm.score import Score, read_score, score_request, tokenise_pairs
 from nanovllm.utils.ahead import work_ahead
-from nanovllm.utils.checks import quote, refuse
+from nanovllm.utils.checks import refuse
 from nanovllm.utils.progress import ProgressBar
 
 logger = logging.getLogger(__name__)
@@ -71,16 +71,7 @@ class LLM:
         """
         self.engine.check_free()
         prompts = as_list(prompts)
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            params: Seq[SamplingParams | None] = [sampling_params] * len(prompts)
-        else:
-            if isinstance(sampling_params, (str, Mapping)) or not isinstance(sampling_params, Iterable):
-                raise ValueError(
-                    f"sampling_params is {quote(sampling_params)}; it must be a SamplingParams, or one each"
-                )
-            params = list(sampling_params)
-        if len(params) != len(prompts):
-            raise ValueError(f"{len(params)} sampling_params for {len(prompts)} prompts; give one for all or one each")
+        params = one_each(sampling_params, len(prompts))
         prompts, requests = tokenise_texts(prompts, self.engine.tokenizer, self.max_model_len, use_tqdm), []
         for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
             with naming("prompt", i, len(prompts)):
@@ -122,15 +113,11 @@ class LLM:
             RuntimeError: the model's logits are NaN or infinite, so that there is no score.
         """
         self.engine.check_free()
-        contexts, endings, requests = as_list(prompts), as_list(continuations), []
-        if len(contexts) != len(endings):
-            raise ValueError(f"{len(endings)} continuations for {len(contexts)} prompts; give one each")
-        tokenizer = self.engine.tokenizer
-        texts = zip(*map(texts_of, contexts, endings), strict=True)
-        tokenised = (tokenise_texts(some, tokenizer, self.max_model_len, use_tqdm, "pair") for some in texts)
-        for i, (context, both, ending) in enumerate(zip(*tokenised, endings, strict=True)):
-            with naming("pair", i, len(contexts)):
-                request = score_request(context, both, ending, tokenizer, self.max_model_len)
+        tokenizer, requests = self.engine.tokenizer, []
+        pairs = tokenise_pairs(as_list(prompts), as_list(continuations), tokenizer, self.max_model_len, use_tqdm)
+        for i, pair in enumerate(pairs):
+            with naming("pair", i, len(pairs)):
+                request = score_request(*pair, tokenizer, self.max_model_len)
                 requests.append(self.engine.prepare(request.prompt_token_ids, request.params))
         return self._run_all(requests, "Scoring", read_score, use_tqdm)
 

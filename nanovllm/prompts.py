@@ -9,6 +9,7 @@ from typing import Any
 from tqdm import tqdm
 
 from nanovllm.engine.tokenizer import Tokenizer
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import quote
 
 BATCH = 256
@@ -26,6 +27,18 @@ def as_list(prompts: Any) -> list[Any]:
     prompts = list(prompts)
     is_one = bool(prompts) and all(isinstance(p, Number) or getattr(p, "ndim", 1) == 0 for p in prompts)
     return [prompts] if is_one else prompts
+
+
+def one_each(params: Any, count: int) -> list[SamplingParams | None]:
+    """The sampling_params of each of count prompts, given one for all or one each (ValueError if it is neither)."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * count
+    if isinstance(params, (str, Mapping)) or not isinstance(params, Iterable):
+        raise ValueError(f"sampling_params is {quote(params)}; it must be a SamplingParams, or one each")
+    params = list(params)
+    if len(params) != count:
+        raise ValueError(f"{len(params)} sampling_params for {count} prompts; give one for all or one each")
+    return params
 
 
 def as_iterable(requests: Any) -> Iterable[Any]:

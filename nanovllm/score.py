@@ -1,10 +1,12 @@
 """How likely texts are: pairs of a prompt and a continuation, to token ids and back from log-probabilities."""
 
-from typing import TypedDict
+from collections.abc import Sequence
+from typing import Any, TypedDict
 
 from nanovllm.engine.request import Prompt, Request, tokenize_prompt
 from nanovllm.engine.tokenizer import Tokenizer
 from nanovllm.outputs import Output
+from nanovllm.prompts import tokenise_texts
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -25,6 +27,25 @@ def texts_of(prompt: Prompt, continuation: Prompt) -> tuple[Prompt, str | None]:
     if isinstance(prompt, str) and isinstance(continuation, str):
         return prompt.rstrip(), prompt + continuation
     return prompt, None
+
+
+def tokenise_pairs(
+    prompts: Sequence[Prompt],
+    continuations: Sequence[Prompt],
+    tokenizer: Tokenizer | None,
+    max_model_len: int,
+    show: bool,
+) -> list[tuple[Any, Any, Prompt]]:
+    """The prompt, both as one (see `texts_of`) and the continuation of each pair, what is text with its token ids.
+
+    Raises:
+        ValueError: there are not as many of one as of the other, or a text cannot be tokenised.
+    """
+    if len(prompts) != len(continuations):
+        raise ValueError(f"{len(continuations)} continuations for {len(prompts)} prompts; give one each")
+    texts = zip(*map(texts_of, prompts, continuations), strict=True)
+    tokenised = (tokenise_texts(some, tokenizer, max_model_len, show, "pair") for some in texts)
+    return list(zip(*tokenised, continuations, strict=True))
 
 
 def score_request(
