@@ -57,21 +57,22 @@ template <class T> void rotate(typename T::element* x, const float* cos_sin, int
     }
 }
 
-// A head, normed and rotated; without a weight, rotated alone.
-template <class T>
+// A head, rotated, and NORMED before that, in the families that do.
+template <class T, bool NORMED>
 void norm_rope(const typename T::element* x, const typename T::element* weight, const float* cos_sin,
                typename T::element* y, int64_t dim, float eps) {
-    if (weight) rms_norm_row<T>(x, weight, y, dim, eps);
+    if constexpr (NORMED) rms_norm_row<T>(x, weight, y, dim, eps);
     else std::memcpy(y, x, dim * sizeof *y);
     rotate<T>(y, cos_sin, dim);
 }
 
-// A thread owns tokens; two that share a unit of V have one owner. The token at the even offset comes first and clears
-// the other half: what a block held before never meets a new sum.
-template <class T>
-void norm_rope_store(const void* qkv_, const void* q_weight, const void* k_weight, const float* cos_sin,
-                     const int32_t* positions, const int64_t* slots, void* q_, uint32_t* k_cache, uint32_t* v_cache,
-                     int64_t tokens, int64_t heads, int64_t num_kv_heads, int64_t dim, int64_t block_size, float eps) {
+// A thread owns tokens; two that share a unit of V have one owner. The token at the even offset is stored first, and
+// sets the unit's other half to zero, so that nothing old is left in it.
+template <class T, bool NORMED>
+void norm_rope_store_as(const void* qkv_, const void* q_weight, const void* k_weight, const float* cos_sin,
+                        const int32_t* positions, const int64_t* slots, void* q_, uint32_t* k_cache, uint32_t* v_cache,
+                        int64_t tokens, int64_t heads, int64_t num_kv_heads, int64_t dim, int64_t block_size,
+                        float eps) {
     using E = typename T::element;
     const int64_t stride = (heads + 2 * num_kv_heads) * dim, dim_units = dim / T::PER_UNIT;
     const auto owned_from = [=](int64_t t) {
@@ -84,18 +85,23 @@ void norm_rope_store(const void* qkv_, const void* q_weight, const void* k_weigh
             const E* from = (const E*)qkv_ + t * stride;
             const float* angles = cos_sin + positions[t] * dim;
             for (int64_t h = 0; h < heads; ++h, from += dim)
-                norm_rope<T>(from, (const E*)q_weight, angles, (E*)q_ + (t * heads + h) * dim, dim, eps);
+                norm_rope<T, NORMED>(from, (const E*)q_weight, angles, (E*)q_ + (t * heads + h) * dim, dim, eps);
             if (slots[t] < 0) continue;
             const int64_t block = slots[t] / block_size, offset = slots[t] % block_size;
             for (int64_t h = 0; h < num_kv_heads; ++h, from += dim) {
                 const int64_t at = cache_tile(block, h, num_kv_heads, dim_units * block_size);
                 alignas(64) E k[MAX_HEAD_DIM];
-                norm_rope<T>(from, (const E*)k_weight, angles, k, dim, eps);
+                norm_rope<T, NORMED>(from, (const E*)k_weight, angles, k, dim, eps);
                 store_key<T>(k, k_cache + at, offset, dim);
                 store_value<T>(from + num_kv_heads * dim, v_cache + at, offset, dim);
             }
         }
     }
+}
+
+template <class T, class... Arguments>
+void norm_rope_store(const void* qkv, const void* q_weight, Arguments... arguments) {
+    (q_weight ? norm_rope_store_as<T, true> : norm_rope_store_as<T, false>)(qkv, q_weight, arguments...);
 }
 
 }  // namespace
