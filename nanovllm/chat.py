@@ -1,6 +1,7 @@
-"""Conversations as users write them, to messages as chat templates want them."""
+"""Conversations as users write them, to messages as chat templates want them, and to prompts."""
 
 from collections.abc import Mapping, Sequence
+from inspect import signature
 from typing import Any
 
 from nanovllm.utils.checks import quote
@@ -44,3 +45,29 @@ def join_parts(content: Any, index: int) -> Any:
         if not is_text and not isinstance(part, str):
             raise ValueError(f"message {index} has the content {quote(content)}; only text is supported")
     return "\n".join(part if isinstance(part, str) else part["text"] for part in parts)
+
+
+def render(tokenizer: Any, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
+    """The prompt of a conversation, ending where the assistant's answer begins unless the options say otherwise.
+
+    Args:
+        tokenizer: as transformers made it.
+        options: of its apply_chat_template, and the template's own.
+
+    Raises:
+        ValueError: the tokenizer has no chat template, or the template refuses the messages.
+    """
+    if not tokenizer.chat_template and options.get("chat_template") is None:
+        raise ValueError("this model's tokenizer has no chat template; use generate() with a prompt of your own")
+    try:
+        text: str = tokenizer.apply_chat_template(
+            messages, tokenize=False, **{"add_generation_prompt": True, **options}
+        )
+    except Exception as error:  # jinja2's own, or whatever the template's code meets
+        raise ValueError(f"the chat template refuses these messages: {error}") from error
+    return text
+
+
+def rendering_arguments(tokenizer: Any) -> frozenset[str]:
+    """Names of the options that are transformers' own; all others are the template's variables."""
+    return frozenset({"messages", *signature(tokenizer.apply_chat_template).parameters})

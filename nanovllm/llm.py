@@ -5,10 +5,11 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import closing
+from functools import cached_property
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar, Unpack
 
-from nanovllm.chat import Message, read_conversation, split_conversations
+from nanovllm.chat import Message, read_conversation, render, rendering_arguments, split_conversations
 from nanovllm.config import EngineConfig
 from nanovllm.engine.llm_engine import StepObserver
 from nanovllm.engine.request import Prompt, Request, derive_seed
@@ -166,7 +167,7 @@ class LLM:
     def _render(self, messages: Seq[Message], options: Mapping[str, Any]) -> str:
         if self.engine.tokenizer is None:
             raise ValueError("this model has no tokenizer, so no chat template; use generate() with token ids")
-        return self.engine.tokenizer.render_chat(read_conversation(messages), options)
+        return render(self.tokenizer, read_conversation(messages), options)
 
     def render_chat(self, messages: Seq[Message], chat_template_kwargs: Mapping[str, Any] | None = None) -> Prompt:
         """The prompt, as text and token ids, that `chat` makes of one conversation.
@@ -181,7 +182,7 @@ class LLM:
     @property
     def rendering_arguments(self) -> frozenset[str]:
         """Names in chat_template_kwargs that are for a program to choose, never for data: the rendering's own."""
-        return self.engine.tokenizer.rendering_arguments if self.engine.tokenizer is not None else frozenset()
+        return rendering_arguments(self.tokenizer) if self.engine.tokenizer is not None else frozenset()
 
     def prepare(self, request: Item, sampling_params: SamplingParams | None = None) -> Request:
         """Tokenise and validate one request for `stream`, so that a bad one (ValueError) can be set aside.
@@ -308,10 +309,12 @@ class LLM:
         """What `sampling_params=None` means: the model's generation_config."""
         return self.engine.default_params.clone()
 
-    @property
+    @cached_property
     def provenance(self) -> dict[str, str]:
         """What decides the tokens beside requests and options: the model's digest, versions, what "auto" became."""
-        return dict(self.engine.provenance)
+        from nanovllm.provenance import read_provenance
+
+        return read_provenance(self.engine.config, self.engine.origin)
 
     def derive_seed(self, name: str) -> int:
         """A seed for a request that is known by a name: the same in every run with the same engine seed."""

@@ -3,10 +3,9 @@
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from importlib.metadata import version
 from typing import Any
 
-from nanovllm.config import EngineConfig, ResolvedConfig
+from nanovllm.config import EngineConfig
 from nanovllm.distributed.leader import LeadingRunner
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.llm_engine import LLMEngine, StepObserver
@@ -15,12 +14,10 @@ from nanovllm.engine.tokenizer import Tokenizer
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.config import load_model_config, read_json
 from nanovllm.models.hub import find_config
-from nanovllm.models.loader import model_digest
 from nanovllm.resolve import resolve
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.machine import limit_threads
-from nanovllm.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -82,20 +79,8 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
         eos_token_ids=eos_token_ids(generation, data, tokenizer, vocab_size),
         default_params=SamplingParams.from_generation_config(generation),
         observers=observers,
-        provenance=provenance(config, source if folder is None else model_digest(folder)),
+        origin=folder or source,
     )
-
-
-def provenance(config: ResolvedConfig, model: str) -> dict[str, str]:
-    """See `LLM.provenance`; model: its digest."""
-    return {
-        "model": model,
-        "dtype": config.dtype,
-        "device": config.device.split(":")[0],
-        "attention_backend": config.attention_backend,
-        "nanovllm": __version__,
-        **{name: version(name) for name in ("torch", "transformers", "tokenizers")},
-    }
 
 
 def eos_token_ids(

@@ -49,7 +49,7 @@ ROOMS = (
     ("batch",),
     ("ray", "lm_eval", "estimate"),
     ("llm",),
-    ("score",),
+    ("score", "provenance"),
     ("prompts",),
     ("load",),
     ("view",),

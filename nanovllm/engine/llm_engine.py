@@ -3,10 +3,11 @@
 import logging
 import os
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from nanovllm.config import ResolvedConfig
@@ -96,7 +97,7 @@ class LLMEngine:
         eos_token_ids: frozenset[int] = frozenset(),
         default_params: SamplingParams | None = None,
         observers: Iterable[StepObserver] = (),
-        provenance: Mapping[str, str] | None = None,
+        origin: Path | str = "",
     ) -> None:
         """An engine of parts that were made elsewhere: see load.py."""
         self.config = config
@@ -109,7 +110,8 @@ class LLMEngine:
         self.depth = config.depth
         self.num_steps = 0
         self.observers = list(observers)
-        self.provenance = provenance or {}
+        self.origin = origin
+        """The model's folder, or the name of a shape."""
         self.closed = False
         self._num_requests = self._num_seqs = 0
         self._grammars: Grammars | None = None

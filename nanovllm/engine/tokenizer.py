@@ -1,9 +1,8 @@
 """Text to token ids and back, and the watch for stop strings."""
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -109,28 +108,6 @@ class Tokenizer:
             if text and "\ufffd" not in text:
                 return prompt[i:]
         return prompt[-1:]
-
-    def render_chat(self, messages: Seq[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-        """The prompt of a conversation, ending where the assistant's answer begins unless the options say otherwise.
-
-        Args:
-            options: of transformers' apply_chat_template, and the template's own.
-
-        Raises:
-            ValueError: the tokenizer has no chat template, or the template refuses the messages.
-        """
-        if not self._tokenizer.chat_template and options.get("chat_template") is None:
-            raise ValueError("this model's tokenizer has no chat template; use generate() with a prompt of your own")
-        options = {"add_generation_prompt": True, **options}
-        try:
-            return self._tokenizer.apply_chat_template(messages, tokenize=False, **options)  # type: ignore[no-any-return]
-        except Exception as error:  # jinja2's own, or whatever the template's code meets
-            raise ValueError(f"the chat template refuses these messages: {error}") from error
-
-    @property
-    def rendering_arguments(self) -> frozenset[str]:
-        """Names of the arguments that are transformers' own; all others are the template's variables."""
-        return frozenset({"messages", *signature(self._tokenizer.apply_chat_template).parameters})
 
     def stop_matcher(self, params: SamplingParams, prompt: Seq[int]) -> "StopStringMatcher | None":
         if not params.stop:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import xxhash
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
@@ -17,7 +16,6 @@ from nanovllm.models.causal_lm import CausalLM
 from nanovllm.models.config import read_json
 from nanovllm.utils.checks import quote
 
-MAX_HEADER = 100_000_000  # bytes: safetensors' own limit
 DTYPES = ("F64", "F32", "F16", "BF16")
 
 
@@ -46,29 +44,6 @@ def checkpoint_files(folder: Path) -> list[Path]:
         instead = f" (only {', '.join(sorted(others)[:3])}: convert it to safetensors)" if others else ""
         raise ValueError(f"{folder} has no safetensors files{instead}")
     return files
-
-
-def model_digest(folder: Path) -> str:
-    """Tells one model from another, in hexadecimal, without reading its weights: sizes of shards, their headers (which
-    name every tensor), and all that configures the model, its tokenizer and its chat template.
-
-    Raises:
-        ValueError: a file cannot be read.
-    """
-    digest = xxhash.xxh3_128()
-    patterns = ("*.json", "*.txt", "*.jinja", "*.safetensors")
-    try:
-        for path in sorted(path for pattern in patterns for path in folder.glob(pattern)):
-            with open(path, "rb") as file:
-                if path.suffix == ".safetensors":
-                    content = file.read(8)
-                    content += file.read(min(int.from_bytes(content, "little"), MAX_HEADER))
-                else:
-                    content = file.read()
-            digest.update(f"{path.name}/{path.stat().st_size}/{len(content)}/".encode() + content)
-    except OSError as error:
-        raise ValueError(f"{folder} cannot be read: {error}") from error
-    return digest.hexdigest()
 
 
 def _name_some(names: Iterable[str]) -> str:

@@ -1,0 +1,46 @@
+"""What decides the tokens of a run beside requests and options: the model, and the versions of what computes."""
+
+from importlib.metadata import version
+from pathlib import Path
+
+import xxhash
+
+from nanovllm.config import ResolvedConfig
+from nanovllm.version import __version__
+
+MAX_HEADER = 100_000_000  # bytes: safetensors' own limit
+
+
+def read_provenance(config: ResolvedConfig, origin: Path | str) -> dict[str, str]:
+    """See `LLM.provenance`; origin: the model's folder, or the name of a shape. ValueError if it cannot be read."""
+    return {
+        "model": model_digest(origin) if isinstance(origin, Path) else origin,
+        "dtype": config.dtype,
+        "device": config.device.split(":")[0],
+        "attention_backend": config.attention_backend,
+        "nanovllm": __version__,
+        **{name: version(name) for name in ("torch", "transformers", "tokenizers")},
+    }
+
+
+def model_digest(folder: Path) -> str:
+    """Tells one model from another, in hexadecimal, without reading its weights: sizes of shards, their headers (which
+    name every tensor), and all that configures the model, its tokenizer and its chat template.
+
+    Raises:
+        ValueError: a file cannot be read.
+    """
+    digest = xxhash.xxh3_128()
+    patterns = ("*.json", "*.txt", "*.jinja", "*.safetensors")
+    try:
+        for path in sorted(path for pattern in patterns for path in folder.glob(pattern)):
+            with open(path, "rb") as file:
+                if path.suffix == ".safetensors":
+                    content = file.read(8)
+                    content += file.read(min(int.from_bytes(content, "little"), MAX_HEADER))
+                else:
+                    content = file.read()
+            digest.update(f"{path.name}/{path.stat().st_size}/{len(content)}/".encode() + content)
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be read: {error}") from error
+    return digest.hexdigest()
