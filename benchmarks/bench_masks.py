@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from nanovllm import StructuredOutputsParams
-from nanovllm.engine.grammars import Grammars, fill_masks
+from nanovllm.edits.grammars import Grammars, fill_masks
 from nanovllm.engine.tokenizer import Tokenizer
 
 ROUNDS = 20

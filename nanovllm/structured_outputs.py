@@ -1,6 +1,6 @@
 """What a request's output must be: JSON of a schema, one of several strings, a regular expression's, a grammar's.
 
-How masks come of it is in engine/grammars.py, which is imported when the first such request comes.
+How masks come of it is in edits/grammars.py, which is imported when the first such request comes.
 """
 
 import json as jsonlib

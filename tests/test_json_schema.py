@@ -17,7 +17,7 @@ from tokenizers import models
 
 import nanovllm
 from nanovllm import StructuredOutputsParams
-from nanovllm.engine.grammars import Grammars, fill_masks
+from nanovllm.edits.grammars import Grammars, fill_masks
 from nanovllm.engine.tokenizer import Tokenizer
 from nanovllm.json_schema import read_schema, subschemas
 

@@ -27,8 +27,8 @@ from nanovllm.batch.source import Line
 from nanovllm.batch.status import Status
 from nanovllm.config import EngineConfig
 from nanovllm.drafts.speculation import RowCosts, Speculation
+from nanovllm.edits.grammars import Grammars
 from nanovllm.engine import grammars
-from nanovllm.engine.grammars import Grammars
 from nanovllm.outputs import Output
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len": 1024, "max_num_seqs": 64}
@@ -309,7 +309,7 @@ def test_what_a_model_cannot_do_is_refused_before_anything_runs(
         llm.generate(["a", "b"], [SamplingParams(), SamplingParams(structured_outputs=bad)], use_tqdm=False)
     with LLM(random_model, max_model_len=64) as bare, pytest.raises(ValueError, match="needs a tokenizer"):
         bare.generate([[1, 2]], SamplingParams(structured_outputs=asked))
-    monkeypatch.delitem(sys.modules, "nanovllm.engine.grammars")
+    monkeypatch.delitem(sys.modules, "nanovllm.edits.grammars")
     monkeypatch.setitem(sys.modules, "llguidance", None)
     with (
         LLM("tiny-qwen3", **OPTIONS, num_kvcache_blocks=16) as llm,

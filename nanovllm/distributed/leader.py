@@ -30,7 +30,7 @@ from nanovllm.utils.machine import physical_cores
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from nanovllm.engine.logit_edits import LogitEdits
+    from nanovllm.edits.logit_edits import LogitEdits
 
 
 class LeadingHandle:

@@ -22,9 +22,9 @@ from nanovllm.utils.clock import Clock
 from nanovllm.utils.interrupt import HoldInterrupt
 
 if TYPE_CHECKING:
-    from nanovllm.engine.grammars import Grammars
-    from nanovllm.engine.logit_edits import LogitEdits
-    from nanovllm.engine.row_edits import RowEdits
+    from nanovllm.edits.grammars import Grammars
+    from nanovllm.edits.logit_edits import LogitEdits
+    from nanovllm.edits.row_edits import RowEdits
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +143,7 @@ class LLMEngine:
         if (wanted := request.params.structured_outputs) is None:
             return request
         if self._grammars is None:
-            from nanovllm.engine.grammars import Grammars
+            from nanovllm.edits.grammars import Grammars
 
             self._grammars = Grammars(self.tokenizer, self.vocab_size, self.eos_token_ids)
         return replace(request, grammar=self._grammars.compile(wanted))
@@ -183,7 +183,7 @@ class LLMEngine:
         return lead
 
     def _row_edits(self, request: Request) -> "RowEdits":
-        from nanovllm.engine.row_edits import RowEdits
+        from nanovllm.edits.row_edits import RowEdits
 
         stop_ids = self.eos_token_ids | set(request.params.stop_token_ids or ())
         return RowEdits(request.params, request.bad_words, stop_ids, self.vocab_size)
@@ -233,7 +233,7 @@ class LLMEngine:
         return True
 
     def _edits(self, batch: Batch) -> "LogitEdits | None":
-        from nanovllm.engine.logit_edits import make_edits
+        from nanovllm.edits.logit_edits import make_edits
 
         return make_edits(batch, self.vocab_size)
 

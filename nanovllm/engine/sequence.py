@@ -10,7 +10,7 @@ from nanovllm.sampling_params import SamplingParams
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-    from nanovllm.engine.row_edits import RowEdits
+    from nanovllm.edits.row_edits import RowEdits
 
 
 class StopMatcher(Protocol):

@@ -43,8 +43,8 @@ from nanovllm.utils.spin import is_spinning_bounded
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from nanovllm.engine.logit_edits import LogitEdits
-    from nanovllm.runner.edited_sampler import EditedSampler
+    from nanovllm.edits.edited_sampler import EditedSampler
+    from nanovllm.edits.logit_edits import LogitEdits
 
 logger = logging.getLogger(__name__)
 
@@ -322,7 +322,7 @@ class ModelRunner:
 
     @cached_property
     def _edited_sampler(self) -> "EditedSampler":
-        from nanovllm.runner.edited_sampler import EditedSampler
+        from nanovllm.edits.edited_sampler import EditedSampler
 
         return EditedSampler(self.backend, self.tables.padding_row + 1, self.device)
 

@@ -10,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from nanovllm.edits.row_edits import RowEdits
 from nanovllm.engine.plan import IntArray
-from nanovllm.engine.row_edits import RowEdits
 from nanovllm.engine.scheduler import Batch
 from nanovllm.engine.sequence import Sequence
 
@@ -75,7 +75,7 @@ def make_edits(batch: Batch, vocab_size: int) -> LogitEdits | None:
     if any(row.edits.forbids(row.num_output) for row in chosen):
         masks = np.full((len(chosen), -(-vocab_size // 32)), -1, np.int32)
         if constrained:
-            from nanovllm.engine.grammars import fill_masks
+            from nanovllm.edits.grammars import fill_masks
 
             fill_masks(masks, constrained)
         for mask, row in zip(masks, chosen, strict=True):

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.backends import Backend
-from nanovllm.engine.logit_edits import LogitEdits
+from nanovllm.edits.logit_edits import LogitEdits
 from nanovllm.kernels.edit_logits import MaskAndPenalties
 from nanovllm.kernels.sample import Sampled, SamplingValues
 from nanovllm.runner.staging import to_device
