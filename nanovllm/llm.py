@@ -11,6 +11,7 @@ from typing import Any, NoReturn, TypeVar, Unpack
 
 from nanovllm.chat import Message, read_conversation, render, rendering_arguments, split_conversations
 from nanovllm.config import EngineConfig
+from nanovllm.engine.answer import text_of
 from nanovllm.engine.llm_engine import StepObserver
 from nanovllm.engine.request import Prompt, Request, derive_seed
 from nanovllm.load import load_engine
@@ -254,7 +255,7 @@ class LLM:
                         raise RuntimeError(seq.error)
                     return
                 for seq in self.engine.scheduler.running:
-                    sure = self.engine.text(seq, seq.output_token_ids).rstrip("\ufffd")
+                    sure = text_of(seq, seq.output_token_ids, self.engine.tokenizer).rstrip("\ufffd")
                     if piece := sure[len(given) : len(sure) - num_held]:
                         given += piece
                         yield piece

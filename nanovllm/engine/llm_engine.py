@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from nanovllm.config import ResolvedConfig
+from nanovllm.engine.answer import make_output
 from nanovllm.engine.plan import StepPlan, StepResult
 from nanovllm.engine.request import MASK_64, Prompt, Request, derive_seed, prepare_request
 from nanovllm.engine.scheduler import Batch, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.tokenizer import Tokenizer
-from nanovllm.outputs import Completion, Output
+from nanovllm.outputs import Output
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.clock import Clock
 from nanovllm.utils.interrupt import HoldInterrupt
@@ -340,51 +341,7 @@ class LLMEngine:
 
     def output(self, seq: Sequence) -> Output:
         """What the caller gets of an ended sequence, and of the prompt's other completions."""
-        output = self._output(seq)
-        if seq.others:
-            of_each = [output, *map(self._output, seq.others)]
-            output["outputs"] = [Completion(one.outputs[0], index=i) for i, one in enumerate(of_each)]
-            if error := next((one.error for one in of_each if one.error), None):
-                output["error"] = error
-        return output
-
-    def _output(self, seq: Sequence) -> Output:
-        token_ids = seq.output_token_ids
-        output = Output(
-            text=self.text(seq, token_ids),
-            token_ids=token_ids,
-            finish_reason=seq.finish_reason,
-            stop_reason=self._stop_reason(seq),
-            prompt=seq.prompt,
-            prompt_token_ids=seq.prompt_token_ids,
-            num_cached_tokens=seq.num_cached_tokens or 0,
-        )
-        if seq.params.logprobs is not None:
-            output["logprobs"] = seq.logprobs
-        if seq.params.prompt_logprobs is not None:
-            output["prompt_logprobs"] = seq.prompt_logprobs
-        if seq.error is not None:
-            output["error"] = seq.error
-        return output
-
-    def text(self, seq: Sequence, token_ids: list[int]) -> str:
-        """The text of a sequence's tokens, without what ended it unless that is to be included; "" if there is none."""
-        if self.tokenizer is None or not seq.params.detokenize:
-            return ""
-        if seq.finish_reason == "stop":
-            if token_ids[-1] in seq.stop_ids:
-                token_ids = token_ids if seq.params.include_stop_str_in_output else token_ids[:-1]
-            elif seq.stop_matcher is not None and seq.stop_matcher.found is not None:
-                return seq.stop_matcher.text
-        return self.tokenizer.decode(token_ids, seq.params.skip_special_tokens, seq.prompt_token_ids)
-
-    def _stop_reason(self, seq: Sequence) -> int | str | None:
-        """The stop string or the one of stop_token_ids that ended the sequence; None for the model's own end."""
-        if seq.finish_reason != "stop":
-            return None
-        if (last := seq.token_ids[-1]) not in seq.stop_ids:
-            return seq.stop_matcher.found if seq.stop_matcher is not None else None
-        return None if last in self.eos_token_ids and not seq.params.ignore_eos else last
+        return make_output(seq, self.tokenizer, self.eos_token_ids)
 
     def stats(self) -> dict[str, int]:
         """Cumulative counts since the engine was made, and the blocks as they are."""
