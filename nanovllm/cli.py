@@ -107,11 +107,10 @@ def _run_batch(options: argparse.Namespace) -> int:
     from nanovllm.batch.job import run_job
     from nanovllm.batch.open_job import Job
 
-    given = {name: value for name, value in vars(options).items() if name in _ENGINE_FIELDS and name != "model"}
     job = Job(
         input=options.input_file,
         output=options.output_file,
-        config=EngineConfig.from_options(options.model, given),
+        config=_engine_config(options),
         model_name=options.served_model_name or options.model,
         overwrite=options.overwrite,
         stats=options.stats,
@@ -141,9 +140,8 @@ def _add_estimate(commands: Any) -> None:
     add(
         "--gpu-memory", required=True, metavar="SIZE", help="of one GPU, as 80GB, which is taken as 80 GiB, or in bytes"
     )
-    for name in ("max_model_len", "tensor_parallel_size", "dtype", "gpu_memory_utilization", "kvcache_block_size"):
-        _add_engine_option(parser, name)
-    for name in ("max_num_seqs", "max_num_batched_tokens"):
+    sizes = ("kvcache_block_size", "max_num_seqs", "max_num_batched_tokens")
+    for name in ("max_model_len", "tensor_parallel_size", "dtype", "gpu_memory_utilization", *sizes):
         _add_engine_option(parser, name)
     parser.set_defaults(run=_estimate)
 
@@ -152,9 +150,7 @@ def _estimate(options: argparse.Namespace) -> int:
     from nanovllm.estimate import estimate, parse_size
     from nanovllm.models.hub import read_config
 
-    given = {name: value for name, value in vars(options).items() if name in _ENGINE_FIELDS and name != "model"}
-    config = EngineConfig.from_options(options.model, given)
-    found = estimate(read_config(options.model), config, parse_size(options.gpu_memory))
+    found = estimate(read_config(options.model), _engine_config(options), parse_size(options.gpu_memory))
     sys.stdout.write(found.describe() + "\n")
     return 0 if found.fits else 1
 
@@ -200,6 +196,11 @@ def _eval(options: argparse.Namespace) -> int:
         raise ValueError(str(error)) from error
     run_harness(options.model, options.others)
     return 0
+
+
+def _engine_config(options: argparse.Namespace) -> EngineConfig:
+    given = {name: value for name, value in vars(options).items() if name in _ENGINE_FIELDS and name != "model"}
+    return EngineConfig.from_options(options.model, given)
 
 
 def _add_engine_option(parser: Any, name: str) -> None:

@@ -37,12 +37,8 @@ class GpuMemory:
         return left // ranks
 
     def describe(self) -> str:
-        parts = {
-            "weights": self.weights,
-            "activations": self.activations,
-            "graphs": self.graphs,
-            "CUDA and other processes": self.others,
-        }
+        others = {"CUDA and other processes": self.others}
+        parts = {"weights": self.weights, "activations": self.activations, "graphs": self.graphs, **others}
         return ", ".join(f"{name} {value / 2**30:.2f} GiB" for name, value in parts.items())
 
 
