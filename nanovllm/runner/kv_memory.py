@@ -1,10 +1,15 @@
 """How much memory the KV cache may have."""
 
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
+from nanovllm.config import ResolvedConfig
 from nanovllm.utils.machine import free_memory
+
+logger = logging.getLogger(__name__)
 
 CPU_CACHE_LIMIT = 4 << 30
 
@@ -48,11 +53,6 @@ def memory_of_others(device: torch.device) -> int:
     return total - free - torch.cuda.memory_reserved(device)
 
 
-def cpu_cache_bytes() -> int:
-    """A quarter of the free memory, at most 4 GiB: a guest on the machine."""
-    return min(free_memory() // 4, CPU_CACHE_LIMIT)
-
-
 def check_free_memory(num_bytes: int, device: torch.device, what: str, advice: str) -> None:
     """Raise a ValueError if the device has less memory free than something would take."""
     if device.type == "cuda":
@@ -64,6 +64,40 @@ def check_free_memory(num_bytes: int, device: torch.device, what: str, advice: s
         raise ValueError(
             f"{what} would take {num_bytes / 2**30:.2f} GiB, and {free / 2**30:.2f} GiB are free: {advice}"
         )
+
+
+def count_blocks(
+    config: ResolvedConfig, block_bytes: int, device: torch.device, ranks: int, measure: Callable[[], GpuMemory]
+) -> int:
+    """How many blocks a rank may have: an explicit count wins, then explicit bytes.
+
+    Where nothing is said, a GPU gives what is left of it, and a CPU a quarter of the free memory, at most 4 GiB: a
+    guest on the machine.
+
+    Args:
+        ranks: how many share the device.
+        measure: where a GPU's memory goes.
+
+    Raises:
+        ValueError: not enough for one sequence of max_model_len, or more than the device has.
+    """
+
+    def check_fits(num_bytes: int, option: str) -> None:
+        check_free_memory(ranks * num_bytes, device, "the KV cache", f"lower {option}")
+
+    if config.num_kvcache_blocks is not None:
+        check_pool(config.num_kvcache_blocks, config.block_size, config.max_model_len)
+        check_fits(config.num_kvcache_blocks * block_bytes, "num_kvcache_blocks")
+        return config.num_kvcache_blocks
+    if (budget := config.kvcache_memory_bytes) is not None:
+        check_fits(budget, "kvcache_memory_bytes")
+    elif device.type == "cuda":
+        memory = measure()
+        logger.info("GPU memory: %s", memory.describe())
+        budget = memory.left_for_cache(config.gpu_memory_utilization, ranks)
+    else:
+        budget = min(free_memory() // 4, CPU_CACHE_LIMIT) // ranks
+    return blocks_that_fit(budget, block_bytes, config.block_size, config.max_model_len)
 
 
 def blocks_that_fit(num_bytes: int, block_bytes: int, block_size: int, max_model_len: int) -> int:

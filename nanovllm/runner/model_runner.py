@@ -26,14 +26,7 @@ from nanovllm.models.loader import fill_randomly, load_weights
 from nanovllm.models.shape import Shape
 from nanovllm.runner.cuda_graphs import CudaGraphs, smallest_that_holds
 from nanovllm.runner.device_tables import DeviceTables
-from nanovllm.runner.kv_memory import (
-    GpuMemory,
-    blocks_that_fit,
-    check_free_memory,
-    check_pool,
-    cpu_cache_bytes,
-    memory_of_others,
-)
+from nanovllm.runner.kv_memory import GpuMemory, check_free_memory, count_blocks, memory_of_others
 from nanovllm.runner.logprobs import Logprobs, of_sampled, of_targets
 from nanovllm.runner.staging import Staging, to_device
 from nanovllm.runner.step_handle import StepHandle, Stopwatch
@@ -123,7 +116,9 @@ class ModelRunner:
         config = self.config
         with self._on_device():
             self._compile_kernels()
-            num_blocks = self.parallel.minimum(self._count_blocks())
+            ranks = self.parallel.ranks_per_device
+            num_blocks = count_blocks(config, self.block_bytes, self.device, ranks, self._profile)
+            num_blocks = self.parallel.minimum(num_blocks)
             self.caches = self._make_caches(num_blocks)
             if self.draft is not None:
                 self.draft.caches = self.draft._make_caches(num_blocks)
@@ -146,25 +141,6 @@ class ModelRunner:
     def _on_device(self) -> AbstractContextManager[object]:
         """Make this runner's GPU the current one, for whatever launches kernels or records events."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
-
-    def _count_blocks(self) -> int:
-        """How many blocks this rank may have: an explicit count wins, then explicit bytes."""
-        config = self.config
-        if config.num_kvcache_blocks is not None:
-            check_pool(config.num_kvcache_blocks, config.block_size, config.max_model_len)
-            num_bytes = config.num_kvcache_blocks * self.block_bytes
-            self._check_cache_fits(num_bytes, "num_kvcache_blocks")
-            return config.num_kvcache_blocks
-        budget = config.kvcache_memory_bytes
-        if budget is not None:
-            self._check_cache_fits(budget, "kvcache_memory_bytes")
-        elif self.device.type == "cuda":
-            memory = self._profile()
-            logger.info("GPU memory: %s", memory.describe())
-            budget = memory.left_for_cache(config.gpu_memory_utilization, self.parallel.ranks_per_device)
-        else:
-            budget = cpu_cache_bytes() // self.parallel.ranks_per_device
-        return blocks_that_fit(budget, self.block_bytes, config.block_size, config.max_model_len)
 
     @torch.inference_mode()
     def _compile_kernels(self) -> None:
@@ -191,10 +167,6 @@ class ModelRunner:
 
     def _new_graphs(self) -> CudaGraphs:
         return CudaGraphs(self._staging.buffer, self.config.max_num_seqs, self.tables.padding_row)
-
-    def _check_cache_fits(self, num_bytes: int, option: str) -> None:
-        num_bytes *= self.parallel.ranks_per_device
-        check_free_memory(num_bytes, self.device, "the KV cache", f"lower {option}")
 
     def _profile(self) -> GpuMemory:
         """Measure what the largest step and the graphs take, with a cache of a single block that everything shares."""
