@@ -35,10 +35,10 @@ def one_each(params: Any, count: int) -> list[SamplingParams | None]:
         return [params] * count
     if isinstance(params, (str, Mapping)) or not isinstance(params, Iterable):
         raise ValueError(f"sampling_params is {quote(params)}; it must be a SamplingParams, or one each")
-    params = list(params)
-    if len(params) != count:
-        raise ValueError(f"{len(params)} sampling_params for {count} prompts; give one for all or one each")
-    return params
+    each: list[SamplingParams | None] = list(params)
+    if len(each) != count:
+        raise ValueError(f"{len(each)} sampling_params for {count} prompts; give one for all or one each")
+    return each
 
 
 def as_iterable(requests: Any) -> Iterable[Any]:
