@@ -27,8 +27,8 @@ from nanovllm.batch.source import Line
 from nanovllm.batch.status import Status
 from nanovllm.config import EngineConfig
 from nanovllm.drafts.speculation import RowCosts, Speculation
+from nanovllm.edits import grammars
 from nanovllm.edits.grammars import Grammars
-from nanovllm.engine import grammars
 from nanovllm.outputs import Output
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len": 1024, "max_num_seqs": 64}
