@@ -4,6 +4,7 @@ import itertools
 import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from helpers.fakes import VOCAB, PairMatcher, expected_scores, expected_tokens, make_engine, three_bit_digest
 from helpers.integrity import check_scheduler
@@ -198,7 +199,7 @@ def test_a_plan_survives_packing():
     plan = engine.scheduler.schedule().plan
     unpacked = type(plan).unpack(plan.pack())
     for name in plan.__slots__:
-        assert getattr(plan, name).tolist() == getattr(unpacked, name).tolist()
+        assert np.array_equal(getattr(plan, name), getattr(unpacked, name))
     config = SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64, max_blocks_per_seq=8)
     assert len(plan.pack()) <= plan.max_packed_size(config)
 
