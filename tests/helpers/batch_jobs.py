@@ -114,7 +114,8 @@ class InstantLLM:
         }
 
     def stats(self) -> dict[str, int]:
-        return {"num_prompt_tokens": 0, "num_cached_tokens": 0, "num_generated_tokens": 0}
+        names = ("prompt", "cached", "generated", "draft", "accepted")
+        return {f"num_{name}_tokens": 0 for name in names}
 
     def close(self) -> None:
         self.is_closed = True
