@@ -164,7 +164,9 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     ratios = [pair["without"] / pair["with"] for pair in pairs]
     seconds = {name: sum(pair[name] for pair in pairs) for name in engines}
     drafted, accepted, generated = (totals[f"num_{name}_tokens"] for name in ("draft", "accepted", "generated"))
+    costs = engines["with"].engine.scheduler.speculation.costs
     return {
+        "row_ms": dict(zip(costs.rows.astype(int).tolist(), (1000 * costs.verified).round(1).tolist(), strict=True)),
         "same_tokens": same,
         "seconds": seconds,
         "ratio_of_all": seconds["without"] / seconds["with"],
