@@ -5,7 +5,7 @@
 
 namespace {
 
-constexpr int PANEL = 32, MAX_TILE_ROWS = 12, FEW_TILE_ROWS = 6, AHEAD = 64 * PANEL;
+constexpr int PANEL = 32, MAX_TILE_ROWS = REGISTER_ROWS, FEW_TILE_ROWS = MAX_TILE_ROWS / 2, AHEAD = 64 * PANEL;
 static_assert(2 * FEW_TILE_ROWS <= MAX_TILE_ROWS, "few rows take twice the columns in the same room");
 constexpr int64_t FEW_ROWS = 96, GROUP_UNITS = 1 << 17;  // units of a weight: half a MiB, half of a small L2 cache
 
@@ -24,29 +24,31 @@ struct Columns {
 // bits however many rows it is computed with. STREAM: fetch ahead.
 template <class T, int ROWS, int VECTORS, bool STREAM>
 inline void tile(const uint32_t* a, int64_t lda, Columns b, int64_t k, float* c, int64_t ldc, bool add) {
-    vf acc[ROWS][VECTORS];
+    rf acc[ROWS][VECTORS * PARTS];
 #pragma GCC unroll 24
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 24
-        for (int v = 0; v < VECTORS; ++v) acc[r][v] = add ? load<vf>(c + r * ldc + v * LANES) : vf{};
+        for (int v = 0; v < VECTORS * PARTS; ++v) acc[r][v] = add ? load<rf>(c + r * ldc + v * PART_LANES) : rf{};
     for (int64_t i = 0; i < k; ++i) {
-        vi bv[VECTORS];
+        ri bv[VECTORS * PARTS];
 #pragma GCC unroll 24
         for (int v = 0; v < VECTORS; ++v) {
-            bv[v] = load<vi>(b.at + i * b.row + v % 2 * b.vector + v / 2 * b.pair);
+            const uint32_t* from = b.at + i * b.row + v % 2 * b.vector + v / 2 * b.pair;
+#pragma GCC unroll 24
+            for (int p = 0; p < PARTS; ++p) bv[v * PARTS + p] = load<ri>(from + p * PART_LANES);
             if (STREAM) __builtin_prefetch(b.ahead + i * b.ahead_row + v % 2 * LANES + v / 2 * b.ahead_pair);
         }
 #pragma GCC unroll 24
         for (int r = 0; r < ROWS; ++r) {
             const uint32_t unit = a[r * lda + i];
 #pragma GCC unroll 24
-            for (int v = 0; v < VECTORS; ++v) acc[r][v] = T::fma(acc[r][v], unit, bv[v]);
+            for (int v = 0; v < VECTORS * PARTS; ++v) acc[r][v] = T::fma(acc[r][v], unit, bv[v]);
         }
     }
 #pragma GCC unroll 24
     for (int r = 0; r < ROWS; ++r)
 #pragma GCC unroll 24
-        for (int v = 0; v < VECTORS; ++v) store(c + r * ldc + v * LANES, acc[r][v]);
+        for (int v = 0; v < VECTORS * PARTS; ++v) store(c + r * ldc + v * PART_LANES, acc[r][v]);
 }
 
 template <class T, bool STREAM, int ROWS = MAX_TILE_ROWS>

@@ -25,6 +25,18 @@ typedef float vf __attribute__((vector_size(64)));
 typedef int32_t vi __attribute__((vector_size(64)));
 typedef uint16_t vh __attribute__((vector_size(32)));
 
+// What a register holds: compilers keep wider vectors in memory, which the innermost loop cannot afford.
+#if defined(__AVX512F__)
+constexpr int REGISTER = 64, REGISTER_ROWS = 12;
+#elif defined(__AVX__)
+constexpr int REGISTER = 32, REGISTER_ROWS = 3;
+#else
+constexpr int REGISTER = 16, REGISTER_ROWS = 3;
+#endif
+typedef float rf __attribute__((vector_size(REGISTER)));
+typedef int32_t ri __attribute__((vector_size(REGISTER)));
+constexpr int PARTS = 64 / REGISTER, PART_LANES = LANES / PARTS;
+
 template <class V> inline V load(const void* p) { V v; std::memcpy(&v, p, sizeof v); return v; }
 template <class V> inline void store(void* p, V v) { std::memcpy(p, &v, sizeof v); }
 inline vf splat(float x) { return vf{} + x; }
@@ -60,7 +72,7 @@ inline vf exp(vf x) {
 struct Float {
     using element = float;
     static constexpr int PER_UNIT = 1;
-    static inline vf fma(vf acc, uint32_t a, vi b) { float f; std::memcpy(&f, &a, 4); return acc + f * (vf)b; }
+    static inline rf fma(rf acc, uint32_t a, ri b) { float f; std::memcpy(&f, &a, 4); return acc + f * (rf)b; }
     static inline vf widen(const element* p) { return load<vf>(p); }
     static inline void narrow(element* p, vf v) { store(p, v); }
     static inline float to_float(element x) { return x; }
@@ -69,12 +81,12 @@ struct Float {
 struct BFloat16 {
     using element = uint16_t;
     static constexpr int PER_UNIT = 2;
-    static inline vf fma(vf acc, uint32_t a, vi b) {
+    static inline rf fma(rf acc, uint32_t a, ri b) {
 #ifdef __AVX512BF16__
-        return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)b, (__m512bh)_mm512_set1_epi32((int)a));
+        return (rf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)b, (__m512bh)_mm512_set1_epi32((int)a));
 #else
-        vi av = vi{} + (int32_t)a;
-        return acc + (vf)(av << 16) * (vf)(b << 16) + (vf)(av & ~0xffff) * (vf)(b & ~0xffff);
+        ri av = ri{} + (int32_t)a;
+        return acc + (rf)(av << 16) * (rf)(b << 16) + (rf)(av & ~0xffff) * (rf)(b & ~0xffff);
 #endif
     }
     static inline vf widen(const element* p) {
