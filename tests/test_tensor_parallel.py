@@ -25,6 +25,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.distributed import follower_group, follower_process
 from nanovllm.distributed.collectives import GroupParallel
 from nanovllm.distributed.leader import ThreadShare
+from nanovllm.engine.plan import HEADER
 from nanovllm.models import loader
 from nanovllm.outputs import Output
 
@@ -260,7 +261,7 @@ def test_a_follower_that_raises_fails_rank_0_with_its_traceback(model: Path) -> 
 
     def tell_wrongly(plan: Any) -> None:
         packed = plan.pack()
-        packed[5] = 10 * beyond  # the first sequence's row
+        packed[HEADER] = 10 * beyond  # the first sequence's row
         others._ring.write(packed, others.check)
 
     threading.Timer(0.5, setattr, (others, "tell", tell_wrongly)).start()
