@@ -27,8 +27,9 @@ from benchmarks.bench_compare import ENGINES, compare
 from benchmarks.bench_cost import Cost, Machine, Model, Step, ideal_steps, measure_machine, step_cost, synchronize
 from benchmarks.bench_workload import Workload, make_workload
 from nanovllm import LLM, EngineConfig, SamplingParams
+from nanovllm.engine.batch import Batch
 from nanovllm.engine.plan import StepResult
-from nanovllm.engine.scheduler import Batch, Scheduler
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.models.hub import read_config
 from nanovllm.models.presets import PRESETS, preset_config
 from nanovllm.models.shape import Shape

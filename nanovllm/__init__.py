@@ -1,4 +1,4 @@
-"""nano-vLLM: offline batch inference of Qwen, Llama and Mistral models, small enough to read in an afternoon."""
+"""nano-vLLM: offline batch inference of Qwen, Llama and Mistral models, by an engine small enough to be understood."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -27,7 +27,7 @@ class _Parser(argparse.ArgumentParser):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit status."""
-    parser = _Parser("nanovllm", description="Offline inference of Qwen, Llama and Mistral models.")
+    parser = _Parser("nanovllm", description="Offline inference of Qwen (with experts, too), Llama and Mistral models.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_run_batch(commands)

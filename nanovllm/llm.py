@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeVar, Unpack
 from nanovllm.chat import Message, read_conversation, render, rendering_arguments, split_conversations
 from nanovllm.config import EngineConfig
 from nanovllm.engine.answer import text_of
-from nanovllm.engine.llm_engine import StepObserver
+from nanovllm.engine.protocols import StepObserver
 from nanovllm.engine.request import Prompt, Request, derive_seed
 from nanovllm.load import load_engine
 from nanovllm.options import EngineOptions

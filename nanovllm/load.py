@@ -8,7 +8,8 @@ from typing import Any
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.leader import LeadingRunner
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.llm_engine import LLMEngine, StepObserver
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.protocols import StepObserver
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.tokenizer import Tokenizer
 from nanovllm.layers.parallel import Parallel

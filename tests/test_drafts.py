@@ -14,7 +14,7 @@ from test_speculation import FREE
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends.cpu_backend import CpuBackend
 from nanovllm.drafts.draft_model import ModelDrafter
-from nanovllm.engine.scheduler import Batch
+from nanovllm.engine.batch import Batch
 from nanovllm.engine.sequence import Sequence
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 3}

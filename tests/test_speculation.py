@@ -18,9 +18,9 @@ from nanovllm.batch.tally import Tally
 from nanovllm.drafts.draft_model import ModelDrafter
 from nanovllm.drafts.ngrams import NgramDrafter
 from nanovllm.drafts.speculation import RowCosts, Speculation, allot
+from nanovllm.engine.batch import Batch
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.plan import StepPlan
-from nanovllm.engine.scheduler import Batch
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.progress import ProgressBar

@@ -21,9 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanovllm.config import EngineConfig, ResolvedConfig
-from nanovllm.engine.llm_engine import Handle, Runner
+from nanovllm.engine.batch import Batch
 from nanovllm.engine.plan import ROW_SAMPLING, IntArray, StepPlan
-from nanovllm.engine.scheduler import Batch
+from nanovllm.engine.protocols import Handle, Runner
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.tokenizer import Tokenizer
 from nanovllm.models.config import load_model_config

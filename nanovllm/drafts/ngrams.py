@@ -11,8 +11,8 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
+from nanovllm.engine.batch import Batch
 from nanovllm.engine.plan import IntArray
-from nanovllm.engine.scheduler import Batch
 from nanovllm.engine.sequence import Sequence
 
 NUM_BYTES = 64 << 20

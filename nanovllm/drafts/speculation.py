@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from nanovllm.engine.batch import Batch
 from nanovllm.engine.plan import IntArray
-from nanovllm.engine.scheduler import Batch
 from nanovllm.engine.sequence import Sequence
 
 MISSES = 3

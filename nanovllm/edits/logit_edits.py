@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanovllm.edits.row_edits import RowEdits
+from nanovllm.engine.batch import Batch
 from nanovllm.engine.plan import IntArray
-from nanovllm.engine.scheduler import Batch
 from nanovllm.engine.sequence import Sequence
 
 

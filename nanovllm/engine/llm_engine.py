@@ -8,13 +8,14 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from nanovllm.config import ResolvedConfig
 from nanovllm.engine.answer import make_output
-from nanovllm.engine.plan import StepPlan, StepResult
+from nanovllm.engine.batch import Batch
+from nanovllm.engine.protocols import Handle, Runner, StepObserver
 from nanovllm.engine.request import MASK_64, Prompt, Request, derive_seed, prepare_request
-from nanovllm.engine.scheduler import Batch, Scheduler
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.tokenizer import Tokenizer
 from nanovllm.outputs import Output
@@ -28,44 +29,6 @@ if TYPE_CHECKING:
     from nanovllm.edits.row_edits import RowEdits
 
 logger = logging.getLogger(__name__)
-
-
-class Handle(Protocol):
-    """A launched step."""
-
-    def result(self) -> StepResult:
-        """Wait for the step, and read what it sampled."""
-        ...
-
-
-class Runner(Protocol):
-    """What does the plans' work: steps run in the order of their launch."""
-
-    def launch(self, plan: StepPlan, edits: "LogitEdits | None" = None) -> Handle:
-        """Start a step; edits are what is done to its logits before tokens are sampled."""
-        ...
-
-    def reason_to_close(self) -> str | None:
-        """Why nothing can run after a step has failed; None if the next step can."""
-        ...
-
-    def close(self) -> None: ...
-
-
-class StepObserver(Protocol):
-    """Is told of every step: the trace, or who measures."""
-
-    def planned(self, number: int, at: float, batch: Batch, scheduler: Scheduler) -> None:
-        """Step `number`, counted from 1, was planned, from `at` on (`time.perf_counter`); it is not launched yet."""
-        ...
-
-    def finished(self, number: int, batch: Batch, clock: Clock, result: StepResult) -> None:
-        """Step `number` was read, and its tokens taken in; the clock has its spans on the host."""
-        ...
-
-    def close(self) -> None:
-        """The engine is closed."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,13 +1,13 @@
 """Which sequences run in the next step, and how many tokens of each."""
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
+from nanovllm.engine.batch import Batch, Speculator
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.block_tables import BlockTables
 from nanovllm.engine.plan import ROW_SAMPLING, IntArray, StepPlan
@@ -15,59 +15,6 @@ from nanovllm.engine.row_table import RowTable
 from nanovllm.engine.scoring import NO_TARGETS, Scored, choose_targets, deal_out
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import FinishReason
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """A plan, and for whom its results are: `seqs` share what is sampled, `scored` the scores.
-
-    Without drafts `seqs[i]` gets the i-th sampled token. A step is read one or more steps after it was planned; by
-    then a sequence may have ended or been preempted, and its row may have a new owner. `generations` tells: it is the
-    row's generation at the time of planning.
-    """
-
-    plan: StepPlan
-    seqs: list[Sequence]
-    rows: IntArray
-    generations: IntArray
-    scored: Seq[Scored] = ()
-
-    def shares(self) -> Iterator[tuple[Sequence, IntArray]]:
-        """Each of seqs with the tokens of the plan that it is sampled from: its last known one, and its drafts."""
-        plan = self.plan
-        sampled = np.flatnonzero(plan.num_sampled)
-        ends, counts = plan.num_scheduled.cumsum()[sampled].tolist(), plan.num_sampled[sampled].tolist()
-        for seq, end, count in zip(self.seqs, ends, counts, strict=True):
-            yield seq, plan.token_ids[end - count : end]
-
-
-class Speculator(Protocol):
-    """Guesses tokens, and says how many guesses a step verifies: see drafts/, which no engine needs.
-
-    Attributes:
-        most: drafts a sequence and step.
-        num_draft_tokens, num_accepted_tokens: verified so far, and found right.
-    """
-
-    most: int
-    num_draft_tokens: int
-    num_accepted_tokens: int
-
-    def choose(self, seqs: Seq[Sequence], most: IntArray, num_rows: int) -> IntArray:
-        """How many drafts each of seqs, which decode, verifies in a step that computes num_rows tokens anyway."""
-        ...
-
-    def draft(self, batch: Batch) -> None:
-        """Write the drafts into the plan: the shares of its batch have room for as many as were chosen."""
-        ...
-
-    def learn(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
-        """What a step made of the drafts of a sequence."""
-        ...
-
-    def ended(self, seq: Sequence) -> None:
-        """The sequence has its last token."""
-        ...
 
 
 class Scheduler:

@@ -15,9 +15,10 @@ from typing import Any, TextIO
 
 import numpy as np
 
+from nanovllm.engine.batch import Batch
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.plan import StepResult
-from nanovllm.engine.scheduler import Batch, Scheduler
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.tokenizer import Tokenizer
 from nanovllm.utils.clock import Clock
