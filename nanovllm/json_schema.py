@@ -5,6 +5,7 @@
 """
 
 import json
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -38,6 +39,9 @@ _ALSO = {
     "date-time": (_REAL_DAY, _YEAR_FROM_1, _NO_LEAP_SECOND),
 }
 """Patterns that a format is to match as well: llguidance has 29 days in each February, a year 0, a second 60."""
+
+
+_SECONDS_OF_SEARCH = 0.3
 
 
 def read_schema(text: str) -> dict[str, Any]:
@@ -109,13 +113,18 @@ def _is_exact(value: Any) -> bool:
 
 
 def find_place(schema: dict[str, Any], error: str, error_of: Callable[[Any], str]) -> str:
-    """Where a schema has what makes its error: the innermost place that alone gives the same.
+    """Where a schema has what makes its error: the innermost place that alone gives the same, "#" if it is not found.
+
+    As each place is tried with all that it may refer to, a large schema's are searched for a limited time.
 
     Args:
         error_of: the error of a schema by itself; "" for a good one.
     """
     shared = {name: schema[name] for name in ("$schema", "$defs", "definitions") if name in schema}
+    deadline = time.monotonic() + _SECONDS_OF_SEARCH
     for place, part in subschemas(schema):
+        if time.monotonic() > deadline:
+            break
         if error_of({**shared, **part}).split("\n")[0] == error.split("\n")[0]:
             return place
     return "#"

@@ -276,7 +276,10 @@ class LLM:
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue a request for `step`, and return the number that it is known by there."""
         self.engine.check_free()
-        return self.engine.add(self.prepare(prompt, sampling_params)).seq_id
+        request = self.prepare(prompt, sampling_params)
+        if request.params.n > 1:
+            raise refuse(request.params.n, "n", "1 in this loop, which returns one completion a request")
+        return self.engine.add(request).seq_id
 
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
         """Run one step of the requests added.

@@ -134,8 +134,8 @@ class RayLLM:
             sampling_params: of all rows; None means the model's generation_config.
             options: see `EngineConfig`.
         """
-        if sampling_params is not None and sampling_params.logprobs is not None:
-            raise ValueError("sampling_params has logprobs, for which there is no column: use LLM.stream for them")
+        if sampling_params is not None:
+            _refuse_what_has_no_column(sampling_params.logprobs, sampling_params.n)
         self._llm = SharedLLM(model, **options)
         self._params = sampling_params or self._llm.get_default_sampling_params()
         self._threads = ThreadPoolExecutor(MAX_BATCHES)
@@ -178,10 +178,19 @@ class RayLLM:
             raise ValueError('a row has either "prompt" or "messages"')
         # Arrow gives every row the fields that any row has, as None.
         changes = {k: _plain(v) for k, v in (row.get("sampling_params") or {}).items() if v is not None}
-        if "logprobs" in changes:
-            raise ValueError("sampling_params has logprobs, for which there is no column: use LLM.stream for them")
+        _refuse_what_has_no_column(changes.get("logprobs"), changes.get("n", 1))
+        if isinstance(bias := changes.get("logit_bias"), Mapping):
+            changes["logit_bias"] = {token: value for token, value in bias.items() if value is not None}
+        if isinstance(fits := changes.get("structured_outputs"), Mapping) and isinstance(fits.get("json"), Mapping):
+            raise ValueError("structured_outputs.json is an object; a row has it as text, for Arrow mixes objects")
         prompt = given["prompt"] if "prompt" in given else self._llm.render_chat(given["messages"], None)
         return self._llm.prepare(prompt, replace(self._params, **changes))
+
+
+def _refuse_what_has_no_column(logprobs: int | None, n: int) -> None:
+    for name, is_asked in (("logprobs", logprobs is not None), ("n above 1", n != 1)):
+        if is_asked:
+            raise ValueError(f"sampling_params has {name}, for which there is no column: use LLM.stream for them")
 
 
 _NO_OUTPUT = {

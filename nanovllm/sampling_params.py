@@ -10,6 +10,7 @@ from nanovllm.structured_outputs import StructuredOutputsParams
 from nanovllm.utils.checks import as_bool, as_integer, as_list, as_number, refuse, refuse_unknown
 from nanovllm.vllm_names import SAMPLING, drop_harmless
 
+_MAX_N = 16384  # vLLM's limit
 _INT32_MAX = 2**31 - 1  # what plans carry; both values mean the whole vocabulary long before
 T = TypeVar("T")
 
@@ -131,7 +132,7 @@ class SamplingParams:
         if self.seed is not None:
             put("seed", as_integer(self.seed, "seed"))
         self._check_edits(put)
-        n = as_integer(self.n, "n", 1)
+        n = as_integer(self.n, "n", 1, _MAX_N)
         put(
             "n",
             n,

@@ -84,12 +84,17 @@ def test_left_early_a_stream_leaves_no_completion_behind(llm: LLM) -> None:
     assert llm.stats()["num_free_blocks"] == llm.stats()["num_blocks"]
 
 
-def test_step_by_step_a_prompt_ends_once(llm: LLM) -> None:
-    number = llm.add_request(SHORT, SamplingParams(1.0, 4, n=3, seed=1))
-    ended = []
-    while not llm.is_finished():
-        ended += llm.step()[0]
-    assert [i for i, _ in ended] == [number]
+def test_the_loop_of_steps_returns_one_completion_and_refuses_to_lose_others(llm: LLM) -> None:
+    with pytest.raises(ValueError, match=r"n is 3; .* one completion"):
+        llm.add_request(SHORT, SamplingParams(1.0, 4, n=3, seed=1))
+    assert llm.is_finished()
+
+
+def test_few_completions_wait_beyond_those_that_run(llm: LLM) -> None:
+    """A prompt is taken in while fewer than twice max_num_seqs sequences wait, however many its own are."""
+    most, waiting = 2 * llm.engine.config.max_num_seqs, llm.engine.scheduler.waiting
+    for _ in llm.stream((SHORT, SamplingParams(1.0, 2, n=7)) for _ in range(4 * most)):
+        assert len(waiting) < most + 7
 
 
 def test_prompt_logprobs_are_computed_once_and_logprobs_are_each_one_s(llm: LLM) -> None:

@@ -53,6 +53,21 @@ def expected(random_model: Path) -> list[Any]:
     return run(random_model, BASE | {"max_num_seqs": 1, "enable_prefix_caching": False}, REQUESTS)[0]
 
 
+def test_a_prompt_whose_scores_are_no_numbers_ends_alone_in_a_step_with_drafts(tmp_path: Path) -> None:
+    save_random(tmp_path, tie_word_embeddings=False)
+    sound = [([1, 2, 3, 4] * 8, SamplingParams(0, n, True)) for n in (40, 20, 20, 5)]
+    broken = [([5, 7, 9, 10, 11], SamplingParams(0, 5, prompt_logprobs=1))] * 12
+    with LLM(tmp_path, **BASE | {"max_num_seqs": 4, "speculative_config": NGRAM}) as llm:
+        llm.engine.scheduler.speculation.costs = FREE
+        llm.engine.scheduler.speculation.drafter = Parrot([[1] * 200], 1.0)
+        with torch.no_grad():
+            llm.engine.runner.model.embed_tokens.weight[7] = float("nan")
+        outputs = llm.generate(*map(list, zip(*sound, *broken, strict=True)), use_tqdm=False)
+        assert [o["finish_reason"] for o in outputs] == ["length"] * 4 + ["error"] * 12
+        assert [len(o["token_ids"]) for o in outputs[:4]] == [40, 20, 20, 5]
+        assert llm.stats()["num_draft_tokens"] > 0
+
+
 @pytest.mark.parametrize("options", VARIANTS.values(), ids=VARIANTS.keys())
 def test_outputs_are_those_without_drafts_however_requests_are_run(
     options: dict[str, Any], random_model: Path, expected: list[Any]

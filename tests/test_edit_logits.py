@@ -369,6 +369,22 @@ def test_the_reference_is_the_rule_and_broken_logits_stay_broken() -> None:
             assert float(given[index, token]) == pytest.approx(x, rel=1e-5, nan_ok=True)
 
 
+def test_a_bad_word_beyond_the_vocabulary_cannot_come_and_does_no_harm() -> None:
+    with LLM("tiny-qwen3", max_model_len=64) as llm:
+        llm.tokenizer.add_tokens([f"<added {i}>" for i in range(64)])
+        assert llm.tokenizer.encode("<added 63>")[0] >= llm.engine.vocab_size
+        words = ["<added 63>", "France<added 63>"]
+        params = [SamplingParams(0, 8), SamplingParams(0, 8, bad_words=words)]
+        plain, asked = llm.generate(["The capital of France is"] * 2, params, use_tqdm=False)
+        assert plain["token_ids"] == asked["token_ids"]
+
+
+@pytest.mark.parametrize("edits", [{"logit_bias": {7: 1e300}}, {"repetition_penalty": 1e-300}])
+def test_values_beyond_float32_do_what_large_ones_do(edits: dict[str, Any], llm: LLM) -> None:
+    (output,) = llm.generate(PROMPTS[:1], SamplingParams(0, 4, **edits), use_tqdm=False)
+    assert output["finish_reason"] == "length"
+
+
 def test_a_row_of_which_nothing_is_left_ends_with_an_error_and_the_others_go_on(llm: LLM) -> None:
     nothing = SamplingParams(0, 5, allowed_token_ids=[EOS], min_tokens=3)
     bad, good = llm.generate(PROMPTS[:2], [nothing, SamplingParams(0, 5)], use_tqdm=False)

@@ -2,6 +2,7 @@
 
 import json
 import random
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -76,6 +77,18 @@ def test_what_cannot_be_kept_is_refused_with_its_place(schema: Any, place: str, 
     message = str(error.value)
     assert message.startswith(f"structured_outputs.json: at {place}: " if place else "structured_outputs.json: ")
     assert words in message and len(message) < 600
+
+
+def test_a_large_bad_schema_takes_no_longer_for_its_place_and_a_second_time_nothing() -> None:
+    many = {f"d{i}": {"type": "string", "minLength": 1} for i in range(1000)}
+    bad = {"$defs": many, "type": "object", "properties": {"a": {"unevaluatedItems": 3}}}
+    seconds = []
+    for _ in range(2):
+        start = time.process_time()
+        with pytest.raises(ValueError, match=r"at #.*unevaluatedItems"):
+            GRAMMARS.compile(StructuredOutputsParams(json=bad))
+        seconds.append(time.process_time() - start)
+    assert seconds[0] < 2 and seconds[1] < 0.1
 
 
 @pytest.mark.parametrize(

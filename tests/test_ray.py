@@ -82,8 +82,18 @@ def test_rows_keep_their_columns_and_bad_ones_stop_no_others(reciter: Path) -> N
     assert len(result["generated_token_ids"][1]) == 20
     assert result["error"][:2] == ["", ""]
     assert "empty" in result["error"][2] and "size" in result["error"][3] and "logprobs" in result["error"][4]
-    with pytest.raises(ValueError, match="logprobs"):
-        RayLLM(str(reciter), SamplingParams(logprobs=1))
+    asked: list[dict[str, Any]] = [
+        {"logit_bias": {"5": 50.0, "6": None}},  # the other row's token, as Arrow has it
+        {"logit_bias": {"5": None, "6": 50.0}, "n": None},
+        {"n": 2},
+        {"structured_outputs": {"json": {"type": "object", "items": None}, "regex": None}},
+    ]
+    result = llm.generate({"prompt": np.array(["a"] * 4, dtype=object), "sampling_params": np.array(asked)})
+    assert result["error"][:2] == ["", ""] and [ids[0] for ids in result["generated_token_ids"][:2]] == [5, 6]
+    assert "n above 1" in result["error"][2] and "as text" in result["error"][3]
+    for params in (SamplingParams(logprobs=1), SamplingParams(n=2)):
+        with pytest.raises(ValueError, match="no column"):
+            RayLLM(str(reciter), params)
 
 
 # ---- parts

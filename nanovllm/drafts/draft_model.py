@@ -135,6 +135,8 @@ class ModelDrafter:
         token_ids = np.concatenate(pieces)
         token_ids[token_ids >= self._own_vocab_size] = 0
         sampled = (num_drafts[order] > 0).astype(np.int32)
+        new_rows = plan.new_rows.copy()
+        new_rows["num_logprobs"] = -1  # nobody asks for a draft's
         first = StepPlan(
             rows=plan.rows[order],
             num_computed=starts[order],
@@ -144,7 +146,7 @@ class ModelDrafter:
             token_ids=token_ids,
             targets=np.empty(0, np.int32),
             block_entries=plan.block_entries,
-            new_rows=plan.new_rows,
+            new_rows=new_rows,
             of_draft=True,
         )
         return order[sampled > 0], self._runner.launch(first)

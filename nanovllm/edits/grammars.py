@@ -59,7 +59,8 @@ class Grammars:
             self._tokenizer = LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=sorted(eos_token_ids))
         except ValueError as why:  # it does not spell bytes
             raise ValueError(f"structured_outputs cannot be had with this model's tokenizer: {why}") from None
-        self._kept: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], LLMatcher | str] = OrderedDict()
+        """The grammars asked for last; of a bad one, what is wrong with it."""
         self._lock = Lock()  # requests are prepared ahead, in a thread
 
     def compile(self, params: StructuredOutputsParams | Mapping[str, Any]) -> LLMatcher:
@@ -71,12 +72,14 @@ class Grammars:
         params = StructuredOutputsParams.of(params)
         key = params.kind, params.text
         with self._lock:
-            matcher = self._kept[key] = self._kept.pop(key) if key in self._kept else self._compile(*key)
+            found = self._kept[key] = self._kept.pop(key) if key in self._kept else self._compile(*key)
             if len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
-        return matcher
+        if isinstance(found, str):
+            raise ValueError(found)
+        return found
 
-    def _compile(self, kind: str, text: str) -> LLMatcher:
+    def _compile(self, kind: str, text: str) -> LLMatcher | str:
         try:
             if kind in ("json", "json_object"):
                 return self._compile_schema(read_schema(text) if kind == "json" else {"type": "object"})
@@ -89,7 +92,7 @@ class Grammars:
             if error:
                 raise ValueError(error)
         except ValueError as why:
-            raise ValueError(f"structured_outputs.{kind}: {str(why)[:MOST_SAID]}") from None
+            return f"structured_outputs.{kind}: {str(why)[:MOST_SAID]}"
         return matcher
 
     def _compile_schema(self, schema: Any) -> LLMatcher:

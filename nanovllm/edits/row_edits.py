@@ -10,6 +10,9 @@ import numpy as np
 from nanovllm.engine.plan import IntArray
 from nanovllm.sampling_params import SamplingParams
 
+_MOST = 1e30
+"""A larger bias or penalty does no more than this, which leaves logits finite in float32."""
+
 
 def _packed(token_ids: Iterable[int], vocab_size: int) -> IntArray:
     """The mask in which token_ids are set."""
@@ -29,10 +32,14 @@ class RowEdits:
             bad_words: the token ids of each.
             stop_ids: what min_tokens keeps from coming.
         """
-        self.penalties = (params.repetition_penalty, params.frequency_penalty, params.presence_penalty)
+        repetition = min(max(params.repetition_penalty, 1 / _MOST), _MOST)
+        self.penalties = (repetition, params.frequency_penalty, params.presence_penalty)
         self.has_penalties = self.penalties != (1, 0, 0)
         bias = params.logit_bias or {}
-        self.bias_ids, self.bias = np.array([*bias], np.int64), np.array([*bias.values()], np.float32)
+        self.bias_ids, self.bias = (
+            np.array([*bias], np.int64),
+            np.clip([*bias.values()], -_MOST, _MOST).astype(np.float32),
+        )
         self._masks: list[tuple[float, IntArray]] = []
         """Each with the length of the output from which on it no longer holds."""
         if params.allowed_token_ids is not None:

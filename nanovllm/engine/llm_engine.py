@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -287,8 +286,10 @@ class LLMEngine:
 
     def _take_in(self, incoming: Iterator[tuple[int, Request]], numbers: dict[Sequence, int]) -> bool:
         """Queue the next requests and note their numbers; False if there is nothing left to run."""
-        room = 2 * self.config.max_num_seqs - len(self.scheduler.waiting)
-        for number, request in islice(incoming, max(room, 0)):
+        while len(self.scheduler.waiting) < 2 * self.config.max_num_seqs:
+            if (numbered := next(incoming, None)) is None:
+                break
+            number, request = numbered
             numbers[self.add(request)] = number
         return bool(numbers)
 

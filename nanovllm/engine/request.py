@@ -63,6 +63,7 @@ def prepare_request(
     if params.bad_words and tokenizer is None:
         raise ValueError("bad_words need a tokenizer, and this model has none; use logit_bias")
     bad_words = [] if tokenizer is None else tokenizer.bad_words(params.bad_words or (), max_model_len)
+    bad_words = [word for word in bad_words if max(word) < vocab_size]  # others cannot come
     text, token_ids = tokenize_prompt(prompt, tokenizer, max_model_len)
     if not token_ids:
         raise ValueError("the prompt is empty; it must have at least one token")

@@ -292,6 +292,9 @@ class Scheduler:
         table, ended = self._table, list[Sequence]()
         at = 0
         for seq, (_, *drafts) in batch.shares():
+            if seq.finish_reason is not None:  # by the same step's scores, which were no numbers
+                at += 1 + len(drafts)
+                continue
             for kept, token_id in enumerate(token_ids[at : at + 1 + len(drafts)].tolist(), 1):
                 seq.token_ids.append(token_id)
                 self.num_generated_tokens += 1
