@@ -10,7 +10,7 @@ from helpers.integrity import check_blocks
 from helpers.tiny import BLOCK, VOCAB_SIZE, draw_prompts
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.block_manager import BlockManager, prefix_digest
+from nanovllm.engine.block_manager import prefix_digest
 
 OPTIONS = {"dtype": "float32", "max_model_len": 12 * BLOCK, "kvcache_block_size": BLOCK, "num_kvcache_blocks": 64}
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -137,10 +137,9 @@ def test_colliding_digests_never_serve_wrong_kv(make: Callable[..., LLM]) -> Non
     """With 3 bits of digest nearly every look-up meets other content."""
     turns = draw_prompts([3 * BLOCK + 5] * 12) * 2
     expected, _ = generate(make(enable_prefix_caching=False), turns)
-    llm = make()
-    llm.engine.scheduler.block_manager = manager = BlockManager(
-        64, BLOCK, digest=lambda parent, tokens: bytes([prefix_digest(parent, tokens)[0] & 7])
-    )
+    llm = make(num_kvcache_blocks=64)
+    manager = llm.engine.scheduler.block_manager
+    manager._digest = lambda parent, tokens: bytes([prefix_digest(parent, tokens)[0] & 7])
     outputs = [output for pair in pairwise([0, 5, 11, 24]) for output in generate(llm, turns[slice(*pair)])[0]]
     assert [o["token_ids"] for o in outputs] == [o["token_ids"] for o in expected]
     assert any(o["num_cached_tokens"] for o in outputs)
