@@ -9,6 +9,8 @@ from nanovllm.engine.plan import IntArray
 from nanovllm.engine.row_table import RowTable
 from nanovllm.engine.sequence import Sequence
 
+_NO_ENTRIES = np.empty((0, 3), np.int32)
+
 
 class BlockTables:
     """Grows the sequences' block tables and notes what is new in them, for the device's."""
@@ -20,7 +22,9 @@ class BlockTables:
 
     def new_entries(self) -> IntArray:
         """int32 [n, 3], the (row, index, block) entries since it was called last."""
-        entries = np.array(self._new_entries, np.int32).reshape(-1, 3)
+        if not self._new_entries:  # as in most steps
+            return _NO_ENTRIES
+        entries = np.array(self._new_entries, np.int32)
         self._new_entries.clear()
         return entries
 

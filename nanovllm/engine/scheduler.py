@@ -16,6 +16,8 @@ from nanovllm.engine.scoring import NO_TARGETS, Scored, choose_targets, deal_out
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import FinishReason
 
+_NO_NEW_ROWS = np.empty(0, ROW_SAMPLING)
+
 
 class Scheduler:
     """Plans steps for the sequences it holds, and takes in what the steps sampled.
@@ -116,7 +118,7 @@ class Scheduler:
             preempted = True
         if not num_scheduled.all():
             rows, num_scheduled = rows[num_scheduled > 0], num_scheduled[num_scheduled > 0]
-        return rows, num_scheduled.astype(np.int32), preempted
+        return rows, num_scheduled.astype(np.int32, copy=False), preempted
 
     def _choose_drafts(self, speculation: Speculator, rows: IntArray, num_scheduled: IntArray) -> IntArray:
         """How many drafts each of the rows verifies, after its last known token: as many as speculation thinks fit.
@@ -226,7 +228,7 @@ class Scheduler:
             token_ids=token_ids,
             targets=targets,
             block_entries=self._blocks.new_entries(),
-            new_rows=np.array(self._new_rows, ROW_SAMPLING),
+            new_rows=np.array(self._new_rows, ROW_SAMPLING) if self._new_rows else _NO_NEW_ROWS,
         )
         self._new_rows.clear()
         sampled = rows[num_sampled > 0]
