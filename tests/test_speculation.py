@@ -263,6 +263,10 @@ def test_the_outputs_of_ended_sequences_are_found_by_others_until_there_is_no_ro
     drafter.ended(seq)
     assert drafts_of(drafter, [9, 2, 3]) == [50, 51], "what follows the prompt's last tokens is output"
     assert drafts_of(drafter, [9, 60, 61, 62]) == [63, 64, 65]
+    repeating = Sequence(1001, [1, 2, 3], SamplingParams(), max_model_len=1000)
+    repeating.token_ids.extend([7] * 12)
+    drafter.ended(repeating)
+    assert drafts_of(drafter, [7, 7]) == [7], "a text that is shorter than what agrees with it"
     for i in range(40):
         other = Sequence(2000 + i, [1, 2, 3], SamplingParams(), max_model_len=1000)
         other.token_ids.extend(range(100 * i, 100 * i + 30))

@@ -109,8 +109,8 @@ class NgramDrafter:
 
     def _agreement(self, text: "array[int]", other: "array[int]", at: int, most: int) -> int:
         """How many of the last tokens of text are those of other up to `at`, counted up to `most`."""
-        length, last = 0, len(text) - 1
-        while length < most and length <= at and text[last - length] == other[at - length]:
+        length, last, most = 0, len(text) - 1, min(most, len(text), at + 1)  # either may begin sooner
+        while length < most and text[last - length] == other[at - length]:
             length += 1
         return length
 
