@@ -47,7 +47,7 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
             runner = LeadingRunner(config, hf_config, weights)
     try:
         tokenizer = tokenizer_to_be.result()
-    except ValueError:
+    except BaseException:
         runner.close()
         raise
     make_blocks: Callable[[int, int, bool], BlockManager] = BlockManager
