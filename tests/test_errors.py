@@ -169,7 +169,7 @@ BAD_VALUES: list[tuple[str, Any, str]] = [
     *(("seed", value, "integer") for value in (1.5, "1", True)),
     *(("logprobs", value, "integer") for value in (1.5, "1", True)),
     ("logprobs", -1, "0 or more"),
-    *(("n", value, "at least 1") for value in (0, -1)),
+    *(("n", value, "from 1 to 16384") for value in (0, -1)),
     *((name, value, r"\[-2, 2\]") for name in ("presence_penalty", "frequency_penalty") for value in (-2.1, math.nan)),
     *(("repetition_penalty", value, "above 0") for value in (0, -1.5, math.nan, math.inf)),
     *(("repetition_penalty", value, "number") for value in ("1", None)),
