@@ -256,7 +256,7 @@ class LLM:
                     return
                 for seq in self.engine.scheduler.running:
                     sure = text_of(seq, seq.output_token_ids, self.engine.tokenizer).rstrip("\ufffd")
-                    if piece := sure[len(given) : len(sure) - num_held]:
+                    if piece := sure[len(given) : max(len(sure) - num_held, 0)]:
                         given += piece
                         yield piece
 

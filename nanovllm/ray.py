@@ -34,6 +34,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.llm import LLM
 from nanovllm.outputs import Output
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import refuse
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +136,7 @@ class RayLLM:
             options: see `EngineConfig`.
         """
         if sampling_params is not None:
-            _refuse_what_has_no_column(sampling_params.logprobs, sampling_params.n)
+            _refuse_what_has_no_column(sampling_params)
         self._llm = SharedLLM(model, **options)
         self._params = sampling_params or self._llm.get_default_sampling_params()
         self._threads = ThreadPoolExecutor(MAX_BATCHES)
@@ -168,6 +169,7 @@ class RayLLM:
                 "finish_reason": output["finish_reason"],
                 "num_prompt_tokens": len(output["prompt_token_ids"]),
                 "num_cached_tokens": output["num_cached_tokens"],
+                "error": output.error or "",
             }
         return {**batch, **{name: [result[name] for result in added] for name in _NO_OUTPUT}}
 
@@ -176,20 +178,25 @@ class RayLLM:
         given = {name: _plain(row[name]) for name in ("prompt", "messages") if row.get(name) is not None}
         if len(given) != 1:
             raise ValueError('a row has either "prompt" or "messages"')
+        own = row.get("sampling_params") or {}
+        if not isinstance(own, Mapping):
+            raise refuse(own, "sampling_params", "an object of SamplingParams' fields")
         # Arrow gives every row the fields that any row has, as None.
-        changes = {k: _plain(v) for k, v in (row.get("sampling_params") or {}).items() if v is not None}
-        _refuse_what_has_no_column(changes.get("logprobs"), changes.get("n", 1))
+        changes = {k: _plain(v) for k, v in own.items() if v is not None}
         if isinstance(bias := changes.get("logit_bias"), Mapping):
             changes["logit_bias"] = {token: value for token, value in bias.items() if value is not None}
         if isinstance(fits := changes.get("structured_outputs"), Mapping) and isinstance(fits.get("json"), Mapping):
             raise ValueError("structured_outputs.json is an object; a row has it as text, for Arrow mixes objects")
         prompt = given["prompt"] if "prompt" in given else self._llm.render_chat(given["messages"], None)
-        return self._llm.prepare(prompt, replace(self._params, **changes))
+        params = replace(self._params, **changes)
+        _refuse_what_has_no_column(params)
+        return self._llm.prepare(prompt, params)
 
 
-def _refuse_what_has_no_column(logprobs: int | None, n: int) -> None:
-    for name, is_asked in (("logprobs", logprobs is not None), ("n above 1", n != 1)):
-        if is_asked:
+def _refuse_what_has_no_column(params: SamplingParams) -> None:
+    asked = {"logprobs": params.logprobs, "prompt_logprobs": params.prompt_logprobs}
+    for name, value in {**asked, "n above 1": None if params.n == 1 else params.n}.items():
+        if value is not None:
             raise ValueError(f"sampling_params has {name}, for which there is no column: use LLM.stream for them")
 
 

@@ -3,6 +3,7 @@
 import copy
 import json
 import pickle
+import random
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 from helpers.tiny import END, NOTE, SPOKEN, TURN, draw_prompts, edit_json, greedy, make_tokenizer, save_random
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
 
 from nanovllm import LLM, Completion, Output, SamplingParams
 from nanovllm.engine.tokenizer import StopStringMatcher
@@ -137,6 +139,20 @@ def test_stop_strings_are_found_in_any_tokens(token_ids: list[int], stop: list[s
         assert not any(s in matcher.text for s in stop)
     else:
         assert not any(s in decoded for s in stop if "\ufffd" not in s)
+
+
+def test_bytes_that_are_no_text_leave_a_decoder_that_falls_back_to_bytes_its_stop_strings() -> None:
+    """After "#" as a byte and bytes that are no text it would take "#" back, for which tokenizers raises."""
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁": 256, "stop": 257, "<unk>": 258}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    rng = random.Random(0)
+    for _ in range(300):
+        matcher = StopStringMatcher(tokenizer, SamplingParams(stop="stop"), rng.choices(range(257), k=2))
+        assert not any(matcher.feed(token_id) for token_id in rng.choices(range(257), k=20))
+        assert matcher.feed(257)
 
 
 def test_max_tokens_cuts_it(llm: LLM) -> None:

@@ -85,13 +85,18 @@ def test_rows_keep_their_columns_and_bad_ones_stop_no_others(reciter: Path) -> N
     asked: list[dict[str, Any]] = [
         {"logit_bias": {"5": 50.0, "6": None}},  # the other row's token, as Arrow has it
         {"logit_bias": {"5": None, "6": 50.0}, "n": None},
-        {"n": 2},
+        {"n": 2, "temperature": 1.0},
         {"structured_outputs": {"json": {"type": "object", "items": None}, "regex": None}},
     ]
     result = llm.generate({"prompt": np.array(["a"] * 4, dtype=object), "sampling_params": np.array(asked)})
     assert result["error"][:2] == ["", ""] and [ids[0] for ids in result["generated_token_ids"][:2]] == [5, 6]
     assert "n above 1" in result["error"][2] and "as text" in result["error"][3]
-    for params in (SamplingParams(logprobs=1), SamplingParams(n=2)):
+    odd: list[Any] = [{"prompt_logprobs": 1}, "greedy", {"allowed_token_ids": [5]}]
+    odd.append({"allowed_token_ids": [5], "bad_words": [llm._llm.token_text(5)]})
+    result = llm.generate({"prompt": ["a"] * 4, "sampling_params": odd})
+    assert "prompt_logprobs" in result["error"][0] and "greedy" in result["error"][1] and result["error"][2] == ""
+    assert result["finish_reason"][3] == "error" and "no token that may come" in result["error"][3]
+    for params in (SamplingParams(logprobs=1), SamplingParams(prompt_logprobs=1), SamplingParams(n=2)):
         with pytest.raises(ValueError, match="no column"):
             RayLLM(str(reciter), params)
 

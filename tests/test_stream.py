@@ -173,6 +173,14 @@ def test_the_pieces_of_stream_tokens_are_the_text(params: dict[str, Any], depth:
         assert_idle(llm)
 
 
+@pytest.mark.parametrize("stop", ["bcdefgh", ["cdefghi", "never comes"]], ids=str)
+def test_no_piece_is_the_beginning_of_a_stop_string_that_ends_the_text(stop: Any, reciter: Path) -> None:
+    with LLM(reciter, **OPTIONS) as llm:
+        params = SamplingParams(temperature=0, max_tokens=64, stop=stop)
+        (output,) = llm.generate("a", params, use_tqdm=False)
+        assert "".join(llm.stream_tokens("a", params)) == output.text
+
+
 def test_stream_tokens_needs_a_tokenizer_and_a_good_prompt(llm: LLM, reciter: Path) -> None:
     with pytest.raises(ValueError, match="no tokenizer"):
         list(llm.stream_tokens([1]))

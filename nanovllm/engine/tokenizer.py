@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +132,8 @@ class StopStringMatcher:
         from tokenizers.decoders import DecodeStream
 
         self._backend, self._stop = backend, tuple(params.stop or ())
-        self._stream = DecodeStream(list(context), params.skip_special_tokens)
+        self._begin = partial(DecodeStream, skip_special_tokens=params.skip_special_tokens)
+        self._stream = self._begin(list(context))
         self._num_free = params.min_tokens  # tokens still to come that end nothing
         self._is_included = params.include_stop_str_in_output
         self.text = ""
@@ -141,7 +143,11 @@ class StopStringMatcher:
 
     def feed(self, token_id: int) -> bool:
         """Take the next token; True once a stop string is complete."""
-        piece = self._stream.step(self._backend, token_id)
+        try:
+            piece = self._stream.step(self._backend, token_id)
+        except Exception:  # tokenizers': a decoder of single bytes, after some that are no text, takes back a character
+            self._stream = self._begin([])
+            piece = self._stream.step(self._backend, token_id)
         self._num_free -= 1
         if not piece:
             return False
