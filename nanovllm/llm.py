@@ -293,8 +293,9 @@ class LLM:
         ended = [(seq.seq_id, seq.output_token_ids) for seq in self.engine.step()] if self.engine.has_work else []
         if (batch := self.engine.last_read) is None:
             return ended, 0
-        num_tokens = batch.plan.num_tokens
-        return ended, -num_tokens if num_tokens == batch.plan.num_sampled.sum() else num_tokens
+        plan, lengths = batch.plan, [seq.num_prompt_tokens for seq in batch.seqs]
+        are_decodes = plan.num_tokens == plan.num_sampled.sum() and (plan.num_computed >= lengths).all()
+        return ended, -plan.num_tokens if are_decodes else plan.num_tokens
 
     def is_finished(self) -> bool:
         """Whether every request added has ended."""

@@ -212,6 +212,9 @@ def test_the_loop_of_nano_vllm_ends_requests_as_generate_does(llm: LLM) -> None:
         assert num_prefill >= sum(map(len, PROMPTS))
         assert num_decode > 0
         assert loop.step() == ([], 0)
+        loop.add_request([1], greedy(2))
+        counts = [loop.step()[1] for _ in range(3)]
+        assert [count for count in counts if count] == [1, -1], "a prompt of one token is no decode"
         assert_idle(loop)
 
 
