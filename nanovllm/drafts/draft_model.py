@@ -12,6 +12,7 @@ what the target will draw.
 """
 
 import json
+from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -107,10 +108,11 @@ class ModelDrafter:
     def draft(self, batch: Batch) -> None:
         plan = batch.plan
         num_drafts = plan.num_drawn - 1
+        most, after = int(num_drafts.max()), plan.num_scheduled.cumsum()
         ends = plan.num_computed + plan.num_scheduled - num_drafts
-        drawn = np.zeros((plan.num_seqs, max(int(num_drafts.max()), 1)), np.int32)
+        drawn = np.zeros((plan.num_seqs, max(most, 1)), np.int32)
         passes = [self._launch_first(batch, ends, num_drafts)]
-        for i in range(1, int(num_drafts.max())):
+        for i in range(1, most):
             who = np.flatnonzero(num_drafts > i)
             decodes = self._decodes(plan.rows[who], ends[who] + np.int32(i - 1))
             passes.append((who, self._runner.launch(decodes)))
@@ -118,25 +120,28 @@ class ModelDrafter:
             drawn[who, i] = handle.result().token_ids
         drawn[(drawn < 0) | (drawn >= self._vocab_size)] = 0
         self._num_computed[plan.rows] = ends + np.maximum(num_drafts - 1, 0)
-        for drafts, (_, share) in zip(drawn[plan.num_sampled > 0], batch.shares(), strict=True):
-            share[1:] = drafts[: len(share) - 1]
+        is_draft = np.arange(drawn.shape[1]) < num_drafts[:, None]
+        plan.token_ids[((after - num_drafts)[:, None] + np.arange(drawn.shape[1]))[is_draft]] = drawn[is_draft]
 
     def _launch_first(self, batch: Batch, ends: IntArray, num_drafts: IntArray) -> tuple[Places, Handle]:
         """The pass that computes each sequence's known tokens up to `ends`; and which it samples, in its order."""
         plan, known = batch.plan, dict(zip(batch.rows.tolist(), batch.seqs, strict=True))
-        self._num_computed[plan.new_rows["row"]] = np.iinfo(np.int32).max
+        if len(new_rows := plan.new_rows):
+            self._num_computed[new_rows["row"]] = np.iinfo(np.int32).max
+            new_rows = new_rows.copy()
+            new_rows["num_logprobs"] = -1  # nobody asks for a draft's
         starts = np.minimum(self._num_computed[plan.rows], plan.num_computed)
         order = np.argsort(ends - starts > 1, kind="stable")  # decodes first
-        after, pieces = plan.num_scheduled.cumsum(), []
-        for i in order.tolist():
-            seq = known.get(int(plan.rows[i]))  # the plan has a prompt's tokens, and may have left out sampled ones
-            of_plan = plan.token_ids[after[i] - plan.num_scheduled[i] : after[i]]
-            pieces.append(of_plan if seq is None else np.array(seq.token_ids[starts[i] : ends[i]], np.int32))
-        token_ids = np.concatenate(pieces)
+        after, tokens = plan.num_scheduled.cumsum(), array("i")
+        spans = np.stack((plan.rows, starts, ends, after - plan.num_scheduled, after), 1)[order]
+        for row, start, end, of_plan, to in spans.tolist():
+            if (seq := known.get(row)) is not None:  # the plan may have left out sampled tokens
+                tokens += seq.token_ids[start:end]
+            else:
+                tokens.frombytes(plan.token_ids[of_plan:to].tobytes())
+        token_ids = np.frombuffer(tokens, np.int32)
         token_ids[token_ids >= self._own_vocab_size] = 0
         sampled = (num_drafts[order] > 0).astype(np.int32)
-        new_rows = plan.new_rows.copy()
-        new_rows["num_logprobs"] = -1  # nobody asks for a draft's
         first = StepPlan(
             rows=plan.rows[order],
             num_computed=starts[order],

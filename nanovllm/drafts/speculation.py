@@ -122,8 +122,10 @@ class Speculation:
             most: drafts a sequence and step.
         """
         self.drafter, self.most, self.costs = drafter, most, costs
-        self._right, self._tried = HOPE * np.full(most + 1, 8.0), np.full(most + 1, 8.0)
+        self._right, self._tried = [8 * HOPE] * (most + 1), [8.0] * (most + 1)
         """Over all sequences, by the length of the offer."""
+        self._asked, self._may_pay = (b"", 0), False
+        """Whether certain drafts would have paid in the last step, which had room for so many: most look alike."""
         self.num_draft_tokens = self.num_accepted_tokens = 0
 
     def choose(self, seqs: Seq[Sequence], most: IntArray, num_rows: int) -> IntArray:
@@ -139,17 +141,19 @@ class Speculation:
             record = seq.drafting = seq.drafting or Record()
             if record.resumes_at > len(seq.token_ids):
                 most[i] = 0
-        sure = np.full(len(seqs), SURE)
-        if not allot(most, sure, len(seqs), num_rows, self.costs).any():
-            return np.zeros_like(most)  # not even certain ones would pay
+        if (asked := (most.tobytes(), num_rows)) != self._asked:
+            self._asked, sure = asked, np.full(len(seqs), SURE)
+            self._may_pay = bool(allot(most, sure, len(seqs), num_rows, self.costs).any())
+        if not self._may_pay:
+            return np.zeros_like(most)
         offers = self.drafter.offer(seqs, most)
-        usual = self._right / self._tried
-        records = [seq.drafting for seq in seqs]
-        rates = np.empty(len(seqs))
-        for i, (record, offer) in enumerate(zip(records, offers.tolist(), strict=True)):
-            rates[i] = min((record.right + 2 * usual[offer]) / (record.tried + 2), SURE)
+        usual = [right / tried for right, tried in zip(self._right, self._tried, strict=True)]
+        rates = []
+        for seq, offer in zip(seqs, offers.tolist(), strict=True):
+            record = seq.drafting
             record.offered = offer
-        return allot(offers, rates, len(seqs), num_rows, self.costs)
+            rates.append(min((record.right + 2 * usual[offer]) / (record.tried + 2), SURE))
+        return allot(offers, np.array(rates), len(seqs), num_rows, self.costs)
 
     def draft(self, batch: Batch) -> None:
         self.drafter.draft(batch)
@@ -163,9 +167,9 @@ class Speculation:
         record: Record = seq.drafting
         num_tried = min(num_accepted + 1, num_drafts)  # those after the first wrong one tell nothing
         record.right, record.tried = 0.8 * record.right + num_accepted, 0.8 * record.tried + num_tried
-        of_all, offer = (self._right, self._tried), record.offered
-        for counts, count in zip(of_all, (num_accepted, num_tried), strict=True):
-            counts[offer] = 0.98 * counts[offer] + count
+        offer = record.offered
+        self._right[offer] = 0.98 * self._right[offer] + num_accepted
+        self._tried[offer] = 0.98 * self._tried[offer] + num_tried
         if num_accepted:
             record.misses, record.pause = 0, SHORTEST_PAUSE
             return

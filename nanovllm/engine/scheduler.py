@@ -131,8 +131,9 @@ class Scheduler:
         missing = -(-(num_tokens + most) // manager.block_size) - table.num_blocks[rows]
         if np.maximum(missing, 0).sum() > manager.num_free:
             most = np.minimum(most, table.num_blocks[rows] * manager.block_size - num_tokens)
-        edits = {row: self._resident[row].edits for row in self.edited_rows}
-        most[np.isin(rows, [row for row, of_row in edits.items() if of_row and not of_row.allows_drafts])] = 0
+        if self.edited_rows:
+            edits = {row: self._resident[row].edits for row in self.edited_rows}
+            most[np.isin(rows, [row for row, of_row in edits.items() if of_row and not of_row.allows_drafts])] = 0
         decodes = np.flatnonzero((num_scheduled == 1) & (table.num_computed[rows] + 1 == num_tokens) & (most > 0))
         num_drafts, num_rows = np.zeros_like(num_scheduled), int(num_scheduled.sum())
         if len(decodes) and (room := (self.max_num_batched_tokens - num_rows) // len(decodes)):
@@ -207,11 +208,10 @@ class Scheduler:
         token_ids = np.full(int(num_scheduled.sum()), -1, np.int32)
         is_sent = num_computed < table.num_sent[rows]
         if is_sent.any():
-            after = num_scheduled.cumsum()
-            for i in np.flatnonzero(is_sent).tolist():
-                known = self._resident[int(rows[i])].token_ids[num_computed[i] : ends[i]]
-                start = after[i] - num_scheduled[i]
-                token_ids[start : start + len(known)] = known  # drafts follow
+            places, starts = token_ids.data, num_scheduled.cumsum() - num_scheduled
+            for row, at, start, end in np.stack((rows, starts, num_computed, ends), 1)[is_sent].tolist():
+                known = self._resident[row].token_ids[start:end]
+                places[at : at + len(known)] = known  # drafts follow
         num_logits = num_sampled = np.maximum(ends + 1 - table.num_tokens[rows], 0)  # more than 1: with drafts
         scored: Seq[Scored] = ()
         targets = NO_TARGETS
@@ -291,33 +291,39 @@ class Scheduler:
         The blocks that the rejected ones were computed into stay with the sequence.
         """
         assert self.speculation is not None
-        table, ended = self._table, list[Sequence]()
-        at = 0
-        for seq, (_, *drafts) in batch.shares():
+        table, rows, plan, ended = self._table, batch.rows, batch.plan, []
+        is_sampled = plan.num_sampled > 0
+        counts, ends = plan.num_sampled[is_sampled], plan.num_scheduled.cumsum()[is_sampled]
+        afters = counts.cumsum()
+        firsts = afters - counts
+        places = np.arange(1, len(token_ids) + 1) + np.repeat(ends - afters, counts)  # of the draft after each draw
+        differs = token_ids != plan.token_ids.take(places, mode="clip")
+        differs[afters - 1] = True  # no draft is left
+        stops = np.flatnonzero(differs)
+        kept = stops[np.searchsorted(stops, firsts)] - firsts + 1
+        num_known = table.num_known[rows] + kept
+        table.num_known[rows] = table.num_tokens[rows] = num_known
+        table.num_computed[rows] = num_known - 1
+        # The device does not know which draw was the last one kept.
+        table.num_sent[rows] = np.where(counts > 1, num_known, table.num_sent[rows])
+        suspect = np.logical_or.reduceat(self._may_stop[token_ids] | (token_ids < 0), firsts)
+        suspect |= (num_known > table.num_needed[rows]) | table.watches_text[rows]
+        facts, drawn = (values.tolist() for values in (firsts, counts, kept, suspect)), token_ids.tolist()
+        for seq, first, count, num_kept, may_end in zip(batch.seqs, *facts, strict=True):
             if seq.finish_reason is not None:  # by the same step's scores, which were no numbers
-                at += 1 + len(drafts)
                 continue
-            for kept, token_id in enumerate(token_ids[at : at + 1 + len(drafts)].tolist(), 1):
-                seq.token_ids.append(token_id)
-                self.num_generated_tokens += 1
-                if at + kept - 1 in logprobs:
-                    seq.logprobs.append(logprobs[at + kept - 1])
-                if self._ends(seq) or kept > len(drafts) or drafts[kept - 1] != token_id:
+            for at in range(first, first + num_kept):
+                seq.token_ids.append(drawn[at])
+                if at in logprobs:
+                    seq.logprobs.append(logprobs[at])
+                if may_end and self._ends(seq):
+                    self._release(seq)
+                    ended.append(seq)
                     break
-            at += 1 + len(drafts)
-            if drafts:  # those beyond the end are neither right nor wrong
-                num_drafts = len(drafts) if seq.finish_reason is None else kept - 1
-                self.speculation.learn(seq, num_drafts, kept - 1)
-            if seq.finish_reason is not None:
-                self._release(seq)
-                ended.append(seq)
-                continue
-            row = seq.row
-            table.num_known[row] = table.num_tokens[row] = len(seq.token_ids)
-            table.num_computed[row] = len(seq.token_ids) - 1
-            if drafts:  # the device does not know which draw was the last one kept
-                table.num_sent[row] = len(seq.token_ids)
-        rows = np.array([seq.row for seq in batch.seqs if seq.row >= 0], np.int32)
+            self.num_generated_tokens += at + 1 - first
+            if count > 1:  # drafts beyond the end are neither right nor wrong
+                self.speculation.learn(seq, at - first if seq.finish_reason else count - 1, at - first)
+        rows = rows[table.generation[rows] == batch.generations]
         # A draft model computes the last of its drafts in the next step only, if that is accepted.
         self._blocks.register(rows, table.num_computed[rows] - 1)
         return ended
