@@ -30,9 +30,9 @@ from nanovllm import LLM, EngineConfig, SamplingParams
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.plan import StepResult
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.models.hub import read_config
-from nanovllm.models.presets import PRESETS, preset_config
+from nanovllm.estimate import read_config
 from nanovllm.models.shape import Shape
+from nanovllm.presets import PRESETS, preset_config
 from nanovllm.resolve import TOKEN_BUDGETS, resolve
 from nanovllm.utils.clock import Clock
 

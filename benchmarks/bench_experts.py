@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from bench import Recorder, commit
 from benchmarks.bench_cost import measure_machine
 from nanovllm import LLM, SamplingParams
-from nanovllm.models.hub import read_config
-from nanovllm.models.presets import preset_config
+from nanovllm.estimate import read_config
 from nanovllm.models.shape import Shape
+from nanovllm.presets import preset_config
 
 
 def count_touched(backend: Any) -> list[int]:

@@ -147,8 +147,7 @@ def _add_estimate(commands: Any) -> None:
 
 
 def _estimate(options: argparse.Namespace) -> int:
-    from nanovllm.estimate import estimate, parse_size
-    from nanovllm.models.hub import read_config
+    from nanovllm.estimate import estimate, parse_size, read_config
 
     found = estimate(read_config(options.model), _engine_config(options), parse_size(options.gpu_memory))
     sys.stdout.write(found.describe() + "\n")

@@ -5,8 +5,10 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from nanovllm.config import EngineConfig, ResolvedConfig
-from nanovllm.models.config import limit_length
+from nanovllm.models.config import limit_length, load_model_config, read_json
+from nanovllm.models.hub import as_path, download, find_folder
 from nanovllm.models.shape import Shape
+from nanovllm.presets import PRESETS, preset_config
 from nanovllm.runner.kv_memory import GpuMemory
 from nanovllm.utils.checks import quote
 
@@ -27,6 +29,22 @@ def parse_size(text: str) -> int:
     if size <= 0:
         raise ValueError(f"--gpu-memory is {quote(text)}; it must be a size such as 80GB")
     return size
+
+
+def read_config(model: str) -> "PretrainedConfig":
+    """The configuration of a shape, a folder, a config.json, or a hub id, of which nothing else is fetched.
+
+    An id that names a shape, such as Qwen/Qwen3-8B, is that shape, and nothing is fetched at all.
+
+    Raises:
+        ValueError: there is no such model, or one that is not supported.
+    """
+    path, shape = as_path(model), model.rpartition("/")[2].lower()
+    if model.lower() in (shape, PRESETS.get(shape, "").lower()) and shape in PRESETS and not path.exists():
+        return load_model_config(preset_config(shape), f"preset {shape}")
+    if not path.is_file():
+        path = (find_folder(model) or download(model, ["config.json"])) / "config.json"
+    return load_model_config(read_json(path), str(path))
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ ROOMS = (
     ("config",),
     ("sampling_params", "outputs"),
     ("structured_outputs", "json_schema"),
-    ("chat", "options", "speculative_config", "vllm_names", "version"),
+    ("chat", "options", "presets", "speculative_config", "vllm_names", "version"),
     ("utils",),
 )
 """From the top down; those of one line know nothing of each other."""

@@ -2,28 +2,17 @@
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from nanovllm.models.config import load_model_config, read_json
-from nanovllm.models.presets import PRESETS, preset_config
+from nanovllm.models.config import read_json
+from nanovllm.presets import PRESETS, preset_config
 from nanovllm.utils.checks import quote
 
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
 BOX = "tiny-qwen3"
-PATTERNS = [
-    "*.safetensors",
-    "*.safetensors.index.json",
-    "config.json",
-    "generation_config.json",
-    "tokenizer*",
-    "vocab.json",
-    "merges.txt",
-    "added_tokens.json",
-    "special_tokens_map.json",
-    "chat_template*",
-]
+CONFIGS = ["config.json", "generation_config.json"]
+TOKENIZER = ["tokenizer*", "vocab.json", "merges.txt", "added_tokens.json", "special_tokens_map.json", "chat_template*"]
+PATTERNS = ["*.safetensors", "*.safetensors.index.json", *CONFIGS, *TOKENIZER]
+"""Of a repository's files, those that are downloaded."""
 
 
 def find_model(model: str, revision: str | None = None) -> Path:
@@ -35,7 +24,7 @@ def find_model(model: str, revision: str | None = None) -> Path:
     Raises:
         ValueError: there is no such folder or id, or the folder has no config.json.
     """
-    folder = _find_folder(model)
+    folder = find_folder(model)
     if folder is not None and revision is not None:
         raise ValueError(
             f"revision is {quote(revision)}, and {folder} is a folder, which has no revisions: leave it out"
@@ -45,7 +34,7 @@ def find_model(model: str, revision: str | None = None) -> Path:
             f'model {model!r} is the name of a shape, without weights: use load_format="dummy" for random ones, '
             f'or the id "{PRESETS[model.lower()]}"'
         )
-    return folder or _download(model, PATTERNS, revision)
+    return folder or download(model, PATTERNS, revision)
 
 
 def find_config(model: str, revision: str | None, load_format: str) -> tuple[Path | None, str, dict[str, Any]]:
@@ -60,25 +49,9 @@ def find_config(model: str, revision: str | None, load_format: str) -> tuple[Pat
     return folder, str(folder / "config.json"), read_json(folder / "config.json")
 
 
-def read_config(model: str) -> "PretrainedConfig":
-    """The configuration of a shape, a folder, a config.json, or a hub id, of which nothing else is fetched.
-
-    An id that names a shape, such as Qwen/Qwen3-8B, is that shape, and nothing is fetched at all.
-
-    Raises:
-        ValueError: there is no such model, or one that is not supported.
-    """
-    path, shape = _as_path(model), model.rpartition("/")[2].lower()
-    if model.lower() in (shape, PRESETS.get(shape, "").lower()) and shape in PRESETS and not path.exists():
-        return load_model_config(preset_config(shape), f"preset {shape}")
-    if not path.is_file():
-        path = (_find_folder(model) or _download(model, ["config.json"])) / "config.json"
-    return load_model_config(read_json(path), str(path))
-
-
-def _find_folder(model: str) -> Path | None:
+def find_folder(model: str) -> Path | None:
     """The model in the box, or a local folder, with a config.json; None if there is no such folder."""
-    path = Path(__file__).parent.parent / "assets" / BOX if model == BOX else _as_path(model)
+    path = Path(__file__).parent.parent / "assets" / BOX if model == BOX else as_path(model)
     if not path.is_dir():
         return None
     if not (path / "config.json").is_file():
@@ -86,7 +59,7 @@ def _find_folder(model: str) -> Path | None:
     return path
 
 
-def _as_path(model: str) -> Path:
+def as_path(model: str) -> Path:
     """Raises a ValueError for what no path can be."""
     try:
         path = Path(model).expanduser()
@@ -96,15 +69,15 @@ def _as_path(model: str) -> Path:
     return path
 
 
-def _download(model: str, patterns: list[str], revision: str | None = None) -> Path:
+def download(model: str, patterns: list[str], revision: str | None = None) -> Path:
     """A folder with those of a hub id's files that match."""
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import snapshotdownload
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model) or model.startswith("."):
         raise ValueError(f"model folder {quote(model)} does not exist")
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
+        return Path(snapshotdownload(model, revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, ValueError, OSError) as error:
         raise ValueError(
             f"model {quote(model)} is neither a local folder, nor a shape ({', '.join(PRESETS)}), "

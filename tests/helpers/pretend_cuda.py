@@ -20,7 +20,7 @@ from nanovllm.engine.plan import StepPlan
 from nanovllm.kernels import paged_decode, paged_prefill
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.config import load_model_config
-from nanovllm.models.presets import preset_config
+from nanovllm.presets import preset_config
 from nanovllm.resolve import resolve
 from nanovllm.runner import model_runner
 from nanovllm.runner.model_runner import ModelRunner
