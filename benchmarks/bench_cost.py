@@ -32,9 +32,16 @@ class Model:
         return self.shape.kv_bytes(self.itemsize)
 
     @property
+    def matrix_parameters(self) -> int:
+        """Parameters that multiply a token: the layers' matrices, and those of its experts."""
+        shape = self.shape
+        every = sum(count * rows_in * rows_out for count, rows_in, rows_out in shape.matrices)
+        return every + shape.sparse_layers * shape.experts_per_token * shape.expert_parameters
+
+    @property
     def flops_per_token(self) -> int:
         """Of the products with weights, LM head included: two a parameter. Attention comes on top, by length."""
-        return 2 * (self.shape.matrix_parameters + self.shape.vocab * self.shape.hidden)
+        return 2 * (self.matrix_parameters + self.shape.vocab * self.shape.hidden)
 
     def describe(self) -> dict[str, Any]:
         return vars(self.shape) | {

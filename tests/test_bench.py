@@ -77,7 +77,7 @@ def make_model(config: dict[str, Any]) -> Model:
 def test_the_cost_card_of_qwen3_06b() -> None:
     model = make_model(QWEN3_06B)
     # A layer: 1024 x 4096 qkv, 2048 x 1024 o, 1024 x 6144 gate and up, 3072 x 1024 down = 15,728,640.
-    assert model.shape.matrix_parameters == 28 * 15_728_640
+    assert model.matrix_parameters == 28 * 15_728_640
     # 151,936 x 1024 embedding, shared with the head; norms: 28 x (2 x 1024 + 2 x 128) + 1024.
     assert model.shape.num_parameters == 28 * 15_728_640 + 155_582_464 + 28 * 2304 + 1024 == 596_049_920
     assert model.weight_bytes == 1_192_099_840
@@ -105,7 +105,7 @@ def test_the_floor_of_experts_reads_those_that_are_expected_to_be_touched() -> N
     model, dense = make_model(config), make_model(TINY)
     one = 3 * 64 * 16  # parameters of an expert
     assert model.shape.num_parameters == dense.shape.num_parameters + 2 * (8 * one + 8 * 64 - 3 * 64 * 96)
-    assert model.shape.matrix_parameters == dense.shape.matrix_parameters + 2 * (2 * one + 8 * 64 - 3 * 64 * 96)
+    assert model.matrix_parameters == dense.matrix_parameters + 2 * (2 * one + 8 * 64 - 3 * 64 * 96)
     slow = Machine(1.0, 1.0, 1e30)
     first, second = (
         step_cost(model, slow, [(0, n)], 0).bytes - step_cost(model, slow, [(0, 0)], 0).bytes for n in (1, 2)

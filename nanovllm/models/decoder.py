@@ -148,7 +148,11 @@ class Decoder(nn.Module):
         return self.lm_head(hidden)  # type: ignore[no-any-return]
 
     def weight_targets(self, names: Collection[str] = ()) -> NamedTargets:
-        """(checkpoint name, target) of everything that the model needs; see `CausalLM`."""
+        """(checkpoint name, target) of everything that the model needs.
+
+        Args:
+            names: of the checkpoint's tensors, where it may have one of several forms.
+        """
         yield from self.embed_tokens.weight_targets("model.embed_tokens.weight")
         for i, layer in enumerate(self.layers):
             assert isinstance(layer, Layer)
@@ -156,8 +160,3 @@ class Decoder(nn.Module):
         yield "model.norm.weight", whole(self.norm)
         if not self.tied:
             yield from self.lm_head.weight_targets("lm_head.weight")
-
-    @property
-    def superfluous(self) -> frozenset[str]:
-        """Tensors that a checkpoint may carry although nothing needs them: a tied head, written all the same."""
-        return frozenset(("lm_head.weight",)) if self.tied else frozenset()

@@ -71,13 +71,13 @@ def as_path(model: str) -> Path:
 
 def download(model: str, patterns: list[str], revision: str | None = None) -> Path:
     """A folder with those of a hub id's files that match."""
-    from huggingface_hub import snapshotdownload
+    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model) or model.startswith("."):
         raise ValueError(f"model folder {quote(model)} does not exist")
     try:
-        return Path(snapshotdownload(model, revision=revision, allow_patterns=patterns))
+        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, ValueError, OSError) as error:
         raise ValueError(
             f"model {quote(model)} is neither a local folder, nor a shape ({', '.join(PRESETS)}), "

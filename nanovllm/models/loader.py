@@ -12,8 +12,8 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from nanovllm.layers.weights import WeightTarget
-from nanovllm.models.causal_lm import CausalLM
 from nanovllm.models.config import read_json
+from nanovllm.models.decoder import Decoder
 from nanovllm.utils.checks import quote
 
 DTYPES = ("F64", "F32", "F16", "BF16")
@@ -52,7 +52,7 @@ def _name_some(names: Iterable[str]) -> str:
 
 
 def load_weights(
-    model: CausalLM, folder: Path, show_progress: bool = False, check: Callable[[], None] = lambda: None
+    model: Decoder, folder: Path, show_progress: bool = False, check: Callable[[], None] = lambda: None
 ) -> None:
     """Fill the model from the folder's safetensors, one tensor at a time, reading only what this rank holds.
 
@@ -76,7 +76,7 @@ def load_weights(
     _check_cover(model, chain.from_iterable(targets.values()))
     if missing := targets.keys() - found:
         raise ValueError(f"{folder} lacks {len(missing)} tensors: {_name_some(missing)}")
-    if unexpected := found - targets.keys() - model.superfluous:
+    if unexpected := found - targets.keys() - {"lm_head.weight"}:  # a tied head, written all the same
         raise ValueError(f"{folder} has {len(unexpected)} tensors that the model does not: {_name_some(unexpected)}")
     for path in tqdm(files, desc="Loading weights", unit="file", disable=not show_progress or len(files) == 1):
         with _open(path) as file:
@@ -106,7 +106,7 @@ def _fill(target: WeightTarget, source: Any, what: str) -> None:
     target.view.copy_(source[target.slices])
 
 
-def _check_cover(model: CausalLM, targets: Iterable[WeightTarget]) -> None:
+def _check_cover(model: Decoder, targets: Iterable[WeightTarget]) -> None:
     """The targets cover every parameter exactly once, so that filling all targets fills the model."""
     covered: dict[int, int] = {}
     for target in targets:
@@ -119,7 +119,7 @@ def _check_cover(model: CausalLM, targets: Iterable[WeightTarget]) -> None:
             raise RuntimeError(f"targets cover {covered.get(storage, 0)} of a parameter's {parameter.numel()} elements")
 
 
-def fill_randomly(model: CausalLM, seed: int, std: float, check: Callable[[], None] = lambda: None) -> None:
+def fill_randomly(model: Decoder, seed: int, std: float, check: Callable[[], None] = lambda: None) -> None:
     """Random weights, for measuring without a checkpoint: normal matrices, norms of one, biases of zero.
 
     Args:

@@ -95,17 +95,12 @@ class Shape:
         return 3 * self.hidden * self.expert_intermediate
 
     @property
-    def matrix_parameters(self) -> int:
-        """Parameters that multiply a token: the layers' matrices, and those of its experts."""
-        every = sum(count * rows_in * rows_out for count, rows_in, rows_out in self.matrices)
-        return every + self.sparse_layers * self.experts_per_token * self.expert_parameters
-
-    @property
     def num_parameters(self) -> int:
-        idle = self.sparse_layers * (self.experts - self.experts_per_token) * self.expert_parameters
+        matrices = sum(count * rows_in * rows_out for count, rows_in, rows_out in self.matrices)
+        experts = self.sparse_layers * self.experts * self.expert_parameters
         qkv, o = self.matrices[0][2] * self.qkv_bias, self.hidden * self.o_bias
         vectors = self.layers * (2 * self.hidden + 2 * self.head_dim * self.qk_norm + qkv + o) + self.hidden
-        return self.matrix_parameters + idle + self.vocab * self.hidden * (1 if self.tied else 2) + vectors
+        return matrices + experts + self.vocab * self.hidden * (1 if self.tied else 2) + vectors
 
     def kv_bytes(self, itemsize: int) -> int:
         """Bytes of a token's keys and values, in all layers."""
