@@ -4,10 +4,39 @@ from collections.abc import Mapping, Sequence
 from inspect import signature
 from typing import Any
 
+from nanovllm.engine.request import Prompt
+from nanovllm.engine.tokenizer import Tokenizer
+from nanovllm.prompts import each, tokenise_texts
 from nanovllm.utils.checks import quote
 
 Message = Mapping[str, Any]
 """{"role": ..., "content": ...}; the content is a string, or OpenAI's list of parts, all of them text."""
+
+
+def conversation_prompts(
+    conversations: Sequence[Sequence[Message]],
+    tokenizer: Tokenizer | None,
+    options: Mapping[str, Any],
+    max_model_len: int,
+    show: bool,
+) -> list[Prompt]:
+    """The prompt, as text and token ids, of each conversation.
+
+    Args:
+        options: see `render`.
+        show: a bar, if tokenising takes long.
+
+    Raises:
+        ValueError: the model has no chat template, or the template does not take a conversation, naming which.
+    """
+
+    def render_one(conversation: Sequence[Message]) -> str:
+        if tokenizer is None:
+            raise ValueError("this model has no tokenizer, so no chat template; use generate() with token ids")
+        return render(tokenizer.transformers, read_conversation(conversation), options)
+
+    texts = each("conversation", conversations, render_one)
+    return tokenise_texts(texts, tokenizer, max_model_len, show, "conversation")
 
 
 def split_conversations(messages: Any) -> list[Sequence[Message]]:

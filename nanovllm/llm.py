@@ -9,17 +9,17 @@ from functools import cached_property
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar, Unpack
 
-from nanovllm.chat import Message, read_conversation, render, rendering_arguments, split_conversations
+from nanovllm.chat import Message, conversation_prompts, rendering_arguments, split_conversations
 from nanovllm.config import EngineConfig
-from nanovllm.engine.answer import text_of
 from nanovllm.engine.protocols import StepObserver
 from nanovllm.engine.request import Prompt, Request, derive_seed
 from nanovllm.load import load_engine
 from nanovllm.options import EngineOptions
 from nanovllm.outputs import Output
-from nanovllm.prompts import as_iterable, as_list, naming, one_each, tokenise_texts
+from nanovllm.pieces import pieces_of
+from nanovllm.prompts import as_iterable, as_list, each, naming, one_each, tokenise_texts
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.score import Score, read_score, score_request, tokenise_pairs
+from nanovllm.score import Score, read_score, score_requests
 from nanovllm.utils.ahead import work_ahead
 from nanovllm.utils.checks import refuse
 from nanovllm.utils.progress import ProgressBar
@@ -74,10 +74,8 @@ class LLM:
         self.engine.check_free()
         prompts = as_list(prompts)
         params = one_each(sampling_params, len(prompts))
-        prompts, requests = tokenise_texts(prompts, self.engine.tokenizer, self.max_model_len, use_tqdm), []
-        for i, (prompt, param) in enumerate(zip(prompts, params, strict=True)):
-            with naming("prompt", i, len(prompts)):
-                requests.append(self.prepare(prompt, param))
+        prompts = tokenise_texts(prompts, self.engine.tokenizer, self.max_model_len, use_tqdm)
+        requests = each("prompt", list(zip(prompts, params, strict=True)), lambda pair: self.prepare(*pair))
         outputs = self._run_all(requests, "Generating", lambda output: output, use_tqdm)
         if errors := [output.error for output in outputs if output.error is not None]:
             logger.warning("%d of %d requests ended with an error; the first: %s", len(errors), len(outputs), errors[0])
@@ -115,12 +113,7 @@ class LLM:
             RuntimeError: the model's logits are NaN or infinite, so that there is no score.
         """
         self.engine.check_free()
-        tokenizer, requests = self.engine.tokenizer, []
-        pairs = tokenise_pairs(as_list(prompts), as_list(continuations), tokenizer, self.max_model_len, use_tqdm)
-        for i, pair in enumerate(pairs):
-            with naming("pair", i, len(pairs)):
-                request = score_request(*pair, tokenizer, self.max_model_len)
-                requests.append(self.engine.prepare(request.prompt_token_ids, request.params))
+        requests = score_requests(self.engine, as_list(prompts), as_list(continuations), use_tqdm)
         return self._run_all(requests, "Scoring", read_score, use_tqdm)
 
     def chat(
@@ -158,17 +151,9 @@ class LLM:
             "tools": tools,
             **(chat_template_kwargs or {}),
         }
-        conversations, texts = split_conversations(messages), []
-        for i, conversation in enumerate(conversations):
-            with naming("conversation", i, len(conversations)):
-                texts.append(self._render(conversation, options))
-        prompts = tokenise_texts(texts, self.engine.tokenizer, self.max_model_len, use_tqdm, "conversation")
+        conversations = split_conversations(messages)
+        prompts = conversation_prompts(conversations, self.engine.tokenizer, options, self.max_model_len, use_tqdm)
         return self.generate(prompts, sampling_params, use_tqdm)
-
-    def _render(self, messages: Seq[Message], options: Mapping[str, Any]) -> str:
-        if self.engine.tokenizer is None:
-            raise ValueError("this model has no tokenizer, so no chat template; use generate() with token ids")
-        return render(self.tokenizer, read_conversation(messages), options)
 
     def render_chat(self, messages: Seq[Message], chat_template_kwargs: Mapping[str, Any] | None = None) -> Prompt:
         """The prompt, as text and token ids, that `chat` makes of one conversation.
@@ -176,9 +161,9 @@ class LLM:
         Args:
             chat_template_kwargs: the template's, and `chat`'s own from chat_template on.
         """
-        text = self._render(messages, chat_template_kwargs or {})
-        (prompt,) = tokenise_texts([text], self.engine.tokenizer, self.max_model_len, False, "conversation")
-        return prompt  # type: ignore[no-any-return]
+        options = chat_template_kwargs or {}
+        (prompt,) = conversation_prompts([messages], self.engine.tokenizer, options, self.max_model_len, False)
+        return prompt
 
     @property
     def rendering_arguments(self) -> frozenset[str]:
@@ -240,25 +225,7 @@ class LLM:
         Raises:
             RuntimeError: the request ended with an error, after its text.
         """
-        request = self.prepare(prompt, sampling_params)
-        if self.engine.tokenizer is None:
-            raise ValueError("this model has no tokenizer, so its tokens have no text: use generate()")
-        if request.params.n > 1 or not request.params.detokenize:
-            raise ValueError("stream_tokens gives the text of one completion: n must be 1, and detokenize True")
-        num_held = max((len(stop) - 1 for stop in request.params.stop or ()), default=0)
-        given = ""
-        with closing(self.engine.steps([request])) as steps:
-            for ended in steps:
-                for _, seq in ended:
-                    yield self.engine.output(seq).text[len(given) :]
-                    if seq.error is not None:
-                        raise RuntimeError(seq.error)
-                    return
-                for seq in self.engine.scheduler.running:
-                    sure = text_of(seq, seq.output_token_ids, self.engine.tokenizer).rstrip("\ufffd")
-                    if piece := sure[len(given) : max(len(sure) - num_held, 0)]:
-                        given += piece
-                        yield piece
+        yield from pieces_of(self.engine, self.prepare(prompt, sampling_params))
 
     # ---- nano-vLLM's loop
 

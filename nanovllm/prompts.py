@@ -1,10 +1,10 @@
 """Prompts in all the forms that users give them, and many of them tokenised at once."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
 from numbers import Number
-from typing import Any
+from typing import Any, TypeVar
 
 from tqdm import tqdm
 
@@ -14,6 +14,9 @@ from nanovllm.utils.checks import quote
 
 BATCH = 256
 """Texts that are tokenised at a time: enough for all cores, and for a bar that moves."""
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 
 def as_list(prompts: Any) -> list[Any]:
@@ -53,6 +56,15 @@ def naming(what: str, number: int, count: int | None = None) -> Iterator[None]:
         yield
     except ValueError as error:
         raise ValueError(f"{what} {number}: {error}" if count != 1 else str(error)) from None
+
+
+def each(what: str, items: Sequence[S], work: Callable[[S], T]) -> list[T]:
+    """The work done on each of the items; a ValueError says which of them it is about, as `naming` does."""
+    done = []
+    for i, item in enumerate(items):
+        with naming(what, i, len(items)):
+            done.append(work(item))
+    return done
 
 
 def tokenise_texts(

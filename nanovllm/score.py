@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from typing import Any, TypedDict
 
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Prompt, Request, tokenize_prompt
 from nanovllm.engine.tokenizer import Tokenizer
 from nanovllm.outputs import Output
-from nanovllm.prompts import tokenise_texts
+from nanovllm.prompts import each, tokenise_texts
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -29,23 +30,28 @@ def texts_of(prompt: Prompt, continuation: Prompt) -> tuple[Prompt, str | None]:
     return prompt, None
 
 
-def tokenise_pairs(
-    prompts: Sequence[Prompt],
-    continuations: Sequence[Prompt],
-    tokenizer: Tokenizer | None,
-    max_model_len: int,
-    show: bool,
-) -> list[tuple[Any, Any, Prompt]]:
-    """The prompt, both as one (see `texts_of`) and the continuation of each pair, what is text with its token ids.
+def score_requests(
+    engine: LLMEngine, prompts: Sequence[Prompt], continuations: Sequence[Prompt], show: bool
+) -> list[Request]:
+    """The requests that score each continuation after its prompt.
+
+    Args:
+        show: a bar, if tokenising takes long.
 
     Raises:
-        ValueError: there are not as many of one as of the other, or a text cannot be tokenised.
+        ValueError: there are not as many of one as of the other, or a bad pair, naming which.
     """
     if len(prompts) != len(continuations):
         raise ValueError(f"{len(continuations)} continuations for {len(prompts)} prompts; give one each")
+    tokenizer, max_model_len = engine.tokenizer, engine.config.max_model_len
     texts = zip(*map(texts_of, prompts, continuations), strict=True)
     tokenised = (tokenise_texts(some, tokenizer, max_model_len, show, "pair") for some in texts)
-    return list(zip(*tokenised, continuations, strict=True))
+
+    def prepare(pair: tuple[Any, Any, Prompt]) -> Request:
+        request = score_request(*pair, tokenizer, max_model_len)
+        return engine.prepare(request.prompt_token_ids, request.params)
+
+    return each("pair", list(zip(*tokenised, continuations, strict=True)), prepare)
 
 
 def score_request(

@@ -49,7 +49,7 @@ ROOMS = (
     ("batch",),
     ("ray", "lm_eval", "estimate"),
     ("llm",),
-    ("score", "provenance"),
+    ("chat", "pieces", "provenance", "score"),
     ("prompts",),
     ("load",),
     ("view",),
@@ -64,7 +64,7 @@ ROOMS = (
     ("config",),
     ("sampling_params", "outputs"),
     ("structured_outputs", "json_schema"),
-    ("chat", "options", "presets", "speculative_config", "vllm_names", "version"),
+    ("options", "presets", "speculative_config", "vllm_names", "version"),
     ("utils",),
 )
 """From the top down; those of one line know nothing of each other."""
