@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends import BACKENDS
+from nanovllm.edits.editing import spell
 from nanovllm.kernels.edit_logits import MaskAndPenalties, edit_logits_reference
 from nanovllm.kernels.sample import SamplingValues, sample_reference
 
@@ -153,7 +154,7 @@ def test_bad_words_give_the_tokens_of_transformers(llm: LLM, model: PreTrainedMo
 def test_a_bad_word_is_also_bad_after_a_space_if_that_makes_other_tokens() -> None:
     """The tokenizer of the model in the box has tokens that begin with a space; a space of its own adds nothing."""
     with LLM("tiny-qwen3", max_model_len=64) as llm:
-        found = llm.engine.tokenizer.bad_words(["P", " P", "\u2603"], 64)
+        found = spell(["P", " P", "\u2603"], llm.engine.tokenizer, 64)
         assert [llm.tokenizer.decode(ids) for ids in found] == ["P", " P", "P", " P", "\u2603"]
         prompts, params = (
             ["The capital of France is"] * 2,

@@ -104,8 +104,8 @@ def test_dates_that_do_not_exist_are_masked(llm: LLM) -> None:
 
 def grammars_of(llm: LLM) -> Grammars:
     llm.prepare("x", SamplingParams(structured_outputs={"json_object": True}))
-    assert llm.engine._grammars is not None
-    return llm.engine._grammars
+    assert llm.engine.editing.grammars is not None
+    return llm.engine.editing.grammars
 
 
 class City(BaseModel):

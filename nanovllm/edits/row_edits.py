@@ -4,11 +4,16 @@ import math
 from array import array
 from collections.abc import Collection, Iterable
 from collections.abc import Sequence as Seq
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from nanovllm.engine.plan import IntArray
 from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 _MOST = 1e30
 """A larger bias or penalty does no more than this, which leaves logits finite in float32."""
@@ -25,12 +30,18 @@ class RowEdits:
     """What one request asks for, as far as its tokens do not decide it. The completions of a prompt share it."""
 
     def __init__(
-        self, params: SamplingParams, bad_words: Seq[Seq[int]], stop_ids: Collection[int], vocab_size: int
+        self,
+        params: SamplingParams,
+        bad_words: Seq[Seq[int]],
+        stop_ids: Collection[int],
+        vocab_size: int,
+        matcher: "LLMatcher | None" = None,
     ) -> None:
         """
         Args:
             bad_words: the token ids of each.
             stop_ids: what min_tokens keeps from coming.
+            matcher: at the start of the output's grammar.
         """
         repetition = min(max(params.repetition_penalty, 1 / _MOST), _MOST)
         self.penalties = (repetition, params.frequency_penalty, params.presence_penalty)
@@ -40,21 +51,32 @@ class RowEdits:
             np.array([*bias], np.int64),
             np.clip([*bias.values()], -_MOST, _MOST).astype(np.float32),
         )
-        self._masks: list[tuple[float, IntArray]] = []
-        """Each with the length of the output from which on it no longer holds."""
-        if params.allowed_token_ids is not None:
-            self._masks.append((math.inf, _packed(params.allowed_token_ids, vocab_size)))
-        if single := [word[0] for word in bad_words if len(word) == 1]:
-            self._masks.append((math.inf, ~_packed(single, vocab_size)))
-        if params.min_tokens and stop_ids:
-            self._masks.append((params.min_tokens, ~_packed(stop_ids, vocab_size)))
-        self._has_grammar = params.structured_outputs is not None
+        self._allowed = params.allowed_token_ids
+        self._bad_tokens = [word[0] for word in bad_words if len(word) == 1]
         self._bad_words = [list(word) for word in bad_words if len(word) > 1]
+        self._min_tokens, self._stop_ids = params.min_tokens, stop_ids
+        self._vocab_size, self._matcher = vocab_size, matcher
+
+    def new_matcher(self) -> "LLMatcher | None":
+        """At the start of the output's grammar, if it has one: for one completion."""
+        return self._matcher and self._matcher.deep_copy()
+
+    @cached_property
+    def _masks(self) -> list[tuple[float, IntArray]]:
+        """Each with the length of the output from which on it no longer holds. Made only when the request runs."""
+        masks: list[tuple[float, IntArray]] = []
+        if self._allowed is not None:
+            masks.append((math.inf, _packed(self._allowed, self._vocab_size)))
+        if self._bad_tokens:
+            masks.append((math.inf, ~_packed(self._bad_tokens, self._vocab_size)))
+        if self._min_tokens and self._stop_ids:
+            masks.append((self._min_tokens, ~_packed(self._stop_ids, self._vocab_size)))
+        return masks
 
     @property
     def needs_known_tokens(self) -> bool:
         """Whether they depend on tokens that the host must have read."""
-        return self._has_grammar or bool(self._bad_words)
+        return self._matcher is not None or bool(self._bad_words)
 
     @property
     def allows_drafts(self) -> bool:

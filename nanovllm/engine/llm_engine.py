@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,9 +24,7 @@ from nanovllm.utils.clock import Clock
 from nanovllm.utils.interrupt import HoldInterrupt
 
 if TYPE_CHECKING:
-    from nanovllm.edits.grammars import Grammars
-    from nanovllm.edits.logit_edits import LogitEdits
-    from nanovllm.edits.row_edits import RowEdits
+    from nanovllm.edits.editing import Editing
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +76,6 @@ class LLMEngine:
         """The model's folder, or the name of a shape."""
         self.closed = False
         self._num_requests = self._num_seqs = 0
-        self._grammars: Grammars | None = None
         self._in_flight: deque[InFlight] = deque()
         self._running = False
         self._pid = os.getpid()
@@ -103,13 +101,16 @@ class LLMEngine:
         """
         params = self.default_params if params is None else params
         request = prepare_request(prompt, params, self.tokenizer, self.vocab_size, self.config.max_model_len)
-        if (wanted := request.params.structured_outputs) is None:
-            return request
-        if self._grammars is None:
-            from nanovllm.edits.grammars import Grammars
+        if request.params.edits_logits:
+            return replace(request, edits=self.editing.of_request(request.params))
+        return request
 
-            self._grammars = Grammars(self.tokenizer, self.vocab_size, self.eos_token_ids)
-        return replace(request, grammar=self._grammars.compile(wanted))
+    @cached_property
+    def editing(self) -> "Editing":
+        """Edits of logits, for the requests that ask for any."""
+        from nanovllm.edits.editing import Editing
+
+        return Editing(self.tokenizer, self.vocab_size, self.eos_token_ids, self.config.max_model_len)
 
     def add(self, request: Request) -> Sequence:
         """Queue a request, which is a sequence for each of its n completions; returns the first.
@@ -119,7 +120,6 @@ class LLMEngine:
         """
         params, tokenizer = request.params, self.tokenizer
         seed = derive_seed(self.config.seed, self._num_requests) if params.seed is None else params.seed
-        edits = self._row_edits(request) if params.edits_logits else None
         lead: Sequence | None = None
         for i in range(params.n):
             seq = Sequence(
@@ -130,8 +130,7 @@ class LLMEngine:
                 seed=seed & MASK_64 if lead is None else derive_seed(seed, i),
                 eos_token_ids=self.eos_token_ids,
                 stop_matcher=tokenizer.stop_matcher(params, request.prompt_token_ids) if tokenizer else None,
-                edits=edits,
-                grammar=request.grammar and request.grammar.deep_copy(),
+                edits=request.edits,
                 lead=lead,
                 prompt=request.prompt,
             )
@@ -144,12 +143,6 @@ class LLMEngine:
         self._num_requests += 1
         assert lead is not None
         return lead
-
-    def _row_edits(self, request: Request) -> "RowEdits":
-        from nanovllm.edits.row_edits import RowEdits
-
-        stop_ids = self.eos_token_ids | set(request.params.stop_token_ids or ())
-        return RowEdits(request.params, request.bad_words, stop_ids, self.vocab_size)
 
     # ---- the loop
 
@@ -189,16 +182,11 @@ class LLMEngine:
         for observer in self.observers:
             observer.planned(self.num_steps + 1, clock.spans[0][1], batch, self.scheduler)
         clock.resume()
-        handle = self.runner.launch(batch.plan, self._edits(batch) if self.scheduler.edited_rows else None)
+        handle = self.runner.launch(batch.plan, self.editing.of_step(batch) if self.scheduler.edited_rows else None)
         clock.span("launch")
         self.num_steps += 1
         self._in_flight.append(InFlight(self.num_steps, batch, handle, clock))
         return True
-
-    def _edits(self, batch: Batch) -> "LogitEdits | None":
-        from nanovllm.edits.logit_edits import make_edits
-
-        return make_edits(batch, self.vocab_size)
 
     def _read_oldest(self) -> list[Sequence]:
         """Wait for the oldest launched step and take in its tokens; returns the sequences that ended."""

@@ -2,7 +2,6 @@
 
 import struct
 from collections.abc import Iterable, Mapping
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import as_integer, quote
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
+    from nanovllm.edits.row_edits import RowEdits
 
 Prompt = str | list[int] | Mapping[str, Any]
 """A text, token ids, or {"prompt": text} or {"prompt_token_ids": token ids}, as vLLM takes them.
@@ -26,16 +25,14 @@ MASK_64 = 2**64 - 1
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt, tokenised and validated, and how to sample it. Made by `prepare_request`."""
+    """A prompt, tokenised and validated, and how to sample it. Made by `LLMEngine.prepare`."""
 
     prompt_token_ids: list[int]
     params: SamplingParams
     prompt: str | None = None
     """The text that was tokenised, if it was a text."""
-    bad_words: Seq[Seq[int]] = ()
-    """The tokens of params.bad_words."""
-    grammar: "LLMatcher | None" = None
-    """Where the output's grammar begins: each sequence has a copy."""
+    edits: "RowEdits | None" = None
+    """What is done to its logits before a token is sampled."""
 
 
 def derive_seed(engine_seed: int, key: int | str) -> int:
@@ -47,7 +44,7 @@ def derive_seed(engine_seed: int, key: int | str) -> int:
 def prepare_request(
     prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int, max_model_len: int
 ) -> Request:
-    """Tokenise and validate one request.
+    """Tokenise and validate one request; what edits its logits is still to come.
 
     Raises:
         ValueError: what is wrong with it, the limit, and the option to change.
@@ -60,10 +57,6 @@ def prepare_request(
             raise ValueError(f"{name} has {bad[0]}; the vocabulary is 0..{vocab_size - 1}")
     if params.stop and tokenizer is None:
         raise ValueError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
-    if params.bad_words and tokenizer is None:
-        raise ValueError("bad_words need a tokenizer, and this model has none; use logit_bias")
-    bad_words = [] if tokenizer is None else tokenizer.bad_words(params.bad_words or (), max_model_len)
-    bad_words = [word for word in bad_words if max(word) < vocab_size]  # others cannot come
     text, token_ids = tokenize_prompt(prompt, tokenizer, max_model_len)
     if not token_ids:
         raise ValueError("the prompt is empty; it must have at least one token")
@@ -79,7 +72,7 @@ def prepare_request(
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:
         bad_id = next(i for i in token_ids if not 0 <= i < vocab_size)
         raise ValueError(f"the prompt has token id {bad_id}; the vocabulary is 0..{vocab_size - 1}")
-    return Request(token_ids, params, text, bad_words)
+    return Request(token_ids, params, text)
 
 
 def tokenize_prompt(

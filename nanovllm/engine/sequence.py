@@ -2,26 +2,14 @@
 
 from array import array
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
-
     from nanovllm.edits.row_edits import RowEdits
-
-
-class StopMatcher(Protocol):
-    """Watches a sequence's text for its stop strings."""
-
-    text: str
-    found: str | None
-
-    def feed(self, token_id: int) -> bool:
-        """Take the next token; True once a stop string is complete."""
-        ...
+    from nanovllm.engine.tokenizer import StopStringMatcher
 
 
 class Sequence:
@@ -41,9 +29,8 @@ class Sequence:
         max_model_len: int,
         seed: int = 0,
         eos_token_ids: frozenset[int] = frozenset(),
-        stop_matcher: StopMatcher | None = None,
+        stop_matcher: "StopStringMatcher | None" = None,
         edits: "RowEdits | None" = None,
-        grammar: "LLMatcher | None" = None,
         lead: "Sequence | None" = None,
         prompt: str | None = None,
     ) -> None:
@@ -68,7 +55,7 @@ class Sequence:
         self.stop_matcher = stop_matcher
         self.edits = edits
         """What is done to its logits before a token is sampled."""
-        self.grammar = grammar
+        self.grammar = edits.new_matcher() if edits is not None else None
         """Its place in the grammar that its output must fit."""
         self.lead = lead
         """Of several completions of a prompt the first, in the others."""

@@ -1,7 +1,6 @@
 """Text to token ids and back, and the watch for stop strings."""
 
 import logging
-from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from functools import partial
 from pathlib import Path
@@ -82,15 +81,6 @@ class Tokenizer:
             raise ValueError(f"the text cannot be tokenised: {reason}") from error
         bos = self._tokenizer.bos_token_id
         return [e.ids[1:] if bos is not None and e.ids[:2] == [bos, bos] else e.ids for e in encodings]
-
-    def bad_words(self, words: Iterable[str], max_model_len: int) -> list[list[int]]:
-        """The token ids that spell each word at a text's beginning, and within it if a space makes other tokens."""
-        found = []
-        for word in words:
-            alone, spaced = (self.encode(s + word.lstrip(), max_model_len, add_special_tokens=False) for s in ("", " "))
-            # vLLM's rule: a space that becomes a token of its own adds nothing.
-            found += [alone, spaced] if len(spaced) == len(alone) and spaced[:1] != alone[:1] else [alone]
-        return [token_ids for token_ids in found if token_ids]
 
     def decode(self, token_ids: Seq[int], skip_special_tokens: bool, prompt: Seq[int] = ()) -> str:
         """The text of token_ids, or what they add to the text of a prompt: some decoders strip a text's first space."""
