@@ -8,6 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from nanovllm.engine.plan import IntArray, StepPlan
+from nanovllm.engine.row_table import Rows
 from nanovllm.engine.scoring import Scored
 from nanovllm.engine.sequence import Sequence
 
@@ -17,14 +18,14 @@ class Batch:
     """A plan, and for whom its results are: `seqs` share what is sampled, `scored` the scores.
 
     Without drafts `seqs[i]` gets the i-th sampled token. A step is read one or more steps after it was planned; by
-    then a sequence may have ended or been preempted, and its row may have a new owner. `generations` tells: it is the
-    row's generation at the time of planning.
+    then a sequence may have ended or been preempted, and its row may have a new owner. `num_releases` tells: so many
+    rows had been released when it was planned.
     """
 
     plan: StepPlan
     seqs: list[Sequence]
-    rows: IntArray
-    generations: IntArray
+    rows: Rows
+    num_releases: int
     scored: Seq[Scored] = ()
 
     def shares(self) -> Iterator[tuple[Sequence, IntArray]]:

@@ -157,7 +157,7 @@ class LLMEngine:
         is usable unless its runner has a reason to close.
         """
         try:
-            if self._in_flight and self.scheduler.stepwise_rows:
+            if self._in_flight and self.scheduler.needs_known_tokens:
                 return self._read_oldest()  # what may come next depends on it
             launched = self._launch_next()
             if launched and len(self._in_flight) < self.depth:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from nanovllm.engine.plan import IntArray
+from nanovllm.engine.row_table import Rows
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import FinishReason
 
@@ -24,7 +25,7 @@ class Scored(NamedTuple):
 
 
 def choose_targets(
-    scoring: dict[int, Sequence], rows: IntArray, ends: IntArray, num_sampled: IntArray
+    scoring: dict[int, Sequence], rows: Rows, ends: IntArray, num_sampled: IntArray
 ) -> tuple[IntArray, IntArray, list[Scored], IntArray]:
     """What is scored in a step that computes each row's tokens up to ends: num_logits, num_sampled, who, targets.
 

@@ -19,16 +19,15 @@ def check_blocks(manager: BlockManager) -> None:
 
 def check_scheduler(scheduler: Scheduler) -> None:
     """Rows, tables and blocks agree."""
-    table, resident = scheduler._table, scheduler._resident
-    check_blocks(scheduler.block_manager)
-    references = [0] * scheduler.block_manager.num_blocks
+    table, resident, manager = scheduler.table, scheduler.table.resident, scheduler.block_manager
+    check_blocks(manager)
+    references = [0] * manager.num_blocks
     for row, seq in resident.items():
-        assert seq.row == row and len(seq.block_table) == table.num_blocks[row], seq
+        assert seq.row == row and len(seq.block_table) * manager.block_size == table.room[row], seq
         counts = [0, table.num_computed[row], table.num_tokens[row], table.num_needed[row] + 1]
         assert counts == sorted(counts) and table.num_known[row] == len(seq.token_ids), (seq, counts)
         for block in seq.block_table:
             references[block] += 1
-    assert references == scheduler.block_manager._references
-    order = scheduler._order.tolist()
-    assert [row for row in order if row in resident] == list(resident)
-    assert sorted([*resident, *scheduler._free_rows]) == list(range(len(table.num_blocks)))
+    assert references == manager._references
+    assert table.order.tolist() == list(resident)
+    assert sorted([*resident, *table._free]) == list(range(len(table.room)))
