@@ -133,12 +133,8 @@ class SamplingParams:
             put("seed", as_integer(self.seed, "seed"))
         self._check_edits(put)
         n = as_integer(self.n, "n", 1, _MAX_N)
-        put(
-            "n",
-            n,
-            n == 1 or (self.temperature > 0 and self.max_tokens != 0),
-            "1 at temperature 0, and with max_tokens=0",
-        )
+        is_drawn = self.temperature > 0 and self.max_tokens != 0
+        put("n", n, n == 1 or is_drawn, "1 at temperature 0, and with max_tokens=0")
         put("detokenize", self.detokenize, self.detokenize or not self.stop, "True if there are stop strings")
         for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
@@ -172,13 +168,9 @@ class SamplingParams:
             what = "None, or a list of at least one token id"
             allowed = as_list(self.allowed_token_ids, "allowed_token_ids", what)
             put("allowed_token_ids", tuple(as_integer(i, "allowed_token_ids") for i in allowed), bool(allowed), what)
+        strings = "strings, none of them empty"
         words = as_list(self.bad_words, "bad_words", "a list of strings")
-        put(
-            "bad_words",
-            tuple(words),
-            all(isinstance(w, str) and w.strip() for w in words),
-            "strings, none of them empty",
-        )
+        put("bad_words", tuple(words), all(isinstance(w, str) and w.strip() for w in words), strings)
 
     @property
     def edits_logits(self) -> bool:
@@ -194,12 +186,11 @@ class SamplingParams:
     @classmethod
     def from_generation_config(cls, generation_config: Mapping[str, Any]) -> "SamplingParams":
         """What a model's generation_config.json asks for; greedy if it says `do_sample: false`."""
+        is_greedy = generation_config.get("do_sample") is False
         names = {"repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
-        if generation_config.get("do_sample") is not False:
+        if not is_greedy:
             names |= {name: name for name in ("temperature", "top_k", "top_p", "min_p")}
-        values = {
-            ours: generation_config[name] for name, ours in names.items() if generation_config.get(name) is not None
-        }
-        if generation_config.get("do_sample") is False:
-            values["temperature"] = 0.0
-        return cls(**values)
+        found = {ours: generation_config.get(name) for name, ours in names.items()}
+        if is_greedy:
+            found["temperature"] = 0.0
+        return cls(**{name: value for name, value in found.items() if value is not None})

@@ -118,31 +118,32 @@ class LLMEngine:
         Seeds are fixed here: the request's own, or one from the engine's seed and its number; hash(seed, i) for a
         further completion i.
         """
-        params, tokenizer = request.params, self.tokenizer
+        params = request.params
         seed = derive_seed(self.config.seed, self._num_requests) if params.seed is None else params.seed
-        lead: Sequence | None = None
-        for i in range(params.n):
-            seq = Sequence(
-                self._num_seqs,
-                request.prompt_token_ids,
-                params if lead is None else replace(params, prompt_logprobs=None, prompt_logprob_start=0),
-                max_model_len=self.config.max_model_len,
-                seed=seed & MASK_64 if lead is None else derive_seed(seed, i),
-                eos_token_ids=self.eos_token_ids,
-                stop_matcher=tokenizer.stop_matcher(params, request.prompt_token_ids) if tokenizer else None,
-                edits=request.edits,
-                lead=lead,
-                prompt=request.prompt,
-            )
-            self._num_seqs += 1
-            self.scheduler.add(seq)
-            if lead is None:
-                lead = seq
-            else:
-                lead.others.append(seq)
         self._num_requests += 1
-        assert lead is not None
+        lead = self._queue(request, params, seed & MASK_64)
+        if params.n > 1:
+            params = replace(params, prompt_logprobs=None, prompt_logprob_start=0)
+            lead.others = [self._queue(request, params, derive_seed(seed, i), lead) for i in range(1, params.n)]
         return lead
+
+    def _queue(self, request: Request, params: SamplingParams, seed: int, lead: Sequence | None = None) -> Sequence:
+        tokenizer, prompt = self.tokenizer, request.prompt_token_ids
+        seq = Sequence(
+            self._num_seqs,
+            prompt,
+            params,
+            max_model_len=self.config.max_model_len,
+            seed=seed,
+            eos_token_ids=self.eos_token_ids,
+            stop_matcher=tokenizer.stop_matcher(params, prompt) if tokenizer is not None else None,
+            edits=request.edits,
+            lead=lead,
+            prompt=request.prompt,
+        )
+        self._num_seqs += 1
+        self.scheduler.add(seq)
+        return seq
 
     # ---- the loop
 

@@ -132,14 +132,9 @@ class StepPlan:
     def largest(max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, num_drafts: int = 0) -> "StepPlan":
         """The step that takes the most memory: all tokens, all scored or sampled, all sequences. For measuring."""
         num_seqs = min(max_num_seqs, max_num_batched_tokens)
-        num_scheduled = np.full(num_seqs, min(max_num_batched_tokens // num_seqs, max_model_len), np.int32)
-        left = max_num_batched_tokens - int(num_scheduled.sum())
-        for i in range(num_seqs):
-            more = min(left, max_model_len - int(num_scheduled[i]))
-            num_scheduled[i] += more
-            left -= more
-        num_scheduled.sort()  # decodes first
-        num_tokens = int(num_scheduled.sum())
+        num_tokens = min(max_num_batched_tokens, num_seqs * max_model_len)
+        num_scheduled = np.full(num_seqs, num_tokens // num_seqs, np.int32)
+        num_scheduled[num_seqs - num_tokens % num_seqs :] += 1  # decodes stay first
 
         def zeros(count: int) -> IntArray:
             return np.zeros(count, np.int32)

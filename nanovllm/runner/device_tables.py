@@ -27,8 +27,9 @@ class DeviceTables:
             min_p=torch.zeros(rows, dtype=torch.float32, device=device),
             seeds=torch.zeros(rows, dtype=torch.int64, device=device),
         )
-        self.is_edited_cpu = np.zeros(rows, bool)
-        self.num_logprobs_cpu, self.num_prompt_logprobs_cpu = np.full((2, rows), -1, np.int32)
+        self.sampling_cpu = np.zeros(rows, ROW_SAMPLING)
+        """What plans told of each row, for what the host decides by it."""
+        self.sampling_cpu["num_logprobs"] = self.sampling_cpu["num_prompt_logprobs"] = -1
 
     def update(self, plan: StepPlan, packed: Tensor) -> None:
         """Take in what the plan says of new blocks and new rows; packed is both on the device, one after the other."""
@@ -44,6 +45,4 @@ class DeviceTables:
             self.of_rows.top_p[row] = top_p.view(torch.float32)
             self.of_rows.min_p[row] = min_p.view(torch.float32)
             self.of_rows.seeds[row] = (seed_low.long() & 0xFFFFFFFF) | (seed_high.long() << 32)
-            self.is_edited_cpu[plan.new_rows["row"]] = plan.new_rows["is_edited"]
-            self.num_logprobs_cpu[plan.new_rows["row"]] = plan.new_rows["num_logprobs"]
-            self.num_prompt_logprobs_cpu[plan.new_rows["row"]] = plan.new_rows["num_prompt_logprobs"]
+            self.sampling_cpu[plan.new_rows["row"]] = plan.new_rows

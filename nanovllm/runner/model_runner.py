@@ -228,7 +228,7 @@ class ModelRunner:
         if graphs is not None:
             decoded = graphs.replay(plan.num_seqs)
             # Every rank knows, so that all of them leave the captured collectives for others.
-            if self.tables.is_edited_cpu[plan.rows].any():
+            if self.tables.sampling_cpu["is_edited"][plan.rows].any():
                 sampled: tuple[Tensor, Tensor] | None = self._sample(*decoded, edits)
             else:
                 sampled = graphs.replay_sampler(plan.num_seqs)
