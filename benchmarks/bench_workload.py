@@ -13,6 +13,7 @@ from nanovllm.backends import Backend
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.config import load_model_config
 from nanovllm.models.decoder import Decoder
+from nanovllm.models.loader import weight_targets
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def write_checkpoint(config: dict[str, Any], dtype: torch.dtype, folder: Path, s
         name: (torch.zeros if name.endswith(".bias") else torch.ones)(target.shape, dtype=dtype)
         if len(target.shape) == 1
         else torch.randn(target.shape, generator=generator).mul_(0.02).to(dtype)
-        for name, target in model.weight_targets()
+        for name, target in weight_targets(model)
     }
     name = str(dtype).removeprefix("torch.")
     config = {**config, "torch_dtype": name, "dtype": name, "eos_token_id": None, "bos_token_id": None}

@@ -4,9 +4,8 @@ from collections.abc import Mapping, Sequence
 from inspect import signature
 from typing import Any
 
-from nanovllm.engine.request import Prompt
 from nanovllm.engine.tokenizer import Tokenizer
-from nanovllm.prompts import each, tokenise_texts
+from nanovllm.prompts import Prompt, each, tokenise_texts
 from nanovllm.utils.checks import quote
 
 Message = Mapping[str, Any]

@@ -12,12 +12,12 @@ from typing import Any, NoReturn, TypeVar, Unpack
 from nanovllm.chat import Message, conversation_prompts, rendering_arguments, split_conversations
 from nanovllm.config import EngineConfig
 from nanovllm.engine.protocols import StepObserver
-from nanovllm.engine.request import Prompt, Request, derive_seed
+from nanovllm.engine.request import Request, derive_seed
 from nanovllm.load import load_engine
 from nanovllm.options import EngineOptions
 from nanovllm.outputs import Output
 from nanovllm.pieces import pieces_of
-from nanovllm.prompts import as_iterable, as_list, each, naming, one_each, tokenise_texts
+from nanovllm.prompts import Prompt, as_iterable, as_list, each, naming, one_each, tokenise_prompt, tokenise_texts
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.score import Score, read_score, score_requests
 from nanovllm.utils.ahead import work_ahead
@@ -179,9 +179,10 @@ class LLM:
         if isinstance(request, Request):
             return request
         if isinstance(request, tuple) and len(request) == 2 and isinstance(request[1], SamplingParams | None):
-            prompt, own = request
-            return self.engine.prepare(prompt, own or sampling_params)
-        return self.engine.prepare(request, sampling_params)
+            request, own = request
+            sampling_params = own or sampling_params
+        text, token_ids = tokenise_prompt(request, self.engine.tokenizer, self.max_model_len)
+        return self.engine.prepare(token_ids, sampling_params, text)
 
     def stream(
         self, requests: Iterable[Item] | Prompt, sampling_params: SamplingParams | None = None

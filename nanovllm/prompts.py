@@ -10,10 +10,15 @@ from tqdm import tqdm
 
 from nanovllm.engine.tokenizer import Tokenizer
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checks import quote
+from nanovllm.utils.checks import as_integer, quote
 
 BATCH = 256
 """Texts that are tokenised at a time: enough for all cores, and for a bar that moves."""
+
+Prompt = str | list[int] | Mapping[str, Any]
+"""A text, token ids, or {"prompt": text} or {"prompt_token_ids": token ids}, as vLLM takes them.
+
+A dict of both has the ids run; its text is only what the output shows as its prompt."""
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -65,6 +70,34 @@ def each(what: str, items: Sequence[S], work: Callable[[S], T]) -> list[T]:
         with naming(what, i, len(items)):
             done.append(work(item))
     return done
+
+
+def tokenise_prompt(
+    prompt: Prompt, tokenizer: Tokenizer | None, max_model_len: int, add_special_tokens: bool = True
+) -> tuple[str | None, list[int]]:
+    """(its text, if it has one, its token ids); ValueError if it is no prompt."""
+    text: str | None = None
+    if isinstance(prompt, Mapping):
+        keys = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
+        unknown = {key for key, value in prompt.items() if value is not None} - {"prompt_token_ids", "prompt"}
+        if unknown or not keys:
+            raise ValueError(
+                f'a prompt has the keys {quote(list(prompt))}; it must have "prompt" or "prompt_token_ids"'
+            )
+        text = prompt["prompt"] if isinstance(prompt.get("prompt"), str) else None
+        prompt = prompt[keys[0]]
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ValueError("the prompt is a string, and this model has no tokenizer: pass token ids")
+        return prompt, tokenizer.encode(prompt, max_model_len, add_special_tokens)
+    if hasattr(prompt, "tolist"):  # a tensor or an array
+        prompt = prompt.tolist()
+    if isinstance(prompt, (bytes, bytearray, Mapping)) or not isinstance(prompt, Iterable):
+        raise ValueError(f"a prompt is {quote(prompt)}; it must be a string, a list of token ids, or a dict of either")
+    token_ids: list[Any] = list(prompt)
+    if set(map(type, token_ids)) == {int}:  # as nearly always, and much faster to see
+        return text, token_ids
+    return text, [as_integer(i, "a token id of the prompt") for i in token_ids]
 
 
 def tokenise_texts(

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import Any, TypedDict
 
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.request import Prompt, Request, tokenize_prompt
+from nanovllm.engine.request import Request
 from nanovllm.engine.tokenizer import Tokenizer
 from nanovllm.outputs import Output
-from nanovllm.prompts import each, tokenise_texts
+from nanovllm.prompts import Prompt, each, tokenise_prompt, tokenise_texts
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -33,7 +33,7 @@ def texts_of(prompt: Prompt, continuation: Prompt) -> tuple[Prompt, str | None]:
 def score_requests(
     engine: LLMEngine, prompts: Sequence[Prompt], continuations: Sequence[Prompt], show: bool
 ) -> list[Request]:
-    """The requests that score each continuation after its prompt.
+    """The requests that score each continuation after its prompt; prompt_logprob_start is where that begins.
 
     Args:
         show: a bar, if tokenising takes long.
@@ -48,16 +48,17 @@ def score_requests(
     tokenised = (tokenise_texts(some, tokenizer, max_model_len, show, "pair") for some in texts)
 
     def prepare(pair: tuple[Any, Any, Prompt]) -> Request:
-        request = score_request(*pair, tokenizer, max_model_len)
-        return engine.prepare(request.prompt_token_ids, request.params)
+        context, whole = pair_ids(*pair, tokenizer, max_model_len)
+        params = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=1, prompt_logprob_start=len(context))
+        return engine.prepare(whole, params)
 
     return each("pair", list(zip(*tokenised, continuations, strict=True)), prepare)
 
 
-def score_request(
+def pair_ids(
     prompt: Prompt, both: Prompt | None, continuation: Prompt, tokenizer: Tokenizer | None, max_model_len: int
-) -> Request:
-    """The request that scores a continuation; its prompt_logprob_start is where that begins.
+) -> tuple[list[int], list[int]]:
+    """The token ids of a prompt, and of a prompt with its continuation.
 
     Args:
         prompt, both: see `texts_of`. What the prompt's own tokens leave of both is the continuation.
@@ -65,20 +66,19 @@ def score_request(
     Raises:
         ValueError: either has no tokens.
     """
-    _, context = tokenize_prompt(prompt, tokenizer, max_model_len)
+    _, context = tokenise_prompt(prompt, tokenizer, max_model_len)
     if both is not None:
-        _, whole = tokenize_prompt(both, tokenizer, max_model_len)
+        _, whole = tokenise_prompt(both, tokenizer, max_model_len)
     else:
-        whole = context + tokenize_prompt(continuation, tokenizer, max_model_len, add_special_tokens=False)[1]
+        whole = context + tokenise_prompt(continuation, tokenizer, max_model_len, add_special_tokens=False)[1]
     for what, missing in (("prompt", not context), ("continuation", len(whole) <= len(context))):
         if missing:
             raise ValueError(f"the {what} has no tokens; it must have at least one")
-    params = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=1, prompt_logprob_start=len(context))
-    return Request(whole, params)
+    return context, whole
 
 
 def read_score(output: Output) -> Score:
-    """What a `score_request` gave; RuntimeError if it ended with an error."""
+    """What one of `score_requests` gave; RuntimeError if it ended with an error."""
     if output.error is not None:
         raise RuntimeError(output.error)
     ids, values = output.prompt_token_ids, output.prompt_logprobs

@@ -14,7 +14,7 @@ from nanovllm.config import ResolvedConfig
 from nanovllm.engine.answer import make_output
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.protocols import Handle, Runner, StepObserver
-from nanovllm.engine.request import MASK_64, Prompt, Request, derive_seed, prepare_request
+from nanovllm.engine.request import MASK_64, Request, derive_seed, prepare_request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.tokenizer import Tokenizer
@@ -93,17 +93,19 @@ class LLMEngine:
         if self._running:
             raise RuntimeError("another generate() or stream() of this engine is open: finish or close it first")
 
-    def prepare(self, prompt: Prompt, params: SamplingParams | None) -> Request:
-        """Tokenise and validate one request.
+    def prepare(self, token_ids: list[int], params: SamplingParams | None, text: str | None = None) -> Request:
+        """Validate one request.
+
+        Args:
+            text: that was tokenised, if it was a text.
 
         Raises:
             ValueError: what is wrong with it, the limit, and the option to change.
         """
-        params = self.default_params if params is None else params
-        request = prepare_request(prompt, params, self.tokenizer, self.vocab_size, self.config.max_model_len)
-        if request.params.edits_logits:
-            return replace(request, edits=self.editing.of_request(request.params))
-        return request
+        params, has_tokenizer = self.default_params if params is None else params, self.tokenizer is not None
+        request = prepare_request(token_ids, params, has_tokenizer, self.vocab_size, self.config.max_model_len)
+        edits = self.editing.of_request(request.params) if request.params.edits_logits else None
+        return replace(request, prompt=text, edits=edits)
 
     @cached_property
     def editing(self) -> "Editing":

@@ -1,24 +1,16 @@
-"""What comes in: prompts in any of their forms, tokenised and validated before anything runs."""
+"""What comes in: a tokenised prompt and how to sample it, validated before anything runs."""
 
 import struct
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import xxhash
 
-from nanovllm.engine.tokenizer import Tokenizer
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checks import as_integer, quote
+from nanovllm.utils.checks import quote
 
 if TYPE_CHECKING:
     from nanovllm.edits.row_edits import RowEdits
-
-Prompt = str | list[int] | Mapping[str, Any]
-"""A text, token ids, or {"prompt": text} or {"prompt_token_ids": token ids}, as vLLM takes them.
-
-A dict of both has the ids run; its text is only what the output shows as its prompt."""
-
 
 MASK_64 = 2**64 - 1
 
@@ -42,9 +34,9 @@ def derive_seed(engine_seed: int, key: int | str) -> int:
 
 
 def prepare_request(
-    prompt: Prompt, params: SamplingParams, tokenizer: Tokenizer | None, vocab_size: int, max_model_len: int
+    token_ids: list[int], params: SamplingParams, has_tokenizer: bool, vocab_size: int, max_model_len: int
 ) -> Request:
-    """Tokenise and validate one request; what edits its logits is still to come.
+    """Validate one request; its text, and what edits its logits, are still to come.
 
     Raises:
         ValueError: what is wrong with it, the limit, and the option to change.
@@ -55,9 +47,8 @@ def prepare_request(
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
         if bad := [i for i in getattr(params, name) or () if not 0 <= i < vocab_size]:
             raise ValueError(f"{name} has {bad[0]}; the vocabulary is 0..{vocab_size - 1}")
-    if params.stop and tokenizer is None:
+    if params.stop and not has_tokenizer:
         raise ValueError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
-    text, token_ids = tokenize_prompt(prompt, tokenizer, max_model_len)
     if not token_ids:
         raise ValueError("the prompt is empty; it must have at least one token")
     # There must be room for a token to generate; where none is, the prompt's last token itself is never computed.
@@ -72,32 +63,4 @@ def prepare_request(
     if min(token_ids) < 0 or max(token_ids) >= vocab_size:
         bad_id = next(i for i in token_ids if not 0 <= i < vocab_size)
         raise ValueError(f"the prompt has token id {bad_id}; the vocabulary is 0..{vocab_size - 1}")
-    return Request(token_ids, params, text)
-
-
-def tokenize_prompt(
-    prompt: Prompt, tokenizer: Tokenizer | None, max_model_len: int, add_special_tokens: bool = True
-) -> tuple[str | None, list[int]]:
-    """(its text, if it has one, its token ids); ValueError if it is no prompt."""
-    text: str | None = None
-    if isinstance(prompt, Mapping):
-        keys = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
-        unknown = {key for key, value in prompt.items() if value is not None} - {"prompt_token_ids", "prompt"}
-        if unknown or not keys:
-            raise ValueError(
-                f'a prompt has the keys {quote(list(prompt))}; it must have "prompt" or "prompt_token_ids"'
-            )
-        text = prompt["prompt"] if isinstance(prompt.get("prompt"), str) else None
-        prompt = prompt[keys[0]]
-    if isinstance(prompt, str):
-        if tokenizer is None:
-            raise ValueError("the prompt is a string, and this model has no tokenizer: pass token ids")
-        return prompt, tokenizer.encode(prompt, max_model_len, add_special_tokens)
-    if hasattr(prompt, "tolist"):  # a tensor or an array
-        prompt = prompt.tolist()
-    if isinstance(prompt, (bytes, bytearray, Mapping)) or not isinstance(prompt, Iterable):
-        raise ValueError(f"a prompt is {quote(prompt)}; it must be a string, a list of token ids, or a dict of either")
-    token_ids: list[Any] = list(prompt)
-    if set(map(type, token_ids)) == {int}:  # as nearly always, and much faster to see
-        return text, token_ids
-    return text, [as_integer(i, "a token id of the prompt") for i in token_ids]
+    return Request(token_ids, params)

@@ -1,5 +1,7 @@
 """The token embedding and the LM head, sharded by vocabulary."""
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor, nn
 
@@ -29,11 +31,10 @@ class VocabParallelEmbedding(MatrixModule):
         embedded = self.lookup(torch.where(mine, local, 0))
         return self.parallel.all_reduce(torch.where(mine.unsqueeze(1), embedded, 0))
 
-    def weight_targets(self, name: str) -> NamedTargets:
-        """name is the checkpoint's name of the whole matrix."""
+    def weight_targets(self, path: str, names: Collection[str]) -> NamedTargets:
         shape = (self.vocab_size, self.weight.shape[1])
         rows = slice(self.start, self.start + self.num_real)
-        yield name, WeightTarget(self.weight[: self.num_real], shape, (rows, slice(None)))
+        yield f"{path}.weight", WeightTarget(self.weight[: self.num_real], shape, (rows, slice(None)))
 
 
 class LMHead(VocabParallelEmbedding):

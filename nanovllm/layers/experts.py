@@ -24,11 +24,11 @@ class Experts(nn.Module):
         self.gate_up = nn.Parameter(torch.empty(num_experts, 2 * length, hidden), requires_grad=False)
         self.down = nn.Parameter(torch.empty(num_experts, hidden, length), requires_grad=False)
 
-    def weight_targets(self, prefix: str, names: Collection[str]) -> NamedTargets:
+    def weight_targets(self, path: str, names: Collection[str]) -> NamedTargets:
         """names: of the checkpoint's tensors, of which one may hold all experts (gate above up) instead of one each."""
         (num_experts, hidden, length), size = self.down.shape, self.intermediate
         mine, everything = slice(self.start, self.start + length), slice(None)
-        is_fused = f"{prefix}gate_up_proj" in names
+        is_fused = f"{path}.gate_up_proj" in names
         for expert in range(num_experts):
             gate, up = self.gate_up[expert].view(2, length, hidden)
             down, one = self.down[expert], slice(expert, expert + 1)
@@ -36,10 +36,10 @@ class Experts(nn.Module):
                 up_rows = slice(size + self.start, size + self.start + length)
                 for view, rows in ((gate, mine), (up, up_rows)):
                     target = WeightTarget(view.unsqueeze(0), (num_experts, 2 * size, hidden), (one, rows, everything))
-                    yield f"{prefix}gate_up_proj", target
+                    yield f"{path}.gate_up_proj", target
                 target = WeightTarget(down.unsqueeze(0), (num_experts, hidden, size), (one, everything, mine))
-                yield f"{prefix}down_proj", target
+                yield f"{path}.down_proj", target
             else:
                 for name, view in (("gate_proj", gate), ("up_proj", up)):
-                    yield f"{prefix}{expert}.{name}.weight", WeightTarget(view, (size, hidden), (mine, everything))
-                yield f"{prefix}{expert}.down_proj.weight", WeightTarget(down, (hidden, size), (everything, mine))
+                    yield f"{path}.{expert}.{name}.weight", WeightTarget(view, (size, hidden), (mine, everything))
+                yield f"{path}.{expert}.down_proj.weight", WeightTarget(down, (hidden, size), (everything, mine))

@@ -1,5 +1,6 @@
 """Linear layers, sharded by output (column) or by input (row) features (Shoeybi et al. 2019, Megatron-LM)."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -38,15 +39,14 @@ class ColumnParallelLinear(MatrixModule):
     def forward(self, x: Tensor) -> Tensor:
         return self.multiply(x, self.bias)
 
-    def weight_targets(self, prefix: str) -> NamedTargets:
-        """prefix is the parent's: the parts are named beside each other under it."""
-        offset = 0
+    def weight_targets(self, path: str, names: Collection[str]) -> NamedTargets:
+        parent, offset = path.rpartition(".")[0], 0  # under which the parts are named, beside each other
         for part in self.parts:
             rows, source = slice(offset, offset + part.length), slice(part.start, part.start + part.length)
             shape = (part.size, self.weight.shape[1])
-            yield f"{prefix}{part.name}.weight", WeightTarget(self.weight[rows], shape, (source, slice(None)))
+            yield f"{parent}.{part.name}.weight", WeightTarget(self.weight[rows], shape, (source, slice(None)))
             if self.bias is not None:
-                yield f"{prefix}{part.name}.bias", WeightTarget(self.bias[rows], (part.size,), (source,))
+                yield f"{parent}.{part.name}.bias", WeightTarget(self.bias[rows], (part.size,), (source,))
             offset += part.length
 
 
@@ -55,7 +55,7 @@ class RowParallelLinear(MatrixModule):
 
     def __init__(self, in_features: int, out_features: int, bias: bool, parallel: Parallel, name: str) -> None:
         super().__init__()
-        self.name, self.in_features, self.parallel = name, in_features, parallel
+        self.in_features, self.parallel = in_features, parallel
         self.start, length = parallel.shard(in_features, f"{name}'s input size")
         self.weight = nn.Parameter(torch.empty(out_features, length), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
@@ -64,9 +64,9 @@ class RowParallelLinear(MatrixModule):
         # The bias is added once, by rank 0, before the sum.
         return self.parallel.all_reduce(self.multiply(x, self.bias if self.parallel.rank == 0 else None))
 
-    def weight_targets(self, prefix: str) -> NamedTargets:
+    def weight_targets(self, path: str, names: Collection[str]) -> NamedTargets:
         out_features, length = self.weight.shape
         source = (slice(None), slice(self.start, self.start + length))
-        yield f"{prefix}{self.name}.weight", WeightTarget(self.weight, (out_features, self.in_features), source)
+        yield f"{path}.weight", WeightTarget(self.weight, (out_features, self.in_features), source)
         if self.bias is not None:
-            yield f"{prefix}{self.name}.bias", WeightTarget(self.bias, (out_features,), (slice(None),))
+            yield f"{path}.bias", WeightTarget(self.bias, (out_features,), (slice(None),))

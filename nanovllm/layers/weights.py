@@ -1,7 +1,8 @@
 """The meeting place of layers and loader: which part of which checkpoint tensor goes where."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -23,6 +24,20 @@ class WeightTarget:
 
 NamedTargets = Iterator[tuple[str, WeightTarget]]
 """(checkpoint name, target) of all that a layer needs; together they cover its parameters exactly once."""
+
+
+@runtime_checkable
+class Sharded(Protocol):
+    """A layer of which each rank may hold only a part."""
+
+    def weight_targets(self, path: str, names: Collection[str]) -> NamedTargets:
+        """What it needs of a checkpoint.
+
+        Args:
+            path: the layer's in the model, by the checkpoint's names, as "model.layers.0.self_attn.o_proj".
+            names: of the checkpoint's tensors, where it may have one of several forms.
+        """
+        ...
 
 
 def whole(view: Tensor) -> WeightTarget:

@@ -4,7 +4,6 @@ The layers of Qwen3-MoE whose MLP is dense are these too; the others take theirs
 They differ in biases and in the norms of queries and keys: `FAMILIES` in config.py says who has which.
 """
 
-from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,7 +15,6 @@ from nanovllm.layers.embedding import LMHead, VocabParallelEmbedding
 from nanovllm.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
 from nanovllm.layers.parallel import Parallel
 from nanovllm.layers.rotary_embedding import rotary_table
-from nanovllm.layers.weights import NamedTargets, whole
 from nanovllm.models.config import sparse_layers
 from nanovllm.models.experts import SparseMLP
 from nanovllm.models.shape import Shape
@@ -55,13 +53,6 @@ class Attention(nn.Module):
         out = self.backend.attend(q, cache, meta, self.scale)
         return self.o_proj(out.flatten(1))  # type: ignore[no-any-return]
 
-    def weight_targets(self, prefix: str) -> NamedTargets:
-        yield from self.qkv_proj.weight_targets(prefix)
-        yield from self.o_proj.weight_targets(prefix)
-        if self.q_norm is not None and self.k_norm is not None:
-            yield f"{prefix}q_norm.weight", whole(self.q_norm)
-            yield f"{prefix}k_norm.weight", whole(self.k_norm)
-
 
 class MLP(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x))."""
@@ -78,10 +69,6 @@ class MLP(nn.Module):
     def forward(self, x: Tensor, slots: Tensor) -> Tensor:
         return self.down_proj(self.backend.silu_and_mul(self.gate_up_proj(x)))  # type: ignore[no-any-return]
 
-    def weight_targets(self, prefix: str, names: Collection[str]) -> NamedTargets:
-        yield from self.gate_up_proj.weight_targets(prefix)
-        yield from self.down_proj.weight_targets(prefix)
-
 
 class Layer(nn.Module):
     """Attention and MLP, each behind a norm; the residual travels beside x, so that each add meets its norm."""
@@ -91,8 +78,8 @@ class Layer(nn.Module):
         self.backend, self.eps = backend, config.rms_norm_eps
         self.self_attn = Attention(config, backend, parallel)
         self.mlp = (SparseMLP if index in sparse_layers(config) else MLP)(config, backend, parallel)
-        self.input_norm = nn.Parameter(torch.empty(config.hidden_size), requires_grad=False)
-        self.post_attention_norm = nn.Parameter(torch.empty(config.hidden_size), requires_grad=False)
+        self.input_layernorm = nn.Parameter(torch.empty(config.hidden_size), requires_grad=False)
+        self.post_attention_layernorm = nn.Parameter(torch.empty(config.hidden_size), requires_grad=False)
 
     def forward(
         self,
@@ -104,18 +91,12 @@ class Layer(nn.Module):
         meta: AttentionMetadata,
     ) -> tuple[Tensor, Tensor]:
         if residual is None:
-            x, residual = self.backend.rms_norm(x, self.input_norm, self.eps), x
+            x, residual = self.backend.rms_norm(x, self.input_layernorm, self.eps), x
         else:
-            x, residual = self.backend.add_rms_norm(x, residual, self.input_norm, self.eps)
+            x, residual = self.backend.add_rms_norm(x, residual, self.input_layernorm, self.eps)
         x = self.self_attn(x, cos_sin, positions, cache, meta)
-        x, residual = self.backend.add_rms_norm(x, residual, self.post_attention_norm, self.eps)
+        x, residual = self.backend.add_rms_norm(x, residual, self.post_attention_layernorm, self.eps)
         return self.mlp(x, meta.slot_mapping), residual
-
-    def weight_targets(self, prefix: str, names: Collection[str]) -> NamedTargets:
-        yield from self.self_attn.weight_targets(f"{prefix}self_attn.")
-        yield from self.mlp.weight_targets(f"{prefix}mlp.", names)
-        yield f"{prefix}input_layernorm.weight", whole(self.input_norm)
-        yield f"{prefix}post_attention_layernorm.weight", whole(self.post_attention_norm)
 
 
 class Decoder(nn.Module):
@@ -146,17 +127,3 @@ class Decoder(nn.Module):
     def compute_logits(self, hidden: Tensor) -> Tensor | None:
         """hidden [n, hidden] -> logits [n, vocab] on rank 0, None on the others."""
         return self.lm_head(hidden)  # type: ignore[no-any-return]
-
-    def weight_targets(self, names: Collection[str] = ()) -> NamedTargets:
-        """(checkpoint name, target) of everything that the model needs.
-
-        Args:
-            names: of the checkpoint's tensors, where it may have one of several forms.
-        """
-        yield from self.embed_tokens.weight_targets("model.embed_tokens.weight")
-        for i, layer in enumerate(self.layers):
-            assert isinstance(layer, Layer)
-            yield from layer.weight_targets(f"model.layers.{i}.", names)
-        yield "model.norm.weight", whole(self.norm)
-        if not self.tied:
-            yield from self.lm_head.weight_targets("lm_head.weight")

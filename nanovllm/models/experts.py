@@ -1,6 +1,5 @@
 """Mixture of experts, as transformers' modeling_qwen3_moe computes it (https://arxiv.org/abs/2505.09388)."""
 
-from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -9,7 +8,6 @@ from nanovllm.backends import Backend
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.linear import ColumnParallelLinear, Part
 from nanovllm.layers.parallel import Parallel
-from nanovllm.layers.weights import NamedTargets
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -34,7 +32,3 @@ class SparseMLP(nn.Module):
         gate_up = self.backend.grouped_linear(x, self.experts.gate_up, routing, gather=True)
         y = self.backend.grouped_linear(self.backend.silu_and_mul(gate_up), self.experts.down, routing, gather=False)
         return self.parallel.all_reduce(self.backend.combine(y, routing))
-
-    def weight_targets(self, prefix: str, names: Collection[str]) -> NamedTargets:
-        yield from self.gate.weight_targets(prefix)
-        yield from self.experts.weight_targets(f"{prefix}experts.", names)

@@ -1,7 +1,7 @@
 """Filling a model from safetensors, and the proof that every parameter was filled."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from nanovllm.layers.weights import WeightTarget
+from nanovllm.layers.weights import NamedTargets, Sharded, WeightTarget, whole
 from nanovllm.models.config import read_json
 from nanovllm.models.decoder import Decoder
 from nanovllm.utils.checks import quote
@@ -46,6 +46,22 @@ def checkpoint_files(folder: Path) -> list[Path]:
     return files
 
 
+def weight_targets(model: Decoder, names: Collection[str] = ()) -> NamedTargets:
+    """(checkpoint name, target) of everything that the model needs: its modules are called as they are there.
+
+    Args:
+        names: of the checkpoint's tensors, where it may have one of several forms.
+    """
+    for path, module in model.named_modules(prefix="model"):
+        if module is model.lm_head:
+            yield from () if model.tied else model.lm_head.weight_targets("lm_head", names)
+        elif isinstance(module, Sharded):
+            yield from module.weight_targets(path, names)
+        else:
+            for name, parameter in module.named_parameters(recurse=False):
+                yield f"{path}.{name}.weight", whole(parameter)
+
+
 def _name_some(names: Iterable[str]) -> str:
     names = sorted(names)
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
@@ -71,7 +87,7 @@ def load_weights(
             raise ValueError(f"{path}: tensor {min(double)} is in another file too")
         found.update(names)
     targets: dict[str, list[WeightTarget]] = {}
-    for name, target in model.weight_targets(found):
+    for name, target in weight_targets(model, found):
         targets.setdefault(name, []).append(target)
     _check_cover(model, chain.from_iterable(targets.values()))
     if missing := targets.keys() - found:
@@ -133,6 +149,6 @@ def fill_randomly(model: Decoder, seed: int, std: float, check: Callable[[], Non
             parameter.data.normal_(0.0, std, generator=generator)
         else:
             parameter.data.fill_(1.0)
-    for name, target in model.weight_targets():
+    for name, target in weight_targets(model):
         if name.endswith(".bias"):
             target.view.zero_()
