@@ -9,6 +9,7 @@ Each draw has the seed and the position that it would have without drafts, so th
 have the same bits in any company. (Leviathan et al. 2023, https://arxiv.org/abs/2211.17192, keep the distribution.)
 """
 
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -18,6 +19,8 @@ from numpy.typing import NDArray
 
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.plan import IntArray
+from nanovllm.engine.row_table import Rows
+from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 
 MISSES = 3
@@ -155,13 +158,79 @@ class Speculation:
             rates.append(min((record.right + 2 * usual[offer]) / (record.tried + 2), SURE))
         return allot(offers, np.array(rates), len(seqs), num_rows, self.costs)
 
+    def plan(self, scheduler: Scheduler, rows: Rows, ends: IntArray) -> IntArray:
+        """Up to where each of the rows computes, with the drafts that it verifies after its last known token.
+
+        They take their blocks here, and cost no sequence its own, nor its place in the step.
+        """
+        table, blocks = scheduler.table, scheduler.blocks
+        num_tokens, num_scheduled = table.num_tokens[rows], ends - table.num_computed[rows]
+        most = np.minimum(table.num_needed[rows] - num_tokens, self.most)
+        if not blocks.can_grow(blocks.missing(rows, num_tokens + most)):
+            most = np.minimum(most, table.room[rows] - num_tokens)
+        if scheduler.edited_rows:
+            edits = {row: table.resident[row].edits for row in scheduler.edited_rows}
+            most[np.isin(rows, [row for row, of_row in edits.items() if of_row and not of_row.allows_drafts])] = 0
+        decodes = np.flatnonzero((num_scheduled == 1) & (ends == num_tokens) & (most > 0))
+        num_rows = int(num_scheduled.sum())
+        if len(decodes) and (room := (scheduler.max_num_batched_tokens - num_rows) // len(decodes)):
+            most = np.minimum(most[decodes], room)
+            ends[decodes] += self.choose(table.sequences(rows[decodes]), most, num_rows)
+            blocks.grow(blocks.missing(rows, ends))
+        return ends
+
     def draft(self, batch: Batch) -> None:
         self.drafter.draft(batch)
+
+    def take_in(
+        self, scheduler: Scheduler, batch: Batch, token_ids: IntArray, logprobs: Mapping[int, dict[int, float]]
+    ) -> list[Sequence]:
+        """Append what agrees with the drafts, and the first draw that differs; no other step is in flight.
+
+            computed by the step   c d e f      c was known, d e f are drafts
+            drawn                  d e x y      d and e are accepted: d e x are kept, and c d e stay computed
+
+        The blocks that the rejected ones were computed into stay with the sequence.
+        """
+        table, rows, plan, ended = scheduler.table, batch.rows, batch.plan, list[Sequence]()
+        is_sampled = plan.num_sampled > 0
+        counts, ends = plan.num_sampled[is_sampled], plan.num_scheduled.cumsum()[is_sampled]
+        afters = counts.cumsum()
+        firsts = afters - counts
+        places = np.arange(1, len(token_ids) + 1) + np.repeat(ends - afters, counts)  # of the draft after each draw
+        differs = token_ids != plan.token_ids.take(places, mode="clip")
+        differs[afters - 1] = True  # no draft is left
+        stops = np.flatnonzero(differs)
+        kept = stops[np.searchsorted(stops, firsts)] - firsts + 1
+        num_known = table.num_known[rows] + kept
+        table.num_known[rows] = table.num_tokens[rows] = num_known
+        table.num_computed[rows] = num_known - 1
+        # The device does not know which draw was the last one kept.
+        table.num_sent[rows] = np.where(counts > 1, num_known, table.num_sent[rows])
+        suspect = np.logical_or.reduceat(scheduler.may_stop[token_ids], firsts)
+        suspect |= num_known > table.num_unwatched[rows]
+        facts, drawn = (values.tolist() for values in (firsts, counts, kept, suspect)), token_ids.tolist()
+        for seq, first, count, num_kept, may_end in zip(batch.seqs, *facts, strict=True):
+            if seq.finish_reason is not None:  # by the same step's scores, which were no numbers
+                continue
+            for at in range(first, first + num_kept):
+                seq.token_ids.append(drawn[at])
+                if at in logprobs:
+                    seq.logprobs.append(logprobs[at])
+                if may_end and scheduler.has_ended(seq):
+                    scheduler.release(seq)
+                    ended.append(seq)
+                    break
+            scheduler.num_generated_tokens += at + 1 - first
+            if count > 1:  # drafts beyond the end are neither right nor wrong
+                self.learn(seq, at - first if seq.finish_reason else count - 1, at - first)
+        return ended
 
     def ended(self, seq: Sequence) -> None:
         self.drafter.ended(seq)
 
     def learn(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
+        """What a step made of the drafts of a sequence."""
         self.num_draft_tokens += num_drafts
         self.num_accepted_tokens += num_accepted
         record: Record = seq.drafting

@@ -1,9 +1,9 @@
 """A planned step with those it is for, and what may add drafts to it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -41,24 +41,28 @@ class Speculator(Protocol):
     """Guesses tokens, and says how many guesses a step verifies: see drafts/, which no engine needs.
 
     Attributes:
-        most: drafts a sequence and step.
         num_draft_tokens, num_accepted_tokens: verified so far, and found right.
     """
 
-    most: int
     num_draft_tokens: int
     num_accepted_tokens: int
 
-    def choose(self, seqs: Seq[Sequence], most: IntArray, num_rows: int) -> IntArray:
-        """How many drafts each of seqs, which decode, verifies in a step that computes num_rows tokens anyway."""
+    def plan(self, scheduler: Any, rows: Rows, ends: IntArray) -> IntArray:
+        """Up to where each of the rows computes in a step, drafts included, which does so up to `ends` without them.
+
+        Args:
+            scheduler: the Scheduler that asks, here and below.
+        """
         ...
 
     def draft(self, batch: Batch) -> None:
-        """Write the drafts into the plan: the shares of its batch have room for as many as were chosen."""
+        """Write the drafts into the plan: the shares of its batch have room for as many as were planned."""
         ...
 
-    def learn(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
-        """What a step made of the drafts of a sequence."""
+    def take_in(
+        self, scheduler: Any, batch: Batch, token_ids: IntArray, logprobs: Mapping[int, dict[int, float]]
+    ) -> list[Sequence]:
+        """`Scheduler.update` of a step with drafts."""
         ...
 
     def ended(self, seq: Sequence) -> None:

@@ -32,6 +32,10 @@ class BlockTables:
         lacking = zip(rows[short].tolist(), num_lacking[short].tolist(), strict=True)
         return {row: self._manager.blocks_for(num_tokens) for row, num_tokens in lacking}
 
+    def can_grow(self, missing: dict[int, int]) -> bool:
+        """Whether the blocks that are missing could be taken."""
+        return sum(missing.values()) <= self._manager.num_free
+
     def grow(self, missing: dict[int, int]) -> None:
         """Take the blocks that are missing."""
         for row, count in missing.items():

@@ -43,16 +43,16 @@ class Scheduler:
         """By row, those whose prompt is still to be scored, and those that are only scored."""
         self.edited_rows: set[int] = set()
         """Rows whose logits are edited before a token is sampled."""
-        self._may_stop = np.zeros(vocab_size + 1, bool)
+        self.may_stop = np.zeros(vocab_size + 1, bool)
         """Token ids that end at least one sequence ever added: others need no second look. The last is for -1."""
-        self._may_stop[-1] = True
+        self.may_stop[-1] = True
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
         self.num_cached_tokens = 0
         self.num_generated_tokens = 0
 
     def add(self, seq: Sequence) -> None:
-        self._may_stop[list(seq.stop_ids)] = True
+        self.may_stop[list(seq.stop_ids)] = True
         self.waiting.append(seq)
 
     @property
@@ -78,7 +78,7 @@ class Scheduler:
         admitted: list[Sequence] = []
         if not has_preempted:
             if self.speculation is not None and len(rows):
-                ends = ends + self._choose_drafts(self.speculation, rows, ends)
+                ends = self.speculation.plan(self, rows, ends)
             if self.waiting and self.table.has_free_row:
                 rows, ends, admitted = self._admit(rows, ends)
         return self._make_batch(rows, ends, admitted) if len(rows) else None
@@ -101,7 +101,7 @@ class Scheduler:
                 num_scheduled = np.clip(budget - spent_before, 0, num_scheduled).astype(np.int32)
                 ends = num_computed + num_scheduled
             missing = self.blocks.missing(rows, ends)
-            if sum(missing.values()) <= self.block_manager.num_free:
+            if self.blocks.can_grow(missing):
                 break
             self._preempt()
             has_preempted = True
@@ -110,26 +110,6 @@ class Scheduler:
         if np.count_nonzero(num_scheduled) < len(rows):
             rows, ends = rows[num_scheduled > 0], ends[num_scheduled > 0]
         return rows, ends, has_preempted
-
-    def _choose_drafts(self, speculation: Speculator, rows: Rows, ends: IntArray) -> IntArray:
-        """How many drafts each of the rows verifies, after its last known token: as many as speculation thinks fit.
-
-        They may cost no sequence its blocks or its place in the step.
-        """
-        table, manager = self.table, self.block_manager
-        num_tokens, num_scheduled = table.num_tokens[rows], ends - table.num_computed[rows]
-        most = np.minimum(table.num_needed[rows] - num_tokens, speculation.most)
-        if sum(self.blocks.missing(rows, num_tokens + most).values()) > manager.num_free:
-            most = np.minimum(most, table.room[rows] - num_tokens)
-        edits = {row: table.resident[row].edits for row in self.edited_rows}
-        most[np.isin(rows, [row for row, of_row in edits.items() if of_row and not of_row.allows_drafts])] = 0
-        decodes = np.flatnonzero((num_scheduled == 1) & (table.num_computed[rows] + 1 == num_tokens) & (most > 0))
-        num_drafts, num_rows = np.zeros_like(num_scheduled), int(num_scheduled.sum())
-        if len(decodes) and (room := (self.max_num_batched_tokens - num_rows) // len(decodes)):
-            seqs = table.sequences(rows[decodes])
-            num_drafts[decodes] = speculation.choose(seqs, np.minimum(most[decodes], room), num_rows)
-        self.blocks.grow(self.blocks.missing(rows, ends + num_drafts))
-        return num_drafts
 
     def _admit(self, rows: Rows, ends: IntArray) -> tuple[Rows, IntArray, list[Sequence]]:
         """Move waiting sequences in, in order, while rows, blocks and budget last; each gets all its blocks at once."""
@@ -183,11 +163,10 @@ class Scheduler:
         token_ids = np.full(num_tokens, -1, np.int32)
         is_sent = num_computed < table.num_sent[rows]
         if np.count_nonzero(is_sent):
-            after = num_scheduled.cumsum()
-            for i in np.flatnonzero(is_sent).tolist():
-                known = table.resident[int(rows[i])].token_ids[num_computed[i] : ends[i]]
-                start = after[i] - num_scheduled[i]
-                token_ids[start : start + len(known)] = known  # drafts follow
+            places, firsts = token_ids.data, num_scheduled.cumsum() - num_scheduled
+            for row, at, start, end in np.stack((rows, firsts, num_computed, ends), 1)[is_sent].tolist():
+                known = table.resident[row].token_ids[start:end]
+                places[at : at + len(known)] = known  # drafts follow
         num_before = table.num_tokens[rows]
         num_logits = num_sampled = np.maximum(ends + 1 - num_before, 0)  # more than 1: with drafts
         scored: Seq[Scored] = ()
@@ -205,7 +184,7 @@ class Scheduler:
             token_ids=token_ids,
             targets=targets,
             block_entries=self.blocks.new_entries(),
-            new_rows=sampling_of(admitted, len(self._may_stop) - 1),
+            new_rows=sampling_of(admitted, len(self.may_stop) - 1),
         )
         sampled = rows if np.count_nonzero(num_sampled) == len(rows) else rows[num_sampled > 0]
         return Batch(plan, table.sequences(sampled), sampled, table.num_releases, scored)
@@ -228,8 +207,8 @@ class Scheduler:
         """
         table, rows, seqs = self.table, batch.rows, batch.seqs
         finished = self._take_in_scores(batch, scores) if batch.scored else []
-        if len(token_ids) > len(seqs):
-            return finished + self._take_in_verified(batch, token_ids, logprobs)
+        if self.speculation is not None and len(token_ids) > len(seqs):
+            return finished + self.speculation.take_in(self, batch, token_ids, logprobs)
         for i, values in logprobs.items():
             if seqs[i].finish_reason is None:
                 seqs[i].logprobs.append(values)
@@ -245,50 +224,11 @@ class Scheduler:
         self.num_generated_tokens += len(seqs)
         num_known = table.num_known[rows] + 1
         table.num_known[rows] = num_known
-        suspect = self._may_stop[token_ids] | (num_known > table.num_unwatched[rows])
-        ended = [seqs[i] for i in suspect.nonzero()[0].tolist() if self._ends(seqs[i])]
+        suspect = self.may_stop[token_ids] | (num_known > table.num_unwatched[rows])
+        ended = [seqs[i] for i in suspect.nonzero()[0].tolist() if self.has_ended(seqs[i])]
         for seq in ended:
-            self._release(seq)
+            self.release(seq)
         return finished + ended
-
-    def _take_in_verified(
-        self, batch: Batch, token_ids: IntArray, logprobs: Mapping[int, dict[int, float]]
-    ) -> list[Sequence]:
-        """`update` of a step with drafts, after which no other is in flight.
-
-            computed by the step   c d e f      c was known, d e f are drafts
-            drawn                  d e x y      d and e are accepted: d e x are kept, and c d e stay computed
-
-        The blocks that the rejected ones were computed into stay with the sequence.
-        """
-        assert self.speculation is not None
-        table, ended = self.table, list[Sequence]()
-        at = 0
-        for seq, (_, *drafts) in batch.shares():
-            if seq.finish_reason is not None:  # by the same step's scores, which were no numbers
-                at += 1 + len(drafts)
-                continue
-            for kept, token_id in enumerate(token_ids[at : at + 1 + len(drafts)].tolist(), 1):
-                seq.token_ids.append(token_id)
-                self.num_generated_tokens += 1
-                if at + kept - 1 in logprobs:
-                    seq.logprobs.append(logprobs[at + kept - 1])
-                if self._ends(seq) or kept > len(drafts) or drafts[kept - 1] != token_id:
-                    break
-            at += 1 + len(drafts)
-            if drafts:  # those beyond the end are neither right nor wrong
-                num_drafts = len(drafts) if seq.finish_reason is None else kept - 1
-                self.speculation.learn(seq, num_drafts, kept - 1)
-            if seq.finish_reason is not None:
-                self._release(seq)
-                ended.append(seq)
-                continue
-            row = seq.row
-            table.num_known[row] = table.num_tokens[row] = len(seq.token_ids)
-            table.num_computed[row] = len(seq.token_ids) - 1
-            if drafts:  # the device does not know which draw was the last one kept
-                table.num_sent[row] = len(seq.token_ids)
-        return ended
 
     def _take_in_scores(self, batch: Batch, scores: Seq[dict[int, float]]) -> list[Sequence]:
         """Deal out a step's scores; returns the sequences that end with them."""
@@ -309,12 +249,12 @@ class Scheduler:
         seq.num_in_flight -= 1
         seq.token_ids.append(token_id)
         self.num_generated_tokens += 1
-        if not self._ends(seq):
+        if not self.has_ended(seq):
             return False
         self.waiting.remove(seq)  # near the front, where the preempted are
         return True
 
-    def _ends(self, seq: Sequence) -> bool:
+    def has_ended(self, seq: Sequence) -> bool:
         """Whether the token that a sequence was just given ends it."""
         seq.finish_reason = seq.feed_last_token()
         if seq.finish_reason == "error":
@@ -328,7 +268,7 @@ class Scheduler:
         """End a sequence now, unless it has ended. What launched steps sample for it is dropped when it arrives."""
         if seq.finish_reason is None:
             if seq.row >= 0:
-                self._release(seq)
+                self.release(seq)
             else:
                 self.waiting.remove(seq)  # a preempted one is near the front
             seq.finish_reason = reason
@@ -346,11 +286,11 @@ class Scheduler:
         seq.num_in_flight = int(table.num_tokens[row] - table.num_known[row])
         if seq.is_only_scored and table.num_computed[row] == seq.num_needed:
             seq.num_in_flight = 1  # its last scores
-        self._release(seq)
+        self.release(seq)
         self.waiting.appendleft(seq)
         self.num_preemptions += 1
 
-    def _release(self, seq: Sequence) -> None:
+    def release(self, seq: Sequence) -> None:
         """Free a sequence's blocks and row at once: device work is in order, so later steps may have them."""
         self.block_manager.release(seq.block_table)
         seq.block_table = []
