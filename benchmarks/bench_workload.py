@@ -11,9 +11,8 @@ import torch
 
 from nanovllm.backends import Backend
 from nanovllm.layers.parallel import Parallel
+from nanovllm.models.causal_lm import make_model
 from nanovllm.models.config import load_model_config
-from nanovllm.models.decoder import Decoder
-from nanovllm.models.loader import weight_targets
 
 
 @dataclass(frozen=True)
@@ -70,12 +69,12 @@ def write_checkpoint(config: dict[str, Any], dtype: torch.dtype, folder: Path, s
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     with torch.device("meta"):
-        model = Decoder(load_model_config(config, "the shape"), Backend(), Parallel(), 1)
+        model = make_model(load_model_config(config, "the shape"), Backend(), Parallel(), 1)
     tensors = {
         name: (torch.zeros if name.endswith(".bias") else torch.ones)(target.shape, dtype=dtype)
         if len(target.shape) == 1
         else torch.randn(target.shape, generator=generator).mul_(0.02).to(dtype)
-        for name, target in weight_targets(model)
+        for name, target in model.weight_targets()
     }
     name = str(dtype).removeprefix("torch.")
     config = {**config, "torch_dtype": name, "dtype": name, "eos_token_id": None, "bos_token_id": None}

@@ -6,10 +6,10 @@ import torch
 from torch import nn
 
 from nanovllm.layers.parallel import Parallel
-from nanovllm.layers.weights import NamedTargets, WeightTarget
+from nanovllm.layers.weights import NamedTargets, ShardedLayer, WeightTarget
 
 
-class Experts(nn.Module):
+class Experts(ShardedLayer):
     """E SwiGLU MLPs. Once they are packed, the matrices' elements lie in the backend's own order.
 
     Attributes:

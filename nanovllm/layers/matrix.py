@@ -5,6 +5,8 @@ from typing import Protocol
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanovllm.layers.weights import ShardedLayer
+
 
 class PackedMatrix(Protocol):
     """A matrix [out, in] in the form that a backend multiplies fastest."""
@@ -18,7 +20,7 @@ class PackedMatrix(Protocol):
         ...
 
 
-class MatrixModule(nn.Module):
+class MatrixModule(ShardedLayer):
     """A layer with one matrix `weight` [out, in]. Once it is packed, `weight` may be empty."""
 
     weight: nn.Parameter

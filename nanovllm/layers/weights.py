@@ -2,9 +2,8 @@
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -26,18 +25,17 @@ NamedTargets = Iterator[tuple[str, WeightTarget]]
 """(checkpoint name, target) of all that a layer needs; together they cover its parameters exactly once."""
 
 
-@runtime_checkable
-class Sharded(Protocol):
-    """A layer of which each rank may hold only a part."""
+class ShardedLayer(nn.Module):
+    """A layer of whose parameters each rank may hold only a part."""
 
     def weight_targets(self, path: str, names: Collection[str]) -> NamedTargets:
         """What it needs of a checkpoint.
 
         Args:
-            path: the layer's in the model, by the checkpoint's names, as "model.layers.0.self_attn.o_proj".
+            path: the layer's in the model, as checkpoints call it: "model.layers.0.self_attn.o_proj".
             names: of the checkpoint's tensors, where it may have one of several forms.
         """
-        ...
+        raise NotImplementedError
 
 
 def whole(view: Tensor) -> WeightTarget:

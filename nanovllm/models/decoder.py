@@ -4,6 +4,7 @@ The layers of Qwen3-MoE whose MLP is dense are these too; the others take theirs
 They differ in biases and in the norms of queries and keys: `FAMILIES` in config.py says who has which.
 """
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,6 +16,7 @@ from nanovllm.layers.embedding import LMHead, VocabParallelEmbedding
 from nanovllm.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
 from nanovllm.layers.parallel import Parallel
 from nanovllm.layers.rotary_embedding import rotary_table
+from nanovllm.layers.weights import NamedTargets, ShardedLayer, whole
 from nanovllm.models.config import sparse_layers
 from nanovllm.models.experts import SparseMLP
 from nanovllm.models.shape import Shape
@@ -127,3 +129,14 @@ class Decoder(nn.Module):
     def compute_logits(self, hidden: Tensor) -> Tensor | None:
         """hidden [n, hidden] -> logits [n, vocab] on rank 0, None on the others."""
         return self.lm_head(hidden)  # type: ignore[no-any-return]
+
+    def weight_targets(self, names: Collection[str] = ()) -> NamedTargets:
+        """See `CausalLM`. The modules are called as they are in checkpoints."""
+        for path, module in self.named_modules(prefix="model"):
+            if module is self.lm_head:
+                yield from () if self.tied else self.lm_head.weight_targets("lm_head", names)
+            elif isinstance(module, ShardedLayer):
+                yield from module.weight_targets(path, names)
+            else:
+                for name, parameter in module.named_parameters(recurse=False):
+                    yield f"{path}.{name}.weight", whole(parameter)

@@ -1,7 +1,7 @@
 """Filling a model from safetensors, and the proof that every parameter was filled."""
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
@@ -11,9 +11,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from nanovllm.layers.weights import NamedTargets, Sharded, WeightTarget, whole
+from nanovllm.layers.weights import WeightTarget
+from nanovllm.models.causal_lm import CausalLM
 from nanovllm.models.config import read_json
-from nanovllm.models.decoder import Decoder
 from nanovllm.utils.checks import quote
 
 DTYPES = ("F64", "F32", "F16", "BF16")
@@ -46,29 +46,13 @@ def checkpoint_files(folder: Path) -> list[Path]:
     return files
 
 
-def weight_targets(model: Decoder, names: Collection[str] = ()) -> NamedTargets:
-    """(checkpoint name, target) of everything that the model needs: its modules are called as they are there.
-
-    Args:
-        names: of the checkpoint's tensors, where it may have one of several forms.
-    """
-    for path, module in model.named_modules(prefix="model"):
-        if module is model.lm_head:
-            yield from () if model.tied else model.lm_head.weight_targets("lm_head", names)
-        elif isinstance(module, Sharded):
-            yield from module.weight_targets(path, names)
-        else:
-            for name, parameter in module.named_parameters(recurse=False):
-                yield f"{path}.{name}.weight", whole(parameter)
-
-
 def _name_some(names: Iterable[str]) -> str:
     names = sorted(names)
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def load_weights(
-    model: Decoder, folder: Path, show_progress: bool = False, check: Callable[[], None] = lambda: None
+    model: CausalLM, folder: Path, show_progress: bool = False, check: Callable[[], None] = lambda: None
 ) -> None:
     """Fill the model from the folder's safetensors, one tensor at a time, reading only what this rank holds.
 
@@ -87,7 +71,7 @@ def load_weights(
             raise ValueError(f"{path}: tensor {min(double)} is in another file too")
         found.update(names)
     targets: dict[str, list[WeightTarget]] = {}
-    for name, target in weight_targets(model, found):
+    for name, target in model.weight_targets(found):
         targets.setdefault(name, []).append(target)
     _check_cover(model, chain.from_iterable(targets.values()))
     if missing := targets.keys() - found:
@@ -122,7 +106,7 @@ def _fill(target: WeightTarget, source: Any, what: str) -> None:
     target.view.copy_(source[target.slices])
 
 
-def _check_cover(model: Decoder, targets: Iterable[WeightTarget]) -> None:
+def _check_cover(model: CausalLM, targets: Iterable[WeightTarget]) -> None:
     """The targets cover every parameter exactly once, so that filling all targets fills the model."""
     covered: dict[int, int] = {}
     for target in targets:
@@ -135,7 +119,7 @@ def _check_cover(model: Decoder, targets: Iterable[WeightTarget]) -> None:
             raise RuntimeError(f"targets cover {covered.get(storage, 0)} of a parameter's {parameter.numel()} elements")
 
 
-def fill_randomly(model: Decoder, seed: int, std: float, check: Callable[[], None] = lambda: None) -> None:
+def fill_randomly(model: CausalLM, seed: int, std: float, check: Callable[[], None] = lambda: None) -> None:
     """Random weights, for measuring without a checkpoint: normal matrices, norms of one, biases of zero.
 
     Args:
@@ -149,6 +133,6 @@ def fill_randomly(model: Decoder, seed: int, std: float, check: Callable[[], Non
             parameter.data.normal_(0.0, std, generator=generator)
         else:
             parameter.data.fill_(1.0)
-    for name, target in weight_targets(model):
+    for name, target in model.weight_targets():
         if name.endswith(".bias"):
             target.view.zero_()

@@ -20,8 +20,8 @@ from nanovllm.kernels.launch import compiled
 from nanovllm.kernels.sample import SamplingValues
 from nanovllm.kernels.step_inputs import PlannedRows, StepInputs
 from nanovllm.layers.parallel import Parallel
+from nanovllm.models.causal_lm import make_model
 from nanovllm.models.config import load_model_config
-from nanovllm.models.decoder import Decoder
 from nanovllm.models.loader import fill_randomly, load_weights
 from nanovllm.models.shape import Shape
 from nanovllm.runner.cuda_graphs import CudaGraphs, smallest_that_holds
@@ -78,7 +78,7 @@ class ModelRunner:
         num_bytes = self._shape.num_parameters * self.dtype.itemsize
         check_free_memory(num_bytes, self.device, "the weights", "choose a smaller model, or a smaller dtype")
         with torch.device(self.device), _default_dtype(self.dtype):
-            self.model = Decoder(hf_config, self.backend, parallel, config.max_model_len).eval()
+            self.model = make_model(hf_config, self.backend, parallel, config.max_model_len)
         if folder is None:
             fill_randomly(self.model, config.seed + parallel.rank, hf_config.initializer_range, check)
         else:
