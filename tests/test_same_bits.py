@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from helpers.tiny import draw_prompts, save_random
@@ -17,6 +18,7 @@ from torch import Tensor
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends.cpu_backend import CpuBackend, NativeMatrix
 from nanovllm.kernels.cpu_library import cpu_library
+from nanovllm.runner.logprobs import Logprobs
 
 CPU, DTYPES = torch.device("cpu"), (torch.float32, torch.bfloat16)
 BLOCKS_ALONE = 64
@@ -49,6 +51,22 @@ def test_a_row_of_a_product_has_the_same_bits_among_any_number(
         torch.set_num_threads(num_threads)
         for rows in (*range(1, 27), 96, 97, 200):
             assert torch.equal(matrix.multiply(x[:rows], None), alone[:rows]), rows
+
+
+def test_a_row_has_the_same_log_probabilities_among_any_number(threads: None) -> None:
+    torch.manual_seed(0)
+    logits, token_ids = 3 * torch.randn(66, 100_000), torch.arange(66, dtype=torch.int32)
+
+    def read(rows: slice) -> list[dict[int, float]]:
+        ids = token_ids[rows]
+        return Logprobs([(logits[rows], ids)], np.full(len(ids), 2, np.int32)).read(ids.numpy())
+
+    torch.set_num_threads(1)
+    expected = read(slice(66))
+    for num_threads in (1, 2, 3):
+        torch.set_num_threads(num_threads)
+        for rows in (*(slice(i, i + 1) for i in range(8)), slice(5, 8), slice(65), slice(66)):
+            assert read(rows) == expected[rows], (num_threads, rows)
 
 
 # ---- the engine

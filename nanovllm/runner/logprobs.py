@@ -39,7 +39,9 @@ class Logprobs:
         """For some rows at a time: the log-probabilities of token_ids, of the most likely tokens, and their ids."""
         for some, ids in zip(*(torch.split(x, self.ROWS_AT_A_TIME) for x in (logits, token_ids)), strict=True):
             some = some.float()
-            total = some.logsumexp(1, keepdim=True)
+            # Several threads would share the sum of a single row, in an order that rows among others do not have.
+            several = some if len(some) > 1 else some.expand(2, -1)
+            total = several.logsumexp(1, keepdim=True)[: len(some)]
             top, top_ids = some.topk(min(self._most, some.shape[1]), dim=1)
             yield (some.gather(1, ids.long().clamp(min=0).unsqueeze(1)) - total).squeeze(1), top - total, top_ids
 
