@@ -30,20 +30,29 @@ class Logprobs:
             logits: piece by piece, [n, vocab], and the token of each row, int32 [n]. Only one piece is held at a time.
             counts: int32, how many of the most likely tokens each row of all the pieces wants.
         """
-        self._counts = counts
-        self._most = max(int(counts.max()), 0)
-        parts = [part for piece in logits for part in self._reduce(*piece)]
+        self._counts, self._most = counts, max(int(counts.max()), 0)
+        parts: list[tuple[Tensor, Tensor, Tensor]] = []
+        at = 0
+        for piece in logits:
+            for some, ids in zip(*(torch.split(x, self.ROWS_AT_A_TIME) for x in piece), strict=True):
+                parts.append(self._reduce(some.float(), ids, counts[at : at + len(some)]))
+                at += len(some)
         self._tensors = [start_copy(torch.cat(values)) for values in zip(*parts, strict=True)]
 
-    def _reduce(self, logits: Tensor, token_ids: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """For some rows at a time: the log-probabilities of token_ids, of the most likely tokens, and their ids."""
-        for some, ids in zip(*(torch.split(x, self.ROWS_AT_A_TIME) for x in (logits, token_ids)), strict=True):
-            some = some.float()
-            # Several threads would share the sum of a single row, in an order that rows among others do not have.
-            several = some if len(some) > 1 else some.expand(2, -1)
-            total = several.logsumexp(1, keepdim=True)[: len(some)]
-            top, top_ids = some.topk(min(self._most, some.shape[1]), dim=1)
-            yield (some.gather(1, ids.long().clamp(min=0).unsqueeze(1)) - total).squeeze(1), top - total, top_ids
+    def _reduce(self, logits: Tensor, token_ids: Tensor, counts: IntArray) -> tuple[Tensor, Tensor, Tensor]:
+        """The log-probabilities of token_ids, and of the most likely tokens; and the ids of these.
+
+        None depends on the other rows: several threads would share the sum of a row by itself, in another order, and
+        which one of equals is among the k most likely depends on k.
+        """
+        several = logits if len(logits) > 1 else logits.expand(2, -1)
+        total = several.logsumexp(1, keepdim=True)[: len(logits)]
+        top, top_ids = logits.topk(min(self._most, logits.shape[1]), dim=1)
+        for k in {*counts.tolist()} - {self._most, 0}:
+            rows = to_device(np.flatnonzero(counts == k), logits.device)
+            top[rows, :k], top_ids[rows, :k] = logits[rows].topk(k, dim=1)
+        own = logits.gather(1, token_ids.long().clamp(min=0).unsqueeze(1))
+        return (own - total).squeeze(1), top - total, top_ids
 
     def read(self, token_ids: IntArray) -> list[dict[int, float]]:
         """{token id: log-probability} of each row; only after the step has ended on the device."""
