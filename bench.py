@@ -2,7 +2,7 @@
 
     python bench.py                                      nano-vLLM's benchmark, on Qwen3-0.6B's shape
     python bench.py --preset cpu                         a workload sized for two cores
-    python bench.py --preset cpu --compare vllm transformers --repeat 3 --vllm-python DIR/bin/python
+    python bench.py --preset cpu --compare llama-cpp --llama-cpp-python DIR/bin/python   beside another engine, in turn
 
 The cost card comes first: what the workload must read and compute, how fast this machine copies, reads and multiplies
 now, and the floor in seconds that follows, step by step as the batch drains. Then the run, and its percent of it.
@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 import nanovllm
-from benchmarks.bench_compare import ENGINES, compare
+from benchmarks.bench_compare import add_arguments, check_interpreters, compare
 from benchmarks.bench_cost import Cost, Machine, Model, Step, ideal_steps, measure_machine, step_cost, synchronize
 from benchmarks.bench_workload import Workload, make_workload
 from nanovllm import LLM, EngineConfig, SamplingParams
@@ -67,14 +67,16 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
         metavar="NAME=VALUE",
         help="any other option of LLM, as enforce_eager=true",
     )
-    add("--compare", nargs="+", choices=ENGINES, metavar="ENGINE", help=f"measure beside {' and '.join(ENGINES)}")
-    add("--repeat", type=int, default=3, help="runs of each engine when comparing, in turn")
-    add("--vllm-python", default=sys.executable, help="an interpreter that can import vLLM")
-    add("--static-batch", type=int, default=32, metavar="N", help="sequences in transformers' padded batches")
+    add_arguments(parser)
     add("--machine-rates", type=float, nargs=3, metavar="RATE", help="copy, read and matmul rates, not measured again")
     if parser.parse_known_args(arguments)[0].preset == "cpu":
         parser.set_defaults(**CPU_PRESET)
     args = parser.parse_args(arguments)
+    if args.compare:
+        try:
+            check_interpreters(args)
+        except ValueError as error:
+            parser.error(str(error))
     if args.load_format is None:
         args.load_format = "dummy" if args.model.lower() in PRESETS else "auto"
     return args

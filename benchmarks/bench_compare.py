@@ -1,15 +1,18 @@
 """The same workload, checkpoint, dtype and threads through several engines, in turn, each run in a process of its own.
 
-A B A B rather than A A B B: a machine that drifts then drifts for everybody.
+A B A B rather than A A B B: a machine that drifts then drifts for everybody. A next rival is an entry of RIVALS and a
+file in benchmarks/rivals; benchmarks/rivals/worker.py says what passes between here and there.
 """
 
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +22,58 @@ from benchmarks.bench_cost import Machine
 from benchmarks.bench_workload import Workload, write_checkpoint
 from nanovllm.models.hub import find_model
 
-ENGINES = ("vllm", "transformers")
 ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclass(frozen=True)
+class Rival:
+    """An engine to measure beside ours.
+
+    Attributes:
+        package: what its interpreter must be able to import.
+        script: makes an environment that has it; "" where our own interpreter will do.
+        modes: the table's lines, each with what the worker is told beside the specification.
+    """
+
+    package: str
+    script: str
+    modes: dict[str, str]
+
+
+RIVALS = {
+    "vllm": Rival("vllm", "scripts/vllm_cpu_env.sh", {"vllm": ""}),
+    "transformers": Rival(
+        "transformers", "", {"transformers static": "static", "transformers continuous": "continuous"}
+    ),
+    "llama-cpp": Rival("llama_cpp", "scripts/llama_cpp_env.sh", {"llama-cpp": "", "llama-cpp Q8_0": "q8_0"}),
+}
+"""By name; the worker is benchmarks/rivals/NAME.py, with _ for -."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--compare", nargs="+", choices=RIVALS, metavar="ENGINE", help=f"measure beside {', '.join(RIVALS)}")
+    add("--repeat", type=int, default=3, help="runs of each engine when comparing, in turn")
+    add("--run-seconds", type=float, metavar="N", help="leave out an engine one of whose runs takes longer than this")
+    for name, rival in RIVALS.items():
+        if rival.script:
+            text = f"an interpreter that can import {rival.package}, as {rival.script} makes one"
+            add(f"--{name}-python", default=sys.executable, metavar="PYTHON", help=text)
+    add("--static-batch", type=int, default=32, metavar="N", help="sequences in transformers' padded batches")
+
+
+def check_interpreters(args: argparse.Namespace) -> None:
+    """Raises a ValueError for a rival that its interpreter cannot import."""
+    for name in args.compare:
+        rival, python = RIVALS[name], _interpreter(args, name)
+        look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({rival.package!r}) is None)"
+        try:
+            found = subprocess.run([python, "-c", look], capture_output=True).returncode == 0
+        except OSError:
+            found = False
+        if not found:
+            mend = f"`{rival.script} DIR` makes one, DIR/bin/python" if rival.script else "pip installs it"
+            raise ValueError(f"--{name}-python is {python!r}, which has no {rival.package}: {mend}")
 
 
 def compare(
@@ -31,48 +84,50 @@ def compare(
     Args:
         shape: config.json's content if random weights of that shape are wanted; None for the checkpoint args.model.
     """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanovllm" / "bench"
     if shape is None:
-        folder = find_model(args.model)
+        folder = find_model(args.model).resolve()
     else:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanovllm" / "bench"
         folder = cache / f"{args.model.lower()}-{str(dtype).removeprefix('torch.')}"
         write_checkpoint(shape, dtype, folder)
-    commands = _commands(args, folder, dtype, machine)
-    environment = _environment()
-    runs: dict[str, list[dict[str, Any]]] = {name: [] for name in commands}
+    runs: dict[str, list[dict[str, Any]]] = {}
+    left_out: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as scratch:
         spec = Path(scratch) / "spec.json"
-        spec.write_text(json.dumps(_specification(args, folder, workload, dtype)))
+        spec.write_text(json.dumps(_specification(args, folder, cache / "exports", workload, dtype)))
+        commands = _commands(args, folder, dtype, machine, spec)
         for turn in range(args.repeat):
-            for name, command in commands.items():
-                result = _run([str(spec) if part == "SPEC" else part for part in command], environment)
-                if result["num_output_tokens"] != sum(workload.output_lens):
-                    raise RuntimeError(
-                        f"{name} made {result['num_output_tokens']} of {sum(workload.output_lens)} tokens"
-                    )
-                runs[name].append(result)
-                rate = result["num_output_tokens"] / result["seconds"]
-                print(
-                    f"run {turn + 1}      {name:24s} {result['seconds']:8.3f} s {rate:10,.1f} output tok/s", flush=True
-                )
-    return _report(runs)
+            for line in [line for line in commands if line not in left_out]:
+                log = None if line == "nanovllm" else cache / f"{line.replace(' ', '-')}.log"
+                result = _run(commands[line], log, args.run_seconds)
+                if (made := result.get("num_output_tokens", 0)) != sum(workload.output_lens):
+                    result.setdefault("cannot_run", f"it made {made} of {sum(workload.output_lens)} tokens")
+                if "cannot_run" in result:
+                    left_out[line] = result["cannot_run"]
+                    print(f"left out   {line}: {left_out[line]}", flush=True)
+                else:
+                    runs.setdefault(line, []).append(result)
+                    rate = f"{_rate(result):10,.1f} output tok/s"
+                    print(f"run {turn + 1}      {line:24s} {result['seconds']:8.3f} s {rate}", flush=True)
+    return _report({line: runs[line] for line in runs if line not in left_out}) | {"left_out": left_out}
 
 
-def _commands(args: argparse.Namespace, folder: Path, dtype: torch.dtype, machine: Machine) -> dict[str, list[str]]:
-    """What runs each engine; SPEC stands for the specification's path."""
+def _interpreter(args: argparse.Namespace, name: str) -> str:
+    python: str = getattr(args, f"{name.replace('-', '_')}_python", sys.executable)
+    return python
+
+
+def _commands(
+    args: argparse.Namespace, folder: Path, dtype: torch.dtype, machine: Machine, spec: Path
+) -> dict[str, list[str]]:
+    """What runs each line of the table."""
     ours = [sys.executable, str(ROOT / "bench.py"), *_own_arguments(args), "--model", str(folder)]
     ours += ["--dtype", str(dtype).removeprefix("torch."), "--machine-rates"]
     ours += [str(rate) for rate in (machine.copy_rate, machine.read_rate, machine.matmul_rate)]
     commands = {"nanovllm": ours}
-    if "vllm" in args.compare:
-        commands["vllm"] = [args.vllm_python, str(ROOT / "benchmarks" / "bench_vllm.py"), "SPEC"]
-    if "transformers" in args.compare:
-        import transformers
-
-        worker = [sys.executable, str(ROOT / "benchmarks" / "bench_transformers.py"), "SPEC"]
-        commands["transformers static"] = [*worker, "static"]
-        if hasattr(transformers, "ContinuousBatchingConfig"):
-            commands["transformers continuous"] = [*worker, "continuous"]
+    for name in args.compare:
+        worker = [_interpreter(args, name), "-m", f"benchmarks.rivals.{name.replace('-', '_')}", str(spec)]
+        commands |= {line: [*worker, mode] for line, mode in RIVALS[name].modes.items()}
     return commands
 
 
@@ -90,11 +145,21 @@ def _own_arguments(args: argparse.Namespace) -> list[str]:
     return arguments
 
 
-def _specification(args: argparse.Namespace, folder: Path, workload: Workload, dtype: torch.dtype) -> dict[str, Any]:
+def _specification(
+    args: argparse.Namespace, folder: Path, exports: Path, workload: Workload, dtype: torch.dtype
+) -> dict[str, Any]:
+    """What workers are told.
+
+    Args:
+        exports: where the model may be kept in a rival's own format.
+    """
     vocab_size = json.loads((folder / "config.json").read_text())["vocab_size"]
     return {
         "model": str(folder),
+        "exports": str(exports),
         "dtype": str(dtype).removeprefix("torch."),
+        "device": "cuda" if torch.cuda.is_available() and args.device != "cpu" else "cpu",
+        "threads": torch.get_num_threads(),
         "temperature": args.temperature,
         "max_model_len": args.max_model_len or max(4096, workload.max_len),
         "max_num_seqs": args.max_num_seqs,
@@ -123,29 +188,64 @@ def _environment() -> dict[str, str]:
     }
 
 
-def _run(command: list[str], environment: dict[str, str]) -> dict[str, Any]:
-    """The JSON document in the command's last line (bench.py's own has its result inside)."""
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not lines:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{(done.stdout + done.stderr)[-4000:]}")
-    document = json.loads(lines[-1])
-    result: dict[str, Any] = document.get("result", document)
-    result.setdefault("versions", document.get("versions"))
-    return result
+def _run(command: list[str], log: Path | None, run_seconds: float | None) -> dict[str, Any]:
+    """The JSON document in the command's last line (bench.py's own has its result inside).
+
+    Args:
+        log: where the output of a run that fails is kept, and that it failed is the document then; None: RuntimeError.
+    """
+    process = subprocess.Popen(
+        command,
+        env=_environment(),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        out, errors = process.communicate(timeout=run_seconds if log else None)
+    except subprocess.TimeoutExpired:
+        return {"cannot_run": f"it had not ended after {run_seconds:g} seconds, start included (--run-seconds)"}
+    finally:
+        _end(process)
+    lines = [line for line in out.splitlines() if line.startswith("{")]
+    if process.returncode == 0 and lines:
+        document = json.loads(lines[-1])
+        result: dict[str, Any] = document.get("result", document)
+        result.setdefault("versions", document.get("versions"))
+        return result
+    if log is None:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{(out + errors)[-4000:]}")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    log.write_text(out + errors)
+    last = next((line.strip() for line in reversed(errors.splitlines()) if line.strip()), f"exit {process.returncode}")
+    return {"cannot_run": f"it failed, with all it said in {log}: {last}"}
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """Ends the run's processes, those that it started included."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait()
+
+
+def _rate(result: dict[str, Any]) -> float:
+    rate: float = result["num_output_tokens"] / result["seconds"]
+    return rate
 
 
 def _report(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    rates = {name: [r["num_output_tokens"] / r["seconds"] for r in results] for name, results in runs.items()}
-    medians = {name: statistics.median(values) for name, values in rates.items()}
+    rates = {line: [_rate(result) for result in results] for line, results in runs.items()}
+    medians = {line: statistics.median(values) for line, values in rates.items()}
+    ratios = {line: medians["nanovllm"] / median for line, median in medians.items()}
     titles = ("output tok/s", "lowest", "highest", "ours / its", "load + warm-up s")
     print("\n{:26s} {:>12s} {:>8s} {:>8s} {:>10s} {:>17s}".format("engine", *titles))
-    for name, values in rates.items():
-        before = statistics.median(r["load_seconds"] + r["warm_up_seconds"] for r in runs[name])
-        ratio = medians["nanovllm"] / medians[name]
-        label = f"{name} {runs[name][0]['versions'].get(name.split()[0], '')}"
-        print(
-            f"{label:26s} {medians[name]:12,.1f} {min(values):8,.1f} {max(values):8,.1f} {ratio:10.2f} {before:17.1f}"
-        )
-    ratios = {name: medians["nanovllm"] / median for name, median in medians.items()}
+    for line, values in rates.items():
+        before = statistics.median(r["load_seconds"] + r["warm_up_seconds"] for r in runs[line])
+        label = f"{line} {runs[line][0]['versions'].get(line.split()[0], '')}"
+        numbers = f"{medians[line]:12,.1f} {min(values):8,.1f} {max(values):8,.1f} {ratios[line]:10.2f} {before:17.1f}"
+        print(f"{label:26s} {numbers}  {runs[line][0].get('note', '')}".rstrip())
     return {"medians": medians, "ratios": ratios, "runs": runs}

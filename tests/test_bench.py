@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import bench
-from benchmarks.bench_compare import _commands
 from benchmarks.bench_cost import Cost, Machine, Model, ideal_steps, step_cost
 from benchmarks.bench_workload import make_workload, write_checkpoint
 from nanovllm.models.config import load_model_config
@@ -160,17 +159,6 @@ def test_a_checkpoint_of_random_weights_loads_in_transformers(tmp_path: Path) ->
     assert model.dtype == torch.bfloat16
     assert model.generation_config.eos_token_id is None
     assert sum(p.numel() for p in model.parameters()) == make_model(TINY).shape.num_parameters
-
-
-def test_a_comparison_runs_the_same_workload_everywhere(tmp_path: Path) -> None:
-    args = bench.parse_arguments(["--num-seqs", "7", "--compare", "vllm", "transformers", "--vllm-python", "V"])
-    commands = _commands(args, tmp_path, torch.bfloat16, Machine(1.0, 2.0, 3.0))
-    assert {"nanovllm", "vllm", "transformers static"} <= commands.keys()
-    assert commands["vllm"][0] == "V"
-    own = commands["nanovllm"]
-    again = bench.parse_arguments(own[2:])
-    assert (again.num_seqs, again.input_len, again.model) == (7, [100, 1024], str(tmp_path))
-    assert again.machine_rates == [1.0, 2.0, 3.0]
 
 
 @pytest.mark.slow

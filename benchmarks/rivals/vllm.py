@@ -1,20 +1,16 @@
-"""One measurement of vLLM, for bench.py --compare vllm; run by the interpreter that has vLLM, without nanovllm.
+"""One measurement of vLLM, run by the interpreter that has it: scripts/vllm_cpu_env.sh makes one."""
 
-Reads a JSON specification (bench_compare.py writes it); the last line printed is a JSON document.
-"""
-
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 import vllm
 
-from benchmarks.bench_worker import Run, measure
+from benchmarks.rivals.worker import CannotRun, Engine, computes_in_bfloat16, main
 
 
-def load(spec: dict[str, Any]) -> Run:
+def load(spec: dict[str, Any], mode: str) -> Engine:
+    if spec["device"] == "cpu" and spec["dtype"] == "bfloat16" and not computes_in_bfloat16():
+        raise CannotRun("on a processor without instructions for bfloat16 it emulates them, for many minutes a run")
     llm = vllm.LLM(
         spec["model"],
         dtype=spec["dtype"],
@@ -35,13 +31,8 @@ def load(spec: dict[str, Any]) -> Run:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         return sum(len(output.outputs[0].token_ids) for output in outputs)
 
-    return run
-
-
-def main() -> None:
-    spec = json.loads(Path(sys.argv[1]).read_text())
-    measure(lambda: load(spec), spec, {"vllm": vllm.__version__, "torch": torch.__version__})
+    return Engine(run, type(vllm.platforms.current_platform).__name__)
 
 
 if __name__ == "__main__":
-    main()
+    main(load, {"vllm": vllm.__version__, "torch": torch.__version__})

@@ -1,20 +1,17 @@
-"""One measurement of transformers, for bench.py --compare transformers: as bench_vllm.py, with a mode after the file.
+"""One measurement of transformers, in one of two modes.
 
 static      generate() on left-padded batches; each runs until its longest output is done, and only the tokens that were
             asked for count
 continuous  transformers' own continuous batching over a paged cache
 """
 
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from benchmarks.bench_worker import Run, measure
+from benchmarks.rivals.worker import CannotRun, Engine, main
 
 PAGE = 256
 
@@ -72,10 +69,12 @@ def sampling(temperature: float, **changes: Any) -> GenerationConfig:
     return GenerationConfig(**how, eos_token_id=None, pad_token_id=0, **changes)
 
 
-def load(spec: dict[str, Any], mode: str) -> Run:
+def load(spec: dict[str, Any], mode: str) -> Engine:
+    if mode == "continuous" and not hasattr(transformers, "ContinuousBatchingConfig"):
+        raise CannotRun(f"transformers {transformers.__version__} has no continuous batching")
     torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=getattr(torch, spec["dtype"])).to(device).eval()
+    dtype = getattr(torch, spec["dtype"])
+    model = AutoModelForCausalLM.from_pretrained(spec["model"], dtype=dtype).to(spec["device"]).eval()
 
     @torch.inference_mode()
     def run(workload: dict[str, Any]) -> int:
@@ -83,14 +82,8 @@ def load(spec: dict[str, Any], mode: str) -> Run:
             return run_static(model, workload, spec["temperature"], spec["static_batch"])
         return run_continuous(model, workload, spec["temperature"])
 
-    return run
-
-
-def main() -> None:
-    spec, mode = json.loads(Path(sys.argv[1]).read_text()), sys.argv[2]
-    versions = {"transformers": transformers.__version__, "torch": torch.__version__}
-    measure(lambda: load(spec, mode), spec, versions)
+    return Engine(run, f"padded batches of {spec['static_batch']}" if mode == "static" else "")
 
 
 if __name__ == "__main__":
-    main()
+    main(load, {"transformers": transformers.__version__, "torch": torch.__version__})

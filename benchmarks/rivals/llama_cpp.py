@@ -1,0 +1,220 @@
+"""One measurement of llama.cpp, run by the interpreter that has it: scripts/llama_cpp_env.sh makes one.
+
+llama_decode is driven as its server does it: a step has a token of every sequence that decodes, then prompts, up to
+n_batch tokens. The mode is a type of llama.cpp's own for the weights (q8_0), or nothing for the type that is compared.
+"""
+
+import hashlib
+import json
+import os
+import sys
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import gguf
+import llama_cpp
+import numpy as np
+
+from benchmarks.rivals.worker import CannotRun, Engine, main
+
+TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+ARCHITECTURES = {"Qwen2ForCausalLM": gguf.MODEL_ARCH.QWEN2, "Qwen3ForCausalLM": gguf.MODEL_ARCH.QWEN3}
+BATCH_TOKENS = 2048
+"""n_batch, llama.cpp's own default."""
+ERROR = 4
+"""llama.cpp's log level."""
+
+
+@llama_cpp.llama_log_callback
+def print_errors(level: int, text: bytes, data: Any) -> None:
+    if level == ERROR:
+        print(text.decode(errors="replace"), end="", file=sys.stderr)
+
+
+def read_tensors(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """The checkpoint's tensors as float32."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            size = int.from_bytes(file.read(8), "little")
+            header = json.loads(file.read(size))
+        data = np.memmap(path, np.uint8, mode="r", offset=8 + size)
+        for name, about in header.items():
+            if name == "__metadata__":
+                continue
+            raw = data[slice(*about["data_offsets"])]
+            if about["dtype"] == "BF16":
+                values = (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+            else:
+                values = raw.view({"F32": np.float32, "F16": np.float16}[about["dtype"]]).astype(np.float32)
+            yield name, values.reshape(about["shape"])
+
+
+def export(folder: Path, exports: Path, kind: str) -> Path:
+    """Writes the checkpoint as a GGUF file whose matrices are of this type, unless it is there already; its path."""
+    newest = max(path.stat().st_mtime_ns for path in folder.iterdir())
+    mark = hashlib.sha256(f"{folder} {newest}".encode()).hexdigest()[:12]
+    path = exports / f"{folder.name}-{mark}-{kind}.gguf"
+    if path.is_file():
+        return path
+    config = json.loads((folder / "config.json").read_text())
+    architecture = ARCHITECTURES.get(config["architectures"][0])
+    if architecture is None:
+        raise CannotRun(f"the export to GGUF knows {' and '.join(ARCHITECTURES)}, and no {config['architectures'][0]}")
+    exports.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}")
+    writer = gguf.GGUFWriter(partial, gguf.MODEL_ARCH_NAMES[architecture])
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    rope = config.get("rope_parameters") or config
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config["num_key_value_heads"])
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_freq_base(rope["rope_theta"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_tokenizer_model("no_vocab")  # token ids go in and come out
+    names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
+    matrices = gguf.GGMLQuantizationType[kind]
+    for name, values in read_tensors(folder):
+        if name == "lm_head.weight" and config["tie_word_embeddings"]:
+            continue
+        target = names.get_name(name, (".weight", ".bias"))
+        if target is None:
+            raise CannotRun(f"the export to GGUF does not know the tensor {name}")
+        chosen = matrices if values.ndim == 2 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(target, gguf.quants.quantize(values, chosen), raw_dtype=chosen)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    partial.rename(path)
+    return path
+
+
+class Sequence:
+    def __init__(self, slot: int, prompt: list[int], output_len: int) -> None:
+        self.slot = slot
+        self.pending = prompt
+        """Tokens that are not in the cache: what is left of the prompt, then the token just sampled."""
+        self.num_computed = 0
+        self.num_left = output_len
+
+
+class Batch:
+    """llama.cpp's batch of tokens, filled through numpy."""
+
+    def __init__(self) -> None:
+        self.raw = llama_cpp.llama_batch_init(BATCH_TOKENS, 0, 1)
+        view = np.ctypeslib.as_array
+        size = (BATCH_TOKENS,)
+        self.token, self.pos = view(self.raw.token, size), view(self.raw.pos, size)
+        self.logits = view(self.raw.logits, size)
+        view(self.raw.n_seq_id, size)[:] = 1
+
+    def clear(self) -> None:
+        self.raw.n_tokens = 0
+
+    @property
+    def room(self) -> int:
+        return BATCH_TOKENS - self.raw.n_tokens
+
+    def add(self, sequence: Sequence) -> int | None:
+        """As many of its tokens as there is room for. Returns the row of its last one, if that is among them."""
+        tokens = sequence.pending[: self.room]
+        begin, end = self.raw.n_tokens, self.raw.n_tokens + len(tokens)
+        self.token[begin:end] = tokens
+        self.pos[begin:end] = np.arange(sequence.num_computed, sequence.num_computed + len(tokens))
+        self.logits[begin:end] = 0
+        for row in range(begin, end):
+            self.raw.seq_id[row][0] = sequence.slot
+        sequence.num_computed += len(tokens)
+        sequence.pending = sequence.pending[len(tokens) :]
+        self.raw.n_tokens = end
+        if sequence.pending:
+            return None
+        self.logits[end - 1] = 1
+        return end - 1
+
+
+def load(spec: dict[str, Any], mode: str) -> Engine:
+    kind = mode.upper() or TYPES[spec["dtype"]]
+    path = export(Path(spec["model"]), Path(spec["exports"]), kind)
+    llama_cpp.llama_backend_init()
+    llama_cpp.llama_log_set(print_errors, None)
+    model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
+    if not model:
+        raise CannotRun(f"llama.cpp does not load {path}")
+    lens = [len(p) + n for p, n in zip(spec["workload"]["prompts"], spec["workload"]["output_lens"], strict=True)]
+    num_slots = min(len(lens), spec["max_num_seqs"], llama_cpp.llama_max_parallel_sequences())
+    cache = "F32" if kind == "F32" else "F16"
+    params = llama_cpp.llama_context_default_params()
+    params.n_ctx = num_slots * (-(-max(lens) // 256) * 256)
+    params.n_batch = BATCH_TOKENS
+    params.n_seq_max = params.n_outputs_max = num_slots
+    params.n_threads = params.n_threads_batch = spec["threads"]
+    params.type_k = params.type_v = getattr(llama_cpp, f"GGML_TYPE_{cache}")
+    params.kv_unified = False
+    context = llama_cpp.llama_init_from_model(model, params)
+    if not context:
+        raise CannotRun(f"llama.cpp makes no context of {params.n_ctx} tokens")
+    sampler = make_sampler(spec["temperature"])
+    batch = Batch()
+
+    def run(workload: dict[str, Any]) -> int:
+        return decode(context, sampler, batch, workload, num_slots)
+
+    return Engine(run, f"weights {kind}, KV {cache}")
+
+
+def make_sampler(temperature: float) -> Any:
+    chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
+    if temperature:
+        llama_cpp.llama_sampler_chain_add(chain, llama_cpp.llama_sampler_init_temp(temperature))
+        llama_cpp.llama_sampler_chain_add(chain, llama_cpp.llama_sampler_init_dist(0))
+    else:
+        llama_cpp.llama_sampler_chain_add(chain, llama_cpp.llama_sampler_init_greedy())
+    return chain
+
+
+def decode(context: Any, sampler: Any, batch: Batch, workload: dict[str, Any], num_slots: int) -> int:
+    """Continuous batching over the slots, until every request has its tokens; how many those are.
+
+    Slots go to the longest outputs first, so that those which become free are the last ones: llama.cpp takes sequences
+    together only while their numbers follow each other, and would otherwise read the weights once more for each gap.
+    """
+    waiting = deque(sorted(zip(workload["output_lens"], workload["prompts"], strict=True), key=lambda r: -r[0]))
+    memory = llama_cpp.llama_get_memory(context)
+    free = list(range(num_slots))
+    running: list[Sequence] = []
+    num_tokens = 0
+    while waiting or running:
+        while waiting and free:
+            output_len, prompt = waiting.popleft()
+            running.append(Sequence(free.pop(0), prompt, output_len))
+        running.sort(key=lambda sequence: (sequence.num_computed == 0 or len(sequence.pending) > 1, sequence.slot))
+        batch.clear()
+        rows = [(sequence, batch.add(sequence)) for sequence in running if batch.room]
+        if status := llama_cpp.llama_decode(context, batch.raw):
+            raise RuntimeError(f"llama_decode returned {status}")
+        for sequence, row in rows:
+            if row is None:
+                continue
+            sequence.pending = [llama_cpp.llama_sampler_sample(sampler, context, row)]
+            sequence.num_left -= 1
+            num_tokens += 1
+            if not sequence.num_left:
+                llama_cpp.llama_memory_seq_rm(memory, sequence.slot, -1, -1)
+                running.remove(sequence)
+                free = sorted([*free, sequence.slot])
+    return num_tokens
+
+
+if __name__ == "__main__":
+    main(load, {"llama-cpp": llama_cpp.__version__})

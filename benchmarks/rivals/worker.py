@@ -1,0 +1,64 @@
+"""What a rival's worker in `bench.py --compare` does, whatever its engine; imports the standard library alone.
+
+bench_compare.py starts `INTERPRETER -m benchmarks.rivals.NAME SPEC MODE`, where SPEC is the path of a JSON document.
+The worker loads the engine, runs the warm-up and the workload; its last line is a JSON document: how long each took,
+how many tokens came out, versions, and a note on what this line of the table is. An engine that cannot do what is asked
+raises CannotRun, whose sentence is the document then.
+"""
+
+import json
+import platform
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Run = Callable[[dict[str, Any]], int]
+"""Runs a workload, and counts the tokens that come out."""
+
+
+class Engine(NamedTuple):
+    run: Run
+    note: str
+    """In which types it stores and computes, where that needs words."""
+
+
+class CannotRun(Exception):
+    """One sentence: what this engine cannot do here."""
+
+
+def main(load: Callable[[dict[str, Any], str], Engine], versions: dict[str, str]) -> None:
+    """Measure one engine once, as the command line says.
+
+    Args:
+        load: makes the engine from the specification and the mode ("" without one).
+    """
+    spec, mode = json.loads(Path(sys.argv[1]).read_text()), "".join(sys.argv[2:3])
+    try:
+        document = _measure(load, spec, mode) | {"versions": versions}
+    except CannotRun as sentence:
+        document = {"cannot_run": str(sentence)}
+    print(json.dumps(document), flush=True)
+
+
+def _measure(load: Callable[[dict[str, Any], str], Engine], spec: dict[str, Any], mode: str) -> dict[str, Any]:
+    start = time.perf_counter()
+    engine = load(spec, mode)
+    loaded = time.perf_counter()
+    engine.run(spec["warm_up"])
+    warm = time.perf_counter()
+    num_tokens = engine.run(spec["workload"])
+    return {
+        "seconds": time.perf_counter() - warm,
+        "num_output_tokens": num_tokens,
+        "load_seconds": loaded - start,
+        "warm_up_seconds": warm - loaded,
+        "note": engine.note,
+    }
+
+
+def computes_in_bfloat16() -> bool:
+    """Whether this processor has instructions for bfloat16."""
+    flags = Path("/proc/cpuinfo").read_text().split()
+    return bool({"avx512_bf16", "amx_bf16", "bf16"} & set(flags)) or platform.machine() == "arm64"
