@@ -88,6 +88,6 @@ def read_score(output: Output) -> Score:
     return {
         "logprobs": logprobs,
         "logprob": sum(logprobs),
-        "is_greedy": all(of_token[token_id] >= max(of_token.values()) for token_id, of_token in scored),
+        "is_greedy": all(len(of_token) == 1 for _, of_token in scored),  # the likeliest, of equals the first, is itself
         "token_ids": [token_id for token_id, _ in scored],
     }

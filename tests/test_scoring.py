@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.batch_jobs import openai_line, read_answers, write_lines
-from helpers.tiny import BLOCK, draw_prompts, logits_of
+from helpers.tiny import BLOCK, draw_prompts, logits_of, save_random
 from transformers import Qwen3ForCausalLM
 
 from nanovllm import LLM, EngineConfig, SamplingParams
@@ -145,6 +145,22 @@ def test_score_gives_each_continuation_its_logprobs(random_model: Path, referenc
     assert scores[-1]["is_greedy"] and not scores[0]["is_greedy"]
 
 
+def test_of_equally_likely_tokens_only_the_first_is_greedy(tmp_path: Path) -> None:
+    model = save_random(tmp_path, tie_word_embeddings=False)
+    with torch.no_grad():
+        model.lm_head.weight[100:] = model.lm_head.weight[100]
+        model.lm_head.weight[:100] = 0
+        model.lm_head.weight[:50] = model.lm_head.weight[100]
+    model.save_pretrained(tmp_path)
+    with engine(tmp_path) as llm:
+        for prompt in draw_prompts([5, 9, 14, 20]):
+            (output,) = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=1), use_tqdm=False)
+            greedy = output["token_ids"][0]
+            assert greedy in (0, 50)
+            scores = llm.score([prompt] * 4, [[greedy], [greedy + 1], [greedy + 49], [200]], use_tqdm=False)
+            assert [score["is_greedy"] for score in scores] == [True, False, False, False]
+
+
 def test_strings_are_joined_before_they_are_tokenised_and_spaces_move_over() -> None:
     with LLM("tiny-qwen3", dtype="float32", max_model_len=64) as llm:
         encode = llm.get_tokenizer().encode
@@ -221,8 +237,6 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
 
 @pytest.mark.slow
 def test_scoring_a_long_prompt_takes_bounded_memory(tmp_path: Path) -> None:
-    from helpers.tiny import save_random
-
     save_random(tmp_path, vocab_size=151_936, max_position_embeddings=32_768)
 
     def peak(k: int) -> int:
