@@ -9,6 +9,7 @@
 namespace {
 
 constexpr int QUERY_ROWS = 48, KEY_TILE = 64;
+static_assert(MAX_HEAD_DIM <= DEPTH && KEY_TILE <= DEPTH, "a product here is one block deep");
 
 // One KV head, `tokens` query tokens of one sequence, the first of them at `position`: softmax(scale q K^T) V, key tile
 // by key tile with running maxima and sums (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867). A tile is
@@ -19,15 +20,15 @@ void attend_rows(const typename T::element* q, const uint32_t* k_cache, const ui
                  typename T::element* out, int64_t tokens, int64_t position, int64_t head, int64_t num_kv_heads,
                  int64_t group, int64_t dim, int64_t block_size, float scale) {
     using E = typename T::element;
+    constexpr int64_t PER_LEFT = T::PER_UNIT / T::STEPS;
     const int64_t stride = num_kv_heads * group * dim, rows = tokens * group, num_keys = position + tokens;
     const int64_t dim_units = dim / T::PER_UNIT, tile_units = dim_units * block_size;
     const int64_t run = std::min<int64_t>(block_size, KEY_TILE);  // keys of a tile that lie in one block
-    alignas(64) E queries[QUERY_ROWS * MAX_HEAD_DIM];
+    alignas(64) typename T::left queries[QUERY_ROWS * LEFT_ROW], weights[QUERY_ROWS * LEFT_ROW];
     alignas(64) float scores[QUERY_ROWS * KEY_TILE], sums[QUERY_ROWS * MAX_HEAD_DIM];
-    alignas(64) E weights[QUERY_ROWS * KEY_TILE];
     float maxima[QUERY_ROWS], totals[QUERY_ROWS];
     for (int64_t t = 0; t < tokens; ++t)
-        std::memcpy(queries + t * group * dim, q + t * stride + head * group * dim, group * dim * sizeof(E));
+        put_left<T>(q + t * stride + head * group * dim, group, dim, queries + t * group * LEFT_ROW);
     std::fill_n(maxima, rows, -INFINITY);
     std::fill_n(totals, rows, 0.0f);
     std::fill_n(sums, rows * dim, 0.0f);
@@ -46,8 +47,7 @@ void attend_rows(const typename T::element* q, const uint32_t* k_cache, const ui
         const int64_t keys = std::min<int64_t>(num_keys - start, KEY_TILE), padded = (keys + LANES - 1) / LANES * LANES;
         for (int64_t first = 0; first < keys; first += run) {
             const Columns k_run = {keys_at(start + first), LANES, LANES * dim_units, values_at(start + first)};
-            product<T>(rows, (const uint32_t*)queries, dim_units, k_run, dim_units, scores + first, KEY_TILE,
-                       std::min(padded - first, run), false);
+            product<T>(rows, queries, k_run, dim_units, scores + first, KEY_TILE, std::min(padded - first, run), false);
         }
         for (int64_t r = 0; r < rows; ++r) {
             float* score = scores + r * KEY_TILE;
@@ -63,7 +63,9 @@ void attend_rows(const typename T::element* q, const uint32_t* k_cache, const ui
             for (int64_t v = 0; v < padded; v += LANES) {
                 vf w = exp(load<vf>(score + v) - now);  // key 0 is visible to every query: `now` is finite
                 total += w;
-                T::narrow(weights + r * KEY_TILE + v, w);
+                E rounded[LANES];
+                T::narrow(rounded, w);
+                T::put_left(weights + r * LEFT_ROW + v / PER_LEFT, rounded);
             }
             if (now > before) {
                 const float rescale = std::exp(before - now);
@@ -78,8 +80,7 @@ void attend_rows(const typename T::element* q, const uint32_t* k_cache, const ui
             const int64_t next = std::min(start + KEY_TILE + first, num_keys - 1);
             const Columns v_run = {values_at(start + first), dim, LANES, keys_at(next)};
             const int64_t key_units = (std::min(keys - first, run) + T::PER_UNIT - 1) / T::PER_UNIT;
-            product<T>(rows, (const uint32_t*)weights + first / T::PER_UNIT, KEY_TILE / T::PER_UNIT, v_run, key_units,
-                       sums, dim, dim, true);
+            product<T>(rows, weights + first / PER_LEFT, v_run, key_units, sums, dim, dim, true);
         }
     }
     for (int64_t r = 0; r < rows; ++r) {

@@ -10,11 +10,10 @@ namespace {
 // y[offsets[e] .. offsets[e + 1]][out] = x[the same rows][in] W_e^T for every expert e; W_e is packed, and `out` is a
 // multiple of PANEL. Threads share the panels of the experts that have rows: each is read from memory once.
 template <class T>
-void grouped_linear(const void* x_, const uint32_t* packed, const int32_t* offsets, void* y_, int64_t experts,
+void grouped_linear(const void* x, const uint32_t* packed, const int32_t* offsets, void* y, int64_t experts,
                     int64_t in, int64_t out) {
     using E = typename T::element;
-    const auto* x = (const uint32_t*)x_;
-    const int64_t k = in / T::PER_UNIT, panels = out / PANEL;
+    const int64_t matrix = in / T::PER_UNIT * out, panels = out / PANEL;
     std::vector<int32_t> touched;
     for (int32_t e = 0; e < experts; ++e)
         if (offsets[e] < offsets[e + 1]) touched.push_back(e);
@@ -22,13 +21,10 @@ void grouped_linear(const void* x_, const uint32_t* packed, const int32_t* offse
     {
         const Share mine = share_of((int64_t)touched.size() * panels);
         for (int64_t i = mine.begin, n; i < mine.end; i += n) {
-            const int64_t expert = touched[i / panels], p = i % panels;
-            const int64_t begin = offsets[expert], rows = offsets[expert + 1] - begin;
-            n = std::min({panels_at_a_time(rows), panels - p, mine.end - i});
-            row_pieces(rows, [&](int64_t first, int count) {
-                multiply<T>(x + (begin + first) * k, count, k, packed + (expert * panels + p) * k * PANEL, n, !first,
-                            nullptr, (E*)y_ + (begin + first) * out + p * PANEL, out, n * PANEL);
-            });
+            const int64_t expert = touched[i / panels], p = i % panels, first = offsets[expert];
+            n = std::min(panels - p, mine.end - i);
+            multiply_panels<T>((const E*)x + first * in, packed + expert * matrix, nullptr, (E*)y + first * out,
+                               offsets[expert + 1] - first, in, out, p, p + n);
         }
     }
 }

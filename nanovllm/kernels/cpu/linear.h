@@ -1,140 +1,186 @@
 // Products with packed matrices. A packed weight is [out / PANEL][in units][PANEL].
 #pragma once
 
+#include <vector>
+
 #include "vectors.h"
 
 namespace {
 
 constexpr int PANEL = 32, MAX_TILE_ROWS = REGISTER_ROWS, FEW_TILE_ROWS = MAX_TILE_ROWS / 2, AHEAD = 64 * PANEL;
 static_assert(2 * FEW_TILE_ROWS <= MAX_TILE_ROWS, "few rows take twice the columns in the same room");
-constexpr int64_t FEW_ROWS = 96, GROUP_UNITS = 1 << 17;  // units of a weight: half a MiB, half of a small L2 cache
+
+// The left side of a product lies in blocks, DEPTH steps of each row. Rows a power of two apart would meet in the same few
+// places of the L1 cache: so they are a little further apart.
+constexpr int64_t DEPTH = 512, LEFT_ROW = DEPTH + 16;
+
+// How many rows meet a panel before the next one is read: their left side stays in half of a small L2 cache.
+constexpr int64_t L2_LEFT = 1 << 17, LEAST_ROWS = 64, MOST_ROWS = 256;
 
 // Columns in memory: `row` units from one summed unit to the next, `vector` units from 16 columns to the next 16, and
-// `pair` units from 32 to the next. While they are read, as much is fetched from `ahead`, which has strides of its own:
+// `pair` units from 32 to the next. While they are read, `ahead_row` units for each of theirs are fetched from `ahead`:
 // hardware prefetching stops at every page.
 struct Columns {
     const uint32_t* at;
     int64_t row, vector;
     const uint32_t* ahead;
-    int64_t pair = 0, ahead_row = 0, ahead_pair = 0;
+    int64_t ahead_row = 0, pair = 0, ahead_pair = 0;
 };
 
-// c[ROWS][16 VECTORS] = (or +=) a[ROWS][k] x b[k][16 VECTORS]; k and lda count units. Every sum stays in a register and
-// takes its products one after another in the order of k, whatever ROWS and VECTORS are: an element of c has the same
-// bits however many rows it is computed with. STREAM: fetch ahead.
-template <class T, int ROWS, int VECTORS, bool STREAM>
-inline void tile(const uint32_t* a, int64_t lda, Columns b, int64_t k, float* c, int64_t ldc, bool add) {
-    rf acc[ROWS][VECTORS * PARTS];
+// Which rows a tile has: all; or of several pieces the first, which keeps what it widens, or another. Pieces share the
+// fetching ahead, into the L2 cache.
+enum Piece { ALL, FIRST, OTHER };
+
+// c[ROWS][16 VECTORS] = (or +=) a[ROWS][k] x b[k][16 VECTORS]; k counts units; `kept` becomes b, widened. Every sum stays in a register and takes its
+// products one after another in the order of k, whatever ROWS and VECTORS are: an element of c has the same bits however
+// many rows it is computed with.
+template <class T, int ROWS, int VECTORS, Piece PIECE>
+inline void tile(const typename T::left* a, Columns b, int64_t k, float* c, int64_t ldc, bool add, float* kept) {
+    constexpr int WIDTH = VECTORS * PARTS, SUMS = ROWS * WIDTH;
+    rf acc[SUMS];
 #pragma GCC unroll 24
-    for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 24
-        for (int v = 0; v < VECTORS * PARTS; ++v) acc[r][v] = add ? load<rf>(c + r * ldc + v * PART_LANES) : rf{};
+    for (int j = 0; j < SUMS; ++j) acc[j] = add ? load<rf>(c + j / WIDTH * ldc + j % WIDTH * PART_LANES) : rf{};
     for (int64_t i = 0; i < k; ++i) {
-        ri bv[VECTORS * PARTS];
+        const uint32_t *at = b.at + i * b.row, *ahead = b.ahead + i * b.ahead_row;
+        if (PIECE != ALL) __builtin_prefetch(ahead, 0, 2);
+        for (int v = 0; v < VECTORS && PIECE == ALL; ++v)
+            __builtin_prefetch(ahead + v % 2 * LANES + v / 2 * b.ahead_pair);
 #pragma GCC unroll 24
-        for (int v = 0; v < VECTORS; ++v) {
-            const uint32_t* from = b.at + i * b.row + v % 2 * b.vector + v / 2 * b.pair;
+        for (int step = 0; step < T::STEPS; ++step) {
+            rf right[WIDTH];
 #pragma GCC unroll 24
-            for (int p = 0; p < PARTS; ++p) bv[v * PARTS + p] = load<ri>(from + p * PART_LANES);
-            if (STREAM) __builtin_prefetch(b.ahead + i * b.ahead_row + v % 2 * LANES + v / 2 * b.ahead_pair);
-        }
+            for (int v = 0; v < WIDTH; ++v) {
+                const int lanes = v % PARTS * PART_LANES, vector = v / PARTS;
+                right[v] = T::right(load<ri>(at + vector % 2 * b.vector + vector / 2 * b.pair + lanes), step);
+                if (PIECE == FIRST) store(kept + (i * T::STEPS + step) * PANEL + v * PART_LANES, right[v]);
+            }
 #pragma GCC unroll 24
-        for (int r = 0; r < ROWS; ++r) {
-            const uint32_t unit = a[r * lda + i];
-#pragma GCC unroll 24
-            for (int v = 0; v < VECTORS * PARTS; ++v) acc[r][v] = T::fma(acc[r][v], unit, bv[v]);
+            for (int j = 0; j < SUMS; ++j)
+                acc[j] = T::fma(acc[j], a[j / WIDTH * LEFT_ROW + i * T::STEPS + step], right[j % WIDTH]);
         }
     }
 #pragma GCC unroll 24
-    for (int r = 0; r < ROWS; ++r)
-#pragma GCC unroll 24
-        for (int v = 0; v < VECTORS * PARTS; ++v) store(c + r * ldc + v * PART_LANES, acc[r][v]);
+    for (int j = 0; j < SUMS; ++j) store(c + j / WIDTH * ldc + j % WIDTH * PART_LANES, acc[j]);
 }
 
-template <class T, bool STREAM, int ROWS = MAX_TILE_ROWS>
-inline void tile_of(int rows, const uint32_t* a, int64_t lda, Columns b, int64_t k, float* c, int64_t ldc, int vectors,
-                    bool add) {
+template <class T, Piece PIECE, int ROWS = MAX_TILE_ROWS>
+inline void tile_of(int64_t rows, int vectors, const typename T::left* a, Columns b, int64_t k, float* c, int64_t ldc,
+                    bool add, float* kept = nullptr) {
     if constexpr (ROWS > 0) {
-        if (rows != ROWS) return tile_of<T, STREAM, ROWS - 1>(rows, a, lda, b, k, c, ldc, vectors, add);
-        if constexpr (ROWS <= FEW_TILE_ROWS)
-            if (vectors == 4) return tile<T, ROWS, 4, STREAM>(a, lda, b, k, c, ldc, add);
-        if (vectors == 2) tile<T, ROWS, 2, STREAM>(a, lda, b, k, c, ldc, add);
-        else tile<T, ROWS, 1, STREAM>(a, lda, b, k, c, ldc, add);
+        if (rows != ROWS) return tile_of<T, PIECE, ROWS - 1>(rows, vectors, a, b, k, c, ldc, add, kept);
+        if constexpr (ROWS <= FEW_TILE_ROWS && PIECE == ALL)
+            if (vectors == 4) return tile<T, ROWS, 4, PIECE>(a, b, k, c, ldc, add, kept);
+        if (vectors == 2) tile<T, ROWS, 2, PIECE>(a, b, k, c, ldc, add, kept);
+        else tile<T, ROWS, 1, PIECE>(a, b, k, c, ldc, add, kept);
     }
 }
 
-// Calls body(first, count) for pieces of `rows` that are nearly equal and at most MAX_TILE_ROWS.
-template <class Body> inline void row_pieces(int64_t rows, Body body) {
-    const int64_t pieces = (rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
+// Calls body(first, count) for pieces of `rows` that are nearly equal and at most `most`.
+template <class Body> inline void row_pieces(int64_t rows, int64_t most, Body body) {
+    const int64_t pieces = (rows + most - 1) / most;
     for (int64_t i = 0; i < pieces; ++i) {
         const int64_t first = i * rows / pieces;
-        body(first, (int)((i + 1) * rows / pieces - first));
+        body(first, (i + 1) * rows / pieces - first);
     }
 }
 
-// c[rows][columns] = (or +=) a x b for columns that are a multiple of 16.
+// c[rows][16 vectors] = (or +=) a x b, for at most DEPTH steps.
 template <class T>
-inline void product(int64_t rows, const uint32_t* a, int64_t lda, Columns b, int64_t k, float* c, int64_t ldc,
+inline void tiles(int64_t rows, int vectors, const typename T::left* a, Columns b, int64_t k, float* c, int64_t ldc,
+                  bool add) {
+    if (rows <= MAX_TILE_ROWS) return tile_of<T, ALL>(rows, vectors, a, b, k, c, ldc, add);
+    alignas(64) float kept[T::STEPS > 1 ? DEPTH * PANEL : 1];
+    const int64_t pieces = (rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
+    b.ahead_row = (b.ahead_row + pieces - 1) / pieces;
+    row_pieces(rows, MAX_TILE_ROWS, [&](int64_t first, int64_t count) {
+        const auto* from = a + first * LEFT_ROW;
+        const Columns widened = {(const uint32_t*)kept, PANEL, LANES, b.ahead, (b.ahead_row + 1) / 2};
+        if constexpr (T::STEPS == 1) tile_of<T, OTHER>(count, vectors, from, b, k, c + first * ldc, ldc, add);
+        else if (first == 0) tile_of<T, FIRST>(count, vectors, from, b, k, c, ldc, add, kept);
+        else tile_of<Float, OTHER>(count, vectors, from, widened, 2 * k, c + first * ldc, ldc, add);
+        b.ahead += k * b.ahead_row;
+    });
+}
+
+// c[rows][columns] = (or +=) a x b for columns that are a multiple of 16, and at most DEPTH steps.
+template <class T>
+inline void product(int64_t rows, const typename T::left* a, Columns b, int64_t k, float* c, int64_t ldc,
                     int64_t columns, bool add) {
     const int most = rows <= FEW_TILE_ROWS ? 4 : 2;  // few rows: more columns at a time hide the multiply-add's latency
     for (int64_t n = 0, vectors; n < columns; n += vectors * LANES) {
         vectors = columns - n >= most * LANES ? most : columns - n > LANES ? 2 : 1;
-        const Columns part = {b.at + n / LANES * b.vector, b.row,           b.vector, b.ahead + n * k,
-                              2 * b.vector,                vectors * LANES, 2 * LANES};
-        row_pieces(rows, [&](int64_t first, int count) {
-            const auto product = first ? tile_of<T, false> : tile_of<T, true>;
-            product(count, a + first * lda, lda, part, k, c + first * ldc + n, ldc, vectors, add);
-        });
+        const Columns part = {b.at + n / LANES * b.vector, b.row,        b.vector, b.ahead + n * k, vectors * LANES,
+                              2 * b.vector,                2 * LANES};
+        tiles<T>(rows, (int)vectors, a, part, k, c + n, ldc, add);
     }
 }
 
-// y[count][PANEL num_panels] = x[count][k units] times that many panels + bias (null: none); of the last panel `columns`
-// may leave some out. is_first: these rows bring the panels into the cache.
+// Puts x[rows][in] into blocks of DEPTH steps: [blocks][rows][LEFT_ROW].
 template <class T>
-inline void multiply(const uint32_t* x, int count, int64_t k, const uint32_t* panel, int64_t num_panels, bool is_first,
+inline void put_left(const typename T::element* x, int64_t rows, int64_t in, typename T::left* left) {
+    constexpr int64_t PER_LEFT = T::PER_UNIT / T::STEPS;
+    typename T::element rest[LANES] = {};
+    for (int64_t start = 0; start < in; start += DEPTH * PER_LEFT)
+        for (int64_t r = 0; r < rows; ++r, left += LEFT_ROW)
+            for (int64_t i = start; i < std::min(start + DEPTH * PER_LEFT, in); i += LANES) {
+                const bool is_whole = i + LANES <= in;
+                if (!is_whole) std::copy(x + r * in + i, x + (r + 1) * in, rest);
+                T::put_left(left + (i - start) / PER_LEFT, is_whole ? x + r * in + i : rest);
+            }
+}
+
+// y[rows][PANEL num_panels] = x, in blocks, times that many panels of k units + bias (null: none); of the last panel
+// `columns` may leave some out.
+template <class T>
+inline void multiply(const typename T::left* x, int64_t rows, int64_t k, const uint32_t* panel, int64_t num_panels,
                      const typename T::element* bias, typename T::element* y, int64_t ldy, int64_t columns) {
     const int64_t width = num_panels * PANEL;
-    for (int r = 0; r < count; ++r) __builtin_prefetch(y + r * ldy, 1);  // it is written a microsecond from now
-    alignas(64) float sums[MAX_TILE_ROWS * PANEL];
-    const auto product = is_first ? tile_of<T, true> : tile_of<T, false>;
-    const Columns weights = {panel, PANEL, LANES, panel + AHEAD, k * PANEL, PANEL, k * PANEL};
-    product(count, x, k, weights, k, sums, width, 2 * (int)num_panels, false);
-    for (int r = 0; r < count; ++r) {
+    for (int64_t r = 0; r < rows; ++r) __builtin_prefetch(y + r * ldy, 1);  // it is written a microsecond from now
+    alignas(64) float sums[MOST_ROWS * PANEL];
+    for (int64_t i = 0, units; i < k; i += units, x += rows * LEFT_ROW) {
+        units = std::min(DEPTH / T::STEPS, k - i);
+        const uint32_t *part = panel + i * PANEL, *ahead = part + (rows <= MAX_TILE_ROWS ? AHEAD : units * PANEL);
+        tiles<T>(rows, 2 * (int)num_panels, x, {part, PANEL, LANES, ahead, PANEL, k * PANEL, k * PANEL}, units, sums,
+                 width, i > 0);
+    }
+    for (int64_t r = 0; r < rows; ++r) {
         float* of_row = sums + r * width;
         if (bias)
-            for (int v = 0; v < columns; ++v) of_row[v] += T::to_float(bias[v]);
+            for (int64_t v = 0; v < columns; ++v) of_row[v] += T::to_float(bias[v]);
         typename T::element line[2 * PANEL];
-        for (int v = 0; v < width; v += LANES) T::narrow(line + v, load<vf>(of_row + v));
+        for (int64_t v = 0; v < width; v += LANES) T::narrow(line + v, load<vf>(of_row + v));
         if (columns == PANEL) std::memcpy(y + r * ldy, line, sizeof(line) / 2);
         else std::memcpy(y + r * ldy, line, columns * sizeof(*line));
     }
 }
 
-// How many panels go together with so many rows: few rows take two, which hides the multiply-add's latency.
-inline int64_t panels_at_a_time(int64_t rows) { return rows <= FEW_TILE_ROWS ? 2 : 1; }
-
-// y[rows][out] = x[rows][in] W^T + bias. A thread owns panels of W. All rows pass by one or two of them, or if they are
-// many by a group that stays in the L2 cache, so W is read from memory once.
+// Of y[rows][out] = x[rows][in] W^T + bias, the columns of the panels from `begin` to `end`, by one thread. As many rows as
+// stay in the L2 cache pass by a panel, or if they are few by two, which hides the multiply-add's latency.
 template <class T>
-void linear(const void* x_, const uint32_t* packed, const void* bias_, void* y_, int64_t rows, int64_t in,
-            int64_t out) {
+void multiply_panels(const typename T::element* x, const uint32_t* packed, const typename T::element* bias,
+                     typename T::element* y, int64_t rows, int64_t in, int64_t out, int64_t begin, int64_t end) {
+    static thread_local std::vector<typename T::left> left;
+    const int64_t k = in / T::PER_UNIT, blocks = (k * T::STEPS + DEPTH - 1) / DEPTH;
+    const int64_t together = rows <= FEW_TILE_ROWS ? 2 : 1;
+    row_pieces(rows, std::clamp(L2_LEFT / (blocks * DEPTH), LEAST_ROWS, MOST_ROWS), [&](int64_t first, int64_t count) {
+        left.resize(std::max<size_t>(left.size(), blocks * count * LEFT_ROW));
+        put_left<T>(x + first * in, count, in, left.data());
+        for (int64_t p = begin; p < end; p += together) {
+            const int64_t n = std::min(together, end - p), column = p * PANEL;
+            multiply<T>(left.data(), count, k, packed + column * k, n, bias ? bias + column : nullptr,
+                        y + first * out + column, out, std::min(n * PANEL, out - column));
+        }
+    });
+}
+
+// y[rows][out] = x[rows][in] W^T + bias. A thread owns panels of W.
+template <class T>
+void linear(const void* x, const uint32_t* packed, const void* bias, void* y, int64_t rows, int64_t in, int64_t out) {
     using E = typename T::element;
-    const auto* x = (const uint32_t*)x_;
-    const auto* bias = (const E*)bias_;
-    const int64_t k = in / T::PER_UNIT, panels = (out + PANEL - 1) / PANEL, together = panels_at_a_time(rows);
-    const int64_t group = rows <= FEW_ROWS ? together : std::max<int64_t>(GROUP_UNITS / (k * PANEL), 1);
 #pragma omp parallel
     {
-        const Share mine = share_of(panels);
-        for (int64_t start = mine.begin; start < mine.end; start += group)
-            row_pieces(rows, [&](int64_t first, int count) {
-                const int64_t end = std::min(start + group, mine.end);
-                for (int64_t p = start; p < end; p += together) {
-                    const int64_t n = std::min(together, end - p), column = p * PANEL;
-                    multiply<T>(x + first * k, count, k, packed + column * k, n, !first, bias ? bias + column : nullptr,
-                                (E*)y_ + first * out + column, out, std::min(n * PANEL, out - column));
-                }
-            });
+        const Share mine = share_of((out + PANEL - 1) / PANEL);
+        multiply_panels<T>((const E*)x, packed, (const E*)bias, (E*)y, rows, in, out, mine.begin, mine.end);
     }
 }
 

@@ -69,10 +69,15 @@ inline vf exp(vf x) {
     return select(x < -87.0f, vf{}, y * (vf)exponent);
 }
 
+// A product takes a unit of its right side in STEPS, each with one `left` of its left side, which is made of these
+// beforehand: where a processor does not multiply bfloat16, a step takes one number of the unit, widened.
 struct Float {
     using element = float;
-    static constexpr int PER_UNIT = 1;
-    static inline rf fma(rf acc, uint32_t a, ri b) { float f; std::memcpy(&f, &a, 4); return acc + f * (rf)b; }
+    using left = float;
+    static constexpr int PER_UNIT = 1, STEPS = 1;
+    static inline rf right(ri unit, int) { return (rf)unit; }
+    static inline rf fma(rf acc, left a, rf b) { return acc + a * b; }
+    static inline void put_left(left* p, const element* from) { store(p, load<vf>(from)); }
     static inline vf widen(const element* p) { return load<vf>(p); }
     static inline void narrow(element* p, vf v) { store(p, v); }
     static inline float to_float(element x) { return x; }
@@ -81,14 +86,21 @@ struct Float {
 struct BFloat16 {
     using element = uint16_t;
     static constexpr int PER_UNIT = 2;
-    static inline rf fma(rf acc, uint32_t a, ri b) {
 #ifdef __AVX512BF16__
+    using left = uint32_t;
+    static constexpr int STEPS = 1;
+    static inline rf right(ri unit, int) { return (rf)unit; }
+    static inline rf fma(rf acc, left a, rf b) {
         return (rf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)b, (__m512bh)_mm512_set1_epi32((int)a));
-#else
-        ri av = ri{} + (int32_t)a;
-        return acc + (rf)(av << 16) * (rf)(b << 16) + (rf)(av & ~0xffff) * (rf)(b & ~0xffff);
-#endif
     }
+    static inline void put_left(left* p, const element* from) { std::memcpy(p, from, LANES * sizeof(*from)); }
+#else
+    using left = float;
+    static constexpr int STEPS = 2;
+    static inline rf right(ri unit, int step) { return (rf)(step ? unit & ~0xffff : unit << 16); }
+    static inline rf fma(rf acc, left a, rf b) { return acc + a * b; }
+    static inline void put_left(left* p, const element* from) { store(p, widen(from)); }
+#endif
     static inline vf widen(const element* p) {
 #ifdef __AVX512BF16__
         return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
