@@ -6,7 +6,7 @@ What each "auto" becomes is decided in resolve.py.
 import os
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any, Literal
+from typing import Any
 
 from nanovllm.speculative_config import read_speculative_config
 from nanovllm.utils.checks import INT64_MAX, as_bool, as_choice, as_integer, refuse, refuse_unknown
@@ -20,13 +20,10 @@ LOAD_FORMATS = ("auto", "dummy")
 MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 1 << 16, 1 << 24
 """Each has its place in tables on the host and on the device, whether or not it is used."""
 
-Affects = Literal["results", "pace"]
-"""What an option changes: the tokens that come out, or only how fast and in how much memory. A resumed batch job may
-change its pace, never its results."""
-
 
 def _results(default: Any, help: str) -> Any:
-    """A field whose documentation travels with it, as `--help` prints it; it may change the tokens that come out."""
+    """A field whose documentation travels with it, as `--help` prints it; it may change the tokens that come out, so a
+    resumed batch job may not change it."""
     return field(default=default, metadata={"help": help, "affects": "results"})
 
 
@@ -138,10 +135,6 @@ class EngineConfig:
         options = translate_options(model, options)
         refuse_unknown(options, [f.name for f in fields(cls) if f.name != "model"], "LLM", HINTS)
         return cls(str(model), **options)
-
-    def that_affect(self, what: Affects) -> dict[str, Any]:
-        """The options that change results, or only the pace, by name."""
-        return {f.name: getattr(self, f.name) for f in fields(self) if f.metadata["affects"] == what}
 
 
 @dataclass(frozen=True)

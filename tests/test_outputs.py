@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from nanovllm import LLM, Completion, Output, SamplingParams
-from nanovllm.engine.tokenizer import StopStringMatcher
+from nanovllm.stop_strings import StopStringMatcher
 
 OPTIONS = {"dtype": "float32", "max_model_len": 64, "kvcache_block_size": 16, "num_kvcache_blocks": 32}
 ID = make_tokenizer().token_to_id

@@ -55,7 +55,7 @@ ROOMS = (
     ("view",),
     ("distributed",),
     ("runner",),
-    ("drafts",),
+    ("drafts", "dummy_weights"),
     ("resolve",),
     ("engine", "models"),
     ("backends",),
@@ -63,7 +63,7 @@ ROOMS = (
     ("kernels",),
     ("config",),
     ("sampling_params", "outputs"),
-    ("structured_outputs", "json_schema"),
+    ("stop_strings", "structured_outputs", "json_schema"),
     ("options", "presets", "speculative_config", "vllm_names", "version"),
     ("utils",),
 )

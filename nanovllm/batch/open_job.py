@@ -4,7 +4,7 @@ import logging
 import os
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -131,7 +131,8 @@ def read_to_end(reading: Reading) -> InputDigest:
 def _identity(job: Job, digest: InputDigest) -> dict[str, Any]:
     """What must be the same when the job is resumed."""
     own = {"served_model_name": job.model_name, "max_line_bytes": job.max_line_bytes}
-    return {"input": asdict(digest), "options": {**job.config.that_affect("results"), **own}}
+    options = {f.name: getattr(job.config, f.name) for f in fields(job.config) if f.metadata["affects"] == "results"}
+    return {"input": asdict(digest), "options": {**options, **own}}
 
 
 def _check_lines(job: Job, source: Source, num_lines: int) -> None:

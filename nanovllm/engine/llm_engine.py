@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from nanovllm.config import ResolvedConfig
 from nanovllm.engine.answer import make_output
 from nanovllm.engine.batch import Batch
+from nanovllm.engine.plan import StepResult
 from nanovllm.engine.protocols import Handle, Runner, StepObserver
 from nanovllm.engine.request import MASK_64, Request, derive_seed, prepare_request
 from nanovllm.engine.scheduler import Scheduler
@@ -193,11 +194,8 @@ class LLMEngine:
 
     def _read_oldest(self) -> list[Sequence]:
         """Wait for the oldest launched step and take in its tokens; returns the sequences that ended."""
-        step = self._in_flight.popleft()
-        step.clock.resume()
-        result = step.handle.result()
+        step, result = self._await_oldest()
         self.last_read = step.batch
-        step.clock.span("wait")
         finished = self.scheduler.update(step.batch, result.token_ids, result.logprobs, result.scores)
         for seq in finished:
             if self.scheduler.speculation is not None:
@@ -213,6 +211,13 @@ class LLMEngine:
         leads = dict.fromkeys(seq.lead or seq for seq in finished)
         return [lead for lead in leads if all(seq.finish_reason for seq in (lead, *lead.others))]
 
+    def _await_oldest(self) -> tuple[InFlight, StepResult]:
+        step = self._in_flight.popleft()
+        step.clock.resume()
+        result = step.handle.result()
+        step.clock.span("wait")
+        return step, result
+
     def _recover(self) -> None:
         """After a failed step: drop every sequence and the prefix cache, for what the KV cache holds is unknown."""
         if (reason := self.runner.reason_to_close()) is not None:
@@ -225,11 +230,8 @@ class LLMEngine:
     def abort_all(self) -> None:
         """Wait for what is in flight, drop its results, and end every sequence."""
         while self._in_flight:
-            step = self._in_flight.popleft()
-            step.clock.resume()
             try:
-                result = step.handle.result()
-                step.clock.span("wait")
+                step, result = self._await_oldest()
                 for observer in self.observers:
                     observer.finished(step.number, step.batch, step.clock, result)
             except Exception as error:

@@ -1,12 +1,14 @@
-"""Text to token ids and back, and the watch for stop strings."""
+"""Text to token ids and back."""
 
 import logging
 from collections.abc import Sequence as Seq
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from nanovllm.stop_strings import StopStringMatcher
 
 
 class Tokenizer:
@@ -19,8 +21,8 @@ class Tokenizer:
         self._longest_token: int | None = None
         logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-            self._backend: Any = self._tokenizer.backend_tokenizer
+            self.transformers: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            self._backend: Any = self.transformers.backend_tokenizer
         except Exception as error:  # transformers, tokenizers and json each raise their own
             raise ValueError(f"the tokenizer in {folder} cannot be read: {error}") from error
 
@@ -32,17 +34,12 @@ class Tokenizer:
 
     @property
     def eos_token_id(self) -> int | None:
-        return self._tokenizer.eos_token_id  # type: ignore[no-any-return]
+        return self.transformers.eos_token_id  # type: ignore[no-any-return]
 
     @property
     def vocabulary(self) -> dict[str, int]:
         """The id of each token, added ones included."""
         return self._backend.get_vocab(with_added_tokens=True)  # type: ignore[no-any-return]
-
-    @property
-    def transformers(self) -> Any:
-        """The tokenizer as transformers made it."""
-        return self._tokenizer
 
     def to_str(self) -> str:
         """The contents of its tokenizer.json."""
@@ -79,7 +76,7 @@ class Tokenizer:
         except TypeError as error:  # tokenizers knows that this is no text of its language, and not why
             reason = next(filter(None, map(_not_unicode, texts)), error)
             raise ValueError(f"the text cannot be tokenised: {reason}") from error
-        bos = self._tokenizer.bos_token_id
+        bos = self.transformers.bos_token_id
         return [e.ids[1:] if bos is not None and e.ids[:2] == [bos, bos] else e.ids for e in encodings]
 
     def decode(self, token_ids: Seq[int], skip_special_tokens: bool, prompt: Seq[int] = ()) -> str:
@@ -101,8 +98,11 @@ class Tokenizer:
         return prompt[-1:]
 
     def stop_matcher(self, params: SamplingParams, prompt: Seq[int]) -> "StopStringMatcher | None":
+        """What watches an output's text for stop strings; None if the request has none."""
         if not params.stop:
             return None
+        from nanovllm.stop_strings import StopStringMatcher
+
         return StopStringMatcher(self._backend, params, self._context(prompt))
 
 
@@ -112,42 +112,3 @@ def _not_unicode(text: str) -> str:
     except UnicodeEncodeError as error:
         return f"character {error.start} is half of a surrogate pair"
     return ""
-
-
-class StopStringMatcher:
-    """Decodes a sequence as it grows and finds the first stop string in its text, also one that straddles tokens."""
-
-    def __init__(self, backend: Any, params: SamplingParams, context: Seq[int] = ()) -> None:
-        """context: tokens that precede the sequence, for decoders that strip a text's first space."""
-        from tokenizers.decoders import DecodeStream
-
-        self._backend, self._stop = backend, tuple(params.stop or ())
-        self._begin = partial(DecodeStream, skip_special_tokens=params.skip_special_tokens)
-        self._stream = self._begin(list(context))
-        self._num_free = params.min_tokens  # tokens still to come that end nothing
-        self._is_included = params.include_stop_str_in_output
-        self.text = ""
-        """All text so far; once a stop string is complete, what comes before it, or up to its end."""
-        self.found: str | None = None
-        """The stop string that is complete."""
-
-    def feed(self, token_id: int) -> bool:
-        """Take the next token; True once a stop string is complete."""
-        try:
-            piece = self._stream.step(self._backend, token_id)
-        except Exception:  # tokenizers': a decoder of single bytes, after some that are no text, takes back a character
-            self._stream = self._begin([])
-            piece = self._stream.step(self._backend, token_id)
-        self._num_free -= 1
-        if not piece:
-            return False
-        known = len(self.text)
-        self.text += piece
-        if self._num_free >= 0:
-            return False
-        found = [(at, s) for s in self._stop if (at := self.text.find(s, max(0, known - len(s) + 1))) >= 0]
-        if not found:
-            return False
-        at, self.found = min(found)
-        self.text = self.text[: at + len(self.found) if self._is_included else at]
-        return True

@@ -28,18 +28,15 @@ class Experts(ShardedLayer):
         """names: of the checkpoint's tensors, of which one may hold all experts (gate above up) instead of one each."""
         (num_experts, hidden, length), size = self.down.shape, self.intermediate
         mine, everything = slice(self.start, self.start + length), slice(None)
-        is_fused = f"{path}.gate_up_proj" in names
-        for expert in range(num_experts):
-            gate, up = self.gate_up[expert].view(2, length, hidden)
-            down, one = self.down[expert], slice(expert, expert + 1)
-            if is_fused:
-                up_rows = slice(size + self.start, size + self.start + length)
-                for view, rows in ((gate, mine), (up, up_rows)):
-                    target = WeightTarget(view.unsqueeze(0), (num_experts, 2 * size, hidden), (one, rows, everything))
-                    yield f"{path}.gate_up_proj", target
-                target = WeightTarget(down.unsqueeze(0), (num_experts, hidden, size), (one, everything, mine))
-                yield f"{path}.down_proj", target
-            else:
-                for name, view in (("gate_proj", gate), ("up_proj", up)):
-                    yield f"{path}.{expert}.{name}.weight", WeightTarget(view, (size, hidden), (mine, everything))
-                yield f"{path}.{expert}.down_proj.weight", WeightTarget(down, (hidden, size), (everything, mine))
+        gates, ups = self.gate_up.view(num_experts, 2, length, hidden).unbind(1)
+        if (fused := f"{path}.gate_up_proj") in names:
+            of_up = slice(size + self.start, size + self.start + length)
+            for view, rows in ((gates, mine), (ups, of_up)):
+                yield fused, WeightTarget(view, (num_experts, 2 * size, hidden), (everything, rows, everything))
+            shape = (num_experts, hidden, size)
+            yield f"{path}.down_proj", WeightTarget(self.down, shape, (everything, everything, mine))
+            return
+        for i, (gate, up, down) in enumerate(zip(gates, ups, self.down, strict=True)):
+            for name, view in (("gate_proj", gate), ("up_proj", up)):
+                yield f"{path}.{i}.{name}.weight", WeightTarget(view, (size, hidden), (mine, everything))
+            yield f"{path}.{i}.down_proj.weight", WeightTarget(down, (hidden, size), (everything, mine))

@@ -7,7 +7,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
@@ -117,22 +116,3 @@ def _check_cover(model: CausalLM, targets: Iterable[WeightTarget]) -> None:
         padding = getattr(parameter, "padding", 0)
         if covered.get(storage, 0) != parameter.numel() - padding:
             raise RuntimeError(f"targets cover {covered.get(storage, 0)} of a parameter's {parameter.numel()} elements")
-
-
-def fill_randomly(model: CausalLM, seed: int, std: float, check: Callable[[], None] = lambda: None) -> None:
-    """Random weights, for measuring without a checkpoint: normal matrices, norms of one, biases of zero.
-
-    Args:
-        check: as for `load_weights`.
-    """
-    parameters = list(model.parameters())
-    generator = torch.Generator(device=parameters[0].device).manual_seed(seed)
-    for parameter in parameters:
-        check()
-        if parameter.dim() > 1:
-            parameter.data.normal_(0.0, std, generator=generator)
-        else:
-            parameter.data.fill_(1.0)
-    for name, target in model.weight_targets():
-        if name.endswith(".bias"):
-            target.view.zero_()

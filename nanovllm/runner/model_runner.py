@@ -22,7 +22,7 @@ from nanovllm.kernels.step_inputs import PlannedRows, StepInputs
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.causal_lm import make_model
 from nanovllm.models.config import load_model_config
-from nanovllm.models.loader import fill_randomly, load_weights
+from nanovllm.models.loader import load_weights
 from nanovllm.models.shape import Shape
 from nanovllm.runner.cuda_graphs import CudaGraphs, smallest_that_holds
 from nanovllm.runner.device_tables import DeviceTables
@@ -80,6 +80,8 @@ class ModelRunner:
         with torch.device(self.device), _default_dtype(self.dtype):
             self.model = make_model(hf_config, self.backend, parallel, config.max_model_len)
         if folder is None:
+            from nanovllm.dummy_weights import fill_randomly
+
             fill_randomly(self.model, config.seed + parallel.rank, hf_config.initializer_range, check)
         else:
             load_weights(self.model, folder, parallel.rank == 0, check)

@@ -85,7 +85,7 @@ def pretend_runner(model: str = "qwen3-0.6b", **options: Any) -> Iterator[ModelR
         mock.patch.object(paged_decode, "num_multiprocessors", lambda device: 132),
         mock.patch.object(paged_prefill, "shared_memory_kib", lambda device: 227),
         mock.patch.object(model_runner, "check_free_memory", lambda *arguments: None),
-        mock.patch.object(model_runner, "fill_randomly", lambda *arguments: None),
+        mock.patch("nanovllm.dummy_weights.fill_randomly", lambda *arguments: None),
         FakeTensorMode(allow_non_fake_inputs=True),
         _Indexing(),
         torch.inference_mode(),
