@@ -118,14 +118,11 @@ def resolve_dtype(name: str, backend: str, work: Work) -> torch.dtype:
         return getattr(torch, name)  # type: ignore[no-any-return]  # EngineConfig has checked the name
     if work.dtype == torch.float16 and work.device.type == "cuda":
         return work.dtype
-    if work.dtype == torch.bfloat16 and (has_native_bfloat16(work.device) or can_be_cpu(backend, work)):
-        return work.dtype
+    if work.dtype == torch.bfloat16:
+        cpu = BACKENDS["cpu"]
+        if has_native_bfloat16(work.device) or (cpu in candidates(backend, work) and why_cannot(cpu, work) is None):
+            return work.dtype
     return torch.float32
-
-
-def can_be_cpu(name: str, work: Work) -> bool:
-    """Whether our CPU kernels would do this work, for the attention_backend called name."""
-    return BACKENDS["cpu"] in candidates(name, work) and why_cannot(BACKENDS["cpu"], work) is None
 
 
 def candidates(name: str, work: Work) -> list[type[Backend]]:

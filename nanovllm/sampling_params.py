@@ -3,30 +3,14 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import wraps
-from typing import Any, TypeVar
+from typing import Any
 
 from nanovllm.structured_outputs import StructuredOutputsParams
-from nanovllm.utils.checks import as_bool, as_integer, as_list, as_number, refuse, refuse_unknown
-from nanovllm.vllm_names import SAMPLING, drop_harmless
+from nanovllm.utils.checks import as_bool, as_integer, as_list, as_number, refuse
+from nanovllm.vllm_names import SAMPLING, names_checked
 
 _MAX_N = 16384  # vLLM's limit
 _INT32_MAX = 2**31 - 1  # what plans carry; both values mean the whole vocabulary long before
-T = TypeVar("T")
-
-
-def _names_checked(cls: type[T]) -> type[T]:
-    """Look at the names of a call's arguments before the dataclass's own __init__ does."""
-    init: Any = cls.__init__
-
-    @wraps(init)
-    def checked(self: T, *args: Any, **kwargs: Any) -> None:
-        kwargs = drop_harmless(kwargs, SAMPLING, cls.__name__)
-        refuse_unknown(kwargs, cls.__dataclass_fields__, cls.__name__)  # type: ignore[attr-defined]
-        init(self, *args, **kwargs)
-
-    cls.__init__ = checked  # type: ignore[assignment]
-    return cls
 
 
 def _as_token_id(key: Any) -> int:
@@ -34,7 +18,7 @@ def _as_token_id(key: Any) -> int:
     return int(key) if isinstance(key, str) and key.isdecimal() else as_integer(key, "a token id of logit_bias")
 
 
-@_names_checked
+@names_checked(SAMPLING)
 @dataclass(slots=True)
 class SamplingParams:
     """How one request is sampled, and when it ends. Checked when it is made, and again, and copied, by each request.

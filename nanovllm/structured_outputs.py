@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm.utils.checks import as_list, quote, refuse, refuse_unknown
-from nanovllm.vllm_names import STRUCTURED, drop_harmless
+from nanovllm.utils.checks import as_list, quote, refuse
+from nanovllm.vllm_names import STRUCTURED, names_checked
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
+@names_checked(STRUCTURED)
 @dataclass(init=False, slots=True)
 class StructuredOutputsParams:
     """What the output of a request must be: exactly one of the attributes is given.
@@ -44,10 +45,7 @@ class StructuredOutputsParams:
         choice: Sequence[str] | None = None,
         grammar: str | None = None,
         json_object: bool | None = None,
-        **others: Any,
     ) -> None:
-        what = type(self).__name__
-        refuse_unknown(drop_harmless(others, STRUCTURED, what), KINDS, what)
         given = dict(zip(KINDS, (json, regex, choice, grammar, json_object), strict=True))
         names = [name for name, value in given.items() if value is not None]
         if len(names) != 1:

@@ -1,7 +1,12 @@
 """What vLLM's scripts pass that has no meaning here: what is harmless passes, what would change results is refused."""
 
-from collections.abc import Hashable, Mapping
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping
+from functools import wraps
+from typing import Any, TypeVar
+
+from nanovllm.utils.checks import refuse_unknown
+
+T = TypeVar("T")
 
 ANY: Any = object()
 """Among accepted values: whatever it is."""
@@ -106,3 +111,21 @@ def drop_harmless(given: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]]
             values = " or ".join(map(repr, accepted))
             raise ValueError(f"{what}: {name}, which vLLM has, is not supported here; leave it out, or give {values}")
     return {name: value for name, value in given.items() if name not in table}
+
+
+def names_checked(harmless: Mapping[str, tuple[Any, ...]]) -> Callable[[type[T]], type[T]]:
+    """A dataclass whose calls drop the names in a table, as `drop_harmless`, and refuse others, as `refuse_unknown`."""
+
+    def decorate(cls: type[T]) -> type[T]:
+        init: Any = cls.__init__
+
+        @wraps(init)
+        def checked(self: T, *args: Any, **kwargs: Any) -> None:
+            kwargs = drop_harmless(kwargs, harmless, cls.__name__)
+            refuse_unknown(kwargs, cls.__dataclass_fields__, cls.__name__)  # type: ignore[attr-defined]
+            init(self, *args, **kwargs)
+
+        cls.__init__ = checked  # type: ignore[assignment]
+        return cls
+
+    return decorate

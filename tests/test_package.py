@@ -61,9 +61,9 @@ ROOMS = (
     ("backends",),
     ("layers",),
     ("kernels",),
-    ("config",),
+    ("config", "stop_strings"),
     ("sampling_params", "outputs"),
-    ("stop_strings", "structured_outputs", "json_schema"),
+    ("structured_outputs", "json_schema"),
     ("options", "presets", "speculative_config", "vllm_names", "version"),
     ("utils",),
 )

@@ -124,16 +124,9 @@ class ModelRunner:
             self.caches = self._make_caches(num_blocks)
             if self.draft is not None:
                 self.draft.caches = self.draft._make_caches(num_blocks)
-            tokens = num_blocks * config.block_size
-            logger.info(
-                "KV cache %.2f GiB: %d blocks of %d tokens, %d tokens, %.1f sequences of %d",
-                num_blocks * self.block_bytes / 2**30,
-                num_blocks,
-                config.block_size,
-                tokens,
-                tokens / config.max_model_len,
-                config.max_model_len,
-            )
+            num_gib, num_tokens = num_blocks * self.block_bytes / 2**30, num_blocks * config.block_size
+            room = f"{num_tokens} tokens, {num_tokens / config.max_model_len:.1f} sequences of {config.max_model_len}"
+            logger.info("KV cache %.2f GiB: %d blocks of %d tokens, %s", num_gib, num_blocks, config.block_size, room)
             if config.use_graphs:
                 self.graphs = self._new_graphs()
                 with torch.inference_mode():
