@@ -217,7 +217,7 @@ class Speculation:
                 seq.token_ids.append(drawn[at])
                 if at in logprobs:
                     seq.logprobs.append(logprobs[at])
-                if may_end and scheduler.has_ended(seq):
+                if may_end and scheduler.note_end(seq):
                     scheduler.release(seq)
                     ended.append(seq)
                     break

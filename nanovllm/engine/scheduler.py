@@ -225,7 +225,7 @@ class Scheduler:
         num_known = table.num_known[rows] + 1
         table.num_known[rows] = num_known
         suspect = self.may_stop[token_ids] | (num_known > table.num_unwatched[rows])
-        ended = [seqs[i] for i in suspect.nonzero()[0].tolist() if self.has_ended(seqs[i])]
+        ended = [seqs[i] for i in suspect.nonzero()[0].tolist() if self.note_end(seqs[i])]
         for seq in ended:
             self.release(seq)
         return finished + ended
@@ -249,13 +249,13 @@ class Scheduler:
         seq.num_in_flight -= 1
         seq.token_ids.append(token_id)
         self.num_generated_tokens += 1
-        if not self.has_ended(seq):
+        if not self.note_end(seq):
             return False
         self.waiting.remove(seq)  # near the front, where the preempted are
         return True
 
-    def has_ended(self, seq: Sequence) -> bool:
-        """Whether the token that a sequence was just given ends it."""
+    def note_end(self, seq: Sequence) -> bool:
+        """Set the finish_reason of a sequence if the token that it was just given ends it; True if it does."""
         seq.finish_reason = seq.feed_last_token()
         if seq.finish_reason == "error":
             self.num_generated_tokens -= 1
