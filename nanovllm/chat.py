@@ -6,7 +6,7 @@ from typing import Any
 
 from nanovllm.engine.tokenizer import Tokenizer
 from nanovllm.prompts import Prompt, each, tokenise_texts
-from nanovllm.utils.checks import quote
+from nanovllm.utils.checks import quote, refuse
 
 Message = Mapping[str, Any]
 """{"role": ..., "content": ...}; the content is a string, or OpenAI's list of parts, all of them text."""
@@ -36,6 +36,13 @@ def conversation_prompts(
 
     texts = each("conversation", conversations, render_one)
     return tokenise_texts(texts, tokenizer, max_model_len, show, "conversation")
+
+
+def template_variables(given: Any) -> Mapping[str, Any]:
+    """chat_template_kwargs, none of None; ValueError if they are no dict."""
+    if not isinstance(given, Mapping | None):
+        raise refuse(given, "chat_template_kwargs", "a dict of the template's variables, or None")
+    return given or {}
 
 
 def split_conversations(messages: Any) -> list[Sequence[Message]]:

@@ -9,7 +9,7 @@ from functools import cached_property
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar, Unpack
 
-from nanovllm.chat import Message, conversation_prompts, rendering_arguments, split_conversations
+from nanovllm.chat import Message, conversation_prompts, rendering_arguments, split_conversations, template_variables
 from nanovllm.config import EngineConfig
 from nanovllm.engine.protocols import StepObserver
 from nanovllm.engine.request import Request, derive_seed
@@ -142,15 +142,9 @@ class LLM:
             ValueError: a conversation that the template cannot take, naming which; then none has run.
         """
         self.engine.check_free()
-        if not isinstance(chat_template_kwargs, Mapping | None):
-            raise refuse(chat_template_kwargs, "chat_template_kwargs", "a dict of the template's variables, or None")
-        options = {
-            "chat_template": chat_template,
-            "add_generation_prompt": add_generation_prompt,
-            "continue_final_message": continue_final_message,
-            "tools": tools,
-            **(chat_template_kwargs or {}),
-        }
+        options: dict[str, Any] = {"chat_template": chat_template, "tools": tools}
+        options |= {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        options |= template_variables(chat_template_kwargs)
         conversations = split_conversations(messages)
         prompts = conversation_prompts(conversations, self.engine.tokenizer, options, self.max_model_len, use_tqdm)
         return self.generate(prompts, sampling_params, use_tqdm)

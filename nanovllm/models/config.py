@@ -139,7 +139,10 @@ def limit_length(config: "PretrainedConfig", asked: int) -> int:
     Raises:
         ValueError: that is more than the window of a model whose attention slides, which is not implemented.
     """
-    length = min(asked, max_position(config))
+    rope, most = config.rope_parameters or {}, int(config.max_position_embeddings)
+    if rope.get("rope_type") == "yarn" and rope.get("original_max_position_embeddings"):  # which yarn stretches
+        most = max(most, int(rope["factor"] * rope["original_max_position_embeddings"]))
+    length = min(asked, most)
     window: int | None = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
     if window is not None and window < length and "sliding_attention" in kinds:
@@ -147,13 +150,4 @@ def limit_length(config: "PretrainedConfig", asked: int) -> int:
             f"the model attends to the last {window} tokens only (sliding_window), which is not supported beyond "
             f"them: max_model_len is {length}; set it to at most {window}"
         )
-    return length
-
-
-def max_position(config: "PretrainedConfig") -> int:
-    """The longest sequence the model is made for, in tokens; yarn stretches the original length by its factor."""
-    rope = config.rope_parameters or {}
-    length = int(config.max_position_embeddings)
-    if rope.get("rope_type") == "yarn" and rope.get("original_max_position_embeddings"):
-        length = max(length, int(rope["factor"] * rope["original_max_position_embeddings"]))
     return length
