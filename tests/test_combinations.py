@@ -7,7 +7,6 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from helpers.integrity import check_scheduler
@@ -132,4 +131,4 @@ def test_whatever_is_asked_for_together_a_request_gets_what_it_gets_alone(
     assert list(map(seen, outputs)) == expected
     scheduler = together.engine.scheduler
     check_scheduler(scheduler)
-    assert scheduler.block_manager.num_used == 0 and not np.any([scheduler.edited_rows, scheduler.stepwise_rows])
+    assert scheduler.block_manager.num_used == 0 and not scheduler.edited_rows
