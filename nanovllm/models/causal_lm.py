@@ -1,6 +1,7 @@
 """What the runner asks of a model."""
 
 from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Protocol, cast
 
 from torch import Tensor, nn
@@ -23,6 +24,11 @@ class CausalLM(Protocol):
 
     def compute_logits(self, hidden: Tensor) -> Tensor | None:
         """hidden [n, hidden] -> logits [n, vocab] on rank 0, None on the others."""
+        ...
+
+    def abridged(self) -> AbstractContextManager[int]:
+        """For as long as this lasts, the model has one layer of each kind, the number that is given: a short look at
+        them shows every kernel."""
         ...
 
     def weight_targets(self, names: Collection[str] = ()) -> NamedTargets:

@@ -4,7 +4,8 @@ The layers of Qwen3-MoE whose MLP is dense are these too; the others take theirs
 They differ in biases and in the norms of queries and keys: `FAMILIES` in config.py says who has which.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -125,6 +126,16 @@ class Decoder(nn.Module):
             x, residual = layer(x, residual, self.cos_sin, positions, cache, meta)
         assert residual is not None
         return self.backend.add_rms_norm(x, residual, self.norm, self.eps)[0]
+
+    @contextmanager
+    def abridged(self) -> Iterator[int]:
+        """See `CausalLM`."""
+        layers = self.layers
+        self.layers = nn.ModuleList({type(layer.mlp): layer for layer in layers}.values())
+        try:
+            yield len(self.layers)
+        finally:
+            self.layers = layers
 
     def compute_logits(self, hidden: Tensor) -> Tensor | None:
         """hidden [n, hidden] -> logits [n, vocab] on rank 0, None on the others."""

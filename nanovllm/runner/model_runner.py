@@ -153,8 +153,9 @@ class ModelRunner:
         mixed = replace(mixed, num_logits=mixed.num_sampled, targets=mixed.targets[:0])
         # A few kernels know the next power of two of the batch size, 256 or more.
         sizes = {1, config.max_num_seqs, *(2**i for i in range(9, config.max_num_seqs.bit_length()))}
-        with compiled(show_progress=True), FakeTensorMode(allow_non_fake_inputs=True):
-            self.caches = self._make_caches(1)
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with compiled(show_progress=True), fake, self.model.abridged() as num_layers:
+            self.caches = self._make_caches(1)[:num_layers]
             self._run(mixed, self._staging.buffer[: mixed.head_size])  # first: it has the kernels that take longest
             for size in sizes:
                 self._sample(*self._decode(graphs.inputs(size)))
