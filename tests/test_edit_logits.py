@@ -402,6 +402,15 @@ def test_rows_beside_an_edited_one_keep_their_tokens_in_bfloat16(folder: Path) -
     assert after[:4] == before
 
 
+def test_a_request_that_has_run_holds_no_masks(llm: LLM) -> None:
+    """They are as large as the vocabulary, and `generate` holds all its requests to the end."""
+    request = llm.prepare(PROMPTS[0], SamplingParams(max_tokens=3, min_tokens=2, allowed_token_ids=[1, 2, 3], n=2))
+    before = set(vars(request.edits))
+    ((_, output),) = llm.stream([request])
+    assert {*output["outputs"][0]["token_ids"], *output["outputs"][1]["token_ids"]} <= {1, 2, 3}
+    assert set(vars(request.edits)) == before
+
+
 def test_an_engine_of_which_nobody_asks_for_edits_loads_nothing_of_them(folder: Path) -> None:
     code = (
         "import sys; from nanovllm import LLM, SamplingParams\n"

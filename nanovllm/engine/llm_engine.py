@@ -5,6 +5,7 @@ import os
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -140,7 +141,7 @@ class LLMEngine:
             seed=seed,
             eos_token_ids=self.eos_token_ids,
             stop_matcher=tokenizer.stop_matcher(params, prompt) if tokenizer is not None else None,
-            edits=request.edits,
+            edits=lead.edits if lead is not None else copy(request.edits),  # its masks go with the sequences
             lead=lead,
             prompt=request.prompt,
         )
