@@ -69,7 +69,7 @@ ROOMS = (
 )
 """From the top down; those of one line know nothing of each other."""
 
-SKIPPED = ("nanovllm.drafts", "nanovllm.edits", "nanovllm.view")
+SKIPPED = tuple(f"nanovllm.{room}" for room in ("drafts", "dummy_weights", "edits", "stop_strings", "view"))
 """Rooms that a reader of the engine can skip: nothing of them is imported before a user asks for what they do."""
 
 

@@ -121,10 +121,6 @@ def _check(config: "PretrainedConfig", source: str) -> None:
         fail(f"head_dim is {config.head_dim}; the rotation pairs its elements, so it must be even")
 
 
-def family_of(config: "PretrainedConfig") -> Family:
-    return next(family for family in FAMILIES.values() if family.config_class == type(config).__name__)
-
-
 def sparse_layers(config: "PretrainedConfig") -> frozenset[int]:
     """The layers whose MLP is a mixture of experts."""
     if not getattr(config, "num_experts", 0):

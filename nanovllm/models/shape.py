@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from nanovllm.layers.parallel import Parallel
-from nanovllm.models.config import family_of, sparse_layers
+from nanovllm.models.config import FAMILIES, sparse_layers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -34,7 +34,7 @@ class Shape:
     @staticmethod
     def of(config: "PretrainedConfig") -> "Shape":
         """Of the whole model."""
-        family = family_of(config)
+        family = next(family for family in FAMILIES.values() if family.config_class == type(config).__name__)
         bias = bool(getattr(config, "attention_bias", False))
         return Shape(
             hidden=config.hidden_size,
