@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import why_not_unicode
 
 if TYPE_CHECKING:
     from nanovllm.stop_strings import StopStringMatcher
@@ -74,7 +75,7 @@ class Tokenizer:
         try:
             encodings = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         except TypeError as error:  # tokenizers knows that this is no text of its language, and not why
-            reason = next(filter(None, map(_not_unicode, texts)), error)
+            reason = next(filter(None, map(why_not_unicode, texts)), error)
             raise ValueError(f"the text cannot be tokenised: {reason}") from error
         bos = self.transformers.bos_token_id
         return [e.ids[1:] if bos is not None and e.ids[:2] == [bos, bos] else e.ids for e in encodings]
@@ -104,11 +105,3 @@ class Tokenizer:
         from nanovllm.stop_strings import StopStringMatcher
 
         return StopStringMatcher(self._backend, params, self._context(prompt))
-
-
-def _not_unicode(text: str) -> str:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return f"character {error.start} is half of a surrogate pair"
-    return ""

@@ -2,8 +2,8 @@
 
 import gc
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -30,7 +30,7 @@ from nanovllm.runner.kv_memory import GpuMemory, check_free_memory, count_blocks
 from nanovllm.runner.logprobs import Logprobs, of_sampled, of_targets
 from nanovllm.runner.staging import Staging, to_device
 from nanovllm.runner.step_handle import StepHandle, Stopwatch
-from nanovllm.utils.machine import FEW_TOKENS, SMALL_MODEL, one_thread
+from nanovllm.utils.machine import FEW_TOKENS, SMALL_MODEL, default_dtype, one_thread
 from nanovllm.utils.spin import is_spinning_bounded
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ class ModelRunner:
         self.backend = BACKENDS[config.attention_backend]()
         num_bytes = self._shape.num_parameters * self.dtype.itemsize
         check_free_memory(num_bytes, self.device, "the weights", "choose a smaller model, or a smaller dtype")
-        with torch.device(self.device), _default_dtype(self.dtype):
+        with torch.device(self.device), default_dtype(self.dtype):
             self.model = make_model(hf_config, self.backend, parallel, config.max_model_len)
         if folder is None:
             from nanovllm.dummy_weights import fill_randomly
@@ -337,14 +337,3 @@ class ModelRunner:
         with suppress(RuntimeError):
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Make new tensors of a dtype."""
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)

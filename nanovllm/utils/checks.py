@@ -104,3 +104,12 @@ def as_list(value: Any, name: str, limit: str) -> list[Any]:
         return list(value)
     except TypeError:  # a tensor without dimensions
         raise refuse(value, name, limit) from None
+
+
+def why_not_unicode(text: str) -> str:
+    """What keeps a text from being encoded; "" if nothing does."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"character {error.start} is half of a surrogate pair"
+    return ""
