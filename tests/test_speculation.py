@@ -3,6 +3,7 @@
 import random
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ from nanovllm.batch.tally import Tally
 from nanovllm.drafts.draft_model import ModelDrafter
 from nanovllm.drafts.ngrams import NgramDrafter
 from nanovllm.drafts.speculation import RowCosts, Speculation, allot
+from nanovllm.drafts.start import _time_steps
 from nanovllm.engine.batch import Batch
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.plan import StepPlan
@@ -224,6 +226,22 @@ def test_rows_are_spent_where_they_pay() -> None:
     passes = RowCosts(rows, np.ones(64), np.ones(64), np.full(64, 0.1))
     assert allot(np.array([4]), np.array([0.99]), 1, 1, passes).tolist() == [4]
     assert allot(np.array([4]), np.array([0.5]), 1, 1, passes).tolist() == [2], "further passes do not pay"
+
+
+def test_a_disturbed_start_makes_no_row_dearer_than_further_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    class Runner:
+        """Takes 10 ms and 1 for each row; three times that for half a second; and always, with two rows."""
+
+        def launch(self, plan: StepPlan) -> Any:
+            nonlocal now
+            now += (0.01 + 0.001 * plan.num_tokens) * (3 if 0.02 < now < 0.5 or plan.num_tokens == 2 else 1)
+            return SimpleNamespace(result=lambda: None)
+
+    monkeypatch.setattr("nanovllm.drafts.start.time", SimpleNamespace(perf_counter=lambda: now))
+    found = _time_steps(Runner(), SimpleNamespace(max_num_seqs=8), [1, 2, 3, 4, 6, 8, 12, 16, 24, 32], 3)
+    assert (1000 * found).round(6).tolist() == [11, 13, 13, 14, 16, 18, 22, 26, 34, 42]
 
 
 def test_rejected_drafts_stop_a_sequence_which_tries_again_later() -> None:

@@ -17,6 +17,8 @@ logger = logging.getLogger(__name__)
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 """Rows of the steps that are measured: among few rows costs jump, where a kernel's tiles end."""
+ROUND, LONG = 0.01, 0.2
+"""Seconds for which each is run in a round, at least once, and of a step that is not run in the second one."""
 
 
 def start_speculation(config: ResolvedConfig, runner: Runner, vocab_size: int) -> Speculation:
@@ -41,16 +43,25 @@ def start_speculation(config: ResolvedConfig, runner: Runner, vocab_size: int) -
 def _time_steps(
     runner: Runner, config: ResolvedConfig, sizes: list[int], num_drafts: int, of_draft: bool = False
 ) -> FloatArray:
-    """Seconds of steps that compute so many rows, of sequences that verify num_drafts each: the best of some runs."""
-    times: dict[int, float] = {}
-    for size in (sizes[0], *sizes):  # the first one warms up
+    """Seconds of steps that compute so many rows, of sequences that verify num_drafts each: the best of some runs.
+
+    Two rounds, for a neighbour may disturb the steps of one; and more rows never count as cheaper than fewer.
+    """
+    times = dict.fromkeys(sizes, np.inf)
+
+    def measure(size: int) -> None:
         plan = StepPlan.largest(-(-size // (1 + num_drafts)), size, 1 + num_drafts, num_drafts)
         plan.rows[:] = config.max_num_seqs  # the row of nobody: nothing is stored
         plan, spent = replace(plan, of_draft=of_draft), 0.0
-        times[size] = np.inf
-        while spent < 0.02 or spent < 3 * times[size] < 0.5:
+        while spent < ROUND:
             since = time.perf_counter()
             runner.launch(plan).result()
             seconds = time.perf_counter() - since
             times[size], spent = min(times[size], seconds), spent + seconds
-    return np.array([times[size] for size in sizes])
+
+    for size in (sizes[0], *sizes):  # the first one warms up
+        measure(size)
+    for size in sizes:
+        if times[size] < LONG:
+            measure(size)
+    return np.minimum.accumulate([times[size] for size in reversed(sizes)])[::-1]
