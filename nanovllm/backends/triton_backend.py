@@ -29,10 +29,10 @@ class TritonBackend(Backend):
 
     @classmethod
     def why_cannot(cls, device: torch.device) -> str | None:
-        if not HAS_TRITON:
-            return "triton is not installed (pip install triton)"
         if device.type != "cuda" and not INTERPRETED:
             return f"it needs a CUDA device, not {device.type} (or, for tests, TRITON_INTERPRET=1 set before the start)"
+        if not HAS_TRITON:
+            return "triton is not installed (pip install triton)"
         return None
 
     def step_inputs(self, planned: PlannedRows, tables: RowTables, block_size: int) -> StepInputs:

@@ -1,10 +1,11 @@
-"""Triton where it is installed; elsewhere just enough for the kernels' files to import, for their references.
+"""Triton where it can be of use; elsewhere just enough for the kernels' files to import, for their references.
 
 Every kernel imports `triton` and `tl` from here. Triton decides between its compiler and its CPU interpreter when a
 kernel is decorated, so `INTERPRETED` is read once, at import.
 """
 
 import os
+import sys
 from functools import cache
 from typing import Any
 
@@ -17,6 +18,10 @@ triton: Any
 tl: Any
 
 try:
+    # Where torch is built without CUDA only tests want it, which ask for its interpreter or have imported it: others
+    # need not wait a fifth of a second for it.
+    if not torch.backends.cuda.is_built() and not {"triton", "TRITON_INTERPRET"} & {*sys.modules, *os.environ}:
+        raise ImportError("nothing here can run its kernels")
     import triton  # type: ignore[no-redef]
     import triton.language as tl  # type: ignore[no-redef]
 
