@@ -3,7 +3,9 @@
     python benchmarks/bench_processors.py --march x86-64-v3 cascadelake native
     python benchmarks/bench_processors.py --blocks 16 32 64
 
-All products of 12 of Qwen3-0.6B's layers, and the attention of its 28; best of seven, in turn.
+All products of 12 of Qwen3-0.6B's layers, and the attention of its 28; best of seven, in turn. A cell is milliseconds,
+and what share that makes of two rates measured just before: at which memory is read, and at which the same column
+computes float32 products of 256 rows.
 """
 
 import argparse
@@ -48,7 +50,7 @@ def best_of(works: dict[str, Callable[[], object]], repeat: int = 7) -> dict[str
     return best
 
 
-def products(backends: dict[str, CpuBackend], dtype: torch.dtype, rows: int) -> dict[str, float]:
+def products(backends: dict[str, CpuBackend], dtype: torch.dtype, rows: int, repeat: int = 7) -> dict[str, float]:
     library = next(iter(backends.values()))._library
     weights = [torch.full((out, size), 0.01, dtype=dtype) for _ in range(LAYERS) for size, out in SHAPES]
     packed = [library.pack(weight) for weight in weights]  # in the same order by all
@@ -65,7 +67,7 @@ def products(backends: dict[str, CpuBackend], dtype: torch.dtype, rows: int) -> 
             F.linear(inputs[weight.shape[1]], weight)
 
     works: dict[str, Callable[[], object]] = {name: lambda b=b: ours(b) for name, b in backends.items()}  # type: ignore[misc]
-    return best_of({**works, "torch": of_torch})
+    return best_of({**works, "torch": of_torch}, repeat)
 
 
 def attention(
@@ -95,7 +97,7 @@ def attention(
                 for cache in caches:
                     backend.attend(q, cache, metadata, DIM**-0.5)
 
-            works[march if len(blocks) == 1 else f"{march}, blocks of {size}"] = ours
+            works[f"{march}, {size}"] = ours
     keys = [torch.zeros(num_seqs, KV_HEADS, length, DIM, dtype=dtype) for _ in range(2 * 28)]
     query = q.view(num_seqs, HEADS, 1, DIM)
 
@@ -119,24 +121,32 @@ def main() -> None:
     parser.add_argument("--blocks", nargs="+", type=int, default=[64], help="block sizes of the KV cache")
     args = parser.parse_args()
     backends = {march: build(march) for march in args.march}
-    rate = read_rate()
-    print(f"{torch.get_num_threads()} threads, reads {rate / 1e9:.1f} GB/s")
+    memory = read_rate()
     num_weights = LAYERS * sum(size * out for size, out in SHAPES)
+    arithmetic = {m: 2e3 * 256 * num_weights / ms for m, ms in products(backends, torch.float32, 256, 3).items()}
+    rates = ", ".join(f"{name} {rate / 1e12:.3f}" for name, rate in arithmetic.items())
+    print(f"{torch.get_num_threads()} threads, reads {memory / 1e9:.1f} GB/s; TFLOP/s in float32: {rates}\n")
+
+    def show(what: str, found: dict[str, float], num_bytes: float, num_flops: float) -> None:
+        cells = (
+            f"{ms:.2f}, {1e5 * num_bytes / ms / memory:.0f} %, {1e5 * num_flops / ms / arithmetic[name]:.0f} %"
+            for name, ms in found.items()
+        )
+        print(f"| {what} | {' | '.join(cells)} |", flush=True)
+
+    print(f"| ms, % of reading, % of arithmetic | {' | '.join(arithmetic)} |\n| --- |{' --- |' * len(arithmetic)}")
     for dtype in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
         for rows in (1, 8, 32):
             found = products(backends, dtype, rows)
-            num_bytes, num_flops = num_weights * dtype.itemsize, 2 * rows * num_weights
-            parts = (
-                f"{march} {ms:.2f} ms ({num_bytes / ms / 1e6:.1f} GB/s, {num_flops / ms / 1e9:.3f} TFLOP/s);"
-                for march, ms in found.items()
-            )
-            print(f"{name} products, {rows} rows:", *parts, flush=True)
+            show(f"{name}, products, rows: {rows}", found, num_weights * dtype.itemsize, 2 * rows * num_weights)
         for num_seqs, length in ((18, 130), (32, 256)):
-            found = attention(backends, dtype, num_seqs, length, args.blocks)
-            num_bytes = 28 * 2 * num_seqs * length * KV_HEADS * DIM * dtype.itemsize
-            parts = (f"{m} {ms:.2f} ms ({num_bytes / ms / 1e6:.1f} GB/s);" for m, ms in found.items())
-            print(f"{name} decode attention, {num_seqs} x {length}:", *parts, flush=True)
+            times = attention(backends, dtype, num_seqs, length, args.blocks)
+            keys = 28 * num_seqs * length * DIM
+            num_bytes, num_flops = 2 * keys * KV_HEADS * dtype.itemsize, 4 * keys * HEADS
+            for size in args.blocks:
+                found = {column: times.get(f"{column}, {size}", times["torch"]) for column in arithmetic}
+                show(f"{name}, attention of {num_seqs} x {length}, blocks of {size}", found, num_bytes, num_flops)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from nanovllm.kernels.norm_rope_store import NormRope
 from nanovllm.kernels.sample import SamplingValues
 from nanovllm.resolve import Work, resolve_backend
 from nanovllm.runner.step_handle import StepHandle
+from nanovllm.utils.machine import limit_threads, physical_cores
 
 BF16, FP32 = torch.bfloat16, torch.float32
 CPU = torch.device("cpu")
@@ -358,3 +359,32 @@ def test_few_tokens_of_a_small_model_are_computed_in_one_thread_where_threads_sp
     few = 2 if bounded else 1
     assert seen == [(50, 2), (1, few), (1, few), (50, 2), (1, 2), (1, 2)]
     assert threads[-1] == 2, "as before"
+
+
+def test_threads_are_by_default_the_physical_cores_of_one_socket_among_those_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sockets of four cores, each of two hyperthreads: core i has the processors i and i + 8."""
+    for cpu in range(16):
+        topology = tmp_path / f"cpu{cpu}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "physical_package_id").write_text(f"{cpu % 8 // 4}\n")
+        (topology / "thread_siblings_list").write_text(f"{cpu % 8},{cpu % 8 + 8}\n")
+    threads, allowed = [16], set(range(16))
+    monkeypatch.setattr("nanovllm.utils.machine.CPUS", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: allowed, raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: threads.append(count))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for allowed, wanted in ((set(range(16)), 4), ({1, 2, 3, 4}, 3), ({0, 8}, 1), ({0, 4, 5, 6, 12}, 3)):  # noqa: B007
+        threads.append(16)
+        limit_threads()
+        assert threads[-1] == wanted
+    assert physical_cores() == 4, "of both: ranks of one engine share them"
+    threads.append(2)
+    limit_threads()
+    assert threads[-1] == 2, "never more than torch has"
+    monkeypatch.setenv("OMP_NUM_THREADS", "16")
+    threads.append(16)
+    limit_threads()
+    assert threads[-1] == 16, "who says how many gets them"

@@ -1,6 +1,7 @@
 """What this machine has: devices, number formats, memory."""
 
 import os
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,25 +17,31 @@ def has_native_bfloat16(device: torch.device) -> bool:
     return any(bool(capabilities.get(name)) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
 
 
-def physical_cores() -> int:
-    """Cores that this process may run on, hyperthreads of one core counted once."""
+CPUS = Path("/sys/devices/system/cpu")
+
+
+def physical_cores(of_one_socket: bool = False) -> int:
+    """Cores that this process may run on, hyperthreads of one core counted once; of all sockets, or of one of them:
+    that which has most."""
     cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     cores = set()
     for cpu in cpus:
+        topology = CPUS / f"cpu{cpu}" / "topology"
         try:
-            cores.add(Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text())
+            cores.add(tuple((topology / name).read_text() for name in ("physical_package_id", "thread_siblings_list")))
         except OSError:
-            cores.add(str(cpu))
-    return len(cores)
+            cores.add(("", str(cpu)))
+    return max(Counter(socket for socket, _ in cores).values()) if of_one_socket else len(cores)
 
 
 def limit_threads() -> None:
-    """On a CPU, compute with a thread for each physical core, unless the user chose with OMP_NUM_THREADS.
+    """On a CPU, compute with a thread for each physical core of one socket, unless the user chose with OMP_NUM_THREADS.
 
-    The kernels keep a core's arithmetic units busy: a second thread on it only adds waiting. Never raises the number.
+    The kernels keep a core's arithmetic units busy: a second thread on it only adds waiting. And threads of two sockets
+    wait for each other's memory: an engine on each socket does more (docs/benchmarks.md). Never raises the number.
     """
-    if "OMP_NUM_THREADS" not in os.environ and torch.get_num_threads() > physical_cores():
-        torch.set_num_threads(physical_cores())
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(min(torch.get_num_threads(), physical_cores(of_one_socket=True)))
 
 
 SMALL_MODEL, FEW_TOKENS = 10_000_000, 32
