@@ -50,8 +50,9 @@ def one_each(params: Any, count: int) -> list[SamplingParams | None]:
 
 
 def as_iterable(requests: Any) -> Iterable[Any]:
-    """What `stream` runs: an iterator is taken as it comes, all else may be one prompt."""
-    return requests if isinstance(requests, Iterator) else as_list(requests)
+    """What `stream` runs: a sequence, an array or a dict may be one prompt; all else is taken as it comes."""
+    may_be_one = isinstance(requests, Sequence | Mapping) or hasattr(requests, "tolist")
+    return requests if isinstance(requests, Iterable) and not may_be_one else as_list(requests)
 
 
 @contextmanager

@@ -89,17 +89,28 @@ def test_a_stream_yields_each_output_as_it_finishes_with_its_number(llm: LLM) ->
     assert_idle(llm)
 
 
-def test_an_endless_iterable_is_pulled_no_further_than_needed(llm: LLM) -> None:
+class Endless:
+    """Not itself an iterator."""
+
+    def __init__(self, items: Iterator[Any]) -> None:
+        self._items = items
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._items
+
+
+@pytest.mark.parametrize("kind", [iter, Endless], ids=["iterator", "iterable"])
+def test_an_endless_iterable_is_pulled_no_further_than_needed(kind: Any, llm: LLM) -> None:
     """4 running, at most 2 x 4 waiting and 2 x 4 that are tokenised, beyond those yielded (and ended in one step)."""
     pulled = 0
 
     def endless() -> Iterator[tuple[list[int], SamplingParams]]:
         nonlocal pulled
-        while True:
+        while pulled < 9999:
             pulled += 1
             yield [pulled % 500, 7], greedy(1 + pulled % 3)
 
-    stream = llm.stream(endless())
+    stream = llm.stream(kind(endless()))
     assert pulled == 0
     for yielded, _ in enumerate(itertools.islice(stream, 100), start=1):
         assert pulled <= yielded + 4 + 4 + 2 * 4 + 2 * 4 + 1
