@@ -102,7 +102,11 @@ def _fill(target: WeightTarget, source: Any, what: str) -> None:
     shape = tuple(source.get_shape())
     if shape != target.shape:
         raise ValueError(f"{what} has shape {list(shape)}; config.json asks for {list(target.shape)}")
-    target.view.copy_(source[target.slices])
+    if target.view.dim() < 3:
+        target.view.copy_(source[target.slices])
+        return
+    for i, matrix in enumerate(target.view):  # of all experts one at a time: what is read is in memory twice
+        matrix.copy_(source[i, *target.slices[1:]])
 
 
 def _check_cover(model: CausalLM, targets: Iterable[WeightTarget]) -> None:
