@@ -28,7 +28,7 @@ struct Columns {
 };
 
 // Which rows a tile has: all; or of several pieces the first, which keeps what it widens, or another. Pieces share the
-// fetching ahead, into the L2 cache.
+// fetching ahead.
 enum Piece { ALL, FIRST, OTHER };
 
 // c[ROWS][16 VECTORS] = (or +=) a[ROWS][k] x b[k][16 VECTORS]; k counts units; `kept` becomes b, widened. Every sum stays in a register and takes its
@@ -42,9 +42,8 @@ inline void tile(const typename T::left* a, Columns b, int64_t k, float* c, int6
     for (int j = 0; j < SUMS; ++j) acc[j] = add ? load<rf>(c + j / WIDTH * ldc + j % WIDTH * PART_LANES) : rf{};
     for (int64_t i = 0; i < k; ++i) {
         const uint32_t *at = b.at + i * b.row, *ahead = b.ahead + i * b.ahead_row;
-        if (PIECE != ALL) __builtin_prefetch(ahead, 0, 2);
-        for (int v = 0; v < VECTORS && PIECE == ALL; ++v)
-            __builtin_prefetch(ahead + v % 2 * LANES + v / 2 * b.ahead_pair);
+        for (int v = 0; v < (PIECE == ALL ? VECTORS : 1); ++v)
+            __builtin_prefetch(ahead + v % 2 * LANES + v / 2 * b.ahead_pair, 0, 2);  // into the L2 cache
 #pragma GCC unroll 24
         for (int step = 0; step < T::STEPS; ++step) {
             rf right[WIDTH];
