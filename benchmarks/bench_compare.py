@@ -243,10 +243,10 @@ def _report(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     medians = {line: statistics.median(values) for line, values in rates.items()}
     ratios = {line: medians["nanovllm"] / median for line, median in medians.items()}
     titles = ("output tok/s", "lowest", "highest", "ours / its", "load + warm-up s")
-    print("\n{:26s} {:>12s} {:>8s} {:>8s} {:>10s} {:>17s}".format("engine", *titles))
+    print("\n{:28s} {:>12s} {:>8s} {:>8s} {:>10s} {:>17s}".format("engine", *titles))
     for line, values in rates.items():
         before = statistics.median(r["load_seconds"] + r["warm_up_seconds"] for r in runs[line])
         label = f"{line} {runs[line][0]['versions'].get(line.split()[0], '')}"
         numbers = f"{medians[line]:12,.1f} {min(values):8,.1f} {max(values):8,.1f} {ratios[line]:10.2f} {before:17.1f}"
-        print(f"{label:26s} {numbers}  {runs[line][0].get('note', '')}".rstrip())
+        print(f"{label:28s} {numbers}  {runs[line][0].get('note', '')}".rstrip())
     return {"medians": medians, "ratios": ratios, "runs": runs}

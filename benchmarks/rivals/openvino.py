@@ -83,4 +83,4 @@ def sampling(temperature: float, num_tokens: int) -> openvino_genai.GenerationCo
 
 
 if __name__ == "__main__":
-    main(load, {"openvino": openvino_genai.__version__})
+    main(load, {"openvino": openvino_genai.__version__.split("-")[0]})
