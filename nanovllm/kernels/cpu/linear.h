@@ -31,9 +31,9 @@ struct Columns {
 // fetching ahead.
 enum Piece { ALL, FIRST, OTHER };
 
-// c[ROWS][16 VECTORS] = (or +=) a[ROWS][k] x b[k][16 VECTORS]; k counts units; `kept` becomes b, widened. Every sum stays in a register and takes its
-// products one after another in the order of k, whatever ROWS and VECTORS are: an element of c has the same bits however
-// many rows it is computed with.
+// c[ROWS][16 VECTORS] = (or +=) a[ROWS][k] x b[k][16 VECTORS]; k counts units; `kept` becomes b, widened. Every sum stays
+// in a register and takes its products one after another in the order of k, whatever ROWS and VECTORS are: an element of
+// c has the same bits however many rows it is computed with.
 template <class T, int ROWS, int VECTORS, Piece PIECE>
 inline void tile(const typename T::left* a, Columns b, int64_t k, float* c, int64_t ldc, bool add, float* kept) {
     constexpr int WIDTH = VECTORS * PARTS, SUMS = ROWS * WIDTH;
