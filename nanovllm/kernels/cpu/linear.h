@@ -10,8 +10,8 @@ namespace {
 constexpr int PANEL = 32, MAX_TILE_ROWS = REGISTER_ROWS, FEW_TILE_ROWS = MAX_TILE_ROWS / 2, AHEAD = 64 * PANEL;
 static_assert(2 * FEW_TILE_ROWS <= MAX_TILE_ROWS, "few rows take twice the columns in the same room");
 
-// The left side of a product lies in blocks, DEPTH steps of each row. Rows a power of two apart would meet in the same few
-// places of the L1 cache: so they are a little further apart.
+// The left side of a product lies in blocks, DEPTH steps of each row. Rows a power of two apart would meet in the same
+// few places of the L1 cache: so they are a little further apart.
 constexpr int64_t DEPTH = 512, LEFT_ROW = DEPTH + 16;
 
 // How many rows meet a panel before the next one is read: their left side stays in half of a small L2 cache.
@@ -31,9 +31,9 @@ struct Columns {
 // fetching ahead.
 enum Piece { ALL, FIRST, OTHER };
 
-// c[ROWS][16 VECTORS] = (or +=) a[ROWS][k] x b[k][16 VECTORS]; k counts units; `kept` becomes b, widened. Every sum stays
-// in a register and takes its products one after another in the order of k, whatever ROWS and VECTORS are: an element of
-// c has the same bits however many rows it is computed with.
+// c[ROWS][16 VECTORS] = (or +=) a[ROWS][k] x b[k][16 VECTORS]; k counts units; `kept` becomes b, widened. Every sum
+// stays in a register and takes its products one after another in the order of k, whatever ROWS and VECTORS are: an
+// element of c has the same bits however many rows it is computed with.
 template <class T, int ROWS, int VECTORS, Piece PIECE>
 inline void tile(const typename T::left* a, Columns b, int64_t k, float* c, int64_t ldc, bool add, float* kept) {
     constexpr int WIDTH = VECTORS * PARTS, SUMS = ROWS * WIDTH;
@@ -153,8 +153,8 @@ inline void multiply(const typename T::left* x, int64_t rows, int64_t k, const u
     }
 }
 
-// Of y[rows][out] = x[rows][in] W^T + bias, the columns of the panels from `begin` to `end`, by one thread. As many rows as
-// stay in the L2 cache pass by a panel, or if they are few by two, which hides the multiply-add's latency.
+// Of y[rows][out] = x[rows][in] W^T + bias, the columns of the panels from `begin` to `end`, by one thread. As many rows
+// as stay in the L2 cache pass by a panel, or if they are few by two, which hides the multiply-add's latency.
 template <class T>
 void multiply_panels(const typename T::element* x, const uint32_t* packed, const typename T::element* bias,
                      typename T::element* y, int64_t rows, int64_t in, int64_t out, int64_t begin, int64_t end) {
