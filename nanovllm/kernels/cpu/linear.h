@@ -153,8 +153,8 @@ inline void multiply(const typename T::left* x, int64_t rows, int64_t k, const u
     }
 }
 
-// Of y[rows][out] = x[rows][in] W^T + bias, the columns of the panels from `begin` to `end`, by one thread. As many rows
-// as stay in the L2 cache pass by a panel, or if they are few by two, which hides the multiply-add's latency.
+// Of y[rows][out] = x[rows][in] W^T + bias, the columns of the panels from `begin` to `end`, by one thread. As many
+// rows as stay in the L2 cache pass by a panel, or if they are few by two, which hides the multiply-add's latency.
 template <class T>
 void multiply_panels(const typename T::element* x, const uint32_t* packed, const typename T::element* bias,
                      typename T::element* y, int64_t rows, int64_t in, int64_t out, int64_t begin, int64_t end) {
