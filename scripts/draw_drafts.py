@@ -25,7 +25,7 @@ def steps_of(run: Run, request: int) -> list[tuple[int, list[str]]]:
     for kind, _, what in run.records:
         if kind == "plan":
             drafts = dict(what.get("drafts", ())).get(request, 0) if request in what["decode"] else None
-        elif drafts is not None:
+        elif kind == "update" and drafts is not None:
             came = next((ids for number, *ids in what["tokens"] if number == request), [])
             steps.append((drafts, [run.texts.get(str(i), str(i)) for i in came]))
     return steps

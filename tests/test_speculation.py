@@ -191,7 +191,7 @@ def test_a_trace_tells_how_many_drafts_each_request_verified(tmp_path: Path) -> 
     for kind, _, what in run.records:
         if kind == "plan":
             drafts = dict(what.get("drafts", ()))
-        else:
+        elif kind == "update":
             accepted += sum(len(ids) - 1 for number, *ids in what["tokens"] if number in drafts)
     assert accepted == engine.stats()["num_accepted_tokens"]
 

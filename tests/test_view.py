@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers.fakes import make_engine
+from helpers.fakes import FakeRunner, make_engine
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.cli import main
@@ -80,7 +80,66 @@ def test_an_aborted_request_ends_in_the_trace(tmp_path):
     engine.close()
     run = read_run(tmp_path / "run.json")
     ended = [tuple(entry) for _, _, what in run.records for entry in what.get("ended", ())]
-    assert ended == [(0, "length"), (1, "abort"), (2, "length")] and run.endings == []
+    assert ended == [(0, "length"), (1, "abort"), (2, "length")]
+
+
+class Failing(FakeRunner):
+    """Its third token of request 1 is no token, and its tenth launch fails."""
+
+    num_launches = num_seen = 0
+
+    def launch(self, plan, *edits):
+        self.num_launches += 1
+        if self.num_launches == 10:
+            raise RuntimeError("the device is gone")
+        handle = super().launch(plan, *edits)
+        drawn = [self.seeds[row] for row in plan.rows[plan.num_sampled > 0].tolist()]
+        if 1 in drawn:
+            self.num_seen += 1
+            if self.num_seen == 3:
+                handle._token_ids[drawn.index(1)] = -1
+        return handle
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_the_blocks_that_a_trace_calls_findable_are_found_also_after_errors(tmp_path, depth, goes_on):
+    engine = make_engine(num_blocks=24, depth=depth, trace=str(tmp_path / "run.json"))
+    engine.runner.__class__ = Failing
+    manager, met = engine.scheduler.block_manager, []
+
+    def met_now():
+        return set(manager._findable.values()), set(manager._evictable) | set(manager._blank)
+
+    planned = engine.observers[0].planned
+    engine.observers[0].planned = lambda *told: (met.append(met_now()), planned(*told))
+    requests = [engine.prepare([i] * 8, SamplingParams(seed=i, max_tokens=12)) for i in range(4)]
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        list(engine.run(requests))
+    assert any(before - after for (before, _), (after, _) in itertools.pairwise(met)), "one request ended with an error"
+    if goes_on:
+        list(engine.run(requests[:1]))
+    engine.close()
+    met.append(met_now())
+
+    findable, references, shown = set(), [0] * manager.num_blocks, []
+    for kind, _, what in read_run(tmp_path / "run.json").records:
+        for verb, blocks in what.get("blocks", ()):
+            for block in blocks:
+                references[block] += {"take": 1, "reference": 1, "release": -1}.get(verb, 0)
+            if verb == "register":
+                findable.update(blocks)
+            elif verb in ("take", "forget"):
+                findable.difference_update(blocks)
+        if kind != "update":
+            shown.append((findable.copy(), {block for block, count in enumerate(references) if not count}))
+    assert shown == met
+
+
+def test_a_trace_on_a_full_disk_keeps_nothing_of_the_run_that_goes_on(caplog):
+    engine, _, _ = run_small("/dev/full", num_requests=6)
+    assert "cannot be written" in caplog.text
+    assert engine.num_steps > 10 and not engine.observers[0]._lines
 
 
 def test_a_killed_run_loses_no_step_that_was_read(tmp_path):

@@ -28,11 +28,11 @@ class Pool {
   apply(what) {
     const hits = [], evicted = [];
     for (const [verb, blocks] of what.blocks || []) {
-      if (verb === "forget") this.filled.fill(0);
       for (const block of blocks) {
         if (verb === "reference") { this.references[block]++; hits.push(block); }
         else if (verb === "release") this.references[block]--;
         else if (verb === "register") this.filled[block] = 1;
+        else if (verb === "forget") this.filled[block] = 0;
         else if (verb === "take") {
           if (this.filled[block]) evicted.push(block);
           this.filled[block] = 0;
@@ -41,7 +41,7 @@ class Pool {
       }
     }
     for (const id of what.preempted || []) this.tables.delete(id);
-    for (const [id] of what.ended || []) this.tables.delete(id);
+    for (const [id, reason] of what.ended || []) if (reason) this.tables.delete(id);
     for (const [id, blocks] of what.tables || []) this.tables.set(id, (this.tables.get(id) || []).concat(blocks));
     return { hits, evicted };
   }
@@ -154,7 +154,6 @@ function replay() {
     }
   });
   firstRecord[numSteps] = data.records.length;
-  end(numSteps, data.endings.filter(([id]) => requests.has(id)));
   for (const request of requests.values()) if (request.end === null) end(numSteps, [[request.id, null]]);
   return pool.count();
 }

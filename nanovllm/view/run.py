@@ -18,9 +18,9 @@ class Run:
         start, host, device_time: milliseconds: when the step was planned, and what it cost the host and the device.
             On a CPU the launch is the device's work; the host's share is the rest. None for a step never read.
         charts: name -> values: running, waiting, used (blocks), and for each kind of token (decode, prefill) its count.
-        records: what happened to requests and blocks, in order: ("plan" | "update", index of the step, what).
+        records: what happened to requests and blocks, in order: ("plan" | "update" | "end", index of the step, what).
+            "end", after the last step, has those that no step ended: (number, reason, None if it has none).
         texts: the text of each token id.
-        endings: how requests that no step ended did: (number, reason or None) at the end of the file.
         complete: False if the end of the file is missing: the run was killed, or goes on.
         stopped: the recording stopped before the run did.
     """
@@ -35,7 +35,6 @@ class Run:
     charts: dict[str, list[int]]
     records: list[tuple[str, int, dict[str, Any]]]
     texts: dict[str, str]
-    endings: list[tuple[int, str | None]]
     complete: bool
     stopped: bool
 
@@ -60,7 +59,6 @@ def read_run(path: Path) -> Run:
         steps.take(event)
     if not steps.start or "num_blocks" not in header:
         raise ValueError(f"{path} has no steps to show; it must be a file that LLM(..., trace=...) wrote")
-    end: dict[str, Any] = events[-1]["args"] if events[-1]["name"] == "end" else {}
     host = steps.host
     if header["device"] == "cpu":
         host = [_minus(total, device) for total, device in zip(host, steps.device, strict=True)]
@@ -75,9 +73,8 @@ def read_run(path: Path) -> Run:
         charts=steps.charts,
         records=steps.records,
         texts=steps.texts,
-        endings=end.get("ended", []),
-        complete=bool(end),
-        stopped=end.get("stopped", False),
+        complete=steps.records[-1][0] == "end",
+        stopped=steps.records[-1][2].get("stopped", False),
     )
 
 
@@ -104,6 +101,8 @@ class _Steps:
             self.host.append(None)
             self.device.append(None)
             self._record("plan", args)
+        elif name == "end" and self.start:
+            self.records.append(("end", len(self.start) - 1, args))
         elif event["ph"] == "X":
             self._take_span(event)
 

@@ -63,8 +63,12 @@ class RecordedBlocks(BlockManager):
             self._log.append(("register", [block]))
         return registered
 
+    def forget(self, seq: Sequence) -> None:
+        self._log.append(("forget", [self._findable[digest] for digest in seq.digests if digest in self._findable]))
+        super().forget(seq)
+
     def forget_all(self) -> None:
-        self._log.append(("forget", []))
+        self._log.append(("forget", list(self._findable.values())))
         super().forget_all()
 
 
@@ -114,7 +118,8 @@ class Trace:
         if self._num_events >= MAX_EVENTS and self._stopped_at is None:
             self._stopped_at = number
         if self._stopped_at is not None:
-            self._log.clear()
+            if self._file is None:
+                self._log.clear()
             return
         plan, manager = batch.plan, scheduler.block_manager
         if not self._owners:
@@ -164,7 +169,7 @@ class Trace:
     def close(self) -> None:
         """Finish the file. Closing twice is allowed."""
         if self._file is not None:
-            args = {"stopped": self._stopped_at is not None, "ended": self._endings(list(self._live))}
+            args = {"stopped": self._stopped_at is not None, "ended": self._endings(list(self._live)), **self._blocks()}
             self._lines.append(_line("end", "i", HOST, json.dumps(args), ', "ts": 0, "s": "g"').replace(",\n", "\n]\n"))
             self._flush()
         file, self._file = self._file, None
@@ -273,16 +278,15 @@ class Trace:
 
     def _flush(self) -> None:
         """Hand what is told to the operating system: a killed run loses at most the steps in hand."""
-        if self._file is None:
-            return
-        try:
-            self._file.write("".join(self._lines))
-            self._file.flush()
-        except OSError as error:
-            logger.warning("%s ends here, it cannot be written; the run goes on: %s", self._path, error)
-            file, self._file = self._file, None
-            with suppress(OSError):  # it tries again what is not yet written
-                file.close()
+        if self._file is not None:
+            try:
+                self._file.write("".join(self._lines))
+                self._file.flush()
+            except OSError as error:
+                logger.warning("%s ends here, it cannot be written; the run goes on: %s", self._path, error)
+                file, self._file = self._file, None
+                with suppress(OSError):  # it tries again what is not yet written
+                    file.close()
         self._num_events += len(self._lines)
         self._lines.clear()
 
