@@ -83,7 +83,7 @@ def test_outputs_are_those_without_drafts_however_requests_are_run(
     if options.get("max_num_batched_tokens") == 1:  # no room for drafts
         assert stats["num_draft_tokens"] == 0
     else:
-        assert stats["num_draft_tokens"] > stats["num_accepted_tokens"] > 20
+        assert stats["num_draft_tokens"] > stats["num_accepted_tokens"] > 10  # in small steps prompts come first
 
 
 def repetitive() -> list[tuple[list[int], SamplingParams]]:

@@ -158,6 +158,22 @@ def test_drafts_take_no_blocks_that_others_wait_for() -> None:
     assert engine.scheduler.num_preemptions == 0
 
 
+@pytest.mark.parametrize(("num_blocks", "num_drafts"), [(4, 2), (3, 3)])
+def test_drafts_keep_nobody_waiting_who_could_be_admitted(num_blocks: int, num_drafts: int) -> None:
+    """One that fits beside the known tokens of those that run is admitted; where it does not, its blocks stay free."""
+    engine = make_engine(block_size=4, num_blocks=2 + num_blocks, max_model_len=20)
+    speculate(Adversary(1.0, random.Random(0), eager=True), 7)(engine)
+    first = engine.add(engine.prepare([1] * 4, SamplingParams(max_tokens=16, seed=0)))
+    engine.step()
+    second = engine.add(engine.prepare([2] * 13, SamplingParams(max_tokens=2, seed=0)))  # four blocks
+    engine.step()
+    assert (len(first.block_table), second.row >= 0) == (2, num_blocks == 4)
+    assert engine.stats()["num_draft_tokens"] == num_drafts, "what the step and its own blocks have room for"
+    while engine.has_work:
+        engine.step()
+    assert first.output_token_ids == expected_tokens([1] * 4, first.params, 0, frozenset(), 20)[0]
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_what_breaks_while_drafts_are_made_leaves_the_engine_whole(error: type[BaseException]) -> None:
     class Breaking(Adversary):

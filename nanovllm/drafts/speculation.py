@@ -158,26 +158,31 @@ class Speculation:
             rates.append(min((record.right + 2 * usual[offer]) / (record.tried + 2), SURE))
         return allot(offers, np.array(rates), len(seqs), num_rows, self.costs)
 
-    def plan(self, scheduler: Scheduler, rows: Rows, ends: IntArray) -> IntArray:
+    def plan(self, scheduler: Scheduler, rows: Rows, ends: IntArray, num_running: int) -> IntArray:
         """Up to where each of the rows computes, with the drafts that it verifies after its last known token.
 
-        They take their blocks here, and cost no sequence its own, nor its place in the step.
+        They take their blocks here, and cost no sequence its own, nor its place in the step: who is admitted comes
+        first, and while somebody waits for blocks, drafts take none. They are judged by the step without the admitted:
+        beside a long prompt everything would seem to pay.
         """
         table, blocks = scheduler.table, scheduler.blocks
+        budget = scheduler.max_num_batched_tokens - int((ends - table.num_computed[rows])[num_running:].sum())
+        all_ends, rows, ends = ends, rows[:num_running], ends[:num_running]  # drafts are added in place
         num_tokens, num_scheduled = table.num_tokens[rows], ends - table.num_computed[rows]
         most = np.minimum(table.num_needed[rows] - num_tokens, self.most)
-        if not blocks.can_grow(blocks.missing(rows, num_tokens + most)):
+        is_awaited = scheduler.waiting and table.has_free_row
+        if is_awaited or not blocks.can_grow(blocks.missing(rows, num_tokens + most)):
             most = np.minimum(most, table.room[rows] - num_tokens)
         if scheduler.edited_rows:
             edits = {row: table.resident[row].edits for row in scheduler.edited_rows}
             most[np.isin(rows, [row for row, of_row in edits.items() if of_row and not of_row.allows_drafts])] = 0
         decodes = np.flatnonzero((num_scheduled == 1) & (ends == num_tokens) & (most > 0))
         num_rows = int(num_scheduled.sum())
-        if len(decodes) and (room := (scheduler.max_num_batched_tokens - num_rows) // len(decodes)):
+        if len(decodes) and (room := (budget - num_rows) // len(decodes)):
             most = np.minimum(most[decodes], room)
             ends[decodes] += self.choose(table.sequences(rows[decodes]), most, num_rows)
             blocks.grow(blocks.missing(rows, ends))
-        return ends
+        return all_ends
 
     def draft(self, batch: Batch) -> None:
         self.drafter.draft(batch)

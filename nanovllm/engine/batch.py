@@ -47,11 +47,12 @@ class Speculator(Protocol):
     num_draft_tokens: int
     num_accepted_tokens: int
 
-    def plan(self, scheduler: Any, rows: Rows, ends: IntArray) -> IntArray:
+    def plan(self, scheduler: Any, rows: Rows, ends: IntArray, num_running: int) -> IntArray:
         """Up to where each of the rows computes in a step, drafts included, which does so up to `ends` without them.
 
         Args:
             scheduler: the Scheduler that asks, here and below.
+            num_running: so many of the rows, the first ones, ran before; the others were just admitted.
         """
         ...
 

@@ -77,10 +77,10 @@ class Scheduler:
         rows, ends, has_preempted = self._schedule_running()
         admitted: list[Sequence] = []
         if not has_preempted:
-            if self.speculation is not None and len(rows):
-                ends = self.speculation.plan(self, rows, ends)
             if self.waiting and self.table.has_free_row:
                 rows, ends, admitted = self._admit(rows, ends)
+            if self.speculation is not None and len(rows) > len(admitted):
+                ends = self.speculation.plan(self, rows, ends, len(rows) - len(admitted))
         return self._make_batch(rows, ends, admitted) if len(rows) else None
 
     def _schedule_running(self) -> tuple[Rows, IntArray, bool]:
