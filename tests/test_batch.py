@@ -121,6 +121,7 @@ def test_the_chat_template_gets_its_arguments_and_text_parts() -> None:
 def test_logprobs_come_in_the_form_of_the_url(tmp_path: Path) -> None:
     lines = [openai_line("a", messages=HELLO, logprobs=True, top_logprobs=2), openai_line("b", prompt="x", logprobs=2)]
     lines += [openai_line("c", messages=HELLO, logprobs=True), openai_line("d", messages=HELLO, logprobs=False)]
+    lines += [openai_line("e", messages=HELLO, logprobs=False, top_logprobs=0)]
     assert run(write_lines(tmp_path / "in", lines), tmp_path / "out") == Status.OK
     by_id = {a["custom_id"]: a["response"]["body"]["choices"][0] for a in read_answers(tmp_path / "out")}
     first = by_id["a"]["logprobs"]["content"][0]
@@ -130,7 +131,7 @@ def test_logprobs_come_in_the_form_of_the_url(tmp_path: Path) -> None:
     assert of_b["tokens"] == list(by_id["b"]["text"]) and of_b["text_offset"] == list(range(len(of_b["tokens"])))
     assert of_b["token_logprobs"][0] == -0.5 and of_b["top_logprobs"][0] == {"3": -0.1, "1": -0.5}
     assert by_id["c"]["logprobs"]["content"][0]["top_logprobs"] == []
-    assert by_id["d"]["logprobs"] is None
+    assert by_id["d"]["logprobs"] is by_id["e"]["logprobs"] is None
 
 
 def test_what_is_next_to_impossible_is_written_as_openai_does(tmp_path: Path) -> None:
@@ -205,6 +206,7 @@ BAD_LINES = {
     "template": (with_chat(chat_template_kwargs=[]), "invalid_request", "chat_template_kwargs is []"),
     "chat logprobs as a number": (with_chat(logprobs=3), "invalid_request", "logprobs is 3"),
     "top_logprobs alone": (with_chat(top_logprobs=3), "invalid_request", "it needs logprobs"),
+    "top_logprobs of none": (with_chat(logprobs=False, top_logprobs=5), "invalid_request", "5; it needs logprobs: true"),
     "too many logprobs": (with_chat(logprobs=True, top_logprobs=21), "invalid_request", "from 0 to 20"),
     "completion logprobs as a flag": (with_body(logprobs=True), "invalid_request", "logprobs is True"),
     "several prompts": (openai_line("bad", prompt=["a", "b"]), "invalid_request", "one prompt a line"),

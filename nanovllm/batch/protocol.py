@@ -206,7 +206,7 @@ def num_logprobs(envelope: Envelope) -> int | None:
         top = body.get("top_logprobs")
         if wanted is not None and not isinstance(wanted, bool):
             raise ValueError(f"logprobs is {quote(wanted)}; a chat has true or false, and the number in top_logprobs")
-        if top is not None and not wanted:
+        if top is not None and not wanted and not _is_same(top, 0):  # which asks for nothing
             raise ValueError(f"top_logprobs is {quote(top)}; it needs logprobs: true")
         wanted = (top or 0) if wanted else None
     if wanted is None:
