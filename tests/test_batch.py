@@ -206,7 +206,11 @@ BAD_LINES = {
     "template": (with_chat(chat_template_kwargs=[]), "invalid_request", "chat_template_kwargs is []"),
     "chat logprobs as a number": (with_chat(logprobs=3), "invalid_request", "logprobs is 3"),
     "top_logprobs alone": (with_chat(top_logprobs=3), "invalid_request", "it needs logprobs"),
-    "top_logprobs of none": (with_chat(logprobs=False, top_logprobs=5), "invalid_request", "5; it needs logprobs: true"),
+    "top_logprobs of none": (
+        with_chat(logprobs=False, top_logprobs=5),
+        "invalid_request",
+        "5; it needs logprobs: true",
+    ),
     "too many logprobs": (with_chat(logprobs=True, top_logprobs=21), "invalid_request", "from 0 to 20"),
     "completion logprobs as a flag": (with_body(logprobs=True), "invalid_request", "logprobs is True"),
     "several prompts": (openai_line("bad", prompt=["a", "b"]), "invalid_request", "one prompt a line"),
@@ -307,8 +311,10 @@ def test_a_job_whose_every_line_names_another_model_ends_before_one_is_loaded(
         ('{"prompt": "a"}\n'.encode("utf-16-be"), "is UTF-16"),
         (json.dumps([{"prompt": "a"}] * 3, indent=1).encode(), "is one JSON array"),
         (gzip.compress(b'[{"prompt": "a"}]'), "is one JSON array"),
+        (b'\xef\xbb\xbf[{"prompt": "a"}]', "is one JSON array"),
+        (b'\r\n  [{"prompt": "a"}]', "is one JSON array"),
     ],
-    ids=["UTF-16", "UTF-16 without a mark", "array", "packed array"],
+    ids=["UTF-16", "UTF-16 without a mark", "array", "packed array", "array after a mark", "array after blanks"],
 )
 def test_an_input_of_another_kind_is_named_once_for_all_lines(
     content: bytes, words: str, tmp_path: Path, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

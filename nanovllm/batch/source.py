@@ -133,9 +133,9 @@ class Reading:
 
 def _check_kind(path: str, beginning: bytes) -> None:
     """Raises an InputError for a file that would be an error in every line."""
-    if beginning.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in beginning:
+    if beginning.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in beginning[:4]:
         raise InputError(f"the input {path} is UTF-16 or binary, not UTF-8: iconv -f UTF-16 -t UTF-8 converts it")
-    if beginning.startswith(b"["):
+    if beginning.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
         raise InputError(f"the input {path} is one JSON array, not a request a line: jq -c '.[]' converts it")
 
 
@@ -148,7 +148,7 @@ def _open(path: str) -> Iterator[BufferedReader]:
             file = raw if hasattr(raw, "peek") else BufferedReader(raw)
             if file.peek(2)[:2] == b"\x1f\x8b":
                 file = BufferedReader(GzipFile(fileobj=file))
-            _check_kind(path, file.peek(4)[:4])
+            _check_kind(path, file.peek(64)[:64])
             yield file
     except (OSError, EOFError, zlib.error) as error:
         raise InputError(f"the input {path} cannot be read: {error}") from error
