@@ -71,7 +71,7 @@ class LLM:
         Raises:
             ValueError: a bad prompt, naming which; then none of them has run.
         """
-        self.engine.check_free()
+        self.engine.check_idle()
         prompts = as_list(prompts)
         params = one_each(sampling_params, len(prompts))
         prompts = tokenise_texts(prompts, self.engine.tokenizer, self.max_model_len, use_tqdm)
@@ -112,7 +112,7 @@ class LLM:
             ValueError: a bad pair, naming which; then none has run.
             RuntimeError: the model's logits are NaN or infinite, so that there is no score.
         """
-        self.engine.check_free()
+        self.engine.check_idle()
         requests = score_requests(self.engine, as_list(prompts), as_list(continuations), use_tqdm)
         return self._run_all(requests, "Scoring", read_score, use_tqdm)
 
@@ -141,7 +141,7 @@ class LLM:
         Raises:
             ValueError: a conversation that the template cannot take, naming which; then none has run.
         """
-        self.engine.check_free()
+        self.engine.check_idle()
         options: dict[str, Any] = {"chat_template": chat_template, "tools": tools}
         options |= {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         options |= template_variables(chat_template_kwargs)

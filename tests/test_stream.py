@@ -229,10 +229,12 @@ def test_the_loop_of_nano_vllm_ends_requests_as_generate_does(llm: LLM) -> None:
         assert_idle(loop)
 
 
-def test_the_loop_and_a_run_do_not_mix(llm: LLM) -> None:
+def test_the_loop_and_a_run_do_not_mix(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
     llm.add_request(PROMPTS[0], greedy(2))
-    with pytest.raises(RuntimeError, match=r"add_request.*step"):
-        generate(llm)
+    for call in (lambda: llm.generate(PROMPTS), lambda: llm.score(PROMPTS, PROMPTS), lambda: next(llm.stream(PROMPTS))):
+        with pytest.raises(RuntimeError, match=r"add_request.*step"):
+            call()
+    assert capsys.readouterr().err == "", "no bar is drawn of what is refused"
     while not llm.is_finished():
         llm.step()
     stream = llm.stream([(PROMPTS[0], greedy(2))] * 9)

@@ -95,6 +95,12 @@ class LLMEngine:
         if self._running:
             raise RuntimeError("another generate() or stream() of this engine is open: finish or close it first")
 
+    def check_idle(self) -> None:
+        """Raise a RuntimeError unless a run of its own requests alone may begin: see `check_free`."""
+        self.check_free()
+        if self.has_work:
+            raise RuntimeError("requests of add_request() are unfinished: call step() until is_finished()")
+
     def prepare(self, token_ids: list[int], params: SamplingParams | None, text: str | None = None) -> Request:
         """Validate one request.
 
@@ -254,9 +260,7 @@ class LLMEngine:
 
     def steps(self, requests: Iterable[Request]) -> Generator[list[tuple[int, Sequence]], None, None]:
         """As `run`, but yields after every step those that it ended."""
-        self.check_free()
-        if self.has_work:
-            raise RuntimeError("requests of add_request() are unfinished: call step() until is_finished()")
+        self.check_idle()
         incoming = enumerate(requests)
         numbers: dict[Sequence, int] = {}
         hold = HoldInterrupt(on_second=self.close)
