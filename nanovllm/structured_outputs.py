@@ -5,7 +5,7 @@ How masks come of it is in edits/grammars.py, which is imported when the first s
 
 import json as jsonlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nanovllm.utils.checks import as_list, quote, refuse
@@ -18,6 +18,8 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object")
 @dataclass(init=False, slots=True)
 class StructuredOutputsParams:
     """What the output of a request must be: exactly one of the attributes is given.
+
+    Checked when it is made, and again, and copied, by each SamplingParams and request that has it.
 
     Attributes:
         json: a JSON schema, as a dict, as its text, or as a pydantic model's class. What cannot be kept of it is
@@ -70,9 +72,9 @@ class StructuredOutputsParams:
 
     @classmethod
     def of(cls, value: Any) -> "StructuredOutputsParams":
-        """value, if it is one; or made of a dict of its attributes."""
+        """A copy of value, checked once more, if it is one; or made of a dict of its attributes."""
         if isinstance(value, cls):
-            return value
+            return replace(value)
         if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
             raise refuse(value, "structured_outputs", "a StructuredOutputsParams, or a dict of its attributes")
         return cls(**value)

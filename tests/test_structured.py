@@ -124,6 +124,18 @@ def test_a_pydantic_class_a_dict_and_a_text_of_its_schema_are_the_same(llm: LLM)
     )
 
 
+def test_what_is_assigned_to_structured_outputs_is_checked_by_each_request(llm: LLM) -> None:
+    asked = StructuredOutputsParams(regex="a+")
+    params = SamplingParams(max_tokens=4, structured_outputs=asked)
+    asked.regex = ""
+    with pytest.raises(ValueError, match=r"structured_outputs\.regex is ''"):
+        SamplingParams(structured_outputs=asked)
+    assert params.clone().structured_outputs == StructuredOutputsParams(regex="a+"), "it has a copy of its own"
+    params.structured_outputs.choice = ["b"]
+    with pytest.raises(ValueError, match="structured_outputs has regex and choice"):
+        llm.generate("x", params, use_tqdm=False)
+
+
 def test_choices_come_as_often_as_their_paths_renormalised_under_the_masks_say(tiny: Path) -> None:
     """P(choice) is summed over all ways to spell it; a chi-square test at 1 in 1000."""
     tokenizer, prompt, temperature, count = make_tokenizer(), [70, 71, 72], 8.0, 4000
