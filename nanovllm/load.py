@@ -58,18 +58,16 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
         observers = [trace := Trace(config.trace, config.device, tokenizer)]
         make_blocks = trace.block_manager
     num_blocks = runner.make_cache()
-    speculation = None
-    if config.speculative_config is not None:
-        from nanovllm.drafts.start import start_speculation
-
-        speculation = start_speculation(config, runner, vocab_size)
     scheduler = Scheduler(
         make_blocks(num_blocks, config.block_size, config.enable_prefix_caching),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         vocab_size=vocab_size,
-        speculation=speculation,
     )
+    if config.speculative_config is not None:
+        from nanovllm.drafts.start import start_speculation
+
+        scheduler.speculation = start_speculation(config, runner, scheduler, vocab_size)
     logger.info("%s on %s, %s, %s attention", config.model, config.device, config.dtype, config.attention_backend)
     return LLMEngine(
         config,

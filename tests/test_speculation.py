@@ -57,7 +57,7 @@ class Adversary:
 
 def speculate(drafter: Any, most: int, costs: RowCosts = FREE) -> Callable[[LLMEngine], None]:
     def prepare(engine: LLMEngine) -> None:
-        engine.scheduler.speculation = Speculation(drafter, most, costs)
+        engine.scheduler.speculation = Speculation(engine.scheduler, drafter, most, costs)
 
     return prepare
 
@@ -276,7 +276,7 @@ def drafts_of(drafter: NgramDrafter, text: list[int], most: int = 8) -> list[int
     """What the drafter offers after a prompt."""
     seq = Sequence(drafts_of.__dict__.setdefault("count", 0), text, SamplingParams(), max_model_len=1000)
     drafts_of.__dict__["count"] += 1
-    Speculation(drafter, most, FREE).choose([seq], np.array([most], np.int32), 1)
+    Speculation(make_engine().scheduler, drafter, most, FREE).choose([seq], np.array([most], np.int32), 1)
     return drafter._drafts[seq.seq_id].tolist()
 
 

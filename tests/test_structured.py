@@ -440,7 +440,8 @@ def test_drafts_are_masked_one_by_one_and_change_no_token(plain: list[Output]) -
     costless = RowCosts(np.array([1.0, 99.0]), np.ones(2), np.ones(2), np.zeros(2))
     drafts = {"method": "ngram", "num_speculative_tokens": 4}
     with LLM("tiny-qwen3", kvcache_memory_bytes=64 << 20, speculative_config=drafts, **OPTIONS) as llm:
-        llm.engine.scheduler.speculation = Speculation(Oracle(plain), 4, costless)
+        scheduler = llm.engine.scheduler
+        scheduler.speculation = Speculation(scheduler, Oracle(plain), 4, costless)
         outputs = llm.generate(MANY, mixed(), use_tqdm=False)
         stats = llm.stats()
     assert stats["num_draft_tokens"] > stats["num_accepted_tokens"] > stats["num_generated_tokens"] / 2
@@ -464,7 +465,8 @@ def test_what_forbids_tokens_besides_a_grammar_is_kept_with_drafts_too(llm: LLM)
         speculative_config={"method": "ngram", "num_speculative_tokens": 3},
         **OPTIONS,
     ) as drafting:
-        drafting.engine.scheduler.speculation = Speculation(Oracle(alone), 3, costless)
+        scheduler = drafting.engine.scheduler
+        scheduler.speculation = Speculation(scheduler, Oracle(alone), 3, costless)
         outputs = complete(drafting, params)
         assert drafting.stats()["num_accepted_tokens"] > 20
     assert [o.token_ids for o in outputs] == [o.token_ids for o in alone]

@@ -119,12 +119,12 @@ class Record:
 class Speculation:
     """The scheduler's `Speculator`: which sequences verify how many drafts, and how their drafts have fared."""
 
-    def __init__(self, drafter: Drafter, most: int, costs: RowCosts) -> None:
+    def __init__(self, scheduler: Scheduler, drafter: Drafter, most: int, costs: RowCosts) -> None:
         """
         Args:
             most: drafts a sequence and step.
         """
-        self.drafter, self.most, self.costs = drafter, most, costs
+        self._scheduler, self.drafter, self.most, self.costs = scheduler, drafter, most, costs
         self._right, self._tried = [8 * HOPE] * (most + 1), [8.0] * (most + 1)
         """Over all sequences, by the length of the offer."""
         self._asked, self._may_pay = (b"", 0), False
@@ -158,13 +158,14 @@ class Speculation:
             rates.append(min((record.right + 2 * usual[offer]) / (record.tried + 2), SURE))
         return allot(offers, np.array(rates), len(seqs), num_rows, self.costs)
 
-    def plan(self, scheduler: Scheduler, rows: Rows, ends: IntArray, num_running: int) -> IntArray:
+    def plan(self, rows: Rows, ends: IntArray, num_running: int) -> IntArray:
         """Up to where each of the rows computes, with the drafts that it verifies after its last known token.
 
         They take their blocks here, and cost no sequence its own, nor its place in the step: who is admitted comes
         first, and while somebody waits for blocks, drafts take none. They are judged by the step without the admitted:
         beside a long prompt everything would seem to pay.
         """
+        scheduler = self._scheduler
         table, blocks = scheduler.table, scheduler.blocks
         budget = scheduler.max_num_batched_tokens - int((ends - table.num_computed[rows])[num_running:].sum())
         all_ends, rows, ends = ends, rows[:num_running], ends[:num_running]  # drafts are added in place
@@ -187,9 +188,7 @@ class Speculation:
     def draft(self, batch: Batch) -> None:
         self.drafter.draft(batch)
 
-    def take_in(
-        self, scheduler: Scheduler, batch: Batch, token_ids: IntArray, logprobs: Mapping[int, dict[int, float]]
-    ) -> list[Sequence]:
+    def take_in(self, batch: Batch, token_ids: IntArray, logprobs: Mapping[int, dict[int, float]]) -> list[Sequence]:
         """Append what agrees with the drafts, and the first draw that differs; no other step is in flight.
 
             computed by the step   c d e f      c was known, d e f are drafts
@@ -197,6 +196,7 @@ class Speculation:
 
         The blocks that the rejected ones were computed into stay with the sequence.
         """
+        scheduler = self._scheduler
         table, rows, plan, ended = scheduler.table, batch.rows, batch.plan, list[Sequence]()
         is_sampled = plan.num_sampled > 0
         counts, ends = plan.num_sampled[is_sampled], plan.num_scheduled.cumsum()[is_sampled]

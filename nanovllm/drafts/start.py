@@ -12,6 +12,7 @@ from nanovllm.drafts.ngrams import NgramDrafter
 from nanovllm.drafts.speculation import Drafter, FloatArray, RowCosts, Speculation
 from nanovllm.engine.plan import StepPlan
 from nanovllm.engine.protocols import Runner
+from nanovllm.engine.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +22,7 @@ ROUND, LONG = 0.01, 0.2
 """Seconds for which each is run in a round, at least once, and of a step that is not run in the second one."""
 
 
-def start_speculation(config: ResolvedConfig, runner: Runner, vocab_size: int) -> Speculation:
+def start_speculation(config: ResolvedConfig, runner: Runner, scheduler: Scheduler, vocab_size: int) -> Speculation:
     """Measure what steps cost, and make what guesses."""
     options = config.speculative_config or {}
     most = min(config.num_speculative_tokens, config.max_model_len - 1)
@@ -37,7 +38,7 @@ def start_speculation(config: ResolvedConfig, runner: Runner, vocab_size: int) -
     plain = _time_steps(runner, config, decodes, 0) if config.use_graphs else verified
     drafting = np.zeros(len(rows)) if config.draft is None else _time_steps(runner, config, decodes, 0, of_draft=True)
     logger.info("a step of %s rows takes %s ms", rows, np.round(1000 * verified, 2).tolist())
-    return Speculation(drafter, most, RowCosts(np.array(rows, np.float64), plain, verified, drafting))
+    return Speculation(scheduler, drafter, most, RowCosts(np.array(rows, np.float64), plain, verified, drafting))
 
 
 def _time_steps(

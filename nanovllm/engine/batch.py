@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -38,7 +38,7 @@ class Batch:
 
 
 class Speculator(Protocol):
-    """Guesses tokens, and says how many guesses a step verifies: see drafts/, which no engine needs.
+    """Guesses tokens, and says how many guesses a step of its scheduler verifies: see drafts/, which no engine needs.
 
     Attributes:
         num_draft_tokens, num_accepted_tokens: verified so far, and found right.
@@ -47,11 +47,10 @@ class Speculator(Protocol):
     num_draft_tokens: int
     num_accepted_tokens: int
 
-    def plan(self, scheduler: Any, rows: Rows, ends: IntArray, num_running: int) -> IntArray:
+    def plan(self, rows: Rows, ends: IntArray, num_running: int) -> IntArray:
         """Up to where each of the rows computes in a step, drafts included, which does so up to `ends` without them.
 
         Args:
-            scheduler: the Scheduler that asks, here and below.
             num_running: so many of the rows, the first ones, ran before; the others were just admitted.
         """
         ...
@@ -60,9 +59,7 @@ class Speculator(Protocol):
         """Write the drafts into the plan: the shares of its batch have room for as many as were planned."""
         ...
 
-    def take_in(
-        self, scheduler: Any, batch: Batch, token_ids: IntArray, logprobs: Mapping[int, dict[int, float]]
-    ) -> list[Sequence]:
+    def take_in(self, batch: Batch, token_ids: IntArray, logprobs: Mapping[int, dict[int, float]]) -> list[Sequence]:
         """`Scheduler.update` of a step with drafts."""
         ...
 

@@ -32,9 +32,9 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         vocab_size: int,
-        speculation: Speculator | None = None,
     ) -> None:
-        self.block_manager, self.speculation = block_manager, speculation
+        self.block_manager = block_manager
+        self.speculation: Speculator | None = None  # set once it is made: it knows its scheduler
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[Sequence] = deque()
         self.table = RowTable(max_num_seqs)
@@ -80,7 +80,7 @@ class Scheduler:
             if self.waiting and self.table.has_free_row:
                 rows, ends, admitted = self._admit(rows, ends)
             if self.speculation is not None and len(rows) > len(admitted):
-                ends = self.speculation.plan(self, rows, ends, len(rows) - len(admitted))
+                ends = self.speculation.plan(rows, ends, len(rows) - len(admitted))
         return self._make_batch(rows, ends, admitted) if len(rows) else None
 
     def _schedule_running(self) -> tuple[Rows, IntArray, bool]:
@@ -208,7 +208,7 @@ class Scheduler:
         table, rows, seqs = self.table, batch.rows, batch.seqs
         finished = self._take_in_scores(batch, scores) if batch.scored else []
         if self.speculation is not None and len(token_ids) > len(seqs):
-            return finished + self.speculation.take_in(self, batch, token_ids, logprobs)
+            return finished + self.speculation.take_in(batch, token_ids, logprobs)
         for i, values in logprobs.items():
             if seqs[i].finish_reason is None:
                 seqs[i].logprobs.append(values)
