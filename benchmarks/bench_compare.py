@@ -41,12 +41,14 @@ class Rival:
 
 
 RIVALS = {
-    "vllm": Rival("vllm", "scripts/vllm_cpu_env.sh", {"vllm": ""}),
+    "vllm": Rival("vllm", "scripts/rival_env.sh vllm", {"vllm": ""}),
     "transformers": Rival(
         "transformers", "", {"transformers static": "static", "transformers continuous": "continuous"}
     ),
-    "openvino": Rival("openvino_genai", "scripts/openvino_env.sh", {"openvino": "", "openvino defaults": "defaults"}),
-    "llama-cpp": Rival("llama_cpp", "scripts/llama_cpp_env.sh", {"llama-cpp": "", "llama-cpp Q8_0": "q8_0"}),
+    "openvino": Rival(
+        "openvino_genai", "scripts/rival_env.sh openvino", {"openvino": "", "openvino defaults": "defaults"}
+    ),
+    "llama-cpp": Rival("llama_cpp", "scripts/rival_env.sh llama-cpp", {"llama-cpp": "", "llama-cpp Q8_0": "q8_0"}),
 }
 """By name; the worker is benchmarks/rivals/NAME.py, with _ for -."""
 

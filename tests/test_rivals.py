@@ -1,6 +1,8 @@
 """bench.py --compare: what workers are told, what becomes of their answers, what is said where one cannot run."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from benchmarks.bench_cost import Machine
 from benchmarks.bench_workload import Workload
 from benchmarks.rivals import worker
 
+ROOT = Path(bench.__file__).parent
 MACHINE = Machine(1.0, 2.0, 3.0)
 WORKLOAD = Workload([[1, 2, 3], [4]], [5, 2])
 
@@ -105,9 +108,33 @@ def test_an_interpreter_without_the_rival_is_refused_with_what_makes_one(
             bench.parse_arguments(["--compare", name, f"--{name}-python", python])
         message = capsys.readouterr().err
         assert f"--{name}-python is {python!r}, which has no no_such_package: `{rival.script} DIR` makes one" in message
-    root = Path(bench.__file__).parent
-    assert (root / rival.script).is_file()
-    assert (root / "benchmarks" / "rivals" / f"{name.replace('-', '_')}.py").is_file()
+    assert (ROOT / "benchmarks" / "rivals" / f"{name.replace('-', '_')}.py").is_file()
+
+
+STUB = """#!/bin/sh
+echo "$@" >> "$LOG"
+case $2 in venv) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;; esac
+"""
+
+
+@pytest.mark.parametrize("name", [name for name, rival in RIVALS.items() if rival.script])
+def test_the_script_of_a_rival_installs_it_in_the_version_that_is_asked_for(name: str, tmp_path: Path) -> None:
+    stub, log, rival = tmp_path / "python3", tmp_path / "log", RIVALS[name]
+    stub.write_text(STUB)
+    stub.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "LOG": str(log), "CXX": "sh"}
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [*rival.script.split(), *arguments]
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+    assert (done := run(str(tmp_path / "env"), "1.2.3")).returncode == 0, done.stderr
+    lines = log.read_text().splitlines()
+    assert lines[0] == f"-m venv {tmp_path / 'env'}"
+    assert sum(line.endswith("==1.2.3") and " pip install " in line for line in lines) == 1
+    assert lines[-1].startswith("-c import ") and rival.package in lines[-1]
+    for wrong in ((), ("--help",), ("-x",)):
+        assert (done := run(*wrong)).returncode == 2 and f" {name} (" in done.stderr + done.stdout
 
 
 def test_every_line_runs_its_rivals_interpreter_with_its_mode(tmp_path: Path) -> None:

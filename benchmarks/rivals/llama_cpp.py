@@ -1,4 +1,4 @@
-"""One measurement of llama.cpp, run by the interpreter that has it: scripts/llama_cpp_env.sh makes one.
+"""One measurement of llama.cpp, run by the interpreter that has it: scripts/rival_env.sh makes one.
 
 llama_decode is driven as its server does it: a step has a token of every sequence that decodes, then prompts, up to
 n_batch tokens. The mode is a type of llama.cpp's own for the weights (q8_0), or nothing for the type that is compared.

@@ -1,4 +1,4 @@
-"""One measurement of OpenVINO GenAI's continuous batching, run by an interpreter from scripts/openvino_env.sh.
+"""One measurement of OpenVINO GenAI's continuous batching, run by an interpreter from scripts/rival_env.sh.
 
 Without a mode, inference precision and KV cache have the type that is compared; in the mode "defaults" nothing is set.
 Either way the weights are stored as the checkpoint has them. Where the processor has no bfloat16, OpenVINO computes in

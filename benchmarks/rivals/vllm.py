@@ -1,4 +1,4 @@
-"""One measurement of vLLM, run by the interpreter that has it: scripts/vllm_cpu_env.sh makes one."""
+"""One measurement of vLLM, run by the interpreter that has it: scripts/rival_env.sh makes one."""
 
 from typing import Any
 
