@@ -188,8 +188,8 @@ def draw(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
     return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-def assert_same_routing(got: Routing, expected: Routing) -> None:
-    torch.testing.assert_close(got.weights, expected.weights)
+def assert_same_routing(got: Routing, expected: Routing, dtype: torch.dtype = torch.float32) -> None:
+    torch.testing.assert_close(got.weights.to(dtype), expected.weights.to(dtype))
     for name in ("places", "tokens", "offsets"):
         assert torch.equal(getattr(got, name), getattr(expected, name)), name
 
@@ -202,6 +202,21 @@ def test_routing_is_its_reference(tokens: int, experts: int, k: int, normalize: 
     slots = torch.arange(tokens)
     slots[1::3] = -1
     assert_same_routing(route(logits, k, normalize, slots), route_reference(logits, k, normalize, slots))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(0, 8, 2), (1, 8, 2), (33, 5, 5), (32, 128, 8), (700, 60, 4)])
+def test_routing_on_the_cpu_is_its_reference(
+    tokens: int, experts: int, k: int, normalize: bool, dtype: torch.dtype
+) -> None:
+    logits = draw(tokens, experts, scale=8.0).to(dtype)
+    logits[tokens // 2 : tokens // 2 + 1] = 0.0  # ties: the lowest number wins
+    slots = torch.arange(tokens)
+    slots[1::3] = -1
+    got, expected = CpuBackend().route(logits, k, normalize, slots), route_reference(logits, k, normalize, slots)
+    assert torch.equal(got.weights, got.weights.to(dtype).float())
+    assert_same_routing(got, expected, dtype)
 
 
 def test_routing_counts_and_sorts() -> None:

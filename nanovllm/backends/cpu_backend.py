@@ -78,6 +78,13 @@ class CpuBackend(Backend):
         self._library.call("silu_and_mul", y.dtype, gate_up, y, rows, size)
         return y
 
+    def route(self, logits: Tensor, k: int, normalize: bool, slots: Tensor) -> Routing:
+        tokens, experts = logits.shape
+        pairs, offsets = torch.empty(2, tokens * k, dtype=torch.int32), torch.empty(experts + 1, dtype=torch.int32)
+        routing = Routing(torch.empty(tokens, k, dtype=torch.float32), pairs[0].view(tokens, k), pairs[1], offsets)
+        self._library.call("route", logits.dtype, logits.contiguous(), slots, *routing, tokens, experts, k, normalize)
+        return routing
+
     def grouped_linear(self, x: Tensor, weight: Tensor, routing: Routing, gather: bool) -> Tensor:
         if not _packs_in_place(weight):
             return super().grouped_linear(x, weight, routing, gather)

@@ -33,6 +33,7 @@ _SIGNATURES = {
     # name: how many pointers, integers and floats it takes, in this order
     "linear": (4, 3, 0),
     "attend": (7, 6, 1),
+    "route": (6, 4, 0),
     "grouped_linear": (4, 3, 0),
     "combine": (4, 3, 0),
     "add_rms_norm": (5, 2, 1),

@@ -1,4 +1,4 @@
-// Every token's product with the matrix of its expert, and the weighted sum of what its experts computed.
+// Which experts each token goes to, its product with their matrices, and the weighted sum of what they computed.
 #pragma once
 
 #include <vector>
@@ -6,6 +6,45 @@
 #include "linear.h"
 
 namespace {
+
+// What route.py says, of logits[tokens][experts]. Each token's k experts first: of several alike, the lowest number.
+// Then a counting sort, in which padding is one expert more.
+template <class T>
+void route(const void* logits_, const int64_t* slots, float* weights, int32_t* places, int32_t* tokens,
+           int32_t* offsets, int64_t num_tokens, int64_t experts, int64_t k, int64_t normalize) {
+    std::vector<int32_t> chosen(num_tokens * k), next(experts + 2);
+#pragma omp parallel if (num_tokens * experts > SMALL)
+    {
+        const Share mine = share_of(num_tokens);
+        for (int64_t t = mine.begin; t < mine.end; ++t) {
+            std::vector<float> p(experts + LANES, -INFINITY);
+            const auto* logits = (const typename T::element*)logits_ + t * experts;
+            std::transform(logits, logits + experts, p.begin(), T::to_float);
+            const float top = *std::max_element(p.begin(), p.begin() + experts);
+            vf totals{};
+            for (int64_t i = 0; i < experts; i += LANES) {
+                const vf w = exp(load<vf>(&p[i]) - top);  // 0 beyond the last expert
+                store(&p[i], w);
+                totals += w;
+            }
+            float of_chosen = 0, *weight = weights + t * k;
+            for (int64_t j = 0; j < k; ++j) {
+                const auto best = std::max_element(p.begin(), p.begin() + experts);
+                chosen[t * k + j] = slots[t] < 0 ? (int32_t)experts : (int32_t)(best - p.begin());
+                of_chosen += weight[j] = *best;
+                *best = -1;
+            }
+            const float total = normalize ? of_chosen : sum(totals);
+            for (int64_t j = 0; j < k; ++j) weight[j] = round_to<T>(splat(weight[j] / total))[0];
+        }
+    }
+    for (const int32_t expert : chosen) ++next[expert + 1];
+    for (int64_t e = 0; e <= experts; ++e) next[e + 1] += offsets[e] = next[e];
+    for (int64_t i = 0; i < num_tokens * k; ++i) {
+        places[i] = next[chosen[i]]++;
+        tokens[places[i]] = (int32_t)(i / k);
+    }
+}
 
 // y[offsets[e] .. offsets[e + 1]][out] = x[the same rows][in] W_e^T for every expert e; W_e is packed, and `out` is a
 // multiple of PANEL. Threads share the panels of the experts that have rows: each is read from memory once.

@@ -28,6 +28,10 @@ extern "C" {
 EXPORT(linear,
        (const void* x, const uint32_t* packed, const void* bias, void* y, int64_t rows, int64_t in, int64_t out),
        (x, packed, bias, y, rows, in, out))
+EXPORT(route,
+       (const void* logits, const int64_t* slots, float* weights, int32_t* places, int32_t* tokens, int32_t* offsets,
+        int64_t num_tokens, int64_t experts, int64_t k, int64_t normalize),
+       (logits, slots, weights, places, tokens, offsets, num_tokens, experts, k, normalize))
 EXPORT(grouped_linear,
        (const void* x, const uint32_t* packed, const int32_t* offsets, void* y, int64_t experts, int64_t in,
         int64_t out),

@@ -7,12 +7,12 @@
 
 namespace {
 
-constexpr int PANEL = 32, MAX_TILE_ROWS = REGISTER_ROWS, FEW_TILE_ROWS = MAX_TILE_ROWS / 2, AHEAD = 64 * PANEL;
+constexpr int PANEL = 32, MAX_TILE_ROWS = REGISTER_ROWS, FEW_TILE_ROWS = MAX_TILE_ROWS / 2;
 static_assert(2 * FEW_TILE_ROWS <= MAX_TILE_ROWS, "few rows take twice the columns in the same room");
 
 // The left side of a product lies in blocks, DEPTH steps of each row. Rows a power of two apart would meet in the same
 // few places of the L1 cache: so they are a little further apart.
-constexpr int64_t DEPTH = 512, LEFT_ROW = DEPTH + 16;
+constexpr int64_t DEPTH = 256, LEFT_ROW = DEPTH + 16;
 
 // How many rows meet a panel before the next one is read: their left side stays in half of a small L2 cache.
 constexpr int64_t L2_LEFT = 1 << 17, LEAST_ROWS = 64, MOST_ROWS = 256;
@@ -138,7 +138,8 @@ inline void multiply(const typename T::left* x, int64_t rows, int64_t k, const u
     alignas(64) float sums[MOST_ROWS * PANEL];
     for (int64_t i = 0, units; i < k; i += units, x += rows * LEFT_ROW) {
         units = std::min(DEPTH / T::STEPS, k - i);
-        const uint32_t *part = panel + i * PANEL, *ahead = part + (rows <= MAX_TILE_ROWS ? AHEAD : units * PANEL);
+        const uint32_t* part = panel + i * PANEL;  // beside which the next one is fetched, or the next panels' first
+        const uint32_t* ahead = i + units < k ? part + units * PANEL : panel + num_panels * k * PANEL;
         tiles<T>(rows, 2 * (int)num_panels, x, {part, PANEL, LANES, ahead, PANEL, k * PANEL, k * PANEL}, units, sums,
                  width, i > 0);
     }
