@@ -17,7 +17,7 @@ from nanovllm.load import load_engine
 from nanovllm.options import EngineOptions
 from nanovllm.outputs import Output
 from nanovllm.pieces import pieces_of
-from nanovllm.prompts import Prompt, as_iterable, as_list, each, naming, one_each, tokenise_prompt, tokenise_texts
+from nanovllm.prompts import Prompt, as_iterable, as_prompts, each, naming, one_each, tokenise_prompt, tokenise_texts
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.score import Score, read_score, score_requests
 from nanovllm.utils.ahead import work_ahead
@@ -72,7 +72,7 @@ class LLM:
             ValueError: a bad prompt, naming which; then none of them has run.
         """
         self.engine.check_idle()
-        prompts = as_list(prompts)
+        prompts = as_prompts(prompts)
         params = one_each(sampling_params, len(prompts))
         prompts = tokenise_texts(prompts, self.engine.tokenizer, self.max_model_len, use_tqdm)
         requests = each("prompt", list(zip(prompts, params, strict=True)), lambda pair: self.prepare(*pair))
@@ -113,7 +113,7 @@ class LLM:
             RuntimeError: the model's logits are NaN or infinite, so that there is no score.
         """
         self.engine.check_idle()
-        requests = score_requests(self.engine, as_list(prompts), as_list(continuations), use_tqdm)
+        requests = score_requests(self.engine, as_prompts(prompts), as_prompts(continuations), use_tqdm)
         return self._run_all(requests, "Scoring", read_score, use_tqdm)
 
     def chat(

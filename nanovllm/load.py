@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from typing import Any
 
 from nanovllm.config import EngineConfig
@@ -18,6 +19,7 @@ from nanovllm.models.hub import find_config
 from nanovllm.resolve import resolve
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import as_integer
 from nanovllm.utils.machine import limit_threads
 
 logger = logging.getLogger(__name__)
@@ -38,48 +40,51 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
     path = folder / "generation_config.json" if folder is not None else None
     generation = read_json(path) if path is not None and path.is_file() else {}
     weights = None if config.load_format == "dummy" else folder
+    try:
+        default_params = SamplingParams.from_generation_config(generation)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
     runner: ModelRunner | LeadingRunner
-    with ThreadPoolExecutor(1) as aside:  # reading weights leaves the interpreter to the tokenizer
-        tokenizer_to_be = aside.submit(Tokenizer.of, folder)
+    with ThreadPoolExecutor(1) as aside, ExitStack() as on_error:
+        tokenizer_to_be = aside.submit(Tokenizer.of, folder)  # reading weights leaves the interpreter to it
         if config.tensor_parallel_size == 1:
             runner = ModelRunner(config, hf_config, weights, Parallel())
         else:
             runner = LeadingRunner(config, hf_config, weights)
-    try:
+        on_error.callback(runner.close)
         tokenizer = tokenizer_to_be.result()
-    except BaseException:
-        runner.close()
-        raise
-    make_blocks: Callable[[int, int, bool], BlockManager] = BlockManager
-    observers: list[StepObserver] = []
-    if config.trace is not None:
-        from nanovllm.view.trace import Trace
+        make_blocks: Callable[[int, int, bool], BlockManager] = BlockManager
+        observers: list[StepObserver] = []
+        if config.trace is not None:
+            from nanovllm.view.trace import Trace
 
-        observers = [trace := Trace(config.trace, config.device, tokenizer)]
-        make_blocks = trace.block_manager
-    num_blocks = runner.make_cache()
-    scheduler = Scheduler(
-        make_blocks(num_blocks, config.block_size, config.enable_prefix_caching),
-        max_num_seqs=config.max_num_seqs,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        vocab_size=vocab_size,
-    )
-    if config.speculative_config is not None:
-        from nanovllm.drafts.start import start_speculation
+            observers = [trace := Trace(config.trace, config.device, tokenizer)]
+            make_blocks = trace.block_manager
+        num_blocks = runner.make_cache()
+        scheduler = Scheduler(
+            make_blocks(num_blocks, config.block_size, config.enable_prefix_caching),
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            vocab_size=vocab_size,
+        )
+        if config.speculative_config is not None:
+            from nanovllm.drafts.start import start_speculation
 
-        scheduler.speculation = start_speculation(config, runner, scheduler, vocab_size)
-    logger.info("%s on %s, %s, %s attention", config.model, config.device, config.dtype, config.attention_backend)
-    return LLMEngine(
-        config,
-        runner,
-        scheduler,
-        vocab_size=vocab_size,
-        tokenizer=tokenizer,
-        eos_token_ids=eos_token_ids(generation, data, tokenizer, vocab_size),
-        default_params=SamplingParams.from_generation_config(generation),
-        observers=observers,
-        origin=folder or source,
-    )
+            scheduler.speculation = start_speculation(config, runner, scheduler, vocab_size)
+        logger.info("%s on %s, %s, %s attention", config.model, config.device, config.dtype, config.attention_backend)
+        engine = LLMEngine(
+            config,
+            runner,
+            scheduler,
+            vocab_size=vocab_size,
+            tokenizer=tokenizer,
+            eos_token_ids=eos_token_ids(generation, data, tokenizer, vocab_size),
+            default_params=default_params,
+            observers=observers,
+            origin=folder or source,
+        )
+        on_error.pop_all()
+        return engine
 
 
 def eos_token_ids(
@@ -87,7 +92,9 @@ def eos_token_ids(
 ) -> frozenset[int]:
     """The union of generation_config.json's (config.json's, where it says nothing) and the tokenizer's."""
     eos = generation.get("eos_token_id", data.get("eos_token_id"))
-    ids = set(eos if isinstance(eos, list) else [eos])
-    if tokenizer is not None:
-        ids.add(tokenizer.eos_token_id)
-    return frozenset(i for i in ids if i is not None and 0 <= i < vocab_size)
+    named = [
+        as_integer(i, "the model's eos_token_id") for i in (eos if isinstance(eos, list) else [eos]) if i is not None
+    ]
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        named.append(tokenizer.eos_token_id)
+    return frozenset(i for i in named if 0 <= i < vocab_size)

@@ -24,7 +24,7 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 
-def as_list(prompts: Any) -> list[Any]:
+def as_prompts(prompts: Any) -> list[Any]:
     """One prompt or a list of prompts, as a list: numbers are one prompt. ValueError if it is neither."""
     if hasattr(prompts, "tolist"):  # a tensor or an array
         prompts = prompts.tolist()
@@ -52,7 +52,7 @@ def one_each(params: Any, count: int) -> list[SamplingParams | None]:
 def as_iterable(requests: Any) -> Iterable[Any]:
     """What `stream` runs: a sequence, an array or a dict may be one prompt; all else is taken as it comes."""
     may_be_one = isinstance(requests, Sequence | Mapping) or hasattr(requests, "tolist")
-    return requests if isinstance(requests, Iterable) and not may_be_one else as_list(requests)
+    return requests if isinstance(requests, Iterable) and not may_be_one else as_prompts(requests)
 
 
 @contextmanager

@@ -36,7 +36,7 @@ class SamplingParams:
         min_p: keep tokens at least min_p times as likely as the most likely one; in [0, 1].
         stop: a string or strings that end the text, before the match, also when one straddles tokens.
         stop_token_ids: further token ids that end a sequence.
-        seed: makes a request repeatable whatever else is in the batch; None takes one from the engine's seed.
+        seed: makes a request repeatable whatever else is in the batch, modulo 2**64; None takes one from the engine's.
         logprobs: None is off; k returns for each token the log-probabilities of the k most likely and of itself.
         skip_special_tokens: leave special tokens out of the text.
         prompt_logprobs: as logprobs, for each token of the prompt after the first.
@@ -48,7 +48,8 @@ class SamplingParams:
             they came; in [-2, 2], 0 is off.
         repetition_penalty: divides the logits of tokens of prompt and output if they are positive, multiplies others;
             above 0, 1 is off.
-        min_tokens: nothing ends the output before it has so many tokens: neither an end of sequence nor a stop.
+        min_tokens: nothing ends the output before it has so many tokens: neither an end of sequence nor a stop;
+            only a grammar that allows nothing more does.
         logit_bias: {token id: what is added to its logit}.
         allowed_token_ids: nothing else is sampled; None allows all.
         bad_words: texts that are not generated, also after a space, as the tokens that spell them by themselves.

@@ -12,7 +12,7 @@ from pathlib import Path
 from nanovllm.batch.answers import answered_line
 from nanovllm.batch.compact import LineSet
 from nanovllm.batch.manifest import Manifest, remove_stale
-from nanovllm.batch.source import STANDARD
+from nanovllm.batch.source import STANDARD, is_file
 
 logger = logging.getLogger(__name__)
 
@@ -64,14 +64,14 @@ class Journal:
             rest = memoryview(line)
             while rest:
                 rest = rest[os.write(self._descriptor, rest) :]
+            if self._end is not None:
+                self._end += len(line)
+                self._is_dirty = True
         except BaseException as error:
             self._cut()
             if isinstance(error, OSError):
                 raise OutputError(f"{self._name} cannot be written: {error.strerror or error}") from error
             raise
-        if self._end is not None:
-            self._end += len(line)
-            self._is_dirty = True
 
     def _cut(self) -> None:
         """Take away what was written of a line that could not be finished."""
@@ -127,7 +127,8 @@ def open_journal(path: str, manifest: Manifest, numbers: LineSet, overwrite: boo
         parts = " Results of many parts are an older version's, and cannot be resumed." if _has_parts(path) else ""
         raise ValueError(f"{path} cannot be opened for writing: it is a folder.{parts} -o names a file")
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        # A pipe that this process could read, too, would not break when its reader dies, but block for ever.
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT if is_file(path) else os.O_WRONLY, 0o666)
     except OSError as error:
         raise ValueError(f"{path} cannot be opened for writing: {error.strerror}") from error
     try:

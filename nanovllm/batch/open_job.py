@@ -154,8 +154,16 @@ def _check_paths(job: Job, source: Source) -> None:
     if job.output.endswith(".gz"):
         raise ValueError(f"-o {quote(job.output)}: results are appended to, and not packed: compress them afterwards")
     for name, path in written.items():
-        if path is None or not is_file(path):
+        if path is None:
             continue
+        if not is_file(path):
+            if name != "-o":  # they are replaced whole, which would take away a device and put a file in its place
+                raise ValueError(f"{name} {quote(path)} is no file, and cannot become one")
+            continue
+        if path.startswith("/dev/") and not os.path.realpath(path).startswith("/dev/"):
+            raise ValueError(
+                f"{name} {quote(path)} leads into a file: name that file, or give -o - for standard output"
+            )
         if not Path(path).absolute().parent.is_dir():
             raise ValueError(f"the folder of {name} {quote(path)} does not exist")
         if name != "-o" and Path(path).is_dir():

@@ -1,7 +1,7 @@
 """Lines of OpenAI's batch format to requests: pure functions, whoever runs the job.
 
 A line goes through `read_envelope` and `prepare`, which make a Request of it or raise a LineError. What the engine
-makes of the Request, `answers.result_line` turns into a line again; a LineError, `answers.error_line`.
+makes of the Request, `answers.result_answer` turns into a line again; a LineError, `answers.error_answer`.
 """
 
 import json
@@ -21,6 +21,8 @@ CHAT_URL, COMPLETIONS_URL = "/v1/chat/completions", "/v1/completions"
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """Roles that a message may have, and what the chat template calls them."""
 MAX_LOGPROBS, MAX_N, MAX_BIAS = 20, 128, 100  # OpenAI's limits
+MAX_STRINGS = 256
+"""Stop strings, or bad words, of one line: all are looked for after every token, while the other lines wait."""
 
 _ENVELOPE = {"custom_id": str, "method": str, "url": str, "body": dict}
 _LIMITS = ("max_tokens", "stop", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
@@ -37,9 +39,7 @@ _FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "ec
 _OBJECTS = ("chat_template_kwargs", "logit_bias")
 _KINDS = {**dict.fromkeys(_FLAGS, bool), **dict.fromkeys(_LISTS, list), **dict.fromkeys(_OBJECTS, dict), **_SERVICE}
 _KIND_NAMES = {str: "a string", dict: "an object", list: "a list", bool: "true or false"}
-_NEUTRAL: dict[str, Any] = {
-    **{"best_of": 1, "stream": False, "echo": False, "tools": [], "tool_choice": "none"},
-}
+_NEUTRAL: dict[str, Any] = {"best_of": 1, "stream": False, "echo": False, "tools": [], "tool_choice": "none"}
 """Fields that are not supported, each with the one value (beside null) that asks for nothing and is taken."""
 
 
@@ -186,6 +186,9 @@ def _check_body(envelope: Envelope, model_name: str) -> dict[str, Any]:
         body[name] = value
     if not isinstance(body.get("stop", ""), (str, list)):
         raise ValueError(f"stop is {quote(body['stop'])}; it must be a string or a list of strings")
+    for name in ("stop", "bad_words"):
+        if isinstance(body.get(name), list) and len(body[name]) > MAX_STRINGS:
+            raise ValueError(f"{name} has {len(body[name])} strings; a line may have at most {MAX_STRINGS}")
     if body.get("model", model_name) != model_name:
         raise ValueError(
             f"model is {quote(body['model'])}, and {model_name!r} runs: leave it out, or set --served-model-name"

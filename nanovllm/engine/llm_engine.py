@@ -268,12 +268,12 @@ class LLMEngine:
         try:
             self._running = True
             while self._take_in(incoming, numbers):
+                if self.closed:
+                    raise RuntimeError("the engine was closed while requests were running")
                 finished, interrupt = self._step_holding(hold)
                 yield [(numbers.pop(seq), seq) for seq in finished]
                 if interrupt is not None:
                     return
-                if self.closed:
-                    raise RuntimeError("the engine was closed while requests were running")
         finally:
             self._running = False
             if not self.closed:

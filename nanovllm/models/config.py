@@ -68,7 +68,8 @@ def load_model_config(data: dict[str, Any], source: str) -> "PretrainedConfig":
     if architecture is None:
         named = ", ".join(map(quote, architectures)) or "no architecture"
         raise ValueError(f"{source} names {named}; supported are: {', '.join(FAMILIES)}")
-    if any(str(name).startswith("AutoModel") for name in data.get("auto_map") or ()):
+    auto_map = data.get("auto_map") or {}
+    if not isinstance(auto_map, dict) or any(str(name).startswith("AutoModel") for name in auto_map):
         raise ValueError(f"{source} has an auto_map: it needs code of its own, and code from models is never run here")
     if data.get("quantization_config") or data.get("compression_config"):
         raise ValueError(f"{source} has a quantization_config; only unquantised weights are supported")
