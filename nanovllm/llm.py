@@ -33,7 +33,8 @@ Item = Request | Prompt | tuple[Prompt, SamplingParams | None]
 
 
 class LLM:
-    """An engine with one model. Several may live in one process, side by side or one after another.
+    """An engine with one model. Several may live in one process, side by side or one after another, each used by one
+    thread at a time.
 
     >>> llm = LLM("tiny-qwen3")
     >>> llm.generate(["..."], SamplingParams(temperature=0))[0]["text"]
@@ -171,6 +172,8 @@ class LLM:
             sampling_params: for a prompt that brings none of its own.
         """
         if isinstance(request, Request):
+            if request.engine is not self.engine.identity:
+                raise ValueError("the request was prepared by another engine: prepare it with the one that runs it")
             return request
         if isinstance(request, tuple) and len(request) == 2 and isinstance(request[1], SamplingParams | None):
             request, own = request

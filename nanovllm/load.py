@@ -1,7 +1,7 @@
 """Puts an engine together: the one room that knows all the wings."""
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
@@ -39,18 +39,19 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
         config = find_draft(asked, config, folder)
     path = folder / "generation_config.json" if folder is not None else None
     generation = read_json(path) if path is not None and path.is_file() else {}
+    named_eos = generation.get("eos_token_id", data.get("eos_token_id"))
     weights = None if config.load_format == "dummy" else folder
     try:
         default_params = SamplingParams.from_generation_config(generation)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    runner: ModelRunner | LeadingRunner
     with ThreadPoolExecutor(1) as aside, ExitStack() as on_error:
         tokenizer_to_be = aside.submit(Tokenizer.of, folder)  # reading weights leaves the interpreter to it
-        if config.tensor_parallel_size == 1:
-            runner = ModelRunner(config, hf_config, weights, Parallel())
-        else:
-            runner = LeadingRunner(config, hf_config, weights)
+        runner: ModelRunner | LeadingRunner = (
+            ModelRunner(config, hf_config, weights, Parallel())
+            if config.tensor_parallel_size == 1
+            else LeadingRunner(config, hf_config, weights)
+        )
         on_error.callback(runner.close)
         tokenizer = tokenizer_to_be.result()
         make_blocks: Callable[[int, int, bool], BlockManager] = BlockManager
@@ -78,7 +79,7 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
             scheduler,
             vocab_size=vocab_size,
             tokenizer=tokenizer,
-            eos_token_ids=eos_token_ids(generation, data, tokenizer, vocab_size),
+            eos_token_ids=eos_token_ids(named_eos, tokenizer, vocab_size),
             default_params=default_params,
             observers=observers,
             origin=folder or source,
@@ -87,14 +88,8 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
         return engine
 
 
-def eos_token_ids(
-    generation: Mapping[str, Any], data: Mapping[str, Any], tokenizer: Tokenizer | None, vocab_size: int
-) -> frozenset[int]:
-    """The union of generation_config.json's (config.json's, where it says nothing) and the tokenizer's."""
-    eos = generation.get("eos_token_id", data.get("eos_token_id"))
-    named = [
-        as_integer(i, "the model's eos_token_id") for i in (eos if isinstance(eos, list) else [eos]) if i is not None
-    ]
-    if tokenizer is not None and tokenizer.eos_token_id is not None:
-        named.append(tokenizer.eos_token_id)
-    return frozenset(i for i in named if 0 <= i < vocab_size)
+def eos_token_ids(named: Any, tokenizer: Tokenizer | None, vocab_size: int) -> frozenset[int]:
+    """The tokenizer's, and the one or those that the model's files name."""
+    ids = [*(named if isinstance(named, list) else [named]), tokenizer and tokenizer.eos_token_id]
+    known = (as_integer(i, "the model's eos_token_id") for i in ids if i is not None)
+    return frozenset(i for i in known if 0 <= i < vocab_size)

@@ -24,7 +24,10 @@ from helpers.batch_jobs import InstantLLM, openai_line, read_answers, run, write
 
 from nanovllm import LLM
 from nanovllm.batch.answers import Answer
+from nanovllm.batch.compact import LineSet
 from nanovllm.batch.job import answer_lines, run_job
+from nanovllm.batch.journal import OutputError, open_journal
+from nanovllm.batch.manifest import Manifest
 from nanovllm.batch.open_job import Job
 from nanovllm.batch.protocol import LineError, prepare, read_envelope
 from nanovllm.batch.source import Line, Reading, Source
@@ -332,6 +335,25 @@ def test_no_file_is_read_and_written_or_written_twice(tmp_path: Path, log: pytes
     assert log.text.count("choose another file") == 9
     assert run(source, tmp_path / "hard") == run(source, tmp_path / "soft") == Status.USAGE
     assert source.read_bytes() == before
+
+
+def test_what_is_no_file_is_never_replaced_by_one(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+    source, pipe = write_lines(tmp_path / "in", [{"prompt": "x"}]), tmp_path / "pipe"
+    os.mkfifo(pipe)
+    for place in (str(pipe), "/dev/null", "-"):
+        assert run(source, tmp_path / "out", stats=place) == Status.USAGE
+    assert log.text.count("is no file, and cannot become one") == 3
+    assert pipe.is_fifo() and not (tmp_path / "out").exists()
+
+
+def test_a_pipe_whose_reader_died_ends_the_job(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    journal, _ = open_journal(str(tmp_path / "pipe"), Manifest(tmp_path / "pipe", None), LineSet(), False)
+    journal.append(b"{}\n")
+    os.close(reader)
+    with pytest.raises(OutputError, match="pipe cannot be written"):
+        journal.append(b"{}\n")
 
 
 @pytest.mark.parametrize("name", ["a" * 300, "b" * 250, "\0", "no/such/place", "loop", "\ud800", "."])

@@ -166,3 +166,19 @@ def test_damage_is_refused_or_harmless(victim: subprocess.Popen[str], tmp_path: 
 def test_two_hundred_damages_are_refused_or_harmless(tens: int, victim: subprocess.Popen[str], tmp_path: Path) -> None:
     for seed in range(100 * tens, 100 * tens + 10):
         assert_survives(victim, shutil.copytree(BOX, tmp_path / str(seed)), seed)
+
+
+@pytest.mark.parametrize("eos", ["5", [[5]], 5.0, True])
+def test_an_end_of_sequence_that_is_no_id_is_refused(eos: Any, folder: Path) -> None:
+    edit_json(folder / "generation_config.json", eos_token_id=eos)
+    with pytest.raises(ValueError, match="eos_token_id is"):
+        LLM(folder, **OPTIONS)
+
+
+def test_odd_defaults_are_refused_with_the_name_of_their_file(folder: Path) -> None:
+    edit_json(folder / "generation_config.json", temperature=-1.0)
+    with pytest.raises(ValueError, match=r"generation_config.json: temperature is -1.0"):
+        LLM(folder, **OPTIONS)
+    edit_json(folder / "config.json", auto_map=5)
+    with pytest.raises(ValueError, match="auto_map"):
+        LLM(folder, **OPTIONS)

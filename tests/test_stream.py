@@ -556,6 +556,26 @@ def test_two_engines_run_side_by_side_and_one_after_another(random_model: Path, 
     assert_whole(b, expected[1])
 
 
+def test_an_engine_closed_by_what_feeds_its_stream_says_so(random_model: Path) -> None:
+    llm = LLM(random_model, **OPTIONS)
+
+    def prompts() -> Iterator[list[int]]:
+        yield PROMPTS[0]
+        llm.close()
+        yield PROMPTS[1]
+
+    with pytest.raises(RuntimeError, match="closed while requests were running"):
+        list(llm.stream(prompts(), greedy(4)))
+
+
+def test_a_request_runs_on_the_engine_that_prepared_it_alone(random_model: Path) -> None:
+    with LLM(random_model, **OPTIONS) as one, LLM(random_model, **OPTIONS) as other:
+        request = one.prepare(PROMPTS[0], greedy(4))
+        with pytest.raises(ValueError, match="prepared by another engine"):
+            list(other.stream([request]))
+        assert len(list(one.stream([request]))) == 1
+
+
 def test_close_frees_the_model_and_the_cache_and_may_be_repeated(random_model: Path) -> None:
     llm = LLM(random_model, **OPTIONS)
     generate(llm)

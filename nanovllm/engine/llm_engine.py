@@ -76,7 +76,7 @@ class LLMEngine:
         self.observers = list(observers)
         self.origin = origin
         """The model's folder, or the name of a shape."""
-        self.closed = False
+        self.closed, self.identity = False, object()
         self._num_requests = self._num_seqs = 0
         self._in_flight: deque[InFlight] = deque()
         self._running = False
@@ -113,7 +113,7 @@ class LLMEngine:
         params, has_tokenizer = self.default_params if params is None else params, self.tokenizer is not None
         request = prepare_request(token_ids, params, has_tokenizer, self.vocab_size, self.config.max_model_len)
         edits = self.editing.of_request(request.params) if request.params.edits_logits else None
-        return replace(request, prompt=text, edits=edits)
+        return replace(request, prompt=text, edits=edits, engine=self.identity)
 
     @cached_property
     def editing(self) -> "Editing":

@@ -25,6 +25,8 @@ class Request:
     """The text that was tokenised, if it was a text."""
     edits: "RowEdits | None" = None
     """What is done to its logits before a token is sampled."""
+    engine: object = None
+    """The `identity` of the engine that it is for, whose limits it was held against."""
 
 
 def derive_seed(engine_seed: int, key: int | str) -> int:

@@ -6,7 +6,7 @@ from typing import Any
 
 from nanovllm.models.config import read_json
 from nanovllm.presets import PRESETS, preset_config
-from nanovllm.utils.checks import quote
+from nanovllm.utils.checks import quote, refuse
 
 BOX = "tiny-qwen3"
 CONFIGS = ["config.json", "generation_config.json"]
@@ -26,9 +26,7 @@ def find_model(model: str, revision: str | None = None) -> Path:
     """
     folder = find_folder(model)
     if folder is not None and revision is not None:
-        raise ValueError(
-            f"revision is {quote(revision)}, and {folder} is a folder, which has no revisions: leave it out"
-        )
+        raise refuse(revision, "revision", f"left out: {folder} is a folder, which has no revisions")
     if folder is None and model.lower() in PRESETS:
         raise ValueError(
             f'model {model!r} is the name of a shape, without weights: use load_format="dummy" for random ones, '
