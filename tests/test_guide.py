@@ -77,16 +77,24 @@ def defined_in(path: Path) -> set[str]:
     return names
 
 
+def headings_of(page: Path) -> set[str]:
+    """The anchors that a page's headings get."""
+    headings = re.findall(r"^#+ (.+)$", BLOCK.sub("", page.read_text()), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_leads_to_a_file_and_every_symbol_to_its_definition(page):
     for _, target in LINK.findall(BLOCK.sub("", page.read_text())):
-        if target.startswith(("https://", "http://", "#")):
+        if target.startswith(("https://", "http://")):
             continue
         name, _, symbol = target.partition("#")
-        path = (page.parent / name).resolve()
+        path = (page.parent / name).resolve() if name else page
         assert path.exists() and path.is_relative_to(ROOT), f"{page.name} links to {target}"
         if symbol and path.suffix == ".py":
             assert symbol in defined_in(path), f"{page.name} links to {target}, which is not defined there"
+        if symbol and path.suffix == ".md":
+            assert symbol in headings_of(path), f"{page.name} links to {target}, and there is no such heading"
 
 
 @pytest.mark.slow

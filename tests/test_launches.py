@@ -15,9 +15,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from helpers.pretend_cuda import DEVICE, Operators, pretend_runner, unscored_plan
-
-from nanovllm.kernels.launch import noted
+from helpers.pretend_cuda import DEVICE, Operators, noted, pretend_runner, unscored_plan
 
 LAYERS = 28
 ONCE = {f"_{name}_kernel": 1 for name in ("step_inputs", "chunks", "stats", "filter", "draw")}

@@ -102,21 +102,13 @@ def _parameters(kernel: Any) -> _Parameters:
 
 
 @contextmanager
-def _given_to(note: Callable[[Launch], object]) -> Iterator[None]:
+def given_to(note: Callable[[Launch], object]) -> Iterator[None]:
     """Launches are given to note, and not done."""
     token = _noted.set(note)
     try:
         yield
     finally:
         _noted.reset(token)
-
-
-@contextmanager
-def noted() -> Iterator[list[Launch]]:
-    """Launches are noted, and not done."""
-    launches: list[Launch] = []
-    with _given_to(launches.append):
-        yield launches
 
 
 @contextmanager
@@ -143,5 +135,5 @@ def compiled(show_progress: bool) -> Iterator[None]:
             bar.update()
 
     bar = tqdm(desc="Compiling kernels", disable=not show_progress)
-    with bar, ThreadPoolExecutor() as threads, triton.AsyncCompileMode(threads), _given_to(begin):
+    with bar, ThreadPoolExecutor() as threads, triton.AsyncCompileMode(threads), given_to(begin):
         yield

@@ -3,8 +3,8 @@
 A program of its own, because Triton's compiler and its interpreter cannot share a process. The constexprs come from the
 very functions that the wrappers call, so what is compiled here cannot drift from what is launched.
 
-    python tests/compile_kernels.py ARCH...        all configurations for those architectures (80, 89, 90, 100)
-    python tests/compile_kernels.py --quick ARCH   the attention kernels of one model, and one of each other kernel
+    python tests/helpers/compile_kernels.py ARCH...       all configurations for those architectures (80, 89, 90, 100)
+    python tests/helpers/compile_kernels.py --quick ARCH  the attention kernels of one model, and one of each other
 """
 
 import argparse

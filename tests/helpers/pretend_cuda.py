@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanovllm.config import EngineConfig
 from nanovllm.engine.plan import StepPlan
 from nanovllm.kernels import paged_decode, paged_prefill
+from nanovllm.kernels.launch import Launch, given_to
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.config import load_model_config
 from nanovllm.presets import preset_config
@@ -93,6 +94,14 @@ def pretend_runner(model: str = "qwen3-0.6b", **options: Any) -> Iterator[ModelR
         runner = ModelRunner(config, hf_config, None, Parallel())
         runner.caches = runner._make_caches(100)
         yield runner
+
+
+@contextmanager
+def noted() -> Iterator[list[Launch]]:
+    """Launches are noted, and not done."""
+    launches: list[Launch] = []
+    with given_to(launches.append):
+        yield launches
 
 
 def unscored_plan(num_scheduled: list[int]) -> StepPlan:
