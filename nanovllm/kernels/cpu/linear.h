@@ -83,15 +83,30 @@ template <class Body> inline void row_pieces(int64_t rows, int64_t most, Body bo
     }
 }
 
+// Where a product is written in the end: `bytes` of each row, and `row` from one row to the next. It is fetched tile by
+// tile: a burst of it would stop the reading of all else.
+struct Target {
+    const char* at = nullptr;
+    int64_t row = 0, bytes = 0;
+    void fetch(int64_t first, int64_t count) const {
+        for (int64_t r = first; r < first + count; ++r)
+            for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(at + r * row + b, 1);
+    }
+};
+
 // c[rows][16 vectors] = (or +=) a x b, for at most DEPTH steps.
 template <class T>
 inline void tiles(int64_t rows, int vectors, const typename T::left* a, Columns b, int64_t k, float* c, int64_t ldc,
-                  bool add) {
-    if (rows <= MAX_TILE_ROWS) return tile_of<T, ALL>(rows, vectors, a, b, k, c, ldc, add);
+                  bool add, Target target = {}) {
+    if (rows <= MAX_TILE_ROWS) {
+        target.fetch(0, rows);
+        return tile_of<T, ALL>(rows, vectors, a, b, k, c, ldc, add);
+    }
     alignas(64) float kept[T::STEPS > 1 ? DEPTH * PANEL : 1];
     const int64_t pieces = (rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS;
     b.ahead_row = (b.ahead_row + pieces - 1) / pieces;
     row_pieces(rows, MAX_TILE_ROWS, [&](int64_t first, int64_t count) {
+        target.fetch(first, count);
         const auto* from = a + first * LEFT_ROW;
         const Columns widened = {(const uint32_t*)kept, PANEL, LANES, b.ahead, (b.ahead_row + 1) / 2};
         if constexpr (T::STEPS == 1) tile_of<T, OTHER>(count, vectors, from, b, k, c + first * ldc, ldc, add);
@@ -114,18 +129,20 @@ inline void product(int64_t rows, const typename T::left* a, Columns b, int64_t 
     }
 }
 
-// Puts x[rows][in] into blocks of DEPTH steps: [blocks][rows][LEFT_ROW].
+// Puts x[rows][in] into blocks of DEPTH steps: [blocks][rows][LEFT_ROW]. It is read from end to end: it may be large.
 template <class T>
 inline void put_left(const typename T::element* x, int64_t rows, int64_t in, typename T::left* left) {
-    constexpr int64_t PER_LEFT = T::PER_UNIT / T::STEPS;
+    constexpr int64_t PER_LEFT = T::PER_UNIT / T::STEPS, DEEP = DEPTH * PER_LEFT;
     typename T::element rest[LANES] = {};
-    for (int64_t start = 0; start < in; start += DEPTH * PER_LEFT)
-        for (int64_t r = 0; r < rows; ++r, left += LEFT_ROW)
-            for (int64_t i = start; i < std::min(start + DEPTH * PER_LEFT, in); i += LANES) {
+    for (int64_t r = 0; r < rows; ++r, x += in)
+        for (int64_t start = 0; start < in; start += DEEP) {
+            typename T::left* row = left + (start / DEEP * rows + r) * LEFT_ROW;
+            for (int64_t i = start; i < std::min(start + DEEP, in); i += LANES) {
                 const bool is_whole = i + LANES <= in;
-                if (!is_whole) std::copy(x + r * in + i, x + (r + 1) * in, rest);
-                T::put_left(left + (i - start) / PER_LEFT, is_whole ? x + r * in + i : rest);
+                if (!is_whole) std::copy(x + i, x + in, rest);
+                T::put_left(row + (i - start) / PER_LEFT, is_whole ? x + i : rest);
             }
+        }
 }
 
 // y[rows][PANEL num_panels] = x, in blocks, times that many panels of k units + bias (null: none); of the last panel
@@ -134,14 +151,14 @@ template <class T>
 inline void multiply(const typename T::left* x, int64_t rows, int64_t k, const uint32_t* panel, int64_t num_panels,
                      const typename T::element* bias, typename T::element* y, int64_t ldy, int64_t columns) {
     const int64_t width = num_panels * PANEL;
-    for (int64_t r = 0; r < rows; ++r) __builtin_prefetch(y + r * ldy, 1);  // it is written a microsecond from now
+    const Target target = {(const char*)y, ldy * (int64_t)sizeof(*y), columns * (int64_t)sizeof(*y)};
     alignas(64) float sums[MOST_ROWS * PANEL];
     for (int64_t i = 0, units; i < k; i += units, x += rows * LEFT_ROW) {
         units = std::min(DEPTH / T::STEPS, k - i);
         const uint32_t* part = panel + i * PANEL;  // beside which the next one is fetched, or the next panels' first
         const uint32_t* ahead = i + units < k ? part + units * PANEL : panel + num_panels * k * PANEL;
         tiles<T>(rows, 2 * (int)num_panels, x, {part, PANEL, LANES, ahead, PANEL, k * PANEL, k * PANEL}, units, sums,
-                 width, i > 0);
+                 width, i > 0, i > 0 ? Target{} : target);
     }
     for (int64_t r = 0; r < rows; ++r) {
         float* of_row = sums + r * width;
