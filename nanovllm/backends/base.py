@@ -54,6 +54,9 @@ class Backend:
         parts = (torch.empty(stored, dtype=dtype, device=device).fill_(0) for _ in KVCache._fields)
         return KVCache(*(part.transpose(1, 2) for part in parts))
 
+    def before_writing(self, weights: Iterable[Tensor]) -> None:
+        """Large weights whose memory is new; told for those that are read where they are loaded, packed in place."""
+
     def pack_weights(self, modules: Iterable[nn.Module], check: Callable[[], None]) -> None:
         """Once the weights are loaded: bring them into the form that this backend multiplies fastest.
 

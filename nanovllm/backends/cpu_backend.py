@@ -44,6 +44,10 @@ class CpuBackend(Backend):
             return str(error)
         return None
 
+    def before_writing(self, weights: Iterable[Tensor]) -> None:
+        for weight in weights:
+            self._library.advise_huge_pages(weight)
+
     def pack_weights(self, modules: Iterable[nn.Module], check: Callable[[], None]) -> None:
         modules = list(modules)
         pack_matrices(modules, lambda weight: NativeMatrix(self._library, weight), check)
@@ -51,7 +55,6 @@ class CpuBackend(Backend):
             if isinstance(module, Experts):
                 for weight in (module.gate_up, module.down):
                     if _packs_in_place(weight):
-                        self._library.advise_huge_pages(weight, is_written=True)
                         for matrix in weight:  # one at a time: memory for a copy of one is all that this takes
                             check()
                             matrix.copy_(self._library.pack(matrix).view_as(matrix))

@@ -41,7 +41,7 @@ _SIGNATURES = {
     "norm_rope_store": (9, 5, 1),
     "sample": (9, 2, 0),
 }
-_UNITS_ONLY = {"pack": (2, 2, 0), "packed_rows": (3, 2, 0), "advise_huge_pages": (1, 2, 0)}
+_UNITS_ONLY = {"pack": (2, 2, 0), "packed_rows": (3, 2, 0), "advise_huge_pages": (1, 1, 0)}
 _SUFFIXES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
@@ -77,10 +77,10 @@ class CpuLibrary:
         self._units_only["packed_rows"](*pointers, len(indices), _units(rows))
         return rows
 
-    def advise_huge_pages(self, tensor: Tensor, is_written: bool = False) -> None:
-        """Let a large tensor live in huge pages, which are faster to stream; best before it is first written to."""
+    def advise_huge_pages(self, tensor: Tensor) -> None:
+        """Let a large tensor live in huge pages, which are faster to stream; before it is first written to."""
         storage = tensor.untyped_storage()
-        self._units_only["advise_huge_pages"](storage.data_ptr(), storage.nbytes(), is_written)
+        self._units_only["advise_huge_pages"](storage.data_ptr(), storage.nbytes())
 
 
 def _units(matrix: Tensor) -> int:

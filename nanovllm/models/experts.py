@@ -21,10 +21,10 @@ class SparseMLP(nn.Module):
         self.backend, self.parallel = backend, parallel
         self.k, self.normalize = config.num_experts_per_tok, bool(config.norm_topk_prob)
         num_experts, hidden = config.num_experts, config.hidden_size
-        self.gate = ColumnParallelLinear(
-            hidden, [Part("gate", num_experts, 0, num_experts)], bias=False
-        )  # on each rank
+        parts = [Part("gate", num_experts, 0, num_experts)]  # all of it, on each rank
+        self.gate = ColumnParallelLinear(hidden, parts, bias=False)
         self.experts = Experts(num_experts, hidden, config.moe_intermediate_size, parallel)
+        backend.before_writing((self.experts.gate_up, self.experts.down))
 
     def forward(self, x: Tensor, slots: Tensor) -> Tensor:
         """x [num_tokens, hidden]; slots [num_tokens], -1 for padding, which no expert computes."""

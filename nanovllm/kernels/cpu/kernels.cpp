@@ -69,17 +69,13 @@ void edit_logits(float* logits, const int32_t* indices, const uint32_t* masks, c
                  counts ? counts + rows[i] * vocab : nullptr, penalties + 3 * i, vocab);
 }
 
-// Ask for huge pages: a weight is streamed once a step, and 4 KiB pages cost a table walk every 4 KiB. What has been
-// written already moves into them at once, where the system can (Linux 6.1); else in the background.
-void advise_huge_pages(void* start, int64_t bytes, int64_t is_written) {
+// Ask for huge pages: a weight is streamed once a step, and 4 KiB pages cost a table walk every 4 KiB. Before the memory
+// is first written to: what has its pages keeps them.
+void advise_huge_pages(void* start, int64_t bytes) {
 #ifdef MADV_HUGEPAGE
     const uintptr_t page = 4096, whole = ~(page - 1);
     const uintptr_t first = ((uintptr_t)start + page - 1) & whole, end = ((uintptr_t)start + bytes) & whole;
-    if (end <= first) return;
-    madvise((void*)first, end - first, MADV_HUGEPAGE);
-#ifdef MADV_COLLAPSE
-    if (is_written) madvise((void*)first, end - first, MADV_COLLAPSE);
-#endif
+    if (first < end) madvise((void*)first, end - first, MADV_HUGEPAGE);
 #endif
 }
 }
