@@ -19,6 +19,7 @@ from nanovllm.models.hub import find_config
 from nanovllm.resolve import resolve
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.ahead import read_ahead
 from nanovllm.utils.checks import as_integer
 from nanovllm.utils.machine import limit_threads
 
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 def load_engine(asked: EngineConfig) -> LLMEngine:
     """Load the model and make the KV cache; ValueError for whatever is asked that cannot be had."""
     folder, source, data = find_config(asked.model, asked.revision, asked.load_format)
+    weights = None if asked.load_format == "dummy" else folder
+    read_ahead(sorted(weights.glob("*.safetensors")) if weights is not None else [])  # while transformers is imported
     hf_config = load_model_config(data, source)
     config = resolve(asked, hf_config)
     if config.device == "cpu":
@@ -40,18 +43,14 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
     path = folder / "generation_config.json" if folder is not None else None
     generation = read_json(path) if path is not None and path.is_file() else {}
     named_eos = generation.get("eos_token_id", data.get("eos_token_id"))
-    weights = None if config.load_format == "dummy" else folder
     try:
         default_params = SamplingParams.from_generation_config(generation)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     with ThreadPoolExecutor(1) as aside, ExitStack() as on_error:
         tokenizer_to_be = aside.submit(Tokenizer.of, folder)  # reading weights leaves the interpreter to it
-        runner: ModelRunner | LeadingRunner = (
-            ModelRunner(config, hf_config, weights, Parallel())
-            if config.tensor_parallel_size == 1
-            else LeadingRunner(config, hf_config, weights)
-        )
+        given, alone = (config, hf_config, weights), config.tensor_parallel_size == 1
+        runner: ModelRunner | LeadingRunner = ModelRunner(*given, Parallel()) if alone else LeadingRunner(*given)
         on_error.callback(runner.close)
         tokenizer = tokenizer_to_be.result()
         make_blocks: Callable[[int, int, bool], BlockManager] = BlockManager

@@ -22,7 +22,7 @@ from nanovllm.backends import AttentionMetadata, Backend
 from nanovllm.backends.cpu_backend import CpuBackend, NativeMatrix
 from nanovllm.backends.torch_backend import OneDnnMatrix, TorchBackend
 from nanovllm.engine.plan import StepPlan
-from nanovllm.kernels.cpu_library import CpuLibrary, cpu_library
+from nanovllm.kernels.cpu_library import PANEL, CpuLibrary, cpu_library
 from nanovllm.kernels.norm_rope_store import NormRope
 from nanovllm.kernels.sample import SamplingValues
 from nanovllm.resolve import Work, resolve_backend
@@ -64,8 +64,15 @@ def rounding(dtype: torch.dtype) -> float:
     return 2**-7 if dtype == BF16 else 4e-6
 
 
+def test_a_new_cache_is_zeros_in_memory_of_its_own(library: CpuLibrary) -> None:
+    caches = [library.zeros((3, 2, 100, 32), dtype) for dtype in (BF16, FP32)]
+    caches[0].fill_(1)
+    assert caches[0].shape == caches[1].shape and not caches[1].any()
+    assert not any(cache.data_ptr() % 64 for cache in caches)
+
+
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-@pytest.mark.parametrize(("in_features", "out_features"), [(64, 96), (208, 50), (1024, 16)])
+@pytest.mark.parametrize(("in_features", "out_features"), [(64, 96), (72, 64), (208, 50), (1024, 16)])
 def test_a_packed_matrix_multiplies_and_gives_its_rows(
     library: CpuLibrary, dtype: torch.dtype, in_features: int, out_features: int
 ) -> None:
@@ -74,6 +81,9 @@ def test_a_packed_matrix_multiplies_and_gives_its_rows(
     bias = torch.randn(out_features).to(dtype)
     matrix = NativeMatrix(library, weight)
     assert torch.equal(matrix.rows(torch.arange(out_features)), weight)
+    own = weight.clone()
+    assert torch.equal(library.pack(own, in_place=True), packed := library.pack(weight))
+    assert out_features % PANEL or torch.equal(own.view(-1), packed)
     for rows in (*range(1, 14), 24, 25, 700):
         x = torch.randn(rows, in_features).to(dtype)
         for b in (None, bias):

@@ -55,7 +55,7 @@ class Backend:
         return KVCache(*(part.transpose(1, 2) for part in parts))
 
     def before_writing(self, weights: Iterable[Tensor]) -> None:
-        """Large weights whose memory is new; told for those that are read where they are loaded, packed in place."""
+        """The model's parameters, whose memory is new."""
 
     def pack_weights(self, modules: Iterable[nn.Module], check: Callable[[], None]) -> None:
         """Once the weights are loaded: bring them into the form that this backend multiplies fastest.

@@ -44,20 +44,24 @@ class CpuBackend(Backend):
             return str(error)
         return None
 
+    def allocate_cache(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> KVCache:
+        num_blocks, block_size, num_kv_heads, head_dim = shape
+        stored = (num_blocks, num_kv_heads, block_size, head_dim)
+        return KVCache(*(self._library.zeros(stored, dtype).transpose(1, 2) for _ in KVCache._fields))
+
     def before_writing(self, weights: Iterable[Tensor]) -> None:
         for weight in weights:
             self._library.advise_huge_pages(weight)
 
     def pack_weights(self, modules: Iterable[nn.Module], check: Callable[[], None]) -> None:
         modules = list(modules)
-        pack_matrices(modules, lambda weight: NativeMatrix(self._library, weight), check)
+        pack_matrices(modules, lambda weight: NativeMatrix(self._library, weight, in_place=True), check)
         for module in modules:
             if isinstance(module, Experts):
                 for weight in (module.gate_up, module.down):
-                    if _packs_in_place(weight):
-                        for matrix in weight:  # one at a time: memory for a copy of one is all that this takes
-                            check()
-                            matrix.copy_(self._library.pack(matrix).view_as(matrix))
+                    for matrix in weight if _packs_in_place(weight) else ():
+                        check()
+                        self._library.pack(matrix, in_place=True)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.shape[1] % LANES:
@@ -143,9 +147,9 @@ def _packs_in_place(weight: Tensor) -> bool:
 class NativeMatrix:
     """Packed for the `linear` kernel, which also reads single rows: a tied embedding needs no second copy."""
 
-    def __init__(self, library: CpuLibrary, weight: Tensor) -> None:
+    def __init__(self, library: CpuLibrary, weight: Tensor, in_place: bool = False) -> None:
         self._library, (self._out, self._in) = library, weight.shape
-        self._packed = library.pack(weight.contiguous())
+        self._packed = library.pack(weight.contiguous(), in_place)
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         y = x.new_empty(x.shape[0], self._out)

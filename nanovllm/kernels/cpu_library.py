@@ -8,12 +8,15 @@ import ctypes
 import functools
 import hashlib
 import logging
+import math
+import mmap
 import os
 import platform
 import shutil
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -41,7 +44,7 @@ _SIGNATURES = {
     "norm_rope_store": (9, 5, 1),
     "sample": (9, 2, 0),
 }
-_UNITS_ONLY = {"pack": (2, 2, 0), "packed_rows": (3, 2, 0), "advise_huge_pages": (1, 1, 0)}
+_UNITS_ONLY = {"pack": (2, 2, 0), "packed_rows": (3, 2, 0), "advise_huge_pages": (1, 1, 0), "touch_pages": (1, 1, 0)}
 _SUFFIXES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
@@ -62,11 +65,14 @@ class CpuLibrary:
         """Run the kernel for dtype. Tensors go as their addresses, None as a null pointer."""
         self._functions[name, dtype](*[a.data_ptr() if isinstance(a, Tensor) else a for a in arguments])
 
-    def pack(self, weight: Tensor) -> Tensor:
-        """weight [out, in] -> the flat tensor of its panels."""
+    def pack(self, weight: Tensor, in_place: bool = False) -> Tensor:
+        """weight [out, in] -> the flat tensor of its panels: in place that of weight itself, if panels divide it."""
         out_features, in_features = weight.shape
-        packed = torch.empty(-(-out_features // PANEL) * PANEL * in_features, dtype=weight.dtype)
-        self.advise_huge_pages(packed)
+        if in_place and out_features % PANEL == 0:
+            packed = weight.view(-1)
+        else:
+            packed = torch.empty(-(-out_features // PANEL) * PANEL * in_features, dtype=weight.dtype)
+            self.advise_huge_pages(packed)
         self._units_only["pack"](weight.data_ptr(), packed.data_ptr(), out_features, _units(weight))
         return packed
 
@@ -78,9 +84,16 @@ class CpuLibrary:
         return rows
 
     def advise_huge_pages(self, tensor: Tensor) -> None:
-        """Let a large tensor live in huge pages, which are faster to stream; before it is first written to."""
+        """Let a large tensor that is not written to yet live in huge pages, which are faster to stream."""
         storage = tensor.untyped_storage()
         self._units_only["advise_huge_pages"](storage.data_ptr(), storage.nbytes())
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A large tensor of zeros, its memory there at once: as new pages that the system gives, written to no more."""
+        memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        zeros = torch.frombuffer(memory, dtype=dtype).view(*shape)
+        self._units_only["touch_pages"](zeros.data_ptr(), zeros.nbytes)
+        return zeros
 
 
 def _units(matrix: Tensor) -> int:

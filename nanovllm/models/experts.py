@@ -24,7 +24,6 @@ class SparseMLP(nn.Module):
         parts = [Part("gate", num_experts, 0, num_experts)]  # all of it, on each rank
         self.gate = ColumnParallelLinear(hidden, parts, bias=False)
         self.experts = Experts(num_experts, hidden, config.moe_intermediate_size, parallel)
-        backend.before_writing((self.experts.gate_up, self.experts.down))
 
     def forward(self, x: Tensor, slots: Tensor) -> Tensor:
         """x [num_tokens, hidden]; slots [num_tokens], -1 for padding, which no expert computes."""

@@ -79,6 +79,7 @@ class ModelRunner:
         check_free_memory(num_bytes, self.device, "the weights", "choose a smaller model, or a smaller dtype")
         with torch.device(self.device), default_dtype(self.dtype):
             self.model = make_model(hf_config, self.backend, parallel, config.max_model_len)
+        self.backend.before_writing(self.model.parameters())
         if folder is None:
             from nanovllm.dummy_weights import fill_randomly
 
@@ -118,9 +119,8 @@ class ModelRunner:
         config = self.config
         with self._on_device():
             self._compile_kernels()
-            ranks = self.parallel.ranks_per_device
-            num_blocks = count_blocks(config, self.block_bytes, self.device, ranks, self._profile)
-            num_blocks = self.parallel.minimum(num_blocks)
+            device, ranks = self.device, self.parallel.ranks_per_device
+            num_blocks = self.parallel.minimum(count_blocks(config, self.block_bytes, device, ranks, self._profile))
             self.caches = self._make_caches(num_blocks)
             if self.draft is not None:
                 self.draft.caches = self.draft._make_caches(num_blocks)

@@ -30,7 +30,7 @@ class ForeignLibrary:
         kinds = "p" * pointers + "q" * integers + "f" * (len(arguments) - pointers - integers)
         self._run(f"{name}_{_SUFFIXES[dtype]}", kinds, arguments)
 
-    def pack(self, weight: Tensor) -> Tensor:
+    def pack(self, weight: Tensor, in_place: bool = False) -> Tensor:  # in place it would only save memory
         out_features, in_features = weight.shape
         packed = torch.empty(-(-out_features // PANEL) * PANEL * in_features, dtype=weight.dtype)
         self._run("pack", "ppqq", (weight, packed, out_features, _units(weight)))

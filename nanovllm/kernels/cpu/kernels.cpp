@@ -78,4 +78,20 @@ void advise_huge_pages(void* start, int64_t bytes) {
     if (first < end) madvise((void*)first, end - first, MADV_HUGEPAGE);
 #endif
 }
+
+// Have all threads bring in the pages of new memory, which begins with one: many at a time where the system can (Linux
+// 5.14), which takes half as long as a fault for each.
+void touch_pages(void* start, int64_t bytes) {
+#pragma omp parallel
+    {
+        const int64_t page = 4096;
+        const Share mine = share_of(bytes / page);
+        char* first = (char*)start + mine.begin * page;
+        const int64_t size = (mine.end - mine.begin) * page;
+#ifdef MADV_POPULATE_WRITE
+        if (madvise(first, size, MADV_POPULATE_WRITE))
+#endif
+            std::memset(first, 0, size);
+    }
+}
 }

@@ -205,14 +205,28 @@ void linear(const void* x, const uint32_t* packed, const void* bias, void* y, in
 
 extern "C" {
 
-// weight [out][units] -> packed [out / PANEL][units][PANEL]; columns beyond `out` are zero.
+// weight [out][units] -> packed [out / PANEL][units][PANEL]; columns beyond `out` are zero. Both may be the same memory:
+// a panel's rows are first copied, in tiles of a cache line's width, since their own distance is that of few cache sets.
 void pack(const uint32_t* weight, uint32_t* packed, int64_t out, int64_t units) {
+    constexpr int64_t WIDTH = 16;
     const int64_t panels = (out + PANEL - 1) / PANEL;
-#pragma omp parallel for schedule(static)
-    for (int64_t p = 0; p < panels; ++p)
-        for (int64_t i = 0; i < units; ++i)
+#pragma omp parallel
+    {
+        std::vector<uint32_t> tiles((units + WIDTH - 1) / WIDTH * WIDTH * PANEL);
+#pragma omp for schedule(static)
+        for (int64_t p = 0; p < panels; ++p) {
             for (int64_t c = 0; c < PANEL; ++c)
-                packed[(p * units + i) * PANEL + c] = p * PANEL + c < out ? weight[(p * PANEL + c) * units + i] : 0;
+                for (int64_t i = 0; i < units; i += WIDTH) {
+                    const int64_t n = p * PANEL + c < out ? std::min(WIDTH, units - i) : 0;
+                    uint32_t* tile_row = tiles.data() + i * PANEL + c * WIDTH;
+                    if (n == WIDTH) std::memcpy(tile_row, weight + (p * PANEL + c) * units + i, WIDTH * 4);
+                    else std::fill(std::copy_n(weight + (p * PANEL + c) * units + i, n, tile_row), tile_row + WIDTH, 0);
+                }
+            for (int64_t i = 0; i < units; ++i)
+                for (int64_t c = 0; c < PANEL; ++c)
+                    packed[(p * units + i) * PANEL + c] = tiles[i / WIDTH * WIDTH * PANEL + c * WIDTH + i % WIDTH];
+        }
+    }
 }
 
 // Rows of the matrix that was packed, for an embedding that shares its weight with the LM head.

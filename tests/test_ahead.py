@@ -1,0 +1,52 @@
+"""Files that are read ahead, and whatever is wrong with them."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from threading import enumerate as threads
+
+import pytest
+
+from nanovllm.utils import ahead
+
+
+def wait() -> None:
+    for thread in threads():
+        if thread.name == "read ahead":
+            thread.join(10)
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The bytes of each piece that the system was asked for and gave."""
+    pieces: list[int] = []
+    send = os.sendfile
+
+    def counted(*arguments: int) -> int:
+        pieces.append(send(*arguments))
+        return pieces[-1]
+
+    monkeypatch.setattr(os, "sendfile", counted)
+    yield pieces
+
+
+def test_files_are_read_to_their_end_up_to_a_limit(
+    tmp_path: Path, sent: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [tmp_path / name for name in "abc"]
+    for file in files:
+        file.write_bytes(bytes(1000))
+    ahead.read_ahead(files)
+    wait()
+    assert sum(sent) == 3000
+    sent.clear()
+    monkeypatch.setattr(ahead, "READ_AHEAD", 1500)
+    ahead.read_ahead(files)
+    wait()
+    assert sum(sent) == 1500
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_what_cannot_be_read_ahead_is_left_to_whoever_reads_it(tmp_path: Path) -> None:
+    ahead.read_ahead([tmp_path / "missing.safetensors", tmp_path])
+    wait()
