@@ -36,6 +36,9 @@ class ForeignLibrary:
         self._run("pack", "ppqq", (weight, packed, out_features, _units(weight)))
         return packed
 
+    def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
     def packed_rows(self, packed: Tensor, indices: Tensor, in_features: int) -> Tensor:
         rows = torch.empty(len(indices), in_features, dtype=packed.dtype)
         self._run("packed_rows", "pppqq", (packed, indices, rows, len(indices), _units(rows)))
