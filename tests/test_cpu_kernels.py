@@ -20,6 +20,7 @@ from torch import Tensor
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends import AttentionMetadata, Backend
 from nanovllm.backends.cpu_backend import CpuBackend, NativeMatrix
+from nanovllm.backends.scratch import Scratch
 from nanovllm.backends.torch_backend import OneDnnMatrix, TorchBackend
 from nanovllm.engine.plan import StepPlan
 from nanovllm.kernels.cpu_library import PANEL, CpuLibrary, cpu_library
@@ -79,7 +80,7 @@ def test_a_packed_matrix_multiplies_and_gives_its_rows(
     torch.manual_seed(0)
     weight = torch.randn(out_features, in_features).to(dtype)
     bias = torch.randn(out_features).to(dtype)
-    matrix = NativeMatrix(library, weight)
+    matrix = NativeMatrix(library, weight, Scratch())
     assert torch.equal(matrix.rows(torch.arange(out_features)), weight)
     own = weight.clone()
     assert torch.equal(library.pack(own, in_place=True), packed := library.pack(weight))

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends.cpu_backend import CpuBackend, NativeMatrix
+from nanovllm.backends.scratch import Scratch
 from nanovllm.kernels.cpu_library import cpu_library
 from nanovllm.runner.logprobs import Logprobs
 
@@ -44,7 +45,7 @@ def test_a_row_of_a_product_has_the_same_bits_among_any_number(
     in_features: int, out_features: int, dtype: torch.dtype, threads: None
 ) -> None:
     torch.manual_seed(0)
-    matrix = NativeMatrix(cpu_library(), torch.randn(out_features, in_features).to(dtype))
+    matrix = NativeMatrix(cpu_library(), torch.randn(out_features, in_features).to(dtype), Scratch())
     x = torch.randn(200, in_features).to(dtype)
     alone = torch.cat([matrix.multiply(row, None) for row in x.split(1)])
     for num_threads in (1, 2, 3):
@@ -198,7 +199,7 @@ def test_the_comparison_notices_another_order_of_the_same_sum(
         if len(x) > 2:
             return multiply(matrix, x, bias)
         weight = matrix.rows(torch.arange(matrix._out))
-        return multiply(NativeMatrix(cpu_library(), weight.flip(1)), x.flip(1), bias)
+        return multiply(NativeMatrix(cpu_library(), weight.flip(1), Scratch()), x.flip(1), bias)
 
     monkeypatch.setattr(NativeMatrix, "multiply", backwards)
     with pytest.raises(AssertionError):

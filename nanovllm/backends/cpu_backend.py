@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from nanovllm.backends.base import Backend
 from nanovllm.backends.pack import pack_matrices
+from nanovllm.backends.scratch import Scratch
 from nanovllm.kernels.attention import AttentionMetadata, KVCache
 from nanovllm.kernels.cpu_library import PANEL, CpuLibrary, cpu_library
 from nanovllm.kernels.edit_logits import MaskAndPenalties
@@ -31,7 +32,7 @@ class CpuBackend(Backend):
     groups = range(1, 48 + 1)
 
     def __init__(self) -> None:
-        self._library = cpu_library()
+        self._library, self._scratch = cpu_library(), Scratch()
 
     @classmethod
     def why_cannot(cls, device: torch.device) -> str | None:
@@ -55,7 +56,7 @@ class CpuBackend(Backend):
 
     def pack_weights(self, modules: Iterable[nn.Module], check: Callable[[], None]) -> None:
         modules = list(modules)
-        pack_matrices(modules, lambda weight: NativeMatrix(self._library, weight, in_place=True), check)
+        pack_matrices(modules, lambda weight: NativeMatrix(self._library, weight, self._scratch, in_place=True), check)
         for module in modules:
             if isinstance(module, Experts):
                 for weight in (module.gate_up, module.down):
@@ -66,14 +67,14 @@ class CpuBackend(Backend):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.shape[1] % LANES:
             return super().rms_norm(x, weight, eps)
-        y = torch.empty_like(x)
+        y = self._scratch.empty(*x.shape, dtype=x.dtype)
         self._library.call("add_rms_norm", x.dtype, x, None, weight, y, None, *x.shape, eps)
         return y
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         if x.shape[1] % LANES:
             return super().add_rms_norm(x, residual, weight, eps)
-        y, total = torch.empty_like(x), torch.empty_like(x)
+        y, total = (self._scratch.empty(*x.shape, dtype=x.dtype) for _ in range(2))
         self._library.call("add_rms_norm", x.dtype, x, residual, weight, y, total, *x.shape, eps)
         return y, total
 
@@ -81,7 +82,7 @@ class CpuBackend(Backend):
         rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         if size % LANES:
             return super().silu_and_mul(gate_up)
-        y = gate_up.new_empty(rows, size)
+        y = self._scratch.empty(rows, size, dtype=gate_up.dtype)
         self._library.call("silu_and_mul", y.dtype, gate_up, y, rows, size)
         return y
 
@@ -96,7 +97,7 @@ class CpuBackend(Backend):
         if not _packs_in_place(weight):
             return super().grouped_linear(x, weight, routing, gather)
         rows = x[routing.tokens] if gather else x
-        y = x.new_empty(len(rows), weight.shape[1])
+        y = self._scratch.empty(len(rows), weight.shape[1], dtype=x.dtype)
         num_experts, out_size, in_size = weight.shape
         self._library.call("grouped_linear", x.dtype, rows, weight, routing.offsets, y, num_experts, in_size, out_size)
         return y
@@ -113,7 +114,7 @@ class CpuBackend(Backend):
     def norm_rope_store(self, qkv: Tensor, norms: NormRope, positions: Tensor, cache: KVCache, slots: Tensor) -> Tensor:
         block_size, num_kv_heads, dim = cache.keys.shape[1:]
         tokens, num_heads = qkv.shape[0], qkv.shape[1] // dim - 2 * num_kv_heads
-        q = qkv.new_empty(tokens, num_heads, dim)
+        q = self._scratch.empty(tokens, num_heads, dim, dtype=qkv.dtype)
         inputs = (qkv, norms.q_weight, norms.k_weight, norms.cos_sin, positions.to(torch.int32), slots)
         sizes = (tokens, num_heads, num_kv_heads, dim, block_size, norms.eps)
         self._library.call("norm_rope_store", q.dtype, *inputs, q, *cache, *sizes)
@@ -122,7 +123,7 @@ class CpuBackend(Backend):
     def attend(self, q: Tensor, cache: KVCache, metadata: AttentionMetadata, scale: float) -> Tensor:
         block_size, num_kv_heads, dim = cache.keys.shape[1:]
         q, tables = q.contiguous(), metadata.block_tables.contiguous()
-        out = torch.empty_like(q)
+        out = self._scratch.empty(*q.shape, dtype=q.dtype)
         inputs = (q, *cache, tables, metadata.cu_seqlens_q, metadata.seq_lens)
         sizes = (*tables.shape, num_kv_heads, q.shape[1] // num_kv_heads, dim, block_size, scale)
         self._library.call("attend", q.dtype, *inputs, out, *sizes)
@@ -147,12 +148,12 @@ def _packs_in_place(weight: Tensor) -> bool:
 class NativeMatrix:
     """Packed for the `linear` kernel, which also reads single rows: a tied embedding needs no second copy."""
 
-    def __init__(self, library: CpuLibrary, weight: Tensor, in_place: bool = False) -> None:
-        self._library, (self._out, self._in) = library, weight.shape
+    def __init__(self, library: CpuLibrary, weight: Tensor, scratch: Scratch, in_place: bool = False) -> None:
+        self._library, self._scratch, (self._out, self._in) = library, scratch, weight.shape
         self._packed = library.pack(weight.contiguous(), in_place)
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        y = x.new_empty(x.shape[0], self._out)
+        y = self._scratch.empty(x.shape[0], self._out, dtype=x.dtype)
         self._library.call("linear", x.dtype, x.contiguous(), self._packed, bias, y, x.shape[0], self._in, self._out)
         return y
 
