@@ -98,19 +98,15 @@ class LeadingRunner:
             self._end = weakref.finalize(self, stack.pop_all().close)  # for who forgets close(), and at exit
 
     def make_cache(self) -> int:
-        """Let the ranks meet, and make every one's KV cache; see `ModelRunner.make_cache`."""
+        """Let the ranks meet, and make every one's KV cache; see `ModelRunner.make_cache`. If it fails: `close`."""
         parallel, meeting = self._parallel, self._followers.meeting
-        try:
-            # One guard for both: a follower that has met the others may refuse its cache before rank 0 does.
-            with self._followers.guard():
-                # The thread that connects may outlive a failure: it holds no model.
-                self._followers.while_they_live(lambda: parallel.connect(meeting))
-                num_blocks = self._runner.make_cache()
-            self._followers.wait_until("ready")
-            return num_blocks
-        except BaseException:
-            self.close()
-            raise
+        # One guard for both: a follower that has met the others may refuse its cache before rank 0 does.
+        with self._followers.guard():
+            # The thread that connects may outlive a failure: it holds no model.
+            self._followers.while_they_live(lambda: parallel.connect(meeting))
+            num_blocks = self._runner.make_cache()
+        self._followers.wait_until("ready")
+        return num_blocks
 
     @property
     def pids(self) -> list[int]:
