@@ -27,12 +27,12 @@ from benchmarks.bench_compare import add_arguments, check_interpreters, compare
 from benchmarks.bench_cost import Cost, Machine, Model, Step, ideal_steps, measure_machine, step_cost, synchronize
 from benchmarks.bench_workload import Workload, make_workload
 from nanovllm import LLM, EngineConfig, SamplingParams
-from nanovllm.engine.batch import Batch
 from nanovllm.engine.plan import StepResult
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.step import ScheduledStep
 from nanovllm.estimate import read_config
+from nanovllm.models.presets import PRESETS, preset_config
 from nanovllm.models.shape import Shape
-from nanovllm.presets import PRESETS, preset_config
 from nanovllm.resolve import TOKEN_BUDGETS, resolve
 from nanovllm.utils.clock import Clock
 
@@ -92,12 +92,12 @@ class Recorder:
         self.host_seconds: list[float] = []
         self.command_seconds = 0.0
 
-    def planned(self, number: int, at: float, batch: Batch, scheduler: Scheduler) -> None:
-        plan = batch.plan
+    def planned(self, number: int, at: float, step: ScheduledStep, scheduler: Scheduler) -> None:
+        plan = step.plan
         work = list(zip(plan.num_computed.tolist(), plan.num_scheduled.tolist(), strict=True))
         self.steps.append((work, int(plan.num_logits.sum())))
 
-    def finished(self, number: int, batch: Batch, clock: Clock, result: StepResult) -> None:
+    def finished(self, number: int, step: ScheduledStep, clock: Clock, result: StepResult) -> None:
         device = result.device_seconds
         host = sum(seconds for name, _, seconds in clock.spans if name not in ("wait", "draft"))
         self.device_seconds.append(device)

@@ -38,8 +38,8 @@ def measure(args: argparse.Namespace) -> None:
     from benchmarks.bench_processors import read_rate
     from nanovllm.estimate import read_config
     from nanovllm.kernels.cpu_library import cpu_library
+    from nanovllm.models.presets import PRESETS
     from nanovllm.models.shape import Shape
-    from nanovllm.presets import PRESETS
 
     dtype, library = getattr(torch, args.dtype), cpu_library()
     packed, x, y = library.pack(torch.ones(6144, 1024, dtype=dtype)), torch.ones(512, 1024, dtype=dtype), None

@@ -24,8 +24,8 @@ from bench import Recorder, commit
 from benchmarks.bench_cost import measure_machine
 from nanovllm import LLM, SamplingParams
 from nanovllm.estimate import read_config
+from nanovllm.models.presets import preset_config
 from nanovllm.models.shape import Shape
-from nanovllm.presets import preset_config
 
 
 def count_touched(backend: Any) -> list[int]:

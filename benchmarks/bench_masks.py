@@ -14,7 +14,7 @@ import numpy as np
 
 from nanovllm import StructuredOutputsParams
 from nanovllm.edits.grammars import Grammars, fill_masks
-from nanovllm.engine.tokenizer import Tokenizer
+from nanovllm.text.tokenizer import Tokenizer
 
 ROUNDS = 20
 ROWS, STEPS = 64, 200

@@ -9,9 +9,9 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-from nanovllm.batch.source import MAX_LINE_BYTES
-from nanovllm.batch.status import STATUS_HELP, Status
 from nanovllm.config import EngineConfig
+from nanovllm.jobs.source import MAX_LINE_BYTES
+from nanovllm.jobs.status import STATUS_HELP, Status
 from nanovllm.utils.checks import as_integer
 from nanovllm.version import __version__
 
@@ -104,8 +104,8 @@ def _add_run_batch(commands: Any) -> None:
 
 
 def _run_batch(options: argparse.Namespace) -> int:
-    from nanovllm.batch.job import run_job
-    from nanovllm.batch.open_job import Job
+    from nanovllm.jobs.job import run_job
+    from nanovllm.jobs.open_job import Job
 
     job = Job(
         input=options.input_file,
@@ -122,7 +122,7 @@ def _run_batch(options: argparse.Namespace) -> int:
             raise ValueError("--replicas and --ray-address are for a Ray cluster: add --ray")
         return run_job(job)
     try:
-        from nanovllm.batch.cluster import run_on_ray
+        from nanovllm.jobs.cluster import run_on_ray
     except ImportError as error:
         raise ValueError(f"--ray needs Ray Data: pip install 'nano-vllm[ray]' ({error})") from error
     return run_on_ray(job, options.replicas, options.ray_address)

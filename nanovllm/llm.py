@@ -9,17 +9,32 @@ from functools import cached_property
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar, Unpack
 
-from nanovllm.chat import Message, conversation_prompts, rendering_arguments, split_conversations, template_variables
 from nanovllm.config import EngineConfig
-from nanovllm.engine.protocols import StepObserver
+from nanovllm.engine.hooks import StepObserver
 from nanovllm.engine.request import Request, derive_seed
 from nanovllm.load import load_engine
 from nanovllm.options import EngineOptions
 from nanovllm.outputs import Output
 from nanovllm.pieces import pieces_of
-from nanovllm.prompts import Prompt, as_iterable, as_prompts, each, naming, one_each, tokenise_prompt, tokenise_texts
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.score import Score, read_score, score_requests
+from nanovllm.text.chat import (
+    Message,
+    conversation_prompts,
+    rendering_arguments,
+    split_conversations,
+    template_variables,
+)
+from nanovllm.text.prompts import (
+    Prompt,
+    as_iterable,
+    as_prompts,
+    each,
+    naming,
+    one_each,
+    tokenise_prompt,
+    tokenise_texts,
+)
 from nanovllm.utils.ahead import work_ahead
 from nanovllm.utils.checks import refuse
 from nanovllm.utils.progress import ProgressBar
@@ -256,9 +271,9 @@ class LLM:
         self.engine.check_free()
         self.engine.last_read = None
         ended = [(seq.seq_id, seq.output_token_ids) for seq in self.engine.step()] if self.engine.has_work else []
-        if (batch := self.engine.last_read) is None:
+        if (read := self.engine.last_read) is None:
             return ended, 0
-        plan, lengths = batch.plan, [seq.num_prompt_tokens for seq in batch.seqs]
+        plan, lengths = read.plan, [seq.num_prompt_tokens for seq in read.seqs]
         are_decodes = plan.num_tokens == plan.num_sampled.sum() and (plan.num_computed >= lengths).all()
         return ended, -plan.num_tokens if are_decodes else plan.num_tokens
 

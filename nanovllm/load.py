@@ -9,16 +9,16 @@ from typing import Any
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.leader import LeadingRunner
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.hooks import StepObserver
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.protocols import StepObserver
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.tokenizer import Tokenizer
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.config import load_model_config, read_json
 from nanovllm.models.hub import find_config
 from nanovllm.resolve import resolve
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.utils.ahead import read_ahead
 from nanovllm.utils.checks import as_integer
 from nanovllm.utils.machine import limit_threads

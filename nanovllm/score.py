@@ -5,10 +5,10 @@ from typing import Any, TypedDict
 
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Request
-from nanovllm.engine.tokenizer import Tokenizer
 from nanovllm.outputs import Output
-from nanovllm.prompts import Prompt, each, tokenise_prompt, tokenise_texts
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.prompts import Prompt, each, tokenise_prompt, tokenise_texts
+from nanovllm.text.tokenizer import Tokenizer
 
 
 class Score(TypedDict):

@@ -23,16 +23,16 @@ import pytest
 from helpers.batch_jobs import InstantLLM, openai_line, read_answers, run, write_lines
 
 from nanovllm import LLM
-from nanovllm.batch.answers import Answer
-from nanovllm.batch.compact import LineSet
-from nanovllm.batch.job import answer_lines, run_job
-from nanovllm.batch.journal import OutputError, open_journal
-from nanovllm.batch.manifest import Manifest
-from nanovllm.batch.open_job import Job
-from nanovllm.batch.protocol import LineError, prepare, read_envelope
-from nanovllm.batch.source import Line, Reading, Source
-from nanovllm.batch.status import Status
 from nanovllm.config import EngineConfig
+from nanovllm.jobs.answers import Answer
+from nanovllm.jobs.compact import LineSet
+from nanovllm.jobs.job import answer_lines, run_job
+from nanovllm.jobs.journal import OutputError, open_journal
+from nanovllm.jobs.manifest import Manifest
+from nanovllm.jobs.open_job import Job
+from nanovllm.jobs.protocol import LineError, prepare, read_envelope
+from nanovllm.jobs.source import Line, Reading, Source
+from nanovllm.jobs.status import Status
 
 NUM_LINES = 40
 
@@ -85,7 +85,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 def with_id(line: bytes, name: str) -> bytes:
     """The answer under another id, with the right checksum: as if an engine of ours had written it."""
-    from nanovllm.batch.answers import _CHECKSUM, _checksum
+    from nanovllm.jobs.answers import _CHECKSUM, _checksum
 
     answer = {**json.loads(line), "id": name}
     del answer["checksum"]

@@ -23,7 +23,7 @@ import pytest
 from helpers.batch_jobs import openai_line, read_answers, run, write_lines
 
 import nanovllm
-from nanovllm.batch.status import Status
+from nanovllm.jobs.status import Status
 
 SHARE = float(os.environ.get("NANOVLLM_ATTACKS", "0.1"))
 MODEL = Path(nanovllm.__file__).parent / "assets" / "tiny-qwen3"

@@ -23,8 +23,8 @@ from helpers.integrity import check_scheduler
 
 import nanovllm
 from nanovllm import LLM, SamplingParams
-from nanovllm.batch.status import Status
 from nanovllm.cli import main
+from nanovllm.jobs.status import Status
 
 MODEL = Path(nanovllm.__file__).parent / "assets" / "tiny-qwen3"
 OPTIONS: dict[str, Any] = {

@@ -16,13 +16,13 @@ from helpers.batch_jobs import InstantLLM, openai_line, read_answers, run, texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.batch.compact import DigestSet, LineSet
-from nanovllm.batch.protocol import LineError, num_logprobs, prepare, read_envelope
-from nanovllm.batch.source import Line
-from nanovllm.batch.status import Status
 from nanovllm.cli import main
 from nanovllm.config import EngineConfig
 from nanovllm.engine.request import derive_seed
+from nanovllm.jobs.compact import DigestSet, LineSet
+from nanovllm.jobs.protocol import LineError, num_logprobs, prepare, read_envelope
+from nanovllm.jobs.source import Line
+from nanovllm.jobs.status import Status
 
 HELLO = [{"role": "user", "content": "hello"}]
 LINES = [openai_line(f"id-{i}", prompt="x" * (i + 1)) for i in range(30)]
@@ -434,7 +434,7 @@ def test_ids_and_finished_lines_take_at_most_16_bytes_each_at_any_time() -> None
 
 def test_lines_are_read_as_they_are_needed(tmp_path: Path) -> None:
     """Of an input that never ends, a job takes only what the engine has asked for, and some to tokenise meanwhile."""
-    from nanovllm.batch.job import LINES_AHEAD, answer_lines
+    from nanovllm.jobs.job import LINES_AHEAD, answer_lines
 
     def endless() -> Iterator[Line]:
         nonlocal taken
@@ -453,13 +453,13 @@ def test_lines_are_read_as_they_are_needed(tmp_path: Path) -> None:
 def test_the_bar_of_a_job_moves_while_its_first_line_runs(
     tmp_path: Path, reciter: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nanovllm.batch.job import Job, run_job
+    from nanovllm.jobs.job import Job, run_job
     from nanovllm.utils.progress import ProgressBar
 
     def restless(*given: Any, **options: Any) -> ProgressBar:
         return ProgressBar(*given, **options | {"mininterval": 0})
 
-    monkeypatch.setattr("nanovllm.batch.tally.ProgressBar", restless)
+    monkeypatch.setattr("nanovllm.jobs.tally.ProgressBar", restless)
     source = write_lines(tmp_path / "in", [{"prompt": "a", "max_tokens": 20, "temperature": 0}])
     config = EngineConfig(str(reciter), max_model_len=64)
     assert run_job(Job(str(source), str(tmp_path / "out"), config, "m")) == Status.OK

@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 from helpers.batch_jobs import openai_line, read_answers, texts_by_id, write_lines
 
-from nanovllm.batch.job import run_job
-from nanovllm.batch.open_job import Job
-from nanovllm.batch.status import Status
 from nanovllm.config import EngineConfig
+from nanovllm.jobs.job import run_job
+from nanovllm.jobs.open_job import Job
+from nanovllm.jobs.status import Status
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",

@@ -197,9 +197,9 @@ def test_a_broken_row_among_preempted_ones_and_steps_in_flight(depth: int, num_b
 
 
 def test_a_job_writes_an_error_line_and_goes_on(untied: Path, tmp_path: Path) -> None:
-    from nanovllm.batch.answers import answered_line, result_answer
-    from nanovllm.batch.protocol import read_envelope
-    from nanovllm.batch.source import Line
+    from nanovllm.jobs.answers import answered_line, result_answer
+    from nanovllm.jobs.protocol import read_envelope
+    from nanovllm.jobs.source import Line
 
     with open_llm(untied, BACKENDS["torch"]()) as llm:
         poison(llm, PROMPTS[0][5], INF)

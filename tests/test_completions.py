@@ -9,10 +9,10 @@ from helpers.batch_jobs import openai_line
 from helpers.tiny import draw_prompts, make_tokenizer
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.batch.answers import result_answer
-from nanovllm.batch.protocol import prepare, read_envelope
-from nanovllm.batch.source import Line
 from nanovllm.engine.request import derive_seed
+from nanovllm.jobs.answers import result_answer
+from nanovllm.jobs.protocol import prepare, read_envelope
+from nanovllm.jobs.source import Line
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 112, "kvcache_block_size": 16, "num_kvcache_blocks": 64}
 LONG, SHORT = draw_prompts([70, 5])

@@ -14,8 +14,8 @@ from test_speculation import FREE
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends.cpu_backend import CpuBackend
 from nanovllm.drafts.draft_model import ModelDrafter
-from nanovllm.engine.batch import Batch
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import ScheduledStep
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 5, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 
@@ -29,7 +29,7 @@ class Parrot:
     def offer(self, seqs: list[Sequence], most: np.ndarray) -> np.ndarray:
         return most
 
-    def draft(self, batch: Batch) -> None:
+    def draft(self, batch: ScheduledStep) -> None:
         for seq, share in batch.shares():
             text, known = self._texts[seq.seq_id % len(self._texts)], len(seq.token_ids)
             for i in range(1, len(share)):
@@ -155,7 +155,7 @@ def test_ids_beyond_the_smaller_vocabulary_are_never_drafted(random_model: Path,
     drafts = []
 
     class Spy(ModelDrafter):
-        def draft(self, batch: Batch) -> None:
+        def draft(self, batch: ScheduledStep) -> None:
             super().draft(batch)
             drafts.extend(token for _, share in batch.shares() for token in share[1:].tolist())
 

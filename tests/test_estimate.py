@@ -12,8 +12,8 @@ from nanovllm.config import EngineConfig
 from nanovllm.estimate import estimate, parse_size, read_config
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.decoder import Decoder
+from nanovllm.models.presets import PRESETS, preset_config
 from nanovllm.models.shape import Shape
-from nanovllm.presets import PRESETS, preset_config
 
 GIB = 1 << 30
 

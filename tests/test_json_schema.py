@@ -19,8 +19,8 @@ from tokenizers import models
 import nanovllm
 from nanovllm import StructuredOutputsParams
 from nanovllm.edits.grammars import Grammars, fill_masks
-from nanovllm.engine.tokenizer import Tokenizer
-from nanovllm.json_schema import read_schema, subschemas
+from nanovllm.edits.json_schema import read_schema, subschemas
+from nanovllm.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(Path(nanovllm.__file__).parent / "assets" / "tiny-qwen3")
 VOCAB_SIZE, EOS = 664, 663

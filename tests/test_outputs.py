@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
 from nanovllm import LLM, Completion, Output, SamplingParams
-from nanovllm.stop_strings import StopStringMatcher
+from nanovllm.text.stop_strings import StopStringMatcher
 
 OPTIONS = {"dtype": "float32", "max_model_len": 64, "kvcache_block_size": 16, "num_kvcache_blocks": 32}
 ID = make_tokenizer().token_to_id
@@ -417,7 +417,7 @@ def test_dummy_weights_need_config_json_alone_and_follow_the_seed(random_model: 
 
 
 def test_texts_are_tokenised_in_batches_as_they_are_one_by_one(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nanovllm.prompts.BATCH", 3)
+    monkeypatch.setattr("nanovllm.text.prompts.BATCH", 3)
     sizes, encode = [], type(llm.engine.tokenizer).encode_batch
 
     def encode_and_count(self: Any, texts: list[str], *args: Any) -> Any:

@@ -21,13 +21,13 @@ pytest.importorskip("ray.data")
 import ray
 
 from nanovllm import SamplingParams
-from nanovllm.batch.cluster import check_room, lines_per_part, parts_in_flight, read_parts, run_on_ray
-from nanovllm.batch.job import run_job
-from nanovllm.batch.open_job import Job
-from nanovllm.batch.source import Reading, Source
-from nanovllm.batch.status import Status
 from nanovllm.cli import main
 from nanovllm.config import EngineConfig
+from nanovllm.jobs.cluster import check_room, lines_per_part, parts_in_flight, read_parts, run_on_ray
+from nanovllm.jobs.job import run_job
+from nanovllm.jobs.open_job import Job
+from nanovllm.jobs.source import Reading, Source
+from nanovllm.jobs.status import Status
 from nanovllm.ray import RayLLM, SharedLLM, actors
 
 OPTIONS: dict[str, Any] = {
@@ -160,7 +160,7 @@ def test_wrong_commands_say_what_to_do(
     (tmp_path / "parts" / "part-000000.jsonl").touch()
     assert main([*command[:4], str(tmp_path / "parts"), "--model", "m", "--ray"]) == Status.USAGE
     assert "older version" in capsys.readouterr().err
-    for name in ("nanovllm.batch.cluster", "nanovllm.ray"):
+    for name in ("nanovllm.jobs.cluster", "nanovllm.ray"):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ray.data", None)
     monkeypatch.setitem(sys.modules, "ray", None)

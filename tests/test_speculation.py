@@ -14,16 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_scheduler import run_trace, traces
 
-from nanovllm.batch.answers import Usage
-from nanovllm.batch.tally import Tally
 from nanovllm.drafts.draft_model import ModelDrafter
 from nanovllm.drafts.ngrams import NgramDrafter
 from nanovllm.drafts.speculation import RowCosts, Speculation, allot
 from nanovllm.drafts.start import _time_steps
-from nanovllm.engine.batch import Batch
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.plan import StepPlan
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import ScheduledStep
+from nanovllm.jobs.answers import Usage
+from nanovllm.jobs.tally import Tally
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.progress import ProgressBar
 from nanovllm.view.run import read_run
@@ -41,7 +41,7 @@ class Adversary:
     def offer(self, seqs: list[Sequence], most: np.ndarray) -> np.ndarray:
         return most if self._eager else np.array([self._rng.randint(0, n) for n in most.tolist()], np.int32)
 
-    def draft(self, batch: Batch) -> None:
+    def draft(self, batch: ScheduledStep) -> None:
         for seq, tokens in batch.shares():
             state = 0
             for token in seq.token_ids:
@@ -177,7 +177,7 @@ def test_drafts_keep_nobody_waiting_who_could_be_admitted(num_blocks: int, num_d
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_what_breaks_while_drafts_are_made_leaves_the_engine_whole(error: type[BaseException]) -> None:
     class Breaking(Adversary):
-        def draft(self, batch: Batch) -> None:
+        def draft(self, batch: ScheduledStep) -> None:
             super().draft(batch)
             if batch.plan.num_computed.max() > 8:
                 raise error

@@ -20,15 +20,15 @@ from helpers.tiny import edit_json, logits_of, make_tokenizer, save_random
 from pydantic import BaseModel
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
-from nanovllm.batch.job import run_job
-from nanovllm.batch.open_job import Job
-from nanovllm.batch.protocol import LineError, prepare, read_envelope
-from nanovllm.batch.source import Line
-from nanovllm.batch.status import Status
 from nanovllm.config import EngineConfig
 from nanovllm.drafts.speculation import RowCosts, Speculation
 from nanovllm.edits import grammars
 from nanovllm.edits.grammars import Grammars
+from nanovllm.jobs.job import run_job
+from nanovllm.jobs.open_job import Job
+from nanovllm.jobs.protocol import LineError, prepare, read_envelope
+from nanovllm.jobs.source import Line
+from nanovllm.jobs.status import Status
 from nanovllm.outputs import Output
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len": 1024, "max_num_seqs": 64}

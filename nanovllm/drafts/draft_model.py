@@ -22,14 +22,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanovllm.config import EngineConfig, ResolvedConfig
-from nanovllm.engine.batch import Batch
+from nanovllm.engine.hooks import Handle, Runner
 from nanovllm.engine.plan import ROW_SAMPLING, IntArray, StepPlan
-from nanovllm.engine.protocols import Handle, Runner
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.tokenizer import Tokenizer
+from nanovllm.engine.step import ScheduledStep
 from nanovllm.models.config import load_model_config
 from nanovllm.models.hub import find_config
 from nanovllm.resolve import resolve
+from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.utils.checks import quote
 
 Places = NDArray[np.intp]
@@ -105,13 +105,13 @@ class ModelDrafter:
     def ended(self, seq: Sequence) -> None:
         pass
 
-    def draft(self, batch: Batch) -> None:
-        plan = batch.plan
+    def draft(self, step: ScheduledStep) -> None:
+        plan = step.plan
         num_drafts = plan.num_drawn - 1
         most, after = int(num_drafts.max()), plan.num_scheduled.cumsum()
         ends = plan.num_computed + plan.num_scheduled - num_drafts
         drawn = np.zeros((plan.num_seqs, max(most, 1)), np.int32)
-        passes = [self._launch_first(batch, ends, num_drafts)]
+        passes = [self._launch_first(step, ends, num_drafts)]
         for i in range(1, most):
             who = np.flatnonzero(num_drafts > i)
             decodes = self._decodes(plan.rows[who], ends[who] + np.int32(i - 1))
@@ -123,9 +123,9 @@ class ModelDrafter:
         is_draft = np.arange(drawn.shape[1]) < num_drafts[:, None]
         plan.token_ids[((after - num_drafts)[:, None] + np.arange(drawn.shape[1]))[is_draft]] = drawn[is_draft]
 
-    def _launch_first(self, batch: Batch, ends: IntArray, num_drafts: IntArray) -> tuple[Places, Handle]:
+    def _launch_first(self, step: ScheduledStep, ends: IntArray, num_drafts: IntArray) -> tuple[Places, Handle]:
         """The pass that computes each sequence's known tokens up to `ends`; and which it samples, in its order."""
-        plan, known = batch.plan, dict(zip(batch.rows.tolist(), batch.seqs, strict=True))
+        plan, known = step.plan, dict(zip(step.rows.tolist(), step.seqs, strict=True))
         if len(new_rows := plan.new_rows):
             self._num_computed[new_rows["row"]] = np.iinfo(np.int32).max
             new_rows = new_rows.copy()

@@ -11,9 +11,9 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from nanovllm.engine.batch import Batch
 from nanovllm.engine.plan import IntArray
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import ScheduledStep
 
 NUM_BYTES = 64 << 20
 """What the index may take in all: half of it for the table, half for ended outputs."""
@@ -57,8 +57,8 @@ class NgramDrafter:
                 offers[i] = len(drafts)
         return offers
 
-    def draft(self, batch: Batch) -> None:
-        for seq, tokens in batch.shares():
+    def draft(self, step: ScheduledStep) -> None:
+        for seq, tokens in step.shares():
             if len(tokens) > 1:
                 tokens[1:] = self._drafts[seq.seq_id][: len(tokens) - 1]
 

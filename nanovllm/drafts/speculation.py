@@ -17,11 +17,11 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from nanovllm.engine.batch import Batch
 from nanovllm.engine.plan import IntArray
-from nanovllm.engine.row_table import Rows
+from nanovllm.engine.rows import Rows
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import ScheduledStep
 
 MISSES = 3
 """Steps in a row that confirm no draft of a sequence before it gets none for a while."""
@@ -44,7 +44,7 @@ class Drafter(Protocol):
         """How many drafts it has for each sequence, at most `most`. 0 where it has no idea."""
         ...
 
-    def draft(self, batch: Batch) -> None:
+    def draft(self, step: ScheduledStep) -> None:
         """See `Speculator.draft`."""
         ...
 
@@ -185,10 +185,12 @@ class Speculation:
             blocks.grow(blocks.missing(rows, ends))
         return all_ends
 
-    def draft(self, batch: Batch) -> None:
-        self.drafter.draft(batch)
+    def draft(self, step: ScheduledStep) -> None:
+        self.drafter.draft(step)
 
-    def take_in(self, batch: Batch, token_ids: IntArray, logprobs: Mapping[int, dict[int, float]]) -> list[Sequence]:
+    def update(
+        self, step: ScheduledStep, token_ids: IntArray, logprobs: Mapping[int, dict[int, float]]
+    ) -> list[Sequence]:
         """Append what agrees with the drafts, and the first draw that differs; no other step is in flight.
 
             computed by the step   c d e f      c was known, d e f are drafts
@@ -197,7 +199,7 @@ class Speculation:
         The blocks that the rejected ones were computed into stay with the sequence.
         """
         scheduler = self._scheduler
-        table, rows, plan, ended = scheduler.table, batch.rows, batch.plan, list[Sequence]()
+        table, rows, plan, ended = scheduler.table, step.rows, step.plan, list[Sequence]()
         is_sampled = plan.num_sampled > 0
         counts, ends = plan.num_sampled[is_sampled], plan.num_scheduled.cumsum()[is_sampled]
         afters = counts.cumsum()
@@ -215,7 +217,7 @@ class Speculation:
         suspect = np.logical_or.reduceat(scheduler.may_stop[token_ids], firsts)
         suspect |= num_known > table.num_unwatched[rows]
         facts, drawn = (values.tolist() for values in (firsts, counts, kept, suspect)), token_ids.tolist()
-        for seq, first, count, num_kept, may_end in zip(batch.seqs, *facts, strict=True):
+        for seq, first, count, num_kept, may_end in zip(step.seqs, *facts, strict=True):
             if seq.finish_reason is not None:  # by the same step's scores, which were no numbers
                 continue
             for at in range(first, first + num_kept):

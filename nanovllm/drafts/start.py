@@ -10,8 +10,8 @@ from nanovllm.config import ResolvedConfig
 from nanovllm.drafts.draft_model import ModelDrafter
 from nanovllm.drafts.ngrams import NgramDrafter
 from nanovllm.drafts.speculation import Drafter, FloatArray, RowCosts, Speculation
+from nanovllm.engine.hooks import Runner
 from nanovllm.engine.plan import StepPlan
-from nanovllm.engine.protocols import Runner
 from nanovllm.engine.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)

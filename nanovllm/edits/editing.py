@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 
 from nanovllm.edits.logit_edits import LogitEdits, make_edits
 from nanovllm.edits.row_edits import RowEdits
-from nanovllm.engine.batch import Batch
-from nanovllm.engine.tokenizer import Tokenizer
+from nanovllm.engine.step import ScheduledStep
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from nanovllm.edits.grammars import Grammars
@@ -44,9 +44,9 @@ class Editing:
         stop_ids = self._eos_token_ids | set(params.stop_token_ids or ())
         return RowEdits(params, words, stop_ids, self._vocab_size, matcher)
 
-    def of_step(self, batch: Batch) -> LogitEdits | None:
+    def of_step(self, step: ScheduledStep) -> LogitEdits | None:
         """What the requests of a step ask for; None if that is nothing."""
-        return make_edits(batch, self._vocab_size)
+        return make_edits(step, self._vocab_size)
 
 
 def spell(words: Iterable[str], tokenizer: Tokenizer, max_model_len: int) -> list[list[int]]:

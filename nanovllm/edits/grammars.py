@@ -12,10 +12,10 @@ from collections.abc import Sequence as Seq
 from threading import Lock
 from typing import Any
 
+from nanovllm.edits.json_schema import find_place, read_schema
 from nanovllm.engine.plan import IntArray
-from nanovllm.engine.tokenizer import Tokenizer
-from nanovllm.json_schema import find_place, read_schema
 from nanovllm.structured_outputs import StructuredOutputsParams
+from nanovllm.text.tokenizer import Tokenizer
 
 try:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer

@@ -11,9 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanovllm.edits.row_edits import RowEdits
-from nanovllm.engine.batch import Batch
 from nanovllm.engine.plan import IntArray
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import ScheduledStep
 
 
 class Started(NamedTuple):
@@ -56,12 +56,12 @@ class _Edited(NamedTuple):
     at: int
 
 
-def make_edits(batch: Batch, vocab_size: int) -> LogitEdits | None:
+def make_edits(step: ScheduledStep, vocab_size: int) -> LogitEdits | None:
     """The edits of the step that was planned last; None if there are none."""
-    plan = batch.plan
+    plan = step.plan
     of_logits = plan.num_drawn.cumsum() - 1
     chosen, constrained = list[_Edited](), []
-    for i, (seq, (_, *drafts)) in zip(np.flatnonzero(plan.num_sampled).tolist(), batch.shares(), strict=True):
+    for i, (seq, (_, *drafts)) in zip(np.flatnonzero(plan.num_sampled).tolist(), step.shares(), strict=True):
         num_output = int(plan.num_computed[i] + plan.num_scheduled[i]) - seq.num_prompt_tokens
         edits, num_drafts = seq.edits, len(drafts)
         if edits is not None and (edits.has_penalties or len(edits.bias) or edits.forbids(num_output - num_drafts)):

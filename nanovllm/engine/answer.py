@@ -3,8 +3,8 @@
 from collections.abc import Collection
 
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.tokenizer import Tokenizer
 from nanovllm.outputs import Completion, Output
+from nanovllm.text.tokenizer import Tokenizer
 
 
 def make_output(seq: Sequence, tokenizer: Tokenizer | None, eos_token_ids: Collection[int]) -> Output:

@@ -4,7 +4,7 @@ import numpy as np
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.plan import IntArray
-from nanovllm.engine.row_table import NEVER, Rows, RowTable
+from nanovllm.engine.rows import NEVER, Rows, RowTable
 from nanovllm.engine.sequence import Sequence
 
 _NO_ENTRIES = np.empty((0, 3), np.int32)

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 
 from nanovllm.config import ResolvedConfig
 from nanovllm.engine.answer import make_output
-from nanovllm.engine.batch import Batch
+from nanovllm.engine.hooks import Handle, Runner, StepObserver
 from nanovllm.engine.plan import StepResult
-from nanovllm.engine.protocols import Handle, Runner, StepObserver
 from nanovllm.engine.request import MASK_64, Request, derive_seed, prepare_request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.tokenizer import Tokenizer
+from nanovllm.engine.step import ScheduledStep
 from nanovllm.outputs import Output
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.utils.clock import Clock
 from nanovllm.utils.interrupt import HoldInterrupt
 
@@ -36,7 +36,7 @@ class InFlight:
     """A step that was launched and is still to be read."""
 
     number: int
-    batch: Batch
+    step: ScheduledStep
     handle: Handle
     clock: Clock
 
@@ -81,7 +81,7 @@ class LLMEngine:
         self._in_flight: deque[InFlight] = deque()
         self._running = False
         self._pid = os.getpid()
-        self.last_read: Batch | None = None
+        self.last_read: ScheduledStep | None = None
         """The step that was read last."""
 
     # ---- requests
@@ -183,47 +183,49 @@ class LLMEngine:
     def _launch_next(self) -> bool:
         """Plan and launch the next step; False if nothing can be computed before a launched step is read."""
         clock = Clock()
-        batch = self.scheduler.schedule()
+        step = self.scheduler.schedule()
         clock.span("schedule")
-        if batch is None:
+        if step is None:
             return False
         if self.scheduler.speculation is not None:
-            self.scheduler.speculation.draft(batch)
+            self.scheduler.speculation.draft(step)
             clock.span("draft")
         for observer in self.observers:
-            observer.planned(self.num_steps + 1, clock.spans[0][1], batch, self.scheduler)
+            observer.planned(self.num_steps + 1, clock.spans[0][1], step, self.scheduler)
         clock.resume()
-        handle = self.runner.launch(batch.plan, self.editing.of_step(batch) if self.scheduler.edited_rows else None)
+        handle = self.runner.launch(step.plan, self.editing.of_step(step) if self.scheduler.edited_rows else None)
         clock.span("launch")
         self.num_steps += 1
-        self._in_flight.append(InFlight(self.num_steps, batch, handle, clock))
+        self._in_flight.append(InFlight(self.num_steps, step, handle, clock))
         return True
 
     def _read_oldest(self) -> list[Sequence]:
         """Wait for the oldest launched step and take in its tokens; returns the sequences that ended."""
-        step, result = self._await_oldest()
-        self.last_read = step.batch
-        finished = self.scheduler.update(step.batch, result.token_ids, result.logprobs, result.scores)
+        launched, result = self._await_oldest()
+        self.last_read = launched.step
+        finished = self.scheduler.update(launched.step, result.token_ids, result.logprobs, result.scores)
         for seq in finished:
             if self.scheduler.speculation is not None:
                 self.scheduler.speculation.ended(seq)
             if seq.finish_reason == "error":
-                where = f"request {seq.seq_id}, step {step.number}, after {len(seq.output_token_ids)} tokens of output"
+                where = (
+                    f"request {seq.seq_id}, step {launched.number}, after {len(seq.output_token_ids)} tokens of output"
+                )
                 grammar = seq.grammar.get_error().split("\n")[0] if seq.grammar is not None else ""
                 seq.error = f"{where}: {grammar or 'the logits hold NaN or infinity, or no token that may come'}"
-        step.clock.span("update")
+        launched.clock.span("update")
         for observer in self.observers:
-            observer.finished(step.number, step.batch, step.clock, result)
+            observer.finished(launched.number, launched.step, launched.clock, result)
         # Who has several completions ends with the last of them.
         leads = dict.fromkeys(seq.lead or seq for seq in finished)
         return [lead for lead in leads if all(seq.finish_reason for seq in (lead, *lead.others))]
 
     def _await_oldest(self) -> tuple[InFlight, StepResult]:
-        step = self._in_flight.popleft()
-        step.clock.resume()
-        result = step.handle.result()
-        step.clock.span("wait")
-        return step, result
+        launched = self._in_flight.popleft()
+        launched.clock.resume()
+        result = launched.handle.result()
+        launched.clock.span("wait")
+        return launched, result
 
     def _recover(self) -> None:
         """After a failed step: drop every sequence and the prefix cache, for what the KV cache holds is unknown."""
@@ -238,9 +240,9 @@ class LLMEngine:
         """Wait for what is in flight, drop its results, and end every sequence."""
         while self._in_flight:
             try:
-                step, result = self._await_oldest()
+                launched, result = self._await_oldest()
                 for observer in self.observers:
-                    observer.finished(step.number, step.batch, step.clock, result)
+                    observer.finished(launched.number, launched.step, launched.clock, result)
             except Exception as error:
                 logger.warning("a step in flight failed too: %s", error)
         self.scheduler.abort_all()

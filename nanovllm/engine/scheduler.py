@@ -6,13 +6,13 @@ from collections.abc import Sequence as Seq
 
 import numpy as np
 
-from nanovllm.engine.batch import Batch, Speculator
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.block_tables import BlockTables
 from nanovllm.engine.plan import IntArray, StepPlan
-from nanovllm.engine.row_table import Rows, RowTable, sampling_of
+from nanovllm.engine.rows import Rows, RowTable, sampling_of
 from nanovllm.engine.scoring import NO_TARGETS, Scored, choose_targets, deal_out
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import ScheduledStep, Speculator
 from nanovllm.outputs import FinishReason
 
 
@@ -72,7 +72,7 @@ class Scheduler:
 
     # ---- schedule
 
-    def schedule(self) -> Batch | None:
+    def schedule(self) -> ScheduledStep | None:
         """Plan the next step, or None if nothing can be computed before a launched step is read."""
         rows, ends, has_preempted = self._schedule_running()
         admitted: list[Sequence] = []
@@ -81,7 +81,7 @@ class Scheduler:
                 rows, ends, admitted = self._admit(rows, ends)
             if self.speculation is not None and len(rows) > len(admitted):
                 ends = self.speculation.plan(rows, ends, len(rows) - len(admitted))
-        return self._make_batch(rows, ends, admitted) if len(rows) else None
+        return self._make_step(rows, ends, admitted) if len(rows) else None
 
     def _schedule_running(self) -> tuple[Rows, IntArray, bool]:
         """The running rows that compute in this step, up to which token each, and whether room had to be made.
@@ -150,7 +150,7 @@ class Scheduler:
                 self.num_prompt_tokens += seq.num_prompt_tokens
                 self.num_cached_tokens += num_cached
 
-    def _make_batch(self, rows: Rows, ends: IntArray, admitted: list[Sequence]) -> Batch:
+    def _make_step(self, rows: Rows, ends: IntArray, admitted: list[Sequence]) -> ScheduledStep:
         """The step that computes each row's tokens up to ends."""
         table = self.table
         num_computed = table.num_computed[rows]
@@ -187,13 +187,13 @@ class Scheduler:
             new_rows=sampling_of(admitted, len(self.may_stop) - 1),
         )
         sampled = rows if np.count_nonzero(num_sampled) == len(rows) else rows[num_sampled > 0]
-        return Batch(plan, table.sequences(sampled), sampled, table.num_releases, scored)
+        return ScheduledStep(plan, table.sequences(sampled), sampled, table.num_releases, scored)
 
     # ---- update
 
     def update(
         self,
-        batch: Batch,
+        step: ScheduledStep,
         token_ids: IntArray,
         logprobs: Mapping[int, dict[int, float]] = {},
         scores: Seq[dict[int, float]] = (),
@@ -205,15 +205,15 @@ class Scheduler:
             logprobs: of those whose request asked for them, by their place.
             scores: for each of the plan's targets.
         """
-        table, rows, seqs = self.table, batch.rows, batch.seqs
-        finished = self._take_in_scores(batch, scores) if batch.scored else []
+        table, rows, seqs = self.table, step.rows, step.seqs
+        finished = self._take_in_scores(step, scores) if step.scored else []
         if self.speculation is not None and len(token_ids) > len(seqs):
-            return finished + self.speculation.take_in(batch, token_ids, logprobs)
+            return finished + self.speculation.update(step, token_ids, logprobs)
         for i, values in logprobs.items():
             if seqs[i].finish_reason is None:
                 seqs[i].logprobs.append(values)
-        if table.num_releases > batch.num_releases:
-            is_resident = table.released_at[rows] <= batch.num_releases
+        if table.num_releases > step.num_releases:
+            is_resident = table.released_at[rows] <= step.num_releases
             for i in np.flatnonzero(~is_resident).tolist():
                 if self._deliver_late(seqs[i], int(token_ids[i])):
                     finished.append(seqs[i])
@@ -230,9 +230,9 @@ class Scheduler:
             self.release(seq)
         return finished + ended
 
-    def _take_in_scores(self, batch: Batch, scores: Seq[dict[int, float]]) -> list[Sequence]:
+    def _take_in_scores(self, step: ScheduledStep, scores: Seq[dict[int, float]]) -> list[Sequence]:
         """Deal out a step's scores; returns the sequences that end with them."""
-        ended = deal_out(batch.scored, scores)
+        ended = deal_out(step.scored, scores)
         for seq, reason in ended:
             if reason == "error":
                 self.block_manager.forget(seq)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from nanovllm.engine.plan import IntArray
-from nanovllm.engine.row_table import Rows
+from nanovllm.engine.rows import Rows
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import FinishReason
 

@@ -9,7 +9,7 @@ from nanovllm.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from nanovllm.edits.row_edits import RowEdits
-    from nanovllm.stop_strings import StopStringMatcher
+    from nanovllm.text.stop_strings import StopStringMatcher
 
 
 class Sequence:

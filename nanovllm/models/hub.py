@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.models.config import read_json
-from nanovllm.presets import PRESETS, preset_config
+from nanovllm.models.presets import PRESETS, preset_config
 from nanovllm.utils.checks import quote, refuse
 
 BOX = "tiny-qwen3"

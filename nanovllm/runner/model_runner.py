@@ -81,7 +81,7 @@ class ModelRunner:
             self.model = make_model(hf_config, self.backend, parallel, config.max_model_len)
         self.backend.before_writing(self.model.parameters())
         if folder is None:
-            from nanovllm.dummy_weights import fill_randomly
+            from nanovllm.models.dummy_weights import fill_randomly
 
             fill_randomly(self.model, config.seed + parallel.rank, hf_config.initializer_range, check)
         else:

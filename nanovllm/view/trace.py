@@ -15,12 +15,12 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from nanovllm.engine.batch import Batch
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.plan import StepResult
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.tokenizer import Tokenizer
+from nanovllm.engine.step import ScheduledStep
+from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.utils.clock import Clock
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class Trace:
 
     # ---- what the engine tells
 
-    def planned(self, number: int, at: float, batch: Batch, scheduler: Scheduler) -> None:
+    def planned(self, number: int, at: float, step: ScheduledStep, scheduler: Scheduler) -> None:
         """What a step is made of, and the state it was planned in."""
         if self._num_events >= MAX_EVENTS and self._stopped_at is None:
             self._stopped_at = number
@@ -121,7 +121,7 @@ class Trace:
             if self._file is None:
                 self._log.clear()
             return
-        plan, manager = batch.plan, scheduler.block_manager
+        plan, manager = step.plan, scheduler.block_manager
         if not self._owners:
             pool = {"num_blocks": manager.num_blocks, "block_size": manager.block_size}
             pool["budget"] = scheduler.max_num_batched_tokens
@@ -139,13 +139,13 @@ class Trace:
             ("KV blocks", f'{{"used": {manager.num_used}, "free": {manager.num_free}}}'),
             ("prompt tokens", f'{{"cached": {scheduler.num_cached_tokens}, "all": {scheduler.num_prompt_tokens}}}'),
         )
-        told = {"step": number, **self._requests(batch, num_decodes, scheduler), **self._blocks()}
+        told = {"step": number, **self._requests(step, num_decodes, scheduler), **self._blocks()}
         if len(plan.block_entries):
             told |= self._tables(plan.block_entries.tolist())
         self._lines += [_line(name, "C", HOST, args, stamp) for name, args in charts]
         self._lines.append(_line("plan", "i", HOST, json.dumps(told), stamp + ', "s": "t"'))
 
-    def finished(self, number: int, batch: Batch, clock: Clock, result: StepResult) -> None:
+    def finished(self, number: int, step: ScheduledStep, clock: Clock, result: StepResult) -> None:
         """The spans of a step that has been read: what the host did for it, and the device's work; and its tokens.
 
         The device's work is timed but not placed: it began once launched, and not before the step before had ended.
@@ -162,7 +162,7 @@ class Trace:
                 self._device_free_at = began + result.device_seconds
                 lines.append(self._span("step", DEVICE, began, result.device_seconds, args))
             if name == "update":
-                args = json.dumps({"step": number, **self._progress(batch.seqs)})
+                args = json.dumps({"step": number, **self._progress(step.seqs)})
             lines.append(self._span(name, HOST, start, seconds, args))
         self._flush()
 
@@ -178,9 +178,9 @@ class Trace:
 
     # ---- what becomes of requests and blocks
 
-    def _requests(self, batch: Batch, num_decodes: int, scheduler: Scheduler) -> dict[str, Any]:
+    def _requests(self, step: ScheduledStep, num_decodes: int, scheduler: Scheduler) -> dict[str, Any]:
         """Who came, who was preempted, who moved in, and what the step computes of whom."""
-        plan, resident = batch.plan, self._resident
+        plan, resident = step.plan, self._resident
         arrived = []
         for seq in reversed(scheduler.waiting):
             if seq.seq_id in self._live:

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm import SamplingParams
-from nanovllm.batch.job import run_job
-from nanovllm.batch.open_job import Job
-from nanovllm.batch.status import Status
 from nanovllm.config import EngineConfig
 from nanovllm.engine.request import derive_seed
+from nanovllm.jobs.job import run_job
+from nanovllm.jobs.open_job import Job
+from nanovllm.jobs.status import Status
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 

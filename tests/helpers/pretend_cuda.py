@@ -21,7 +21,7 @@ from nanovllm.kernels import paged_decode, paged_prefill
 from nanovllm.kernels.launch import Launch, given_to
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.config import load_model_config
-from nanovllm.presets import preset_config
+from nanovllm.models.presets import preset_config
 from nanovllm.resolve import resolve
 from nanovllm.runner import model_runner
 from nanovllm.runner.model_runner import ModelRunner
@@ -86,7 +86,7 @@ def pretend_runner(model: str = "qwen3-0.6b", **options: Any) -> Iterator[ModelR
         mock.patch.object(paged_decode, "num_multiprocessors", lambda device: 132),
         mock.patch.object(paged_prefill, "shared_memory_kib", lambda device: 227),
         mock.patch.object(model_runner, "check_free_memory", lambda *arguments: None),
-        mock.patch("nanovllm.dummy_weights.fill_randomly", lambda *arguments: None),
+        mock.patch("nanovllm.models.dummy_weights.fill_randomly", lambda *arguments: None),
         FakeTensorMode(allow_non_fake_inputs=True),
         _Indexing(),
         torch.inference_mode(),

@@ -23,14 +23,14 @@ import ray
 from ray.data import DataContext, Datasource, ReadTask
 from ray.data.block import BlockMetadata
 
-from nanovllm.batch.answers import Answer, Usage, error_answer
-from nanovllm.batch.compact import DigestSet, LineSet
-from nanovllm.batch.job import answer_lines, supervise
-from nanovllm.batch.open_job import Job, OpenJob
-from nanovllm.batch.protocol import LineError, read_envelope
-from nanovllm.batch.source import InputDigest, Line, Reading, Source
-from nanovllm.batch.status import Status
 from nanovllm.config import EngineConfig
+from nanovllm.jobs.answers import Answer, Usage, error_answer
+from nanovllm.jobs.compact import DigestSet, LineSet
+from nanovllm.jobs.job import answer_lines, supervise
+from nanovllm.jobs.open_job import Job, OpenJob
+from nanovllm.jobs.protocol import LineError, read_envelope
+from nanovllm.jobs.source import InputDigest, Line, Reading, Source
+from nanovllm.jobs.status import Status
 from nanovllm.ray import MAX_BATCHES, SharedLLM, actors
 
 logger = logging.getLogger(__name__)

@@ -2,9 +2,9 @@
 
 from typing import TYPE_CHECKING, Protocol
 
-from nanovllm.engine.batch import Batch
 from nanovllm.engine.plan import StepPlan, StepResult
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.step import ScheduledStep
 from nanovllm.utils.clock import Clock
 
 if TYPE_CHECKING:
@@ -36,11 +36,11 @@ class Runner(Protocol):
 class StepObserver(Protocol):
     """Is told of every step: the trace, or who measures."""
 
-    def planned(self, number: int, at: float, batch: Batch, scheduler: Scheduler) -> None:
+    def planned(self, number: int, at: float, step: ScheduledStep, scheduler: Scheduler) -> None:
         """Step `number`, counted from 1, was planned, from `at` on (`time.perf_counter`); it is not launched yet."""
         ...
 
-    def finished(self, number: int, batch: Batch, clock: Clock, result: StepResult) -> None:
+    def finished(self, number: int, step: ScheduledStep, clock: Clock, result: StepResult) -> None:
         """Step `number` was read, and its tokens taken in; the clock has its spans on the host."""
         ...
 

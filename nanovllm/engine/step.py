@@ -8,13 +8,13 @@ from typing import Protocol
 import numpy as np
 
 from nanovllm.engine.plan import IntArray, StepPlan
-from nanovllm.engine.row_table import Rows
+from nanovllm.engine.rows import Rows
 from nanovllm.engine.scoring import Scored
 from nanovllm.engine.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)
-class Batch:
+class ScheduledStep:
     """A plan, and for whom its results are: `seqs` share what is sampled, `scored` the scores.
 
     Without drafts `seqs[i]` gets the i-th sampled token. A step is read one or more steps after it was planned; by
@@ -55,11 +55,13 @@ class Speculator(Protocol):
         """
         ...
 
-    def draft(self, batch: Batch) -> None:
-        """Write the drafts into the plan: the shares of its batch have room for as many as were planned."""
+    def draft(self, step: ScheduledStep) -> None:
+        """Write the drafts into the plan: the shares of its step have room for as many as were planned."""
         ...
 
-    def take_in(self, batch: Batch, token_ids: IntArray, logprobs: Mapping[int, dict[int, float]]) -> list[Sequence]:
+    def update(
+        self, step: ScheduledStep, token_ids: IntArray, logprobs: Mapping[int, dict[int, float]]
+    ) -> list[Sequence]:
         """`Scheduler.update` of a step with drafts."""
         ...
 

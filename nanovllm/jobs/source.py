@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from nanovllm.batch.compact import LineSet
+from nanovllm.jobs.compact import LineSet
 from nanovllm.utils.checks import quote
 
 STANDARD = "-"

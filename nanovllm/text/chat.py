@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from inspect import signature
 from typing import Any
 
-from nanovllm.engine.tokenizer import Tokenizer
-from nanovllm.prompts import Prompt, each, tokenise_texts
+from nanovllm.text.prompts import Prompt, each, tokenise_texts
+from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.utils.checks import quote, refuse
 
 Message = Mapping[str, Any]

@@ -8,8 +8,8 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
-from nanovllm.engine.tokenizer import Tokenizer
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.utils.checks import as_integer, quote
 
 BATCH = 256

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from nanovllm.batch.answers import Usage
+from nanovllm.jobs.answers import Usage
 from nanovllm.utils.progress import ProgressBar, tokens_a_step
 
 

@@ -9,7 +9,7 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import why_not_unicode
 
 if TYPE_CHECKING:
-    from nanovllm.stop_strings import StopStringMatcher
+    from nanovllm.text.stop_strings import StopStringMatcher
 
 
 class Tokenizer:
@@ -102,6 +102,6 @@ class Tokenizer:
         """What watches an output's text for stop strings; None if the request has none."""
         if not params.stop:
             return None
-        from nanovllm.stop_strings import StopStringMatcher
+        from nanovllm.text.stop_strings import StopStringMatcher
 
         return StopStringMatcher(self._backend, params, self._context(prompt))

@@ -9,14 +9,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from nanovllm.batch.answers import Answer
-from nanovllm.batch.compact import LineSet
-from nanovllm.batch.journal import OutputError, open_journal
-from nanovllm.batch.manifest import Manifest, remove_stale
-from nanovllm.batch.protocol import foreign_model
-from nanovllm.batch.source import MAX_LINE_BYTES, STANDARD, InputDigest, Reading, Source, is_file
-from nanovllm.batch.tally import Tally
 from nanovllm.config import EngineConfig
+from nanovllm.jobs.answers import Answer
+from nanovllm.jobs.compact import LineSet
+from nanovllm.jobs.journal import OutputError, open_journal
+from nanovllm.jobs.manifest import Manifest, remove_stale
+from nanovllm.jobs.protocol import foreign_model
+from nanovllm.jobs.source import MAX_LINE_BYTES, STANDARD, InputDigest, Reading, Source, is_file
+from nanovllm.jobs.tally import Tally
 from nanovllm.utils.checks import LONGEST_QUOTE, quote
 
 logger = logging.getLogger(__name__)

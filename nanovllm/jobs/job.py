@@ -11,16 +11,16 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING
 
-from nanovllm.batch.answers import Answer, error_answer, result_answer
-from nanovllm.batch.compact import DigestSet
-from nanovllm.batch.journal import OutputError
-from nanovllm.batch.manifest import write_json
-from nanovllm.batch.open_job import IncompleteError, Job, OpenJob
-from nanovllm.batch.protocol import Envelope, LineError, prepare, read_envelope
-from nanovllm.batch.source import InputError, Line, Reading
-from nanovllm.batch.status import Status
-from nanovllm.batch.tally import Tally
 from nanovllm.config import EngineConfig
+from nanovllm.jobs.answers import Answer, error_answer, result_answer
+from nanovllm.jobs.compact import DigestSet
+from nanovllm.jobs.journal import OutputError
+from nanovllm.jobs.manifest import write_json
+from nanovllm.jobs.open_job import IncompleteError, Job, OpenJob
+from nanovllm.jobs.protocol import Envelope, LineError, prepare, read_envelope
+from nanovllm.jobs.source import InputError, Line, Reading
+from nanovllm.jobs.status import Status
+from nanovllm.jobs.tally import Tally
 from nanovllm.utils.ahead import work_ahead
 
 if TYPE_CHECKING:

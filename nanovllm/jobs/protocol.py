@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.batch.source import Line
-from nanovllm.chat import join_parts
+from nanovllm.jobs.source import Line
+from nanovllm.text.chat import join_parts
 from nanovllm.utils.checks import as_integer, quote, refuse_unknown
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import xxhash
 
-from nanovllm.batch.protocol import Envelope, LineError, num_logprobs, structured_outputs
+from nanovllm.jobs.protocol import Envelope, LineError, num_logprobs, structured_outputs
 
 if TYPE_CHECKING:
     from nanovllm.outputs import Output

@@ -9,10 +9,10 @@ import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from nanovllm.batch.answers import answered_line
-from nanovllm.batch.compact import LineSet
-from nanovllm.batch.manifest import Manifest, remove_stale
-from nanovllm.batch.source import STANDARD, is_file
+from nanovllm.jobs.answers import answered_line
+from nanovllm.jobs.compact import LineSet
+from nanovllm.jobs.manifest import Manifest, remove_stale
+from nanovllm.jobs.source import STANDARD, is_file
 
 logger = logging.getLogger(__name__)
 
