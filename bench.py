@@ -95,7 +95,7 @@ class Recorder:
     def planned(self, number: int, at: float, step: ScheduledStep, scheduler: Scheduler) -> None:
         plan = step.plan
         work = list(zip(plan.num_computed.tolist(), plan.num_scheduled.tolist(), strict=True))
-        self.steps.append((work, int(plan.num_logits.sum())))
+        self.steps.append((work, int(plan.num_sampled.sum() + plan.num_scored.sum())))
 
     def finished(self, number: int, step: ScheduledStep, clock: Clock, result: StepResult) -> None:
         device = result.device_seconds

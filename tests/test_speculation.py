@@ -104,7 +104,7 @@ class TwoModels(FakeRunner):
         self.draft = FakeRunner(*sizes, scheduler.max_num_batched_tokens + config.max_num_seqs)
 
     def launch(self, plan: StepPlan, edits: None = None) -> FakeHandle:
-        return self.draft.launch(plan) if plan.of_draft else super().launch(plan, edits)
+        return self.draft.launch(plan) if plan.for_draft_model else super().launch(plan, edits)
 
 
 @settings(max_examples=300, deadline=None)

@@ -107,7 +107,7 @@ class ModelDrafter:
 
     def draft(self, step: ScheduledStep) -> None:
         plan = step.plan
-        num_drafts = plan.num_drawn - 1
+        num_drafts = plan.num_drafts
         most, after = int(num_drafts.max()), plan.num_scheduled.cumsum()
         ends = plan.num_computed + plan.num_scheduled - num_drafts
         drawn = np.zeros((plan.num_seqs, max(most, 1)), np.int32)
@@ -146,18 +146,20 @@ class ModelDrafter:
             rows=plan.rows[order],
             num_computed=starts[order],
             num_scheduled=(ends - starts)[order],
-            num_logits=sampled,
             num_sampled=sampled,
+            num_scored=np.zeros_like(sampled),
             token_ids=token_ids,
             targets=np.empty(0, np.int32),
             block_entries=plan.block_entries,
             new_rows=new_rows,
-            of_draft=True,
+            for_draft_model=True,
         )
         return order[sampled > 0], self._runner.launch(first)
 
     def _decodes(self, rows: IntArray, num_computed: IntArray) -> StepPlan:
         """A pass that computes the draft drawn last for each of rows, and draws the next."""
-        ones, nothing = np.ones_like(rows), np.empty(0, np.int32)
+        ones = np.ones_like(rows)
+        zeros = np.zeros_like(rows)
+        nothing = np.empty(0, np.int32)
         entries, new_rows = nothing.reshape(0, 3), np.empty(0, ROW_SAMPLING)
-        return StepPlan(rows, num_computed, ones, ones, ones, -ones, nothing, entries, new_rows, of_draft=True)
+        return StepPlan(rows, num_computed, ones, ones, zeros, -ones, nothing, entries, new_rows, for_draft_model=True)

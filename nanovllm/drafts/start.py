@@ -36,13 +36,15 @@ def start_speculation(config: ResolvedConfig, runner: Runner, scheduler: Schedul
     decodes = [min(size, config.max_num_seqs) for size in rows]
     verified = _time_steps(runner, config, rows, most)
     plain = _time_steps(runner, config, decodes, 0) if config.use_graphs else verified
-    drafting = np.zeros(len(rows)) if config.draft is None else _time_steps(runner, config, decodes, 0, of_draft=True)
+    drafting = (
+        np.zeros(len(rows)) if config.draft is None else _time_steps(runner, config, decodes, 0, for_draft_model=True)
+    )
     logger.info("a step of %s rows takes %s ms", rows, np.round(1000 * verified, 2).tolist())
     return Speculation(scheduler, drafter, most, RowCosts(np.array(rows, np.float64), plain, verified, drafting))
 
 
 def _time_steps(
-    runner: Runner, config: ResolvedConfig, sizes: list[int], num_drafts: int, of_draft: bool = False
+    runner: Runner, config: ResolvedConfig, sizes: list[int], num_drafts: int, for_draft_model: bool = False
 ) -> FloatArray:
     """Seconds of steps that compute so many rows, of sequences that verify num_drafts each: the best of some runs.
 
@@ -53,7 +55,7 @@ def _time_steps(
     def measure(size: int) -> None:
         plan = StepPlan.largest(-(-size // (1 + num_drafts)), size, 1 + num_drafts, num_drafts)
         plan.rows[:] = config.max_num_seqs  # the row of nobody: nothing is stored
-        plan, spent = replace(plan, of_draft=of_draft), 0.0
+        plan, spent = replace(plan, for_draft_model=for_draft_model), 0.0
         while spent < ROUND:
             since = time.perf_counter()
             runner.launch(plan).result()

@@ -59,7 +59,7 @@ class _Edited(NamedTuple):
 def make_edits(step: ScheduledStep, vocab_size: int) -> LogitEdits | None:
     """The edits of the step that was planned last; None if there are none."""
     plan = step.plan
-    of_logits = plan.num_drawn.cumsum() - 1
+    last_logits = (1 + plan.num_drafts).cumsum() - 1
     chosen, constrained = list[_Edited](), []
     for i, (seq, (_, *drafts)) in zip(np.flatnonzero(plan.num_sampled).tolist(), step.shares(), strict=True):
         num_output = int(plan.num_computed[i] + plan.num_scheduled[i]) - seq.num_prompt_tokens
@@ -68,7 +68,7 @@ def make_edits(step: ScheduledStep, vocab_size: int) -> LogitEdits | None:
             if seq.grammar is not None:
                 constrained.append((seq.grammar, len(chosen), [int(token_id) for token_id in drafts]))
             back = range(num_drafts, -1, -1)
-            chosen += [_Edited(i, seq, edits, num_output - j, int(of_logits[i]) - j) for j in back]
+            chosen += [_Edited(i, seq, edits, num_output - j, int(last_logits[i]) - j) for j in back]
     if not chosen:
         return None
     masks = penalties = None

@@ -168,19 +168,20 @@ class Scheduler:
                 known = table.resident[row].token_ids[start:end]
                 places[at : at + len(known)] = known  # drafts follow
         num_before = table.num_tokens[rows]
-        num_logits = num_sampled = np.maximum(ends + 1 - num_before, 0)  # more than 1: with drafts
+        num_sampled = np.maximum(ends + 1 - num_before, 0)  # more than 1: with drafts
+        num_scored = np.zeros_like(num_sampled)
         scored: Seq[Scored] = ()
         targets = NO_TARGETS
         if self._scoring:
-            num_logits, num_sampled, scored, targets = choose_targets(self._scoring, rows, ends, num_sampled)
+            num_sampled, num_scored, scored, targets = choose_targets(self._scoring, rows, ends, num_sampled)
         table.num_computed[rows] = ends
         table.num_tokens[rows] = num_before + num_sampled
         plan = StepPlan(
             rows=rows.astype(np.int32),
             num_computed=num_computed,
             num_scheduled=num_scheduled,
-            num_logits=num_logits,
             num_sampled=num_sampled,
+            num_scored=num_scored,
             token_ids=token_ids,
             targets=targets,
             block_entries=self.blocks.new_entries(),

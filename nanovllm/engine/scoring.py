@@ -27,7 +27,7 @@ class Scored(NamedTuple):
 def choose_targets(
     scoring: dict[int, Sequence], rows: Rows, ends: IntArray, num_sampled: IntArray
 ) -> tuple[IntArray, IntArray, list[Scored], IntArray]:
-    """What is scored in a step that computes each row's tokens up to ends: num_logits, num_sampled, who, targets.
+    """Choose what a step scores that computes each row's tokens up to ends: num_sampled, num_scored, who, targets.
 
     The logits of a token score the one after it, so the step's last token scores one that is not in the step.
 
@@ -35,22 +35,23 @@ def choose_targets(
         scoring: by row, those whose prompt is still to be scored, from which they are taken with their last part, and
             those that are only scored.
     """
-    num_logits, num_sampled = num_sampled.copy(), num_sampled.copy()
+    num_sampled = num_sampled.copy()
+    num_scored = np.zeros_like(num_sampled)
     scored: list[Scored] = []
     targets = array("i")
     for i, row in enumerate(rows.tolist()):
         if (seq := scoring.get(row)) is None:
             continue
         if seq.is_only_scored:
-            num_logits[i] = num_sampled[i] = 0
+            num_sampled[i] = 0
         elif ends[i] >= seq.num_prompt_tokens:
             del scoring[row]
         parts = seq.token_ids[seq.next_scored : min(int(ends[i]) + 1, seq.num_prompt_tokens)]
         targets.extend(parts)
-        num_logits[i] += len(parts)
+        num_scored[i] = len(parts)
         seq.next_scored += len(parts)
         scored.append(Scored(seq, len(parts), seq.is_only_scored and ends[i] == seq.num_needed))
-    return num_logits, num_sampled, scored, np.array(targets, np.int32)
+    return num_sampled, num_scored, scored, np.array(targets, np.int32)
 
 
 def deal_out(scored: Iterable[Scored], scores: Seq[dict[int, float]]) -> list[tuple[Sequence, FinishReason]]:

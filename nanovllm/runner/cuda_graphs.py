@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from nanovllm.engine.plan import NUM_PER_SEQ
+from nanovllm.engine.plan import NUM_PER_SEQ, make_padding
 from nanovllm.kernels.sample import SamplingValues
 
 logger = logging.getLogger(__name__)
@@ -86,8 +86,7 @@ class CudaGraphs:
         stream, current = _capture_stream(torch.cuda.current_device()), torch.cuda.current_stream()
         for size in tqdm(sorted(sizes or self.sizes, reverse=True), desc="Capturing graphs", disable=not show_progress):
             inputs = self.inputs(size)
-            inputs.zero_()
-            inputs[0], inputs[2] = self.padding_row, 1  # rows, num_scheduled
+            inputs.copy_(torch.from_numpy(make_padding(size, self.padding_row)))
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
                 sample(*decode(inputs))  # compiles kernels and warms libraries up, outside the capture

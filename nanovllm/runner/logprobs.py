@@ -65,8 +65,8 @@ def of_sampled(
     plan: StepPlan, tables: DeviceTables, token_ids: Tensor, hidden: Tensor, compute_logits: ComputeLogits
 ) -> tuple[Logprobs, NDArray[np.intp]] | None:
     """Those of the sampled tokens of sequences that ask, and which these are; token_ids, hidden: of all."""
-    counts, num_drawn = tables.sampling_cpu["num_logprobs"][plan.rows], plan.num_drawn
-    counts = np.repeat(np.where(plan.num_sampled > 0, counts, -1), num_drawn)
+    counts = tables.sampling_cpu["num_logprobs"][plan.rows]
+    counts = np.repeat(np.where(plan.num_sampled > 0, counts, -1), 1 + plan.num_drafts)
     asking = np.flatnonzero(counts >= 0)
     if not len(asking):
         return None
@@ -81,8 +81,8 @@ def of_targets(
     """Those of the plan's targets, after the tokens before them; hidden [num_tokens, hidden]."""
     if not len(targets):
         return None
-    num_scored = plan.num_logits - plan.num_sampled
-    first = plan.num_scheduled.cumsum() - plan.num_logits
+    num_scored = plan.num_scored
+    first = plan.num_scheduled.cumsum() - plan.num_sampled - num_scored
     indices = np.arange(len(targets)) + np.repeat(first - (num_scored.cumsum() - num_scored), num_scored)
     counts = np.repeat(tables.sampling_cpu["num_prompt_logprobs"][plan.rows], num_scored)
     return Logprobs(_logits(hidden[to_device(indices, hidden.device)], targets, compute_logits), counts)

@@ -150,7 +150,7 @@ class ModelRunner:
             return
         graphs = self._new_graphs()
         mixed = StepPlan.largest(2, 3, config.max_model_len)  # a decode and a prompt of two tokens
-        mixed = replace(mixed, num_logits=mixed.num_sampled, targets=mixed.targets[:0])
+        mixed = replace(mixed, num_scored=np.zeros_like(mixed.num_scored), targets=mixed.targets[:0])
         # A few kernels know the next power of two of the batch size, 256 or more.
         sizes = {1, config.max_num_seqs, *(2**i for i in range(9, config.max_num_seqs.bit_length()))}
         fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -206,7 +206,7 @@ class ModelRunner:
 
     def launch(self, plan: StepPlan, edits: "LogitEdits | None" = None) -> StepHandle:
         """Start a step; the handle waits for it. The host's values decide sizes only, so nothing here waits."""
-        if plan.of_draft and self.draft is not None:
+        if plan.for_draft_model and self.draft is not None:
             return self.draft.launch(plan)
         is_small = self._has_small_model and plan.num_tokens <= FEW_TOKENS
         with self._on_device(), torch.inference_mode(), one_thread() if is_small else nullcontext():
@@ -248,11 +248,12 @@ class ModelRunner:
         scores = of_targets(plan, self.tables, targets, hidden, self.model.compute_logits)
         if not plan.num_sampled.any():
             return None, scores
-        # Every sequence's last token is sampled from. Where the plan asks for no sample (the chunk of a prompt, or one
-        # that is only scored), the result is dropped, and what it leaves in last_token is never read; nor is that of
-        # drafts, after which the host sends the token.
+        # Always sample once per sequence, to keep shapes simple. Samples nobody asked for are dropped: those of a
+        # prompt's chunk, and of a prompt that is only scored. A row whose drafts were verified leaves several samples
+        # in last_token, of which none is read, because the host sends the token after drafts.
         last, values = inputs.cu_seqlens[1:] - 1, inputs.sampling
-        if (num_drawn := plan.num_drawn).sum() > plan.num_seqs:
+        num_drawn = 1 + plan.num_drafts
+        if num_drawn.sum() > plan.num_seqs:
             drawn_of = np.repeat(np.arange(plan.num_seqs), num_drawn)
             places = np.repeat(num_drawn.cumsum(), num_drawn) - 1 - np.arange(len(drawn_of))
             of_seq, before_last = to_device(np.stack((drawn_of, places)), self.device).unbind(0)

@@ -55,11 +55,12 @@ class StepHandle:
     ) -> None:
         """
         Args:
-            token_ids: int32 [the plan's num_drawn in all], on the device; None if the plan samples nothing.
+            token_ids: int32 [1 + num_drafts of each sequence], on the device; None if the plan samples nothing.
             logprobs: and which of token_ids they are of.
             scores: of the plan's targets.
         """
-        self._sampled, self._targets = np.flatnonzero(np.repeat(plan.num_sampled > 0, plan.num_drawn)), plan.targets
+        self._sampled = np.flatnonzero(np.repeat(plan.num_sampled > 0, 1 + plan.num_drafts))
+        self._targets = plan.targets
         self._logprobs, self._scores, self._stopwatch = logprobs, scores, stopwatch
         self._token_ids = None if token_ids is None else start_copy(token_ids)
         stopwatch.stop()

@@ -127,8 +127,8 @@ class Trace:
             pool["budget"] = scheduler.max_num_batched_tokens
             self._lines.append(_line("pool", "M", HOST, json.dumps(pool)))
         # Verified ones, whose drafts are sampled from as well, decode, too; they lie between the others and prompts.
-        num_decodes = int(np.count_nonzero(plan.num_scheduled == plan.num_drawn))
-        num_drafts = plan.num_drawn - 1
+        num_drafts = plan.num_drafts
+        num_decodes = int(np.count_nonzero(plan.num_scheduled == 1 + num_drafts))
         kinds = {"decode": num_decodes, "prefill": plan.num_tokens - num_decodes - int(num_drafts.sum())}
         if scheduler.speculation is not None:
             kinds["draft"] = int(num_drafts.sum())

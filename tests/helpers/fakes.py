@@ -72,11 +72,11 @@ class FakeRunner:
         states = self._compute(plan)
         sampled, scores, targets = [], [], iter(plan.targets.tolist())
         for i, row in enumerate(plan.rows.tolist()):
-            drawn = [next_token(state, self.seeds[row]) for state in states[i][-plan.num_drawn[i] :]]
+            drawn = [next_token(state, self.seeds[row]) for state in states[i][-1 - plan.num_drafts[i] :]]
             # Also of a prompt's chunk, as the real runner does: nobody may read it, nor that of drafts.
             self.last_token[row] = drawn[0] if len(drawn) == 1 else -7
-            wanted = states[i][len(states[i]) - plan.num_logits[i] :]
-            scores += [{next(targets): score(state)} for state in wanted[: len(wanted) - plan.num_sampled[i]]]
+            scored = states[i][: len(states[i]) - plan.num_sampled[i]]
+            scores += [{next(targets): score(state)} for state in scored[len(scored) - plan.num_scored[i] :]]
             if plan.num_sampled[i]:
                 sampled += drawn
         assert next(targets, None) is None
@@ -97,7 +97,7 @@ class FakeRunner:
         assert (plan.num_scheduled >= 1).all() and plan.num_scheduled.sum() == plan.num_tokens
         decodes = plan.num_scheduled == 1
         assert decodes[: plan.num_decodes].all() and not decodes[plan.num_decodes :].any()
-        assert (plan.num_logits >= plan.num_sampled).all() and plan.num_logits.sum() <= plan.num_tokens
+        assert (plan.num_sampled + plan.num_scored <= plan.num_scheduled).all()
 
     def _slot(self, row: int, position: int) -> int:
         return self.tables[row, position // self.block_size] * self.block_size + position % self.block_size

@@ -110,7 +110,7 @@ def unscored_plan(num_scheduled: list[int]) -> StepPlan:
     return replace(
         plan,
         num_scheduled=np.array(num_scheduled, np.int32),
-        num_logits=plan.num_sampled,
+        num_scored=np.zeros_like(plan.num_sampled),
         targets=plan.targets[:0],
     )
 
