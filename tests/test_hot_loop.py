@@ -152,6 +152,52 @@ def test_the_largest_step_spends_the_whole_budget_within_the_limits(max_num_seqs
     assert len(plan.pack()) <= StepPlan.max_packed_size(config)
 
 
+@pytest.fixture
+def runner(random_model, request):
+    """A runner on the CPU, for steps of at most 64 tokens of 4 sequences; request.param: more options."""
+    options = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+    options |= getattr(request, "param", {})
+    with LLM(str(random_model), kvcache_block_size=16, num_kvcache_blocks=40, **options) as llm:
+        yield llm.engine.runner
+
+
+@pytest.mark.parametrize("num_drafts", [0, 8])
+def test_the_largest_step_runs_on_rows_of_padding(runner, num_drafts):
+    """The memory profile runs it before any sequence exists."""
+    plan = StepPlan.largest(4, 64, 128, num_drafts)
+    plan.rows[:] = runner.tables.padding_row
+    result = runner.launch(plan).result()
+    assert len(result.token_ids) == 4 * (1 + num_drafts)
+    assert [len(values) for values in result.scores] == [1] * (64 - 4 * (1 + num_drafts))
+    assert not result.logprobs
+
+
+SPECULATION = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 8}}
+
+
+@pytest.mark.parametrize("runner", [{}, SPECULATION], ids=["plain", "with drafts"], indirect=True)
+def test_the_memory_profile_runs_and_adds_up(runner, monkeypatch):
+    """It runs where no size of the cache is given. Numbers stand in for the GPU's, and nothing is captured."""
+    gib = 1 << 30
+    numbers = {
+        "mem_get_info": (60 * gib, 80 * gib),
+        "memory_allocated": 2 * gib,
+        "max_memory_allocated": 5 * gib,
+        "memory_reserved": 6 * gib,
+        "empty_cache": None,
+        "reset_peak_memory_stats": None,
+    }
+    for name, value in numbers.items():
+        monkeypatch.setattr(torch.cuda, name, lambda *device, value=value: value)
+    caches = runner.caches
+    with torch.inference_mode():
+        memory = runner._profile()
+    assert (memory.total, memory.others, memory.weights, memory.graphs) == (80 * gib, 14 * gib, 2 * gib, 0)
+    assert 3 * gib < memory.activations < 4 * gib
+    assert runner.caches == []  # the trial's own is gone
+    runner.caches = caches
+
+
 SPANS = {"schedule", "prepare", "launch", "wait", "update", "step"}
 
 

@@ -28,14 +28,16 @@ class Logprobs:
         """
         Args:
             logits: piece by piece, [n, vocab], and the token of each row, int32 [n]. Only one piece is held at a time.
-            counts: int32, how many of the most likely tokens each row of all the pieces wants.
+            counts: int32, how many of the most likely tokens each row of all the pieces wants. -1 counts as 0: rows of
+                padding, which the memory profile scores, ask for none.
         """
-        self._counts, self._most = counts, max(int(counts.max()), 0)
+        self._counts: IntArray = np.maximum(counts, 0)
+        self._most = int(self._counts.max())
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
         at = 0
         for piece in logits:
             for some, ids in zip(*(torch.split(x, self.ROWS_AT_A_TIME) for x in piece), strict=True):
-                parts.append(self._reduce(some.float(), ids, counts[at : at + len(some)]))
+                parts.append(self._reduce(some.float(), ids, self._counts[at : at + len(some)]))
                 at += len(some)
         self._tensors = [start_copy(torch.cat(values)) for values in zip(*parts, strict=True)]
 
