@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.kernel_cases import poisoned_memory
 from helpers.tiny import BLOCK, draw_prompts, edit_json, greedy, save_random
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, Qwen3MoeForCausalLM
@@ -16,6 +17,7 @@ from nanovllm.backends.cpu_backend import CpuBackend
 from nanovllm.kernels.combine import combine, combine_reference
 from nanovllm.kernels.grouped_linear import grouped_linear, grouped_linear_reference
 from nanovllm.kernels.route import Routing, route, route_reference
+from nanovllm.kernels.triton_shim import tl
 from nanovllm.layers.experts import Experts
 from nanovllm.layers.parallel import Parallel
 
@@ -189,7 +191,7 @@ def draw(*shape: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
 
 
 def assert_same_routing(got: Routing, expected: Routing, dtype: torch.dtype = torch.float32) -> None:
-    torch.testing.assert_close(got.weights.to(dtype), expected.weights.to(dtype))
+    torch.testing.assert_close(got.weights.to(dtype), expected.weights.to(dtype), equal_nan=True)
     for name in ("places", "tokens", "offsets"):
         assert torch.equal(getattr(got, name), getattr(expected, name)), name
 
@@ -202,6 +204,35 @@ def test_routing_is_its_reference(tokens: int, experts: int, k: int, normalize: 
     slots = torch.arange(tokens)
     slots[1::3] = -1
     assert_same_routing(route(logits, k, normalize, slots), route_reference(logits, k, normalize, slots))
+
+
+def reduce_as_compiled(reduction: Any, values: Any) -> Any:
+    """A reduction by Triton's own combine function, as on a GPU. The interpreter would take numpy's maximum instead."""
+    if reduction.combine_fn is tl.standard._sum_combine:
+        return reduction.sum(values[0])
+    return reduction.generic_reduce(values)
+
+
+@pytest.mark.parametrize(
+    "broken", [[float("nan")], [float("inf")], [float("-inf")] * 8], ids=["nan", "inf", "all -inf"]
+)
+@pytest.mark.parametrize("normalize", [True, False])
+def test_a_token_with_broken_logits_has_k_different_experts(
+    normalize: bool, broken: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pairs with the same expert would share a place, and other places would keep what lay in memory."""
+    from triton.runtime import interpreter
+
+    monkeypatch.setattr(interpreter.ReduceOps, "apply_impl", reduce_as_compiled)
+    logits = draw(5, 8)
+    logits[1, -len(broken) :] = torch.tensor(broken)
+    slots = torch.tensor([0, 1, -1, 3, 4])
+    with poisoned_memory():
+        got = route(logits, 4, normalize, slots)
+    expected = route_reference(logits, 4, normalize, slots)
+    assert sorted(got.places.flatten().tolist()) == list(range(20))
+    assert got.weights.isnan().any(1).tolist() == [False, True, False, False, False]
+    assert_same_routing(got, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -20,6 +20,7 @@ from helpers.kernel_cases import (
     decode_lengths,
     mixed_lengths,
     pairwise_shapes,
+    poisoned_memory,
     sample_case,
 )
 from test_edit_logits import kernel_case
@@ -38,6 +39,7 @@ from nanovllm.backends import BACKENDS, Backend
 from nanovllm.kernels.edit_logits import MaskAndPenalties, edit_logits, edit_logits_reference
 from nanovllm.kernels.norm_rope_store import NormRope, norm_rope_store, norm_rope_store_reference
 from nanovllm.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+from nanovllm.kernels.route import route, route_reference
 from nanovllm.kernels.sample import SamplingValues, sample, uniform_reference
 from nanovllm.kernels.silu_and_mul import silu_and_mul, silu_and_mul_reference
 
@@ -186,6 +188,32 @@ def test_norm_rope_store_is_its_reference(head_dim: int, group: int, block_size:
     for ours, theirs in ((got, expected), (got_cache[0], expected_cache[0])):
         torch.testing.assert_close(ours, theirs, rtol=eps, atol=eps * float(theirs.abs().max()))
     assert torch.equal(got_cache[1], expected_cache[1])
+
+
+# ---- experts
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 8, 2), (40, 60, 4), (512, 128, 8)])
+def test_routing_is_its_reference_with_broken_logits_too(
+    tokens: int, experts: int, k: int, normalize: bool, dtype: torch.dtype
+) -> None:
+    """Tokens with a NaN or an infinity have k different experts: else pairs would share a place."""
+    torch.manual_seed(0)
+    logits = torch.randn(tokens, experts, device=CUDA).to(dtype)
+    logits[::5, experts // 2] = float("nan")
+    logits[1::5, 3] = float("inf")
+    logits[2::5] = float("-inf")
+    slots = torch.arange(tokens, device=CUDA)
+    slots[3::7] = -1
+    with poisoned_memory():
+        got = route(logits, k, normalize, slots)
+    expected = route_reference(logits.cpu(), k, normalize, slots.cpu())
+    rtol = 1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(got.weights.cpu(), expected.weights, rtol=rtol, atol=0, equal_nan=True)
+    for name in ("places", "tokens", "offsets"):
+        assert torch.equal(getattr(got, name).cpu(), getattr(expected, name)), name
 
 
 # ---- the sampler

@@ -97,6 +97,9 @@ def _route_kernel(
         exponentials = tl.exp(logits - highest[:, None])
         total = tl.sum(exponentials, 1)
         left = exponentials / total[:, None]
+        # One NaN makes the whole row NaN. On a GPU the same expert would then win k times, and `tokens` would keep what
+        # lay in memory. As zeros, the row ties: the lowest k experts are chosen.
+        left = tl.where(left >= 0.0, left, 0.0)
         chosen_sum = tl.zeros([TOKENS], tl.float32)
         chosen = tl.zeros([TOKENS, EXPERTS], tl.int32)
         for slot in tl.static_range(K):
@@ -111,11 +114,13 @@ def _route_kernel(
         padding = (exists & ~is_real).to(tl.int32)
         padding_before = tl.cumsum(padding, 0) - padding + num_padding
         left = exponentials / total[:, None]
+        left = tl.where(left >= 0.0, left, 0.0)
         for slot in tl.static_range(K):
             best, index = tl.max(left, 1, return_indices=True, return_indices_tie_break_left=True)
             is_best = expert == index[:, None]
             left = tl.where(is_best, -1.0, left)
             weight = best / chosen_sum if NORMALIZE else best
+            weight = tl.where(total > 0.0, weight, float("nan"))  # so that the sampler sees a broken row
             rank = tl.sum(tl.where(is_best, before, 0), 1)
             rank = tl.where(is_real, rank, padding_before * K + slot)
             tl.store(places_ptr + token * K + slot, rank, mask=exists)
