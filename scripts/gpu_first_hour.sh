@@ -3,26 +3,50 @@
 #     scripts/gpu_first_hour.sh 1    does it work
 #     scripts/gpu_first_hour.sh 2    where does the time go
 #     scripts/gpu_first_hour.sh 3    which configuration is fastest
-# Compiled kernels lie in .triton-cache, which is to be carried from call to call where the machine does not keep it.
-# Everything is written to $OUT (default: gpu-first-hour) as well; docs/benchmarks.md wants its figures.
+#     scripts/gpu_first_hour.sh pack nothing but the packing of compiled kernels
+# Each step writes a log to $OUT (default: gpu-first-hour); docs/benchmarks.md wants the figures in it. All compiled
+# kernels are packed into one file beside the logs, triton-cache.tgz. A machine may keep nothing from call to call, and
+# bring back few files. Then give that file to the next call: scripts/gpu_first_hour.sh 2 triton-cache.tgz
 set -uo pipefail
+archive=${2:+$(realpath -m "$2")}
 cd "$(dirname "$0")/.."
 out=${OUT:-gpu-first-hour}
 mkdir -p "$out"
-export TRITON_CACHE_DIR=$PWD/.triton-cache HF_HUB_OFFLINE=1
-[ -d "$out/.triton-cache" ] && cp -r "$out/.triton-cache" .
+export TRITON_CACHE_DIR=${TRITON_CACHE_DIR:-$PWD/.triton-cache} HF_HUB_OFFLINE=1
 python=${PYTHON:-python3}
 deadline=$((SECONDS + 570))
 failed=()
+
+pack() {  # A loaded kernel needs none of the files left out. The final name is given only to a complete file.
+  [ -d "$TRITON_CACHE_DIR" ] || return 0
+  tar czf "$out/.part" --exclude='*.ttir' --exclude='*.ttgir' --exclude='*.llir' --exclude='*.ptx' \
+    --exclude='*.source' --exclude='tmp.pid_*' -C "$TRITON_CACHE_DIR" . && mv "$out/.part" "$out/triton-cache.tgz"
+}
+
+unpack() {  # Triton lists a kernel's files by full path, and wants all of them: each list is made anew, of what is here.
+  mkdir -p "$TRITON_CACHE_DIR" && tar xzf "$1" -C "$TRITON_CACHE_DIR" && "$python" - << 'END'
+import json, os
+from pathlib import Path
+
+for group in Path(os.environ["TRITON_CACHE_DIR"]).resolve().glob("*/__grp__*.json"):
+    files = [group.parent / name for name in json.loads(group.read_text())["child_paths"]]
+    group.write_text(json.dumps({"child_paths": {file.name: str(file) for file in files if file.exists()}}))
+END
+}
 
 step() {  # NAME SECONDS COMMAND...: at most so long, and not beyond the call's ten minutes; a failure does not end it
   local name=$1 limit=$2 left=$((deadline - SECONDS)) start=$SECONDS
   shift 2
   [ "$left" -lt "$limit" ] && limit=$left
   printf '\n=== %s: %s\n' "$name" "$*"
-  [ "$limit" -gt 5 ] && timeout "$limit" "$@" > >(tee "$out/$name.log") 2>&1 || failed+=("$name")
+  [ "$limit" -gt 5 ] && timeout -k 10 "$limit" "$@" > >(tee "$out/$name.log") 2>&1 || failed+=("$name")
   printf '=== %s took %d s\n' "$name" $((SECONDS - start))
+  pack  # after each step: the call may be cut off
 }
+
+if [ -n "$archive" ]; then
+  unpack "$archive" || { echo "gpu_first_hour.sh: cannot unpack $archive" >&2; exit 2; }
+fi
 
 case ${1:-} in
   1)
@@ -41,11 +65,13 @@ case ${1:-} in
   3)
     step sweep 560 "$python" scripts/gpu_sweep.py
     ;;
+  pack)
+    pack
+    ;;
   *)
-    sed -n '2,7s/^# //p' "$0"
+    sed -n '2,10s/^# //p' "$0"
     exit 2
     ;;
 esac
-cp -r .triton-cache "$out" 2> /dev/null
 printf '\n%s\n' "${failed[*]:+failed: ${failed[*]}}"
 [ ${#failed[@]} -eq 0 ]

@@ -1,0 +1,68 @@
+"""The script for the first hour on a GPU brings its compiled kernels back in one file, and other machines use them."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent.parent / "scripts" / "gpu_first_hour.sh"
+
+
+def run(out: Path, cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    variables = {"OUT": str(out), "TRITON_CACHE_DIR": str(cache), "PYTHON": sys.executable}
+    return subprocess.run(
+        ["bash", SCRIPT, *arguments], env=os.environ | variables, capture_output=True, text=True, check=False
+    )
+
+
+def compile_into(cache: Path) -> bool:
+    """Compile a small kernel for a GPU, in a process of its own. Returns whether the cache had it already."""
+    script = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from nanovllm.kernels.silu_and_mul import _silu_and_mul_kernel as kernel
+
+def listen(cache_hit, **others):
+    print(cache_hit)
+
+triton.knobs.compilation.listener = listen
+values = {"BLOCK": 64, "PDL": False}
+signature = {}
+for name in kernel.arg_names:
+    signature[name] = "*fp32" if name.endswith("_ptr") else "constexpr" if name in values else "i32"
+constants = {(kernel.arg_names.index(name),): value for name, value in values.items()}
+compiled = triton.compile(ASTSource(kernel, signature, constants), target=GPUTarget("cuda", 90, 32))
+assert compiled.asm["cubin"]
+"""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(cache)
+    result = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip() == "True"
+
+
+def test_kernels_that_came_back_are_not_compiled_again(tmp_path: Path) -> None:
+    """Triton lists a kernel's files by full path, and takes them for lost if one is missing."""
+    pytest.importorskip("triton")
+    out, first, second = tmp_path / "out", tmp_path / "first", tmp_path / "second"
+    assert not compile_into(first)
+    assert compile_into(first)
+    assert run(out, first, "pack").returncode == 0
+    assert [path.name for path in out.iterdir()] == ["triton-cache.tgz"]
+    shutil.rmtree(first)
+    assert run(tmp_path / "other", second, "pack", str(out / "triton-cache.tgz")).returncode == 0
+    suffixes = {path.suffix for path in second.rglob("*.*")}
+    assert ".cubin" in suffixes and not suffixes & {".ttir", ".ttgir", ".llir", ".ptx", ".source"}
+    assert compile_into(second)
+
+
+def test_an_archive_that_is_not_there_ends_the_call(tmp_path: Path) -> None:
+    result = run(tmp_path / "out", tmp_path / "cache", "pack", str(tmp_path / "none" / "triton-cache.tgz"))
+    assert result.returncode == 2
+    assert f"cannot unpack {tmp_path}/none/triton-cache.tgz" in result.stderr
