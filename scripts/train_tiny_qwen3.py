@@ -12,12 +12,12 @@ import copy
 import math
 import random
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-import tiny_qwen3_data as data
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from torch.nn import functional as F
@@ -30,6 +30,10 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from scripts import tiny_qwen3_data as data
 
 DEFAULT_OUTPUT = Path(__file__).resolve().parent.parent / "nanovllm" / "assets" / "tiny-qwen3"
 

@@ -14,8 +14,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 import torch
 import triton
-from helpers.pretend_cuda import DEVICE, PretendDriver, noted, pretend_runner, unscored_plan
 
+from helpers.pretend_cuda import DEVICE, PretendDriver, noted, pretend_runner, unscored_plan
 from nanovllm.kernels.launch import Launch, compiled, launch
 from nanovllm.kernels.rms_norm import add_rms_norm
 

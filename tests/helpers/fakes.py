@@ -6,6 +6,7 @@ import numpy as np
 import xxhash
 
 from nanovllm.config import ResolvedConfig
+from nanovllm.drafts.speculation import RowCosts
 from nanovllm.engine.block_manager import BlockManager, prefix_digest
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.plan import StepPlan, StepResult
@@ -231,3 +232,7 @@ def make_engine(
     runner = FakeRunner(num_blocks, block_size, max_num_seqs, max_num_batched_tokens)
     observers = [written] if written is not None else []
     return LLMEngine(config, runner, scheduler, vocab_size=VOCAB, eos_token_ids=eos, observers=observers)
+
+
+FREE = RowCosts(np.array([1.0, 99.0]), np.ones(2), np.ones(2), np.zeros(2))
+"""A step costs the same whatever it computes: every draft pays."""

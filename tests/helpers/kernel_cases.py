@@ -1,5 +1,6 @@
 """Inputs for the kernels' tests, poisoned wherever a kernel must not look; used on the CPU and on a GPU alike."""
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from nanovllm.backends import AttentionMetadata, Backend, KVCache
 from nanovllm.backends.torch_backend import TorchBackend
 from nanovllm.kernels.attention import attend_reference
+from nanovllm.kernels.edit_logits import MaskAndPenalties
 from nanovllm.kernels.sample import Sampled, SamplingValues, filter_reference, sample_reference, uniform_reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -232,3 +234,24 @@ def assert_same_tokens(case: SampleCase, sampled: Sampled) -> None:
         token = int(tokens[row])
         end = float(shares[: token + 1].sum())
         assert end - float(shares[token]) - slack <= float(uniforms[row]) <= end + slack, (row, token)
+
+
+def edit_case(vocab_size: int, seed: int = 0) -> tuple[Tensor, MaskAndPenalties]:
+    """Seven rows of logits, some of them broken, and the masks and penalties of five of them."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(high: int, *shape: int) -> Tensor:
+        return torch.randint(high, shape, generator=generator, dtype=torch.int32)
+
+    logits = 5 * torch.randn(7, vocab_size, generator=generator)
+    logits[2, 3], logits[2, 5], logits[4, 0] = math.nan, math.inf, -math.inf
+    words = torch.randint(-(2**31), 2**31, (5, -(-vocab_size // 32)), generator=generator, dtype=torch.int32)
+    words[0], words[3] = -1, 0
+    counts = integers(6, 9, vocab_size) * (integers(3, 9, vocab_size) == 0)
+    penalties = torch.tensor([[1.5, 0.25, 0.5], [1, 0, 0], [0.5, -0.5, 2], [1, 0, -1], [2, 1, 0]])
+    rows, indices = torch.tensor([8, 0, 3, 5, 1], dtype=torch.int32), torch.tensor([0, 2, 3, 4, 6], dtype=torch.int32)
+    return logits, MaskAndPenalties(indices, words, rows, counts, penalties)
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)

@@ -1,0 +1,210 @@
+"""lm-evaluation-harness gets from NanoVLLM what it gets from its own `hf` backend. Nothing is downloaded."""
+
+import json
+import random
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lm_eval
+import pytest
+import yaml
+from helpers.paths import BOX_MODEL, ROOT
+from lm_eval.models.huggingface import HFLM
+from lm_eval.tasks import TaskManager
+
+from nanovllm import LLM
+from nanovllm.lm_eval import NanoVLLM
+
+TOLERANCE = 1e-3
+
+CHOICE = """
+task: sums
+dataset_path: json
+dataset_kwargs: {data_files: {test: SUMS.jsonl, train: SHOTS.jsonl}}
+test_split: test
+fewshot_split: train
+num_fewshot: 5
+fewshot_config: {sampler: first_n}
+output_type: multiple_choice
+doc_to_text: "What is {{a}} plus {{b}}?"
+doc_to_choice: "{{choices}}"
+doc_to_target: "{{answer}}"
+"""
+ROLLING = """
+task: texts
+dataset_path: json
+dataset_kwargs: {data_files: {test: TEXTS.jsonl}}
+test_split: test
+output_type: loglikelihood_rolling
+doc_to_text: ""
+doc_to_target: "{{text}}"
+metric_list: [{metric: word_perplexity}, {metric: byte_perplexity}]
+"""
+GENERATE = """
+task: answers
+dataset_path: json
+dataset_kwargs: {data_files: {test: SUMS.jsonl}}
+test_split: test
+output_type: generate_until
+doc_to_text: "What is {{a}} plus {{b}}?"
+doc_to_target: "{{a}} + {{b}} = {{a + b}}"
+generation_kwargs: {until: ["STOP"], max_gen_toks: LIMIT}
+metric_list: [{metric: exact_match}]
+"""
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of tasks and their data."""
+    folder, rng = tmp_path_factory.mktemp("tasks"), random.Random(0)
+
+    def sums(count: int) -> list[dict[str, Any]]:
+        rows = []
+        for _ in range(count):
+            a, b, answer = rng.randrange(50), rng.randrange(50), rng.randrange(4)
+            choices = [str(a + b + i - answer) for i in range(4)]
+            rows.append({"a": a, "b": b, "choices": choices, "answer": answer})
+        return rows
+
+    words = ["Once", "there", "was", "a", "small", "cat", "that", "liked", "the", "sun", "and", "the", "green", "hill."]
+    texts = [{"text": " ".join(rng.choice(words) for _ in range(n))} for n in (1, 5, 60, 150)]
+    for name, rows in (("SUMS", sums(12)), ("SHOTS", sums(8)), ("TEXTS", texts)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, text in (("sums", CHOICE), ("texts", ROLLING), ("answers", GENERATE.replace("LIMIT", "24"))):
+        for data in ("SUMS", "SHOTS", "TEXTS"):
+            text = text.replace(f"{data}.jsonl", str(folder / f"{data}.jsonl"))
+        (folder / f"{name}.yaml").write_text(text)
+    cut = (folder / "answers.yaml").read_text().replace("task: answers", "task: cut").replace('"STOP"', '"=", "7"')
+    (folder / "cut.yaml").write_text(cut)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hf() -> HFLM:
+    return HFLM(str(BOX_MODEL), dtype="float32", device="cpu", max_length=192, batch_size=4)
+
+
+@pytest.fixture(scope="module")
+def ours() -> NanoVLLM:
+    return NanoVLLM(str(BOX_MODEL), dtype="float32", max_model_len=192, kvcache_block_size=16, max_gen_toks=64)
+
+
+def evaluate(model: Any, folder: Path, names: list[str], **options: Any) -> dict[str, Any]:
+    manager = TaskManager(include_path=str(folder), include_defaults=False)
+    options = {"bootstrap_iters": 0, **options}
+    return lm_eval.simple_evaluate(model=model, tasks=names, task_manager=manager, **options)
+
+
+@pytest.mark.parametrize("chat", [False, True], ids=["plain", "chat template"])
+def test_every_number_is_that_of_the_hf_backend(chat: bool, hf: HFLM, ours: NanoVLLM, tasks: Path) -> None:
+    names = ["sums", "answers", "cut"] if chat else ["sums", "texts", "answers", "cut"]
+    expected, found = (
+        evaluate(model, tasks, names, apply_chat_template=chat, fewshot_as_multiturn=chat) for model in (hf, ours)
+    )
+    for name in names:
+        for metric, value in expected["results"][name].items():
+            if isinstance(value, float):
+                assert found["results"][name][metric] == pytest.approx(value, rel=TOLERANCE), (name, metric)
+        for one, other in zip(expected["samples"][name], found["samples"][name], strict=True):
+            assert one["arguments"] == other["arguments"]
+            for a, b in zip(one["filtered_resps"], other["filtered_resps"], strict=True):
+                if name == "sums":
+                    assert b[0] == pytest.approx(a[0], abs=TOLERANCE) and a[1] == b[1]
+                elif name == "texts":
+                    assert b == pytest.approx(a, abs=TOLERANCE)
+                else:
+                    assert a == b
+    if chat:
+        assert found["results"]["answers"]["exact_match,none"] > 0.9, "the model in the box can add"
+
+
+def instance(*args: Any) -> Any:
+    return SimpleNamespace(args=args)
+
+
+def test_an_empty_context_spaces_and_long_contexts_are_as_the_hf_backend_takes_them(hf: HFLM, ours: NanoVLLM) -> None:
+    long = "one two three four five six seven " * 40
+    pairs = [("", "What is 2"), ("What ", "is 2 plus 2?"), ("What", " is"), (long, "eight"), (long, long[:300])]
+    requests = [instance(*pair) for pair in pairs]
+    expected, found = (model.loglikelihood(requests, disable_tqdm=True) for model in (hf, ours))
+    for (logprob, is_greedy), (other, other_greedy) in zip(expected, found, strict=True):
+        assert other == pytest.approx(logprob, abs=TOLERANCE) and is_greedy == other_greedy
+
+
+def test_each_request_of_a_task_keeps_its_own_limits_and_stops(ours: NanoVLLM) -> None:
+    prompt = ours.apply_chat_template([{"role": "user", "content": "Count from 1 to 9."}])
+    given = [{"max_gen_toks": 3}, {"until": "5"}, {"until": ["4", "7"], "max_tokens": 40}, {"until": ["<|im_end|>"]}]
+    short, to_five, to_four, whole = ours.generate_until([instance(prompt, k) for k in given], disable_tqdm=True)
+    assert whole.startswith(to_five) and to_five.startswith(to_four) and len(short) < len(whole)
+    assert "4" in to_five and "5" not in to_five and "4" not in to_four and "9" in whole
+    with pytest.raises(ValueError, match=r"192 .* raise max_model_len"):
+        ours.generate_until([instance(prompt, {"max_gen_toks": 192})], disable_tqdm=True)
+
+
+def test_requests_with_the_same_context_are_computed_together(ours: NanoVLLM) -> None:
+    contexts = [" ".join(f"{letter}{i}" for i in range(60)) for letter in "abcdef"]
+    requests = [instance(context, f" {i}") for i in range(4) for context in contexts]
+    before = ours.llm.stats()
+    ours.loglikelihood(requests, disable_tqdm=True)
+    after = ours.llm.stats()
+    computed, prompts = (
+        sum(sign * stats[name] for sign, stats in ((1, after), (-1, before)))
+        for name in ("num_prompt_tokens", "num_cached_tokens")
+    )
+    lengths = [len(ours.tok_encode(context)) for context in contexts]
+    assert prompts >= sum(3 * ((n - 2) // 16 * 16) for n in lengths)
+    assert computed - prompts <= sum(n + 4 * 20 for n in lengths)
+
+
+def test_the_harness_knows_it_by_its_name_and_an_llm_can_be_given(tasks: Path, ours: NanoVLLM) -> None:
+    arguments = f"pretrained={BOX_MODEL},dtype=float32,max_model_len=192,kvcache_block_size=16"
+    by_name = evaluate("nanovllm", tasks, ["sums"], model_args=arguments, limit=3)
+    given = evaluate(NanoVLLM(ours.llm), tasks, ["sums"], limit=3)
+    assert by_name["results"] == given["results"]
+    assert isinstance(ours.llm, LLM) and ours.tokenizer_name == str(BOX_MODEL).replace("/", "__")
+
+
+def test_the_six_lines_of_the_docs_run(tasks: Path) -> None:
+    """With the model in the box and a task of ours in place of those that would be downloaded."""
+    code = (ROOT / "docs" / "evaluation.md").read_text().split("```python\n")[1].split("```")[0]
+    assert len([line for line in code.splitlines() if line]) <= 6
+    task = yaml.safe_load((tasks / "sums.yaml").read_text())
+    for old, new in (
+        ('"Qwen/Qwen3-0.6B", max_model_len=4096', f'"{BOX_MODEL}", max_model_len=192'),
+        ('["hellaswag", "gsm8k"]', "[task], limit=2, bootstrap_iters=0"),
+    ):
+        assert old in code
+        code = code.replace(old, new)
+    names: dict[str, Any] = {"task": task}
+    exec(code, names)
+    assert "acc,none" in names["results"]["results"]["sums"]
+
+
+def test_the_command_is_the_harnesss_own_with_our_model(tasks: Path, tmp_path: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "nanovllm",
+        "eval",
+        "--model",
+        str(BOX_MODEL),
+        "dtype=float32",
+        "max_model_len=192",
+    ]
+    options = ["--include_path", str(tasks), "--tasks", "answers", "--limit", "2", "--output_path", str(tmp_path)]
+    done = subprocess.run([*command, *options, "--apply_chat_template"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "exact_match" in done.stdout and "nanovllm" in done.stdout
+    (results,) = tmp_path.rglob("results_*.json")
+    assert json.loads(results.read_text())["results"]["answers"]["exact_match,none"] >= 0.5
+
+
+def test_a_flag_that_no_command_knows_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    from nanovllm.cli import main
+
+    with pytest.raises(SystemExit):
+        main(["estimate", "qwen3-8b", "--gpu-memory", "80GB", "--tasks", "x"])
+    assert "--tasks" in capsys.readouterr().err

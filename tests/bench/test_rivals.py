@@ -1,0 +1,176 @@
+"""bench.py --compare: what workers are told, what becomes of their answers, what is said where one cannot run."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.paths import ROOT
+
+import bench
+from benchmarks import bench_compare
+from benchmarks.bench_compare import RIVALS, Rival, compare
+from benchmarks.bench_cost import Machine
+from benchmarks.bench_workload import Workload
+from benchmarks.rivals import worker
+
+MACHINE = Machine(1.0, 2.0, 3.0)
+WORKLOAD = Workload([[1, 2, 3], [4]], [5, 2])
+
+
+def answer(seconds: float, num_tokens: int = 7, **more: Any) -> str:
+    document = {"seconds": seconds, "num_output_tokens": num_tokens, "load_seconds": 1.0, "warm_up_seconds": 0.5}
+    return f"print('noise'); print({json.dumps(document | {'versions': {}} | more)!r})"
+
+
+@pytest.fixture
+def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Compares stand-ins, each a program, with another as our own engine; returns what compare() does."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "config.json").write_text('{"vocab_size": 50}')
+
+    def run(lines: dict[str, str], *options: str) -> dict[str, Any]:
+        args = bench.parse_arguments(["--model", str(tmp_path), "--compare", "transformers", *options])
+        monkeypatch.setattr(
+            bench_compare,
+            "_commands",
+            lambda *_: {line: [sys.executable, "-c", code] for line, code in lines.items()},
+        )
+        return compare(args, None, WORKLOAD, torch.float32, MACHINE)
+
+    return run
+
+
+def test_medians_and_ratios_are_of_the_runs_and_each_engine_has_its_turn(stand_in: Any, tmp_path: Path) -> None:
+    turns = tmp_path / "turns"
+
+    def varying(name: str, *seconds: float) -> str:
+        took = f"{seconds}[open({str(turns)!r}).read().split().count({name!r}) - 1]"
+        note = f"f = open({str(turns)!r}, 'a'); f.write('{name} '); f.close()"
+        return f"{note}; {answer(0.5)[:-1]}.replace('\"seconds\": 0.5', '\"seconds\": ' + str({took})))"
+
+    result = stand_in({"nanovllm": varying("a", 1.0, 4.0, 2.0), "other": varying("b", 7.0, 3.5, 14.0)})
+    assert result["medians"] == {"nanovllm": 3.5, "other": 1.0}
+    assert result["ratios"] == {"nanovllm": 1.0, "other": 3.5}
+    assert turns.read_text() == "a b a b a b "
+
+
+def test_what_cannot_run_is_one_sentence_and_the_others_go_on(
+    stand_in: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = stand_in(
+        {
+            "nanovllm": answer(1.0),
+            "says so": 'print(\'{"cannot_run": "it has no such type"}\')',
+            "raises": "raise KeyError('weights')",
+            "falls silent": "import os; os._exit(3)",
+            "is short": answer(1.0, num_tokens=6),
+            "hangs": "import time; time.sleep(600)",
+            "runs": answer(2.0, note="weights Q8_0"),
+        },
+        "--repeat",
+        "2",
+        "--run-seconds",
+        "4",
+    )
+    out = capsys.readouterr().out
+    log = tmp_path / "cache" / "nanovllm" / "bench" / "raises.log"
+    assert result["left_out"] == {
+        "says so": "it has no such type",
+        "raises": f"it failed, with all it said in {log}: KeyError: 'weights'",
+        "falls silent": f"it failed, with all it said in {log.with_name('falls-silent.log')}: exit 3",
+        "is short": "it made 6 of 7 tokens",
+        "hangs": "it had not ended after 4 seconds, start included (--run-seconds)",
+    }
+    assert "Traceback" in log.read_text() and "Traceback" not in out
+    assert out.count("left out") == 5  # and none of them is tried again
+    assert result["ratios"] == {"nanovllm": 1.0, "runs": 2.0}
+    assert next(line for line in out.splitlines() if line.startswith("runs ")).endswith("weights Q8_0")
+
+
+def test_our_own_failure_is_not_hidden(stand_in: Any) -> None:
+    with pytest.raises(RuntimeError, match="KeyError: 'ours'"):
+        stand_in({"nanovllm": "raise KeyError('ours')"})
+
+
+@pytest.mark.parametrize("name", [name for name, rival in RIVALS.items() if rival.script])
+def test_an_interpreter_without_the_rival_is_refused_with_what_makes_one(
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rival = RIVALS[name]
+    monkeypatch.setitem(RIVALS, name, Rival("no_such_package", rival.script, rival.modes))
+    for python in (sys.executable, str(tmp_path / "none")):
+        with pytest.raises(SystemExit):
+            bench.parse_arguments(["--compare", name, f"--{name}-python", python])
+        message = capsys.readouterr().err
+        assert f"--{name}-python is {python!r}, which has no no_such_package: `{rival.script} DIR` makes one" in message
+    assert (ROOT / "benchmarks" / "rivals" / f"{name.replace('-', '_')}.py").is_file()
+
+
+STUB = """#!/bin/sh
+echo "$@" >> "$LOG"
+case $2 in venv) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;; esac
+"""
+
+
+@pytest.mark.parametrize("name", [name for name, rival in RIVALS.items() if rival.script])
+def test_the_script_of_a_rival_installs_it_in_the_version_that_is_asked_for(name: str, tmp_path: Path) -> None:
+    stub, log, rival = tmp_path / "python3", tmp_path / "log", RIVALS[name]
+    stub.write_text(STUB)
+    stub.chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "LOG": str(log), "CXX": "sh"}
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [*rival.script.split(), *arguments]
+        return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+    assert (done := run(str(tmp_path / "env"), "1.2.3")).returncode == 0, done.stderr
+    lines = log.read_text().splitlines()
+    assert lines[0] == f"-m venv {tmp_path / 'env'}"
+    assert sum(line.endswith("==1.2.3") and " pip install " in line for line in lines) == 1
+    assert lines[-1].startswith("-c import ") and rival.package in lines[-1]
+    for wrong in ((), ("--help",), ("-x",)):
+        assert (done := run(*wrong)).returncode == 2 and f" {name} (" in done.stderr + done.stdout
+
+
+def test_every_line_runs_its_rivals_interpreter_with_its_mode(tmp_path: Path) -> None:
+    args = bench.parse_arguments(["--num-seqs", "7", "--compare", "transformers"])
+    args.compare, args.llama_cpp_python = ["llama-cpp", "transformers"], "L"
+    commands = bench_compare._commands(args, tmp_path, torch.bfloat16, MACHINE, tmp_path / "spec")
+    worker_of = "benchmarks.rivals.llama_cpp"
+    assert commands["llama-cpp"] == ["L", "-m", worker_of, str(tmp_path / "spec"), ""]
+    assert commands["llama-cpp Q8_0"] == ["L", "-m", worker_of, str(tmp_path / "spec"), "q8_0"]
+    assert commands["transformers static"][0] == sys.executable
+    again = bench.parse_arguments(commands["nanovllm"][2:])
+    assert (again.num_seqs, again.input_len, again.model) == (7, [100, 1024], str(tmp_path))
+    assert (again.machine_rates, again.compare) == ([1.0, 2.0, 3.0], None)
+
+
+def test_a_worker_prints_one_document(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = tmp_path / "spec.json"
+    spec.write_text(json.dumps({"workload": vars(WORKLOAD), "warm_up": vars(WORKLOAD.warm_up(50)), "dtype": "x"}))
+    ran = []
+
+    def load(spec: dict[str, Any], mode: str) -> worker.Engine:
+        if mode == "cannot":
+            raise worker.CannotRun(f"it has no {spec['dtype']}")
+        return worker.Engine(lambda work: ran.append(work) or sum(work["output_lens"]), f"mode {mode}")
+
+    for mode, wanted in (
+        ("q8_0", {"num_output_tokens": 7, "note": "mode q8_0", "versions": {"v": "1"}}),
+        ("cannot", {}),
+    ):
+        monkeypatch.setattr(sys, "argv", ["worker", str(spec), mode])
+        worker.main(load, {"v": "1"})
+        document = json.loads(capsys.readouterr().out)
+        if wanted:
+            assert wanted.items() <= document.items() and document["seconds"] >= 0 <= document["load_seconds"]
+        else:
+            assert document == {"cannot_run": "it has no x"}
+    assert ran == [vars(WORKLOAD.warm_up(50)), vars(WORKLOAD)]

@@ -1,0 +1,289 @@
+"""The package as it is found: what importing it costs, what it needs, and how it gets a model from a hub."""
+
+import ast
+import graphlib
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.paths import ROOT
+
+HEAVY = ("torch", "triton", "flash_attn", "transformers", "numpy", "tokenizers", "huggingface_hub")
+
+
+def python(code: str, *options: str, **environment: str) -> str:
+    """What a fresh interpreter prints; a failure shows its stderr."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    done = subprocess.run([sys.executable, *options, "-c", code], env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    code = "import sys, nanovllm; nanovllm.SamplingParams(); print(*sys.modules)"
+    assert set(python(code).split()) & set(HEAVY) == set()
+
+
+MODULES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in (ROOT / "nanovllm").rglob("*.py")
+}
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("nanovllm.engine")])
+def test_planning_needs_no_torch(module: str) -> None:
+    python(f"import sys; sys.modules['torch'] = None; import {module}")  # None: importing it is an ImportError
+
+
+ROOMS = (
+    ("__main__",),
+    ("cli",),
+    ("jobs",),
+    ("ray", "lm_eval", "estimate"),
+    ("llm",),
+    ("pieces", "score", "provenance"),
+    ("load",),
+    ("view",),
+    ("distributed",),
+    ("runner",),
+    ("drafts",),
+    ("resolve",),
+    ("engine", "models"),
+    ("backends",),
+    ("layers",),
+    ("kernels",),
+    ("config", "text"),
+    ("sampling_params", "outputs"),
+    ("structured_outputs",),
+    ("options", "speculative_config", "vllm_names", "version"),
+    ("utils",),
+)
+"""From the top down; those of one line know nothing of each other."""
+
+SKIPPED = tuple(f"nanovllm.{room}" for room in ("drafts", "edits", "models.dummy_weights", "text.stop_strings", "view"))
+"""Rooms that a reader of the engine can skip: nothing of them is imported before a user asks for what they do."""
+
+
+def imports_of(path: Path, only_at_once: bool = False) -> set[str]:
+    """The package's modules that a file imports, wherever in it: also within functions, and for types alone.
+
+    Args:
+        only_at_once: those that are imported when the file is.
+    """
+    found, tree = set(), ast.parse(path.read_text())
+    for node in tree.body if only_at_once else ast.walk(tree):
+        names = []
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path} imports relatively"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        for name in names:
+            found |= {module for module in (name, name.rpartition(".")[0]) if module in MODULES}
+    return found
+
+
+def room_of(module: str) -> int:
+    name = module.split(".")[1]
+    return next(i for i, room in enumerate(ROOMS) if name in room)
+
+
+def test_imports_run_downwards_and_in_no_circle() -> None:
+    graph = {module: imports_of(path) for module, path in MODULES.items() if module != "nanovllm"}
+    upwards = [
+        (module, imported)
+        for module, imports in graph.items()
+        for imported in imports
+        if module.split(".")[1] != imported.split(".")[1]
+        and "edits" not in (module.split(".")[1], imported.split(".")[1])  # it has a hand in planning and in running
+        and room_of(imported) <= room_of(module)
+    ]
+    assert not upwards
+    list(graphlib.TopologicalSorter(graph).static_order())  # a CycleError names the circle
+
+
+def test_what_a_reader_can_skip_is_imported_only_when_it_is_asked_for() -> None:
+    early = [
+        (module, imported)
+        for module, path in MODULES.items()
+        if not module.startswith(SKIPPED)
+        for imported in imports_of(path, only_at_once=True)
+        if imported.startswith(SKIPPED)
+    ]
+    assert not early
+
+
+def test_the_version_is_known_from_source_without_installation() -> None:
+    """No site-packages, so no metadata of an installed distribution either."""
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import nanovllm; print(nanovllm.__version__)"
+    version = python(code, "-I", "-S")
+    assert version.count(".") >= 1
+    assert version in (ROOT / "nanovllm" / "version.py").read_text()
+
+
+def test_names_that_do_not_exist_are_attribute_errors() -> None:
+    import nanovllm
+
+    with pytest.raises(AttributeError, match="LLMM"):
+        nanovllm.LLMM  # noqa: B018
+    names = {"LLM", "SamplingParams", "StructuredOutputsParams", "Output", "Completion", "EngineConfig", "__version__"}
+    assert set(nanovllm.__all__) == names
+
+
+# ---- a hub
+
+REPOSITORY = "someone/reciter"
+UNWANTED = {
+    "pytorch_model.bin": b"x" * 1000,
+    "model.gguf": b"x" * 1000,
+    "onnx/model.onnx": b"x" * 1000,
+    "original/consolidated.00.pth": b"x" * 1000,
+    "README.md": b"# A model",
+    "image.png": b"x",
+}
+
+
+class FakeHub(ThreadingHTTPServer):
+    """As much of the Hugging Face hub's protocol as a download takes, and a log of the files that were asked for."""
+
+    def __init__(self, files: dict[str, bytes]) -> None:
+        super().__init__(("127.0.0.1", 0), FakeHubHandler)
+        self.files = files
+        self.asked: set[str] = set()
+        self.commit = hashlib.sha1(b"commit").hexdigest()
+
+
+class FakeHubHandler(BaseHTTPRequestHandler):
+    server: FakeHub
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        hub, path = self.server, self.path.split("?")[0]
+        api, resolve = f"/api/models/{REPOSITORY}", f"/{REPOSITORY}/resolve/"
+        if path.startswith(f"{api}/tree/"):
+            entries = [
+                {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
+                for name, data in hub.files.items()
+            ]
+            self.answer(json.dumps(entries).encode())
+        elif path == api or path.startswith(f"{api}/revision/"):
+            siblings = [{"rfilename": name} for name in hub.files]
+            self.answer(json.dumps({"id": REPOSITORY, "sha": hub.commit, "siblings": siblings}).encode())
+        elif path.startswith(resolve) and (name := path.removeprefix(resolve).split("/", 1)[1]) in hub.files:
+            hub.asked.add(name)
+            data = hub.files[name]
+            self.answer(data, {"ETag": f'"{hashlib.sha1(data).hexdigest()}"', "X-Repo-Commit": hub.commit})
+        else:
+            self.answer(b"{}", {"X-Error-Code": "RepoNotFound"}, status=404)
+
+    def answer(self, body: bytes, headers: dict[str, str] | None = None, status: int = 200) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(body)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(reciter: Path) -> Iterator[FakeHub]:
+    files = {path.name: path.read_bytes() for path in reciter.iterdir()}
+    hub = FakeHub(files | UNWANTED)
+    thread = threading.Thread(target=hub.serve_forever)
+    thread.start()
+    yield hub
+    hub.shutdown()
+    thread.join()
+    hub.server_close()
+
+
+FROM_HUB = f"""
+import sys
+sys.modules["triton"] = sys.modules["flash_attn"] = None  # importing them raises ImportError
+from nanovllm import LLM, SamplingParams
+llm = LLM({REPOSITORY!r}, device="cpu", max_model_len=64)
+print(llm.generate("a", SamplingParams(temperature=0), use_tqdm=False)[0]["text"])
+try:
+    LLM("someone/nothing")
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_a_hub_id_is_downloaded_safetensors_configs_and_tokenizer_only(hub: FakeHub, tmp_path: Path) -> None:
+    """On a machine without Triton and flash-attn at that: a CPU needs neither, nor NCCL for one rank."""
+    place = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_HUB_OFFLINE": "0", "HF_HOME": str(tmp_path)}
+    text, error = python(FROM_HUB, **place).split("\n", 1)
+    assert text == "bcdefghijklménopqrstuvwxyz"
+    assert "someone/nothing" in error
+    wanted = hub.files.keys() - UNWANTED.keys()
+    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"} <= wanted
+    assert hub.asked == wanted
+
+
+def test_a_model_is_made_on_its_device_entirely() -> None:
+    """On a device that holds nothing: a table left on the CPU would be seen only where there is a GPU."""
+    from transformers import Qwen3Config
+
+    from nanovllm.backends.torch_backend import TorchBackend
+    from nanovllm.layers.parallel import Parallel
+    from nanovllm.models.decoder import Decoder
+
+    shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen3Config(**shape, head_dim=32)
+    with torch.device("meta"):
+        model = Decoder(config, TorchBackend(), Parallel(), 128)
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    assert {name for name, tensor in tensors.items() if tensor.device.type != "meta"} == set()
+
+
+def test_a_type_checker_knows_every_option_and_its_type() -> None:
+    from dataclasses import fields
+
+    from nanovllm.config import EngineConfig
+    from nanovllm.options import EngineOptions
+
+    options = {field.name: field.type for field in fields(EngineConfig) if field.name != "model"}
+    assert EngineOptions.__annotations__ == options
+
+
+USES = """
+from nanovllm import LLM, SamplingParams
+
+outputs = LLM("tiny-qwen3", max_num_seqs=4).generate("a", SamplingParams(0.5, 3))
+reveal_type(outputs[0].outputs[0].text)
+LLM("tiny-qwen3", max_num_seqs="4")
+SamplingParams(temprature=1.0)
+"""
+
+
+@pytest.mark.slow
+def test_a_type_checker_finds_the_package_as_it_is_installed_for_work(tmp_path: Path) -> None:
+    """It does not run the hooks that an editable install may be made of; needs the network for setuptools."""
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
+    interpreter, uses = tmp_path / "venv" / "bin" / "python", tmp_path / "uses.py"
+    install = [interpreter, "-m", "pip", "install", "--quiet", "--no-deps", "--editable", ROOT]
+    done = subprocess.run(install, capture_output=True, text=True)
+    if done.returncode and "setuptools" in done.stderr:
+        pytest.skip("setuptools cannot be had")
+    assert done.returncode == 0, done.stderr
+    uses.write_text(USES)
+    check = [sys.executable, "-m", "mypy", "--python-executable", interpreter, "--cache-dir", tmp_path, uses]
+    shown = subprocess.run(check, cwd=tmp_path, capture_output=True, text=True).stdout
+    assert 'Revealed type is "str"' in shown
+    assert 'expected "int"' in shown
+    assert "temprature" in shown
+    assert "Found 2 errors" in shown

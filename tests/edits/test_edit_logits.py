@@ -1,0 +1,438 @@
+"""Masks, biases and penalties: the tokens of transformers' processors and of a plain rule, however they are run."""
+
+import math
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.distributions import LEAST_P, chi_square_p, exact
+from helpers.graphs import StandInGraphs
+from helpers.kernel_cases import edit_case
+from helpers.tiny import END, draw_prompts, edit_json, logits_of, make_tokenizer, save_random
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.backends import BACKENDS
+from nanovllm.edits.editing import spell
+from nanovllm.kernels.edit_logits import edit_logits_reference
+from nanovllm.kernels.sample import SamplingValues, sample_reference
+
+TOKENIZER = make_tokenizer()
+SIZE = TOKENIZER.get_vocab_size()
+EOS = TOKENIZER.token_to_id(END)
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 112,
+    "kvcache_block_size": 16,
+    "num_kvcache_blocks": 256,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model of the byte tokenizer's size, with it."""
+    folder = tmp_path_factory.mktemp("speaker")
+    save_random(folder, vocab_size=SIZE, eos_token_id=EOS)
+    TOKENIZER.save(str(folder / "tokenizer.json"))
+    edit_json(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast", eos_token=END)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> PreTrainedModel:
+    from transformers import Qwen3ForCausalLM
+
+    return Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    return LLM(folder, **OPTIONS)
+
+
+PROMPTS = [[i % SIZE for i in prompt] for prompt in draw_prompts([3, 9, 17, 30])]
+
+
+def tokens(llm: LLM, params: SamplingParams | list[SamplingParams], prompts: list[list[int]] = PROMPTS) -> list[Any]:
+    return [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def edited(logits: Tensor, prompt: list[int], output: list[int], params: SamplingParams) -> Tensor:
+    """The rule, in plain words: vLLM's order."""
+    x = logits.clone()
+    if params.allowed_token_ids is not None:
+        x[[i for i in range(len(x)) if i not in params.allowed_token_ids]] = -math.inf
+    for word in params.bad_words or ():
+        *begin, last = TOKENIZER.encode(word).ids
+        if output[len(output) - len(begin) :] == begin:
+            x[last] = -math.inf
+    if len(output) < params.min_tokens:
+        x[[EOS, *(params.stop_token_ids or ())]] = -math.inf
+    for token, bias in (params.logit_bias or {}).items():
+        x[token] += bias
+    for token in {*prompt, *output}:
+        x[token] = x[token] / params.repetition_penalty if x[token] > 0 else x[token] * params.repetition_penalty
+    for token, count in Counter(output).items():
+        x[token] = x[token] - params.frequency_penalty * count - params.presence_penalty
+    return x
+
+
+def expected(model: PreTrainedModel, prompt: list[int], params: SamplingParams) -> list[int]:
+    """What a request alone gives, token by token."""
+    output: list[int] = []
+    while len(output) < (params.max_tokens or 0):
+        x = edited(logits_of(model, prompt + output)[-1], prompt, output, params).unsqueeze(0)
+        chosen = (params.temperature, params.top_k, params.top_p, params.min_p, params.seed or 0)
+        kinds = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64)
+        values = [torch.tensor([value], dtype=kind) for value, kind in zip(chosen, kinds, strict=True)]
+        position = torch.tensor([len(prompt) + len(output)])
+        output.append(int(sample_reference(x, SamplingValues(*values, position)).token_ids))
+        if output[-1] in (EOS, *(params.stop_token_ids or ())):
+            break
+    return output
+
+
+# ---- against transformers
+
+
+@torch.inference_mode()
+def generated(model: PreTrainedModel, prompt: list[int], **options: Any) -> list[int]:
+    ids = torch.tensor([prompt])
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=24, do_sample=False, **options)
+    found: list[int] = out[0, len(prompt) :].tolist()
+    return found
+
+
+@pytest.mark.parametrize("penalty", [0.7, 1.1, 1.8])
+def test_repetition_penalty_gives_the_tokens_of_transformers(penalty: float, llm: LLM, model: PreTrainedModel) -> None:
+    params = SamplingParams(0, 24, repetition_penalty=penalty)
+    found = [generated(model, prompt, repetition_penalty=penalty) for prompt in PROMPTS]
+    assert tokens(llm, params) == found
+    assert found != tokens(llm, SamplingParams(0, 24))
+
+
+def test_a_bias_gives_the_tokens_of_transformers(llm: LLM, model: PreTrainedModel) -> None:
+    bias = {i: float((i * 37) % 23 - 11) for i in range(0, SIZE, 3)}
+    keyed = {(i,): value for i, value in bias.items()}
+    params = SamplingParams(0, 24, logit_bias=bias, ignore_eos=True)
+    found = [generated(model, prompt, sequence_bias=keyed, eos_token_id=-1) for prompt in PROMPTS]
+    assert tokens(llm, params) == found
+
+
+def test_min_tokens_gives_the_tokens_of_transformers(llm: LLM, model: PreTrainedModel) -> None:
+    """The ends are tokens that come early of themselves."""
+    first = tokens(llm, SamplingParams(0, 24))
+    ends = sorted({output[i] for output in first for i in (2, 5)})
+    params = SamplingParams(0, 24, min_tokens=9, stop_token_ids=ends)
+    found = [generated(model, p, min_new_tokens=9, eos_token_id=[*ends, EOS], pad_token_id=EOS) for p in PROMPTS]
+    assert tokens(llm, params) == found
+    assert tokens(llm, replace(params, min_tokens=0)) != found
+    assert min(map(len, found)) > 9
+
+
+def test_bad_words_give_the_tokens_of_transformers(llm: LLM, model: PreTrainedModel) -> None:
+    """Pairs and single tokens that come of themselves, as far as they are text."""
+    allowed = [i for i in range(SIZE) if TOKENIZER.decode([i]).isascii() and TOKENIZER.decode([i]).isalnum()]
+    bias = dict.fromkeys(allowed, 30.0)
+    plain = tokens(llm, SamplingParams(0, 24, logit_bias=bias))
+    words = [TOKENIZER.decode(output[i : i + n]) for output in plain for i, n in ((2, 2), (7, 1), (11, 3))]
+    ids = [TOKENIZER.encode(word).ids for word in words]
+    assert {len(i) for i in ids} >= {1, 2, 3}
+    keyed = {(i,): value for i, value in bias.items()}
+    found = [generated(model, p, bad_words_ids=ids, sequence_bias=keyed) for p in PROMPTS]
+    given = tokens(llm, SamplingParams(0, 24, bad_words=words, logit_bias=bias))
+    assert given == found != plain
+    assert not any(word in TOKENIZER.decode(output) for word in words for output in given)
+
+
+def test_a_bad_word_is_also_bad_after_a_space_if_that_makes_other_tokens() -> None:
+    """The tokenizer of the model in the box has tokens that begin with a space; a space of its own adds nothing."""
+    with LLM("tiny-qwen3", max_model_len=64) as llm:
+        found = spell(["P", " P", "\u2603"], llm.engine.tokenizer, 64)
+        assert [llm.tokenizer.decode(ids) for ids in found] == ["P", " P", "P", " P", "\u2603"]
+        prompts, params = (
+            ["The capital of France is"] * 2,
+            [SamplingParams(0, 8), SamplingParams(0, 8, bad_words=["P"])],
+        )
+        plain, other = llm.generate(prompts, params, use_tqdm=False)
+        assert " P" in plain["text"]
+        assert "P" not in other["text"]
+
+
+# ---- against the rule
+
+EACH: dict[str, dict[str, Any]] = {
+    "presence": {"presence_penalty": 1.9},
+    "negative presence": {"presence_penalty": -1.2},
+    "frequency": {"frequency_penalty": 1.3},
+    "repetition": {"repetition_penalty": 1.4},
+    "bias": {"logit_bias": dict.fromkeys(range(0, SIZE, 7), 6.0)},
+    "allowed": {"allowed_token_ids": list(range(3, SIZE, 5))},
+    "min_tokens": {"min_tokens": 12, "stop_token_ids": list(range(0, SIZE, 9))},
+    "bad words": {"bad_words": ["ab", "c", "de", "fgh"], "allowed_token_ids": TOKENIZER.encode("abcdefgh").ids},
+    "all": {
+        **{"presence_penalty": 0.6, "frequency_penalty": 0.4, "repetition_penalty": 1.2, "min_tokens": 9},
+        **{"stop_token_ids": TOKENIZER.encode("ab").ids, "bad_words": ["cd", "e"], "logit_bias": {100: 4.0, 70: -3.0}},
+        "allowed_token_ids": list(range(40, 110)),
+    },
+}
+DRAWN = [SamplingParams(1.0, 20, seed=3 * i + 1, top_p=0.95, **edits) for i, edits in enumerate(EACH.values())]
+GREEDY = [replace(params, temperature=0.0) for params in DRAWN]
+REQUESTS = [(PROMPTS[i % 4], params) for i, params in enumerate([*DRAWN, SamplingParams(1.0, 20, seed=9), *GREEDY])]
+
+
+@pytest.fixture(scope="module")
+def alone(model: PreTrainedModel) -> list[list[int]]:
+    return [expected(model, prompt, params) for prompt, params in REQUESTS]
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "on the C++ kernels": {"attention_backend": "cpu"},
+    "in chunks": {"max_num_batched_tokens": 9},
+    "preempted": {"num_kvcache_blocks": 8, "max_num_batched_tokens": 19},
+    "three at a time": {"max_num_seqs": 3},
+    "ranks": {"tensor_parallel_size": 2, "num_kvcache_blocks": 8},
+}
+DEPTHS = dict.fromkeys(VARIANTS, (1, 2)) | {"ranks": (2,)}
+
+
+@pytest.mark.parametrize(
+    ("options", "depth"),
+    [
+        pytest.param(options, depth, id=f"{name}-{depth}")
+        for name, options in VARIANTS.items()
+        for depth in DEPTHS[name]
+    ],
+)
+def test_tokens_are_those_of_the_rule_however_requests_are_run(
+    options: dict[str, Any], depth: int, folder: Path, alone: list[list[int]]
+) -> None:
+    """Penalties, masks and biases beside each other and beside a row without any; drawn with seeds, and greedy."""
+    prompts, params = map(list, zip(*REQUESTS, strict=True))
+    with LLM(folder, **{"attention_backend": "torch", **OPTIONS, **options}) as llm:
+        llm.engine.depth = depth
+        assert tokens(llm, params, prompts) == alone
+        assert (llm.stats()["num_preemptions"] > 0) == (options.get("num_kvcache_blocks") == 8)
+        assert not llm.engine.scheduler.edited_rows
+
+
+def test_tokens_are_those_of_the_rule_in_triton(folder: Path, alone: list[list[int]]) -> None:
+    pytest.importorskip("triton")
+    some = [0, 8, 9, 18]
+    with LLM(folder, attention_backend="triton", max_num_batched_tokens=64, **OPTIONS) as llm:
+        params = [replace(REQUESTS[i][1], max_tokens=6, min_tokens=0) for i in some]
+        found = tokens(llm, params, [REQUESTS[i][0] for i in some])
+    with LLM(folder, attention_backend="torch", **OPTIONS) as llm:
+        assert found == tokens(llm, params, [REQUESTS[i][0] for i in some])
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_step_of_graphs_leaves_its_sampler_out_only_where_logits_are_edited(
+    depth: int, folder: Path, alone: list[list[int]]
+) -> None:
+    prompts, params = map(list, zip(*REQUESTS, strict=True))
+    with LLM(folder, attention_backend="torch", **OPTIONS) as llm:
+        runner, llm.engine.depth = llm.engine.runner, depth
+        graphs = runner.graphs = StandInGraphs(
+            runner._staging.buffer, runner.config.max_num_seqs, runner.tables.padding_row
+        )
+        captured: list[int] = []
+        graphs.decode = runner._decode
+        graphs.sample = lambda *decoded: (captured.append(1), runner._sample(*decoded))[1]
+        assert tokens(llm, params, prompts) == alone
+        between = len(captured)
+        plain = SamplingParams(0, 10, ignore_eos=True)
+        tokens(llm, plain)
+        assert len(captured) - between >= 9
+        tokens(llm, [*[plain] * 3, replace(plain, presence_penalty=1.0)])
+        assert len(captured) - between < 15
+        runner.graphs = None
+
+
+def test_drafts_change_no_token_and_what_depends_on_them_is_not_drafted_for(reciter: Path) -> None:
+    """In a step with drafts a sequence has several rows of logits: the edits must find their own."""
+    prompts = ["abcdefghijklmnopqrstuvw", "ABCABCABC", "ABCABC", "abcabc"]
+    edits: list[dict[str, Any]] = [{"presence_penalty": 0.3}, {}, {"logit_bias": {70: 1.0}}, {"bad_words": ["de"]}]
+    params = [SamplingParams(0, 60, ignore_eos=True, **each) for each in edits]
+    found, num_drafts = [], []
+    for config in (None, {"method": "ngram", "num_speculative_tokens": 3}):
+        with LLM(reciter, dtype="float32", max_model_len=128, speculative_config=config) as llm:
+            found.append(tokens(llm, params, prompts))  # type: ignore[arg-type]
+            num_drafts.append(llm.stats()["num_draft_tokens"])
+            tokens(llm, [params[0], params[3]], prompts[:2])  # type: ignore[arg-type]
+            assert llm.stats()["num_draft_tokens"] == num_drafts[-1]
+    assert found[0] == found[1]
+    assert num_drafts[0] == 0 < num_drafts[1]
+
+
+def test_words_of_several_tokens_are_waited_for_and_nothing_else_is(llm: LLM) -> None:
+    """Depth 2 for counts, biases and min_tokens; depth 1 while a row's mask depends on the token before."""
+    llm.engine.depth = 2
+    try:
+        for edits, depth in ((EACH["presence"], 2), (EACH["min_tokens"], 2), (EACH["bad words"], 1)):
+            llm.add_request(PROMPTS[0], SamplingParams(0, 14, **edits))
+            most = 0
+            while not llm.is_finished():
+                launched = llm.engine._launch_next
+
+                def watch(launched: Any = launched) -> bool:
+                    nonlocal most
+                    done = bool(launched())
+                    most = max(most, len(llm.engine._in_flight))
+                    return done
+
+                llm.engine._launch_next = watch  # type: ignore[method-assign]
+                llm.step()
+                del llm.engine._launch_next
+            assert most == depth
+    finally:
+        llm.engine.depth = 1
+
+
+# ---- distributions
+
+
+def test_drawn_tokens_follow_the_edited_distribution(folder: Path, model: PreTrainedModel) -> None:
+    """The first token, and the second after the likeliest first: by then the device has counted one."""
+    edits = EACH["all"] | {"bad_words": None, "stop_token_ids": None, "min_tokens": 0, "presence_penalty": 1.8}
+    params, prompt = SamplingParams(1.3, 2, top_k=25, ignore_eos=True, **edits), PROMPTS[1]
+    with LLM(folder, **OPTIONS | {"num_kvcache_blocks": 600}) as llm:
+        outputs = llm.generate(prompt, replace(params, n=3000, seed=5), use_tqdm=False)[0].outputs
+    firsts = np.array([o.token_ids[0] for o in outputs])
+    likeliest = int(np.bincount(firsts).argmax())
+    seconds = np.array([o.token_ids[1] for o in outputs if o.token_ids[0] == likeliest])
+    for drawn, output in ((firsts, []), (seconds, [likeliest])):
+        x = edited(logits_of(model, prompt + output)[-1], prompt, output, params).double().numpy()
+        counts = np.bincount(drawn, minlength=SIZE).astype(np.float64)
+        assert chi_square_p(counts, exact(x, 1.3, 25)) > LEAST_P
+
+
+# ---- the kernels
+
+
+@pytest.mark.parametrize("half", ["both", "masks", "penalties"])
+@pytest.mark.parametrize("vocab_size", [37, 500, 9001])
+@pytest.mark.parametrize("name", ["cpu", "triton"])
+def test_a_kernel_edits_as_the_reference_does(name: str, vocab_size: int, half: str) -> None:
+    """To the last bit but one: a compiler may fuse a product and a difference."""
+    if name == "triton":
+        pytest.importorskip("triton")
+    logits, edits = edit_case(vocab_size)
+    if half == "masks":
+        edits = edits._replace(counts=None, penalties=None)
+    if half == "penalties":
+        edits = edits._replace(masks=None)
+    expected, given = logits.clone(), logits.clone()
+    edit_logits_reference(expected, edits)
+    BACKENDS[name]().edit_logits(given, edits)
+    assert torch.allclose(given, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
+    untouched = [1, 5]
+    assert torch.equal(given[untouched], logits[untouched])
+
+
+def test_the_reference_is_the_rule_and_broken_logits_stay_broken() -> None:
+    logits, edits = edit_case(101)
+    given = logits.clone()
+    edit_logits_reference(given, edits)
+    for i, index in enumerate(edits.indices.tolist()):
+        bits = np.unpackbits(edits.masks[i].numpy().view(np.uint8), bitorder="little")  # type: ignore[union-attr]
+        repetition, frequency, presence = edits.penalties[i].tolist()  # type: ignore[index]
+        for token in range(101):
+            x, count = float(logits[index, token]), int(edits.counts[edits.rows[i], token])  # type: ignore[index]
+            if not bits[token] and x < math.inf:
+                x = -math.inf
+            if count:
+                x = x / repetition if x > 0 else x * repetition
+            x -= frequency * (count // 2) + presence * (count >= 2)
+            assert float(given[index, token]) == pytest.approx(x, rel=1e-5, nan_ok=True)
+
+
+def test_a_bad_word_beyond_the_vocabulary_cannot_come_and_does_no_harm() -> None:
+    with LLM("tiny-qwen3", max_model_len=64) as llm:
+        llm.tokenizer.add_tokens([f"<added {i}>" for i in range(64)])
+        assert llm.tokenizer.encode("<added 63>")[0] >= llm.engine.vocab_size
+        words = ["<added 63>", "France<added 63>"]
+        params = [SamplingParams(0, 8), SamplingParams(0, 8, bad_words=words)]
+        plain, asked = llm.generate(["The capital of France is"] * 2, params, use_tqdm=False)
+        assert plain["token_ids"] == asked["token_ids"]
+
+
+@pytest.mark.parametrize("edits", [{"logit_bias": {7: 1e300}}, {"repetition_penalty": 1e-300}])
+def test_values_beyond_float32_do_what_large_ones_do(edits: dict[str, Any], llm: LLM) -> None:
+    (output,) = llm.generate(PROMPTS[:1], SamplingParams(0, 4, **edits), use_tqdm=False)
+    assert output["finish_reason"] == "length"
+
+
+def test_a_row_of_which_nothing_is_left_ends_with_an_error_and_the_others_go_on(llm: LLM) -> None:
+    nothing = SamplingParams(0, 5, allowed_token_ids=[EOS], min_tokens=3)
+    bad, good = llm.generate(PROMPTS[:2], [nothing, SamplingParams(0, 5)], use_tqdm=False)
+    assert (bad["finish_reason"], bad["token_ids"]) == ("error", [])
+    assert good["finish_reason"] == "length"
+
+
+def test_rows_beside_an_edited_one_keep_their_tokens_in_bfloat16(folder: Path) -> None:
+    """Such a step samples from float32: of logits that were bfloat16, the same."""
+    plain = [SamplingParams(1.5, 20, seed=i, top_k=50 * i, top_p=0.9) for i in range(4)]
+    with LLM(folder, **OPTIONS | {"dtype": "bfloat16", "attention_backend": "cpu"}) as llm:
+        before = tokens(llm, plain)
+        after = tokens(llm, [*plain, SamplingParams(1.0, 20, seed=7, **EACH["all"])], [*PROMPTS, PROMPTS[0]])
+    assert after[:4] == before
+
+
+def test_a_request_that_has_run_holds_no_masks(llm: LLM) -> None:
+    """They are as large as the vocabulary, and `generate` holds all its requests to the end."""
+    request = llm.prepare(PROMPTS[0], SamplingParams(max_tokens=3, min_tokens=2, allowed_token_ids=[1, 2, 3], n=2))
+    before = set(vars(request.edits))
+    ((_, output),) = llm.stream([request])
+    assert {*output["outputs"][0]["token_ids"], *output["outputs"][1]["token_ids"]} <= {1, 2, 3}
+    assert set(vars(request.edits)) == before
+
+
+def test_an_engine_of_which_nobody_asks_for_edits_loads_nothing_of_them(folder: Path) -> None:
+    code = (
+        "import sys; from nanovllm import LLM, SamplingParams\n"
+        f"LLM({str(folder)!r}, max_model_len=64).generate([[5]], SamplingParams(1.0, 3), use_tqdm=False)\n"
+        "print([name for name in sys.modules if 'edit' in name and 'nanovllm' in name])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['nanovllm.kernels.edit_logits']"
+
+
+# ---- what comes back
+
+
+def test_logprobs_are_of_the_distribution_before_edits(llm: LLM, model: PreTrainedModel) -> None:
+    params = SamplingParams(0, 12, logprobs=0, **EACH["all"])
+    (output,) = llm.generate(PROMPTS[1], params, use_tqdm=False)
+    raw = logits_of(model, PROMPTS[1] + output["token_ids"]).log_softmax(-1)[len(PROMPTS[1]) - 1 : -1]
+    for token, given, row in zip(output["token_ids"], output["logprobs"], raw, strict=True):
+        assert given[token] == pytest.approx(float(row[token]), abs=1e-4)
+
+
+def test_a_models_own_repetition_penalty_is_the_default(folder: Path, tmp_path: Path, llm: LLM) -> None:
+    for file in folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    edit_json(tmp_path / "generation_config.json", do_sample=False, repetition_penalty=1.4)
+    with LLM(tmp_path, **OPTIONS) as other:
+        assert other.get_default_sampling_params() == SamplingParams(0, repetition_penalty=1.4)
+        default = [output["token_ids"] for output in other.generate(PROMPTS, use_tqdm=False)]
+    assert default == tokens(llm, SamplingParams(0, repetition_penalty=1.4))
+
+
+def test_the_sampling_of_a_request_that_is_refused_is_named(llm: LLM, random_model: Path) -> None:
+    for edits, message in (
+        ({"allowed_token_ids": [SIZE]}, rf"allowed_token_ids has {SIZE}; the vocabulary is 0..{SIZE - 1}"),
+        ({"logit_bias": {-1: 2.0}}, "logit_bias has -1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            llm.generate([[1]], SamplingParams(0, **edits))
+    with LLM(random_model, **OPTIONS) as without, pytest.raises(ValueError, match="bad_words need a tokenizer"):
+        without.generate([[1]], SamplingParams(0, bad_words=["a"]))

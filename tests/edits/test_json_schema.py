@@ -1,0 +1,287 @@
+"""A schema is kept whole, or refused with the place of what cannot be kept."""
+
+import json
+import random
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import jsonschema
+import numpy as np
+import pytest
+from helpers.paths import BOX_MODEL
+from helpers.schemas import SCHEMAS, record, text, whole
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
+
+from nanovllm import StructuredOutputsParams
+from nanovllm.edits.grammars import Grammars, fill_masks
+from nanovllm.edits.json_schema import read_schema, subschemas
+from nanovllm.text.tokenizer import Tokenizer
+
+TOKENIZER = Tokenizer(BOX_MODEL)
+VOCAB_SIZE, EOS = 664, 663
+GRAMMARS = Grammars(TOKENIZER, VOCAB_SIZE, [EOS])
+
+REFUSED: dict[str, tuple[Any, str, str]] = {
+    # llguidance says what, and we where
+    "not": ({"properties": {"a": {"not": {"const": 1}}}}, "#/properties/a", '["not"]'),
+    "uniqueItems": ({"items": {"type": "array", "uniqueItems": True}}, "#/items", '["uniqueItems"]'),
+    "if": ({"anyOf": [{}, {"if": {}, "then": {}}]}, "#/anyOf/1", '["if", "then"]'),
+    "contains": ({"prefixItems": [{}, {"contains": {}}]}, "#/prefixItems/1", '["contains"]'),
+    "dependentRequired": ({"dependentRequired": {"a": ["b"]}}, "#", '["dependentRequired"]'),
+    "propertyNames": ({"additionalProperties": {"propertyNames": {}}}, "#/additionalProperties", '["propertyNames"]'),
+    "oneOf that overlaps": (
+        {"properties": {"n": {"oneOf": [whole(0, 9), {"type": "number"}]}}},
+        "#/properties/n",
+        "oneOf",
+    ),
+    "look-ahead": ({"$defs": {"x": {"pattern": "(?!a)b"}}, "items": {"$ref": "#/$defs/x"}}, "#/$defs/x", "look-ahead"),
+    "look-behind": ({"pattern": "(?<=a)b"}, "#", "look-behind"),
+    "back-reference": ({"allOf": [{"pattern": r"(a)\1"}]}, "#/allOf/0", "backreferences"),
+    "word boundary": ({"pattern": r"\ba"}, "#", "lookarounds"),
+    "a broken pattern": ({"properties": {"a/b": {"type": "string", "pattern": "("}}}, "#/properties/a~1b", "unclosed"),
+    "an unknown format": ({"items": {"format": "iban"}}, "#/items", "iban"),
+    "an unknown type": ({"properties": {"a": {"type": "str"}}}, "#/properties/a", "str"),
+    "a wrong limit": ({"items": {"type": "string", "maxLength": "9"}}, "#/items", "maxLength"),
+    "nothing that fits": ({"type": "integer", "minimum": 3, "maximum": 2}, "#", "minimum"),
+    "no end": ({"$ref": "#"}, "#", "nothing fits"),
+    "a missing definition": ({"properties": {"a": {"$ref": "#/$defs/no"}}}, "#/properties/a", "/$defs/no"),
+    "another server": ({"$ref": "https://example.com/schema"}, "#", "example.com"),
+    "patterns that overlap": ({"patternProperties": {"^a": {}, "^ab": {}}}, "#", "disjoint"),
+    # what llguidance would take, and not keep
+    "its own options": ({"x-guidance": {"lenient": True}, "not": {}}, "#", "x-guidance"),
+    "a misspelt keyword": ({"items": {"type": "string", "maxlength": 3}}, "#/items", "did you mean maxLength"),
+    "a keyword in snake case": ({"type": "array", "max_items": 3}, "#", "did you mean maxItems"),
+    "draft 3": ({"properties": {"a": {"type": "string", "required": True}}}, "#/properties/a", "required is True"),
+    "draft 3's divisibleBy": ({"type": "integer", "divisibleBy": 3}, "#", "divisibleBy"),
+    "an undated list of items": ({"items": [{"type": "integer"}]}, "#", "prefixItems"),
+    "names that may come twice": ({"type": "object", "required": ["a"], "minProperties": 3}, "#", "minProperties is 3"),
+    "integers beyond float64": ({"enum": ["a", [2**53 + 1]]}, "#", "2**53"),
+    "bounds beyond float64": ({"items": {"minimum": 2**53 + 1}}, "#/items", "minimum is 9007199254740993"),
+    "bounds beyond int64": ({"type": "integer", "minimum": 1e30}, "#", "minimum is 1e+30"),
+    "no JSON": ("{", "", "it is not JSON"),
+    "no schema": ("[]", "", "it is []"),
+    "true": ("true", "", "it is True"),
+    "too deep": ('{"items":' * 5000 + "{}" + "}" * 5000, "", "recursion"),
+}
+
+
+@pytest.mark.parametrize(("schema", "place", "words"), REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_kept_is_refused_with_its_place(schema: Any, place: str, words: str) -> None:
+    with pytest.raises(ValueError) as error:
+        GRAMMARS.compile(StructuredOutputsParams(json=schema))
+    message = str(error.value)
+    assert message.startswith(f"structured_outputs.json: at {place}: " if place else "structured_outputs.json: ")
+    assert words in message and len(message) < 600
+
+
+def test_a_large_bad_schema_takes_no_longer_for_its_place_and_a_second_time_nothing() -> None:
+    many = {f"d{i}": {"type": "string", "minLength": 1} for i in range(1000)}
+    bad = {"$defs": many, "type": "object", "properties": {"a": {"unevaluatedItems": 3}}}
+    seconds = []
+    for _ in range(2):
+        start = time.process_time()
+        with pytest.raises(ValueError, match=r"at #.*unevaluatedItems"):
+            GRAMMARS.compile(StructuredOutputsParams(json=bad))
+        seconds.append(time.process_time() - start)
+    assert seconds[0] < 2 and seconds[1] < 0.1
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "title": "a", "description": "b", "examples": ["c"], "example": "d", "unit": "kg"},
+        {"properties": {"maxlength": {}, "format": {"type": "string"}, "x-guidance": {}, "not": {}}},
+        {"const": {"not": 1, "maxlength": 2}},
+        {"type": "integer", "format": "int32"},
+        {"$schema": "http://json-schema.org/draft-07/schema#", "items": [{"type": "integer"}]},
+    ],
+)
+def test_annotations_names_and_values_are_no_keywords(schema: Any) -> None:
+    GRAMMARS.compile(StructuredOutputsParams(json=json.dumps(schema)))
+
+
+def test_every_schema_in_a_schema_has_its_pointer() -> None:
+    schema = {"properties": {"a/b~c": {"anyOf": [{"const": {"items": 1}}]}}, "$defs": {"d": True}, "items": {"not": {}}}
+    places = [place for place, _ in subschemas(schema)]
+    assert places == ["#/properties/a~1b~0c/anyOf/0", "#/properties/a~1b~0c", "#/items/not", "#/items", "#"]
+
+
+@pytest.mark.parametrize(
+    "asked", [{"regex": "a(?=b)"}, {"regex": "("}, {"grammar": "start: nothing"}, {"grammar": "?"}]
+)
+def test_a_bad_expression_or_grammar_is_refused(asked: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match=rf"^structured_outputs\.{next(iter(asked))}: "):
+        GRAMMARS.compile(StructuredOutputsParams(**asked))  # type: ignore[arg-type]
+
+
+def test_a_tokenizer_that_does_not_spell_bytes_is_refused() -> None:
+    words: Any = SimpleNamespace(to_str=Backend(models.WordLevel({"a": 0, "b": 1}, unk_token="a")).to_str)
+    with pytest.raises(ValueError, match="cannot be had with this model's tokenizer"):
+        Grammars(words, 2, [1])
+    with pytest.raises(ValueError, match="needs an end-of-sequence token"):
+        Grammars(TOKENIZER, VOCAB_SIZE, [])
+
+
+def test_a_grammar_cannot_make_its_schemas_lenient() -> None:
+    with pytest.raises(ValueError, match='"not"'):
+        lenient = 'start: %json {"x-guidance": {"lenient": true}, "not": {}}'
+        GRAMMARS.compile(StructuredOutputsParams(grammar=lenient))
+
+
+STRANGE = ['"', "\\", "\n", "é", "😀", "\x00", "\x7f", " ", "<|im_end|>", "/x/i", "{}", "\\u0041", "a|b", "(?i)a", "1"]
+
+
+def test_a_choice_is_taken_as_it_is_written() -> None:
+    start = GRAMMARS.compile(StructuredOutputsParams(choice=STRANGE))
+    for choice in STRANGE:
+        matcher = start.deep_copy()
+        spelled = [TOKENIZER._backend.token_to_id(token) for token in _bytes_of(choice)]
+        assert matcher.consume_tokens(spelled) and matcher.is_accepting(), choice
+
+
+def _bytes_of(choice: str) -> str:
+    """The tokens of its bytes."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    return "".join(piece for piece, _ in ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(choice))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, "has none of json, regex"),
+        ({"json": {}, "regex": "a"}, "has json and regex"),
+        ({"json": 3}, r"json is 3"),
+        ({"json": {"minimum": float("nan")}}, "not Unicode JSON"),
+        ({"regex": ""}, "regex is ''"),
+        ({"choice": "abc"}, "choice is 'abc'"),
+        ({"choice": []}, r"choice is \[\]"),
+        ({"choice": ["a", 1]}, "choice is"),
+        ({"choice": ["a", "a"]}, "different"),
+        ({"choice": ["\ud800"]}, "surrogates"),
+        ({"grammar": b"start: a"}, "grammar is b'start: a'"),
+        ({"json_object": False}, "json_object is False"),
+        ({"structural_tag": "{}"}, "structural_tag, which vLLM has"),
+        ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern, which vLLM has"),
+        ({"regex": "a", "disable_any_whitespace": True}, "disable_any_whitespace, which vLLM has"),
+        ({"regex": "a", "disable_additional_properties": True}, "disable_additional_properties, which vLLM has"),
+    ],
+)
+def test_exactly_one_of_five_is_given_and_vllms_other_fields_are_refused_by_name(
+    given: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):
+        assert StructuredOutputsParams(**given).text
+    for harmless in ({"structural_tag": None}, {"disable_any_whitespace": False}):
+        assert StructuredOutputsParams(regex="a", **harmless) == StructuredOutputsParams(regex="a")
+    with pytest.raises(TypeError, match="did you mean 'regex'"):
+        StructuredOutputsParams(regexp="a")
+
+
+# ---- Whatever is taken is kept
+
+
+def draw_output(params: StructuredOutputsParams, rng: random.Random, most: int = 300) -> str | None:
+    """A random walk along the masks; None if it has found no end."""
+    matcher = GRAMMARS.compile(params).deep_copy()
+    mask, token_ids = np.zeros((1, -(-VOCAB_SIZE // 32)), np.int32), []
+    likely = {TOKENIZER._backend.token_to_id(token): 30.0 for token in '"]}'} | {EOS: 100.0}
+    while not matcher.is_stopped():
+        fill_masks(mask, [(matcher, 0, [])])
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+        token_id = rng.choices(allowed, [likely.get(i, 1.0) for i in allowed])[0]
+        assert matcher.consume_token(token_id) and not matcher.is_error(), matcher.get_error()
+        if token_id != EOS:
+            token_ids.append(token_id)
+        if len(token_ids) > most:
+            return None
+    return TOKENIZER.decode(token_ids, skip_special_tokens=False)
+
+
+def check_walks(schema: Any, count: int) -> None:
+    validator = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
+    rng = random.Random(0)
+    for _ in range(count):
+        output = draw_output(StructuredOutputsParams(json=json.dumps(schema)), rng)
+        if output is not None:
+            validator.validate(json.loads(output))
+
+
+FORMATS = ["date", "time", "date-time", "email", "hostname", "ipv4", "ipv6", "uuid", "uri", "duration"]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_format_is_kept_wherever_the_walk_goes(name: str) -> None:
+    check_walks({"type": "string", "format": name}, 25)
+    assert read_schema('{"format": "date"}') != {"format": "date"}  # of which llguidance has days too many
+
+
+small = st.integers(-3, 12)
+NAMES = ["a", "b", "ab", "é"]
+
+
+def maybe(**optional: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries({}, optional=optional)
+
+
+scalars = st.one_of(
+    maybe(minimum=small, maximum=small, exclusiveMinimum=small, multipleOf=st.sampled_from([1, 2, 3, 0.5])).map(
+        lambda limits: {"type": "number", **limits}
+    ),
+    maybe(minimum=small, exclusiveMaximum=small, multipleOf=st.sampled_from([2, 3])).map(
+        lambda limits: {"type": "integer", **limits}
+    ),
+    maybe(
+        minLength=st.integers(0, 5), maxLength=st.integers(0, 5), pattern=st.sampled_from(["^a", "b$", "[0-9]", "é"])
+    ).map(lambda limits: {"type": "string", **limits}),
+    st.sampled_from([{"type": "null"}, {"type": "boolean"}, {"const": "a"}, {"enum": [1, "1", None, [1], {"a": 2}]}]),
+    st.sampled_from(
+        [{"minLength": 2}, {"minimum": 3}, {"required": ["a"]}, {"type": ["string", "null"], "maxLength": 1}]
+    ),
+)
+
+
+def composed(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    some = st.lists(inner, min_size=1, max_size=3)
+    items = maybe(
+        items=inner | st.just(False),
+        prefixItems=some,
+        minItems=st.integers(0, 3),
+        maxItems=st.integers(0, 3),
+        uniqueItems=st.booleans(),
+        contains=inner,
+    )
+    members = maybe(
+        properties=st.dictionaries(st.sampled_from(NAMES), inner, max_size=3),
+        required=st.lists(st.sampled_from(NAMES), unique=True, max_size=2),
+        additionalProperties=inner | st.booleans(),
+        patternProperties=st.dictionaries(st.sampled_from(["^a", "^b", "é"]), inner, max_size=2),
+        minProperties=st.integers(0, 3),
+        maxProperties=st.integers(0, 3),
+    )
+    both = maybe(anyOf=some, oneOf=some, allOf=some)
+    return st.one_of(
+        items.map(lambda limits: {"type": "array", **limits}),
+        members.map(lambda limits: {"type": "object", **limits}),
+        st.tuples(inner, both).map(lambda parts: {**parts[0], **parts[1]}),
+        maybe(**{"not": inner, "if": inner, "then": inner}),
+    )
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@given(st.recursive(scalars, composed, max_leaves=6))
+def test_whatever_is_taken_of_a_schema_is_kept(schema: dict[str, Any]) -> None:
+    try:
+        GRAMMARS.compile(StructuredOutputsParams(json=schema))
+    except ValueError:
+        assume(False)
+    check_walks(schema, 4)
+
+
+def test_the_sixty_schemas_are_taken_as_they_are() -> None:
+    for schema in (*SCHEMAS.values(), record(name=text(3), size=whole(0, 9))):
+        GRAMMARS.compile(StructuredOutputsParams(json=schema))

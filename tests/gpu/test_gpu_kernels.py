@@ -1,0 +1,249 @@
+"""The kernels on a real GPU: every shape and type, CUDA graphs, and no hidden synchronisation.
+
+`python -m pytest -m gpu -n 12 tests/gpu/test_gpu_kernels.py`: nearly all of the time is compiling, on one core each.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
+
+import pytest
+import torch
+from helpers.kernel_cases import (
+    DEVICE,
+    GROUPS,
+    AttentionCase,
+    assert_attends,
+    assert_same_tokens,
+    attention_case,
+    attention_tolerance,
+    decode_lengths,
+    edit_case,
+    mixed_lengths,
+    pairwise_shapes,
+    poisoned_memory,
+    sample_case,
+)
+
+# Once more here, where atomics, addresses and exponentials are the device's.
+from helpers.kernel_tests import (  # noqa: F401
+    test_sequences_that_fill_the_machine_are_cut_only_where_one_would_be_waited_for,
+    test_signed_zeros_tie,
+    test_slots_beyond_two_to_the_31_elements_are_reached,
+    test_the_filter_is_exact_where_its_bound_is_loose,
+    test_tokens_of_no_probability_are_never_drawn,
+    test_uniforms_are_the_references_bit_for_bit,
+)
+
+from nanovllm.backends import BACKENDS, Backend
+from nanovllm.kernels.edit_logits import MaskAndPenalties, edit_logits, edit_logits_reference
+from nanovllm.kernels.norm_rope_store import NormRope, norm_rope_store, norm_rope_store_reference
+from nanovllm.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+from nanovllm.kernels.route import route, route_reference
+from nanovllm.kernels.sample import SamplingValues, sample, uniform_reference
+from nanovllm.kernels.silu_and_mul import silu_and_mul, silu_and_mul_reference
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; there is none here"),
+]
+CUDA = torch.device("cuda")
+BF16 = torch.bfloat16
+DTYPES = (torch.float32, torch.float16, BF16)
+
+
+@contextmanager
+def no_synchronisation() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def backend_called(name: str) -> Backend:
+    if name == "flash_attn":
+        pytest.importorskip("flash_attn", reason="flash-attn is not installed")
+    return BACKENDS[name]()
+
+
+# ---- attention
+
+
+@pytest.mark.parametrize(("head_dim", "group", "block_size", "dtype"), pairwise_shapes(*DTYPES))
+def test_triton_attention_is_the_reference_for_every_pair_of_values(
+    head_dim: int, group: int, block_size: int, dtype: torch.dtype
+) -> None:
+    lengths = decode_lengths(block_size)
+    for query_lens, seq_lens in (([1] * len(lengths), lengths), mixed_lengths(block_size)):
+        case = attention_case(query_lens, seq_lens, head_dim, group, block_size, dtype)
+        assert_attends(case, backend_called("triton"), attention_tolerance(dtype))
+
+
+@pytest.mark.parametrize(("group", "dtype"), list(product(GROUPS, (torch.float16, BF16))))
+def test_flash_attn_is_the_reference(group: int, dtype: torch.dtype) -> None:
+    backend = backend_called("flash_attn")
+    for query_lens, seq_lens in (([1] * 6, decode_lengths(256)), mixed_lengths(256)):
+        case = attention_case(query_lens, seq_lens, 128, group, 256, dtype, backend=backend)
+        assert_attends(case, backend, attention_tolerance(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_long_prompts_and_prefixes_are_the_reference(dtype: torch.dtype) -> None:
+    for query_lens, seq_lens in (([4096], [4096]), ([700, 300], [5000, 300]), ([1, 1], [20_000, 3])):
+        case = attention_case(query_lens, seq_lens, 128, 4, 64, dtype)
+        assert_attends(case, backend_called("triton"), attention_tolerance(dtype))
+
+
+@pytest.mark.parametrize("name", ["triton", "flash_attn"])
+def test_a_captured_decode_replays_for_any_lengths_and_tables(name: str) -> None:
+    backend = backend_called(name)
+    longest = 3000
+    static = attention_case([1] * 8, [longest] * 8, 128, 2, 256, BF16, num_kv_heads=8, backend=backend)
+    warm_up = torch.cuda.Stream()
+    with torch.cuda.stream(warm_up):
+        static.attend(backend)
+    torch.cuda.current_stream().wait_stream(warm_up)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        metadata = backend.complete(static.metadata, static.cache, static.q.shape[1])
+        out = backend.attend(static.q, static.cache, metadata, static.scale)
+    for lengths in ([longest] * 8, [1, 2, 256, 257, 0, 0, 2999, 128], [0] * 7 + [77], [40] * 8):
+        case = attention_case([1] * 8, lengths, 128, 2, 256, BF16, num_kv_heads=8, backend=backend, seed=sum(lengths))
+        copy_into(static, case)
+        graph.replay()
+        got, expected = out.float(), case.expected()
+        real = ~expected.isnan()
+        torch.testing.assert_close(got[real], expected[real], atol=attention_tolerance(BF16), rtol=0)
+        assert torch.isfinite(got).all()
+
+
+def copy_into(static: AttentionCase, case: AttentionCase) -> None:
+    """What a runner does before a replay: new contents, the same addresses."""
+    static.q.copy_(case.q)
+    static.metadata.seq_lens.copy_(case.metadata.seq_lens)
+    width = case.metadata.block_tables.shape[1]
+    static.metadata.block_tables[:, :width] = case.metadata.block_tables
+    for side, new in zip(static.cache, case.cache, strict=True):
+        side.fill_(float("nan"))
+        side[: new.shape[0]] = new
+
+
+@pytest.mark.parametrize("name", ["triton", "flash_attn"])
+def test_attention_and_sampling_never_wait_for_the_device(name: str) -> None:
+    backend = backend_called(name)
+    query_lens, seq_lens = mixed_lengths(256)
+    case = attention_case(query_lens, seq_lens, 128, 2, 256, BF16, backend=backend)
+    tokens = sample_case(151_936, BF16)
+    for guard in (nothing, no_synchronisation):  # the first round compiles
+        with guard():
+            metadata = backend.complete(case.metadata, case.cache, case.q.shape[1])
+            backend.attend(case.q, case.cache, metadata, case.scale)
+            sample(*tokens.arguments())
+
+
+@contextmanager
+def nothing() -> Iterator[None]:
+    yield
+
+
+# ---- small kernels
+
+
+def assert_rounds_alike(got: torch.Tensor, expected: torch.Tensor) -> None:
+    """As in test_kernels.py; rsqrt and exp are approximate here (2 units of float32's last place)."""
+    eps = torch.finfo(expected.dtype).eps
+    rtol = 32 * eps if expected.dtype == torch.float32 else 2 * eps
+    torch.testing.assert_close(got, expected, rtol=rtol, atol=rtol)
+
+
+@pytest.mark.parametrize(("dtype", "size"), list(product(DTYPES, (1024, 2560, 5120))))
+def test_small_kernels_are_their_references(dtype: torch.dtype, size: int) -> None:
+    x, residual, weight = (torch.randn(300, size, device=CUDA, dtype=dtype) for _ in range(3))
+    assert_rounds_alike(rms_norm(x, weight[0], 1e-6), rms_norm_reference(x, weight[0], 1e-6))
+    got, expected = add_rms_norm(x, residual, weight[0], 1e-6), add_rms_norm_reference(x, residual, weight[0], 1e-6)
+    assert_rounds_alike(got[0], expected[0])
+    assert torch.equal(got[1], expected[1])
+    assert_rounds_alike(silu_and_mul(x), silu_and_mul_reference(x))
+
+
+@pytest.mark.parametrize(("head_dim", "group", "block_size", "dtype"), pairwise_shapes(*DTYPES))
+def test_norm_rope_store_is_its_reference(head_dim: int, group: int, block_size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    num_tokens, kv_heads = 500, 4
+    shape = (768 // block_size, block_size, kv_heads, head_dim)
+    got_cache, expected_cache = (backend_called("triton").allocate_cache(shape, dtype, CUDA) for _ in range(2))
+    slots = torch.randperm(768, device=CUDA)[:num_tokens]
+    slots[::7] = -1
+    qkv = torch.randn(num_tokens, (group + 2) * kv_heads * head_dim, device=CUDA, dtype=dtype)
+    weights = torch.randn(2, head_dim, device=CUDA, dtype=dtype)
+    angle = torch.rand(1000, head_dim // 2, device=CUDA) * 6.28
+    cos_sin = torch.cat((angle.cos(), angle.sin()), dim=1)
+    positions = torch.randint(1000, (num_tokens,), device=CUDA, dtype=torch.int32)
+    norms = NormRope(weights[0], weights[1], 1e-6, cos_sin)
+    expected = norm_rope_store_reference(qkv, norms, positions, expected_cache, slots)
+    got = norm_rope_store(qkv.clone(), norms, positions, got_cache, slots)
+    # A sum in another order may round a normed element to its neighbour, and a rotation cancel all but the difference.
+    eps = torch.finfo(dtype).eps * (16 if dtype == torch.float32 else 2)
+    for ours, theirs in ((got, expected), (got_cache[0], expected_cache[0])):
+        torch.testing.assert_close(ours, theirs, rtol=eps, atol=eps * float(theirs.abs().max()))
+    assert torch.equal(got_cache[1], expected_cache[1])
+
+
+# ---- experts
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 8, 2), (40, 60, 4), (512, 128, 8)])
+def test_routing_is_its_reference_with_broken_logits_too(
+    tokens: int, experts: int, k: int, normalize: bool, dtype: torch.dtype
+) -> None:
+    """Tokens with a NaN or an infinity have k different experts: else pairs would share a place."""
+    torch.manual_seed(0)
+    logits = torch.randn(tokens, experts, device=CUDA).to(dtype)
+    logits[::5, experts // 2] = float("nan")
+    logits[1::5, 3] = float("inf")
+    logits[2::5] = float("-inf")
+    slots = torch.arange(tokens, device=CUDA)
+    slots[3::7] = -1
+    with poisoned_memory():
+        got = route(logits, k, normalize, slots)
+    expected = route_reference(logits.cpu(), k, normalize, slots.cpu())
+    rtol = 1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
+    torch.testing.assert_close(got.weights.cpu(), expected.weights, rtol=rtol, atol=0, equal_nan=True)
+    for name in ("places", "tokens", "offsets"):
+        assert torch.equal(getattr(got, name).cpu(), getattr(expected, name)), name
+
+
+# ---- the sampler
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype", "ties"), list(product((1, 700, 8193, 151_936), DTYPES, (False, True))))
+def test_sampled_tokens_are_the_references(vocab_size: int, dtype: torch.dtype, ties: bool) -> None:
+    for seed in range(3):
+        case = sample_case(vocab_size, dtype, ties, seed=seed)
+        assert_same_tokens(case, sample(*case.arguments()))
+
+
+@pytest.mark.parametrize("vocab_size", [37, 8193, 151_936])
+def test_edited_logits_are_the_references(vocab_size: int) -> None:
+    """But for a product and a difference that are fused."""
+    logits, edits = edit_case(vocab_size)
+    expected, given = logits.clone(), logits.to(DEVICE)
+    edit_logits_reference(expected, edits)
+    edit_logits(given, MaskAndPenalties(*(x.to(DEVICE) for x in edits if x is not None)))
+    assert torch.allclose(given.cpu(), expected, rtol=1e-5, atol=1e-5, equal_nan=True)
+
+
+def test_samples_follow_the_distribution() -> None:
+    """Chi-squared, 200,000 draws from 8 tokens: with 7 degrees of freedom it exceeds 40 about once in 800,000 times."""
+    n = 200_000
+    logits = torch.linspace(0, 2, 8, device=CUDA).repeat(n, 1)
+    ones, zeros = torch.ones(n, device=CUDA), torch.zeros(n, device=CUDA)
+    seeds = torch.arange(n, device=CUDA)
+    assert len(uniform_reference(seeds, zeros.long()).unique()) > 0.98 * n
+    tokens = sample(logits, SamplingValues(ones, zeros.int(), ones, zeros, seeds, zeros.int())).token_ids
+    expected = logits[0].softmax(0) * n
+    counts = torch.bincount(tokens, minlength=8)
+    assert float(((counts - expected) ** 2 / expected).sum()) < 40

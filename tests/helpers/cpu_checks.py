@@ -1,0 +1,125 @@
+"""Checks of the C++ kernels against plain torch, for libraries built for this processor and for others."""
+
+import itertools
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from helpers.kernel_cases import assert_same_tokens, attention_tolerance, decode_lengths, mixed_lengths, sample_case
+from nanovllm.backends import AttentionMetadata, Backend
+from nanovllm.backends.cpu_backend import CpuBackend, NativeMatrix
+from nanovllm.backends.scratch import Scratch
+from nanovllm.backends.torch_backend import TorchBackend
+from nanovllm.kernels.cpu_library import PANEL
+from nanovllm.kernels.norm_rope_store import NormRope
+
+BF16 = torch.bfloat16
+FP32 = torch.float32
+CPU = torch.device("cpu")
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """Relative: two roundings to bfloat16, or a few hundred float32 terms summed in another order."""
+    return 2**-7 if dtype == BF16 else 4e-6
+
+
+def check_packed_products(library: Any, dtype: torch.dtype, in_features: int, out_features: int) -> None:
+    """Packed products equal torch's in float64 up to rounding, and the packed matrix gives its rows back."""
+    torch.manual_seed(0)
+    weight = torch.randn(out_features, in_features).to(dtype)
+    bias = torch.randn(out_features).to(dtype)
+    matrix = NativeMatrix(library, weight, Scratch())
+    assert torch.equal(matrix.rows(torch.arange(out_features)), weight)
+    own = weight.clone()
+    assert torch.equal(library.pack(own, in_place=True), packed := library.pack(weight))
+    assert out_features % PANEL or torch.equal(own.view(-1), packed)
+    for rows in (*range(1, 14), 24, 25, 700):
+        x = torch.randn(rows, in_features).to(dtype)
+        for b in (None, bias):
+            expected = F.linear(x.double(), weight.double(), None if b is None else b.double())
+            # Sums of in_features products of standard normals: relative to their scale, sqrt(in_features).
+            got = matrix.multiply(x, b).double()
+            torch.testing.assert_close(got, expected, rtol=rounding(dtype), atol=rounding(dtype) * in_features**0.5)
+
+
+def check_small_operators(backend: CpuBackend, dtype: torch.dtype) -> None:
+    """Norms and activations equal those of plain torch."""
+    torch.manual_seed(1)
+    reference = TorchBackend()
+    close = {"rtol": rounding(dtype), "atol": rounding(dtype)}
+    for size in (64, 1024, 100):  # 100 is not a multiple of 16: the reference itself
+        x, residual = (3 * torch.randn(5, size).to(dtype) for _ in range(2))
+        weight = torch.rand(size).to(dtype)
+        torch.testing.assert_close(backend.rms_norm(x, weight, 1e-6), reference.rms_norm(x, weight, 1e-6), **close)
+        got, expected = (b.add_rms_norm(x, residual, weight, 1e-6) for b in (backend, reference))
+        torch.testing.assert_close(got[0], expected[0], **close)
+        assert torch.equal(got[1], expected[1])
+        gate_up = 30 * torch.randn(5, 2 * size).to(dtype)
+        torch.testing.assert_close(backend.silu_and_mul(gate_up), reference.silu_and_mul(gate_up), **close)
+
+
+def attend_after_storing(
+    backend: Backend, query_lens: list[int], seq_lens: list[int], shape: tuple[int, int, int], dtype: torch.dtype
+) -> Tensor:
+    """Store whole sequences through norm_rope_store, in shuffled order, into a cache full of NaN; then attend."""
+    head_dim, group, block_size = shape
+    num_kv_heads = 2
+    torch.manual_seed(2)
+    needed = [-(-n // block_size) for n in seq_lens]
+    order = torch.randperm(sum(needed) + 1).int()
+    tables = torch.full((len(seq_lens), max(needed) + 1), int(order[-1]), dtype=torch.int32)
+    for i, count in enumerate(needed):
+        tables[i, :count] = order[sum(needed[:i]) :][:count]
+    cache = backend.allocate_cache((len(order), block_size, num_kv_heads, head_dim), dtype, CPU)
+    for side in cache:
+        side.fill_(float("nan"))
+    positions = torch.cat([torch.arange(n) for n in seq_lens])
+    blocks = torch.cat([tables[i, torch.arange(n) // block_size] for i, n in enumerate(seq_lens)])
+    slots = blocks.long() * block_size + positions % block_size
+    tokens = len(positions)
+    qkv = torch.randn(tokens + 1, (group + 2) * num_kv_heads * head_dim).to(dtype)
+    q_weight, k_weight = (torch.rand(head_dim).to(dtype) + 0.5 for _ in range(2))
+    angles = torch.outer(torch.arange(tokens), torch.rand(head_dim // 2))
+    cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
+    # One padding token, whose slot is -1. A prompt that comes in pieces may be split inside a unit of V: at 7.
+    slots, positions = torch.cat((slots, torch.tensor([-1]))), torch.cat((positions, torch.tensor([0])))
+    norms = NormRope(q_weight, k_weight, 1e-6, cos_sin) if group % 2 else NormRope(None, None, 1e-6, cos_sin)
+    pieces = [
+        backend.norm_rope_store(qkv[part], norms, positions[part], cache, slots[part].contiguous())
+        for part in (slice(0, 7), slice(7, None))
+    ]
+    q = torch.cat(pieces)
+    ends = torch.tensor(seq_lens).cumsum(0)
+    rows = torch.cat([torch.arange(int(e) - n, int(e)) for e, n in zip(ends, query_lens, strict=True)])
+    lens = torch.tensor([query_lens, seq_lens], dtype=torch.int32)
+    metadata = AttentionMetadata(
+        num_decodes=0,
+        cu_seqlens_q=F.pad(lens[0].cumsum(0, dtype=torch.int32), (1, 0)),
+        seq_lens=lens[1],
+        block_tables=tables,
+        slot_mapping=slots,
+        query_lens_cpu=lens[0].numpy(),
+        seq_lens_cpu=lens[1].numpy(),
+    )
+    return backend.attend(q[rows], cache, metadata, head_dim**-0.5).float()
+
+
+def assert_attends_alike(backend: CpuBackend, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    block_size = shape[2]
+    decodes = [n for n in decode_lengths(block_size) if n]
+    for query_lens, seq_lens in (mixed_lengths(block_size), ([1] * len(decodes), decodes)):
+        got = attend_after_storing(backend, query_lens, seq_lens, shape, dtype)
+        expected = attend_after_storing(TorchBackend(), query_lens, seq_lens, shape, dtype)
+        # In bfloat16 q and k differ by a rounding here and there, and both sides round weights and outputs.
+        tolerance = attention_tolerance(dtype) * (2 if dtype == BF16 else 1)
+        torch.testing.assert_close(got, expected, atol=tolerance, rtol=0)
+
+
+def check_sampled_tokens(backend: CpuBackend, vocab_size: int, dtype: torch.dtype) -> None:
+    """Sampled tokens are those of the reference, with and without ties."""
+    for seed, ties in itertools.product(range(4), (False, True)):
+        case = sample_case(vocab_size, dtype, ties=ties, device=CPU, seed=seed)
+        # Sums run in another order: a draw within 1e-6 of a boundary could fall on its other side; none of these does.
+        assert_same_tokens(case, backend.sample(*case.arguments()))

@@ -1,0 +1,114 @@
+"""Tests of Triton kernels that run in the interpreter and once more on a GPU.
+
+On a GPU atomics, addresses and exponentials are the device's own.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from helpers.kernel_cases import (
+    DEVICE,
+    HALF,
+    assert_same_tokens,
+    attention_case,
+    attention_tolerance,
+    randn,
+    sample_case,
+)
+
+pytest.importorskip("triton")
+
+from nanovllm.backends.triton_backend import TritonBackend
+from nanovllm.kernels.attention import KVCache
+from nanovllm.kernels.norm_rope_store import NormRope, norm_rope_store
+from nanovllm.kernels.paged_decode import decode_metadata, paged_decode
+from nanovllm.kernels.sample import CHUNK, sample, uniform, uniform_reference
+from nanovllm.kernels.triton_shim import tl, triton
+
+
+def test_slots_beyond_two_to_the_31_elements_are_reached() -> None:
+    block_size, head_dim = 256, 128
+    blocks = 2**31 // (block_size * head_dim) + 2
+    # 8 GiB of address space, of which only what is written takes memory
+    torch.use_deterministic_algorithms(False)  # else it would be filled
+    shape = (blocks, block_size, 1, head_dim)
+    cache = KVCache(*(torch.empty(shape, dtype=HALF, device=DEVICE) for _ in range(2)))
+    key = randn(1, 1, head_dim, dtype=HALF)
+    slot = torch.tensor([blocks * block_size - block_size], device=DEVICE)
+    qkv = key.repeat(1, 3, 1).view(1, -1)
+    weight = torch.ones(head_dim, dtype=HALF, device=DEVICE)
+    cos_sin = torch.cat((torch.ones(1, head_dim // 2), torch.zeros(1, head_dim // 2)), dim=1).to(DEVICE)
+    norms, position = NormRope(weight, weight, 1e-6, cos_sin), torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    for offset in (0, 255):
+        norm_rope_store(qkv, norms, position, cache, slot + offset)
+        assert torch.equal(cache.values[-1, offset], key[0]) and cache.keys[-1, offset].any()
+    case = attention_case([1], [1], head_dim, 1, block_size, HALF, num_kv_heads=1)
+    case.metadata.block_tables[0, 0] = blocks - 1
+    out = replace(case, cache=cache).attend(TritonBackend())
+    assert torch.equal(out[0], key[0])  # the softmax over one key is 1
+
+
+def test_sequences_that_fill_the_machine_are_cut_only_where_one_would_be_waited_for() -> None:
+    """In the interpreter, of 2 multiprocessors, 24 chunks for each of 2 heads are the aim: 16 sequences are plenty."""
+    lengths = [300] * 15 + [2100]
+    case = attention_case([1] * 16, lengths, 32, 2, 64, torch.float32)
+    made = decode_metadata(case.metadata.seq_lens, case.metadata.block_tables, case.cache, num_heads=4)
+    if DEVICE.type == "cpu":
+        assert made.first_item.diff().tolist() == [1] * 15 + [3]
+    for _ in range(2):  # the layers share the metadata, so each must leave it as it was
+        out = torch.empty_like(case.q, memory_format=torch.contiguous_format)
+        paged_decode(case.q, case.cache, case.metadata.block_tables, made, case.scale, out)
+        torch.testing.assert_close(out, case.expected(), atol=attention_tolerance(torch.float32), rtol=0)
+        assert not made.arrivals.any()
+
+
+@triton.jit
+def _uniform_kernel(seeds_ptr, positions_ptr, out_ptr, words_ptr):
+    row = tl.program_id(0)
+    seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
+    tl.store(out_ptr + row, uniform(seed, position))
+    word, _, _, _ = tl.randint4x(seed, position.to(tl.int32))
+    tl.store(words_ptr + row, word.to(tl.int64) & 0xFFFFFFFF)
+
+
+def test_uniforms_are_the_references_bit_for_bit() -> None:
+    generator = torch.Generator().manual_seed(0)
+    seeds = torch.randint(-(2**63), 2**63 - 1, (64,), generator=generator).to(DEVICE)
+    seeds[:3] = torch.tensor([0, -1, 1 << 40])
+    positions = torch.randint(0, 2**31 - 1, (64,), generator=generator).to(DEVICE)
+    out, words = torch.empty(64, device=DEVICE), torch.empty(64, dtype=torch.int64, device=DEVICE)
+    _uniform_kernel[(64,)](seeds, positions, out, words)
+    assert torch.equal(out, uniform_reference(seeds, positions))
+    # and Triton's own entry point gives the same word: the counter and the key are where it has them
+    assert torch.equal(((words >> 9).float() + 0.5) * 2.0**-23, out)
+
+
+@pytest.mark.parametrize("shape", ["flat", "clustered"])
+def test_the_filter_is_exact_where_its_bound_is_loose(shape: str) -> None:
+    """The bound comes from the maxima of parts of 64 tokens: it says least where all are alike, or all in one place."""
+    case = sample_case(CHUNK + 500, torch.float32)
+    if shape == "flat":
+        case.logits.mul_(1e-3)
+    else:
+        case.logits[:, 70:200] += 20
+    assert_same_tokens(case, sample(*case.arguments()))
+
+
+def test_tokens_of_no_probability_are_never_drawn() -> None:
+    case = sample_case(3 * CHUNK, torch.float32)
+    case.logits[:, : 2 * CHUNK + 5] = -float("inf")  # whole chunks, and the beginning of one
+    case.logits[:, -7:] = -float("inf")
+    sampled = sample(*case.arguments())
+    assert_same_tokens(case, sampled)
+    tokens = sampled.token_ids
+    assert ((tokens >= 2 * CHUNK + 5) & (tokens < 3 * CHUNK - 7)).all()
+
+
+def test_signed_zeros_tie() -> None:
+    case = sample_case(300, torch.float32, ties=True)
+    case.logits.clamp_(max=0)
+    case.logits[:, ::2] *= -1.0  # every other zero, the maximum, becomes -0.0 or stays so
+    case.logits.clamp_(max=0)
+    assert_same_tokens(case, sample(*case.arguments()))

@@ -1,0 +1,293 @@
+"""Engines on Ray. What needs a cluster is marked slow; the rest starts none."""
+
+import json
+import logging
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from threading import Barrier
+from typing import Any
+
+import numpy as np
+import pytest
+from helpers.batch_jobs import openai_line, write_lines
+from helpers.paths import ROOT
+
+pytest.importorskip("ray.data")
+
+import ray
+
+from nanovllm import SamplingParams
+from nanovllm.cli import main
+from nanovllm.config import EngineConfig
+from nanovllm.jobs.cluster import check_room, lines_per_part, parts_in_flight, read_parts, run_on_ray
+from nanovllm.jobs.job import run_job
+from nanovllm.jobs.open_job import Job
+from nanovllm.jobs.source import Reading, Source
+from nanovllm.jobs.status import Status
+from nanovllm.ray import RayLLM, SharedLLM, actors
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 256,
+    "max_num_seqs": 4,
+    "kvcache_memory_bytes": 32 << 20,
+    "seed": 7,
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+
+# ---- an engine that many threads share
+
+
+def test_batches_of_several_threads_run_in_the_same_steps(reciter: Path) -> None:
+    llm = SharedLLM(str(reciter), **OPTIONS)
+
+    def run(barrier: Barrier) -> set[int]:
+        barrier.wait()
+        return {index for index, _ in llm.stream([("a", GREEDY)] * 2)}
+
+    run(Barrier(1))
+    alone = llm.stats()["num_steps"]
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(run, [Barrier(2)] * 2)) == [{0, 1}, {0, 1}]
+    assert llm.stats()["num_steps"] - alone < 1.7 * alone
+
+
+def test_a_broken_engine_leaves_nobody_waiting(reciter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm = SharedLLM(str(reciter), **OPTIONS)
+
+    def break_down() -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(llm.engine, "step", break_down)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="no room"):
+            list(llm.stream([("a", GREEDY)] * 3))
+
+
+def test_rows_keep_their_columns_and_bad_ones_stop_no_others(reciter: Path) -> None:
+    llm = RayLLM(str(reciter), GREEDY, **OPTIONS)
+    batch = {
+        "prompt": np.array(["a", None, "", "b", "c"], dtype=object),
+        "messages": np.array([None, np.array([{"role": "user", "content": "a"}]), None, None, None], dtype=object),
+        "sampling_params": np.array([{"max_tokens": 2, "seed": None}, None, None, {"size": 1}, {"logprobs": 1}]),
+        "mine": np.arange(5),
+    }
+    result = llm.generate(batch)
+    assert result["mine"] is batch["mine"]
+    assert result["generated_text"][0] == "bc" and result["num_prompt_tokens"][0] == 1
+    assert len(result["generated_token_ids"][1]) == 20
+    assert result["error"][:2] == ["", ""]
+    assert "empty" in result["error"][2] and "size" in result["error"][3] and "logprobs" in result["error"][4]
+    asked: list[dict[str, Any]] = [
+        {"logit_bias": {"5": 50.0, "6": None}},  # the other row's token, as Arrow has it
+        {"logit_bias": {"5": None, "6": 50.0}, "n": None},
+        {"n": 2, "temperature": 1.0},
+        {"structured_outputs": {"json": {"type": "object", "items": None}, "regex": None}},
+    ]
+    result = llm.generate({"prompt": np.array(["a"] * 4, dtype=object), "sampling_params": np.array(asked)})
+    assert result["error"][:2] == ["", ""] and [ids[0] for ids in result["generated_token_ids"][:2]] == [5, 6]
+    assert "n above 1" in result["error"][2] and "as text" in result["error"][3]
+    odd: list[Any] = [{"prompt_logprobs": 1}, "greedy", {"allowed_token_ids": [5]}]
+    odd.append({"allowed_token_ids": [5], "bad_words": [llm._llm.token_text(5)]})
+    result = llm.generate({"prompt": ["a"] * 4, "sampling_params": odd})
+    assert "prompt_logprobs" in result["error"][0] and "greedy" in result["error"][1] and result["error"][2] == ""
+    assert result["finish_reason"][3] == "error" and "no token that may come" in result["error"][3]
+    for params in (SamplingParams(logprobs=1), SamplingParams(prompt_logprobs=1), SamplingParams(n=2)):
+        with pytest.raises(ValueError, match="no column"):
+            RayLLM(str(reciter), params)
+
+
+# ---- parts
+
+
+def test_an_id_seen_in_another_part_is_an_error_and_only_lines_that_are_known_and_not_done_run(tmp_path: Path) -> None:
+    lines = [openai_line(f"id-{i % 7}", prompt="x") for i in range(10)] + [b"{", {"prompt": "came later"}]
+    source = Source(str(write_lines(tmp_path / "in", lines)))
+    *parts, end = read_parts(source, 4, {1, 2, 3, 6}, range(12))
+    assert [part["numbers"] for part in parts] == [[4, 5, 7, 8], [9, 10, 11]]
+    codes = [[json.loads(line)["error"]["code"] for line in part["errors"] if line] for part in parts]
+    assert codes == [["duplicate_id"], ["duplicate_id", "duplicate_id", "invalid_json"]]
+    assert [line for part in parts for line in part["lines"] if line] == [
+        json.dumps(x).encode() + b"\n" for x in (lines[3], lines[4], lines[6])
+    ]
+    reading = Reading(source)
+    list(reading)
+    assert end["numbers"] == [] and json.loads(end["digest"]) == asdict(reading.digest)
+
+
+def test_a_folder_is_read_as_one_file(tmp_path: Path) -> None:
+    write_lines(tmp_path / "b.jsonl", [b"third"])
+    (tmp_path / "a.jsonl").write_bytes(b"first\n\nsecond")
+    (tmp_path / ".hidden").write_bytes(b"x")
+    lines = [(line.number, line.raw.strip()) for line in Reading(Source(str(tmp_path)))]
+    assert lines == [(1, b"first"), (3, b"second"), (4, b"third")]
+
+
+def test_parts_are_small_and_engines_hold_enough_of_them_but_no_more_than_their_share() -> None:
+    assert [lines_per_part(n) for n in (0, 5000, 100_000, 10**7)] == [16, 16, 100, 1000]
+    assert parts_in_flight(1000, 10_000, 8, 512) == 2
+    assert parts_in_flight(100, 1000, 8, 512) == 11
+    assert parts_in_flight(16, 10, 4, 512) == 3
+    assert parts_in_flight(16, 1, 4, 512) == 1
+
+
+def test_engines_that_do_not_fit_are_refused_with_what_to_change() -> None:
+    check_room([{"CPU": 1}, {"CPU": 1.5}], "CPU", 2, 1)
+    with pytest.raises(ValueError, match=r"has 2 CPUs; 3 engines of 1 CPUs need 3.*--replicas 2.*--num-cpus"):
+        check_room([{"CPU": 2}], "CPU", 3, 1)
+    with pytest.raises(ValueError, match=r"has 1 \+ 1 \+ 0 GPUs; 1 engines of 2 GPUs need 2"):
+        check_room([{"GPU": 1}, {"GPU": 1}, {}], "GPU", 1, 2)
+
+
+def test_wrong_commands_say_what_to_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = str(write_lines(tmp_path / "in", [{"prompt": "x"}]))
+    command = ["run-batch", "-i", source, "-o", str(tmp_path / "out"), "--model", "m"]
+    assert main([*command, "--replicas", "2"]) == Status.USAGE
+    assert "add --ray" in capsys.readouterr().err
+    assert main([*command, "--ray", "--replicas", "0"]) == Status.USAGE
+    assert "at least 1" in capsys.readouterr().err
+    assert main([*command, "--ray", "--trace", "t.json"]) == Status.USAGE
+    assert "one engine" in capsys.readouterr().err
+    assert main(["run-batch", "-i", "/dev/null", *command[3:], "--ray"]) == Status.USAGE
+    assert "pipe" in capsys.readouterr().err
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "part-000000.jsonl").touch()
+    assert main([*command[:4], str(tmp_path / "parts"), "--model", "m", "--ray"]) == Status.USAGE
+    assert "older version" in capsys.readouterr().err
+    for name in ("nanovllm.jobs.cluster", "nanovllm.ray"):
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "ray.data", None)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    assert main([*command, "--ray"]) == Status.USAGE
+    assert "nano-vllm[ray]" in capsys.readouterr().err
+
+
+# ---- with a cluster
+
+NUM_LINES = 240
+
+
+def make_line(number: int) -> Any:
+    """Greedy, with a seed of its own, with one from its id; a bad one in each part; an id that is in another part."""
+    if number % 16 == 15:
+        return b'{"custom_id": "torn'
+    custom_id = "id-3" if number == 100 else f"id-{number}"
+    sampling = [{"temperature": 0}, {"seed": number}, {}][number % 3]
+    return openai_line(custom_id, prompt=f"Question {number}:", max_tokens=40, ignore_eos=True, **sampling)
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[str]:
+    """The address of a cluster with two CPUs, both of which the engines take: reading must do without."""
+    context = ray.init("local", num_cpus=2, log_to_driver=False, logging_level=logging.WARNING)
+    yield context.address_info["address"]
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of two files."""
+    folder = tmp_path_factory.mktemp("in")
+    lines = [make_line(number) for number in range(NUM_LINES)]
+    write_lines(folder / "a.jsonl", lines[:90])
+    write_lines(folder / "b.jsonl", lines[90:])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(source: Path) -> dict[str, Any]:
+    """What one process answers."""
+    results = source.with_name("one-process.jsonl")
+    assert run_job(make_job(source, results)) == Status.LINES_FAILED
+    return read_answers(results)
+
+
+def make_job(source: Path, output: Path) -> Job:
+    return Job(str(source), str(output), EngineConfig("tiny-qwen3", **OPTIONS), "tiny-qwen3")
+
+
+def read_answers(path: Path) -> dict[str, Any]:
+    """Answers by id, without what may differ; fails if an id is there twice."""
+    answers: dict[str, Any] = {}
+    for answer in map(json.loads, path.read_bytes().splitlines()):
+        del answer["checksum"]
+        if answer["error"] is None:
+            del answer["response"]["body"]["created"]
+            del answer["response"]["body"]["usage"]["prompt_tokens_details"]
+        assert answer["id"] not in answers
+        answers[answer["id"]] = answer
+    return answers
+
+
+@pytest.mark.slow
+def test_a_cluster_answers_as_one_process_does(
+    cluster: str, source: Path, expected: dict[str, Any], tmp_path: Path
+) -> None:
+    assert run_on_ray(make_job(source, tmp_path / "out"), replicas=2) == Status.LINES_FAILED
+    assert read_answers(tmp_path / "out") == expected and len(expected) == NUM_LINES
+    assert [a["error"]["line"] for a in expected.values() if a["error"] and a["error"]["code"] == "duplicate_id"] == [
+        101
+    ]
+
+
+@pytest.mark.slow
+def test_anybodys_pipeline_may_use_the_engine_and_its_batches_overlap(cluster: str, reciter: Path) -> None:
+    class Counting(RayLLM):
+        def generate(self, batch: Any) -> dict[str, Any]:
+            result = super().generate(batch)
+            return {**result, "num_steps": [self._llm.stats()["num_steps"]] * len(batch["prompt"])}
+
+    rows = ray.data.from_items([{"prompt": letter} for letter in "abcdefgh"], override_num_blocks=2)
+    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    outputs = rows.map_batches(
+        Counting,
+        fn_constructor_args=(str(reciter), params),
+        fn_constructor_kwargs={**OPTIONS, "max_num_seqs": 8},
+        batch_size=2,
+        **actors(),
+    ).take_all()
+    assert {row["prompt"]: row["generated_text"][:2] for row in outputs}["a"] == "bc"
+    assert len(outputs) == 8 and not any(row["error"] for row in outputs)
+    assert max(row["num_steps"] for row in outputs) < 600, "four batches, one after another, take 800"
+
+
+@pytest.mark.slow
+@pytest.mark.slow
+def test_a_job_on_a_cluster_of_its_own_shows_nothing_of_rays_insides(tmp_path: Path) -> None:
+    source = write_lines(tmp_path / "in", [{"prompt": "x", "max_tokens": 2}])
+    command = [sys.executable, "-m", "nanovllm", "run-batch", "--ray", "-i", str(source), "-o", str(tmp_path / "out")]
+    done = subprocess.run([*command, "--model", "tiny-qwen3"], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "1 of 1 lines answered" in done.stderr
+    assert not re.search(r"core_worker|logging\.cc|RuntimeWarning| E \d", done.stderr)
+
+
+@pytest.mark.slow
+def test_the_pages_example_prints_what_it_shows(cluster: str, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs" / "ray.md").read_text()
+    (code,), (shown,) = (re.findall(rf"```{language}\n(.*?)```", page, re.DOTALL) for language in ("python", "text"))
+    exec(code, {})
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.rstrip() for line in printed if "->" in line] == shown.splitlines()
+
+
+def test_a_pool_that_leaves_no_cpu_for_reading_is_warned_of(cluster: str, caplog: pytest.LogCaptureFixture) -> None:
+    actors(replicas=1)
+    assert not caplog.text
+    actors(replicas=2)
+    assert "has 2 CPUs; 2 engines and one for reading need 3" in caplog.text
+
+
+@pytest.mark.slow
+def test_more_engines_than_the_cluster_holds_are_refused_before_anything_waits(
+    cluster: str, source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert run_on_ray(make_job(source, tmp_path / "out"), replicas=3) == Status.USAGE
+    assert "--replicas 2" in caplog.text

@@ -1,0 +1,315 @@
+"""The compiled CPU path computes what plain torch computes, and the engine does without it where it must."""
+
+import itertools
+import logging
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers.cpu_checks import (
+    BF16,
+    CPU,
+    FP32,
+    assert_attends_alike,
+    check_packed_products,
+    check_sampled_tokens,
+    check_small_operators,
+    rounding,
+)
+from helpers.tiny import draw_prompts
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.backends.cpu_backend import CpuBackend
+from nanovllm.backends.torch_backend import OneDnnMatrix
+from nanovllm.engine.plan import StepPlan
+from nanovllm.kernels.cpu_library import CpuLibrary, cpu_library
+from nanovllm.kernels.norm_rope_store import NormRope
+from nanovllm.kernels.sample import SamplingValues
+from nanovllm.resolve import Work, resolve_backend
+from nanovllm.runner.step_handle import StepHandle
+from nanovllm.utils.machine import limit_threads, physical_cores
+
+GRID = list(itertools.product((32, 64, 96, 128, 256), (1, 2, 4, 7, 8, 48), (16, 64, 256)))
+"""(head_dim, group, block_size)"""
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def library(cache: Path) -> Iterator[CpuLibrary]:
+    """Compiled into a fresh cache folder: about three seconds."""
+    cpu_library.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(cache))
+        try:
+            built = cpu_library()
+        except RuntimeError as error:
+            pytest.skip(str(error))
+    yield built
+    cpu_library.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def backend(library: CpuLibrary) -> CpuBackend:
+    return CpuBackend()
+
+
+def test_a_new_cache_is_zeros_in_memory_of_its_own(library: CpuLibrary) -> None:
+    caches = [library.zeros((3, 2, 100, 32), dtype) for dtype in (BF16, FP32)]
+    caches[0].fill_(1)
+    assert caches[0].shape == caches[1].shape and not caches[1].any()
+    assert not any(cache.data_ptr() % 64 for cache in caches)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize(("in_features", "out_features"), [(64, 96), (72, 64), (208, 50), (1024, 16)])
+def test_a_packed_matrix_multiplies_and_gives_its_rows(
+    library: CpuLibrary, dtype: torch.dtype, in_features: int, out_features: int
+) -> None:
+    check_packed_products(library, dtype, in_features, out_features)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_the_small_operators_equal_their_references(backend: CpuBackend, dtype: torch.dtype) -> None:
+    check_small_operators(backend, dtype)
+
+
+@pytest.mark.parametrize("first", [0, 1, 5])
+@pytest.mark.parametrize("tokens", [1, 8, 9, 10, 47])
+def test_threads_never_share_two_tokens_of_one_unit(backend: CpuBackend, tokens: int, first: int) -> None:
+    """Two values lie in one unit of V; where threads divide the tokens between them, both have one owner."""
+    qkv = torch.randn(tokens, (16 + 2 * 2) * 128).to(BF16)  # enough that even few tokens wake the threads
+    weight, cos_sin = torch.rand(128).to(BF16), torch.rand(64, 128)
+    positions = torch.arange(first, first + tokens)
+    caches = []
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3, 5):
+            torch.set_num_threads(count)
+            cache = backend.allocate_cache((1, 64, 2, 128), BF16, CPU)
+            backend.norm_rope_store(qkv, NormRope(weight, weight, 1e-6, cos_sin), positions, cache, positions)
+            caches.append(cache)
+    finally:
+        torch.set_num_threads(threads)
+    stored = caches[0][1].count_nonzero() / (2 * 128)
+    assert stored == pytest.approx(tokens, abs=0.2)  # a random value may be zero
+    for cache in caches[1:]:
+        assert all(torch.equal(*sides) for sides in zip(cache, caches[0], strict=True))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize(
+    "shape", [(128, 2, 64), (32, 3, 16), (64, 5, 256), (64, 7, 64), (96, 6, 64), (128, 16, 64)], ids=str
+)
+def test_attention_over_what_was_stored_equals_the_reference(
+    backend: CpuBackend, shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    assert_attends_alike(backend, shape, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("shape", GRID, ids=str)
+def test_attention_equals_the_reference_over_a_grid(
+    backend: CpuBackend, shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    assert_attends_alike(backend, shape, dtype)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("vocab_size", [50, 4096, 20001])
+def test_sampled_tokens_are_the_references(backend: CpuBackend, vocab_size: int, dtype: torch.dtype) -> None:
+    check_sampled_tokens(backend, vocab_size, dtype)
+
+
+def test_impossible_tokens_are_never_drawn(backend: CpuBackend) -> None:
+    logits = torch.full((1, 5000), -torch.inf)
+    logits[0, [17, 4999]] = 0.0
+    rows = 400
+    zeros, ones = torch.zeros(rows), torch.ones(rows)
+    values = SamplingValues(ones, zeros.int(), ones, zeros, torch.arange(rows), torch.arange(rows))
+    tokens = backend.sample(logits.repeat(rows, 1), values).token_ids
+    counts = torch.bincount(tokens, minlength=5000)
+    assert counts[17] + counts[4999] == rows
+    assert 140 < counts[17] < 260  # six standard deviations of a fair coin
+
+
+def test_greedy_and_seeded_tokens_are_those_of_plain_torch(library: CpuLibrary, random_model: Path) -> None:
+    prompts = draw_prompts([1, 15, 16, 17, 63, 64, 65, 100])
+    params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=24) for i in range(len(prompts))]
+    outputs = []
+    for backend in ("torch", "cpu"):
+        options = {"max_model_len": 128, "kvcache_block_size": 16, "num_kvcache_blocks": 20}
+        options |= {"device": "cpu", "dtype": "float32", "attention_backend": backend}
+        with LLM(random_model, max_num_batched_tokens=50, **options) as llm:
+            assert llm.engine.runner.backend.name == backend
+            outputs.append([o["token_ids"] for o in llm.generate(prompts, params, use_tqdm=False)])
+            assert llm.stats()["num_preemptions"] > 0
+    assert outputs[0] == outputs[1]
+
+
+def test_without_a_compiler_auto_takes_plain_torch_and_says_so_and_cpu_is_refused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    work = Work(CPU, FP32, 128, 2, 64, num_parameters=10_000_000_000)
+    for path, compiler, said in (
+        (str(tmp_path), "", "no C++ compiler"),
+        ("/usr/bin:/bin", "false", "cannot be compiled"),
+    ):
+        monkeypatch.setenv("PATH", path)
+        monkeypatch.setenv("CXX", compiler)
+        cpu_library.cache_clear()
+        with caplog.at_level(logging.WARNING):
+            assert resolve_backend("auto", work).name == "torch"
+        assert "plain torch" in caplog.text and said in caplog.text
+        with pytest.raises(ValueError, match=f'attention_backend="cpu" cannot run here: .*{re.escape(said)}'):
+            resolve_backend("cpu", work)
+    cpu_library.cache_clear()
+
+
+def works(library: CpuLibrary) -> bool:
+    weight = torch.randn(64, 32)
+    y, x = torch.empty(1, 64), torch.randn(1, 32)
+    library.call("linear", FP32, x, library.pack(weight), None, y, 1, 32, 64)
+    return torch.allclose(y, x @ weight.T, atol=1e-5)
+
+
+def test_the_library_is_compiled_once(cache: Path, library: CpuLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    before = [path.stat().st_mtime_ns for path in cache.rglob("*")]
+    cpu_library.cache_clear()
+    cpu_library()
+    assert [path.stat().st_mtime_ns for path in cache.rglob("*")] == before
+    assert len(list(cache.rglob("*.so"))) == 1
+
+
+def test_where_the_cache_cannot_be_written_each_process_compiles_and_says_so(
+    library: CpuLibrary, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()  # root may write into a folder that is read-only
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    cpu_library.cache_clear()
+    assert works(cpu_library())
+    assert "compiled anew by each process" in caplog.text and str(tmp_path / "file") in caplog.text
+    assert [path.name for path in tmp_path.iterdir()] == ["file"], "nothing is left behind"
+    cpu_library.cache_clear()
+
+
+def test_what_lies_in_a_cache_that_cannot_be_written_is_used(
+    cache: Path, library: CpuLibrary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.setattr(Path, "mkdir", lambda *arguments, **options: pytest.fail("a folder is made"))
+    monkeypatch.setattr(tempfile, "TemporaryDirectory", lambda *arguments, **options: pytest.fail("a folder is made"))
+    cpu_library.cache_clear()
+    assert works(cpu_library())
+
+
+def test_another_processor_with_the_same_home_has_kernels_of_its_own(
+    cache: Path, library: CpuLibrary, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """-march=native: what was built for one may be an illegal instruction on the other."""
+    (tmp_path / "nanovllm").symlink_to(cache / "nanovllm")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    before = set(cache.rglob("*.so"))
+    monkeypatch.setattr("nanovllm.kernels.cpu_library._processor", lambda: "flags: of another")
+    cpu_library.cache_clear()
+    with caplog.at_level(logging.INFO):
+        cpu_library()
+    (new,) = set(cache.rglob("*.so")) - before
+    assert before and "compiled the CPU kernels in" in caplog.text and new.name in caplog.text
+    new.unlink()
+    cpu_library.cache_clear()
+
+
+def test_two_processes_that_compile_at_once_both_run_and_leave_one_library(tmp_path: Path) -> None:
+    code = "from nanovllm.kernels.cpu_library import cpu_library; print(len(cpu_library()._functions))"
+    environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
+    both = [
+        subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    counts = [process.communicate(timeout=300)[0] for process in both]
+    assert counts[0] == counts[1] != "" and all(process.returncode == 0 for process in both)
+    (left,) = (tmp_path / "nanovllm").iterdir()
+    assert left.suffix == ".so"
+
+
+@pytest.mark.skipif(not OneDnnMatrix.works(torch.empty(0, dtype=BF16)), reason="needs oneDNN's packed bfloat16 product")
+def test_onednns_packed_product_equals_the_plain_one() -> None:
+    torch.manual_seed(3)
+    weight, x, bias = torch.randn(96, 64).to(BF16), torch.randn(7, 64).to(BF16), torch.randn(96).to(BF16)
+    for b in (None, bias):
+        got = OneDnnMatrix(weight).multiply(x, b)
+        torch.testing.assert_close(got, F.linear(x, weight, b), rtol=rounding(BF16), atol=rounding(BF16) * 8)
+
+
+@pytest.mark.parametrize("bounded", [False, True])
+def test_few_tokens_of_a_small_model_are_computed_in_one_thread_where_threads_spin_without_bound(
+    bounded: bool, reciter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a busy machine, threads that wait for each other at every product cost a hundred times what they save."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: threads.append(count))
+    threads = [2]
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    if bounded:
+        monkeypatch.setenv("GOMP_SPINCOUNT", "50000")
+    with LLM(reciter, device="cpu", dtype="float32", max_model_len=64) as llm:
+        seen, launch = [], llm.engine.runner._launch
+
+        def look(plan: StepPlan, edits: None) -> StepHandle:
+            seen.append((plan.num_tokens, threads[-1]))
+            return launch(plan, edits)
+
+        monkeypatch.setattr(llm.engine.runner, "_launch", look)
+        for chosen in (None, "2"):
+            monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+            if chosen is not None:
+                monkeypatch.setenv("OMP_NUM_THREADS", chosen)
+            llm.generate([[5] * 50], SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
+    few = 2 if bounded else 1
+    assert seen == [(50, 2), (1, few), (1, few), (50, 2), (1, 2), (1, 2)]
+    assert threads[-1] == 2, "as before"
+
+
+def test_threads_are_by_default_the_physical_cores_of_one_socket_among_those_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two sockets of four cores, each of two hyperthreads: core i has the processors i and i + 8."""
+    for cpu in range(16):
+        topology = tmp_path / f"cpu{cpu}" / "topology"
+        topology.mkdir(parents=True)
+        (topology / "physical_package_id").write_text(f"{cpu % 8 // 4}\n")
+        (topology / "thread_siblings_list").write_text(f"{cpu % 8},{cpu % 8 + 8}\n")
+    threads, allowed = [16], set(range(16))
+    monkeypatch.setattr("nanovllm.utils.machine.CPUS", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: allowed, raising=False)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: threads.append(count))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for allowed, wanted in ((set(range(16)), 4), ({1, 2, 3, 4}, 3), ({0, 8}, 1), ({0, 4, 5, 6, 12}, 3)):  # noqa: B007
+        threads.append(16)
+        limit_threads()
+        assert threads[-1] == wanted
+    assert physical_cores() == 4, "of both: ranks of one engine share them"
+    threads.append(2)
+    limit_threads()
+    assert threads[-1] == 2, "never more than torch has"
+    monkeypatch.setenv("OMP_NUM_THREADS", "16")
+    threads.append(16)
+    limit_threads()
+    assert threads[-1] == 16, "who says how many gets them"

@@ -1,0 +1,310 @@
+"""Every Triton kernel against its plain-torch reference: in Triton's interpreter, or on a GPU where there is one."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers.kernel_cases import (
+    DEVICE,
+    HALF,
+    HEAD_DIMS,
+    SampleCase,
+    all_shapes,
+    assert_attends,
+    assert_same_tokens,
+    attention_case,
+    attention_tolerance,
+    decode_lengths,
+    mixed_lengths,
+    pairwise_shapes,
+    poisoned_memory,
+    randn,
+    sample_case,
+)
+
+pytest.importorskip("triton")
+
+from helpers.kernel_tests import (  # noqa: F401
+    test_sequences_that_fill_the_machine_are_cut_only_where_one_would_be_waited_for,
+    test_signed_zeros_tie,
+    test_slots_beyond_two_to_the_31_elements_are_reached,
+    test_the_filter_is_exact_where_its_bound_is_loose,
+    test_tokens_of_no_probability_are_never_drawn,
+    test_uniforms_are_the_references_bit_for_bit,
+)
+
+from nanovllm.backends.torch_backend import TorchBackend
+from nanovllm.backends.triton_backend import TritonBackend
+from nanovllm.kernels.attention import KVCache
+from nanovllm.kernels.norm_rope_store import NormRope, norm_rope_store, norm_rope_store_reference
+from nanovllm.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
+from nanovllm.kernels.sample import CHUNK, filter_reference, sample
+from nanovllm.kernels.sample_filter import PART, filter_rows
+from nanovllm.kernels.silu_and_mul import silu_and_mul, silu_and_mul_reference
+from nanovllm.kernels.step_inputs import PlannedRows, RowTables, step_inputs, step_inputs_reference
+
+DTYPES = (torch.float32, HALF)
+
+
+@pytest.fixture(autouse=True)
+def no_memory_is_zero_by_luck():
+    with poisoned_memory():
+        yield
+
+
+def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal but for rounding.
+
+    Kernel and reference round to the dtype at the same places; what is rounded differs by the order of a sum (a few
+    units of float32's last place), which can tip the rounding to the neighbour, twice in a row at most.
+    """
+    eps = torch.finfo(expected.dtype).eps
+    rtol = 16 * eps if expected.dtype == torch.float32 else 2 * eps
+    torch.testing.assert_close(got, expected, rtol=rtol, atol=rtol)
+
+
+# ---- small kernels
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [96, 128, 1024, 2560])
+def test_rms_norm_is_its_reference(size: int, dtype: torch.dtype) -> None:
+    x, weight = randn(5, 2 * size, dtype=dtype)[:, :size], randn(size, dtype=dtype, seed=1)  # rows lie apart
+    assert_close(rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [96, 1024, 2560])
+def test_add_rms_norm_is_its_reference_and_leaves_its_inputs(size: int, dtype: torch.dtype) -> None:
+    x, residual, weight = (randn(3, size, dtype=dtype, seed=i) for i in range(3))
+    before = x.clone(), residual.clone()
+    got, expected = add_rms_norm(x, residual, weight[0], 1e-6), add_rms_norm_reference(x, residual, weight[0], 1e-6)
+    assert_close(got[0], expected[0])
+    assert torch.equal(got[1], expected[1])
+    assert torch.equal(x, before[0]) and torch.equal(residual, before[1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [80, 1024, 3072])
+def test_silu_and_mul_is_its_reference(size: int, dtype: torch.dtype) -> None:
+    gate_up = 4 * randn(3, 2 * size, dtype=dtype)
+    assert_close(silu_and_mul(gate_up), silu_and_mul_reference(gate_up))
+
+
+def test_small_kernels_take_no_tokens() -> None:
+    empty, weight = randn(0, 64), randn(64)
+    assert rms_norm(empty, weight, 1e-6).shape == (0, 64)
+    assert add_rms_norm(empty, empty, weight, 1e-6)[0].shape == (0, 64)
+    assert silu_and_mul(empty).shape == (0, 32)
+
+
+# ---- storing K and V
+
+
+def caches(
+    heads_first: bool, *, blocks: int, block_size: int, heads: int, head_dim: int, dtype: torch.dtype
+) -> list[KVCache]:
+    """Two equal caches, holding noise that must survive."""
+    shape = (blocks, heads, block_size, head_dim) if heads_first else (blocks, block_size, heads, head_dim)
+    sides = [randn(*shape, dtype=dtype, seed=i) for i in (7, 8)]
+    return [KVCache(*(side.clone().transpose(1, 2) if heads_first else side.clone() for side in sides)) for _ in "ab"]
+
+
+@pytest.mark.parametrize(("head_dim", "group", "block_size", "dtype"), pairwise_shapes(*DTYPES))
+def test_norm_rope_store_is_its_reference_and_touches_no_other_slot(
+    head_dim: int, group: int, block_size: int, dtype: torch.dtype
+) -> None:
+    heads_first, kv_heads = head_dim == 64, 1 + group % 3
+    slots = torch.tensor([block_size, -1, 0, 3 * block_size - 1, 5], device=DEVICE)
+    positions = torch.tensor([0, 3, 17, 999, 4], device=DEVICE)
+    qkv = randn(5, (group + 2) * kv_heads * head_dim, dtype=dtype)
+    q_weight, k_weight = randn(head_dim, dtype=dtype, seed=1), randn(head_dim, dtype=dtype, seed=2)
+    angle = torch.rand(1000, head_dim // 2, generator=torch.Generator().manual_seed(3)) * 6.28
+    cos_sin = torch.cat((angle.cos(), angle.sin()), dim=1).to(DEVICE)
+    shape = {"blocks": 3, "block_size": block_size, "heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
+    got_cache, expected_cache = caches(heads_first, **shape)
+    weights = (q_weight, k_weight) if group % 2 else (None, None)
+    norms = NormRope(*weights, 1e-6, cos_sin)
+    expected = norm_rope_store_reference(qkv, norms, positions, expected_cache, slots)
+    got = norm_rope_store(qkv.clone(), norms, positions, got_cache, slots)
+    assert_close(got, expected)
+    assert_close(got_cache[0], expected_cache[0])
+    assert torch.equal(got_cache[1], expected_cache[1])
+
+
+# ---- attention
+
+
+@pytest.mark.parametrize(("head_dim", "group", "block_size", "dtype"), pairwise_shapes(*DTYPES))
+def test_decode_is_the_reference(head_dim: int, group: int, block_size: int, dtype: torch.dtype) -> None:
+    lengths = decode_lengths(block_size)
+    case = attention_case([1] * len(lengths), lengths, head_dim, group, block_size, dtype)
+    assert_attends(case, TritonBackend(), attention_tolerance(dtype))
+
+
+@pytest.mark.parametrize(("head_dim", "group", "block_size", "dtype"), pairwise_shapes(*DTYPES))
+def test_mixed_step_is_the_reference(head_dim: int, group: int, block_size: int, dtype: torch.dtype) -> None:
+    query_lens, seq_lens = mixed_lengths(block_size)
+    case = attention_case(query_lens, seq_lens, head_dim, group, block_size, dtype)
+    assert_attends(case, TritonBackend(), attention_tolerance(dtype))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("head_dim", "group", "block_size", "dtype"), all_shapes())
+def test_attention_is_the_reference_for_every_shape(
+    head_dim: int, group: int, block_size: int, dtype: torch.dtype
+) -> None:
+    test_decode_is_the_reference(head_dim, group, block_size, dtype)
+    test_mixed_step_is_the_reference(head_dim, group, block_size, dtype)
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+def test_prefill_of_500_tokens_is_the_reference(block_size: int) -> None:
+    case = attention_case([500], [500], 64, 2, block_size, torch.float32)
+    assert_attends(case, TritonBackend(), attention_tolerance(torch.float32))
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_prefill_after_a_long_prefix_is_the_reference(head_dim: int) -> None:
+    case = attention_case([20], [1500], head_dim, 2, 64, torch.float32)
+    assert_attends(case, TritonBackend(), attention_tolerance(torch.float32))
+
+
+def test_many_short_prefills_each_find_their_sequence() -> None:
+    query_lens = [2 + i % 3 for i in range(130)]  # more than one search block of sequences
+    case = attention_case(query_lens, [n + i % 5 for i, n in enumerate(query_lens)], 32, 1, 16, torch.float32, 1)
+    assert_attends(case, TritonBackend(), attention_tolerance(torch.float32))
+
+
+def test_keys_of_equal_scores_are_averaged_across_splits() -> None:
+    """With q = 0 the output is the mean of V whatever the split: a chunk counted twice or left out would show."""
+    case = attention_case([1, 1], [1999, 300], 32, 2, 64, torch.float32)
+    case.q.zero_()
+    assert_attends(case, TritonBackend(), attention_tolerance(torch.float32))
+
+
+def test_large_scores_do_not_overflow() -> None:
+    case = attention_case([1, 3], [700, 90], 32, 2, 64, torch.float32)
+    case.q.mul_(300)  # scores of some hundreds: exp would overflow without the running maximum
+    # A score of 1,000 is rounded to 6e-5, and so, relatively, is its weight.
+    assert_attends(case, TritonBackend(), 1e-3)
+
+
+def test_rows_of_length_zero_decode_to_zeros() -> None:
+    case = attention_case([1, 1, 1], [0, 5, 0], 32, 2, 16, torch.float32)
+    out = case.attend(TritonBackend())
+    assert not out[0].any() and not out[2].any() and out[1].any()
+
+
+# ---- the sampler
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize("vocab_size", [1, CHUNK + 1])
+def test_sampled_tokens_are_the_references(vocab_size: int, ties: bool, dtype: torch.dtype) -> None:
+    case = sample_case(vocab_size, dtype, ties)
+    assert_same_tokens(case, sample(*case.arguments()))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("ties", [False, True])
+def test_kept_tokens_and_their_weights_are_the_references(ties: bool, dtype: torch.dtype) -> None:
+    """Not by what is drawn: token for token, where the reference sorts and the kernel searches.
+
+    Tokens that top-p keeps by a rounding of the summed mass could differ; with these seeds none is that near.
+    """
+    vocab_size, num_chunks = CHUNK + 500, 2
+    case = sample_case(vocab_size, dtype, ties)
+    logits = case.logits.float()
+    rows, padded = len(logits), torch.nn.functional.pad(logits, (0, num_chunks * CHUNK - vocab_size), value=-torch.inf)
+    parts = padded.view(rows, -1, PART)
+    part_max = parts.amax(2)
+    origin = part_max.clamp(min=-1e30).unsqueeze(2)  # not -inf - -inf
+    part_weight = ((parts - origin) / case.values.temperature.clamp(min=1e-9).view(-1, 1, 1)).exp().sum(2)
+    chunk_weight = torch.full((rows, num_chunks), -1.0, device=DEVICE)
+    threshold = torch.full((rows,), -1.0, device=DEVICE)
+    filter_rows(case.logits, *case.values[:4], part_max.to(dtype), part_weight, chunk_weight, threshold, CHUNK)
+
+    filtered = case.values.filters(vocab_size) & (case.values.temperature > 0)
+    assert (chunk_weight[~filtered] == -1).all() and (threshold[~filtered] == -1).all(), "rows without a filter leave"
+    z = (logits - logits.amax(1, keepdim=True)) / case.values.temperature.clamp(min=1e-9).unsqueeze(1)
+    z, min_p = z[filtered], case.values.min_p[filtered]
+    kept = filter_reference(z, case.values.of_rows(filtered))
+    weights = z.exp()
+    assert torch.equal((z >= threshold[filtered].unsqueeze(1)) & (weights >= min_p.unsqueeze(1)), kept)
+    weights = torch.nn.functional.pad(weights * kept, (0, num_chunks * CHUNK - vocab_size))
+    # float32 sums of up to 4,596 positive terms in another order: a few units in the last place
+    expected = weights.view(-1, num_chunks, CHUNK).sum(2)
+    torch.testing.assert_close(chunk_weight[filtered], expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)])
+def test_sampled_tokens_are_the_references_for_qwen3s_vocabulary(dtype: torch.dtype) -> None:
+    few = torch.tensor([2, 6, 12], device=DEVICE)  # no filter, top_k 50, all filters
+    case = sample_case(151_936, dtype)
+    case = SampleCase(case.logits[few], case.values.of_rows(few))
+    assert_same_tokens(case, sample(*case.arguments()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(40))
+def test_sampled_tokens_are_the_references_for_many_seeds(seed: int) -> None:
+    case = sample_case(6000, torch.float32, ties=seed % 2 == 1, seed=seed)
+    assert_same_tokens(case, sample(*case.arguments()))
+
+
+# ---- a step's inputs
+
+
+@pytest.mark.parametrize("scheduled", [[1] * 5, [1, 1, 1, 300, 7], [600]])
+def test_step_inputs_are_the_references(scheduled: list[int]) -> None:
+    num_seqs, num_tokens, num_rows, width = len(scheduled), sum(scheduled), 9, 50
+    generator = torch.Generator().manual_seed(0)
+    floats = (torch.rand(num_rows, generator=generator) for _ in range(3))
+    temperature, top_p, min_p = (values.to(DEVICE) for values in floats)
+    integers = torch.randint(0, 1000, (3, num_rows), generator=generator).to(DEVICE)
+    tables = RowTables(
+        torch.randint(0, 99, (num_rows, width), generator=generator, dtype=torch.int32).to(DEVICE),
+        integers[0].int(),
+        temperature,
+        integers[1].int(),
+        top_p,
+        min_p,
+        integers[2] << 40,
+    )
+    rows = torch.randperm(num_rows - 1, generator=generator)[:num_seqs].int()
+    rows[0] = num_rows - 1  # padding
+    token_ids = torch.randint(0, 1000, (num_tokens,), generator=generator, dtype=torch.int32)
+    token_ids[:2] = -1
+    computed = torch.randint(0, 200, (num_seqs,), generator=generator, dtype=torch.int32)
+    arrays = rows, computed, torch.tensor(scheduled, dtype=torch.int32), token_ids
+    planned = PlannedRows(*(array.to(DEVICE) for array in arrays))
+    got, expected = (make(planned, tables, 16) for make in (step_inputs, step_inputs_reference))
+    for name, ours, theirs in zip(got._fields[:-1], got, expected, strict=False):
+        assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype, name
+    for name, ours, theirs in zip(got.sampling._fields, got.sampling, expected.sampling, strict=True):
+        assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype, name
+
+
+# ---- together
+
+
+def test_triton_and_torch_backends_do_the_same_step() -> None:
+    """Store, attend, over both storage orders: what one layer does in a step, from the same qkv."""
+    query_lens, seq_lens = mixed_lengths(16)
+    outputs = []
+    for backend in (TorchBackend(), TritonBackend()):
+        case = attention_case(query_lens, seq_lens, 32, 2, 16, torch.float32, backend=backend)
+        rows = torch.repeat_interleave(torch.arange(len(query_lens)), torch.tensor(query_lens))
+        ends = torch.tensor(seq_lens)[rows] - torch.tensor([*torch.tensor(query_lens).cumsum(0)])[rows]
+        positions = (ends + torch.arange(len(rows))).to(DEVICE)
+        blocks = case.metadata.block_tables[rows.to(DEVICE), positions // 16].long()
+        angle = torch.linspace(0, 3, 400 * 16).view(400, 16)
+        cos_sin = torch.cat((angle.cos(), angle.sin()), dim=1).to(DEVICE)
+        weight = randn(32, seed=4)
+        qkv = randn(len(rows), (2 + 2) * 2 * 32, seed=5)
+        slots = blocks * 16 + positions % 16
+        q = backend.norm_rope_store(qkv, NormRope(weight, weight, 1e-6, cos_sin), positions, case.cache, slots)
+        outputs.append(replace(case, q=q).attend(backend))
+    torch.testing.assert_close(outputs[1], outputs[0], atol=2e-5, rtol=0)  # as attention's, after a norm of some units

@@ -1,0 +1,75 @@
+"""Every Triton kernel compiles for the GPUs we name, in every configuration that the engine launches, without a GPU."""
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from helpers.paths import TESTS
+
+pytest.importorskip("triton")
+
+SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227}
+"""What one program may use (CUDA C++ Programming Guide, "Compute capabilities")."""
+
+
+def compile_all(*arguments: str) -> list[dict[str, Any]]:
+    """In a process of its own: here Triton may be in its interpreter, and cannot be in both."""
+    script = TESTS / "helpers" / "compile_kernels.py"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    result = subprocess.run(
+        [sys.executable, script, *arguments], capture_output=True, text=True, env=environment, check=False
+    )
+    assert result.returncode == 0, result.stderr[-4000:]
+    compiled: list[dict[str, Any]] = json.loads(result.stdout)
+    return compiled
+
+
+def check(compiled: list[dict[str, Any]]) -> None:
+    kernels = {result["kernel"] for result in compiled}
+    assert len(kernels) == 14, kernels
+    for result in compiled:
+        assert result["shared"] <= SHARED_KIB[result["arch"]] * 1024, result
+        check_waits_first(result)
+        if result["kernel"] == "_prefill_kernel":
+            continue
+        # What a step of decodes launches reads nothing two bytes at a time, and logits sixteen.
+        assert result["narrow_loads"] == 0, result
+        assert result["wide_loads"] >= 2 or "logits_ptr" not in result["types"], result
+        if result["arch"] == 90:
+            assert result["stack"] == 0, f"spills: {result}"
+
+
+def check_waits_first(result: dict[str, Any]) -> None:
+    """A kernel that may start before its predecessor has ended touches no memory before it has waited for that."""
+    has_it = result["arch"] >= 90
+    assert result["dependent"] == has_it, result
+    waits = ["griddepcontrol.wait", "griddepcontrol.launch_dependents"]
+    assert result["order"][:2] == waits if has_it else not set(waits) & set(result["order"]), result
+    assert len(result["order"]) > 2, result
+
+
+def check_pipelined(compiled: list[dict[str, Any]]) -> None:
+    """Three stages hold two buffers of K and V. Were the page's number looked up in its own iteration, the lookup would
+    be a stage and there would be one (38,912 bytes at head_dim 128)."""
+    for result in compiled:
+        if result["kernel"] == "_split_kernel":
+            tile = result["config"]["TILE"] * result["config"]["HEAD_DIM"] * 2
+            assert result["shared"] >= 2 * 2 * tile, result
+
+
+@pytest.mark.parametrize("arch", [80, 89, 90, 100])
+def test_kernels_of_the_smallest_model_compile_within_shared_memory_and_without_spills(arch: int) -> None:
+    compiled = compile_all("--quick", str(arch))
+    check(compiled)
+    check_pipelined(compiled)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [80, 89, 90, 100])
+def test_kernels_of_every_model_compile_within_shared_memory_and_without_spills(arch: int) -> None:
+    compiled = compile_all(str(arch))
+    check(compiled)
+    check_pipelined(compiled)

@@ -1,0 +1,75 @@
+"""The CPU kernels built for other processors than this one compute what the references do."""
+
+import platform
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.cpu_checks import (
+    BF16,
+    FP32,
+    assert_attends_alike,
+    check_packed_products,
+    check_sampled_tokens,
+    check_small_operators,
+)
+from helpers.foreign_kernels import HAS_EMULATOR, ForeignLibrary
+
+from nanovllm.backends.cpu_backend import CpuBackend
+from nanovllm.kernels import cpu_library
+
+pytestmark = pytest.mark.slow
+
+NEEDS = {"x86-64-v3": {"avx2", "fma"}, "cascadelake": {"avx512f", "avx512_vnni"}, "aarch64": set()}
+"""What a processor must know to run what is built for another."""
+
+
+def missing(processor: str) -> str | None:
+    if processor == "aarch64":
+        return None if HAS_EMULATOR else "needs g++-aarch64-linux-gnu and qemu-user"
+    if platform.machine() != "x86_64":
+        return "needs an x86-64 processor"
+    unknown = NEEDS[processor].difference(cpu_library._processor().split())
+    return f"this processor lacks {', '.join(sorted(unknown))}" if unknown else None
+
+
+@pytest.fixture(scope="module", params=NEEDS)
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Kernels for a processor: run by this one where it can, else by an emulator."""
+    if reason := missing(request.param):
+        pytest.skip(reason)
+    folder: Path = tmp_path_factory.mktemp(request.param)
+    if request.param == "aarch64":
+        return ForeignLibrary(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        flags = [f"-march={request.param}" if flag == "-march=native" else flag for flag in cpu_library.FLAGS]
+        patch.setattr(cpu_library, "FLAGS", flags)
+        return cpu_library._load("g++")
+
+
+@pytest.fixture
+def backend(library: Any, monkeypatch: pytest.MonkeyPatch) -> CpuBackend:
+    monkeypatch.setattr("nanovllm.backends.cpu_backend.cpu_library", lambda: library)
+    return CpuBackend()
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_products_are_the_references(library: Any, dtype: Any) -> None:
+    check_packed_products(library, dtype, 208, 50)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_small_operators_are_the_references(backend: CpuBackend, dtype: Any) -> None:
+    check_small_operators(backend, dtype)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("shape", [(64, 7, 16), (128, 2, 64)], ids=str)
+def test_attention_is_the_reference(backend: CpuBackend, shape: tuple[int, int, int], dtype: Any) -> None:
+    assert_attends_alike(backend, shape, dtype)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_sampled_tokens_are_the_references(backend: CpuBackend, dtype: Any) -> None:
+    check_sampled_tokens(backend, 4096, dtype)

@@ -1,0 +1,183 @@
+"""A model folder from a stranger is data: none of its code runs, no file outside it is read, no damage crashes."""
+
+import builtins
+import json
+import random
+import select
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.paths import BOX_MODEL
+from helpers.tiny import edit_json
+from safetensors import safe_open
+
+from nanovllm import LLM
+
+OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 64, "kvcache_memory_bytes": 8 << 20}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A copy of the model in the box, to be spoilt."""
+    return Path(shutil.copytree(BOX_MODEL, tmp_path / "model"))
+
+
+CODE = """
+import pathlib
+pathlib.Path({marker!r}).touch()
+from transformers import PreTrainedTokenizerFast, Qwen3Config
+class Own(PreTrainedTokenizerFast): pass
+class OwnConfig(Qwen3Config): pass
+"""
+
+
+@pytest.mark.parametrize("where", ["tokenizer_config.json", "config.json"])
+def test_code_in_a_model_folder_is_never_run_nor_asked_about(
+    where: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marker = tmp_path / "ran"
+    (folder / "own.py").write_text(CODE.format(marker=str(marker)))
+    edit_json(folder / "config.json", model_type=None)  # else transformers takes a tokenizer of its own
+    edit_json(folder / "tokenizer_config.json", tokenizer_class="Own")
+    edit_json(folder / where, auto_map={"AutoTokenizer": ["own.Own", None], "AutoConfig": "own.OwnConfig"})
+
+    def consent(_: str = "") -> str:
+        asked.append(True)
+        return "y"
+
+    asked: list[bool] = []
+    monkeypatch.setattr(builtins, "input", consent)
+    try:
+        LLM(folder, **OPTIONS).close()
+    except ValueError as error:
+        assert "tokenizer" in str(error)
+    assert not asked and not marker.exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["../elsewhere/model.safetensors", "{absolute}", "elsewhere/../../elsewhere/model.safetensors", "/dev/zero"]
+)
+def test_an_index_names_files_of_its_own_folder_alone(name: str, folder: Path) -> None:
+    elsewhere = folder.parent / "elsewhere"
+    (folder / "elsewhere").mkdir()
+    elsewhere.mkdir()
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        tensors = list(file.keys())
+    (folder / "model.safetensors").rename(elsewhere / "model.safetensors")
+    name = name.format(absolute=elsewhere / "model.safetensors")
+    edit_json(folder / "model.safetensors.index.json", weight_map=dict.fromkeys(tensors, name))
+    with pytest.raises(ValueError, match=r"index\.json names .*; shards must be files of its own folder"):
+        LLM(folder, **OPTIONS)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a\0b", "x" * 300, "\ud800", None, 5, ["a"]])
+def test_a_shard_name_that_is_none_is_refused(name: object, folder: Path) -> None:
+    edit_json(folder / "model.safetensors.index.json", weight_map={"model.norm.weight": name})
+    with pytest.raises(ValueError, match="shard"):
+        LLM(folder, **OPTIONS)
+
+
+# ---- Damaged files
+
+WORKER = """
+import json, sys
+from nanovllm import LLM, SamplingParams
+for line in sys.stdin:
+    try:
+        with LLM(line.strip(), **json.loads(sys.argv[1])) as llm:
+            prompts = ["the cat", [5, 6, 7]] if llm.engine.tokenizer else [[5, 6, 7]]
+            params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+            ends = [output["finish_reason"] for output in llm.generate(prompts, params, use_tqdm=False)]
+        result = "ok" if set(ends) <= {"length", "error"} else f"ended {ends}"
+    except ValueError as error:
+        result = "refused" if len(str(error)) < 2000 else f"a message of {len(str(error))} characters"
+    except BaseException as error:
+        result = f"{type(error).__name__}: {str(error)[:200]}"
+    print(json.dumps(result), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def victim() -> Iterator[subprocess.Popen[str]]:
+    """A process that loads the folders it is told, and says how that went: a crash must not be the tests'."""
+    command = [sys.executable, "-c", WORKER, json.dumps(OPTIONS)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+    with subprocess.Popen(command, text=True, **pipes) as process:  # type: ignore[call-overload]
+        yield process
+        process.kill()
+
+
+VALUES = [None, -1, 0, 10**12, 10**400, "x", [], {}, True, 1.5, [1, 2], "\ud800", 2**31, 1e-30, -1e30, float("nan")]
+
+
+def spoil(folder: Path, rng: random.Random) -> str:
+    """Damage one file: flipped bytes, a cut, a strange value. Returns what was done."""
+    name = rng.choice(["config.json"] * 3 + ["tokenizer.json", "generation_config.json", "tokenizer_config.json"])
+    if rng.random() < 0.4:
+        name = "model.safetensors"
+    path = folder / name
+    content = bytearray(path.read_bytes())
+    header = 8 + int.from_bytes(content[:8], "little") if name == "model.safetensors" else len(content)
+    how = rng.choice(["flip", "flip", "cut", "value" if name.endswith("config.json") else "flip"])
+    if how == "cut":
+        del content[rng.choice([0, 1, 7, 8, 9, header - 1, header, rng.randrange(len(content))]) :]
+    elif how == "value":
+        data = json.loads(content)
+        key = rng.choice(list(data))
+        data[key] = rng.choice(VALUES)
+        how = f"{key} = {str(data[key])[:20]}"
+        content = bytearray(json.dumps(data).encode())
+    else:
+        places = [rng.randrange(rng.choice([8, header, len(content)])) for _ in range(rng.choice([1, 1, 3]))]
+        for place in places:
+            content[place] ^= rng.randrange(1, 256)
+        how = f"flip {places}"
+    path.write_bytes(content)
+    return f"{name}: {how}"
+
+
+def assert_survives(victim: subprocess.Popen[str], folder: Path, seed: int) -> str:
+    what = spoil(folder, random.Random(seed))
+    assert victim.stdin is not None and victim.stdout is not None
+    victim.stdin.write(f"{folder}\n")
+    victim.stdin.flush()
+    ready, _, _ = select.select([victim.stdout], [], [], 60)
+    assert ready, f"seed {seed}, {what}: nothing for a minute"
+    line = victim.stdout.readline()
+    assert line, f"seed {seed}, {what}: the process ended with {victim.wait()}"
+    result: str = json.loads(line)
+    assert result in ("ok", "refused"), f"seed {seed}, {what}: {result}"
+    return result
+
+
+def test_damage_is_refused_or_harmless(victim: subprocess.Popen[str], tmp_path: Path) -> None:
+    results = [assert_survives(victim, shutil.copytree(BOX_MODEL, tmp_path / str(seed)), seed) for seed in range(12)]
+    assert set(results) == {"ok", "refused"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tens", range(1, 21))
+def test_two_hundred_damages_are_refused_or_harmless(tens: int, victim: subprocess.Popen[str], tmp_path: Path) -> None:
+    for seed in range(100 * tens, 100 * tens + 10):
+        assert_survives(victim, shutil.copytree(BOX_MODEL, tmp_path / str(seed)), seed)
+
+
+@pytest.mark.parametrize("eos", ["5", [[5]], 5.0, True])
+def test_an_end_of_sequence_that_is_no_id_is_refused(eos: Any, folder: Path) -> None:
+    edit_json(folder / "generation_config.json", eos_token_id=eos)
+    with pytest.raises(ValueError, match="eos_token_id is"):
+        LLM(folder, **OPTIONS)
+
+
+def test_odd_defaults_are_refused_with_the_name_of_their_file(folder: Path) -> None:
+    edit_json(folder / "generation_config.json", temperature=-1.0)
+    with pytest.raises(ValueError, match=r"generation_config.json: temperature is -1.0"):
+        LLM(folder, **OPTIONS)
+    edit_json(folder / "config.json", auto_map=5)
+    with pytest.raises(ValueError, match="auto_map"):
+        LLM(folder, **OPTIONS)

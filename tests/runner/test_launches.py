@@ -1,0 +1,94 @@
+"""What a step asks of a GPU, counted without one: on fake tensors, with Triton's launches noted instead of done.
+
+On fake tensors an operator that needs a value, and so would wait for the device, raises.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+import torch
+from helpers.paths import TESTS
+
+pytest.importorskip("triton")
+
+from helpers.pretend_cuda import DEVICE, Operators, noted, pretend_runner, unscored_plan
+
+LAYERS = 28
+ONCE = {f"_{name}_kernel": 1 for name in ("step_inputs", "chunks", "stats", "filter", "draw")}
+A_LAYER = {"_norm_rope_store_kernel": 1, "_split_kernel": 1, "_silu_and_mul_kernel": 1}
+"""Beside its two norms; the last norm is one more."""
+
+
+def test_a_step_of_decodes_launches_what_it_must_and_nothing_else() -> None:
+    """Each is a node of the CUDA graph; at one sequence, they are most of its time."""
+    with pretend_runner() as runner:
+        head = runner._new_graphs().inputs(256)
+        with noted() as launches, Operators() as operators:
+            runner._sample(*runner._decode(head))
+    counts = Counter(launch.kernel.__name__ for launch in launches)
+    assert counts == ONCE | dict.fromkeys(A_LAYER, LAYERS) | {"_rms_norm_kernel": 2 * LAYERS + 1}
+    # Four matrices a layer and the LM head; the embedding; the tokens for the rows' next step.
+    assert operators.counts == {"linear": 4 * LAYERS + 1, "embedding": 1, "index_put_": 1}
+    assert len(launches) + operators.counts.total() == 261
+
+
+def test_experts_need_no_value_on_the_host_either() -> None:
+    """Qwen3-30B-A3B: a router, and two grouped products of our own, where a dense layer has two products of torch's."""
+    layers = 48
+    with pretend_runner("qwen3-30b-a3b") as runner:
+        head = runner._new_graphs().inputs(64)
+        with noted() as launches, Operators() as operators:
+            runner._sample(*runner._decode(head))
+    counts = Counter(launch.kernel.__name__ for launch in launches)
+    of_experts = {"_route_kernel": layers, "_grouped_linear_kernel": 2 * layers, "_combine_experts_kernel": layers}
+    in_layers = dict.fromkeys(A_LAYER, layers) | of_experts
+    assert counts == ONCE | in_layers | {"_rms_norm_kernel": 2 * layers + 1}
+    assert operators.counts == {"linear": 3 * layers + 1, "embedding": 1, "index_put_": 1}
+
+
+def test_a_mixed_step_waits_for_nothing_and_copies_nothing() -> None:
+    plan = unscored_plan([1, 1, 100, 198])
+    with pretend_runner() as runner:
+        packed = torch.zeros(plan.head_size, dtype=torch.int32, device=DEVICE)
+        with noted() as launches, Operators() as operators:
+            runner._run(plan, packed)
+    counts = Counter(launch.kernel.__name__ for launch in launches)
+    in_layers = dict.fromkeys((*A_LAYER, "_prefill_kernel"), LAYERS)
+    assert counts == ONCE | in_layers | {"_rms_norm_kernel": 2 * LAYERS + 1}
+    # One more: the hidden states of the sequences' last tokens.
+    assert operators.counts == {"linear": 4 * LAYERS + 1, "embedding": 1, "index_put_": 1, "sub": 1, "index": 1}
+
+
+def test_the_host_s_values_are_all_that_a_step_s_shapes_need() -> None:
+    """The guard of the tests above is one: a read of the device's values does raise."""
+    with pretend_runner() as runner, pytest.raises(RuntimeError):
+        runner.tables.of_rows.last_token.tolist()
+
+
+@pytest.fixture(scope="module")
+def directly() -> dict[str, object]:
+    """What helpers/direct_launches.py found, in a process of its own: here Triton may be in its interpreter."""
+    script = TESTS / "helpers" / "direct_launches.py"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    result = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, check=False)
+    assert result.returncode == 0, result.stderr[-4000:]
+    found: dict[str, object] = json.loads(result.stdout.splitlines()[-1])
+    return found
+
+
+def test_a_direct_launch_is_triton_s_own_to_the_last_argument(directly: dict[str, object]) -> None:
+    assert directly["equal"] and directly["unaligned_equal"]
+
+
+def test_direct_launches_take_at_most_half_of_triton_s_time(directly: dict[str, float]) -> None:
+    """196 are what a mixed step of 28 layers had; 1.5 ms is what they may take, 7.65 us each."""
+    assert directly["direct_us"] < 0.5 * directly["triton_us"], directly
+    assert 196 * directly["direct_us"] < 1500, directly
+
+
+def test_all_kernels_are_compiled_before_the_first_step(directly: dict[str, object]) -> None:
+    assert directly["compiled_ahead"] >= 10 and directly["compiled_by_steps"] == 0, directly
