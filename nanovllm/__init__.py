@@ -4,8 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import EngineConfig
 from nanovllm.outputs import Completion, Output
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.structured_outputs import StructuredOutputsParams
+from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 from nanovllm.utils.spin import bound_spinning
 from nanovllm.version import __version__
 

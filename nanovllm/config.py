@@ -1,89 +1,104 @@
-"""Every option of the engine, documented where it is defined: as asked for, and as resolved for a model and a machine.
+"""The options of the engine: as the user asks for them, and as resolved for a model and a machine.
 
-What each "auto" becomes is decided in resolve.py.
+EngineConfig documents each option where it is defined. resolve.py decides what each "auto" becomes.
 """
 
 import os
 from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, field, fields
-from typing import Any
+from dataclasses import MISSING, dataclass, field
+from typing import Any, TypedDict
 
-from nanovllm.speculative_config import read_speculative_config
-from nanovllm.utils.checks import INT64_MAX, as_bool, as_choice, as_integer, refuse, refuse_unknown
-from nanovllm.vllm_names import HINTS, translate_options
+from nanovllm.utils.checks import INT64_MAX, as_bool, as_choice, as_integer, quote, refuse, refuse_unknown
+from nanovllm.utils.integers import ceil_div
+from nanovllm.vllm_names import HINTS, REST, translate_options
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 BACKENDS = ("auto", "flash_attn", "triton", "cpu", "torch")
 DISTRIBUTED_BACKENDS = ("auto", "nccl", "gloo")
 LOAD_FORMATS = ("auto", "dummy")
 
-MAX_NUM_SEQS, MAX_NUM_BATCHED_TOKENS = 1 << 16, 1 << 24
-"""Each has its place in tables on the host and on the device, whether or not it is used."""
+MAX_NUM_SEQS = 1 << 16
+MAX_NUM_BATCHED_TOKENS = 1 << 24
+"""Upper bounds of the options: the tables on host and device are made for so many rows or tokens, used or not."""
 
 
 def _results(default: Any, help: str) -> Any:
-    """A field whose documentation travels with it, as `--help` prints it; it may change the tokens that come out, so a
-    resumed batch job may not change it."""
+    """Return a dataclass field for an option that may change which tokens come out.
+
+    `--help` prints `help`. A resumed batch job may not change such an option.
+    """
     return field(default=default, metadata={"help": help, "affects": "results"})
 
 
 def _pace(default: Any, help: str) -> Any:
-    """As `_results`, of an option that changes how fast they come and in how much memory, but not the tokens."""
+    """Return a dataclass field for an option that changes speed or memory, but not the tokens."""
     return field(default=default, metadata={"help": help, "affects": "pace"})
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """The options of `LLM(model, **options)`, as asked for.
+    """The options of `LLM(model, **options)`, as the user asks for them.
 
     Raises:
-        ValueError: a value out of range, naming it and its limit.
+        ValueError: a value is out of range; the message names the value and its limit.
     """
 
     model: str = _results(MISSING, 'a local folder, a Hugging Face id, or "tiny-qwen3", the model in the box')
-    revision: str | None = _results(None, "branch, tag or commit of a Hugging Face id; by default its main branch")
+    revision: str | None = _results(None, "branch, tag or commit of a Hugging Face id; None takes its main branch")
     dtype: str = _results(
         "auto",
-        "of weights, activations and KV cache: float32, float16, bfloat16; auto takes the model's on a GPU, and "
-        "bfloat16 on CPUs that compute it or where the cpu backend runs; float32 elsewhere",
+        "number format of weights, activations and KV cache: float32, float16 or bfloat16. On a GPU, auto takes the "
+        "model's own. On a CPU, auto takes bfloat16 if the CPU computes it or the cpu backend runs, else float32",
     )
-    device: str = _results("auto", "cpu or cuda; auto takes cuda where there is one")
-    tensor_parallel_size: int = _results(1, "ranks (GPUs, or processes on a CPU) that share each layer")
+    device: str = _results("auto", "cpu or cuda; auto takes cuda if there is a GPU")
+    tensor_parallel_size: int = _results(1, "number of ranks (GPUs, or processes on a CPU) that share each layer")
     distributed_backend: str = _results(
-        "auto", "how ranks talk: nccl, or gloo, with which they may share a GPU, slowly; auto is nccl on a GPU"
+        "auto",
+        "library through which the ranks talk: nccl or gloo. With gloo, several ranks can share one GPU, but slowly. "
+        "auto takes nccl on a GPU and gloo on a CPU",
     )
-    max_model_len: int = _results(4096, "longest prompt and output together, in tokens; never beyond the model's own")
-    max_num_seqs: int = _pace(512, "most sequences that run at a time")
+    max_model_len: int = _results(
+        4096, "most tokens of a prompt and its output together; reduced to the model's own limit if that is lower"
+    )
+    max_num_seqs: int = _pace(512, "most sequences that run at the same time")
     max_num_batched_tokens: int | None = _pace(
         None,
-        "most tokens computed in one step; longer prompts are cut into chunks; by default 16384 on a GPU, and on a CPU "
-        "2048, with whose activations its caches still help",
+        "most tokens computed in one step; longer prompts are computed in chunks. None means 16384 on a GPU, and 2048 "
+        "on a CPU, so that activations fit its caches",
     )
-    gpu_memory_utilization: float = _pace(0.9, "share of the GPU's memory to use in all, above 0 and at most 1")
-    num_kvcache_blocks: int | None = _pace(None, "blocks of KV cache; wins over the memory options")
+    gpu_memory_utilization: float = _pace(0.9, "share of the GPU's memory that may be used, above 0 and at most 1")
+    num_kvcache_blocks: int | None = _pace(
+        None, "size of the KV cache in blocks; if given, the options that set it by memory are ignored"
+    )
     kvcache_memory_bytes: int | None = _pace(
-        None, "bytes of KV cache; on a CPU a quarter of the free memory by default, at most 4 GiB"
+        None, "size of the KV cache in bytes; on a CPU, None takes a quarter of the free memory, at most 4 GiB"
     )
     kvcache_block_size: int | str = _pace(
-        "auto", "tokens a block: a power of two from 16 (flash_attn: from 256); auto is 256 for flash_attn, else 64"
+        "auto",
+        "tokens in a block of the KV cache: a power of two, at least 16 (flash_attn: at least 256). auto is 256 for "
+        "flash_attn, else 64",
     )
-    enable_prefix_caching: bool = _pace(True, "reuse the KV of equal prefixes, in whole blocks")
-    enforce_eager: bool = _pace(False, "do without CUDA graphs")
+    enable_prefix_caching: bool = _pace(True, "reuse the KV cache of equal prefixes, in whole blocks")
+    enforce_eager: bool = _pace(False, "run without CUDA graphs")
     attention_backend: str = _results(
         "auto",
-        "flash_attn, triton, cpu (C++ kernels, compiled on first use) or torch; auto takes the first that runs here, "
-        "cpu only for models of 100 million parameters or more",
+        "flash_attn, triton, cpu (C++ kernels, compiled on first use) or torch. auto takes the first of them that runs "
+        "here; it takes cpu only for models of 100 million parameters or more",
     )
-    load_format: str = _results("auto", "auto reads safetensors; dummy makes random weights from config.json alone")
+    load_format: str = _results(
+        "auto", "auto reads safetensors; dummy makes random weights, for which config.json is enough"
+    )
     overlap: bool = _pace(True, "on a GPU, plan the next step while the device computes this one")
     speculative_config: Mapping[str, Any] | None = _pace(
         None,
-        'verify guessed tokens, several a step: guessed from text by {"method": "ngram", "num_speculative_tokens": 8, '
-        '"prompt_lookup_max": 4, "prompt_lookup_min": 2}, or by a smaller model, {"model": NAME, '
-        '"num_speculative_tokens": 4}',
+        "guess tokens and verify several of them in one step. To guess from the text so far: "
+        '{"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4, "prompt_lookup_min": 2}. To let a '
+        'smaller model guess: {"model": NAME, "num_speculative_tokens": 4}',
     )
-    trace: str | None = _pace(None, "file to write a Chrome trace of every step to (chrome://tracing, Perfetto)")
-    seed: int = _results(0, "of the requests that bring no seed of their own, and of dummy weights")
+    trace: str | None = _pace(
+        None, "file to which a Chrome trace of every step is written, for chrome://tracing or Perfetto"
+    )
+    seed: int = _results(0, "seed for requests that have none of their own, and for dummy weights")
 
     def __post_init__(self) -> None:
         def put(name: str, value: Any) -> None:
@@ -124,60 +139,124 @@ class EngineConfig:
 
     @classmethod
     def from_options(cls, model: str | os.PathLike[str], options: Mapping[str, Any]) -> "EngineConfig":
-        """Of options as users give them, vLLM's among them.
+        """Return the configuration for options as a user gives them. Some of vLLM's options are understood, too.
 
         Raises:
-            TypeError: one that does not exist, with the nearest one that does.
-            ValueError: a value out of range, or one of vLLM's that would change something.
+            TypeError: an option does not exist; the message names the nearest one that does.
+            ValueError: a value is out of range, or an option of vLLM would change something that we cannot do.
         """
         if not isinstance(model, (str, os.PathLike)) or not str(model):
             raise refuse(model, "model", 'a folder, a Hugging Face id or "tiny-qwen3"')
         options = translate_options(model, options)
-        refuse_unknown(options, [f.name for f in fields(cls) if f.name != "model"], "LLM", HINTS)
+        refuse_unknown(options, EngineOptions.__annotations__, "LLM", HINTS, REST)
         return cls(str(model), **options)
 
 
-@dataclass(frozen=True)
-class ResolvedConfig:
-    """An EngineConfig for one model on one machine: nothing is "auto". Plain values, so that it travels as JSON.
+@dataclass(frozen=True, kw_only=True)
+class ResolvedConfig(EngineConfig):
+    """An EngineConfig for one model on one machine. All values are plain, so that it travels as JSON.
+
+    Of the options, dtype, device, attention_backend and distributed_backend are no longer "auto", and max_model_len is
+    one that the model allows. `device` has its number, as in "cuda:0". The fields below replace the options
+    kvcache_block_size, enforce_eager and overlap, which keep what the user asked for.
 
     Attributes:
-        dtype: a name, as "bfloat16".
-        device: with its number, as "cuda:0".
-        block_size: tokens a block of the KV cache.
-        use_graphs: whether steps of decodes run as CUDA graphs.
-        depth: steps that may be launched before the first of them is read.
-        speculative_config: complete, as `read_speculative_config` gives it.
-        draft: what a runner needs of the draft model: its "config" (of this class), "hf_config" and "folder".
+        max_num_batched_tokens: most tokens computed in one step; no longer None.
+        block_size: tokens in a block of the KV cache.
+        use_graphs: whether steps that only decode run as CUDA graphs.
+        depth: how many steps may be launched before the first of them is read.
+        draft: for a draft model: "config" (a dict of this class's fields), "hf_config", "folder" and "vocab_size".
     """
 
-    model: str
+    max_num_batched_tokens: int
+    block_size: int
+    use_graphs: bool
+    depth: int
+    draft: Mapping[str, Any] | None = None
+
+    @property
+    def num_speculative_tokens(self) -> int:
+        """The most drafts that a step verifies for one sequence."""
+        return int((self.speculative_config or {}).get("num_speculative_tokens", 0))
+
+    @property
+    def max_blocks_per_seq(self) -> int:
+        """The blocks that a sequence of max_model_len tokens needs."""
+        return ceil_div(self.max_model_len, self.block_size)
+
+
+class EngineOptions(TypedDict, total=False):
+    """The same options, for type checkers: the keyword arguments of `LLM(model, **options)`."""
+
+    revision: str | None
     dtype: str
     device: str
     tensor_parallel_size: int
     distributed_backend: str
     max_model_len: int
     max_num_seqs: int
-    max_num_batched_tokens: int
+    max_num_batched_tokens: int | None
     gpu_memory_utilization: float
     num_kvcache_blocks: int | None
     kvcache_memory_bytes: int | None
-    block_size: int
+    kvcache_block_size: int | str
     enable_prefix_caching: bool
-    use_graphs: bool
+    enforce_eager: bool
     attention_backend: str
     load_format: str
-    depth: int
-    speculative_config: dict[str, Any] | None
+    overlap: bool
+    speculative_config: Mapping[str, Any] | None
     trace: str | None
     seed: int
-    draft: Mapping[str, Any] | None = None
 
-    @property
-    def num_speculative_tokens(self) -> int:
-        """The most drafts of a sequence that a step verifies."""
-        return int((self.speculative_config or {}).get("num_speculative_tokens", 0))
 
-    @property
-    def max_blocks_per_seq(self) -> int:
-        return -(-self.max_model_len // self.block_size)
+# ---- speculative_config
+
+METHODS = ("ngram", "draft_model")
+MAX_NUM_DRAFTS = 64
+LOOKUP = 5
+"""The default of prompt_lookup_max and prompt_lookup_min, as in vLLM."""
+
+_KEYS = {
+    "ngram": ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"),
+    "draft_model": ("method", "num_speculative_tokens", "model"),
+}
+
+
+def read_speculative_config(value: Any) -> dict[str, Any]:
+    """Check the option speculative_config, which has vLLM's keys, and fill in its defaults.
+
+    Returns:
+        A dict of plain values, so that it travels as JSON.
+
+    Raises:
+        ValueError: a key or a value is wrong; the message says which.
+    """
+    if not isinstance(value, Mapping):
+        raise refuse(value, "speculative_config", 'a dict, as {"method": "ngram", "num_speculative_tokens": 8}')
+    given = {str(key): entry for key, entry in value.items() if entry is not None}
+    method = given.setdefault("method", "draft_model" if "model" in given else "ngram")
+    as_choice(method, "speculative_config: method", METHODS)
+    if unknown := given.keys() - set(_KEYS[method]):
+        raise ValueError(
+            f'speculative_config has the key {quote(min(unknown))}; with method "{method}" it may have '
+            + ", ".join(_KEYS[method])
+        )
+    if "num_speculative_tokens" not in given:
+        raise ValueError(f"speculative_config lacks num_speculative_tokens; it must be from 1 to {MAX_NUM_DRAFTS}")
+
+    def integer(name: str, low: int, high: int) -> int:
+        return as_integer(given[name], f"speculative_config: {name}", low, high)
+
+    given["num_speculative_tokens"] = integer("num_speculative_tokens", 1, MAX_NUM_DRAFTS)
+    if method == "draft_model":
+        if not isinstance(given.get("model"), str) or not given["model"]:
+            raise refuse(given.get("model"), "speculative_config: model", "a folder or a name")
+        return given
+    # If only one of the two bounds is given, the other takes its value.
+    longest = given.get("prompt_lookup_max", given.get("prompt_lookup_min", LOOKUP))
+    given.setdefault("prompt_lookup_min", longest)
+    given["prompt_lookup_max"] = longest
+    given["prompt_lookup_max"] = integer("prompt_lookup_max", 1, MAX_NUM_DRAFTS)
+    given["prompt_lookup_min"] = integer("prompt_lookup_min", 1, given["prompt_lookup_max"])
+    return given

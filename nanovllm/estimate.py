@@ -121,18 +121,19 @@ def estimate(hf_config: "PretrainedConfig", config: EngineConfig, gpu_memory: in
 
 def _resolve(hf_config: "PretrainedConfig", config: EngineConfig) -> ResolvedConfig:
     """The values that "auto" has on a GPU; the larger of the block sizes, which wastes more."""
-    from nanovllm.resolve import TOKEN_BUDGETS, copy_options
+    from nanovllm.resolve import TOKEN_BUDGETS
 
-    return copy_options(
-        config,
-        device="cuda:0",
-        dtype=str(hf_config.dtype or "float32").removeprefix("torch.") if config.dtype == "auto" else config.dtype,
-        block_size=256 if config.kvcache_block_size == "auto" else config.kvcache_block_size,
-        max_model_len=limit_length(hf_config, config.max_model_len),
-        max_num_batched_tokens=config.max_num_batched_tokens or TOKEN_BUDGETS["cuda"],
-        use_graphs=not config.enforce_eager,
-        depth=2,
-    )
+    own_dtype = str(hf_config.dtype or "float32").removeprefix("torch.")
+    resolved = {
+        "device": "cuda:0",
+        "dtype": own_dtype if config.dtype == "auto" else config.dtype,
+        "block_size": 256 if config.kvcache_block_size == "auto" else config.kvcache_block_size,
+        "max_model_len": limit_length(hf_config, config.max_model_len),
+        "max_num_batched_tokens": config.max_num_batched_tokens or TOKEN_BUDGETS["cuda"],
+        "use_graphs": not config.enforce_eager,
+        "depth": 2,
+    }
+    return ResolvedConfig(**{**vars(config), **resolved})
 
 
 def _measure(hf_config: "PretrainedConfig", config: ResolvedConfig, gpu_memory: int) -> Estimate:

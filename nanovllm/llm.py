@@ -9,11 +9,10 @@ from functools import cached_property
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar, Unpack
 
-from nanovllm.config import EngineConfig
+from nanovllm.config import EngineConfig, EngineOptions
 from nanovllm.engine.hooks import StepObserver
 from nanovllm.engine.request import Request, derive_seed
 from nanovllm.load import load_engine
-from nanovllm.options import EngineOptions
 from nanovllm.outputs import Output
 from nanovllm.pieces import pieces_of
 from nanovllm.sampling_params import SamplingParams

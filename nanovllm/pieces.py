@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from contextlib import closing
 
-from nanovllm.engine.answer import text_of
 from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.output import read_text
 from nanovllm.engine.request import Request
 
 
@@ -24,7 +24,7 @@ def pieces_of(engine: LLMEngine, request: Request) -> Iterator[str]:
                     raise RuntimeError(seq.error)
                 return
             for seq in engine.scheduler.running:
-                sure = text_of(seq, seq.output_token_ids, engine.tokenizer).rstrip("\ufffd")
+                sure = read_text(seq, engine.tokenizer).rstrip("\ufffd")
                 if piece := sure[len(given) : max(len(sure) - num_held, 0)]:
                     given += piece
                     yield piece

@@ -1,7 +1,6 @@
-"""What every "auto" becomes for a model on this machine, and the refusal of what cannot be had here."""
+"""Turns every "auto" into a value for one model on this machine, and refuses what cannot run here."""
 
 import logging
-from dataclasses import fields
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 WORTH_COMPILING = 100_000_000
-"""Parameters of a model for which attention_backend="auto" spends the seconds that the CPU kernels take to compile."""
+"""attention_backend="auto" spends the seconds that the CPU kernels take to compile on models of so many parameters."""
 
 TOKEN_BUDGETS = {"cuda": 16384, "cpu": 2048}
 """The default max_num_batched_tokens on each type of device."""
@@ -29,44 +28,37 @@ def resolve(config: EngineConfig, hf_config: "PretrainedConfig") -> ResolvedConf
     """Turn every "auto" into a value.
 
     Raises:
-        ValueError: something asked for cannot be had here; the message says why.
+        ValueError: an option asks for something that cannot run here; the message says why.
     """
     device = resolve_device(config.device)
-    size = None if config.kvcache_block_size == "auto" else int(config.kvcache_block_size)
+    block_size = None if config.kvcache_block_size == "auto" else int(config.kvcache_block_size)
     shape = Shape.of(hf_config)
-    mine = shape.of_rank(config.tensor_parallel_size)
-    work = Work(device, own_dtype(hf_config), mine.head_dim, mine.group, size, shape.num_parameters)
+    share = shape.of_rank(config.tensor_parallel_size)
+    work = Work(device, read_dtype(hf_config), share.head_dim, share.group, block_size, shape.num_parameters)
     dtype = resolve_dtype(config.dtype, config.attention_backend, work)
     backend = resolve_backend(config.attention_backend, work._replace(dtype=dtype))
     distributed = resolve_distributed_backend(config.distributed_backend, device, config.tensor_parallel_size)
-    # A CUDA graph captures nothing that goes through the host: what gloo sends, and lengths that plain torch reads.
+    # A CUDA graph cannot capture work of the host: gloo sends through it, and plain torch reads lengths there.
     through_host = backend.name == "torch" or (config.tensor_parallel_size > 1 and distributed == "gloo")
     is_cuda = device.type == "cuda"
-    return copy_options(
-        config,
-        device=str(device),
-        dtype=str(dtype).removeprefix("torch."),
-        attention_backend=backend.name,
-        distributed_backend=distributed,
-        use_graphs=is_cuda and not config.enforce_eager and not through_host,
-        block_size=size or backend.default_block_size,
-        max_num_batched_tokens=config.max_num_batched_tokens or TOKEN_BUDGETS[device.type],
-        max_model_len=limit_length(hf_config, config.max_model_len),
-        depth=2 if config.overlap and is_cuda and config.speculative_config is None else 1,
-    )
-
-
-def copy_options(config: EngineConfig, **resolved: object) -> ResolvedConfig:
-    """A ResolvedConfig of resolved values, and of the options that are what was asked for."""
-    names = {field.name for field in fields(EngineConfig)}
-    asked = {field.name: getattr(config, field.name) for field in fields(ResolvedConfig) if field.name in names}
-    return ResolvedConfig(**{**asked, **resolved})
+    resolved = {
+        "device": str(device),
+        "dtype": str(dtype).removeprefix("torch."),
+        "attention_backend": backend.name,
+        "distributed_backend": distributed,
+        "use_graphs": is_cuda and not config.enforce_eager and not through_host,
+        "block_size": block_size or backend.default_block_size,
+        "max_num_batched_tokens": config.max_num_batched_tokens or TOKEN_BUDGETS[device.type],
+        "max_model_len": limit_length(hf_config, config.max_model_len),
+        "depth": 2 if config.overlap and is_cuda and config.speculative_config is None else 1,
+    }
+    return ResolvedConfig(**{**vars(config), **resolved})
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device called name ("auto", "cpu", "cuda", "cuda:1"); ValueError if there is no such device here.
+    """Return the device called `name` ("auto", "cpu", "cuda", "cuda:1"); ValueError if there is no such device here.
 
-    "cuda" becomes the current one, with its number: which one is current may change, and differs between threads.
+    "cuda" becomes the current device with its number, because each thread has a current device of its own.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
@@ -85,18 +77,20 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def own_dtype(hf_config: "PretrainedConfig") -> torch.dtype:
-    """The dtype that the model's config.json names; float32 where it names none."""
+def read_dtype(hf_config: "PretrainedConfig") -> torch.dtype:
+    """Return the dtype that the model's config.json names, or float32 if it names none."""
     dtype = getattr(hf_config, "dtype", None) or torch.float32
     return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
 class Work(NamedTuple):
-    """What a backend would be asked to do.
+    """The properties of model and machine that decide which backends can run.
 
     Attributes:
-        group: query heads per KV head.
-        block_size: None if it is still to be chosen.
+        dtype: the model's own, until it is resolved.
+        head_dim: elements of a head.
+        group: query heads per KV head, on one rank.
+        block_size: tokens in a block of the KV cache; None if the backend is to choose.
         num_parameters: of the whole model.
     """
 
@@ -109,10 +103,10 @@ class Work(NamedTuple):
 
 
 def resolve_dtype(name: str, backend: str, work: Work) -> torch.dtype:
-    """The dtype called name; "auto" is the model's own, work.dtype, where this machine or our kernels compute it.
+    """Return the dtype called `name`; "auto" is the model's own, work.dtype, if it is fast here, else float32.
 
-    On a CPU without bfloat16 our kernels read it and widen it: half the bytes are worth more than that costs. Plain
-    torch would emulate it, so there, and for float16 on any CPU, it becomes float32.
+    On a CPU without bfloat16 our C++ kernels read bfloat16 and widen it, which is faster because they read half the
+    bytes. Plain torch would emulate bfloat16, so with it the dtype becomes float32; so does float16 on every CPU.
     """
     if name != "auto":
         return getattr(torch, name)  # type: ignore[no-any-return]  # EngineConfig has checked the name
@@ -120,34 +114,37 @@ def resolve_dtype(name: str, backend: str, work: Work) -> torch.dtype:
         return work.dtype
     if work.dtype == torch.bfloat16:
         cpu = BACKENDS["cpu"]
-        if has_native_bfloat16(work.device) or (cpu in candidates(backend, work) and why_cannot(cpu, work) is None):
+        if has_native_bfloat16(work.device) or (
+            cpu in list_candidates(backend, work) and why_cannot(cpu, work) is None
+        ):
             return work.dtype
     return torch.float32
 
 
-def candidates(name: str, work: Work) -> list[type[Backend]]:
-    """The backends to try, the best first."""
+def list_candidates(name: str, work: Work) -> list[type[Backend]]:
+    """Return the backends to try, the best first."""
     if name != "auto":
         return [BACKENDS[name]]
     if work.device.type == "cuda":
         return [BACKENDS["flash_attn"], BACKENDS["triton"], BACKENDS["torch"]]
-    return [BACKENDS["cpu"]] * (work.num_parameters >= WORTH_COMPILING) + [BACKENDS["torch"]]
+    if work.num_parameters >= WORTH_COMPILING:
+        return [BACKENDS["cpu"], BACKENDS["torch"]]
+    return [BACKENDS["torch"]]
 
 
 def resolve_backend(name: str, work: Work) -> type[Backend]:
-    """The backend called name; for "auto" the best that can do the work.
-
-    On CUDA that is flash_attn, else triton; on a CPU cpu, for a model that is worth the compile; else torch.
+    """Return the backend called `name`; for "auto" the first of `list_candidates` that can run.
 
     Raises:
-        ValueError: the backend cannot do it; the message says why and what to change.
+        ValueError: the backend cannot run; the message says why and what to change.
     """
     reason = None
-    for backend in candidates(name, work):
-        passed_over, reason = reason, why_cannot(backend, work)
+    for backend in list_candidates(name, work):
+        reason_before = reason
+        reason = why_cannot(backend, work)
         if reason is None:
-            if passed_over is not None and backend.name == "torch":
-                logger.warning("plain torch runs instead of faster kernels: %s", passed_over)
+            if reason_before is not None and backend.name == "torch":
+                logger.warning("plain torch runs instead of faster kernels: %s", reason_before)
             return backend
         logger.info("the %s backend cannot run: %s", backend.name, reason)
     if name == "auto":
@@ -156,10 +153,10 @@ def resolve_backend(name: str, work: Work) -> type[Backend]:
 
 
 def why_cannot(backend: type[Backend], work: Work) -> str | None:
-    """What of the work the backend does not know, or what it misses on this machine; None if it can do it."""
-    sizes, size = backend.block_sizes, work.block_size
-    if size is not None and size not in sizes:
-        return f"kvcache_block_size is {size}; it must be a power of two from {sizes[0]} to {sizes[-1]}"
+    """Return the reason why the backend cannot run this work on this machine; None if it can."""
+    sizes = backend.block_sizes
+    if work.block_size is not None and work.block_size not in sizes:
+        return f"kvcache_block_size is {work.block_size}; it must be a power of two from {sizes[0]} to {sizes[-1]}"
     facts = (
         ("dtype", work.dtype, backend.dtypes),
         ("head_dim", work.head_dim, backend.head_dims),
@@ -173,10 +170,10 @@ def why_cannot(backend: type[Backend], work: Work) -> str | None:
 
 
 def resolve_distributed_backend(name: str, device: torch.device, size: int) -> str:
-    """What the ranks speak: for "auto" NCCL on CUDA and gloo on a CPU.
+    """Return the library through which the ranks talk: for "auto" NCCL on CUDA and gloo on a CPU.
 
     Raises:
-        ValueError: NCCL where it cannot run, with what can.
+        ValueError: NCCL cannot run here; the message names an alternative.
     """
     if name == "auto":
         name = "nccl" if device.type == "cuda" else "gloo"

@@ -1,67 +1,161 @@
-"""How one request is sampled, and when it ends."""
+"""The parameters of one request: how its tokens are sampled, when it ends, and which form its output must have."""
 
+import json as jsonlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
-from nanovllm.structured_outputs import StructuredOutputsParams
-from nanovllm.utils.checks import as_bool, as_integer, as_list, as_number, refuse
-from nanovllm.vllm_names import SAMPLING, names_checked
+from nanovllm.utils.checks import as_bool, as_integer, as_list, as_number, quote, refuse
+from nanovllm.vllm_names import SAMPLING, STRUCTURED, check_names
 
 _MAX_N = 16384  # vLLM's limit
-_INT32_MAX = 2**31 - 1  # what plans carry; both values mean the whole vocabulary long before
+_INT32_MAX = 2**31 - 1  # step plans carry int32; top_k and logprobs are cut to it, which exceeds every vocabulary
+
+KINDS = ("json", "regex", "choice", "grammar", "json_object")
+
+
+@check_names(STRUCTURED)
+@dataclass(init=False, slots=True)
+class StructuredOutputsParams:
+    """A form that the output of a request must have. Exactly one of the attributes is given.
+
+    The values are checked here, and once more by each SamplingParams and each request, which take copies.
+
+    Attributes:
+        json: a JSON schema, as a dict, as its text, or as a pydantic model's class. A schema with a rule that cannot be
+            enforced is refused (docs/structured.md).
+        regex: a regular expression that the whole output matches, in Rust's syntax: no look-around.
+        choice: strings, one of which is the output.
+        grammar: a grammar in Lark's syntax, as llguidance reads it.
+        json_object: True for any JSON object.
+
+    Raises:
+        ValueError: none or several are given, a value has the wrong type, or an option of vLLM is not supported.
+        TypeError: a name is unknown; the message names the nearest known one.
+    """
+
+    json: str | Mapping[str, Any] | None
+    regex: str | None
+    choice: Sequence[str] | None
+    grammar: str | None
+    json_object: bool | None
+
+    def __init__(
+        self,
+        json: str | Mapping[str, Any] | type | None = None,
+        regex: str | None = None,
+        choice: Sequence[str] | None = None,
+        grammar: str | None = None,
+        json_object: bool | None = None,
+    ) -> None:
+        given = dict(zip(KINDS, (json, regex, choice, grammar, json_object), strict=True))
+        names = [name for name, value in given.items() if value is not None]
+        if len(names) != 1:
+            raise ValueError(f"structured_outputs has {' and '.join(names) or 'none'} of {', '.join(KINDS)}; give one")
+        if isinstance(json, type) and hasattr(json, "model_json_schema"):
+            json = json.model_json_schema()
+        if json is not None and not isinstance(json, str | Mapping):
+            raise refuse(
+                json, "structured_outputs.json", "a schema, as a dict or its text, or a pydantic model's class"
+            )
+        for name, text in (("regex", regex), ("grammar", grammar)):
+            if text is not None and (not isinstance(text, str) or not text):
+                raise refuse(text, f"structured_outputs.{name}", "a string, and not empty")
+        if choice is not None:
+            limit = "a list of different strings, none of them empty"
+            choice = as_list(choice, "structured_outputs.choice", limit)
+            if not choice or not all(isinstance(c, str) and c for c in choice) or len({*choice}) < len(choice):
+                raise refuse(choice, "structured_outputs.choice", limit)
+        if json_object is not None and json_object is not True:
+            raise refuse(json_object, "structured_outputs.json_object", "True, or left out")
+        self.json = json
+        self.regex = regex
+        self.choice = choice
+        self.grammar = grammar
+        self.json_object = json_object
+
+    @classmethod
+    def convert(cls, value: Any) -> "StructuredOutputsParams":
+        """Return a checked copy of `value`, which is a StructuredOutputsParams or a dict of its attributes."""
+        if isinstance(value, cls):
+            return replace(value)
+        if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
+            raise refuse(value, "structured_outputs", "a StructuredOutputsParams, or a dict of its attributes")
+        return cls(**value)
+
+    @property
+    def kind(self) -> str:
+        """The name of the attribute that is given."""
+        return next(name for name in KINDS if getattr(self, name) is not None)
+
+    @property
+    def text(self) -> str:
+        """The given value as text; a schema or a list is written as JSON. ValueError if that is not possible."""
+        value = getattr(self, self.kind)
+        try:
+            text = value if isinstance(value, str) else jsonlib.dumps(value, ensure_ascii=False, allow_nan=False)
+            text.encode()  # fails if half of a surrogate pair is in it
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ValueError(
+                f"structured_outputs.{self.kind} is {quote(value)}; it is not Unicode JSON: {error}"
+            ) from None
+        return text
 
 
 def _as_token_id(key: Any) -> int:
-    """A key of logit_bias, which JSON can only write as a string."""
+    """Read a key of logit_bias. In JSON such a key is always a string."""
     return int(key) if isinstance(key, str) and key.isdecimal() else as_integer(key, "a token id of logit_bias")
 
 
-@names_checked(SAMPLING)
+@check_names(SAMPLING)
 @dataclass(slots=True)
 class SamplingParams:
-    """How one request is sampled, and when it ends. Checked when it is made, and again, and copied, by each request.
+    """How the tokens of one request are sampled, and when it ends.
 
-    Temperature comes first, then top-k, then top-p on what is left; min-p is relative to the most likely token.
-    `nanovllm/kernels/sample.py` states the rule exactly.
+    The values are checked here, and once more by each request, which takes a copy.
+
+    The logits are changed in this order: masks, biases, penalties, temperature, top-k, then top-p on the tokens that
+    are left; min-p is relative to the most likely token. `nanovllm/kernels/edit_logits.py` and
+    `nanovllm/kernels/sample.py` state the rules exactly.
 
     Attributes:
-        temperature: 0 takes the most likely token; at most finite.
-        max_tokens: the most tokens to generate; the engine also ends at max_model_len, which is what None means. 0 only
-            scores the prompt, which may then have max_model_len + 1 tokens; needs prompt_logprobs.
-        ignore_eos: go on after an end-of-sequence token (stop_token_ids still end).
-        top_k: keep the k most likely tokens, ties included; 0 or -1 is off.
-        top_p: keep the most likely tokens until their mass reaches p, the one that crosses included; in (0, 1].
+        temperature: divides the logits; 0 always takes the most likely token. Finite.
+        max_tokens: the most tokens to generate. The engine's max_model_len always holds; None sets no other limit.
+            0 only scores the prompt, needs prompt_logprobs, and allows a prompt of max_model_len + 1 tokens.
+        ignore_eos: go on after an end-of-sequence token. The stop_token_ids still end the output.
+        top_k: keep the k most likely tokens, and tokens as likely as the last of them; 0 or -1 is off.
+        top_p: keep the most likely tokens until their probabilities sum to p or more; in (0, 1].
         min_p: keep tokens at least min_p times as likely as the most likely one; in [0, 1].
-        stop: a string or strings that end the text, before the match, also when one straddles tokens.
-        stop_token_ids: further token ids that end a sequence.
-        seed: makes a request repeatable whatever else is in the batch, modulo 2**64; None takes one from the engine's.
-        logprobs: None is off; k returns for each token the log-probabilities of the k most likely and of itself.
+        stop: a string or strings that end the output. The text ends before the match, which may span several tokens.
+        stop_token_ids: further token ids that end the output.
+        seed: makes the request repeatable whatever else runs beside it; taken modulo 2**64. None takes a seed that is
+            derived from the engine's.
+        logprobs: k returns, for each token of the output, the log-probabilities of the k most likely tokens and of
+            itself; None is off.
         skip_special_tokens: leave special tokens out of the text.
         prompt_logprobs: as logprobs, for each token of the prompt after the first.
-        prompt_logprob_start: score the prompt from this token on. What lies whole blocks before it is taken from the
-            prefix cache, if it is there; vLLM knows no such limit, and does not read the cache for such a request.
-        n: how many completions of the prompt, each with a seed of its own: the first has `seed`. More than 1 needs a
+        prompt_logprob_start: score the prompt from this token on. Whole blocks before it may come from the prefix
+            cache. vLLM has no such field, and does not read its cache for a request with prompt_logprobs.
+        n: number of completions of the prompt. Each has a seed of its own; the first has `seed`. More than 1 needs a
             temperature above 0.
-        presence_penalty, frequency_penalty: subtracted from the logits of tokens of the output, once and as often as
-            they came; in [-2, 2], 0 is off.
-        repetition_penalty: divides the logits of tokens of prompt and output if they are positive, multiplies others;
-            above 0, 1 is off.
-        min_tokens: nothing ends the output before it has so many tokens: neither an end of sequence nor a stop;
-            only a grammar that allows nothing more does.
-        logit_bias: {token id: what is added to its logit}.
-        allowed_token_ids: nothing else is sampled; None allows all.
-        bad_words: texts that are not generated, also after a space, as the tokens that spell them by themselves.
-        include_stop_str_in_output: the text ends with the stop string, or the stop token's text, that ended it.
-        detokenize: False leaves the text empty; there can be no `stop` then.
-        structured_outputs: what the output must be: a `StructuredOutputsParams`, or a dict of its attributes.
-
-    Masks come first, then biases, penalties, temperature and filters: `nanovllm/kernels/edit_logits.py` has the rule.
+        presence_penalty: subtracted once from the logit of each token that the output contains; in [-2, 2], 0 is off.
+        frequency_penalty: subtracted from a token's logit for each time that the output contains it; in [-2, 2], 0 is
+            off.
+        repetition_penalty: for tokens that prompt or output contain, positive logits are divided by it and others
+            multiplied; above 0, 1 is off.
+        min_tokens: before the output has so many tokens, no end of sequence and no stop ends it. A grammar that allows
+            no further token still does.
+        logit_bias: {token id: number to add to its logit}.
+        allowed_token_ids: only these tokens are sampled; None allows all.
+        bad_words: texts whose tokens are never generated in a row, whether or not a space precedes them.
+        include_stop_str_in_output: let the text end with the stop string, or the text of the stop token, that ended it.
+        detokenize: False leaves the text empty; `stop` cannot be used then.
+        structured_outputs: the form of the output: a `StructuredOutputsParams`, or a dict of its attributes.
 
     Raises:
-        ValueError: a value out of range, naming it and its limit.
-        TypeError: an unknown name, with the nearest known one.
+        ValueError: a value is out of range; the message names the value and its limit.
+        TypeError: a name is unknown; the message names the nearest known one.
     """
 
     temperature: float = 1.0
@@ -91,8 +185,9 @@ class SamplingParams:
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        def put(name: str, value: Any, ok: bool = True, limit: str = "") -> None:
-            if not ok:
+        def put(name: str, value: Any, is_good: bool = True, limit: str = "") -> None:
+            """Set a field to its checked value, or raise the ValueError that names the limit."""
+            if not is_good:
                 raise refuse(getattr(self, name), name, limit)
             setattr(self, name, value)
 
@@ -100,8 +195,9 @@ class SamplingParams:
         put("temperature", temperature, temperature >= 0 and math.isfinite(temperature), "0 (greedy) or more, finite")
         top_k = as_integer(self.top_k, "top_k")
         put("top_k", min(max(top_k, 0), _INT32_MAX), top_k >= -1, "at least 1, or 0 or -1 (off)")
-        top_p, min_p = as_number(self.top_p, "top_p"), as_number(self.min_p, "min_p")
+        top_p = as_number(self.top_p, "top_p")
         put("top_p", top_p, 0 < top_p <= 1, "in (0, 1]; 1 is off")
+        min_p = as_number(self.min_p, "min_p")
         put("min_p", min_p, 0 <= min_p <= 1, "in [0, 1]; 0 is off")
         if self.max_tokens is not None:
             limit = "at least 1, None (to max_model_len), or 0 with prompt_logprobs"
@@ -125,15 +221,15 @@ class SamplingParams:
             if (value := getattr(self, name)) is not None:
                 count = as_integer(value, name)
                 put(name, min(count, _INT32_MAX), count >= 0, "None (off), or 0 or more")
-        given = self.prompt_logprob_start if self.prompt_logprob_start is not None else 0  # None is how vLLM says it
-        start = as_integer(given, "prompt_logprob_start", 0)
-        ok = start == 0 or self.prompt_logprobs is not None
-        put("prompt_logprob_start", start, ok, "0 unless prompt_logprobs is given")
+        start = self.prompt_logprob_start
+        start = 0 if start is None else as_integer(start, "prompt_logprob_start", 0)  # vLLM writes None for 0
+        is_scored = start == 0 or self.prompt_logprobs is not None
+        put("prompt_logprob_start", start, is_scored, "0 unless prompt_logprobs is given")
 
     def _check_edits(self, put: Callable[..., None]) -> None:
-        """Check and normalise what edits the logits."""
+        """Check the fields that change the logits; put is the function in `__post_init__`."""
         if self.structured_outputs is not None:
-            put("structured_outputs", StructuredOutputsParams.of(self.structured_outputs))
+            put("structured_outputs", StructuredOutputsParams.convert(self.structured_outputs))
             put("ignore_eos", self.ignore_eos, not self.ignore_eos, "False with structured_outputs, which have an end")
         for name in ("presence_penalty", "frequency_penalty"):
             penalty = as_number(getattr(self, name), name)
@@ -143,34 +239,34 @@ class SamplingParams:
         min_tokens = as_integer(self.min_tokens, "min_tokens", 0)
         most = math.inf if self.max_tokens is None else self.max_tokens
         put("min_tokens", min_tokens, min_tokens <= most, f"at most max_tokens={self.max_tokens}")
-        what = "a dict of token ids and finite numbers"
+        limit = "a dict of token ids and finite numbers"
         bias = {} if self.logit_bias is None else self.logit_bias
         if not isinstance(bias, Mapping):
-            raise refuse(bias, "logit_bias", what)
+            raise refuse(bias, "logit_bias", limit)
         bias = {_as_token_id(i): as_number(value, "logit_bias") for i, value in bias.items()}
-        put("logit_bias", bias or None, all(map(math.isfinite, bias.values())), what)
+        put("logit_bias", bias or None, all(map(math.isfinite, bias.values())), limit)
         if self.allowed_token_ids is not None:
-            what = "None, or a list of at least one token id"
-            allowed = as_list(self.allowed_token_ids, "allowed_token_ids", what)
-            put("allowed_token_ids", tuple(as_integer(i, "allowed_token_ids") for i in allowed), bool(allowed), what)
+            limit = "None, or a list of at least one token id"
+            allowed = as_list(self.allowed_token_ids, "allowed_token_ids", limit)
+            put("allowed_token_ids", tuple(as_integer(i, "allowed_token_ids") for i in allowed), bool(allowed), limit)
         strings = "strings, none of them empty"
         words = as_list(self.bad_words, "bad_words", "a list of strings")
         put("bad_words", tuple(words), all(isinstance(w, str) and w.strip() for w in words), strings)
 
     @property
     def edits_logits(self) -> bool:
-        """Whether anything is to be done to the logits before a token is sampled."""
+        """Whether any field changes the logits before temperature and filters do."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         lists = (self.logit_bias, self.bad_words, self.allowed_token_ids)
         return penalties != (1, 0, 0) or self.min_tokens > 0 or any(lists) or self.structured_outputs is not None
 
     def clone(self) -> "SamplingParams":
-        """A copy, checked once more: its fields may have been assigned since it was made."""
+        """Return a copy, checked once more, because fields may have been assigned since it was made."""
         return replace(self)
 
     @classmethod
     def from_generation_config(cls, generation_config: Mapping[str, Any]) -> "SamplingParams":
-        """What a model's generation_config.json asks for; greedy if it says `do_sample: false`."""
+        """Return the parameters that a model's generation_config.json asks for; greedy if it has `do_sample: false`."""
         is_greedy = generation_config.get("do_sample") is False
         names = {"repetition_penalty": "repetition_penalty", "max_new_tokens": "max_tokens"}
         if not is_greedy:

@@ -14,7 +14,7 @@ from typing import Any
 
 from nanovllm.edits.json_schema import find_place, read_schema
 from nanovllm.engine.plan import IntArray
-from nanovllm.structured_outputs import StructuredOutputsParams
+from nanovllm.sampling_params import StructuredOutputsParams
 from nanovllm.text.tokenizer import Tokenizer
 
 try:
@@ -69,7 +69,7 @@ class Grammars:
         Raises:
             ValueError: the grammar is bad, or has what llguidance would not keep, and where that is.
         """
-        params = StructuredOutputsParams.of(params)
+        params = StructuredOutputsParams.convert(params)
         key = params.kind, params.text
         with self._lock:
             found = self._kept[key] = self._kept.pop(key) if key in self._kept else self._compile(*key)

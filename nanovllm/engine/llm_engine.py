@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanovllm.config import ResolvedConfig
-from nanovllm.engine.answer import make_output
 from nanovllm.engine.hooks import Handle, Runner, StepObserver
+from nanovllm.engine.output import make_output
 from nanovllm.engine.plan import StepResult
 from nanovllm.engine.request import MASK_64, Request, derive_seed, prepare_request
 from nanovllm.engine.scheduler import Scheduler

@@ -29,12 +29,15 @@ def refuse(value: Any, name: str, limit: str) -> ValueError:
     return ValueError(f"{name} is {quote(value)}; it must be {limit}")
 
 
-def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str, hints: Mapping[str, str] = {}) -> None:
-    """Raise a TypeError for the first name of given that is not in known.
+def refuse_unknown(
+    given: Iterable[str], known: Iterable[str], what: str, hints: Mapping[str, str] = {}, rest: str = ""
+) -> None:
+    """Raise a TypeError for the first name in `given` that is not in `known`.
 
     Args:
-        what: what the names belong to, as the message should call it: "SamplingParams", "LLM".
-        hints: for names that are missing on purpose, what to say of them.
+        what: the class or function that the names belong to, as the message calls it: "SamplingParams", "LLM".
+        hints: for some unknown names, the advice that the message gives.
+        rest: the advice for all other unknown names that resemble no known one.
     """
     known = list(known)
     for name in given:
@@ -43,7 +46,10 @@ def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str, hints:
         if name in hints:
             raise TypeError(f"{what} has no option {name!r}: {hints[name]}")
         nearest = difflib.get_close_matches(name, known, n=1, cutoff=CLOSE)
-        suggestion = f"; did you mean {nearest[0]!r}?" if nearest else f"; the options are {', '.join(known)}"
+        if nearest:
+            suggestion = f"; did you mean {nearest[0]!r}?"
+        else:
+            suggestion = f"; the options are {', '.join(known)}" + (f" ({rest})" if rest else "")
         raise TypeError(f"{what} has no option {quote(name)}{suggestion}")
 
 

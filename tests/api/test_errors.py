@@ -232,10 +232,7 @@ def test_an_unknown_sampling_name_is_refused_with_the_nearest() -> None:
         SamplingParams(max_new_tokens=5)  # type: ignore[call-arg]
 
 
-LACKING = (
-    "best_of guided_decoding "
-    "logits_processors truncate_prompt_tokens flat_logprobs thinking_token_budget repetition_detection"
-)
+LACKING = "best_of guided_decoding logits_processors truncate_prompt_tokens flat_logprobs"
 
 
 @pytest.mark.parametrize("name", LACKING.split())
@@ -377,10 +374,9 @@ def test_only_what_is_close_is_suggested(random_model: Path) -> None:
 
 
 VLLM_REFUSED: dict[str, Any] = {
-    **{"model_impl": "transformers", "pipeline_parallel_size": 2, "quantization": "awq", "kv_cache_dtype": "fp8"},
-    **{"enable_lora": True, "hf_overrides": {"rope_theta": 1}, "speculative_model": "draft"},
+    **{"pipeline_parallel_size": 2, "quantization": "awq", "kv_cache_dtype": "fp8", "skip_tokenizer_init": True},
+    **{"enable_lora": True, "hf_overrides": {"rope_theta": 1}, "enable_expert_parallel": True},
     **{"tokenizer": "another/tokenizer", "generation_config": "vllm", "cpu_offload_gb": 4, "task": "embed"},
-    **{"skip_tokenizer_init": True, "scheduling_policy": "priority", "logprobs_mode": "processed_logits"},
 }
 
 
@@ -392,12 +388,18 @@ def test_an_option_of_vllms_that_would_change_something_is_refused_by_name(
         LLM(random_model, **{name: value})
 
 
+def test_one_message_serves_vllms_other_options(random_model: Path) -> None:
+    for name in ("served_model_name", "scheduling_policy", "preemption_mode"):
+        with pytest.raises(TypeError, match=f"'{name}'; the options are .*vLLM's other options .* leave them out"):
+            LLM(random_model, **{name: "auto"})
+
+
 def test_vllms_and_nano_vllms_neutral_and_harmless_options_change_nothing(random_model: Path) -> None:
     harmless = {
         **{"disable_log_stats": True, "swap_space": 4, "trust_remote_code": True, "tokenizer": str(random_model)},
         **{"quantization": None, "pipeline_parallel_size": 1, "enable_chunked_prefill": False, "revision": None},
         **{"tokenizer_mode": "auto", "max_lora_rank": 16, "enable_lora": False, "load_format": "safetensors"},
-        **{"compilation_config": {"level": 3}, "hf_overrides": {}, "task": "generate", "model_impl": "auto"},
+        **{"compilation_config": {"level": 3}, "hf_overrides": {}, "task": "generate", "runner": "auto"},
         **{"num_kvcache_blocks": -1, "hf_config": None, "eos": -1},
     }
     assert EngineConfig.from_options(str(random_model), harmless) == EngineConfig(str(random_model))

@@ -62,8 +62,7 @@ ROOMS = (
     ("kernels",),
     ("config", "text"),
     ("sampling_params", "outputs"),
-    ("structured_outputs",),
-    ("options", "speculative_config", "vllm_names", "version"),
+    ("vllm_names", "version"),
     ("utils",),
 )
 """From the top down; those of one line know nothing of each other."""
@@ -253,8 +252,7 @@ def test_a_model_is_made_on_its_device_entirely() -> None:
 def test_a_type_checker_knows_every_option_and_its_type() -> None:
     from dataclasses import fields
 
-    from nanovllm.config import EngineConfig
-    from nanovllm.options import EngineOptions
+    from nanovllm.config import EngineConfig, EngineOptions
 
     options = {field.name: field.type for field in fields(EngineConfig) if field.name != "model"}
     assert EngineOptions.__annotations__ == options

@@ -1,4 +1,4 @@
-"""What the caller gets of a sequence that has ended."""
+"""From a sequence that has ended to the Output that the caller gets."""
 
 from collections.abc import Collection
 
@@ -8,23 +8,27 @@ from nanovllm.text.tokenizer import Tokenizer
 
 
 def make_output(seq: Sequence, tokenizer: Tokenizer | None, eos_token_ids: Collection[int]) -> Output:
-    """The output of an ended sequence, and of the prompt's other completions; eos_token_ids: the model's."""
-    of_each = [_output(one, tokenizer, eos_token_ids) for one in (seq, *seq.others)]
-    output = of_each[0]
+    """Make the Output of a prompt whose completions have all ended.
+
+    Args:
+        seq: the first completion; with n > 1, seq.others are the rest.
+        eos_token_ids: the end-of-sequence ids of the model.
+    """
+    outputs = [_make_single(one, tokenizer, eos_token_ids) for one in (seq, *seq.others)]
+    output = outputs[0]
     if seq.others:
-        output["outputs"] = [Completion(one.outputs[0], index=i) for i, one in enumerate(of_each)]
-        if error := next((one.error for one in of_each if one.error), None):
+        output["outputs"] = [Completion(one.outputs[0], index=i) for i, one in enumerate(outputs)]
+        if error := next((one.error for one in outputs if one.error), None):
             output["error"] = error
     return output
 
 
-def _output(seq: Sequence, tokenizer: Tokenizer | None, eos_token_ids: Collection[int]) -> Output:
-    token_ids = seq.output_token_ids
+def _make_single(seq: Sequence, tokenizer: Tokenizer | None, eos_token_ids: Collection[int]) -> Output:
     output = Output(
-        text=text_of(seq, token_ids, tokenizer),
-        token_ids=token_ids,
+        text=read_text(seq, tokenizer),
+        token_ids=seq.output_token_ids,
         finish_reason=seq.finish_reason,
-        stop_reason=_stop_reason(seq, eos_token_ids),
+        stop_reason=_find_stop_reason(seq, eos_token_ids),
         prompt=seq.prompt,
         prompt_token_ids=seq.prompt_token_ids,
         num_cached_tokens=seq.num_cached_tokens or 0,
@@ -38,10 +42,14 @@ def _output(seq: Sequence, tokenizer: Tokenizer | None, eos_token_ids: Collectio
     return output
 
 
-def text_of(seq: Sequence, token_ids: list[int], tokenizer: Tokenizer | None) -> str:
-    """The text of a sequence's tokens, without what ended it unless that is to be included; "" if there is none."""
+def read_text(seq: Sequence, tokenizer: Tokenizer | None) -> str:
+    """Return the text of a sequence's output so far; "" if there is no tokenizer, or detokenize is False.
+
+    The stop token or stop string that ended it is left out, unless the request has include_stop_str_in_output.
+    """
     if tokenizer is None or not seq.params.detokenize:
         return ""
+    token_ids = seq.output_token_ids
     if seq.finish_reason == "stop":
         if token_ids[-1] in seq.stop_ids:
             token_ids = token_ids if seq.params.include_stop_str_in_output else token_ids[:-1]
@@ -50,8 +58,8 @@ def text_of(seq: Sequence, token_ids: list[int], tokenizer: Tokenizer | None) ->
     return tokenizer.decode(token_ids, seq.params.skip_special_tokens, seq.prompt_token_ids)
 
 
-def _stop_reason(seq: Sequence, eos_token_ids: Collection[int]) -> int | str | None:
-    """The stop string or the one of stop_token_ids that ended the sequence; None for the model's own end."""
+def _find_stop_reason(seq: Sequence, eos_token_ids: Collection[int]) -> int | str | None:
+    """Return the stop string or stop token id that ended the sequence; None if an end-of-sequence token did."""
     if seq.finish_reason != "stop":
         return None
     if (last := seq.token_ids[-1]) not in seq.stop_ids:
