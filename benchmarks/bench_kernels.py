@@ -169,9 +169,9 @@ def time_attention(backend: Backend, model: Model, num_seqs: int, query_len: int
     metadata = metadata_of(num_seqs, query_len, seq_len, block_size, num_blocks)
     q = randn(num_seqs * query_len, model.num_heads, model.head_dim)
     scale = model.head_dim**-0.5
-    complete = backend.complete(metadata, caches[0], model.num_heads)
-    launches = [lambda cache=cache: backend.attend(q, cache, complete, scale) for cache in caches]
-    return microseconds(launches, before=lambda: backend.complete(metadata, caches[0], model.num_heads)), read
+    metadata_of_step = backend.prepare_attention(metadata, caches[0], model.num_heads)
+    launches = [lambda cache=cache: backend.attend(q, cache, metadata_of_step, scale) for cache in caches]
+    return microseconds(launches, before=lambda: backend.prepare_attention(metadata, caches[0], model.num_heads)), read
 
 
 def bench_decode(bench: Bench, name: str, backend: Backend, batches: list[int], contexts: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""Where the model's operators run: plain torch, our compiled CPU kernels, our Triton kernels, or flash-attn."""
+"""The four backends, which compute a model's operators: torch, compiled CPU kernels, Triton kernels, flash-attn."""
 
 from nanovllm.backends.base import Backend
 from nanovllm.backends.cpu_backend import CpuBackend
@@ -8,6 +8,6 @@ from nanovllm.backends.triton_backend import TritonBackend
 from nanovllm.kernels.attention import AttentionMetadata, KVCache
 
 BACKENDS: dict[str, type[Backend]] = {b.name: b for b in (FlashAttnBackend, TritonBackend, CpuBackend, TorchBackend)}
-"""By name; which of them "auto" takes is decided in resolve.py."""
+"""Every backend by its name. resolve.py decides which of them "auto" takes."""
 
 __all__ = ["BACKENDS", "AttentionMetadata", "Backend", "KVCache"]

@@ -1,29 +1,43 @@
-"""Our C++ kernels for the CPU, compiled on first use, and weights packed once for them."""
+"""Our C++ kernels for the CPU, compiled on first use; and the packed weights and the memory that they work on."""
 
+import ctypes
+import math
+import mmap
+import weakref
 from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor, nn
 
 from nanovllm.backends.base import Backend
-from nanovllm.backends.pack import pack_matrices
-from nanovllm.backends.scratch import Scratch
+from nanovllm.backends.torch_backend import pack_matrices
 from nanovllm.kernels.attention import AttentionMetadata, KVCache
+from nanovllm.kernels.combine import combine_reference
 from nanovllm.kernels.cpu_library import PANEL, CpuLibrary, cpu_library
 from nanovllm.kernels.edit_logits import MaskAndPenalties
+from nanovllm.kernels.grouped_linear import grouped_linear_reference
 from nanovllm.kernels.norm_rope_store import NormRope
+from nanovllm.kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
 from nanovllm.kernels.route import Routing
 from nanovllm.kernels.sample import Sampled, SamplingValues
+from nanovllm.kernels.silu_and_mul import silu_and_mul_reference
 from nanovllm.layers.experts import Experts
+from nanovllm.utils.integers import ceil_div
 
 LANES = 16
 """float32 numbers in a vector, as in kernels/cpu/."""
 
+SMALLEST_LOAN = 32 << 20
+"""Bytes of the smallest tensor whose memory Scratch lends. glibc's malloc keeps smaller blocks by itself."""
+
+HUGE_PAGE = 2 << 20
+"""Bytes of a huge page on x86-64."""
+
 
 class CpuBackend(Backend):
-    """The kernels of kernels/cpu/. Widths that they do not know fall back to the references, call by call.
+    """Calls the kernels of kernels/cpu/. A width that a kernel does not know goes to its reference, call by call.
 
-    The cache has the usual shape and strides, but the order inside a (block, head) tile is the kernels' own.
+    The cache has the usual shape and strides, but the kernels order the elements of a (block, head) tile themselves.
     """
 
     name = "cpu"
@@ -32,11 +46,12 @@ class CpuBackend(Backend):
     groups = range(1, 48 + 1)
 
     def __init__(self) -> None:
-        self._library, self._scratch = cpu_library(), Scratch()
+        self._library = cpu_library()
+        self._scratch = Scratch()
 
     @classmethod
     def why_cannot(cls, device: torch.device) -> str | None:
-        """Compiles the kernels, unless they lie in the user's cache."""
+        """Compile the kernels, unless they lie in the user's cache folder; return why that fails, if it does."""
         if device.type != "cpu":
             return f"it needs the CPU, not {device.type}"
         try:
@@ -50,7 +65,7 @@ class CpuBackend(Backend):
         stored = (num_blocks, num_kv_heads, block_size, head_dim)
         return KVCache(*(self._library.zeros(stored, dtype).transpose(1, 2) for _ in KVCache._fields))
 
-    def before_writing(self, weights: Iterable[Tensor]) -> None:
+    def prepare_weights(self, weights: Iterable[Tensor]) -> None:
         for weight in weights:
             self._library.advise_huge_pages(weight)
 
@@ -60,42 +75,50 @@ class CpuBackend(Backend):
         for module in modules:
             if isinstance(module, Experts):
                 for weight in (module.gate_up, module.down):
-                    for matrix in weight if _packs_in_place(weight) else ():
+                    if not _packs_in_place(weight):
+                        continue
+                    for matrix in weight:
                         check()
                         self._library.pack(matrix, in_place=True)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.shape[1] % LANES:
-            return super().rms_norm(x, weight, eps)
+            return rms_norm_reference(x, weight, eps)
         y = self._scratch.empty(*x.shape, dtype=x.dtype)
         self._library.call("add_rms_norm", x.dtype, x, None, weight, y, None, *x.shape, eps)
         return y
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         if x.shape[1] % LANES:
-            return super().add_rms_norm(x, residual, weight, eps)
+            return add_rms_norm_reference(x, residual, weight, eps)
         y, total = (self._scratch.empty(*x.shape, dtype=x.dtype) for _ in range(2))
         self._library.call("add_rms_norm", x.dtype, x, residual, weight, y, total, *x.shape, eps)
         return y, total
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        rows, size = gate_up.shape[0], gate_up.shape[1] // 2
+        rows = gate_up.shape[0]
+        size = gate_up.shape[1] // 2
         if size % LANES:
-            return super().silu_and_mul(gate_up)
+            return silu_and_mul_reference(gate_up)
         y = self._scratch.empty(rows, size, dtype=gate_up.dtype)
         self._library.call("silu_and_mul", y.dtype, gate_up, y, rows, size)
         return y
 
     def route(self, logits: Tensor, k: int, normalize: bool, slots: Tensor) -> Routing:
         tokens, experts = logits.shape
-        pairs, offsets = torch.empty(2, tokens * k, dtype=torch.int32), torch.empty(experts + 1, dtype=torch.int32)
-        routing = Routing(torch.empty(tokens, k, dtype=torch.float32), pairs[0].view(tokens, k), pairs[1], offsets)
+        pairs = torch.empty(2, tokens * k, dtype=torch.int32)
+        routing = Routing(
+            weights=torch.empty(tokens, k, dtype=torch.float32),
+            places=pairs[0].view(tokens, k),
+            tokens=pairs[1],
+            offsets=torch.empty(experts + 1, dtype=torch.int32),
+        )
         self._library.call("route", logits.dtype, logits.contiguous(), slots, *routing, tokens, experts, k, normalize)
         return routing
 
     def grouped_linear(self, x: Tensor, weight: Tensor, routing: Routing, gather: bool) -> Tensor:
         if not _packs_in_place(weight):
-            return super().grouped_linear(x, weight, routing, gather)
+            return grouped_linear_reference(x, weight, routing, gather)
         rows = x[routing.tokens] if gather else x
         y = self._scratch.empty(len(rows), weight.shape[1], dtype=x.dtype)
         num_experts, out_size, in_size = weight.shape
@@ -103,17 +126,20 @@ class CpuBackend(Backend):
         return y
 
     def combine(self, y: Tensor, routing: Routing) -> Tensor:
-        (tokens, k), size = routing.places.shape, y.shape[1]
+        tokens, k = routing.places.shape
+        size = y.shape[1]
         if size % LANES:
-            return super().combine(y, routing)
+            return combine_reference(y, routing)
         out = y.new_empty(tokens, size)
-        weights, places = routing.weights.contiguous(), routing.places.contiguous()
+        weights = routing.weights.contiguous()
+        places = routing.places.contiguous()
         self._library.call("combine", y.dtype, y, weights, places, out, tokens, k, size)
         return out
 
     def norm_rope_store(self, qkv: Tensor, norms: NormRope, positions: Tensor, cache: KVCache, slots: Tensor) -> Tensor:
         block_size, num_kv_heads, dim = cache.keys.shape[1:]
-        tokens, num_heads = qkv.shape[0], qkv.shape[1] // dim - 2 * num_kv_heads
+        tokens = qkv.shape[0]
+        num_heads = qkv.shape[1] // dim - 2 * num_kv_heads
         q = self._scratch.empty(tokens, num_heads, dim, dtype=qkv.dtype)
         inputs = (qkv, norms.q_weight, norms.k_weight, norms.cos_sin, positions.to(torch.int32), slots)
         sizes = (tokens, num_heads, num_kv_heads, dim, block_size, norms.eps)
@@ -122,7 +148,8 @@ class CpuBackend(Backend):
 
     def attend(self, q: Tensor, cache: KVCache, metadata: AttentionMetadata, scale: float) -> Tensor:
         block_size, num_kv_heads, dim = cache.keys.shape[1:]
-        q, tables = q.contiguous(), metadata.block_tables.contiguous()
+        q = q.contiguous()
+        tables = metadata.block_tables.contiguous()
         out = self._scratch.empty(*q.shape, dtype=q.dtype)
         inputs = (q, *cache, tables, metadata.cu_seqlens_q, metadata.seq_lens)
         sizes = (*tables.shape, num_kv_heads, q.shape[1] // num_kv_heads, dim, block_size, scale)
@@ -141,15 +168,17 @@ class CpuBackend(Backend):
 
 
 def _packs_in_place(weight: Tensor) -> bool:
-    """Whether the experts' matrices weight [num_experts, out, in] are as large packed as they are."""
+    """Return whether the experts' matrices weight [num_experts, out, in] take no more memory packed than unpacked."""
     return weight.shape[1] % PANEL == 0 and weight.shape[2] % 2 == 0
 
 
 class NativeMatrix:
-    """Packed for the `linear` kernel, which also reads single rows: a tied embedding needs no second copy."""
+    """A matrix [out, in], packed for the `linear` kernel. It gives single rows, too: a tied embedding needs no copy."""
 
-    def __init__(self, library: CpuLibrary, weight: Tensor, scratch: Scratch, in_place: bool = False) -> None:
-        self._library, self._scratch, (self._out, self._in) = library, scratch, weight.shape
+    def __init__(self, library: CpuLibrary, weight: Tensor, scratch: "Scratch", in_place: bool = False) -> None:
+        self._library = library
+        self._scratch = scratch
+        self._out, self._in = weight.shape
         self._packed = library.pack(weight.contiguous(), in_place)
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -159,3 +188,38 @@ class NativeMatrix:
 
     def rows(self, indices: Tensor) -> Tensor:
         return self._library.packed_rows(self._packed, indices.to(torch.int32), self._in)
+
+
+class Scratch:
+    """Lends memory to the tensors that operators return, and takes it back when the last view of one is gone.
+
+    glibc's malloc gives every block of 32 MiB or more back to the system when it is freed. The next step would get new
+    memory, which the system clears page by page while a kernel writes it.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[mmap.mmap] = []
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Return an uninitialised tensor, as torch.empty does.
+
+        The smallest free memory that fits is lent. If none fits, new memory takes the place of the largest that is
+        free, so this object never keeps more pieces than were lent at once.
+        """
+        count = math.prod(shape)
+        size = count * dtype.itemsize
+        if size < SMALLEST_LOAN or not hasattr(mmap, "MADV_HUGEPAGE"):
+            return torch.empty(shape, dtype=dtype)
+        fitting = [memory for memory in self._free if len(memory) >= size]
+        if fitting:
+            memory = min(fitting, key=len)
+            self._free.remove(memory)
+        else:
+            if self._free:
+                self._free.remove(max(self._free, key=len))
+            memory = mmap.mmap(-1, ceil_div(size, HUGE_PAGE) * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        # All views of the tensor share this ctypes array. When it is collected, nobody reads the memory any more.
+        loan = (ctypes.c_char * len(memory)).from_buffer(memory)
+        weakref.finalize(loan, self._free.append, memory).atexit = False
+        return torch.frombuffer(loan, dtype=dtype, count=count).view(shape)

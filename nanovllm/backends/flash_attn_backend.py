@@ -1,4 +1,4 @@
-"""Attention by the flash-attn package (Dao 2023, https://arxiv.org/abs/2307.08691); the rest by our Triton kernels."""
+"""Attention by the flash-attn package (Dao 2023, https://arxiv.org/abs/2307.08691). The rest is our Triton kernels."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from nanovllm.kernels.attention import AttentionMetadata, KVCache, PrefillMetada
 
 
 class FlashAttnBackend(TritonBackend):
-    """Keeps tokens before heads in storage, as flash-attn's documentation has it; blocks of a multiple of 256."""
+    """In storage tokens come before heads, and blocks have a multiple of 256 tokens: flash-attn asks for both."""
 
     name = "flash_attn"
     dtypes = (torch.float16, torch.bfloat16)
@@ -21,7 +21,8 @@ class FlashAttnBackend(TritonBackend):
     def __init__(self) -> None:
         from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
-        self._varlen, self._with_kvcache = flash_attn_varlen_func, flash_attn_with_kvcache
+        self._varlen = flash_attn_varlen_func
+        self._with_kvcache = flash_attn_with_kvcache
 
     @classmethod
     def why_cannot(cls, device: torch.device) -> str | None:
@@ -39,7 +40,7 @@ class FlashAttnBackend(TritonBackend):
     def allocate_cache(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> KVCache:
         return KVCache(*(torch.zeros(shape, dtype=dtype, device=device) for _ in KVCache._fields))
 
-    def complete(self, metadata: AttentionMetadata, cache: KVCache, num_heads: int) -> AttentionMetadata:
+    def prepare_attention(self, metadata: AttentionMetadata, cache: KVCache, num_heads: int) -> AttentionMetadata:
         decodes = metadata.num_decodes
         if metadata.seq_lens.shape[0] == decodes:
             return metadata

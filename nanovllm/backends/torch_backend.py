@@ -1,4 +1,4 @@
-"""Plain torch: needs nothing else, runs everywhere, and is what every other backend is compared with."""
+"""Plain torch. It needs nothing else and runs everywhere; every other backend is compared with it."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -8,14 +8,15 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.backends.base import Backend
-from nanovllm.backends.pack import pack_matrices
 from nanovllm.kernels.attention import KVCache
+from nanovllm.layers.embedding import LMHead, VocabParallelEmbedding
+from nanovllm.layers.matrix import MatrixModule, PackedMatrix
 
 
 class TorchBackend(Backend):
-    """The references, and on a CPU with native bfloat16 oneDNN's packed products.
+    """The references. On a CPU that multiplies bfloat16, matrices are multiplied by oneDNN's packed product.
 
-    Heads lie before tokens in the cache, which on a CPU is three times faster to read.
+    In the cache heads come before tokens, which on a CPU is three times faster to read.
     """
 
     name = "torch"
@@ -26,7 +27,8 @@ class TorchBackend(Backend):
         num_blocks, block_size, num_kv_heads, head_dim = shape
 
         def zeros() -> Tensor:
-            # torch.zeros writes every page, which for gigabytes takes seconds; numpy's come zeroed, when first touched.
+            # torch.zeros writes every page, which takes seconds for gigabytes. Pages of numpy's zeros are made when
+            # they are first touched.
             memory = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8))
             return memory.view(dtype).view(num_blocks, num_kv_heads, block_size, head_dim).transpose(1, 2)
 
@@ -34,12 +36,15 @@ class TorchBackend(Backend):
 
     def pack_weights(self, modules: Iterable[nn.Module], check: Callable[[], None]) -> None:
         modules = list(modules)
-        if OneDnnMatrix.works(next(parameter for module in modules for parameter in module.parameters())):
+        if OneDnnMatrix.is_supported(next(parameter for module in modules for parameter in module.parameters())):
             pack_matrices(modules, OneDnnMatrix, check)
 
 
 class OneDnnMatrix:
-    """Packed by oneDNN, through the operators that torch's own compiler uses; they are not public: see `works`."""
+    """A matrix [out, in], packed by oneDNN.
+
+    The operators are those that torch's own compiler uses. They are not public, so `is_supported` tries them first.
+    """
 
     def __init__(self, weight: Tensor) -> None:
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)
@@ -51,13 +56,40 @@ class OneDnnMatrix:
         return None
 
     @staticmethod
-    def works(like: Tensor) -> bool:
-        """Whether torch and the machine have the operators for weights like this one, and they compute x W^T."""
+    def is_supported(like: Tensor) -> bool:
+        """Return whether torch and the machine have these operators for weights like `like`, and compute x W^T."""
         is_bf16 = like.dtype == torch.bfloat16 and like.device.type == "cpu"
         if not is_bf16 or not torch.cpu.get_capabilities().get("avx512_bf16"):
             return False
         try:
-            weight, x = torch.eye(32, dtype=like.dtype), torch.ones(2, 32, dtype=like.dtype)
+            weight = torch.eye(32, dtype=like.dtype)
+            x = torch.ones(2, 32, dtype=like.dtype)
             return bool((OneDnnMatrix(weight).multiply(x, None) == x).all())
         except (AttributeError, RuntimeError, TypeError):
             return False
+
+
+def pack_matrices(
+    modules: Iterable[nn.Module], pack: Callable[[Tensor], PackedMatrix], check: Callable[[], None]
+) -> None:
+    """Pack every matrix that is multiplied, one after another, and free the weights that nothing reads any more.
+
+    Args:
+        pack: makes the packed form of a weight [out, in].
+        check: called before each matrix. It raises an exception if loading is to end.
+    """
+    matrices = [module for module in modules if isinstance(module, MatrixModule)]
+    embeddings = [m for m in matrices if isinstance(m, VocabParallelEmbedding) and not isinstance(m, LMHead)]
+    for module in matrices:
+        if module in embeddings or module.weight.shape[1] % 2:  # packed forms hold pairs of input features
+            continue
+        check()
+        weight = module.weight
+        packed = pack(weight.data)
+        module.packed = packed
+        # An embedding may share its weight with the LM head; it needs the packed form alone if that gives rows.
+        readers = [embedding for embedding in embeddings if embedding.weight is weight]
+        if not readers or packed.rows(torch.zeros(1, dtype=torch.int32)) is not None:
+            for owner in (module, *readers):
+                owner.packed = packed
+                owner.weight = nn.Parameter(weight.new_empty(0), requires_grad=False)

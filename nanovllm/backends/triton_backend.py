@@ -1,4 +1,4 @@
-"""Our own Triton kernels: needs nothing but torch, triton and a CUDA device (or Triton's interpreter, for tests)."""
+"""Our own Triton kernels. They need torch, triton and a CUDA device (or, for tests, Triton's interpreter)."""
 
 from dataclasses import replace
 
@@ -8,16 +8,16 @@ from torch import Tensor
 from nanovllm.backends.base import Backend
 from nanovllm.kernels.attention import AttentionMetadata, KVCache
 from nanovllm.kernels.combine import combine
-from nanovllm.kernels.edit_logits import MaskAndPenalties, edit_logits
+from nanovllm.kernels.edit_logits import edit_logits
 from nanovllm.kernels.grouped_linear import grouped_linear
-from nanovllm.kernels.norm_rope_store import NormRope, norm_rope_store
+from nanovllm.kernels.norm_rope_store import norm_rope_store
 from nanovllm.kernels.paged_decode import decode_metadata, paged_decode
 from nanovllm.kernels.paged_prefill import paged_prefill
 from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
-from nanovllm.kernels.route import Routing, route
-from nanovllm.kernels.sample import Sampled, SamplingValues, sample
+from nanovllm.kernels.route import route
+from nanovllm.kernels.sample import sample
 from nanovllm.kernels.silu_and_mul import silu_and_mul
-from nanovllm.kernels.step_inputs import PlannedRows, RowTables, StepInputs, step_inputs
+from nanovllm.kernels.step_inputs import step_inputs
 from nanovllm.kernels.triton_shim import HAS_TRITON, INTERPRETED
 
 
@@ -27,6 +27,17 @@ class TritonBackend(Backend):
     groups = (1, 2, 3, 4, 5, 6, 7, 8, 16)
     block_sizes = (16, 32, 64, 128, 256)
 
+    step_inputs = staticmethod(step_inputs)
+    rms_norm = staticmethod(rms_norm)
+    add_rms_norm = staticmethod(add_rms_norm)
+    silu_and_mul = staticmethod(silu_and_mul)
+    route = staticmethod(route)
+    grouped_linear = staticmethod(grouped_linear)
+    combine = staticmethod(combine)
+    norm_rope_store = staticmethod(norm_rope_store)
+    edit_logits = staticmethod(edit_logits)
+    sample = staticmethod(sample)
+
     @classmethod
     def why_cannot(cls, device: torch.device) -> str | None:
         if device.type != "cuda" and not INTERPRETED:
@@ -35,51 +46,23 @@ class TritonBackend(Backend):
             return "triton is not installed (pip install triton)"
         return None
 
-    def step_inputs(self, planned: PlannedRows, tables: RowTables, block_size: int) -> StepInputs:
-        return step_inputs(planned, tables, block_size)
-
-    def complete(self, metadata: AttentionMetadata, cache: KVCache, num_heads: int) -> AttentionMetadata:
+    def prepare_attention(self, metadata: AttentionMetadata, cache: KVCache, num_heads: int) -> AttentionMetadata:
         decodes = metadata.num_decodes
         if not decodes:
             return metadata
-        of_decodes = metadata.seq_lens[:decodes], metadata.block_tables[:decodes]
-        return replace(metadata, decodes=decode_metadata(*of_decodes, cache, num_heads))
+        seq_lens = metadata.seq_lens[:decodes]
+        block_tables = metadata.block_tables[:decodes]
+        return replace(metadata, decodes=decode_metadata(seq_lens, block_tables, cache, num_heads))
 
     def attend(self, q: Tensor, cache: KVCache, metadata: AttentionMetadata, scale: float) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         decodes = metadata.num_decodes
-        seq_lens, block_tables = metadata.seq_lens, metadata.block_tables
+        seq_lens = metadata.seq_lens
+        block_tables = metadata.block_tables
         if decodes:
-            assert metadata.decodes is not None, "the metadata is not complete"
+            assert metadata.decodes is not None, "prepare_attention was not called"
             paged_decode(q[:decodes], cache, block_tables[:decodes], metadata.decodes, scale, out[:decodes])
         if seq_lens.shape[0] > decodes:
             prefills = (metadata.cu_seqlens_q[decodes:], seq_lens[decodes:], block_tables[decodes:])
             paged_prefill(q, cache, *prefills, num_tokens=q.shape[0] - decodes, scale=scale, out=out)
         return out
-
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        return rms_norm(x, weight, eps)
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        return add_rms_norm(x, residual, weight, eps)
-
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        return silu_and_mul(gate_up)
-
-    def route(self, logits: Tensor, k: int, normalize: bool, slots: Tensor) -> Routing:
-        return route(logits, k, normalize, slots)
-
-    def grouped_linear(self, x: Tensor, weight: Tensor, routing: Routing, gather: bool) -> Tensor:
-        return grouped_linear(x, weight, routing, gather)
-
-    def combine(self, y: Tensor, routing: Routing) -> Tensor:
-        return combine(y, routing)
-
-    def norm_rope_store(self, qkv: Tensor, norms: NormRope, positions: Tensor, cache: KVCache, slots: Tensor) -> Tensor:
-        return norm_rope_store(qkv, norms, positions, cache, slots)
-
-    def sample(self, logits: Tensor, values: SamplingValues) -> Sampled:
-        return sample(logits, values)
-
-    def edit_logits(self, logits: Tensor, edits: MaskAndPenalties) -> None:
-        edit_logits(logits, edits)

@@ -79,7 +79,7 @@ class ModelRunner:
         check_free_memory(num_bytes, self.device, "the weights", "choose a smaller model, or a smaller dtype")
         with torch.device(self.device), default_dtype(self.dtype):
             self.model = make_model(hf_config, self.backend, parallel, config.max_model_len)
-        self.backend.before_writing(self.model.parameters())
+        self.backend.prepare_weights(self.model.parameters())
         if folder is None:
             from nanovllm.models.dummy_weights import fill_randomly
 
@@ -286,7 +286,7 @@ class ModelRunner:
             query_lens_cpu=None if plan is None else plan.num_scheduled,
             seq_lens_cpu=None if plan is None else plan.num_computed + plan.num_scheduled,
         )
-        metadata = self.backend.complete(metadata, self.caches[0], self._shape.heads)
+        metadata = self.backend.prepare_attention(metadata, self.caches[0], self._shape.heads)
         return inputs, self.model(inputs.token_ids, inputs.positions, self.caches, metadata)
 
     @cached_property

@@ -106,7 +106,7 @@ def test_a_captured_decode_replays_for_any_lengths_and_tables(name: str) -> None
     torch.cuda.current_stream().wait_stream(warm_up)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        metadata = backend.complete(static.metadata, static.cache, static.q.shape[1])
+        metadata = backend.prepare_attention(static.metadata, static.cache, static.q.shape[1])
         out = backend.attend(static.q, static.cache, metadata, static.scale)
     for lengths in ([longest] * 8, [1, 2, 256, 257, 0, 0, 2999, 128], [0] * 7 + [77], [40] * 8):
         case = attention_case([1] * 8, lengths, 128, 2, 256, BF16, num_kv_heads=8, backend=backend, seed=sum(lengths))
@@ -137,7 +137,7 @@ def test_attention_and_sampling_never_wait_for_the_device(name: str) -> None:
     tokens = sample_case(151_936, BF16)
     for guard in (nothing, no_synchronisation):  # the first round compiles
         with guard():
-            metadata = backend.complete(case.metadata, case.cache, case.q.shape[1])
+            metadata = backend.prepare_attention(case.metadata, case.cache, case.q.shape[1])
             backend.attend(case.q, case.cache, metadata, case.scale)
             sample(*tokens.arguments())
 

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from helpers.kernel_cases import assert_same_tokens, attention_tolerance, decode_lengths, mixed_lengths, sample_case
 from nanovllm.backends import AttentionMetadata, Backend
-from nanovllm.backends.cpu_backend import CpuBackend, NativeMatrix
-from nanovllm.backends.scratch import Scratch
+from nanovllm.backends.cpu_backend import CpuBackend, NativeMatrix, Scratch
 from nanovllm.backends.torch_backend import TorchBackend
 from nanovllm.kernels.cpu_library import PANEL
 from nanovllm.kernels.norm_rope_store import NormRope

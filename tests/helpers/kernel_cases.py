@@ -58,7 +58,7 @@ class AttentionCase:
 
     def attend(self, backend: Backend) -> Tensor:
         with poisoned_memory():
-            metadata = backend.complete(self.metadata, self.cache, self.q.shape[1])
+            metadata = backend.prepare_attention(self.metadata, self.cache, self.q.shape[1])
             return backend.attend(self.q, self.cache, metadata, self.scale)
 
     def expected(self) -> Tensor:

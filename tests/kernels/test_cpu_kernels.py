@@ -185,6 +185,17 @@ def works(library: CpuLibrary) -> bool:
     return torch.allclose(y, x @ weight.T, atol=1e-5)
 
 
+@pytest.mark.parametrize(("surplus", "missing"), [((5,), 0), ((), 1)])
+def test_a_wrong_number_of_arguments_is_refused_before_it_reaches_c(
+    library: CpuLibrary, surplus: tuple[int, ...], missing: int
+) -> None:
+    """ctypes passes surplus arguments on, and C++ then takes them for others: one ended in free(): invalid pointer."""
+    right = (torch.ones(2, 32), torch.empty(2, 16), 2, 16)
+    wrong = (*right[: len(right) - missing], *surplus)
+    with pytest.raises(TypeError, match=f"silu_and_mul takes 4 arguments, not {len(wrong)}"):
+        library.call("silu_and_mul", FP32, *wrong)
+
+
 def test_the_library_is_compiled_once(cache: Path, library: CpuLibrary, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     before = [path.stat().st_mtime_ns for path in cache.rglob("*")]
@@ -247,7 +258,9 @@ def test_two_processes_that_compile_at_once_both_run_and_leave_one_library(tmp_p
     assert left.suffix == ".so"
 
 
-@pytest.mark.skipif(not OneDnnMatrix.works(torch.empty(0, dtype=BF16)), reason="needs oneDNN's packed bfloat16 product")
+@pytest.mark.skipif(
+    not OneDnnMatrix.is_supported(torch.empty(0, dtype=BF16)), reason="needs oneDNN's packed bfloat16 product"
+)
 def test_onednns_packed_product_equals_the_plain_one() -> None:
     torch.manual_seed(3)
     weight, x, bias = torch.randn(96, 64).to(BF16), torch.randn(7, 64).to(BF16), torch.randn(96).to(BF16)

@@ -5,11 +5,11 @@ import mmap
 import pytest
 import torch
 
-from nanovllm.backends.scratch import SMALLEST, Scratch
+from nanovllm.backends.cpu_backend import SMALLEST_LOAN, Scratch
 
 pytestmark = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="memory is lent on Linux")
 
-ROWS = SMALLEST // 4096
+ROWS = SMALLEST_LOAN // 4096
 """Of 1024 float32 each, they are just large enough to be lent."""
 
 

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.backends.cpu_backend import CpuBackend, NativeMatrix
-from nanovllm.backends.scratch import Scratch
+from nanovllm.backends.cpu_backend import CpuBackend, NativeMatrix, Scratch
 from nanovllm.kernels.cpu_library import cpu_library
 from nanovllm.runner.logprobs import Logprobs
 
