@@ -38,7 +38,7 @@ def limit_threads() -> None:
     """On a CPU, compute with a thread for each physical core of one socket, unless the user chose with OMP_NUM_THREADS.
 
     The kernels keep a core's arithmetic units busy: a second thread on it only adds waiting. And threads of two sockets
-    wait for each other's memory: an engine on each socket does more (docs/benchmarks.md). Never raises the number.
+    wait for each other's memory: an engine on each socket does more (docs/benchmarks-log.md). Never raises the number.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(min(torch.get_num_threads(), physical_cores(of_one_socket=True)))
