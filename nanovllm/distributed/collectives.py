@@ -1,4 +1,4 @@
-"""What the ranks compute together, over NCCL or gloo."""
+"""The collectives of a group of ranks, over NCCL or gloo, and the folder through which the ranks find each other."""
 
 import os
 import threading
@@ -14,38 +14,40 @@ import torch.distributed as dist
 from torch import Tensor
 
 from nanovllm.layers.parallel import Parallel
+from nanovllm.utils.integers import ceil_div
 
 LOOPBACK = "127.0.0.1"
 TIMEOUT = timedelta(minutes=30)
-"""For one collective. Ranks that die, raise or stop are noticed otherwise, and sooner: see follower_group.py."""
+"""The limit of one collective. The failure of a rank is noticed in other ways, and sooner: see follower_group.py."""
 CONNECT_TIMEOUT = timedelta(minutes=1)
-"""For ranks that have loaded, and have only to find each other."""
+"""The limit for ranks that have loaded and only have to find each other."""
 
 
 class FolderStore(dist.Store):  # type: ignore[misc, name-defined]  # torch gives it no type
-    """What the ranks tell each other before they are connected: a file for each key, in a folder of the user's alone.
+    """The key-value store through which torch's process groups exchange addresses: a folder with a file per key.
 
-    A file appears whole, by a rename. torch's own FileStore appends to one file: a rank that was killed in the midst of
-    an entry makes the others read for ever, with Python's lock held.
+    A file appears whole, by a rename. torch's own FileStore appends to one file: if a rank is killed while it writes an
+    entry, the others read for ever, and hold Python's lock meanwhile.
     """
 
     def __init__(self, folder: Path, timeout: timedelta) -> None:
         super().__init__()
-        self._folder, self._timeout = folder, timeout
+        self._folder = folder
+        self._timeout = timeout
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Raises an OSError if the folder is gone, which says that a rank is."""
+        """Store a value; raises an OSError if the folder is gone, which means that a rank has died."""
         scratch = self._folder / f"{os.getpid()}-{threading.get_ident()}.new"
         scratch.write_bytes(value.encode() if isinstance(value, str) else value)
         scratch.replace(self._path(key))
 
     def get(self, key: str) -> bytes:
-        """The value, once it is there; an OSError as for `set`, and after the timeout."""
+        """Wait for a key and return its value; raises an OSError after the timeout, or if the folder is gone."""
         self.wait([key])
         return self._path(key).read_bytes()
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Until all keys are there; raises as `get` does."""
+        """Wait until all keys are stored; raises as `get` does."""
         deadline = time.monotonic() + (timeout or self._timeout).total_seconds()
         for path in map(self._path, keys):
             while not path.exists():
@@ -54,6 +56,7 @@ class FolderStore(dist.Store):  # type: ignore[misc, name-defined]  # torch give
                 time.sleep(0.002)
 
     def check(self, keys: list[str]) -> bool:
+        """Return whether all keys are stored."""
         return all(self._path(key).exists() for key in keys)
 
     def _path(self, key: str) -> Path:
@@ -61,20 +64,22 @@ class FolderStore(dist.Store):  # type: ignore[misc, name-defined]  # torch give
 
 
 class PeerLostError(RuntimeError):
-    """A collective failed, most likely because another rank has gone."""
+    """A collective failed, most likely because another rank has died."""
 
 
-def rank_device(device: torch.device, rank: int) -> torch.device:
-    """Where a rank computes, given the device of rank 0: its own GPU while there are enough, else a shared one."""
+def choose_device(device: torch.device, rank: int) -> torch.device:
+    """Return the device of a rank, given rank 0's: a GPU of its own while there are enough, else a shared one."""
     if device.type != "cuda":
         return device
     return torch.device("cuda", ((device.index or 0) + rank) % torch.cuda.device_count())
 
 
 class GroupParallel(Parallel):
-    """One of several ranks. The group is its own, no global of torch.distributed: engines live side by side.
+    """One rank of several. The group is no global of torch.distributed, so engines of several ranks live side by side.
 
-    With gloo, tensors of a GPU go through the host, which a CUDA graph cannot capture.
+    Collectives run on the current stream (`asyncOp = False`): with a stream of their own, which is torch's default, a
+    captured CUDA graph would have a second branch at every collective. With gloo, tensors of a GPU are copied to the
+    host and back, which a CUDA graph cannot capture.
     """
 
     def __init__(self, rank: int, size: int, backend: str, device: torch.device) -> None:
@@ -83,25 +88,31 @@ class GroupParallel(Parallel):
             backend: "nccl" or "gloo".
             device: this rank's.
         """
-        shared_by = size if device.type == "cpu" else -(-size // torch.cuda.device_count())
+        shared_by = size if device.type == "cpu" else ceil_div(size, torch.cuda.device_count())
         super().__init__(rank, size, ranks_per_device=shared_by)
-        self._backend, self._device = backend, device
+        self._backend = backend
+        self._device = device
         self._group: Any = None  # ProcessGroupGloo or ProcessGroupNCCL
+        self._sum_options = _on_current_stream(dist.AllreduceOptions())
+        self._minimum_options = _on_current_stream(dist.AllreduceOptions())
+        self._minimum_options.reduceOp = dist.ReduceOp.MIN
+        self._gather_options = _on_current_stream(dist.GatherOptions())
+        self._broadcast_options = _on_current_stream(dist.BroadcastOptions())
 
     def connect(self, meeting: Path) -> None:
-        """Meet the other ranks; blocks until all have come.
+        """Connect to the other ranks; blocks until all of them have called this.
 
         Args:
-            meeting: an empty folder that all of them name.
+            meeting: an empty folder, the same for all ranks.
 
         Raises:
-            PeerLostError: one of them has not.
+            PeerLostError: a rank did not come.
         """
         try:
             self._group = self._make_group(meeting)
         except RuntimeError as error:
             raise PeerLostError(f"rank {self.rank} could not meet its peers: {error}") from error
-        # The first collective makes the connections: here, and not in the first step.
+        # The first collective opens the connections: do that here, not in the first step.
         self.all_reduce(torch.zeros(1, device=self._device))
 
     def _make_group(self, meeting: Path) -> Any:
@@ -112,7 +123,7 @@ class GroupParallel(Parallel):
             gloo._timeout = TIMEOUT
             return dist.ProcessGroupGloo(store, self.rank, self.size, gloo)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # all ranks are on this machine
-        # Failures are raised here, by rank 0: torch's watchdog would end the process instead.
+        # Rank 0 raises failures itself: torch's watchdog would end the process instead.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         torch.cuda.set_device(self._device)
         nccl = dist.ProcessGroupNCCL.Options()
@@ -120,51 +131,59 @@ class GroupParallel(Parallel):
         return dist.ProcessGroupNCCL(store, self.rank, self.size, nccl)
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        near = self._near(x)
-        self._wait(lambda: self._group.allreduce([near]))
+        near = self._make_reachable(x)
+        self._finish(lambda: self._group.allreduce([near], self._sum_options))
         return near.to(x.device)
 
     def gather(self, x: Tensor) -> Tensor | None:
-        near = self._near(x)
-        options = dist.GatherOptions()
+        near = self._make_reachable(x)
         if self.rank:
-            self._wait(lambda: self._group.gather([], [near], options))
+            self._finish(lambda: self._group.gather([], [near], self._gather_options))
             return None
         parts = [torch.empty_like(near) for _ in range(self.size)]
-        self._wait(lambda: self._group.gather([parts], [near], options))
+        self._finish(lambda: self._group.gather([parts], [near], self._gather_options))
         return torch.cat(parts, dim=-1).to(x.device)
 
     def broadcast(self, x: Tensor) -> Tensor:
-        near = self._near(x)
-        self._wait(lambda: self._group.broadcast([near], dist.BroadcastOptions()))
+        near = self._make_reachable(x)
+        self._finish(lambda: self._group.broadcast([near], self._broadcast_options))
         return near.to(x.device)
 
     def minimum(self, value: int) -> int:
         x = torch.tensor([value], dtype=torch.int64, device="cpu" if self._backend == "gloo" else self._device)
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MIN  # type: ignore[assignment]  # the stub knows only its inner type
-        self._wait(lambda: self._group.allreduce([x], options))
+        self._finish(lambda: self._group.allreduce([x], self._minimum_options))
         return int(x.item())
 
-    def _near(self, x: Tensor) -> Tensor:
-        """x where the group can work on it."""
+    def _make_reachable(self, x: Tensor) -> Tensor:
+        """Return x where the group can read it: on the host for gloo, else contiguous on its device."""
         return x.cpu() if x.is_cuda and self._backend == "gloo" else x.contiguous()
 
-    def _wait(self, start: Callable[[], Any]) -> None:
-        """NCCL: the current stream waits; gloo: the host does."""
+    def _finish(self, start: Callable[[], Any]) -> None:
+        """Start a collective and wait for it: the host for gloo's, the current stream for NCCL's.
+
+        NCCL returns no work to wait for: the collective is on the current stream already.
+        """
         try:
-            start().wait()
+            work = start()
+            if work is not None:
+                work.wait()
         except RuntimeError as error:
             raise PeerLostError(f"rank {self.rank} lost its peers: {error}") from error
 
     def abort(self) -> None:
-        """Make collectives that are under way end, whatever their result; from any thread."""
+        """Make the collectives under way end, whatever they computed; any thread may call it."""
         group = self._group  # close() may let go of it meanwhile
         if group is not None and self._backend == "nccl":
             group.abort()
 
     def close(self) -> None:
-        """Leave the group. CUDA graphs that hold its collectives must be gone by now."""
+        """Leave the group. CUDA graphs that hold its collectives must have been released before."""
         if self._group is not None:
             self._group.shutdown()
             self._group = None
+
+
+def _on_current_stream(options: Any) -> Any:
+    """Return a collective's options, changed so that NCCL runs it on the current stream, not on one of its own."""
+    options.asyncOp = False
+    return options

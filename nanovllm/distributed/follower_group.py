@@ -1,15 +1,8 @@
-"""All followers together: starting them, telling them what to do, and noticing when one has failed.
+"""All followers of rank 0: starting them, sending them plans, noticing that one has failed, ending them.
 
-How nobody waits for the dead: each follower holds a socket to rank 0. If rank 0 ends, however it ends, the operating
-system closes the socket, and a thread of the follower ends its process. If a follower ends, a thread of rank 0 learns
-why and ends the other followers, whose connections to rank 0 close in turn (with NCCL, the communicator is aborted).
-So whatever rank 0 waits for fails, and it raises what the thread has learnt.
-
-A follower that is stopped neither ends nor goes on: after 60 s of silence it counts as failed. If rank 0 is killed
-meanwhile, the stopped follower ends when it goes on. Rank 0 may be stopped and go on, as by Ctrl-Z: its followers wait.
-
-No port is opened for the ranks to meet: they do so through a file, in a folder that only this user may enter, which is
-removed at the end or as soon as a rank has died. The sockets of gloo and of NCCL are on loopback.
+The picture in distributed/__init__.py says what happens when a rank dies. This file is rank 0's part of it. A thread
+for each follower reads its reports until it ends. The first failure is kept as `_failure`, the other followers are
+killed, and whatever rank 0 waits for then fails or ends. Rank 0 raises the kept failure in its place.
 """
 
 import json
@@ -30,9 +23,9 @@ import numpy as np
 import torch
 
 from nanovllm.config import ResolvedConfig
-from nanovllm.distributed.collectives import PeerLostError, rank_device
+from nanovllm.distributed.collectives import PeerLostError, choose_device
 from nanovllm.distributed.follower_process import FollowerProcess
-from nanovllm.distributed.ring import Ring, anonymous_file
+from nanovllm.distributed.ring import Ring, make_anonymous_file
 from nanovllm.engine.plan import StepPlan
 
 if TYPE_CHECKING:
@@ -41,13 +34,13 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 GRACE = 1.0
-"""Seconds in which a rank that lost its peers may learn which of them was the cause."""
+"""When a rank loses its peers, the failure that caused it is awaited for so many seconds."""
 PATIENCE = 5.0
-"""Seconds that followers have to end when told to."""
+"""Seconds in which followers must end after they were told to."""
 
 
 class FollowerGroup:
-    """Ranks 1 to n-1, and the first reason why they no longer follow."""
+    """Ranks 1 to n - 1, and the first failure among them."""
 
     def __init__(
         self,
@@ -56,28 +49,31 @@ class FollowerGroup:
         folder: Path | None,
         abort_collectives: Callable[[], None],
     ) -> None:
-        """Start them. What fails in one of them is raised by `check`.
+        """Start the followers, and return before they have loaded. `raise_failure` raises what fails in one of them.
 
         Args:
-            config: of rank 0.
-            abort_collectives: ends what rank 0 waits for on the device, once the others are dead.
+            config: rank 0's.
+            hf_config: the model's.
+            folder: the checkpoint's; None for random weights.
+            abort_collectives: called when the followers are dead; ends the collectives that the device waits for.
         """
         self._pid = os.getpid()
         self._changed = threading.Condition()
+        """Notified when a follower has reached a stage, or the failure is known."""
         self._failure: str | None = None
         self._deadline: float | None = None
-        """By when they should have ended: set once they were told to."""
+        """When the followers must have ended (`time.monotonic`); None until they are told to."""
         self._in_step = False
         self._abort_collectives = abort_collectives
         self._followers: list[FollowerProcess] = []
         self.meeting = Path(tempfile.mkdtemp(prefix="nanovllm-"))
-        """A folder of this user's alone, through which the ranks find each other."""
-        ring_fd = anonymous_file()
+        """The folder through which the ranks find each other; only this user may enter it."""
+        ring_fd = make_anonymous_file()
         try:
             self._ring = Ring(ring_fd, config.tensor_parallel_size - 1, StepPlan.max_packed_size(config))
             num_threads = torch.get_num_threads() if torch.device(config.device).type == "cpu" else None
             for rank in range(1, config.tensor_parallel_size):
-                start = start_message(config, hf_config, folder, rank)
+                start = make_start_message(config, hf_config, folder, rank)
                 start |= {"ring_fd": ring_fd, "meeting": str(self.meeting)}
                 follower = FollowerProcess(rank, start, ring_fd, num_threads)
                 self._followers.append(follower)
@@ -94,12 +90,12 @@ class FollowerGroup:
     def pids(self) -> list[int]:
         return [follower.process.pid for follower in self._followers]
 
-    # ---- noticing
+    # ---- noticing that a follower has failed
 
     def _watch(self, follower: FollowerProcess) -> None:
-        """Take in what a follower reports, until it ends; one thread for each."""
+        """Handle a follower's reports until it ends. Each follower has a thread that runs this."""
         try:
-            for report in follower.reports():
+            for report in follower.read_reports():
                 if "stage" in report:
                     with self._changed:
                         follower.stages.add(report["stage"])
@@ -107,50 +103,54 @@ class FollowerGroup:
                 elif report:
                     self._fail(follower, report["error"], report["is_cause"])
                 if self._deadline is not None and time.monotonic() > self._deadline:
-                    self._kill()  # one that is stopped keeps the others in the group, and rank 0 with them
+                    self._kill()  # a stopped one keeps the others, and so rank 0, from leaving the group
         except TimeoutError as error:
             self._fail(follower, str(error))
         except Exception as error:
             self._fail(follower, f"its report cannot be read: {error!r}")
-        self._fail(follower, follower.how_it_ended())
+        self._fail(follower, follower.describe_end())
 
     def _fail(self, follower: FollowerProcess, reason: str, is_cause: bool = True) -> None:
-        """Settle on a reason, and end the rest. A mere consequence counts if no cause is heard of in time."""
+        """Keep a reason as the failure, unless there is one or the followers were told to end; kill the followers.
+
+        Args:
+            is_cause: False if the follower only lost its peers: then wait first whether one of them gives the cause.
+        """
         with self._changed:
             if not is_cause:
-                self._changed.wait_for(self._is_over, GRACE)
-            if self._is_over():
+                self._changed.wait_for(self._is_settled, GRACE)
+            if self._is_settled():
                 return
             self._failure = f"rank {follower.rank} of {len(self._followers) + 1} failed: {reason}"
             self._changed.notify_all()
         self._kill()
 
-    def _is_over(self) -> bool:
+    def _is_settled(self) -> bool:
         return self._failure is not None or self._deadline is not None
 
     def _kill(self) -> None:
         for follower in self._followers:
             follower.process.kill()
         shutil.rmtree(self.meeting, ignore_errors=True)
-        # Not waited for: NCCL's abort returns when no CUDA graph holds its collectives any more, and it is the thread
-        # that has called this which must let go of the graphs.
+        # A thread of its own, which nobody joins: NCCL's abort returns only when no CUDA graph holds its collectives
+        # any more, and the thread that is here now may be the one that has to release the graphs.
         threading.Thread(target=self._abort_collectives, daemon=True, name="abort").start()
 
-    # ---- waiting
+    # ---- waiting for followers
 
-    def check(self) -> None:
-        """Raise a RuntimeError, with a failed follower's traceback, if there is one."""
+    def raise_failure(self) -> None:
+        """Raise a RuntimeError if a follower has failed; it has the follower's traceback, or says how it ended."""
         if self._failure is not None:
             raise RuntimeError(self._failure)
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Around whatever waits for other ranks: a failed follower becomes a RuntimeError that says why it failed.
+        """Put this around code that waits for other ranks: if a follower fails, its failure is raised.
 
-        A ValueError of rank 0's own goes before it: all ranks refuse what cannot be had, and the caller's mistake is
-        the reason.
+        A ValueError of rank 0 itself goes first: it says that the caller asked for something impossible, which the
+        followers refuse, too.
         """
-        self._in_step = True  # and for ever, if this is left by an exception: the ranks do not agree any more
+        self._in_step = True  # stays True after an exception: from then on the ranks do not agree
         try:
             yield
         except ValueError:
@@ -163,18 +163,21 @@ class FollowerGroup:
                 raise RuntimeError(self._failure) from error
             raise
         self._in_step = False
-        self.check()  # what was computed with an aborted group is worth nothing
+        self.raise_failure()  # an aborted collective may have ended without an error, and with wrong values
 
     def wait_until(self, stage: str) -> None:
-        """Wait until every follower has reached a stage; raises as `check` does."""
+        """Wait until every follower has reached a stage; raises as `raise_failure` does."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._failure is not None or all(stage in follower.stages for follower in self._followers)
             )
-        self.check()
+        self.raise_failure()
 
-    def while_they_live(self, work: Callable[[], None]) -> None:
-        """Do work that blocks for as long as a follower does not do its part, but no longer than all of them live."""
+    def run_while_alive(self, work: Callable[[], None]) -> None:
+        """Run work that waits for the followers; stop waiting for it, and raise the failure, when one has failed.
+
+        The work runs in a thread, which goes on if it is abandoned.
+        """
         done: Future[None] = Future()
 
         def run() -> None:
@@ -186,38 +189,45 @@ class FollowerGroup:
 
         threading.Thread(target=run, daemon=True, name="connect").start()
         while not wait([done], timeout=0.1).done:
-            self.check()
+            self.raise_failure()
         done.result()
 
-    # ---- telling
+    # ---- telling followers what to do
 
-    def tell(self, plan: StepPlan) -> None:
-        """Send a plan to all followers; raises as `check` does."""
-        self.check()
-        self._ring.write(plan.pack(), self.check)
+    def send(self, plan: StepPlan) -> None:
+        """Send a plan to all followers; raises as `raise_failure` does."""
+        self.raise_failure()
+        self._ring.write(plan.pack(), self.raise_failure)
 
     def dismiss(self, by_force: bool = False) -> None:
-        """Tell them that there is nothing more to do; where they would not hear it, as in a step, kill them."""
+        """Tell the followers to end, without waiting for that.
+
+        They are killed if they would not read the message: if one has failed, or rank 0 has left a step halfway.
+
+        Args:
+            by_force: kill them in any case.
+        """
+        deadline = time.monotonic() + PATIENCE
         with self._changed:
-            self._deadline = deadline = time.monotonic() + PATIENCE
+            self._deadline = deadline
         if by_force or self._failure is not None or self._in_step:
             self._kill()
             return
 
-        def check() -> None:
+        def check_deadline() -> None:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"a follower has not read its plans for {PATIENCE} s")
 
         try:
-            self._ring.write(np.empty(0, np.int32), check)
+            self._ring.write(np.empty(0, np.int32), check_deadline)
         except RuntimeError as error:
             logger.warning("killing the other ranks: %s", error)
             self._kill()
 
     def stop(self, by_force: bool = False) -> None:
-        """Dismiss them, if that was not done, and return when they are gone."""
+        """Dismiss the followers if that was not done, and return when they have ended."""
         if os.getpid() != self._pid:
-            return  # a fork of rank 0 has no followers
+            return  # this process is a fork of rank 0, and the followers are not its own
         if by_force or self._deadline is None:
             self.dismiss(by_force)
         for follower in self._followers:
@@ -230,11 +240,11 @@ class FollowerGroup:
         shutil.rmtree(self.meeting, ignore_errors=True)
 
 
-def start_message(
+def make_start_message(
     config: ResolvedConfig, hf_config: "PretrainedConfig", folder: Path | None, rank: int
 ) -> dict[str, Any]:
-    """What a follower is to load, as JSON."""
-    device = str(rank_device(torch.device(config.device), rank))
+    """Return what a follower must know to load its share of the model, ready for JSON: see `worker.follow`."""
+    device = str(choose_device(torch.device(config.device), rank))
     return {
         "rank": rank,
         "config": asdict(replace(config, device=device)),

@@ -14,15 +14,17 @@ from nanovllm.engine.plan import IntArray
 
 NUM_SLOTS = 4
 CACHE_LINE = 8
-"""int64 elements of one; what different processes write lies on different lines."""
-LONGEST_SPIN, LONGEST_SLEEP = 100e-6, 2e-3
-"""Seconds, while waiting for the other end."""
+"""int64 elements of a cache line. Each process writes to cache lines of its own."""
+LONGEST_SPIN = 100e-6
+"""Seconds for which an end polls without sleeping."""
+LONGEST_SLEEP = 2e-3
+"""Seconds of the longest sleep between two polls."""
 
 T = TypeVar("T")
 
 
-def anonymous_file() -> int:
-    """A descriptor of memory that has no name: only those who are handed it can map it, and nothing can leak."""
+def make_anonymous_file() -> int:
+    """Return a descriptor of memory without a name: only who inherits it can map it, and no file can be left behind."""
     if hasattr(os, "memfd_create"):
         fd = os.memfd_create("nanovllm-plans")
         os.fchmod(fd, 0o600)
@@ -32,25 +34,27 @@ def anonymous_file() -> int:
 
 
 class Ring:
-    """One end of the ring; the writer's and the readers' differ only in which methods they call.
+    """One end of the ring. Rank 0 calls only `write`, followers call only `read`.
 
-        acknowledgements   [num_readers]           how many messages the reader has taken
-        headers            [NUM_SLOTS]             sequence number, length, digest
-        slots              [NUM_SLOTS, capacity]   message n (from 1) lies in slot n % NUM_SLOTS
+        acknowledgements   int64 [num_readers]           how many messages each reader has taken
+        headers            int64 [NUM_SLOTS]             sequence number, length, digest
+        slots              int32 [NUM_SLOTS, capacity]   message n (from 1) lies in slot n % NUM_SLOTS
 
-    A slot is written again only when every reader has acknowledged what lies in it, so nothing is lost, however slow
-    a reader is. A reader takes slot n % NUM_SLOTS when its sequence number is n *and* the digest is that of what it
-    copied: so nothing depends on the order in which one core's writes reach another, which some processors relax.
+    Each acknowledgement and each header has a cache line of its own. The writer reuses a slot only when every reader
+    has acknowledged its message, so no message is lost, however slow a reader is. A reader accepts slot n % NUM_SLOTS
+    when its sequence number is n *and* the digest fits what was copied. So it does not matter in which order one core's
+    writes reach another, which some processors do not guarantee.
     """
 
     def __init__(self, fd: int, num_readers: int, capacity: int) -> None:
         """
         Args:
-            fd: of a file; it may be closed afterwards. The first to come makes it as large as it must be.
+            fd: from `make_anonymous_file`; it may be closed afterwards. The first end sets its size.
             capacity: int32 elements of the longest message.
         """
         capacity += capacity % 2  # so that each slot starts at a multiple of 8 bytes
-        ack_bytes, header_bytes = 8 * CACHE_LINE * num_readers, 8 * CACHE_LINE * NUM_SLOTS
+        ack_bytes = 8 * CACHE_LINE * num_readers
+        header_bytes = 8 * CACHE_LINE * NUM_SLOTS
         size = ack_bytes + header_bytes + 4 * capacity * NUM_SLOTS
         if os.fstat(fd).st_size < size:
             os.ftruncate(fd, size)
@@ -61,14 +65,14 @@ class Ring:
         slots = np.frombuffer(memory[ack_bytes + header_bytes :], np.int32)
         self._slots: IntArray = slots.reshape(NUM_SLOTS, capacity)
         self._readers = [reader * CACHE_LINE for reader in range(num_readers)]
-        self._count = 0  # messages written, or taken, by this end
+        self._count = 0  # messages that this end has written, or read
 
-    def write(self, message: IntArray, check: Callable[[], None]) -> None:
-        """Put a message into the next slot, once it is free.
+    def write(self, message: IntArray, check_readers: Callable[[], None]) -> None:
+        """Wait until the next slot is free, and write a message into it.
 
         Args:
             message: int32 [at most capacity].
-            check: called while waiting for a reader; raises when there is no use in waiting on.
+            check_readers: called while waiting for a reader; raises if waiting on is useless.
 
         Raises:
             RuntimeError: the message is longer than a slot; nothing has been written.
@@ -77,7 +81,7 @@ class Ring:
         if length > self.capacity:
             raise RuntimeError(f"a message of {length} elements does not fit a slot of {self.capacity}")
         n = self._count + 1
-        _poll(lambda: self._all_took(n - NUM_SLOTS) or None, check)
+        _poll(lambda: self._is_read_by_all(n - NUM_SLOTS) or None, check_readers)
         slot = n % NUM_SLOTS
         self._slots[slot, :length] = message
         header = slot * CACHE_LINE
@@ -86,15 +90,16 @@ class Ring:
         self._headers[header] = n
         self._count = n
 
-    def read(self, reader: int, check: Callable[[], None] = lambda: None) -> IntArray:
-        """Wait for the next message, and take it: the array is the caller's own."""
+    def read(self, reader: int) -> IntArray:
+        """Wait for the next message and return a copy of it. It does not end if rank 0 does: see worker.py."""
         n = self._count + 1
-        message = _poll(lambda: self._try_read(n), check)
+        message = _poll(lambda: self._try_read(n))
         self._acknowledged[reader * CACHE_LINE] = n
         self._count = n
         return message
 
     def _try_read(self, n: int) -> IntArray | None:
+        """Return message n, or None if it has not arrived as a whole."""
         slot = n % NUM_SLOTS
         header = slot * CACHE_LINE
         if self._headers[header] != n:
@@ -102,14 +107,14 @@ class Ring:
         message = self._slots[slot, : min(self._headers[header + 1], self.capacity)].copy()
         return message if xxhash.xxh3_64_intdigest(message.data, seed=n) == self._headers[header + 2] else None
 
-    def _all_took(self, n: int) -> bool:
+    def _is_read_by_all(self, n: int) -> bool:
         return all(self._acknowledged[reader] >= n for reader in self._readers)
 
 
-def _poll(attempt: Callable[[], T | None], check: Callable[[], None]) -> T:
-    """The first result that is not None: asked for busily at first, then with sleeps.
+def _poll(attempt: Callable[[], T | None], check: Callable[[], None] = lambda: None) -> T:
+    """Call `attempt` until it returns something else than None, and return that: without sleeps at first, then with.
 
-    A sleep is an eighth of the time waited so far, so it never makes the wait much longer than it had to be.
+    A sleep is an eighth of the time waited so far, so it makes the wait at most an eighth longer.
     """
     if (result := attempt()) is not None:
         return result

@@ -1,8 +1,8 @@
-"""What runs in a follower, ranks 1 to n-1: started by follower_process.py with the descriptor of a socket to rank 0.
+"""The program of a follower: follower_process.py starts it with the descriptor of a socket to rank 0.
 
-A follower gets one line of JSON, how to start. It sends a line for each stage that it reaches, one with a traceback if
-it fails, and an empty one every second, which says that it runs. When the socket closes, rank 0 is gone, and so is the
-follower.
+The follower reads one line of JSON from the socket: how to start. It sends a line for each stage that it reaches, a
+line with a traceback if it fails, and an empty line every second as a sign of life. When the socket closes, rank 0 has
+ended, and the follower ends, too.
 """
 
 import faulthandler
@@ -20,15 +20,17 @@ from pathlib import Path
 from typing import Any
 
 BEAT = 1.0
-"""Seconds between signs of life, and between looks at who the parent is: the socket stays open if a process that
-rank 0 forked holds it."""
+"""Seconds between two signs of life. The follower also looks as often whether its parent process is still rank 0,
+because the socket stays open as long as a fork of rank 0 holds it."""
 
 
 def main(fd: int) -> None:
-    """Follow until told to stop, then end the process without the interpreter's clean-up, which may wait for peers.
+    """Run steps until rank 0 says that there are no more, then end the process.
+
+    It ends without the interpreter's clean-up, which may wait for other ranks.
 
     Args:
-        fd: the socket's.
+        fd: the socket's descriptor.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0
     faulthandler.enable()
@@ -41,7 +43,7 @@ def main(fd: int) -> None:
     start = json.loads(line)
     sending = threading.Lock()
     meeting = Path(start["meeting"])
-    threading.Thread(target=_end_with, args=(rank0, parent, sending, meeting), daemon=True).start()
+    threading.Thread(target=_end_with_rank0, args=(rank0, parent, sending, meeting), daemon=True).start()
 
     def send(**message: Any) -> None:
         with sending:
@@ -50,38 +52,40 @@ def main(fd: int) -> None:
     try:
         follow(start, lambda stage: send(stage=stage))
     except BaseException as error:
-        # PeerLostError is told apart by name: importing its module here would import torch before the watch runs.
+        # By its name, because importing the class would import torch, before the thread above runs.
         is_cause = type(error).__name__ != "PeerLostError"
         send(error=traceback.format_exc(), is_cause=is_cause)
         os._exit(1)
     os._exit(0)
 
 
-def _end_with(rank0: socket.socket, parent: int, sending: threading.Lock, meeting: Path) -> None:
-    """Show rank 0 that this process runs; end it, whatever it is doing, as soon as rank 0 has ended.
+def _end_with_rank0(rank0: socket.socket, parent: int, sending: threading.Lock, meeting: Path) -> None:
+    """Send signs of life until rank 0 has ended, then end this process, whatever its main thread is doing.
 
     Args:
-        meeting: the folder where the ranks met, which a rank 0 that was killed has left.
+        parent: rank 0's process id.
+        sending: held while a line is sent.
+        meeting: the folder where the ranks met, which a killed rank 0 could not remove.
     """
-    poll = select.poll()  # select.select would refuse a large descriptor
+    poll = select.poll()  # select.select refuses large descriptors
     poll.register(rank0, select.POLLIN)
     while os.getppid() == parent:
-        if poll.poll(1000 * BEAT):  # the end of the stream: nothing is ever sent after the first line
+        if poll.poll(1000 * BEAT):  # the end of the stream: rank 0 sends nothing after the first line
             break
-        if sending.acquire(blocking=False):  # while another line is on its way, that one will do
-            with suppress(OSError):  # full: rank 0 was stopped, and reads again when it goes on
+        if sending.acquire(blocking=False):  # if the main thread is sending a line, that is a sign of life
+            with suppress(OSError):  # the socket is full: rank 0 is stopped, and reads again when it goes on
                 rank0.send(b"\n", socket.MSG_DONTWAIT)
             sending.release()
     shutil.rmtree(meeting, ignore_errors=True)
     os._exit(1)
 
 
-def follow(start: dict[str, Any], reached: Callable[[str], None]) -> None:
-    """Be one rank: load its share, join the group, and run every plan that rank 0 runs.
+def follow(start: dict[str, Any], report_stage: Callable[[str], None]) -> None:
+    """Be one rank: load its share of the model, connect, and run every plan that rank 0 runs.
 
     Args:
-        start: as `follower_group.start_message` made it, and where the ring and the meeting are.
-        reached: tells rank 0 of a stage.
+        start: from `follower_group.make_start_message`, with the ring's descriptor and the meeting folder.
+        report_stage: tells rank 0 that "loaded" or "ready" is reached.
     """
     import torch
 
@@ -102,10 +106,10 @@ def follow(start: dict[str, Any], reached: Callable[[str], None]) -> None:
     parallel = GroupParallel(rank, config.tensor_parallel_size, config.distributed_backend, device)
     folder = None if start["folder"] is None else Path(start["folder"])
     runner = ModelRunner(config, load_model_config(start["hf_config"], "rank 0"), folder, parallel)
-    reached("loaded")
+    report_stage("loaded")
     parallel.connect(Path(start["meeting"]))
     runner.make_cache()
-    reached("ready")
+    report_stage("ready")
     while len(packed := ring.read(rank - 1)):
         runner.launch(StepPlan.unpack(packed))
     runner.close()

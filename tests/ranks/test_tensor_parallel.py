@@ -259,12 +259,12 @@ def test_a_follower_that_raises_fails_rank_0_with_its_traceback(model: Path) -> 
     others = llm.engine.runner._followers
     beyond = OPTIONS["max_num_seqs"] + 1
 
-    def tell_wrongly(plan: Any) -> None:
+    def send_wrongly(plan: Any) -> None:
         packed = plan.pack()
         packed[HEADER] = 10 * beyond  # the first sequence's row
-        others._ring.write(packed, others.check)
+        others._ring.write(packed, others.raise_failure)
 
-    threading.Timer(0.5, setattr, (others, "tell", tell_wrongly)).start()
+    threading.Timer(0.5, setattr, (others, "send", send_wrongly)).start()
     message = expect_the_end(llm, "rank 1 of 2 failed")
     assert "Traceback (most recent call last)" in message
     assert "worker.py" in message and "IndexError" in message
@@ -386,13 +386,14 @@ def test_a_follower_killed_while_rank_0_loads_fails_rank_0(model: Path, monkeypa
 
 
 def test_a_rank_that_cannot_start_fails_all(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, start_message = set(children(os.getpid())), follower_group.start_message
+    before = set(children(os.getpid()))
+    make_start_message = follower_group.make_start_message
 
-    def of_another_folder(*args: Any) -> dict[str, Any]:
-        message = start_message(*args)
+    def name_another_folder(*args: Any) -> dict[str, Any]:
+        message = make_start_message(*args)
         return message | {"folder": str(tmp_path)} if message["rank"] == 2 else message
 
-    monkeypatch.setattr(follower_group, "start_message", of_another_folder)
+    monkeypatch.setattr(follower_group, "make_start_message", name_another_folder)
     with pytest.raises(RuntimeError, match="rank 2 of 4 failed") as error:
         LLM(str(model), tensor_parallel_size=4, **OPTIONS)
     assert "Traceback" in str(error.value) and "has no safetensors files" in str(error.value)
@@ -561,6 +562,64 @@ def test_a_second_is_enough_to_close(model: Path) -> None:
     llm.close()
     assert time.monotonic() - since < 2.5  # and not the patience that ends in a kill
     assert not any(map(is_alive, pids))
+
+
+class OptionsRecorder:
+    """Stands in for a process group: notes the options of each collective, and returns no work, as NCCL does."""
+
+    def __init__(self) -> None:
+        self.options: list[Any] = []
+
+    def allreduce(self, tensors: list[torch.Tensor], options: Any) -> None:
+        self.options.append(options)
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> None:
+        self.options.append(options)
+
+    def gather(self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any) -> None:
+        self.options.append(options)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_collective_asks_for_the_current_stream(rank: int) -> None:
+    """On a stream of its own, a captured collective would be a second branch of the CUDA graph."""
+    parallel = GroupParallel(rank, 2, "gloo", torch.device("cpu"))
+    parallel._group = OptionsRecorder()
+    x = torch.ones(2, 3)
+    assert torch.equal(parallel.all_reduce(x), x)
+    assert torch.equal(parallel.broadcast(x), x)
+    gathered = parallel.gather(x)
+    assert gathered is None if rank else gathered is not None and gathered.shape == (2, 6)
+    assert parallel.minimum(5) == 5
+    assert [options.asyncOp for options in parallel._group.options] == [False] * 4
+    assert parallel._group.options[3].reduceOp == torch.distributed.ReduceOp.MIN
+
+
+def test_collectives_over_gloo_compute_what_they_say(tmp_path: Path) -> None:
+    """Two ranks in two threads, with the options as they are."""
+    found: dict[int, tuple[Any, ...]] = {}
+
+    def run(rank: int) -> None:
+        parallel = GroupParallel(rank, 2, "gloo", torch.device("cpu"))
+        parallel.connect(tmp_path)
+        x = torch.arange(3.0) + 10 * rank
+        gathered = parallel.gather(x)
+        found[rank] = (
+            parallel.all_reduce(x.clone()).tolist(),
+            None if gathered is None else gathered.tolist(),
+            parallel.broadcast(x.clone()).tolist(),
+            parallel.minimum(7 - rank),
+        )
+        parallel.close()
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    total = [10.0, 12.0, 14.0]
+    assert found[0] == (total, [0.0, 1.0, 2.0, 10.0, 11.0, 12.0], [0.0, 1.0, 2.0], 6)
+    assert found[1] == (total, None, [0.0, 1.0, 2.0], 6)
 
 
 @pytest.mark.gpu

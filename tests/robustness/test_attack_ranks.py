@@ -149,10 +149,9 @@ def test_followers_import_from_folders_with_a_colon(
     (tmp_path / "a:b").mkdir()
     (tmp_path / "a:b" / "nanovllm").symlink_to(Path(nanovllm.__file__).parent)
     monkeypatch.syspath_prepend(str(tmp_path / "a:b"))
-    start_message = follower_group.start_message
-    monkeypatch.setattr(
-        follower_group, "start_message", lambda *args: start_message(*args) | {"folder": str(tmp_path / "nowhere")}
-    )
+    make_start_message = follower_group.make_start_message
+    changes = {"folder": str(tmp_path / "nowhere")}
+    monkeypatch.setattr(follower_group, "make_start_message", lambda *args: make_start_message(*args) | changes)
     with pytest.raises(RuntimeError, match=r'rank 1 of 2 failed: Traceback(.|\n)*"/.*/a:b/nanovllm/distributed/worker'):
         LLM(str(model), tensor_parallel_size=2, **OPTIONS)
 
