@@ -250,6 +250,35 @@ def test_routing_on_the_cpu_is_its_reference(
     assert_same_routing(got, expected, dtype)
 
 
+BROKEN_ROWS = {
+    "nan first": (0, float("nan")),
+    "nan in the middle": (3, float("nan")),
+    "nan last": (7, float("nan")),
+    "inf": (5, float("inf")),
+    "all -inf": (slice(None), float("-inf")),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize(("at", "value"), BROKEN_ROWS.values(), ids=BROKEN_ROWS)
+def test_on_the_cpu_a_token_with_broken_logits_has_k_different_experts_and_nan_weights(
+    at: int | slice, value: float, normalize: bool, dtype: torch.dtype
+) -> None:
+    """One expert k times would be a sum nobody asked for; finite weights would hide the row from the sampler."""
+    logits = draw(5, 8, scale=4.0).to(dtype)
+    ordinary = logits.clone()
+    logits[1, at] = value
+    logits[2, at] = value  # padding
+    slots = torch.tensor([0, 1, -1, 3, 4])
+    got = CpuBackend().route(logits, 4, normalize, slots)
+    assert got.weights[1].isnan().all()
+    assert_same_routing(got, route_reference(logits, 4, normalize, slots), dtype)
+    others = CpuBackend().route(ordinary, 4, normalize, slots)
+    for row in (0, 3, 4):
+        assert torch.equal(got.weights[row], others.weights[row]), "a broken row changes no other"
+
+
 def test_routing_counts_and_sorts() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 0.0, 1.0], [9.0, 9.0, 9.0], [0.0, 1.0, 2.0]])
     routing = route_reference(logits, 2, True, torch.tensor([0, 1, -1, 3]))

@@ -27,6 +27,12 @@ void route(const void* logits_, const int64_t* slots, float* weights, int32_t* p
                 store(&p[i], w);
                 totals += w;
             }
+            const float all = sum(totals);
+            // One NaN or +inf among the logits, or -inf throughout, makes the sum NaN; of an ordinary row it is at least
+            // 1. As zeros, the broken row ties: it goes to the first k experts. Its weights are NaN, as in the
+            // reference, so that the sampler sees it.
+            const bool is_broken = !(all > 0);
+            if (is_broken) std::fill(p.begin(), p.end(), 0.0f);
             float of_chosen = 0, *weight = weights + t * k;
             for (int64_t j = 0; j < k; ++j) {
                 const auto best = std::max_element(p.begin(), p.begin() + experts);
@@ -34,8 +40,9 @@ void route(const void* logits_, const int64_t* slots, float* weights, int32_t* p
                 of_chosen += weight[j] = *best;
                 *best = -1;
             }
-            const float total = normalize ? of_chosen : sum(totals);
-            for (int64_t j = 0; j < k; ++j) weight[j] = round_to<T>(splat(weight[j] / total))[0];
+            const float total = normalize ? of_chosen : all;
+            for (int64_t j = 0; j < k; ++j)
+                weight[j] = is_broken ? NAN : round_to<T>(splat(weight[j] / total))[0];
         }
     }
     for (const int32_t expert : chosen) ++next[expert + 1];
