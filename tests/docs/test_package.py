@@ -1,6 +1,5 @@
 """The package as it is found: what importing it costs, what it needs, and how it gets a model from a hub."""
 
-import ast
 import graphlib
 import hashlib
 import json
@@ -15,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.paths import ROOT
+
+from scripts.count_lines import find_imports, find_modules, find_spine
 
 HEAVY = ("torch", "triton", "flash_attn", "transformers", "numpy", "tokenizers", "huggingface_hub")
 
@@ -32,10 +33,7 @@ def test_importing_the_package_loads_nothing_heavy() -> None:
     assert set(python(code).split()) & set(HEAVY) == set()
 
 
-MODULES = {
-    ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
-    for path in (ROOT / "nanovllm").rglob("*.py")
-}
+MODULES = find_modules(ROOT / "nanovllm")
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("nanovllm.engine")])
@@ -53,6 +51,7 @@ ROOMS = (
     ("load",),
     ("view",),
     ("distributed",),
+    ("edits",),
     ("runner",),
     ("drafts",),
     ("resolve",),
@@ -67,27 +66,52 @@ ROOMS = (
 )
 """From the top down; those of one line know nothing of each other."""
 
-SKIPPED = tuple(f"nanovllm.{room}" for room in ("drafts", "edits", "models.dummy_weights", "text.stop_strings", "view"))
-"""Rooms that a reader of the engine can skip: nothing of them is imported before a user asks for what they do."""
+WINGS = (
+    *("__main__", "cli", "distributed", "drafts", "edits", "estimate", "jobs", "lm_eval", "models.dummy_weights"),
+    *("provenance", "ray", "view"),
+)
+"""Every other file belongs to the spine: generating on one device takes it."""
+
+NAMED_STILL = {
+    "distributed": {"llm", "load", "pieces", "resolve", "runner.model_runner"},
+    "drafts": {"load"},
+    "edits": {"engine.hooks", "engine.llm_engine", "engine.request", "engine.sequence", "runner.model_runner"},
+    "models.dummy_weights": {"runner.model_runner"},
+    "provenance": {"llm"},
+    "view": {"load"},
+}
+"""Files of the spine that import a wing although none may: this list only shrinks."""
 
 
-def imports_of(path: Path, only_at_once: bool = False) -> set[str]:
-    """The package's modules that a file imports, wherever in it: also within functions, and for types alone.
+def imports_of(module: str) -> set[str]:
+    """The package's modules that a file imports, wherever in it: also within functions, and for types alone."""
+    return {found.module for found in find_imports(MODULES[module], MODULES)}
 
-    Args:
-        only_at_once: those that are imported when the file is.
-    """
-    found, tree = set(), ast.parse(path.read_text())
-    for node in tree.body if only_at_once else ast.walk(tree):
-        names = []
-        if isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path} imports relatively"
-            names = [f"{node.module}.{alias.name}" for alias in node.names]
-        elif isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        for name in names:
-            found |= {module for module in (name, name.rpartition(".")[0]) if module in MODULES}
-    return found
+
+def wing_of(module: str) -> str | None:
+    """The wing that a module belongs to; None for the spine's."""
+    name = module.removeprefix("nanovllm.")
+    return next((wing for wing in WINGS if f"{name}.".startswith(f"{wing}.")), None)
+
+
+SPINE = [module for module in MODULES if wing_of(module) is None]
+
+
+@pytest.mark.parametrize("module", SPINE)
+def test_the_spine_imports_no_wing(module: str) -> None:
+    """Neither early, nor late, nor for types. Only load.py hands wings to the engine: it imports them in functions."""
+    name = module.removeprefix("nanovllm.")
+    for found in find_imports(MODULES[module], MODULES):
+        wing = wing_of(found.module)
+        allowed = wing is None or name in NAMED_STILL.get(wing, ()) or (name == "load" and not found.is_early)
+        assert allowed, f"{name} imports {found.module}"
+    source = MODULES[module].read_text()
+    assert "import_module" not in source and "__import__" not in source, "an import by name hides what is imported"
+
+
+def test_nothing_else_than_the_spine_is_loaded_to_generate() -> None:
+    wings = {wing for module in find_spine(MODULES) if (wing := wing_of(module))}
+    assert wings <= {wing for wing, names in NAMED_STILL.items() if names}
 
 
 def room_of(module: str) -> int:
@@ -96,28 +120,17 @@ def room_of(module: str) -> int:
 
 
 def test_imports_run_downwards_and_in_no_circle() -> None:
-    graph = {module: imports_of(path) for module, path in MODULES.items() if module != "nanovllm"}
+    graph = {module: imports_of(module) for module in MODULES if module != "nanovllm"}
     upwards = [
         (module, imported)
         for module, imports in graph.items()
         for imported in imports
         if module.split(".")[1] != imported.split(".")[1]
-        and "edits" not in (module.split(".")[1], imported.split(".")[1])  # it has a hand in planning and in running
+        and module.removeprefix("nanovllm.") not in NAMED_STILL.get(wing_of(imported) or "", ())
         and room_of(imported) <= room_of(module)
     ]
     assert not upwards
     list(graphlib.TopologicalSorter(graph).static_order())  # a CycleError names the circle
-
-
-def test_what_a_reader_can_skip_is_imported_only_when_it_is_asked_for() -> None:
-    early = [
-        (module, imported)
-        for module, path in MODULES.items()
-        if not module.startswith(SKIPPED)
-        for imported in imports_of(path, only_at_once=True)
-        if imported.startswith(SKIPPED)
-    ]
-    assert not early
 
 
 def test_the_version_is_known_from_source_without_installation() -> None:

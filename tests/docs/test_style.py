@@ -1,0 +1,73 @@
+"""Habits that make code slow to read stay out, and the lines that the README counts are there."""
+
+import re
+
+import pytest
+from helpers.paths import ROOT
+
+from scripts.check_style import FOLDERS, find_habits, python_files
+from scripts.count_lines import count_rooms
+
+FINE = """
+rows, ends = plan(batch)
+a, b = b, a
+a, b = b, a + b
+x[i], x[j] = x[j], x[i]
+self.first, count = count, self.first
+for name, value in ((1, 2), (3, 4)):
+    pass
+pair = 1, 2
+def of(x):
+    "Whatever it is."
+"""
+
+
+def test_unpacking_swaps_and_updates_are_no_habit() -> None:
+    assert list(find_habits(FINE)) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "complaint"),
+    [
+        ("a, b = 1, 2", "unrelated"),
+        ("a, b = x, x", "unrelated"),
+        ("self.closed, self.identity = False, object()", "unrelated"),
+        ("a, b = a + 1, b + 1", "unrelated"),
+        ("a, (b, c) = 1, (2, 3)", "unrelated"),
+        ("a, b = pair = 1, 2", "unrelated"),
+        ("def f():\n    with x:\n        a, b = 1, 2", "unrelated"),
+        ('"""What it is."""', "What"),
+        ('class A:\n    """What\'s in it."""', "What"),
+        ('class A:\n    x: int\n    """What x is."""', "What"),
+        ("def of_step(x):\n    pass", "of_step"),
+        ("class A:\n    def _of_step(x):\n        pass", "of_step"),
+    ],
+)
+def test_habits_are_found(source: str, complaint: str) -> None:
+    ((_, found),) = find_habits(source)
+    assert complaint in found
+
+
+STILL = {"nanovllm": 300, "tests": 192, "benchmarks": 46, "scripts": 16, "bench.py": 5}
+"""Places left in each folder: these figures only fall."""
+
+
+@pytest.mark.parametrize("folder", FOLDERS)
+def test_no_file_has_the_habits(folder: str) -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line} {complaint}"
+        for path in python_files([ROOT / folder])
+        for line, complaint in find_habits(path.read_text())
+    ]
+    assert len(found) <= STILL.get(folder, 0), "\n".join(found)
+
+
+def test_the_readme_s_figures_are_those_of_count_lines() -> None:
+    """Quoted figures are rounded, so they are right to one percent."""
+    page = (ROOT / "README.md").read_text()
+    (row,) = re.findall(r"^\| lines of Python code \|[^|]*\|([^|]*)\|", page, re.MULTILINE)
+    quoted = [int(figure.replace(",", "")) for figure in re.findall(r"\d[\d,]+", row)]
+    spine, wings, others = count_rooms(ROOT / "nanovllm")
+    page_of_view = others["JavaScript"] + others["HTML"] + others["CSS"]
+    counted = [spine.total() + wings.total(), spine.total(), others["C++"], page_of_view]
+    assert quoted == pytest.approx(counted, rel=0.01)
