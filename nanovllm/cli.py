@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nanovllm.config import EngineConfig
+from nanovllm.jobs.job import STATUS_HELP, Status
 from nanovllm.jobs.source import MAX_LINE_BYTES
-from nanovllm.jobs.status import STATUS_HELP, Status
 from nanovllm.utils.checks import as_integer
 from nanovllm.version import __version__
 
@@ -104,8 +104,8 @@ def _add_run_batch(commands: Any) -> None:
 
 
 def _run_batch(options: argparse.Namespace) -> int:
-    from nanovllm.jobs.job import run_job
-    from nanovllm.jobs.open_job import Job
+    from nanovllm.jobs.job import Job
+    from nanovllm.jobs.run import run_job
 
     job = Job(
         input=options.input_file,

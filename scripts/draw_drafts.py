@@ -13,13 +13,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from nanovllm.view.run import Run, read_run
+from nanovllm.view.page import Recording, read_recording
 
 SIZE, GAP, LEFT, TOP = 13, 3, 44, 46
 COLORS = {"accepted": "#0072b2", "drawn": "#e69f00", "rejected": "none"}
 
 
-def steps_of(run: Run, request: int) -> list[tuple[int, list[str]]]:
+def steps_of(run: Recording, request: int) -> list[tuple[int, list[str]]]:
     """(drafts, the texts of the tokens that came) of each step in which the request decoded."""
     drafts, steps = None, []
     for kind, _, what in run.records:
@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, metavar="N", help="leave out so many steps")
     parser.add_argument("--steps", type=int, default=56, metavar="N")
     args = parser.parse_args()
-    steps = steps_of(read_run(args.trace), args.request)[args.first :][: args.steps]
+    steps = steps_of(read_recording(args.trace), args.request)[args.first :][: args.steps]
     num_tokens = sum(len(texts) for _, texts in steps)
     args.output.write_text(draw(steps, f"{num_tokens} tokens in {len(steps)} steps"), encoding="utf-8")
     print(f"{args.output}: {num_tokens} tokens in {len(steps)} steps, {sum(drafts for drafts, _ in steps)} drafts")

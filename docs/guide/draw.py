@@ -23,8 +23,7 @@ from matplotlib.figure import Figure
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels.sample import uniform_reference
-from nanovllm.view.page import write_page
-from nanovllm.view.run import Run, read_run
+from nanovllm.view.page import Recording, read_recording, write_page
 
 DECODE, PREFILL, CACHED, WAITING, ALERT = "#0072b2", "#e69f00", "#009e73", "#8a929c", "#c0392b"
 OWNERS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b5a800", "#7570b3")
@@ -33,7 +32,7 @@ LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 TINY: dict[str, Any] = {"dtype": "float32", "kvcache_block_size": 16, "max_model_len": 192}
 
 
-def record(prompts: list[str], params: SamplingParams, chat: bool = False, **options: Any) -> Run:
+def record(prompts: list[str], params: SamplingParams, chat: bool = False, **options: Any) -> Recording:
     """The trace of a run of the model in the box."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.json"
@@ -42,7 +41,7 @@ def record(prompts: list[str], params: SamplingParams, chat: bool = False, **opt
                 llm.chat([[{"role": "user", "content": prompt}] for prompt in prompts], params, use_tqdm=False)
             else:
                 llm.generate(prompts, params, use_tqdm=False)
-        return read_run(path)
+        return read_recording(path)
 
 
 def panels(rows: int, height: float) -> tuple[Figure, list[Axes]]:
@@ -52,7 +51,7 @@ def panels(rows: int, height: float) -> tuple[Figure, list[Axes]]:
     return figure, list(axes[:, 0])
 
 
-def draw_tokens(axis: Axes, run: Run) -> None:
+def draw_tokens(axis: Axes, run: Recording) -> None:
     steps = np.arange(1, run.num_steps + 1)
     decode, prefill = np.array(run.charts["decode"]), np.array(run.charts["prefill"])
     axis.bar(steps, decode, color=DECODE, label="decode")
@@ -164,7 +163,7 @@ class Watch:
         pass
 
 
-def owners(run: Run) -> np.ndarray:
+def owners(run: Recording) -> np.ndarray:
     """Which request owns which block in each step, -1 for nobody: int [num_blocks, num_steps]."""
     grid = np.full((run.num_blocks, run.num_steps), -1)
     tables: dict[int, list[int]] = {}
@@ -181,7 +180,7 @@ def owners(run: Run) -> np.ndarray:
     return grid
 
 
-def draw_owners(axis: Axes, run: Run) -> None:
+def draw_owners(axis: Axes, run: Recording) -> None:
     grid = owners(run)
     axis.set_facecolor("#f1f3f5")
     for block, row in enumerate(grid):
@@ -245,7 +244,7 @@ def scheduler() -> Figure:
     return figure
 
 
-def draw_lives(axis: Axes, run: Run) -> None:
+def draw_lives(axis: Axes, run: Recording) -> None:
     """What each request does in each step: computes its prompt, decodes, or waits."""
     since: dict[int, int] = {}
     decodes: dict[int, tuple[int, int]] = {}

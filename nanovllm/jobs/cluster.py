@@ -24,13 +24,13 @@ from ray.data import DataContext, Datasource, ReadTask
 from ray.data.block import BlockMetadata
 
 from nanovllm.config import EngineConfig
-from nanovllm.jobs.answers import Answer, Usage, error_answer
-from nanovllm.jobs.compact import DigestSet, LineSet
-from nanovllm.jobs.job import answer_lines, supervise
-from nanovllm.jobs.open_job import Job, OpenJob
-from nanovllm.jobs.protocol import LineError, read_envelope
+from nanovllm.jobs.compact_sets import DigestSet, LineSet
+from nanovllm.jobs.job import Job, Status
+from nanovllm.jobs.open_job import OpenJob
+from nanovllm.jobs.request_lines import LineError, read_request_line
+from nanovllm.jobs.result_lines import ResultLine, Usage, make_error_line
+from nanovllm.jobs.run import answer_lines, supervise
 from nanovllm.jobs.source import InputDigest, Line, Reading, Source
-from nanovllm.jobs.status import Status
 from nanovllm.ray import MAX_BATCHES, SharedLLM, actors
 
 logger = logging.getLogger(__name__)
@@ -50,12 +50,12 @@ def _answer(work: OpenJob, replicas: int, address: str | None) -> None:
     config = work.job.config
     if replicas < 1:
         raise ValueError(f"replicas is {replicas}; it must be at least 1")
-    if work.first is None or work.num_left is None:
+    if work.first_reading is None or work.num_left is None:
         raise ValueError("with --ray the input is a file or a folder: a pipe cannot be read twice")
     if config.trace is not None:
         raise ValueError("trace is a file of one engine: leave it out with --ray")
     size = lines_per_part(work.num_left)
-    with _cluster(address, config, replicas) as on_gpu, work.tally.show(lambda: vars(work.tally)):
+    with _cluster(address, config, replicas) as on_gpu, work.counts.show(lambda: vars(work.counts)):
         pool = actors(
             replicas,
             tensor_parallel_size=config.tensor_parallel_size,
@@ -63,14 +63,14 @@ def _answer(work: OpenJob, replicas: int, address: str | None) -> None:
             num_batches=parts_in_flight(size, ceil(work.num_left / size), replicas, config.max_num_seqs),
         )
         digest = None
-        for part in _answered_parts(work, work.first.numbers, size, pool):
+        for part in _answered_parts(work, work.first_reading.numbers, size, pool):
             work.check_engine(json.loads(part["engine"]))
             for number, line, usage in zip(part["numbers"], part["lines"], part["usages"], strict=True):
-                work.emit(Answer(number, line, None if usage is None else Usage(*usage)))
+                work.write(ResultLine(number, line, None if usage is None else Usage(*usage)))
             digest = part["digest"] or digest
     if digest is None:
         raise RuntimeError("the input was not read to its end")
-    work.check_complete(work.first.numbers, InputDigest(**json.loads(digest)))
+    work.check_complete(work.first_reading.numbers, InputDigest(**json.loads(digest)))
 
 
 # ---- parts
@@ -99,9 +99,9 @@ def read_parts(source: Source, size: int, done: Container[int], known: Container
         for line in reading:
             error = b""
             try:
-                read_envelope(line, ids.add)
+                read_request_line(line, ids.add)
             except LineError as bad:
-                error = error_answer(line.number, bad).line
+                error = make_error_line(line.number, bad).line
             if line.number in known and line.number not in done:
                 yield line, error
 
@@ -136,7 +136,7 @@ class PartAnswerer:
     def __call__(self, batch: pyarrow.Table) -> pyarrow.Table:
         (part,) = batch.to_pylist()
         given = list(zip(part["numbers"], part["lines"], part["errors"], strict=True))
-        answers = [Answer(number, error, None) for number, _, error in given if error]
+        answers = [ResultLine(number, error, None) for number, _, error in given if error]
         lines = (Line(number, raw) for number, raw, error in given if not error)
         answer_lines(self._llm, lines, answers.append, self._model_name)
         answered = {

@@ -1,4 +1,4 @@
-"""What a job is known by when it is resumed: a JSON file beside its results."""
+"""Reads and writes the manifest: a JSON file beside the results that tells which job they belong to."""
 
 import json
 import logging
@@ -15,33 +15,34 @@ from nanovllm.utils.checks import quote
 logger = logging.getLogger(__name__)
 
 FORMAT = 2
-"""Of manifest and results together. Format 1 has no checksums, and does not name its format or its engine."""
+"""The version of the manifest and of the results. No other version can be resumed."""
 START_ANEW = "--overwrite starts anew, another -o leaves it as it is"
 
 
 class Manifest:
-    """The input's digest, the options that decide the answers, and what is known of the engine that gave them.
+    """The digest of the input, the options that decide the answers, and the engine that gave them.
 
-    Its file has `format`, `input`, `options`, `engine` and, where --accept-changes was used, `changes`: for each time
-    what was then different, and how many bytes the results had.
+    The file has the fields `format`, `input`, `options`, `engine`, and `changes` after --accept-changes was used: a
+    list of the differences that were accepted, each with the size of the results in bytes at that time.
     """
 
     def __init__(self, results: Path, job: Mapping[str, Any] | None, accept_changes: bool = False) -> None:
-        """job: "input" and "options"; None if it cannot be resumed, because it reads from a pipe."""
-        self._results, self._job, self._accept_changes = results, job, accept_changes
-        self.path = self.path_of(results)
+        """
+        Args:
+            job: the fields "input" and "options"; None if the job reads from a pipe and cannot be resumed.
+        """
+        self._results = results
+        self._job = job
+        self._accept_changes = accept_changes
+        self.path = self.path_for(results)
         self._data: dict[str, Any] = {}
         self._size = 0
         self._engines: list[Mapping[str, Any]] = []
 
     @staticmethod
-    def path_of(results: Path) -> Path:
+    def path_for(results: Path) -> Path:
+        """Return the path of the manifest that belongs to a file of results."""
         return results.with_name(results.name + ".job.json")
-
-    @property
-    def has_checksums(self) -> bool:
-        """Whether every line of the results ends with its checksum."""
-        return bool(self._data.get("format", 1) >= FORMAT)
 
     def create(self) -> None:
         """Write the manifest of results that are still empty. Raises an OSError."""
@@ -52,100 +53,101 @@ class Manifest:
             write_json(self.path, self._data)
 
     def resume(self, size: int) -> None:
-        """Read the manifest of results of so many bytes.
+        """Read the manifest, and check that the results are this job's.
+
+        Args:
+            size: of the results in bytes.
 
         Raises:
-            ValueError: it is another job's, and says what differs.
-            OSError: an accepted change could not be recorded.
+            ValueError: the results are another job's; the message says what differs.
+            OSError: an accepted change cannot be recorded.
         """
         if self._job is None:
             raise ValueError(f"{self._results} has results, and a job from a pipe cannot resume: {START_ANEW}")
         self._size = size
         self._data = self._read()
-        if self._data.get("format", 1) > FORMAT:
-            raise ValueError(f"{self._results} is a newer version's: {START_ANEW}")
-        if self._data.get("spoilt"):
-            raise ValueError(f"{self._results} cannot be resumed: {quote(self._data['spoilt'])}: {START_ANEW}")
-        if differences := list(_differences(self._data.get("input"), self._job["input"], "input.")):
+        if reason := self._data.get("spoilt"):
+            raise ValueError(f"{self._results} cannot be resumed: {quote(reason)}: {START_ANEW}")
+        if differences := list(_find_differences(self._data.get("input"), self._job["input"], "input.")):
             raise ValueError(f"{self._results} is of another job: {'; '.join(differences)}: {START_ANEW}")
-        self._take("options", self._job["options"])
+        self._compare("options", self._job["options"])
 
     def _read(self) -> dict[str, Any]:
         try:
             data = json.loads(self.path.read_bytes())
-            if not isinstance(data, dict) or not isinstance(data.get("format", 1), int):
-                raise ValueError("it is no object with a format")
+            if not isinstance(data, dict) or data.get("format") != FORMAT:
+                raise ValueError(f"it is no object whose format is {FORMAT}")
         except (OSError, ValueError, RecursionError) as error:
             reason = quote(str(error))
             raise ValueError(
-                f"{self._results} is not empty, and {self.path} is no job's ({reason}): {START_ANEW}"
+                f"{self._results} is not empty, and {self.path} is no manifest ({reason}): {START_ANEW}"
             ) from error
         return data
 
     def check_engine(self, engine: Mapping[str, Any]) -> None:
-        """Compare an engine, before its first answer, with the one that gave the answers before.
+        """Compare an engine, before its first answer, with the engine that gave the earlier answers.
 
         Args:
             engine: see `LLM.provenance`.
 
         Raises:
-            ValueError: it is another, and says what differs.
-            OSError: it could not be recorded.
+            ValueError: they differ; the message says in what.
+            RuntimeError: two engines of this run differ.
+            OSError: the engine cannot be recorded.
         """
         if self._job is None or engine in self._engines:
             return
         try:
-            self._take("engine", engine)
+            self._compare("engine", engine)
         except ValueError as error:
-            if self._engines:  # so that something was run
+            if self._engines:  # lines were answered already, so this is no usage error any more
                 raise RuntimeError(f"the engines of this job differ: {error}") from error
             raise
         self._engines.append(engine)
 
-    def _take(self, section: str, now: Mapping[str, Any]) -> None:
-        """Compare a section with what it is now; refuse or record what is different, and fill in what is unknown."""
+    def _compare(self, section: str, now: Mapping[str, Any]) -> None:
+        """Compare a section with its present value. Refuse a difference, or record it if changes are accepted."""
         before = self._data.get(section)
-        before = before if isinstance(before, dict) else {}
         if before == now:
             return
-        if self._size and (unknown := [name for name in now if name not in before]):
-            logger.warning(
-                "%s does not say which %s gave its answers: taken to be as they are now", self.path, ", ".join(unknown)
-            )
-        known = {name: now[name] for name in now if name in before}
-        if differences := list(_differences(before, known, f"{section}.")):
-            what = "; ".join(differences)
+        if before is not None and (differences := list(_find_differences(before, now, f"{section}."))):
+            listed = "; ".join(differences)
             if not self._accept_changes:
                 raise ValueError(
-                    f"{self._results} has answers that were given otherwise: {what}: {START_ANEW}, --accept-changes "
-                    "resumes with what is different"
+                    f"{self._results} has answers that were given otherwise: {listed}: {START_ANEW}, --accept-changes "
+                    "resumes in spite of the difference"
                 )
-            logger.warning("%s: accepted: %s", self._results, what)
+            logger.warning("%s: accepted: %s", self._results, listed)
             changes = self._data.get("changes")
             changes = changes if isinstance(changes, list) else []
             self._data["changes"] = [*changes, {"after_bytes": self._size, "differences": differences}]
         self._data[section] = dict(now)
         write_json(self.path, self._data)
 
-    def spoil(self, reason: str) -> None:
-        """Never resume these results, because nobody knows which of their answers are right. Raises an OSError."""
+    def forbid_resume(self, reason: str) -> None:
+        """Record that nobody knows which of the answers are right, so no run resumes them. Raises an OSError."""
         self._data["spoilt"] = reason
         write_json(self.path, self._data)
 
+    def save_for(self, results: Path) -> bool:
+        """Write the same manifest beside a copy of the results; return False if there is none. Raises an OSError."""
+        if self._job is not None:
+            write_json(self.path_for(results), self._data)
+        return self._job is not None
 
-def _differences(before: Any, now: Mapping[str, Any], prefix: str) -> Iterator[str]:
+
+def _find_differences(before: Any, now: Mapping[str, Any], prefix: str) -> Iterator[str]:
     before = before if isinstance(before, dict) else {}
     for name in {**before, **now}:
-        was, is_ = before.get(name), now.get(name)
-        if was != is_:
-            yield f"{prefix}{quote(name)[1:-1]} was {quote(was)} and is {quote(is_)}"
+        if before.get(name) != now.get(name):
+            yield f"{prefix}{quote(name)[1:-1]} was {quote(before.get(name))} and is {quote(now.get(name))}"
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    """Write a file as JSON, wholly or not at all: whatever happens, it is then new or as it was. Raises an OSError."""
-    new = path.with_name(f"{_new_prefix(path)}{secrets.token_hex(8)}.new")
+    """Write a JSON file. After a failure the file is as it was before: it is never half written. Raises an OSError."""
+    new = path.with_name(f"{hidden_prefix(path)}{secrets.token_hex(8)}.new")
     try:
-        # A name that nobody can have foreseen, and so no link that leads elsewhere can wait there.
+        # Nobody can foresee this name, so no link that leads elsewhere can wait there.
         descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
         with open(descriptor, "wb") as file:
             file.write(json.dumps(data, indent=2).encode() + b"\n")
@@ -163,11 +165,11 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
 
 
 def remove_stale(path: Path) -> None:
-    """Remove what a killed process left of writing this file; to be called under the job's lock."""
-    for stale in path.parent.glob(f"{_new_prefix(path)}*.new"):
+    """Remove files that a killed process left while writing this one. The caller holds the lock of the results."""
+    for stale in path.parent.glob(f"{hidden_prefix(path)}*.new"):
         stale.unlink(missing_ok=True)
 
 
-def _new_prefix(path: Path) -> str:
-    """Of a fixed length, so that the new file's name is none too long."""
+def hidden_prefix(path: Path) -> str:
+    """Return the beginning of the names of hidden files beside `path`. Its length does not depend on the path."""
     return f".nanovllm-{xxhash.xxh3_64_hexdigest(os.fsencode(path.name))}-"

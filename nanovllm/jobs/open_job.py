@@ -1,163 +1,152 @@
-"""A job that can be run: its input, its results and its manifest, checked before anything is loaded."""
+"""Opens a job: reads its input, its manifest and its earlier results, and checks them before a model is loaded."""
 
 import logging
 import os
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from nanovllm.config import EngineConfig
-from nanovllm.jobs.answers import Answer
-from nanovllm.jobs.compact import LineSet
-from nanovllm.jobs.journal import OutputError, open_journal
+from nanovllm.jobs.compact_sets import LineSet
+from nanovllm.jobs.counts import JobCounts
+from nanovllm.jobs.job import Job
 from nanovllm.jobs.manifest import Manifest, remove_stale
-from nanovllm.jobs.protocol import foreign_model
-from nanovllm.jobs.source import MAX_LINE_BYTES, STANDARD, InputDigest, Reading, Source, is_file
-from nanovllm.jobs.tally import Tally
+from nanovllm.jobs.request_lines import find_foreign_model
+from nanovllm.jobs.result_lines import ResultLine
+from nanovllm.jobs.results_file import OutputError, open_results
+from nanovllm.jobs.source import STANDARD, InputDigest, Reading, Source, is_file
 from nanovllm.utils.checks import LONGEST_QUOTE, quote
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What to run, from where to where.
-
-    Attributes:
-        input, output: paths, or "-".
-        model_name: the one `model` that lines may name; answers name it too.
-        stats: where to write the summary as JSON.
-        max_line_bytes: the most that a line of the input may have.
-        accept_changes: resume also with other options or another engine than those of the answers that are there.
-    """
-
-    input: str
-    output: str
-    config: EngineConfig
-    model_name: str
-    overwrite: bool = False
-    stats: str | None = None
-    max_line_bytes: int = MAX_LINE_BYTES
-    accept_changes: bool = False
-
-
 class IncompleteError(Exception):
-    """The results are not the answers to the input's lines, one to each."""
+    """The results do not answer each line of the input exactly once."""
 
 
 class OpenJob:
-    """A job under way: what is read, what is answered already, and where answers go.
+    """A job while it runs.
 
     Attributes:
-        first: a reading of the input before anything runs; None if it can be read only once.
-        num_left: lines that have no answer yet; None if the input can be read only once.
+        first_reading: the input as it was read before anything ran; None if it can be read only once.
+        done: numbers of the lines that have a result.
+        num_left: lines that have no result yet; None if the input can be read only once.
     """
 
-    def __init__(self, job: Job, tally: Tally) -> None:
-        """Raises a ValueError or an InputError if the job cannot be run, or the results are another job's."""
-        self.job, self.tally = job, tally
+    def __init__(self, job: Job, counts: JobCounts) -> None:
+        """Raises a ValueError or an InputError if the job cannot run, or if the results are another job's."""
+        self.job = job
+        self.counts = counts
         self.source = Source(job.input, job.max_line_bytes)
         _check_paths(job, self.source)
-        self.first = Reading(self.source) if self.source.is_file else None
-        digest, numbers = None, LineSet()
-        if self.first is not None:
-            digest, numbers = read_to_end(self.first), self.first.numbers
-            tally.num_lines = digest.num_lines
+        self.first_reading = Reading(self.source) if self.source.is_file else None
+        numbers = LineSet()
+        identity = None
+        if self.first_reading is not None:
+            digest = read_to_end(self.first_reading)
+            numbers = self.first_reading.numbers
+            identity = _identify(job, digest)
+            counts.num_lines = digest.num_lines
             _check_lines(job, self.source, digest.num_lines)
-        if digest is None or not is_file(job.output):
+        if identity is None or not is_file(job.output):
             logger.warning("a job from or to a pipe cannot be resumed: if it ends early, its work is lost")
-        identity = None if digest is None else _identity(job, digest)
         self._manifest = Manifest(Path(job.output), identity, job.accept_changes)
-        self._journal, state = open_journal(job.output, self._manifest, numbers, job.overwrite)
+        self._results, earlier = open_results(job.output, self._manifest, numbers, job.overwrite)
         if job.stats is not None:
             remove_stale(Path(job.stats))
-        self.done = state.done
-        tally.num_earlier, tally.num_failed = len(self.done), state.num_failed
-        tally.num_succeeded = tally.num_earlier - tally.num_failed
-        self.num_left = None if self.first is None else len(numbers) - len(self.done)
+        self.done = earlier.done
+        counts.num_earlier = len(self.done)
+        counts.num_failed = earlier.num_failed
+        counts.num_succeeded = counts.num_earlier - counts.num_failed
+        self.num_left = None if self.first_reading is None else len(numbers) - len(self.done)
 
     def check_engine(self, engine: Mapping[str, Any]) -> None:
-        """To be called before an engine's first answer; ValueError if others came from another one.
+        """Compare an engine with the one that gave the earlier results. To be called before its first result.
 
         Args:
             engine: see `LLM.provenance`.
-        """
-        self._record(lambda: self._manifest.check_engine(engine))
 
-    def _record(self, write: Callable[[], None]) -> None:
-        """Change the manifest, if there is one."""
+        Raises:
+            ValueError: they differ.
+        """
+        self._change_manifest(lambda: self._manifest.check_engine(engine))
+
+    def _change_manifest(self, change: Callable[[], None]) -> None:
         try:
             if is_file(self.job.output):
-                write()
+                change()
         except OSError as error:
             raise OutputError(f"{self._manifest.path} cannot be written: {error.strerror or error}") from error
 
-    def emit(self, answer: Answer) -> None:
-        """Take in an answer; OutputError if it cannot be written."""
-        if not self.done.add(answer.number):
-            raise RuntimeError(f"line {answer.number} was answered twice")
-        self._journal.append(answer.line)
-        self.tally.count(answer.usage)
+    def write(self, result: ResultLine) -> None:
+        """Append a line to the results, and count it. Raises an OutputError if it cannot be written."""
+        if self._results is None or not self.done.add(result.number):
+            raise RuntimeError(f"line {result.number} was answered twice")
+        self._results.append(result.line)
+        self.counts.count(result.usage)
 
     def check_complete(self, numbers: LineSet, digest: InputDigest) -> None:
-        """Compare what was answered with what was read; IncompleteError if they differ.
+        """Check that the input did not change during the run, and that each of its lines has a result.
 
         Args:
-            numbers, digest: of the reading that was answered.
+            numbers, digest: of the second reading of the input, whose lines were answered.
+
+        Raises:
+            IncompleteError: the input changed, or lines have no result.
         """
-        if self.first is not None and digest != self.first.digest:
+        if self.first_reading is not None and digest != self.first_reading.digest:
             reason = f"the input {self.job.input} changed while the job ran"
-            self._record(lambda: self._manifest.spoil(reason))
+            self._change_manifest(lambda: self._manifest.forbid_resume(reason))
             raise IncompleteError(f"{reason}: --overwrite answers it as it is now")
-        if len(numbers) != len(self.done):
-            some = ", ".join(map(str, islice(numbers.minus(self.done), 10)))
-            num_missing = len(numbers) - len(self.done)
-            raise IncompleteError(f"{num_missing} lines have no answer: {some}{', ...' if num_missing > 10 else ''}")
+        if num_missing := len(numbers) - len(self.done):
+            missing = ", ".join(map(str, islice(numbers.minus(self.done), 10)))
+            raise IncompleteError(f"{num_missing} lines have no answer: {missing}{', ...' if num_missing > 10 else ''}")
 
     def close(self) -> None:
-        self._journal.close()
+        """Bring the results to the disk. Raises an OutputError if that fails, or if they were moved or changed."""
+        if self._results is not None:
+            self._results.close()
 
 
 def read_to_end(reading: Reading) -> InputDigest:
-    """Read what is left; InputError if it cannot be read."""
+    """Read the rest of the input, and return its digest. Raises an InputError if it cannot be read."""
     for _ in reading:
         pass
     return reading.digest
 
 
-def _identity(job: Job, digest: InputDigest) -> dict[str, Any]:
-    """What must be the same when the job is resumed."""
-    own = {"served_model_name": job.model_name, "max_line_bytes": job.max_line_bytes}
+def _identify(job: Job, digest: InputDigest) -> dict[str, Any]:
+    """Return what must be the same when the job is resumed."""
+    job_options = {"served_model_name": job.model_name, "max_line_bytes": job.max_line_bytes}
     options = {f.name: getattr(job.config, f.name) for f in fields(job.config) if f.metadata["affects"] == "results"}
-    return {"input": asdict(digest), "options": {**options, **own}}
+    return {"input": asdict(digest), "options": {**options, **job_options}}
 
 
 def _check_lines(job: Job, source: Source, num_lines: int) -> None:
-    """Raises a ValueError if no line can succeed, because they all ask for another model."""
+    """Raise a ValueError if no line can succeed, because they all ask for another model."""
     if not num_lines:
         logger.warning("the input %s has no requests", job.input)
-    if (model := foreign_model(Reading(source), job.model_name)) is not None:
+    if (model := find_foreign_model(Reading(source), job.model_name)) is not None:
         raise ValueError(
-            f"every line of {job.input} asks for the model {quote(model)}, and {quote(job.model_name)} would answer: "
+            f"every line of {job.input} asks for the model {quote(model)}, but {quote(job.model_name)} would answer: "
             f"if that is meant, add --served-model-name {shlex.quote(model[:LONGEST_QUOTE])}"
         )
 
 
 def _check_paths(job: Job, source: Source) -> None:
-    """Raises a ValueError if a file to write cannot be one, is to be read, or is to be written twice."""
-    manifest = str(Manifest.path_of(Path(job.output))) if job.output != STANDARD else None
+    """Raise a ValueError if a file to write cannot be written, is also read, or would be written twice."""
+    manifest = str(Manifest.path_for(Path(job.output))) if job.output != STANDARD else None
     written = {"-o": job.output, "the manifest": manifest, "--stats": job.stats, "--trace": job.config.trace}
     places: dict[str, str] = {}
     if job.output.endswith(".gz"):
-        raise ValueError(f"-o {quote(job.output)}: results are appended to, and not packed: compress them afterwards")
+        raise ValueError(f"-o {quote(job.output)}: results are written unpacked: compress them afterwards")
     for name, path in written.items():
         if path is None:
             continue
         if not is_file(path):
-            if name != "-o":  # they are replaced whole, which would take away a device and put a file in its place
+            if name != "-o":  # these files are replaced as a whole, which would put a file in the place of a device
                 raise ValueError(f"{name} {quote(path)} is no file, and cannot become one")
             continue
         if path.startswith("/dev/") and not os.path.realpath(path).startswith("/dev/"):

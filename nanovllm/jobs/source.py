@@ -1,4 +1,4 @@
-"""The input of a job, a file or a folder of files: its lines, read lazily, and the digest of its content."""
+"""Reads the input of a job, a file or a folder of files, line by line, and computes the digest of its content."""
 
 import codecs
 import os
@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from nanovllm.jobs.compact import LineSet
+from nanovllm.jobs.compact_sets import LineSet
 from nanovllm.utils.checks import quote
 
 STANDARD = "-"
-"""In place of a path: standard input, or standard output."""
+"""Stands for standard input or standard output where a path is expected."""
 MAX_LINE_BYTES = 32 << 20
 
 
@@ -27,11 +27,11 @@ class InputError(Exception):
 
 
 class Line(NamedTuple):
-    """A line that is not blank.
+    """One line of the input. Blank lines are counted, but skipped.
 
     Attributes:
-        number: from 1, as lines lie in the input, blank ones included.
-        is_cut: it is longer than it may be, and raw is its beginning.
+        number: of the line in the input, from 1.
+        is_cut: the line is longer than allowed, and raw is only its beginning.
     """
 
     number: int
@@ -41,11 +41,11 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class InputDigest:
-    """Tells one input from another, wherever they lie and whether or not they are packed.
+    """Identifies the content of an input. Its path and its compression do not matter.
 
     Attributes:
-        num_lines: those that are not blank.
-        num_bytes, xxh3_128: of the content, unpacked.
+        num_lines: without the blank ones.
+        num_bytes, xxh3_128: of the unpacked content.
     """
 
     num_lines: int
@@ -54,10 +54,10 @@ class InputDigest:
 
 
 def is_file(path: str) -> bool:
-    """Whether a path is a file or a folder, there or to be made, rather than a pipe, a device or a terminal.
+    """Return whether a path is, or could become, a file or a folder: not a pipe, a device or a terminal.
 
     Raises:
-        ValueError: the path is none that a file could have.
+        ValueError: no file can have this path.
     """
     try:
         return path != STANDARD and (Path(path).is_file() or Path(path).is_dir() or not Path(path).exists())
@@ -66,17 +66,18 @@ def is_file(path: str) -> bool:
 
 
 class Source:
-    """Where requests come from: files, listed once, so that what comes into a folder later is not read.
+    """The files that hold the requests. A folder is listed once, so files that are added to it later are not read.
 
     Attributes:
-        files: absolute paths, or "-". A folder stands for the files in it, in the order of their names, without hidden
-            ones.
+        files: absolute paths, or "-". For a folder: its files in the order of their names, without hidden ones.
     """
 
     def __init__(self, path: str, max_line_bytes: int = MAX_LINE_BYTES) -> None:
         """Raises a ValueError if there is no such file or folder, or the folder is empty."""
-        self.path, self.max_line_bytes = path, max_line_bytes
-        self.is_file, self.is_folder = is_file(path), Path(path).is_dir()
+        self.path = path
+        self.max_line_bytes = max_line_bytes
+        self.is_file = is_file(path)
+        self.is_folder = Path(path).is_dir()
         if path == STANDARD:
             self.files = [path]
         elif self.is_folder:
@@ -90,20 +91,22 @@ class Source:
 
 
 class Reading:
-    """One reading of a source, whose files are read as if they were one. Iterate over it, once, for its lines.
+    """Reads a source once, as if its files were one. Iterate over it once to get its lines.
 
     Attributes:
-        numbers: of the lines that have come.
+        numbers: of the lines read so far.
     """
 
     def __init__(self, source: Source) -> None:
         self._source = source
         self.numbers = LineSet()
-        self._hash, self._num_bytes = xxhash.xxh3_128(), 0
+        self._hash = xxhash.xxh3_128()
+        self._num_bytes = 0
 
     def __iter__(self) -> Iterator[Line]:
-        """Raises an InputError if a file cannot be read, or its packing is broken, or it holds no lines of UTF-8."""
-        number, limit = 0, self._source.max_line_bytes
+        """Raises an InputError if a file cannot be read or unpacked, or is no UTF-8 text."""
+        number = 0
+        limit = self._source.max_line_bytes
         for name in self._source.files:
             with _open(name) as file:
                 while raw := file.readline(limit + 1):
@@ -111,14 +114,14 @@ class Reading:
                     self._hash.update(raw)
                     self._num_bytes += len(raw)
                     if is_cut := len(raw) > limit and not raw.endswith(b"\n"):
-                        self._pass_over_line(file)
+                        self._skip_rest_of_line(file)
                     elif raw.isspace():
                         continue
                     self.numbers.add(number)
                     yield Line(number, raw, is_cut)
 
-    def _pass_over_line(self, file: BufferedReader) -> None:
-        """Read to the end of a line that is too long, a piece at a time."""
+    def _skip_rest_of_line(self, file: BufferedReader) -> None:
+        """Read to the end of a line that is too long, 1 MiB at a time."""
         piece = b"-"
         while piece and not piece.endswith(b"\n"):
             piece = file.readline(1 << 20)
@@ -127,23 +130,23 @@ class Reading:
 
     @property
     def digest(self) -> InputDigest:
-        """Of what has been read so far."""
+        """The digest of everything read so far."""
         return InputDigest(len(self.numbers), self._num_bytes, self._hash.hexdigest())
 
 
 def _check_kind(path: str, beginning: bytes) -> None:
-    """Raises an InputError for a file that would be an error in every line."""
+    """Raise an InputError if the file is of a kind in which every line would be an error."""
     if beginning.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in beginning[:4]:
         raise InputError(f"the input {path} is UTF-16 or binary, not UTF-8: iconv -f UTF-16 -t UTF-8 converts it")
     if beginning.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-        raise InputError(f"the input {path} is one JSON array, not a request a line: jq -c '.[]' converts it")
+        raise InputError(f"the input {path} is one JSON array, not one request per line: jq -c '.[]' converts it")
 
 
 @contextmanager
 def _open(path: str) -> Iterator[BufferedReader]:
-    """The file, unpacked if it is gzip, which its first bytes tell, not its name."""
+    """Open a file, and unpack it if its first bytes are those of gzip; the name does not matter."""
     try:
-        opened: Any = nullcontext(sys.stdin.buffer) if path == STANDARD else open(path, "rb")  # noqa: SIM115  # just below
+        opened: Any = nullcontext(sys.stdin.buffer) if path == STANDARD else open(path, "rb")  # noqa: SIM115  # closed by `with` below
         with opened as raw:
             file = raw if hasattr(raw, "peek") else BufferedReader(raw)
             if file.peek(2)[:2] == b"\x1f\x8b":

@@ -14,7 +14,7 @@ from helpers.batch_jobs import write_lines
 from nanovllm import __version__
 from nanovllm.cli import main
 from nanovllm.config import EngineConfig
-from nanovllm.jobs.status import STATUS_HELP, Status
+from nanovllm.jobs.job import STATUS_HELP, Status
 from nanovllm.utils.spin import SPIN_COUNT
 
 
@@ -80,7 +80,7 @@ def test_every_engine_option_reaches_the_engine(monkeypatch: pytest.MonkeyPatch)
         flag = f"--{option}" if value is True else f"--no-{option}" if value is False else f"--{option}={text}"
         arguments.append(flag)
     jobs = []
-    monkeypatch.setattr("nanovllm.jobs.job.run_job", lambda job: jobs.append(job) or Status.OK)
+    monkeypatch.setattr("nanovllm.jobs.run.run_job", lambda job: jobs.append(job) or Status.OK)
     assert main(arguments) == 0
     (job,) = jobs
     assert job.config == EngineConfig("a", **given)
@@ -129,8 +129,8 @@ def test_a_model_that_is_not_there_is_refused_and_another_may_be_tried(
 def test_the_command_bounds_how_long_threads_spin_before_torch_is_loaded() -> None:
     """And leaves what the user has set."""
     code = (
-        "import os, sys, nanovllm.jobs.job, nanovllm.cli\n"
-        "nanovllm.jobs.job.run_job = lambda _: print('torch' in sys.modules, os.environ.get('GOMP_SPINCOUNT')) or 0\n"
+        "import os, sys, nanovllm.jobs.run, nanovllm.cli\n"
+        "nanovllm.jobs.run.run_job = lambda _: print('torch' in sys.modules, os.environ.get('GOMP_SPINCOUNT')) or 0\n"
         "nanovllm.cli.main(['run-batch', '-i', 'in', '-o', 'out', '--model', 'm'])"
     )
     environment = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}

@@ -10,8 +10,8 @@ from helpers.tiny import draw_prompts, make_tokenizer
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.request import derive_seed
-from nanovllm.jobs.answers import result_answer
-from nanovllm.jobs.protocol import prepare, read_envelope
+from nanovllm.jobs.request_lines import prepare, read_request_line
+from nanovllm.jobs.result_lines import make_result_line
 from nanovllm.jobs.source import Line
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 112, "kvcache_block_size": 16, "num_kvcache_blocks": 64}
@@ -114,9 +114,9 @@ def test_the_choices_of_a_line_come_in_order_and_count_together(reciter: Path) -
     text = openai_line("b", prompt="a", echo=True, logprobs=0, **wanted)
     with LLM(reciter, max_model_len=64) as llm:
         for line in (chat, text):
-            envelope = read_envelope(Line(1, json.dumps(line).encode(), 0))
+            envelope = read_request_line(Line(1, json.dumps(line).encode(), 0))
             ((_, output),) = llm.stream([prepare(envelope, llm, "some-model")])
-            answer = json.loads(result_answer(envelope, output, "some-model", llm.token_text).line)
+            answer = json.loads(make_result_line(envelope, output, "some-model", llm.token_text).line)
             body = answer["response"]["body"]
             choices = body["choices"]
             assert [choice["index"] for choice in choices] == [0, 1, 2]

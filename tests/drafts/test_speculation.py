@@ -22,11 +22,11 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.plan import StepPlan
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import ScheduledStep
-from nanovllm.jobs.answers import Usage
-from nanovllm.jobs.tally import Tally
+from nanovllm.jobs.counts import JobCounts
+from nanovllm.jobs.result_lines import Usage
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.progress import ProgressBar
-from nanovllm.view.run import read_run
+from nanovllm.view.page import read_recording
 
 
 class Adversary:
@@ -196,7 +196,7 @@ def test_a_trace_tells_how_many_drafts_each_request_verified(tmp_path: Path) -> 
     prompts = [[1, 2, 3], [4, 5], [6] * 14]
     list(engine.run(engine.prepare(prompt, SamplingParams(max_tokens=15, seed=0)) for prompt in prompts))
     engine.close()
-    run = read_run(tmp_path / "run.json")
+    run = read_recording(tmp_path / "run.json")
     told = sum(count for _, _, what in run.records for _, count in what.get("drafts", ()))
     assert told == sum(run.charts["draft"]) > engine.stats()["num_accepted_tokens"] > 0
     assert sum(run.charts["prefill"]) == sum(map(len, prompts))
@@ -216,7 +216,7 @@ def test_the_bar_and_a_job_s_summary_tell_tokens_a_step() -> None:
         assert "tok/step" not in bar.format_dict["postfix"]
         counts |= {"num_generated_tokens": 90, "num_draft_tokens": 80, "num_accepted_tokens": 60}
         assert ", 3.00 tok/step" in bar.format_dict["postfix"]
-    tally = Tally()
+    tally = JobCounts()
     with tally.show(lambda: counts):
         counts |= {"num_generated_tokens": 190, "num_draft_tokens": 180, "num_accepted_tokens": 135}
         tally.count(Usage(10, 0, 100))

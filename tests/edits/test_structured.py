@@ -25,11 +25,10 @@ from nanovllm.config import EngineConfig
 from nanovllm.drafts.speculation import RowCosts, Speculation
 from nanovllm.edits import grammars
 from nanovllm.edits.grammars import Grammars
-from nanovllm.jobs.job import run_job
-from nanovllm.jobs.open_job import Job
-from nanovllm.jobs.protocol import LineError, prepare, read_envelope
+from nanovllm.jobs.job import Job, Status
+from nanovllm.jobs.request_lines import LineError, prepare, read_request_line
+from nanovllm.jobs.run import run_job
 from nanovllm.jobs.source import Line
-from nanovllm.jobs.status import Status
 from nanovllm.outputs import Output
 
 OPTIONS: dict[str, Any] = {"dtype": "float32", "device": "cpu", "max_model_len": 1024, "max_num_seqs": 64}
@@ -515,7 +514,7 @@ def test_a_jobs_lines_are_constrained_as_openai_and_vllm_write_it_and_cut_ones_a
     assert answers["bad"]["response"]["status_code"] == 400
     assert "structured_outputs.json: at #/items: " in answers["bad"]["error"]["message"]
     assert sorted(compiled) == ["choice", "json", "json", "json_object"], "the bad one, and one for 22 lines"
-    assert "25 results, 1 errors; 1 constrained outputs were cut at their limit, and may not parse" in caplog.text
+    assert "25 results, 1 errors; 1 constrained outputs were cut at their token limit and may not parse" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -541,7 +540,7 @@ def test_a_jobs_lines_are_constrained_as_openai_and_vllm_write_it_and_cut_ones_a
 def test_a_line_that_asks_for_it_wrongly_is_an_error(llm: LLM, body: dict[str, Any], words: str) -> None:
     line = json.dumps({"messages": [{"role": "user", "content": "x"}], **body}).encode()
     with pytest.raises(LineError, match=words):
-        prepare(read_envelope(Line(1, line)), llm, "tiny-qwen3")
+        prepare(read_request_line(Line(1, line)), llm, "tiny-qwen3")
 
 
 def test_the_example_makes_records(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,8 @@ from typing import Any
 from nanovllm import SamplingParams
 from nanovllm.config import EngineConfig
 from nanovllm.engine.request import derive_seed
-from nanovllm.jobs.job import run_job
-from nanovllm.jobs.open_job import Job
-from nanovllm.jobs.status import Status
+from nanovllm.jobs.job import Job, Status
+from nanovllm.jobs.run import run_job
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 

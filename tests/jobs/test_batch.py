@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from nanovllm.cli import main
 from nanovllm.config import EngineConfig
 from nanovllm.engine.request import derive_seed
-from nanovllm.jobs.compact import DigestSet, LineSet
-from nanovllm.jobs.protocol import LineError, num_logprobs, prepare, read_envelope
+from nanovllm.jobs.compact_sets import DigestSet, LineSet
+from nanovllm.jobs.job import Status
+from nanovllm.jobs.request_lines import LineError, prepare_request, read_num_logprobs, read_request_line
 from nanovllm.jobs.source import Line
-from nanovllm.jobs.status import Status
 
 HELLO = [{"role": "user", "content": "hello"}]
 LINES = [openai_line(f"id-{i}", prompt="x" * (i + 1)) for i in range(30)]
@@ -88,7 +88,7 @@ def test_packed_input_gives_the_same_results(tmp_path: Path) -> None:
 
 def request_of(line: dict[str, Any]) -> Any:
     llm: Any = InstantLLM(EngineConfig("some-model", max_model_len=1000))
-    return prepare(read_envelope(Line(7, json.dumps(line).encode())), llm, "some-model")
+    return prepare_request(read_request_line(Line(7, json.dumps(line).encode())), llm, "some-model")
 
 
 def test_every_sampling_field_reaches_the_engine() -> None:
@@ -283,7 +283,7 @@ def test_a_developer_is_the_system_and_a_name_reaches_the_template() -> None:
     llm: Any = InstantLLM(EngineConfig("some-model", max_model_len=1000))
     seen: list[Any] = []
     llm.render_chat = lambda messages, kwargs: seen.extend(messages) or "x"
-    prepare(read_envelope(Line(1, json.dumps({"messages": messages}).encode())), llm, "some-model")
+    prepare_request(read_request_line(Line(1, json.dumps({"messages": messages}).encode())), llm, "some-model")
     assert seen == [{"role": "system", "content": "be brief"}, messages[1]]
 
 
@@ -408,9 +408,9 @@ def test_no_value_of_any_field_gets_past_line_error(value: Any, name: str, is_pl
     line = {"prompt": "x"} if is_plain else openai_line("a", messages=HELLO)
     (line if is_plain or name in line else line["body"])[name] = value
     try:
-        envelope = read_envelope(Line(1, json.dumps(line).encode()))
+        envelope = read_request_line(Line(1, json.dumps(line).encode()))
         request_of(line)
-        num_logprobs(envelope)
+        read_num_logprobs(envelope)
     except LineError as error:
         assert str(error)
 
@@ -434,7 +434,7 @@ def test_ids_and_finished_lines_take_at_most_16_bytes_each_at_any_time() -> None
 
 def test_lines_are_read_as_they_are_needed(tmp_path: Path) -> None:
     """Of an input that never ends, a job takes only what the engine has asked for, and some to tokenise meanwhile."""
-    from nanovllm.jobs.job import LINES_AHEAD, answer_lines
+    from nanovllm.jobs.run import LINES_AHEAD, answer_lines
 
     def endless() -> Iterator[Line]:
         nonlocal taken
@@ -453,13 +453,14 @@ def test_lines_are_read_as_they_are_needed(tmp_path: Path) -> None:
 def test_the_bar_of_a_job_moves_while_its_first_line_runs(
     tmp_path: Path, reciter: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from nanovllm.jobs.job import Job, run_job
+    from nanovllm.jobs.job import Job
+    from nanovllm.jobs.run import run_job
     from nanovllm.utils.progress import ProgressBar
 
     def restless(*given: Any, **options: Any) -> ProgressBar:
         return ProgressBar(*given, **options | {"mininterval": 0})
 
-    monkeypatch.setattr("nanovllm.jobs.tally.ProgressBar", restless)
+    monkeypatch.setattr("nanovllm.jobs.counts.ProgressBar", restless)
     source = write_lines(tmp_path / "in", [{"prompt": "a", "max_tokens": 20, "temperature": 0}])
     config = EngineConfig(str(reciter), max_model_len=64)
     assert run_job(Job(str(source), str(tmp_path / "out"), config, "m")) == Status.OK

@@ -13,9 +13,8 @@ import pytest
 from helpers.batch_jobs import openai_line, read_answers, texts_by_id, write_lines
 
 from nanovllm.config import EngineConfig
-from nanovllm.jobs.job import run_job
-from nanovllm.jobs.open_job import Job
-from nanovllm.jobs.status import Status
+from nanovllm.jobs.job import Job, Status
+from nanovllm.jobs.run import run_job
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",

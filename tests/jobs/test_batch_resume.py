@@ -20,10 +20,10 @@ from helpers.batch_jobs import InstantLLM, openai_line, read_answers, run, texts
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from nanovllm.jobs.compact import LineSet
-from nanovllm.jobs.journal import Journal, open_journal
+from nanovllm.jobs.compact_sets import LineSet
+from nanovllm.jobs.job import Status
 from nanovllm.jobs.manifest import Manifest
-from nanovllm.jobs.status import Status
+from nanovllm.jobs.results_file import ResultsFile, open_results
 
 LINES = [openai_line(f"id-{i}", prompt="x" * (i + 1)) for i in range(30)]
 
@@ -138,8 +138,8 @@ def test_a_damaged_line_among_whole_ones_is_named_and_nothing_is_thrown_away(
     assert sorted_answers(tmp_path / "whole") == expected
 
 
-def open_empty(path: Path) -> Journal:
-    return open_journal(str(path), Manifest(path, {}), LineSet(), overwrite=False)[0]
+def open_empty(path: Path) -> ResultsFile:
+    return open_results(str(path), Manifest(path, {}), LineSet(), overwrite=False)[0]
 
 
 def test_two_processes_do_not_write_the_same_results(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
@@ -153,7 +153,7 @@ def test_two_processes_do_not_write_the_same_results(tmp_path: Path, log: pytest
 def test_an_answer_is_in_the_file_as_soon_as_it_is_given_and_on_the_disk_soon_after(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nanovllm.jobs.journal.SYNC_SECONDS", 0.01)
+    monkeypatch.setattr("nanovllm.jobs.results_file.SYNC_SECONDS", 0.01)
     synced: list[int] = []
     real_fsync = os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: (synced.append(os.fstat(fd).st_size), real_fsync(fd)))
@@ -228,10 +228,10 @@ def test_a_full_device_and_a_disk_that_fails_later_are_reported(
     assert run(source, "/dev/full") == Status.OUTPUT_FAILED
     assert "No space left" in log.text
 
-    def fail(_: Journal) -> None:
+    def fail(_: ResultsFile) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(Journal, "_sync", fail)
+    monkeypatch.setattr(ResultsFile, "_sync", fail)
     assert run(source, tmp_path / "out") == Status.OUTPUT_FAILED
     assert "Input/output error" in log.text
 

@@ -25,10 +25,9 @@ from nanovllm import SamplingParams
 from nanovllm.cli import main
 from nanovllm.config import EngineConfig
 from nanovllm.jobs.cluster import check_room, lines_per_part, parts_in_flight, read_parts, run_on_ray
-from nanovllm.jobs.job import run_job
-from nanovllm.jobs.open_job import Job
+from nanovllm.jobs.job import Job, Status
+from nanovllm.jobs.run import run_job
 from nanovllm.jobs.source import Reading, Source
-from nanovllm.jobs.status import Status
 from nanovllm.ray import RayLLM, SharedLLM, actors
 
 OPTIONS: dict[str, Any] = {

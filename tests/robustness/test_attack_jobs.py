@@ -25,15 +25,14 @@ from helpers.paths import BOX_MODEL
 
 from nanovllm import LLM
 from nanovllm.config import EngineConfig
-from nanovllm.jobs.answers import Answer
-from nanovllm.jobs.compact import LineSet
-from nanovllm.jobs.job import answer_lines, run_job
-from nanovllm.jobs.journal import OutputError, open_journal
+from nanovllm.jobs.compact_sets import LineSet
+from nanovllm.jobs.job import Job, Status
 from nanovllm.jobs.manifest import Manifest
-from nanovllm.jobs.open_job import Job
-from nanovllm.jobs.protocol import LineError, prepare, read_envelope
+from nanovllm.jobs.request_lines import LineError, prepare_request, read_request_line
+from nanovllm.jobs.result_lines import ResultLine
+from nanovllm.jobs.results_file import OutputError, open_results
+from nanovllm.jobs.run import answer_lines, run_job
 from nanovllm.jobs.source import Line, Reading, Source
-from nanovllm.jobs.status import Status
 
 NUM_LINES = 40
 
@@ -86,12 +85,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 def with_id(line: bytes, name: str) -> bytes:
     """The answer under another id, with the right checksum: as if an engine of ours had written it."""
-    from nanovllm.jobs.answers import _CHECKSUM, _checksum
+    from nanovllm.jobs.result_lines import _CHECKSUM, _hash
 
     answer = {**json.loads(line), "id": name}
     del answer["checksum"]
     content = json.dumps(answer).encode()[:-1]
-    return content + _CHECKSUM + _checksum(content) + b'"}\n'
+    return content + _CHECKSUM + _hash(content) + b'"}\n'
 
 
 FOREIGN_IDS = (
@@ -147,6 +146,7 @@ def damaged_manifests(manifest: bytes) -> Iterator[tuple[str, bytes | None]]:
         "deep": b"[" * 100_000,
         "binary": random.Random(0).randbytes(200),
         "newer": json.dumps({**data, "format": 99}).encode(),
+        "older": json.dumps({name: value for name, value in data.items() if name != "format"}).encode(),
         "a format that is none": json.dumps({**data, "format": "new"}).encode(),
         "an option of later": json.dumps({**data, "options": {**data["options"], "future": 1}}).encode(),
         "an input that is none": json.dumps({**data, "input": "x"}).encode(),
@@ -171,7 +171,15 @@ def test_a_damaged_manifest_is_refused_or_harmless(finished: Finished, log: pyte
         else:
             assert status == Status.LINES_FAILED and content_of(out) == finished.content, name
         assert "Traceback" not in log.text and len(log.text) < 3000, name
-        must_refuse = name in ("gone", "empty", "newer", "an option of later", "another input", "another engine")
+        must_refuse = name in (
+            "gone",
+            "empty",
+            "newer",
+            "older",
+            "an option of later",
+            "another input",
+            "another engine",
+        )
         assert status == Status.USAGE or not must_refuse, name
 
 
@@ -350,7 +358,7 @@ def test_what_is_no_file_is_never_replaced_by_one(tmp_path: Path, log: pytest.Lo
 def test_a_pipe_whose_reader_died_ends_the_job(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-    journal, _ = open_journal(str(tmp_path / "pipe"), Manifest(tmp_path / "pipe", None), LineSet(), False)
+    journal, _ = open_results(str(tmp_path / "pipe"), Manifest(tmp_path / "pipe", None), LineSet(), False)
     journal.append(b"{}\n")
     os.close(reader)
     with pytest.raises(OutputError, match="pipe cannot be written"):
@@ -441,27 +449,6 @@ def test_options_may_be_changed_on_purpose_but_never_the_input(
     other = write_lines(finished.folder / "other", [{"prompt": "x"}] * NUM_LINES)
     assert run(other, out, seed=5, accept_changes=True) == Status.USAGE
     assert "input.xxh3_128 was" in log.text
-
-
-def test_what_an_older_manifest_does_not_know_is_taken_as_it_is_now_with_a_warning(
-    finished: Finished, log: pytest.LogCaptureFixture
-) -> None:
-    manifest = json.loads(finished.manifest.read_bytes())
-    for name in ("format", "engine"):
-        del manifest[name]
-    del manifest["options"]["seed"]
-    lines = []
-    for line in finished.lines[:20]:
-        answer = json.loads(line)
-        del answer["checksum"]
-        lines.append(json.dumps(answer).encode() + b"\n")
-    out = finished.copy(b"".join(lines), json.dumps(manifest).encode())
-    assert run(finished.source, out) == Status.LINES_FAILED
-    assert "does not say which seed" in log.text and "does not say which model, dtype" in log.text
-    assert content_of(out) == finished.content
-    log.clear()
-    assert run(finished.source, out) == Status.LINES_FAILED
-    assert "does not say" not in log.text
 
 
 def test_the_model_in_the_box_is_known_by_its_content(tiny_copy: Path) -> None:
@@ -556,7 +543,7 @@ def hostile_lines() -> Iterator[bytes]:
 def test_every_hostile_line_gets_one_short_answer_and_the_others_run() -> None:
     good = body_of(prompt="the cat", temperature=0)
     lines = [good, *hostile_lines(), good]
-    answers: list[Answer] = []
+    answers: list[ResultLine] = []
     with LLM("tiny-qwen3", dtype="float32", max_model_len=128, max_num_seqs=8, kvcache_memory_bytes=32 << 20) as llm:
         numbered = (Line(number, raw) for number, raw in enumerate(lines, start=1))
         answer_lines(llm, numbered, answers.append, "tiny-qwen3")
@@ -570,7 +557,7 @@ def test_every_hostile_line_gets_one_short_answer_and_the_others_run() -> None:
     assert answers_by_number(answers)[1].usage is not None and answers_by_number(answers)[len(lines)].usage is not None
 
 
-def answers_by_number(answers: list[Answer]) -> dict[int, Answer]:
+def answers_by_number(answers: list[ResultLine]) -> dict[int, ResultLine]:
     return {answer.number: answer for answer in answers}
 
 
@@ -582,7 +569,7 @@ def test_a_line_may_name_no_argument_of_the_rendering_itself() -> None:
         assert set(RENDERING) <= llm.rendering_arguments
         for name in llm.rendering_arguments:
             with pytest.raises(LineError, match=f"'{name}', which is not for a line"):
-                prepare(read_envelope(Line(1, chat_of(**{name: 1}))), llm, "tiny-qwen3")
+                prepare_request(read_request_line(Line(1, chat_of(**{name: 1}))), llm, "tiny-qwen3")
 
 
 def test_a_line_that_is_too_long_is_an_error_and_is_never_held(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:

@@ -25,7 +25,7 @@ from helpers.paths import BOX_MODEL, ROOT
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.cli import main
-from nanovllm.jobs.status import Status
+from nanovllm.jobs.job import Status
 
 VALUES: list[Any] = [
     *(

@@ -197,16 +197,16 @@ def test_a_broken_row_among_preempted_ones_and_steps_in_flight(depth: int, num_b
 
 
 def test_a_job_writes_an_error_line_and_goes_on(untied: Path, tmp_path: Path) -> None:
-    from nanovllm.jobs.answers import answered_line, result_answer
-    from nanovllm.jobs.protocol import read_envelope
+    from nanovllm.jobs.request_lines import read_request_line
+    from nanovllm.jobs.result_lines import make_result_line, read_result_line
     from nanovllm.jobs.source import Line
 
     with open_llm(untied, BACKENDS["torch"]()) as llm:
         poison(llm, PROMPTS[0][5], INF)
         output = llm.generate([PROMPTS[0]], PARAMS[0], use_tqdm=False)[0]
     body = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": [1]}}
-    answer = result_answer(read_envelope(Line(7, json.dumps(body).encode())), output, "m", str)
+    answer = make_result_line(read_request_line(Line(7, json.dumps(body).encode())), output, "m", str)
     line = json.loads(answer.line)
     assert line["response"]["status_code"] == 500 and line["custom_id"] == "a" and answer.usage is None
     assert line["error"]["code"] == "engine_error" and "NaN" in line["error"]["message"]
-    assert answered_line(answer.line, has_checksum=True) == (7, True)
+    assert read_result_line(answer.line) == (7, True)

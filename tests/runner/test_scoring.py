@@ -14,7 +14,8 @@ from helpers.tiny import BLOCK, draw_prompts, logits_of, save_random
 from transformers import Qwen3ForCausalLM
 
 from nanovllm import LLM, EngineConfig, SamplingParams
-from nanovllm.jobs.job import Job, run_job
+from nanovllm.jobs.job import Job
+from nanovllm.jobs.run import run_job
 from nanovllm.text.tokenizer import Tokenizer
 
 TOLERANCE = 1e-3  # float32 logits of order 30, summed in another order

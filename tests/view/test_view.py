@@ -15,8 +15,7 @@ from helpers.fakes import FakeRunner, make_engine
 from nanovllm import LLM, SamplingParams
 from nanovllm.cli import main
 from nanovllm.view import trace as trace_module
-from nanovllm.view.page import render_page, write_page
-from nanovllm.view.run import read_run
+from nanovllm.view.page import read_recording, render_page, write_page
 
 HOSTILE = "</script><img src=x onerror=document.title='owned'><!--<script>"
 ROOM = {"num_kvcache_blocks": 24, "kvcache_block_size": 16, "max_model_len": 192, "max_num_batched_tokens": 64}
@@ -56,7 +55,7 @@ def run_small(path, *, depth=1, num_requests=30, max_tokens=14, num_blocks=14, c
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_trace_tells_every_token_and_ending_of_every_request(tmp_path, depth):
     engine, met, seqs = run_small(tmp_path / "run.json", depth=depth)
-    run = read_run(tmp_path / "run.json")
+    run = read_recording(tmp_path / "run.json")
     assert run.complete and not run.stopped and run.num_steps == engine.num_steps == len(met)
     tokens, endings = {}, {}
     for _, _, what in run.records:
@@ -78,7 +77,7 @@ def test_an_aborted_request_ends_in_the_trace(tmp_path):
     leaving.close()
     list(engine.run([engine.prepare([1, 2, 3], params)]))
     engine.close()
-    run = read_run(tmp_path / "run.json")
+    run = read_recording(tmp_path / "run.json")
     ended = [tuple(entry) for _, _, what in run.records for entry in what.get("ended", ())]
     assert ended == [(0, "length"), (1, "abort"), (2, "length")]
 
@@ -123,7 +122,7 @@ def test_the_blocks_that_a_trace_calls_findable_are_found_also_after_errors(tmp_
     met.append(met_now())
 
     findable, references, shown = set(), [0] * manager.num_blocks, []
-    for kind, _, what in read_run(tmp_path / "run.json").records:
+    for kind, _, what in read_recording(tmp_path / "run.json").records:
         for verb, blocks in what.get("blocks", ()):
             for block in blocks:
                 references[block] += {"take": 1, "reference": 1, "release": -1}.get(verb, 0)
@@ -145,7 +144,7 @@ def test_a_trace_on_a_full_disk_keeps_nothing_of_the_run_that_goes_on(caplog):
 def test_a_killed_run_loses_no_step_that_was_read(tmp_path):
     path = tmp_path / "run.json"
     engine, _, _ = run_small(path, close=False)
-    assert read_run(path).num_steps == engine.num_steps
+    assert read_recording(path).num_steps == engine.num_steps
     torn = tmp_path / "torn.json"
     torn.write_text(path.read_text()[:-20])
     run = write_page(torn, tmp_path / "torn.html")
@@ -155,7 +154,7 @@ def test_a_killed_run_loses_no_step_that_was_read(tmp_path):
 def test_recording_stops_at_its_limit_and_says_so(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(trace_module, "MAX_EVENTS", 200)
     engine, _, _ = run_small(tmp_path / "run.json", depth=2)
-    run = read_run(tmp_path / "run.json")
+    run = read_recording(tmp_path / "run.json")
     assert run.stopped and run.complete and run.num_steps < engine.num_steps
     assert 200 <= len(json.loads((tmp_path / "run.json").read_text())) < 230
     assert run.device_time[-1] is not None, "the last step that was begun is told to its end"
@@ -177,7 +176,7 @@ def test_tracing_costs_at_most_a_twentieth_of_a_cpu_step(tmp_path):
 
         trace.planned, trace.finished = timed(trace.planned), timed(trace.finished)
         llm.generate(["1 2 3"] * 2, SamplingParams(max_tokens=150, ignore_eos=True), use_tqdm=False)
-    starts = read_run(tmp_path / "run.json").start
+    starts = read_recording(tmp_path / "run.json").start
     step = 1e-3 * statistics.median(b - a for a, b in itertools.pairwise(starts))
     told = statistics.median(map(sum, zip(spent[::2], spent[1::2], strict=True)))
     assert told < 0.05 * step, f"{1e6 * told:.0f} us of {1e6 * step:.0f}"
@@ -188,7 +187,7 @@ def test_tracing_costs_at_most_a_twentieth_of_a_cpu_step(tmp_path):
 
 def test_a_page_is_small_and_fetches_nothing(tmp_path):
     run_small(tmp_path / "run.json", num_requests=1)
-    page = render_page(read_run(tmp_path / "run.json"), "run.json")
+    page = render_page(read_recording(tmp_path / "run.json"), "run.json")
     assert len(page) < 300_000
     assert "http" not in page.replace('http-equiv="', "") and "default-src 'none'" in page
 
@@ -217,7 +216,7 @@ def test_what_is_no_trace_is_refused_by_name(tmp_path, text, match):
     if text is not None:
         path.write_text(text)
     with pytest.raises(ValueError, match=match) as error:
-        read_run(path)
+        read_recording(path)
     assert "x.json" in str(error.value)
 
 
@@ -393,7 +392,7 @@ def test_a_click_on_a_block_chooses_its_owner_in_light_and_dark(browser, tmp_pat
 @pytest.mark.slow
 def test_a_hundred_thousand_events_play_and_scrub_at_twenty_frames_a_second(browser, tmp_path):
     run_small(tmp_path / "run.json", num_requests=9000, max_tokens=28, num_blocks=60)
-    run = read_run(tmp_path / "run.json")
+    run = read_recording(tmp_path / "run.json")
     assert run.stopped and sum(1 for _ in (tmp_path / "run.json").open()) >= trace_module.MAX_EVENTS
     page = Page(browser, tmp_path / "run.json")
     frames = """

@@ -1,4 +1,4 @@
-"""What a job remembers of every line, in few bytes: the digest of its id, and whether it is done."""
+"""Two sets that stay small when a job has millions of lines: one of ids, one of line numbers."""
 
 from array import array
 from bisect import bisect_left
@@ -10,18 +10,18 @@ NUM_SHARDS = 1024
 
 
 class DigestSet:
-    """A set of strings, known by 64-bit digests: 8.5 bytes each, where a set of Python integers takes 60 and more.
+    """A set of strings that keeps only their 64-bit digests: 8.5 bytes each. A set of Python integers takes 60 or more.
 
-    The digests lie sorted in shards: adding one moves half a shard (40 KB of 10 million
-    entries), and growing one moves that shard alone, so that memory has no peaks. Two strings of one digest are taken
-    for the same: among n, that happens with a probability of n * n / 2**65: 3 in a million for 10 million lines.
+    The digests are sorted within 1024 shards. Adding one moves half a shard (40 KB with 10 million entries), and
+    growing reallocates one shard, so memory has no peaks. Two strings with the same digest count as equal. Among n
+    strings that has a probability of n * n / 2**65: 3 in a million for 10 million lines.
     """
 
     def __init__(self) -> None:
         self._shards = [array("Q") for _ in range(NUM_SHARDS)]
 
     def add(self, key: str) -> bool:
-        """Add a string; False if it was there."""
+        """Add a string; return False if it was there."""
         digest = xxhash.xxh3_64_intdigest(key.encode())
         shard = self._shards[digest % NUM_SHARDS]
         at = bisect_left(shard, digest)
@@ -32,15 +32,17 @@ class DigestSet:
 
 
 class LineSet:
-    """A set of line numbers, one bit each up to the largest."""
+    """A set of line numbers. It takes one bit for each number up to the largest."""
 
     def __init__(self) -> None:
         self._bits = bytearray()
         self._count = 0
 
     def add(self, number: int) -> bool:
-        """Add a number; False if it was there."""
-        byte, bit, bits = number >> 3, 1 << (number & 7), self._bits
+        """Add a number; return False if it was there."""
+        byte = number >> 3
+        bit = 1 << (number & 7)
+        bits = self._bits
         if byte >= len(bits):
             bits.extend(bytes(byte + 1 - len(bits)))
         if bits[byte] & bit:
@@ -50,7 +52,7 @@ class LineSet:
         return True
 
     def minus(self, other: "LineSet") -> Iterator[int]:
-        """The numbers that other lacks, in their order."""
+        """Yield the numbers that are not in `other`, in ascending order."""
         for byte, bits in enumerate(self._bits):
             if rest := bits & ~(other._bits[byte] if byte < len(other._bits) else 0):
                 yield from (8 * byte + bit for bit in range(8) if rest >> bit & 1)

@@ -1,4 +1,4 @@
-"""What a job counts while it runs: for the bar, the summary and --stats."""
+"""Counts the results of a job, for its progress bar, its summary and --stats."""
 
 import sys
 import time
@@ -7,21 +7,22 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from nanovllm.jobs.answers import Usage
+from nanovllm.jobs.result_lines import Usage
 from nanovllm.utils.progress import ProgressBar, tokens_a_step
 
 
 @dataclass
-class Tally:
-    """Counts of a job.
+class JobCounts:
+    """The counts of a job.
 
     Attributes:
-        num_lines: of the input; None if it is a pipe.
-        num_earlier: lines that an earlier run has answered.
-        num_succeeded, num_failed: answers of all runs, by what they are.
-        num_prompt_tokens, num_cached_tokens, num_generated_tokens, seconds: of this run's answers.
-        num_draft_tokens, num_accepted_tokens: of this run's steps, where the engine is in this process.
-        num_cut: those of them that were to fit a grammar, and met a limit before their end.
+        num_lines: lines of the input; None if it is a pipe.
+        num_earlier: results of earlier runs.
+        num_succeeded, num_failed: results of all runs, without and with an error.
+        num_prompt_tokens, num_cached_tokens, num_generated_tokens: tokens of this run's results.
+        num_cut: this run's results that should fit a grammar, but reached their token limit first.
+        num_draft_tokens, num_accepted_tokens: drafts of this run, if the engine is in this process.
+        seconds: how long this run answered lines.
     """
 
     num_lines: int | None = None
@@ -38,7 +39,7 @@ class Tally:
     _bar: ProgressBar | None = field(default=None, repr=False)
 
     def count(self, usage: Usage | None) -> None:
-        """Count an answer; None is an error."""
+        """Count one result; usage is None if it is an error."""
         if usage is None:
             self.num_failed += 1
         else:
@@ -52,8 +53,13 @@ class Tally:
 
     @contextmanager
     def show(self, stats: Callable[[], Mapping[str, int]]) -> Iterator[ProgressBar]:
-        """Show a bar, which is given, and keep the time; `stats` tells the tokens so far, as `LLM.stats` does."""
-        since, before = time.perf_counter(), dict(stats())
+        """Show a progress bar within the block, and yield it. Measure the seconds and count the drafts of the block.
+
+        Args:
+            stats: returns the engine's counts of tokens; see `LLM.stats`.
+        """
+        since = time.perf_counter()
+        before = dict(stats())
         self._bar = ProgressBar(
             stats,
             desc="Answering",
@@ -85,15 +91,15 @@ class Tally:
         return tokens_a_step(self.num_generated_tokens, self.num_accepted_tokens)
 
     def describe(self) -> str:
-        """The summary, for people."""
-        of_all = "" if self.num_lines is None else f" of {self.num_lines}"
+        """Return the summary as text for people."""
+        total = "" if self.num_lines is None else f" of {self.num_lines}"
         before = f", {self.num_earlier} of them by earlier runs" if self.num_earlier else ""
         summary = (
-            f"{self.num_succeeded + self.num_failed}{of_all} lines answered{before}: "
+            f"{self.num_succeeded + self.num_failed}{total} lines answered{before}: "
             f"{self.num_succeeded} results, {self.num_failed} errors"
         )
         if self.num_cut:
-            summary += f"; {self.num_cut} constrained outputs were cut at their limit, and may not parse"
+            summary += f"; {self.num_cut} constrained outputs were cut at their token limit and may not parse"
         if not self.seconds:
             return summary
         drafts = ""
@@ -109,8 +115,11 @@ class Tally:
         )
 
     def as_dict(self) -> dict[str, Any]:
-        """The summary, for programs."""
+        """Return the summary for programs; shares are rounded to 4 digits."""
         counts = {name: value for name, value in asdict(self).items() if not name.startswith("_")}
-        rates = {"tokens_per_second": self.tokens_per_second, "cache_hit_rate": self.cache_hit_rate}
-        rates["tokens_per_step"] = self.tokens_per_step
+        rates = {
+            "tokens_per_second": self.tokens_per_second,
+            "cache_hit_rate": self.cache_hit_rate,
+            "tokens_per_step": self.tokens_per_step,
+        }
         return {**counts, **{name: round(value, 4) for name, value in rates.items()}}

@@ -1,7 +1,7 @@
-"""Lines of OpenAI's batch format to requests: pure functions, whoever runs the job.
+"""Turns lines of OpenAI's batch format into requests for the engine. Pure functions.
 
-A line goes through `read_envelope` and `prepare`, which make a Request of it or raise a LineError. What the engine
-makes of the Request, `answers.result_answer` turns into a line again; a LineError, `answers.error_answer`.
+`read_request_line` and then `prepare_request` either return a Request or raise a LineError. result_lines.py turns the
+engine's output, or the LineError, into a line of the results.
 """
 
 import json
@@ -17,89 +17,98 @@ if TYPE_CHECKING:
     from nanovllm.engine.request import Request
     from nanovllm.llm import LLM
 
-CHAT_URL, COMPLETIONS_URL = "/v1/chat/completions", "/v1/completions"
+CHAT_URL = "/v1/chat/completions"
+COMPLETIONS_URL = "/v1/completions"
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-"""Roles that a message may have, and what the chat template calls them."""
-MAX_LOGPROBS, MAX_N, MAX_BIAS = 20, 128, 100  # OpenAI's limits
+"""The roles that a message may have, each with the chat template's name for it."""
+# OpenAI's limits:
+MAX_LOGPROBS = 20
+MAX_N = 128
+MAX_BIAS = 100
 MAX_STRINGS = 256
-"""Stop strings, or bad words, of one line: all are looked for after every token, while the other lines wait."""
+"""One line may have this many stop strings, and this many bad words. They are searched for after every token, while the
+other lines wait."""
 
-_ENVELOPE = {"custom_id": str, "method": str, "url": str, "body": dict}
+_LINE_FIELDS = {"custom_id": str, "method": str, "url": str, "body": dict}
 _LIMITS = ("max_tokens", "stop", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
 _EDITS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "logit_bias")
 _LISTS = ("allowed_token_ids", "bad_words", "stop_token_ids")
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "n", *_LIMITS, *_EDITS, *_LISTS)
 _CHAT_FIELDS = ("messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs")
 _SERVICE = {"user": str, "metadata": dict, "store": bool, "service_tier": str, "parallel_tool_calls": bool}
-"""Fields that are for a service, and change no answer."""
+"""These fields concern an online service. They are accepted and change no result."""
 _COMMON = ("model", *_SAMPLING, "logprobs", "response_format", "structured_outputs", *_SERVICE)
 _FIELDS = {True: (*_COMMON, *_CHAT_FIELDS), False: (*_COMMON, "prompt", "echo")}
-"""What a body may hold, by whether it is a chat."""
+"""The fields that a body may have; the key tells whether it is a chat."""
 _FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "echo")
 _OBJECTS = ("chat_template_kwargs", "logit_bias")
 _KINDS = {**dict.fromkeys(_FLAGS, bool), **dict.fromkeys(_LISTS, list), **dict.fromkeys(_OBJECTS, dict), **_SERVICE}
 _KIND_NAMES = {str: "a string", dict: "an object", list: "a list", bool: "true or false"}
 _NEUTRAL: dict[str, Any] = {"best_of": 1, "stream": False, "echo": False, "tools": [], "tool_choice": "none"}
-"""Fields that are not supported, each with the one value (beside null) that asks for nothing and is taken."""
+"""Fields that are not supported, each with the one value that asks for nothing. That value and null are accepted."""
 
 
 class LineError(Exception):
-    """What is wrong with a line.
+    """One line cannot be answered. The message says why.
 
     Attributes:
         code: "invalid_json", "invalid_request", "duplicate_id" or "engine_error".
-        custom_id: the line's own, if it has one that no line before it had.
+        custom_id: the line's id; None if it has none, or if an earlier line has the same.
     """
 
     def __init__(self, code: str, message: str, custom_id: str | None = None) -> None:
         super().__init__(message)
-        self.code, self.custom_id = code, custom_id
+        self.code = code
+        self.custom_id = custom_id
 
 
 @dataclass(frozen=True, slots=True)
-class Envelope:
-    """A line that can be told from others: its number (from 1), its id, and what it asks, not yet looked into."""
+class RequestLine:
+    """A line whose frame is valid. Its body is not checked yet.
+
+    Attributes:
+        number: of the line in the input, from 1.
+        custom_id: None for a plain line, which is known by its number.
+        body: the fields of the request.
+    """
 
     number: int
     custom_id: str | None
     is_chat: bool
     body: dict[str, Any]
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether it has no id of its own, and is known by its number."""
-        return self.custom_id is None
 
-
-def read_envelope(line: Line, is_new: Callable[[str], bool] = lambda _: True) -> Envelope:
-    """Read a line of the batch format, or a plain one.
+def read_request_line(line: Line, is_new: Callable[[str], bool] = lambda _: True) -> RequestLine:
+    """Parse a line of the batch format, or a plain line: a body alone.
 
     Args:
-        is_new: asked once for every line that has an id, also if the rest of the line is bad.
+        is_new: tells whether no earlier line had this id. It is called once for every line that has an id, even if the
+            rest of the line is bad.
 
     Raises:
-        LineError: it is neither, or its id is not new.
+        LineError: the line has neither form, or its id was seen before.
     """
     if line.is_cut:
         raise LineError("invalid_request", f"the line has more than {len(line.raw) - 1} bytes: see --max-line-bytes")
     data = _read_object(line.raw.removeprefix(b"\xef\xbb\xbf").strip())
-    if not data.keys() & _ENVELOPE.keys():
+    if not data.keys() & _LINE_FIELDS.keys():
         if ("prompt" in data) == ("messages" in data):
             raise LineError(
-                "invalid_request", 'a line has "custom_id", "method", "url", "body", or "prompt" or "messages"'
+                "invalid_request",
+                'a line must have "custom_id", "method", "url" and "body", or either "prompt" or "messages"',
             )
-        return Envelope(line.number, None, "messages" in data, data)
+        return RequestLine(line.number, None, "messages" in data, data)
     custom_id = data.get("custom_id")
     try:
         if not isinstance(custom_id, str) or not custom_id.encode():
             raise ValueError(f"custom_id is {quote(custom_id)}; it must be a string, and not empty")
-    except ValueError as error:  # also a lone surrogate, which nothing could print
+    except ValueError as error:  # a lone surrogate too: encode() refuses it
         raise LineError("invalid_request", str(error)) from error
     if not is_new(custom_id):
         raise LineError("duplicate_id", f"the id {quote(custom_id)} was seen before")
     try:
-        refuse_unknown(data, _ENVELOPE, "a batch line")
-        for name, kind in _ENVELOPE.items():
+        refuse_unknown(data, _LINE_FIELDS, "a batch line")
+        for name, kind in _LINE_FIELDS.items():
             if not isinstance(data.get(name), kind):
                 raise ValueError(f"{name} is {quote(data.get(name))}; it must be {_KIND_NAMES[kind]}")
         if data["method"] != "POST":
@@ -108,21 +117,21 @@ def read_envelope(line: Line, is_new: Callable[[str], bool] = lambda _: True) ->
             raise ValueError(f'url is {quote(data["url"])}; it must be "{CHAT_URL}" or "{COMPLETIONS_URL}"')
     except (TypeError, ValueError) as error:
         raise LineError("invalid_request", str(error), custom_id) from error
-    return Envelope(line.number, custom_id, data["url"] == CHAT_URL, data["body"])
+    return RequestLine(line.number, custom_id, data["url"] == CHAT_URL, data["body"])
 
 
 def _read_object(raw: bytes) -> dict[str, Any]:
-    def no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        names = dict(pairs)
-        if len(names) < len(pairs):
+    def refuse_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        fields = dict(pairs)
+        if len(fields) < len(pairs):
             raise ValueError("an object names a field twice")
-        return names
+        return fields
 
-    def no_constant(name: str) -> None:
+    def refuse_constant(name: str) -> None:
         raise ValueError(f"{name} is not JSON")
 
     try:
-        data = json.loads(raw.decode(), object_pairs_hook=no_twins, parse_constant=no_constant)
+        data = json.loads(raw.decode(), object_pairs_hook=refuse_doubles, parse_constant=refuse_constant)
     except json.JSONDecodeError as error:
         raise LineError("invalid_json", f"{error.msg} at column {error.colno}") from error
     except (ValueError, RecursionError) as error:
@@ -132,28 +141,31 @@ def _read_object(raw: bytes) -> dict[str, Any]:
     return data
 
 
-def prepare(envelope: Envelope, llm: "LLM", model_name: str) -> "Request":
-    """The engine's request for a line: every field understood, the prompt tokenised; LineError otherwise.
+def prepare_request(line: RequestLine, llm: "LLM", model_name: str) -> "Request":
+    """Check every field of a line, tokenise its prompt, and return the engine's request.
 
     Args:
-        model_name: the one `model` that a body may name.
+        model_name: the only `model` that a body may ask for.
+
+    Raises:
+        LineError: a field is wrong, or the engine refuses the request.
     """
     try:
-        body = _check_body(envelope, model_name)
+        body = _check_body(line, model_name)
         sampling = {name: body[name] for name in _SAMPLING if name in body}
-        sampling.setdefault("seed", llm.derive_seed(envelope.custom_id or str(envelope.number)))
-        sampling["logprobs"] = num_logprobs(envelope)
-        sampling["structured_outputs"] = structured_outputs(envelope)
+        sampling.setdefault("seed", llm.derive_seed(line.custom_id or str(line.number)))
+        sampling["logprobs"] = read_num_logprobs(line)
+        sampling["structured_outputs"] = read_structured_outputs(line)
         if body.get("echo"):
             sampling["prompt_logprobs"] = sampling["logprobs"]
         if "max_completion_tokens" in body:
             sampling["max_tokens"] = body["max_completion_tokens"]
-        elif not envelope.is_plain:
-            sampling.setdefault("max_tokens", llm.max_model_len if envelope.is_chat else 16)
+        elif line.custom_id is not None:
+            sampling.setdefault("max_tokens", llm.max_model_len if line.is_chat else 16)
         params = replace(llm.get_default_sampling_params(), **sampling)
-        if envelope.is_chat:
+        if line.is_chat:
             for name in body.get("chat_template_kwargs", ()):
-                # A line may fill in the model's template, but not bring one: it is a program, and could run for ever.
+                # A line may set variables of the model's template, but bring no template: a template is a program.
                 if name in llm.rendering_arguments:
                     raise ValueError(f"chat_template_kwargs has {name!r}, which is not for a line to choose")
             prompt = llm.render_chat(_read_messages(body.get("messages")), body.get("chat_template_kwargs"))
@@ -161,24 +173,24 @@ def prepare(envelope: Envelope, llm: "LLM", model_name: str) -> "Request":
             prompt = _read_prompt(body.get("prompt"))
         return llm.prepare(prompt, params)
     except (TypeError, ValueError, OverflowError) as error:
-        raise LineError("invalid_request", str(error), envelope.custom_id) from error
+        raise LineError("invalid_request", str(error), line.custom_id) from error
 
 
-def _check_body(envelope: Envelope, model_name: str) -> dict[str, Any]:
-    """The body's fields, without those that are null or ask for nothing.
+def _check_body(line: RequestLine, model_name: str) -> dict[str, Any]:
+    """Return the body's fields, without those that are null or ask for nothing.
 
     Raises:
-        TypeError, ValueError: a field that would have to be ignored, or one of the wrong kind.
+        TypeError, ValueError: a field is unknown, or has a value of the wrong kind.
     """
-    fields, what = _FIELDS[envelope.is_chat], "a chat" if envelope.is_chat else "a completion"
+    fields = _FIELDS[line.is_chat]
     body = {}
-    for name, value in envelope.body.items():
+    for name, value in line.body.items():
         if name in _NEUTRAL and name not in fields:
             if value is not None and not _is_same(value, _NEUTRAL[name]):
-                only = json.dumps(_NEUTRAL[name])
-                raise ValueError(f"{name} is {quote(value)}; it is not supported, other than as {only}")
+                neutral = json.dumps(_NEUTRAL[name])
+                raise ValueError(f"{name} is {quote(value)}; it is not supported, other than as {neutral}")
             continue
-        refuse_unknown([name], fields, what)
+        refuse_unknown([name], fields, "a chat" if line.is_chat else "a completion")
         if value is None:
             continue
         if (kind := _KINDS.get(name)) and not isinstance(value, kind):
@@ -191,7 +203,7 @@ def _check_body(envelope: Envelope, model_name: str) -> dict[str, Any]:
             raise ValueError(f"{name} has {len(body[name])} strings; a line may have at most {MAX_STRINGS}")
     if body.get("model", model_name) != model_name:
         raise ValueError(
-            f"model is {quote(body['model'])}, and {model_name!r} runs: leave it out, or set --served-model-name"
+            f"model is {quote(body['model'])}, but {model_name!r} runs: leave it out, or set --served-model-name"
         )
     if "n" in body:
         as_integer(body["n"], "n", 1, MAX_N)
@@ -202,56 +214,58 @@ def _check_body(envelope: Envelope, model_name: str) -> dict[str, Any]:
     return body
 
 
-def num_logprobs(envelope: Envelope) -> int | None:
-    """How many alternatives a line wants beside each token, in the form that its url has for it; None is off."""
-    wanted, body = envelope.body.get("logprobs"), envelope.body
-    if envelope.is_chat:
-        top = body.get("top_logprobs")
+def read_num_logprobs(line: RequestLine) -> int | None:
+    """Return how many alternatives the line asks for beside each token; None if it asks for no log-probabilities.
+
+    A chat asks with `logprobs` (true or false) and `top_logprobs`, a completion with the number `logprobs`.
+    """
+    wanted = line.body.get("logprobs")
+    if line.is_chat:
+        top = line.body.get("top_logprobs")
         if wanted is not None and not isinstance(wanted, bool):
             raise ValueError(f"logprobs is {quote(wanted)}; a chat has true or false, and the number in top_logprobs")
-        if top is not None and not wanted and not _is_same(top, 0):  # which asks for nothing
+        if top is not None and not wanted and not _is_same(top, 0):
             raise ValueError(f"top_logprobs is {quote(top)}; it needs logprobs: true")
         wanted = (top or 0) if wanted else None
     if wanted is None:
         return None
-    count = as_integer(wanted, "top_logprobs" if envelope.is_chat else "logprobs")
-    if not 0 <= count <= MAX_LOGPROBS:
-        raise ValueError(
-            f"{'top_' if envelope.is_chat else ''}logprobs is {count}; it must be from 0 to {MAX_LOGPROBS}"
-        )
-    return count
+    return as_integer(wanted, "top_logprobs" if line.is_chat else "logprobs", 0, MAX_LOGPROBS)
 
 
-def structured_outputs(envelope: Envelope) -> dict[str, Any] | None:
-    """What a line's output must be, as StructuredOutputsParams has it: OpenAI's field for it, or vLLM's."""
-    wanted, own = envelope.body.get("response_format"), envelope.body.get("structured_outputs")
-    kind = wanted.get("type") if isinstance(wanted, dict) else None
+def read_structured_outputs(line: RequestLine) -> dict[str, Any] | None:
+    """Return the grammar that the line's output must fit, as StructuredOutputsParams takes it; None without one.
+
+    A line names it in OpenAI's field `response_format` or in vLLM's `structured_outputs`.
+    """
+    wanted = line.body.get("response_format")
+    own = line.body.get("structured_outputs")
     if own is not None and not isinstance(own, dict):
         raise ValueError(f"structured_outputs is {quote(own)}; it must be an object")
     if wanted is None or wanted == {"type": "text"}:
         return own
     if own is not None:
-        raise ValueError("response_format and structured_outputs both say what the output must be: give one")
+        raise ValueError("response_format and structured_outputs are both given: give one of them")
     if wanted == {"type": "json_object"}:
         return {"json_object": True}
-    rest = wanted.get("json_schema") if kind == "json_schema" and wanted.keys() == {"type", "json_schema"} else None
-    if not isinstance(rest, dict):
+    has_schema = isinstance(wanted, dict) and wanted.keys() == {"type", "json_schema"}
+    if not has_schema or wanted["type"] != "json_schema" or not isinstance(wanted["json_schema"], dict):
         raise ValueError(
             f"response_format is {quote(wanted)}; it must be of the type text, json_object, or json_schema, with an "
             "object json_schema"
         )
+    rest = wanted["json_schema"]
     refuse_unknown(rest, ("name", "description", "schema", "strict"), "response_format.json_schema")
     if not isinstance(rest.get("schema"), dict):
         raise ValueError(f"response_format.json_schema.schema is {quote(rest.get('schema'))}; it must be an object")
-    return {"json": rest["schema"]}  # strict or not: what was asked for is kept
+    return {"json": rest["schema"]}  # whether `strict` is true or not
 
 
-def foreign_model(lines: Iterable[Line], model_name: str) -> str | None:
-    """The one model that all lines name, if it is not the one that would answer them."""
+def find_foreign_model(lines: Iterable[Line], model_name: str) -> str | None:
+    """Return the model that all lines ask for, if it is the same in all and another than model_name; else None."""
     foreign = None
     for line in lines:
         try:
-            model = read_envelope(line).body.get("model")
+            model = read_request_line(line).body.get("model")
         except LineError:
             continue
         if not isinstance(model, str) or model == model_name or foreign not in (None, model):
@@ -261,14 +275,14 @@ def foreign_model(lines: Iterable[Line], model_name: str) -> str | None:
 
 
 def _read_prompt(prompt: Any) -> str | list[int]:
-    """One prompt; OpenAI's lists of several are for a server, where a line is dear."""
+    """Return the only prompt of a line. A list of several prompts, which OpenAI's server takes, is refused."""
     if isinstance(prompt, str) or (isinstance(prompt, list) and all(isinstance(i, int) for i in prompt)):
         return prompt
     raise ValueError(f"prompt is {quote(prompt)}; it must be a string or a list of token ids: one prompt a line")
 
 
 def _read_messages(messages: Any) -> list[dict[str, str]]:
-    """A conversation whose every field the chat template sees."""
+    """Return the conversation. A field that the chat template would not see is refused."""
     if not isinstance(messages, list) or not messages:
         raise ValueError(f'messages is {quote(messages)}; it must be a list of {{"role": ..., "content": ...}}')
     return [_read_message(message, i) for i, message in enumerate(messages)]
@@ -277,7 +291,8 @@ def _read_messages(messages: Any) -> list[dict[str, str]]:
 def _read_message(message: Any, index: int) -> dict[str, str]:
     if not isinstance(message, dict) or not {"role", "content"} <= message.keys() <= {"role", "content", "name"}:
         raise ValueError(f"message {index} is {quote(message)}; it must have a role and a content, and may have a name")
-    role, name = message["role"], message.get("name")
+    role = message["role"]
+    name = message.get("name")
     if not isinstance(role, str) or role not in ROLES:
         raise ValueError(f"message {index} has the role {quote(role)}; it must be one of {', '.join(ROLES)}")
     if not isinstance(name, str | None):
@@ -287,7 +302,7 @@ def _read_message(message: Any, index: int) -> dict[str, str]:
 
 
 def _read_content(content: Any, index: int) -> str:
-    """A string, or OpenAI's list of parts, as long as they are text; parts become lines."""
+    """Return the text of a string or of OpenAI's list of parts of text, which are joined by newlines."""
     if not isinstance(content, str | list):
         raise ValueError(f"message {index} has the content {quote(content)}; it must be a string or a list of parts")
     text: str = join_parts(content, index)
@@ -295,5 +310,5 @@ def _read_content(content: Any, index: int) -> str:
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    """Equal as JSON: 0 and 0.0 are, 0 and false are not."""
+    """Compare as JSON does: 0 equals 0.0, and does not equal false."""
     return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)

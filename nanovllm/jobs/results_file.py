@@ -1,0 +1,304 @@
+"""Writes the file of results, one whole line at a time, and reads it back when a job is resumed."""
+
+import errno
+import fcntl
+import logging
+import os
+import stat
+import tempfile
+import threading
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from secrets import token_hex
+
+from nanovllm.jobs.compact_sets import LineSet
+from nanovllm.jobs.manifest import Manifest, hidden_prefix, remove_stale
+from nanovllm.jobs.result_lines import read_result_line
+from nanovllm.jobs.source import STANDARD, is_file
+
+logger = logging.getLogger(__name__)
+
+SYNC_SECONDS = 1.0
+"""A line is with the operating system at once, where it survives a kill -9, and on the disk after this time at most."""
+
+
+class OutputError(Exception):
+    """The results cannot be written, or somebody moved or changed them. The lines appended before are whole."""
+
+
+@dataclass
+class EarlierResults:
+    """The results of earlier runs.
+
+    Attributes:
+        done: numbers of the input lines that have a result.
+        num_failed: how many of these results are errors.
+        end: the offset in bytes after the last whole line.
+    """
+
+    done: LineSet = field(default_factory=LineSet)
+    num_failed: int = 0
+    end: int = 0
+
+
+class ResultsFile:
+    """Appends lines to a file or a stream. A file always holds whole lines, even if the disk is full.
+
+    A thread brings the file to the disk every second, so that a slow disk does not delay the engine. The thread also
+    checks that the path still leads to the file. Nothing can keep other processes from moving or changing the file, so
+    this class notices it, raises an OutputError, and saves a copy of a file that was moved or removed.
+    """
+
+    def __init__(
+        self, descriptor: int, path: str, end: int | None, manifest: Manifest, lock: "PathLock | None" = None
+    ) -> None:
+        """
+        Args:
+            end: the offset in bytes after the file's last whole line; None for a stream, which is never synced or cut.
+            manifest: is copied together with the results.
+            lock: is released when the file is closed; None for a stream.
+        """
+        self._descriptor = descriptor
+        self._path = Path(os.path.abspath(path))
+        self._name = path
+        self._end = end
+        self._manifest = manifest
+        self._lock = lock
+        self._is_dirty = False
+        self._failure: OSError | None = None
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._sync_regularly, daemon=True)
+        if end is not None:
+            self._thread.start()
+
+    def append(self, line: bytes) -> None:
+        """Write one line. Raises an OutputError if that fails, or if a check of the file has failed before."""
+        try:
+            if self._failure is not None:
+                raise self._failure
+            self._check_size()
+        except OSError as error:
+            raise self._explain(error) from error
+        try:
+            rest = memoryview(line)
+            while rest:
+                rest = rest[os.write(self._descriptor, rest) :]
+        except BaseException as error:
+            if self._end is not None:
+                with suppress(OSError):  # if this fails, the next run takes the torn line away
+                    os.ftruncate(self._descriptor, self._end)
+            if isinstance(error, OSError):
+                raise self._explain(error) from error
+            raise
+        if self._end is not None:
+            self._end += len(line)
+            self._is_dirty = True
+
+    def _explain(self, error: OSError) -> OutputError:
+        return OutputError(f"{self._name} cannot be written: {error.strerror or error}")
+
+    def _check_size(self) -> None:
+        if self._end is not None and (size := os.fstat(self._descriptor).st_size) != self._end:
+            raise OSError(f"another process has changed it: it has {size} bytes, and this job wrote {self._end}")
+
+    def _sync_regularly(self) -> None:
+        while not self._closing.wait(SYNC_SECONDS):
+            try:
+                self._sync()
+                if not _leads_to(self._path, self._descriptor):
+                    raise OSError("it was moved or removed")
+            except OSError as error:
+                self._failure = error
+                return
+
+    def _sync(self) -> None:
+        if self._is_dirty:
+            self._is_dirty = False
+            os.fsync(self._descriptor)
+
+    def close(self) -> None:
+        """Bring everything to the disk.
+
+        Raises:
+            OutputError: that failed, or the file was moved, removed or changed during the job.
+        """
+        self._closing.set()
+        if self._end is None:
+            return
+        self._thread.join()
+        try:
+            if not _leads_to(self._path, self._descriptor):
+                raise OutputError(self._save_copy())
+            if self._failure is not None:
+                raise self._failure
+            self._sync()
+            self._check_size()
+        except OSError as error:
+            raise self._explain(error) from error
+        finally:
+            os.close(self._descriptor)
+            if self._lock is not None:
+                self._lock.release()
+
+    def _save_copy(self) -> str:
+        """Copy the results and the manifest to a new name; return the message that tells it."""
+        what = f"{self._name} was moved or removed while the job ran"
+        near = next(folder for folder in self._path.parents if folder.is_dir())
+        reason = None
+        for folder in (near, Path(tempfile.gettempdir())):
+            new = folder / f"rescued-{token_hex(8)}.jsonl"
+            try:
+                with open(self._descriptor, "rb", closefd=False) as results, open(new, "xb") as copy:
+                    results.seek(0)
+                    while piece := results.read(1 << 20):
+                        copy.write(piece)
+                    copy.flush()
+                    os.fsync(copy.fileno())
+                can_resume = self._manifest.save_for(new)
+            except OSError as error:
+                reason = reason or error
+                new.unlink(missing_ok=True)
+            else:
+                advice = f": the same command with -o {new} resumes the job" if can_resume else ""
+                return f"{what}; its results are copied to {new}{advice}"
+        return f"{what}, and its results cannot be copied: {reason}"
+
+
+def _leads_to(path: Path, descriptor: int) -> bool:
+    """Return whether a path still leads to an open file."""
+    opened = os.fstat(descriptor)
+    try:
+        return opened.st_nlink > 0 and os.path.samestat(opened, os.stat(path))
+    except OSError:
+        return False
+
+
+class PathLock:
+    """Locks the path of the results, so that no other job starts there even if the file itself was renamed.
+
+    The lock is on a hidden file beside the results. A killed job leaves that file behind, empty and unlocked.
+    """
+
+    def __init__(self, path: str) -> None:
+        """Raises a ValueError if another process holds the lock, an OSError if the hidden file cannot be opened."""
+        place = Path(os.path.realpath(path))
+        self._path = place.with_name(f"{hidden_prefix(place)}lock")
+        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        try:
+            _lock_file(self._descriptor, path)
+            if not _leads_to(self._path, self._descriptor):  # its last owner removed it before we had the lock
+                raise ValueError(f"{path} is being written by another process")
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def release(self) -> None:
+        if _leads_to(self._path, self._descriptor):
+            self._path.unlink(missing_ok=True)
+        os.close(self._descriptor)
+
+
+def _lock_file(descriptor: int, path: str) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"{path} is being written by another process") from None
+
+
+def open_results(
+    path: str, manifest: Manifest, numbers: LineSet, overwrite: bool
+) -> tuple[ResultsFile | None, EarlierResults]:
+    """Open the results, new or begun, and read what earlier runs wrote.
+
+    Args:
+        path: a file, or "-".
+        numbers: of the input lines.
+
+    Returns:
+        The file, and the results of earlier runs. The file is None if it is complete and cannot be written.
+
+    Raises:
+        ValueError: the file cannot be opened, is another job's, is written by another process, or is damaged.
+        OutputError: it cannot be written.
+    """
+    if path == STANDARD:
+        return ResultsFile(1, "standard output", None, manifest), EarlierResults()
+    if Path(path).is_dir():
+        raise ValueError(f"{path} cannot be opened for writing: it is a folder. -o names a file")
+    # A pipe is opened for writing only: if this process could read it too, a write would block after its reader died.
+    mode = os.O_RDWR | os.O_CREAT | os.O_APPEND if is_file(path) else os.O_WRONLY
+    lock: PathLock | None = None
+    descriptor: int | None = None
+    try:
+        if is_file(path):
+            lock = PathLock(path)
+        descriptor = os.open(path, mode, 0o666)
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return ResultsFile(descriptor, path, None, manifest), EarlierResults()
+        _lock_file(descriptor, path)
+        earlier = _prepare_file(descriptor, Path(path), manifest, numbers, overwrite)
+        return ResultsFile(descriptor, path, earlier.end, manifest, lock), earlier
+    except BaseException as error:
+        if descriptor is not None:
+            os.close(descriptor)
+        if lock is not None:
+            lock.release()
+        if not isinstance(error, OSError):
+            raise
+        if descriptor is not None:
+            raise OutputError(f"{path} cannot be written: {error.strerror or error}") from error
+        if error.errno in (errno.EROFS, errno.EACCES) and Path(path).is_file() and not overwrite:
+            manifest.resume(Path(path).stat().st_size)
+            earlier = _read_earlier(Path(path), numbers)
+            if len(earlier.done) == len(numbers):
+                return None, earlier
+        raise ValueError(f"{path} cannot be opened for writing: {error.strerror}") from error
+
+
+def _prepare_file(descriptor: int, path: Path, manifest: Manifest, numbers: LineSet, overwrite: bool) -> EarlierResults:
+    """Check that the file is this job's, read its results, and cut off a torn last line."""
+    remove_stale(manifest.path)
+    if overwrite:  # the results go before their manifest, so that old results never lie beside a new manifest
+        os.ftruncate(descriptor, 0)
+        os.fsync(descriptor)
+    size = os.fstat(descriptor).st_size
+    if size:
+        manifest.resume(size)
+    else:
+        manifest.create()
+    earlier = _read_earlier(path, numbers)
+    if earlier.end < size:
+        logger.warning("%s: the last line is torn: its %d bytes are removed", path, size - earlier.end)
+        os.ftruncate(descriptor, earlier.end)
+        os.fsync(descriptor)
+    return earlier
+
+
+def _read_earlier(path: Path, numbers: LineSet) -> EarlierResults:
+    """Read the results of earlier runs.
+
+    Raises:
+        ValueError: a line is damaged and whole ones follow, which no crash leaves behind, or a line answers no line of
+            the input, or one that is answered already.
+    """
+    earlier = EarlierResults()
+    offset = 0
+    damaged_at = None
+    with open(path, "rb") as lines:
+        for at, line in enumerate(lines, start=1):
+            offset += len(line)
+            result = read_result_line(line) if line.endswith(b"\n") else None
+            if result is None:
+                damaged_at = damaged_at or at
+                continue
+            number, is_error = result
+            if damaged_at is not None:
+                raise ValueError(f"{path}: line {damaged_at} is damaged: remove that line to have it done again")
+            if number not in numbers:
+                raise ValueError(f"{path}: line {at} answers line {number}, which the input lacks: remove that line")
+            if not earlier.done.add(number):
+                raise ValueError(f"{path}: line {at} answers line {number} a second time: remove that line")
+            earlier.num_failed += is_error
+            earlier.end = offset
+    return earlier

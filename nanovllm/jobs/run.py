@@ -1,0 +1,182 @@
+"""Runs a batch job, from its input to its exit status."""
+
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Container, Iterable, Iterator
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from nanovllm.config import EngineConfig
+from nanovllm.jobs.compact_sets import DigestSet
+from nanovllm.jobs.counts import JobCounts
+from nanovllm.jobs.job import Job, Status
+from nanovllm.jobs.manifest import write_json
+from nanovllm.jobs.open_job import IncompleteError, OpenJob
+from nanovllm.jobs.request_lines import LineError, RequestLine, prepare_request, read_request_line
+from nanovllm.jobs.result_lines import ResultLine, make_error_line, make_result_line
+from nanovllm.jobs.results_file import OutputError
+from nanovllm.jobs.source import InputError, Line, Reading
+from nanovllm.utils.ahead import work_ahead
+
+if TYPE_CHECKING:
+    from nanovllm.engine.request import Request
+    from nanovllm.llm import LLM
+    from nanovllm.outputs import Output
+
+logger = logging.getLogger(__name__)
+
+LINES_AHEAD = 64
+"""A thread reads and tokenises this many lines before the engine asks for them, while steps run."""
+
+
+def answer_lines(
+    llm: "LLM",
+    lines: Iterable[Line],
+    write: Callable[[ResultLine], None],
+    model_name: str,
+    done: Container[int] = (),
+    stream: "Callable[[Iterable[Request]], Iterator[tuple[int, Output]]] | None" = None,
+) -> None:
+    """Answer every line that is not done. Lines are read lazily, and written in the order in which they end.
+
+    Args:
+        write: is called with each result.
+        done: numbers of the lines that have a result. Their ids still count as seen.
+        stream: runs the requests; None means `llm.stream`.
+    """
+    ids = DigestSet()
+    running: dict[int, RequestLine] = {}
+    """The lines whose requests were handed to the engine, by the number of the request."""
+
+    def read_lines() -> Iterator[RequestLine]:
+        for line in lines:
+            is_done = line.number in done
+            try:
+                request_line = read_request_line(line, ids.add)
+                if not is_done:
+                    yield request_line
+            except LineError as error:
+                if not is_done:
+                    write(make_error_line(line.number, error))
+
+    def prepare_requests() -> Iterator["Request"]:
+        count = 0
+        tasks = work_ahead(read_lines(), lambda line: prepare_request(line, llm, model_name), LINES_AHEAD)
+        for request_line, task in tasks:
+            try:
+                request = task.result()
+            except LineError as error:
+                write(make_error_line(request_line.number, error))
+            else:
+                running[count] = request_line
+                count += 1
+                yield request
+
+    for index, output in (stream or llm.stream)(prepare_requests()):
+        write(make_result_line(running.pop(index), output, model_name, llm.token_text))
+
+
+def _load(config: EngineConfig) -> "LLM":
+    # On CPUs, oneDNN compiles bfloat16 code for each shape, and keeps the code of the last 1024 shapes; torch keeps it
+    # once more. A long job has a shape for every number of tokens in a step, which takes a gigabyte. Measured: keeping
+    # 64 is as fast.
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(name, "64")
+    from nanovllm.llm import LLM
+
+    options = asdict(config)
+    return LLM(options.pop("model"), **options)
+
+
+def run_job(job: Job, load: "Callable[[EngineConfig], LLM]" = _load) -> Status:
+    """Run a job in this process, or resume it. Errors are logged, and told by the status."""
+    return supervise(job, lambda work: _answer_here(work, load))
+
+
+def _answer_here(work: OpenJob, load: "Callable[[EngineConfig], LLM]") -> None:
+    reading = Reading(work.source)
+    first = work.first_reading
+    lines = (line for line in reading if first is None or line.number in first.numbers)
+    with closing(load(work.job.config)) as llm, work.counts.show(llm.stats) as bar:
+        llm.observe(bar)
+        work.check_engine(llm.provenance)
+        try:
+            answer_lines(llm, lines, work.write, work.job.model_name, work.done)
+        except ValueError as error:  # no line can cause it, and supervise() takes a ValueError for a usage error
+            raise RuntimeError(str(error)) from error
+    work.check_complete(reading.numbers, reading.digest)
+
+
+def supervise(job: Job, answer: Callable[[OpenJob], None]) -> Status:
+    """Open a job, have its lines answered, and turn every error into a message and a status.
+
+    Args:
+        answer: answers the lines. It raises a ValueError if nothing can be run, and other errors later.
+    """
+    counts = JobCounts()
+    is_open = False
+    with _TermAsInterrupt() as term:
+        try:
+            with closing(OpenJob(job, counts)) as work:
+                is_open = True
+                if work.num_left != 0:
+                    if work.done:
+                        logger.info("%s: resumed after %d answers", job.output, len(work.done))
+                    answer(work)
+            status = Status.LINES_FAILED if counts.num_failed else Status.OK
+        except KeyboardInterrupt:
+            status = Status.TERMINATED if term.received else Status.INTERRUPTED
+        except OutputError as error:
+            logger.error("%s", error)
+            status = Status.OUTPUT_FAILED
+        except InputError as error:
+            logger.error("%s", error)
+            if not is_open:
+                return Status.USAGE
+            status = Status.BROKEN
+        except IncompleteError as error:
+            logger.error("%s", error)
+            status = Status.INCOMPLETE
+        except ValueError as error:
+            logger.error("%s", error)
+            return Status.USAGE
+        except Exception:
+            logger.exception("the job broke")
+            status = Status.BROKEN
+    for line in counts.describe().splitlines():
+        logger.info("%s", line)
+    if job.stats is not None:
+        try:
+            write_json(Path(job.stats), {"status": int(status), **counts.as_dict()})
+        except OSError as error:
+            logger.error("%s cannot be written: %s", job.stats, error)
+            return status or Status.OUTPUT_FAILED
+    return status
+
+
+class _TermAsInterrupt:
+    """Within this block a SIGTERM acts as a Ctrl-C, so that the engine holds it until the running step has ended."""
+
+    received = False
+
+    def _handle(self, _signal: int, frame: FrameType | None) -> None:
+        self.received = True
+        on_interrupt = signal.getsignal(signal.SIGINT)
+        if not callable(on_interrupt):  # SIGINT is ignored, as for a job in a shell's background
+            raise KeyboardInterrupt
+        on_interrupt(signal.SIGINT, frame)
+
+    def __enter__(self) -> "_TermAsInterrupt":
+        self._is_installed = threading.current_thread() is threading.main_thread()
+        if self._is_installed:
+            self._before = signal.signal(signal.SIGTERM, self._handle)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_installed:
+            signal.signal(signal.SIGTERM, self._before)
