@@ -10,7 +10,7 @@ from helpers.tiny import draw_prompts, make_tokenizer
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.request import derive_seed
-from nanovllm.jobs.request_lines import prepare, read_request_line
+from nanovllm.jobs.request_lines import prepare_request, read_request_line
 from nanovllm.jobs.result_lines import make_result_line
 from nanovllm.jobs.source import Line
 
@@ -115,7 +115,7 @@ def test_the_choices_of_a_line_come_in_order_and_count_together(reciter: Path) -
     with LLM(reciter, max_model_len=64) as llm:
         for line in (chat, text):
             envelope = read_request_line(Line(1, json.dumps(line).encode(), 0))
-            ((_, output),) = llm.stream([prepare(envelope, llm, "some-model")])
+            ((_, output),) = llm.stream([prepare_request(envelope, llm, "some-model")])
             answer = json.loads(make_result_line(envelope, output, "some-model", llm.token_text).line)
             body = answer["response"]["body"]
             choices = body["choices"]

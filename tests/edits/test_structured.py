@@ -26,7 +26,7 @@ from nanovllm.drafts.speculation import RowCosts, Speculation
 from nanovllm.edits import grammars
 from nanovllm.edits.grammars import Grammars
 from nanovllm.jobs.job import Job, Status
-from nanovllm.jobs.request_lines import LineError, prepare, read_request_line
+from nanovllm.jobs.request_lines import LineError, prepare_request, read_request_line
 from nanovllm.jobs.run import run_job
 from nanovllm.jobs.source import Line
 from nanovllm.outputs import Output
@@ -540,7 +540,7 @@ def test_a_jobs_lines_are_constrained_as_openai_and_vllm_write_it_and_cut_ones_a
 def test_a_line_that_asks_for_it_wrongly_is_an_error(llm: LLM, body: dict[str, Any], words: str) -> None:
     line = json.dumps({"messages": [{"role": "user", "content": "x"}], **body}).encode()
     with pytest.raises(LineError, match=words):
-        prepare(read_request_line(Line(1, line)), llm, "tiny-qwen3")
+        prepare_request(read_request_line(Line(1, line)), llm, "tiny-qwen3")
 
 
 def test_the_example_makes_records(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
