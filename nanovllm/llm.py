@@ -1,54 +1,48 @@
-"""The facade: what a user of the library calls."""
+"""The class that users call: it prepares requests, has the engine run them, and returns outputs."""
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import closing
-from functools import cached_property
+from functools import cached_property, partial
 from types import TracebackType
-from typing import Any, NoReturn, TypeVar, Unpack
+from typing import Any, NoReturn, Unpack
 
 from nanovllm.config import EngineConfig, EngineOptions
 from nanovllm.engine.hooks import StepObserver
+from nanovllm.engine.output import read_text
 from nanovllm.engine.request import Request, derive_seed
-from nanovllm.load import load_engine
+from nanovllm.load import load_engine, read_provenance
 from nanovllm.outputs import Output
-from nanovllm.pieces import pieces_of
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.score import Score, read_score, score_requests
-from nanovllm.text.chat import (
-    Message,
-    conversation_prompts,
-    rendering_arguments,
-    split_conversations,
-    template_variables,
-)
+from nanovllm.score import Score, prepare_pairs, read_score
 from nanovllm.text.prompts import (
+    Message,
     Prompt,
-    as_iterable,
-    as_prompts,
-    each,
-    naming,
-    one_each,
-    tokenise_prompt,
-    tokenise_texts,
+    iterate_prompts,
+    list_conversations,
+    list_prompts,
+    list_rendering_arguments,
+    name_errors,
+    read_template_variables,
+    render_conversations,
+    tokenise_prompts,
 )
 from nanovllm.utils.ahead import work_ahead
-from nanovllm.utils.checks import refuse
+from nanovllm.utils.checks import quote, refuse
 from nanovllm.utils.progress import ProgressBar
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 Item = Request | Prompt | tuple[Prompt, SamplingParams | None]
-"""What `stream` takes: a prompt, bare or with its own sampling_params, or what `prepare` made of one."""
+"""An item of `stream`: a prompt, a prompt with its own sampling_params, or a request that `prepare` returned."""
 
 
 class LLM:
-    """An engine with one model. Several may live in one process, side by side or one after another, each used by one
-    thread at a time.
+    """An engine with one model.
+
+    A process may have several, at the same time or one after another. Only one thread at a time may use an LLM.
 
     >>> llm = LLM("tiny-qwen3")
     >>> llm.generate(["..."], SamplingParams(temperature=0))[0]["text"]
@@ -61,8 +55,8 @@ class LLM:
             options: see `EngineConfig`.
 
         Raises:
-            TypeError: an option that does not exist, with the nearest one that does.
-            ValueError: a value that is out of range or cannot be had here, or a model that cannot be loaded.
+            TypeError: an option does not exist; the message names the nearest one that does.
+            ValueError: a value is out of range, cannot be had on this machine, or the model cannot be loaded.
         """
         self.engine = load_engine(EngineConfig.from_options(model, options))
 
@@ -72,64 +66,101 @@ class LLM:
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[Output]:
-        """Complete every prompt; the outputs come in the order of the prompts.
+        """Complete every prompt, and return the outputs in the order of the prompts.
 
         Args:
-            prompts: strings, lists of token ids, or {"prompt": ...} / {"prompt_token_ids": ...}; one or a list.
-            sampling_params: one for all or one each; None means the model's generation_config.
+            prompts: strings, lists of token ids, or dicts with "prompt" or "prompt_token_ids"; one or a list.
+            sampling_params: one for all prompts, or a list with one for each. None means the model's
+                generation_config.
+            use_tqdm: draw progress bars.
 
         Returns:
-            An Output for each prompt: a dict of `text`, `token_ids`, `finish_reason`, `stop_reason`, `prompt`,
-            `prompt_token_ids`, `num_cached_tokens`, and `logprobs`, `prompt_logprobs` if asked, which also answers as
-            vLLM's objects do. With n > 1 they are the first completion's, and `outputs` is the list of all.
+            An Output for each prompt: a dict with `text`, `token_ids`, `finish_reason`, `stop_reason`, `prompt`,
+            `prompt_token_ids`, `num_cached_tokens`, and `logprobs` and `prompt_logprobs` if they were asked for. It has
+            the attributes of vLLM's objects, too. With n > 1 the values are those of the first completion, and
+            `outputs` lists all completions.
 
         Raises:
-            ValueError: a bad prompt, naming which; then none of them has run.
+            ValueError: a prompt is bad; the message says which. None has run then.
         """
         self.engine.check_idle()
-        prompts = as_prompts(prompts)
-        params = one_each(sampling_params, len(prompts))
-        prompts = tokenise_texts(prompts, self.engine.tokenizer, self.max_model_len, use_tqdm)
-        requests = each("prompt", list(zip(prompts, params, strict=True)), lambda pair: self.prepare(*pair))
-        outputs = self._run_all(requests, "Generating", lambda output: output, use_tqdm)
-        if errors := [output.error for output in outputs if output.error is not None]:
-            logger.warning("%d of %d requests ended with an error; the first: %s", len(errors), len(outputs), errors[0])
-        return outputs
+        requests = self._prepare_all(list_prompts(prompts), sampling_params, show=use_tqdm)
+        return _list_outputs(dict(self._run(requests, "Generating", use_tqdm)))
 
-    def _run_all(self, requests: Seq[Request], what: str, read: Callable[[Output], T], use_tqdm: bool) -> list[T]:
-        """What `read` makes of the output of each request, in their order."""
-        results: dict[int, T] = {}
-        with ProgressBar(self.stats, total=len(requests), desc=what, unit="prompt", disable=not use_tqdm) as bar:
+    def _prepare_all(
+        self,
+        prompts: Seq[Any],
+        sampling_params: SamplingParams | Seq[SamplingParams | None] | None,
+        *,
+        kind: str = "prompt",
+        add_special_tokens: bool = True,
+        show: bool = False,
+    ) -> list[Request]:
+        """Turn prompts into requests: read, tokenise and validate them. All requests but scores are made here.
+
+        The arguments are those of `tokenise_prompts`; sampling_params are one for all or one each.
+        """
+        count = len(prompts)
+        params = _list_params(sampling_params, count)
+        tokenised = tokenise_prompts(
+            prompts,
+            self.engine.tokenizer,
+            self.max_model_len,
+            kind=kind,
+            add_special_tokens=add_special_tokens,
+            show=show,
+        )
+        requests = []
+        for i, (text, token_ids) in enumerate(tokenised):
+            with name_errors(kind, i, count):
+                requests.append(self.engine.prepare(token_ids, params[i], text))
+        return requests
+
+    def _run(self, requests: Iterable[Request], label: str = "", show: bool = False) -> Iterator[tuple[int, Output]]:
+        """Run requests; yield (its number among them, its output) as each ends.
+
+        Args:
+            label: the word before the progress bar.
+            show: draw the progress bar.
+        """
+        total = len(requests) if isinstance(requests, list) else None
+        with (
+            ProgressBar(self.stats, total=total, desc=label, unit="prompt", disable=not show) as bar,
+            closing(self.engine.steps(requests)) as steps,
+        ):
             self.engine.observers.append(bar)
             try:
-                for i, output in self._run(requests):
-                    results[i] = read(output)
-                    bar.update()
+                for ended in steps:
+                    for number, seq in ended:
+                        bar.update()
+                        yield number, self.engine.output(seq)
             finally:
-                # Not `remove`: tqdm's == fails on what is no progress bar.
-                self.engine.observers[:] = [one for one in self.engine.observers if one is not bar]
-        return [results[i] for i in range(len(requests))]
+                self.engine.observers.remove(bar)
 
     def score(
         self, prompts: Prompt | Seq[Prompt], continuations: Prompt | Seq[Prompt], use_tqdm: bool = True
     ) -> list[Score]:
-        """How likely each continuation is after its prompt, by the raw distribution.
+        """Compute how likely each continuation is after its prompt, by the raw distribution.
 
         Args:
-            prompts, continuations: as for `generate`, one each. Together they may have max_model_len + 1 tokens. Equal
-                prompts are computed once if they follow each other: what they share in whole blocks of the KV cache.
+            prompts, continuations: in every form that `generate` takes, one continuation for each prompt. Together they
+                may have max_model_len + 1 tokens. If prompts that begin alike follow each other, the blocks of KV cache
+                that they share are computed once.
 
         Returns:
-            For each pair the continuation's `logprobs`, a token each, their sum `logprob`, its `token_ids`, and
-            `is_greedy`: whether greedy decoding would give it.
+            For each pair a dict with the continuation's `logprobs` (one for each token), their sum `logprob`, its
+            `token_ids`, and `is_greedy`: whether greedy decoding would give the continuation.
 
         Raises:
-            ValueError: a bad pair, naming which; then none has run.
+            ValueError: a pair is bad; the message says which. None has run then.
             RuntimeError: the model's logits are NaN or infinite, so that there is no score.
         """
         self.engine.check_idle()
-        requests = score_requests(self.engine, as_prompts(prompts), as_prompts(continuations), use_tqdm)
-        return self._run_all(requests, "Scoring", read_score, use_tqdm)
+        requests = prepare_pairs(self.engine, list_prompts(prompts), list_prompts(continuations), use_tqdm)
+        scores: dict[int, Score] = {}
+        for number, output in self._run(requests, "Scoring", use_tqdm):
+            scores[number] = read_score(output)
+        return [scores[i] for i in range(len(scores))]
 
     def chat(
         self,
@@ -147,97 +178,115 @@ class LLM:
 
         Args:
             messages: one conversation or a list of them. A content is a string, or OpenAI's list of parts of text.
-            chat_template: in place of the model's.
+            sampling_params: as in `generate`.
+            chat_template: a Jinja template to use instead of the model's.
             add_generation_prompt: end the prompt where an answer begins.
-            continue_final_message: let the model go on with the last message; needs add_generation_prompt=False.
-            tools: JSON schemas of functions, for templates that describe them.
-            chat_template_kwargs: for the template, as {"enable_thinking": False}.
+            continue_final_message: let the model continue the last message; needs add_generation_prompt=False.
+            tools: JSON schemas of functions, for templates that describe them to the model.
+            chat_template_kwargs: variables of the template, as {"enable_thinking": False}.
 
         Raises:
-            ValueError: a conversation that the template cannot take, naming which; then none has run.
+            ValueError: the template refuses a conversation; the message says which. None has run then.
         """
         self.engine.check_idle()
         options: dict[str, Any] = {"chat_template": chat_template, "tools": tools}
         options |= {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
-        options |= template_variables(chat_template_kwargs)
-        conversations = split_conversations(messages)
-        prompts = conversation_prompts(conversations, self.engine.tokenizer, options, self.max_model_len, use_tqdm)
-        return self.generate(prompts, sampling_params, use_tqdm)
+        options |= read_template_variables(chat_template_kwargs)
+        texts = render_conversations(list_conversations(messages), self.engine.tokenizer, options)
+        requests = self._prepare_all(
+            texts, sampling_params, kind="conversation", add_special_tokens=False, show=use_tqdm
+        )
+        return _list_outputs(dict(self._run(requests, "Generating", use_tqdm)))
 
     def render_chat(self, messages: Seq[Message], chat_template_kwargs: Mapping[str, Any] | None = None) -> Prompt:
-        """The prompt, as text and token ids, that `chat` makes of one conversation.
+        """Return the prompt that `chat` makes of one conversation, with its text and its token ids.
 
         Args:
-            chat_template_kwargs: the template's, and `chat`'s own from chat_template on.
+            chat_template_kwargs: variables of the template. `chat`'s own arguments from chat_template on may be among
+                them.
         """
-        options = chat_template_kwargs or {}
-        (prompt,) = conversation_prompts([messages], self.engine.tokenizer, options, self.max_model_len, False)
-        return prompt
+        tokenizer = self.engine.tokenizer
+        texts = render_conversations([messages], tokenizer, chat_template_kwargs or {})
+        (prompt,) = tokenise_prompts(texts, tokenizer, self.max_model_len, add_special_tokens=False)
+        return {"prompt": prompt.text, "prompt_token_ids": prompt.token_ids}
 
     @property
     def rendering_arguments(self) -> frozenset[str]:
-        """Names in chat_template_kwargs that are for a program to choose, never for data: the rendering's own."""
-        return rendering_arguments(self.tokenizer) if self.engine.tokenizer is not None else frozenset()
+        """Names that data may not use in chat_template_kwargs: they are arguments of the rendering itself."""
+        return list_rendering_arguments(self.tokenizer) if self.engine.tokenizer is not None else frozenset()
 
     def prepare(self, request: Item, sampling_params: SamplingParams | None = None) -> Request:
-        """Tokenise and validate one request for `stream`, so that a bad one (ValueError) can be set aside.
+        """Tokenise and validate one request for `stream`. A bad one raises its ValueError here, not in `stream`.
 
         Args:
-            sampling_params: for a prompt that brings none of its own.
+            sampling_params: used if the request brings none of its own.
         """
         if isinstance(request, Request):
             if request.engine is not self.engine.identity:
                 raise ValueError("the request was prepared by another engine: prepare it with the one that runs it")
             return request
+        prompt: Any = request
         if isinstance(request, tuple) and len(request) == 2 and isinstance(request[1], SamplingParams | None):
-            request, own = request
-            sampling_params = own or sampling_params
-        text, token_ids = tokenise_prompt(request, self.engine.tokenizer, self.max_model_len)
-        return self.engine.prepare(token_ids, sampling_params, text)
+            prompt = request[0]
+            sampling_params = request[1] or sampling_params
+        return self._prepare_all([prompt], [sampling_params])[0]
 
     def stream(
         self, requests: Iterable[Item] | Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[tuple[int, Output]]:
-        """Run requests from any iterable, taken lazily, and yield (index, output) as each request ends.
+        """Run requests from any iterable, and yield (index, output) as each request ends.
 
-        At most 2 x max_num_seqs are held waiting, and as many again are tokenised while steps run, so an endless
-        iterable runs in bounded memory. Leaving the iterator early aborts what is still running. For the text of one
-        request as it comes, see `stream_tokens`.
+        The iterable is read lazily: at most 2 x max_num_seqs requests wait, and a thread tokenises as many again while
+        steps run, so an endless iterable needs bounded memory. Leaving the iterator early aborts the requests that
+        still run. `stream_tokens` gives the text of one request as it comes.
 
         Args:
-            requests: prompts in every form that `generate` takes, bare or as (prompt, sampling_params); or one.
-            sampling_params: of the prompts that bring none; None means the model's generation_config.
+            requests: one prompt or many, in every form that `generate` takes. An item may also be a tuple
+                (prompt, sampling_params), or a request that `prepare` returned.
+            sampling_params: used for prompts that bring none of their own. None means the model's generation_config.
 
         Raises:
-            ValueError: a bad prompt, naming which; those before it that still run are aborted.
+            ValueError: a prompt is bad; the message says which. Requests before it that still run are aborted.
         """
+        prepare = partial(self.prepare, sampling_params=sampling_params)
+        preparing = work_ahead(iterate_prompts(requests), prepare, 2 * self.engine.config.max_num_seqs)
 
-        items, count = as_iterable(requests), 2 * self.engine.config.max_num_seqs
+        def wait_for_each() -> Iterator[Request]:
+            for i, (_, future) in enumerate(preparing):
+                with name_errors("prompt", i):
+                    request = future.result()
+                yield request
 
-        def prepared() -> Iterator[Request]:
-            preparing = work_ahead(items, lambda item: self.prepare(item, sampling_params), count)
-            for i, (_, request) in enumerate(preparing):
-                with naming("prompt", i):
-                    ready = request.result()
-                yield ready
-
-        yield from self._run(prepared())
-
-    def _run(self, requests: Iterable[Request]) -> Iterator[tuple[int, Output]]:
-        """As `stream`, of requests that are prepared."""
-        with closing(self.engine.run(requests)) as run:
-            for index, seq in run:
-                yield index, self.engine.output(seq)
+        yield from self._run(wait_for_each())
 
     def stream_tokens(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
-        """Complete one prompt, and yield its text piece by piece as it comes: together they are its `text`.
+        """Complete one prompt, and yield its text piece by piece as it comes. Joined, the pieces are its `text`.
 
-        A piece is held back while it may be half of a character or the beginning of a stop string.
+        A piece is held back while it may be a part of a character, or the beginning of a stop string.
 
         Raises:
             RuntimeError: the request ended with an error, after its text.
         """
-        yield from pieces_of(self.engine, self.prepare(prompt, sampling_params))
+        tokenizer = self.engine.tokenizer
+        request = self.prepare(prompt, sampling_params)
+        if tokenizer is None:
+            raise ValueError("this model has no tokenizer, so its tokens have no text: use generate()")
+        if request.params.n > 1 or not request.params.detokenize:
+            raise ValueError("stream_tokens gives the text of one completion: n must be 1, and detokenize True")
+        num_held = max((len(stop) - 1 for stop in request.params.stop or ()), default=0)
+        given = ""
+        with closing(self.engine.steps([request])) as steps:
+            for ended in steps:
+                for _, seq in ended:
+                    yield self.engine.output(seq).text[len(given) :]
+                    if seq.error is not None:
+                        raise RuntimeError(seq.error)
+                    return
+                for seq in self.engine.scheduler.running:
+                    text = read_text(seq, tokenizer).rstrip("\ufffd")  # what decoders write for a part of a character
+                    if piece := text[len(given) : max(len(text) - num_held, 0)]:
+                        given += piece
+                        yield piece
 
     # ---- nano-vLLM's loop
 
@@ -253,7 +302,7 @@ class LLM:
         return self.tokenizer
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
-        """Queue a request for `step`, and return the number that it is known by there."""
+        """Queue a request for `step`, and return the number by which `step` calls it."""
         self.engine.check_free()
         request = self.prepare(prompt, sampling_params)
         if request.params.n > 1:
@@ -261,18 +310,19 @@ class LLM:
         return self.engine.add(request).seq_id
 
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
-        """Run one step of the requests added.
+        """Run one step of the requests that were added.
 
         Returns:
-            ([(number, token ids) of each request that ended], how many tokens the step computed: negative for a step
-            of decodes alone; 0 if, with overlap, the step was launched and none is read yet).
+            ([(number, token ids) of each request that ended], number of tokens that the step computed). The number is
+            negative if the step only decoded. It is 0 if, with overlap, a step was launched and none was read yet.
         """
         self.engine.check_free()
         self.engine.last_read = None
         ended = [(seq.seq_id, seq.output_token_ids) for seq in self.engine.step()] if self.engine.has_work else []
         if (read := self.engine.last_read) is None:
             return ended, 0
-        plan, lengths = read.plan, [seq.num_prompt_tokens for seq in read.seqs]
+        plan = read.plan
+        lengths = [seq.num_prompt_tokens for seq in read.seqs]
         are_decodes = plan.num_tokens == plan.num_sampled.sum() and (plan.num_computed >= lengths).all()
         return ended, -plan.num_tokens if are_decodes else plan.num_tokens
 
@@ -290,31 +340,29 @@ class LLM:
         return self.engine.config.max_model_len
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What `sampling_params=None` means: the model's generation_config."""
+        """Return the parameters that `sampling_params=None` stands for: the model's generation_config."""
         return self.engine.default_params.clone()
 
     @cached_property
     def provenance(self) -> dict[str, str]:
-        """What decides the tokens beside requests and options: the model's digest, versions, what "auto" became."""
-        from nanovllm.provenance import read_provenance
-
-        return read_provenance(self.engine.config, self.engine.origin)
+        """The facts beside requests and options that decide the tokens: the model's digest, versions, devices."""
+        return read_provenance(self.engine)
 
     def derive_seed(self, name: str) -> int:
-        """A seed for a request that is known by a name: the same in every run with the same engine seed."""
+        """Return a seed for the request with this name: the same in every run with the same engine seed."""
         return derive_seed(self.engine.config.seed, name)
 
     def token_text(self, token_id: int) -> str:
-        """The text of one token, or "token_id:N" for a model without a tokenizer."""
+        """Return the text of one token, or "token_id:N" if the model has no tokenizer."""
         tokenizer = self.engine.tokenizer
         return f"token_id:{token_id}" if tokenizer is None else tokenizer.decode([token_id], skip_special_tokens=False)
 
     def observe(self, observer: StepObserver) -> None:
-        """Have an observer told of every step from now on; for measuring."""
+        """Tell an observer of every step from now on. Programs that measure use this."""
         self.engine.observers.append(observer)
 
     def stats(self) -> dict[str, int]:
-        """Cumulative counts: steps, tokens, cache hits, preemptions; and the blocks, free and in all."""
+        """Return cumulative counts of steps, tokens, cache hits and preemptions, and the numbers of blocks."""
         return self.engine.stats()
 
     def close(self) -> None:
@@ -332,3 +380,23 @@ class LLM:
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self.close()
+
+
+def _list_params(params: SamplingParams | Seq[SamplingParams | None] | None, count: int) -> list[SamplingParams | None]:
+    """Return the sampling_params of each of `count` prompts. ValueError if they are neither one nor one each."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params] * count
+    if isinstance(params, (str, Mapping)) or not isinstance(params, Iterable):
+        raise ValueError(f"sampling_params is {quote(params)}; it must be a SamplingParams, or one each")
+    listed = list(params)
+    if len(listed) != count:
+        raise ValueError(f"{len(listed)} sampling_params for {count} prompts; give one for all or one each")
+    return listed
+
+
+def _list_outputs(outputs: Mapping[int, Output]) -> list[Output]:
+    """Return the outputs in the order of their numbers. A warning says how many requests ended with an error."""
+    listed = [outputs[i] for i in range(len(outputs))]
+    if errors := [output.error for output in listed if output.error is not None]:
+        logger.warning("%d of %d requests ended with an error; the first: %s", len(errors), len(listed), errors[0])
+    return listed

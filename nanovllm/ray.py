@@ -89,7 +89,7 @@ class SharedLLM(LLM):
         self._incoming: SimpleQueue[tuple[Request, _Place]] = SimpleQueue()
         Thread(target=self._answer, name="engine", daemon=True).start()
 
-    def _run(self, requests: Iterable[Request]) -> Iterator[tuple[int, Output]]:
+    def _run(self, requests: Iterable[Request], label: str = "", show: bool = False) -> Iterator[tuple[int, Output]]:
         """Takes all requests at once. RuntimeError if the engine has stopped."""
         answers: SimpleQueue[tuple[int, Output] | BaseException] = SimpleQueue()
         num_requests = 0

@@ -1,93 +1,85 @@
-"""How likely texts are: pairs of a prompt and a continuation, to token ids and back from log-probabilities."""
+"""The log-probabilities of texts: from pairs of a prompt and a continuation to requests, and from outputs to scores."""
 
 from collections.abc import Sequence
-from typing import Any, TypedDict
+from typing import TypedDict
 
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.request import Request
 from nanovllm.outputs import Output
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.prompts import Prompt, each, tokenise_prompt, tokenise_texts
-from nanovllm.text.tokenizer import Tokenizer
+from nanovllm.text.prompts import Prompt, name_errors, tokenise_prompts
 
 
 class Score(TypedDict):
-    """Of a continuation: the log-probability of each of its tokens, their sum, and whether each was the likeliest."""
+    """How likely a continuation is after its prompt, by the raw distribution (natural logarithms)."""
 
     logprobs: list[float]
+    """The log-probability of each token."""
     logprob: float
+    """Their sum."""
     is_greedy: bool
+    """Whether each token is the most likely one, so that greedy decoding would give the continuation."""
     token_ids: list[int]
 
 
-def texts_of(prompt: Prompt, continuation: Prompt) -> tuple[Prompt, str | None]:
-    """What to tokenise of a pair: the prompt, and of two strings both as one, as lm-evaluation-harness has it.
-
-    Its trailing spaces have then gone over from the prompt to the continuation.
-    """
-    if isinstance(prompt, str) and isinstance(continuation, str):
-        return prompt.rstrip(), prompt + continuation
-    return prompt, None
-
-
-def score_requests(
+def prepare_pairs(
     engine: LLMEngine, prompts: Sequence[Prompt], continuations: Sequence[Prompt], show: bool
 ) -> list[Request]:
-    """The requests that score each continuation after its prompt; prompt_logprob_start is where that begins.
+    """Make the requests that score each continuation after its prompt. They generate nothing.
+
+    Two strings are joined and tokenised as one, as lm-evaluation-harness does; spaces at the end of the prompt then
+    belong to the continuation. In all other pairs the continuation is tokenised by itself.
 
     Args:
-        show: a bar, if tokenising takes long.
+        show: draw a progress bar if tokenising takes longer than a second.
 
     Raises:
-        ValueError: there are not as many of one as of the other, or a bad pair, naming which.
+        ValueError: the numbers of prompts and continuations differ, or a pair is bad; the message has its number.
     """
-    if len(prompts) != len(continuations):
-        raise ValueError(f"{len(continuations)} continuations for {len(prompts)} prompts; give one each")
-    tokenizer, max_model_len = engine.tokenizer, engine.config.max_model_len
-    texts = zip(*map(texts_of, prompts, continuations), strict=True)
-    tokenised = (tokenise_texts(some, tokenizer, max_model_len, show, "pair") for some in texts)
-
-    def prepare(pair: tuple[Any, Any, Prompt]) -> Request:
-        context, whole = pair_ids(*pair, tokenizer, max_model_len)
-        params = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=1, prompt_logprob_start=len(context))
-        return engine.prepare(whole, params)
-
-    return each("pair", list(zip(*tokenised, continuations, strict=True)), prepare)
-
-
-def pair_ids(
-    prompt: Prompt, both: Prompt | None, continuation: Prompt, tokenizer: Tokenizer | None, max_model_len: int
-) -> tuple[list[int], list[int]]:
-    """The token ids of a prompt, and of a prompt with its continuation.
-
-    Args:
-        prompt, both: see `texts_of`. What the prompt's own tokens leave of both is the continuation.
-
-    Raises:
-        ValueError: either has no tokens.
-    """
-    _, context = tokenise_prompt(prompt, tokenizer, max_model_len)
-    if both is not None:
-        _, whole = tokenise_prompt(both, tokenizer, max_model_len)
-    else:
-        whole = context + tokenise_prompt(continuation, tokenizer, max_model_len, add_special_tokens=False)[1]
-    for what, missing in (("prompt", not context), ("continuation", len(whole) <= len(context))):
-        if missing:
-            raise ValueError(f"the {what} has no tokens; it must have at least one")
-    return context, whole
+    count = len(prompts)
+    if len(continuations) != count:
+        raise ValueError(f"{len(continuations)} continuations for {count} prompts; give one each")
+    tokenizer = engine.tokenizer
+    max_model_len = engine.config.max_model_len
+    starts: list[Prompt] = []
+    endings: list[Prompt] = []
+    for i, (prompt, continuation) in enumerate(zip(prompts, continuations, strict=True)):
+        if isinstance(prompt, str) and isinstance(continuation, str):
+            starts.append(prompt.rstrip())
+            endings.append(prompt + continuation)
+            continue
+        with name_errors("pair", i, count):
+            (alone,) = tokenise_prompts([continuation], tokenizer, max_model_len, add_special_tokens=False)
+        starts.append(prompt)
+        endings.append(alone.token_ids)
+    tokenised_starts = tokenise_prompts(starts, tokenizer, max_model_len, kind="pair", show=show)
+    tokenised_endings = tokenise_prompts(endings, tokenizer, max_model_len, kind="pair", show=show)
+    requests = []
+    for i, (start, ending) in enumerate(zip(tokenised_starts, tokenised_endings, strict=True)):
+        is_joined = ending.text is not None
+        whole = ending.token_ids if is_joined else start.token_ids + ending.token_ids
+        num_context = len(start.token_ids)
+        with name_errors("pair", i, count):
+            for what, is_missing in (("prompt", num_context == 0), ("continuation", len(whole) <= num_context)):
+                if is_missing:
+                    raise ValueError(f"the {what} has no tokens; it must have at least one")
+            params = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=1, prompt_logprob_start=num_context)
+            requests.append(engine.prepare(whole, params))
+    return requests
 
 
 def read_score(output: Output) -> Score:
-    """What one of `score_requests` gave; RuntimeError if it ended with an error."""
+    """Read the score from the output of a request of `prepare_pairs`; RuntimeError if it ended with an error."""
     if output.error is not None:
         raise RuntimeError(output.error)
-    ids, values = output.prompt_token_ids, output.prompt_logprobs
-    assert values is not None
-    scored = [(token_id, of_token) for token_id, of_token in zip(ids, values, strict=True) if of_token is not None]
-    logprobs = [of_token[token_id] for token_id, of_token in scored]
-    return {
-        "logprobs": logprobs,
-        "logprob": sum(logprobs),
-        "is_greedy": all(len(of_token) == 1 for _, of_token in scored),  # the likeliest, of equals the first, is itself
-        "token_ids": [token_id for token_id, _ in scored],
-    }
+    assert output.prompt_logprobs is not None
+    token_ids: list[int] = []
+    logprobs: list[float] = []
+    is_greedy = True
+    for token_id, values in zip(output.prompt_token_ids, output.prompt_logprobs, strict=True):
+        if values is not None:  # None before the continuation
+            token_ids.append(token_id)
+            logprobs.append(values[token_id])
+            # The most likely token is listed beside the actual one unless they are the same.
+            is_greedy = is_greedy and len(values) == 1
+    return {"logprobs": logprobs, "logprob": sum(logprobs), "is_greedy": is_greedy, "token_ids": token_ids}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.jobs.source import Line
-from nanovllm.text.chat import join_parts
+from nanovllm.text.prompts import join_parts
 from nanovllm.utils.checks import as_integer, quote, refuse_unknown
 
 if TYPE_CHECKING:

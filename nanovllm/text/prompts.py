@@ -1,31 +1,53 @@
-"""Prompts in all the forms that users give them, and many of them tokenised at once."""
+"""From prompts and conversations, in every form that users give them, to token ids."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from inspect import signature
 from numbers import Number
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.tokenizer import Tokenizer
-from nanovllm.utils.checks import as_integer, quote
+from nanovllm.utils.checks import as_integer, quote, refuse
 
 BATCH = 256
-"""Texts that are tokenised at a time: enough for all cores, and for a bar that moves."""
+"""Texts that are tokenised at a time: enough for all cores, and few enough that the bar moves."""
 
 Prompt = str | list[int] | Mapping[str, Any]
-"""A text, token ids, or {"prompt": text} or {"prompt_token_ids": token ids}, as vLLM takes them.
+"""A text, token ids, or a dict with "prompt" (a text) or "prompt_token_ids", as in vLLM.
 
-A dict of both has the ids run; its text is only what the output shows as its prompt."""
+In a dict with both, the token ids are run, and the text is only shown in the output."""
 
-S = TypeVar("S")
-T = TypeVar("T")
+Message = Mapping[str, Any]
+"""{"role": ..., "content": ...}; the content is a string, or OpenAI's list of parts, all of them text."""
 
 
-def as_prompts(prompts: Any) -> list[Any]:
-    """One prompt or a list of prompts, as a list: numbers are one prompt. ValueError if it is neither."""
+class TokenisedPrompt(NamedTuple):
+    text: str | None
+    """None for a prompt that was given as token ids alone."""
+    token_ids: list[int]
+
+
+@contextmanager
+def name_errors(kind: str, number: int, count: int | None = None) -> Iterator[None]:
+    """Put "prompt 3: " before the message of a ValueError that is raised within this block.
+
+    Args:
+        kind: the word before the number, as "prompt".
+        count: how many there are. With 1 the message stays as it is.
+    """
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{kind} {number}: {error}" if count != 1 else str(error)) from None
+
+
+# ---- one prompt or several
+
+
+def list_prompts(prompts: Any) -> list[Any]:
+    """Return one prompt or several as a list. A list of numbers is one prompt. ValueError if it is neither."""
     if hasattr(prompts, "tolist"):  # a tensor or an array
         prompts = prompts.tolist()
     if isinstance(prompts, (str, Mapping)):
@@ -37,103 +59,178 @@ def as_prompts(prompts: Any) -> list[Any]:
     return [prompts] if is_one else prompts
 
 
-def one_each(params: Any, count: int) -> list[SamplingParams | None]:
-    """The sampling_params of each of count prompts, given one for all or one each (ValueError if it is neither)."""
-    if params is None or isinstance(params, SamplingParams):
-        return [params] * count
-    if isinstance(params, (str, Mapping)) or not isinstance(params, Iterable):
-        raise ValueError(f"sampling_params is {quote(params)}; it must be a SamplingParams, or one each")
-    each: list[SamplingParams | None] = list(params)
-    if len(each) != count:
-        raise ValueError(f"{len(each)} sampling_params for {count} prompts; give one for all or one each")
-    return each
+def iterate_prompts(requests: Any) -> Iterable[Any]:
+    """Return the prompts to iterate over: a generator is taken lazily, anything else is read by `list_prompts`."""
+    is_lazy = isinstance(requests, Iterable) and not isinstance(requests, Sequence | Mapping)
+    return requests if is_lazy and not hasattr(requests, "tolist") else list_prompts(requests)
 
 
-def as_iterable(requests: Any) -> Iterable[Any]:
-    """What `stream` runs: a sequence, an array or a dict may be one prompt; all else is taken as it comes."""
-    may_be_one = isinstance(requests, Sequence | Mapping) or hasattr(requests, "tolist")
-    return requests if isinstance(requests, Iterable) and not may_be_one else as_prompts(requests)
+# ---- from prompts to token ids
 
 
-@contextmanager
-def naming(what: str, number: int, count: int | None = None) -> Iterator[None]:
-    """Within, a ValueError says which of count it is about, unless there is only one."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(f"{what} {number}: {error}" if count != 1 else str(error)) from None
+def read_prompt(prompt: Any) -> tuple[str | None, list[int] | None]:
+    """Read a prompt in any form that users give.
 
+    Returns:
+        (text, token ids). The text is None if only token ids were given; the token ids are None if the text is to be
+        tokenised.
 
-def each(what: str, items: Sequence[S], work: Callable[[S], T]) -> list[T]:
-    """The work done on each of the items; a ValueError says which of them it is about, as `naming` does."""
-    done = []
-    for i, item in enumerate(items):
-        with naming(what, i, len(items)):
-            done.append(work(item))
-    return done
-
-
-def tokenise_prompt(
-    prompt: Prompt, tokenizer: Tokenizer | None, max_model_len: int, add_special_tokens: bool = True
-) -> tuple[str | None, list[int]]:
-    """(its text, if it has one, its token ids); ValueError if it is no prompt."""
+    Raises:
+        ValueError: it is not a prompt.
+    """
     text: str | None = None
     if isinstance(prompt, Mapping):
-        keys = [key for key in ("prompt_token_ids", "prompt") if prompt.get(key) is not None]
-        unknown = {key for key, value in prompt.items() if value is not None} - {"prompt_token_ids", "prompt"}
-        if unknown or not keys:
+        given = {key: value for key, value in prompt.items() if value is not None}
+        if not given or not given.keys() <= {"prompt", "prompt_token_ids"}:
             raise ValueError(
                 f'a prompt has the keys {quote(list(prompt))}; it must have "prompt" or "prompt_token_ids"'
             )
-        text = prompt["prompt"] if isinstance(prompt.get("prompt"), str) else None
-        prompt = prompt[keys[0]]
+        if "prompt_token_ids" in given and isinstance(given.get("prompt"), str):
+            text = given["prompt"]
+        prompt = given.get("prompt_token_ids", given.get("prompt"))
     if isinstance(prompt, str):
-        if tokenizer is None:
-            raise ValueError("the prompt is a string, and this model has no tokenizer: pass token ids")
-        return prompt, tokenizer.encode(prompt, max_model_len, add_special_tokens)
+        return prompt, None
     if hasattr(prompt, "tolist"):  # a tensor or an array
         prompt = prompt.tolist()
     if isinstance(prompt, (bytes, bytearray, Mapping)) or not isinstance(prompt, Iterable):
         raise ValueError(f"a prompt is {quote(prompt)}; it must be a string, a list of token ids, or a dict of either")
     token_ids: list[Any] = list(prompt)
-    if set(map(type, token_ids)) == {int}:  # as nearly always, and much faster to see
-        return text, token_ids
-    return text, [as_integer(i, "a token id of the prompt") for i in token_ids]
+    if set(map(type, token_ids)) != {int}:  # the common case is checked at once; the slow way also reads numpy's
+        token_ids = [as_integer(i, "a token id of the prompt") for i in token_ids]
+    return text, token_ids
 
 
-def tokenise_texts(
-    prompts: Sequence[Any], tokenizer: Tokenizer | None, max_model_len: int, show: bool, what: str = "prompt"
-) -> list[Any]:
-    """The prompts, those that are texts with their token ids: in batches, on all cores, beside a bar if it takes long.
+def tokenise_prompts(
+    prompts: Sequence[Any],
+    tokenizer: Tokenizer | None,
+    max_model_len: int,
+    *,
+    kind: str = "prompt",
+    add_special_tokens: bool = True,
+    show: bool = False,
+) -> list[TokenisedPrompt]:
+    """Read prompts, and tokenise those that are texts: in batches, each on all cores.
 
     Args:
-        what: the prompts are: a "conversation", rendered, gets no special tokens beside its own.
+        kind: what error messages call a prompt.
+        add_special_tokens: put the tokenizer's special tokens around each text.
+        show: draw a progress bar if it takes longer than a second.
 
     Raises:
-        ValueError: a text that is too long or cannot be tokenised, naming its number among them.
+        ValueError: a prompt is none, is too long or cannot be tokenised; the message has its number if there are more.
     """
-    texts = {i: text for i, prompt in enumerate(prompts) if (text := _text_of(prompt)) is not None}
-    done = list(prompts)
+    count = len(prompts)
+    done: list[TokenisedPrompt] = []
+    texts: list[tuple[int, str]] = []
+    for i, prompt in enumerate(prompts):
+        with name_errors(kind, i, count):
+            text, token_ids = read_prompt(prompt)
+            if text is not None and token_ids is None:
+                if tokenizer is None:
+                    raise ValueError("the prompt is a string, and this model has no tokenizer: pass token ids")
+                texts.append((i, text))
+            done.append(TokenisedPrompt(text, token_ids or []))
     if tokenizer is None:
         return done
-    numbers = iter(texts)
-    with tqdm(total=len(texts), desc="Tokenising", unit="prompt", disable=not show, leave=False, delay=1.0) as bar:
-        while batch := list(islice(numbers, BATCH)):
-            try:
-                encoded = tokenizer.encode_batch([texts[i] for i in batch], max_model_len, what != "conversation")
-            except ValueError:
-                for i in batch:  # which one?
-                    with naming(what, i, len(prompts)):
-                        tokenizer.encode(texts[i], max_model_len, what != "conversation")
-                raise
-            for i, ids in zip(batch, encoded, strict=True):
-                done[i] = {"prompt": texts[i], "prompt_token_ids": ids}
-            bar.update(len(batch))
+    starts = range(0, len(texts), BATCH)
+    bar = {"desc": "Tokenising", "unit": kind, "unit_scale": BATCH, "leave": False, "delay": 1.0}
+    for start in tqdm(starts, **bar) if show else starts:
+        batch = texts[start : start + BATCH]
+        try:
+            encoded = tokenizer.encode_batch([text for _, text in batch], max_model_len, add_special_tokens)
+        except ValueError:
+            for i, text in batch:  # find out which text it is
+                with name_errors(kind, i, count):
+                    tokenizer.encode_batch([text], max_model_len, add_special_tokens)
+            raise
+        for (i, text), token_ids in zip(batch, encoded, strict=True):
+            done[i] = TokenisedPrompt(text, token_ids)
     return done
 
 
-def _text_of(prompt: Any) -> str | None:
-    """The text to tokenise, if it is one."""
-    if isinstance(prompt, Mapping):
-        prompt = prompt["prompt"] if prompt.keys() == {"prompt"} else None
-    return prompt if isinstance(prompt, str) else None
+# ---- from conversations to texts
+
+
+def list_conversations(messages: Any) -> list[Sequence[Message]]:
+    """Return one conversation or several as a list. ValueError if it is neither."""
+    if not messages or not isinstance(messages, (list, tuple)):
+        raise ValueError(f"messages is {quote(messages)}; it must be a conversation or a list of conversations")
+    return [messages] if isinstance(messages[0], Mapping) else list(messages)
+
+
+def render_conversations(
+    conversations: Sequence[Sequence[Message]], tokenizer: Tokenizer | None, options: Mapping[str, Any]
+) -> list[str]:
+    """Write each conversation as the text of a prompt, through the model's chat template.
+
+    Args:
+        options: arguments of transformers' apply_chat_template, and variables of the template.
+
+    Raises:
+        ValueError: the model has no chat template, or the template refuses a conversation; the message says which.
+    """
+    texts = []
+    for i, conversation in enumerate(conversations):
+        with name_errors("conversation", i, len(conversations)):
+            if tokenizer is None:
+                raise ValueError("this model has no tokenizer, so no chat template; use generate() with token ids")
+            texts.append(_render(tokenizer.transformers, read_conversation(conversation), options))
+    return texts
+
+
+def _render(tokenizer: Any, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
+    """Write one conversation as text; `tokenizer` is transformers' own. Ends where the assistant's answer begins."""
+    if not tokenizer.chat_template and options.get("chat_template") is None:
+        raise ValueError("this model's tokenizer has no chat template; use generate() with a prompt of your own")
+    try:
+        text: str = tokenizer.apply_chat_template(
+            messages, tokenize=False, **{"add_generation_prompt": True, **options}
+        )
+    except Exception as error:  # jinja2's own, or any that the template's code meets
+        raise ValueError(f"the chat template refuses these messages: {error}") from error
+    return text
+
+
+def read_conversation(messages: Any) -> list[dict[str, Any]]:
+    """Return the messages with each content as one string. Other fields (tool_calls, name ...) stay.
+
+    Raises:
+        ValueError: it is not a conversation, or a part of a content is not text; the message names which.
+    """
+    if not messages or not isinstance(messages, (list, tuple)) or not all(_has_role(m) for m in messages):
+        raise ValueError(f'a conversation is {quote(messages)}; it must be a list of {{"role": ..., "content": ...}}')
+    return [
+        {**message, "content": join_parts(message["content"], i)} if "content" in message else dict(message)
+        for i, message in enumerate(messages)
+    ]
+
+
+def _has_role(message: Any) -> bool:
+    return isinstance(message, Mapping) and "role" in message
+
+
+def join_parts(content: Any, index: int) -> Any:
+    """Return the content of message number `index` as one string: its parts of text, joined by line breaks.
+
+    None stays None: a message with tool_calls has no content.
+    """
+    if content is None or isinstance(content, str):
+        return content
+    parts = content if isinstance(content, (list, tuple)) else [content]
+    for part in parts:
+        is_text = isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+        if not is_text and not isinstance(part, str):
+            raise ValueError(f"message {index} has the content {quote(content)}; only text is supported")
+    return "\n".join(part if isinstance(part, str) else part["text"] for part in parts)
+
+
+def read_template_variables(given: Any) -> Mapping[str, Any]:
+    """Return chat_template_kwargs, {} for None. ValueError if it is not a dict."""
+    if not isinstance(given, Mapping | None):
+        raise refuse(given, "chat_template_kwargs", "a dict of the template's variables, or None")
+    return given or {}
+
+
+def list_rendering_arguments(tokenizer: Any) -> frozenset[str]:
+    """Return the names of apply_chat_template's own arguments. Every other name is a variable of the template."""
+    return frozenset({"messages", *signature(tokenizer.apply_chat_template).parameters})

@@ -47,7 +47,7 @@ ROOMS = (
     ("jobs",),
     ("ray", "lm_eval", "estimate"),
     ("llm",),
-    ("pieces", "score", "provenance"),
+    ("score",),
     ("load",),
     ("view",),
     ("distributed",),
@@ -68,16 +68,15 @@ ROOMS = (
 
 WINGS = (
     *("__main__", "cli", "distributed", "drafts", "edits", "estimate", "jobs", "lm_eval", "models.dummy_weights"),
-    *("provenance", "ray", "view"),
+    *("ray", "view"),
 )
 """Every other file belongs to the spine: generating on one device takes it."""
 
 NAMED_STILL = {
-    "distributed": {"llm", "load", "pieces", "resolve", "runner.model_runner"},
+    "distributed": {"load"},
     "drafts": {"load"},
     "edits": {"engine.hooks", "engine.llm_engine", "engine.request", "engine.sequence", "runner.model_runner"},
     "models.dummy_weights": {"runner.model_runner"},
-    "provenance": {"llm"},
     "view": {"load"},
 }
 """Files of the spine that import a wing although none may: this list only shrinks."""
@@ -120,6 +119,7 @@ def room_of(module: str) -> int:
 
 
 def test_imports_run_downwards_and_in_no_circle() -> None:
+    """load.py alone may import a wing that lies above it, within a function: see test_the_spine_imports_no_wing."""
     graph = {module: imports_of(module) for module in MODULES if module != "nanovllm"}
     upwards = [
         (module, imported)
@@ -128,6 +128,7 @@ def test_imports_run_downwards_and_in_no_circle() -> None:
         if module.split(".")[1] != imported.split(".")[1]
         and module.removeprefix("nanovllm.") not in NAMED_STILL.get(wing_of(imported) or "", ())
         and room_of(imported) <= room_of(module)
+        and not (module == "nanovllm.load" and wing_of(imported))
     ]
     assert not upwards
     list(graphlib.TopologicalSorter(graph).static_order())  # a CycleError names the circle

@@ -1,4 +1,4 @@
-"""What decides the tokens of a run beside requests and options: the model, and the versions of what computes."""
+"""Facts beside requests and options that decide the tokens of a run: the model, and versions of what computes."""
 
 from importlib.metadata import version
 from pathlib import Path
@@ -12,7 +12,14 @@ MAX_HEADER = 100_000_000  # bytes: safetensors' own limit
 
 
 def read_provenance(config: ResolvedConfig, origin: Path | str) -> dict[str, str]:
-    """See `LLM.provenance`; origin: the model's folder, or the name of a shape. ValueError if it cannot be read."""
+    """Return the facts that `LLM.provenance` shows. A resumed job may go on only if they are the same.
+
+    Args:
+        origin: the model's folder, or the name of a preset shape.
+
+    Raises:
+        ValueError: a file of the model cannot be read.
+    """
     return {
         "model": model_digest(origin) if isinstance(origin, Path) else origin,
         "dtype": config.dtype,
@@ -24,11 +31,10 @@ def read_provenance(config: ResolvedConfig, origin: Path | str) -> dict[str, str
 
 
 def model_digest(folder: Path) -> str:
-    """Tells one model from another, in hexadecimal, without reading its weights: sizes of shards, their headers (which
-    name every tensor), and all that configures the model, its tokenizer and its chat template.
+    """Return a hexadecimal digest of a model's folder that tells it from other models, without reading its weights.
 
-    Raises:
-        ValueError: a file cannot be read.
+    The digest covers the sizes of all files, the headers of the shards (which name every tensor), and the contents of
+    the files that configure the model, its tokenizer and its chat template. ValueError if a file cannot be read.
     """
     digest = xxhash.xxh3_128()
     patterns = ("*.json", "*.txt", "*.jinja", "*.safetensors")
