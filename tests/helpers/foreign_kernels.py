@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.cpu_library import _SIGNATURES, _SUFFIXES, FLAGS, PANEL, SOURCES, _units
+from nanovllm.kernels.cpu_library import _SIGNATURES, _SUFFIXES, FLAGS, PANEL, SOURCES, _units_per_row
 
 COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
 HAS_EMULATOR = shutil.which(COMPILER) is not None and shutil.which(EMULATOR) is not None
@@ -33,7 +33,7 @@ class ForeignLibrary:
     def pack(self, weight: Tensor, in_place: bool = False) -> Tensor:  # in place it would only save memory
         out_features, in_features = weight.shape
         packed = torch.empty(-(-out_features // PANEL) * PANEL * in_features, dtype=weight.dtype)
-        self._run("pack", "ppqq", (weight, packed, out_features, _units(weight)))
+        self._run("pack", "ppqq", (weight, packed, out_features, _units_per_row(weight)))
         return packed
 
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -41,7 +41,7 @@ class ForeignLibrary:
 
     def packed_rows(self, packed: Tensor, indices: Tensor, in_features: int) -> Tensor:
         rows = torch.empty(len(indices), in_features, dtype=packed.dtype)
-        self._run("packed_rows", "pppqq", (packed, indices, rows, len(indices), _units(rows)))
+        self._run("packed_rows", "pppqq", (packed, indices, rows, len(indices), _units_per_row(rows)))
         return rows
 
     def _run(self, name: str, kinds: str, arguments: tuple[Tensor | float | None, ...]) -> None:
