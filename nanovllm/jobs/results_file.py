@@ -158,7 +158,8 @@ class ResultsFile:
                 can_resume = self._manifest.save_for(new)
             except OSError as error:
                 reason = reason or error
-                new.unlink(missing_ok=True)
+                with suppress(OSError):
+                    new.unlink()
             else:
                 advice = f": the same command with -o {new} resumes the job" if can_resume else ""
                 return f"{what}; its results are copied to {new}{advice}"

@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -126,3 +126,18 @@ def run(source: Path | str, results: Path | str, llm: dict[str, Any] | None = No
     config = EngineConfig("some-model", max_model_len=1000, **options)
     job = Job(str(source), str(results), config, **{"model_name": "some-model", **of_job})
     return run_job(job, lambda config: InstantLLM(config, **(llm or {})))  # type: ignore[arg-type, return-value]
+
+
+def run_job_that_calls(change: Callable[[], None], source: Path, out: Path, after: int = 10) -> Status:
+    """Run a job over an engine that calls a function after some answers."""
+
+    class Changing(InstantLLM):
+        def stream(self, requests: Any) -> Iterator[Any]:
+            for count, answer in enumerate(super().stream(requests)):
+                if count == after:
+                    change()
+                yield answer
+
+    config = EngineConfig("some-model", max_model_len=1000)
+    load: Any = Changing
+    return run_job(Job(str(source), str(out), config, "some-model"), load)

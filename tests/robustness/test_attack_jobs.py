@@ -13,25 +13,24 @@ import random
 import shutil
 import sys
 import tracemalloc
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from helpers.batch_jobs import InstantLLM, openai_line, read_answers, run, write_lines
+from helpers.batch_jobs import InstantLLM, openai_line, read_answers, run, run_job_that_calls, write_lines
 from helpers.paths import BOX_MODEL
 
 from nanovllm import LLM
-from nanovllm.config import EngineConfig
 from nanovllm.jobs.compact_sets import LineSet
-from nanovllm.jobs.job import Job, Status
+from nanovllm.jobs.job import Status
 from nanovllm.jobs.manifest import Manifest
 from nanovllm.jobs.request_lines import LineError, prepare_request, read_request_line
 from nanovllm.jobs.result_lines import ResultLine
 from nanovllm.jobs.results_file import OutputError, open_results
-from nanovllm.jobs.run import answer_lines, run_job
+from nanovllm.jobs.run import answer_lines
 from nanovllm.jobs.source import Line, Reading, Source
 
 NUM_LINES = 40
@@ -235,32 +234,6 @@ def test_an_input_that_changes_while_it_is_read_never_ends_well(
     assert run(source, tmp_path / "out") == Status.USAGE
     assert "cannot be resumed" in log.text
     assert run(source, tmp_path / "out", overwrite=True) == Status.OK
-
-
-def run_job_that_calls(change: Callable[[], None], source: Path, out: Path) -> Status:
-    """Run a job over an engine that calls a function after ten answers."""
-
-    class Changing(InstantLLM):
-        def stream(self, requests: Any) -> Iterator[Any]:
-            for count, answer in enumerate(super().stream(requests)):
-                if count == 10:
-                    change()
-                yield answer
-
-    config = EngineConfig("some-model", max_model_len=1000)
-    load: Any = Changing
-    return run_job(Job(str(source), str(out), config, "some-model"), load)
-
-
-def test_results_that_another_process_writes_to_do_not_end_well(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
-    source = write_lines(tmp_path / "in", [{"prompt": "x"}] * 30)
-
-    def write() -> None:
-        with open(tmp_path / "out", "ab") as file:
-            file.write(b"x" * 100_000)
-
-    assert run_job_that_calls(write, source, tmp_path / "out") == Status.OUTPUT_FAILED
-    assert "another process has changed it" in log.text
 
 
 def test_an_engine_that_forgets_a_request_leaves_the_job_incomplete(
