@@ -29,7 +29,7 @@ STEPS = (
     # what, and which function of which module takes that long; one that is named twice counts once
     ("transformers: import, configuration", "nanovllm.load", "load_model_config"),
     ("kernels: loaded, or compiled", "nanovllm.kernels.cpu_library", "_load"),
-    ("+ transformers: import, tokenizer", "nanovllm.load", "Tokenizer.of"),
+    ("+ transformers: import, tokenizer", "nanovllm.load", "Tokenizer.find"),
     ("an empty model", "nanovllm.runner.model_runner", "make_model"),
     ("weights read", "nanovllm.runner.model_runner", "load_weights"),
     ("weights packed", "nanovllm.backends.cpu_backend", "CpuBackend.pack_weights"),

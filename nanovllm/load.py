@@ -48,7 +48,7 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     with ThreadPoolExecutor(1) as aside, ExitStack() as on_error:
-        tokenizer_to_be = aside.submit(Tokenizer.of, folder)  # reading weights leaves the interpreter to it
+        tokenizer_to_be = aside.submit(Tokenizer.find, folder)  # reading weights leaves the interpreter to it
         given, alone = (config, hf_config, weights), config.tensor_parallel_size == 1
         runner: ModelRunner | LeadingRunner = ModelRunner(*given, Parallel()) if alone else LeadingRunner(*given)
         on_error.callback(runner.close)

@@ -1,27 +1,28 @@
-"""What comes back: plain dicts that also answer as vLLM's objects do."""
+"""The outputs that users get: plain dicts that have the attributes of vLLM's objects, too."""
 
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort", "error"]
-"""An end of sequence or a stop; max_tokens or max_model_len; the caller's wish; logits that are no numbers."""
+"""stop: an end-of-sequence token, a stop token or a stop string. length: max_tokens or max_model_len. abort: the caller
+ended it. error: the logits hold NaN or infinity, or allow no token."""
 
 Logprobs = list[dict[int, float]]
-"""For each token {id: log-probability} of itself and of the k most likely, of the distribution before any filter."""
+"""For each token, {id: log-probability} of itself and of the k most likely tokens, before temperature and filters."""
 
 
-class _Answer(dict[str, Any]):
-    """What an Output and a Completion share. A key that was not asked for is absent, and its property None."""
+class _Generated(dict[str, Any]):
+    """The keys that Output and Completion share. A value that was not asked for has no key; its property is None."""
 
     __slots__ = ()
 
     @property
     def text(self) -> str:
-        """Without the ending end-of-sequence token or stop string; "" without a tokenizer."""
+        """The text, without the end-of-sequence token or stop string that ended it; "" if there is no tokenizer."""
         return self["text"]  # type: ignore[no-any-return]
 
     @property
     def token_ids(self) -> list[int]:
-        """With the ending end-of-sequence token, or the tokens of the stop string."""
+        """The token ids, with the end-of-sequence token or the tokens of the stop string that ended them."""
         return self["token_ids"]  # type: ignore[no-any-return]
 
     @property
@@ -30,7 +31,7 @@ class _Answer(dict[str, Any]):
 
     @property
     def stop_reason(self) -> int | str | None:
-        """The one of stop_token_ids or of stop that ended it; None for the model's own end of sequence."""
+        """The stop token id or the stop string that ended it; None if the model's end-of-sequence token did."""
         return self.get("stop_reason")
 
     @property
@@ -45,8 +46,8 @@ class _Answer(dict[str, Any]):
         return sum(values[token_id] for token_id, values in zip(self.token_ids, logprobs, strict=True))
 
 
-class Completion(_Answer):
-    """One of the n completions of a prompt, with `index`; as vLLM's CompletionOutput."""
+class Completion(_Generated):
+    """One of the n completions of a prompt, like vLLM's CompletionOutput. `index` is its number."""
 
     __slots__ = ()
 
@@ -55,8 +56,8 @@ class Completion(_Answer):
         return self["index"]  # type: ignore[no-any-return]
 
 
-class Output(_Answer):
-    """A prompt and what became of it; as vLLM's RequestOutput. Its own text, token_ids ... are the first completion's.
+class Output(_Generated):
+    """A prompt and its completions, like vLLM's RequestOutput. Text, token_ids ... are those of the first completion.
 
     >>> output["text"] == output.text == output.outputs[0].text
     """
@@ -67,7 +68,7 @@ class Output(_Answer):
 
     @property
     def prompt(self) -> str | None:
-        """The text that was tokenised; None for a prompt of token ids."""
+        """The text of the prompt; None if it was given as token ids."""
         return self.get("prompt")
 
     @property
@@ -76,22 +77,22 @@ class Output(_Answer):
 
     @property
     def num_cached_tokens(self) -> int:
-        """Tokens of the prompt whose keys and values were in the prefix cache when it was first admitted."""
+        """Number of tokens of the prompt that were in the prefix cache when the request first began to run."""
         return self["num_cached_tokens"]  # type: ignore[no-any-return]
 
     @property
     def prompt_logprobs(self) -> list[dict[int, float] | None] | None:
-        """As `logprobs`, for the prompt's tokens; None for the first, which nothing predicts, and where not asked."""
+        """As `logprobs`, for the tokens of the prompt. Tokens that were not scored have None; so has the first one."""
         return self.get("prompt_logprobs")
 
     @property
     def error(self) -> str | None:
-        """What went wrong, if finish_reason is "error"."""
+        """The reason, if finish_reason is "error"."""
         return self.get("error")
 
     @property
     def outputs(self) -> list[Completion]:
-        """The completions. A key only where there are several, so that nothing is stored twice."""
+        """The completions. There is a key only if there are several, so that nothing is stored twice."""
         if (outputs := self.get("outputs")) is not None:
             return outputs  # type: ignore[no-any-return]
         shared = {name: self.get(name) for name in ("text", "token_ids", "finish_reason", "stop_reason", "logprobs")}

@@ -57,7 +57,7 @@ def find_draft(asked: EngineConfig, config: ResolvedConfig, model_folder: Path |
                 f"it is made for {own.max_model_len} tokens, and max_model_len is {config.max_model_len}: set that to "
                 f"at most {own.max_model_len}"
             )
-        check_same_ids(Tokenizer.of(model_folder), Tokenizer.of(folder))
+        check_same_ids(Tokenizer.find(model_folder), Tokenizer.find(folder))
     except ValueError as error:
         raise ValueError(f"speculative_config: model {quote(name)} cannot draft for {config.model}: {error}") from error
     draft = {

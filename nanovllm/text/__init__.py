@@ -1,1 +1,1 @@
-"""From text to token ids and back."""
+"""From text to token ids, and back to text."""

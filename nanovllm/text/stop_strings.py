@@ -1,4 +1,4 @@
-"""The watch for stop strings in a text that grows. Imported when the first request has one."""
+"""Finds stop strings in an output while it grows. Imported when the first request has stop strings."""
 
 from collections.abc import Sequence as Seq
 from functools import partial
@@ -10,29 +10,30 @@ from nanovllm.sampling_params import SamplingParams
 
 
 class StopStringMatcher:
-    """Decodes a sequence as it grows and finds the first stop string in its text, also one that straddles tokens."""
+    """Decodes one sequence token by token, and finds the first stop string in its text. It may span several tokens."""
 
     def __init__(self, backend: Any, params: SamplingParams, context: Seq[int] = ()) -> None:
         """
         Args:
             backend: a tokenizer of the tokenizers library.
-            context: tokens that precede the sequence, for decoders that strip a text's first space.
+            context: the tokens before the sequence. Some decoders would strip the first space without them.
         """
-        self._backend, self._stop = backend, tuple(params.stop or ())
+        self._backend = backend
+        self._stop = tuple(params.stop or ())
         self._begin = partial(DecodeStream, skip_special_tokens=params.skip_special_tokens)
         self._stream = self._begin(list(context))
-        self._num_free = params.min_tokens  # tokens still to come that end nothing
+        self._num_free = params.min_tokens  # the next so many tokens cannot end the sequence
         self._is_included = params.include_stop_str_in_output
         self.text = ""
-        """All text so far; once a stop string is complete, what comes before it, or up to its end."""
+        """The text so far. A stop string that was found cuts it off, before or, if it is to be included, after itself."""
         self.found: str | None = None
-        """The stop string that is complete."""
+        """The stop string that was found."""
 
     def feed(self, token_id: int) -> bool:
-        """Take the next token; True once a stop string is complete."""
+        """Add the next token. Returns True if that completed a stop string."""
         try:
             piece = self._stream.step(self._backend, token_id)
-        except Exception:  # tokenizers': a decoder of single bytes, after some that are no text, takes back a character
+        except Exception:  # tokenizers fails if a decoder of bytes replaces a character that it has already returned
             self._stream = self._begin([])
             piece = self._stream.step(self._backend, token_id)
         self._num_free -= 1

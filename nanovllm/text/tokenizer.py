@@ -1,4 +1,4 @@
-"""Text to token ids and back."""
+"""Encodes text to token ids, and decodes token ids to text."""
 
 import logging
 from collections.abc import Sequence as Seq
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class Tokenizer:
-    """A model folder's tokenizer, as far as the engine needs it."""
+    """The tokenizer of a model's folder, with the few functions that the engine needs."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises a ValueError if the folder's tokenizer cannot be read."""
+        """Read the tokenizer; ValueError if that fails."""
         from transformers import AutoTokenizer
 
         self._longest_token: int | None = None
@@ -28,8 +28,8 @@ class Tokenizer:
             raise ValueError(f"the tokenizer in {folder} cannot be read: {error}") from error
 
     @staticmethod
-    def of(folder: Path | None) -> "Tokenizer | None":
-        """The folder's, if it has one."""
+    def find(folder: Path | None) -> "Tokenizer | None":
+        """Read the folder's tokenizer; None if it has none."""
         names = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
         return Tokenizer(folder) if folder is not None and any((folder / name).is_file() for name in names) else None
 
@@ -43,15 +43,15 @@ class Tokenizer:
         return self._backend.get_vocab(with_added_tokens=True)  # type: ignore[no-any-return]
 
     def to_str(self) -> str:
-        """The contents of its tokenizer.json."""
+        """Return the contents of its tokenizer.json."""
         return self._backend.to_str()  # type: ignore[no-any-return]
 
     def _check_length(self, text: str, max_tokens: int) -> None:
-        """Refuse, before time and memory are spent on it, a text that cannot come to so few tokens (ValueError).
+        """Raise a ValueError for a text that is far too long for max_tokens, before time and memory are spent on it.
 
-        Four times as many characters as the tokens could spell are let through, for normalisers that drop some.
+        The limit is 4 times the characters that max_tokens of the longest tokens have: normalisers may drop characters.
         """
-        if len(text) > 4 * max_tokens:  # no token is empty: only now does it matter how long the longest is
+        if len(text) > 4 * max_tokens:  # a shorter text is within the limit, because every token has a character
             if self._longest_token is None:
                 self._longest_token = max(map(len, self.vocabulary), default=1)
             most = 4 * max_tokens * self._longest_token
@@ -62,36 +62,45 @@ class Tokenizer:
                 )
 
     def encode(self, text: str, max_model_len: int, add_special_tokens: bool = True) -> list[int]:
-        """Raises a ValueError for text that is far too long, or has half of a surrogate pair in it."""
+        """Tokenise one text: see `encode_batch`."""
         return self.encode_batch([text], max_model_len, add_special_tokens)[0]
 
     def encode_batch(self, texts: Seq[str], max_model_len: int, add_special_tokens: bool = True) -> list[list[int]]:
-        """As `encode`, of many texts on all cores; what is wrong with one fails them all.
+        """Tokenise texts on all cores.
 
-        Special tokens are those that the tokenizer puts around a text; one that brings its bos gets no second.
+        Args:
+            add_special_tokens: put the tokenizer's special tokens around each text. A text that begins with the bos
+                token gets no second one.
+
+        Raises:
+            ValueError: one of the texts is far too long, or has half of a surrogate pair in it.
         """
         for text in texts:
             self._check_length(text, max_model_len)
         try:
             encodings = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
-        except TypeError as error:  # tokenizers knows that this is no text of its language, and not why
+        except TypeError as error:  # tokenizers says only that this is no valid text, and not why
             reason = next(filter(None, map(why_not_unicode, texts)), error)
             raise ValueError(f"the text cannot be tokenised: {reason}") from error
         bos = self.transformers.bos_token_id
         return [e.ids[1:] if bos is not None and e.ids[:2] == [bos, bos] else e.ids for e in encodings]
 
     def decode(self, token_ids: Seq[int], skip_special_tokens: bool, prompt: Seq[int] = ()) -> str:
-        """The text of token_ids, or what they add to the text of a prompt: some decoders strip a text's first space."""
+        """Return the text of token_ids when they follow a prompt.
+
+        The end of the prompt is decoded with them, because some decoders strip the first space of a text.
+        """
 
         def decode(ids: Seq[int]) -> str:
             return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)  # type: ignore[no-any-return]
 
-        context = self._context(prompt)
-        known, text = decode(context), decode([*context, *token_ids])
+        context = self._find_context(prompt)
+        known = decode(context)
+        text = decode([*context, *token_ids])
         return text[len(known) :] if text.startswith(known) else decode(token_ids)
 
-    def _context(self, prompt: Seq[int]) -> Seq[int]:
-        """The end of a prompt, from the last token that is text by itself: not special, no part of a character."""
+    def _find_context(self, prompt: Seq[int]) -> Seq[int]:
+        """Return the end of a prompt, from its last token that is text by itself: not special, a whole character."""
         for i in range(len(prompt) - 1, -1, -1):
             text = self._backend.decode([prompt[i]], skip_special_tokens=True)
             if text and "\ufffd" not in text:
@@ -99,9 +108,9 @@ class Tokenizer:
         return prompt[-1:]
 
     def stop_matcher(self, params: SamplingParams, prompt: Seq[int]) -> "StopStringMatcher | None":
-        """What watches an output's text for stop strings; None if the request has none."""
+        """Return a matcher that watches an output for the request's stop strings; None if it has no stop strings."""
         if not params.stop:
             return None
         from nanovllm.text.stop_strings import StopStringMatcher
 
-        return StopStringMatcher(self._backend, params, self._context(prompt))
+        return StopStringMatcher(self._backend, params, self._find_context(prompt))

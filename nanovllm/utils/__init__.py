@@ -1,1 +1,1 @@
-"""What the rest leans on: checks of what users pass, Ctrl-C, what the machine has."""
+"""Helpers that know nothing of the engine: checks of users' values, Ctrl-C, clocks, facts about the machine."""

@@ -1,4 +1,4 @@
-"""Work on what comes next in a thread, while something else is done."""
+"""Threads that work ahead: on the items that come next, and on files that will be read."""
 
 import os
 from collections import deque
@@ -14,9 +14,9 @@ T = TypeVar("T")
 
 
 def work_ahead(items: Iterable[S], work: Callable[[S], T], count: int) -> Iterator[tuple[S, "Future[T]"]]:
-    """Each item, in order, with the result of the work on it, which may still be under way in a thread of its own.
+    """Yield each item with a future of work(item), in order. One thread does the work while the caller goes on.
 
-    The items are taken in the caller's thread, at most count before they are given out.
+    The items are taken in the caller's thread, up to `count` of them before the first is yielded.
     """
     coming: deque[tuple[S, Future[T]]] = deque()
     pool = ThreadPoolExecutor(1, thread_name_prefix="ahead")
@@ -32,22 +32,23 @@ def work_ahead(items: Iterable[S], work: Callable[[S], T], count: int) -> Iterat
 
 
 READ_AHEAD = 4 << 30
-"""Bytes: what a fast disk reads while Python imports."""
+"""Bytes that a fast disk reads while Python imports."""
 
 
 def read_ahead(files: Iterable[Path]) -> None:
-    """Have the system read the first of files into its cache, in a thread that nobody waits for.
+    """Have the operating system read files into its cache, in a thread that nobody waits for. Errors are ignored.
 
-    It is no more than a hint: whoever reads the files in earnest meets what is wrong with them.
+    It sends the files to /dev/null, which copies nothing and does not hold Python's lock.
     """
 
     def read() -> None:
         left = READ_AHEAD
         with suppress(OSError), open(os.devnull, "wb") as nowhere:
             for path in files:
-                with path.open("rb") as file:  # sent, since that copies nothing, and leaves the interpreter alone
+                with path.open("rb") as file:
                     at = 0
                     while sent := os.sendfile(nowhere.fileno(), file.fileno(), at, left):
-                        at, left = at + sent, left - sent
+                        at += sent
+                        left -= sent
 
     Thread(target=read, daemon=True, name="read ahead").start()

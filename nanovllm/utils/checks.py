@@ -1,4 +1,4 @@
-"""Checking what users pass: names, integers, numbers, booleans, choices; each error names the value and its limit."""
+"""Checks of values that users pass: names, integers, numbers, booleans, choices. Errors name value and limit."""
 
 import difflib
 import operator
@@ -7,14 +7,14 @@ from typing import Any
 
 INT64_MAX = 2**63 - 1
 LONGEST_QUOTE = 200
-"""Characters of a value that a message repeats: data from files may be megabytes long."""
+"""Characters of a value that a message shows at most, because data from files may be megabytes long."""
 
 CLOSE = 0.8
-"""How alike two names must be, of 1, for one to be suggested in place of the other."""
+"""Two names at least so similar (1 is equal) are worth a "did you mean"."""
 
 
 def quote(value: Any) -> str:
-    """The value as a message shows it: its repr, cut to 200 characters."""
+    """Return the value as a message shows it: its repr, cut to 200 characters."""
     if isinstance(value, (str, bytes)):
         value = value[:LONGEST_QUOTE]
     try:
@@ -25,7 +25,7 @@ def quote(value: Any) -> str:
 
 
 def refuse(value: Any, name: str, limit: str) -> ValueError:
-    """The error to raise for a value that is not within its limit."""
+    """Return the error to raise for a value that is not within its limit."""
     return ValueError(f"{name} is {quote(value)}; it must be {limit}")
 
 
@@ -54,11 +54,12 @@ def refuse_unknown(
 
 
 def as_integer(value: Any, name: str, low: int | None = None, high: int = INT64_MAX, limit: str = "") -> int:
-    """value as an int from low to high; numpy's integers are welcome, floats and booleans are not (ValueError).
+    """Return value as an int; ValueError if it is not an integer from low to high. Booleans are refused.
 
     Args:
-        low: None is no bound.
-        limit: in the message, what the value must be; by default made of the bounds.
+        value: an int, or an integer of numpy or torch.
+        low: None sets no bounds.
+        limit: the words of the message after "it must be"; by default they name the bounds.
     """
     try:
         if isinstance(value, bool):
@@ -73,7 +74,7 @@ def as_integer(value: Any, name: str, low: int | None = None, high: int = INT64_
 
 
 def as_number(value: Any, name: str) -> float:
-    """value as a float; numpy's and torch's scalars are welcome, booleans are not (ValueError)."""
+    """Return value, a number or a scalar of numpy or torch, as a float; ValueError for others. Booleans are refused."""
     try:
         number = value if isinstance(value, (int, float)) else value.item()
         if isinstance(number, bool):
@@ -84,14 +85,14 @@ def as_number(value: Any, name: str) -> float:
 
 
 def as_bool(value: Any, name: str) -> bool:
-    """value, if it is True or False: "no" would be taken for yes (ValueError)."""
+    """Return value if it is True or False; else ValueError, because the string "no" would count as true."""
     if not isinstance(value, bool):
         raise refuse(value, name, "True or False")
     return value
 
 
 def as_choice(value: Any, name: str, choices: Iterable[str]) -> str:
-    """value, if it is one of the choices (ValueError, with the nearest one)."""
+    """Return value if it is one of the choices; else ValueError, with the nearest choice."""
     choices = tuple(choices)
     if not isinstance(value, str) or value not in choices:
         nearest = difflib.get_close_matches(str(value)[:LONGEST_QUOTE], choices, n=1, cutoff=CLOSE)
@@ -101,7 +102,7 @@ def as_choice(value: Any, name: str, choices: Iterable[str]) -> str:
 
 
 def as_list(value: Any, name: str, limit: str) -> list[Any]:
-    """The items of a list, tuple or array, none of None; strings, bytes and mappings are mistakes (ValueError)."""
+    """Return the items of a list, tuple or array; [] for None. ValueError for a string, bytes or a mapping."""
     if value is None:
         return []
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
@@ -113,7 +114,7 @@ def as_list(value: Any, name: str, limit: str) -> list[Any]:
 
 
 def why_not_unicode(text: str) -> str:
-    """What keeps a text from being encoded; "" if nothing does."""
+    """Return the reason why a text cannot be encoded as UTF-8; "" if it can."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

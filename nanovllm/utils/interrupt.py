@@ -1,4 +1,4 @@
-"""Holding Ctrl-C until a step has ended, so that an interrupted engine is whole."""
+"""Holds Ctrl-C until a step has ended, so that the engine is never left in the middle of one."""
 
 import signal
 import threading
@@ -7,11 +7,11 @@ from types import FrameType, TracebackType
 
 
 class HoldInterrupt:
-    """Within this block a Ctrl-C waits, and is raised as KeyboardInterrupt at its end; a second one does not wait.
+    """A `with` block that holds Ctrl-C: its KeyboardInterrupt is raised at the end of the block.
 
-    A second one calls `on_second` (which should close what can no longer be left whole) and raises at once; but Python
-    hears of either only when a call into C++ returns, so in a collective both wait for it. Outside the main thread,
-    which alone receives signals, and where SIGINT is not Python's own, the block changes nothing.
+    A second Ctrl-C calls `on_second`, which closes the engine, and is raised at once. Python handles signals only
+    between its own instructions, so both wait for a call into C++ that is under way, such as a collective. The block
+    does nothing outside the main thread, the only one that receives signals, and if SIGINT has a handler of the user's.
     """
 
     def __init__(self, on_second: Callable[[], None]) -> None:

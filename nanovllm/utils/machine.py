@@ -1,4 +1,4 @@
-"""What this machine has: devices, number formats, memory."""
+"""Facts about this machine (number formats, cores, memory), and the settings of torch that depend on them."""
 
 import os
 from collections import Counter
@@ -10,7 +10,7 @@ import torch
 
 
 def has_native_bfloat16(device: torch.device) -> bool:
-    """Whether bfloat16 is computed rather than emulated."""
+    """Return whether the device computes bfloat16 in hardware."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
     capabilities = torch.cpu.get_capabilities()
@@ -21,8 +21,11 @@ CPUS = Path("/sys/devices/system/cpu")
 
 
 def physical_cores(of_one_socket: bool = False) -> int:
-    """Cores that this process may run on, hyperthreads of one core counted once; of all sockets, or of one of them:
-    that which has most."""
+    """Return the number of cores that this process may use; the hyperthreads of a core count as one.
+
+    Args:
+        of_one_socket: count only the socket with the most cores.
+    """
     cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     cores = set()
     for cpu in cpus:
@@ -35,22 +38,23 @@ def physical_cores(of_one_socket: bool = False) -> int:
 
 
 def limit_threads() -> None:
-    """On a CPU, compute with a thread for each physical core of one socket, unless the user chose with OMP_NUM_THREADS.
+    """Let torch use at most one thread for each physical core of one socket, unless OMP_NUM_THREADS is set.
 
-    The kernels keep a core's arithmetic units busy: a second thread on it only adds waiting. And threads of two sockets
-    wait for each other's memory: an engine on each socket does more (docs/benchmarks-log.md). Never raises the number.
+    A second thread on a core adds nothing but waiting, because one keeps its arithmetic units busy. Threads of two
+    sockets wait for each other's memory: an engine on each socket does more (docs/benchmarks-log.md).
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(min(torch.get_num_threads(), physical_cores(of_one_socket=True)))
 
 
-SMALL_MODEL, FEW_TOKENS = 10_000_000, 32
-"""Parameters and a step's tokens up to which threads gain little, and where they spin without bound may lose much."""
+SMALL_MODEL = 10_000_000  # parameters
+FEW_TOKENS = 32
+"""A step of so few tokens of so small a model gains little by threads, and loses much if idle threads spin for long."""
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Within, torch and the CPU kernels compute in the caller's thread alone, unless OMP_NUM_THREADS says otherwise."""
+    """Let torch and the CPU kernels compute in the caller's thread alone, unless OMP_NUM_THREADS is set."""
     before = torch.get_num_threads()
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)
@@ -62,7 +66,7 @@ def one_thread() -> Iterator[None]:
 
 @contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """Within, new tensors are of that dtype."""
+    """Make new tensors within the block of this dtype."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -72,7 +76,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def free_memory() -> int:
-    """Bytes of memory that can be had without swapping."""
+    """Return the bytes of memory that can be allocated without swapping."""
     try:
         with open("/proc/meminfo") as lines:
             for line in lines:

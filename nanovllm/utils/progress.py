@@ -1,4 +1,4 @@
-"""The bar that a run shows."""
+"""The progress bar of a run."""
 
 import time
 from collections.abc import Callable, Mapping
@@ -9,28 +9,32 @@ from tqdm import tqdm
 
 
 def tokens_a_step(num_generated: int, num_accepted: int) -> float:
-    """Tokens that a step brought a sequence: one, and the drafts that it confirmed."""
+    """Return the mean number of tokens that a step gave a sequence: one, and the drafts that it accepted."""
     return num_generated / max(num_generated - num_accepted, 1)
 
 
 class ProgressBar(tqdm):  # type: ignore[misc]  # tqdm has no types
-    """A bar with the tokens per second beside it, and the part of the KV cache in use where that is known.
+    """A progress bar with the tokens per second, and the share of the KV cache that is in use.
 
-    As an observer of an engine it is drawn after every step, if its last drawing was long enough ago.
+    It is an observer of the engine: after a step it is drawn anew if the last drawing was long enough ago.
     """
 
-    __eq__, __hash__ = object.__eq__, object.__hash__  # tqdm's compare bars by their place on the screen
+    # tqdm compares bars by their place on the screen, and cannot compare one with another kind of observer.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
 
     MININTERVAL = 0.1
-    """Seconds between two drawings at least."""
+    """Least number of seconds between two drawings."""
 
     def __init__(self, stats: Callable[[], Mapping[str, int]], **options: Any) -> None:
         """
         Args:
-            stats: counts as `LLM.stats` gives them; asked for only when the bar is drawn.
+            stats: returns counts as `LLM.stats` does; called only when the bar is drawn.
             options: tqdm's.
         """
-        self._stats, self._before, self._since = stats, dict(stats()), time.perf_counter()
+        self._stats = stats
+        self._before = dict(stats())
+        self._since = time.perf_counter()
         super().__init__(**{"mininterval": self.MININTERVAL, "dynamic_ncols": True, "miniters": 0, **options})
 
     def display(self, *arguments: Any, **options: Any) -> None:
@@ -43,7 +47,8 @@ class ProgressBar(tqdm):  # type: ignore[misc]  # tqdm has no types
 
     @property
     def format_dict(self) -> dict[str, Any]:
-        now, seconds = self._stats(), max(time.perf_counter() - self._since, 1e-9)
+        now = self._stats()
+        seconds = max(time.perf_counter() - self._since, 1e-9)
         prompt, cached, generated, accepted = (
             now[name] - self._before[name]
             for name in ("num_prompt_tokens", "num_cached_tokens", "num_generated_tokens", "num_accepted_tokens")
@@ -56,8 +61,8 @@ class ProgressBar(tqdm):  # type: ignore[misc]  # tqdm has no types
         return {**super().format_dict, "postfix": text}
 
     def planned(self, *_: object) -> None:
-        """A step was planned."""
+        """Do nothing when a step was planned."""
 
     def finished(self, *_: object) -> None:
-        """A step was read."""
+        """Draw the bar, if it is time, after a step was read."""
         self.update(0)

@@ -1,20 +1,21 @@
-"""How long idle threads look for work before they sleep: libgomp reads it from the environment once, with torch."""
+"""Bounds how long idle threads wait for work without sleeping. libgomp reads that from the environment, with torch."""
 
 import os
 import sys
 
 SPIN_COUNT = "50000"
-"""About 3 ms: longer than the Python between two operators, and a tenth of libgomp's own."""
+"""About 3 ms: longer than Python takes between two operators, and a tenth of libgomp's default."""
 
 
 def bound_spinning() -> None:
-    """On a busy machine, threads that spin keep the one that they wait for from running.
+    """Set the bound, unless torch is loaded already or the user has set one.
 
-    Only before torch is loaded; what the user has set stays.
+    On a busy machine, threads that wait without sleeping (spin) can keep the thread that they wait for from running.
     """
     if "torch" not in sys.modules and not is_spinning_bounded():
         os.environ["GOMP_SPINCOUNT"] = SPIN_COUNT
 
 
 def is_spinning_bounded() -> bool:
+    """Return whether the environment says how long threads may spin."""
     return bool(os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"})
