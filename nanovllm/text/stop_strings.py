@@ -25,7 +25,7 @@ class StopStringMatcher:
         self._num_free = params.min_tokens  # the next so many tokens cannot end the sequence
         self._is_included = params.include_stop_str_in_output
         self.text = ""
-        """The text so far. A stop string that was found cuts it off, before or, if it is to be included, after itself."""
+        """The text so far. A stop string that was found is cut off, unless it is to be included; so is what follows."""
         self.found: str | None = None
         """The stop string that was found."""
 
