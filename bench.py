@@ -28,7 +28,6 @@ from benchmarks.bench_cost import Cost, Machine, Model, Step, ideal_steps, measu
 from benchmarks.bench_workload import Workload, make_workload
 from nanovllm import LLM, EngineConfig, SamplingParams
 from nanovllm.engine.plan import StepResult
-from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.step import ScheduledStep
 from nanovllm.estimate import read_config
 from nanovllm.models.presets import PRESETS, preset_config
@@ -92,7 +91,7 @@ class Recorder:
         self.host_seconds: list[float] = []
         self.command_seconds = 0.0
 
-    def planned(self, number: int, at: float, step: ScheduledStep, scheduler: Scheduler) -> None:
+    def planned(self, number: int, at: float, step: ScheduledStep) -> None:
         plan = step.plan
         work = list(zip(plan.num_computed.tolist(), plan.num_scheduled.tolist(), strict=True))
         self.steps.append((work, int(plan.num_sampled.sum() + plan.num_scored.sum())))

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, Unpack
 from nanovllm.config import EngineConfig, EngineOptions
 from nanovllm.engine.hooks import StepObserver
 from nanovllm.engine.output import read_text
-from nanovllm.engine.request import Request, derive_seed
+from nanovllm.engine.sequence import Request, derive_seed
 from nanovllm.load import load_engine, read_provenance
 from nanovllm.outputs import Output
 from nanovllm.sampling_params import SamplingParams
@@ -126,11 +126,11 @@ class LLM:
         total = len(requests) if isinstance(requests, list) else None
         with (
             ProgressBar(self.stats, total=total, desc=label, unit="prompt", disable=not show) as bar,
-            closing(self.engine.steps(requests)) as steps,
+            closing(self.engine.run(requests)) as run,
         ):
             self.engine.observers.append(bar)
             try:
-                for ended in steps:
+                for ended in run:
                     for number, seq in ended:
                         bar.update()
                         yield number, self.engine.output(seq)
@@ -275,8 +275,8 @@ class LLM:
             raise ValueError("stream_tokens gives the text of one completion: n must be 1, and detokenize True")
         num_held = max((len(stop) - 1 for stop in request.params.stop or ()), default=0)
         given = ""
-        with closing(self.engine.steps([request])) as steps:
-            for ended in steps:
+        with closing(self.engine.run([request])) as run:
+            for ended in run:
                 for _, seq in ended:
                     yield self.engine.output(seq).text[len(given) :]
                     if seq.error is not None:

@@ -9,7 +9,7 @@ from typing import Any
 from nanovllm.config import EngineConfig
 from nanovllm.distributed.leader import LeadingRunner
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.hooks import StepObserver
+from nanovllm.engine.hooks import LogitEditor, StepObserver
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.layers.parallel import Parallel
@@ -54,11 +54,11 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
         on_error.callback(runner.close)
         tokenizer = tokenizer_to_be.result()
         make_blocks: Callable[[int, int, bool], BlockManager] = BlockManager
-        observers: list[StepObserver] = []
+        trace = None
         if config.trace is not None:
             from nanovllm.view.trace import Trace
 
-            observers = [trace := Trace(config.trace, config.device, tokenizer)]
+            trace = Trace(config.trace, config.device, tokenizer)
             make_blocks = trace.block_manager
         num_blocks = runner.make_cache()
         scheduler = Scheduler(
@@ -67,18 +67,30 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             vocab_size=vocab_size,
         )
+        observers: list[StepObserver] = []
+        if trace is not None:
+            trace.watch(scheduler)
+            observers.append(trace)
         if config.speculative_config is not None:
             from nanovllm.drafts.start import start_speculation
 
             scheduler.speculation = start_speculation(config, runner, scheduler, vocab_size)
+        all_eos = eos_token_ids(named_eos, tokenizer, vocab_size)
+
+        def make_editor() -> LogitEditor:
+            from nanovllm.edits.editing import Editing
+
+            return Editing(tokenizer, vocab_size, all_eos, config.max_model_len, config.max_num_seqs)
+
         logger.info("%s on %s, %s, %s attention", config.model, config.device, config.dtype, config.attention_backend)
         engine = LLMEngine(
             config,
             runner,
             scheduler,
             vocab_size=vocab_size,
+            make_editor=make_editor,
             tokenizer=tokenizer,
-            eos_token_ids=eos_token_ids(named_eos, tokenizer, vocab_size),
+            eos_token_ids=all_eos,
             default_params=default_params,
             observers=observers,
             origin=folder or source,

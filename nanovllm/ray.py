@@ -15,6 +15,7 @@ for row in outputs.iter_rows():
 """
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -29,8 +30,7 @@ try:
 except ImportError as error:
     raise ImportError("Ray Data is not installed: pip install 'nano-vllm[ray]'") from error
 
-from nanovllm.engine.request import Request
-from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.sequence import Request
 from nanovllm.llm import LLM
 from nanovllm.outputs import Output
 from nanovllm.sampling_params import SamplingParams
@@ -103,20 +103,27 @@ class SharedLLM(LLM):
             yield answer
 
     def _answer(self) -> None:
-        places: dict[Sequence, _Place] = {}
+        """Run all requests as they come, and give each answer to the thread that waits for it."""
+        places: dict[int, _Place] = {}
         try:
-            while True:
-                while not places or not self._incoming.empty():
-                    request, place = self._incoming.get()
-                    places[self.engine.add(request)] = place
-                for seq in self.engine.step():
-                    place = places.pop(seq)
+            for ended in self.engine.run(self._requests(places)):
+                for number, seq in ended:
+                    place = places.pop(number)
                     place.answers.put((place.position, self.engine.output(seq)))
         except BaseException as error:
             for place in places.values():
                 place.answers.put(error)
             while True:  # nobody may wait in vain
                 self._incoming.get()[1].answers.put(error)
+
+    def _requests(self, places: dict[int, _Place]) -> Iterator[Request | None]:
+        """Yield the requests of all threads, and note by number who waits for each; None while there is none, unless
+        nothing runs: then wait for the next."""
+        for number in itertools.count():
+            while places and self._incoming.empty():
+                yield None
+            request, places[number] = self._incoming.get()
+            yield request
 
 
 class RayLLM:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import TypedDict
 
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.request import Request
+from nanovllm.engine.sequence import Request
 from nanovllm.outputs import Output
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import Prompt, name_errors, tokenise_prompts

@@ -152,7 +152,7 @@ class Watch:
         self.seconds: list[float] = []
         self.plans: list[tuple[int, int]] = []
 
-    def planned(self, number: int, at: float, batch: Any, scheduler: Any) -> None:
+    def planned(self, number: int, at: float, batch: Any) -> None:
         self._since = time.process_time()
         self.plans.append((batch.plan.pack().nbytes, batch.plan.num_tokens))
 

@@ -20,6 +20,7 @@ import torch
 from nanovllm.config import ResolvedConfig
 from nanovllm.distributed.collectives import GroupParallel
 from nanovllm.distributed.follower_group import FollowerGroup
+from nanovllm.engine.hooks import StepEdits
 from nanovllm.engine.plan import StepPlan, StepResult
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.step_handle import StepHandle
@@ -27,8 +28,6 @@ from nanovllm.utils.machine import physical_cores
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-    from nanovllm.edits.logit_edits import LogitEdits
 
 
 class LeadingHandle:
@@ -115,7 +114,7 @@ class LeadingRunner:
         """The process ids of ranks 1 to n - 1."""
         return self._followers.pids
 
-    def launch(self, plan: StepPlan, edits: "LogitEdits | None" = None) -> LeadingHandle:
+    def launch(self, plan: StepPlan, edits: StepEdits | None = None) -> LeadingHandle:
         """Start a step on all ranks. Only rank 0 gets the edits, because only it has logits to sample from."""
         with self._followers.guard():
             since = time.perf_counter()

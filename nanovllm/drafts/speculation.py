@@ -173,7 +173,7 @@ class Speculation:
         most = np.minimum(table.num_needed[rows] - num_tokens, self.most)
         is_awaited = scheduler.waiting and table.has_free_row
         if is_awaited or not blocks.can_grow(blocks.missing(rows, num_tokens + most)):
-            most = np.minimum(most, table.room[rows] - num_tokens)
+            most = np.minimum(most, blocks.room[rows] - num_tokens)
         if scheduler.edited_rows:
             edits = {row: table.resident[row].edits for row in scheduler.edited_rows}
             most[np.isin(rows, [row for row, of_row in edits.items() if of_row and not of_row.allows_drafts])] = 0
@@ -215,7 +215,7 @@ class Speculation:
         # The device does not know which draw was the last one kept.
         table.num_sent[rows] = np.where(counts > 1, num_known, table.num_sent[rows])
         suspect = np.logical_or.reduceat(scheduler.may_stop[token_ids], firsts)
-        suspect |= num_known > table.num_unwatched[rows]
+        suspect |= num_known > table.unchecked_until[rows]
         facts, drawn = (values.tolist() for values in (firsts, counts, kept, suspect)), token_ids.tolist()
         for seq, first, count, num_kept, may_end in zip(step.seqs, *facts, strict=True):
             if seq.finish_reason is not None:  # by the same step's scores, which were no numbers
@@ -224,7 +224,7 @@ class Speculation:
                 seq.token_ids.append(drawn[at])
                 if at in logprobs:
                     seq.logprobs.append(logprobs[at])
-                if may_end and scheduler.note_end(seq):
+                if may_end and scheduler.check_end(seq):
                     scheduler.release(seq)
                     ended.append(seq)
                     break

@@ -1,9 +1,9 @@
-"""What the requests of one model ask to be done to their logits: read from a request, and gathered for a step."""
+"""The engine's `LogitEditor`: edits of logits, read from requests and collected for each step."""
 
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING
 
-from nanovllm.edits.logit_edits import LogitEdits, make_edits
+from nanovllm.edits.logit_edits import LogitEdits, PenaltyCounts, collect_edits
 from nanovllm.edits.row_edits import RowEdits
 from nanovllm.engine.step import ScheduledStep
 from nanovllm.sampling_params import SamplingParams
@@ -14,24 +14,34 @@ if TYPE_CHECKING:
 
 
 class Editing:
-    """Of one engine, which makes it when the first request asks for edits."""
+    """One engine's `LogitEditor`. It is made when the first request asks for edits."""
 
     def __init__(
-        self, tokenizer: Tokenizer | None, vocab_size: int, eos_token_ids: Collection[int], max_model_len: int
+        self,
+        tokenizer: Tokenizer | None,
+        vocab_size: int,
+        eos_token_ids: Collection[int],
+        max_model_len: int,
+        max_num_seqs: int,
     ) -> None:
-        self._tokenizer, self._vocab_size, self._max_model_len = tokenizer, vocab_size, max_model_len
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._max_model_len = max_model_len
         self._eos_token_ids = frozenset(eos_token_ids)
+        self._counts = PenaltyCounts(max_num_seqs)
         self.grammars: Grammars | None = None
+        """Made when the first request asks for structured output."""
 
-    def of_request(self, params: SamplingParams) -> RowEdits:
-        """What a request asks for.
+    def read_request(self, params: SamplingParams) -> RowEdits:
+        """Return the edits that a request asks for.
 
         Raises:
-            ValueError: it cannot be had with this model, or its grammar is bad.
+            ValueError: this model cannot have them, or the request's grammar is bad.
         """
         if params.bad_words and self._tokenizer is None:
             raise ValueError("bad_words need a tokenizer, and this model has none; use logit_bias")
-        matcher, words = None, list[list[int]]()
+        matcher = None
+        words: list[list[int]] = []
         if self._tokenizer is not None:
             words = spell(params.bad_words or (), self._tokenizer, self._max_model_len)
             words = [word for word in words if max(word) < self._vocab_size]  # others cannot come
@@ -44,13 +54,13 @@ class Editing:
         stop_ids = self._eos_token_ids | set(params.stop_token_ids or ())
         return RowEdits(params, words, stop_ids, self._vocab_size, matcher)
 
-    def of_step(self, step: ScheduledStep) -> LogitEdits | None:
-        """What the requests of a step ask for; None if that is nothing."""
-        return make_edits(step, self._vocab_size)
+    def collect(self, step: ScheduledStep) -> LogitEdits | None:
+        """Return the edits of the step that was planned last; None if there are none."""
+        return collect_edits(step, self._vocab_size, self._counts)
 
 
 def spell(words: Iterable[str], tokenizer: Tokenizer, max_model_len: int) -> list[list[int]]:
-    """The token ids that spell each word at a text's beginning, and within it if a space makes other tokens."""
+    """Return the token ids of each word at the beginning of a text, and within a text if a space changes them."""
     found = []
     for word in words:
         texts = (word.lstrip(), " " + word.lstrip())

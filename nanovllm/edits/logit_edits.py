@@ -1,40 +1,71 @@
-"""What a step's requests ask to be done to their logits before a token is sampled: plain data, for rank 0 alone.
-
-The engine imports this only while such a request is resident.
-"""
+"""The edits of one step's logits: the scheduler's side collects them, and rank 0's runner samples through them."""
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from nanovllm.edits.row_edits import RowEdits
 from nanovllm.engine.plan import IntArray
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import ScheduledStep
+from nanovllm.kernels.edit_logits import MaskAndPenalties
+from nanovllm.kernels.sample import Sampled, SamplingValues
+from nanovllm.runner.staging import to_device
+from nanovllm.utils.integers import ceil_div
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+    from nanovllm.backends import Backend
 
 
 class Started(NamedTuple):
-    """A row that samples for the first time since it moved in: the tokens that its penalties count."""
+    """A row that samples for the first time since it moved in, and the tokens that its penalties count."""
 
     row: int
     prompt: NDArray[np.int64]
     output: NDArray[np.int64]
 
 
+class PenaltyCounts:
+    """How often each row with penalties has each token, on the device: the sampler counts what the host has not read.
+
+    The counts of all rows take 4 bytes for each token of the vocabulary. They are made when the first row with
+    penalties comes. `MaskAndPenalties` says what a count means.
+    """
+
+    def __init__(self, num_rows: int) -> None:
+        self._num_rows = num_rows
+        self._counts: Tensor | None = None
+
+    def start(self, started: Seq[Started], vocab_size: int, device: torch.device) -> Tensor:
+        """Count the tokens of rows that have just moved in; returns all counts, int32 [num_rows, vocab]."""
+        if self._counts is None:
+            self._counts = torch.zeros(self._num_rows, vocab_size, dtype=torch.int32, device=device)
+        for row, prompt, output in started:
+            counts = self._counts[row].zero_()
+            counts[to_device(prompt, device)] = 1
+            counts.index_add_(0, to_device(output, device), counts.new_full((len(output),), 2))
+        return self._counts
+
+
 @dataclass(frozen=True, slots=True)
 class LogitEdits:
-    """What is done to a step's logits. It goes to rank 0's runner beside the plan, and to no other rank.
+    """The edits of one step's logits; the engine passes them to rank 0's runner beside the plan. A `StepEdits`.
 
     Attributes:
         indices: int32 [m], which rows of the step's logits are edited, in ascending order; of the tokens that are read.
-        rows: int32 [m], their rows.
+        rows: int32 [m], the sequences' rows on the device.
         masks: int32 [m, ceil(vocab / 32)]: bit t % 32 of word t // 32 is set if token t may come. None: all may.
-        bias_index: int64, places in the flattened logits to which `bias` (float32) is added.
+        bias_index: int64, indices into the flattened logits to which `bias` (float32) is added.
         penalties: float32 [m, 3], repetition, frequency and presence; None if no row has any.
-        started: rows with penalties whose counts are to be made anew.
+        started: rows with penalties whose counts begin anew.
+        counts: of all rows with penalties, from step to step.
     """
 
     indices: IntArray
@@ -43,37 +74,70 @@ class LogitEdits:
     bias_index: NDArray[np.int64]
     bias: NDArray[np.float32]
     penalties: NDArray[np.float32] | None
-    started: Seq[Started] = ()
+    started: Seq[Started]
+    counts: PenaltyCounts
+
+    def sample(self, backend: "Backend", logits: Tensor, values: SamplingValues) -> Sampled:
+        """Sample as `Backend.sample` does, from the edited logits, without waiting for the device.
+
+        In float32, in which a row without edits gives the same token as without this.
+        """
+        device = logits.device
+        logits = logits.float().contiguous()
+        if len(self.bias):
+            logits.view(-1)[to_device(self.bias_index, device)] += to_device(self.bias, device)
+        indices = to_device(self.indices, device)
+        rows = to_device(self.rows, device)
+        masks = None if self.masks is None else to_device(self.masks, device)
+        counts = penalties = None
+        if self.penalties is not None:
+            counts = self.counts.start(self.started, logits.shape[1], device)
+            penalties = to_device(self.penalties, device)
+        if masks is not None or counts is not None:
+            backend.edit_logits(logits, MaskAndPenalties(indices, masks, rows, counts, penalties))
+        sampled = backend.sample(logits, values)
+        if counts is not None:
+            counts[rows, sampled.token_ids[indices]] += 2  # of rows without penalties, too: nobody reads theirs
+        return sampled
 
 
 class _Edited(NamedTuple):
-    """One of the step's rows of logits: `at`, after num_output tokens of the output of the plan's sequence `number`."""
+    """An edited row of the step's logits.
+
+    Attributes:
+        number: of its sequence in the plan.
+        num_output: tokens of output before the one that it samples.
+        logits_row: which row of the step's logits.
+    """
 
     number: int
     seq: Sequence
     edits: RowEdits
     num_output: int
-    at: int
+    logits_row: int
 
 
-def make_edits(step: ScheduledStep, vocab_size: int) -> LogitEdits | None:
-    """The edits of the step that was planned last; None if there are none."""
+def collect_edits(step: ScheduledStep, vocab_size: int, counts: PenaltyCounts) -> LogitEdits | None:
+    """Return the edits of the step that was planned last; None if there are none."""
     plan = step.plan
     last_logits = (1 + plan.num_drafts).cumsum() - 1
-    chosen, constrained = list[_Edited](), []
+    chosen: list[_Edited] = []
+    constrained: list[tuple[LLMatcher, int, list[int]]] = []
     for i, (seq, (_, *drafts)) in zip(np.flatnonzero(plan.num_sampled).tolist(), step.shares(), strict=True):
         num_output = int(plan.num_computed[i] + plan.num_scheduled[i]) - seq.num_prompt_tokens
-        edits, num_drafts = seq.edits, len(drafts)
+        num_drafts = len(drafts)
+        edits = cast("RowEdits | None", seq.edits)  # `Editing.read_request` made it
         if edits is not None and (edits.has_penalties or len(edits.bias) or edits.forbids(num_output - num_drafts)):
             if seq.grammar is not None:
-                constrained.append((seq.grammar, len(chosen), [int(token_id) for token_id in drafts]))
+                matcher = cast("LLMatcher", seq.grammar)
+                constrained.append((matcher, len(chosen), [int(token_id) for token_id in drafts]))
             back = range(num_drafts, -1, -1)
             chosen += [_Edited(i, seq, edits, num_output - j, int(last_logits[i]) - j) for j in back]
     if not chosen:
         return None
     masks = penalties = None
     if any(row.edits.forbids(row.num_output) for row in chosen):
-        masks = np.full((len(chosen), -(-vocab_size // 32)), -1, np.int32)
+        masks = np.full((len(chosen), ceil_div(vocab_size, 32)), -1, np.int32)
         if constrained:
             from nanovllm.edits.grammars import fill_masks
 
@@ -85,15 +149,17 @@ def make_edits(step: ScheduledStep, vocab_size: int) -> LogitEdits | None:
         penalties = np.array([row.edits.penalties for row in chosen], np.float32)
         ends = plan.num_scheduled.cumsum()
         for i, seq, edits, *_ in chosen:
-            if edits.has_penalties and plan.token_ids[ends[i] - 1] >= 0:  # sent, not sampled: it has just moved in
+            # A last token that the plan carries was not sampled on the device: the sequence has just moved in.
+            if edits.has_penalties and plan.token_ids[ends[i] - 1] >= 0:
                 tokens = np.array(seq.token_ids, np.int64)
                 started.append(Started(seq.row, *np.split(tokens, [seq.num_prompt_tokens])))
     return LogitEdits(
-        indices=np.array([row.at for row in chosen], np.int32),
+        indices=np.array([row.logits_row for row in chosen], np.int32),
         rows=plan.rows[[row.number for row in chosen]],
         masks=masks,
-        bias_index=np.concatenate([row.edits.bias_ids + row.at * vocab_size for row in chosen]),
+        bias_index=np.concatenate([row.edits.bias_ids + row.logits_row * vocab_size for row in chosen]),
         bias=np.concatenate([row.edits.bias for row in chosen]),
         penalties=penalties,
         started=started,
+        counts=counts,
     )

@@ -1,4 +1,4 @@
-"""What one request asks to be done to its logits before a token is sampled. See kernels/edit_logits.py for the rule."""
+"""The edits of logits that one request asks for. kernels/edit_logits.py says how they change a row of logits."""
 
 import math
 from array import array
@@ -11,23 +11,28 @@ import numpy as np
 
 from nanovllm.engine.plan import IntArray
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.integers import ceil_div
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 _MOST = 1e30
-"""A larger bias or penalty does no more than this, which leaves logits finite in float32."""
+"""Biases and penalties are cut here: beyond it they would have no other effect, and logits stay finite in float32."""
 
 
 def _packed(token_ids: Iterable[int], vocab_size: int) -> IntArray:
-    """The mask in which token_ids are set."""
-    bits = np.zeros(-(-vocab_size // 32) * 32, np.uint8)
+    """Return a mask, int32 [ceil(vocab / 32)], in which the bits of token_ids are set."""
+    bits = np.zeros(ceil_div(vocab_size, 32) * 32, np.uint8)
     bits[list(token_ids)] = 1
     return np.packbits(bits, bitorder="little").view("<i4")
 
 
 class RowEdits:
-    """What one request asks for, as far as its tokens do not decide it. The completions of a prompt share it."""
+    """The edits that one request asks for; the completions of a prompt share it. The engine's `RequestEdits`.
+
+    What depends on a completion's tokens is not here: its place in a grammar is `Sequence.grammar`, and how often it
+    has each token is in `PenaltyCounts`.
+    """
 
     def __init__(
         self,
@@ -39,31 +44,31 @@ class RowEdits:
     ) -> None:
         """
         Args:
-            bad_words: the token ids of each.
-            stop_ids: what min_tokens keeps from coming.
-            matcher: at the start of the output's grammar.
+            bad_words: the token ids of each word.
+            stop_ids: the token ids that min_tokens forbids.
+            matcher: at the start of the output's grammar; None without one.
         """
         repetition = min(max(params.repetition_penalty, 1 / _MOST), _MOST)
         self.penalties = (repetition, params.frequency_penalty, params.presence_penalty)
         self.has_penalties = self.penalties != (1, 0, 0)
         bias = params.logit_bias or {}
-        self.bias_ids, self.bias = (
-            np.array([*bias], np.int64),
-            np.clip([*bias.values()], -_MOST, _MOST).astype(np.float32),
-        )
+        self.bias_ids = np.array([*bias], np.int64)
+        self.bias = np.clip([*bias.values()], -_MOST, _MOST).astype(np.float32)
         self._allowed = params.allowed_token_ids
         self._bad_tokens = [word[0] for word in bad_words if len(word) == 1]
         self._bad_words = [list(word) for word in bad_words if len(word) > 1]
-        self._min_tokens, self._stop_ids = params.min_tokens, stop_ids
-        self._vocab_size, self._matcher = vocab_size, matcher
+        self._min_tokens = params.min_tokens
+        self._stop_ids = stop_ids
+        self._vocab_size = vocab_size
+        self._matcher = matcher
 
     def new_matcher(self) -> "LLMatcher | None":
-        """At the start of the output's grammar, if it has one: for one completion."""
+        """Return a matcher at the start of the output's grammar, for one completion; None without a grammar."""
         return self._matcher and self._matcher.deep_copy()
 
     @cached_property
     def _masks(self) -> list[tuple[float, IntArray]]:
-        """Each with the length of the output from which on it no longer holds. Made only when the request runs."""
+        """(length of the output from which on the mask no longer holds, mask). Made only when the request runs."""
         masks: list[tuple[float, IntArray]] = []
         if self._allowed is not None:
             masks.append((math.inf, _packed(self._allowed, self._vocab_size)))
@@ -75,20 +80,21 @@ class RowEdits:
 
     @property
     def needs_known_tokens(self) -> bool:
-        """Whether they depend on tokens that the host must have read."""
+        """True if the edits of a step depend on the tokens sampled before: the host must have read those."""
         return self._matcher is not None or bool(self._bad_words)
 
     @property
     def allows_drafts(self) -> bool:
-        """Whether the edits after a draft are known before it is."""
+        """True if the edits after a drafted token are known before the step runs."""
         return not (self.has_penalties or self._bad_words)
 
     def forbids(self, num_output: int) -> bool:
-        """Whether it may forbid a token after num_output tokens of output."""
+        """Return whether it may forbid a token after num_output tokens of output."""
         return self.needs_known_tokens or any(num_output < end for end, _ in self._masks)
 
     def forbid(self, mask: IntArray, token_ids: "array[int]", num_output: int) -> None:
-        """Clear in mask, int32 [ceil(vocab / 32)], what may not come after num_output tokens of output.
+        """Clear, in mask int32 [ceil(vocab / 32)], the bits of tokens that may not come after num_output tokens of
+        output.
 
         Args:
             token_ids: prompt and output, as far as they are known.

@@ -1,49 +1,118 @@
-"""What the engine asks of its runner, and tells its observers."""
+"""The protocols by which other rooms attach to the engine. It knows none of those rooms:
 
+    Runner        runs plans, and returns a Handle for each         runner/, distributed/
+    StepObserver  is told of every step                             view/, the progress bar, measurements
+    LogitEditor   makes the edits of logits that requests ask for   edits/
+    Speculator    guesses tokens for the next step to verify        drafts/
+
+load.py makes them and hands them in.
+"""
+
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from nanovllm.engine.plan import StepPlan, StepResult
-from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.plan import IntArray, StepPlan, StepResult
+from nanovllm.engine.rows import Rows
+from nanovllm.engine.sequence import RequestEdits, Sequence
 from nanovllm.engine.step import ScheduledStep
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.clock import Clock
 
 if TYPE_CHECKING:
-    from nanovllm.edits.logit_edits import LogitEdits
+    from torch import Tensor
+
+    from nanovllm.backends import Backend
+    from nanovllm.kernels.sample import Sampled, SamplingValues
 
 
 class Handle(Protocol):
     """A launched step."""
 
     def result(self) -> StepResult:
-        """Wait for the step, and read what it sampled."""
+        """Wait for the step, and return what it sampled and scored. To be called once."""
+        ...
+
+
+class StepEdits(Protocol):
+    """The edits of one step's logits. The runner samples such a step through it, on rank 0 alone."""
+
+    def sample(self, backend: "Backend", logits: "Tensor", values: "SamplingValues") -> "Sampled":
+        """Edit logits [n, vocab], which may be changed in place, and sample from them as `Backend.sample` does."""
         ...
 
 
 class Runner(Protocol):
-    """What does the plans' work: steps run in the order of their launch."""
+    """Runs steps on the device, in the order of their launch."""
 
-    def launch(self, plan: StepPlan, edits: "LogitEdits | None" = None) -> Handle:
-        """Start a step; edits are what is done to its logits before tokens are sampled."""
+    def launch(self, plan: StepPlan, edits: StepEdits | None = None) -> Handle:
+        """Start a step and return at once. With edits, its tokens are sampled by `edits.sample`."""
         ...
 
     def reason_to_close(self) -> str | None:
-        """Why nothing can run after a step has failed; None if the next step can."""
+        """Return why nothing can run after a step has failed; None if the next step can."""
         ...
 
     def close(self) -> None: ...
 
 
 class StepObserver(Protocol):
-    """Is told of every step: the trace, or who measures."""
+    """Is told of every step. The engine calls it, in the thread that runs the loop."""
 
-    def planned(self, number: int, at: float, step: ScheduledStep, scheduler: Scheduler) -> None:
-        """Step `number`, counted from 1, was planned, from `at` on (`time.perf_counter`); it is not launched yet."""
+    def planned(self, number: int, at: float, step: ScheduledStep) -> None:
+        """Step `number`, counted from 1, is planned and not launched yet. Planning began `at` (time.perf_counter)."""
         ...
 
     def finished(self, number: int, step: ScheduledStep, clock: Clock, result: StepResult) -> None:
-        """Step `number` was read, and its tokens taken in; the clock has its spans on the host."""
+        """Step `number` was read, and its tokens are in the sequences. `clock` has the host's spans of time."""
         ...
 
     def close(self) -> None:
         """The engine is closed."""
+        ...
+
+
+class LogitEditor(Protocol):
+    """Reads which edits of logits requests ask for, and collects them for each step."""
+
+    def read_request(self, params: SamplingParams) -> RequestEdits:
+        """Return the edits that a request asks for; ValueError if this model cannot have them."""
+        ...
+
+    def collect(self, step: ScheduledStep) -> StepEdits | None:
+        """Return the edits of all sequences of the step that was planned last; None if there are none."""
+        ...
+
+
+class Speculator(Protocol):
+    """Guesses tokens (drafts), and decides how many of them a step verifies.
+
+    Attributes:
+        num_draft_tokens: drafts verified so far.
+        num_accepted_tokens: those of them that were right.
+    """
+
+    num_draft_tokens: int
+    num_accepted_tokens: int
+
+    def plan(self, rows: Rows, ends: IntArray, num_running: int) -> IntArray:
+        """Return up to which token each row computes in a step, drafts included. `Scheduler.schedule` calls it.
+
+        Args:
+            ends: the same without drafts.
+            num_running: so many of the rows, the first ones, ran before; the others were just admitted.
+        """
+        ...
+
+    def draft(self, step: ScheduledStep) -> None:
+        """Write the drafts into the plan, whose token_ids have room for as many as `plan` asked for."""
+        ...
+
+    def update(
+        self, step: ScheduledStep, token_ids: IntArray, logprobs: Mapping[int, dict[int, float]]
+    ) -> list[Sequence]:
+        """Do for a step with drafts what `Scheduler.update` does for the others, with the same arguments."""
+        ...
+
+    def ended(self, seq: Sequence) -> None:
+        """The sequence has its last token."""
         ...

@@ -1,20 +1,17 @@
 """From a sequence that has ended to the Output that the caller gets."""
 
-from collections.abc import Collection
-
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import Completion, Output
 from nanovllm.text.tokenizer import Tokenizer
 
 
-def make_output(seq: Sequence, tokenizer: Tokenizer | None, eos_token_ids: Collection[int]) -> Output:
+def make_output(seq: Sequence, tokenizer: Tokenizer | None) -> Output:
     """Make the Output of a prompt whose completions have all ended.
 
     Args:
         seq: the first completion; with n > 1, seq.others are the rest.
-        eos_token_ids: the end-of-sequence ids of the model.
     """
-    outputs = [_make_single(one, tokenizer, eos_token_ids) for one in (seq, *seq.others)]
+    outputs = [_make_single(one, tokenizer) for one in (seq, *seq.others)]
     output = outputs[0]
     if seq.others:
         output["outputs"] = [Completion(one.outputs[0], index=i) for i, one in enumerate(outputs)]
@@ -23,12 +20,12 @@ def make_output(seq: Sequence, tokenizer: Tokenizer | None, eos_token_ids: Colle
     return output
 
 
-def _make_single(seq: Sequence, tokenizer: Tokenizer | None, eos_token_ids: Collection[int]) -> Output:
+def _make_single(seq: Sequence, tokenizer: Tokenizer | None) -> Output:
     output = Output(
         text=read_text(seq, tokenizer),
         token_ids=seq.output_token_ids,
         finish_reason=seq.finish_reason,
-        stop_reason=_find_stop_reason(seq, eos_token_ids),
+        stop_reason=seq.stop_reason,
         prompt=seq.prompt,
         prompt_token_ids=seq.prompt_token_ids,
         num_cached_tokens=seq.num_cached_tokens or 0,
@@ -56,12 +53,3 @@ def read_text(seq: Sequence, tokenizer: Tokenizer | None) -> str:
         elif seq.stop_matcher is not None and seq.stop_matcher.found is not None:
             return seq.stop_matcher.text
     return tokenizer.decode(token_ids, seq.params.skip_special_tokens, seq.prompt_token_ids)
-
-
-def _find_stop_reason(seq: Sequence, eos_token_ids: Collection[int]) -> int | str | None:
-    """Return the stop string or stop token id that ended the sequence; None if an end-of-sequence token did."""
-    if seq.finish_reason != "stop":
-        return None
-    if (last := seq.token_ids[-1]) not in seq.stop_ids:
-        return seq.stop_matcher.found if seq.stop_matcher is not None else None
-    return None if last in eos_token_ids and not seq.params.ignore_eos else last

@@ -1,4 +1,4 @@
-"""Who is resident, in which row, and how far each has come."""
+"""The resident sequences: who has which row, how far each has come, and which blocks each has."""
 
 from collections.abc import Sequence as Seq
 from typing import Any
@@ -6,19 +6,20 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.plan import ROW_SAMPLING, IntArray
 from nanovllm.engine.sequence import Sequence
 
 Rows = NDArray[np.intp]
-"""Rows as numpy wants an index: of int32, it would make a copy at each use."""
+"""Row numbers, of the type by which numpy indexes: it would convert int32 at each use."""
 
 NEVER = np.iinfo(np.int32).max
 _NO_NEW_ROWS = np.empty(0, ROW_SAMPLING)
+_NO_ENTRIES = np.empty((0, 3), np.int32)
 
 
 class RowTable:
-    """The resident sequences, by row, and their counts: flat arrays, because schedule and update visit all rows in
-    each step.
+    """The resident sequences by row, and their counts: flat arrays, because each step visits all rows.
 
         tokens of a row   0 .... num_computed .... num_known .... num_tokens .... num_needed + 1
         num_computed      their KV is in the cache before the next step, once every launched one has run
@@ -27,23 +28,24 @@ class RowTable:
         num_needed        the most whose KV is ever needed: nothing comes after the last token of all
 
     `num_computed <= num_tokens` always. The next step should compute the difference, as far as it is needed.
+
+    The release clock: `num_releases` counts the rows that were freed, and `released_at` has its value when each row was
+    freed last. So a row still belongs to the sequence that a step was planned for exactly if `released_at[row]` is at
+    most the step's `num_releases`; one comparison of arrays tells it for all rows.
     """
 
     def __init__(self, num_rows: int) -> None:
-        def zeros() -> IntArray:
-            return np.zeros(num_rows, np.int32)
-
-        self.num_computed, self.num_known, self.num_tokens, self.num_needed = zeros(), zeros(), zeros(), zeros()
-        self.num_sent = zeros()
+        self.num_rows = num_rows
+        self.num_computed = np.zeros(num_rows, np.int32)
+        self.num_known = np.zeros(num_rows, np.int32)
+        self.num_tokens = np.zeros(num_rows, np.int32)
+        self.num_needed = np.zeros(num_rows, np.int32)
+        self.num_sent = np.zeros(num_rows, np.int32)
         """Tokens known when the sequence moved in: plans carry their ids. Later ones are sampled on the device."""
-        self.num_unwatched = zeros()
-        """Known tokens up to which nothing but the last one's id can end the sequence."""
-        self.room = zeros()
-        """Tokens that its blocks have room for."""
-        self.next_full = zeros()
-        """Tokens that fill the first of its blocks which is not findable yet; NEVER if none will be."""
-        self.released_at = zeros()
-        """The number of the release that freed the row last."""
+        self.unchecked_until = np.zeros(num_rows, np.int32)
+        """While num_known is at most this, only a stop token id can end the sequence; beyond it, check limits and stop
+        strings. 0 with stop strings or a grammar: `Sequence.check_end` then looks at every token."""
+        self.released_at = np.zeros(num_rows, np.int64)
         self.num_releases = 0
         self.resident: dict[int, Sequence] = {}
         """By row, in order of admission."""
@@ -56,25 +58,34 @@ class RowTable:
 
     @property
     def order(self) -> Rows:
-        """The rows of the resident sequences, in order of admission."""
+        """The rows of the resident sequences, in order of admission. Kept until somebody comes or leaves."""
         if self._order is None:
             self._order = np.fromiter(self.resident, np.intp, len(self.resident))
         return self._order
 
     def sequences(self, rows: Rows) -> list[Sequence]:
-        """The sequence of each of some rows."""
-        if rows is self._order:  # as in most steps of decodes
+        """Return the sequence of each of the rows.
+
+        In most steps all residents decode, and the scheduler passes the very array of `order` through. Then the values
+        of `resident` are the answer, and no row needs to be looked up.
+        """
+        if rows is self._order:
             return list(self.resident.values())
         return [self.resident[row] for row in rows.tolist()]
 
     def move_in(self, seq: Sequence, num_cached: int) -> None:
-        """Give a sequence a row, its first num_cached tokens computed."""
-        row = seq.row = self._free.pop()
-        self.resident[row], self._order = seq, None
-        self.num_known[row] = self.num_tokens[row] = self.num_sent[row] = len(seq.token_ids)
-        self.num_computed[row], self.num_needed[row] = num_cached, seq.num_needed
-        is_watched = seq.stop_matcher is not None or seq.grammar is not None
-        self.num_unwatched[row] = 0 if is_watched else seq.num_needed
+        """Give a sequence a row. The KV of its first num_cached tokens was found in the prefix cache."""
+        row = self._free.pop()
+        seq.row = row
+        self.resident[row] = seq
+        self._order = None
+        self.num_known[row] = len(seq.token_ids)
+        self.num_tokens[row] = len(seq.token_ids)
+        self.num_sent[row] = len(seq.token_ids)
+        self.num_computed[row] = num_cached
+        self.num_needed[row] = seq.num_needed
+        needs_every_token = seq.stop_matcher is not None or seq.grammar is not None
+        self.unchecked_until[row] = 0 if needs_every_token else seq.num_needed
 
     def release(self, seq: Sequence) -> None:
         """Free a sequence's row."""
@@ -82,18 +93,95 @@ class RowTable:
         self.released_at[seq.row] = self.num_releases
         del self.resident[seq.row]
         self._free.append(seq.row)
-        seq.row, self._order = -1, None
+        self._order = None
+        seq.row = -1
 
 
-def sampling_of(seqs: Seq[Sequence], vocab_size: int) -> NDArray[Any]:
-    """ROW_SAMPLING [n] of sequences that have moved in."""
+class BlockTables:
+    """The blocks of the resident sequences: each row's table grows here, and its full blocks become findable.
+
+    It alone changes `Sequence.block_table`, and keeps two counts for each row. It collects the new entries for the
+    device's copy of the tables. Blocks come from the block manager, which knows no rows.
+    """
+
+    def __init__(self, block_manager: BlockManager, table: RowTable) -> None:
+        self._manager = block_manager
+        self._table = table
+        self.room = np.zeros(table.num_rows, np.int32)
+        """Tokens that the row's blocks have room for."""
+        self._next_full = np.zeros(table.num_rows, np.int32)
+        """How many tokens fill the row's first block that is not findable yet; NEVER if no later one will be."""
+        self._new_entries: list[tuple[int, int, int]] = []
+
+    def take_new_entries(self) -> IntArray:
+        """Return the (row, index, block) entries made since the last call, int32 [n, 3]."""
+        if not self._new_entries:  # as in most steps
+            return _NO_ENTRIES
+        entries = np.array(self._new_entries, np.int32)
+        self._new_entries.clear()
+        return entries
+
+    def missing(self, rows: Rows, ends: IntArray) -> dict[int, int]:
+        """Return how many blocks each row lacks for its first `ends` tokens: {row: count}, without those that lack
+        none."""
+        num_lacking = ends - self.room[rows]
+        short = (num_lacking > 0).nonzero()[0]
+        lacking = zip(rows[short].tolist(), num_lacking[short].tolist(), strict=True)
+        return {row: self._manager.blocks_for(num_tokens) for row, num_tokens in lacking}
+
+    def can_grow(self, missing: dict[int, int]) -> bool:
+        """Return whether the pool has the blocks that are missing."""
+        return sum(missing.values()) <= self._manager.num_free
+
+    def grow(self, missing: dict[int, int]) -> None:
+        """Take the blocks that are missing."""
+        for row, count in missing.items():
+            self._extend(self._table.resident[row], self._manager.take(count))
+
+    def start(self, seq: Sequence, hits: list[int], num_new: int) -> None:
+        """Give a sequence that has just moved in its first blocks: those found by prefix, and num_new others."""
+        self._manager.reference(hits)
+        self._extend(seq, hits + self._manager.take(num_new))
+        can_be_found = self._manager.enable_prefix_caching
+        self._next_full[seq.row] = (len(hits) + 1) * self._manager.block_size if can_be_found else NEVER
+
+    def release(self, seq: Sequence) -> None:
+        """Give back all blocks of a sequence, which still has its row."""
+        self._manager.release(seq.block_table)
+        seq.block_table = []
+
+    def _extend(self, seq: Sequence, blocks: list[int]) -> None:
+        self._new_entries.extend((seq.row, index, block) for index, block in enumerate(blocks, len(seq.block_table)))
+        seq.block_table.extend(blocks)
+        self.room[seq.row] = len(seq.block_table) * self._manager.block_size
+
+    def register(self, rows: Rows, ends: IntArray) -> None:
+        """Make findable every full block among each row's first `ends` tokens whose ids are known.
+
+        Those tokens are computed, or will be by this step. Every layer stores keys and values before it attends, so
+        another sequence of the same step may already read them. A placeholder has no id to be found by.
+        """
+        size = self._manager.block_size
+        known = np.minimum(ends, self._table.num_known[rows])
+        for i in (known >= self._next_full[rows]).nonzero()[0].tolist():
+            row = int(rows[i])
+            num_full = int(known[i]) // size
+            seq = self._table.resident[row]
+            first = int(self._next_full[row]) // size - 1
+            are_found = all(self._manager.register(seq, index) for index in range(first, num_full))
+            self._next_full[row] = (num_full + 1) * size if are_found else NEVER
+
+
+def pack_sampling(seqs: Seq[Sequence], vocab_size: int) -> NDArray[Any]:
+    """Return ROW_SAMPLING [n]: the sampling values of sequences that have just moved in."""
     if not seqs:
         return _NO_NEW_ROWS
     rows = []
     for seq in seqs:
         params = seq.params
-        # What is sent is 32 bits wide; beyond these limits a value means no more than at them.
-        temperature, top_k = min(params.temperature, 1e30), min(params.top_k, vocab_size)
+        # The fields have 32 bits. A value beyond these limits has the same effect as the limit.
+        temperature = min(params.temperature, 1e30)
+        top_k = min(params.top_k, vocab_size)
         seed = (seq.seed & 0xFFFFFFFF, seq.seed >> 32 & 0xFFFFFFFF)
         counts = (-1 if k is None else min(k, vocab_size) for k in (params.logprobs, params.prompt_logprobs))
         is_edited = seq.edits is not None

@@ -1,25 +1,40 @@
-"""A planned step with those it is for, and what may add drafts to it."""
+"""A planned step, the sequences that receive its results, and the prompt tokens that it scores."""
 
-from collections.abc import Iterator, Mapping
+import math
+from array import array
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple
 
 import numpy as np
 
 from nanovllm.engine.plan import IntArray, StepPlan
 from nanovllm.engine.rows import Rows
-from nanovllm.engine.scoring import Scored
 from nanovllm.engine.sequence import Sequence
+from nanovllm.outputs import FinishReason
+
+NO_TARGETS = np.empty(0, np.int32)
+
+
+class Scored(NamedTuple):
+    """A sequence that a step scores: how many of the plan's targets are its own, and whether it ends with them."""
+
+    seq: Sequence
+    num_targets: int
+    is_last: bool
 
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
-    """A plan, and for whom its results are: `seqs` share what is sampled, `scored` the scores.
+    """A plan and the sequences that receive its results: `seqs` the sampled tokens, `scored` the scores.
 
-    Without drafts `seqs[i]` gets the i-th sampled token. A step is read one or more steps after it was planned; by
-    then a sequence may have ended or been preempted, and its row may have a new owner. `num_releases` tells: so many
-    rows had been released when it was planned.
+    A step is read one or more steps after it was planned. By then a sequence may have ended or been preempted, and its
+    row may have a new owner: `num_releases`, taken from the row table when the step was planned, tells.
+
+    Attributes:
+        seqs: the sequences that the step samples for, in the plan's order. Without drafts seqs[i] gets the i-th token.
+        rows: their rows.
     """
 
     plan: StepPlan
@@ -29,42 +44,64 @@ class ScheduledStep:
     scored: Seq[Scored] = ()
 
     def shares(self) -> Iterator[tuple[Sequence, IntArray]]:
-        """Each of seqs with the tokens of the plan that it is sampled from: its last known one, and its drafts."""
+        """Yield each of `seqs` with the plan's tokens that it is sampled after: its last known one, and its drafts."""
         plan = self.plan
         sampled = np.flatnonzero(plan.num_sampled)
-        ends, counts = plan.num_scheduled.cumsum()[sampled].tolist(), plan.num_sampled[sampled].tolist()
+        ends = plan.num_scheduled.cumsum()[sampled].tolist()
+        counts = plan.num_sampled[sampled].tolist()
         for seq, end, count in zip(self.seqs, ends, counts, strict=True):
             yield seq, plan.token_ids[end - count : end]
 
+    def share_scores(self, scores: Seq[dict[int, float]]) -> list[tuple[Sequence, FinishReason]]:
+        """Append each sequence's share of the scores to its prompt_logprobs, also if it was preempted since.
 
-class Speculator(Protocol):
-    """Guesses tokens, and says how many guesses a step of its scheduler verifies: see drafts/, which no engine needs.
-
-    Attributes:
-        num_draft_tokens, num_accepted_tokens: verified so far, and found right.
-    """
-
-    num_draft_tokens: int
-    num_accepted_tokens: int
-
-    def plan(self, rows: Rows, ends: IntArray, num_running: int) -> IntArray:
-        """Up to where each of the rows computes in a step, drafts included, which does so up to `ends` without them.
-
-        Args:
-            num_running: so many of the rows, the first ones, ran before; the others were just admitted.
+        Returns the sequences that end with them, and why.
         """
-        ...
+        ended: list[tuple[Sequence, FinishReason]] = []
+        start = 0
+        for seq, num_targets, is_last in self.scored:
+            own = scores[start : start + num_targets]
+            start += num_targets
+            if seq.finish_reason is not None:
+                continue
+            if any(math.isnan(logprob) for logprobs in own for logprob in logprobs.values()):
+                ended.append((seq, "error"))
+                continue
+            seq.prompt_logprobs.extend(own)
+            if is_last:
+                ended.append((seq, "length"))
+        return ended
 
-    def draft(self, step: ScheduledStep) -> None:
-        """Write the drafts into the plan: the shares of its step have room for as many as were planned."""
-        ...
 
-    def update(
-        self, step: ScheduledStep, token_ids: IntArray, logprobs: Mapping[int, dict[int, float]]
-    ) -> list[Sequence]:
-        """`Scheduler.update` of a step with drafts."""
-        ...
+def choose_targets(
+    scoring: dict[int, Sequence], rows: Rows, ends: IntArray, num_sampled: IntArray
+) -> tuple[IntArray, IntArray, list[Scored], IntArray]:
+    """Choose the prompt tokens that a step scores which computes each row's tokens up to `ends`.
 
-    def ended(self, seq: Sequence) -> None:
-        """The sequence has its last token."""
-        ...
+    The logits of a token score the one after it, so the step's last token scores one that is not in the step.
+
+    Args:
+        scoring: by row, the sequences whose prompt is still to be scored, and those that are only scored. A sequence
+            that goes on to sample is taken out when its last target is chosen.
+        num_sampled: int32 [num_seqs], how many tokens each row would sample.
+
+    Returns:
+        The plan's num_sampled (0 for sequences that are only scored), its num_scored, the sequences, and its targets.
+    """
+    num_sampled = num_sampled.copy()
+    num_scored = np.zeros_like(num_sampled)
+    scored: list[Scored] = []
+    targets = array("i")
+    for i, row in enumerate(rows.tolist()):
+        if (seq := scoring.get(row)) is None:
+            continue
+        if seq.is_only_scored:
+            num_sampled[i] = 0
+        elif ends[i] >= seq.num_prompt_tokens:
+            del scoring[row]
+        own = seq.token_ids[seq.next_scored : min(int(ends[i]) + 1, seq.num_prompt_tokens)]
+        targets.extend(own)
+        num_scored[i] = len(own)
+        seq.next_scored += len(own)
+        scored.append(Scored(seq, len(own), seq.is_only_scored and ends[i] == seq.num_needed))
+    return num_sampled, num_scored, scored, np.array(targets, np.int32)

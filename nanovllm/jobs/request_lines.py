@@ -14,7 +14,7 @@ from nanovllm.text.prompts import join_parts
 from nanovllm.utils.checks import as_integer, quote, refuse_unknown
 
 if TYPE_CHECKING:
-    from nanovllm.engine.request import Request
+    from nanovllm.engine.sequence import Request
     from nanovllm.llm import LLM
 
 CHAT_URL = "/v1/chat/completions"

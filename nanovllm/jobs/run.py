@@ -24,7 +24,7 @@ from nanovllm.jobs.source import InputError, Line, Reading
 from nanovllm.utils.ahead import work_ahead
 
 if TYPE_CHECKING:
-    from nanovllm.engine.request import Request
+    from nanovllm.engine.sequence import Request
     from nanovllm.llm import LLM
     from nanovllm.outputs import Output
 

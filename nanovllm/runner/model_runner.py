@@ -5,7 +5,6 @@ import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from nanovllm.backends import BACKENDS, AttentionMetadata, KVCache
 from nanovllm.config import ResolvedConfig
+from nanovllm.engine.hooks import StepEdits
 from nanovllm.engine.plan import NUM_PER_SEQ, StepPlan
 from nanovllm.kernels.launch import compiled
 from nanovllm.kernels.sample import SamplingValues
@@ -35,9 +35,6 @@ from nanovllm.utils.spin import is_spinning_bounded
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-    from nanovllm.edits.edited_sampler import EditedSampler
-    from nanovllm.edits.logit_edits import LogitEdits
 
 logger = logging.getLogger(__name__)
 
@@ -204,7 +201,7 @@ class ModelRunner:
 
     # ---- a step
 
-    def launch(self, plan: StepPlan, edits: "LogitEdits | None" = None) -> StepHandle:
+    def launch(self, plan: StepPlan, edits: StepEdits | None = None) -> StepHandle:
         """Start a step; the handle waits for it. The host's values decide sizes only, so nothing here waits."""
         if plan.for_draft_model and self.draft is not None:
             return self.draft.launch(plan)
@@ -212,7 +209,7 @@ class ModelRunner:
         with self._on_device(), torch.inference_mode(), one_thread() if is_small else nullcontext():
             return self._launch(plan, edits)
 
-    def _launch(self, plan: StepPlan, edits: "LogitEdits | None") -> StepHandle:
+    def _launch(self, plan: StepPlan, edits: StepEdits | None) -> StepHandle:
         stopwatch = Stopwatch(self.device)
         graphs = self.graphs if plan.num_decodes == plan.num_seqs and not len(plan.targets) else None
         if graphs is not None:
@@ -238,7 +235,7 @@ class ModelRunner:
         return StepHandle(plan, token_ids, logprobs, scores, stopwatch)
 
     def _run(
-        self, plan: StepPlan, packed: Tensor, edits: "LogitEdits | None" = None
+        self, plan: StepPlan, packed: Tensor, edits: StepEdits | None = None
     ) -> tuple[tuple[Tensor, Tensor] | None, Logprobs | None]:
         """Any step, eagerly: what is sampled (see _sample; None if nothing), and what is scored."""
         sizes = [NUM_PER_SEQ * plan.num_seqs, plan.num_tokens, len(plan.targets)]
@@ -289,14 +286,8 @@ class ModelRunner:
         metadata = self.backend.prepare_attention(metadata, self.caches[0], self._shape.heads)
         return inputs, self.model(inputs.token_ids, inputs.positions, self.caches, metadata)
 
-    @cached_property
-    def _edited_sampler(self) -> "EditedSampler":
-        from nanovllm.edits.edited_sampler import EditedSampler
-
-        return EditedSampler(self.backend, self.tables.padding_row + 1, self.device)
-
     def _sample(
-        self, hidden: Tensor, rows: Tensor, values: SamplingValues, edits: "LogitEdits | None" = None
+        self, hidden: Tensor, rows: Tensor, values: SamplingValues, edits: StepEdits | None = None
     ) -> tuple[Tensor, Tensor]:
         """Sample one token for each of rows from hidden [n, hidden], and leave it for the row's next decode.
 
@@ -310,7 +301,7 @@ class ModelRunner:
         elif edits is None:
             token_ids, checked = self.backend.sample(logits, values)
         else:
-            token_ids, checked = self._edited_sampler.sample(logits, values, edits)
+            token_ids, checked = edits.sample(self.backend, logits, values)
         self.tables.of_rows.last_token[rows] = self.parallel.broadcast(token_ids)
         return checked, hidden
 

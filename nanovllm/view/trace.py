@@ -111,9 +111,13 @@ class Trace:
         """The block manager of the engine that is traced."""
         return RecordedBlocks(self._log, num_blocks, block_size, enable_prefix_caching)
 
+    def watch(self, scheduler: Scheduler) -> None:
+        """Set the engine's scheduler, whose queues and blocks are recorded. To be called before the first step."""
+        self._scheduler = scheduler
+
     # ---- what the engine tells
 
-    def planned(self, number: int, at: float, step: ScheduledStep, scheduler: Scheduler) -> None:
+    def planned(self, number: int, at: float, step: ScheduledStep) -> None:
         """What a step is made of, and the state it was planned in."""
         if self._num_events >= MAX_EVENTS and self._stopped_at is None:
             self._stopped_at = number
@@ -121,7 +125,9 @@ class Trace:
             if self._file is None:
                 self._log.clear()
             return
-        plan, manager = step.plan, scheduler.block_manager
+        plan = step.plan
+        scheduler = self._scheduler
+        manager = scheduler.block_manager
         if not self._owners:
             pool = {"num_blocks": manager.num_blocks, "block_size": manager.block_size}
             pool["budget"] = scheduler.max_num_batched_tokens

@@ -9,7 +9,7 @@ from helpers.batch_jobs import openai_line
 from helpers.tiny import draw_prompts, make_tokenizer
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.request import derive_seed
+from nanovllm.engine.sequence import derive_seed
 from nanovllm.jobs.request_lines import prepare_request, read_request_line
 from nanovllm.jobs.result_lines import make_result_line
 from nanovllm.jobs.source import Line

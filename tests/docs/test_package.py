@@ -75,7 +75,6 @@ WINGS = (
 NAMED_STILL = {
     "distributed": {"load"},
     "drafts": {"load"},
-    "edits": {"engine.hooks", "engine.llm_engine", "engine.request", "engine.sequence", "runner.model_runner"},
     "models.dummy_weights": {"runner.model_runner"},
     "view": {"load"},
 }

@@ -8,7 +8,17 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.fakes import FREE, VOCAB, FakeHandle, FakeRunner, expected_tokens, make_engine, next_token, state_after
+from helpers.fakes import (
+    FREE,
+    VOCAB,
+    FakeHandle,
+    FakeRunner,
+    expected_tokens,
+    make_engine,
+    next_token,
+    run_all,
+    state_after,
+)
 from helpers.integrity import check_scheduler
 from helpers.traces import run_trace, traces
 from hypothesis import given, settings
@@ -182,7 +192,7 @@ def test_what_breaks_while_drafts_are_made_leaves_the_engine_whole(error: type[B
     engine = make_engine(num_blocks=64)
     speculate(Breaking(1.0, random.Random(0), eager=True), 3)(engine)
     with pytest.raises(error):
-        list(engine.run([engine.prepare([1, 2, 3], SamplingParams(max_tokens=20, seed=0))] * 3))
+        run_all(engine, [engine.prepare([1, 2, 3], SamplingParams(max_tokens=20, seed=0))] * 3)
     check_scheduler(engine.scheduler)
     assert engine.scheduler.block_manager.num_used == 0
     speculate(Adversary(0.9, random.Random(0)), 3)(engine)
@@ -194,7 +204,7 @@ def test_a_trace_tells_how_many_drafts_each_request_verified(tmp_path: Path) -> 
     engine = make_engine(num_blocks=64, trace=str(tmp_path / "run.json"))
     speculate(Adversary(0.8, random.Random(0), eager=True), 4)(engine)
     prompts = [[1, 2, 3], [4, 5], [6] * 14]
-    list(engine.run(engine.prepare(prompt, SamplingParams(max_tokens=15, seed=0)) for prompt in prompts))
+    run_all(engine, (engine.prepare(prompt, SamplingParams(max_tokens=15, seed=0)) for prompt in prompts))
     engine.close()
     run = read_recording(tmp_path / "run.json")
     told = sum(count for _, _, what in run.records for _, count in what.get("drafts", ()))

@@ -281,17 +281,16 @@ def test_words_of_several_tokens_are_waited_for_and_nothing_else_is(llm: LLM) ->
             llm.add_request(PROMPTS[0], SamplingParams(0, 14, **edits))
             most = 0
             while not llm.is_finished():
-                launched = llm.engine._launch_next
+                launch = llm.engine.runner.launch
 
-                def watch(launched: Any = launched) -> bool:
+                def watch(*arguments: Any, launch: Any = launch) -> Any:
                     nonlocal most
-                    done = bool(launched())
-                    most = max(most, len(llm.engine._in_flight))
-                    return done
+                    most = max(most, len(llm.engine._in_flight) + 1)
+                    return launch(*arguments)
 
-                llm.engine._launch_next = watch  # type: ignore[method-assign]
+                llm.engine.runner.launch = watch  # type: ignore[method-assign]
                 llm.step()
-                del llm.engine._launch_next
+                del llm.engine.runner.launch
             assert most == depth
     finally:
         llm.engine.depth = 1

@@ -104,8 +104,8 @@ def test_dates_that_do_not_exist_are_masked(llm: LLM) -> None:
 
 def grammars_of(llm: LLM) -> Grammars:
     llm.prepare("x", SamplingParams(structured_outputs={"json_object": True}))
-    assert llm.engine.editing.grammars is not None
-    return llm.engine.editing.grammars
+    assert llm.engine.editor.grammars is not None
+    return llm.engine.editor.grammars
 
 
 class City(BaseModel):

@@ -9,7 +9,7 @@ from typing import Any
 
 from nanovllm import SamplingParams
 from nanovllm.config import EngineConfig
-from nanovllm.engine.request import derive_seed
+from nanovllm.engine.sequence import derive_seed
 from nanovllm.jobs.job import Job, Status
 from nanovllm.jobs.run import run_job
 

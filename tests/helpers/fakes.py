@@ -1,16 +1,19 @@
 """A device without a model: what plans do to caches and rows, and next tokens that depend on all before them."""
 
 from collections import deque
+from collections.abc import Iterable
 
 import numpy as np
 import xxhash
 
 from nanovllm.config import ResolvedConfig
 from nanovllm.drafts.speculation import RowCosts
+from nanovllm.edits.editing import Editing
 from nanovllm.engine.block_manager import BlockManager, prefix_digest
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.plan import StepPlan, StepResult
 from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Request, Sequence
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.view.trace import Trace
 
@@ -218,9 +221,9 @@ def make_engine(
         trace=trace,
         seed=0,
     )
-    written = Trace(trace, "cpu") if trace is not None else None
-    if written is not None:
-        manager = written.block_manager(num_blocks, block_size, caching)
+    recorder = Trace(trace, "cpu") if trace is not None else None
+    if recorder is not None:
+        manager = recorder.block_manager(num_blocks, block_size, caching)
     else:
         manager = BlockManager(num_blocks, block_size, caching, digest)
     scheduler = Scheduler(
@@ -230,8 +233,24 @@ def make_engine(
         vocab_size=VOCAB,
     )
     runner = FakeRunner(num_blocks, block_size, max_num_seqs, max_num_batched_tokens)
-    observers = [written] if written is not None else []
-    return LLMEngine(config, runner, scheduler, vocab_size=VOCAB, eos_token_ids=eos, observers=observers)
+    observers = []
+    if recorder is not None:
+        recorder.watch(scheduler)
+        observers.append(recorder)
+    return LLMEngine(
+        config,
+        runner,
+        scheduler,
+        vocab_size=VOCAB,
+        make_editor=lambda: Editing(None, VOCAB, eos, max_model_len, max_num_seqs),
+        eos_token_ids=eos,
+        observers=observers,
+    )
+
+
+def run_all(engine: LLMEngine, requests: Iterable[Request]) -> dict[int, Sequence]:
+    """Run requests; returns {number: sequence} in the order in which they ended."""
+    return {number: seq for ended in engine.run(requests) for number, seq in ended}
 
 
 FREE = RowCosts(np.array([1.0, 99.0]), np.ones(2), np.ones(2), np.zeros(2))

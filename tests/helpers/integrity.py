@@ -23,11 +23,11 @@ def check_scheduler(scheduler: Scheduler) -> None:
     check_blocks(manager)
     references = [0] * manager.num_blocks
     for row, seq in resident.items():
-        assert seq.row == row and len(seq.block_table) * manager.block_size == table.room[row], seq
+        assert seq.row == row and len(seq.block_table) * manager.block_size == scheduler.blocks.room[row], seq
         counts = [0, table.num_computed[row], table.num_tokens[row], table.num_needed[row] + 1]
         assert counts == sorted(counts) and table.num_known[row] == len(seq.token_ids), (seq, counts)
         for block in seq.block_table:
             references[block] += 1
     assert references == manager._references
     assert table.order.tolist() == list(resident)
-    assert sorted([*resident, *table._free]) == list(range(len(table.room)))
+    assert sorted([*resident, *table._free]) == list(range(table.num_rows))

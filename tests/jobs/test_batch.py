@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from nanovllm.cli import main
 from nanovllm.config import EngineConfig
-from nanovllm.engine.request import derive_seed
+from nanovllm.engine.sequence import derive_seed
 from nanovllm.jobs.compact_sets import DigestSet, LineSet
 from nanovllm.jobs.job import Status
 from nanovllm.jobs.request_lines import LineError, prepare_request, read_num_logprobs, read_request_line

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.fakes import FakeRunner, expected_tokens, make_engine
+from helpers.fakes import FakeRunner, expected_tokens, make_engine, run_all
 from helpers.integrity import check_scheduler
 from helpers.kernel_cases import sample_case
 from helpers.tiny import draw_prompts, save_random
@@ -185,7 +185,7 @@ def test_a_broken_row_among_preempted_ones_and_steps_in_flight(depth: int, num_b
     params = [SamplingParams(seed=i, max_tokens=20, temperature=1) for i in range(4)]
     prompts = [[i + 1] * 3 for i in range(4)]
     requests = [engine.prepare(prompt, own) for prompt, own in zip(prompts, params, strict=True)]
-    ended = dict(engine.run(requests))
+    ended = run_all(engine, requests)
     for i, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
         tokens, reason = expected_tokens(prompt, own, i, frozenset(), 32)
         if i == 0:

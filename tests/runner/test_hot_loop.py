@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from helpers.fakes import FakeRunner, expected_tokens, make_engine
+from helpers.fakes import FakeRunner, expected_tokens, make_engine, run_all
 from helpers.graphs import StandInGraphs
 from helpers.traces import run_trace, traces
 from hypothesis import given, settings
@@ -126,7 +126,7 @@ def test_a_stream_gives_the_same_tokens_at_any_depth(depth):
     rng = random.Random(0)
     prompts = [[rng.randrange(4) for _ in range(rng.randrange(1, 20))] for _ in range(60)]
     params = SamplingParams(max_tokens=10, seed=1)
-    ended = dict(engine.run(engine.prepare(prompt, params) for prompt in prompts))
+    ended = run_all(engine, (engine.prepare(prompt, params) for prompt in prompts))
     for i, prompt in enumerate(prompts):
         assert ended[i].output_token_ids == expected_tokens(prompt, params, 1, engine.eos_token_ids, 32)[0]
     assert engine.scheduler.num_preemptions > 0
@@ -204,7 +204,7 @@ SPANS = {"schedule", "prepare", "launch", "wait", "update", "step"}
 
 def run_with_trace(path, depth):
     engine = make_engine(depth=depth, num_blocks=64, trace=str(path))
-    list(engine.run(engine.prepare([1, 2, 3], SamplingParams(max_tokens=6)) for _ in range(5)))
+    run_all(engine, (engine.prepare([1, 2, 3], SamplingParams(max_tokens=6)) for _ in range(5)))
     return engine
 
 

@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers.fakes import FakeRunner, make_engine
+from helpers.fakes import FakeRunner, make_engine, run_all
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.cli import main
@@ -33,11 +33,12 @@ def run_small(path, *, depth=1, num_requests=30, max_tokens=14, num_blocks=14, c
     trace = engine.observers[0]
     planned = trace.planned
 
-    def record(number, at, batch, scheduler):
+    def record(number, at, batch):
+        scheduler = engine.scheduler
         manager = scheduler.block_manager
         counts = (len(scheduler.running), len(scheduler.waiting), manager.num_used)
         met.append((*counts, len(manager._evictable), len(manager._blank), batch.plan.num_decodes))
-        planned(number, at, batch, scheduler)
+        planned(number, at, batch)
 
     trace.planned = record
     draw = random.Random(0)
@@ -46,7 +47,7 @@ def run_small(path, *, depth=1, num_requests=30, max_tokens=14, num_blocks=14, c
         for _ in range(num_requests)
     ]
     params = SamplingParams(max_tokens=max_tokens)
-    seqs = [seq for _, seq in engine.run(engine.prepare(prompt, params) for prompt in prompts)]
+    seqs = run_all(engine, (engine.prepare(prompt, params) for prompt in prompts)).values()
     if close:
         engine.close()
     return engine, met, {seq.seq_id: seq for seq in seqs}
@@ -73,9 +74,10 @@ def test_an_aborted_request_ends_in_the_trace(tmp_path):
     engine = make_engine(trace=str(tmp_path / "run.json"))
     params = SamplingParams(max_tokens=20)
     leaving = engine.run(engine.prepare([1, 2], SamplingParams(max_tokens=n)) for n in (2, 20))
-    next(leaving)
+    while not next(leaving):
+        pass
     leaving.close()
-    list(engine.run([engine.prepare([1, 2, 3], params)]))
+    run_all(engine, [engine.prepare([1, 2, 3], params)])
     engine.close()
     run = read_recording(tmp_path / "run.json")
     ended = [tuple(entry) for _, _, what in run.records for entry in what.get("ended", ())]
@@ -114,10 +116,10 @@ def test_the_blocks_that_a_trace_calls_findable_are_found_also_after_errors(tmp_
     engine.observers[0].planned = lambda *told: (met.append(met_now()), planned(*told))
     requests = [engine.prepare([i] * 8, SamplingParams(seed=i, max_tokens=12)) for i in range(4)]
     with pytest.raises(RuntimeError, match="the device is gone"):
-        list(engine.run(requests))
+        run_all(engine, requests)
     assert any(before - after for (before, _), (after, _) in itertools.pairwise(met)), "one request ended with an error"
     if goes_on:
-        list(engine.run(requests[:1]))
+        run_all(engine, requests[:1])
     engine.close()
     met.append(met_now())
 
