@@ -1,6 +1,7 @@
 """Reading config.json, and refusing what would change the mathematics silently."""
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,12 +43,18 @@ ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a JSON file; ValueError with the file's name if it holds none."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = json.loads(path.read_text(encoding="utf-8"), parse_int=_parse_int)
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     if not isinstance(data, dict):
         raise ValueError(f"{path} holds {type(data).__name__}, not a JSON object")
     return data
+
+
+def _parse_int(text: str) -> int | float:
+    """Return an integer as Python's int if 64 bits hold it, else as a float, which arithmetic never overflows."""
+    number = float(text)
+    return int(text) if abs(number) < 2**63 else number
 
 
 def load_model_config(data: dict[str, Any], source: str) -> "PretrainedConfig":
@@ -103,6 +110,9 @@ def _check(config: "PretrainedConfig", source: str) -> None:
     rope_type = rope.get("rope_type", "default")
     if rope_type not in ROPE_TYPES:
         fail(f"rope type is {quote(rope_type)}; supported are {', '.join(ROPE_TYPES)}")
+    for name, value in rope.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            fail(f"{name} of the rope parameters is {value}; it must be finite")
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         fail("partial_rotary_factor other than 1 is not supported")
     sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "intermediate_size")

@@ -54,6 +54,9 @@ def find_folder(model: str) -> Path | None:
         return None
     if not (path / "config.json").is_file():
         raise ValueError(f"model folder {path} has no config.json")
+    for entry in path.glob("*"):  # a pipe or a device would be read for ever
+        if entry.exists() and not entry.is_file() and not entry.is_dir():
+            raise ValueError(f"model folder {path} has {quote(entry.name)}, which is neither a file nor a folder")
     return path
 
 

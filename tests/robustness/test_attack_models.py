@@ -2,6 +2,7 @@
 
 import builtins
 import json
+import os
 import random
 import select
 import shutil
@@ -141,16 +142,22 @@ def spoil(folder: Path, rng: random.Random) -> str:
     return f"{name}: {how}"
 
 
-def assert_survives(victim: subprocess.Popen[str], folder: Path, seed: int) -> str:
-    what = spoil(folder, random.Random(seed))
+def ask_to_load(victim: subprocess.Popen[str], folder: Path) -> str:
+    """How the victim fares with a folder; fails if it says nothing for a minute, or dies."""
     assert victim.stdin is not None and victim.stdout is not None
     victim.stdin.write(f"{folder}\n")
     victim.stdin.flush()
     ready, _, _ = select.select([victim.stdout], [], [], 60)
-    assert ready, f"seed {seed}, {what}: nothing for a minute"
+    assert ready, "nothing for a minute"
     line = victim.stdout.readline()
-    assert line, f"seed {seed}, {what}: the process ended with {victim.wait()}"
+    assert line, f"the process ended with {victim.wait()}"
     result: str = json.loads(line)
+    return result
+
+
+def assert_survives(victim: subprocess.Popen[str], folder: Path, seed: int) -> str:
+    what = spoil(folder, random.Random(seed))
+    result = ask_to_load(victim, folder)
     assert result in ("ok", "refused"), f"seed {seed}, {what}: {result}"
     return result
 
@@ -165,6 +172,42 @@ def test_damage_is_refused_or_harmless(victim: subprocess.Popen[str], tmp_path: 
 def test_two_hundred_damages_are_refused_or_harmless(tens: int, victim: subprocess.Popen[str], tmp_path: Path) -> None:
     for seed in range(100 * tens, 100 * tens + 10):
         assert_survives(victim, shutil.copytree(BOX_MODEL, tmp_path / str(seed)), seed)
+
+
+BOX_CONFIG = json.loads((BOX_MODEL / "config.json").read_text())
+NUMBERS = [name for name, value in BOX_CONFIG.items() if type(value) in (int, float)]
+ROPE: dict[str, Any] = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+HUGE_ROPE = [
+    {**ROPE, "factor": 10**400},
+    {**ROPE, "original_max_position_embeddings": 10**400},
+    {**ROPE, "factor": 10**30},
+]
+
+
+@pytest.mark.parametrize("number", [10**30, 10**400, float("inf")], ids=["31 digits", "401 digits", "infinity"])
+def test_numbers_that_no_computer_holds_are_refused_or_harmless(
+    number: float, victim: subprocess.Popen[str], folder: Path
+) -> None:
+    changes: list[dict[str, Any]] = [{name: number} for name in NUMBERS]
+    changes += [{"rope_scaling": rope} for rope in HUGE_ROPE] if number == 10**400 else []
+    for change in changes:
+        (folder / "config.json").write_text(json.dumps({**BOX_CONFIG, **change}))
+        assert ask_to_load(victim, folder) in ("ok", "refused"), change
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["model.safetensors", "config.json", "generation_config.json", "tokenizer.json", "chat_template.jinja", "x.json"],
+)
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_a_pipe_or_a_device_in_a_model_folder_is_refused_at_once(kind: str, name: str, folder: Path) -> None:
+    (folder / name).unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(folder / name)
+    else:
+        (folder / name).symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match=r"which is neither a file nor a folder|has no config\.json"):
+        LLM(folder, **OPTIONS)
 
 
 @pytest.mark.parametrize("eos", ["5", [[5]], 5.0, True])

@@ -412,3 +412,64 @@ def test_a_hundred_thousand_events_play_and_scrub_at_twenty_frames_a_second(brow
         times = browser.execute_async_script(frames, scrub)
         assert statistics.median(times) <= 50, f"scrubbing {scrub}: {statistics.median(times):.0f} ms"
     assert "100,000 events" in page.text("notice") and page.errors() == []
+
+
+# ---- damaged traces
+
+STRANGE = [None, -1, 10**30, 1e308, "x", [], {}, True, "__proto__", HOSTILE, [[[]]], {"step": "__proto__"}, 2**53]
+
+
+def damage_events(events, draw):
+    """Remove, double or change some events, or fields of events, or fields of their arguments."""
+    events = json.loads(json.dumps(events))
+    for _ in range(draw.choice((1, 1, 2, 5))):
+        at = draw.randrange(len(events))
+        kind = draw.choice(("remove", "insert", "remove a field", "change", "change"))
+        fields = events[at] if isinstance(events[at], dict) and events[at] else {"": None}
+        key = draw.choice(list(fields))
+        if kind == "remove":
+            del events[at]
+        elif kind == "insert":
+            events.insert(at, draw.choice((events[at], draw.choice(STRANGE))))
+        elif kind == "remove a field":
+            fields.pop(key)
+        elif isinstance(fields[key], dict) and fields[key]:
+            inner = draw.choice(list(fields[key]))
+            if draw.random() < 0.5:
+                fields[key][inner] = draw.choice(STRANGE)
+            else:
+                del fields[key][inner]
+        else:
+            fields[key] = draw.choice(STRANGE)
+    return json.dumps(events).encode()
+
+
+def damage_bytes(content, draw):
+    damaged = bytearray(content)
+    for _ in range(draw.choice((1, 3, 20))):
+        damaged[draw.randrange(len(damaged))] = draw.randrange(256)
+    return bytes(damaged[: draw.randrange(1, len(damaged))] if draw.random() < 0.5 else damaged)
+
+
+WHOLE_FILES = ["", "null", "5", '"a"', "[]", "[" * 100_000, "{}", "NaN", "\ufeff[]", "[\n" + "x,\n" * 10]
+WHOLE_FILES += [
+    f'[{{"ph":"M","name":"x","args":{args}}}]' for args in ("5", "[1]", '{"a":' + "[" * 900 + "]" * 900 + "}")
+]
+
+
+def test_a_damaged_trace_is_shown_or_refused_by_a_value_error(tmp_path):
+    run_small(tmp_path / "run.json", num_requests=6)
+    content = (tmp_path / "run.json").read_bytes()
+    events = json.loads(content)
+    draw = random.Random(1)
+    files = [damage_events(events, draw) for _ in range(600)] + [damage_bytes(content, draw) for _ in range(200)]
+    results = {"shown": 0, "refused": 0}
+    for number, damaged in enumerate([*files, *(text.encode() for text in WHOLE_FILES)]):
+        (tmp_path / "damaged.json").write_bytes(damaged)
+        try:
+            page = write_page(tmp_path / "damaged.json", tmp_path / "damaged.html")
+            results["shown"] += page.num_steps > 0
+        except ValueError as error:
+            assert "damaged.json" in str(error) and len(str(error)) < 1000, number
+            results["refused"] += 1
+    assert sum(results.values()) == len(files) + len(WHOLE_FILES) and min(results.values()) > 100, results
