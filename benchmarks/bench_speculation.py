@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench import commit
 from nanovllm import LLM, SamplingParams
-from nanovllm.drafts.speculation import RowCosts
-from nanovllm.drafts.start import start_speculation
+from nanovllm.drafts.costs import StepCosts
+from nanovllm.drafts.speculation import start_speculation
 from nanovllm.engine.plan import StepPlan
 from nanovllm.utils.clock import Clock
 
@@ -166,7 +166,9 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     drafted, accepted, generated = (totals[f"num_{name}_tokens"] for name in ("draft", "accepted", "generated"))
     costs = engines["with"].engine.scheduler.speculation.costs
     return {
-        "row_ms": dict(zip(costs.rows.astype(int).tolist(), (1000 * costs.verified).round(1).tolist(), strict=True)),
+        "row_ms": dict(
+            zip(costs.num_tokens.astype(int).tolist(), (1000 * costs.verified).round(1).tolist(), strict=True)
+        ),
         "same_tokens": same,
         "seconds": seconds,
         "ratio_of_all": seconds["without"] / seconds["with"],
@@ -197,7 +199,7 @@ def itself(args: argparse.Namespace) -> dict[str, Any]:
     options = {"dtype": args.dtype, "attention_backend": "cpu", "kvcache_memory_bytes": 1 << 28}
     llm = LLM(args.model, **options, max_num_seqs=args.batch or 32, speculative_config=config)
     speculation = llm.engine.scheduler.speculation
-    speculation.costs = RowCosts(np.array([1.0, 1e9]), np.ones(2), np.ones(2), np.zeros(2))
+    speculation.costs = StepCosts(np.array([1.0, 1e9]), np.ones(2), np.ones(2), np.zeros(2))
     runner = speculation.drafter._runner = TimedRunner(llm.engine.runner)
     spans: Counter[str] = Counter()
     llm.observe(SpanCounter(spans))

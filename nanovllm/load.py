@@ -72,7 +72,7 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
             trace.watch(scheduler)
             observers.append(trace)
         if config.speculative_config is not None:
-            from nanovllm.drafts.start import start_speculation
+            from nanovllm.drafts.speculation import start_speculation
 
             scheduler.speculation = start_speculation(config, runner, scheduler, vocab_size)
         all_eos = eos_token_ids(named_eos, tokenizer, vocab_size)

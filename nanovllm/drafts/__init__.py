@@ -1,1 +1,7 @@
-"""Speculative decoding: who guesses coming tokens, and how many of them a step verifies. Imported when asked for."""
+"""Speculative decoding: guesses the tokens that come next, so that a step can verify several. Loaded only if asked for.
+
+speculation.py   the engine's Speculator: plans drafts into steps, and keeps those that the sampler draws, too
+costs.py         how long steps take on this machine, and how many drafts pay
+ngrams.py        a Drafter: copies from texts that were seen
+draft_model.py   a Drafter: runs a smaller model
+"""

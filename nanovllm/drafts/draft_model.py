@@ -1,14 +1,15 @@
-"""Drafts from a smaller model, which computes all that the model does, over blocks of the same numbers.
+"""Drafts from a smaller model, which runs a few passes before each step of the model.
 
-So it shares rows, block tables and prefix hits, and nothing of it needs planning. In each step its first pass computes
-the tokens of the step that are known, and what its cache lacks of the ones before: the last draft, if it was accepted.
-Further passes decode, with the request's own seed, position by position: a model that agrees with the target draws
-what the target will draw.
+It computes every token that the model computes, and has a cache with blocks of the same numbers. So it shares rows,
+block tables and prefix hits with the model, and the scheduler plans nothing for it. Its first pass computes the known
+tokens of the step, and earlier ones that its cache lacks: the last draft of the step before, if it was accepted. Each
+further pass computes the draft that was drawn last, and draws the next one with the request's own seed and position: if
+both models agree on the logits, they draw the same tokens.
 
     known                 a b c
     first pass            computes c, or the chunk of a prompt; draws d
     passes 2, 3           compute d, e; draw e, f
-    the model's step      computes c d e f; where all are right, f is what the draft model lacks
+    the model's step      computes c d e f; if all are right, the draft model's cache lacks f
 """
 
 import json
@@ -32,14 +33,16 @@ from nanovllm.resolve import resolve
 from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.utils.checks import quote
 
-Places = NDArray[np.intp]
+Indices = NDArray[np.intp]
 
 
 def find_draft(asked: EngineConfig, config: ResolvedConfig, model_folder: Path | None) -> ResolvedConfig:
-    """The configuration with all that a runner needs to load the draft model beside the model.
+    """Return the model's configuration with `draft` filled in: all that a rank needs to load the draft model.
 
     Args:
-        model_folder: the model's.
+        asked: the user's options.
+        config: the model's, resolved.
+        model_folder: the model's; None if it has random weights.
 
     Raises:
         ValueError: there is no such model, it cannot run as the model does, or its tokens have other ids.
@@ -70,7 +73,12 @@ def find_draft(asked: EngineConfig, config: ResolvedConfig, model_folder: Path |
 
 
 def check_same_ids(tokenizer: Tokenizer | None, other: Tokenizer | None) -> None:
-    """Raise a ValueError unless both have the same map from token to id, or there is none."""
+    """Raise a ValueError unless both tokenizers give each token the same id, or both are None.
+
+    Args:
+        tokenizer: the model's.
+        other: the draft model's.
+    """
     if tokenizer is None or other is None:
         if tokenizer is not other:
             raise ValueError("one of them has a tokenizer, and the other has none")
@@ -86,80 +94,100 @@ def check_same_ids(tokenizer: Tokenizer | None, other: Tokenizer | None) -> None
 
 
 class ModelDrafter:
-    """Runs a draft model ahead of each step: a `Drafter`."""
+    """A `Drafter` that runs a draft model."""
 
-    def __init__(self, runner: Runner, max_num_seqs: int, vocab_size: int, own_vocab_size: int) -> None:
+    def __init__(self, runner: Runner, max_num_seqs: int, vocab_size: int, draft_vocab_size: int) -> None:
         """
         Args:
-            runner: of both models.
-            vocab_size, own_vocab_size: the model's, and the draft model's: what pads the larger one is never drafted.
+            runner: the engine's; it gives plans that are `for_draft_model` to the draft model.
+            vocab_size: the model's. Draws beyond it are never drafts.
+            draft_vocab_size: the draft model's. It gets token 0 for tokens beyond it.
         """
         self._runner = runner
-        self._vocab_size, self._own_vocab_size = vocab_size, own_vocab_size
+        self._vocab_size = vocab_size
+        self._draft_vocab_size = draft_vocab_size
         self._num_computed = np.zeros(max_num_seqs, np.int32)
-        """Of each row: tokens with keys and values in the draft model's cache, rejected drafts among them."""
+        """By row: tokens whose keys and values are in the draft model's cache, rejected drafts included."""
 
-    def offer(self, seqs: Seq[Sequence], most: IntArray) -> IntArray:
-        return most
+    def offer(self, seqs: Seq[Sequence], limits: IntArray) -> IntArray:
+        return limits
 
-    def ended(self, seq: Sequence) -> None:
+    def note_end(self, seq: Sequence) -> None:
         pass
 
-    def draft(self, step: ScheduledStep) -> None:
+    def write_drafts(self, step: ScheduledStep) -> None:
         plan = step.plan
         num_drafts = plan.num_drafts
-        most, after = int(num_drafts.max()), plan.num_scheduled.cumsum()
-        ends = plan.num_computed + plan.num_scheduled - num_drafts
-        drawn = np.zeros((plan.num_seqs, max(most, 1)), np.int32)
-        passes = [self._launch_first(step, ends, num_drafts)]
-        for i in range(1, most):
-            who = np.flatnonzero(num_drafts > i)
-            decodes = self._decodes(plan.rows[who], ends[who] + np.int32(i - 1))
-            passes.append((who, self._runner.launch(decodes)))
-        for i, (who, handle) in enumerate(passes):
-            drawn[who, i] = handle.result().token_ids
+        num_passes = int(num_drafts.max())
+        ends = plan.num_computed + plan.num_scheduled - num_drafts  # of the known tokens
+        drawn = np.zeros((plan.num_seqs, max(num_passes, 1)), np.int32)
+        passes = [self._launch_first_pass(step, ends, num_drafts)]
+        for i in range(1, num_passes):
+            seqs = np.flatnonzero(num_drafts > i)
+            decodes = self._plan_decodes(plan.rows[seqs], ends[seqs] + np.int32(i - 1))
+            passes.append((seqs, self._runner.launch(decodes)))
+        for i, (seqs, handle) in enumerate(passes):
+            drawn[seqs, i] = handle.result().token_ids
         drawn[(drawn < 0) | (drawn >= self._vocab_size)] = 0
         self._num_computed[plan.rows] = ends + np.maximum(num_drafts - 1, 0)
-        is_draft = np.arange(drawn.shape[1]) < num_drafts[:, None]
-        plan.token_ids[((after - num_drafts)[:, None] + np.arange(drawn.shape[1]))[is_draft]] = drawn[is_draft]
+        columns = np.arange(drawn.shape[1])
+        is_draft = columns < num_drafts[:, None]
+        first_drafts = plan.num_scheduled.cumsum() - num_drafts  # their indices in token_ids
+        plan.token_ids[(first_drafts[:, None] + columns)[is_draft]] = drawn[is_draft]
 
-    def _launch_first(self, step: ScheduledStep, ends: IntArray, num_drafts: IntArray) -> tuple[Places, Handle]:
-        """The pass that computes each sequence's known tokens up to `ends`; and which it samples, in its order."""
-        plan, known = step.plan, dict(zip(step.rows.tolist(), step.seqs, strict=True))
-        if len(new_rows := plan.new_rows):
+    def _launch_first_pass(self, step: ScheduledStep, ends: IntArray, num_drafts: IntArray) -> tuple[Indices, Handle]:
+        """Launch the pass that computes the known tokens of each sequence up to `ends`, and draws the first drafts.
+
+        Returns the indices of the sequences that it draws for, in the order of its results.
+        """
+        plan = step.plan
+        seq_by_row = dict(zip(step.rows.tolist(), step.seqs, strict=True))
+        new_rows = plan.new_rows
+        if len(new_rows):
+            # Prefix hits, found for the model, are in this cache, too: so minimum() below takes the model's count.
             self._num_computed[new_rows["row"]] = np.iinfo(np.int32).max
             new_rows = new_rows.copy()
-            new_rows["num_logprobs"] = -1  # nobody asks for a draft's
+            new_rows["num_logprobs"] = -1  # none are wanted for drafts
         starts = np.minimum(self._num_computed[plan.rows], plan.num_computed)
         order = np.argsort(ends - starts > 1, kind="stable")  # decodes first
-        after, tokens = plan.num_scheduled.cumsum(), array("i")
-        spans = np.stack((plan.rows, starts, ends, after - plan.num_scheduled, after), 1)[order]
-        for row, start, end, of_plan, to in spans.tolist():
-            if (seq := known.get(row)) is not None:  # the plan may have left out sampled tokens
+        plan_ends = plan.num_scheduled.cumsum()
+        plan_starts = plan_ends - plan.num_scheduled
+        tokens = array("i")
+        spans = np.stack((plan.rows, starts, ends, plan_starts, plan_ends), 1)[order]
+        for row, start, end, plan_start, plan_end in spans.tolist():
+            if (seq := seq_by_row.get(row)) is not None:  # the plan may have -1 for tokens that were sampled
                 tokens += seq.token_ids[start:end]
             else:
-                tokens.frombytes(plan.token_ids[of_plan:to].tobytes())
+                tokens.frombytes(plan.token_ids[plan_start:plan_end].tobytes())
         token_ids = np.frombuffer(tokens, np.int32)
-        token_ids[token_ids >= self._own_vocab_size] = 0
-        sampled = (num_drafts[order] > 0).astype(np.int32)
+        token_ids[token_ids >= self._draft_vocab_size] = 0
+        num_sampled = (num_drafts[order] > 0).astype(np.int32)
         first = StepPlan(
             rows=plan.rows[order],
             num_computed=starts[order],
             num_scheduled=(ends - starts)[order],
-            num_sampled=sampled,
-            num_scored=np.zeros_like(sampled),
+            num_sampled=num_sampled,
+            num_scored=np.zeros_like(num_sampled),
             token_ids=token_ids,
             targets=np.empty(0, np.int32),
             block_entries=plan.block_entries,
             new_rows=new_rows,
             for_draft_model=True,
         )
-        return order[sampled > 0], self._runner.launch(first)
+        return order[num_sampled > 0], self._runner.launch(first)
 
-    def _decodes(self, rows: IntArray, num_computed: IntArray) -> StepPlan:
-        """A pass that computes the draft drawn last for each of rows, and draws the next."""
-        ones = np.ones_like(rows)
-        zeros = np.zeros_like(rows)
+    def _plan_decodes(self, rows: IntArray, num_computed: IntArray) -> StepPlan:
+        """Return the plan of a pass that computes the draft drawn last for each of some rows, and draws the next."""
         nothing = np.empty(0, np.int32)
-        entries, new_rows = nothing.reshape(0, 3), np.empty(0, ROW_SAMPLING)
-        return StepPlan(rows, num_computed, ones, ones, zeros, -ones, nothing, entries, new_rows, for_draft_model=True)
+        return StepPlan(
+            rows=rows,
+            num_computed=num_computed,
+            num_scheduled=np.ones_like(rows),
+            num_sampled=np.ones_like(rows),
+            num_scored=np.zeros_like(rows),
+            token_ids=-np.ones_like(rows),
+            targets=nothing,
+            block_entries=nothing.reshape(0, 3),
+            new_rows=np.empty(0, ROW_SAMPLING),
+            for_draft_model=True,
+        )

@@ -1,22 +1,26 @@
-"""Speculative decoding: a step also computes tokens that were guessed, and keeps those that the sampler draws, too.
+"""Speculative decoding: a step also computes drafts, which are guessed tokens, and keeps those that prove right.
 
     known        ... a b c          c is not computed yet
     drafts               d e f      guessed: the step computes c d e f
-    drawn              d e x y      by the sampler, each from the logits after c, d, e, f
+    drawn              d e x y      by the sampler, from the logits after c, d, e, f
     kept               d e x        as long as draft and draw agree, and the first draw that differs
 
-Each draw has the seed and the position that it would have without drafts, so the tokens are the same, where logits
-have the same bits in any company. (Leviathan et al. 2023, https://arxiv.org/abs/2211.17192, keep the distribution.)
+Each draw has the seed and the position that it would have without drafts. So the tokens are the same, if the same
+logits have the same bits in a step of any size. (Leviathan et al. 2023, https://arxiv.org/abs/2211.17192, only keep the
+distribution.)
 """
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from nanovllm.config import ResolvedConfig
+from nanovllm.drafts.costs import StepCosts, choose_num_drafts, measure_costs
+from nanovllm.drafts.draft_model import ModelDrafter
+from nanovllm.drafts.ngrams import NgramDrafter
+from nanovllm.engine.hooks import Runner
 from nanovllm.engine.plan import IntArray
 from nanovllm.engine.rows import Rows
 from nanovllm.engine.scheduler import Scheduler
@@ -24,234 +28,237 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import ScheduledStep
 
 MISSES = 3
-"""Steps in a row that confirm no draft of a sequence before it gets none for a while."""
-SHORTEST_PAUSE, LONGEST_PAUSE = 8, 128
-"""Tokens without drafts, twice as many each time."""
-HOPE = 0.7
-"""The share of drafts that is taken to be right before any was verified."""
-WORTHWHILE = 1.02
-"""How much faster a step must be expected to be, per token, for drafts to be verified."""
-SURE = 0.99
+"""After so many steps in a row without a right draft, a sequence gets no drafts for a while."""
+SHORTEST_PAUSE = 8
+"""Tokens that a sequence's first pause lasts. Each further pause lasts twice as long."""
+LONGEST_PAUSE = 128
+INITIAL_RATE = 0.7
+"""The share of drafts that counts as right before any was verified."""
+HIGHEST_RATE = 0.99
 """No share of right drafts counts as more."""
-
-FloatArray = NDArray[np.float64]
 
 
 class Drafter(Protocol):
     """Guesses the tokens that come next."""
 
-    def offer(self, seqs: Seq[Sequence], most: IntArray) -> IntArray:
-        """How many drafts it has for each sequence, at most `most`. 0 where it has no idea."""
+    def offer(self, seqs: Seq[Sequence], limits: IntArray) -> IntArray:
+        """Return how many drafts it has for each sequence: at most its limit, 0 if it has no guess."""
         ...
 
-    def draft(self, step: ScheduledStep) -> None:
-        """See `Speculator.draft`."""
+    def write_drafts(self, step: ScheduledStep) -> None:
+        """See `Speculator.write_drafts`."""
         ...
 
-    def ended(self, seq: Sequence) -> None:
-        """See `Speculator.ended`."""
+    def note_end(self, seq: Sequence) -> None:
+        """See `Speculator.note_end`."""
         ...
 
 
-@dataclass(frozen=True)
-class RowCosts:
-    """What steps cost, as measured at the start, in seconds.
+class DraftRecord:
+    """How the drafts of one sequence fared. `Sequence.drafting` holds it."""
 
-    Attributes:
-        rows: ascending, tokens that a step computes.
-        plain, verified: seconds of a step of so many, without drafts and with.
-        drafting: seconds of a pass of the drafter over so many sequences; 0 if it has none.
-    """
-
-    rows: FloatArray
-    plain: FloatArray
-    verified: FloatArray
-    drafting: FloatArray
-
-    def at(self, num_rows: NDArray[np.integer[Any]], seconds: FloatArray) -> FloatArray:
-        """Between what was measured, along straight lines; beyond it each row costs what one of the last step's did."""
-        beyond = np.maximum(num_rows / self.rows[-1], 1.0)
-        return np.interp(num_rows, self.rows, seconds) * beyond  # type: ignore[no-any-return]
-
-
-def allot(offers: IntArray, rates: FloatArray, num_seqs: int, num_rows: int, costs: RowCosts) -> IntArray:
-    """How many drafts of each sequence to verify, so that the step makes the most tokens a second.
-
-    The j-th draft of a sequence is kept with a probability of rate^j. The likeliest come first; the step takes as many
-    as pay.
-
-    Args:
-        offers, rates: [n], the drafts that are to be had, and how likely one is right if those before it are.
-        num_seqs, num_rows: sequences that get a token in this step anyway, and tokens that it computes anyway.
-    """
-    most = int(offers.max(initial=0))
-    if not most:
-        return np.zeros_like(offers)
-    places = np.arange(1, most + 1)
-    gains = np.where(places <= offers[:, None], rates[:, None] ** places, 0.0).ravel()
-    order = np.argsort(-gains, kind="stable")[: int(offers.sum())]
-    tokens = num_seqs + np.concatenate(([0.0], gains[order].cumsum()))
-    # A drafter's pass is due in any step, and makes the first draft; each further place is another one.
-    passes = np.maximum.accumulate(np.concatenate(([1], order % most + 1)))
-    rows = num_rows + np.arange(len(tokens))
-    seconds = costs.at(rows, costs.verified) + passes * costs.at(np.array([num_seqs]), costs.drafting)
-    seconds[0] += (costs.at(rows[:1], costs.plain) - costs.at(rows[:1], costs.verified))[0]
-    pace = tokens / seconds
-    best = int(pace.argmax())
-    if pace[best] < WORTHWHILE * pace[0]:
-        best = 0
-    return np.bincount(order[:best] // most, minlength=len(offers)).astype(np.int32)
-
-
-class Record:
-    """How the drafts of one sequence fared."""
-
-    __slots__ = ("misses", "notes", "offered", "pause", "resumes_at", "right", "tried")
+    __slots__ = ("drafter_state", "misses", "num_offered", "num_right", "num_tried", "pause", "resumes_at")
 
     def __init__(self) -> None:
-        self.right = self.tried = 1.0  # counts that forget: what was lately counts more
-        self.misses, self.pause, self.resumes_at = 0, SHORTEST_PAUSE, 0
-        self.offered = 0
-        self.notes: Any = None
-        """The drafter's own."""
+        self.num_right = 1.0
+        self.num_tried = 1.0
+        """Drafts that were right, and drafts that were compared; recent steps count more."""
+        self.misses = 0
+        """Steps in a row without a right draft."""
+        self.pause = SHORTEST_PAUSE
+        """Tokens that the next pause will last."""
+        self.resumes_at = 0
+        """How many tokens the sequence has when its pause ends."""
+        self.num_offered = 0
+        """Drafts that the drafter had for it in the last step."""
+        self.drafter_state: Any = None
+        """Only the drafter uses it."""
 
 
 class Speculation:
-    """The scheduler's `Speculator`: which sequences verify how many drafts, and how their drafts have fared."""
+    """The engine's `Speculator`: chooses how many drafts each sequence verifies, and learns how they fare."""
 
-    def __init__(self, scheduler: Scheduler, drafter: Drafter, most: int, costs: RowCosts) -> None:
+    def __init__(self, scheduler: Scheduler, drafter: Drafter, max_drafts: int, costs: StepCosts) -> None:
         """
         Args:
-            most: drafts a sequence and step.
+            max_drafts: of a sequence in a step.
         """
-        self._scheduler, self.drafter, self.most, self.costs = scheduler, drafter, most, costs
-        self._right, self._tried = [8 * HOPE] * (most + 1), [8.0] * (most + 1)
-        """Over all sequences, by the length of the offer."""
-        self._asked, self._may_pay = (b"", 0), False
-        """Whether certain drafts would have paid in the last step, which had room for so many: most look alike."""
-        self.num_draft_tokens = self.num_accepted_tokens = 0
+        self._scheduler = scheduler
+        self.drafter = drafter
+        self.max_drafts = max_drafts
+        self.costs = costs
+        self._num_right = [8 * INITIAL_RATE] * (max_drafts + 1)
+        self._num_tried = [8.0] * (max_drafts + 1)
+        """As in `DraftRecord`, over all sequences, by the number of drafts that were offered."""
+        self._last_limits = (b"", 0)
+        """The limits of the last step's drafts, and its tokens without them: most steps have the same."""
+        self._may_pay = False
+        """Whether drafts that are always right would have paid in the last step."""
+        self.num_draft_tokens = 0
+        self.num_accepted_tokens = 0
 
-    def choose(self, seqs: Seq[Sequence], most: IntArray, num_rows: int) -> IntArray:
-        """How many drafts each sequence of a step verifies.
+    # ---- before the step
+
+    def plan_drafts(self, rows: Rows, ends: IntArray, num_running: int) -> IntArray:
+        """See `Speculator.plan_drafts`. The drafts of a row follow its last known token; its blocks are taken here.
+
+        Drafts yield to sequences: those that were admitted to the step have their tokens and blocks first, and while
+        one waits for blocks, drafts take none. Whether drafts pay is judged without the admitted sequences: beside a
+        long prompt anything would seem to pay.
+        """
+        scheduler = self._scheduler
+        table = scheduler.table
+        blocks = scheduler.blocks
+        budget = scheduler.max_num_batched_tokens - int((ends - table.num_computed[rows])[num_running:].sum())
+        running = rows[:num_running]
+        running_ends = ends[:num_running]  # a view of ends: what is added here is returned
+        num_tokens = table.num_tokens[running]
+        num_scheduled = running_ends - table.num_computed[running]
+        limits = np.minimum(table.num_needed[running] - num_tokens, self.max_drafts)
+        is_awaited = scheduler.waiting and table.has_free_row
+        if is_awaited or not blocks.can_grow(blocks.missing(running, num_tokens + limits)):
+            limits = np.minimum(limits, blocks.room[running] - num_tokens)
+        if scheduler.edited_rows:
+            edits = {row: table.resident[row].edits for row in scheduler.edited_rows}
+            without_drafts = [row for row, own in edits.items() if own is not None and not own.allows_drafts]
+            limits[np.isin(running, without_drafts)] = 0
+        decodes = np.flatnonzero((num_scheduled == 1) & (running_ends == num_tokens) & (limits > 0))
+        num_planned = int(num_scheduled.sum())
+        if len(decodes) and (each := (budget - num_planned) // len(decodes)):
+            limits = np.minimum(limits[decodes], each)
+            running_ends[decodes] += self.choose(table.sequences(running[decodes]), limits, num_planned)
+            blocks.grow(blocks.missing(running, running_ends))
+        return ends
+
+    def choose(self, seqs: Seq[Sequence], limits: IntArray, num_tokens: int) -> IntArray:
+        """Choose how many drafts each sequence of a step verifies.
 
         Args:
-            seqs: those that decode in the step.
-            most: int32 [n], how many each may, `self.most` at most.
-            num_rows: tokens that the step computes anyway.
+            seqs: the sequences that decode in the step.
+            limits: int32 [n], the most drafts of each; none is above `max_drafts`.
+            num_tokens: tokens that the step computes anyway.
+
+        Returns:
+            int32 [n].
         """
-        most = most.copy()
+        limits = limits.copy()
         for i, seq in enumerate(seqs):
-            record = seq.drafting = seq.drafting or Record()
+            record = seq.drafting = seq.drafting or DraftRecord()
             if record.resumes_at > len(seq.token_ids):
-                most[i] = 0
-        if (asked := (most.tobytes(), num_rows)) != self._asked:
-            self._asked, sure = asked, np.full(len(seqs), SURE)
-            self._may_pay = bool(allot(most, sure, len(seqs), num_rows, self.costs).any())
+                limits[i] = 0
+        if (limits.tobytes(), num_tokens) != self._last_limits:
+            self._last_limits = (limits.tobytes(), num_tokens)
+            always_right = np.full(len(seqs), HIGHEST_RATE)
+            self._may_pay = bool(choose_num_drafts(limits, always_right, len(seqs), num_tokens, self.costs).any())
         if not self._may_pay:
-            return np.zeros_like(most)
-        offers = self.drafter.offer(seqs, most)
-        usual = [right / tried for right, tried in zip(self._right, self._tried, strict=True)]
+            return np.zeros_like(limits)
+        offers = self.drafter.offer(seqs, limits)
+        usual_rates = [right / tried for right, tried in zip(self._num_right, self._num_tried, strict=True)]
         rates = []
         for seq, offer in zip(seqs, offers.tolist(), strict=True):
             record = seq.drafting
-            record.offered = offer
-            rates.append(min((record.right + 2 * usual[offer]) / (record.tried + 2), SURE))
-        return allot(offers, np.array(rates), len(seqs), num_rows, self.costs)
+            record.num_offered = offer
+            rates.append(min((record.num_right + 2 * usual_rates[offer]) / (record.num_tried + 2), HIGHEST_RATE))
+        return choose_num_drafts(offers, np.array(rates), len(seqs), num_tokens, self.costs)
 
-    def plan(self, rows: Rows, ends: IntArray, num_running: int) -> IntArray:
-        """Up to where each of the rows computes, with the drafts that it verifies after its last known token.
+    def write_drafts(self, step: ScheduledStep) -> None:
+        self.drafter.write_drafts(step)
 
-        They take their blocks here, and cost no sequence its own, nor its place in the step: who is admitted comes
-        first, and while somebody waits for blocks, drafts take none. They are judged by the step without the admitted:
-        beside a long prompt everything would seem to pay.
-        """
-        scheduler = self._scheduler
-        table, blocks = scheduler.table, scheduler.blocks
-        budget = scheduler.max_num_batched_tokens - int((ends - table.num_computed[rows])[num_running:].sum())
-        all_ends, rows, ends = ends, rows[:num_running], ends[:num_running]  # drafts are added in place
-        num_tokens, num_scheduled = table.num_tokens[rows], ends - table.num_computed[rows]
-        most = np.minimum(table.num_needed[rows] - num_tokens, self.most)
-        is_awaited = scheduler.waiting and table.has_free_row
-        if is_awaited or not blocks.can_grow(blocks.missing(rows, num_tokens + most)):
-            most = np.minimum(most, blocks.room[rows] - num_tokens)
-        if scheduler.edited_rows:
-            edits = {row: table.resident[row].edits for row in scheduler.edited_rows}
-            most[np.isin(rows, [row for row, of_row in edits.items() if of_row and not of_row.allows_drafts])] = 0
-        decodes = np.flatnonzero((num_scheduled == 1) & (ends == num_tokens) & (most > 0))
-        num_rows = int(num_scheduled.sum())
-        if len(decodes) and (room := (budget - num_rows) // len(decodes)):
-            most = np.minimum(most[decodes], room)
-            ends[decodes] += self.choose(table.sequences(rows[decodes]), most, num_rows)
-            blocks.grow(blocks.missing(rows, ends))
-        return all_ends
-
-    def draft(self, step: ScheduledStep) -> None:
-        self.drafter.draft(step)
+    # ---- after the step
 
     def update(
         self, step: ScheduledStep, token_ids: IntArray, logprobs: Mapping[int, dict[int, float]]
     ) -> list[Sequence]:
-        """Append what agrees with the drafts, and the first draw that differs; no other step is in flight.
+        """See `Speculator.update`: append the draws that agree with the drafts, and the first one that differs.
 
             computed by the step   c d e f      c was known, d e f are drafts
             drawn                  d e x y      d and e are accepted: d e x are kept, and c d e stay computed
 
-        The blocks that the rejected ones were computed into stay with the sequence.
+        No other step is in flight. The blocks that rejected drafts were computed into stay with the sequence.
         """
         scheduler = self._scheduler
-        table, rows, plan, ended = scheduler.table, step.rows, step.plan, list[Sequence]()
+        table = scheduler.table
+        rows = step.rows
+        plan = step.plan
+        # By sequence: how many draws it has, the first of them, and how many are kept.
         is_sampled = plan.num_sampled > 0
-        counts, ends = plan.num_sampled[is_sampled], plan.num_scheduled.cumsum()[is_sampled]
+        counts = plan.num_sampled[is_sampled]
+        ends = plan.num_scheduled.cumsum()[is_sampled]
         afters = counts.cumsum()
         firsts = afters - counts
-        places = np.arange(1, len(token_ids) + 1) + np.repeat(ends - afters, counts)  # of the draft after each draw
-        differs = token_ids != plan.token_ids.take(places, mode="clip")
-        differs[afters - 1] = True  # no draft is left
+        following = np.arange(1, len(token_ids) + 1) + np.repeat(ends - afters, counts)  # the draft after each draw
+        differs = token_ids != plan.token_ids.take(following, mode="clip")
+        differs[afters - 1] = True  # the last draw of a sequence has no draft to agree with
         stops = np.flatnonzero(differs)
         kept = stops[np.searchsorted(stops, firsts)] - firsts + 1
         num_known = table.num_known[rows] + kept
-        table.num_known[rows] = table.num_tokens[rows] = num_known
+        table.num_known[rows] = num_known
+        table.num_tokens[rows] = num_known
         table.num_computed[rows] = num_known - 1
-        # The device does not know which draw was the last one kept.
+        # The device does not know which draw was kept last: the next plan sends its id.
         table.num_sent[rows] = np.where(counts > 1, num_known, table.num_sent[rows])
-        suspect = np.logical_or.reduceat(scheduler.may_stop[token_ids], firsts)
-        suspect |= num_known > table.unchecked_until[rows]
-        facts, drawn = (values.tolist() for values in (firsts, counts, kept, suspect)), token_ids.tolist()
-        for seq, first, count, num_kept, may_end in zip(step.seqs, *facts, strict=True):
-            if seq.finish_reason is not None:  # by the same step's scores, which were no numbers
+        may_end = np.logical_or.reduceat(scheduler.may_stop[token_ids], firsts)
+        may_end |= num_known > table.unchecked_until[rows]
+        drawn = token_ids.tolist()
+        facts = np.stack((firsts, counts, kept, may_end), 1).tolist()
+        ended: list[Sequence] = []
+        for seq, (first, count, num_kept, is_checked) in zip(step.seqs, facts, strict=True):
+            if seq.finish_reason is not None:  # its prompt's scores, read with this step, were NaN
                 continue
             for at in range(first, first + num_kept):
                 seq.token_ids.append(drawn[at])
                 if at in logprobs:
                     seq.logprobs.append(logprobs[at])
-                if may_end and scheduler.check_end(seq):
+                if is_checked and scheduler.check_end(seq):
                     scheduler.release(seq)
                     ended.append(seq)
                     break
             scheduler.num_generated_tokens += at + 1 - first
-            if count > 1:  # drafts beyond the end are neither right nor wrong
-                self.learn(seq, at - first if seq.finish_reason else count - 1, at - first)
+            if count > 1:
+                num_accepted = at - first
+                # Drafts beyond the end of a sequence count neither as right nor as wrong.
+                self._learn(seq, num_accepted if seq.finish_reason else count - 1, num_accepted)
         return ended
 
-    def ended(self, seq: Sequence) -> None:
-        self.drafter.ended(seq)
-
-    def learn(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
-        """What a step made of the drafts of a sequence."""
+    def _learn(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
+        """Count how the drafts of a sequence fared in a step."""
         self.num_draft_tokens += num_drafts
         self.num_accepted_tokens += num_accepted
-        record: Record = seq.drafting
-        num_tried = min(num_accepted + 1, num_drafts)  # those after the first wrong one tell nothing
-        record.right, record.tried = 0.8 * record.right + num_accepted, 0.8 * record.tried + num_tried
-        offer = record.offered
-        self._right[offer] = 0.98 * self._right[offer] + num_accepted
-        self._tried[offer] = 0.98 * self._tried[offer] + num_tried
+        num_tried = min(num_accepted + 1, num_drafts)  # nothing is known about those after the first wrong one
+        record: DraftRecord = seq.drafting
+        record.num_right = 0.8 * record.num_right + num_accepted
+        record.num_tried = 0.8 * record.num_tried + num_tried
+        offer = record.num_offered
+        self._num_right[offer] = 0.98 * self._num_right[offer] + num_accepted
+        self._num_tried[offer] = 0.98 * self._num_tried[offer] + num_tried
         if num_accepted:
-            record.misses, record.pause = 0, SHORTEST_PAUSE
+            record.misses = 0
+            record.pause = SHORTEST_PAUSE
             return
         record.misses += 1
         if record.misses >= MISSES:
             record.resumes_at = len(seq.token_ids) + record.pause
             record.pause = min(2 * record.pause, LONGEST_PAUSE)
-            record.misses = MISSES - 1  # one more miss after the pause is enough for the next
-            record.right = record.tried = 1.0
+            record.misses = MISSES - 1  # after the pause a single miss starts the next one
+            record.num_right = 1.0
+            record.num_tried = 1.0
+
+    def note_end(self, seq: Sequence) -> None:
+        self.drafter.note_end(seq)
+
+
+def start_speculation(config: ResolvedConfig, runner: Runner, scheduler: Scheduler, vocab_size: int) -> Speculation:
+    """Measure the costs of steps, and return the speculation that `config.speculative_config` asks for.
+
+    Args:
+        runner: with its cache.
+        vocab_size: the model's.
+    """
+    options = config.speculative_config or {}
+    max_drafts = min(config.num_speculative_tokens, config.max_model_len - 1)
+    drafter: Drafter
+    if config.draft is None:
+        drafter = NgramDrafter(options["prompt_lookup_min"], options["prompt_lookup_max"])
+    else:
+        drafter = ModelDrafter(runner, config.max_num_seqs, vocab_size, config.draft["vocab_size"])
+    return Speculation(scheduler, drafter, max_drafts, measure_costs(runner, config, max_drafts))

@@ -94,7 +94,7 @@ class Speculator(Protocol):
     num_draft_tokens: int
     num_accepted_tokens: int
 
-    def plan(self, rows: Rows, ends: IntArray, num_running: int) -> IntArray:
+    def plan_drafts(self, rows: Rows, ends: IntArray, num_running: int) -> IntArray:
         """Return up to which token each row computes in a step, drafts included. `Scheduler.schedule` calls it.
 
         Args:
@@ -103,8 +103,8 @@ class Speculator(Protocol):
         """
         ...
 
-    def draft(self, step: ScheduledStep) -> None:
-        """Write the drafts into the plan, whose token_ids have room for as many as `plan` asked for."""
+    def write_drafts(self, step: ScheduledStep) -> None:
+        """Write the drafts into the plan, whose token_ids have room for as many as `plan_drafts` asked for."""
         ...
 
     def update(
@@ -113,6 +113,6 @@ class Speculator(Protocol):
         """Do for a step with drafts what `Scheduler.update` does for the others, with the same arguments."""
         ...
 
-    def ended(self, seq: Sequence) -> None:
-        """The sequence has its last token."""
+    def note_end(self, seq: Sequence) -> None:
+        """Learn that a sequence has ended. The engine calls it once for each, when its last token is appended."""
         ...

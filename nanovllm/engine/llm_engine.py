@@ -225,7 +225,7 @@ class LLMEngine:
             if step is not None:
                 clock.span("schedule")
                 if scheduler.speculation is not None:
-                    scheduler.speculation.draft(step)
+                    scheduler.speculation.write_drafts(step)
                     clock.span("draft")
                 for observer in self.observers:
                     observer.planned(self.num_steps + 1, clock.spans[0][1], step)
@@ -252,7 +252,7 @@ class LLMEngine:
         finished = self.scheduler.update(launched.step, result.token_ids, result.logprobs, result.scores)
         for seq in finished:
             if speculation is not None:
-                speculation.ended(seq)
+                speculation.note_end(seq)
             if seq.finish_reason == "error":
                 grammar_error = seq.grammar.get_error().split("\n")[0] if seq.grammar is not None else ""
                 reason = grammar_error or "the logits hold NaN or infinity, or no token that may come"

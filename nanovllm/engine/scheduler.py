@@ -82,7 +82,7 @@ class Scheduler:
             if self.waiting and self.table.has_free_row:
                 rows, ends, admitted = self._admit(rows, ends)
             if self.speculation is not None and len(rows) > len(admitted):
-                ends = self.speculation.plan(rows, ends, len(rows) - len(admitted))
+                ends = self.speculation.plan_drafts(rows, ends, len(rows) - len(admitted))
         return self._make_step(rows, ends, admitted) if len(rows) else None
 
     def _schedule_running(self) -> tuple[Rows, IntArray, bool]:

@@ -29,13 +29,13 @@ class Parrot:
     def offer(self, seqs: list[Sequence], most: np.ndarray) -> np.ndarray:
         return most
 
-    def draft(self, batch: ScheduledStep) -> None:
+    def write_drafts(self, batch: ScheduledStep) -> None:
         for seq, share in batch.shares():
             text, known = self._texts[seq.seq_id % len(self._texts)], len(seq.token_ids)
             for i in range(1, len(share)):
                 share[i] = text[known + i - 1] if self._rng.random() < self._share else self._rng.randrange(500)
 
-    def ended(self, seq: Sequence) -> None:
+    def note_end(self, seq: Sequence) -> None:
         pass
 
 
@@ -155,8 +155,8 @@ def test_ids_beyond_the_smaller_vocabulary_are_never_drafted(random_model: Path,
     drafts = []
 
     class Spy(ModelDrafter):
-        def draft(self, batch: ScheduledStep) -> None:
-            super().draft(batch)
+        def write_drafts(self, batch: ScheduledStep) -> None:
+            super().write_drafts(batch)
             drafts.extend(token for _, share in batch.shares() for token in share[1:].tolist())
 
     config = {"speculative_config": {"model": str(random_model), "num_speculative_tokens": 3}}

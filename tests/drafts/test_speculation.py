@@ -24,10 +24,10 @@ from helpers.traces import run_trace, traces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanovllm.drafts.costs import StepCosts, choose_num_drafts, time_steps
 from nanovllm.drafts.draft_model import ModelDrafter
 from nanovllm.drafts.ngrams import NgramDrafter
-from nanovllm.drafts.speculation import RowCosts, Speculation, allot
-from nanovllm.drafts.start import _time_steps
+from nanovllm.drafts.speculation import Speculation
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.plan import StepPlan
 from nanovllm.engine.sequence import Sequence
@@ -48,7 +48,7 @@ class Adversary:
     def offer(self, seqs: list[Sequence], most: np.ndarray) -> np.ndarray:
         return most if self._eager else np.array([self._rng.randint(0, n) for n in most.tolist()], np.int32)
 
-    def draft(self, batch: ScheduledStep) -> None:
+    def write_drafts(self, batch: ScheduledStep) -> None:
         for seq, tokens in batch.shares():
             state = 0
             for token in seq.token_ids:
@@ -58,11 +58,11 @@ class Adversary:
                 tokens[i] = right if self._rng.random() < self._share else (right + self._rng.randint(1, 3)) % VOCAB
                 state = state_after(state, int(tokens[i]))
 
-    def ended(self, seq: Sequence) -> None:
+    def note_end(self, seq: Sequence) -> None:
         pass
 
 
-def speculate(drafter: Any, most: int, costs: RowCosts = FREE) -> Callable[[LLMEngine], None]:
+def speculate(drafter: Any, most: int, costs: StepCosts = FREE) -> Callable[[LLMEngine], None]:
     def prepare(engine: LLMEngine) -> None:
         engine.scheduler.speculation = Speculation(engine.scheduler, drafter, most, costs)
 
@@ -184,8 +184,8 @@ def test_drafts_keep_nobody_waiting_who_could_be_admitted(num_blocks: int, num_d
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 def test_what_breaks_while_drafts_are_made_leaves_the_engine_whole(error: type[BaseException]) -> None:
     class Breaking(Adversary):
-        def draft(self, batch: ScheduledStep) -> None:
-            super().draft(batch)
+        def write_drafts(self, batch: ScheduledStep) -> None:
+            super().write_drafts(batch)
             if batch.plan.num_computed.max() > 8:
                 raise error
 
@@ -241,14 +241,16 @@ def test_the_bar_and_a_job_s_summary_tell_tokens_a_step() -> None:
 def test_rows_are_spent_where_they_pay() -> None:
     offers, rates = np.array([4, 4, 0], np.int32), np.array([0.9, 0.2, 0.9])
     rows = np.arange(1.0, 65)
-    linear = RowCosts(rows, rows, rows, np.zeros(64))
-    assert allot(offers, rates, 3, 3, linear).tolist() == [0, 0, 0], "a row costs as much as a token is worth"
-    steps = RowCosts(rows, *[np.where(rows <= 6, 1.0, 10.0)] * 2, np.zeros(64))
-    assert allot(offers, rates, 3, 3, steps).tolist() == [3, 0, 0], "the likeliest drafts fill what is free"
-    assert allot(offers, rates, 3, 3, FREE).tolist() == [4, 4, 0]
-    passes = RowCosts(rows, np.ones(64), np.ones(64), np.full(64, 0.1))
-    assert allot(np.array([4]), np.array([0.99]), 1, 1, passes).tolist() == [4]
-    assert allot(np.array([4]), np.array([0.5]), 1, 1, passes).tolist() == [2], "further passes do not pay"
+    linear = StepCosts(rows, rows, rows, np.zeros(64))
+    assert choose_num_drafts(offers, rates, 3, 3, linear).tolist() == [0, 0, 0], (
+        "a row costs as much as a token is worth"
+    )
+    steps = StepCosts(rows, *[np.where(rows <= 6, 1.0, 10.0)] * 2, np.zeros(64))
+    assert choose_num_drafts(offers, rates, 3, 3, steps).tolist() == [3, 0, 0], "the likeliest drafts fill what is free"
+    assert choose_num_drafts(offers, rates, 3, 3, FREE).tolist() == [4, 4, 0]
+    passes = StepCosts(rows, np.ones(64), np.ones(64), np.full(64, 0.1))
+    assert choose_num_drafts(np.array([4]), np.array([0.99]), 1, 1, passes).tolist() == [4]
+    assert choose_num_drafts(np.array([4]), np.array([0.5]), 1, 1, passes).tolist() == [2], "further passes do not pay"
 
 
 def test_a_disturbed_start_makes_no_row_dearer_than_further_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -262,8 +264,8 @@ def test_a_disturbed_start_makes_no_row_dearer_than_further_ones(monkeypatch: py
             now += (0.01 + 0.001 * plan.num_tokens) * (3 if 0.02 < now < 0.5 or plan.num_tokens == 2 else 1)
             return SimpleNamespace(result=lambda: None)
 
-    monkeypatch.setattr("nanovllm.drafts.start.time", SimpleNamespace(perf_counter=lambda: now))
-    found = _time_steps(Runner(), SimpleNamespace(max_num_seqs=8), [1, 2, 3, 4, 6, 8, 12, 16, 24, 32], 3)
+    monkeypatch.setattr("nanovllm.drafts.costs.time", SimpleNamespace(perf_counter=lambda: now))
+    found = time_steps(Runner(), SimpleNamespace(max_num_seqs=8), [1, 2, 3, 4, 6, 8, 12, 16, 24, 32], 3)
     assert (1000 * found).round(6).tolist() == [11, 13, 13, 14, 16, 18, 22, 26, 34, 42]
 
 
@@ -301,17 +303,17 @@ def test_the_outputs_of_ended_sequences_are_found_by_others_until_there_is_no_ro
     drafter = NgramDrafter(2, 4, num_bytes=1 << 14)
     seq = Sequence(1000, [1, 2, 3], SamplingParams(), max_model_len=1000)
     seq.token_ids.extend(range(50, 80))
-    drafter.ended(seq)
+    drafter.note_end(seq)
     assert drafts_of(drafter, [9, 2, 3]) == [50, 51], "what follows the prompt's last tokens is output"
     assert drafts_of(drafter, [9, 60, 61, 62]) == [63, 64, 65]
     repeating = Sequence(1001, [1, 2, 3], SamplingParams(), max_model_len=1000)
     repeating.token_ids.extend([7] * 12)
-    drafter.ended(repeating)
+    drafter.note_end(repeating)
     assert drafts_of(drafter, [7, 7]) == [7], "a text that is shorter than what agrees with it"
     for i in range(40):
         other = Sequence(2000 + i, [1, 2, 3], SamplingParams(), max_model_len=1000)
         other.token_ids.extend(range(100 * i, 100 * i + 30))
-        drafter.ended(other)
+        drafter.note_end(other)
     assert drafter._room >= 0 and len(drafter._held) < 41
     assert drafts_of(drafter, [9, 60, 61, 62]) == []
 

@@ -22,7 +22,8 @@ from pydantic import BaseModel
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.config import EngineConfig
-from nanovllm.drafts.speculation import RowCosts, Speculation
+from nanovllm.drafts.costs import StepCosts
+from nanovllm.drafts.speculation import Speculation
 from nanovllm.edits import grammars
 from nanovllm.edits.grammars import Grammars
 from nanovllm.jobs.job import Job, Status
@@ -425,19 +426,19 @@ class Oracle:
     def offer(self, seqs: list[Any], most: np.ndarray) -> np.ndarray:
         return most
 
-    def draft(self, batch: Any) -> None:
+    def write_drafts(self, batch: Any) -> None:
         for seq, tokens in batch.shares():
             coming = self._known[tuple(seq.prompt_token_ids)][len(seq.output_token_ids) :]
             for i in range(1, len(tokens)):
                 is_right = i <= len(coming) and self._rng.random() < 0.8
                 tokens[i] = coming[i - 1] if is_right else self._rng.choice([EOS, self._rng.randrange(EOS)])
 
-    def ended(self, seq: Any) -> None:
+    def note_end(self, seq: Any) -> None:
         pass
 
 
 def test_drafts_are_masked_one_by_one_and_change_no_token(plain: list[Output]) -> None:
-    costless = RowCosts(np.array([1.0, 99.0]), np.ones(2), np.ones(2), np.zeros(2))
+    costless = StepCosts(np.array([1.0, 99.0]), np.ones(2), np.ones(2), np.zeros(2))
     drafts = {"method": "ngram", "num_speculative_tokens": 4}
     with LLM("tiny-qwen3", kvcache_memory_bytes=64 << 20, speculative_config=drafts, **OPTIONS) as llm:
         scheduler = llm.engine.scheduler
@@ -458,7 +459,7 @@ def test_what_forbids_tokens_besides_a_grammar_is_kept_with_drafts_too(llm: LLM)
         SamplingParams(0, 60, structured_outputs={"regex": "[a-z]*"}, min_tokens=12),
     ]
     alone = complete(llm, params)
-    costless = RowCosts(np.array([1.0, 99.0]), np.ones(2), np.ones(2), np.zeros(2))
+    costless = StepCosts(np.array([1.0, 99.0]), np.ones(2), np.ones(2), np.zeros(2))
     with LLM(
         "tiny-qwen3",
         kvcache_memory_bytes=64 << 20,

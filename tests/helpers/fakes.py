@@ -7,7 +7,7 @@ import numpy as np
 import xxhash
 
 from nanovllm.config import ResolvedConfig
-from nanovllm.drafts.speculation import RowCosts
+from nanovllm.drafts.costs import StepCosts
 from nanovllm.edits.editing import Editing
 from nanovllm.engine.block_manager import BlockManager, prefix_digest
 from nanovllm.engine.llm_engine import LLMEngine
@@ -253,5 +253,5 @@ def run_all(engine: LLMEngine, requests: Iterable[Request]) -> dict[int, Sequenc
     return {number: seq for ended in engine.run(requests) for number, seq in ended}
 
 
-FREE = RowCosts(np.array([1.0, 99.0]), np.ones(2), np.ones(2), np.zeros(2))
+FREE = StepCosts(np.array([1.0, 99.0]), np.ones(2), np.ones(2), np.zeros(2))
 """A step costs the same whatever it computes: every draft pays."""
