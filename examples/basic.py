@@ -1,8 +1,8 @@
-"""Complete a few prompts. On vLLM: the same, but for the import and the model's name."""
+"""Complete a few prompts. To run it on vLLM, change the import and the name of the model."""
 
 from nanovllm import LLM, SamplingParams
 
-MODEL = "tiny-qwen3"  # the model in the box; Qwen/Qwen3-0.6B, for one, runs on both
+MODEL = "tiny-qwen3"  # the model in the box; with vLLM use, for example, Qwen/Qwen3-0.6B
 
 QUESTIONS = ["what is the capital of France?", "count from 3 to 9", "what is 17 + 25?"]
 

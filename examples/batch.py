@@ -1,10 +1,10 @@
-"""Many prompts at once, each with its own limits. On vLLM: the same, but for the import and the model's name."""
+"""Many prompts at once, each with its own limits. To run it on vLLM, change the import and the name of the model."""
 
 import time
 
 from nanovllm import LLM, SamplingParams
 
-MODEL = "tiny-qwen3"  # the model in the box; Qwen/Qwen3-0.6B, for one, runs on both
+MODEL = "tiny-qwen3"  # the model in the box; with vLLM use, for example, Qwen/Qwen3-0.6B
 
 
 def main() -> None:

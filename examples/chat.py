@@ -1,8 +1,8 @@
-"""Answer conversations. On vLLM: the same, but for the import and the model's name."""
+"""Answer conversations. To run it on vLLM, change the import and the name of the model."""
 
 from nanovllm import LLM
 
-MODEL = "tiny-qwen3"  # the model in the box; Qwen/Qwen3-0.6B, for one, runs on both
+MODEL = "tiny-qwen3"  # the model in the box; with vLLM use, for example, Qwen/Qwen3-0.6B
 
 
 def main() -> None:

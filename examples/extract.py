@@ -1,6 +1,7 @@
-"""200 product descriptions to records: python examples/extract.py [MODEL [COUNT]]. docs/structured.md has its output.
+"""Turn 200 product descriptions into records: python examples/extract.py [MODEL [COUNT]].
 
-The descriptions are made of facts, so that each record can be held against them.
+The descriptions are made from known facts, so that each record can be compared with them. docs/structured.md shows the
+output.
 """
 
 import json
@@ -69,7 +70,7 @@ def describe(facts: dict[str, Any], rng: random.Random) -> str:
 
 
 def read(text: str) -> dict[str, Any] | None:
-    """The record, if the text is one, be it in a fence."""
+    """Return the record, or None if the text is not one. The text may stand between ```json and ```."""
     try:
         record = json.loads(text.strip().removeprefix("```json").removesuffix("```"))
     except ValueError:

@@ -1,8 +1,8 @@
-"""Prompts with one long beginning, computed once. On vLLM: the same, but for the import and the model's name."""
+"""Prompts with one long beginning, computed once. To run it on vLLM, change the import and the name of the model."""
 
 from nanovllm import LLM, SamplingParams
 
-MODEL = "tiny-qwen3"  # the model in the box; Qwen/Qwen3-0.6B, for one, runs on both
+MODEL = "tiny-qwen3"  # the model in the box; with vLLM use, for example, Qwen/Qwen3-0.6B
 
 RULES = "You answer questions of pupils. Be brief, be friendly, and say so if you do not know. " * 6
 QUESTIONS = ["what is the capital of Spain?", "what is the capital of Italy?", "what is 8 + 9?"]

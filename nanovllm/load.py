@@ -1,15 +1,18 @@
-"""Puts an engine together: the one room that knows all the wings."""
+"""Puts an engine together from its parts. It is the only file of the spine that imports wings, each in a function.
+
+A wing is a room that an engine can do without: nothing of it is imported before an option or a request asks for it.
+"""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from nanovllm.config import EngineConfig
-from nanovllm.distributed.leader import LeadingRunner
+from nanovllm.config import EngineConfig, ResolvedConfig
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.hooks import LogitEditor, StepObserver
+from nanovllm.engine.hooks import LogitEditor, Runner, StepObserver
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.layers.parallel import Parallel
@@ -23,64 +26,44 @@ from nanovllm.utils.ahead import read_ahead
 from nanovllm.utils.checks import as_integer
 from nanovllm.utils.machine import limit_threads
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
 logger = logging.getLogger(__name__)
 
 
 def load_engine(asked: EngineConfig) -> LLMEngine:
-    """Load the model and make the KV cache; ValueError for whatever is asked that cannot be had."""
+    """Load the model, make the KV cache, and return the engine.
+
+    Raises:
+        ValueError: the model cannot be loaded, or an option cannot be had here; the message says why.
+    """
     folder, source, data = find_config(asked.model, asked.revision, asked.load_format)
     weights = None if asked.load_format == "dummy" else folder
-    read_ahead(sorted(weights.glob("*.safetensors")) if weights is not None else [])  # while transformers is imported
+    if weights is not None:
+        read_ahead(sorted(weights.glob("*.safetensors")))  # while transformers is imported
     hf_config = load_model_config(data, source)
     config = resolve(asked, hf_config)
     if config.device == "cpu":
         limit_threads()
-    vocab_size = int(hf_config.vocab_size)
     if config.speculative_config is not None and config.speculative_config["method"] == "draft_model":
         from nanovllm.drafts.draft_model import find_draft
 
         config = find_draft(asked, config, folder)
-    path = folder / "generation_config.json" if folder is not None else None
-    generation = read_json(path) if path is not None and path.is_file() else {}
-    named_eos = generation.get("eos_token_id", data.get("eos_token_id"))
-    try:
-        default_params = SamplingParams.from_generation_config(generation)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
-    with ThreadPoolExecutor(1) as aside, ExitStack() as on_error:
-        tokenizer_to_be = aside.submit(Tokenizer.find, folder)  # reading weights leaves the interpreter to it
-        given, alone = (config, hf_config, weights), config.tensor_parallel_size == 1
-        runner: ModelRunner | LeadingRunner = ModelRunner(*given, Parallel()) if alone else LeadingRunner(*given)
+    vocab_size = int(hf_config.vocab_size)
+    generation, default_params = read_generation_config(folder)
+    with ThreadPoolExecutor(1) as pool, ExitStack() as on_error:
+        tokenizer_to_be = pool.submit(Tokenizer.find, folder)  # beside the weights, whose reading needs little Python
+        runner, make_cache = load_runner(config, hf_config, weights)
         on_error.callback(runner.close)
         tokenizer = tokenizer_to_be.result()
-        make_blocks: Callable[[int, int, bool], BlockManager] = BlockManager
-        trace = None
-        if config.trace is not None:
-            from nanovllm.view.trace import Trace
-
-            trace = Trace(config.trace, config.device, tokenizer)
-            make_blocks = trace.block_manager
-        num_blocks = runner.make_cache()
-        scheduler = Scheduler(
-            make_blocks(num_blocks, config.block_size, config.enable_prefix_caching),
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            vocab_size=vocab_size,
-        )
-        observers: list[StepObserver] = []
-        if trace is not None:
-            trace.watch(scheduler)
-            observers.append(trace)
-        if config.speculative_config is not None:
-            from nanovllm.drafts.speculation import start_speculation
-
-            scheduler.speculation = start_speculation(config, runner, scheduler, vocab_size)
-        all_eos = eos_token_ids(named_eos, tokenizer, vocab_size)
+        eos_token_ids = find_eos_token_ids({**data, **generation}, tokenizer, vocab_size)
+        scheduler, observers = make_scheduler(config, runner, make_cache(), vocab_size, tokenizer)
 
         def make_editor() -> LogitEditor:
             from nanovllm.edits.editing import Editing
 
-            return Editing(tokenizer, vocab_size, all_eos, config.max_model_len, config.max_num_seqs)
+            return Editing(tokenizer, vocab_size, eos_token_ids, config.max_model_len, config.max_num_seqs)
 
         logger.info("%s on %s, %s, %s attention", config.model, config.device, config.dtype, config.attention_backend)
         engine = LLMEngine(
@@ -90,7 +73,7 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
             vocab_size=vocab_size,
             make_editor=make_editor,
             tokenizer=tokenizer,
-            eos_token_ids=all_eos,
+            eos_token_ids=eos_token_ids,
             default_params=default_params,
             observers=observers,
             origin=folder or source,
@@ -99,9 +82,71 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
         return engine
 
 
-def eos_token_ids(named: Any, tokenizer: Tokenizer | None, vocab_size: int) -> frozenset[int]:
-    """The tokenizer's, and the one or those that the model's files name."""
-    ids = [*(named if isinstance(named, list) else [named]), tokenizer and tokenizer.eos_token_id]
+def load_runner(
+    config: ResolvedConfig, hf_config: "PretrainedConfig", weights: Path | None
+) -> tuple[Runner, Callable[[], int]]:
+    """Load the model on one device, or on several ranks.
+
+    Args:
+        weights: the checkpoint's folder; None for random weights.
+
+    Returns:
+        The runner, and the function that makes its KV cache and returns the number of blocks.
+    """
+    if config.tensor_parallel_size == 1:
+        runner = ModelRunner(config, hf_config, weights, Parallel())
+        return runner, runner.make_cache
+    from nanovllm.distributed.leader import LeadingRunner
+
+    leader = LeadingRunner(config, hf_config, weights)
+    return leader, leader.make_cache
+
+
+def make_scheduler(
+    config: ResolvedConfig, runner: Runner, num_blocks: int, vocab_size: int, tokenizer: Tokenizer | None
+) -> tuple[Scheduler, list[StepObserver]]:
+    """Return the scheduler, with a speculator if drafts are asked for, and the trace as observer if there is one."""
+    make_blocks: Callable[[int, int, bool], BlockManager] = BlockManager
+    trace = None
+    if config.trace is not None:
+        from nanovllm.view.trace import Trace
+
+        trace = Trace(config.trace, config.device, tokenizer)
+        make_blocks = trace.block_manager
+    scheduler = Scheduler(
+        make_blocks(num_blocks, config.block_size, config.enable_prefix_caching),
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        vocab_size=vocab_size,
+    )
+    if config.speculative_config is not None:
+        from nanovllm.drafts.speculation import start_speculation
+
+        scheduler.speculation = start_speculation(config, runner, scheduler, vocab_size)
+    if trace is None:
+        return scheduler, []
+    trace.watch(scheduler)
+    return scheduler, [trace]
+
+
+def read_generation_config(folder: Path | None) -> tuple[dict[str, Any], SamplingParams]:
+    """Return what generation_config.json holds, {} if there is none, and the SamplingParams that it asks for."""
+    path = folder / "generation_config.json" if folder is not None else None
+    if path is None or not path.is_file():
+        return {}, SamplingParams.from_generation_config({})
+    generation = read_json(path)
+    try:
+        return generation, SamplingParams.from_generation_config(generation)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def find_eos_token_ids(config: Mapping[str, Any], tokenizer: Tokenizer | None, vocab_size: int) -> frozenset[int]:
+    """Return the end-of-sequence ids: those that the model's configuration names, and the tokenizer's."""
+    named = config.get("eos_token_id")
+    ids = [*(named if isinstance(named, list) else [named])]
+    if tokenizer is not None:
+        ids.append(tokenizer.eos_token_id)
     known = (as_integer(i, "the model's eos_token_id") for i in ids if i is not None)
     return frozenset(i for i in known if 0 <= i < vocab_size)
 

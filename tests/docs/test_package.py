@@ -72,12 +72,7 @@ WINGS = (
 )
 """Every other file belongs to the spine: generating on one device takes it."""
 
-NAMED_STILL = {
-    "distributed": {"load"},
-    "drafts": {"load"},
-    "models.dummy_weights": {"runner.model_runner"},
-    "view": {"load"},
-}
+NAMED_STILL = {"models.dummy_weights": {"runner.model_runner"}}
 """Files of the spine that import a wing although none may: this list only shrinks."""
 
 
