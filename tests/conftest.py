@@ -7,6 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# On a busy machine examples are drawn slowly, and each may take any time.
+settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("patient")
 
 # Models this small are fastest on one thread, and no test may reach for the network.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

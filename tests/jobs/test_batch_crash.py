@@ -69,14 +69,14 @@ def disturb(process: "subprocess.Popen[str]", results: Path, num_answers: int, n
     while count_lines(results) < goal and process.poll() is None:
         time.sleep(0.002)
     process.send_signal(number)
-    said = process.communicate(timeout=60)[1]
+    said = process.communicate(timeout=600)[1]
     assert count_lines(results) < NUM_LINES, "it ended before it was disturbed"
     return said
 
 
 def finish(source: Path, results: Path) -> None:
     process = start(source, results)
-    said = process.communicate(timeout=120)[1]
+    said = process.communicate(timeout=600)[1]
     assert process.returncode == Status.LINES_FAILED, said
 
 

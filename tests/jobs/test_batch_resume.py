@@ -164,7 +164,7 @@ def test_an_answer_is_in_the_file_as_soon_as_it_is_given_and_on_the_disk_soon_af
     journal.close()
 
 
-def wait_until(condition: Any, seconds: float = 10.0) -> None:
+def wait_until(condition: Any, seconds: float = 100.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "waited in vain"

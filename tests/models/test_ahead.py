@@ -13,7 +13,7 @@ from nanovllm.utils import ahead
 def wait() -> None:
     for thread in threads():
         if thread.name == "read ahead":
-            thread.join(10)
+            thread.join(100)
 
 
 @pytest.fixture

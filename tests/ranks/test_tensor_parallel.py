@@ -20,6 +20,7 @@ import pytest
 import torch
 from helpers.integrity import check_scheduler
 from helpers.tiny import draw_prompts, save_random
+from safetensors import safe_open
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.distributed import follower_group, follower_process
@@ -29,7 +30,7 @@ from nanovllm.engine.plan import HEADER
 from nanovllm.models import loader
 from nanovllm.outputs import Output
 
-SOON = 5.0
+SOON = 50.0
 """Seconds within which a failure must show, or its traces be gone."""
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
@@ -368,20 +369,25 @@ def test_the_last_of_several_engines_brings_the_threads_back(monkeypatch: pytest
 
 
 def test_a_follower_killed_while_rank_0_loads_fails_rank_0(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, fill, killed = set(children(os.getpid())), loader._fill, []
+    before = set(children(os.getpid()))
+    fill = loader._fill
+    filled: list[tuple[Any, ...]] = []
+    with safe_open(model / "model.safetensors", "pt") as tensors:
+        num_tensors = len(tensors.keys())
+    assert num_tensors > 20  # half a second each
 
     def fill_slowly(*args: Any) -> None:
-        time.sleep(0.5)  # a tensor: more than 10 seconds in all
-        if not killed:
+        if not filled:
             (victim,) = set(children(os.getpid())) - before
             os.kill(victim, signal.SIGKILL)
-            killed.append(time.monotonic())
+        filled.append(args)
+        time.sleep(0.5)
         fill(*args)
 
     monkeypatch.setattr(loader, "_fill", fill_slowly)
     with pytest.raises(RuntimeError, match=r"rank 1 of 2 failed: .* was killed by SIGKILL"):
         start_two(model)
-    assert time.monotonic() - killed[0] < SOON
+    assert len(filled) < num_tensors, "the load went on although a rank was lost"
     assert set(children(os.getpid())) <= before
 
 
@@ -539,10 +545,11 @@ def test_a_rank_0_that_raises_in_a_step_ends_all_at_once(model: Path, monkeypatc
         raise MemoryError("rank 0 has no more")
 
     monkeypatch.setattr(llm.engine.runner._runner.model, "compute_logits", fail)
+    monkeypatch.setattr(follower_group, "PATIENCE", 20 * SOON)
     since = time.monotonic()
     with pytest.raises(MemoryError, match="rank 0 has no more"):
         llm.generate([[1, 2, 3]], use_tqdm=False)
-    assert time.monotonic() - since < 2.5  # and not the patience that ends in a kill
+    assert time.monotonic() - since < SOON  # and not the patience that ends in a kill
     assert not any(map(is_alive, pids))
 
 
@@ -555,12 +562,13 @@ def test_an_engine_that_is_forgotten_takes_its_ranks_along(model: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_second_is_enough_to_close(model: Path) -> None:
+def test_closing_waits_for_no_patience(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(follower_group, "PATIENCE", 20 * SOON)
     llm = start_two(model)
     pids = llm.engine.runner.pids
     since = time.monotonic()
     llm.close()
-    assert time.monotonic() - since < 2.5  # and not the patience that ends in a kill
+    assert time.monotonic() - since < SOON  # and not the patience that ends in a kill
     assert not any(map(is_alive, pids))
 
 
@@ -616,7 +624,7 @@ def test_collectives_over_gloo_compute_what_they_say(tmp_path: Path) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(300)
     total = [10.0, 12.0, 14.0]
     assert found[0] == (total, [0.0, 1.0, 2.0, 10.0, 11.0, 12.0], [0.0, 1.0, 2.0], 6)
     assert found[1] == (total, None, [0.0, 1.0, 2.0], 6)

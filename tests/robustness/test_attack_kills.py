@@ -122,7 +122,7 @@ def test_a_job_of_one_process_survives_signals_at_any_moment(job: Undisturbed, t
                 if where == "twice":
                     time.sleep(draw.uniform(0, 0.05))
                     process.send_signal(draw.choice([signal.SIGKILL, signal.SIGTERM, signal.SIGINT]))
-            process.communicate(timeout=60)
+            process.communicate(timeout=600)
         job.finish(out)
 
 

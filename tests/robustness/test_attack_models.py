@@ -147,8 +147,8 @@ def ask_to_load(victim: subprocess.Popen[str], folder: Path) -> str:
     assert victim.stdin is not None and victim.stdout is not None
     victim.stdin.write(f"{folder}\n")
     victim.stdin.flush()
-    ready, _, _ = select.select([victim.stdout], [], [], 60)
-    assert ready, "nothing for a minute"
+    ready, _, _ = select.select([victim.stdout], [], [], 600)
+    assert ready, "nothing for ten minutes"
     line = victim.stdout.readline()
     assert line, f"the process ended with {victim.wait()}"
     result: str = json.loads(line)
