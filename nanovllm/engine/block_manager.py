@@ -1,4 +1,4 @@
-"""The pages of the KV cache: taken, shared by prefix, given back, evicted."""
+"""Hands out the pages of the KV cache, shares them by prefix, and evicts them."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -7,30 +7,34 @@ from collections.abc import Sequence as Seq
 import xxhash
 
 from nanovllm.engine.sequence import Sequence
+from nanovllm.utils.integers import ceil_div
 
 
 def prefix_digest(parent: bytes, tokens: bytes) -> bytes:
-    """xxh3_128 over the parent block's digest (b"" for the first block) and the block's token ids."""
+    """Return xxh3_128 of the parent block's digest (b"" for the first block) and the block's token ids."""
     return xxhash.xxh3_128_digest(parent + tokens)
 
 
 class BlockManager:
-    """Owns `num_blocks` pages of `block_size` tokens. Every operation is O(1) a block.
+    """Owns `num_blocks` pages of `block_size` tokens. Every operation takes O(1) time a block.
+
+    It knows which block holds what, and how often each is used. Which sequence has which blocks, and in which order, is
+    kept by `BlockTables` in rows.py.
 
     A block is in exactly one of three places:
 
-        used        at least one sequence refers to it (`_references[block] > 0`)
-        evictable   nobody refers to it, but its content can be found by digest and revived
-        blank       nobody refers to it, and its content is worthless
+        used        at least one sequence has it in its block table (`_references[block] > 0`)
+        evictable   no sequence has it, but its content can be found by digest and used again
+        blank       no sequence has it, and its content is of no use
 
-    Blank blocks are handed out before evictable ones, and of those the least recently used first. `evictable` is an
-    ordered dict (a linked list with an index) because a hit takes a block out of its middle, which a deque does in
-    O(n). A sequence gives its blocks back tail first, so the tail of a prefix is evicted before its head, without
-    which it could not be found.
+    Blank blocks are handed out first, then evictable ones, the least recently used first. `_evictable` is an ordered
+    dict (a linked list with an index) because a hit takes a block out of its middle, which takes O(n) in a deque. A
+    sequence gives its blocks back tail first. So the tail of a prefix is evicted before its head, without which the
+    tail could not be found.
 
-    Findable blocks: `_findable[digest]` is the one block with that digest, and `_content[block]` is the digest, the
-    parent's digest and the token ids that it stands for. A hit must agree on all three, so a collision of digests
-    costs a miss, never wrong KV. A block's content is dropped the moment it is handed out anew.
+    `_findable[digest]` is the one block that can be found by that digest. `_content[block]` is its digest, its parent's
+    digest and its token ids. A hit must agree on all three, so a collision of digests costs a miss, never wrong KV.
+    Both entries are dropped when the block is handed out again.
     """
 
     def __init__(
@@ -59,13 +63,14 @@ class BlockManager:
         return self.num_blocks - self.num_free
 
     def blocks_for(self, num_tokens: int) -> int:
-        return -(-num_tokens // self.block_size)
+        """Return how many blocks num_tokens tokens take."""
+        return ceil_div(num_tokens, self.block_size)
 
     def find_prefix(self, seq: Sequence) -> list[int]:
-        """The longest run of blocks, from the first, that hold the KV of the sequence's tokens.
+        """Return the longest run of blocks that hold the KV of the sequence's first tokens.
 
-        At most `max_cached_tokens`: at least one token is always left to compute, into a block that is the sequence's
-        own, so nobody ever writes into a shared block.
+        It covers at most `Sequence.max_cached_tokens`. So at least one token is always left to compute, into a block
+        of the sequence's own, and nothing ever writes into a shared block.
         """
         hits: list[int] = []
         if not self.enable_prefix_caching:
@@ -79,19 +84,19 @@ class BlockManager:
         return hits
 
     def can_take(self, count: int, hits: Seq[int]) -> bool:
-        """Whether `count` blocks could be taken after `hits` are referenced."""
+        """Return whether `count` blocks could be taken after `hits` were referenced."""
         revived = sum(1 for block in hits if self._references[block] == 0)
         return count <= self.num_free - revived
 
     def reference(self, hits: Iterable[int]) -> None:
-        """Add a reference to each block that was found, before any is taken: taking could evict them."""
+        """Add a reference to each block that was found. To be called before `take`, which could evict them."""
         for block in hits:
             if self._references[block] == 0:
                 del self._evictable[block]
             self._references[block] += 1
 
     def take(self, count: int) -> list[int]:
-        """`count` blocks with no content. The caller has asked `can_take` (RuntimeError if they are not there)."""
+        """Return `count` blocks without content; RuntimeError if there are not so many: ask `can_take` before."""
         if count > self.num_free:
             raise RuntimeError(f"{count} blocks wanted, {self.num_free} of {self.num_blocks} free")
         taken = []
@@ -106,9 +111,10 @@ class BlockManager:
         return taken
 
     def release(self, blocks: Seq[int]) -> None:
-        """Give back one reference to each block of a block table, in the table's order."""
+        """Give back one reference to each block of a block table, whose order they have."""
         for block in reversed(blocks):
-            references = self._references[block] = self._references[block] - 1
+            references = self._references[block] - 1
+            self._references[block] = references
             if references > 0:
                 continue
             if references < 0:
@@ -119,10 +125,10 @@ class BlockManager:
                 self._evictable[block] = None
 
     def register(self, seq: Sequence, index: int) -> bool:
-        """Make block `index` of the sequence, full and of known tokens, findable.
+        """Make block `index` of the sequence findable. The block is full, and its token ids are known.
 
-        False if other content holds its digest: then no later block of the sequence may be registered either, for
-        its parent could not be found. If equal content is findable in another block, that one stays.
+        If equal content is findable in another block, that one stays. Returns False if a block with other content has
+        the same digest. Then no later block of the sequence may be registered, because its parent could not be found.
         """
         content = self._content_of(seq, index)
         holder = self._findable.get(content[0])
@@ -136,7 +142,7 @@ class BlockManager:
         return True
 
     def forget(self, seq: Sequence) -> None:
-        """Make nothing of a sequence's prefix findable any more: what its blocks hold is not to be trusted."""
+        """Make no block of a sequence findable any more, because what they hold is not to be trusted."""
         for block in [self._findable[digest] for digest in seq.digests if digest in self._findable]:
             self._forget(block)
             if block in self._evictable:
@@ -144,16 +150,16 @@ class BlockManager:
                 self._blank.append(block)
 
     def forget_all(self) -> None:
-        """Forget the prefix cache: after a failed step nobody knows what the cache holds."""
+        """Forget the whole prefix cache. The engine calls it after a failed step: nobody knows what the cache holds."""
         self._blank.extend(self._evictable)
         self._evictable.clear()
         self._findable.clear()
         self._content = [None] * self.num_blocks
 
     def _content_of(self, seq: Sequence, index: int) -> tuple[bytes, bytes, bytes]:
-        """(digest, parent's digest, token ids) of a full block of the sequence."""
+        """Return (digest, parent's digest, token ids) of a full block of the sequence."""
         size = self.block_size
-        digests = seq.digests
+        digests = seq.digests  # kept there, so that no block is hashed twice
         while len(digests) <= index:
             start = len(digests) * size
             parent = digests[-1] if digests else b""

@@ -30,7 +30,6 @@ class Handle(Protocol):
 
     def result(self) -> StepResult:
         """Wait for the step, and return what it sampled and scored. To be called once."""
-        ...
 
 
 class StepEdits(Protocol):
@@ -38,7 +37,6 @@ class StepEdits(Protocol):
 
     def sample(self, backend: "Backend", logits: "Tensor", values: "SamplingValues") -> "Sampled":
         """Edit logits [n, vocab], which may be changed in place, and sample from them as `Backend.sample` does."""
-        ...
 
 
 class Runner(Protocol):
@@ -46,11 +44,9 @@ class Runner(Protocol):
 
     def launch(self, plan: StepPlan, edits: StepEdits | None = None) -> Handle:
         """Start a step and return at once. With edits, its tokens are sampled by `edits.sample`."""
-        ...
 
     def reason_to_close(self) -> str | None:
         """Return why nothing can run after a step has failed; None if the next step can."""
-        ...
 
     def close(self) -> None: ...
 
@@ -60,15 +56,12 @@ class StepObserver(Protocol):
 
     def planned(self, number: int, at: float, step: ScheduledStep) -> None:
         """Step `number`, counted from 1, is planned and not launched yet. Planning began `at` (time.perf_counter)."""
-        ...
 
     def finished(self, number: int, step: ScheduledStep, clock: Clock, result: StepResult) -> None:
         """Step `number` was read, and its tokens are in the sequences. `clock` has the host's spans of time."""
-        ...
 
     def close(self) -> None:
         """The engine is closed."""
-        ...
 
 
 class LogitEditor(Protocol):
@@ -76,11 +69,9 @@ class LogitEditor(Protocol):
 
     def read_request(self, params: SamplingParams) -> RequestEdits:
         """Return the edits that a request asks for; ValueError if this model cannot have them."""
-        ...
 
     def collect(self, step: ScheduledStep) -> StepEdits | None:
         """Return the edits of all sequences of the step that was planned last; None if there are none."""
-        ...
 
 
 class Speculator(Protocol):
@@ -101,18 +92,14 @@ class Speculator(Protocol):
             ends: the same without drafts.
             num_running: so many of the rows, the first ones, ran before; the others were just admitted.
         """
-        ...
 
     def write_drafts(self, step: ScheduledStep) -> None:
         """Write the drafts into the plan, whose token_ids have room for as many as `plan_drafts` asked for."""
-        ...
 
     def update(
         self, step: ScheduledStep, token_ids: IntArray, logprobs: Mapping[int, dict[int, float]]
     ) -> list[Sequence]:
         """Do for a step with drafts what `Scheduler.update` does for the others, with the same arguments."""
-        ...
 
     def note_end(self, seq: Sequence) -> None:
         """Learn that a sequence has ended. The engine calls it once for each, when its last token is appended."""
-        ...

@@ -22,19 +22,15 @@ class GrammarMatcher(Protocol):
 
     def consume_token(self, token_id: int) -> bool:
         """Advance by one token; returns False if the grammar does not allow it."""
-        ...
 
     def is_stopped(self) -> bool:
         """Return whether the output is complete: the grammar allows nothing more."""
-        ...
 
     def is_error(self) -> bool:
         """Return whether the matcher has failed; its mask then allows the end-of-sequence token."""
-        ...
 
     def get_error(self) -> str:
         """Return why it has failed; "" if it has not."""
-        ...
 
 
 class RequestEdits(Protocol):
@@ -43,16 +39,13 @@ class RequestEdits(Protocol):
     @property
     def needs_known_tokens(self) -> bool:
         """True if the edits of a step depend on the tokens sampled before: the host must have read those."""
-        ...
 
     @property
     def allows_drafts(self) -> bool:
         """True if the edits after a drafted token are known before the step runs."""
-        ...
 
     def new_matcher(self) -> GrammarMatcher | None:
         """Return a matcher at the start of the request's grammar, for one completion; None without a grammar."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
