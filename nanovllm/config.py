@@ -102,6 +102,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         def put(name: str, value: Any) -> None:
+            """Replace a field by its checked value. The dataclass is frozen for everybody else."""
             object.__setattr__(self, name, value)
 
         def check_integer(name: str, low: int, high: int = INT64_MAX, limit: str = "") -> None:

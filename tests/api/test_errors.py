@@ -94,6 +94,28 @@ def test_text_that_is_no_unicode_is_named(with_text: LLM) -> None:
     assert_refused_and_usable(with_text, lambda: with_text.chat(talks, GREEDY), "conversation 1: .*surrogate")
 
 
+@pytest.mark.parametrize("prompt", ["", "a\ud800", "a" * 40, [9999], [1.5], {"text": "a"}, None, b"a"], ids=repr)
+def test_every_way_in_refuses_a_bad_prompt_in_the_same_words(prompt: Any, with_text: LLM) -> None:
+    ways: dict[str, Callable[[], Any]] = {
+        "generate": lambda: with_text.generate([prompt], GREEDY, use_tqdm=False),
+        "stream": lambda: list(with_text.stream([prompt], GREEDY)),
+        "stream_tokens": lambda: list(with_text.stream_tokens(prompt, GREEDY)),
+        "prepare": lambda: with_text.prepare(prompt, GREEDY),
+        "add_request": lambda: with_text.add_request(prompt, GREEDY),
+    }
+    said = set()
+    for way in ways.values():
+        with pytest.raises(ValueError) as error:
+            way()
+        said.add(str(error.value).removeprefix("prompt 0: "))
+    assert len(said) == 1
+
+
+def test_a_conversation_that_is_too_long_is_named(with_text: LLM) -> None:
+    talks = [[{"role": "user", "content": "a" * count}] for count in (1, 40)]
+    assert_refused_and_usable(with_text, lambda: with_text.chat(talks, GREEDY), "conversation 1: .*max_model_len=32")
+
+
 def test_a_tensor_or_array_is_one_prompt_or_several(llm: LLM) -> None:
     for one in (torch.tensor([5, 6]), [torch.tensor(5), torch.tensor(6)], [np.int32(5), 6]):
         (output,) = llm.generate(one, GREEDY, use_tqdm=False)
