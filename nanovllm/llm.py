@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import closing
 from functools import cached_property, partial
+from inspect import signature
 from types import TracebackType
 from typing import Any, NoReturn, Unpack
 
@@ -23,9 +24,7 @@ from nanovllm.text.prompts import (
     iterate_prompts,
     list_conversations,
     list_prompts,
-    list_rendering_arguments,
     name_errors,
-    read_template_variables,
     render_conversations,
     tokenise_prompts,
 )
@@ -189,9 +188,11 @@ class LLM:
             ValueError: the template refuses a conversation; the message says which. None has run then.
         """
         self.engine.check_idle()
+        if not isinstance(chat_template_kwargs, Mapping | None):
+            raise refuse(chat_template_kwargs, "chat_template_kwargs", "a dict of the template's variables, or None")
         options: dict[str, Any] = {"chat_template": chat_template, "tools": tools}
         options |= {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
-        options |= read_template_variables(chat_template_kwargs)
+        options |= chat_template_kwargs or {}
         texts = render_conversations(list_conversations(messages), self.engine.tokenizer, options)
         requests = self._prepare_all(
             texts, sampling_params, kind="conversation", add_special_tokens=False, show=use_tqdm
@@ -212,8 +213,10 @@ class LLM:
 
     @property
     def rendering_arguments(self) -> frozenset[str]:
-        """Names that data may not use in chat_template_kwargs: they are arguments of the rendering itself."""
-        return list_rendering_arguments(self.tokenizer) if self.engine.tokenizer is not None else frozenset()
+        """Names that data may not use in chat_template_kwargs: the arguments of transformers' apply_chat_template."""
+        if self.engine.tokenizer is None:
+            return frozenset()
+        return frozenset({"messages", *signature(self.tokenizer.apply_chat_template).parameters})
 
     def prepare(self, request: Item, sampling_params: SamplingParams | None = None) -> Request:
         """Tokenise and validate one request for `stream`. A bad one raises its ValueError here, not in `stream`.

@@ -146,7 +146,7 @@ def find_eos_token_ids(config: Mapping[str, Any], tokenizer: Tokenizer | None, v
     named = config.get("eos_token_id")
     ids = [*(named if isinstance(named, list) else [named])]
     if tokenizer is not None:
-        ids.append(tokenizer.eos_token_id)
+        ids.append(tokenizer.transformers.eos_token_id)
     known = (as_integer(i, "the model's eos_token_id") for i in ids if i is not None)
     return frozenset(i for i in known if 0 <= i < vocab_size)
 

@@ -64,7 +64,7 @@ def spell(words: Iterable[str], tokenizer: Tokenizer, max_model_len: int) -> lis
     found = []
     for word in words:
         texts = (word.lstrip(), " " + word.lstrip())
-        alone, spaced = (tokenizer.encode(text, max_model_len, add_special_tokens=False) for text in texts)
+        alone, spaced = tokenizer.encode_batch(texts, max_model_len, add_special_tokens=False)
         # vLLM's rule: a space that becomes a token of its own adds nothing.
         found += [alone, spaced] if len(spaced) == len(alone) and spaced[:1] != alone[:1] else [alone]
     return [token_ids for token_ids in found if token_ids]

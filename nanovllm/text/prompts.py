@@ -2,14 +2,13 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from inspect import signature
 from numbers import Number
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
 from nanovllm.text.tokenizer import Tokenizer
-from nanovllm.utils.checks import as_integer, quote, refuse
+from nanovllm.utils.checks import as_integer, quote
 
 BATCH = 256
 """Texts that are tokenised at a time: enough for all cores, and few enough that the bar moves."""
@@ -197,16 +196,13 @@ def read_conversation(messages: Any) -> list[dict[str, Any]]:
     Raises:
         ValueError: it is not a conversation, or a part of a content is not text; the message names which.
     """
-    if not messages or not isinstance(messages, (list, tuple)) or not all(_has_role(m) for m in messages):
+    is_list = isinstance(messages, (list, tuple)) and len(messages) > 0
+    if not is_list or not all(isinstance(message, Mapping) and "role" in message for message in messages):
         raise ValueError(f'a conversation is {quote(messages)}; it must be a list of {{"role": ..., "content": ...}}')
     return [
         {**message, "content": join_parts(message["content"], i)} if "content" in message else dict(message)
         for i, message in enumerate(messages)
     ]
-
-
-def _has_role(message: Any) -> bool:
-    return isinstance(message, Mapping) and "role" in message
 
 
 def join_parts(content: Any, index: int) -> Any:
@@ -222,15 +218,3 @@ def join_parts(content: Any, index: int) -> Any:
         if not is_text and not isinstance(part, str):
             raise ValueError(f"message {index} has the content {quote(content)}; only text is supported")
     return "\n".join(part if isinstance(part, str) else part["text"] for part in parts)
-
-
-def read_template_variables(given: Any) -> Mapping[str, Any]:
-    """Return chat_template_kwargs, {} for None. ValueError if it is not a dict."""
-    if not isinstance(given, Mapping | None):
-        raise refuse(given, "chat_template_kwargs", "a dict of the template's variables, or None")
-    return given or {}
-
-
-def list_rendering_arguments(tokenizer: Any) -> frozenset[str]:
-    """Return the names of apply_chat_template's own arguments. Every other name is a variable of the template."""
-    return frozenset({"messages", *signature(tokenizer.apply_chat_template).parameters})

@@ -34,10 +34,6 @@ class Tokenizer:
         return Tokenizer(folder) if folder is not None and any((folder / name).is_file() for name in names) else None
 
     @property
-    def eos_token_id(self) -> int | None:
-        return self.transformers.eos_token_id  # type: ignore[no-any-return]
-
-    @property
     def vocabulary(self) -> dict[str, int]:
         """The id of each token, added ones included."""
         return self._backend.get_vocab(with_added_tokens=True)  # type: ignore[no-any-return]
@@ -60,10 +56,6 @@ class Tokenizer:
                     f"the prompt has {len(text)} characters; with max_model_len={max_tokens} it may have at most "
                     f"{most}: shorten it or raise max_model_len"
                 )
-
-    def encode(self, text: str, max_model_len: int, add_special_tokens: bool = True) -> list[int]:
-        """Tokenise one text: see `encode_batch`."""
-        return self.encode_batch([text], max_model_len, add_special_tokens)[0]
 
     def encode_batch(self, texts: Seq[str], max_model_len: int, add_special_tokens: bool = True) -> list[list[int]]:
         """Tokenise texts on all cores.
