@@ -106,15 +106,15 @@ def make_scheduler(
     config: ResolvedConfig, runner: Runner, num_blocks: int, vocab_size: int, tokenizer: Tokenizer | None
 ) -> tuple[Scheduler, list[StepObserver]]:
     """Return the scheduler, with a speculator if drafts are asked for, and the trace as observer if there is one."""
-    make_blocks: Callable[[int, int, bool], BlockManager] = BlockManager
+    manager = BlockManager(num_blocks, config.block_size, config.enable_prefix_caching)
     trace = None
     if config.trace is not None:
         from nanovllm.view.trace import Trace
 
         trace = Trace(config.trace, config.device, tokenizer)
-        make_blocks = trace.block_manager
+        manager = trace.record(manager)
     scheduler = Scheduler(
-        make_blocks(num_blocks, config.block_size, config.enable_prefix_caching),
+        manager,
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         vocab_size=vocab_size,

@@ -1,4 +1,4 @@
-"""An engine as a stateful class for Ray Data, for anybody's pipeline:
+"""An engine for Ray Data, to be used in any pipeline:
 
 import ray
 from nanovllm import SamplingParams
@@ -39,22 +39,23 @@ from nanovllm.utils.checks import refuse
 logger = logging.getLogger(__name__)
 
 MAX_BATCHES = 64
-"""Most batches that an actor works on at a time, each in a thread that only waits."""
+"""An actor works on at most this many batches at a time. Each has a thread, which only waits."""
 
 
 def actors(
     replicas: int = 1, *, tensor_parallel_size: int = 1, on_gpu: bool = False, num_batches: int = 4
 ) -> dict[str, Any]:
-    """The arguments of `map_batches` that make a pool of engines.
+    """Return the arguments of `map_batches` that make a pool of engines.
 
     Args:
-        replicas: engines, each an actor.
-        tensor_parallel_size: GPUs, or CPUs, of each.
-        num_batches: how many an actor works on at a time, at most 64. Together they should hold some more rows than
-            max_num_seqs, so that there is always a next one to run.
+        replicas: number of engines, each in an actor of its own.
+        tensor_parallel_size: GPUs of each engine, or CPUs if on_gpu is False.
+        num_batches: how many batches an actor works on at a time, at most 64. Together they should hold some more rows
+            than max_num_seqs, so that there is always a next row to run.
     """
     if not on_gpu and ray.is_initialized():
-        num_cpus, needed = ray.cluster_resources().get("CPU", 0), replicas * tensor_parallel_size + 1
+        num_cpus = ray.cluster_resources().get("CPU", 0)
+        needed = replicas * tensor_parallel_size + 1
         if num_cpus < needed:
             logger.warning(
                 f"the cluster has {num_cpus:g} CPUs; {replicas} engines and one for reading need {needed}, and Ray "
@@ -70,70 +71,77 @@ def actors(
     return {"compute": pool, "num_gpus" if on_gpu else "num_cpus": tensor_parallel_size}
 
 
-class _Place(NamedTuple):
-    """Where the answer to a request goes: its position there, and the queue that its thread waits at."""
+class _Waiting(NamedTuple):
+    """Who waits for a request: its position among the requests of a `stream`, and the queue for its output."""
 
     position: int
-    answers: "SimpleQueue[tuple[int, Output] | BaseException]"
+    outputs: "SimpleQueue[tuple[int, Output] | BaseException]"
 
 
-class SharedLLM(LLM):
-    """An LLM whose `stream` may be open in many threads at a time: their requests run in the same steps.
+class EngineThread:
+    """A thread that runs an LLM's engine for many other threads. The requests of all of them run in the same steps.
 
-    One thread runs the engine, and never ends; the others hand it requests and wait for answers. So a batch's last
-    sequences run beside the next batch's first, and the KV cache stays full.
+    The other threads call `stream`: it hands requests to the thread, and waits for their outputs. So the last sequences
+    of one batch run beside the first of the next, and the KV cache stays full. The thread never ends.
     """
 
-    def __init__(self, model: str, **options: Any) -> None:
-        super().__init__(model, **options)
-        self._incoming: SimpleQueue[tuple[Request, _Place]] = SimpleQueue()
-        Thread(target=self._answer, name="engine", daemon=True).start()
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self._incoming: SimpleQueue[tuple[Request, _Waiting]] = SimpleQueue()
+        Thread(target=self._run, name="engine", daemon=True).start()
 
-    def _run(self, requests: Iterable[Request], label: str = "", show: bool = False) -> Iterator[tuple[int, Output]]:
-        """Takes all requests at once. RuntimeError if the engine has stopped."""
-        answers: SimpleQueue[tuple[int, Output] | BaseException] = SimpleQueue()
+    def stream(self, requests: Iterable[Request]) -> Iterator[tuple[int, Output]]:
+        """Take all requests at once, and yield (position, output) as each ends. Many threads may call it at a time.
+
+        Raises:
+            RuntimeError: the engine has stopped.
+        """
+        outputs: SimpleQueue[tuple[int, Output] | BaseException] = SimpleQueue()
         num_requests = 0
         for request in requests:
-            self._incoming.put((request, _Place(num_requests, answers)))
+            self._incoming.put((request, _Waiting(num_requests, outputs)))
             num_requests += 1
         for _ in range(num_requests):
-            answer = answers.get()
-            if isinstance(answer, BaseException):
-                raise RuntimeError(f"the engine has stopped: {answer}") from answer
-            yield answer
+            output = outputs.get()
+            if isinstance(output, BaseException):
+                raise RuntimeError(f"the engine has stopped: {output}") from output
+            yield output
 
-    def _answer(self) -> None:
-        """Run all requests as they come, and give each answer to the thread that waits for it."""
-        places: dict[int, _Place] = {}
+    def _run(self) -> None:
+        """Run the requests of all threads, and give each output to the thread that waits for it."""
+        waiting: dict[int, _Waiting] = {}
+        engine = self._llm.engine
         try:
-            for ended in self.engine.run(self._requests(places)):
+            for ended in engine.run(self._take_requests(waiting)):
                 for number, seq in ended:
-                    place = places.pop(number)
-                    place.answers.put((place.position, self.engine.output(seq)))
+                    position, outputs = waiting.pop(number)
+                    outputs.put((position, engine.output(seq)))
         except BaseException as error:
-            for place in places.values():
-                place.answers.put(error)
-            while True:  # nobody may wait in vain
-                self._incoming.get()[1].answers.put(error)
+            for _, outputs in waiting.values():
+                outputs.put(error)
+            while True:  # whoever still comes gets the error too, and does not wait for ever
+                self._incoming.get()[1].outputs.put(error)
 
-    def _requests(self, places: dict[int, _Place]) -> Iterator[Request | None]:
-        """Yield the requests of all threads, and note by number who waits for each; None while there is none, unless
-        nothing runs: then wait for the next."""
+    def _take_requests(self, waiting: dict[int, _Waiting]) -> Iterator[Request | None]:
+        """Yield the requests of all threads, and note in `waiting` who waits for each.
+
+        Yields None if there is no request at the moment and others still run. If none runs, waits for the next request.
+        """
         for number in itertools.count():
-            while places and self._incoming.empty():
+            while waiting and self._incoming.empty():
                 yield None
-            request, places[number] = self._incoming.get()
+            request, waiting[number] = self._incoming.get()
             yield request
 
 
 class RayLLM:
-    """One engine, for `ray.data.Dataset.map_batches`. Batches of an actor overlap: see `actors`.
+    """One engine, for `ray.data.Dataset.map_batches`. An actor works on several batches at a time: see `actors`.
 
-    A row has `prompt` (a string or token ids) or `messages`, and may have `sampling_params`, an object of the fields in
-    which it differs from those of all rows. Every other column stays as it is. Added are `generated_text`,
-    `generated_token_ids`, `finish_reason`, `num_prompt_tokens`, `num_cached_tokens` and `error`: "", or what is wrong
-    with a row, which then has no output; the others run. Which actor gets a row is Ray's choice, so a row that samples
-    gives the same in each run only if its sampling_params have a `seed`.
+    A row has `prompt` (a string or token ids) or `messages`. It may have `sampling_params`: an object of the fields in
+    which it differs from the other rows. Its other columns stay as they are. The columns `generated_text`,
+    `generated_token_ids`, `finish_reason`, `num_prompt_tokens`, `num_cached_tokens` and `error` are added. `error` says
+    what is wrong with the row, or is "". A bad row has no output, and stops no other row. Ray chooses which actor gets
+    a row, so a row that samples gives the same output in every run only if its sampling_params have a `seed`.
     """
 
     def __init__(self, model: str, sampling_params: SamplingParams | None = None, **options: Any) -> None:
@@ -143,34 +151,39 @@ class RayLLM:
             options: see `EngineConfig`.
         """
         if sampling_params is not None:
-            _refuse_what_has_no_column(sampling_params)
-        self._llm = SharedLLM(model, **options)
+            _refuse_without_column(sampling_params)
+        self._llm = LLM(model, **options)
+        self._engine = EngineThread(self._llm)
         self._params = sampling_params or self._llm.get_default_sampling_params()
         self._threads = ThreadPoolExecutor(MAX_BATCHES)
 
     async def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """A coroutine, so that Ray overlaps also the batches of one block."""
+        """Run `generate` in a thread. Because this is a coroutine, Ray calls it for several batches at a time."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, self.generate, batch)
 
     def generate(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Complete the rows of a batch (columns by name); may be called in many threads at a time."""
+        """Complete the rows of a batch, and return it with the columns added. Many threads may call it at a time.
+
+        Args:
+            batch: a column of values for each name.
+        """
         rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-        added: list[dict[str, Any]] = [dict(_NO_OUTPUT) for _ in rows]
+        results: list[dict[str, Any]] = [dict(_NO_OUTPUT) for _ in rows]
+        running: list[dict[str, Any]] = []
+        """The results of the rows that are not bad, in their order."""
 
-        good: list[dict[str, Any]] = []  # the results of the rows that run
-
-        def requests() -> Iterator[Request]:
-            for row, result in zip(rows, added, strict=True):
+        def prepare_requests() -> Iterator[Request]:
+            for row, result in zip(rows, results, strict=True):
                 try:
                     request = self._prepare(row)
                 except (TypeError, ValueError) as error:
                     result["error"] = str(error)
                 else:
-                    good.append(result)
+                    running.append(result)
                     yield request
 
-        for index, output in self._llm.stream(requests()):
-            good[index] |= {
+        for position, output in self._engine.stream(prepare_requests()):
+            running[position] |= {
                 "generated_text": output["text"],
                 "generated_token_ids": output["token_ids"],
                 "finish_reason": output["finish_reason"],
@@ -178,33 +191,36 @@ class RayLLM:
                 "num_cached_tokens": output["num_cached_tokens"],
                 "error": output.error or "",
             }
-        return {**batch, **{name: [result[name] for result in added] for name in _NO_OUTPUT}}
+        return {**batch, **{name: [result[name] for result in results] for name in _NO_OUTPUT}}
 
     def _prepare(self, row: Mapping[str, Any]) -> Request:
-        """Raises a TypeError or a ValueError for a bad row."""
-        given = {name: _plain(row[name]) for name in ("prompt", "messages") if row.get(name) is not None}
+        """Return the request of a row. Raises a TypeError or a ValueError if the row is bad."""
+        given = {name: _to_python(row[name]) for name in ("prompt", "messages") if row.get(name) is not None}
         if len(given) != 1:
             raise ValueError('a row has either "prompt" or "messages"')
         own = row.get("sampling_params") or {}
         if not isinstance(own, Mapping):
             raise refuse(own, "sampling_params", "an object of SamplingParams' fields")
-        # Arrow gives every row the fields that any row has, as None.
-        changes = {k: _plain(v) for k, v in own.items() if v is not None}
-        if isinstance(bias := changes.get("logit_bias"), Mapping):
+        # Arrow gives every row the fields of all rows. Those that a row does not have are None.
+        changes = {name: _to_python(value) for name, value in own.items() if value is not None}
+        bias = changes.get("logit_bias")
+        if isinstance(bias, Mapping):
             changes["logit_bias"] = {token: value for token, value in bias.items() if value is not None}
-        if isinstance(fits := changes.get("structured_outputs"), Mapping) and isinstance(fits.get("json"), Mapping):
-            raise ValueError("structured_outputs.json is an object; a row has it as text, for Arrow mixes objects")
+        grammar = changes.get("structured_outputs")
+        if isinstance(grammar, Mapping) and isinstance(grammar.get("json"), Mapping):
+            raise ValueError("structured_outputs.json is an object; give it as text, because Arrow mixes objects")
         prompt = given["prompt"] if "prompt" in given else self._llm.render_chat(given["messages"], None)
         params = replace(self._params, **changes)
-        _refuse_what_has_no_column(params)
+        _refuse_without_column(params)
         return self._llm.prepare(prompt, params)
 
 
-def _refuse_what_has_no_column(params: SamplingParams) -> None:
+def _refuse_without_column(params: SamplingParams) -> None:
+    """Raise a ValueError if the parameters ask for something that has no column in the result."""
     asked = {"logprobs": params.logprobs, "prompt_logprobs": params.prompt_logprobs}
     for name, value in {**asked, "n above 1": None if params.n == 1 else params.n}.items():
         if value is not None:
-            raise ValueError(f"sampling_params has {name}, for which there is no column: use LLM.stream for them")
+            raise ValueError(f"sampling_params has {name}, for which there is no column: use LLM.stream instead")
 
 
 _NO_OUTPUT = {
@@ -217,6 +233,6 @@ _NO_OUTPUT = {
 }
 
 
-def _plain(value: Any) -> Any:
-    """numpy's values and arrays, which Ray's batches hold, as Python's."""
+def _to_python(value: Any) -> Any:
+    """Turn numpy's values and arrays, which Ray's batches hold, into Python's."""
     return value.tolist() if hasattr(value, "tolist") else value

@@ -1,9 +1,9 @@
-"""A batch job on a Ray cluster: parts of the input go to engines on many machines, and their answers into one file.
+"""Runs a batch job on a Ray cluster. Engines on many machines answer parts of the input; one file gets all results.
 
-    the command's machine     lines -> parts of lines ----+                         +----> results
-    Ray Data, any machine                                 +-> engines -> answers ---+
+    machine of the command    lines -> parts of lines ----+                         +----> results
+    Ray Data, any machine                                 +-> engines -> results ---+
 
-Input and results are read and written on the machine that runs the command, so that the others need not see them.
+The machine of the command reads the input and writes the results, so the other machines need not see these files.
 """
 
 import json
@@ -31,17 +31,18 @@ from nanovllm.jobs.request_lines import LineError, read_request_line
 from nanovllm.jobs.result_lines import ResultLine, Usage, make_error_line
 from nanovllm.jobs.run import answer_lines, supervise
 from nanovllm.jobs.source import InputDigest, Line, Reading, Source
-from nanovllm.ray import MAX_BATCHES, SharedLLM, actors
+from nanovllm.llm import LLM
+from nanovllm.ray import MAX_BATCHES, EngineThread, actors
 
 logger = logging.getLogger(__name__)
 
 
 def run_on_ray(job: Job, replicas: int = 1, address: str | None = None) -> Status:
-    """Run a job on a cluster, or resume it; the results are those of `run_job`, which may resume it too.
+    """Run a job on a cluster, or resume it. The results are those of `run_job`, and either may resume the other's job.
 
     Args:
-        replicas: engines.
-        address: of the cluster; None is RAY_ADDRESS, or a cluster of this machine alone, made for this job.
+        replicas: number of engines.
+        address: of the cluster. None means RAY_ADDRESS, or else a cluster of this machine alone, made for this job.
     """
     return supervise(job, lambda work: _answer(work, replicas, address))
 
@@ -51,7 +52,7 @@ def _answer(work: OpenJob, replicas: int, address: str | None) -> None:
     if replicas < 1:
         raise ValueError(f"replicas is {replicas}; it must be at least 1")
     if work.first_reading is None or work.num_left is None:
-        raise ValueError("with --ray the input is a file or a folder: a pipe cannot be read twice")
+        raise ValueError("with --ray the input must be a file or a folder: a pipe cannot be read twice")
     if config.trace is not None:
         raise ValueError("trace is a file of one engine: leave it out with --ray")
     size = lines_per_part(work.num_left)
@@ -77,35 +78,36 @@ def _answer(work: OpenJob, replicas: int, address: str | None) -> None:
 
 
 def lines_per_part(num_lines: int) -> int:
-    """About a thousand parts, of 16 to 1000 lines."""
+    """Return the lines of a part, from 16 to 1000, for about a thousand parts."""
     return min(1000, max(16, num_lines // 1000))
 
 
 def parts_in_flight(size: int, num_parts: int, replicas: int, max_num_seqs: int) -> int:
-    """Parts that an engine works on at a time: enough to run and to wait for it, and no more than its share."""
+    """Return how many parts an engine works on at a time: enough to fill two steps, and no more than its share."""
     wanted = max(2, 2 * max_num_seqs // size + 1)
     return min(wanted, ceil(num_parts / replicas), MAX_BATCHES)
 
 
 def read_parts(source: Source, size: int, done: Container[int], known: Container[int]) -> Iterator[dict[str, Any]]:
-    """Cut the lines that are known and not done into parts; the last, empty, has the digest of all that was read.
+    """Yield the lines that are known and not done, in parts of `size`. The last part is empty, and has the digest.
 
-    Lines that are bad by themselves, or by an id that was there before, are answered here, where all lines come by.
+    A line that cannot be parsed, or whose id was seen before, is answered here, because only here all lines are seen.
     """
-    ids, reading = DigestSet(), Reading(source)
+    ids = DigestSet()
+    reading = Reading(source)
 
-    def judged() -> Iterator[tuple[Line, bytes]]:
-        """Lines, each with b"" or the answer that it has already."""
+    def check_lines() -> Iterator[tuple[Line, bytes]]:
+        """Yield each line with its error result, or with b"" if it is to be run."""
         for line in reading:
             error = b""
             try:
                 read_request_line(line, ids.add)
-            except LineError as bad:
-                error = make_error_line(line.number, bad).line
+            except LineError as reason:
+                error = make_error_line(line.number, reason).line
             if line.number in known and line.number not in done:
                 yield line, error
 
-    lines = judged()
+    lines = check_lines()
     while part := list(islice(lines, size)):
         yield {
             "numbers": [line.number for line, _ in part],
@@ -117,7 +119,7 @@ def read_parts(source: Source, size: int, done: Container[int], known: Container
 
 
 class PartAnswerer:
-    """One engine, for `map_batches` over batches of one part."""
+    """One engine in an actor. `map_batches` calls it with batches of one part each."""
 
     SCHEMA = pyarrow.schema(
         {
@@ -131,18 +133,20 @@ class PartAnswerer:
 
     def __init__(self, config: EngineConfig, model_name: str) -> None:
         options = asdict(config)
-        self._llm, self._model_name = SharedLLM(options.pop("model"), **options), model_name
+        self._llm = LLM(options.pop("model"), **options)
+        self._engine = EngineThread(self._llm)
+        self._model_name = model_name
 
     def __call__(self, batch: pyarrow.Table) -> pyarrow.Table:
         (part,) = batch.to_pylist()
         given = list(zip(part["numbers"], part["lines"], part["errors"], strict=True))
-        answers = [ResultLine(number, error, None) for number, _, error in given if error]
+        results = [ResultLine(number, error, None) for number, _, error in given if error]
         lines = (Line(number, raw) for number, raw, error in given if not error)
-        answer_lines(self._llm, lines, answers.append, self._model_name)
+        answer_lines(self._llm, lines, results.append, self._model_name, stream=self._engine.stream)
         answered = {
-            "numbers": [answer.number for answer in answers],
-            "lines": [answer.line for answer in answers],
-            "usages": [answer.usage and list(answer.usage) for answer in answers],
+            "numbers": [result.number for result in results],
+            "lines": [result.line for result in results],
+            "usages": [result.usage and list(result.usage) for result in results],
             "engine": json.dumps(self._llm.provenance),
             "digest": part["digest"],
         }
@@ -153,7 +157,7 @@ class PartAnswerer:
 
 
 class _Parts(Datasource):  # type: ignore[misc]  # where Ray is not installed, it has no types
-    """The parts that are to be answered, each a block of one row, read by one task as engines ask for them."""
+    """The parts to answer. One task reads them as engines ask for them, and makes each a block of one row."""
 
     _SCHEMA = pyarrow.schema(
         {
@@ -188,18 +192,21 @@ class _Parts(Datasource):  # type: ignore[misc]  # where Ray is not installed, i
 
 
 def _answered_parts(work: OpenJob, known: LineSet, size: int, pool: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """The parts with their answers, as they finish."""
+    """Yield the results of each part, in the order in which the parts end."""
     job = work.job
-    model = job.config.model  # an engine's process may have another working directory
-    config = replace(job.config, model=os.path.abspath(model) if os.path.isdir(model) else model)
+    model = job.config.model
+    if os.path.isdir(model):
+        model = os.path.abspath(model)  # an engine's process may have another working directory
+    config = replace(job.config, model=model)
     context = DataContext.get_current().copy()
-    context.target_max_block_size = 1  # bytes: so that a part is a block, and with it a task, of its own
-    context.enable_progress_bars = context.print_on_execution_start = False
+    context.target_max_block_size = 1  # byte: each part becomes a block of its own, and so a task of its own
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
     with DataContext.current(context):
         parts = ray.data.read_datasource(
             _Parts(work.source, size, deepcopy(work.done), known),
             override_num_blocks=1,
-            num_cpus=0,  # it mostly waits, and must not wait for a CPU that an engine never gives back
+            num_cpus=0,  # engines keep their CPUs, so a reader that asked for one might wait for ever
             label_selector={"ray.io/node-id": ray.get_runtime_context().get_node_id()},
         )
         answered = parts.map_batches(
@@ -215,21 +222,22 @@ def _answered_parts(work: OpenJob, known: LineSet, size: int, pool: Mapping[str,
 
 @contextmanager
 def _cluster(address: str | None, config: EngineConfig, replicas: int) -> Iterator[bool]:
-    """Connect to a cluster, or make one of this machine; gives whether engines run on GPUs.
+    """Connect to a cluster, or make one of this machine alone. Yields whether the engines run on GPUs.
 
     Raises:
-        ValueError: the cluster is not there, or the engines do not fit into it.
+        ValueError: the cluster does not answer, or the engines do not fit into it.
     """
     tp = config.tensor_parallel_size
     is_ours = not ray.is_initialized()
     if is_ours:
         address = address or os.environ.get("RAY_ADDRESS") or "local"
-        # As many as are needed, whatever the machine has: an engine of a few CPUs is slow, one that waits never ends.
+        # A new cluster gets as many CPUs as the engines need, even if the machine has fewer: sharing a CPU is slow, but
+        # Ray would wait for ever for one that is not there.
         num_cpus = {"num_cpus": max(os.cpu_count() or 1, replicas * tp + 1)} if address == "local" else {}
-        # Of every actor that may be restarted Ray's C++ says, as an error, that it could be lost: this job's never are.
+        # Ray logs a spurious error for every actor that may be restarted. This hides it.
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
         try:
-            with _hushed():  # it would tell of that variable
+            with _silence_stderr():  # Ray reports the variable just set
                 ray.init(address, log_to_driver=False, logging_level=logging.WARNING, **num_cpus)
         except ConnectionError as error:
             raise ValueError(f"no Ray cluster answers at {address}: {error}") from error
@@ -243,27 +251,30 @@ def _cluster(address: str | None, config: EngineConfig, replicas: int) -> Iterat
             ray.shutdown()
 
 
-def check_room(nodes: Sequence[Mapping[str, float]], kind: str, replicas: int, each: int) -> None:
-    """Raises a ValueError if the engines do not fit into the cluster, where Ray would wait for ever.
+def check_room(nodes: Sequence[Mapping[str, float]], kind: str, replicas: int, per_engine: int) -> None:
+    """Raise a ValueError if the engines do not fit into the cluster. Ray itself would wait for ever.
 
     Args:
         nodes: the resources of each machine.
-        kind: CPU or GPU; every engine takes `each` of them, all on one machine.
+        kind: "CPU" or "GPU".
+        per_engine: how many of that kind each engine takes, all on one machine.
     """
-    room = sum(int(node.get(kind, 0)) // each for node in nodes)
+    room = sum(int(node.get(kind, 0)) // per_engine for node in nodes)
     if room < replicas:
         have = " + ".join(f"{node.get(kind, 0):g}" for node in nodes)
         raise ValueError(
-            f"the cluster has {have} {kind}s; {replicas} engines of {each} {kind}s need {replicas * each}, and Ray "
-            f"would wait for them for ever: use --replicas {max(room, 1)}, or start Ray with --num-{kind.lower()}s"
+            f"the cluster has {have} {kind}s; {replicas} engines of {per_engine} {kind}s need {replicas * per_engine}, "
+            f"and Ray would wait for them for ever: use --replicas {max(room, 1)}, or start Ray with "
+            f"--num-{kind.lower()}s"
         )
 
 
 @contextmanager
-def _hushed() -> Iterator[None]:
-    """Within, nothing goes to stderr, not even from C++."""
+def _silence_stderr() -> Iterator[None]:
+    """Within this block nothing reaches stderr, not even from C++."""
     sys.stderr.flush()
-    kept, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    kept = os.dup(2)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, 2)
     try:
         yield

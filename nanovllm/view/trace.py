@@ -1,8 +1,8 @@
-"""What a run did, step by step: for `nanovllm view`, and for chrome://tracing and https://ui.perfetto.dev.
+"""Records what an engine does, step by step, for `nanovllm view`, chrome://tracing and https://ui.perfetto.dev.
 
-The file is a JSON array of events, one a line, written as the run goes; the format allows its end to be missing, so
-the trace of a run that was killed can still be read. Format: "Trace Event Format", Google. Beside the spans and charts
-that Perfetto draws, a "plan" event and the arguments of an "update" span tell what happened to requests and blocks.
+The file is a JSON array of events, one a line, in Google's "Trace Event Format". The format allows the end of the array
+to be missing, so the trace of a killed run can still be read. Perfetto draws the spans and charts. For `nanovllm view`,
+a "plan" event and the arguments of an "update" span also tell what happened to requests and blocks.
 """
 
 import json
@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from contextlib import suppress
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 import numpy as np
 
@@ -25,61 +25,65 @@ from nanovllm.utils.clock import Clock
 
 logger = logging.getLogger(__name__)
 
-HOST, DEVICE = 1, 2
-"""The two threads of the timeline."""
+HOST = 1
+DEVICE = 2
+"""The numbers of the timeline's two threads."""
 
 MAX_EVENTS = 100_000
-"""No step is begun to be recorded once there are as many: what is beyond would neither be read nor drawn."""
-
-BlockLog = list[tuple[str, Seq[int]]]
+"""After this many events no further step is recorded: no browser could draw them."""
 
 
-class RecordedBlocks(BlockManager):
-    """A block manager that writes down, in order, what was done to which blocks."""
+class RecordedBlocks:
+    """Stands in for a block manager. It passes every call on, and logs in order what was done to which blocks."""
 
-    def __init__(self, log: BlockLog, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
-        super().__init__(num_blocks, block_size, enable_prefix_caching)
+    def __init__(self, manager: BlockManager, log: list[tuple[str, Seq[int]]]) -> None:
+        self._manager = manager
         self._log = log
+
+    def __getattr__(self, name: str) -> Any:
+        """Everything that changes no block is the manager's own."""
+        return getattr(self._manager, name)
 
     def reference(self, hits: Iterable[int]) -> None:
         blocks = list(hits)
-        super().reference(blocks)
+        self._manager.reference(blocks)
         self._log.append(("reference", blocks))
 
     def take(self, count: int) -> list[int]:
-        blocks = super().take(count)
+        blocks = self._manager.take(count)
         self._log.append(("take", blocks))
         return blocks
 
     def release(self, blocks: Seq[int]) -> None:
         self._log.append(("release", list(blocks)))
-        super().release(blocks)
+        self._manager.release(blocks)
 
     def register(self, seq: Sequence, index: int) -> bool:
         block = seq.block_table[index]
-        was_findable = self._content[block] is not None
-        registered = super().register(seq, index)
-        if not was_findable and self._content[block] is not None:
+        was_findable = self._manager._content[block] is not None
+        registered = self._manager.register(seq, index)
+        if not was_findable and self._manager._content[block] is not None:
             self._log.append(("register", [block]))
         return registered
 
     def forget(self, seq: Sequence) -> None:
-        self._log.append(("forget", [self._findable[digest] for digest in seq.digests if digest in self._findable]))
-        super().forget(seq)
+        findable = self._manager._findable
+        self._log.append(("forget", [findable[digest] for digest in seq.digests if digest in findable]))
+        self._manager.forget(seq)
 
     def forget_all(self) -> None:
-        self._log.append(("forget", list(self._findable.values())))
-        super().forget_all()
+        self._log.append(("forget", list(self._manager._findable.values())))
+        self._manager.forget_all()
 
 
 class Trace:
-    """Writes the trace of one engine; a `StepObserver`."""
+    """Writes the trace of one engine. It is a `StepObserver`."""
 
     def __init__(self, path: str, device: str, tokenizer: Tokenizer | None = None) -> None:
         """
         Args:
             device: the engine's.
-            tokenizer: for the text of tokens.
+            tokenizer: gives the text of tokens.
 
         Raises:
             ValueError: the file cannot be written.
@@ -88,42 +92,48 @@ class Trace:
             self._file: TextIO | None = open(path, "w", encoding="utf-8")  # noqa: SIM115  # lives as long as the engine
         except OSError as error:
             raise ValueError(f"trace file {path} cannot be written: {error}") from error
-        self._path, self._tokenizer = path, tokenizer
+        self._path = path
+        self._tokenizer = tokenizer
         self._start = time.perf_counter()
         self._device_free_at = 0.0
         self._num_events = 0
         self._stopped_at: int | None = None
-        self._log: BlockLog = []
+        """The number of the first step that is not recorded, because there are too many events."""
+        self._block_log: list[tuple[str, Seq[int]]] = []
+        """What was done to blocks since the last event that tells it."""
         self._live: dict[int, Sequence] = {}
-        """Requests that have not ended, by number."""
-        self._num_told: dict[int, int] = {}
-        """For each of them, how many of its tokens are in the file."""
+        """The requests that have not ended, by number."""
+        self._num_written: dict[int, int] = {}
+        """How many tokens of each of them are in the file."""
         self._resident: set[int] = set()
+        """The numbers of the requests that had a row in the last step."""
         self._owners: dict[int, int] = {}
-        """The number of the request that has a row."""
-        self._told_texts: set[int] = set()
-        self._lines = ["[\n", _line("engine", "M", HOST, json.dumps({"device": device}))]
+        """The number of the request that has each row."""
+        self._written_texts: set[int] = set()
+        """The ids of the tokens whose text is in the file."""
+        self._lines = ["[\n", _format_event("engine", "M", HOST, json.dumps({"device": device}))]
+        """Events that are not yet in the file."""
         for thread, name in ((HOST, "host"), (DEVICE, "device")):
-            self._lines.append(_line("thread_name", "M", thread, json.dumps({"name": name})))
+            self._lines.append(_format_event("thread_name", "M", thread, json.dumps({"name": name})))
         self._flush()
 
-    def block_manager(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> BlockManager:
-        """The block manager of the engine that is traced."""
-        return RecordedBlocks(self._log, num_blocks, block_size, enable_prefix_caching)
+    def record(self, manager: BlockManager) -> BlockManager:
+        """Return what the engine must use in place of its block manager."""
+        return cast(BlockManager, RecordedBlocks(manager, self._block_log))
 
     def watch(self, scheduler: Scheduler) -> None:
-        """Set the engine's scheduler, whose queues and blocks are recorded. To be called before the first step."""
+        """Set the engine's scheduler, whose queues are recorded. To be called before the first step."""
         self._scheduler = scheduler
 
-    # ---- what the engine tells
+    # ---- called by the engine
 
     def planned(self, number: int, at: float, step: ScheduledStep) -> None:
-        """What a step is made of, and the state it was planned in."""
+        """Record what a planned step computes, and the state in which it was planned."""
         if self._num_events >= MAX_EVENTS and self._stopped_at is None:
             self._stopped_at = number
         if self._stopped_at is not None:
             if self._file is None:
-                self._log.clear()
+                self._block_log.clear()
             return
         plan = step.plan
         scheduler = self._scheduler
@@ -131,172 +141,182 @@ class Trace:
         if not self._owners:
             pool = {"num_blocks": manager.num_blocks, "block_size": manager.block_size}
             pool["budget"] = scheduler.max_num_batched_tokens
-            self._lines.append(_line("pool", "M", HOST, json.dumps(pool)))
-        # Verified ones, whose drafts are sampled from as well, decode, too; they lie between the others and prompts.
+            self._lines.append(_format_event("pool", "M", HOST, json.dumps(pool)))
+        # The plan lists rows that decode one token, then rows that verify drafts (they decode, too), then prompts.
         num_drafts = plan.num_drafts
         num_decodes = int(np.count_nonzero(plan.num_scheduled == 1 + num_drafts))
         kinds = {"decode": num_decodes, "prefill": plan.num_tokens - num_decodes - int(num_drafts.sum())}
         if scheduler.speculation is not None:
             kinds["draft"] = int(num_drafts.sum())
-        stamp = f', "ts": {self._microseconds(at)}'
+        stamp = f', "ts": {self._to_microseconds(at)}'
         charts = (
             ("tokens", json.dumps(kinds)),
             ("sequences", f'{{"running": {len(scheduler.running)}, "waiting": {len(scheduler.waiting)}}}'),
             ("KV blocks", f'{{"used": {manager.num_used}, "free": {manager.num_free}}}'),
             ("prompt tokens", f'{{"cached": {scheduler.num_cached_tokens}, "all": {scheduler.num_prompt_tokens}}}'),
         )
-        told = {"step": number, **self._requests(step, num_decodes, scheduler), **self._blocks()}
+        fields = {"step": number, **self._collect_requests(step, num_decodes), **self._collect_blocks()}
         if len(plan.block_entries):
-            told |= self._tables(plan.block_entries.tolist())
-        self._lines += [_line(name, "C", HOST, args, stamp) for name, args in charts]
-        self._lines.append(_line("plan", "i", HOST, json.dumps(told), stamp + ', "s": "t"'))
+            fields["tables"] = self._collect_tables(plan.block_entries.tolist())
+        self._lines += [_format_event(name, "C", HOST, args, stamp) for name, args in charts]
+        self._lines.append(_format_event("plan", "i", HOST, json.dumps(fields), stamp + ', "s": "t"'))
 
     def finished(self, number: int, step: ScheduledStep, clock: Clock, result: StepResult) -> None:
-        """The spans of a step that has been read: what the host did for it, and the device's work; and its tokens.
+        """Record a step that was read: the spans of the host's and the device's work, and the tokens.
 
-        The device's work is timed but not placed: it began once launched, and not before the step before had ended.
+        The runner measures how long the device worked, but not when it began. The span begins after the launch, and
+        after the span of the step before.
         """
         if self._stopped_at is not None and number >= self._stopped_at:
-            self._stop()
+            if self._file is not None:
+                logger.warning("%s has %d events: the rest of the run is not recorded", self._path, self._num_events)
+                self.close()
             return
-        args, lines = f'{{"step": {number}}}', self._lines
+        args = f'{{"step": {number}}}'
+        lines = self._lines
         for name, start, seconds in clock.spans:
             if name == "launch":
-                lines.append(self._span("prepare", HOST, start, result.prepare_seconds, args))
-                start, seconds = start + result.prepare_seconds, seconds - result.prepare_seconds
+                lines.append(self._format_span("prepare", HOST, start, result.prepare_seconds, args))
+                start += result.prepare_seconds
+                seconds -= result.prepare_seconds
                 began = max(start, self._device_free_at)
                 self._device_free_at = began + result.device_seconds
-                lines.append(self._span("step", DEVICE, began, result.device_seconds, args))
+                lines.append(self._format_span("step", DEVICE, began, result.device_seconds, args))
             if name == "update":
-                args = json.dumps({"step": number, **self._progress(step.seqs)})
-            lines.append(self._span(name, HOST, start, seconds, args))
+                args = json.dumps({"step": number, **self._collect_progress(step.seqs)})
+            lines.append(self._format_span(name, HOST, start, seconds, args))
         self._flush()
 
     def close(self) -> None:
-        """Finish the file. Closing twice is allowed."""
+        """Write the end of the file, and close it. Closing twice is allowed."""
         if self._file is not None:
-            args = {"stopped": self._stopped_at is not None, "ended": self._endings(list(self._live)), **self._blocks()}
-            self._lines.append(_line("end", "i", HOST, json.dumps(args), ', "ts": 0, "s": "g"').replace(",\n", "\n]\n"))
+            is_stopped = self._stopped_at is not None
+            fields = {"stopped": is_stopped, "ended": self._end_requests(list(self._live)), **self._collect_blocks()}
+            event = _format_event("end", "i", HOST, json.dumps(fields), ', "ts": 0, "s": "g"')
+            self._lines.append(event.replace(",\n", "\n]\n"))
             self._flush()
-        file, self._file = self._file, None
+        file = self._file
+        self._file = None
         if file is not None:
             file.close()
 
-    # ---- what becomes of requests and blocks
+    # ---- what happened to requests and blocks
 
-    def _requests(self, step: ScheduledStep, num_decodes: int, scheduler: Scheduler) -> dict[str, Any]:
-        """Who came, who was preempted, who moved in, and what the step computes of whom."""
-        plan, resident = step.plan, self._resident
+    def _collect_requests(self, step: ScheduledStep, num_decodes: int) -> dict[str, Any]:
+        """Return which requests arrived, ended, and were preempted or admitted, and what the step computes of each."""
+        plan = step.plan
+        scheduler = self._scheduler
+        resident = self._resident
         arrived = []
         for seq in reversed(scheduler.waiting):
             if seq.seq_id in self._live:
                 break
             arrived.append(seq)
-        moved_in = scheduler.running[len(scheduler.running) - len(plan.new_rows) :]
-        arrived += [seq for seq in reversed(moved_in) if seq.seq_id not in self._live]
+        admitted = scheduler.running[len(scheduler.running) - len(plan.new_rows) :]
+        arrived += [seq for seq in reversed(admitted) if seq.seq_id not in self._live]
         for seq in arrived:
             self._live[seq.seq_id] = seq
-            self._num_told[seq.seq_id] = 0
-        preempted = [seq.seq_id for seq in moved_in if seq.seq_id in resident]  # and moved in again since
-        resident.update(seq.seq_id for seq in moved_in)
+            self._num_written[seq.seq_id] = 0
+        preempted = [seq.seq_id for seq in admitted if seq.seq_id in resident]  # and admitted again since
+        resident.update(seq.seq_id for seq in admitted)
         ended = []
         if len(resident) != len(scheduler.running):
-            gone = [i for i in resident if self._live[i].row < 0]
-            preempted += [i for i in gone if self._live[i].finish_reason is None]
+            gone = [number for number in resident if self._live[number].row < 0]
+            preempted += [number for number in gone if self._live[number].finish_reason is None]
             resident.difference_update(gone)
         if len(self._live) != len(scheduler.running) + len(scheduler.waiting):
-            ended = self._endings([i for i, seq in self._live.items() if seq.finish_reason is not None])
-        for seq in moved_in:
+            ended = self._end_requests([i for i, seq in self._live.items() if seq.finish_reason is not None])
+        for seq in admitted:
             self._owners[seq.row] = seq.seq_id
         owners = [self._owners[row] for row in plan.rows.tolist()]
-        told: dict[str, Any] = {"decode": owners[:num_decodes]}
+        fields: dict[str, Any] = {"decode": owners[:num_decodes]}
         if (plan.num_sampled > 1).any():
             drafts = zip(owners, plan.num_sampled.tolist(), strict=True)
-            told["drafts"] = [(owner, count - 1) for owner, count in drafts if count > 1]
+            fields["drafts"] = [(owner, count - 1) for owner, count in drafts if count > 1]
         if preempted:
-            told["preempted"] = sorted(preempted, reverse=True)
+            fields["preempted"] = sorted(preempted, reverse=True)
         if ended:
-            told["ended"] = ended
+            fields["ended"] = ended
         if num_decodes < len(owners):
-            starts, counts = plan.num_computed.tolist(), plan.num_scheduled.tolist()
-            told["prefill"] = list(zip(owners, starts, counts, strict=True))[num_decodes:]
-        if moved_in:
+            parts = zip(owners, plan.num_computed.tolist(), plan.num_scheduled.tolist(), strict=True)
+            fields["prefill"] = list(parts)[num_decodes:]
+        if admitted:
             starts = dict(zip(owners, plan.num_computed.tolist(), strict=True))
-            told["moved_in"] = [(seq.seq_id, starts[seq.seq_id]) for seq in moved_in]
+            fields["moved_in"] = [(seq.seq_id, starts[seq.seq_id]) for seq in admitted]
         if arrived:
             arrived.reverse()
-            told["arrived"] = [(seq.seq_id, seq.num_prompt_tokens) for seq in arrived]
-            told |= self._tokens(arrived)
-        return told
+            fields["arrived"] = [(seq.seq_id, seq.num_prompt_tokens) for seq in arrived]
+            fields |= self._collect_tokens(arrived)
+        return fields
 
-    def _progress(self, seqs: Iterable[Sequence]) -> dict[str, Any]:
-        """The tokens that a step brought, and the requests that ended by it."""
-        told = self._tokens(seqs)
+    def _collect_progress(self, seqs: Iterable[Sequence]) -> dict[str, Any]:
+        """Return the tokens that a step sampled, and the requests that ended with it."""
+        fields = self._collect_tokens(seqs)
         if ended := [seq.seq_id for seq in seqs if seq.finish_reason is not None and seq.seq_id in self._live]:
-            told["ended"] = self._endings(ended)
-        return told | self._blocks()
+            fields["ended"] = self._end_requests(ended)
+        return fields | self._collect_blocks()
 
-    def _tokens(self, seqs: Iterable[Sequence]) -> dict[str, Any]:
-        """Tokens of the sequences that are not yet in the file, and the text of those that never were."""
+    def _collect_tokens(self, seqs: Iterable[Sequence]) -> dict[str, Any]:
+        """Return the tokens of the sequences that are not yet in the file, and the texts that are not."""
         tokens = []
         texts: dict[int, str] = {}
         for seq in seqs:
-            if (told := self._num_told.get(seq.seq_id)) is not None and told < len(seq.token_ids):
-                token_ids = seq.token_ids[told:].tolist()
-                self._num_told[seq.seq_id] = len(seq.token_ids)
-                tokens.append((seq.seq_id, *token_ids))
-                if self._tokenizer is not None and not self._told_texts.issuperset(token_ids):
-                    texts |= {i: self._tokenizer.decode([i], False) for i in token_ids if i not in self._told_texts}
-                    self._told_texts.update(token_ids)
+            num_written = self._num_written.get(seq.seq_id)
+            if num_written is None or num_written == len(seq.token_ids):
+                continue
+            token_ids = seq.token_ids[num_written:].tolist()
+            self._num_written[seq.seq_id] = len(seq.token_ids)
+            tokens.append((seq.seq_id, *token_ids))
+            if self._tokenizer is not None and not self._written_texts.issuperset(token_ids):
+                texts |= {i: self._tokenizer.decode([i], False) for i in token_ids if i not in self._written_texts}
+                self._written_texts.update(token_ids)
         return {"tokens": tokens, "texts": texts} if texts else {"tokens": tokens}
 
-    def _endings(self, numbers: list[int]) -> list[list[Any]]:
-        for i in numbers:
-            del self._num_told[i]
-            self._resident.discard(i)
-        return [[i, self._live.pop(i).finish_reason] for i in numbers]
+    def _end_requests(self, numbers: list[int]) -> list[list[Any]]:
+        """Forget requests; return [number, finish reason] of each."""
+        for number in numbers:
+            del self._num_written[number]
+            self._resident.discard(number)
+        return [[number, self._live.pop(number).finish_reason] for number in numbers]
 
-    def _blocks(self) -> dict[str, Any]:
-        """What was done to blocks since it was told last."""
-        told = {"blocks": self._log.copy()} if self._log else {}
-        self._log.clear()
-        return told
+    def _collect_blocks(self) -> dict[str, Any]:
+        """Return what was done to blocks since the last call."""
+        fields = {"blocks": self._block_log.copy()} if self._block_log else {}
+        self._block_log.clear()
+        return fields
 
-    def _tables(self, entries: Iterable[tuple[int, int, int]]) -> dict[str, Any]:
-        """The new (row, index, block) entries of the block tables, by request."""
+    def _collect_tables(self, entries: Iterable[tuple[int, int, int]]) -> list[tuple[int, list[int]]]:
+        """Group the new (row, index, block) entries of the block tables: (request's number, its new blocks)."""
         tables: dict[int, list[int]] = {}
         for row, _, block in entries:
             tables.setdefault(self._owners[row], []).append(block)
-        return {"tables": list(tables.items())} if tables else {}
+        return list(tables.items())
 
     # ---- the file
 
-    def _stop(self) -> None:
-        if self._file is not None:
-            logger.warning("%s has %d events: the rest of the run is not recorded", self._path, self._num_events)
-            self.close()
+    def _format_span(self, name: str, thread: int, start: float, seconds: float, args: str) -> str:
+        times = f', "ts": {self._to_microseconds(start)}, "dur": {seconds * 1e6:.1f}'
+        return _format_event(name, "X", thread, args, times)
 
-    def _span(self, name: str, thread: int, start: float, seconds: float, args: str) -> str:
-        return _line(name, "X", thread, args, f', "ts": {self._microseconds(start)}, "dur": {seconds * 1e6:.1f}')
-
-    def _microseconds(self, at: float) -> float:
+    def _to_microseconds(self, at: float) -> float:
         return round((at - self._start) * 1e6, 1)
 
     def _flush(self) -> None:
-        """Hand what is told to the operating system: a killed run loses at most the steps in hand."""
+        """Hand the events to the operating system, so that a killed run loses only the steps that were not read."""
         if self._file is not None:
             try:
                 self._file.write("".join(self._lines))
                 self._file.flush()
             except OSError as error:
-                logger.warning("%s ends here, it cannot be written; the run goes on: %s", self._path, error)
-                file, self._file = self._file, None
-                with suppress(OSError):  # it tries again what is not yet written
+                logger.warning("%s cannot be written, and ends here; the run goes on: %s", self._path, error)
+                file = self._file
+                self._file = None
+                with suppress(OSError):  # close() tries again to write what is left
                     file.close()
         self._num_events += len(self._lines)
         self._lines.clear()
 
 
-def _line(name: str, phase: str, thread: int, args: str, more: str = "") -> str:
-    """An event, with arguments that are JSON already."""
+def _format_event(name: str, phase: str, thread: int, args: str, more: str = "") -> str:
+    """Return an event as a line. `args` and `more` are JSON already."""
     return f'{{"name": "{name}", "ph": "{phase}", "pid": 1, "tid": {thread}{more}, "args": {args}}},\n'

@@ -222,10 +222,9 @@ def make_engine(
         seed=0,
     )
     recorder = Trace(trace, "cpu") if trace is not None else None
+    manager = BlockManager(num_blocks, block_size, caching, digest)
     if recorder is not None:
-        manager = recorder.block_manager(num_blocks, block_size, caching)
-    else:
-        manager = BlockManager(num_blocks, block_size, caching, digest)
+        manager = recorder.record(manager)
     scheduler = Scheduler(
         manager,
         max_num_seqs=max_num_seqs,

@@ -21,14 +21,14 @@ pytest.importorskip("ray.data")
 
 import ray
 
-from nanovllm import SamplingParams
+from nanovllm import LLM, SamplingParams
 from nanovllm.cli import main
 from nanovllm.config import EngineConfig
 from nanovllm.jobs.cluster import check_room, lines_per_part, parts_in_flight, read_parts, run_on_ray
 from nanovllm.jobs.job import Job, Status
 from nanovllm.jobs.run import run_job
 from nanovllm.jobs.source import Reading, Source
-from nanovllm.ray import RayLLM, SharedLLM, actors
+from nanovllm.ray import EngineThread, RayLLM, actors
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
@@ -43,11 +43,12 @@ GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
 
 def test_batches_of_several_threads_run_in_the_same_steps(reciter: Path) -> None:
-    llm = SharedLLM(str(reciter), **OPTIONS)
+    llm = LLM(str(reciter), **OPTIONS)
+    engine = EngineThread(llm)
 
     def run(barrier: Barrier) -> set[int]:
         barrier.wait()
-        return {index for index, _ in llm.stream([("a", GREEDY)] * 2)}
+        return {index for index, _ in engine.stream([llm.prepare("a", GREEDY)] * 2)}
 
     run(Barrier(1))
     alone = llm.stats()["num_steps"]
@@ -57,7 +58,8 @@ def test_batches_of_several_threads_run_in_the_same_steps(reciter: Path) -> None
 
 
 def test_a_broken_engine_leaves_nobody_waiting(reciter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    llm = SharedLLM(str(reciter), **OPTIONS)
+    llm = LLM(str(reciter), **OPTIONS)
+    engine = EngineThread(llm)
 
     def break_down() -> None:
         raise MemoryError("no room")
@@ -65,7 +67,7 @@ def test_a_broken_engine_leaves_nobody_waiting(reciter: Path, monkeypatch: pytes
     monkeypatch.setattr(llm.engine, "step", break_down)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="no room"):
-            list(llm.stream([("a", GREEDY)] * 3))
+            list(engine.stream([llm.prepare("a", GREEDY)] * 3))
 
 
 def test_rows_keep_their_columns_and_bad_ones_stop_no_others(reciter: Path) -> None:
@@ -156,10 +158,9 @@ def test_wrong_commands_say_what_to_do(
     assert "one engine" in capsys.readouterr().err
     assert main(["run-batch", "-i", "/dev/null", *command[3:], "--ray"]) == Status.USAGE
     assert "pipe" in capsys.readouterr().err
-    (tmp_path / "parts").mkdir()
-    (tmp_path / "parts" / "part-000000.jsonl").touch()
-    assert main([*command[:4], str(tmp_path / "parts"), "--model", "m", "--ray"]) == Status.USAGE
-    assert "older version" in capsys.readouterr().err
+    (tmp_path / "folder").mkdir()
+    assert main([*command[:4], str(tmp_path / "folder"), "--model", "m", "--ray"]) == Status.USAGE
+    assert "it is a folder" in capsys.readouterr().err
     for name in ("nanovllm.jobs.cluster", "nanovllm.ray"):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ray.data", None)

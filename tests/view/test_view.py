@@ -130,7 +130,7 @@ def test_recording_stops_at_its_limit_and_says_so(tmp_path, monkeypatch, caplog)
     assert 200 <= len(json.loads((tmp_path / "run.json").read_text())) < 230
     assert run.device_time[-1] is not None, "the last step that was begun is told to its end"
     assert "the rest of the run is not recorded" in caplog.text
-    assert len(engine.observers[0]._log) < 10, "what is not recorded is not kept either"
+    assert len(engine.observers[0]._block_log) < 10, "what is not recorded is not kept either"
 
 
 # ---- the page as a file
