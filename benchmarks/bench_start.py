@@ -30,10 +30,10 @@ STEPS = (
     ("transformers: import, configuration", "nanovllm.load", "load_model_config"),
     ("kernels: loaded, or compiled", "nanovllm.kernels.cpu_library", "_load"),
     ("+ transformers: import, tokenizer", "nanovllm.load", "Tokenizer.find"),
-    ("an empty model", "nanovllm.runner.model_runner", "make_model"),
-    ("weights read", "nanovllm.runner.model_runner", "load_weights"),
+    ("an empty model", "nanovllm.runner.model_runner", "Decoder"),
+    ("weights read", "nanovllm.load", "load_weights"),
     ("weights packed", "nanovllm.backends.cpu_backend", "CpuBackend.pack_weights"),
-    ("pages of the KV cache touched", "nanovllm.runner.model_runner", "ModelRunner._make_caches"),
+    ("pages of the KV cache touched", "nanovllm.runner.startup", "make_caches"),
 )
 
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,10 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.config import load_model_config, read_json
 from nanovllm.models.hub import find_config
+from nanovllm.models.loader import load_weights
 from nanovllm.resolve import resolve
-from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.model_runner import ModelRunner, ReadWeights
+from nanovllm.runner.startup import make_cache
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.utils.ahead import read_ahead
@@ -54,11 +57,11 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
     generation, default_params = read_generation_config(folder)
     with ThreadPoolExecutor(1) as pool, ExitStack() as on_error:
         tokenizer_to_be = pool.submit(Tokenizer.find, folder)  # beside the weights, whose reading needs little Python
-        runner, make_cache = load_runner(config, hf_config, weights)
+        runner, make_its_cache = load_runner(config, hf_config, weights)
         on_error.callback(runner.close)
         tokenizer = tokenizer_to_be.result()
         eos_token_ids = find_eos_token_ids({**data, **generation}, tokenizer, vocab_size)
-        scheduler, observers = make_scheduler(config, runner, make_cache(), vocab_size, tokenizer)
+        scheduler, observers = make_scheduler(config, runner, make_its_cache(), vocab_size, tokenizer)
 
         def make_editor() -> LogitEditor:
             from nanovllm.edits.editing import Editing
@@ -94,12 +97,40 @@ def load_runner(
         The runner, and the function that makes its KV cache and returns the number of blocks.
     """
     if config.tensor_parallel_size == 1:
-        runner = ModelRunner(config, hf_config, weights, Parallel())
-        return runner, runner.make_cache
+        runner = make_runner(config, hf_config, weights, Parallel())
+        return runner, partial(make_cache, runner)
     from nanovllm.distributed.leader import LeadingRunner
 
-    leader = LeadingRunner(config, hf_config, weights)
+    leader = LeadingRunner(config, hf_config, weights, partial(make_runner, config, hf_config, weights))
     return leader, leader.make_cache
+
+
+def make_runner(
+    config: ResolvedConfig,
+    hf_config: "PretrainedConfig",
+    weights: Path | None,
+    parallel: Parallel,
+    check: Callable[[], None] = lambda: None,
+) -> ModelRunner:
+    """Load the model of rank 0, and the draft model beside it if there is one.
+
+    Args:
+        weights: the checkpoint's folder; None for random weights.
+        check: called before each tensor that is loaded. It raises an exception if loading is to end.
+    """
+    read_weights: ReadWeights
+    if weights is None:
+        from nanovllm.models.dummy_weights import fill_randomly
+
+        read_weights = partial(fill_randomly, seed=config.seed, std=hf_config.initializer_range)
+    else:
+        read_weights = partial(load_weights, folder=weights, show_progress=True)
+    runner = ModelRunner(config, hf_config, read_weights, parallel, check)
+    if config.draft is not None:
+        from nanovllm.drafts.draft_model import read_draft
+
+        runner.draft = make_runner(*read_draft(config), parallel, check)
+    return runner
 
 
 def make_scheduler(

@@ -10,6 +10,7 @@ rank r         +-> launch ------ all-reduce, gather                  +------> la
 import os
 import time
 import weakref
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,9 @@ from nanovllm.distributed.collectives import GroupParallel
 from nanovllm.distributed.follower_group import FollowerGroup
 from nanovllm.engine.hooks import StepEdits
 from nanovllm.engine.plan import StepPlan, StepResult
+from nanovllm.layers.parallel import Parallel
 from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.startup import make_cache
 from nanovllm.runner.step_handle import StepHandle
 from nanovllm.utils.machine import physical_cores
 
@@ -71,8 +74,18 @@ _threads = ThreadShare()
 class LeadingRunner:
     """The runner of rank 0, which also starts, leads and ends the followers."""
 
-    def __init__(self, config: ResolvedConfig, hf_config: "PretrainedConfig", folder: Path | None) -> None:
-        """Load the model on all ranks. Arguments and errors as for `ModelRunner`.
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        hf_config: "PretrainedConfig",
+        folder: Path | None,
+        make_runner: Callable[[Parallel, Callable[[], None]], ModelRunner],
+    ) -> None:
+        """Load the model on all ranks.
+
+        Args:
+            folder: of the checkpoint; None for random weights.
+            make_runner: loads the model of rank 0. It calls its second argument before each tensor.
 
         Raises:
             ValueError: as `ModelRunner`.
@@ -89,7 +102,7 @@ class LeadingRunner:
             self._followers = FollowerGroup(config, hf_config, folder, self._parallel.abort)
             stack.callback(self._followers.stop)
             try:
-                self._runner = ModelRunner(config, hf_config, folder, self._parallel, self._followers.raise_failure)
+                self._runner = make_runner(self._parallel, self._followers.raise_failure)
                 self._followers.wait_until("loaded")
             except BaseException:
                 self._followers.dismiss(by_force=True)
@@ -98,14 +111,14 @@ class LeadingRunner:
             self._end = weakref.finalize(self, stack.pop_all().close)
 
     def make_cache(self) -> int:
-        """Connect the ranks and make the KV cache of each; see `ModelRunner.make_cache`. Call `close` if it fails."""
+        """Connect the ranks and make the KV cache of each; see `startup.make_cache`. Call `close` if it fails."""
         parallel = self._parallel
         meeting = self._followers.meeting
         # One guard around both: a follower that is connected may refuse its cache before rank 0 does.
         with self._followers.guard():
             # If a follower fails, the thread that connects goes on: so it must not refer to the model.
             self._followers.run_while_alive(lambda: parallel.connect(meeting))
-            num_blocks = self._runner.make_cache()
+            num_blocks = make_cache(self._runner)
         self._followers.wait_until("ready")
         return num_blocks
 

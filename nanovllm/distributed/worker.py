@@ -16,8 +16,16 @@ import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from nanovllm.config import ResolvedConfig
+    from nanovllm.layers.parallel import Parallel
+    from nanovllm.runner.model_runner import ModelRunner, ReadWeights
 
 BEAT = 1.0
 """Seconds between two signs of life. The follower also looks as often whether its parent process is still rank 0,
@@ -94,7 +102,7 @@ def follow(start: dict[str, Any], report_stage: Callable[[str], None]) -> None:
     from nanovllm.distributed.ring import Ring
     from nanovllm.engine.plan import StepPlan
     from nanovllm.models.config import load_model_config
-    from nanovllm.runner.model_runner import ModelRunner
+    from nanovllm.runner.startup import make_cache
 
     config = ResolvedConfig(**start["config"])
     ring = Ring(start["ring_fd"], config.tensor_parallel_size - 1, StepPlan.max_packed_size(config))
@@ -105,12 +113,32 @@ def follow(start: dict[str, Any], report_stage: Callable[[str], None]) -> None:
     rank = start["rank"]
     parallel = GroupParallel(rank, config.tensor_parallel_size, config.distributed_backend, device)
     folder = None if start["folder"] is None else Path(start["folder"])
-    runner = ModelRunner(config, load_model_config(start["hf_config"], "rank 0"), folder, parallel)
+    runner = make_runner(config, load_model_config(start["hf_config"], "rank 0"), folder, parallel)
     report_stage("loaded")
     parallel.connect(Path(start["meeting"]))
-    runner.make_cache()
+    make_cache(runner)
     report_stage("ready")
     while len(packed := ring.read(rank - 1)):
         runner.launch(StepPlan.unpack(packed))
     runner.close()
     parallel.close()
+
+
+def make_runner(
+    config: "ResolvedConfig", hf_config: "PretrainedConfig", folder: Path | None, parallel: "Parallel"
+) -> "ModelRunner":
+    """Load this rank's share of the model, and of the draft model if there is one: see `load.make_runner`."""
+    from nanovllm.drafts.draft_model import read_draft
+    from nanovllm.models.dummy_weights import fill_randomly
+    from nanovllm.models.loader import load_weights
+    from nanovllm.runner.model_runner import ModelRunner
+
+    read_weights: ReadWeights = (
+        partial(fill_randomly, seed=config.seed + parallel.rank, std=hf_config.initializer_range)
+        if folder is None
+        else partial(load_weights, folder=folder)
+    )
+    runner = ModelRunner(config, hf_config, read_weights, parallel)
+    if config.draft is not None:
+        runner.draft = make_runner(*read_draft(config), parallel)
+    return runner

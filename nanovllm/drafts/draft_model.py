@@ -17,7 +17,7 @@ from array import array
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,9 @@ from nanovllm.models.hub import find_config
 from nanovllm.resolve import resolve
 from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.utils.checks import quote
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 Indices = NDArray[np.intp]
 
@@ -70,6 +73,14 @@ def find_draft(asked: EngineConfig, config: ResolvedConfig, model_folder: Path |
         "vocab_size": int(hf_config.vocab_size),
     }
     return replace(config, draft=draft)
+
+
+def read_draft(config: ResolvedConfig) -> tuple[ResolvedConfig, "PretrainedConfig", Path | None]:
+    """Return what a rank loads the draft model from: its configuration, its config.json's, and its folder, if any."""
+    draft = config.draft or {}
+    own = ResolvedConfig(**draft["config"] | {"device": config.device})
+    folder = None if draft["folder"] is None else Path(draft["folder"])
+    return own, load_model_config(draft["hf_config"], own.model), folder
 
 
 def check_same_ids(tokenizer: Tokenizer | None, other: Tokenizer | None) -> None:

@@ -15,7 +15,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import ScheduledStep
 from nanovllm.kernels.edit_logits import MaskAndPenalties
 from nanovllm.kernels.sample import Sampled, SamplingValues
-from nanovllm.runner.staging import to_device
+from nanovllm.runner.device import to_device
 from nanovllm.utils.integers import ceil_div
 
 if TYPE_CHECKING:
@@ -83,7 +83,8 @@ class LogitEdits:
         In float32, in which a row without edits gives the same token as without this.
         """
         device = logits.device
-        logits = logits.float().contiguous()
+        # A copy: log-probabilities are taken from the logits as they are.
+        logits = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         if len(self.bias):
             logits.view(-1)[to_device(self.bias_index, device)] += to_device(self.bias, device)
         indices = to_device(self.indices, device)

@@ -36,7 +36,7 @@ class StepEdits(Protocol):
     """The edits of one step's logits. The runner samples such a step through it, on rank 0 alone."""
 
     def sample(self, backend: "Backend", logits: "Tensor", values: "SamplingValues") -> "Sampled":
-        """Edit logits [n, vocab], which may be changed in place, and sample from them as `Backend.sample` does."""
+        """Sample from edited logits as `Backend.sample` does. `logits` [n, vocab] themselves stay as they are."""
 
 
 class Runner(Protocol):

@@ -4,8 +4,7 @@ The layers of Qwen3-MoE whose MLP is dense are these too; the others take theirs
 They differ in biases and in the norms of queries and keys: `FAMILIES` in config.py says who has which.
 """
 
-from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import torch
@@ -127,22 +126,16 @@ class Decoder(nn.Module):
         assert residual is not None
         return self.backend.add_rms_norm(x, residual, self.norm, self.eps)[0]
 
-    @contextmanager
-    def abridged(self) -> Iterator[int]:
-        """See `CausalLM`."""
-        layers = self.layers
-        self.layers = nn.ModuleList({type(layer.mlp): layer for layer in layers}.values())
-        try:
-            yield len(self.layers)
-        finally:
-            self.layers = layers
-
     def compute_logits(self, hidden: Tensor) -> Tensor | None:
         """hidden [n, hidden] -> logits [n, vocab] on rank 0, None on the others."""
         return self.lm_head(hidden)  # type: ignore[no-any-return]
 
     def weight_targets(self, names: Collection[str] = ()) -> NamedTargets:
-        """See `CausalLM`. The modules are called as they are in checkpoints."""
+        """Yield (checkpoint name, target) of everything that the model needs. Modules are named as in checkpoints.
+
+        Args:
+            names: of the checkpoint's tensors, where it may have one of several forms.
+        """
         for path, module in self.named_modules(prefix="model"):
             if module is self.lm_head:
                 yield from () if self.tied else self.lm_head.weight_targets("lm_head", names)

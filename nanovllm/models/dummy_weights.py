@@ -4,14 +4,16 @@ from collections.abc import Callable
 
 import torch
 
-from nanovllm.models.causal_lm import CausalLM
+from nanovllm.models.decoder import Decoder
 
 
-def fill_randomly(model: CausalLM, seed: int, std: float, check: Callable[[], None] = lambda: None) -> None:
-    """Make normal matrices, norms of one, and biases of zero.
+def fill_randomly(model: Decoder, check: Callable[[], None], *, seed: int, std: float) -> None:
+    """Fill matrices with normal numbers, norms with ones, and biases with zeros.
 
     Args:
-        check: as for `load_weights`.
+        check: called before each parameter. It raises an exception if loading is to end.
+        seed: of the numbers. Each rank has one of its own.
+        std: the standard deviation of the numbers.
     """
     parameters = list(model.parameters())
     generator = torch.Generator(device=parameters[0].device).manual_seed(seed)

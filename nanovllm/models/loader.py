@@ -11,8 +11,8 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from nanovllm.layers.weights import WeightTarget
-from nanovllm.models.causal_lm import CausalLM
 from nanovllm.models.config import read_json
+from nanovllm.models.decoder import Decoder
 from nanovllm.utils.checks import quote
 
 DTYPES = ("F64", "F32", "F16", "BF16")
@@ -50,13 +50,11 @@ def _name_some(names: Iterable[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def load_weights(
-    model: CausalLM, folder: Path, show_progress: bool = False, check: Callable[[], None] = lambda: None
-) -> None:
+def load_weights(model: Decoder, check: Callable[[], None], *, folder: Path, show_progress: bool = False) -> None:
     """Fill the model from the folder's safetensors, one tensor at a time, reading only what this rank holds.
 
     Args:
-        check: called before each tensor; raises if there is no use in going on.
+        check: called before each tensor. It raises an exception if loading is to end.
 
     Raises:
         ValueError: a file that cannot be read, a tensor that is missing, unexpected, double or of another shape.
@@ -109,7 +107,7 @@ def _fill(target: WeightTarget, source: Any, what: str) -> None:
         matrix.copy_(source[i, *target.slices[1:]])
 
 
-def _check_cover(model: CausalLM, targets: Iterable[WeightTarget]) -> None:
+def _check_cover(model: Decoder, targets: Iterable[WeightTarget]) -> None:
     """The targets cover every parameter exactly once, so that filling all targets fills the model."""
     covered: dict[int, int] = {}
     for target in targets:

@@ -1,4 +1,4 @@
-"""Capture and replay of decode steps: one launch instead of a few hundred."""
+"""CUDA graphs of decode steps: the host launches a step once, instead of a few hundred kernels."""
 
 import bisect
 import functools
@@ -17,34 +17,35 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 HEAD = NUM_PER_SEQ + 1
+"""How many rows a graph's inputs have: the arrays of a plan with one element per sequence, and token_ids."""
 Decoded = tuple[Tensor, Tensor, SamplingValues]
 """Of n decodes: hidden states [n, hidden], rows int32 [n], and how each is sampled."""
-DecodeStep = Callable[[Tensor], Decoded]
-"""A plan of n decodes as far as token_ids, int32 [HEAD, n], through the model."""
-Sampler = Callable[[Tensor, Tensor, SamplingValues], tuple[Tensor, Tensor]]
-"""What was decoded -> (sampled ids int32 [n], hidden states)."""
+Decode = Callable[[Tensor], Decoded]
+"""Runs the model on inputs int32 [HEAD, n]: see `ModelRunner.decode`."""
+Sample = Callable[[Tensor, Tensor, SamplingValues], Tensor]
+"""Samples from what was decoded; returns token ids int32 [n]."""
 
 
 class Captured(NamedTuple):
-    """A step of one size: the model's graph and the sampler's, and where their results lie."""
+    """The two graphs of a step of one size, the model's and the sampler's, and the tensors that each writes."""
 
     model: torch.cuda.CUDAGraph
     decoded: Decoded
     sampler: torch.cuda.CUDAGraph
-    sampled: tuple[Tensor, Tensor]
+    sampled: Tensor
 
 
 def graph_batch_sizes(max_num_seqs: int) -> list[int]:
-    """The batch sizes to capture: 1, 2, 4, 8, 16, 24, 32, every 16 to 256, every 32 above, and the largest itself.
+    """Return the batch sizes to capture: 1, 2, 4, 8, 16, 24, 32, every 16 to 256, every 32 above, and the largest.
 
-    Every batch of 1..max_num_seqs then finds a graph, and pads it by less than half, from 16 on by at most 31 rows.
+    Every batch of 1..max_num_seqs then finds a graph. Padding is less than half of it, and from 16 on at most 31 rows.
     """
     sizes = [1, 2, 4, 8, 16, 24, 32, *range(48, 257, 16), *range(288, max_num_seqs + 1, 32)]
     return sorted({size for size in sizes if size < max_num_seqs} | {max_num_seqs})
 
 
 def smallest_that_holds(sizes: list[int], num_seqs: int) -> int:
-    """The smallest of the ascending sizes that is at least num_seqs (RuntimeError if there is none)."""
+    """Return the smallest of the ascending sizes that is at least num_seqs (RuntimeError if there is none)."""
     index = bisect.bisect_left(sizes, num_seqs)
     if index == len(sizes):
         raise RuntimeError(f"no graph holds {num_seqs} sequences; the largest is {sizes[-1]}")
@@ -53,23 +54,23 @@ def smallest_that_holds(sizes: list[int], num_seqs: int) -> int:
 
 @functools.cache
 def _capture_stream(device: int) -> Any:
-    """The stream on which all graphs of a device are captured.
+    """Return the stream on which all graphs of a device are captured.
 
-    Always the same, because cuBLAS keeps a workspace for each stream it has seen, for good; and our own, because
-    torch's default for captures stays on the first device that the process captured on.
+    It is always the same, because cuBLAS keeps a workspace for each stream it has seen, for good. It is our own,
+    because torch's default for captures stays on the first device that the process captured on.
     """
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 class CudaGraphs:
-    """Decode steps of each batch size as CUDA graphs, from `buffer` to tokens and hidden states.
+    """Decode steps of each batch size as CUDA graphs, from the staging buffer to hidden states and sampled tokens.
 
-    A step is two graphs, the model's and the sampler's, so that what edits logits can sample without the second.
+    A step is two graphs, the model's and the sampler's: where logits are edited, the second is left out.
 
     A graph of size n reads its inputs from the first HEAD * n values of the staging buffer, whose address never
-    changes: the first arrays of a plan that was padded to n. All graphs share one pool of memory, captured largest
-    first so that the smaller ones fit into what the largest has taken; only one runs at a time, and its outputs are
-    read before (in stream order) the next one runs.
+    changes: the first arrays of a plan that was padded to n. All graphs share one pool of memory. They are captured
+    largest first, so that the smaller ones fit into what the largest has taken. They may share it because only one runs
+    at a time, and its outputs are read before (in stream order) the next one runs.
     """
 
     def __init__(self, buffer: Tensor, max_num_seqs: int, padding_row: int) -> None:
@@ -80,10 +81,11 @@ class CudaGraphs:
         self._graphs: dict[int, Captured] = {}
 
     def capture(
-        self, decode: DecodeStep, sample: Sampler, sizes: list[int] | None = None, show_progress: bool = False
+        self, decode: Decode, sample: Sample, sizes: list[int] | None = None, show_progress: bool = False
     ) -> None:
-        """Capture the graphs of sizes, all by default. Every input is padding: nothing live is read or written."""
-        stream, current = _capture_stream(torch.cuda.current_device()), torch.cuda.current_stream()
+        """Capture the graphs of sizes, by default of all. All inputs are padding: no sequence is touched."""
+        stream = _capture_stream(torch.cuda.current_device())
+        current = torch.cuda.current_stream()
         for size in tqdm(sorted(sizes or self.sizes, reverse=True), desc="Capturing graphs", disable=not show_progress):
             inputs = self.inputs(size)
             inputs.copy_(torch.from_numpy(make_padding(size, self.padding_row)))
@@ -97,32 +99,32 @@ class CudaGraphs:
         torch.cuda.synchronize()
 
     def _capture(self, stream: Any, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        """A graph of some work, and where it leaves its result."""
+        """Capture some work; returns its graph, and its result, which each replay writes anew."""
         graph = torch.cuda.CUDAGraph()
-        # Other threads, as NCCL's and those of a second engine, may call CUDA meanwhile.
+        # thread_local: other threads, NCCL's and those of a second engine, may call CUDA meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             result = work()
         self._pool = self._pool or graph.pool()
         return graph, result
 
     def inputs(self, size: int) -> Tensor:
-        """Where a graph of that size reads: int32 [HEAD, size]."""
+        """Return the part of the staging buffer that a graph of that size reads: int32 [HEAD, size]."""
         return self._buffer[: HEAD * size].view(HEAD, size)
 
     def replay(self, size: int) -> Decoded:
-        """Run the model of that size on what the staging buffer holds; its outputs live until the next replay."""
+        """Run the model of that size on what the staging buffer holds. The outputs live until the next replay."""
         captured = self._graphs[size]
         captured.model.replay()
         return captured.decoded
 
-    def replay_sampler(self, size: int) -> tuple[Tensor, Tensor]:
-        """Sample from what the model of that size left."""
+    def replay_sampler(self, size: int) -> Tensor:
+        """Sample from the outputs of `replay`; returns token ids int32 [size], which live until the next replay."""
         captured = self._graphs[size]
         captured.sampler.replay()
         return captured.sampled
 
     def release(self) -> None:
-        """Free the graphs: before the memory they point into goes, and before a process group does."""
+        """Free the graphs. This comes before the memory they point into is freed, and before a process group ends."""
         for captured in self._graphs.values():
             captured.model.reset()  # now, even if an exception's traceback still holds it
             captured.sampler.reset()

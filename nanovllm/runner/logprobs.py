@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens that a step sampled, and of those that it scored."""
+"""Log-probabilities of the tokens that a step samples, and of the tokens of prompts that it scores."""
 
 from collections.abc import Callable, Iterable, Iterator
 
@@ -8,28 +8,27 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm.engine.plan import IntArray, StepPlan
-from nanovllm.runner.device_tables import DeviceTables
-from nanovllm.runner.staging import start_copy, to_device
+from nanovllm.runner.device import DeviceTables, start_copy, to_device
 
 LOGITS_AT_A_TIME = 1024
-"""Rows of hidden states that the LM head turns into logits at a time, where all of a prompt's are wanted."""
+"""How many rows of logits are made at a time, where those of a whole prompt are wanted."""
 
-ComputeLogits = Callable[[Tensor], Tensor | None]
-"""Hidden states [n, hidden] -> logits [n, vocab] on rank 0, None on the others."""
+MakeLogits = Callable[[Tensor], Tensor | None]
+"""Returns logits [m, vocab] of m indices, int64 [m], on rank 0; None on the others."""
 
 
 class Logprobs:
-    """Log-probabilities of raw distributions: of one token of each row of logits, and of the k most likely."""
+    """Log-probabilities from raw logits: of one given token of each row, and of the row's k most likely tokens."""
 
     ROWS_AT_A_TIME = 64
-    """Bounds the float32 copies of logits: 40 MB each for 151,936 tokens."""
+    """How many rows are copied to float32 at a time: with a vocabulary of 151,936, one copy takes 40 MB."""
 
     def __init__(self, logits: Iterable[tuple[Tensor, Tensor]], counts: IntArray) -> None:
         """
         Args:
-            logits: piece by piece, [n, vocab], and the token of each row, int32 [n]. Only one piece is held at a time.
-            counts: int32, how many of the most likely tokens each row of all the pieces wants. -1 counts as 0: rows of
-                padding, which the memory profile scores, ask for none.
+            logits: pieces, each of logits [n, vocab] and the token of each row, int32 [n]. One piece is held at a time.
+            counts: int32 [rows of all pieces], how many of the most likely tokens each row asks for. -1 counts as 0:
+                rows of padding, which the memory profile scores, ask for none.
         """
         self._counts: IntArray = np.maximum(counts, 0)
         self._most = int(self._counts.max())
@@ -42,10 +41,11 @@ class Logprobs:
         self._tensors = [start_copy(torch.cat(values)) for values in zip(*parts, strict=True)]
 
     def _reduce(self, logits: Tensor, token_ids: Tensor, counts: IntArray) -> tuple[Tensor, Tensor, Tensor]:
-        """The log-probabilities of token_ids, and of the most likely tokens; and the ids of these.
+        """Return the log-probabilities of token_ids [n] and of the most likely tokens [n, k], and the ids of these.
 
-        None depends on the other rows: several threads would share the sum of a row by itself, in another order, and
-        which one of equals is among the k most likely depends on k.
+        A row's values do not depend on the other rows. So a single row is computed as two: by itself, several threads
+        would share its sum, which changes the order of additions. And each k is taken by itself, because which of two
+        equally likely tokens is among the k most likely depends on k.
         """
         several = logits if len(logits) > 1 else logits.expand(2, -1)
         total = several.logsumexp(1, keepdim=True)[: len(logits)]
@@ -57,43 +57,61 @@ class Logprobs:
         return (own - total).squeeze(1), top - total, top_ids
 
     def read(self, token_ids: IntArray) -> list[dict[int, float]]:
-        """{token id: log-probability} of each row; only after the step has ended on the device."""
-        of_token, top, top_ids = (values.tolist() for values in self._tensors)
-        rows = zip(token_ids.tolist(), of_token, top_ids, top, self._counts.tolist(), strict=True)
+        """Return {token id: log-probability} of each row. Called once the step has ended on the device."""
+        given, top, top_ids = (values.tolist() for values in self._tensors)
+        rows = zip(token_ids.tolist(), given, top_ids, top, self._counts.tolist(), strict=True)
         return [{own: value, **dict(zip(ids[:k], values[:k], strict=True))} for own, value, ids, values, k in rows]
 
 
-def of_sampled(
-    plan: StepPlan, tables: DeviceTables, token_ids: Tensor, hidden: Tensor, compute_logits: ComputeLogits
+def start_logprobs(
+    plan: StepPlan, tables: DeviceTables, token_ids: Tensor, make_logits: MakeLogits
 ) -> tuple[Logprobs, NDArray[np.intp]] | None:
-    """Those of the sampled tokens of sequences that ask, and which these are; token_ids, hidden: of all."""
+    """Compute the log-probabilities of the sampled tokens whose sequences ask for them; None if none does.
+
+    Args:
+        token_ids: int32 [n], all that the step sampled, 1 + num_drafts of each sequence.
+        make_logits: gives the raw logits that some of token_ids were sampled from.
+
+    Returns:
+        The log-probabilities, and which of token_ids they belong to.
+    """
     counts = tables.sampling_cpu["num_logprobs"][plan.rows]
     counts = np.repeat(np.where(plan.num_sampled > 0, counts, -1), 1 + plan.num_drafts)
     asking = np.flatnonzero(counts >= 0)
     if not len(asking):
         return None
-    # Few ask for them, so graphs keep no logits (gigabytes, for graphs of all sizes): they are made again.
-    indices = to_device(asking, hidden.device)
-    return Logprobs(_logits(hidden[indices], token_ids[indices], compute_logits), counts[asking]), asking
+    indices = to_device(asking, token_ids.device)
+    return Logprobs(_pair_logits(indices, token_ids[indices], make_logits), counts[asking]), asking
 
 
-def of_targets(
-    plan: StepPlan, tables: DeviceTables, targets: Tensor, hidden: Tensor, compute_logits: ComputeLogits
+def score_targets(
+    plan: StepPlan,
+    tables: DeviceTables,
+    targets: Tensor,
+    hidden: Tensor,
+    compute_logits: Callable[[Tensor], Tensor | None],
 ) -> Logprobs | None:
-    """Those of the plan's targets, after the tokens before them; hidden [num_tokens, hidden]."""
+    """Compute the log-probabilities of the plan's targets; None if it has none.
+
+    Args:
+        targets: int32 [num_scored in all].
+        hidden: [num_tokens, hidden], of all tokens of the step.
+        compute_logits: the LM head.
+    """
     if not len(targets):
         return None
     num_scored = plan.num_scored
-    first = plan.num_scheduled.cumsum() - plan.num_sampled - num_scored
-    indices = np.arange(len(targets)) + np.repeat(first - (num_scored.cumsum() - num_scored), num_scored)
+    firsts = plan.num_scheduled.cumsum() - plan.num_sampled - num_scored  # the first token of each that scores
+    indices = np.arange(len(targets)) + np.repeat(firsts - (num_scored.cumsum() - num_scored), num_scored)
     counts = np.repeat(tables.sampling_cpu["num_prompt_logprobs"][plan.rows], num_scored)
-    return Logprobs(_logits(hidden[to_device(indices, hidden.device)], targets, compute_logits), counts)
+    pieces = _pair_logits(to_device(indices, hidden.device), targets, lambda some: compute_logits(hidden[some]))
+    return Logprobs(pieces, counts)
 
 
-def _logits(hidden: Tensor, token_ids: Tensor, compute_logits: ComputeLogits) -> Iterator[tuple[Tensor, Tensor]]:
-    """(logits, token_ids) of a bounded number of rows at a time; nothing on ranks other than 0."""
-    for some, ids in zip(*(torch.split(x, LOGITS_AT_A_TIME) for x in (hidden, token_ids)), strict=True):
-        logits = compute_logits(some)
+def _pair_logits(indices: Tensor, token_ids: Tensor, make_logits: MakeLogits) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield (logits, token_ids) of LOGITS_AT_A_TIME indices at a time; nothing on ranks other than 0."""
+    for some, ids in zip(*(torch.split(x, LOGITS_AT_A_TIME) for x in (indices, token_ids)), strict=True):
+        logits = make_logits(some)
         if logits is not None:
             yield logits, ids
         del logits  # before the next are made

@@ -1,6 +1,6 @@
-"""A step that was launched, and what it sampled."""
+"""A step that was launched: its results on the device, its times, and the handle that waits for both."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -8,13 +8,28 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm.engine.plan import StepPlan, StepResult
+from nanovllm.runner.device import start_copy
 from nanovllm.runner.logprobs import Logprobs
-from nanovllm.runner.staging import start_copy
 from nanovllm.utils.clock import Clock
 
 
+class DeviceResult(NamedTuple):
+    """The results of a step, as the device will have them.
+
+    token_ids int32 [1 + num_drafts of each sequence], None if the plan samples nothing; logprobs, and the indices of
+    the token_ids that they belong to; scores of the plan's targets.
+    """
+
+    token_ids: Tensor | None = None
+    logprobs: tuple[Logprobs, NDArray[np.intp]] | None = None
+    scores: Logprobs | None = None
+
+
 class Stopwatch:
-    """Times what the host does up to `start`, and what the device does from there to `stop`, without waiting for it."""
+    """Times the host from the making of this object to `start`, and the device from there to `stop`.
+
+    Neither call waits for the device.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._clock = Clock()
@@ -34,7 +49,7 @@ class Stopwatch:
             self._events[1].record()
 
     def read(self) -> tuple[float, float]:
-        """(Seconds of the host, seconds of the device); waits until the device has ended the step."""
+        """Return the seconds of the host and of the device; waits until the device has ended the step."""
         (_, _, prepare), (_, _, step) = self._clock.spans
         if self._events:
             self._events[1].synchronize()
@@ -43,38 +58,29 @@ class Stopwatch:
 
 
 class StepHandle:
-    """A launched step; `result()` waits for it, and is to be called once."""
+    """A launched step. `result()` waits for it, and is called once."""
 
-    def __init__(
-        self,
-        plan: StepPlan,
-        token_ids: Tensor | None,
-        logprobs: tuple[Logprobs, NDArray[np.intp]] | None,
-        scores: Logprobs | None,
-        stopwatch: Stopwatch,
-    ) -> None:
-        """
-        Args:
-            token_ids: int32 [1 + num_drafts of each sequence], on the device; None if the plan samples nothing.
-            logprobs: and which of token_ids they are of.
-            scores: of the plan's targets.
-        """
+    def __init__(self, plan: StepPlan, result: DeviceResult, stopwatch: Stopwatch) -> None:
+        # Samples that nobody asked for are dropped: those of sequences whose num_sampled is 0.
         self._sampled = np.flatnonzero(np.repeat(plan.num_sampled > 0, 1 + plan.num_drafts))
         self._targets = plan.targets
-        self._logprobs, self._scores, self._stopwatch = logprobs, scores, stopwatch
-        self._token_ids = None if token_ids is None else start_copy(token_ids)
+        self._logprobs = result.logprobs
+        self._scores = result.scores
+        self._stopwatch = stopwatch
+        self._token_ids = None if result.token_ids is None else start_copy(result.token_ids)
         stopwatch.stop()
 
     def result(self) -> StepResult:
-        """Wait for the device, and read what it sampled and scored."""
+        """Wait for the device, and return the tokens and scores of the step."""
         prepare_seconds, device_seconds = self._stopwatch.read()  # first: it waits
-        token_ids, logprobs = np.empty(0, np.int32), {}
+        token_ids = np.empty(0, np.int32)
+        logprobs: dict[int, dict[int, float]] = {}
         if self._token_ids is not None:
-            of_all = self._token_ids.numpy()
-            token_ids = of_all[self._sampled]
+            every_sample = self._token_ids.numpy()
+            token_ids = every_sample[self._sampled]
             if self._logprobs is not None:
                 found, asking = self._logprobs
                 places = np.searchsorted(self._sampled, asking).tolist()
-                logprobs = dict(zip(places, found.read(of_all[asking]), strict=True))
+                logprobs = dict(zip(places, found.read(every_sample[asking]), strict=True))
         scores = self._scores.read(self._targets) if self._scores is not None else ()
         return StepResult(token_ids, logprobs, scores, prepare_seconds, device_seconds)

@@ -242,11 +242,11 @@ def test_a_step_of_graphs_leaves_its_sampler_out_only_where_logits_are_edited(
     with LLM(folder, attention_backend="torch", **OPTIONS) as llm:
         runner, llm.engine.depth = llm.engine.runner, depth
         graphs = runner.graphs = StandInGraphs(
-            runner._staging.buffer, runner.config.max_num_seqs, runner.tables.padding_row
+            runner.staging.buffer, runner.config.max_num_seqs, runner.tables.padding_row
         )
         captured: list[int] = []
-        graphs.decode = runner._decode
-        graphs.sample = lambda *decoded: (captured.append(1), runner._sample(*decoded))[1]
+        graphs.decode = runner.decode
+        graphs.sample = lambda *decoded: (captured.append(1), runner.sample_decoded(*decoded))[1]
         assert tokens(llm, params, prompts) == alone
         between = len(captured)
         plain = SamplingParams(0, 10, ignore_eos=True)

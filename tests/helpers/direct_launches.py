@@ -19,6 +19,7 @@ import triton
 from helpers.pretend_cuda import DEVICE, PretendDriver, noted, pretend_runner, unscored_plan
 from nanovllm.kernels.launch import Launch, compiled, launch
 from nanovllm.kernels.rms_norm import add_rms_norm
+from nanovllm.runner.startup import compile_kernels, make_graphs
 
 NUM_LAUNCHES = 196
 HOOKS = (6, 7, 8)
@@ -79,12 +80,12 @@ def compile_ahead() -> tuple[int, int]:
     with pretend_runner(max_model_len=4096, max_num_seqs=300) as runner:
         plan = unscored_plan([1, 1, 1, 100, 197])
         with noted() as launches:
-            runner._sample(*runner._decode(runner._new_graphs().inputs(48)))
-            runner._sample(*runner._decode(runner._new_graphs().inputs(300)))
-            runner._run(plan, torch.zeros(plan.head_size, dtype=torch.int32, device=DEVICE))
+            runner.sample_decoded(*runner.decode(make_graphs(runner).inputs(48)))
+            runner.sample_decoded(*runner.decode(make_graphs(runner).inputs(300)))
+            runner.compute(plan, torch.zeros(plan.head_size, dtype=torch.int32, device=DEVICE))
         kernels = {one.kernel.__name__: one.kernel for one in launches}.values()
         before = num_compiled()
-        runner._compile_kernels()
+        compile_kernels(runner)
         ahead = num_compiled()
         with compiled(show_progress=False):
             for one in launches:

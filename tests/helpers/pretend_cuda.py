@@ -25,6 +25,7 @@ from nanovllm.models.presets import preset_config
 from nanovllm.resolve import resolve
 from nanovllm.runner import model_runner
 from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.startup import make_caches
 
 DEVICE = "cuda:0"
 aten = torch.ops.aten
@@ -86,13 +87,12 @@ def pretend_runner(model: str = "qwen3-0.6b", **options: Any) -> Iterator[ModelR
         mock.patch.object(paged_decode, "num_multiprocessors", lambda device: 132),
         mock.patch.object(paged_prefill, "shared_memory_kib", lambda device: 227),
         mock.patch.object(model_runner, "check_free_memory", lambda *arguments: None),
-        mock.patch("nanovllm.models.dummy_weights.fill_randomly", lambda *arguments: None),
         FakeTensorMode(allow_non_fake_inputs=True),
         _Indexing(),
         torch.inference_mode(),
     ):
-        runner = ModelRunner(config, hf_config, None, Parallel())
-        runner.caches = runner._make_caches(100)
+        runner = ModelRunner(config, hf_config, lambda *arguments: None, Parallel())
+        runner.caches = make_caches(runner, 100)
         yield runner
 
 

@@ -24,6 +24,7 @@ from helpers.cpu_checks import (
     rounding,
 )
 from helpers.tiny import draw_prompts
+from torch import Tensor
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends.cpu_backend import CpuBackend
@@ -33,7 +34,7 @@ from nanovllm.kernels.cpu_library import CpuLibrary, cpu_library
 from nanovllm.kernels.norm_rope_store import NormRope
 from nanovllm.kernels.sample import SamplingValues
 from nanovllm.resolve import Work, resolve_backend
-from nanovllm.runner.step_handle import StepHandle
+from nanovllm.runner.step_handle import DeviceResult
 from nanovllm.utils.machine import limit_threads, physical_cores
 
 GRID = list(itertools.product((32, 64, 96, 128, 256), (1, 2, 4, 7, 8, 48), (16, 64, 256)))
@@ -282,13 +283,14 @@ def test_few_tokens_of_a_small_model_are_computed_in_one_thread_where_threads_sp
     if bounded:
         monkeypatch.setenv("GOMP_SPINCOUNT", "50000")
     with LLM(reciter, device="cpu", dtype="float32", max_model_len=64) as llm:
-        seen, launch = [], llm.engine.runner._launch
+        seen = []
+        compute = llm.engine.runner.compute
 
-        def look(plan: StepPlan, edits: None) -> StepHandle:
+        def look(plan: StepPlan, packed: Tensor, edits: None) -> DeviceResult:
             seen.append((plan.num_tokens, threads[-1]))
-            return launch(plan, edits)
+            return compute(plan, packed, edits)
 
-        monkeypatch.setattr(llm.engine.runner, "_launch", look)
+        monkeypatch.setattr(llm.engine.runner, "compute", look)
         for chosen in (None, "2"):
             monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
             if chosen is not None:

@@ -19,9 +19,9 @@ from nanovllm import LLM
 from nanovllm.engine.plan import StepPlan
 from nanovllm.kernels.step_inputs import PlannedRows, step_inputs_reference
 from nanovllm.runner.cuda_graphs import graph_batch_sizes, smallest_that_holds
-from nanovllm.runner.device_tables import DeviceTables
+from nanovllm.runner.device import DeviceTables, Staging
 from nanovllm.runner.kv_memory import GpuMemory, blocks_that_fit
-from nanovllm.runner.staging import Staging
+from nanovllm.runner.startup import measure_memory
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -38,7 +38,7 @@ def test_every_batch_size_finds_a_graph_that_is_not_much_larger(max_num_seqs):
 
 def test_padding_reads_a_row_of_nobody_and_stores_nothing():
     tables = DeviceTables(4, 8, torch.device("cpu"))
-    tables.of_rows.block_tables[:4] = torch.arange(1, 33).view(4, 8)
+    tables.row_tables.block_tables[:4] = torch.arange(1, 33).view(4, 8)
     engine = make_engine(max_num_seqs=4, num_blocks=32)
     for _ in range(3):
         engine.add(engine.prepare([1], SamplingParams(seed=0)))
@@ -46,7 +46,7 @@ def test_padding_reads_a_row_of_nobody_and_stores_nothing():
     padded = plan.pad(8, tables.padding_row)
     assert padded.rows.tolist() == [*plan.rows.tolist(), *[tables.padding_row] * 5]
     planned = (padded.rows, padded.num_computed, padded.num_scheduled, padded.token_ids)
-    slots = step_inputs_reference(PlannedRows(*map(torch.from_numpy, planned)), tables.of_rows, 4).slots
+    slots = step_inputs_reference(PlannedRows(*map(torch.from_numpy, planned)), tables.row_tables, 4).slots
     assert (slots[:3] >= 4).all() and (slots[3:] == -1).all()
     assert padded.num_tokens == padded.num_decodes == 8 and padded.num_sampled.sum() == 3
 
@@ -192,7 +192,7 @@ def test_the_memory_profile_runs_and_adds_up(runner, monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda *device, value=value: value)
     caches = runner.caches
     with torch.inference_mode():
-        memory = runner._profile()
+        memory = measure_memory(runner)
     assert (memory.total, memory.others, memory.weights, memory.graphs) == (80 * gib, 14 * gib, 2 * gib, 0)
     assert 3 * gib < memory.activations < 4 * gib
     assert runner.caches == []  # the trial's own is gone
@@ -239,11 +239,11 @@ def test_the_step_that_graphs_capture_gives_the_tokens_of_the_eager_one(random_m
         eager = llm.generate(prompts, params, use_tqdm=False)
     with LLM(str(random_model), **options, num_kvcache_blocks=40) as llm:
         runner = llm.engine.runner
-        runner.graphs = StandInGraphs(runner._staging.buffer, max_num_seqs, runner.tables.padding_row)
-        runner.graphs.decode, runner.graphs.sample = runner._decode, runner._sample
+        runner.graphs = StandInGraphs(runner.staging.buffer, max_num_seqs, runner.tables.padding_row)
+        runner.graphs.decode, runner.graphs.sample = runner.decode, runner.sample_decoded
         llm.engine.depth = depth
         replayed = llm.generate(prompts, params, use_tqdm=False)
-        assert (runner.tables.of_rows.block_tables[runner.tables.padding_row] == 0).all()
+        assert (runner.tables.row_tables.block_tables[runner.tables.padding_row] == 0).all()
         runner.graphs = None
     for one, other in zip(eager, replayed, strict=True):
         assert one["token_ids"] == other["token_ids"]

@@ -17,6 +17,8 @@ pytest.importorskip("triton")
 
 from helpers.pretend_cuda import DEVICE, Operators, noted, pretend_runner, unscored_plan
 
+from nanovllm.runner.startup import make_graphs
+
 LAYERS = 28
 ONCE = {f"_{name}_kernel": 1 for name in ("step_inputs", "chunks", "stats", "filter", "draw")}
 A_LAYER = {"_norm_rope_store_kernel": 1, "_split_kernel": 1, "_silu_and_mul_kernel": 1}
@@ -26,9 +28,9 @@ A_LAYER = {"_norm_rope_store_kernel": 1, "_split_kernel": 1, "_silu_and_mul_kern
 def test_a_step_of_decodes_launches_what_it_must_and_nothing_else() -> None:
     """Each is a node of the CUDA graph; at one sequence, they are most of its time."""
     with pretend_runner() as runner:
-        head = runner._new_graphs().inputs(256)
+        head = make_graphs(runner).inputs(256)
         with noted() as launches, Operators() as operators:
-            runner._sample(*runner._decode(head))
+            runner.sample_decoded(*runner.decode(head))
     counts = Counter(launch.kernel.__name__ for launch in launches)
     assert counts == ONCE | dict.fromkeys(A_LAYER, LAYERS) | {"_rms_norm_kernel": 2 * LAYERS + 1}
     # Four matrices a layer and the LM head; the embedding; the tokens for the rows' next step.
@@ -40,9 +42,9 @@ def test_experts_need_no_value_on_the_host_either() -> None:
     """Qwen3-30B-A3B: a router, and two grouped products of our own, where a dense layer has two products of torch's."""
     layers = 48
     with pretend_runner("qwen3-30b-a3b") as runner:
-        head = runner._new_graphs().inputs(64)
+        head = make_graphs(runner).inputs(64)
         with noted() as launches, Operators() as operators:
-            runner._sample(*runner._decode(head))
+            runner.sample_decoded(*runner.decode(head))
     counts = Counter(launch.kernel.__name__ for launch in launches)
     of_experts = {"_route_kernel": layers, "_grouped_linear_kernel": 2 * layers, "_combine_experts_kernel": layers}
     in_layers = dict.fromkeys(A_LAYER, layers) | of_experts
@@ -55,7 +57,7 @@ def test_a_mixed_step_waits_for_nothing_and_copies_nothing() -> None:
     with pretend_runner() as runner:
         packed = torch.zeros(plan.head_size, dtype=torch.int32, device=DEVICE)
         with noted() as launches, Operators() as operators:
-            runner._run(plan, packed)
+            runner.compute(plan, packed)
     counts = Counter(launch.kernel.__name__ for launch in launches)
     in_layers = dict.fromkeys((*A_LAYER, "_prefill_kernel"), LAYERS)
     assert counts == ONCE | in_layers | {"_rms_norm_kernel": 2 * LAYERS + 1}
@@ -66,7 +68,7 @@ def test_a_mixed_step_waits_for_nothing_and_copies_nothing() -> None:
 def test_the_host_s_values_are_all_that_a_step_s_shapes_need() -> None:
     """The guard of the tests above is one: a read of the device's values does raise."""
     with pretend_runner() as runner, pytest.raises(RuntimeError):
-        runner.tables.of_rows.last_token.tolist()
+        runner.tables.row_tables.last_token.tolist()
 
 
 @pytest.fixture(scope="module")

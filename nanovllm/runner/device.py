@@ -1,0 +1,120 @@
+"""What the device holds from step to step, and how values get there and back without waiting."""
+
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nanovllm.engine.plan import ROW_SAMPLING, IntArray, StepPlan
+from nanovllm.kernels.step_inputs import RowTables
+
+
+class DeviceTables:
+    """Block tables, last tokens and sampling values of rows 0..max_num_seqs-1, and of one row more.
+
+    Each resident sequence owns a row. Plans bring what changes, and every step reads the rest here.
+
+    The last row, `padding_row`, belongs to nobody: where a step is padded to the size of a CUDA graph, the padding
+    reads and writes there. Its block table is all zeros and stays so. Its slots are -1, so the KV cache stores nothing.
+    """
+
+    def __init__(self, max_num_seqs: int, max_blocks_per_seq: int, device: torch.device) -> None:
+        rows = max_num_seqs + 1
+        self.padding_row = max_num_seqs
+        self.row_tables = RowTables(
+            block_tables=torch.zeros(rows, max_blocks_per_seq, dtype=torch.int32, device=device),
+            last_token=torch.zeros(rows, dtype=torch.int32, device=device),
+            temperature=torch.zeros(rows, dtype=torch.float32, device=device),
+            top_k=torch.zeros(rows, dtype=torch.int32, device=device),
+            top_p=torch.ones(rows, dtype=torch.float32, device=device),
+            min_p=torch.zeros(rows, dtype=torch.float32, device=device),
+            seeds=torch.zeros(rows, dtype=torch.int64, device=device),
+        )
+        self.sampling_cpu = np.zeros(rows, ROW_SAMPLING)
+        """ROW_SAMPLING [num_rows]: the host's copy, for what it decides by these values."""
+        self.sampling_cpu["num_logprobs"] = -1
+        self.sampling_cpu["num_prompt_logprobs"] = -1
+
+    def update(self, plan: StepPlan, packed: Tensor) -> None:
+        """Write the plan's new block entries and new rows into the tables.
+
+        Args:
+            packed: int32, block_entries and new_rows on the device, one after the other.
+        """
+        num_entries = len(plan.block_entries)
+        num_rows = len(plan.new_rows)
+        if num_entries:
+            row, index, block = packed[: 3 * num_entries].view(num_entries, 3).unbind(1)
+            self.row_tables.block_tables[row, index] = block
+        if num_rows:
+            fields = packed[3 * num_entries :].view(num_rows, ROW_SAMPLING.itemsize // 4).unbind(1)
+            row, temperature, top_k, top_p, min_p, seed_low, seed_high, *_ = fields
+            self.row_tables.temperature[row] = temperature.view(torch.float32)
+            self.row_tables.top_k[row] = top_k
+            self.row_tables.top_p[row] = top_p.view(torch.float32)
+            self.row_tables.min_p[row] = min_p.view(torch.float32)
+            self.row_tables.seeds[row] = (seed_low.long() & 0xFFFFFFFF) | (seed_high.long() << 32)
+            self.sampling_cpu[plan.new_rows["row"]] = plan.new_rows
+
+
+class Staging:
+    """Copies each step's arrays from the host to a fixed place on the device, through two pinned buffers in turn.
+
+    A copy out of pinned memory does not make the host wait, so it may still run when the next step is prepared. A
+    pinned buffer is written again only after the copy out of it, two steps ago, has finished. The buffer on the device
+    needs no such care: copies and the kernels that read them run in order on one stream.
+    """
+
+    def __init__(self, size: int, device: torch.device, make_event: Callable[[], Any] = torch.cuda.Event) -> None:
+        """
+        Args:
+            size: the most int32 values that a step sends.
+            make_event: returns an object with the methods of torch.cuda.Event.
+        """
+        self.buffer = torch.zeros(size, dtype=torch.int32, device=device)
+        """int32 [size] on the device, always at the same address: captured graphs read it."""
+        self._direct = device.type == "cpu"
+        if not self._direct:
+            pin = device.type == "cuda"
+            self._pinned = [torch.zeros(size, dtype=torch.int32, pin_memory=pin) for _ in range(2)]
+            self._copied: list[Any] = [None, None]
+            self._make_event = make_event
+            self._turn = 0
+
+    def send(self, parts: Seq[IntArray]) -> Tensor:
+        """Copy parts, int32 and 1-d, to the device one after another; returns the part of `buffer` that holds them."""
+        size = sum(map(len, parts))
+        if self._direct:
+            np.concatenate(parts, out=self.buffer.numpy()[:size])
+            return self.buffer[:size]
+        turn = 1 - self._turn
+        self._turn = turn
+        if (copied := self._copied[turn]) is not None:
+            copied.synchronize()
+        np.concatenate(parts, out=self._pinned[turn].numpy()[:size])
+        self.buffer[:size].copy_(self._pinned[turn][:size], non_blocking=True)
+        event = copied or self._make_event()
+        event.record()
+        self._copied[turn] = event
+        return self.buffer[:size]
+
+
+def to_device(values: NDArray[np.generic], device: torch.device) -> Tensor:
+    """Copy values of the host to the device, without waiting for it.
+
+    The pinned memory may be freed at once: torch reuses it only when the copies out of it, or into it, have ended.
+    """
+    tensor = torch.from_numpy(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def start_copy(values: Tensor) -> Tensor:
+    """Start a copy to the host and return it. Its values are there once the device has ended the step."""
+    if not values.is_cuda:
+        return values
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    return host.copy_(values, non_blocking=True)

@@ -1,0 +1,161 @@
+"""Prepares a runner whose model is loaded: compiles kernels, measures memory, makes the KV cache and CUDA graphs."""
+
+import gc
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import nn
+
+from nanovllm.backends import KVCache
+from nanovllm.engine.plan import StepPlan
+from nanovllm.kernels.launch import compiled
+from nanovllm.models.decoder import Decoder
+from nanovllm.runner.cuda_graphs import CudaGraphs
+from nanovllm.runner.kv_memory import GpuMemory, count_blocks, memory_of_others
+from nanovllm.runner.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
+
+EDIT_BYTES = 5
+"""For each logit that is edited: itself in float32, and its place in a mask."""
+COUNT_BYTES = 4
+"""For each token of the vocabulary and each sequence: how often the sequence has it, for penalties."""
+GRAPH_NODES_BYTES = 4 << 20
+"""Allowance for one captured graph's own nodes: a few hundred kernels' parameters."""
+
+
+def make_cache(runner: ModelRunner) -> int:
+    """Make the KV cache, of as many blocks as every rank has room for, and capture the graphs that read it.
+
+    All ranks call it, once. Returns the number of blocks.
+
+    Raises:
+        ValueError: the cache cannot hold one sequence of max_model_len.
+    """
+    config = runner.config
+    with runner.on_device():
+        compile_kernels(runner)
+        block_bytes = count_block_bytes(runner)
+        ranks = runner.parallel.ranks_per_device
+        num_blocks = count_blocks(config, block_bytes, runner.device, ranks, lambda: measure_memory(runner))
+        num_blocks = runner.parallel.minimum(num_blocks)
+        runner.caches = make_caches(runner, num_blocks)
+        if runner.draft is not None:
+            runner.draft.caches = make_caches(runner.draft, num_blocks)
+        num_gib = num_blocks * block_bytes / 2**30
+        num_tokens = num_blocks * config.block_size
+        room = f"{num_tokens} tokens, {num_tokens / config.max_model_len:.1f} sequences of {config.max_model_len}"
+        logger.info("KV cache %.2f GiB: %d blocks of %d tokens, %s", num_gib, num_blocks, config.block_size, room)
+        if config.use_graphs:
+            runner.graphs = make_graphs(runner)
+            with torch.inference_mode():
+                runner.graphs.capture(runner.decode, runner.sample_decoded, show_progress=runner.parallel.rank == 0)
+    return num_blocks
+
+
+def count_block_bytes(runner: ModelRunner) -> int:
+    """Return the bytes of one block on this rank: keys and values of all layers, and those of the draft model."""
+    own = runner.shape.kv_bytes(runner.dtype.itemsize) * runner.config.block_size
+    return own + (count_block_bytes(runner.draft) if runner.draft is not None else 0)
+
+
+def make_caches(runner: ModelRunner, num_blocks: int) -> list[KVCache]:
+    """Return the cache of each layer."""
+    shape = (num_blocks, runner.config.block_size, runner.shape.kv_heads, runner.shape.head_dim)
+    allocate = runner.backend.allocate_cache
+    return [allocate(shape, runner.dtype, runner.device) for _ in range(runner.shape.layers)]
+
+
+def make_graphs(runner: ModelRunner) -> CudaGraphs:
+    """Return the graphs of a runner, none of them captured."""
+    return CudaGraphs(runner.staging.buffer, runner.config.max_num_seqs, runner.tables.padding_row)
+
+
+@torch.inference_mode()
+def compile_kernels(runner: ModelRunner) -> None:
+    """Compile the Triton kernels that steps will launch, several at a time.
+
+    Runs steps on fake tensors, which have shapes but no values, to learn which kernels are needed. Several ranks
+    compile in their first steps instead: their collectives cannot work on fake tensors. Nor can flash-attn.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    config = runner.config
+    if runner.device.type != "cuda" or runner.backend.name != "triton" or runner.parallel.size > 1:
+        return
+    graphs = make_graphs(runner)
+    mixed = StepPlan.largest(2, 3, config.max_model_len)  # a decode and a prompt of two tokens
+    mixed = replace(mixed, num_scored=np.zeros_like(mixed.num_scored), targets=mixed.targets[:0])
+    # A few kernels know the next power of two of the batch size, 256 or more.
+    sizes = {1, config.max_num_seqs, *(2**i for i in range(9, config.max_num_seqs.bit_length()))}
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with compiled(show_progress=True), fake, keep_one_layer_of_each_kind(runner.model) as num_layers:
+        runner.caches = make_caches(runner, 1)[:num_layers]
+        # This step comes first because it has the kernels that take longest to compile.
+        runner.compute(mixed, runner.staging.buffer[: mixed.head_size])
+        for size in sizes:
+            runner.sample_decoded(*runner.decode(graphs.inputs(size)))
+    runner.caches = []
+
+
+@contextmanager
+def keep_one_layer_of_each_kind(model: Decoder) -> Iterator[int]:
+    """Within, the model has one dense layer and one with experts, as far as it has both: they launch every kernel.
+
+    Gives the number of layers.
+    """
+    layers = model.layers
+    model.layers = nn.ModuleList({type(layer.mlp): layer for layer in layers}.values())
+    try:
+        yield len(model.layers)
+    finally:
+        model.layers = layers
+
+
+def measure_memory(runner: ModelRunner) -> GpuMemory:
+    """Measure how much of the GPU the largest step and the graphs take, with a cache of a single block."""
+    gc.collect()  # an engine that was dropped without close() may still hold its cache
+    torch.cuda.empty_cache()
+    total = torch.cuda.mem_get_info(runner.device)[1]
+    weights = torch.cuda.memory_allocated(runner.device)
+    runner.caches = make_caches(runner, 1)
+    activations = _measure_largest_step(runner) - weights
+    graphs = _measure_graphs(runner) if runner.config.use_graphs else 0
+    runner.caches = []
+    torch.cuda.empty_cache()
+    runner.parallel.minimum(0)  # ranks on the same GPU have given back their activations, too
+    return GpuMemory(total, memory_of_others(runner.device), weights, activations, graphs)
+
+
+def _measure_largest_step(runner: ModelRunner) -> int:
+    """Return the most bytes that are allocated at any time of the largest step, weights included."""
+    config = runner.config
+    torch.cuda.reset_peak_memory_stats(runner.device)
+    plan = StepPlan.largest(
+        config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len, config.num_speculative_tokens
+    )
+    # Padding rows store nothing and read block 0: the shapes are real, the values are not.
+    plan.rows[:] = runner.tables.padding_row
+    runner.launch(plan).result()
+    num_bytes = torch.cuda.max_memory_allocated(runner.device)
+    if runner.parallel.rank == 0:
+        num_edited = min(config.max_num_seqs * (1 + config.num_speculative_tokens), config.max_num_batched_tokens)
+        edits = EDIT_BYTES * num_edited + COUNT_BYTES * config.max_num_seqs
+        num_bytes += edits * runner.shape.vocab * runner.parallel.size
+    return num_bytes
+
+
+def _measure_graphs(runner: ModelRunner) -> int:
+    """Return about how many bytes the captured graphs will keep: captures the two largest, and lets go of them."""
+    torch.cuda.empty_cache()
+    before = torch.cuda.mem_get_info(runner.device)[0]
+    trial = make_graphs(runner)
+    trial.capture(runner.decode, runner.sample_decoded, trial.sizes[-2:])
+    per_graph = (before - torch.cuda.mem_get_info(runner.device)[0]) // len(trial.sizes[-2:])
+    trial.release()
+    # The largest pays for the pool that all share; each of the others adds its own nodes.
+    return 2 * per_graph + len(trial.sizes) * GRAPH_NODES_BYTES
