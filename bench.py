@@ -30,8 +30,8 @@ from nanovllm import LLM, EngineConfig, SamplingParams
 from nanovllm.engine.plan import StepResult
 from nanovllm.engine.step import ScheduledStep
 from nanovllm.estimate import read_config
-from nanovllm.models.presets import PRESETS, preset_config
-from nanovllm.models.shape import Shape
+from nanovllm.models.config import Shape
+from nanovllm.models.hub import PRESETS, preset_config
 from nanovllm.resolve import TOKEN_BUDGETS, resolve
 from nanovllm.utils.clock import Clock
 
@@ -279,7 +279,7 @@ def main(arguments: list[str] | None = None) -> None:
     names = ("model", "dtype", "device", "attention_backend", "tensor_parallel_size")
     resolved = resolve(EngineConfig(**{name: getattr(args, name) for name in names}), hf_config)
     device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
-    model = Model(Shape.of(hf_config), dtype.itemsize)
+    model = Model(Shape.from_config(hf_config), dtype.itemsize)
     vocab = model.shape.vocab
     lengths = tuple(args.input_len), tuple(args.output_len)
     workload = make_workload(args.num_seqs, *lengths, vocab, args.shared_prefix, args.seed)

@@ -38,8 +38,8 @@ def measure(args: argparse.Namespace) -> None:
     from benchmarks.bench_processors import read_rate
     from nanovllm.estimate import read_config
     from nanovllm.kernels.cpu_library import cpu_library
-    from nanovllm.models.presets import PRESETS
-    from nanovllm.models.shape import Shape
+    from nanovllm.models.config import Shape
+    from nanovllm.models.hub import PRESETS
 
     dtype, library = getattr(torch, args.dtype), cpu_library()
     packed, x, y = library.pack(torch.ones(6144, 1024, dtype=dtype)), torch.ones(512, 1024, dtype=dtype), None
@@ -49,7 +49,7 @@ def measure(args: argparse.Namespace) -> None:
         library.call("linear", dtype, x, packed, None, y, 512, 1024, 6144)
         seconds = min(seconds, time.perf_counter() - since)
     reads, computes = read_rate(), 2 * 512 * 1024 * 6144 / seconds
-    model = Model(Shape.of(read_config(args.model)), dtype.itemsize)
+    model = Model(Shape.from_config(read_config(args.model)), dtype.itemsize)
     load_format = "dummy" if args.model in PRESETS else "auto"
     options = {"dtype": args.dtype, "attention_backend": "cpu", "max_model_len": 64, "kvcache_memory_bytes": 2 << 30}
     params = nanovllm.SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True)

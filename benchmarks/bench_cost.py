@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.models.shape import Shape
+from nanovllm.models.config import Shape
 
 
 @dataclass(frozen=True)

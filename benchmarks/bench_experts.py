@@ -24,8 +24,8 @@ from bench import Recorder, commit
 from benchmarks.bench_cost import measure_machine
 from nanovllm import LLM, SamplingParams
 from nanovllm.estimate import read_config
-from nanovllm.models.presets import preset_config
-from nanovllm.models.shape import Shape
+from nanovllm.models.config import Shape
+from nanovllm.models.hub import preset_config
 
 
 def count_touched(backend: Any) -> list[int]:
@@ -90,7 +90,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = preset_config(args.model) | {"num_hidden_layers": args.layers}
         (Path(folder) / "config.json").write_text(json.dumps(config))
-        shape = Shape.of(read_config(folder))
+        shape = Shape.from_config(read_config(folder))
         options: dict[str, Any] = {"dtype": args.dtype, "device": "cpu", "attention_backend": "cpu"}
         llm = LLM(folder, load_format="dummy", max_model_len=1024, max_num_seqs=max(args.batches), **options)
     print(f"commit {commit()}, {torch.get_num_threads()} threads, {shape.num_parameters / 1e9:.2f} B parameters")

@@ -33,7 +33,7 @@ VARIANTS: dict[str, dict[str, str]] = {
 def measure(model: str, num_seqs: int, tokens: int) -> None:
     """In a process of its own: print the milliseconds of each step, prompts and the first steps left out."""
     from nanovllm import LLM, SamplingParams
-    from nanovllm.models.presets import PRESETS
+    from nanovllm.models.hub import PRESETS
 
     load_format = "dummy" if model in PRESETS else "auto"
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)

@@ -5,10 +5,8 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from nanovllm.config import EngineConfig, ResolvedConfig
-from nanovllm.models.config import limit_length, load_model_config, read_json
-from nanovllm.models.hub import as_path, download, find_folder
-from nanovllm.models.presets import PRESETS, preset_config
-from nanovllm.models.shape import Shape
+from nanovllm.models.config import Shape, limit_length, load_model_config, read_json
+from nanovllm.models.hub import PRESETS, as_path, download, find_folder, preset_config
 from nanovllm.runner.kv_memory import GpuMemory
 from nanovllm.utils.checks import quote
 
@@ -137,8 +135,8 @@ def _resolve(hf_config: "PretrainedConfig", config: EngineConfig) -> ResolvedCon
 
 
 def _measure(hf_config: "PretrainedConfig", config: ResolvedConfig, gpu_memory: int) -> Estimate:
-    shape, item = Shape.of(hf_config), DTYPE_BYTES[config.dtype]
-    mine = shape.of_rank(config.tensor_parallel_size)
+    shape, item = Shape.from_config(hf_config), DTYPE_BYTES[config.dtype]
+    mine = shape.shard(config.tensor_parallel_size)
     # At its widest, a layer holds x, the residual, and gate and up with their product, for each of a token's experts;
     # sampling holds the logits, in float32, and two copies.
     inner = max(3 * mine.intermediate, shape.experts_per_token * (3 * mine.expert_intermediate + shape.hidden))

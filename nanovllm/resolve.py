@@ -7,8 +7,7 @@ import torch
 
 from nanovllm.backends import BACKENDS, Backend
 from nanovllm.config import EngineConfig, ResolvedConfig
-from nanovllm.models.config import limit_length
-from nanovllm.models.shape import Shape
+from nanovllm.models.config import Shape, limit_length
 from nanovllm.utils.checks import quote
 from nanovllm.utils.machine import has_native_bfloat16
 
@@ -32,8 +31,8 @@ def resolve(config: EngineConfig, hf_config: "PretrainedConfig") -> ResolvedConf
     """
     device = resolve_device(config.device)
     block_size = None if config.kvcache_block_size == "auto" else int(config.kvcache_block_size)
-    shape = Shape.of(hf_config)
-    share = shape.of_rank(config.tensor_parallel_size)
+    shape = Shape.from_config(hf_config)
+    share = shape.shard(config.tensor_parallel_size)
     work = Work(device, read_dtype(hf_config), share.head_dim, share.group, block_size, shape.num_parameters)
     dtype = resolve_dtype(config.dtype, config.attention_backend, work)
     backend = resolve_backend(config.attention_backend, work._replace(dtype=dtype))

@@ -21,7 +21,7 @@ from nanovllm.kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
 from nanovllm.kernels.route import Routing
 from nanovllm.kernels.sample import Sampled, SamplingValues
 from nanovllm.kernels.silu_and_mul import silu_and_mul_reference
-from nanovllm.layers.experts import Experts
+from nanovllm.layers.linear import Experts
 from nanovllm.utils.integers import ceil_div
 
 LANES = 16

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from nanovllm.backends.base import Backend
 from nanovllm.kernels.attention import KVCache
 from nanovllm.layers.embedding import LMHead, VocabParallelEmbedding
-from nanovllm.layers.matrix import MatrixModule, PackedMatrix
+from nanovllm.layers.linear import MatrixModule, PackedMatrix
 
 
 class TorchBackend(Backend):

@@ -1,1 +1,1 @@
-"""What a transformer is made of. Each layer knows how it is sharded and which checkpoint tensors fill it."""
+"""The layers of a transformer. Each knows how ranks share it, and which checkpoint tensors fill it."""

@@ -5,18 +5,20 @@ from collections.abc import Collection
 import torch
 from torch import Tensor, nn
 
-from nanovllm.layers.matrix import MatrixModule
+from nanovllm.layers.linear import MatrixModule
 from nanovllm.layers.parallel import Parallel
 from nanovllm.layers.weights import NamedTargets, WeightTarget
+from nanovllm.utils.integers import ceil_div
 
 
 class VocabParallelEmbedding(MatrixModule):
-    """Rank r holds rows [start, start + length) of the vocabulary, padded with zero rows where it does not divide."""
+    """Rows of the vocabulary, [start, start + length) on this rank. The last ranks' rows are padded with zeros."""
 
     def __init__(self, vocab_size: int, hidden_size: int, parallel: Parallel) -> None:
         super().__init__()
-        self.vocab_size, self.parallel = vocab_size, parallel
-        length = -(-vocab_size // parallel.size)
+        self.vocab_size = vocab_size
+        self.parallel = parallel
+        length = ceil_div(vocab_size, parallel.size)
         self.start = parallel.rank * length
         self.weight = nn.Parameter(torch.empty(length, hidden_size), requires_grad=False)
         self.num_real = max(0, min(length, vocab_size - self.start))
@@ -24,6 +26,7 @@ class VocabParallelEmbedding(MatrixModule):
         self.weight.padding = (length - self.num_real) * hidden_size  # type: ignore[attr-defined]  # for the loader
 
     def forward(self, token_ids: Tensor) -> Tensor:
+        """token_ids [n] -> embeddings [n, hidden], on every rank."""
         if self.parallel.size == 1:
             return self.lookup(token_ids)
         local = token_ids - self.start
@@ -38,8 +41,9 @@ class VocabParallelEmbedding(MatrixModule):
 
 
 class LMHead(VocabParallelEmbedding):
-    """Logits of hidden states: [n, hidden] -> [n, vocab] on rank 0, None on the others."""
+    """The same matrix in the other direction: from hidden states to logits."""
 
-    def forward(self, hidden: Tensor) -> Tensor | None:  # type: ignore[override]  # the other direction
+    def forward(self, hidden: Tensor) -> Tensor | None:  # type: ignore[override]
+        """hidden [n, hidden] -> logits [n, vocab] on rank 0, None on the others."""
         logits = self.parallel.gather(self.multiply(hidden))
         return None if logits is None else logits[:, : self.vocab_size]

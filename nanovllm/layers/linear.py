@@ -2,22 +2,51 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm.layers.matrix import MatrixModule
 from nanovllm.layers.parallel import Parallel
-from nanovllm.layers.weights import NamedTargets, WeightTarget
+from nanovllm.layers.weights import NamedTargets, ShardedLayer, WeightTarget
+
+
+class PackedMatrix(Protocol):
+    """A matrix [out, in] in the form that its backend multiplies fastest."""
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [n, in] -> x W^T + bias [n, out]."""
+        ...
+
+    def rows(self, indices: Tensor) -> Tensor | None:
+        """Return the matrix's rows [n, in] at indices [n]; None if this form cannot give them."""
+        ...
+
+
+class MatrixModule(ShardedLayer):
+    """A layer with one matrix `weight` [out, in]. A backend may pack it after loading; then `weight` may be empty."""
+
+    weight: nn.Parameter
+    packed: PackedMatrix | None = None
+
+    def multiply(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x [n, in] -> x W^T + bias [n, out]."""
+        return F.linear(x, self.weight, bias) if self.packed is None else self.packed.multiply(x, bias)
+
+    def lookup(self, indices: Tensor) -> Tensor:
+        """Return the matrix's rows [n, in] at indices [n]."""
+        rows = None if self.packed is None else self.packed.rows(indices)
+        return F.embedding(indices, self.weight) if rows is None else rows
 
 
 @dataclass(frozen=True)
 class Part:
-    """One of the checkpoint's matrices that are packed into a column-parallel layer.
+    """One matrix of the checkpoint, of several that are stacked in a column-parallel layer.
 
     Attributes:
-        name: as in the checkpoint, "q_proj".
-        size: its output features; this rank holds `length` of them from `start`.
+        name: its name in the checkpoint, such as "q_proj".
+        size: its output features. This rank holds `length` of them from `start`.
     """
 
     name: str
@@ -27,7 +56,7 @@ class Part:
 
 
 class ColumnParallelLinear(MatrixModule):
-    """y = x W^T + b for several matrices at once; each rank computes its share of every one's output features."""
+    """y = x W^T + b for several matrices at once. Each rank computes its share of the output features of each."""
 
     def __init__(self, in_features: int, parts: list[Part], bias: bool) -> None:
         super().__init__()
@@ -40,9 +69,11 @@ class ColumnParallelLinear(MatrixModule):
         return self.multiply(x, self.bias)
 
     def weight_targets(self, path: str, names: Collection[str]) -> NamedTargets:
-        parent, offset = path.rpartition(".")[0], 0  # under which the parts are named, beside each other
+        parent = path.rpartition(".")[0]  # in a checkpoint, the parts are children of this layer's parent
+        offset = 0
         for part in self.parts:
-            rows, source = slice(offset, offset + part.length), slice(part.start, part.start + part.length)
+            rows = slice(offset, offset + part.length)
+            source = slice(part.start, part.start + part.length)
             shape = (part.size, self.weight.shape[1])
             yield f"{parent}.{part.name}.weight", WeightTarget(self.weight[rows], shape, (source, slice(None)))
             if self.bias is not None:
@@ -51,11 +82,12 @@ class ColumnParallelLinear(MatrixModule):
 
 
 class RowParallelLinear(MatrixModule):
-    """y = x W^T + b; each rank holds its share of the input features, and the partial results are summed."""
+    """y = x W^T + b. Each rank holds its share of the input features, and the ranks' partial results are summed."""
 
     def __init__(self, in_features: int, out_features: int, bias: bool, parallel: Parallel, name: str) -> None:
         super().__init__()
-        self.in_features, self.parallel = in_features, parallel
+        self.in_features = in_features
+        self.parallel = parallel
         self.start, length = parallel.shard(in_features, f"{name}'s input size")
         self.weight = nn.Parameter(torch.empty(out_features, length), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(out_features), requires_grad=False) if bias else None
@@ -70,3 +102,40 @@ class RowParallelLinear(MatrixModule):
         yield f"{path}.weight", WeightTarget(self.weight, (out_features, self.in_features), source)
         if self.bias is not None:
             yield f"{path}.bias", WeightTarget(self.bias, (out_features,), (slice(None),))
+
+
+class Experts(ShardedLayer):
+    """The matrices of E SwiGLU MLPs. Each rank holds its share of the intermediate features of every expert.
+
+    A backend may pack them after loading; then their elements are in its own order.
+
+    Attributes:
+        gate_up: [num_experts, 2 * intermediate, hidden], gate first.
+        down: [num_experts, hidden, intermediate].
+    """
+
+    def __init__(self, num_experts: int, hidden: int, intermediate: int, parallel: Parallel) -> None:
+        super().__init__()
+        self.intermediate = intermediate
+        self.start, length = parallel.shard(intermediate, "moe_intermediate_size")
+        self.gate_up = nn.Parameter(torch.empty(num_experts, 2 * length, hidden), requires_grad=False)
+        self.down = nn.Parameter(torch.empty(num_experts, hidden, length), requires_grad=False)
+
+    def weight_targets(self, path: str, names: Collection[str]) -> NamedTargets:
+        """See `ShardedLayer`. Either one tensor holds gate and up of all experts, gate first, or each has its own."""
+        num_experts, hidden, length = self.down.shape
+        size = self.intermediate
+        mine = slice(self.start, self.start + length)
+        everything = slice(None)
+        gates, ups = self.gate_up.view(num_experts, 2, length, hidden).unbind(1)
+        if (fused := f"{path}.gate_up_proj") in names:
+            mine_of_up = slice(size + self.start, size + self.start + length)
+            for view, rows in ((gates, mine), (ups, mine_of_up)):
+                yield fused, WeightTarget(view, (num_experts, 2 * size, hidden), (everything, rows, everything))
+            shape = (num_experts, hidden, size)
+            yield f"{path}.down_proj", WeightTarget(self.down, shape, (everything, everything, mine))
+            return
+        for i, (gate, up, down) in enumerate(zip(gates, ups, self.down, strict=True)):
+            for name, view in (("gate_proj", gate), ("up_proj", up)):
+                yield f"{path}.{i}.{name}.weight", WeightTarget(view, (size, hidden), (mine, everything))
+            yield f"{path}.{i}.down_proj.weight", WeightTarget(down, (hidden, size), (everything, mine))

@@ -1,4 +1,4 @@
-"""The meeting place of layers and loader: which part of which checkpoint tensor goes where."""
+"""How a layer tells the loader which part of which checkpoint tensor fills which of its parameters."""
 
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
@@ -12,8 +12,8 @@ class WeightTarget:
 
     Attributes:
         view: part of a parameter.
-        shape: what the checkpoint's whole tensor must measure.
-        slices: the part of it that belongs here (this rank's shard).
+        shape: the shape that the checkpoint's whole tensor must have.
+        slices: the part of that tensor which belongs here: this rank's shard.
     """
 
     view: Tensor
@@ -22,22 +22,22 @@ class WeightTarget:
 
 
 NamedTargets = Iterator[tuple[str, WeightTarget]]
-"""(checkpoint name, target) of all that a layer needs; together they cover its parameters exactly once."""
+"""(checkpoint name, target) of every tensor that a layer needs. The targets cover its parameters exactly once."""
 
 
 class ShardedLayer(nn.Module):
-    """A layer of whose parameters each rank may hold only a part."""
+    """A layer that may hold only a part of each parameter on each rank."""
 
     def weight_targets(self, path: str, names: Collection[str]) -> NamedTargets:
-        """What it needs of a checkpoint.
+        """Yield (checkpoint name, target) of every tensor that the layer needs.
 
         Args:
-            path: the layer's in the model, as checkpoints call it: "model.layers.0.self_attn.o_proj".
-            names: of the checkpoint's tensors, where it may have one of several forms.
+            path: the layer's name in checkpoints, such as "model.layers.0.self_attn.o_proj".
+            names: the names of the checkpoint's tensors, for layers that are stored in one of several forms.
         """
         raise NotImplementedError
 
 
-def whole(view: Tensor) -> WeightTarget:
-    """A tensor that every rank holds entirely."""
+def make_whole_target(view: Tensor) -> WeightTarget:
+    """Return the target of a tensor that every rank holds entirely."""
     return WeightTarget(view, tuple(view.shape), (slice(None),) * view.dim())

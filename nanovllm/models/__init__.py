@@ -1,1 +1,1 @@
-"""The models, found by the `architectures` of their config.json."""
+"""The models: their configurations, files, weights and layers."""

@@ -1,12 +1,14 @@
-"""Reading config.json, and refusing what would change the mathematics silently."""
+"""Reads config.json, refuses what this engine would compute differently, and derives the sizes of the model."""
 
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.layers.parallel import Parallel
 from nanovllm.utils.checks import quote, refuse
+from nanovllm.utils.integers import ceil_div
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -14,10 +16,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Family:
-    """In what one family of dense decoders differs from another.
+    """The features that differ between families of decoders.
 
     Attributes:
-        config_class: transformers' name of it.
+        config_class: the name of transformers' class.
         qkv_bias, o_bias: whether the projections have biases; None: as `attention_bias` says.
         qk_norm: whether each query and key head is normed before the rotation.
     """
@@ -41,7 +43,7 @@ ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; ValueError with the file's name if it holds none."""
+    """Return the object that a JSON file holds; raises a ValueError with the file's name if it holds none."""
     try:
         data = json.loads(path.read_text(encoding="utf-8"), parse_int=_parse_int)
     except (OSError, ValueError, RecursionError) as error:
@@ -58,13 +60,13 @@ def _parse_int(text: str) -> int | float:
 
 
 def load_model_config(data: dict[str, Any], source: str) -> "PretrainedConfig":
-    """Build and check the configuration that config.json's content describes.
+    """Make and check the configuration that data, the content of config.json, describes.
 
     Args:
-        source: where the content comes from, for messages.
+        source: where the content comes from, for error messages.
 
     Raises:
-        ValueError: an architecture or a feature that is not implemented, or values that contradict each other.
+        ValueError: data has an architecture or a feature that is not implemented, or values that contradict each other.
     """
     import transformers
 
@@ -99,7 +101,8 @@ def _check(config: "PretrainedConfig", source: str) -> None:
     def fail(what: str) -> None:
         raise ValueError(f"{source}: {what}")
 
-    kinds, window = set(getattr(config, "layer_types", None) or ()), getattr(config, "sliding_window", None)
+    kinds = set(getattr(config, "layer_types", None) or ())
+    window = getattr(config, "sliding_window", None)
     if kinds - {"full_attention", "sliding_attention"} or ("sliding_attention" in kinds and not window):
         fail(f"layer_types {sorted(map(str, kinds))} with sliding_window {quote(window)} are not supported")
     if config.hidden_act != "silu":
@@ -119,35 +122,39 @@ def _check(config: "PretrainedConfig", source: str) -> None:
     for name in (*sizes, "max_position_embeddings"):
         if getattr(config, name) < 1:
             fail(f"{name} is {getattr(config, name)}; it must be at least 1")
-    if sparse_layers(config):
-        k, experts = config.num_experts_per_tok, config.num_experts
+    if find_sparse_layers(config):
+        k = config.num_experts_per_tok
+        experts = config.num_experts
         if not 1 <= k <= experts:
             fail(f"num_experts_per_tok is {k}; it must be from 1 to num_experts, which is {experts}")
         if config.moe_intermediate_size < 1:
             fail(f"moe_intermediate_size is {config.moe_intermediate_size}; it must be at least 1")
-    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    heads = config.num_attention_heads
+    kv_heads = config.num_key_value_heads
     if kv_heads < 1 or heads % kv_heads:
         fail(f"{heads} attention heads cannot share {kv_heads} key-value heads evenly")
     if config.head_dim % 2:
         fail(f"head_dim is {config.head_dim}; the rotation pairs its elements, so it must be even")
 
 
-def sparse_layers(config: "PretrainedConfig") -> frozenset[int]:
-    """The layers whose MLP is a mixture of experts."""
+def find_sparse_layers(config: "PretrainedConfig") -> frozenset[int]:
+    """Return the indices of the layers whose MLP is a mixture of experts."""
     if not getattr(config, "num_experts", 0):
         return frozenset()
-    step, dense = config.decoder_sparse_step, config.mlp_only_layers or ()
+    step = config.decoder_sparse_step
+    dense = config.mlp_only_layers or ()
     return frozenset(i for i in range(config.num_hidden_layers) if i not in dense and (i + 1) % step == 0)
 
 
 def limit_length(config: "PretrainedConfig", asked: int) -> int:
-    """The longest sequence, in tokens: what is asked for, but never beyond what the model is made for.
+    """Return the most tokens of a sequence: `asked`, but at most the length that the model is made for.
 
     Raises:
-        ValueError: that is more than the window of a model whose attention slides, which is not implemented.
+        ValueError: the model attends to a sliding window, and the length is more than that. It is not implemented.
     """
-    rope, most = config.rope_parameters or {}, int(config.max_position_embeddings)
-    if rope.get("rope_type") == "yarn" and rope.get("original_max_position_embeddings"):  # which yarn stretches
+    rope = config.rope_parameters or {}
+    most = int(config.max_position_embeddings)
+    if rope.get("rope_type") == "yarn" and rope.get("original_max_position_embeddings"):  # yarn stretches this length
         most = max(most, int(rope["factor"] * rope["original_max_position_embeddings"]))
     length = min(asked, most)
     window: int | None = getattr(config, "sliding_window", None)
@@ -158,3 +165,105 @@ def limit_length(config: "PretrainedConfig", asked: int) -> int:
             f"them: max_model_len is {length}; set it to at most {window}"
         )
     return length
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a decoder, of the whole model or of one rank's share of it, and what follows from them."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    tied: bool
+    qkv_bias: bool
+    o_bias: bool
+    qk_norm: bool
+    sparse_layers: int = 0
+    """How many layers have a mixture of experts: `experts` of them, of which `experts_per_token` compute each token."""
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_intermediate: int = 0
+
+    @staticmethod
+    def from_config(config: "PretrainedConfig") -> "Shape":
+        """Return the shape of the whole model."""
+        family = next(family for family in FAMILIES.values() if family.config_class == type(config).__name__)
+        bias = bool(getattr(config, "attention_bias", False))
+        num_sparse = len(find_sparse_layers(config))
+        return Shape(
+            hidden=config.hidden_size,
+            layers=config.num_hidden_layers,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            intermediate=config.intermediate_size,
+            vocab=config.vocab_size,
+            tied=bool(config.tie_word_embeddings),
+            qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
+            o_bias=bias if family.o_bias is None else family.o_bias,
+            qk_norm=family.qk_norm,
+            sparse_layers=num_sparse,
+            experts=config.num_experts if num_sparse else 0,
+            experts_per_token=config.num_experts_per_tok if num_sparse else 0,
+            expert_intermediate=config.moe_intermediate_size if num_sparse else 0,
+        )
+
+    def shard(self, size: int) -> "Shape":
+        """Return the shape of each rank's share. Several ranks may hold the same KV head; the vocabulary is padded.
+
+        Args:
+            size: how many ranks share the model.
+
+        Raises:
+            ValueError: so many ranks cannot share it evenly.
+        """
+        first = Parallel(0, size)
+        kv_heads = 1 if size % self.kv_heads == 0 else first.shard(self.kv_heads, "num_key_value_heads")[1]
+        return replace(
+            self,
+            heads=first.shard(self.heads, "num_attention_heads")[1],
+            kv_heads=kv_heads,
+            intermediate=first.shard(self.intermediate, "intermediate_size")[1],
+            vocab=ceil_div(self.vocab, size),
+            expert_intermediate=first.shard(self.expert_intermediate, "moe_intermediate_size")[1],
+        )
+
+    @property
+    def group(self) -> int:
+        """How many query heads share a KV head."""
+        return self.heads // self.kv_heads
+
+    @property
+    def matrices(self) -> tuple[tuple[int, int, int], ...]:
+        """(layers, in features, out features) of the matrices of every token: qkv, o, gate and up, down, router."""
+        queries = self.heads * self.head_dim
+        keys = self.kv_heads * self.head_dim
+        dense = self.layers - self.sparse_layers
+        return (
+            (self.layers, self.hidden, queries + 2 * keys),
+            (self.layers, queries, self.hidden),
+            (dense, self.hidden, 2 * self.intermediate),
+            (dense, self.intermediate, self.hidden),
+            (self.sparse_layers, self.hidden, self.experts),
+        )
+
+    @property
+    def expert_parameters(self) -> int:
+        """How many parameters one expert has."""
+        return 3 * self.hidden * self.expert_intermediate
+
+    @property
+    def num_parameters(self) -> int:
+        matrices = sum(count * rows_in * rows_out for count, rows_in, rows_out in self.matrices)
+        experts = self.sparse_layers * self.experts * self.expert_parameters
+        biases = self.matrices[0][2] * self.qkv_bias + self.hidden * self.o_bias
+        vectors = self.layers * (2 * self.hidden + 2 * self.head_dim * self.qk_norm + biases) + self.hidden
+        return matrices + experts + self.vocab * self.hidden * (1 if self.tied else 2) + vectors
+
+    def kv_bytes(self, itemsize: int) -> int:
+        """Return the bytes of one token's keys and values, in all layers."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * itemsize

@@ -1,7 +1,7 @@
-"""Dense decoders, as transformers computes them: Qwen3 (https://arxiv.org/abs/2505.09388), Qwen2, Llama and Mistral.
-The layers of Qwen3-MoE whose MLP is dense are these too; the others take theirs from experts.py.
+"""The decoder of Qwen3 and Qwen3-MoE (https://arxiv.org/abs/2505.09388), Qwen2, Llama and Mistral.
 
-They differ in biases and in the norms of queries and keys: `FAMILIES` in config.py says who has which.
+It computes the same as transformers does. The families differ in biases and in the norms of queries and keys:
+`FAMILIES` in config.py says who has which.
 """
 
 from collections.abc import Collection
@@ -13,42 +13,68 @@ from torch import Tensor, nn
 from nanovllm.backends import AttentionMetadata, Backend, KVCache
 from nanovllm.kernels.norm_rope_store import NormRope
 from nanovllm.layers.embedding import LMHead, VocabParallelEmbedding
-from nanovllm.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
+from nanovllm.layers.linear import ColumnParallelLinear, Experts, Part, RowParallelLinear
 from nanovllm.layers.parallel import Parallel
-from nanovllm.layers.rotary_embedding import rotary_table
-from nanovllm.layers.weights import NamedTargets, ShardedLayer, whole
-from nanovllm.models.config import sparse_layers
-from nanovllm.models.experts import SparseMLP
-from nanovllm.models.shape import Shape
+from nanovllm.layers.weights import NamedTargets, ShardedLayer, make_whole_target
+from nanovllm.models.config import Shape, find_sparse_layers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
+def make_rotary_table(config: "PretrainedConfig", num_positions: int) -> Tensor:
+    """Return the rotation angles' cosines and sines (Su et al. 2021, https://arxiv.org/abs/2104.09864).
+
+    float32 [num_positions, head_dim]: of each position head_dim/2 cosines, then head_dim/2 sines. Scaled frequencies
+    come from transformers' own initialisation functions.
+    """
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    rope = config.rope_parameters
+    with torch.device("cpu"):  # computed on the host, wherever the model is: the same bits everywhere
+        if rope["rope_type"] == "default":
+            exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+            frequencies = 1.0 / rope["rope_theta"] ** exponents
+            scaling = 1.0
+        else:
+            frequencies, scaling = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"))
+        angles = torch.outer(torch.arange(num_positions, dtype=torch.float32), frequencies.float())
+        return torch.cat((angles.cos(), angles.sin()), dim=1) * scaling
+
+
+def make_norm(size: int) -> nn.Parameter:
+    """Return the empty weight of an RMSNorm."""
+    return nn.Parameter(torch.empty(size), requires_grad=False)
+
+
 class Attention(nn.Module):
-    """Grouped-query attention, in some families with RMSNorm over each query and key head before the rotation."""
+    """Grouped-query attention. In some families RMSNorm goes over each query and key head before the rotation."""
 
     def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel) -> None:
         super().__init__()
-        self.backend, self.eps, self.scale = backend, config.rms_norm_eps, config.head_dim**-0.5
-        whole_model = Shape.of(config)
-        mine, dim = whole_model.of_rank(parallel.size), whole_model.head_dim
+        self.backend = backend
+        self.eps = config.rms_norm_eps
+        self.scale = config.head_dim**-0.5
+        whole_model = Shape.from_config(config)
+        mine = whole_model.shard(parallel.size)
+        dim = whole_model.head_dim
         parts = []
         for name, total, count in (
             ("q_proj", whole_model.heads, mine.heads),
             ("k_proj", whole_model.kv_heads, mine.kv_heads),
             ("v_proj", whole_model.kv_heads, mine.kv_heads),
         ):
-            first = parallel.rank * total // parallel.size  # of several ranks with the same KV head: that one
+            first = parallel.rank * total // parallel.size  # ranks that share a KV head all get that one
             parts.append(Part(name, total * dim, first * dim, count * dim))
         self.qkv_proj = ColumnParallelLinear(config.hidden_size, parts, whole_model.qkv_bias)
         self.o_proj = RowParallelLinear(
             whole_model.heads * dim, config.hidden_size, whole_model.o_bias, parallel, "o_proj"
         )
-        norms = [nn.Parameter(torch.empty(dim), requires_grad=False) if whole_model.qk_norm else None for _ in "qk"]
-        self.q_norm, self.k_norm = norms
+        self.q_norm = make_norm(dim) if whole_model.qk_norm else None
+        self.k_norm = make_norm(dim) if whole_model.qk_norm else None
 
     def forward(self, x: Tensor, cos_sin: Tensor, positions: Tensor, cache: KVCache, meta: AttentionMetadata) -> Tensor:
+        """x [num_tokens, hidden] -> [num_tokens, hidden]; the tokens' keys and values are stored in the cache first."""
         qkv = self.qkv_proj(x)
         norms = NormRope(self.q_norm, self.k_norm, self.eps, cos_sin)
         q = self.backend.norm_rope_store(qkv, norms, positions, cache, meta.slot_mapping)
@@ -62,26 +88,57 @@ class MLP(nn.Module):
     def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel) -> None:
         super().__init__()
         self.backend = backend
-        size = config.intermediate_size
+        size: int = config.intermediate_size
         start, length = parallel.shard(size, "intermediate_size")
         parts = [Part(name, size, start, length) for name in ("gate_proj", "up_proj")]
         self.gate_up_proj = ColumnParallelLinear(config.hidden_size, parts, bias=False)
         self.down_proj = RowParallelLinear(size, config.hidden_size, False, parallel, "down_proj")
 
     def forward(self, x: Tensor, slots: Tensor) -> Tensor:
+        """x [num_tokens, hidden] -> [num_tokens, hidden]. slots are for `SparseMLP` alone."""
         return self.down_proj(self.backend.silu_and_mul(self.gate_up_proj(x)))  # type: ignore[no-any-return]
 
 
+class SparseMLP(nn.Module):
+    """Mixture of experts: for each token a router chooses k of E experts, and their outputs are summed with weights.
+
+    It computes the same as transformers' modeling_qwen3_moe does.
+    """
+
+    def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel) -> None:
+        super().__init__()
+        self.backend = backend
+        self.parallel = parallel
+        self.k: int = config.num_experts_per_tok
+        self.normalize = bool(config.norm_topk_prob)
+        num_experts: int = config.num_experts
+        hidden: int = config.hidden_size
+        parts = [Part("gate", num_experts, 0, num_experts)]  # each rank holds the whole router
+        self.gate = ColumnParallelLinear(hidden, parts, bias=False)
+        self.experts = Experts(num_experts, hidden, config.moe_intermediate_size, parallel)
+
+    def forward(self, x: Tensor, slots: Tensor) -> Tensor:
+        """x [num_tokens, hidden] -> the same shape; slots [num_tokens], -1 for padding, which no expert computes."""
+        routing = self.backend.route(self.gate(x), self.k, self.normalize, slots)
+        gate_up = self.backend.grouped_linear(x, self.experts.gate_up, routing, gather=True)
+        y = self.backend.grouped_linear(self.backend.silu_and_mul(gate_up), self.experts.down, routing, gather=False)
+        return self.parallel.all_reduce(self.backend.combine(y, routing))
+
+
 class Layer(nn.Module):
-    """Attention and MLP, each behind a norm; the residual travels beside x, so that each add meets its norm."""
+    """Attention and MLP, each behind a norm.
+
+    x and the residual are passed on as two tensors, not as their sum: the next norm adds them in the same operator.
+    """
 
     def __init__(self, config: "PretrainedConfig", index: int, backend: Backend, parallel: Parallel) -> None:
         super().__init__()
-        self.backend, self.eps = backend, config.rms_norm_eps
+        self.backend = backend
+        self.eps = config.rms_norm_eps
         self.self_attn = Attention(config, backend, parallel)
-        self.mlp = (SparseMLP if index in sparse_layers(config) else MLP)(config, backend, parallel)
-        self.input_layernorm = nn.Parameter(torch.empty(config.hidden_size), requires_grad=False)
-        self.post_attention_layernorm = nn.Parameter(torch.empty(config.hidden_size), requires_grad=False)
+        self.mlp = (SparseMLP if index in find_sparse_layers(config) else MLP)(config, backend, parallel)
+        self.input_layernorm = make_norm(config.hidden_size)
+        self.post_attention_layernorm = make_norm(config.hidden_size)
 
     def forward(
         self,
@@ -93,7 +150,8 @@ class Layer(nn.Module):
         meta: AttentionMetadata,
     ) -> tuple[Tensor, Tensor]:
         if residual is None:
-            x, residual = self.backend.rms_norm(x, self.input_layernorm, self.eps), x
+            residual = x
+            x = self.backend.rms_norm(x, self.input_layernorm, self.eps)
         else:
             x, residual = self.backend.add_rms_norm(x, residual, self.input_layernorm, self.eps)
         x = self.self_attn(x, cos_sin, positions, cache, meta)
@@ -102,25 +160,28 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The model of one rank. Parameters are made empty: the loader fills them and proves that it did."""
+    """The model of one rank. Its parameters are made empty; the loader fills them and proves that it did."""
 
     cos_sin: Tensor
 
     def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel, max_model_len: int) -> None:
         super().__init__()
-        self.backend, self.eps, self.tied = backend, config.rms_norm_eps, bool(config.tie_word_embeddings)
+        self.backend = backend
+        self.eps = config.rms_norm_eps
+        self.tied = bool(config.tie_word_embeddings)
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel)
         self.layers = nn.ModuleList(Layer(config, i, backend, parallel) for i in range(config.num_hidden_layers))
-        self.norm = nn.Parameter(torch.empty(config.hidden_size), requires_grad=False)
+        self.norm = make_norm(config.hidden_size)
         self.lm_head = LMHead(config.vocab_size, config.hidden_size, parallel)
         if self.tied:
             self.lm_head.weight = self.embed_tokens.weight
-        cos_sin = rotary_table(config, max_model_len).to(self.norm.device)
+        cos_sin = make_rotary_table(config, max_model_len).to(self.norm.device)
         self.register_buffer("cos_sin", cos_sin, persistent=False)
 
     def forward(self, token_ids: Tensor, positions: Tensor, caches: list[KVCache], meta: AttentionMetadata) -> Tensor:
         """token_ids, positions [num_tokens] -> hidden states [num_tokens, hidden], normed."""
-        x, residual = self.embed_tokens(token_ids), None
+        x = self.embed_tokens(token_ids)
+        residual = None
         for layer, cache in zip(self.layers, caches, strict=True):
             x, residual = layer(x, residual, self.cos_sin, positions, cache, meta)
         assert residual is not None
@@ -143,4 +204,4 @@ class Decoder(nn.Module):
                 yield from module.weight_targets(path, names)
             else:
                 for name, parameter in module.named_parameters(recurse=False):
-                    yield f"{path}.{name}.weight", whole(parameter)
+                    yield f"{path}.{name}.weight", make_whole_target(parameter)

@@ -1,4 +1,4 @@
-"""Filling a model from safetensors, and the proof that every parameter was filled."""
+"""Fills a model from safetensors, and proves that every parameter was filled."""
 
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -19,10 +19,10 @@ DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint: those that its index names, else all there are.
+    """Return the safetensors files of a checkpoint: those that its index names, else all of the folder.
 
     Raises:
-        ValueError: none, or one that the index names is missing.
+        ValueError: there is none, or one that the index names is missing.
     """
     index = folder / "model.safetensors.index.json"
     if index.is_file():
@@ -51,13 +51,13 @@ def _name_some(names: Iterable[str]) -> str:
 
 
 def load_weights(model: Decoder, check: Callable[[], None], *, folder: Path, show_progress: bool = False) -> None:
-    """Fill the model from the folder's safetensors, one tensor at a time, reading only what this rank holds.
+    """Fill the model from the folder's safetensors, one tensor at a time. Each rank reads only its own share.
 
     Args:
         check: called before each tensor. It raises an exception if loading is to end.
 
     Raises:
-        ValueError: a file that cannot be read, a tensor that is missing, unexpected, double or of another shape.
+        ValueError: a file cannot be read, or a tensor is missing, unexpected, in two files, or of another shape.
     """
     files = checkpoint_files(folder)
     found: set[str] = set()
@@ -73,7 +73,7 @@ def load_weights(model: Decoder, check: Callable[[], None], *, folder: Path, sho
     _check_cover(model, chain.from_iterable(targets.values()))
     if missing := targets.keys() - found:
         raise ValueError(f"{folder} lacks {len(missing)} tensors: {_name_some(missing)}")
-    if unexpected := found - targets.keys() - {"lm_head.weight"}:  # a tied head, written all the same
+    if unexpected := found - targets.keys() - {"lm_head.weight"}:  # some checkpoints hold a tied head, too
         raise ValueError(f"{folder} has {len(unexpected)} tensors that the model does not: {_name_some(unexpected)}")
     for path in tqdm(files, desc="Loading weights", unit="file", disable=not show_progress or len(files) == 1):
         with _open(path) as file:
@@ -85,7 +85,7 @@ def load_weights(model: Decoder, check: Callable[[], None], *, folder: Path, sho
 
 @contextmanager
 def _open(path: Path) -> Iterator[Any]:
-    """A file of tensors; ValueError if it cannot be read."""
+    """Open a file of tensors; raises a ValueError if it cannot be read."""
     try:
         with safe_open(path, framework="pt") as file:
             yield file
@@ -103,12 +103,12 @@ def _fill(target: WeightTarget, source: Any, what: str) -> None:
     if target.view.dim() < 3:
         target.view.copy_(source[target.slices])
         return
-    for i, matrix in enumerate(target.view):  # of all experts one at a time: what is read is in memory twice
+    for i, matrix in enumerate(target.view):  # one expert at a time: a tensor that is read is in memory twice
         matrix.copy_(source[i, *target.slices[1:]])
 
 
 def _check_cover(model: Decoder, targets: Iterable[WeightTarget]) -> None:
-    """The targets cover every parameter exactly once, so that filling all targets fills the model."""
+    """Raise a RuntimeError unless the targets cover every parameter exactly once: filling them fills the model."""
     covered: dict[int, int] = {}
     for target in targets:
         storage = target.view.untyped_storage().data_ptr()

@@ -1,1 +1,1 @@
-"""Doing: what runs the plans on a device."""
+"""Runs the plans of engine/ on a device."""

@@ -1,4 +1,4 @@
-"""How much memory the KV cache may have."""
+"""Decides how many blocks the KV cache gets."""
 
 import logging
 from collections.abc import Callable
@@ -7,23 +7,25 @@ from dataclasses import dataclass
 import torch
 
 from nanovllm.config import ResolvedConfig
+from nanovllm.utils.integers import ceil_div
 from nanovllm.utils.machine import free_memory
 
 logger = logging.getLogger(__name__)
 
 CPU_CACHE_LIMIT = 4 << 30
+"""Bytes that the cache takes on a CPU at most, where the user does not say."""
 
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """Where a GPU's memory goes, in bytes.
+    """The uses of a GPU's memory, in bytes.
 
     Attributes:
-        total: of the card.
-        others: what other processes hold, and CUDA itself in this one.
+        total: all memory of the GPU.
+        others: held by other processes, and by CUDA itself in this one.
         weights: parameters and tables.
         activations: the most that a step of max_num_batched_tokens adds, sampling included.
-        graphs: what the captured graphs keep.
+        graphs: kept by the captured graphs.
     """
 
     total: int
@@ -33,28 +35,30 @@ class GpuMemory:
     graphs: int
 
     def left_for_cache(self, utilization: float, ranks: int = 1) -> int:
-        """What utilization of the card leaves; negative if the rest alone takes more.
+        """Return the bytes that are left for one rank's cache; negative if the rest takes more than it may.
 
         Args:
-            ranks: how many share the card. Their weights are among the others', their activations and graphs are not.
+            utilization: the part of the GPU's memory that may be used, from 0 to 1.
+            ranks: how many share the GPU. `others` has their weights, but not their activations and graphs.
         """
         left = int(self.total * utilization) - self.others - self.weights - ranks * (self.activations + self.graphs)
         return left // ranks
 
     def describe(self) -> str:
+        """Return all uses in GiB, as one line for the log."""
         others = {"CUDA and other processes": self.others}
         parts = {"weights": self.weights, "activations": self.activations, "graphs": self.graphs, **others}
         return ", ".join(f"{name} {value / 2**30:.2f} GiB" for name, value in parts.items())
 
 
-def memory_of_others(device: torch.device) -> int:
-    """Bytes of the GPU that are taken, but not by this process's allocator: other processes, and CUDA itself."""
+def measure_others(device: torch.device) -> int:
+    """Return the bytes of the GPU that other processes hold, and CUDA itself: all but this process's allocator."""
     free, total = torch.cuda.mem_get_info(device)
     return total - free - torch.cuda.memory_reserved(device)
 
 
 def check_free_memory(num_bytes: int, device: torch.device, what: str, advice: str) -> None:
-    """Raise a ValueError if the device has less memory free than something would take."""
+    """Raise a ValueError if `what`, which takes num_bytes, is larger than the device's free memory."""
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
         free -= torch.cuda.memory_allocated(device)
@@ -69,17 +73,17 @@ def check_free_memory(num_bytes: int, device: torch.device, what: str, advice: s
 def count_blocks(
     config: ResolvedConfig, block_bytes: int, device: torch.device, ranks: int, measure: Callable[[], GpuMemory]
 ) -> int:
-    """How many blocks a rank may have: an explicit count wins, then explicit bytes.
+    """Return how many blocks a rank's cache gets: num_kvcache_blocks, else as many as kvcache_memory_bytes hold.
 
-    Where nothing is said, a GPU gives what is left of it, and a CPU a quarter of the free memory, at most 4 GiB: a
-    guest on the machine.
+    If the user gives neither, the cache gets all that is left of a GPU. On a CPU, which other programs use too, it gets
+    a quarter of the free memory, at most 4 GiB.
 
     Args:
         ranks: how many share the device.
-        measure: where a GPU's memory goes.
+        measure: measures a GPU's memory; called only if it is needed.
 
     Raises:
-        ValueError: not enough for one sequence of max_model_len, or more than the device has.
+        ValueError: the cache could not hold one sequence of max_model_len, or takes more than the device has.
     """
 
     def check_fits(num_bytes: int, option: str) -> None:
@@ -101,10 +105,10 @@ def count_blocks(
 
 
 def blocks_that_fit(num_bytes: int, block_bytes: int, block_size: int, max_model_len: int) -> int:
-    """How many blocks the bytes hold.
+    """Return how many blocks the bytes hold.
 
     Raises:
-        ValueError: they cannot hold one sequence of max_model_len; names the largest length that would fit.
+        ValueError: they cannot hold one sequence of max_model_len. The message names the longest that they can hold.
     """
     num_blocks = max(num_bytes // block_bytes, 0)
     check_pool(num_blocks, block_size, max_model_len)
@@ -113,7 +117,7 @@ def blocks_that_fit(num_bytes: int, block_bytes: int, block_size: int, max_model
 
 def check_pool(num_blocks: int, block_size: int, max_model_len: int) -> None:
     """Raise a ValueError unless the blocks hold one sequence of max_model_len."""
-    needed = -(-max_model_len // block_size)
+    needed = ceil_div(max_model_len, block_size)
     if num_blocks < needed:
         advice = f"set max_model_len to at most {num_blocks * block_size}" if num_blocks else "nothing would fit"
         raise ValueError(

@@ -14,8 +14,8 @@ from nanovllm.engine.plan import NUM_PER_SEQ, StepPlan
 from nanovllm.kernels.sample import SamplingValues
 from nanovllm.kernels.step_inputs import PlannedRows, StepInputs
 from nanovllm.layers.parallel import Parallel
+from nanovllm.models.config import Shape
 from nanovllm.models.decoder import Decoder
-from nanovllm.models.shape import Shape
 from nanovllm.runner.cuda_graphs import CudaGraphs, smallest_that_holds
 from nanovllm.runner.device import DeviceTables, Staging
 from nanovllm.runner.kv_memory import check_free_memory
@@ -59,7 +59,7 @@ class ModelRunner:
         self.parallel = parallel
         self.device = torch.device(config.device)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
-        self.shape = Shape.of(hf_config).of_rank(parallel.size)
+        self.shape = Shape.from_config(hf_config).shard(parallel.size)
         self.backend = BACKENDS[config.attention_backend]()
         num_bytes = self.shape.num_parameters * self.dtype.itemsize
         check_free_memory(num_bytes, self.device, "the weights", "choose a smaller model, or a smaller dtype")

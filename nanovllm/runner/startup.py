@@ -15,7 +15,7 @@ from nanovllm.engine.plan import StepPlan
 from nanovllm.kernels.launch import compiled
 from nanovllm.models.decoder import Decoder
 from nanovllm.runner.cuda_graphs import CudaGraphs
-from nanovllm.runner.kv_memory import GpuMemory, count_blocks, memory_of_others
+from nanovllm.runner.kv_memory import GpuMemory, count_blocks, measure_others
 from nanovllm.runner.model_runner import ModelRunner
 
 logger = logging.getLogger(__name__)
@@ -128,7 +128,7 @@ def measure_memory(runner: ModelRunner) -> GpuMemory:
     runner.caches = []
     torch.cuda.empty_cache()
     runner.parallel.minimum(0)  # ranks on the same GPU have given back their activations, too
-    return GpuMemory(total, memory_of_others(runner.device), weights, activations, graphs)
+    return GpuMemory(total, measure_others(runner.device), weights, activations, graphs)
 
 
 def _measure_largest_step(runner: ModelRunner) -> int:

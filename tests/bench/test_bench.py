@@ -11,8 +11,7 @@ import torch
 import bench
 from benchmarks.bench_cost import Cost, Machine, Model, ideal_steps, step_cost
 from benchmarks.bench_workload import make_workload, write_checkpoint
-from nanovllm.models.config import load_model_config
-from nanovllm.models.shape import Shape
+from nanovllm.models.config import Shape, load_model_config
 
 QWEN3_06B = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -70,7 +69,7 @@ def test_the_cpu_preset_gives_way_to_options() -> None:
 
 
 def make_model(config: dict[str, Any]) -> Model:
-    return Model(Shape.of(load_model_config(config, "test")), itemsize=2)
+    return Model(Shape.from_config(load_model_config(config, "test")), itemsize=2)
 
 
 def test_the_cost_card_of_qwen3_06b() -> None:
