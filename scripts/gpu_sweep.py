@@ -1,4 +1,4 @@
-"""Which configuration of the split and the filter is fastest here: each is first proved right, then timed.
+"""Times the configurations of the split and the filter on this GPU, each after a test that it is right.
 
 python scripts/gpu_sweep.py                 on a GPU
 TRITON_INTERPRET=1 python scripts/gpu_sweep.py --check-only    the proof alone, anywhere
@@ -23,15 +23,15 @@ from nanovllm.backends.triton_backend import TritonBackend
 from nanovllm.kernels import paged_decode, sample_filter
 from nanovllm.kernels.sample import SamplingValues, sample
 
-# (keys in a tile, warps, stages): those that compile for sm_90 without a spill; then chunks x heads a multiprocessor.
+# (keys in a tile, warps, stages): those that compile for sm_90 without a spill; then programs of a multiprocessor.
 SPLITS = [(64, 4, 3), (64, 8, 3), (32, 4, 4), (32, 4, 3), (64, 4, 4)]
-UNITS = [24, 12, 6]
+AT_ONCE = [3, 2, 4, 6]
 FILTERS = [(4, 64, 16), (4, 32, 16), (4, 32, 8), (8, 32, 16)]
 """(marks, parts at a time, warps)."""
 
 
 @contextmanager
-def split_of(tile: int, warps: int, stages: int, units: int) -> Iterator[None]:
+def use_split(tile: int, warps: int, stages: int, at_once: int) -> Iterator[None]:
     usual = paged_decode.split_config
 
     def config(*arguments: int) -> dict[str, int]:
@@ -40,12 +40,12 @@ def split_of(tile: int, warps: int, stages: int, units: int) -> Iterator[None]:
     with ExitStack() as changes:
         changes.enter_context(mock.patch.object(paged_decode, "key_tile", lambda block_size, itemsize: tile))
         changes.enter_context(mock.patch.object(paged_decode, "split_config", config))
-        changes.enter_context(mock.patch.object(paged_decode, "_UNITS_PER_MULTIPROCESSOR", units))
+        changes.enter_context(mock.patch.object(paged_decode, "programs_at_once", lambda *arguments: at_once))
         yield
 
 
 @contextmanager
-def filter_of(marks: int, parts: int, warps: int) -> Iterator[None]:
+def use_filter(marks: int, parts: int, warps: int) -> Iterator[None]:
     usual = sample_filter.filter_config
 
     def config(*arguments: object) -> dict[str, int]:
@@ -91,17 +91,17 @@ def main() -> None:
         bench = Bench()
         print(f"copy {bench.copy_gbs:.0f} GB/s")
     for tile, warps, stages in SPLITS:
-        for units in UNITS:
-            with split_of(tile, warps, stages, units):
+        for at_once in AT_ONCE:
+            with use_split(tile, warps, stages, at_once):
                 check_split(on_gpu)
                 for batch, context in () if args.check_only else ((1, 1024), (1, 16384), (64, 1024), (256, 1024)):
                     us, read = time_attention(TritonBackend(), MODELS["0.6B"], batch, 1, context)
                     percent = round(100 * read / us / 1e3 / bench.copy_gbs, 1)
-                    name = f"split tile {tile} warps {warps} stages {stages} units {units}, {batch} x {context}"
+                    name = f"split tile {tile} warps {warps} stages {stages} at once {at_once}, {batch} x {context}"
                     results.append({"name": name, "us": round(us, 1), "percent": percent})
                     print(f"{name}: {us:.1f} us, {percent} %", flush=True)
     for marks, parts, warps in FILTERS:
-        with filter_of(marks, parts, warps):
+        with use_filter(marks, parts, warps):
             check_filter(on_gpu)
             for top_k, top_p in () if args.check_only else ((0, 1.0), (20, 0.95), (0, 0.95)):
                 us = time_filter(top_k, top_p)

@@ -179,8 +179,9 @@ def pack_sampling(seqs: Seq[Sequence], vocab_size: int) -> NDArray[Any]:
     rows = []
     for seq in seqs:
         params = seq.params
-        # The fields have 32 bits. A value beyond these limits has the same effect as the limit.
-        temperature = min(params.temperature, 1e30)
+        # The fields have 32 bits. A value beyond these limits has the same effect as the limit; a kernel multiplies by
+        # 1 / temperature, which in float32 is infinite for the smallest temperatures, so they count as 0.
+        temperature = 0.0 if params.temperature < 1e-30 else min(params.temperature, 1e30)
         top_k = min(params.top_k, vocab_size)
         seed = (seq.seed & 0xFFFFFFFF, seq.seed >> 32 & 0xFFFFFFFF)
         counts = (-1 if k is None else min(k, vocab_size) for k in (params.logprobs, params.prompt_logprobs))

@@ -1,6 +1,6 @@
-"""What attention reads: the paged KV cache and a step's metadata; and its meaning, in plain torch.
+"""The paged KV cache, a step's metadata, and attention over them in plain torch.
 
-The kernels are paged_decode.py (one query token a sequence) and paged_prefill.py (several).
+The kernels are in paged_decode.py (one query token a sequence) and paged_prefill.py (several).
 """
 
 from dataclasses import dataclass
@@ -10,6 +10,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from nanovllm.utils.integers import ceil_div
 
 
 class KVCache(NamedTuple):
@@ -23,24 +25,26 @@ class KVCache(NamedTuple):
 
 
 class DecodeMetadata(NamedTuple):
-    """How paged_decode.py cuts a step's decodes into chunks of keys, and room for what it makes of them.
+    """How paged_decode.py shares a step's decodes among programs, in chunks of keys; and memory for their results.
 
-    items [max_items, 4] int32 holds a chunk's (sequence, first key, end key, chunks of the sequence); those of sequence
-    i are first_item[i]..first_item[i + 1], int32 [num_seqs + 1], and lie in order. arrivals int32 [num_kv_heads,
-    num_seqs] counts the chunks that are done; it is all zeros before and after a layer.
-    partial_out float32 [max_items, num_heads, head_dim] and partial_lse float32 [max_items, num_heads] are what the
-    chunks of one sequence leave for each other: normalised outputs, base-2 logarithms of the sums of exponentials.
+    items int32 [max_items, 4]: a chunk's (sequence, first key, end key, number of chunks of the sequence), in order.
+    first_item int32 [num_seqs + 1]: sequence i has the chunks from first_item[i] to first_item[i + 1].
+    share_begins int32 [num_programs + 1]: program p has the chunks from share_begins[p] to share_begins[p + 1].
+    arrivals int32 [num_kv_heads, num_seqs]: how many chunks are done. It is all zeros before and after a layer.
+    partial_out float32 [max_items, num_heads, head_dim]: a chunk's normalised output, where a sequence has several.
+    partial_lse float32 [max_items, num_heads]: the base-2 logarithm of a chunk's sum of exponentials.
     """
 
     items: Tensor
     first_item: Tensor
+    share_begins: Tensor
     arrivals: Tensor
     partial_out: Tensor
     partial_lse: Tensor
 
 
 class PrefillMetadata(NamedTuple):
-    """Lengths of a step's prefills alone, as flash-attn wants them; cu_seqlens int32 [num_prefills + 1], from 0."""
+    """Lengths of a step's prefills, in the form that flash-attn takes; cu_seqlens int32 [num_prefills + 1], from 0."""
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
@@ -50,20 +54,20 @@ class PrefillMetadata(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """One step's attention: num_seqs sequences, those with a single query token (decodes) first.
+    """What attention reads in one step of num_seqs sequences. Those with a single query token (decodes) come first.
 
-    Within a step every layer stores K and V before it attends, so a sequence attends to its own new tokens, and to
-    those of another sequence of the same step with which it shares a block, through the cache.
+    In every layer K and V are stored before attention. So a sequence reads its own new tokens from the cache, and those
+    of another sequence of the same step with which it shares a block.
 
     Attributes:
-        num_decodes: how many of the sequences, from the first, have exactly one query token.
+        num_decodes: number of decodes, from the first sequence on.
         cu_seqlens_q: int32 [num_seqs + 1], the running sum of query tokens.
         seq_lens: int32 [num_seqs], tokens in the cache once this step has stored its own.
         block_tables: int32 [num_seqs, max_blocks]; entries beyond a sequence's blocks are arbitrary but in range.
-        slot_mapping: int64 [num_tokens]; -1 for padding.
-        query_lens_cpu, seq_lens_cpu: int32 [num_seqs] on the host (NumPy), for the size of launches; absent (None)
-            when the step is captured in a CUDA graph, in which every sequence is a decode.
-        decodes, prefills: what a backend derives from the rest for all the layers of the step: `Backend.complete`.
+        slot_mapping: int64 [num_tokens], where K and V of each token are stored; -1 for padding.
+        query_lens_cpu, seq_lens_cpu: int32 [num_seqs] on the host (NumPy), for the size of launches. None when the step
+            is captured in a CUDA graph, in which every sequence is a decode.
+        decodes, prefills: what `Backend.prepare_attention` derives from the rest, for all layers of the step.
     """
 
     num_decodes: int
@@ -78,10 +82,10 @@ class AttentionMetadata:
 
 
 def attend_reference(q: Tensor, cache: KVCache, metadata: AttentionMetadata, scale: float) -> Tensor:
-    """Causal attention of q [num_tokens, num_heads, head_dim] over the cache; same shape.
+    """Return the causal attention of q [num_tokens, num_heads, head_dim] over the cache, of the same shape.
 
-    One scaled_dot_product_attention a sequence. The query heads that share a KV head are folded into rows of one matrix
-    (head-major), so that K and V are read once and never repeated.
+    It calls scaled_dot_product_attention once for each sequence. The query heads that share a KV head become rows of
+    one matrix (heads first), so that K and V are read once and not repeated.
     """
     block_size, num_kv_heads, head_dim = cache.keys.shape[1:]
     group = q.shape[1] // num_kv_heads
@@ -92,10 +96,11 @@ def attend_reference(q: Tensor, cache: KVCache, metadata: AttentionMetadata, sca
     for i, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens.tolist(), strict=True)):
         if query_len == 0:
             continue
-        blocks = metadata.block_tables[i, : -(-seq_len // block_size)]
-        # [blocks, offset, head, dim] -> [head, token, dim]; heads-before-tokens storage makes each gather one run
-        k, v = (c.transpose(1, 2)[blocks].transpose(0, 1).reshape(num_kv_heads, -1, head_dim) for c in cache)
-        k, v = k[:, :seq_len], v[:, :seq_len]
+        blocks = metadata.block_tables[i, : ceil_div(seq_len, block_size)]
+        # [blocks, offset, head, dim] -> [head, token, dim]. With heads before tokens in storage, each piece that is
+        # gathered is contiguous.
+        sides = (side.transpose(1, 2)[blocks].transpose(0, 1).reshape(num_kv_heads, -1, head_dim) for side in cache)
+        k, v = (side[:, :seq_len] for side in sides)
         rows = q[start : start + query_len].view(query_len, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
         mask = None
         if query_len > 1:

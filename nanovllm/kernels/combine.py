@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.launch import after_predecessor, launch
+from nanovllm.kernels.launch import launch, wait_for_predecessor
 from nanovllm.kernels.route import Routing
 from nanovllm.kernels.triton_shim import tl, triton
 
@@ -34,7 +34,7 @@ def _combine_experts_kernel(
 ):
     # Grid (num_tokens, size / BLOCK).
     # A program owns BLOCK elements of one token; a pair of padding, which no expert has computed, adds nothing.
-    after_predecessor(PDL)
+    wait_for_predecessor(PDL)
     token = tl.program_id(0).to(tl.int64)
     element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = element < size

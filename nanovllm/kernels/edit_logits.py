@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.launch import after_predecessor, launch
+from nanovllm.kernels.launch import launch, wait_for_predecessor
 from nanovllm.kernels.triton_shim import tl, triton
 
 BLOCK = 4096
@@ -72,7 +72,7 @@ def _edit_kernel(
     # Grid (m, blocks of the vocabulary).
     # A program owns BLOCK tokens of one edited row.
     # There is no padding: only rows that sample are edited.
-    after_predecessor(PDL)
+    wait_for_predecessor(PDL)
     i = tl.program_id(0).to(tl.int64)
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     exists = token < vocab_size

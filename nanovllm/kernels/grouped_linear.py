@@ -1,4 +1,4 @@
-"""Every token's product with the matrix of its expert, all experts in one launch."""
+"""Multiplies every token by the matrices of its experts, all experts in one launch."""
 
 from itertools import pairwise
 
@@ -6,18 +6,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels.launch import after_predecessor, launch
+from nanovllm.kernels.launch import launch, wait_for_predecessor
 from nanovllm.kernels.route import Routing
 from nanovllm.kernels.triton_shim import next_power_of_2, tl, triton
+from nanovllm.utils.integers import ceil_div
 
 
 def grouped_linear_reference(x: Tensor, weight: Tensor, routing: Routing, gather: bool) -> Tensor:
-    """x times the matrices weight [num_experts, out, in]: [pairs, out], sorted as the routing has them.
+    """Multiply pairs by the matrices of their experts, weight [num_experts, out, in]; return y [pairs, out], sorted.
 
-    Rows of no expert are undefined.
+    The rows of padding's pairs, which have no expert, are undefined.
 
     Args:
-        gather: whether x is [num_tokens, in], of which a pair has its token's row; else [pairs, in], sorted already.
+        gather: True if x is [num_tokens, in], from which each pair takes its token's row. False if it is [pairs, in],
+            in sorted order.
     """
     rows = x[routing.tokens.long()] if gather else x
     y = rows.new_zeros(len(rows), weight.shape[1])
@@ -45,11 +47,12 @@ def _grouped_linear_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # Grid (out_size / BLOCK_N, at least the number of tiles), columns fastest: programs that read one x run together.
+    # Grid (at least the number of tiles x out_size / BLOCK_N,), columns fastest: programs that read one x run together.
     # A program owns BLOCK_M pairs of one expert and BLOCK_N columns; it finds its expert by counting tiles.
     # Tiles beyond the last expert's do nothing; pairs of padding are in no expert's range.
-    after_predecessor(PDL)
-    tile = tl.program_id(1)
+    wait_for_predecessor(PDL)
+    num_columns = tl.cdiv(out_size, BLOCK_N)
+    tile = tl.program_id(0) // num_columns
     lane = tl.arange(0, EXPERTS)
     begins = tl.load(offsets_ptr + lane, mask=lane < num_experts, other=0)
     ends = tl.load(offsets_ptr + lane + 1, mask=lane < num_experts, other=0)
@@ -59,21 +62,19 @@ def _grouped_linear_kernel(
         return
     expert = tl.sum((last_tile <= tile).to(tl.int32), 0)
     is_mine = lane == expert
-    begin = (
-        tl.sum(tl.where(is_mine, begins, 0), 0) + (tile - tl.sum(tl.where(is_mine, last_tile - tiles, 0), 0)) * BLOCK_M
-    )
+    first_tile = tl.sum(tl.where(is_mine, last_tile - tiles, 0), 0)
+    begin = tl.sum(tl.where(is_mine, begins, 0), 0) + (tile - first_tile) * BLOCK_M
     end = tl.sum(tl.where(is_mine, ends, 0), 0)
 
     pair = begin + tl.arange(0, BLOCK_M)
     is_pair = pair < end
     row = tl.load(tokens_ptr + pair, mask=is_pair, other=0) if GATHER else pair
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = tl.program_id(0) % num_columns * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column = column < out_size
     k = tl.arange(0, BLOCK_K)
     x_at = x_ptr + row.to(tl.int64)[:, None] * in_size + k[None, :]
-    weight_at = (
-        weight_ptr + expert.to(tl.int64) * out_size * in_size + column[None, :].to(tl.int64) * in_size + k[:, None]
-    )
+    matrix_ptr = weight_ptr + expert.to(tl.int64) * out_size * in_size
+    weight_at = matrix_ptr + column[None, :].to(tl.int64) * in_size + k[:, None]
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, in_size, BLOCK_K):
         inside = start + k < in_size
@@ -85,7 +86,7 @@ def _grouped_linear_kernel(
 
 
 def grouped_linear_config(num_tokens: int, num_experts: int, gather: bool, itemsize: int) -> dict[str, int]:
-    """Tiles by the number of tokens; K goes by 64 throughout, so that sums are taken in one order."""
+    """Return tiles by the number of tokens. K always goes by 64, so that sums are always taken in one order."""
     table = ((32, 16, 64), (128, 16, 128), (512, 32, 256))
     rows, columns = next(((m, n) for most, m, n in table if num_tokens <= most), (128, 256))
     if itemsize == 4:
@@ -102,15 +103,15 @@ def grouped_linear_config(num_tokens: int, num_experts: int, gather: bool, items
 
 
 def grouped_linear(x: Tensor, weight: Tensor, routing: Routing, gather: bool) -> Tensor:
-    """grouped_linear_reference in one kernel, whose grid needs no length from the device."""
+    """grouped_linear_reference in one kernel. Its grid needs no length from the device."""
     num_experts, out_size, in_size = weight.shape
     num_tokens, k = routing.weights.shape
     pairs = num_tokens * k
     y = torch.empty(pairs, out_size, dtype=x.dtype, device=x.device)
     if pairs:
         config = grouped_linear_config(num_tokens, num_experts, gather, x.element_size())
-        most_tiles = min(pairs, -(-pairs // config["BLOCK_M"]) + num_experts)
-        grid = (-(-out_size // config["BLOCK_N"]), most_tiles)
+        most_tiles = min(pairs, ceil_div(pairs, config["BLOCK_M"]) + num_experts)
+        grid = (most_tiles * ceil_div(out_size, config["BLOCK_N"]),)
         sizes = (in_size, out_size, num_experts)
         launch(_grouped_linear_kernel, grid, (x, weight, y, routing.tokens, routing.offsets, *sizes), config)
     return y

@@ -28,7 +28,7 @@ _noted: ContextVar[Callable[[Launch], object] | None] = ContextVar("noted", defa
 
 
 @triton.jit
-def after_predecessor(PDL: tl.constexpr):
+def wait_for_predecessor(PDL: tl.constexpr):
     """The first statement of every kernel: nothing is read or written before what the stream did before is done.
 
     With programmatic dependent launch (PDL) a kernel's programs may be started while its predecessor still runs, which

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.attention import KVCache
-from nanovllm.kernels.launch import after_predecessor, launch
+from nanovllm.kernels.launch import launch, wait_for_predecessor
 from nanovllm.kernels.rms_norm import rms_norm_reference
 from nanovllm.kernels.triton_shim import next_power_of_2, tl, triton
 
@@ -88,7 +88,7 @@ def _norm_rope_store_kernel(
     # Grid (num_tokens, all heads / HEADS).
     # A program owns HEADS heads of one token, any mix of q, k and v: q is rewritten in place, k and v go to the cache.
     # Tokens with slot -1 are padding: they store nothing in the cache; their position must be in range all the same.
-    after_predecessor(PDL)
+    wait_for_predecessor(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     dim = tl.arange(0, HALF)

@@ -1,11 +1,14 @@
 """Attention of one query token a sequence over the paged cache, split along the keys (flash-decoding, Dao et al. 2023,
 https://pytorch.org/blog/flash-decoding/).
 
-Two kernels, neither of which needs the host to know a length, so that a CUDA graph replays them for any lengths:
+There are two kernels. For neither must the host know a length, so a CUDA graph replays them for any lengths:
 
-    chunks   once a step: cuts the sequences into chunks of about the same number of keys, and lists them
-    split    once a layer: attends one chunk with one KV head's group of query heads; of a sequence that has several
-             chunks, the program that is done last merges them
+    share    once a step: gives every program of the other kernel the same number of tiles of keys, and lists its chunks
+    split    once a layer: a program attends its chunks, one after another, with one KV head's group of query heads.
+             Where a sequence has several chunks, the program that ends last merges them
+
+The split has as many programs as the device runs at once. All start at once, and as they have the same work, they end
+at about the same time, whatever the lengths are: no place of a multiprocessor is left to a program without work.
 
 The reference is `attend_reference` in attention.py.
 """
@@ -16,56 +19,63 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.attention import DecodeMetadata, KVCache
-from nanovllm.kernels.launch import after_predecessor, launch
-from nanovllm.kernels.triton_shim import next_power_of_2, num_multiprocessors, tl, triton
+from nanovllm.kernels.launch import launch, wait_for_predecessor
+from nanovllm.kernels.triton_shim import next_power_of_2, num_multiprocessors, shared_memory_kib, tl, triton
 
-MIN_CHUNK = 128
-"""Keys in the smallest chunk: below that, a program's start costs more than its reading."""
-
-_UNITS_PER_MULTIPROCESSOR = 24
-"""Chunks x KV heads to aim at: about three programs run at once on a multiprocessor, so each place is used
-some eight times, and the last round, partly idle, is a small part of the whole."""
+MIN_SHARE = 128
+"""Keys that a program attends at least: with fewer, its start costs more than its reading."""
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_kv_heads", "target_items"])
-def _chunks_kernel(
+@triton.jit(do_not_specialize=["num_seqs", "num_kv_heads", "num_programs"])
+def _share_kernel(
     seq_lens_ptr,
     items_ptr,
     first_item_ptr,
+    share_begins_ptr,
     arrivals_ptr,
     num_seqs,
     num_kv_heads,
-    target_items,
-    MIN_CHUNK: tl.constexpr,
+    num_programs,
+    MIN_TILES: tl.constexpr,
     TILE: tl.constexpr,
     MAX_SEQS: tl.constexpr,
+    MAX_PROGRAMS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     # Grid (1,).
-    # The program owns the list of chunks: at most target_items + num_seqs of them, of whole tiles but for the last.
-    # Sequences of length 0 are padding: they get an empty chunk.
-    after_predecessor(PDL)
+    # The program owns the lists of chunks (items) and of programs' shares. It lays the sequences end to end, and cuts
+    # the row at multiples of `share`. Sequences of length 0 are padding: they get an empty chunk.
+    wait_for_predecessor(PDL)
     seq = tl.arange(0, MAX_SEQS)
     exists = seq < num_seqs
     lens = tl.load(seq_lens_ptr + seq, mask=exists, other=0)
-    total = tl.sum(lens, 0)
-    chunk = tl.maximum(tl.cdiv(total, target_items), MIN_CHUNK)
-    if num_seqs * 2 >= target_items:  # enough programs: a sequence is cut only if it would keep the others waiting
-        chunk = tl.maximum(chunk, tl.cdiv(2 * total, num_seqs))
-    count = tl.maximum(tl.cdiv(lens, chunk), 1)
-    size = tl.maximum(tl.cdiv(tl.cdiv(lens, count), TILE) * TILE, TILE)  # equal parts of a sequence
-    count = tl.maximum(tl.cdiv(lens, size), 1)  # fewer, if any: rounding to tiles made the parts larger
-    count = tl.where(exists, count, 0)
+    # In units of a tile. A sequence has one unit more than tiles, its first, for what it costs beside them.
+    units = tl.where(exists, tl.cdiv(lens, TILE) + 1, 0)
+    end = tl.cumsum(units, 0)
+    begin = end - units
+    total = tl.sum(units, 0)
+    share = tl.maximum(tl.cdiv(total, num_programs), MIN_TILES)
+    first_program = begin // share
+    count = tl.where(exists, (end - 1) // share - first_program + 1, 0)
     first = tl.cumsum(count, 0) - count
+    num_items = tl.sum(count, 0)
     tl.store(first_item_ptr + seq, first, mask=exists)
-    tl.store(first_item_ptr + num_seqs, tl.sum(count, 0))
+    tl.store(first_item_ptr + num_seqs, num_items)
     for part in range(0, tl.max(count, 0)):
+        program = first_program + part
+        part_begin = tl.maximum(program * share, begin)
+        part_end = tl.minimum(program * share + share, end)
         item = items_ptr + (first + part) * 4
         has_part = part < count
         tl.store(item, seq, mask=has_part)
-        tl.store(item + 1, part * size, mask=has_part)
-        tl.store(item + 2, tl.minimum(part * size + size, lens), mask=has_part)
+        tl.store(item + 1, tl.maximum(part_begin - begin - 1, 0) * TILE, mask=has_part)
+        tl.store(item + 2, tl.minimum((part_end - begin - 1) * TILE, lens), mask=has_part)
         tl.store(item + 3, count, mask=has_part)
+        # Wherever a share begins, a chunk begins.
+        tl.store(share_begins_ptr + program, first + part, mask=has_part & (part_begin == program * share))
+    program = tl.arange(0, MAX_PROGRAMS)
+    is_idle = (program >= tl.cdiv(total, share)) & (program <= num_programs)
+    tl.store(share_begins_ptr + program, tl.zeros([MAX_PROGRAMS], tl.int32) + num_items, mask=is_idle)
     for head in range(0, num_kv_heads):
         tl.store(arrivals_ptr + head * num_seqs + seq, tl.zeros([MAX_SEQS], tl.int32), mask=exists)
 
@@ -84,7 +94,10 @@ def _merge(
     PARTS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
 ):
-    """Merge a sequence's chunks, PARTS at a time, in their order: who came last makes no difference."""
+    """Merge a sequence's chunks, PARTS at a time, in their order: it makes no difference which program ended last.
+
+    At most the first of several chunks has no keys, so `new_highest` is finite (PARTS is at least 2).
+    """
     member = head * GROUP + tl.arange(0, MEMBERS)
     is_query = tl.arange(0, MEMBERS) < GROUP
     dim = tl.arange(0, HEAD_DIM)
@@ -121,6 +134,7 @@ def _split_kernel(
     block_tables_ptr,
     items_ptr,
     first_item_ptr,
+    share_begins_ptr,
     arrivals_ptr,
     scale_log2,
     num_seqs,
@@ -138,81 +152,89 @@ def _split_kernel(
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # Grid (num_kv_heads, max_items), heads fastest: the programs that read one page run together.
-    # A program owns one chunk of one sequence and one KV head, whose GROUP query heads (padded to ROWS) are one tile.
-    # Programs beyond the list of chunks do nothing; table entries beyond a sequence's blocks are never read.
-    after_predecessor(PDL)
-    head, item = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    if item >= tl.load(first_item_ptr + num_seqs):
-        return
-    seq = tl.load(items_ptr + item * 4).to(tl.int64)
-    begin = tl.load(items_ptr + item * 4 + 1)
-    end = tl.load(items_ptr + item * 4 + 2)
-    num_parts = tl.load(items_ptr + item * 4 + 3)
+    # Grid (num_kv_heads, num_programs).
+    # A program owns a share of the chunks and one KV head, whose GROUP query heads (padded to ROWS) are one tile.
+    # Chunks of padding are empty, and give zeros; table entries beyond a sequence's blocks are never read.
+    wait_for_predecessor(PDL)
+    head = tl.program_id(0)
+    program = tl.program_id(1)
+    num_heads = (tl.num_programs(0) * GROUP).to(tl.int64)
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, HEAD_DIM)
     key = tl.arange(0, TILE)
     is_query = row < GROUP
     offset = (head * GROUP + row)[:, None] * HEAD_DIM + dim[None, :]
-    q = tl.load(q_ptr + seq * q_stride + offset, mask=is_query[:, None], other=0.0)
-
     k_tile_ptr = k_cache_ptr + head * head_stride + key[None, :] * token_stride + dim[:, None]
     v_tile_ptr = v_cache_ptr + head * head_stride + key[:, None] * token_stride + dim[None, :]
-    table_ptr = block_tables_ptr + seq * table_stride
-    highest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
-    # The page's number is loaded one tile ahead: a load whose address hangs on a load of the same iteration would take
-    # the pipeline's stages for itself and leave none to K and V.
-    page = tl.load(table_ptr + begin // BLOCK_SIZE)
-    for start in tl.range(begin, end, TILE):
-        place = page.to(tl.int64) * page_stride + (start % BLOCK_SIZE) * token_stride
-        page = tl.load(table_ptr + (start + TILE) // BLOCK_SIZE, mask=start + TILE < end, other=0)
-        valid = start + key < end
-        k = tl.load(k_tile_ptr + place)
-        scores = tl.dot(q, k, input_precision="ieee") * scale_log2
-        scores = tl.where(valid[None, :], scores, float("-inf"))
-        # A tile is never empty, so `new_highest` is finite and no difference is -inf - -inf.
-        new_highest = tl.maximum(highest, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_highest[:, None])
-        shrink = tl.exp2(highest - new_highest)
-        total = total * shrink + tl.sum(weights, 1)
-        v = tl.load(v_tile_ptr + place, mask=valid[:, None], other=0.0)  # 0 * NaN from a stale slot would be NaN
-        acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-        highest = new_highest
+    for item in tl.range(tl.load(share_begins_ptr + program), tl.load(share_begins_ptr + program + 1)):
+        seq = tl.load(items_ptr + item * 4).to(tl.int64)
+        begin = tl.load(items_ptr + item * 4 + 1)
+        end = tl.load(items_ptr + item * 4 + 2)
+        num_parts = tl.load(items_ptr + item * 4 + 3)
+        q = tl.load(q_ptr + seq * q_stride + offset, mask=is_query[:, None], other=0.0)
+        table_ptr = block_tables_ptr + seq * table_stride
+        highest = tl.full([ROWS], float("-inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+        # The page's number is loaded one tile ahead. A load whose address depends on a load of the same iteration would
+        # take the pipeline's stages for itself and leave none to K and V.
+        page = tl.load(table_ptr + begin // BLOCK_SIZE)
+        for start in tl.range(begin, end, TILE):
+            place = page.to(tl.int64) * page_stride + (start % BLOCK_SIZE) * token_stride
+            page = tl.load(table_ptr + (start + TILE) // BLOCK_SIZE, mask=start + TILE < end, other=0)
+            valid = start + key < end
+            k = tl.load(k_tile_ptr + place)
+            scores = tl.dot(q, k, input_precision="ieee") * scale_log2
+            scores = tl.where(valid[None, :], scores, float("-inf"))
+            # A tile is never empty, so `new_highest` is finite and no difference is -inf - -inf.
+            new_highest = tl.maximum(highest, tl.max(scores, 1))
+            weights = tl.exp2(scores - new_highest[:, None])
+            shrink = tl.exp2(highest - new_highest)
+            total = total * shrink + tl.sum(weights, 1)
+            v = tl.load(v_tile_ptr + place, mask=valid[:, None], other=0.0)  # 0 * NaN from a stale slot would be NaN
+            acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+            highest = new_highest
 
-    out = acc / tl.where(total > 0.0, total, 1.0)[:, None]  # zeros where there are no keys
-    num_heads = tl.num_programs(0) * GROUP
-    out_row = out_ptr + seq * num_heads * HEAD_DIM
-    if num_parts == 1:
-        tl.store(out_row + offset, out.to(out_ptr.dtype.element_ty), mask=is_query[:, None])
-        return
-    partial_row = item * num_heads
-    tl.store(partial_out_ptr + partial_row * HEAD_DIM + offset, out, mask=is_query[:, None])
-    lse = highest + tl.log2(total)
-    tl.store(partial_lse_ptr + partial_row + head * GROUP + row, lse, mask=is_query)
-    tl.debug_barrier()  # whoever sees this program's arrival sees what all its threads have stored
-    arrival_ptr = arrivals_ptr + head * num_seqs + seq
-    if tl.atomic_add(arrival_ptr, 1, sem="acq_rel") == num_parts - 1:
-        tl.store(arrival_ptr, 0)
-        first = tl.load(first_item_ptr + seq)
-        partials = (partial_out_ptr, partial_lse_ptr)
-        _merge(out_row, *partials, first, num_parts, head, num_heads, GROUP, MEMBERS, PARTS, HEAD_DIM)
+        out = acc / tl.where(total > 0.0, total, 1.0)[:, None]  # zeros where there are no keys
+        out_row = out_ptr + seq * num_heads * HEAD_DIM
+        if num_parts == 1:
+            tl.store(out_row + offset, out.to(out_ptr.dtype.element_ty), mask=is_query[:, None])
+        else:
+            partial_row = item * num_heads
+            tl.store(partial_out_ptr + partial_row * HEAD_DIM + offset, out, mask=is_query[:, None])
+            lse = highest + tl.log2(total)
+            tl.store(partial_lse_ptr + partial_row + head * GROUP + row, lse, mask=is_query)
+            tl.debug_barrier()  # whoever sees this program's arrival sees what all its threads have stored
+            arrival_ptr = arrivals_ptr + head * num_seqs + seq
+            if tl.atomic_add(arrival_ptr, 1, sem="acq_rel") == num_parts - 1:
+                tl.store(arrival_ptr, 0)
+                first = tl.load(first_item_ptr + seq)
+                partials = (partial_out_ptr, partial_lse_ptr)
+                _merge(out_row, *partials, first, num_parts, head, num_heads, GROUP, MEMBERS, PARTS, HEAD_DIM)
 
 
 def key_tile(block_size: int, itemsize: int) -> int:
-    """Keys in a tile: the largest power of two within a block, up to 64 (32 for float32, for its shared memory)."""
+    """Return the keys in a tile: a power of two within a block, up to 64 (32 for float32, for its shared memory)."""
     return min(64 if itemsize < 4 else 32, block_size & -block_size)
 
 
-def chunks_config(num_seqs: int, block_size: int, itemsize: int) -> dict[str, int]:
-    """Few sizes of MAX_SEQS, so that few batch sizes compile anything."""
-    max_seqs = max(256, next_power_of_2(num_seqs))
-    return {"MIN_CHUNK": MIN_CHUNK, "TILE": key_tile(block_size, itemsize), "MAX_SEQS": max_seqs, "num_warps": 4}
+def share_config(num_seqs: int, num_programs: int, block_size: int, itemsize: int) -> dict[str, int]:
+    """MAX_SEQS takes few values, so few batch sizes compile anything."""
+    tile = key_tile(block_size, itemsize)
+    return {
+        "MIN_TILES": MIN_SHARE // tile,
+        "TILE": tile,
+        "MAX_SEQS": max(256, next_power_of_2(num_seqs)),
+        "MAX_PROGRAMS": next_power_of_2(num_programs + 1),
+        "num_warps": 4,
+    }
 
 
 def split_config(group: int, head_dim: int, block_size: int, itemsize: int) -> dict[str, int]:
-    """64 keys, 3 stages and 4 warps: two buffers of K and V in 72 KiB, so three programs share a Hopper's memory."""
+    """64 keys, 3 stages and 4 warps: two buffers of K and V in 72 KiB, so three programs share a Hopper's memory.
+
+    At most 168 registers a thread let three programs share its registers, too.
+    """
     members = next_power_of_2(group)
     return {
         "GROUP": group,
@@ -224,29 +246,44 @@ def split_config(group: int, head_dim: int, block_size: int, itemsize: int) -> d
         "TILE": key_tile(block_size, itemsize),
         "num_warps": 4,
         "num_stages": 3 if itemsize < 4 else 2,
+        "maxnreg": 168,
     }
 
 
+def programs_at_once(config: dict[str, int], itemsize: int, shared_kib: int) -> int:
+    """Return how many programs of the split one multiprocessor runs at once.
+
+    Its shared memory limits them (all buffers of K and V but one are in use, and 8 KiB beside them), or its registers,
+    which are enough for three.
+    """
+    buffers = 2 * (config["num_stages"] - 1) * config["TILE"] * config["HEAD_DIM"] * itemsize
+    return min(max(shared_kib * 1024 // (buffers + 8192), 1), 3)
+
+
 def decode_metadata(seq_lens: Tensor, block_tables: Tensor, cache: KVCache, num_heads: int) -> DecodeMetadata:
-    """Cut this step's decodes into chunks, on the device.
+    """Share this step's decodes among programs, on the device.
 
     seq_lens int32 [num_seqs]; block_tables int32 [num_seqs, max_blocks] (its width bounds the lengths).
     """
-    num_seqs, device = seq_lens.shape[0], seq_lens.device
+    num_seqs = seq_lens.shape[0]
+    device = seq_lens.device
     block_size, num_kv_heads, head_dim = cache.keys.shape[1:]
-    target = -(-_UNITS_PER_MULTIPROCESSOR * num_multiprocessors(device) // num_kv_heads)
-    longest = block_tables.shape[1] * block_size
-    max_items = min(target + num_seqs, num_seqs * -(-longest // MIN_CHUNK))
+    itemsize = cache.keys.element_size()
+    split = split_config(num_heads // num_kv_heads, head_dim, block_size, itemsize)
+    places = num_multiprocessors(device) * programs_at_once(split, itemsize, shared_memory_kib(device))
+    num_programs = max(places // num_kv_heads, 1)
+    max_items = num_seqs + num_programs
     made = DecodeMetadata(
         items=torch.empty(max_items, 4, dtype=torch.int32, device=device),
         first_item=torch.empty(num_seqs + 1, dtype=torch.int32, device=device),
+        share_begins=torch.empty(num_programs + 1, dtype=torch.int32, device=device),
         arrivals=torch.empty(num_kv_heads, num_seqs, dtype=torch.int32, device=device),
         partial_out=torch.empty(max_items, num_heads, head_dim, dtype=torch.float32, device=device),
         partial_lse=torch.empty(max_items, num_heads, dtype=torch.float32, device=device),
     )
-    config = chunks_config(num_seqs, block_size, cache.keys.element_size())
-    args = (seq_lens, made.items, made.first_item, made.arrivals, num_seqs, num_kv_heads, target)
-    launch(_chunks_kernel, (1,), args, config)
+    config = share_config(num_seqs, num_programs, block_size, itemsize)
+    lists = (made.items, made.first_item, made.share_begins, made.arrivals)
+    launch(_share_kernel, (1,), (seq_lens, *lists, num_seqs, num_kv_heads, num_programs), config)
     return made
 
 
@@ -271,9 +308,11 @@ def paged_decode(
         block_tables,
         metadata.items,
         metadata.first_item,
+        metadata.share_begins,
         metadata.arrivals,
         scale * math.log2(math.e),
         num_seqs,
         *strides,
     )
-    launch(_split_kernel, (num_kv_heads, metadata.items.shape[0]), args, config)
+    num_programs = len(metadata.share_begins) - 1
+    launch(_split_kernel, (num_kv_heads, num_programs), args, config)

@@ -1,4 +1,4 @@
-"""Causal attention of several query tokens a sequence (variable lengths) over the paged cache: prefix and new tokens.
+"""Causal attention of several query tokens a sequence, to its prefix in the paged cache and to each other.
 
 The reference is `attend_reference` in attention.py.
 """
@@ -8,16 +8,16 @@ import math
 from torch import Tensor
 
 from nanovllm.kernels.attention import KVCache
-from nanovllm.kernels.launch import after_predecessor, launch
+from nanovllm.kernels.launch import launch, wait_for_predecessor
 from nanovllm.kernels.paged_decode import key_tile
 from nanovllm.kernels.triton_shim import next_power_of_2, shared_memory_kib, tl, triton
 
 
 @triton.jit
 def _find_sequence(cu_seqlens_ptr, num_seqs, tile, TOKENS: tl.constexpr, SEARCH: tl.constexpr):
-    """The sequence to which a tile belongs, and the tile's first token within it.
+    """Return the sequence that a tile belongs to, and the tile's first token within it.
 
-    Sequence i is given the tiles from cu_seqlens[i] // TOKENS + i on: always enough, and at most one too many, so that
+    Sequence i has the tiles from cu_seqlens[i] // TOKENS + i on. They are always enough, and at most one too many, so
     the host need not make a table.
     """
     origin = tl.load(cu_seqlens_ptr)
@@ -33,7 +33,7 @@ def _find_sequence(cu_seqlens_ptr, num_seqs, tile, TOKENS: tl.constexpr, SEARCH:
 
 @triton.jit
 def _accumulate(q, k, v, scale_log2, allowed, highest, total, acc, MASKED: tl.constexpr):
-    """One tile of keys of the online softmax (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867).
+    """Add one tile of keys to the online softmax (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867).
 
     The first tile has a key for every row, so `highest` is finite after it.
     """
@@ -49,8 +49,8 @@ def _accumulate(q, k, v, scale_log2, allowed, highest, total, acc, MASKED: tl.co
 
 
 @triton.jit(
-    do_not_specialize=["num_seqs"],
-    # In a mixed step these begin behind the decodes, at any address: they must not make a variant for each.
+    do_not_specialize=["num_seqs", "num_kv_heads"],
+    # In a mixed step these begin behind the decodes, at any address. Triton must not compile a variant for each.
     do_not_specialize_on_alignment=["cu_seqlens_ptr", "seq_lens_ptr", "block_tables_ptr"],
 )
 def _prefill_kernel(
@@ -63,6 +63,7 @@ def _prefill_kernel(
     block_tables_ptr,
     scale_log2,
     num_seqs,
+    num_kv_heads,
     q_stride,
     table_stride,
     page_stride,
@@ -76,17 +77,17 @@ def _prefill_kernel(
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # Grid (num_kv_heads, num_tokens / TOKENS + num_seqs).
+    # Grid ((num_tokens / TOKENS + num_seqs) x num_kv_heads,): one dimension, because the second one ends at 65,535.
     # A program owns TOKENS query tokens of one sequence x the query heads of one KV head: K and V serve all of them.
     # Tiles beyond a sequence's tokens do nothing; rows that pad the group or the last tile are computed, never stored.
-    after_predecessor(PDL)
+    wait_for_predecessor(PDL)
     ROWS: tl.constexpr = TOKENS * PADDED_GROUP
     SEARCH: tl.constexpr = 128
-    head = tl.program_id(0)
-    # Backwards: the last tiles of a long prompt have the most keys, so they start first.
-    seq, first_token = _find_sequence(
-        cu_seqlens_ptr, num_seqs, tl.num_programs(1) - 1 - tl.program_id(1), TOKENS, SEARCH
-    )
+    # Backwards: the last tiles of a long prompt have the most keys, so they start first. The heads of a tile follow
+    # each other, because what they read of a page is adjacent.
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    head = program % num_kv_heads
+    seq, first_token = _find_sequence(cu_seqlens_ptr, num_seqs, program // num_kv_heads, TOKENS, SEARCH)
     query_begin = tl.load(cu_seqlens_ptr + seq)
     query_len = tl.load(cu_seqlens_ptr + seq + 1) - query_begin
     if first_token >= query_len:
@@ -110,7 +111,7 @@ def _prefill_kernel(
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
 
-    # keys:  [0, diagonal) are seen by every query of the tile: no mask;  [diagonal, end) by some of them.
+    # Every query of the tile sees the keys in [0, diagonal), so they need no mask. Some see those in [diagonal, end).
     first_position = seq_len - query_len + first_token
     diagonal = (first_position + 1) // TILE * TILE
     end = tl.minimum(first_position + TOKENS, seq_len)
@@ -131,12 +132,12 @@ def _prefill_kernel(
         allowed = (start + key)[None, :] <= position
         highest, total, acc = _accumulate(q, k, v, scale_log2, allowed, highest, total, acc, MASKED=True)
 
-    out_row = out_ptr + token_row * (tl.num_programs(0) * GROUP * HEAD_DIM)
+    out_row = out_ptr + token_row * (num_kv_heads * GROUP * HEAD_DIM)
     tl.store(out_row + offset, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_query)
 
 
 def prefill_config(group: int, head_dim: int, block_size: int, itemsize: int, shared_kib: int) -> dict[str, int]:
-    """128 rows (tokens x padded group) of 16-bit types on 8 warps, 64 where shared memory is small or for float32."""
+    """Return 128 rows (tokens x padded group) and 8 warps; 64 and 4 for float32, or where shared memory is small."""
     padded_group = next_power_of_2(group)
     rows = 128 if itemsize < 4 and shared_kib >= 160 else 64
     return {
@@ -183,6 +184,8 @@ def paged_prefill(
         block_tables,
         scale * math.log2(math.e),
         num_seqs,
+        num_kv_heads,
         *strides,
     )
-    launch(_prefill_kernel, (num_kv_heads, num_tokens // config["TOKENS"] + num_seqs), args, config)
+    num_tiles = num_tokens // config["TOKENS"] + num_seqs
+    launch(_prefill_kernel, (num_tiles * num_kv_heads,), args, config)

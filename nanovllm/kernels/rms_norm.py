@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.launch import after_predecessor, launch
+from nanovllm.kernels.launch import launch, wait_for_predecessor
 from nanovllm.kernels.triton_shim import next_power_of_2, tl, triton
 
 
@@ -38,7 +38,7 @@ def _rms_norm_kernel(
     # Grid (rows,).
     # A program owns one row: it adds the residual (if ADD), norms in float32, rounds, and scales by the weight.
     # Padding rows are like any other; what they hold stays in them.
-    after_predecessor(PDL)
+    wait_for_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < size

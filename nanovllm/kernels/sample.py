@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.launch import after_predecessor, launch
+from nanovllm.kernels.launch import launch, wait_for_predecessor
 from nanovllm.kernels.sample_filter import PART, filter_rows, is_broken, is_filtered, weigh
 from nanovllm.kernels.triton_shim import next_power_of_2, tl, triton
 
@@ -174,7 +174,7 @@ def _stats_kernel(
     # Grid (num_rows, num_chunks): the second dimension of a grid ends at 65535.
     # A program owns one chunk of one row, as CHUNK / PART parts of PART tokens.
     # Padding rows are like any other; places beyond the vocabulary count as -inf.
-    after_predecessor(PDL)
+    wait_for_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     part = tl.arange(0, CHUNK // PART)
@@ -232,7 +232,7 @@ def _draw_kernel(
     # Grid (num_rows,).
     # A program owns one row and writes its token, twice.
     # Padding rows get some token.
-    after_predecessor(PDL)
+    wait_for_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
     chunks = tl.arange(0, CHUNKS)
     exists = chunks < num_chunks

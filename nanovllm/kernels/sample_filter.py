@@ -13,7 +13,7 @@ bound are looked into: about k of them for top-k, and all only where a distribut
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.launch import after_predecessor, launch
+from nanovllm.kernels.launch import launch, wait_for_predecessor
 from nanovllm.kernels.triton_shim import next_power_of_2, tl, triton
 
 PART = 64
@@ -209,7 +209,7 @@ def _filter_kernel(
     # Grid (num_rows,).
     # A program owns one row: it finds the lowest z that top-k and top-p keep, and weighs each chunk's kept tokens.
     # Rows that are greedy, broken or without a filter leave at once (padding too, or it costs time and nothing else).
-    after_predecessor(PDL)
+    wait_for_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
     top_k = tl.load(top_k_ptr + row)

@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels.launch import after_predecessor, launch
+from nanovllm.kernels.launch import launch, wait_for_predecessor
 from nanovllm.kernels.triton_shim import tl, triton
 
 
@@ -19,7 +19,7 @@ def _silu_and_mul_kernel(gate_up_ptr, out_ptr, stride, size, BLOCK: tl.constexpr
     # Grid (num_tokens, size / BLOCK).
     # A program owns BLOCK columns of one row; arithmetic in float32, rounded after silu as the reference's is.
     # Padding rows are like any other; what they hold stays in them.
-    after_predecessor(PDL)
+    wait_for_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < size

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels.launch import after_predecessor, launch
+from nanovllm.kernels.launch import launch, wait_for_predecessor
 from nanovllm.kernels.sample import SamplingValues
 from nanovllm.kernels.triton_shim import next_power_of_2, tl, triton
 
@@ -108,7 +108,7 @@ def _step_inputs_kernel(
     # Grid (num_seqs,).
     # A program owns one sequence: its tokens, BLOCK at a time, and its row of each table.
     # The padding row's tokens get slot -1, so that nothing of them is stored.
-    after_predecessor(PDL)
+    wait_for_predecessor(PDL)
     seq = tl.program_id(0)
     row = tl.load(rows_ptr + seq).to(tl.int64)
     computed = tl.load(num_computed_ptr + seq)

@@ -143,6 +143,15 @@ def test_a_plan_survives_packing():
     assert len(plan.pack()) <= plan.max_packed_size(config)
 
 
+@pytest.mark.parametrize(("asked", "sent"), [(0.0, 0.0), (2e-39, 0.0), (1e-29, 1e-29), (1e200, 1e30)])
+def test_temperatures_that_float32_cannot_divide_by_mean_greedy(asked: float, sent: float):
+    """1 / 2e-39 is infinite in float32. A kernel would multiply 0 by it: the most likely token would weigh NaN."""
+    engine = make_engine(num_blocks=64)
+    engine.add(engine.prepare([1, 2, 3], SamplingParams(temperature=asked)))
+    new_rows = engine.scheduler.schedule().plan.new_rows
+    assert new_rows["temperature"].tolist() == [np.float32(sent)]
+
+
 def test_continuations_of_one_context_compute_it_once():
     """Of 64 contexts of 512 tokens with 4 continuations of 8 each: all of the first, of the others the last block."""
     engine = make_engine(num_blocks=128, block_size=64, max_model_len=1024, max_num_seqs=8, max_num_batched_tokens=2048)

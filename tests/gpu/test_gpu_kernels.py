@@ -27,7 +27,7 @@ from helpers.kernel_cases import (
 
 # Once more here, where atomics, addresses and exponentials are the device's.
 from helpers.kernel_tests import (  # noqa: F401
-    test_sequences_that_fill_the_machine_are_cut_only_where_one_would_be_waited_for,
+    test_programs_share_the_keys_equally_and_the_last_of_a_sequence_merges_it,
     test_signed_zeros_tie,
     test_slots_beyond_two_to_the_31_elements_are_reached,
     test_the_filter_is_exact_where_its_bound_is_loose,

@@ -73,9 +73,9 @@ SHARED_KIB = {arch: triton_shim._SHARED_KIB[divmod(arch, 10)] for arch in (80, 8
 _TYPES = {
     "*fp32": """cos_sin partial_out partial_lse temperature top_p min_p temperatures top_ps min_ps chunk_max
         chunk_weight part_weight threshold weights penalties""",
-    "*i32": """seq_lens items first_item arrivals block_tables cu_seqlens positions top_k top_ks chunk_argmax listed
-        places tokens offsets experts rows indices masks counts num_computed num_scheduled planned_ids tables
-        last_token token_ids checked""",
+    "*i32": """seq_lens items first_item share_begins arrivals block_tables cu_seqlens positions top_k top_ks
+        chunk_argmax listed places tokens offsets experts rows indices masks counts num_computed num_scheduled
+        planned_ids tables last_token token_ids checked""",
     "*i64": "slots seeds all_seeds",
 }
 _POINTERS = {f"{name}_ptr": kind for kind, names in _TYPES.items() for name in names.split()}
@@ -113,9 +113,10 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], shared_kib:
             yield launch(paged_prefill._prefill_kernel, paged_prefill.prefill_config(group, *shape, 2, shared_kib))
             for num_seqs in (1, 512, 1024):
                 yield launch(step_inputs._step_inputs_kernel, step_inputs.step_inputs_config(num_seqs, block_size))
-                yield launch(paged_decode._chunks_kernel, paged_decode.chunks_config(num_seqs, block_size, 2))
+                yield launch(paged_decode._share_kernel, paged_decode.share_config(num_seqs, 49, block_size, 2))
         if model.expert_size:
-            yield launch(route._route_kernel, route.route_config(128, 8, True))
+            yield launch(route._choose_experts_kernel, route.choose_experts_config(128, 8, True))
+            yield launch(route._sort_pairs_kernel, route.sort_pairs_config(8))
             yield launch(combine._combine_experts_kernel, combine.combine_config(8))
             for num_tokens in (1, 128, 512, 1024):
                 for gather in (True, False):
@@ -134,9 +135,13 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], shared_kib:
 
 
 def compile_launch(launch: Launch, arch: int) -> dict[str, Any]:
-    """Compile, and read registers, stack (where spills go) and shared memory from the result."""
+    """Compile, and read from the result its registers, stack (where spills go), shared memory and instructions."""
     config = {**dict(launch.config), "PDL": arch >= 90, "launch_pdl": arch >= 90}
-    options = {option: config.pop(option) for option in ("num_warps", "num_stages", "launch_pdl") if option in config}
+    options = {
+        option: config.pop(option)
+        for option in ("num_warps", "num_stages", "maxnreg", "launch_pdl")
+        if option in config
+    }
     names = launch.kernel.arg_names
     overrides = dict(launch.types)
     signature, attrs = {}, {}
@@ -152,7 +157,7 @@ def compile_launch(launch: Launch, arch: int) -> dict[str, Any]:
     constexprs = {(names.index(name),): value for name, value in config.items()}
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constexprs, attrs=attrs)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    usage = resource_usage(compiled.asm["cubin"])
+    usage = inspect_binary(compiled.asm["cubin"])
     result = {"kernel": launch.kernel.fn.__name__, "arch": arch, "config": dict(launch.config)}
     ptx = compiled.asm["ptx"]
     loads = re.findall(r"\bld\.global\S*\.[bu](\d+)", ptx)
@@ -165,14 +170,19 @@ def compile_launch(launch: Launch, arch: int) -> dict[str, Any]:
     return {**result, "types": overrides, "shared": compiled.metadata.shared, **usage}
 
 
-def resource_usage(cubin: bytes) -> dict[str, int]:
-    """Registers a thread and bytes of stack a thread, by the cuobjdump that Triton ships."""
+def inspect_binary(cubin: bytes) -> dict[str, int]:
+    """Return registers and bytes of stack of a thread, and the number of instructions, by Triton's own cuobjdump."""
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
-    return {name.lower(): int(re.search(rf"{name}:(\d+)", text)[1]) for name in ("REG", "STACK")}  # type: ignore[index]
+        usage, code = (
+            subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+            for option in ("-res-usage", "-sass")
+        )
+    found = {name.lower(): int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK")}  # type: ignore[index]
+    instructions = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?!NOP)", code, re.MULTILINE)
+    return {**found, "instructions": len(instructions)}
 
 
 def main() -> None:

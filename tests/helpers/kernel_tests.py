@@ -4,6 +4,7 @@ On a GPU atomics, addresses and exponentials are the device's own.
 """
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -21,9 +22,9 @@ from helpers.kernel_cases import (
 pytest.importorskip("triton")
 
 from nanovllm.backends.triton_backend import TritonBackend
-from nanovllm.kernels.attention import KVCache
+from nanovllm.kernels.attention import DecodeMetadata, KVCache
 from nanovllm.kernels.norm_rope_store import NormRope, norm_rope_store
-from nanovllm.kernels.paged_decode import decode_metadata, paged_decode
+from nanovllm.kernels.paged_decode import MIN_SHARE, decode_metadata, key_tile, paged_decode
 from nanovllm.kernels.sample import CHUNK, sample, uniform, uniform_reference
 from nanovllm.kernels.triton_shim import tl, triton
 
@@ -50,13 +51,39 @@ def test_slots_beyond_two_to_the_31_elements_are_reached() -> None:
     assert torch.equal(out[0], key[0])  # the softmax over one key is 1
 
 
-def test_sequences_that_fill_the_machine_are_cut_only_where_one_would_be_waited_for() -> None:
-    """In the interpreter, of 2 multiprocessors, 24 chunks for each of 2 heads are the aim: 16 sequences are plenty."""
+def check_shares(made: DecodeMetadata, seq_lens: list[int], tile: int) -> list[int]:
+    """Assert that every key is in one chunk and that shares are equal. Return the number of chunks of each program.
+
+    A sequence counts as its tiles and one more.
+    """
+    items = made.items.tolist()
+    begins = made.share_begins.tolist()
+    first_item = made.first_item.tolist()
+    for i, (length, (first, end)) in enumerate(zip(seq_lens, pairwise(first_item), strict=True)):
+        chunks = items[first:end]
+        assert [chunk[0] for chunk in chunks] == [i] * len(chunks)
+        assert [chunk[3] for chunk in chunks] == [len(chunks)] * len(chunks)
+        assert [chunk[1] for chunk in chunks] == [0, *(chunk[2] for chunk in chunks[:-1])]
+        assert chunks[-1][2] == length
+        assert all(begin < end for _, begin, end, _ in chunks[1:]), "only the first of several may be empty"
+    assert begins[0] == 0 and begins[-1] == first_item[-1]
+    total = sum(-(-length // tile) + 1 for length in seq_lens)
+    share = max(-(-total // (len(begins) - 1)), MIN_SHARE // tile)
+    for first, end in pairwise(begins):
+        units = sum(-(-(end - begin) // tile) + (begin == 0) for _, begin, end, _ in items[first:end])
+        # A sequence's first chunk that is cut behind its first unit is empty; the next one then begins at 0, too.
+        assert units <= share + 1
+    return [end - first for first, end in pairwise(begins)]
+
+
+def test_programs_share_the_keys_equally_and_the_last_of_a_sequence_merges_it() -> None:
     lengths = [300] * 15 + [2100]
     case = attention_case([1] * 16, lengths, 32, 2, 64, torch.float32)
     made = decode_metadata(case.metadata.seq_lens, case.metadata.block_tables, case.cache, num_heads=4)
+    counts = check_shares(made, lengths, key_tile(64, 4))
+    assert min(counts) > 0
     if DEVICE.type == "cpu":
-        assert made.first_item.diff().tolist() == [1] * 15 + [3]
+        assert len(counts) == 3, "in the interpreter two multiprocessors run three programs each, for two heads"
     for _ in range(2):  # the layers share the metadata, so each must leave it as it was
         out = torch.empty_like(case.q, memory_format=torch.contiguous_format)
         paged_decode(case.q, case.cache, case.metadata.block_tables, made, case.scale, out)

@@ -85,6 +85,7 @@ def pretend_runner(model: str = "qwen3-0.6b", **options: Any) -> Iterator[ModelR
     config = replace(resolve(asked, hf_config), device=DEVICE, attention_backend="triton")
     with (
         mock.patch.object(paged_decode, "num_multiprocessors", lambda device: 132),
+        mock.patch.object(paged_decode, "shared_memory_kib", lambda device: 227),
         mock.patch.object(paged_prefill, "shared_memory_kib", lambda device: 227),
         mock.patch.object(model_runner, "check_free_memory", lambda *arguments: None),
         FakeTensorMode(allow_non_fake_inputs=True),
@@ -98,10 +99,12 @@ def pretend_runner(model: str = "qwen3-0.6b", **options: Any) -> Iterator[ModelR
 
 @contextmanager
 def noted() -> Iterator[list[Launch]]:
-    """Launches are noted, and not done."""
+    """Yield a list of the launches, none of which is done. All of them must be launches that CUDA takes."""
     launches: list[Launch] = []
     with given_to(launches.append):
         yield launches
+    for one in launches:
+        assert max(one.grid[1:], default=1) <= 65_535, f"{one.kernel.__name__} has a grid of {one.grid}"
 
 
 def unscored_plan(num_scheduled: list[int]) -> StepPlan:

@@ -25,7 +25,8 @@ from helpers.kernel_cases import (
 pytest.importorskip("triton")
 
 from helpers.kernel_tests import (  # noqa: F401
-    test_sequences_that_fill_the_machine_are_cut_only_where_one_would_be_waited_for,
+    check_shares,
+    test_programs_share_the_keys_equally_and_the_last_of_a_sequence_merges_it,
     test_signed_zeros_tie,
     test_slots_beyond_two_to_the_31_elements_are_reached,
     test_the_filter_is_exact_where_its_bound_is_loose,
@@ -35,8 +36,10 @@ from helpers.kernel_tests import (  # noqa: F401
 
 from nanovllm.backends.torch_backend import TorchBackend
 from nanovllm.backends.triton_backend import TritonBackend
+from nanovllm.kernels import paged_decode as paged_decode_module
 from nanovllm.kernels.attention import KVCache
 from nanovllm.kernels.norm_rope_store import NormRope, norm_rope_store, norm_rope_store_reference
+from nanovllm.kernels.paged_decode import decode_metadata, key_tile
 from nanovllm.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
 from nanovllm.kernels.sample import CHUNK, filter_reference, sample
 from nanovllm.kernels.sample_filter import PART, filter_rows
@@ -181,6 +184,45 @@ def test_keys_of_equal_scores_are_averaged_across_splits() -> None:
     case = attention_case([1, 1], [1999, 300], 32, 2, 64, torch.float32)
     case.q.zero_()
     assert_attends(case, TritonBackend(), attention_tolerance(torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("num_seqs", "length", "longest", "before", "idle"),
+    [
+        (256, 1024, 4096, 5216, 0),
+        (64, 1024, 4096, 3680, 8),
+        (16, 1024, 4096, 3296, 24),
+        (8, 1024, 4096, 2048, 24),
+        (1, 1024, 131_072, 3176, 320),
+    ],
+)
+def test_the_split_launches_no_more_programs_than_an_h200_runs_at_once(
+    num_seqs: int, length: int, longest: int, before: int, idle: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of Qwen3-0.6B's attention: all programs start at once, so those without work (idle) take nobody's place.
+
+    There were `before` programs, of which three of five had no work at 256 sequences, and 98 % at one.
+    """
+    monkeypatch.setattr(paged_decode_module, "num_multiprocessors", lambda device: 132)
+    heads, kv_heads, block_size = 16, 8, 64
+    cache = KVCache(*(torch.empty(1, block_size, kv_heads, 128, dtype=torch.bfloat16, device=DEVICE) for _ in "kv"))
+    seq_lens = torch.full((num_seqs,), length, dtype=torch.int32, device=DEVICE)
+    tables = torch.zeros(num_seqs, longest // block_size, dtype=torch.int32, device=DEVICE)
+    made = decode_metadata(seq_lens, tables, cache, heads)
+    counts = check_shares(made, [length] * num_seqs, key_tile(block_size, 2))
+    assert len(counts) * kv_heads == 392 <= min(3 * 132, before)
+    assert counts.count(0) * kv_heads == idle
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_shares_are_equal_whatever_the_lengths(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(paged_decode_module, "num_multiprocessors", lambda device: 20)
+    generator = torch.Generator().manual_seed(seed)
+    seq_lens = torch.randint(0, 3000, (300,), generator=generator, dtype=torch.int32)
+    seq_lens[torch.rand(300, generator=generator) < 0.5] = seed  # padding, or one or two tokens
+    cache = KVCache(*(torch.empty(1, 64, 2, 64, dtype=torch.float16, device=DEVICE) for _ in range(2)))
+    made = decode_metadata(seq_lens.to(DEVICE), torch.zeros(300, 47, dtype=torch.int32, device=DEVICE), cache, 4)
+    assert min(check_shares(made, seq_lens.tolist(), key_tile(64, 2))) > 0
 
 
 def test_large_scores_do_not_overflow() -> None:

@@ -11,6 +11,8 @@ from helpers.paths import TESTS
 
 pytest.importorskip("triton")
 
+from nanovllm.kernels.paged_decode import programs_at_once
+
 SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227}
 """What one program may use (CUDA C++ Programming Guide, "Compute capabilities")."""
 
@@ -29,7 +31,7 @@ def compile_all(*arguments: str) -> list[dict[str, Any]]:
 
 def check(compiled: list[dict[str, Any]]) -> None:
     kernels = {result["kernel"] for result in compiled}
-    assert len(kernels) == 14, kernels
+    assert len(kernels) == 15, kernels
     for result in compiled:
         assert result["shared"] <= SHARED_KIB[result["arch"]] * 1024, result
         check_waits_first(result)
@@ -51,19 +53,39 @@ def check_waits_first(result: dict[str, Any]) -> None:
     assert len(result["order"]) > 2, result
 
 
+def check_routing_is_short(compiled: list[dict[str, Any]]) -> None:
+    """A warp chooses one token's experts in some 380 instructions, and sorts in two short loops over all pairs.
+
+    One program of 4 warps used to do all: 3,700 instructions of a warp for each 16 tokens, one after another.
+    """
+    for result in compiled:
+        if result["kernel"] == "_choose_experts_kernel":
+            assert result["config"]["TOKENS"] == result["config"]["num_warps"]
+            assert result["instructions"] <= 500, result
+        if result["kernel"] == "_sort_pairs_kernel":
+            assert result["instructions"] <= 700, result
+
+
 def check_pipelined(compiled: list[dict[str, Any]]) -> None:
     """Three stages hold two buffers of K and V. Were the page's number looked up in its own iteration, the lookup would
     be a stage and there would be one (38,912 bytes at head_dim 128)."""
     for result in compiled:
         if result["kernel"] == "_split_kernel":
-            tile = result["config"]["TILE"] * result["config"]["HEAD_DIM"] * 2
+            config = result["config"]
+            tile = config["TILE"] * config["HEAD_DIM"] * 2
             assert result["shared"] >= 2 * 2 * tile, result
+            # All programs of the grid run at once: they share 64 Ki registers, of which a warp takes multiples of 256,
+            # and the shared memory, 1 KiB more than one program may have, of which CUDA takes 1 KiB for each.
+            at_once = programs_at_once(config, 2, SHARED_KIB[result["arch"]])
+            assert at_once * 32 * config["num_warps"] * -(-result["reg"] // 8) * 8 <= 1 << 16, result
+            assert at_once * (result["shared"] + 1024) <= (SHARED_KIB[result["arch"]] + 1) * 1024, result
 
 
 @pytest.mark.parametrize("arch", [80, 89, 90, 100])
 def test_kernels_of_the_smallest_model_compile_within_shared_memory_and_without_spills(arch: int) -> None:
     compiled = compile_all("--quick", str(arch))
     check(compiled)
+    check_routing_is_short(compiled)
     check_pipelined(compiled)
 
 

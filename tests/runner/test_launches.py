@@ -8,19 +8,27 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from unittest import mock
 
 import pytest
 import torch
 from helpers.paths import TESTS
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 pytest.importorskip("triton")
 
 from helpers.pretend_cuda import DEVICE, Operators, noted, pretend_runner, unscored_plan
 
+from nanovllm.config import MAX_NUM_SEQS
+from nanovllm.kernels import paged_decode, paged_prefill
+from nanovllm.kernels.attention import KVCache
+from nanovllm.kernels.combine import combine
+from nanovllm.kernels.grouped_linear import grouped_linear
+from nanovllm.kernels.route import Routing
 from nanovllm.runner.startup import make_graphs
 
 LAYERS = 28
-ONCE = {f"_{name}_kernel": 1 for name in ("step_inputs", "chunks", "stats", "filter", "draw")}
+ONCE = {f"_{name}_kernel": 1 for name in ("step_inputs", "share", "stats", "filter", "draw")}
 A_LAYER = {"_norm_rope_store_kernel": 1, "_split_kernel": 1, "_silu_and_mul_kernel": 1}
 """Beside its two norms; the last norm is one more."""
 
@@ -46,8 +54,8 @@ def test_experts_need_no_value_on_the_host_either() -> None:
         with noted() as launches, Operators() as operators:
             runner.sample_decoded(*runner.decode(head))
     counts = Counter(launch.kernel.__name__ for launch in launches)
-    of_experts = {"_route_kernel": layers, "_grouped_linear_kernel": 2 * layers, "_combine_experts_kernel": layers}
-    in_layers = dict.fromkeys(A_LAYER, layers) | of_experts
+    once_a_layer = (*A_LAYER, "_choose_experts_kernel", "_sort_pairs_kernel", "_combine_experts_kernel")
+    in_layers = dict.fromkeys(once_a_layer, layers) | {"_grouped_linear_kernel": 2 * layers}
     assert counts == ONCE | in_layers | {"_rms_norm_kernel": 2 * layers + 1}
     assert operators.counts == {"linear": 3 * layers + 1, "embedding": 1, "index_put_": 1}
 
@@ -63,6 +71,32 @@ def test_a_mixed_step_waits_for_nothing_and_copies_nothing() -> None:
     assert counts == ONCE | in_layers | {"_rms_norm_kernel": 2 * LAYERS + 1}
     # One more: the hidden states of the sequences' last tokens.
     assert operators.counts == {"linear": 4 * LAYERS + 1, "embedding": 1, "index_put_": 1, "sub": 1, "index": 1}
+
+
+def test_the_largest_options_give_grids_that_cuda_takes() -> None:
+    """The first dimension of a grid may be 2^31 - 1, the others 65,535: `noted` asserts it for every launch."""
+    with FakeTensorMode(), noted() as launches, torch.device(DEVICE):
+        num_tokens = 1 << 21
+        cache = KVCache(*(torch.empty(8, 64, 1, 128, dtype=torch.bfloat16) for _ in range(2)))
+        tables = torch.empty(MAX_NUM_SEQS, 64, dtype=torch.int32)
+        lengths = torch.empty(MAX_NUM_SEQS, dtype=torch.int32)
+        starts = torch.empty(MAX_NUM_SEQS + 1, dtype=torch.int32)
+        q = torch.empty(num_tokens, 16, 128, dtype=torch.bfloat16)
+        with (
+            mock.patch.object(paged_decode, "num_multiprocessors", lambda device: 132),
+            mock.patch.object(paged_decode, "shared_memory_kib", lambda device: 227),
+            mock.patch.object(paged_prefill, "shared_memory_kib", lambda device: 227),
+        ):
+            paged_prefill.paged_prefill(q, cache, starts, lengths, tables, num_tokens, 1.0, torch.empty_like(q))
+            metadata = paged_decode.decode_metadata(lengths, tables, cache, 16)
+        decodes = torch.empty(MAX_NUM_SEQS, 16, 128, dtype=torch.bfloat16)
+        paged_decode.paged_decode(decodes, cache, tables, metadata, 1.0, torch.empty_like(decodes))
+        pairs = torch.empty(num_tokens, 8, dtype=torch.int32)
+        routing = Routing(pairs.float(), pairs, pairs.flatten(), torch.empty(129, dtype=torch.int32))
+        x = torch.empty(num_tokens, 1024, dtype=torch.bfloat16)
+        y = grouped_linear(x, torch.empty(128, 768, 1024, dtype=torch.bfloat16), routing, gather=True)
+        combine(y, routing)
+    assert len(launches) == 5
 
 
 def test_the_host_s_values_are_all_that_a_step_s_shapes_need() -> None:
