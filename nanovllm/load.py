@@ -19,9 +19,9 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.config import load_model_config, read_json
 from nanovllm.models.hub import find_config
-from nanovllm.models.loader import load_weights
+from nanovllm.models.loader import ReadWeights, load_weights
 from nanovllm.resolve import resolve
-from nanovllm.runner.model_runner import ModelRunner, ReadWeights
+from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.startup import make_cache
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.tokenizer import Tokenizer

@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
     from nanovllm.config import ResolvedConfig
     from nanovllm.layers.parallel import Parallel
-    from nanovllm.runner.model_runner import ModelRunner, ReadWeights
+    from nanovllm.models.loader import ReadWeights
+    from nanovllm.runner.model_runner import ModelRunner
 
 BEAT = 1.0
 """Seconds between two signs of life. The follower also looks as often whether its parent process is still rank 0,

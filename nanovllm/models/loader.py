@@ -15,6 +15,9 @@ from nanovllm.models.config import read_json
 from nanovllm.models.decoder import Decoder
 from nanovllm.utils.checks import quote
 
+ReadWeights = Callable[[Decoder, Callable[[], None]], None]
+"""Fills the parameters of an empty model. It calls its second argument before each tensor: see `load_weights`."""
+
 DTYPES = ("F64", "F32", "F16", "BF16")
 
 

@@ -1,4 +1,4 @@
-"""What the device holds from step to step, and how values get there and back without waiting."""
+"""Tables that stay on the device from step to step, and copies to and from it that the host does not wait for."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm.engine.plan import IntArray, StepPlan
+from nanovllm.models.decoder import Decoder
 from nanovllm.runner.device import DeviceTables, start_copy, to_device
 
 LOGITS_AT_A_TIME = 1024
@@ -85,18 +86,13 @@ def start_logprobs(
 
 
 def score_targets(
-    plan: StepPlan,
-    tables: DeviceTables,
-    targets: Tensor,
-    hidden: Tensor,
-    compute_logits: Callable[[Tensor], Tensor | None],
+    plan: StepPlan, tables: DeviceTables, targets: Tensor, hidden: Tensor, model: Decoder
 ) -> Logprobs | None:
     """Compute the log-probabilities of the plan's targets; None if it has none.
 
     Args:
         targets: int32 [num_scored in all].
         hidden: [num_tokens, hidden], of all tokens of the step.
-        compute_logits: the LM head.
     """
     if not len(targets):
         return None
@@ -104,7 +100,8 @@ def score_targets(
     firsts = plan.num_scheduled.cumsum() - plan.num_sampled - num_scored  # the first token of each that scores
     indices = np.arange(len(targets)) + np.repeat(firsts - (num_scored.cumsum() - num_scored), num_scored)
     counts = np.repeat(tables.sampling_cpu["num_prompt_logprobs"][plan.rows], num_scored)
-    pieces = _pair_logits(to_device(indices, hidden.device), targets, lambda some: compute_logits(hidden[some]))
+    chosen = to_device(indices, hidden.device)
+    pieces = _pair_logits(chosen, targets, lambda some: model.compute_logits(hidden[some]))
     return Logprobs(pieces, counts)
 
 

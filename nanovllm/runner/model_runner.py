@@ -16,6 +16,7 @@ from nanovllm.kernels.step_inputs import PlannedRows, StepInputs
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.config import Shape
 from nanovllm.models.decoder import Decoder
+from nanovllm.models.loader import ReadWeights
 from nanovllm.runner.cuda_graphs import CudaGraphs, smallest_that_holds
 from nanovllm.runner.device import DeviceTables, Staging
 from nanovllm.runner.kv_memory import check_free_memory
@@ -27,9 +28,6 @@ from nanovllm.utils.spin import is_spinning_bounded
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-ReadWeights = Callable[[Decoder, Callable[[], None]], None]
-"""Fills the parameters of an empty model. The second argument is to be called before each tensor: see `ModelRunner`."""
 
 
 class ModelRunner:
@@ -43,13 +41,9 @@ class ModelRunner:
         parallel: Parallel,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Load the model. startup.py makes the KV cache and the graphs, before the first step.
+        """Load the model; `check` is called before each tensor, and raises an exception if loading is to end.
 
-        Args:
-            check: called before each tensor that is loaded. It raises an exception if loading is to end.
-
-        Raises:
-            ValueError: the weights do not fit into the memory, or read_weights finds a bad checkpoint.
+        Raises a ValueError if the weights do not fit into the memory, or read_weights finds a bad checkpoint.
         """
         # The first attribute, so that a runner which is forgotten lets go of its graphs before the group they use.
         self.graphs: CudaGraphs | None = None
@@ -98,7 +92,7 @@ class ModelRunner:
         per_seq, token_ids, targets = torch.split(packed[: plan.head_size], sizes)
         rows, num_computed, num_scheduled, *_ = per_seq.view(NUM_PER_SEQ, plan.num_seqs).unbind(0)
         inputs, hidden = self.forward(PlannedRows(rows, num_computed, num_scheduled, token_ids), plan)
-        scores = score_targets(plan, self.tables, targets, hidden, self.model.compute_logits)
+        scores = score_targets(plan, self.tables, targets, hidden, self.model)
         if not plan.num_sampled.any():
             return DeviceResult(scores=scores)
         rows, last, values = choose_samples(plan, rows, inputs)
@@ -108,10 +102,9 @@ class ModelRunner:
         return DeviceResult(sampled, logprobs, scores)
 
     def forward(self, planned: PlannedRows, plan: StepPlan | None) -> tuple[StepInputs, Tensor]:
-        """Compute the hidden states of all tokens, [num_tokens, hidden]; returns the inputs that they came from, too.
+        """Compute the hidden states of all tokens, [num_tokens, hidden]; returns also the inputs that they came from.
 
-        Args:
-            plan: for the sizes that the host must know. None in a step of decodes alone, where each size is 1.
+        plan gives the sizes that the host must know. It is None in a step of decodes alone, where each size is 1.
         """
         inputs = self.backend.step_inputs(planned, self.tables.row_tables, self.config.block_size)
         metadata = AttentionMetadata(

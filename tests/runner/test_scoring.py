@@ -218,6 +218,26 @@ def test_a_completion_with_echo_has_the_scores_of_its_prompt(tmp_path: Path) -> 
     assert found["text_offset"] == starts
 
 
+def test_log_probabilities_of_samples_come_from_the_logits_that_were_sampled_from(
+    random_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without CUDA graphs the LM head is multiplied once a step, and edits do not change what is reported."""
+    bias = {7: 50.0}
+    with engine(random_model) as llm:
+        model = llm.engine.runner.model
+        compute = model.compute_logits
+        calls: list[int] = []
+        monkeypatch.setattr(model, "compute_logits", lambda hidden: (calls.append(len(hidden)), compute(hidden))[1])
+        params = SamplingParams(temperature=0, max_tokens=5, logprobs=3, ignore_eos=True, logit_bias=bias)
+        (output,) = llm.generate([[1, 2, 3]], params, use_tqdm=False)
+    assert calls == [1] * 5
+    assert output["token_ids"] == [7] * 5
+    expected = logits_of(Qwen3ForCausalLM.from_pretrained(random_model, dtype=torch.float32).eval(), [1, 2, 3, 7, 7])
+    for values, logits in zip(output["logprobs"], expected[2:].log_softmax(-1), strict=False):
+        assert len(values) == 4
+        assert values[7] == pytest.approx(logits[7].item(), abs=TOLERANCE)
+
+
 # ---- memory
 
 PEAK = """
