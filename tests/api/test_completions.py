@@ -93,7 +93,7 @@ def test_the_loop_of_steps_returns_one_completion_and_refuses_to_lose_others(llm
 def test_few_completions_wait_beyond_those_that_run(llm: LLM) -> None:
     """A prompt is taken in while fewer than twice max_num_seqs sequences wait, however many its own are."""
     most, waiting = 2 * llm.engine.config.max_num_seqs, llm.engine.scheduler.waiting
-    for _ in llm.stream((SHORT, SamplingParams(1.0, 2, n=7)) for _ in range(4 * most)):
+    for _ in llm.stream((SHORT, SamplingParams(1.0, 2, n=7)) for _ in range(most)):
         assert len(waiting) < most + 7
 
 

@@ -179,6 +179,18 @@ def test_without_a_compiler_auto_takes_plain_torch_and_says_so_and_cpu_is_refuse
     cpu_library.cache_clear()
 
 
+@pytest.fixture
+def quick_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Compile in two seconds instead of seven: without optimisation, for tests of what becomes of a library."""
+    compiler = tmp_path_factory.mktemp("compiler") / "c++"
+    compiler.write_text(
+        '#!/bin/sh\nfor a; do shift; test "$a" = -O3 && a=-O0; set -- "$@" "$a"; done\n'
+        f'exec {os.environ.get("CXX") or "g++"} "$@"\n'
+    )
+    compiler.chmod(0o755)
+    monkeypatch.setenv("CXX", str(compiler))
+
+
 def works(library: CpuLibrary) -> bool:
     weight = torch.randn(64, 32)
     y, x = torch.empty(1, 64), torch.randn(1, 32)
@@ -206,6 +218,7 @@ def test_the_library_is_compiled_once(cache: Path, library: CpuLibrary, monkeypa
     assert len(list(cache.rglob("*.so"))) == 1
 
 
+@pytest.mark.usefixtures("quick_compiler")
 def test_where_the_cache_cannot_be_written_each_process_compiles_and_says_so(
     library: CpuLibrary, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -229,6 +242,7 @@ def test_what_lies_in_a_cache_that_cannot_be_written_is_used(
     assert works(cpu_library())
 
 
+@pytest.mark.usefixtures("quick_compiler")
 def test_another_processor_with_the_same_home_has_kernels_of_its_own(
     cache: Path, library: CpuLibrary, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
 ) -> None:
@@ -246,6 +260,7 @@ def test_another_processor_with_the_same_home_has_kernels_of_its_own(
     cpu_library.cache_clear()
 
 
+@pytest.mark.usefixtures("quick_compiler")
 def test_two_processes_that_compile_at_once_both_run_and_leave_one_library(tmp_path: Path) -> None:
     code = "from nanovllm.kernels.cpu_library import cpu_library; print(len(cpu_library()._functions))"
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}

@@ -17,6 +17,9 @@ SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227}
 """What one program may use (CUDA C++ Programming Guide, "Compute capabilities")."""
 
 
+SLOW = pytest.mark.slow
+
+
 def compile_all(*arguments: str) -> list[dict[str, Any]]:
     """In a process of its own: here Triton may be in its interpreter, and cannot be in both."""
     script = TESTS / "helpers" / "compile_kernels.py"
@@ -81,7 +84,7 @@ def check_pipelined(compiled: list[dict[str, Any]]) -> None:
             assert at_once * (result["shared"] + 1024) <= (SHARED_KIB[result["arch"]] + 1) * 1024, result
 
 
-@pytest.mark.parametrize("arch", [80, 89, 90, 100])
+@pytest.mark.parametrize("arch", [80, pytest.param(89, marks=SLOW), 90, pytest.param(100, marks=SLOW)])
 def test_kernels_of_the_smallest_model_compile_within_shared_memory_and_without_spills(arch: int) -> None:
     compiled = compile_all("--quick", str(arch))
     check(compiled)

@@ -33,7 +33,7 @@ def model() -> Qwen3ForCausalLM:
     return AutoModelForCausalLM.from_pretrained(BOX_MODEL, dtype=torch.float32)
 
 
-@pytest.fixture(scope="module", params=["transformers", "nanovllm"])
+@pytest.fixture(scope="module", params=[pytest.param("transformers", marks=pytest.mark.slow), "nanovllm"])
 def generate(request: pytest.FixtureRequest) -> Iterator[Generate]:
     """Greedy answers to a list of questions, each asked in a chat of its own."""
     if request.param == "transformers":

@@ -1,5 +1,6 @@
 """Several ranks say what one says; and nobody waits for the dead: each death is that of a real process."""
 
+import gc
 import json
 import os
 import re
@@ -311,6 +312,7 @@ def test_followers_are_heard_over_large_descriptors_too(model: Path, monkeypatch
     if hard != resource.RLIM_INFINITY and hard < needed:
         pytest.skip(f"no more than {hard} descriptors here")
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, needed), hard))
+    gc.collect()  # descriptors of engines that were forgotten would become free below those taken here
     taken = [os.dup(0) for _ in range(1050)]
     try:
         with start_two(model) as llm:

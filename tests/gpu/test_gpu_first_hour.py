@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.paths import ROOT
 
-SCRIPT = Path(__file__).parent.parent / "scripts" / "gpu_first_hour.sh"
+SCRIPT = ROOT / "scripts" / "gpu_first_hour.sh"
 
 
 def run(out: Path, cache: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
