@@ -132,7 +132,7 @@ class LLM:
                 for ended in run:
                     for number, seq in ended:
                         bar.update()
-                        yield number, self.engine.output(seq)
+                        yield number, self.engine.make_output(seq)
             finally:
                 self.engine.observers.remove(bar)
 
@@ -281,7 +281,7 @@ class LLM:
         with closing(self.engine.run([request])) as run:
             for ended in run:
                 for _, seq in ended:
-                    yield self.engine.output(seq).text[len(given) :]
+                    yield self.engine.make_output(seq).text[len(given) :]
                     if seq.error is not None:
                         raise RuntimeError(seq.error)
                     return

@@ -115,7 +115,7 @@ class EngineThread:
             for ended in engine.run(self._take_requests(waiting)):
                 for number, seq in ended:
                     position, outputs = waiting.pop(number)
-                    outputs.put((position, engine.output(seq)))
+                    outputs.put((position, engine.make_output(seq)))
         except BaseException as error:
             for _, outputs in waiting.values():
                 outputs.put(error)

@@ -1,1 +1,1 @@
-"""What requests ask to be done to their logits before a token is sampled. Imported when the first one asks."""
+"""Edits of logits before a token is sampled: penalties, biases, masks, grammars. load.py imports it when first used."""

@@ -48,7 +48,8 @@ class Runner(Protocol):
     def reason_to_close(self) -> str | None:
         """Return why nothing can run after a step has failed; None if the next step can."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Free the device's memory. Nothing is launched afterwards."""
 
 
 class StepObserver(Protocol):

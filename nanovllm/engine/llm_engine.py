@@ -220,6 +220,7 @@ class LLMEngine:
         scheduler = self.scheduler
         try:
             clock = Clock()
+            # The edits of the next step may depend on a token that is in flight: then that token is read first.
             must_read_first = self._in_flight and scheduler.needs_known_tokens
             step = None if must_read_first else scheduler.schedule()
             if step is not None:
@@ -294,8 +295,8 @@ class LLMEngine:
                 logger.warning("a step in flight failed too: %s", error)
         self.scheduler.abort_all()
 
-    def output(self, seq: Sequence) -> Output:
-        """Return the output of a request whose lead `seq` is, all its completions included."""
+    def make_output(self, seq: Sequence) -> Output:
+        """Return the output of a request that has ended, all its completions included; `seq` is its lead."""
         return make_output(seq, self.tokenizer)
 
     def stats(self) -> dict[str, int]:

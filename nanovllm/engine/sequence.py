@@ -103,8 +103,9 @@ class Sequence:
     It is resident from admission until it ends or is preempted. Counts that change with every token of a resident
     sequence are in the scheduler's `RowTable`, not here.
 
-    It owns three facts. How it ends: `check_end` decides it by the last token, and nothing else does. Its
-    log-probabilities: `logprobs` and `prompt_logprobs`. Its text up to a stop string: `stop_matcher`.
+    It owns three facts. Its end: `check_end` decides whether a token ends it, and how; aborts and last scores end it
+    through `Scheduler.end`. Its log-probabilities: `logprobs` has an entry for each token of output, `prompt_logprobs`
+    one for each prompt token. Its text, as far as stop strings matter: `stop_matcher`.
     """
 
     def __init__(
@@ -138,6 +139,7 @@ class Sequence:
         self.next_scored = scores_from
         """The first prompt token that no launched step scores; num_prompt_tokens when none is left."""
         self.prompt_logprobs: list[dict[int, float] | None] = [None] * scores_from
+        """The same for each prompt token as far as it is scored; None for tokens that are not to be scored."""
         self._eos_ids = frozenset[int]() if params.ignore_eos else eos_token_ids
         self.stop_ids = self._eos_ids | frozenset(params.stop_token_ids or ())
         """Token ids that end it."""
@@ -169,6 +171,7 @@ class Sequence:
         self.error: str | None = None
         """With finish_reason "error": what went wrong."""
         self.logprobs: list[dict[int, float]] = []
+        """For each token of output {token id: log-probability}; empty unless params.logprobs asks for them."""
 
     @property
     def is_only_scored(self) -> bool:

@@ -442,7 +442,7 @@ def test_ctrl_c_waits_for_the_step_in_hand_and_leaves_the_engine_whole(
     assert_whole(llm, expected)
 
 
-@pytest.mark.parametrize("moment", ["prepare", "add", "output", "scheduler.schedule", "scheduler.update"])
+@pytest.mark.parametrize("moment", ["prepare", "add", "make_output", "scheduler.schedule", "scheduler.update"])
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
 def test_ctrl_c_at_any_moment_leaves_the_engine_whole(
     moment: str, late: bool, llm: LLM, monkeypatch: pytest.MonkeyPatch

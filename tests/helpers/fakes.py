@@ -1,4 +1,4 @@
-"""A device without a model: what plans do to caches and rows, and next tokens that depend on all before them."""
+"""A device without a model: it does to caches and rows what plans say, and its next token depends on all before it."""
 
 from collections import deque
 from collections.abc import Iterable
@@ -21,7 +21,7 @@ VOCAB = 16
 
 
 def state_after(state: int, token_id: int) -> int:
-    """What a model knows after one more token: here a digest of all tokens so far."""
+    """Return the state of the model after one more token: a digest of all tokens so far."""
     return xxhash.xxh3_64_intdigest(state.to_bytes(8, "little") + token_id.to_bytes(4, "little"))
 
 
@@ -30,12 +30,12 @@ def next_token(state: int, seed: int) -> int:
 
 
 def score(state: int) -> float:
-    """Stands for the log-probability of whatever token comes next."""
+    """Return a number that stands for the log-probability of the next token, whichever it is."""
     return float(state % 1009)
 
 
 def three_bit_digest(parent: bytes, tokens: bytes) -> bytes:
-    """A digest that collides all the time."""
+    """Return a digest of 3 bits, so that collisions are frequent."""
     return bytes([prefix_digest(parent, tokens)[0] & 7])
 
 
@@ -77,7 +77,7 @@ class FakeRunner:
         sampled, scores, targets = [], [], iter(plan.targets.tolist())
         for i, row in enumerate(plan.rows.tolist()):
             drawn = [next_token(state, self.seeds[row]) for state in states[i][-1 - plan.num_drafts[i] :]]
-            # Also of a prompt's chunk, as the real runner does: nobody may read it, nor that of drafts.
+            # The real runner also samples after a chunk of a prompt. Nobody may read that token, nor those of drafts.
             self.last_token[row] = drawn[0] if len(drawn) == 1 else -7
             scored = states[i][: len(states[i]) - plan.num_sampled[i]]
             scores += [{next(targets): score(state)} for state in scored[len(scored) - plan.num_scored[i] :]]
@@ -107,10 +107,10 @@ class FakeRunner:
         return self.tables[row, position // self.block_size] * self.block_size + position % self.block_size
 
     def _compute(self, plan: StepPlan) -> list[list[int]]:
-        """The state after each of each sequence's tokens of the step.
+        """Return for each sequence the state after each of its tokens of the step.
 
-        Layer by layer, a model stores every sequence's tokens before any attends, so a sequence may build on a block
-        that another one computes in the same step: here, whoever lacks the state before its first token waits.
+        In each layer a model stores all tokens before any of them attends. So a sequence may build on a block that
+        another one computes in the same step. Here a sequence waits until the state before its first token is there.
         """
         ends = plan.num_scheduled.cumsum().tolist()
         states: list[list[int]] = [[] for _ in range(plan.num_seqs)]
@@ -158,7 +158,7 @@ class PairMatcher:
 def expected_tokens(
     prompt: list[int], params: SamplingParams, seed: int, eos: frozenset[int], max_model_len: int, pair=None
 ) -> tuple[list[int], str]:
-    """What a request alone gives: output tokens and finish reason."""
+    """Return what a request gives if it runs alone: (output tokens, finish reason)."""
     state = 0
     for token in prompt:
         state = state_after(state, token)
@@ -176,7 +176,7 @@ def expected_tokens(
 
 
 def expected_scores(prompt: list[int], params: SamplingParams) -> list[dict[int, float] | None]:
-    """What a request alone gives as its prompt_logprobs; all None if it asks for none."""
+    """Return the prompt_logprobs of a request that runs alone; all None if it asks for none."""
     state, scores = 0, []
     start = len(prompt) if params.prompt_logprobs is None else max(params.prompt_logprob_start, 1)
     for position, token in enumerate(prompt):
@@ -198,7 +198,7 @@ def make_engine(
     digest=prefix_digest,
     trace: str | None = None,
 ) -> LLMEngine:
-    """The real engine, scheduler and block manager around a FakeRunner."""
+    """Return a real engine, scheduler and block manager around a FakeRunner."""
     config = ResolvedConfig(
         model="fake",
         dtype="float32",

@@ -1,11 +1,11 @@
-"""What must hold of blocks, rows and sequences between any two steps."""
+"""Checks of what must hold for blocks, rows and sequences between any two steps."""
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.scheduler import Scheduler
 
 
 def check_blocks(manager: BlockManager) -> None:
-    """Every block is in exactly one place, and the index agrees with the contents."""
+    """Check that every block is in exactly one place, and that the index agrees with the contents."""
     used = {block for block, references in enumerate(manager._references) if references > 0}
     blank, evictable = set(manager._blank), set(manager._evictable)
     counts = {"used": len(used), "blank": len(manager._blank), "evictable": len(manager._evictable)}
@@ -18,7 +18,7 @@ def check_blocks(manager: BlockManager) -> None:
 
 
 def check_scheduler(scheduler: Scheduler) -> None:
-    """Rows, tables and blocks agree."""
+    """Check that rows, tables and blocks agree."""
     table, resident, manager = scheduler.table, scheduler.table.resident, scheduler.block_manager
     check_blocks(manager)
     references = [0] * manager.num_blocks
