@@ -17,7 +17,7 @@ from nanovllm.engine.sequence import Request, derive_seed
 from nanovllm.load import load_engine, read_provenance
 from nanovllm.outputs import Output
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.score import Score, prepare_pairs, read_score
+from nanovllm.score import Score, join_pairs, read_score
 from nanovllm.text.prompts import (
     Message,
     Prompt,
@@ -83,10 +83,10 @@ class LLM:
             ValueError: a prompt is bad; the message says which. None has run then.
         """
         self.engine.check_idle()
-        requests = self._prepare_all(list_prompts(prompts), sampling_params, show=use_tqdm)
-        return _list_outputs(dict(self._run(requests, "Generating", use_tqdm)))
+        requests = self._prepare_requests(list_prompts(prompts), sampling_params, show=use_tqdm)
+        return _list_outputs(dict(self._run_requests(requests, "Generating", use_tqdm)))
 
-    def _prepare_all(
+    def _prepare_requests(
         self,
         prompts: Seq[Any],
         sampling_params: SamplingParams | Seq[SamplingParams | None] | None,
@@ -95,7 +95,7 @@ class LLM:
         add_special_tokens: bool = True,
         show: bool = False,
     ) -> list[Request]:
-        """Turn prompts into requests: read, tokenise and validate them. All requests but scores are made here.
+        """Turn prompts into requests: read, tokenise and validate them. Every request is made here.
 
         The arguments are those of `tokenise_prompts`; sampling_params are one for all or one each.
         """
@@ -115,7 +115,9 @@ class LLM:
                 requests.append(self.engine.prepare(token_ids, params[i], text))
         return requests
 
-    def _run(self, requests: Iterable[Request], label: str = "", show: bool = False) -> Iterator[tuple[int, Output]]:
+    def _run_requests(
+        self, requests: Iterable[Request], label: str = "", show: bool = False
+    ) -> Iterator[tuple[int, Output]]:
         """Run requests; yield (its number among them, its output) as each ends.
 
         Args:
@@ -155,9 +157,12 @@ class LLM:
             RuntimeError: the model's logits are NaN or infinite, so that there is no score.
         """
         self.engine.check_idle()
-        requests = prepare_pairs(self.engine, list_prompts(prompts), list_prompts(continuations), use_tqdm)
+        starts = list_prompts(prompts)
+        endings = list_prompts(continuations)
+        pairs, params = join_pairs(starts, endings, self.engine.tokenizer, self.max_model_len, use_tqdm)
+        requests = self._prepare_requests(pairs, params, kind="pair")
         scores: dict[int, Score] = {}
-        for number, output in self._run(requests, "Scoring", use_tqdm):
+        for number, output in self._run_requests(requests, "Scoring", use_tqdm):
             scores[number] = read_score(output)
         return [scores[i] for i in range(len(scores))]
 
@@ -194,10 +199,10 @@ class LLM:
         options |= {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         options |= chat_template_kwargs or {}
         texts = render_conversations(list_conversations(messages), self.engine.tokenizer, options)
-        requests = self._prepare_all(
+        requests = self._prepare_requests(
             texts, sampling_params, kind="conversation", add_special_tokens=False, show=use_tqdm
         )
-        return _list_outputs(dict(self._run(requests, "Generating", use_tqdm)))
+        return _list_outputs(dict(self._run_requests(requests, "Generating", use_tqdm)))
 
     def render_chat(self, messages: Seq[Message], chat_template_kwargs: Mapping[str, Any] | None = None) -> Prompt:
         """Return the prompt that `chat` makes of one conversation, with its text and its token ids.
@@ -232,7 +237,7 @@ class LLM:
         if isinstance(request, tuple) and len(request) == 2 and isinstance(request[1], SamplingParams | None):
             prompt = request[0]
             sampling_params = request[1] or sampling_params
-        return self._prepare_all([prompt], [sampling_params])[0]
+        return self._prepare_requests([prompt], [sampling_params])[0]
 
     def stream(
         self, requests: Iterable[Item] | Prompt, sampling_params: SamplingParams | None = None
@@ -260,7 +265,7 @@ class LLM:
                     request = future.result()
                 yield request
 
-        yield from self._run(wait_for_each())
+        yield from self._run_requests(wait_for_each())
 
     def stream_tokens(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Complete one prompt, and yield its text piece by piece as it comes. Joined, the pieces are its `text`.

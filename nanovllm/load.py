@@ -57,11 +57,11 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
     generation, default_params = read_generation_config(folder)
     with ThreadPoolExecutor(1) as pool, ExitStack() as on_error:
         tokenizer_to_be = pool.submit(Tokenizer.find, folder)  # beside the weights, whose reading needs little Python
-        runner, make_its_cache = load_runner(config, hf_config, weights)
+        runner, allocate_cache = load_runner(config, hf_config, weights)
         on_error.callback(runner.close)
         tokenizer = tokenizer_to_be.result()
         eos_token_ids = find_eos_token_ids({**data, **generation}, tokenizer, vocab_size)
-        scheduler, observers = make_scheduler(config, runner, make_its_cache(), vocab_size, tokenizer)
+        scheduler, observers = make_scheduler(config, runner, allocate_cache(), vocab_size, tokenizer)
 
         def make_editor() -> LogitEditor:
             from nanovllm.edits.editing import Editing
@@ -94,7 +94,7 @@ def load_runner(
         weights: the checkpoint's folder; None for random weights.
 
     Returns:
-        The runner, and the function that makes its KV cache and returns the number of blocks.
+        The runner, and the function that allocates its KV cache and returns the number of blocks.
     """
     if config.tensor_parallel_size == 1:
         runner = make_runner(config, hf_config, weights, Parallel())

@@ -1,13 +1,12 @@
-"""The log-probabilities of texts: from pairs of a prompt and a continuation to requests, and from outputs to scores."""
+"""How likely texts are: from pairs of a prompt and a continuation to token ids, and from outputs to scores."""
 
 from collections.abc import Sequence
 from typing import TypedDict
 
-from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.sequence import Request
 from nanovllm.outputs import Output
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import Prompt, name_errors, tokenise_prompts
+from nanovllm.text.tokenizer import Tokenizer
 
 
 class Score(TypedDict):
@@ -22,10 +21,14 @@ class Score(TypedDict):
     token_ids: list[int]
 
 
-def prepare_pairs(
-    engine: LLMEngine, prompts: Sequence[Prompt], continuations: Sequence[Prompt], show: bool
-) -> list[Request]:
-    """Make the requests that score each continuation after its prompt. They generate nothing.
+def join_pairs(
+    prompts: Sequence[Prompt],
+    continuations: Sequence[Prompt],
+    tokenizer: Tokenizer | None,
+    max_model_len: int,
+    show: bool,
+) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Tokenise pairs, and make the sampling_params that score each continuation after its prompt.
 
     Two strings are joined and tokenised as one, as lm-evaluation-harness does; spaces at the end of the prompt then
     belong to the continuation. In all other pairs the continuation is tokenised by itself.
@@ -33,14 +36,15 @@ def prepare_pairs(
     Args:
         show: draw a progress bar if tokenising takes longer than a second.
 
+    Returns:
+        The token ids of each prompt with its continuation, and the sampling_params of each.
+
     Raises:
         ValueError: the numbers of prompts and continuations differ, or a pair is bad; the message has its number.
     """
     count = len(prompts)
     if len(continuations) != count:
         raise ValueError(f"{len(continuations)} continuations for {count} prompts; give one each")
-    tokenizer = engine.tokenizer
-    max_model_len = engine.config.max_model_len
     starts: list[Prompt] = []
     endings: list[Prompt] = []
     for i, (prompt, continuation) in enumerate(zip(prompts, continuations, strict=True)):
@@ -54,7 +58,8 @@ def prepare_pairs(
         endings.append(alone.token_ids)
     tokenised_starts = tokenise_prompts(starts, tokenizer, max_model_len, kind="pair", show=show)
     tokenised_endings = tokenise_prompts(endings, tokenizer, max_model_len, kind="pair", show=show)
-    requests = []
+    joined = []
+    params = []
     for i, (start, ending) in enumerate(zip(tokenised_starts, tokenised_endings, strict=True)):
         is_joined = ending.text is not None
         whole = ending.token_ids if is_joined else start.token_ids + ending.token_ids
@@ -63,13 +68,13 @@ def prepare_pairs(
             for what, is_missing in (("prompt", num_context == 0), ("continuation", len(whole) <= num_context)):
                 if is_missing:
                     raise ValueError(f"the {what} has no tokens; it must have at least one")
-            params = SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=1, prompt_logprob_start=num_context)
-            requests.append(engine.prepare(whole, params))
-    return requests
+        joined.append(whole)
+        params.append(SamplingParams(temperature=0, max_tokens=0, prompt_logprobs=1, prompt_logprob_start=num_context))
+    return joined, params
 
 
 def read_score(output: Output) -> Score:
-    """Read the score from the output of a request of `prepare_pairs`; RuntimeError if it ended with an error."""
+    """Read the score of a pair of `join_pairs` from its output; RuntimeError if it ended with an error."""
     if output.error is not None:
         raise RuntimeError(output.error)
     assert output.prompt_logprobs is not None
