@@ -1,4 +1,4 @@
-"""`python -m nanovllm`."""
+"""Runs the command `nanovllm` as `python -m nanovllm`."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The command `nanovllm`. Nothing heavy is imported before it is known what to do: `--help` answers at once."""
+"""The command `nanovllm`. Each subcommand imports what it needs when it runs, so that `--help` answers at once."""
 
 import argparse
 import json
@@ -19,15 +19,15 @@ _ENGINE_FIELDS = {field.name: field for field in fields(EngineConfig)}
 
 
 class _Parser(argparse.ArgumentParser):
-    """Answers a mistake with one line, not with every option that there is."""
+    """Answers a wrong command with one line. argparse would list all options."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(int(Status.USAGE), f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit status."""
-    parser = _Parser("nanovllm", description="Offline inference of Qwen (with experts, too), Llama and Mistral models.")
+    """Run a command, and return its exit status."""
+    parser = _Parser("nanovllm", description="Offline inference of Qwen, Llama and Mistral models.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_run_batch(commands)
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _set_up_logging() -> None:
-    """What the package logs goes to stderr; other packages log as they like."""
+    """Send what this package logs to stderr. Other packages are left alone."""
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
     logger = logging.getLogger("nanovllm")
@@ -62,8 +62,9 @@ def _add_run_batch(commands: Any) -> None:
     parser = commands.add_parser(
         "run-batch",
         help="answer a file of requests",
-        description='Answer a file of requests: lines in OpenAI\'s batch format, or plain ones, {"prompt": ...} or\n'
-        '{"messages": ...}. After a crash, the same command resumes the job.',
+        description="Answer a file of requests. A line has OpenAI's batch format, or is "
+        '{"prompt": ...} or {"messages": ...}.\n'
+        "After a crash, the same command resumes the job.",
         epilog="exit status:\n" + "\n".join(f"  {status.value:3}  {text}" for status, text in STATUS_HELP.items()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -73,28 +74,34 @@ def _add_run_batch(commands: Any) -> None:
         "--input-file",
         required=True,
         metavar="PATH",
-        help='requests, a line each, or a folder of such files; .gz too; "-" is stdin',
+        help='file of requests, one per line, or a folder of such files; gzip is unpacked; "-" is stdin',
     )
-    add("-o", "--output-file", required=True, metavar="FILE", help='results, in the order of completion; "-" is stdout')
-    add("--overwrite", action="store_true", help="start anew, whatever the output file holds")
-    add("--accept-changes", action="store_true", help="resume also with other options, or another engine, than before")
+    add(
+        "-o",
+        "--output-file",
+        required=True,
+        metavar="FILE",
+        help='file of results, in the order in which they end; "-" is stdout',
+    )
+    add("--overwrite", action="store_true", help="start anew: throw away what the output file holds")
+    add("--accept-changes", action="store_true", help="resume even if options or the engine differ from before")
     add(
         "--max-line-bytes",
         type=int,
         default=MAX_LINE_BYTES,
         metavar="N",
-        help=f"longer lines are answered by an error (default: {MAX_LINE_BYTES})",
+        help=f"answer longer lines by an error (default: {MAX_LINE_BYTES})",
     )
-    add("--served-model-name", metavar="NAME", help='what lines may call their "model" (default: --model)')
-    add("--stats", metavar="FILE", help="write the summary there, as JSON")
+    add("--served-model-name", metavar="NAME", help='the only "model" that lines may ask for (default: --model)')
+    add("--stats", metavar="FILE", help="write the summary to this file, as JSON")
     add("--model", required=True, help=_help("model"))
     cluster = parser.add_argument_group("on a Ray cluster")
-    cluster.add_argument("--ray", action="store_true", help="run there; needs the extra nano-vllm[ray]")
-    cluster.add_argument("--replicas", type=int, default=1, metavar="N", help="engines (default: 1)")
+    cluster.add_argument("--ray", action="store_true", help="run on a cluster; needs the extra nano-vllm[ray]")
+    cluster.add_argument("--replicas", type=int, default=1, metavar="N", help="number of engines (default: 1)")
     cluster.add_argument(
         "--ray-address",
         metavar="ADDRESS",
-        help="default: RAY_ADDRESS, or a cluster of this machine alone, for this job",
+        help="of the cluster (default: RAY_ADDRESS, or a new cluster of this machine alone)",
     )
     engine = parser.add_argument_group("engine options")
     for name in _ENGINE_FIELDS:
@@ -110,7 +117,7 @@ def _run_batch(options: argparse.Namespace) -> int:
     job = Job(
         input=options.input_file,
         output=options.output_file,
-        config=_engine_config(options),
+        config=_read_engine_config(options),
         model_name=options.served_model_name or options.model,
         overwrite=options.overwrite,
         stats=options.stats,
@@ -131,14 +138,17 @@ def _run_batch(options: argparse.Namespace) -> int:
 def _add_estimate(commands: Any) -> None:
     parser = commands.add_parser(
         "estimate",
-        help="say what fits into a GPU",
-        description="Say what fits into a GPU, from a model's config.json alone.",
+        help="tell whether a model fits into a GPU",
+        description="Tell from config.json alone whether a model fits into a GPU, and how many tokens of KV cache.",
         epilog="exit status: 0 if one sequence of --max-model-len fits, 1 if not, 2 for a wrong option",
     )
     add = parser.add_argument
     add("model", help="a folder, a config.json, a Hugging Face id, or a shape such as qwen3-8b")
     add(
-        "--gpu-memory", required=True, metavar="SIZE", help="of one GPU, as 80GB, which is taken as 80 GiB, or in bytes"
+        "--gpu-memory",
+        required=True,
+        metavar="SIZE",
+        help="memory of one GPU, such as 80GB (which means 80 GiB), or in bytes",
     )
     sizes = ("kvcache_block_size", "max_num_seqs", "max_num_batched_tokens")
     for name in ("max_model_len", "tensor_parallel_size", "dtype", "gpu_memory_utilization", *sizes):
@@ -149,20 +159,22 @@ def _add_estimate(commands: Any) -> None:
 def _estimate(options: argparse.Namespace) -> int:
     from nanovllm.estimate import estimate, parse_size, read_config
 
-    found = estimate(read_config(options.model), _engine_config(options), parse_size(options.gpu_memory))
-    sys.stdout.write(found.describe() + "\n")
-    return 0 if found.fits else 1
+    estimated = estimate(read_config(options.model), _read_engine_config(options), parse_size(options.gpu_memory))
+    sys.stdout.write(estimated.describe() + "\n")
+    return 0 if estimated.fits else 1
 
 
 def _add_view(commands: Any) -> None:
     parser = commands.add_parser(
         "view",
         help="look at a run, step by step, in a browser",
-        description="Write one page, to be opened in a browser, from the trace of a run (the option trace): the steps, "
-        "the KV blocks and their owners, and the life of each request.",
+        description="Turn a trace, which the option trace records, into one page for a browser. It shows the steps, "
+        "the KV blocks with their owners, and the life of each request.",
     )
-    parser.add_argument("trace", type=Path, metavar="RUN.json", help="the file that the option trace named")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="the page (default: the trace's name, .html)")
+    parser.add_argument("trace", type=Path, metavar="RUN.json", help="the file that the option trace recorded")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="the page to write (default: the trace's name, with .html)"
+    )
     parser.set_defaults(run=_view)
 
 
@@ -170,8 +182,8 @@ def _view(options: argparse.Namespace) -> int:
     from nanovllm.view.page import write_page
 
     output = options.output or options.trace.with_suffix(".html")
-    run = write_page(options.trace, output)
-    sys.stdout.write(f"{output}: {run.num_steps} steps; open it in a browser\n")
+    recording = write_page(options.trace, output)
+    sys.stdout.write(f"{output}: {recording.num_steps} steps; open it in a browser\n")
     return 0
 
 
@@ -181,7 +193,8 @@ def _add_eval(commands: Any) -> None:
         help="evaluate a model with lm-evaluation-harness",
         description="Evaluate a model with lm-evaluation-harness; needs the extra nano-vllm[eval].",
         usage="nanovllm eval --model MODEL [NAME=VALUE ...] --tasks TASK [...]",
-        epilog="NAME=VALUE are options of LLM, as dtype=float32. All else is the harness's: see lm-eval run --help.",
+        epilog="NAME=VALUE sets an option of LLM, such as dtype=float32. All else goes to the harness: see lm-eval run "
+        "--help.",
         allow_abbrev=False,
     )
     parser.add_argument("--model", required=True, help=_help("model"))
@@ -197,13 +210,13 @@ def _eval(options: argparse.Namespace) -> int:
     return 0
 
 
-def _engine_config(options: argparse.Namespace) -> EngineConfig:
+def _read_engine_config(options: argparse.Namespace) -> EngineConfig:
     given = {name: value for name, value in vars(options).items() if name in _ENGINE_FIELDS and name != "model"}
     return EngineConfig.from_options(options.model, given)
 
 
 def _add_engine_option(parser: Any, name: str) -> None:
-    """An option of EngineConfig, with its own words; what is not given is left to EngineConfig."""
+    """Add an option of EngineConfig, with its help text. EngineConfig gives options that are absent their defaults."""
     field = _ENGINE_FIELDS[name]
     if field.type is bool:
         kind: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
@@ -233,7 +246,9 @@ _TYPES: dict[str, tuple[Any, str | None]] = {
     str(int | str): (_integer_or_name, "N"),
     str(Mapping[str, Any] | None): (_json, "JSON"),
 }
-"""By the type of a field: what makes it of a word, and what the word is called in --help; None for its own name."""
+"""For each type of a field: the function that reads its argument, and the argument's name in --help.
+
+The name None means: the last word of the field's name."""
 _METAVARS = {"trace": "FILE"}
 
 

@@ -1,4 +1,4 @@
-"""What fits into a GPU: weights, KV cache, sequences, from config.json alone."""
+"""Estimates from config.json alone whether a model fits into a GPU, and how many tokens of KV cache are left."""
 
 import re
 from dataclasses import dataclass, replace
@@ -18,7 +18,7 @@ _UNITS = {"": 1, "B": 1, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def parse_size(text: str) -> int:
-    """Bytes of "80GB", "80GiB", "80G" or a plain number. Makers of GPUs write GB for 2**30 bytes, and so it is read."""
+    """Return the bytes of "80GB", "80GiB", "80G" or a plain number. GB means 2**30 bytes, as makers of GPUs use it."""
     match = re.fullmatch(r"([\d.]+)\s*(?:([MGT])(?:i?B)?|B)?", text.strip(), re.IGNORECASE)
     try:
         size = int(float(match[1]) * _UNITS[(match[2] or "").upper()]) if match else 0
@@ -30,14 +30,15 @@ def parse_size(text: str) -> int:
 
 
 def read_config(model: str) -> "PretrainedConfig":
-    """The configuration of a shape, a folder, a config.json, or a hub id, of which nothing else is fetched.
+    """Return the configuration of a shape, a folder, a config.json or a Hugging Face id.
 
-    An id that names a shape, such as Qwen/Qwen3-8B, is that shape, and nothing is fetched at all.
+    Of an id only config.json is fetched, and nothing if the id names a shape, as Qwen/Qwen3-8B does.
 
     Raises:
         ValueError: there is no such model, or one that is not supported.
     """
-    path, shape = as_path(model), model.rpartition("/")[2].lower()
+    path = as_path(model)
+    shape = model.rpartition("/")[2].lower()
     if model.lower() in (shape, PRESETS.get(shape, "").lower()) and shape in PRESETS and not path.exists():
         return load_model_config(preset_config(shape), f"preset {shape}")
     if not path.is_file():
@@ -47,11 +48,12 @@ def read_config(model: str) -> "PretrainedConfig":
 
 @dataclass(frozen=True)
 class Estimate:
-    """What each rank's GPU holds.
+    """What each rank's GPU would hold.
 
     Attributes:
-        memory: of the GPU; its activations are a guess.
-        advice: options that would make it fit.
+        num_parameters: of the whole model.
+        memory: bytes on one GPU. The activations are estimated.
+        advice: options that would make the model fit; empty if it fits.
     """
 
     config: ResolvedConfig
@@ -62,18 +64,18 @@ class Estimate:
 
     @property
     def kv_budget(self) -> int:
-        """Bytes left for the KV cache, below 0 if the rest does not fit."""
+        """Bytes left for the KV cache; negative if the rest does not fit."""
         return self.memory.left_for_cache(self.config.gpu_memory_utilization)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of KV cache, in whole blocks."""
+        """Tokens that the KV cache holds, in whole blocks."""
         size = self.config.block_size
         return max(self.kv_budget, 0) // (self.kv_bytes_per_token * size) * size
 
     @property
     def num_sequences(self) -> float:
-        """Sequences of max_model_len that the cache holds at a time."""
+        """How many sequences of max_model_len tokens the cache holds at a time."""
         return self.num_tokens / (self.config.max_blocks_per_seq * self.config.block_size)
 
     @property
@@ -81,11 +83,13 @@ class Estimate:
         return self.num_sequences >= 1
 
     def describe(self) -> str:
-        """A table, and a sentence that says whether it fits."""
-        config, memory, use = self.config, self.memory, self.config.gpu_memory_utilization
+        """Return a table, and a sentence that says whether the model fits."""
+        config = self.config
+        memory = self.memory
+        share = config.gpu_memory_utilization
         rows = [
             ("parameters", f"{self.num_parameters:,} in all"),
-            ("GPU memory", f"{_gib(memory.total)}, of which gpu_memory_utilization={use:g} is used"),
+            ("GPU memory", f"{_gib(memory.total)}, of which gpu_memory_utilization={share:g} is used"),
             ("weights", f"{_gib(memory.weights)} in {config.dtype}"),
             ("activations and logits", f"{_gib(memory.activations)}, about"),
             ("left for the KV cache", _gib(max(self.kv_budget, 0))),
@@ -102,9 +106,9 @@ class Estimate:
         if self.fits:
             most = min(int(self.num_sequences), self.config.max_num_seqs)
             return f"It fits: {most} full-length sequences run at a time, and more of them the shorter they are."
-        what = f"one sequence of {self.config.max_model_len:,} tokens" if self.kv_budget > 0 else "the model"
-        help = "; or ".join(self.advice) or "no option alone, but a larger GPU"
-        return f"It does not fit: there is no room for {what}. What would help: {help}."
+        lacking = f"one sequence of {self.config.max_model_len:,} tokens" if self.kv_budget > 0 else "the model"
+        advice = "; or ".join(self.advice) or "no option alone, but a larger GPU"
+        return f"It does not fit: there is no room for {lacking}. What would help: {advice}."
 
 
 def _gib(size: int) -> str:
@@ -112,13 +116,13 @@ def _gib(size: int) -> str:
 
 
 def estimate(hf_config: "PretrainedConfig", config: EngineConfig, gpu_memory: int) -> Estimate:
-    """What fits; ValueError if the ranks cannot share the model."""
-    found = _measure(hf_config, _resolve(hf_config, config), gpu_memory)
-    return found if found.fits else replace(found, advice=tuple(_advise(hf_config, found)))
+    """Return the estimate for a GPU of so many bytes. ValueError if the ranks cannot share the model."""
+    estimated = _estimate(hf_config, _resolve(hf_config, config), gpu_memory)
+    return estimated if estimated.fits else replace(estimated, advice=tuple(_advise(hf_config, estimated)))
 
 
 def _resolve(hf_config: "PretrainedConfig", config: EngineConfig) -> ResolvedConfig:
-    """The values that "auto" has on a GPU; the larger of the block sizes, which wastes more."""
+    """Return the configuration with the values that "auto" has on a GPU. Of the block sizes it takes the larger one."""
     from nanovllm.resolve import TOKEN_BUDGETS
 
     own_dtype = str(hf_config.dtype or "float32").removeprefix("torch.")
@@ -134,11 +138,12 @@ def _resolve(hf_config: "PretrainedConfig", config: EngineConfig) -> ResolvedCon
     return ResolvedConfig(**{**vars(config), **resolved})
 
 
-def _measure(hf_config: "PretrainedConfig", config: ResolvedConfig, gpu_memory: int) -> Estimate:
-    shape, item = Shape.from_config(hf_config), DTYPE_BYTES[config.dtype]
+def _estimate(hf_config: "PretrainedConfig", config: ResolvedConfig, gpu_memory: int) -> Estimate:
+    shape = Shape.from_config(hf_config)
+    item = DTYPE_BYTES[config.dtype]
     mine = shape.shard(config.tensor_parallel_size)
-    # At its widest, a layer holds x, the residual, and gate and up with their product, for each of a token's experts;
-    # sampling holds the logits, in float32, and two copies.
+    # A layer needs most memory in its MLP: x, the residual, and gate, up and their product, for each of a token's
+    # experts. Sampling needs the logits in float32, and two copies of them.
     inner = max(3 * mine.intermediate, shape.experts_per_token * (3 * mine.expert_intermediate + shape.hidden))
     widest = config.max_num_batched_tokens * (2 * shape.hidden + inner)
     activations = widest * item + 3 * config.max_num_seqs * shape.vocab * 4
@@ -146,12 +151,12 @@ def _measure(hf_config: "PretrainedConfig", config: ResolvedConfig, gpu_memory: 
     return Estimate(config, shape.num_parameters, memory, mine.kv_bytes(item))
 
 
-def _advise(hf_config: "PretrainedConfig", found: Estimate) -> list[str]:
-    """Changes of one option each that make it fit."""
-    config = found.config
+def _advise(hf_config: "PretrainedConfig", estimated: Estimate) -> list[str]:
+    """Return options that make the model fit, each of them alone."""
+    config = estimated.config
     changes: list[dict[str, object]] = []
-    if found.num_tokens:
-        changes.append({"max_model_len": found.num_tokens})
+    if estimated.num_tokens:
+        changes.append({"max_model_len": estimated.num_tokens})
     if config.dtype == "float32":
         changes.append({"dtype": "bfloat16"})
     changes += [{"max_num_batched_tokens": 2048}, {"max_num_seqs": 64}, {"gpu_memory_utilization": 0.95}]
@@ -162,7 +167,7 @@ def _advise(hf_config: "PretrainedConfig", found: Estimate) -> list[str]:
         if name == "tensor_parallel_size" and any("tensor" in line for line in advice):
             continue
         try:
-            helps = _measure(hf_config, replace(config, **change), found.memory.total).fits  # type: ignore[arg-type]
+            helps = _estimate(hf_config, replace(config, **change), estimated.memory.total).fits  # type: ignore[arg-type]
         except ValueError:
             continue
         if helps:

@@ -1,4 +1,4 @@
-"""A model for EleutherAI's lm-evaluation-harness; importing this registers it there as "nanovllm":
+"""A model for EleutherAI's lm-evaluation-harness. Importing this module registers it there as "nanovllm":
 
 import nanovllm.lm_eval
 lm_eval.simple_evaluate(model="nanovllm", model_args="pretrained=Qwen/Qwen3-0.6B", tasks=["hellaswag"])
@@ -21,12 +21,12 @@ from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
 
 Pair = tuple[Any, list[int], list[int]]
-"""A key for the harness's cache, and the token ids of a context and its continuation."""
+"""(key of the harness's cache, token ids of a context, token ids of its continuation)."""
 
 
 @register_model("nanovllm")
 class NanoVLLM(TemplateLM):  # type: ignore[misc]  # where the harness is not installed, it has no types
-    """An LLM as the harness asks for it. All requests of a task run at once, so there is no batch size."""
+    """Gives the harness the methods that it asks of a model. All requests of a task run at once."""
 
     def __init__(
         self,
@@ -43,11 +43,11 @@ class NanoVLLM(TemplateLM):  # type: ignore[misc]  # where the harness is not in
         """
         Args:
             pretrained: a model as LLM takes it, or an LLM.
-            batch_size, max_batch_size: of the harness's command line; without effect.
-            add_bos_token: put special tokens around contexts; None leaves it to the tokenizer.
-            prefix_token_id: what an empty context is replaced by; None means the tokenizer's bos, or else eos.
-            max_gen_toks: of tasks that set no limit.
-            chat_template_args: for the chat template, as {"enable_thinking": False}.
+            batch_size, max_batch_size: have no effect; the harness's command line passes them.
+            add_bos_token: whether to add special tokens to contexts; None leaves that to the tokenizer.
+            prefix_token_id: replaces an empty context; None means the tokenizer's bos, or else its eos.
+            max_gen_toks: the limit of tokens for tasks that set none.
+            chat_template_args: variables of the chat template, such as {"enable_thinking": False}.
             options: see `EngineConfig`.
         """
         super().__init__()
@@ -55,8 +55,10 @@ class NanoVLLM(TemplateLM):  # type: ignore[misc]  # where the harness is not in
             options["device"] = device
         self.llm = pretrained if isinstance(pretrained, LLM) else LLM(pretrained, **options)
         self.tokenizer = self.llm.get_tokenizer()
-        self.max_length, self.max_gen_toks = self.llm.max_model_len, max_gen_toks
-        self._add_bos_token, self._prefix_token_id = add_bos_token, prefix_token_id
+        self.max_length = self.llm.max_model_len
+        self.max_gen_toks = max_gen_toks
+        self._add_bos_token = add_bos_token
+        self._prefix_token_id = prefix_token_id
         self._chat_template_args = chat_template_args or {}
 
     # ---- text
@@ -67,17 +69,17 @@ class NanoVLLM(TemplateLM):  # type: ignore[misc]  # where the harness is not in
 
     @property
     def prefix_token_id(self) -> int:
-        """The context of a text that has none."""
-        given, bos = self._prefix_token_id, self.tokenizer.bos_token_id
-        return next(token_id for token_id in (given, bos, self.eot_token_id) if token_id is not None)
+        """The token that stands for an empty context."""
+        choices = (self._prefix_token_id, self.tokenizer.bos_token_id, self.eot_token_id)
+        return next(token_id for token_id in choices if token_id is not None)
 
     @property
     def tokenizer_name(self) -> str:
-        """By which the harness keeps its cache of requests apart."""
+        """The name under which the harness caches tokenised requests."""
         return self.tokenizer.name_or_path.replace("/", "__")  # type: ignore[no-any-return]
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Token ids; a string that begins with the prefix token gets no second one."""
+        """Return token ids. A string that begins with the prefix token gets no second one."""
         if add_special_tokens is None:
             add_special_tokens = self._add_bos_token
             if string.startswith(self.tokenizer.decode(self.prefix_token_id)):
@@ -98,27 +100,32 @@ class NanoVLLM(TemplateLM):  # type: ignore[misc]  # where the harness is not in
     def _loglikelihood_tokens(
         self, requests: Sequence[Pair], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """(log-likelihood, whether greedy decoding gives it) of each continuation; contexts are cut from the left."""
-        # Sorted by context, so that what contexts begin with in common is computed once.
+        """Return (log-likelihood, whether greedy decoding gives it) of each continuation.
+
+        A context that is too long is cut from the left.
+        """
+        # Sorting puts contexts with the same beginning one after another, so that the prefix cache has that beginning.
         order = sorted(range(len(requests)), key=lambda i: (requests[i][1], requests[i][2]))
-        contexts, endings = [], []
+        contexts = []
+        endings = []
         for i in order:
             _, context, ending = requests[i]
             contexts.append((context + ending)[-(self.max_length + 1) : -len(ending)])
             endings.append(ending)
-        found: dict[int, tuple[float, bool]] = {}
+        results: dict[int, tuple[float, bool]] = {}
         for i, score in zip(order, self.llm.score(contexts, endings, not disable_tqdm), strict=True):
-            found[i] = answer = score["logprob"], score["is_greedy"]
+            results[i] = (score["logprob"], score["is_greedy"])
             if (key := requests[i][0]) is not None:
-                self.cache_hook.add_partial("loglikelihood", key, answer)
-        return [found[i] for i in range(len(requests))]
+                self.cache_hook.add_partial("loglikelihood", key, results[i])
+        return [results[i] for i in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """The log-likelihood of each whole text, in windows of max_length that share no token to predict."""
+        """Return the log-likelihood of each whole text. Windows of max_length cover it; each token is scored once."""
         windows: list[Pair] = []
         counts = []
         for request in requests:
-            tokens, before = self.tok_encode(request.args[0]), len(windows)
+            tokens = self.tok_encode(request.args[0])
+            before = len(windows)
             for window in get_rolling_token_windows(tokens, self.prefix_token_id, self.max_length, context_len=1):
                 windows.append((None, *make_disjoint_window(window)))
             counts.append(len(windows) - before)
@@ -130,14 +137,17 @@ class NanoVLLM(TemplateLM):  # type: ignore[misc]  # where the harness is not in
         return totals
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """What follows each context, up to its stop strings or limit; contexts are cut from the left."""
+        """Complete each context up to its stop strings or limit. A context that is too long is cut from the left."""
         eos = self.tokenizer.decode(self.eot_token_id)
-        prompts, params, stops = [], [], []
+        prompts = []
+        params = []
+        stops = []
         for request in requests:
             context, given = request.args
             fields = dict(normalize_gen_kwargs(given, self.max_gen_toks))
-            max_tokens, until = int(fields.pop("max_gen_toks")), handle_stop_sequences(fields.pop("until"), eos)
-            fields.pop("do_sample")  # a temperature of 0 says it
+            max_tokens = int(fields.pop("max_gen_toks"))
+            until = handle_stop_sequences(fields.pop("until"), eos)
+            fields.pop("do_sample")  # the harness also sets the temperature, to 0 for greedy decoding
             room = self.max_length - max_tokens
             if room < 1:
                 raise ValueError(
@@ -145,21 +155,20 @@ class NanoVLLM(TemplateLM):  # type: ignore[misc]  # where the harness is not in
                     "room for its context: raise max_model_len, or set max_gen_toks in gen_kwargs"
                 )
             prompts.append(self.tok_encode(context)[-room:])
-            # The engine ends at the end of sequence by its id; special tokens are no part of the text.
+            # The engine stops at the eos token by its id. It is no stop string, because text has no special tokens.
             stop = [text for text in until if text and text != eos]
             params.append(SamplingParams(**{"temperature": 0.0, **fields}, max_tokens=max_tokens, stop=stop))
             stops.append(until)
         texts = []
-        for request, output, until in zip(
-            requests, self.llm.generate(prompts, params, not disable_tqdm), stops, strict=True
-        ):
+        outputs = self.llm.generate(prompts, params, not disable_tqdm)
+        for request, output, until in zip(requests, outputs, stops, strict=True):
             texts.append(postprocess_generated_text(output.text, until, None))
             self.cache_hook.add_partial("generate_until", request.args, texts[-1])
         return texts
 
 
 def run_harness(model: str, arguments: Sequence[str]) -> None:
-    """The harness's own command `run`, with this model; its --device is cuda unless it is told otherwise."""
+    """Run the harness's command `run` with this model. Its own default of --device would be cuda, so "auto" is set."""
     own = ["run", "--model", "nanovllm", "--device", "auto", "--model_args", f"pretrained={model}"]
     sys.argv = ["nanovllm eval", *own, *arguments]
     harness = HarnessCLI()
