@@ -2,7 +2,6 @@
 
 import bisect
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -12,8 +11,6 @@ from tqdm import tqdm
 
 from nanovllm.engine.plan import NUM_PER_SEQ, make_padding
 from nanovllm.kernels.sample import SamplingValues
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 HEAD = NUM_PER_SEQ + 1

@@ -39,11 +39,13 @@ class Stopwatch:
             self._events = make(enable_timing=True), make(enable_timing=True)
 
     def start(self) -> None:
+        """End the host's time, and begin the device's."""
         self._clock.span("prepare")
         if self._events:
             self._events[0].record()
 
     def stop(self) -> None:
+        """End the device's time, once it has done all that was launched before."""
         self._clock.span("step")
         if self._events:
             self._events[1].record()
@@ -64,10 +66,10 @@ class StepHandle:
         # Samples that nobody asked for are dropped: those of sequences whose num_sampled is 0.
         self._sampled = np.flatnonzero(np.repeat(plan.num_sampled > 0, 1 + plan.num_drafts))
         self._targets = plan.targets
-        self._logprobs = result.logprobs
-        self._scores = result.scores
         self._stopwatch = stopwatch
-        self._token_ids = None if result.token_ids is None else start_copy(result.token_ids)
+        if result.token_ids is not None:
+            result = result._replace(token_ids=start_copy(result.token_ids))
+        self._result = result
         stopwatch.stop()
 
     def result(self) -> StepResult:
@@ -75,12 +77,12 @@ class StepHandle:
         prepare_seconds, device_seconds = self._stopwatch.read()  # first: it waits
         token_ids = np.empty(0, np.int32)
         logprobs: dict[int, dict[int, float]] = {}
-        if self._token_ids is not None:
-            every_sample = self._token_ids.numpy()
+        if self._result.token_ids is not None:
+            every_sample = self._result.token_ids.numpy()
             token_ids = every_sample[self._sampled]
-            if self._logprobs is not None:
-                found, asking = self._logprobs
-                places = np.searchsorted(self._sampled, asking).tolist()
-                logprobs = dict(zip(places, found.read(every_sample[asking]), strict=True))
-        scores = self._scores.read(self._targets) if self._scores is not None else ()
+            if self._result.logprobs is not None:
+                found, asking = self._result.logprobs
+                indices = np.searchsorted(self._sampled, asking).tolist()  # among the samples that are kept
+                logprobs = dict(zip(indices, found.read(every_sample[asking]), strict=True))
+        scores = self._result.scores.read(self._targets) if self._result.scores is not None else ()
         return StepResult(token_ids, logprobs, scores, prepare_seconds, device_seconds)
