@@ -66,14 +66,16 @@ class FollowerGroup:
         self._in_step = False
         self._abort_collectives = abort_collectives
         self._followers: list[FollowerProcess] = []
+        ranks = range(1, config.tensor_parallel_size)
+        starts = [make_start_message(config, hf_config, folder, rank) for rank in ranks]
+        ring_fd = make_anonymous_file()
+        # As late as possible: if rank 0 is killed before a follower runs, nobody removes the folder.
         self.meeting = Path(tempfile.mkdtemp(prefix="nanovllm-"))
         """The folder through which the ranks find each other; only this user may enter it."""
-        ring_fd = make_anonymous_file()
         try:
             self._ring = Ring(ring_fd, config.tensor_parallel_size - 1, StepPlan.max_packed_size(config))
             num_threads = torch.get_num_threads() if torch.device(config.device).type == "cpu" else None
-            for rank in range(1, config.tensor_parallel_size):
-                start = make_start_message(config, hf_config, folder, rank)
+            for rank, start in zip(ranks, starts, strict=True):
                 start |= {"ring_fd": ring_fd, "meeting": str(self.meeting)}
                 follower = FollowerProcess(rank, start, ring_fd, num_threads)
                 self._followers.append(follower)

@@ -63,8 +63,9 @@ def main(fd: int) -> None:
     except BaseException as error:
         # By its name, because importing the class would import torch, before the thread above runs.
         is_cause = type(error).__name__ != "PeerLostError"
-        send(error=traceback.format_exc(), is_cause=is_cause)
-        os._exit(1)
+        with suppress(OSError):  # rank 0 has ended, and that is why this failed
+            send(error=traceback.format_exc(), is_cause=is_cause)
+        _end_failed(meeting)
     os._exit(0)
 
 
@@ -74,7 +75,7 @@ def _end_with_rank0(rank0: socket.socket, parent: int, sending: threading.Lock, 
     Args:
         parent: rank 0's process id.
         sending: held while a line is sent.
-        meeting: the folder where the ranks met, which a killed rank 0 could not remove.
+        meeting: the folder where the ranks met.
     """
     poll = select.poll()  # select.select refuses large descriptors
     poll.register(rank0, select.POLLIN)
@@ -85,6 +86,14 @@ def _end_with_rank0(rank0: socket.socket, parent: int, sending: threading.Lock, 
             with suppress(OSError):  # the socket is full: rank 0 is stopped, and reads again when it goes on
                 rank0.send(b"\n", socket.MSG_DONTWAIT)
             sending.release()
+    _end_failed(meeting)
+
+
+def _end_failed(meeting: Path) -> None:
+    """Remove the folder where the ranks met, because rank 0 may have been killed, and end this process.
+
+    When rank 0 is killed, two threads may call this: one has seen its socket close, the other has lost its peers.
+    """
     shutil.rmtree(meeting, ignore_errors=True)
     os._exit(1)
 

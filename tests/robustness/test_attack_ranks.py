@@ -1,8 +1,10 @@
 """What a stranger on the same machine can reach of several ranks: no store to write to, no folder to enter."""
 
+import json
 import os
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -170,3 +172,31 @@ def test_a_rank_killed_in_the_midst_of_a_word_keeps_nobody_waiting(tmp_path: Pat
     with pytest.raises(OSError):
         FolderStore(tmp_path, timedelta(minutes=10)).get("word")
     assert time.monotonic() - since < 60
+
+
+WITHOUT_A_WATCHER = """
+import sys, time
+from nanovllm.distributed import worker
+
+def fail(*_):
+    time.sleep(0.5)
+    raise RuntimeError("lost its peers")
+
+worker._end_with_rank0 = lambda *_: time.sleep(1000)
+worker.follow = fail
+worker.main(int(sys.argv[1]))
+"""
+
+
+def test_a_follower_that_fails_because_rank_0_was_killed_removes_the_folder_and_prints_nothing(tmp_path: Path) -> None:
+    """Its main thread may lose its peers before its other thread sees that rank 0 is gone."""
+    meeting = tmp_path / "meeting"
+    meeting.mkdir()
+    ours, theirs = socket.socketpair()
+    ours.sendall(json.dumps({"meeting": str(meeting)}).encode() + b"\n")
+    command = [sys.executable, "-c", WITHOUT_A_WATCHER, str(theirs.fileno())]
+    with theirs:
+        follower = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE)
+    ours.close()
+    said = follower.communicate(timeout=30)[1]
+    assert (follower.returncode, said, meeting.exists()) == (1, b"", False)
