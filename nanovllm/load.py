@@ -19,7 +19,7 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.config import load_model_config, read_json
 from nanovllm.models.hub import find_config
-from nanovllm.models.loader import ReadWeights, load_weights
+from nanovllm.models.loader import load_weights
 from nanovllm.resolve import resolve
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.startup import make_cache
@@ -116,16 +116,16 @@ def make_runner(
 
     Args:
         weights: the checkpoint's folder; None for random weights.
-        check: called before each tensor that is loaded. It raises an exception if loading is to end.
+        check: called before each tensor that is read. It raises the failure of another rank, so that loading ends. An
+            exception from the thread that noticed the failure could arrive anywhere, in a library's clean-up, too.
     """
-    read_weights: ReadWeights
     if weights is None:
         from nanovllm.models.dummy_weights import fill_randomly
 
-        read_weights = partial(fill_randomly, seed=config.seed, std=hf_config.initializer_range)
+        read_weights = partial(fill_randomly, seed=config.seed, std=hf_config.initializer_range, check=check)
     else:
-        read_weights = partial(load_weights, folder=weights, show_progress=True)
-    runner = ModelRunner(config, hf_config, read_weights, parallel, check)
+        read_weights = partial(load_weights, folder=weights, show_progress=True, check=check)
+    runner = ModelRunner(config, hf_config, read_weights, parallel)
     if config.draft is not None:
         from nanovllm.drafts.draft_model import read_draft
 

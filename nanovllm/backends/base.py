@@ -3,7 +3,7 @@
 At start-up resolve.py chooses one backend, and every layer calls that object. So no layer asks where it runs.
 """
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from typing import ClassVar
 
 import torch
@@ -72,12 +72,8 @@ class Backend:
     def prepare_weights(self, weights: Iterable[Tensor]) -> None:
         """Called on the empty parameters before weights are loaded."""
 
-    def pack_weights(self, modules: Iterable[nn.Module], check: Callable[[], None]) -> None:
-        """Called once the weights are loaded: bring them into the form that this backend multiplies fastest.
-
-        Args:
-            check: called before each matrix. It raises an exception if loading is to end.
-        """
+    def pack_weights(self, modules: Iterable[nn.Module]) -> None:
+        """Called once the weights are loaded: bring them into the form that this backend multiplies fastest."""
 
     def prepare_attention(self, metadata: AttentionMetadata, cache: KVCache, num_heads: int) -> AttentionMetadata:
         """Return the metadata with all that `attend` derives from it, which is the same for every layer.

@@ -4,7 +4,7 @@ import ctypes
 import math
 import mmap
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -69,16 +69,15 @@ class CpuBackend(Backend):
         for weight in weights:
             self._library.advise_huge_pages(weight)
 
-    def pack_weights(self, modules: Iterable[nn.Module], check: Callable[[], None]) -> None:
+    def pack_weights(self, modules: Iterable[nn.Module]) -> None:
         modules = list(modules)
-        pack_matrices(modules, lambda weight: NativeMatrix(self._library, weight, self._scratch, in_place=True), check)
+        pack_matrices(modules, lambda weight: NativeMatrix(self._library, weight, self._scratch, in_place=True))
         for module in modules:
             if isinstance(module, Experts):
                 for weight in (module.gate_up, module.down):
                     if not _packs_in_place(weight):
                         continue
                     for matrix in weight:
-                        check()
                         self._library.pack(matrix, in_place=True)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -34,10 +34,10 @@ class TorchBackend(Backend):
 
         return KVCache(zeros(), zeros())
 
-    def pack_weights(self, modules: Iterable[nn.Module], check: Callable[[], None]) -> None:
+    def pack_weights(self, modules: Iterable[nn.Module]) -> None:
         modules = list(modules)
         if OneDnnMatrix.is_supported(next(parameter for module in modules for parameter in module.parameters())):
-            pack_matrices(modules, OneDnnMatrix, check)
+            pack_matrices(modules, OneDnnMatrix)
 
 
 class OneDnnMatrix:
@@ -69,21 +69,17 @@ class OneDnnMatrix:
             return False
 
 
-def pack_matrices(
-    modules: Iterable[nn.Module], pack: Callable[[Tensor], PackedMatrix], check: Callable[[], None]
-) -> None:
+def pack_matrices(modules: Iterable[nn.Module], pack: Callable[[Tensor], PackedMatrix]) -> None:
     """Pack every matrix that is multiplied, one after another, and free the weights that nothing reads any more.
 
     Args:
         pack: makes the packed form of a weight [out, in].
-        check: called before each matrix. It raises an exception if loading is to end.
     """
     matrices = [module for module in modules if isinstance(module, MatrixModule)]
     embeddings = [m for m in matrices if isinstance(m, VocabParallelEmbedding) and not isinstance(m, LMHead)]
     for module in matrices:
         if module in embeddings or module.weight.shape[1] % 2:  # packed forms hold pairs of input features
             continue
-        check()
         weight = module.weight
         packed = pack(weight.data)
         module.packed = packed

@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from nanovllm.config import ResolvedConfig
     from nanovllm.layers.parallel import Parallel
-    from nanovllm.models.loader import ReadWeights
     from nanovllm.runner.model_runner import ModelRunner
 
 BEAT = 1.0
@@ -135,20 +134,20 @@ def follow(start: dict[str, Any], report_stage: Callable[[str], None]) -> None:
 
 
 def make_runner(
-    config: "ResolvedConfig", hf_config: "PretrainedConfig", folder: Path | None, parallel: "Parallel"
+    config: "ResolvedConfig", hf_config: "PretrainedConfig", weights: Path | None, parallel: "Parallel"
 ) -> "ModelRunner":
     """Load this rank's share of the model, and of the draft model if there is one: see `load.make_runner`."""
-    from nanovllm.drafts.draft_model import read_draft
     from nanovllm.models.dummy_weights import fill_randomly
     from nanovllm.models.loader import load_weights
     from nanovllm.runner.model_runner import ModelRunner
 
-    read_weights: ReadWeights = (
-        partial(fill_randomly, seed=config.seed + parallel.rank, std=hf_config.initializer_range)
-        if folder is None
-        else partial(load_weights, folder=folder)
-    )
+    if weights is None:
+        read_weights = partial(fill_randomly, seed=config.seed + parallel.rank, std=hf_config.initializer_range)
+    else:
+        read_weights = partial(load_weights, folder=weights)
     runner = ModelRunner(config, hf_config, read_weights, parallel)
     if config.draft is not None:
+        from nanovllm.drafts.draft_model import read_draft
+
         runner.draft = make_runner(*read_draft(config), parallel)
     return runner

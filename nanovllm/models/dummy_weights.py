@@ -7,7 +7,7 @@ import torch
 from nanovllm.models.decoder import Decoder
 
 
-def fill_randomly(model: Decoder, check: Callable[[], None], *, seed: int, std: float) -> None:
+def fill_randomly(model: Decoder, *, seed: int, std: float, check: Callable[[], None] = lambda: None) -> None:
     """Fill matrices with normal numbers, norms with ones, and biases with zeros.
 
     Args:

@@ -15,9 +15,6 @@ from nanovllm.models.config import read_json
 from nanovllm.models.decoder import Decoder
 from nanovllm.utils.checks import quote
 
-ReadWeights = Callable[[Decoder, Callable[[], None]], None]
-"""Fills the parameters of an empty model. It calls its second argument before each tensor: see `load_weights`."""
-
 DTYPES = ("F64", "F32", "F16", "BF16")
 
 
@@ -53,7 +50,9 @@ def _name_some(names: Iterable[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def load_weights(model: Decoder, check: Callable[[], None], *, folder: Path, show_progress: bool = False) -> None:
+def load_weights(
+    model: Decoder, *, folder: Path, show_progress: bool = False, check: Callable[[], None] = lambda: None
+) -> None:
     """Fill the model from the folder's safetensors, one tensor at a time. Each rank reads only its own share.
 
     Args:

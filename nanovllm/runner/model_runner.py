@@ -16,7 +16,6 @@ from nanovllm.kernels.step_inputs import PlannedRows, StepInputs
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.config import Shape
 from nanovllm.models.decoder import Decoder
-from nanovllm.models.loader import ReadWeights
 from nanovllm.runner.cuda_graphs import CudaGraphs, smallest_that_holds
 from nanovllm.runner.device import DeviceTables, Staging
 from nanovllm.runner.kv_memory import check_free_memory
@@ -37,11 +36,10 @@ class ModelRunner:
         self,
         config: ResolvedConfig,
         hf_config: "PretrainedConfig",
-        read_weights: ReadWeights,
+        read_weights: Callable[[Decoder], None],
         parallel: Parallel,
-        check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Load the model; `check` is called before each tensor, and raises an exception if loading is to end.
+        """Load the model. `read_weights` fills its parameters, which are uninitialised before.
 
         Raises a ValueError if the weights do not fit into the memory, or read_weights finds a bad checkpoint.
         """
@@ -60,8 +58,8 @@ class ModelRunner:
         with torch.device(self.device), default_dtype(self.dtype):
             self.model = Decoder(hf_config, self.backend, parallel, config.max_model_len)
         self.backend.prepare_weights(self.model.parameters())
-        read_weights(self.model, check)
-        self.backend.pack_weights(self.model.modules(), check)
+        read_weights(self.model)
+        self.backend.pack_weights(self.model.modules())
         self.tables = DeviceTables(config.max_num_seqs, config.max_blocks_per_seq, self.device)
         self.staging = Staging(StepPlan.max_packed_size(config), self.device)
         self.sampler = Sampler(self.backend, self.tables, parallel)
