@@ -19,6 +19,7 @@ from nanovllm.kernels.route import route_reference
 from nanovllm.kernels.sample import sample_reference
 from nanovllm.kernels.silu_and_mul import silu_and_mul_reference
 from nanovllm.kernels.step_inputs import step_inputs_reference
+from nanovllm.kernels.token_logprobs import token_logprobs_reference
 
 
 class Backend:
@@ -52,6 +53,7 @@ class Backend:
     attend = staticmethod(attend_reference)
     edit_logits = staticmethod(edit_logits_reference)
     sample = staticmethod(sample_reference)
+    token_logprobs = staticmethod(token_logprobs_reference)
 
     @classmethod
     def why_cannot(cls, device: torch.device) -> str | None:

@@ -18,6 +18,7 @@ from nanovllm.kernels.route import route
 from nanovllm.kernels.sample import sample
 from nanovllm.kernels.silu_and_mul import silu_and_mul
 from nanovllm.kernels.step_inputs import step_inputs
+from nanovllm.kernels.token_logprobs import token_logprobs
 from nanovllm.kernels.triton_shim import HAS_TRITON, INTERPRETED
 
 
@@ -37,6 +38,7 @@ class TritonBackend(Backend):
     norm_rope_store = staticmethod(norm_rope_store)
     edit_logits = staticmethod(edit_logits)
     sample = staticmethod(sample)
+    token_logprobs = staticmethod(token_logprobs)
 
     @classmethod
     def why_cannot(cls, device: torch.device) -> str | None:

@@ -8,11 +8,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm.engine.plan import IntArray, StepPlan
+from nanovllm.kernels.token_logprobs import ROWS_AT_A_TIME, TokenLogprobs
 from nanovllm.models.decoder import Decoder
 from nanovllm.runner.device import DeviceTables, start_copy, to_device
 
 LOGITS_AT_A_TIME = 1024
 """How many rows of logits are made at a time, where those of a whole prompt are wanted."""
+
+ComputeTokenLogprobs = Callable[[Tensor, Tensor], TokenLogprobs]
+"""`Backend.token_logprobs`."""
 
 MakeLogits = Callable[[Tensor], Tensor | None]
 """Returns logits [m, vocab] of m indices, int64 [m], on rank 0; None on the others."""
@@ -21,41 +25,45 @@ MakeLogits = Callable[[Tensor], Tensor | None]
 class Logprobs:
     """Log-probabilities from raw logits: of one given token of each row, and of the row's k most likely tokens."""
 
-    ROWS_AT_A_TIME = 64
-    """How many rows are copied to float32 at a time: with a vocabulary of 151,936, one copy takes 40 MB."""
-
-    def __init__(self, logits: Iterable[tuple[Tensor, Tensor]], counts: IntArray) -> None:
+    def __init__(
+        self, logits: Iterable[tuple[Tensor, Tensor]], counts: IntArray, token_logprobs: ComputeTokenLogprobs
+    ) -> None:
         """
         Args:
             logits: pieces, each of logits [n, vocab] and the token of each row, int32 [n]. One piece is held at a time.
             counts: int32 [rows of all pieces], how many of the most likely tokens each row asks for. -1 counts as 0:
                 rows of padding, which the memory profile scores, ask for none.
+            token_logprobs: the backend's operator.
         """
+        self._token_logprobs = token_logprobs
         self._counts: IntArray = np.maximum(counts, 0)
         self._most = int(self._counts.max())
         parts: list[tuple[Tensor, Tensor, Tensor]] = []
         at = 0
         for piece in logits:
-            for some, ids in zip(*(torch.split(x, self.ROWS_AT_A_TIME) for x in piece), strict=True):
-                parts.append(self._reduce(some.float(), ids, self._counts[at : at + len(some)]))
+            # The most likely tokens are taken in float32, from copies of a bounded number of rows.
+            num_rows = ROWS_AT_A_TIME if self._most else LOGITS_AT_A_TIME
+            for some, ids in zip(*(torch.split(x, num_rows) for x in piece), strict=True):
+                parts.append(self._reduce(some, ids, self._counts[at : at + len(some)]))
                 at += len(some)
         self._tensors = [start_copy(torch.cat(values)) for values in zip(*parts, strict=True)]
 
     def _reduce(self, logits: Tensor, token_ids: Tensor, counts: IntArray) -> tuple[Tensor, Tensor, Tensor]:
         """Return the log-probabilities of token_ids [n] and of the most likely tokens [n, k], and the ids of these.
 
-        A row's values do not depend on the other rows. So a single row is computed as two: by itself, several threads
-        would share its sum, which changes the order of additions. And each k is taken by itself, because which of two
-        equally likely tokens is among the k most likely depends on k.
+        A row's values do not depend on the other rows. So each k is taken by itself, because which of two equally
+        likely tokens is among the k most likely depends on k.
         """
-        several = logits if len(logits) > 1 else logits.expand(2, -1)
-        total = several.logsumexp(1, keepdim=True)[: len(logits)]
+        if not self._most:
+            values = self._token_logprobs(logits, token_ids).values
+            return values, values.new_empty(len(values), 0), values.new_empty(len(values), 0, dtype=torch.int64)
+        logits = logits.float()
+        values, log_sums = self._token_logprobs(logits, token_ids)
         top, top_ids = logits.topk(min(self._most, logits.shape[1]), dim=1)
         for k in {*counts.tolist()} - {self._most, 0}:
             rows = to_device(np.flatnonzero(counts == k), logits.device)
             top[rows, :k], top_ids[rows, :k] = logits[rows].topk(k, dim=1)
-        own = logits.gather(1, token_ids.long().clamp(min=0).unsqueeze(1))
-        return (own - total).squeeze(1), top - total, top_ids
+        return values, top - log_sums.unsqueeze(1), top_ids
 
     def read(self, token_ids: IntArray) -> list[dict[int, float]]:
         """Return {token id: log-probability} of each row. Called once the step has ended on the device."""
@@ -65,7 +73,11 @@ class Logprobs:
 
 
 def start_logprobs(
-    plan: StepPlan, tables: DeviceTables, token_ids: Tensor, make_logits: MakeLogits
+    plan: StepPlan,
+    tables: DeviceTables,
+    token_ids: Tensor,
+    make_logits: MakeLogits,
+    token_logprobs: ComputeTokenLogprobs,
 ) -> tuple[Logprobs, NDArray[np.intp]] | None:
     """Compute the log-probabilities of the sampled tokens whose sequences ask for them; None if none does.
 
@@ -82,11 +94,17 @@ def start_logprobs(
     if not len(asking):
         return None
     indices = to_device(asking, token_ids.device)
-    return Logprobs(_pair_logits(indices, token_ids[indices], make_logits), counts[asking]), asking
+    pieces = _pair_logits(indices, token_ids[indices], make_logits)
+    return Logprobs(pieces, counts[asking], token_logprobs), asking
 
 
 def score_targets(
-    plan: StepPlan, tables: DeviceTables, targets: Tensor, hidden: Tensor, model: Decoder
+    plan: StepPlan,
+    tables: DeviceTables,
+    targets: Tensor,
+    hidden: Tensor,
+    model: Decoder,
+    token_logprobs: ComputeTokenLogprobs,
 ) -> Logprobs | None:
     """Compute the log-probabilities of the plan's targets; None if it has none.
 
@@ -102,7 +120,7 @@ def score_targets(
     counts = np.repeat(tables.sampling_cpu["num_prompt_logprobs"][plan.rows], num_scored)
     chosen = to_device(indices, hidden.device)
     pieces = _pair_logits(chosen, targets, lambda some: model.compute_logits(hidden[some]))
-    return Logprobs(pieces, counts)
+    return Logprobs(pieces, counts, token_logprobs)
 
 
 def _pair_logits(indices: Tensor, token_ids: Tensor, make_logits: MakeLogits) -> Iterator[tuple[Tensor, Tensor]]:

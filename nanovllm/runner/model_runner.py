@@ -90,13 +90,16 @@ class ModelRunner:
         per_seq, token_ids, targets = torch.split(packed[: plan.head_size], sizes)
         rows, num_computed, num_scheduled, *_ = per_seq.view(NUM_PER_SEQ, plan.num_seqs).unbind(0)
         inputs, hidden = self.forward(PlannedRows(rows, num_computed, num_scheduled, token_ids), plan)
-        scores = score_targets(plan, self.tables, targets, hidden, self.model)
+        token_logprobs = self.backend.token_logprobs
+        scores = score_targets(plan, self.tables, targets, hidden, self.model, token_logprobs)
         if not plan.num_sampled.any():
             return DeviceResult(scores=scores)
         rows, last, values = choose_samples(plan, rows, inputs)
         logits = self.model.compute_logits(hidden[last])
         sampled = self.sampler.sample(logits, rows, values, edits)
-        logprobs = start_logprobs(plan, self.tables, sampled, lambda some: None if logits is None else logits[some])
+        logprobs = start_logprobs(
+            plan, self.tables, sampled, lambda some: None if logits is None else logits[some], token_logprobs
+        )
         return DeviceResult(sampled, logprobs, scores)
 
     def forward(self, planned: PlannedRows, plan: StepPlan | None) -> tuple[StepInputs, Tensor]:
@@ -128,8 +131,13 @@ class ModelRunner:
         else:
             sampled = graphs.replay_sampler(plan.num_seqs)
         # Graphs keep no logits, which would take gigabytes for all sizes: the few that are asked for are made again.
-        compute_logits = self.model.compute_logits
-        logprobs = start_logprobs(plan, self.tables, sampled, lambda some: compute_logits(hidden[some]))
+        logprobs = start_logprobs(
+            plan,
+            self.tables,
+            sampled,
+            lambda some: self.model.compute_logits(hidden[some]),
+            self.backend.token_logprobs,
+        )
         return DeviceResult(sampled, logprobs)
 
     def decode(self, head: Tensor) -> tuple[Tensor, Tensor, SamplingValues]:

@@ -99,6 +99,9 @@ def compile_kernels(runner: ModelRunner) -> None:
         runner.compute(mixed, runner.staging.buffer[: mixed.head_size])
         for size in sizes:
             runner.sample_decoded(*runner.decode(graphs.inputs(size)))
+        for dtype in (runner.dtype, torch.float32):  # of a prompt's logits; of the copies whose likeliest are taken
+            logits = torch.empty(2, runner.shape.vocab, dtype=dtype, device=runner.device)
+            runner.backend.token_logprobs(logits, torch.empty(2, dtype=torch.int32, device=runner.device))
     runner.caches = []
 
 

@@ -37,6 +37,7 @@ from nanovllm.kernels import (
     sample_filter,
     silu_and_mul,
     step_inputs,
+    token_logprobs,
     triton_shim,
 )
 
@@ -72,7 +73,7 @@ SHARED_KIB = {arch: triton_shim._SHARED_KIB[divmod(arch, 10)] for arch in (80, 8
 # Types by argument name: pointers first, then scalars; anything else is an int32.
 _TYPES = {
     "*fp32": """cos_sin partial_out partial_lse temperature top_p min_p temperatures top_ps min_ps chunk_max
-        chunk_weight part_weight threshold weights penalties""",
+        chunk_weight part_weight threshold weights penalties values log_sums""",
     "*i32": """seq_lens items first_item share_begins arrivals block_tables cu_seqlens positions top_k top_ks
         chunk_argmax listed places tokens offsets experts rows indices masks counts num_computed num_scheduled
         planned_ids tables last_token token_ids checked""",
@@ -128,6 +129,8 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], shared_kib:
         yield launch(sample._stats_kernel, sample.stats_config(), logits_ptr=pointer, part_max_ptr=pointer)
         config = sample_filter.filter_config(num_chunks, sample.CHUNK, dtype)
         yield launch(sample_filter._filter_kernel, config, logits_ptr=pointer, part_max_ptr=pointer)
+        config = token_logprobs.token_logprobs_config()
+        yield launch(token_logprobs._token_logprobs_kernel, config, logits_ptr=pointer)
         yield launch(sample._draw_kernel, sample.draw_config(num_chunks), logits_ptr=pointer, token_ptr="*i32")
     for has_masks, has_counts in ((True, False), (False, True), (True, True)):
         config = edit_logits.edit_config(has_masks, has_counts)

@@ -45,6 +45,7 @@ from nanovllm.kernels.sample import CHUNK, filter_reference, sample
 from nanovllm.kernels.sample_filter import PART, filter_rows
 from nanovllm.kernels.silu_and_mul import silu_and_mul, silu_and_mul_reference
 from nanovllm.kernels.step_inputs import PlannedRows, RowTables, step_inputs, step_inputs_reference
+from nanovllm.kernels.token_logprobs import token_logprobs, token_logprobs_reference
 
 DTYPES = (torch.float32, HALF)
 
@@ -294,6 +295,41 @@ def test_sampled_tokens_are_the_references_for_qwen3s_vocabulary(dtype: torch.dt
 def test_sampled_tokens_are_the_references_for_many_seeds(seed: int) -> None:
     case = sample_case(6000, torch.float32, ties=seed % 2 == 1, seed=seed)
     assert_same_tokens(case, sample(*case.arguments()))
+
+
+# ---- log-probabilities
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab_size", [1, 700, 9001])
+def test_log_probabilities_are_the_references(vocab_size: int, dtype: torch.dtype) -> None:
+    logits = 8 * randn(70, vocab_size + 3, dtype=dtype)[:, :vocab_size]  # rows lie apart
+    logits[1] -= 300  # below what exp takes without its row's maximum
+    logits[2, : vocab_size // 2] = -torch.inf  # whole blocks, in the longest rows
+    logits[3] += 300
+    token_ids = torch.arange(70, dtype=torch.int32, device=DEVICE) * 977 % vocab_size
+    token_ids[4] = -1  # padding
+    got = token_logprobs(logits, token_ids)
+    expected = token_logprobs_reference(logits, token_ids)
+    # Logarithms of sums of up to 9,001 terms in another order: 1e-6 relative in the sum, beside logits of up to 330.
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=4e-6)
+
+
+def test_log_probabilities_of_broken_rows_are_as_broken_as_the_references() -> None:
+    logits = randn(4, 9001)
+    logits[0, 5000] = torch.nan
+    logits[1, 5000] = torch.inf
+    logits[2] = -torch.inf
+    token_ids = torch.tensor([1, 2, 3, 9000], dtype=torch.int32, device=DEVICE)
+    got = token_logprobs(logits, token_ids)
+    expected = token_logprobs_reference(logits, token_ids)
+    for ours, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=4e-6, equal_nan=True)
+
+
+def test_log_probabilities_of_no_rows_are_none() -> None:
+    assert token_logprobs(randn(0, 50), torch.empty(0, dtype=torch.int32, device=DEVICE)).values.shape == (0,)
 
 
 # ---- a step's inputs

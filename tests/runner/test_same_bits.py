@@ -18,6 +18,7 @@ from torch import Tensor
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends.cpu_backend import CpuBackend, NativeMatrix, Scratch
 from nanovllm.kernels.cpu_library import cpu_library
+from nanovllm.kernels.token_logprobs import token_logprobs_reference
 from nanovllm.runner.logprobs import Logprobs
 
 CPU, DTYPES = torch.device("cpu"), (torch.float32, torch.bfloat16)
@@ -60,7 +61,7 @@ def test_a_row_has_the_same_log_probabilities_among_any_number(threads: None) ->
 
     def read(rows: slice) -> list[dict[int, float]]:
         ids = token_ids[rows]
-        return Logprobs([(logits[rows], ids)], counts[rows]).read(ids.numpy())
+        return Logprobs([(logits[rows], ids)], counts[rows], token_logprobs_reference).read(ids.numpy())
 
     torch.set_num_threads(1)
     expected = read(slice(66))
