@@ -23,19 +23,16 @@ class ProgressBar(tqdm):  # type: ignore[misc]  # tqdm has no types
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
-    MININTERVAL = 0.1
-    """Least number of seconds between two drawings."""
-
     def __init__(self, stats: Callable[[], Mapping[str, int]], **options: Any) -> None:
         """
         Args:
             stats: returns counts as `LLM.stats` does; called only when the bar is drawn.
-            options: tqdm's.
+            options: tqdm's; of them `mininterval` is the least time between two drawings, by default 0.1 seconds.
         """
         self._stats = stats
         self._before = dict(stats())
         self._since = time.perf_counter()
-        super().__init__(**{"mininterval": self.MININTERVAL, "dynamic_ncols": True, "miniters": 0, **options})
+        super().__init__(dynamic_ncols=True, miniters=0, **options)
 
     def display(self, *arguments: Any, **options: Any) -> None:
         with suppress(OSError):  # a log on a full disk must not end the run

@@ -6,6 +6,7 @@ import pickle
 import random
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from nanovllm import LLM, Completion, Output, SamplingParams
 from nanovllm.text.stop_strings import StopStringMatcher
+from nanovllm.utils.progress import ProgressBar
 
 OPTIONS = {"dtype": "float32", "max_model_len": 64, "kvcache_block_size": 16, "num_kvcache_blocks": 32}
 ID = make_tokenizer().token_to_id
@@ -460,7 +462,7 @@ def test_the_bar_moves_with_every_step(
     llm: LLM, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also while no prompt has ended."""
-    monkeypatch.setattr("nanovllm.utils.progress.ProgressBar.MININTERVAL", 0)
+    monkeypatch.setattr("nanovllm.llm.ProgressBar", partial(ProgressBar, mininterval=0))
     llm.generate("a", SamplingParams(temperature=0, max_tokens=20))
     drawn = [line for line in capfd.readouterr().err.split("\r") if "0/1" in line]
     assert len(set(drawn)) > 10
