@@ -111,7 +111,8 @@ class StepPlan:
     def arrays(self) -> list[IntArray]:
         """Return all fields as int32 [n] arrays, in the order in which they go to the device and to other ranks."""
         per_seq = [self.rows, self.num_computed, self.num_scheduled, self.num_sampled, self.num_scored]
-        entries, new_rows = self.block_entries.reshape(-1), self.new_rows.view(np.int32)
+        entries = self.block_entries.reshape(-1)
+        new_rows = self.new_rows.view(np.int32)
         return [*per_seq, self.token_ids, self.targets, entries, new_rows]
 
     def pad(self, num_seqs: int, row: int) -> "StepPlan":

@@ -240,7 +240,8 @@ def test_a_step_of_graphs_leaves_its_sampler_out_only_where_logits_are_edited(
 ) -> None:
     prompts, params = map(list, zip(*REQUESTS, strict=True))
     with LLM(folder, attention_backend="torch", **OPTIONS) as llm:
-        runner, llm.engine.depth = llm.engine.runner, depth
+        runner = llm.engine.runner
+        llm.engine.depth = depth
         graphs = runner.graphs = StandInGraphs(
             runner.staging.buffer, runner.config.max_num_seqs, runner.tables.padding_row
         )
@@ -262,7 +263,8 @@ def test_drafts_change_no_token_and_what_depends_on_them_is_not_drafted_for(reci
     prompts = ["abcdefghijklmnopqrstuvw", "ABCABCABC", "ABCABC", "abcabc"]
     edits: list[dict[str, Any]] = [{"presence_penalty": 0.3}, {}, {"logit_bias": {70: 1.0}}, {"bad_words": ["de"]}]
     params = [SamplingParams(0, 60, ignore_eos=True, **each) for each in edits]
-    found, num_drafts = [], []
+    found = []
+    num_drafts = []
     for config in (None, {"method": "ngram", "num_speculative_tokens": 3}):
         with LLM(reciter, dtype="float32", max_model_len=128, speculative_config=config) as llm:
             found.append(tokens(llm, params, prompts))  # type: ignore[arg-type]
@@ -302,7 +304,8 @@ def test_words_of_several_tokens_are_waited_for_and_nothing_else_is(llm: LLM) ->
 def test_drawn_tokens_follow_the_edited_distribution(folder: Path, model: PreTrainedModel) -> None:
     """The first token, and the second after the likeliest first: by then the device has counted one."""
     edits = EACH["all"] | {"bad_words": None, "stop_token_ids": None, "min_tokens": 0, "presence_penalty": 1.8}
-    params, prompt = SamplingParams(1.3, 2, top_k=25, ignore_eos=True, **edits), PROMPTS[1]
+    params = SamplingParams(1.3, 2, top_k=25, ignore_eos=True, **edits)
+    prompt = PROMPTS[1]
     with LLM(folder, **OPTIONS | {"num_kvcache_blocks": 600}) as llm:
         outputs = llm.generate(prompt, replace(params, n=3000, seed=5), use_tqdm=False)[0].outputs
     firsts = np.array([o.token_ids[0] for o in outputs])
@@ -329,7 +332,8 @@ def test_a_kernel_edits_as_the_reference_does(name: str, vocab_size: int, half: 
         edits = edits._replace(counts=None, penalties=None)
     if half == "penalties":
         edits = edits._replace(masks=None)
-    expected, given = logits.clone(), logits.clone()
+    expected = logits.clone()
+    given = logits.clone()
     edit_logits_reference(expected, edits)
     BACKENDS[name]().edit_logits(given, edits)
     assert torch.allclose(given, expected, rtol=1e-6, atol=1e-6, equal_nan=True)

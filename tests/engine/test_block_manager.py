@@ -48,7 +48,8 @@ def let_go(manager, seq):
 )
 def test_any_order_of_holding_and_releasing_keeps_every_block_in_one_place(seed, num_blocks, block_size, digest):
     rng = random.Random(seed)
-    manager, held = BlockManager(num_blocks, block_size, digest=digest), []
+    manager = BlockManager(num_blocks, block_size, digest=digest)
+    held = []
     for _ in range(40):
         if held and rng.random() < 0.5:
             let_go(manager, held.pop(rng.randrange(len(held))))
@@ -67,8 +68,10 @@ def test_any_order_of_holding_and_releasing_keeps_every_block_in_one_place(seed,
 
 def test_worthless_blocks_are_reused_before_cached_ones():
     manager = BlockManager(4, 2)
-    cached, partial = hold(manager, [1, 2, 3]), hold(manager, [9])
-    kept, worthless = cached.block_table[0], [cached.block_table[1], partial.block_table[0]]
+    cached = hold(manager, [1, 2, 3])
+    partial = hold(manager, [9])
+    kept = cached.block_table[0]
+    worthless = [cached.block_table[1], partial.block_table[0]]
     let_go(manager, cached)
     let_go(manager, partial)
     assert set(worthless) < set(manager.take(3))
@@ -77,7 +80,8 @@ def test_worthless_blocks_are_reused_before_cached_ones():
 
 def test_least_recently_used_goes_first_and_the_tail_of_a_prefix_before_its_head():
     manager = BlockManager(4, 1)
-    first, second = hold(manager, [1, 2]), hold(manager, [3, 4])
+    first = hold(manager, [1, 2])
+    second = hold(manager, [3, 4])
     tables = first.block_table, second.block_table
     let_go(manager, first)
     let_go(manager, second)

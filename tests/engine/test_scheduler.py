@@ -74,9 +74,11 @@ def test_resident_sequences_never_exceed_max_num_seqs_although_each_step_serves_
 def test_a_small_pool_preempts_the_last_admitted_and_admits_nobody_in_that_step():
     engine = make_engine(num_blocks=8, max_num_seqs=4, max_num_batched_tokens=64, caching=False)
     seqs = [engine.add(engine.prepare([i] * 7, SamplingParams(max_tokens=16, seed=0))) for i in range(4)]
-    scheduler, victims = engine.scheduler, []
+    scheduler = engine.scheduler
+    victims = []
     while engine.has_work:
-        before, count = list(scheduler.running), scheduler.num_preemptions
+        before = list(scheduler.running)
+        count = scheduler.num_preemptions
         engine.step()
         if scheduler.num_preemptions > count:
             gone = [seq for seq in before if seq not in scheduler.running and seq.finish_reason is None]

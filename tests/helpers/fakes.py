@@ -41,7 +41,9 @@ def three_bit_digest(parent: bytes, tokens: bytes) -> bytes:
 
 class FakeHandle:
     def __init__(self, runner: "FakeRunner", token_ids: np.ndarray, scores: list[dict[int, float]]) -> None:
-        self._runner, self._token_ids, self._scores = runner, token_ids, scores
+        self._runner = runner
+        self._token_ids = token_ids
+        self._scores = scores
 
     def result(self) -> StepResult:
         assert self._runner.unread.popleft() is self, "steps are read in the order of their launch"
@@ -56,7 +58,8 @@ class FakeRunner:
     """
 
     def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int, max_num_batched_tokens: int) -> None:
-        self.block_size, self.budget = block_size, max_num_batched_tokens
+        self.block_size = block_size
+        self.budget = max_num_batched_tokens
         self.cache: dict[int, int] = {}
         self.tables: dict[tuple[int, int], int] = {}
         self.last_token = [-1] * max_num_seqs
@@ -74,7 +77,9 @@ class FakeRunner:
         for new in plan.new_rows:
             self.seeds[new["row"]] = int(new["seed_low"]) | int(new["seed_high"]) << 32
         states = self._compute(plan)
-        sampled, scores, targets = [], [], iter(plan.targets.tolist())
+        sampled = []
+        scores = []
+        targets = iter(plan.targets.tolist())
         for i, row in enumerate(plan.rows.tolist()):
             drawn = [next_token(state, self.seeds[row]) for state in states[i][-1 - plan.num_drafts[i] :]]
             # The real runner also samples after a chunk of a prompt. Nobody may read that token, nor those of drafts.
@@ -118,7 +123,9 @@ class FakeRunner:
         written: set[int] = set()
         slots = {}
         for i in pending:
-            row, start, n = int(plan.rows[i]), int(plan.num_computed[i]), int(plan.num_scheduled[i])
+            row = int(plan.rows[i])
+            start = int(plan.num_computed[i])
+            n = int(plan.num_scheduled[i])
             slots[i] = [self._slot(row, p) for p in range(start, start + n)]
             for slot in slots[i]:
                 assert slot not in written, "two rows write one slot"
@@ -127,7 +134,9 @@ class FakeRunner:
         while pending:
             blocked = []
             for i in pending:
-                row, start, n = int(plan.rows[i]), int(plan.num_computed[i]), int(plan.num_scheduled[i])
+                row = int(plan.rows[i])
+                start = int(plan.num_computed[i])
+                n = int(plan.num_scheduled[i])
                 before = self._slot(row, start - 1) if start else None
                 if before is not None and before not in self.cache:
                     assert before in written, f"row {row} reads a slot that was never written"
@@ -147,7 +156,10 @@ class PairMatcher:
     """Stands for a stop string that straddles tokens: ends at the second of two given tokens in a row."""
 
     def __init__(self, first: int, second: int) -> None:
-        self.pair, self.before, self.text, self.found = (first, second), -1, "", None
+        self.pair = (first, second)
+        self.before = -1
+        self.text = ""
+        self.found = None
 
     def feed(self, token_id: int) -> bool:
         found = (self.before, token_id) == self.pair
@@ -177,7 +189,8 @@ def expected_tokens(
 
 def expected_scores(prompt: list[int], params: SamplingParams) -> list[dict[int, float] | None]:
     """Return the prompt_logprobs of a request that runs alone; all None if it asks for none."""
-    state, scores = 0, []
+    state = 0
+    scores = []
     start = len(prompt) if params.prompt_logprobs is None else max(params.prompt_logprob_start, 1)
     for position, token in enumerate(prompt):
         scores.append({token: score(state)} if position >= start else None)

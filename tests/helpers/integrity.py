@@ -7,7 +7,8 @@ from nanovllm.engine.scheduler import Scheduler
 def check_blocks(manager: BlockManager) -> None:
     """Check that every block is in exactly one place, and that the index agrees with the contents."""
     used = {block for block, references in enumerate(manager._references) if references > 0}
-    blank, evictable = set(manager._blank), set(manager._evictable)
+    blank = set(manager._blank)
+    evictable = set(manager._evictable)
     counts = {"used": len(used), "blank": len(manager._blank), "evictable": len(manager._evictable)}
     assert sum(counts.values()) == manager.num_blocks, f"{counts} do not make {manager.num_blocks}"
     assert used | blank | evictable == set(range(manager.num_blocks)), counts
@@ -19,7 +20,9 @@ def check_blocks(manager: BlockManager) -> None:
 
 def check_scheduler(scheduler: Scheduler) -> None:
     """Check that rows, tables and blocks agree."""
-    table, resident, manager = scheduler.table, scheduler.table.resident, scheduler.block_manager
+    table = scheduler.table
+    resident = scheduler.table.resident
+    manager = scheduler.block_manager
     check_blocks(manager)
     references = [0] * manager.num_blocks
     for row, seq in resident.items():

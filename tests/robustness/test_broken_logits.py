@@ -18,7 +18,8 @@ from nanovllm.backends import BACKENDS, Backend
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # NumPy's, of the interpreter
 
 CPU = torch.device("cpu")
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 
 
 @pytest.fixture(params=["torch", "cpu", "triton"])
@@ -136,7 +137,8 @@ def test_a_broken_request_ends_with_its_tokens_so_far_and_the_others_go_on(
 
 def test_the_prefix_of_a_broken_request_is_not_reused(untied: Path) -> None:
     """A fault of memory, say: the cache is poisoned once, and the same prompt meets it once."""
-    prompt, params = PROMPTS[4], SamplingParams(temperature=0, max_tokens=3)
+    prompt = PROMPTS[4]
+    params = SamplingParams(temperature=0, max_tokens=3)
     with open_llm(untied, BACKENDS["torch"]()) as llm:
         clean = llm.generate([prompt], params, use_tqdm=False)[0]
         for cache in llm.engine.runner.caches:
@@ -165,7 +167,8 @@ def test_a_score_of_broken_logits_raises_and_the_engine_goes_on(untied: Path) ->
 class Breaking(FakeRunner):
     """Finds the logits of one request broken, once and for all, from its n-th sampled token on."""
 
-    seed, left = 0, 3
+    seed = 0
+    left = 3
 
     def launch(self, plan: Any, *edits: Any) -> Any:
         handle = super().launch(plan, *edits)
