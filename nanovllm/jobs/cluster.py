@@ -181,7 +181,8 @@ class _Parts(Datasource):  # type: ignore[misc]  # where Ray is not installed, i
     def get_read_tasks(
         self, parallelism: int, per_task_row_limit: int | None = None, data_context: DataContext | None = None
     ) -> list[ReadTask]:
-        arguments, schema = self._arguments, self._SCHEMA
+        arguments = self._arguments
+        schema = self._SCHEMA
 
         def read() -> Iterator[pyarrow.Table]:
             for part in read_parts(*arguments):

@@ -4,8 +4,8 @@ import errno
 import fcntl
 import logging
 import os
+import shutil
 import stat
-import tempfile
 import threading
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -143,27 +143,22 @@ class ResultsFile:
 
     def _save_copy(self) -> str:
         """Copy the results and the manifest to a new name; return the message that tells it."""
-        what = f"{self._name} was moved or removed while the job ran"
-        near = next(folder for folder in self._path.parents if folder.is_dir())
-        reason = None
-        for folder in (near, Path(tempfile.gettempdir())):
-            new = folder / f"rescued-{token_hex(8)}.jsonl"
-            try:
-                with open(self._descriptor, "rb", closefd=False) as results, open(new, "xb") as copy:
-                    results.seek(0)
-                    while piece := results.read(1 << 20):
-                        copy.write(piece)
-                    copy.flush()
-                    os.fsync(copy.fileno())
-                can_resume = self._manifest.save_for(new)
-            except OSError as error:
-                reason = reason or error
-                with suppress(OSError):
-                    new.unlink()
-            else:
-                advice = f": the same command with -o {new} resumes the job" if can_resume else ""
-                return f"{what}; its results are copied to {new}{advice}"
-        return f"{what}, and its results cannot be copied: {reason}"
+        problem = f"{self._name} was moved or removed while the job ran"
+        folder = next(folder for folder in self._path.parents if folder.is_dir())
+        new = folder / f"rescued-{token_hex(8)}.jsonl"
+        try:
+            with open(self._descriptor, "rb", closefd=False) as results, open(new, "xb") as copy:
+                results.seek(0)
+                shutil.copyfileobj(results, copy)
+                copy.flush()
+                os.fsync(copy.fileno())
+            can_resume = self._manifest.save_for(new)
+        except OSError as error:
+            with suppress(OSError):
+                new.unlink()
+            return f"{problem}, and its results cannot be copied: {error}"
+        advice = f": the same command with -o {new} resumes the job" if can_resume else ""
+        return f"{problem}; its results are copied to {new}{advice}"
 
 
 def _leads_to(path: Path, descriptor: int) -> bool:

@@ -81,7 +81,8 @@ def answer_lines(
         write(make_result_line(running.pop(index), output, model_name, llm.token_text))
 
 
-def _load(config: EngineConfig) -> "LLM":
+def load_llm(config: EngineConfig) -> "LLM":
+    """Load the engine of a job."""
     # On CPUs, oneDNN compiles bfloat16 code for each shape, and keeps the code of the last 1024 shapes; torch keeps it
     # once more. A long job has a shape for every number of tokens in a step, which takes a gigabyte. Measured: keeping
     # 64 is as fast.
@@ -93,16 +94,16 @@ def _load(config: EngineConfig) -> "LLM":
     return LLM(options.pop("model"), **options)
 
 
-def run_job(job: Job, load: "Callable[[EngineConfig], LLM]" = _load) -> Status:
+def run_job(job: Job) -> Status:
     """Run a job in this process, or resume it. Errors are logged, and told by the status."""
-    return supervise(job, lambda work: _answer_here(work, load))
+    return supervise(job, _answer_here)
 
 
-def _answer_here(work: OpenJob, load: "Callable[[EngineConfig], LLM]") -> None:
+def _answer_here(work: OpenJob) -> None:
     reading = Reading(work.source)
     first = work.first_reading
     lines = (line for line in reading if first is None or line.number in first.numbers)
-    with closing(load(work.job.config)) as llm, work.counts.show(llm.stats) as bar:
+    with closing(load_llm(work.job.config)) as llm, work.counts.show(llm.stats) as bar:
         llm.observe(bar)
         work.check_engine(llm.provenance)
         try:

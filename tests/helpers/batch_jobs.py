@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from nanovllm import SamplingParams
 from nanovllm.config import EngineConfig
@@ -125,7 +126,8 @@ def run(source: Path | str, results: Path | str, llm: dict[str, Any] | None = No
     of_job = {field.name: options.pop(field.name) for field in fields(Job) if field.name in options}
     config = EngineConfig("some-model", max_model_len=1000, **options)
     job = Job(str(source), str(results), config, **{"model_name": "some-model", **of_job})
-    return run_job(job, lambda config: InstantLLM(config, **(llm or {})))  # type: ignore[arg-type, return-value]
+    with patch("nanovllm.jobs.run.load_llm", lambda config: InstantLLM(config, **(llm or {}))):
+        return run_job(job)
 
 
 def run_job_that_calls(change: Callable[[], None], source: Path, out: Path, after: int = 10) -> Status:
@@ -139,5 +141,5 @@ def run_job_that_calls(change: Callable[[], None], source: Path, out: Path, afte
                 yield answer
 
     config = EngineConfig("some-model", max_model_len=1000)
-    load: Any = Changing
-    return run_job(Job(str(source), str(out), config, "some-model"), load)
+    with patch("nanovllm.jobs.run.load_llm", Changing):
+        return run_job(Job(str(source), str(out), config, "some-model"))

@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -100,8 +99,6 @@ def test_a_job_ends_soon_after_its_results_were_moved(
 def test_without_a_place_for_the_copy_the_message_says_so(
     source: Path, tmp_path: Path, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tempfile, "gettempdir", lambda: "/proc")
-
     def remove_and_fill() -> None:
         (tmp_path / "out").unlink()
         monkeypatch.setattr("nanovllm.jobs.results_file.token_hex", lambda _: "x" * 300)  # no file has such a name
