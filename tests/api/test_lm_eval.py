@@ -8,10 +8,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import lm_eval
 import pytest
 import yaml
 from helpers.paths import BOX_MODEL, ROOT
+
+pytest.importorskip("lm_eval")
+
+import lm_eval
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 

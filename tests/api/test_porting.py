@@ -74,6 +74,8 @@ def run(code: str, names: dict[str, Any]) -> Any:
 def test_every_cell_of_the_table_runs_or_is_refused_and_a_row_gives_the_same(
     row: list[str], names: dict[str, Any]
 ) -> None:
+    if "tructured" in row[1]:
+        pytest.importorskip("llguidance")
     values = []
     for cell in row[1:]:
         for code in codes(cell):

@@ -99,6 +99,7 @@ def test_every_link_leads_to_a_file_and_every_symbol_to_its_definition(page):
 
 @pytest.mark.slow
 def test_every_picture_of_the_guide_is_drawn_by_one_command(tmp_path):
+    pytest.importorskip("matplotlib")
     from docs.guide import draw
 
     draw.main(["-o", str(tmp_path), *draw.PICTURES])

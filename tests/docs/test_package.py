@@ -4,9 +4,11 @@ import graphlib
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
+import zipfile
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -264,6 +266,27 @@ def test_a_type_checker_knows_every_option_and_its_type() -> None:
 
     options = {field.name: field.type for field in fields(EngineConfig) if field.name != "model"}
     assert EngineOptions.__annotations__ == options
+
+
+@pytest.mark.slow
+def test_a_wheel_holds_every_file_of_the_package_and_no_other(tmp_path: Path) -> None:
+    """C++ sources, the model in the box, the page of the window and py.typed among them. Needs setuptools."""
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    shutil.copytree(ROOT / "nanovllm", tmp_path / "nanovllm", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "test_nothing.py").touch()
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", tmp_path / "wheels", tmp_path]
+    done = subprocess.run(build, capture_output=True, text=True)
+    if done.returncode and "setuptools" in done.stderr:
+        pytest.skip("setuptools cannot be had")
+    assert done.returncode == 0, done.stderr
+    (wheel,) = (tmp_path / "wheels").iterdir()
+    packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    package = tmp_path / "nanovllm"
+    assert packed == {str(path.relative_to(tmp_path)) for path in package.rglob("*") if path.is_file()}
+    for name in ("py.typed", "view/page.js", "kernels/cpu/kernels.cpp", "assets/tiny-qwen3/model.safetensors"):
+        assert f"nanovllm/{name}" in packed
 
 
 USES = """

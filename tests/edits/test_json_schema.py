@@ -6,7 +6,6 @@ import random
 from types import SimpleNamespace
 from typing import Any
 
-import jsonschema
 import numpy as np
 import pytest
 from helpers.paths import BOX_MODEL
@@ -15,6 +14,11 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
+
+pytest.importorskip("jsonschema")
+pytest.importorskip("llguidance")
+
+import jsonschema
 
 from nanovllm import StructuredOutputsParams
 from nanovllm.edits import json_schema

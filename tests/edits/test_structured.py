@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import numpy as np
 import pytest
 import torch
@@ -18,6 +17,12 @@ from helpers.batch_jobs import openai_line, read_answers, texts_by_id, write_lin
 from helpers.paths import ROOT
 from helpers.schemas import BAD_VALUES, SCHEMAS, record, text, whole
 from helpers.tiny import edit_json, logits_of, make_tokenizer, save_random
+
+pytest.importorskip("jsonschema")
+pytest.importorskip("llguidance")
+pytest.importorskip("pydantic")
+
+import jsonschema
 from pydantic import BaseModel
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams

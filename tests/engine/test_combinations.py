@@ -5,6 +5,7 @@ With the CPU kernels all that comes back is compared, log-probabilities included
 
 import random
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -78,6 +79,8 @@ OPTIONAL: dict[str, st.SearchStrategy[Any]] = {
     ),
     "n": st.sampled_from([2, 3]),
 }
+if find_spec("llguidance") is None:
+    del OPTIONAL["structured_outputs"]
 
 
 @st.composite
