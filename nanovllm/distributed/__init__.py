@@ -31,5 +31,6 @@ What happens when a rank dies:
     a follower is stopped
 
 No port is opened for the ranks to meet: they do so through files in a folder that only this user may enter, which is
-removed at the end or when a rank has died. The sockets of gloo and NCCL are bound to loopback.
+removed at the end or when a rank has died; it stays only if rank 0 is killed before its first
+follower runs. The sockets of gloo and NCCL are bound to loopback.
 """
