@@ -47,8 +47,11 @@ class Editing:
             words = [word for word in words if max(word) < self._vocab_size]  # others cannot come
         if params.structured_outputs is not None:
             if self.grammars is None:
-                from nanovllm.edits.grammars import Grammars
-
+                try:
+                    from nanovllm.edits.grammars import Grammars
+                except ImportError as why:
+                    advice = "pip install 'nano-vllm[guided]'"
+                    raise ValueError(f"structured_outputs needs llguidance: {advice} ({why})") from None
                 self.grammars = Grammars(self._tokenizer, self._vocab_size, self._eos_token_ids)
             matcher = self.grammars.compile(params.structured_outputs)
         stop_ids = self._eos_token_ids | set(params.stop_token_ids or ())

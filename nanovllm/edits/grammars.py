@@ -1,36 +1,35 @@
-"""Constrained output: grammars, each compiled once, and the masks of what may come next. Imported when a request asks.
+"""Constrained output: the compiled grammars of one model, and the masks of the tokens that may come next.
 
-llguidance (https://github.com/guidance-ai/llguidance) holds each sequence's place in its grammar, byte by byte, and
-walks through the vocabulary to tell which tokens go on from there. A mask depends on every token before it, so while a
-sequence with a grammar is resident the engine reads each step before it plans the next.
+`Editing` imports this when the first request asks for structured output. llguidance holds the place of each sequence in
+its grammar, byte by byte, and walks through the vocabulary to tell which tokens continue it. A mask depends on every
+token before it. So while a sequence with a grammar is resident, the engine reads each step before it plans the next.
 """
 
-import json
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
+from functools import cached_property
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
-from nanovllm.edits.json_schema import find_place, read_schema
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
+from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
+
+from nanovllm.edits.compiler import compile_grammar, read_grammar
 from nanovllm.engine.plan import IntArray
 from nanovllm.sampling_params import StructuredOutputsParams
 from nanovllm.text.tokenizer import Tokenizer
 
-try:
-    from llguidance import LLExecutor, LLMatcher, LLTokenizer
-    from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
-except ImportError as why:
-    raise ValueError(f"structured_outputs needs llguidance: pip install 'nano-vllm[guided]' ({why})") from None
-
 MOST_KEPT = 256
-"""Compiled grammars that are kept for requests to come; requests keep their own."""
+MOST_BYTES_KEPT = 256 << 20
+"""Compiled grammars that are kept for later requests, and their memory; requests hold their own as long as they run."""
 
-MOST_SAID = 500
+_BYTES_OF_ANY = 16 << 10
+_BYTES_PER_COST = 640
+"""Memory of a compiled grammar that no child has measured, at most: of any, and for each unit of `Grammar.cost`."""
+
+LONGEST_ERROR = 500
 """Characters of an error: it may repeat a part of the grammar."""
-
-_SPACE = r"\x20|\x0D?\x0A[\x20\x09]{0,20}"
-"""White space between the parts of JSON, as people and programs write it: without end, a weak model gets lost in it."""
 
 _executor = LLExecutor()
 
@@ -38,13 +37,20 @@ _executor = LLExecutor()
 def fill_masks(masks: IntArray, places: Seq[tuple[LLMatcher, int, list[int]]]) -> None:
     """For each (matcher, i, drafts) write masks[i]: bit t % 32 of word t // 32 is set if token t may come next.
 
-    masks[i + 1] and on are for what comes after each draft, up to the first that may not come. A matcher that has
-    failed, as it also may while it makes a mask, lets an end of sequence pass.
+    masks[i + 1] and those after it are for the tokens that follow each draft, up to the first draft that may not come.
+    A matcher that has failed lets an end of sequence pass; it may also fail while it makes a mask.
     """
     if drafted := [place for place in places if place[2]]:
         fill_next_token_bitmask_par_with_draft_tokens(_executor, drafted, masks)
     if plain := [(matcher, i) for matcher, i, drafts in places if not drafts]:
         fill_next_token_bitmask_par(_executor, plain, masks)
+
+
+class _Kept(NamedTuple):
+    """A compiled grammar, or the error of a bad one, and its bytes of memory."""
+
+    found: LLMatcher | str
+    num_bytes: int
 
 
 class Grammars:
@@ -55,70 +61,60 @@ class Grammars:
         if tokenizer is None or not eos_token_ids:
             missing = "a tokenizer" if tokenizer is None else "an end-of-sequence token"
             raise ValueError(f"structured_outputs needs {missing}, and this model has none")
+        self._vocab_size = vocab_size
+        self._eos = min(eos_token_ids)
         try:
             self._tokenizer = LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=sorted(eos_token_ids))
         except ValueError as why:  # it does not spell bytes
             raise ValueError(f"structured_outputs cannot be had with this model's tokenizer: {why}") from None
-        self._kept: OrderedDict[tuple[str, str], LLMatcher | str] = OrderedDict()
-        """The grammars asked for last; of a bad one, what is wrong with it."""
+        self._kept: OrderedDict[tuple[str, str], _Kept] = OrderedDict()
+        """The grammars asked for last, the last one at the end."""
+        self._num_bytes_kept = 0
         self._lock = Lock()  # requests are prepared ahead, in a thread
 
     def compile(self, params: StructuredOutputsParams | Mapping[str, Any]) -> LLMatcher:
-        """The matcher at the start of a grammar, of which each sequence gets a copy.
+        """Return the matcher at the start of a grammar, of which each sequence gets a copy.
 
         Raises:
-            ValueError: the grammar is bad, or has what llguidance would not keep, and where that is.
+            ValueError: the grammar is bad or too large, or llguidance would not keep a part of it.
         """
         params = StructuredOutputsParams.convert(params)
         key = params.kind, params.text
         with self._lock:
-            found = self._kept[key] = self._kept.pop(key) if key in self._kept else self._compile(*key)
-            if len(self._kept) > MOST_KEPT:
-                self._kept.popitem(last=False)
+            if key not in self._kept:
+                self._keep(key, self._compile(*key))
+            self._kept.move_to_end(key)
+            found = self._kept[key].found
         if isinstance(found, str):
             raise ValueError(found)
         return found
 
-    def _compile(self, kind: str, text: str) -> LLMatcher | str:
+    def _keep(self, key: tuple[str, str], kept: _Kept) -> None:
+        """Keep a grammar, and let go of those that nobody has asked for longest. The last one stays, however large."""
+        self._kept[key] = kept
+        self._num_bytes_kept += kept.num_bytes
+        while len(self._kept) > 1 and (len(self._kept) > MOST_KEPT or self._num_bytes_kept > MOST_BYTES_KEPT):
+            _, oldest = self._kept.popitem(last=False)
+            self._num_bytes_kept -= oldest.num_bytes
+
+    def _compile(self, kind: str, text: str) -> _Kept:
         try:
-            if kind in ("json", "json_object"):
-                return self._compile_schema(read_schema(text) if kind == "json" else {"type": "object"})
-            if kind == "grammar":
-                grammar = LLMatcher.grammar_from_lark(text)
-            else:
-                regex = text if kind == "regex" else "|".join(map(_literal, json.loads(text)))
-                grammar = LLMatcher.grammar_from_regex(regex)
-            matcher, error = self._match(grammar)
-            if error:
-                raise ValueError(error)
+            grammar = read_grammar(kind, text)
+            num_bytes = _BYTES_OF_ANY + _BYTES_PER_COST * grammar.cost
+            if not grammar.is_safe:
+                from nanovllm.edits.trial import try_in_child
+
+                trial = try_in_child(kind, text, self._special_tokens, self._vocab_size, self._eos)
+                if trial.error:
+                    raise ValueError(trial.error)
+                num_bytes = _BYTES_OF_ANY + 2 * len(text) + trial.num_bytes
+            return _Kept(compile_grammar(self._tokenizer, grammar), num_bytes)
         except ValueError as why:
-            return f"structured_outputs.{kind}: {str(why)[:MOST_SAID]}"
-        return matcher
+            error = f"structured_outputs.{kind}: {str(why)[:LONGEST_ERROR]}"
+            return _Kept(error, _BYTES_OF_ANY + 2 * len(text))
 
-    def _compile_schema(self, schema: Any) -> LLMatcher:
-        def match(part: Any) -> tuple[LLMatcher, str]:
-            options: Any = {"whitespace_pattern": _SPACE}
-            return self._match(LLMatcher.grammar_from_json_schema(json.dumps(part), overrides=options))
-
-        matcher, error = match(schema)
-        if error:
-            raise ValueError(f"at {find_place(schema, error, lambda part: match(part)[1])}: {error}")
-        return matcher
-
-    def _match(self, grammar: str) -> tuple[LLMatcher, str]:
-        """A matcher, and what is wrong with its grammar, "" if nothing is: what would be ignored, too."""
-        matcher = LLMatcher(self._tokenizer, grammar, log_level=0)
-        if not matcher.is_error():
-            matcher.compute_bitmask()  # fails where nothing can begin
-        error = error_of(matcher) or ", ".join(matcher.get_grammar_warnings())
-        return matcher, "the options of a oneOf may overlap" if error.startswith("oneOf ") else error
-
-
-def _literal(text: str) -> str:
-    """The regular expression of one text."""
-    return "".join(c if c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
-
-
-def error_of(matcher: LLMatcher) -> str:
-    """Why a matcher has failed, in short; "" if it has not."""
-    return matcher.get_error().split("\n<state>")[0].replace("NoExtensionBias", "nothing fits it")
+    @cached_property
+    def _special_tokens(self) -> dict[int, str]:
+        ids = filter(self._tokenizer.is_special_token, range(self._vocab_size))
+        texts = {token_id: self._tokenizer.decode_str([token_id]) for token_id in ids}
+        return {token_id: text for token_id, text in texts.items() if text}

@@ -23,7 +23,7 @@ import jsonschema
 from nanovllm import StructuredOutputsParams
 from nanovllm.edits import json_schema
 from nanovllm.edits.grammars import Grammars, fill_masks
-from nanovllm.edits.json_schema import read_schema, subschemas
+from nanovllm.edits.json_schema import read_schema, walk_schema
 from nanovllm.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(BOX_MODEL)
@@ -114,7 +114,7 @@ def test_annotations_names_and_values_are_no_keywords(schema: Any) -> None:
 
 def test_every_schema_in_a_schema_has_its_pointer() -> None:
     schema = {"properties": {"a/b~c": {"anyOf": [{"const": {"items": 1}}]}}, "$defs": {"d": True}, "items": {"not": {}}}
-    places = [place for place, _ in subschemas(schema)]
+    places = [place for place, _ in walk_schema(schema)]
     assert places == ["#/properties/a~1b~0c/anyOf/0", "#/properties/a~1b~0c", "#/items/not", "#/items", "#"]
 
 

@@ -1,0 +1,119 @@
+"""Compiles grammars with llguidance (https://github.com/guidance-ai/llguidance). It imports neither torch nor numpy.
+
+The engine's process uses it, and so does the child process in which a large grammar is tried first (trial.py).
+"""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from nanovllm.edits.grammar_size import is_safe, measure_schema, measure_text
+from nanovllm.edits.json_schema import find_place, read_schema
+
+LIMITS = LLParserLimits(
+    initial_lexer_fuel=500_000,  # of a compile: at most a second
+    step_lexer_fuel=200_000,  # of a mask: some 15 ms
+    step_max_items=50_000,
+    max_items_in_row=2000,
+    max_lexer_states=100_000,  # of a grammar, while it is used: some 150 MB
+    max_grammar_size=500_000,
+    verbose_errors=False,
+)
+"""llguidance's own limits. A compile beyond them is an error; a mask beyond them ends its request with an error."""
+
+_SPACE = r"\x20|\x0D?\x0A[\x20\x09]{0,20}"
+"""White space between the parts of JSON, as people and programs write it. Without a limit a weak model gets lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """A grammar that has been read and measured, and not compiled yet.
+
+    Attributes:
+        kind: which parameter of structured_outputs gave it.
+        text: as it was given.
+        schema: of the kinds json and json_object, parsed and changed for llguidance.
+        cost: bytes of the text, and the sum of its `multipleOf`: the memory of a compiled grammar grows with both.
+        is_safe: whether this process may compile it at once.
+    """
+
+    kind: str
+    text: str
+    schema: dict[str, Any] | None
+    cost: int
+    is_safe: bool
+
+
+def read_grammar(kind: str, text: str) -> Grammar:
+    """Read and measure a grammar.
+
+    Raises:
+        ValueError: it is too large, or it is a schema of which llguidance would not keep everything.
+    """
+    schema = None
+    size = measure_text(kind, text)
+    safe = is_safe(size)
+    if kind == "json":
+        schema = read_schema(text)
+        size = measure_schema(schema, size.bytes)
+        safe = is_safe(size)
+    elif kind == "json_object":
+        schema = {"type": "object"}
+    return Grammar(kind, text, schema, size.bytes + size.multiples, safe)
+
+
+def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
+    """Return a matcher at the start of the grammar.
+
+    Raises:
+        ValueError: the grammar is bad, or llguidance would not keep a part of it. For a schema the message names the
+            place.
+    """
+    if grammar.schema is not None:
+        return _compile_schema(tokenizer, grammar.schema)
+    if grammar.kind == "grammar":
+        text = LLMatcher.grammar_from_lark(grammar.text)
+    else:
+        choices = map(_quote_literal, json.loads(grammar.text) if grammar.kind == "choice" else ())
+        text = LLMatcher.grammar_from_regex(grammar.text if grammar.kind == "regex" else "|".join(choices))
+    matcher, error = _make_matcher(tokenizer, text)
+    if error:
+        raise ValueError(error)
+    return matcher
+
+
+def _compile_schema(tokenizer: LLTokenizer, schema: dict[str, Any]) -> LLMatcher:
+    def make_matcher(part: Any) -> tuple[LLMatcher, str]:
+        options: Any = {"whitespace_pattern": _SPACE}
+        return _make_matcher(tokenizer, LLMatcher.grammar_from_json_schema(json.dumps(part), overrides=options))
+
+    matcher, error = make_matcher(schema)
+    if error:
+        raise ValueError(f"at {find_place(schema, error, lambda part: make_matcher(part)[1])}: {error}")
+    return matcher
+
+
+def _make_matcher(tokenizer: LLTokenizer, text: str) -> tuple[LLMatcher, str]:
+    """Return a matcher and its grammar's error, "" if there is none. What llguidance would ignore is an error, too."""
+    matcher = LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
+    if not matcher.is_error():
+        matcher.compute_bitmask()  # fails where nothing can begin
+    error = get_error(matcher) or ", ".join(matcher.get_grammar_warnings())
+    return matcher, "the options of a oneOf may overlap" if error.startswith("oneOf ") else error
+
+
+def _quote_literal(text: str) -> str:
+    """Return the regular expression that only this text matches."""
+    return "".join(c if c.isalnum() else f"\\x{{{ord(c):x}}}" for c in text)
+
+
+def get_error(matcher: LLMatcher) -> str:
+    """Return why a matcher has failed, without llguidance's state and backtrace; "" if it has not failed."""
+    message = matcher.get_error()
+    for appendix in ("\n<state>", "\n<non-verbose/>", "\n<backtrace>"):
+        message = message.split(appendix)[0]
+    if message.startswith("panic: "):
+        return f"llguidance gave up ({message.removeprefix('panic: ')})"
+    return message.replace("NoExtensionBias", "nothing fits it")

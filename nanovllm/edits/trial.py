@@ -1,0 +1,142 @@
+"""Compiles a large grammar in a child process first, with limits of time, memory and stack.
+
+A grammar can make llguidance work for minutes, take gigabytes, or overflow the stack, which kills the process. Here it
+costs a child. The child is a new interpreter, not a fork, so that it is safe beside threads, CUDA and Ray. It imports
+no torch and starts in 0.2 s. Its tokenizer has the real one's special tokens and 256 tokens of one byte each: how long
+a compile takes hardly depends on the vocabulary.
+"""
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from llguidance import LLTokenizer
+
+from nanovllm.edits.compiler import compile_grammar, read_grammar
+
+SECONDS = 0.75
+"""Processor time of a compile. The process of the engine then compiles the grammar again, and no signal ends that."""
+
+BYTES = 512 << 20
+"""Memory of a compile."""
+
+STACK = 2 << 20
+"""Bytes of stack: no more than threads have on any Linux. With glibc and common limits they have four times as many."""
+
+PATIENCE = 20
+"""Seconds until the child must have ended on a machine that is busy with other work."""
+
+
+class Trial(NamedTuple):
+    """What a child has found out. `error` is "" if the grammar compiles; then it took num_bytes of memory."""
+
+    error: str
+    num_bytes: int
+
+
+def try_in_child(kind: str, text: str, special_tokens: Mapping[int, str], vocab_size: int, eos: int) -> Trial:
+    """Compile a grammar in a child process and wait for the result.
+
+    Args:
+        special_tokens: their texts by id. A Lark grammar may name them.
+    """
+    request = {"kind": kind, "text": text, "special_tokens": special_tokens, "vocab_size": vocab_size, "eos": eos}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "RUST_BACKTRACE": "0"}
+    try:
+        child = subprocess.run(
+            [sys.executable, "-P", "-m", "nanovllm.edits.trial"],
+            input=json.dumps(request).encode(),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,  # a Ctrl-C at the terminal is for this process
+            timeout=PATIENCE,
+        )
+    except subprocess.TimeoutExpired:
+        return Trial(f"it takes more than {SECONDS} s to compile", 0)
+    except OSError as error:
+        return Trial(f"it is so large that a child process must try it first, and none can be started: {error}", 0)
+    try:
+        return Trial(**json.loads(child.stdout))
+    except ValueError:
+        limits = f"{SECONDS} s, {BYTES >> 20} MB of memory or {STACK >> 20} MB of stack"
+        return Trial(f"to compile it takes more than {limits} (the child process ended with {child.returncode})", 0)
+
+
+class _ByteTokenizer:
+    """What LLTokenizer asks of a tokenizer. Special tokens have their ids; 256 of the others are one byte each."""
+
+    bos_token_id = None
+    is_tokenizer_wrapper = True
+
+    def __init__(self, special_tokens: Mapping[int, str], vocab_size: int, eos: int) -> None:
+        self.eos_token_id = eos
+        self.special_token_ids = list(special_tokens)
+        self.tokens = [b""] * max(vocab_size, 256 + len(special_tokens))
+        ordinary = (token_id for token_id in range(len(self.tokens)) if token_id not in special_tokens)
+        self._byte_ids = [next(ordinary) for _ in range(256)]
+        for byte, token_id in enumerate(self._byte_ids):
+            self.tokens[token_id] = bytes([byte])
+        for token_id, text in special_tokens.items():
+            self.tokens[token_id] = text.encode()
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return [self._byte_ids[byte] for byte in (text.encode() if isinstance(text, str) else text)]
+
+
+def _limit(kind: int, most: int) -> None:
+    """Lower a limit of this process; one that is already lower stays."""
+    _, hard = resource.getrlimit(kind)
+    bound = most if hard == resource.RLIM_INFINITY else min(most, hard)
+    resource.setrlimit(kind, (bound, bound))
+
+
+def _read_memory() -> tuple[int, int]:
+    """Return the bytes of this process's address space, and those of them that are in memory; Linux alone tells."""
+    if sys.platform != "linux":
+        return 0, 0
+    with open("/proc/self/statm") as file:
+        size, resident, *_ = file.read().split()
+    return int(size) * resource.getpagesize(), int(resident) * resource.getpagesize()
+
+
+def _compile(tokenizer: LLTokenizer, kind: str, text: str) -> Trial:
+    _, before = _read_memory()
+    try:
+        matcher = compile_grammar(tokenizer, read_grammar(kind, text))
+    except ValueError as error:
+        return Trial(str(error), 0)
+    _, after = _read_memory()
+    del matcher  # in this thread: to take a large grammar to pieces needs stack as well
+    return Trial("", max(0, after - before))
+
+
+def main() -> None:
+    """The child: reads a request from standard input, and writes its Trial to standard output."""
+    request = json.load(sys.stdin)
+    special_tokens = {int(token_id): text for token_id, text in request["special_tokens"].items()}
+    wrapped: Any = _ByteTokenizer(special_tokens, request["vocab_size"], request["eos"])
+    tokenizer = LLTokenizer(wrapped)
+    _limit(resource.RLIMIT_CORE, 0)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)  # of processor time, then SIGPROF ends this process
+    _limit(resource.RLIMIT_CPU, int(time.process_time() + SECONDS) + 2)  # even if it does not
+    if size := _read_memory()[0]:
+        _limit(resource.RLIMIT_AS, size + BYTES)
+    threading.stack_size(STACK)
+    found: list[Trial] = []
+    thread = threading.Thread(target=lambda: found.append(_compile(tokenizer, request["kind"], request["text"])))
+    thread.start()
+    thread.join()
+    print(json.dumps(found[0]._asdict()))
+
+
+if __name__ == "__main__":
+    main()
