@@ -1,8 +1,12 @@
-"""How near our kernels come to what this GPU can do: attention, the fused small kernels, the sampler.
+"""Measures how near our kernels come to what this GPU can do: attention, the fused small kernels, the sampler.
 
-Every figure stands beside a ceiling measured in the same run: bytes against a large copy, FLOP against a large bfloat16
-matmul. Launches are captured in CUDA graphs, as in the engine, and go round several sets of tensors, together larger
-than the L2 cache, so that it does not flatter. The last line of the output is one JSON document.
+Every figure stands beside a ceiling measured in the same run. Kernels that all but only read are compared with the sum
+of a large tensor, others with a large copy, and FLOP with a large bfloat16 matmul. CUDA graphs capture the launches,
+as in the engine, and go round several sets of tensors, together larger than the L2 cache, which would flatter them.
+
+Each kernel is timed twice: by itself, and with dependent launches, where it may start before its predecessor has ended.
+In the second figure a kernel hides its start behind a copy of itself. In the engine its neighbours are mostly torch's,
+so percentages are of the first figure. The last line of the output is one JSON document.
 """
 
 import argparse
@@ -13,6 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
@@ -22,9 +27,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bench import commit
 from nanovllm.backends import AttentionMetadata, Backend
+from nanovllm.kernels import launch as launch_module
 from nanovllm.kernels.norm_rope_store import NormRope
 from nanovllm.kernels.sample import SamplingValues
 from nanovllm.resolve import Work, resolve_backend
+from nanovllm.utils.integers import ceil_div
 
 DTYPE = torch.bfloat16
 ITEMSIZE = 2
@@ -57,7 +64,8 @@ class Result:
     Attributes:
         amount: what a call must at least read and write, in bytes, or compute, in FLOP; unit says which.
         floor_us: how long this takes at the ceiling that was measured in the same run.
-        us, percent: how long the call took, and the floor's share of it.
+        us, percent: how long the call took by itself, and the floor's share of it.
+        dependent_us: how long it took with dependent launches.
     """
 
     kernel: str
@@ -68,15 +76,23 @@ class Result:
     floor_us: float
     us: float
     percent: float
+    dependent_us: float
+
+
+class Times(NamedTuple):
+    """Microseconds of one call: by itself, and with dependent launches."""
+
+    us: float
+    dependent_us: float
 
 
 def microseconds(launches: list[Callable[[], object]], before: Callable[[], None] | None = None) -> float:
-    """Time of one launch: a graph of all of them (at least 24, going round), the median of ten replays.
+    """Return the time of one launch: the median of ten replays of a graph of all of them (at least 24, going round).
 
     Args:
-        before: captured once, ahead of them; its time is part of theirs, as it is in a step of 24 layers.
+        before: captured once, ahead of them. Its time is part of theirs, as it is in a step of 24 layers.
     """
-    rounds = -(-24 // len(launches))
+    rounds = ceil_div(24, len(launches))
 
     def step() -> None:
         if before is not None:
@@ -103,12 +119,19 @@ def microseconds(launches: list[Callable[[], object]], before: Callable[[], None
     return float(np.median(times[2:]))
 
 
+def time_both(launches: list[Callable[[], object]], before: Callable[[], None] | None = None) -> Times:
+    """Time launches as `microseconds` does, without dependent launches and with them."""
+    dependent_us = microseconds(launches, before)
+    with mock.patch.object(launch_module, "_dependent_launches", lambda device: {"PDL": False}):
+        return Times(microseconds(launches, before), dependent_us)
+
+
 def num_sets(nbytes: int) -> int:
-    """How many sets of so many bytes are four times the L2 cache, within a quarter of the free memory."""
+    """Return how many sets of so many bytes are four times the L2 cache, within a quarter of the free memory."""
     l2 = torch.cuda.get_device_properties(0).L2_cache_size
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()
-    return max(1, min(-(-4 * l2 // nbytes), 64, free // 4 // nbytes))
+    return max(1, min(ceil_div(4 * l2, nbytes), 64, free // 4 // nbytes))
 
 
 def randn(*shape: int) -> Tensor:
@@ -122,27 +145,38 @@ class Bench:
         source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
         copy = torch.empty_like(source)
         self.copy_gbs = 2 * source.numel() / microseconds([lambda: copy.copy_(source)]) / 1e3
+        numbers = source.view(torch.float32)
+        self.read_gbs = source.numel() / microseconds([lambda: numbers.sum()]) / 1e3
         a, b = randn(8192, 8192), randn(8192, 8192)
         self.matmul_tflops = 2 * 8192**3 / microseconds([lambda: torch.mm(a, b)]) / 1e6
         self.results: list[Result] = []
 
-    def bytes(self, kernel: str, model: str, shape: str, us: float, nbytes: float) -> None:
-        self._add(kernel, model, shape, us, nbytes, "bytes", nbytes / self.copy_gbs / 1e3)
+    def add_read(self, kernel: str, model: str, shape: str, times: Times, nbytes: float) -> None:
+        """Add a kernel that reads nbytes and writes next to nothing."""
+        self._add(kernel, model, shape, times, nbytes, "bytes", nbytes / self.read_gbs / 1e3)
 
-    def flops(self, kernel: str, model: str, shape: str, us: float, flop: float) -> None:
-        self._add(kernel, model, shape, us, flop, "FLOP", flop / self.matmul_tflops / 1e6)
+    def add_copy(self, kernel: str, model: str, shape: str, times: Times, nbytes: float) -> None:
+        """Add a kernel that reads and writes nbytes in all."""
+        self._add(kernel, model, shape, times, nbytes, "bytes", nbytes / self.copy_gbs / 1e3)
 
-    def _add(self, kernel: str, model: str, shape: str, us: float, amount: float, unit: str, floor_us: float) -> None:
-        self.results.append(Result(kernel, model, shape, amount, unit, floor_us, us, 100 * floor_us / us))
+    def add_product(self, kernel: str, model: str, shape: str, times: Times, flop: float) -> None:
+        self._add(kernel, model, shape, times, flop, "FLOP", flop / self.matmul_tflops / 1e6)
+
+    def _add(
+        self, kernel: str, model: str, shape: str, times: Times, amount: float, unit: str, floor_us: float
+    ) -> None:
+        us, dependent_us = times
+        percent = 100 * floor_us / us
+        self.results.append(Result(kernel, model, shape, amount, unit, floor_us, us, percent, dependent_us))
         print(
             f"{kernel:18} {model:5} {shape:22} {amount / 1e6:12.1f} M{unit:5} floor {floor_us:9.1f} us, "
-            f"took {us:9.1f} us: {100 * floor_us / us:5.1f} %"
+            f"took {us:9.1f} us: {percent:5.1f} %; {dependent_us:9.1f} us with dependent launches"
         )
 
 
-def metadata_of(num_seqs: int, query_len: int, seq_len: int, block_size: int, num_blocks: int) -> AttentionMetadata:
-    """num_seqs equal sequences in shuffled blocks."""
-    per_seq = -(-seq_len // block_size)
+def make_metadata(num_seqs: int, query_len: int, seq_len: int, block_size: int, num_blocks: int) -> AttentionMetadata:
+    """Return a step of num_seqs equal sequences in shuffled blocks."""
+    per_seq = ceil_div(seq_len, block_size)
     tables = torch.randperm(num_blocks, device="cuda")[: num_seqs * per_seq].view(num_seqs, per_seq).int()
     query_lens = np.full(num_seqs, query_len, np.int32)
     return AttentionMetadata(
@@ -156,22 +190,22 @@ def metadata_of(num_seqs: int, query_len: int, seq_len: int, block_size: int, nu
     )
 
 
-def time_attention(backend: Backend, model: Model, num_seqs: int, query_len: int, seq_len: int) -> tuple[float, int]:
-    """Microseconds a layer, and the bytes of K and V that it reads."""
+def time_attention(backend: Backend, model: Model, num_seqs: int, query_len: int, seq_len: int) -> tuple[Times, int]:
+    """Return the times of a layer, and the bytes of K and V that it reads."""
     block_size = backend.default_block_size
-    num_blocks = num_seqs * -(-seq_len // block_size)
+    num_blocks = num_seqs * ceil_div(seq_len, block_size)
     shape = (num_blocks, block_size, model.num_kv_heads, model.head_dim)
     read = 2 * num_seqs * seq_len * model.num_kv_heads * model.head_dim * ITEMSIZE
     caches = [backend.allocate_cache(shape, DTYPE, torch.device("cuda")) for _ in range(num_sets(read))]
     for cache in caches:
         for side in cache:
             side.normal_()
-    metadata = metadata_of(num_seqs, query_len, seq_len, block_size, num_blocks)
+    metadata = make_metadata(num_seqs, query_len, seq_len, block_size, num_blocks)
     q = randn(num_seqs * query_len, model.num_heads, model.head_dim)
     scale = model.head_dim**-0.5
-    metadata_of_step = backend.prepare_attention(metadata, caches[0], model.num_heads)
-    launches = [lambda cache=cache: backend.attend(q, cache, metadata_of_step, scale) for cache in caches]
-    return microseconds(launches, before=lambda: backend.prepare_attention(metadata, caches[0], model.num_heads)), read
+    prepared = backend.prepare_attention(metadata, caches[0], model.num_heads)
+    launches = [lambda cache=cache: backend.attend(q, cache, prepared, scale) for cache in caches]
+    return time_both(launches, before=lambda: backend.prepare_attention(metadata, caches[0], model.num_heads)), read
 
 
 def bench_decode(bench: Bench, name: str, backend: Backend, batches: list[int], contexts: list[int]) -> None:
@@ -184,34 +218,36 @@ def bench_decode(bench: Bench, name: str, backend: Backend, batches: list[int], 
             if needed > torch.cuda.mem_get_info()[0] // 2:
                 print(f"{backend.name + ' decode':24} {name:5} {shape:24} skipped: {needed / 2**30:.0f} GiB do not fit")
                 continue
-            us, read = time_attention(backend, model, batch, 1, context)
+            times, read = time_attention(backend, model, batch, 1, context)
             q_and_out = 2 * batch * model.num_heads * model.head_dim * ITEMSIZE
-            bench.bytes(f"{backend.name} decode", name, shape, us, read + q_and_out)
+            bench.add_read(f"{backend.name} decode", name, shape, times, read + q_and_out)
 
 
 def bench_prefill(bench: Bench, name: str, backend: Backend) -> None:
     model = MODELS[name]
     for shape, (num_seqs, new, prefix) in PREFILLS.items():
-        us, _ = time_attention(backend, model, num_seqs, new, prefix + new)
+        times, _ = time_attention(backend, model, num_seqs, new, prefix + new)
         pairs = num_seqs * (new * prefix + new * (new + 1) / 2)  # of a query and a key that it sees
-        bench.flops(f"{backend.name} prefill", name, shape, us, 4 * pairs * model.num_heads * model.head_dim)
+        bench.add_product(f"{backend.name} prefill", name, shape, times, 4 * pairs * model.num_heads * model.head_dim)
 
 
-def small_kernels(backend: Backend, model: Model, num_tokens: int) -> Iterator[tuple[str, float, int]]:
-    """(name, microseconds, bytes read and written) of each."""
-    hidden, head_dim = model.hidden_size, model.head_dim
+def small_kernels(backend: Backend, model: Model, num_tokens: int) -> Iterator[tuple[str, Times, int]]:
+    """Yield (name, times, bytes read and written) of each."""
+    hidden = model.hidden_size
+    head_dim = model.head_dim
     heads = model.num_heads + 2 * model.num_kv_heads
-    weight, head_weight = randn(hidden), randn(head_dim)
+    weight = randn(hidden)
+    head_weight = randn(head_dim)
     row = num_tokens * hidden * ITEMSIZE
 
     rows = [(randn(num_tokens, hidden), randn(num_tokens, hidden)) for _ in range(num_sets(2 * row))]
-    yield "rms_norm", microseconds([lambda x=x: backend.rms_norm(x, weight, 1e-6) for x, _ in rows]), 2 * row
+    yield "rms_norm", time_both([lambda x=x: backend.rms_norm(x, weight, 1e-6) for x, _ in rows]), 2 * row
     launches = [lambda x=x, r=r: backend.add_rms_norm(x, r, weight, 1e-6) for x, r in rows]
-    yield "add_rms_norm", microseconds(launches), 4 * row
+    yield "add_rms_norm", time_both(launches), 4 * row
 
     size = 2 * num_tokens * model.intermediate_size * ITEMSIZE
     pairs = [randn(num_tokens, 2 * model.intermediate_size) for _ in range(num_sets(size))]
-    yield "silu_and_mul", microseconds([lambda x=x: backend.silu_and_mul(x) for x in pairs]), size * 3 // 2
+    yield "silu_and_mul", time_both([lambda x=x: backend.silu_and_mul(x) for x in pairs]), size * 3 // 2
     del rows, pairs, launches
 
     block_size = backend.default_block_size
@@ -223,11 +259,11 @@ def small_kernels(backend: Backend, model: Model, num_tokens: int) -> Iterator[t
     positions = torch.arange(num_tokens, device="cuda", dtype=torch.int32)
     norms = NormRope(head_weight, head_weight, 1e-6, torch.randn(num_tokens, head_dim, device="cuda"))
     launches = [lambda x=x, s=s: backend.norm_rope_store(x, norms, positions, cache, s) for x, s in inputs]
-    yield "norm_rope_store", microseconds(launches), 2 * size + num_tokens * head_dim * 4
+    yield "norm_rope_store", time_both(launches), 2 * size + num_tokens * head_dim * 4
 
 
 def bench_sampler(bench: Bench, backend: Backend, batches: list[int]) -> None:
-    """Percent is of reading the logits once: what sampling without a filter does."""
+    """Time the sampler. Percent is of reading the logits once, which is all that sampling without a filter needs."""
     kinds = {
         "greedy": (0.0, 0, 1.0),
         "no filter": (1.0, 0, 1.0),
@@ -237,7 +273,8 @@ def bench_sampler(bench: Bench, backend: Backend, batches: list[int]) -> None:
     for batch in batches:
         size = batch * VOCAB_SIZE * ITEMSIZE
         sets = [3 * randn(batch, VOCAB_SIZE) for _ in range(num_sets(size))]
-        seeds, positions = torch.arange(batch, device="cuda"), torch.zeros(batch, dtype=torch.int32, device="cuda")
+        seeds = torch.arange(batch, device="cuda")
+        positions = torch.zeros(batch, dtype=torch.int32, device="cuda")
         for kind, (temperature, top_k, top_p) in kinds.items():
             values = SamplingValues(
                 torch.full((batch,), temperature, device="cuda"),
@@ -248,11 +285,23 @@ def bench_sampler(bench: Bench, backend: Backend, batches: list[int]) -> None:
                 positions,
             )
             launches = [lambda x=x, v=values: backend.sample(x, v) for x in sets]
-            bench.bytes("sample", "", f"{batch}, {kind}", microseconds(launches), size)
+            bench.add_read("sample", "", f"{batch}, {kind}", time_both(launches), size)
+        launches = [lambda x=x, ids=positions: backend.token_logprobs(x, ids) for x in sets]
+        bench.add_read("token_logprobs", "", str(batch), time_both(launches), size)
+
+
+def bench_routing(bench: Bench, backend: Backend) -> None:
+    """Time the routing of Qwen3-30B-A3B's tokens. The floor, of reading the logits, is far below a launch's cost."""
+    for num_tokens in (1, 64, 256, 512):
+        size = num_tokens * 128 * ITEMSIZE
+        sets = [randn(num_tokens, 128) for _ in range(num_sets(size))]
+        slots = torch.zeros(num_tokens, dtype=torch.int64, device="cuda")
+        launches = [lambda x=x, slots=slots: backend.route(x, 8, True, slots) for x in sets]
+        bench.add_read("route", "30B", f"{num_tokens} tokens", time_both(launches), size)
 
 
 def describe() -> dict[str, str]:
-    """Machine, versions and commit, for the record."""
+    """Return machine, versions and commit, for the record."""
     import triton
 
     return {
@@ -288,19 +337,21 @@ def main() -> None:
     machine = describe()
     print(", ".join(f"{key} {value}" for key, value in machine.items()))
     bench = Bench()
-    print(f"ceilings: copy {bench.copy_gbs:.0f} GB/s, bf16 matmul {bench.matmul_tflops:.0f} TFLOP/s")
+    rates = f"copy {bench.copy_gbs:.0f} GB/s, read {bench.read_gbs:.0f} GB/s"
+    print(f"ceilings: {rates}, bf16 matmul {bench.matmul_tflops:.0f} TFLOP/s")
     for name in args.models:
         for backend in backends:
             bench_decode(bench, name, backend, args.batches, args.contexts)
             bench_prefill(bench, name, backend)
         for num_tokens in args.tokens:
-            for kernel, us, nbytes in small_kernels(backends[0], MODELS[name], num_tokens):
-                bench.bytes(kernel, name, f"{num_tokens} tokens", us, nbytes)
+            for kernel, times, nbytes in small_kernels(backends[0], MODELS[name], num_tokens):
+                bench.add_copy(kernel, name, f"{num_tokens} tokens", times, nbytes)
     bench_sampler(bench, backends[0], args.batches)
-    ceilings = {"copy_gbs": round(bench.copy_gbs, 1), "matmul_tflops": round(bench.matmul_tflops, 1)}
+    bench_routing(bench, backends[0])
+    ceilings = {name: round(getattr(bench, name), 1) for name in ("copy_gbs", "read_gbs", "matmul_tflops")}
     results = [asdict(result) for result in bench.results]
     for result in results:
-        result.update({key: round(result[key], 2) for key in ("us", "floor_us", "percent")})
+        result.update({key: round(result[key], 2) for key in ("us", "floor_us", "percent", "dependent_us")})
     print(json.dumps({**machine, **ceilings, "results": results}))
 
 

@@ -1,4 +1,4 @@
-"""Where ten decode steps spend the device's time: kernels by name, and what lies between them.
+"""Shows where ten decode steps spend the device's time: kernels by name, and the gaps between them.
 
     python scripts/gpu_profile.py [--num-seqs 256] [--context 1024] [--no-pdl]
 
@@ -54,6 +54,8 @@ def main() -> None:
     nodes = sum(event.count for event in averages) / STEPS
     print(averages.table(sort_by="self_device_time_total", row_limit=25, max_name_column_width=60))
     print(f"{1e6 * per_step:.0f} us a step without the profiler; kernels {busy:.0f} us, {nodes:.0f} of them a step")
+    if not args.no_pdl:
+        print("A kernel's time has its waiting for the one before in it: only --no-pdl says what each kernel costs.")
 
 
 if __name__ == "__main__":
