@@ -14,7 +14,6 @@ import importlib.metadata
 import json
 import os
 import platform
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -24,16 +23,14 @@ import torch
 
 import nanovllm
 from benchmarks.bench_compare import add_arguments, check_interpreters, compare
-from benchmarks.bench_cost import Cost, Machine, Model, Step, ideal_steps, measure_machine, step_cost, synchronize
+from benchmarks.bench_cost import Cost, Machine, Model, ideal_steps, measure_machine, step_cost, synchronize
 from benchmarks.bench_workload import Workload, make_workload
+from benchmarks.measuring import Recorder, commit
 from nanovllm import LLM, EngineConfig, SamplingParams
-from nanovllm.engine.plan import StepResult
-from nanovllm.engine.step import ScheduledStep
 from nanovllm.estimate import read_config
 from nanovllm.models.config import Shape
 from nanovllm.models.hub import PRESETS, preset_config
 from nanovllm.resolve import TOKEN_BUDGETS, resolve
-from nanovllm.utils.clock import Clock
 
 CPU_PRESET = {"num_seqs": 32, "input_len": [16, 128], "output_len": [16, 128], "dtype": "bfloat16"}
 
@@ -79,32 +76,6 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     if args.load_format is None:
         args.load_format = "dummy" if args.model.lower() in PRESETS else "auto"
     return args
-
-
-class Recorder:
-    """Observes an engine: keeps what each step was made of and where its time went."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._launch_computes = device.type == "cpu"
-        self.steps: list[Step] = []
-        self.device_seconds: list[float] = []
-        self.host_seconds: list[float] = []
-        self.command_seconds = 0.0
-
-    def planned(self, number: int, at: float, step: ScheduledStep) -> None:
-        plan = step.plan
-        work = list(zip(plan.num_computed.tolist(), plan.num_scheduled.tolist(), strict=True))
-        self.steps.append((work, int(plan.num_sampled.sum() + plan.num_scored.sum())))
-
-    def finished(self, number: int, step: ScheduledStep, clock: Clock, result: StepResult) -> None:
-        device = result.device_seconds
-        host = sum(seconds for name, _, seconds in clock.spans if name not in ("wait", "draft"))
-        self.device_seconds.append(device)
-        self.host_seconds.append(host - device if self._launch_computes else host)
-        self.command_seconds += result.command_seconds
-
-    def close(self) -> None:
-        pass
 
 
 def run_engine(args: argparse.Namespace, workload: Workload, vocab_size: int, device: torch.device) -> dict[str, Any]:
@@ -190,19 +161,6 @@ def evaluate(run: dict[str, Any], workload: Workload, model: Model, machine: Mac
         )
         result[name] = {"steps": count, "seconds": seconds, "floor_seconds": cost.seconds} | rates
     return result
-
-
-def commit() -> str:
-    """What is measured; "unknown" without git, or without its folder, as on a machine that only got the files."""
-
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(Path(__file__).parent), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        return git("rev-parse", "--short", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
 
 
 def describe(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:

@@ -12,6 +12,8 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,7 +97,7 @@ def compare(
         write_checkpoint(shape, dtype, folder)
     runs: dict[str, list[dict[str, Any]]] = {}
     left_out: dict[str, str] = {}
-    with tempfile.TemporaryDirectory() as scratch:
+    with exit_on_signals(), tempfile.TemporaryDirectory() as scratch:
         spec = Path(scratch) / "spec.json"
         spec.write_text(json.dumps(_specification(args, folder, cache / "exports", workload, dtype)))
         commands = _commands(args, folder, dtype, machine, spec)
@@ -113,6 +115,24 @@ def compare(
                     rate = f"{_rate(result):10,.1f} output tok/s"
                     print(f"run {turn + 1}      {line:24s} {result['seconds']:8.3f} s {rate}", flush=True)
     return _report({line: runs[line] for line in runs if line not in left_out}) | {"left_out": left_out}
+
+
+@contextmanager
+def exit_on_signals() -> Iterator[None]:
+    """Turn SIGTERM and SIGHUP into SystemExit, so that whoever started a rival ends it on the way out.
+
+    A rival has a session of its own: neither the signal nor the end of this process would reach it.
+    """
+
+    def leave(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _interpreter(args: argparse.Namespace, name: str) -> str:

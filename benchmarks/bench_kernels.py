@@ -25,7 +25,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bench import commit
+from benchmarks.measuring import commit
 from nanovllm.backends import AttentionMetadata, Backend
 from nanovllm.kernels import launch as launch_module
 from nanovllm.kernels.norm_rope_store import NormRope

@@ -74,7 +74,7 @@ def run(code: str, names: dict[str, Any]) -> Any:
 def test_every_cell_of_the_table_runs_or_is_refused_and_a_row_gives_the_same(
     row: list[str], names: dict[str, Any]
 ) -> None:
-    if "tructured" in row[1]:
+    if "tructured" in "".join(row):
         pytest.importorskip("llguidance")
     values = []
     for cell in row[1:]:

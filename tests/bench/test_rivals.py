@@ -2,8 +2,11 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +93,60 @@ def test_what_cannot_run_is_one_sentence_and_the_others_go_on(
     assert out.count("left out") == 5  # and none of them is tried again
     assert result["ratios"] == {"nanovllm": 1.0, "runs": 2.0}
     assert next(line for line in out.splitlines() if line.startswith("runs ")).endswith("weights Q8_0")
+
+
+COMPARE_WITH_A_SLEEPER = '''
+import sys
+from pathlib import Path
+import torch
+import bench
+from benchmarks import bench_compare
+from benchmarks.bench_cost import Machine
+from benchmarks.bench_workload import Workload
+
+folder = Path(sys.argv[1])
+sleeper = f"""
+import os, subprocess, sys, time
+sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+subprocess.Popen(sleep)
+open({str(folder / "group")!r}, "w").write(str(os.getpgid(0)) + " ")
+time.sleep(600)
+"""
+bench_compare._commands = lambda *_: {"nanovllm": [sys.executable, "-c", sleeper]}
+args = bench.parse_arguments(["--model", str(folder), "--compare", "transformers"])
+bench_compare.compare(args, None, Workload([[1]], [1]), torch.float32, Machine(1.0, 2.0, 3.0))
+'''
+
+
+def count_group(group: int) -> int:
+    """Count the living processes of a process group."""
+    count = 0
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, found = path.read_text().rpartition(")")[2].split()[:3]
+            count += int(found) == group and state not in "ZX"
+    return count
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_a_comparison_that_a_signal_ends_takes_its_rival_along(number: signal.Signals, tmp_path: Path) -> None:
+    """As `timeout 60 python bench.py --compare ...` does; the rival has a child of its own."""
+    (tmp_path / "config.json").write_text('{"vocab_size": 50}')
+    note = tmp_path / "group"
+    command = [sys.executable, "-c", COMPARE_WITH_A_SLEEPER, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        while not (note.exists() and note.read_text().endswith(" ")) and process.poll() is None:
+            time.sleep(0.02)
+        assert process.poll() is None, process.stderr.read() if process.stderr else ""
+        group = int(note.read_text())
+        assert count_group(group) == 2
+        process.send_signal(number)
+        process.communicate(timeout=300)
+    assert process.returncode != 0
+    deadline = time.monotonic() + 60
+    while count_group(group) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert count_group(group) == 0
 
 
 def test_our_own_failure_is_not_hidden(stand_in: Any) -> None:

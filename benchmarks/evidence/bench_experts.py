@@ -1,6 +1,6 @@
 """Mixture of experts: steps of decodes, and the expert blocks alone, beside the time to read what they touch.
 
-python benchmarks/bench_experts.py [--layers 6] [--batches 1 8 32] [--dtype bfloat16]
+python benchmarks/evidence/bench_experts.py [--layers 6] [--batches 1 8 32] [--dtype bfloat16]
 
 Random weights of a preset's layer shape, with fewer layers. A floor is the bytes that the step must read, at the read
 rate measured just before: the experts that its tokens went to (counted), attention, routers, LM head, keys and values.
@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from bench import Recorder, commit
 from benchmarks.bench_cost import measure_machine
+from benchmarks.measuring import Recorder, commit
 from nanovllm import LLM, SamplingParams
 from nanovllm.estimate import read_config
 from nanovllm.models.config import Shape

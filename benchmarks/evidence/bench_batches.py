@@ -1,7 +1,7 @@
 """How output tokens a second grow with threads and with sequences at a time, what stops them, and a picture of it.
 
-    python benchmarks/bench_batches.py -o docs/batches.svg
-    python benchmarks/bench_batches.py --threads 1 8 16 --batches 1 16 128 --dtype float32
+    python benchmarks/evidence/bench_batches.py -o docs/batches.svg
+    python benchmarks/evidence/bench_batches.py --threads 1 8 16 --batches 1 16 128 --dtype float32
 
 Each number of threads is a process of its own. A rate is the sequences by the median of the last steps, in which all
 of them decode. Beside it stands the percentage of the floor: the time that a step's bytes and FLOPs need at the rates
@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 INPUT_LEN, OUTPUT_LEN, LAST_STEPS = 16, 12, 8

@@ -1,9 +1,12 @@
-"""What drafts from the text are worth: the same requests with and without them, in turn, in one process.
+"""Measures how much drafts from the text save: the same requests with and without them, in turn, in one process.
 
-    python benchmarks/bench_speculation.py edit --model FOLDER      files returned with one name changed, one at a time
-    python benchmarks/bench_speculation.py extract --model FOLDER   records to JSON, one at a time; --batch 16: together
-    python benchmarks/bench_speculation.py chat --model FOLDER --batch 32
-    python benchmarks/bench_speculation.py itself --model tiny-qwen3    the model as its own draft: where time goes
+    python benchmarks/evidence/bench_speculation.py edit --model FOLDER
+    python benchmarks/evidence/bench_speculation.py extract --model FOLDER
+    python benchmarks/evidence/bench_speculation.py chat --model FOLDER --batch 32
+    python benchmarks/evidence/bench_speculation.py itself --model tiny-qwen3
+
+`edit` returns files with one name changed, `extract` turns records into JSON, and in `itself` the model drafts for
+itself, which shows where time goes.
 
 One at a time, both engines answer each request, in changing order, and a pair is a request; the index goes on from
 request to request, as in a job. With --batch a pair is all requests at once, --repeat times, and each run starts with
@@ -22,9 +25,9 @@ from typing import Any
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from bench import commit
+from benchmarks.measuring import commit
 from nanovllm import LLM, SamplingParams
 from nanovllm.drafts.costs import StepCosts
 from nanovllm.drafts.speculation import start_speculation

@@ -1,8 +1,8 @@
 """Where the seconds go from a model's folder to the first token: each start a process of its own, cold and warm.
 
-    python benchmarks/bench_start.py                            Qwen3-0.6B's shape, random weights on disk
-    python benchmarks/bench_start.py --tokenizer FOLDER         the same, with that folder's tokenizer
-    python benchmarks/bench_start.py --model tiny-qwen3 --rounds 9
+    python benchmarks/evidence/bench_start.py                            Qwen3-0.6B's shape, random weights on disk
+    python benchmarks/evidence/bench_start.py --tokenizer FOLDER         the same, with that folder's tokenizer
+    python benchmarks/evidence/bench_start.py --model tiny-qwen3 --rounds 9
 
 Cold: the system has forgotten the model's files (not Python's and torch's); with --compile also the compiled kernels
 are missing. Medians of all rounds, cold and warm in turn. What runs beside the weights is marked with a +, and not
@@ -22,7 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
 STEPS = (

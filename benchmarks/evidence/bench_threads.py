@@ -1,7 +1,7 @@
 """What threads cost and gain: a step's time with one and with several, alone and beside a neighbour on each core.
 
-    python benchmarks/bench_threads.py                         the model in the box, one sequence
-    python benchmarks/bench_threads.py --model qwen3-0.6b --tokens 20 --rounds 3
+    python benchmarks/evidence/bench_threads.py                         the model in the box, one sequence
+    python benchmarks/evidence/bench_threads.py --model qwen3-0.6b --tokens 20 --rounds 3
 
 Each measurement is a process of its own, since libgomp reads GOMP_SPINCOUNT once; in each round all variants take
 turns. The last line is one JSON document.
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 THREADS = len(os.sched_getaffinity(0))
 VARIANTS: dict[str, dict[str, str]] = {
     "the package's own rule": {},

@@ -1,4 +1,6 @@
-"""How long a mask takes, for one sequence and for 64: python benchmarks/bench_masks.py FOLDER, a model with tokenizer.
+"""Measures how long a mask of allowed tokens takes, for one sequence and for 64.
+
+    python benchmarks/evidence/bench_masks.py FOLDER    a folder with a tokenizer
 
 Documents are followed token by token, each in a copy of its compiled grammar, and before every token the mask of what
 may come is made. The last line is one JSON document.

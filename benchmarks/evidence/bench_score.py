@@ -1,6 +1,6 @@
 """Multiple choice, ours beside the harness's own `hf` backend: the same pairs of token ids, in turn, in one process.
 
-python benchmarks/bench_score.py [--contexts 64] [--rounds 3] [--dtype float32]
+python benchmarks/evidence/bench_score.py [--contexts 64] [--rounds 3] [--dtype float32]
 
 Needs the extra `eval` with `lm_eval[hf]`. The model has Qwen3-0.6B's shape and random weights.
 """
@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from lm_eval.models.huggingface import HFLM
 

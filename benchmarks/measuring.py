@@ -1,0 +1,50 @@
+"""The record of a measured run: its steps, and the commit that it was made at."""
+
+import subprocess
+from pathlib import Path
+
+import torch
+
+from benchmarks.bench_cost import Step
+from nanovllm.engine.plan import StepResult
+from nanovllm.engine.step import ScheduledStep
+from nanovllm.utils.clock import Clock
+
+
+class Recorder:
+    """Observes an engine: keeps what each step was made of and where its time went."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._launch_computes = device.type == "cpu"
+        self.steps: list[Step] = []
+        self.device_seconds: list[float] = []
+        self.host_seconds: list[float] = []
+        self.command_seconds = 0.0
+
+    def planned(self, number: int, at: float, step: ScheduledStep) -> None:
+        plan = step.plan
+        work = list(zip(plan.num_computed.tolist(), plan.num_scheduled.tolist(), strict=True))
+        self.steps.append((work, int(plan.num_sampled.sum() + plan.num_scored.sum())))
+
+    def finished(self, number: int, step: ScheduledStep, clock: Clock, result: StepResult) -> None:
+        device = result.device_seconds
+        host = sum(seconds for name, _, seconds in clock.spans if name not in ("wait", "draft"))
+        self.device_seconds.append(device)
+        self.host_seconds.append(host - device if self._launch_computes else host)
+        self.command_seconds += result.command_seconds
+
+    def close(self) -> None:
+        pass
+
+
+def commit() -> str:
+    """Return the commit that is measured: "unknown" without git, or on a machine that only got the files."""
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(Path(__file__).parents[1]), *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    try:
+        return git("rev-parse", "--short", "HEAD") + ("+changes" if git("status", "--porcelain", "-uno") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
