@@ -111,3 +111,13 @@ def test_every_picture_of_the_guide_is_drawn_by_one_command(tmp_path):
     }
     assert {path.name for path in tmp_path.iterdir()} == pictures
     assert all((GUIDE / picture).is_file() for picture in pictures)
+
+
+def test_every_path_that_a_page_for_contributors_names_exists():
+    """A name in backticks that ends in a suffix or a slash is a path: from the root, from nanovllm/ or from docs/."""
+    missing = []
+    for page in ("CONTRIBUTING.md", "docs/architecture.md"):
+        for name in re.findall(r"`([\w./-]+(?:\.py|\.md|/))`", (ROOT / page).read_text()):
+            if not any((ROOT / folder / name).exists() for folder in ("", "nanovllm", "docs", "tests")):
+                missing.append((page, name))
+    assert not missing
