@@ -1,14 +1,14 @@
-"""Edits of the logits that a request asks for: masks and penalties, after biases and before temperature and filters.
+"""Edits logits as requests ask: masks and penalties, after biases and before temperature and filters.
 
-The order is vLLM's. Everything that forbids tokens (a grammar, allowed ids, bad words, min_tokens) is one mask, made on
-the host; as a bias leaves a forbidden token forbidden, it does not matter that it is added before the mask. Then
+The order is vLLM's. The host makes one mask of everything that forbids tokens: a grammar, allowed ids, bad words,
+min_tokens. Biases are added before the mask, which changes nothing: a forbidden token stays forbidden. Then
 
-    repetition   tokens of prompt and output: a positive logit is divided by it, another multiplied
-                 (Keskar et al. 2019, "CTRL", with the sign's case of transformers)
-    frequency    times how often the token is in the output, subtracted
-    presence     subtracted for tokens of the output
+    repetition   for tokens of prompt and output: a positive logit is divided by the penalty, another is multiplied
+                 (Keskar et al. 2019, "CTRL"; the rule for negative logits is transformers')
+    frequency    the penalty is subtracted as often as the token is in the output
+    presence     the penalty is subtracted once if the token is in the output
 
-A NaN or +inf is left as it is, also where it is forbidden: the sampler then says that the row is broken.
+A NaN or +inf stays as it is, even if its token is forbidden. The sampler then flags the row as broken.
 """
 
 import math
@@ -24,11 +24,15 @@ BLOCK = 4096
 
 
 class MaskAndPenalties(NamedTuple):
-    """What is done to m of the rows of logits. Either half may be missing.
+    """The edits of m rows of logits. The mask may be missing, and so may the penalties with their counts.
 
-    indices int32 [m], which rows of the logits; masks int32 [m, ceil(vocab / 32)], bit t % 32 of word t // 32 is set if
-    token t may come; rows int32 [m], their rows of counts; counts int32 [num_rows, vocab], twice how often a token is
-    in the output, plus 1 if it is in the prompt; penalties float32 [m, 3], repetition, frequency, presence.
+    Attributes:
+        indices: int32 [m], which rows of the logits are edited.
+        masks: int32 [m, ceil(vocab / 32)]; bit t % 32 of word t // 32 is set if token t is allowed.
+        rows: int32 [m], the row of `counts` for each.
+        counts: int32 [num_rows, vocab], twice the number of times that a token is in the output, plus 1 if it is in the
+            prompt.
+        penalties: float32 [m, 3]: repetition, frequency, presence.
     """
 
     indices: Tensor
@@ -41,14 +45,15 @@ class MaskAndPenalties(NamedTuple):
 def edit_logits_reference(logits: Tensor, edits: MaskAndPenalties) -> None:
     """Edit logits float32 [n, vocab] in place."""
     indices, masks, rows, counts, penalties = edits
-    for i in torch.arange(len(indices)).split(16):  # bounds what is held at a time
+    for i in torch.arange(len(indices)).split(16):  # a few rows at a time, which bounds the memory for copies
         x = logits[indices[i]]
         if masks is not None:
             bits = masks[i].unsqueeze(2) >> torch.arange(32, dtype=torch.int32, device=masks.device)
             is_allowed = (bits & 1).flatten(1)[:, : x.shape[1]].bool()
             x = torch.where(is_allowed | ~(x < math.inf), x, -math.inf)
         if counts is not None and penalties is not None:
-            count, (repetition, frequency, presence) = counts[rows[i]], penalties[i].unsqueeze(2).unbind(1)
+            count = counts[rows[i]]
+            repetition, frequency, presence = penalties[i].unsqueeze(2).unbind(1)
             x = torch.where(count > 0, torch.where(x > 0, x / repetition, x * repetition), x)
             x = x - frequency * (count >> 1) - presence * (count > 1)
         logits[indices[i]] = x
@@ -97,10 +102,10 @@ def edit_config(has_masks: bool, has_counts: bool) -> dict[str, int]:
 
 
 def edit_logits(logits: Tensor, edits: MaskAndPenalties) -> None:
-    """`edit_logits_reference` in one kernel; logits contiguous."""
+    """Do what `edit_logits_reference` does, in one kernel. The logits are contiguous."""
     indices, masks, rows, counts, penalties = edits
     vocab_size = logits.shape[1]
-    # Where a half is missing, its kernel does not look at what stands in for it.
+    # If masks or counts are missing, another tensor takes their place as argument. The kernel does not read it.
     pointers = [indices if x is None else x for x in (masks, rows, counts)]
     sizes = (logits if penalties is None else penalties, vocab_size, -(-vocab_size // 32))
     grid = (len(indices), -(-vocab_size // BLOCK))

@@ -1,20 +1,20 @@
-"""Sampling by inversion: one uniform number a row, then the inverse of the cumulative distribution in token order.
+"""Samples one token a row: draws a uniform number, and inverts the cumulative distribution in order of token id.
 
-The rule, the same in every backend:
+Every backend follows the same rule:
 
-1. temperature 0 takes the most likely token (the lowest id of equals); otherwise z = (logits - max) / temperature.
-2. top-k keeps the tokens whose z is at least the k-th largest (ties are kept); 0 is off.
-3. top-p, over the mass that top-k left, keeps the tokens whose z is at least that of the token at which the mass,
-   summed from the most likely down, first reaches p (that token and its ties are kept); 1 is off.
-4. min-p keeps the tokens of which exp(z) is at least min_p: the probability relative to the most likely token.
-5. u in (0, 1) comes from Philox4x32-10, keyed by the request's seed, with the position of the sampled token as the
-   counter (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): no state, so a request draws the same
-   numbers whatever else is in its batch, preempted or not.
-6. The token is the first whose cumulative weight exceeds u * total, found in two levels: CHUNK tokens at a time, then
-   inside one chunk.
+1. Temperature 0 takes the most likely token; of equal ones, the lowest id. Otherwise z = (logits - max) / temperature.
+2. top-k keeps the tokens whose z is at least the k-th largest z. Ties are kept. 0 is off.
+3. top-p sums the weights exp(z) that top-k left, from the most likely token down, until the sum reaches p of the whole.
+   It keeps the tokens whose z is at least that of the token at which this happens. Ties are kept. 1 is off.
+4. min-p keeps the tokens whose exp(z) is at least min_p. exp(z) is the probability relative to the most likely token.
+5. Philox4x32-10 makes a uniform number u in (0, 1) from the request's seed (the key) and the position of the sampled
+   token (the counter). It has no state, so a request draws the same numbers whatever else is in its batch, and also
+   after a preemption. (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".)
+6. The token is the first one whose cumulative weight exceeds u * total. It is found in two levels: first the chunk of
+   CHUNK tokens, then the token inside it.
 
-A row whose logits hold a NaN, +inf or nothing finite is no distribution: before any of this it is flagged as
-broken, and gets some token of the vocabulary.
+If the logits of a row hold a NaN, +inf or nothing finite, they are no distribution. Such a row is flagged as broken
+before all this, and gets some token of the vocabulary.
 """
 
 import math
@@ -26,17 +26,22 @@ from torch import Tensor
 from nanovllm.kernels.launch import launch, wait_for_predecessor
 from nanovllm.kernels.sample_filter import PART, filter_rows, is_broken, is_filtered, weigh
 from nanovllm.kernels.triton_shim import next_power_of_2, tl, triton
+from nanovllm.utils.integers import ceil_div
 
 CHUNK = 4096
+"""Tokens of the vocabulary that are weighed together."""
 
 _MASK = 0xFFFFFFFF
 
 
 class SamplingValues(NamedTuple):
-    """How each of n rows is sampled.
+    """The sampling parameters of n rows.
 
-    temperature, top_p, min_p float32 [n]; top_k int32 [n]; seeds int64 [n]; positions [n], the index in its sequence of
-    the token to be sampled.
+    Attributes:
+        temperature, top_p, min_p: float32 [n].
+        top_k: int32 [n].
+        seeds: int64 [n].
+        positions: [n], the index in its sequence of the token that is to be sampled.
     """
 
     temperature: Tensor
@@ -46,48 +51,60 @@ class SamplingValues(NamedTuple):
     seeds: Tensor
     positions: Tensor
 
-    def of_rows(self, rows: Tensor) -> "SamplingValues":
-        """Those at indices rows."""
+    def select(self, rows: Tensor) -> "SamplingValues":
+        """Return the values of some of the rows; `rows` has their indices, in any order."""
         return SamplingValues(*(values[rows] for values in self))
 
     def filters(self, vocab_size: int) -> Tensor:
-        """Whether each row has a filter, bool [n]."""
+        """Return bool [n]: whether top-k, top-p or min-p is on in each row."""
         return ((self.top_k > 0) & (self.top_k < vocab_size)) | (self.top_p < 1) | (self.min_p > 0)
 
 
 class Sampled(NamedTuple):
-    """A token a row, int32 [n]: always one of the vocabulary, for the next step; and -1 where the row is broken."""
+    """The sampled tokens, int32 [n], twice.
+
+    Attributes:
+        token_ids: always a token of the vocabulary, so that the next step can compute with it.
+        checked: the same, but -1 where the row is broken. The host reads these.
+    """
 
     token_ids: Tensor
     checked: Tensor
 
 
 def uniform_reference(seeds: Tensor, positions: Tensor) -> Tensor:
-    """One float32 in (0, 1) a row: the first word of Philox4x32-10, its upper 23 bits centred in their interval.
+    """Return float32 [n] in (0, 1): the upper 23 bits of the first word of Philox4x32-10, plus a half, times 2**-23.
 
-    seeds int64 [n] (the 64 key bits), positions int64 [n] (the low counter word). 23 bits and a half are exact in
-    float32, so neither 0 nor 1 can come out.
+    23 bits and a half are exact in float32, so neither 0 nor 1 can come out.
+
+    Args:
+        seeds: int64 [n], the 64 bits of the key.
+        positions: int64 [n], the low word of the counter.
     """
     counter = [positions & _MASK, *(torch.zeros_like(positions) for _ in range(3))]
-    key0, key1 = seeds & _MASK, (seeds >> 32) & _MASK
+    key0 = seeds & _MASK
+    key1 = (seeds >> 32) & _MASK
     for _ in range(10):
-        product0, product1 = counter[0] * 0xD2511F53, counter[2] * 0xCD9E8D57  # wraps in int64: the bits are right
+        product0 = counter[0] * 0xD2511F53  # wraps in int64; the bits that are used are right
+        product1 = counter[2] * 0xCD9E8D57
         counter = [
             ((product1 >> 32) & _MASK) ^ counter[1] ^ key0,
             product1 & _MASK,
             ((product0 >> 32) & _MASK) ^ counter[3] ^ key1,
             product0 & _MASK,
         ]
-        key0, key1 = (key0 + 0x9E3779B9) & _MASK, (key1 + 0xBB67AE85) & _MASK
+        key0 = (key0 + 0x9E3779B9) & _MASK
+        key1 = (key1 + 0xBB67AE85) & _MASK
     return ((counter[0] >> 9).to(torch.float32) + 0.5) * 2.0**-23
 
 
 def filter_reference(z: Tensor, values: SamplingValues) -> Tensor:
-    """The mask of kept tokens, bool [n, vocab], for scaled logits z float32 [n, vocab] with maximum 0 in each row."""
-    vocab_size, top_p = z.shape[1], values.top_p
+    """Return bool [n, vocab]: the tokens that the filters keep, for z float32 [n, vocab] with maximum 0 in each row."""
+    vocab_size = z.shape[1]
+    top_p = values.top_p
     k = torch.where((values.top_k > 0) & (values.top_k < vocab_size), values.top_k, vocab_size)
-    # Sorting 150,000 values is 10 ms a row: where every row has a small k, the largest k values are all that counts.
-    # One more than k would not do for ties, so tied values beyond the k-th are summed by `count` below.
+    # Sorting 150,000 values takes 10 ms a row. If every row has a small k, the largest k values are enough: tokens that
+    # tie with the k-th have its very z, so the threshold and `total` below do not miss them.
     descending = z.topk(int(k.max()), dim=1).values
     kth = descending.gather(1, (k - 1).unsqueeze(1).long())
     threshold = kth
@@ -103,9 +120,9 @@ def filter_reference(z: Tensor, values: SamplingValues) -> Tensor:
 
 
 def _first_above(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """For each row, the first index whose cumulative weight exceeds target [n], and the weight before that index.
+    """Return for each row the first index whose cumulative weight exceeds target [n], and the weight before that index.
 
-    Rounding may leave the target at or above the total: then it is the last index with a weight.
+    Rounding may leave the target at or above the total. Then the index is the last one with a weight.
     """
     cumulative = weights.cumsum(1)
     n = weights.shape[1]
@@ -116,21 +133,22 @@ def _first_above(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sample_reference(logits: Tensor, values: SamplingValues) -> Sampled:
-    """Sample one token a row by the rule above. logits [n, vocab] of any float dtype."""
+    """Sample one token a row by the rule above. logits are [n, vocab], of any float dtype."""
     highest, greedy = logits.max(1)  # NaN counts as the highest of all
-    token_ids, is_finite = greedy.to(torch.int32), highest.isfinite()
+    token_ids = greedy.to(torch.int32)
+    is_finite = highest.isfinite()
     random = ((values.temperature > 0) & is_finite).nonzero().squeeze(1)
     if random.numel() == 0:
         return Sampled(token_ids, torch.where(is_finite, token_ids, -1))
-    logits, values = logits[random].float(), values.of_rows(random)
-    z = (logits - highest[random].float().unsqueeze(1)) / values.temperature.unsqueeze(1)
+    values = values.select(random)
+    z = (logits[random].float() - highest[random].float().unsqueeze(1)) / values.temperature.unsqueeze(1)
     weights = z.exp()
     filtered = values.filters(z.shape[1]).nonzero().squeeze(1)
     if filtered.numel():
-        kept = filter_reference(z[filtered], values.of_rows(filtered))
+        kept = filter_reference(z[filtered], values.select(filtered))
         weights[filtered] = torch.where(kept, weights[filtered], 0.0)
     n, vocab_size = weights.shape
-    num_chunks = -(-vocab_size // CHUNK)
+    num_chunks = ceil_div(vocab_size, CHUNK)
     chunks = torch.nn.functional.pad(weights, (0, num_chunks * CHUNK - vocab_size)).view(n, num_chunks, CHUNK)
     sums = chunks.sum(2)
     target = uniform_reference(values.seeds, values.positions.long()) * sums.sum(1)
@@ -140,16 +158,17 @@ def sample_reference(logits: Tensor, values: SamplingValues) -> Sampled:
     return Sampled(token_ids, torch.where(is_finite, token_ids, -1))
 
 
-# The Triton path: three kernels, none of which sorts or waits for the host.
-#   stats   maximum and weight (relative to it) of chunks, and of their parts; where a chunk's maximum is: one read
-#           of the logits
-#   filter  rows with a filter only (sample_filter.py): their threshold, and their chunks' weights of what is kept
-#   draw    the token: the chunk by the chunks' weights, then the token within it
+# The Triton path has three kernels. None of them sorts, and none waits for the host.
+#   stats   reads the logits once. Of each chunk and each of its parts it writes the maximum, and the weight relative to
+#           that maximum; of each chunk also the place of the maximum.
+#   filter  handles rows with a filter only (sample_filter.py). It writes their threshold, and the weight of the kept
+#           tokens of each of their chunks.
+#   draw    chooses the chunk by the weights of the chunks, then the token inside it.
 
 
 @triton.jit
 def uniform(seed, position):
-    """`uniform_reference` of one row, bit for bit."""
+    """Do what `uniform_reference` does for one row, with the same bits."""
     counter = position.to(tl.uint32)
     zero = counter * 0
     word, _, _, _ = tl.philox(seed, counter, zero, zero, zero)
@@ -171,21 +190,22 @@ def _stats_kernel(
     PART: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # Grid (num_rows, num_chunks): the second dimension of a grid ends at 65535.
+    # Grid (num_rows, num_chunks). Rows come first: the second dimension of a grid ends at 65535.
     # A program owns one chunk of one row, as CHUNK / PART parts of PART tokens.
-    # Padding rows are like any other; places beyond the vocabulary count as -inf.
+    # Padding rows are computed like any other. Places beyond the vocabulary count as -inf.
     wait_for_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     part = tl.arange(0, CHUNK // PART)
-    # vocab_size is specialised on: a multiple of 16 masks whole vectors, which can then be loaded as such.
+    # The kernel is specialised on vocab_size. If it is a multiple of 16, the mask covers whole vectors, and Triton loads
+    # vectors.
     token = chunk * CHUNK + part[:, None] * PART + tl.arange(0, PART)[None, :]
     x = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
-    x = tl.where(x < float("inf"), x, float("inf"))  # NaN, too: the row's maximum then says that it is broken
+    x = tl.where(x < float("inf"), x, float("inf"))  # NaN becomes inf: the row's maximum then shows that it is broken
     temperature = tl.load(temperature_ptr + row)
-    scale = 1.0 / tl.where(temperature > 0.0, temperature, 1.0)  # the sums need no IEEE division of each
+    scale = 1.0 / tl.where(temperature > 0.0, temperature, 1.0)  # the sums need no exact division
     part_max = tl.max(x, 1)
-    origin = tl.where(part_max > float("-inf"), part_max, 0.0)  # not -inf - -inf
+    origin = tl.where(part_max > float("-inf"), part_max, 0.0)  # -inf - -inf would be NaN
     part_weight = tl.sum(tl.exp((x - origin[:, None]) * scale), 1)
     highest = tl.max(part_max, 0)
     origin = tl.where(highest > float("-inf"), highest, 0.0)
@@ -199,7 +219,7 @@ def _stats_kernel(
 
 @triton.jit
 def _first_above_target(weights, target, SIZE: tl.constexpr):
-    """`_first_above` of one row."""
+    """Do what `_first_above` does, for one row."""
     index = tl.arange(0, SIZE)
     cumulative = tl.cumsum(weights, 0)
     last = tl.max(tl.where(weights > 0.0, index, 0), 0)
@@ -230,7 +250,7 @@ def _draw_kernel(
     PDL: tl.constexpr,
 ):
     # Grid (num_rows,).
-    # A program owns one row and writes its token, twice.
+    # A program owns one row and writes its token twice: as it is, and checked.
     # Padding rows get some token.
     wait_for_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -252,7 +272,7 @@ def _draw_kernel(
     min_p = tl.load(min_p_ptr + row)
     filtered = is_filtered(tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), min_p, vocab_size)
     chunk_weights = tl.load(chunk_weight_ptr + row * num_chunks + chunks, mask=exists, other=0.0)
-    # stats weighed a chunk relative to the chunk's maximum, filter relative to the row's
+    # The stats kernel weighed a chunk relative to the chunk's maximum, the filter kernel relative to the row's.
     _, shrink = weigh(maxima, row_max, temperature)
     chunk_weights = tl.where(filtered, chunk_weights, chunk_weights * shrink)
     target = uniform(tl.load(seeds_ptr + row), tl.load(positions_ptr + row)) * tl.sum(chunk_weights, 0)
@@ -276,9 +296,9 @@ def draw_config(num_chunks: int) -> dict[str, int]:
 
 
 def sample(logits: Tensor, values: SamplingValues) -> Sampled:
-    """`sample_reference` in three kernels: same arguments, same tokens up to rounding in the sums of weights."""
+    """Do what `sample_reference` does, in three kernels. Tokens are the same up to rounding in the sums of weights."""
     n, vocab_size = logits.shape
-    num_chunks = -(-vocab_size // CHUNK)
+    num_chunks = ceil_div(vocab_size, CHUNK)
 
     def empty(dtype: torch.dtype, *shape: int) -> Tensor:
         return torch.empty(n, *shape, dtype=dtype, device=logits.device)
@@ -287,10 +307,12 @@ def sample(logits: Tensor, values: SamplingValues) -> Sampled:
     if n == 0:
         return sampled
     num_parts = num_chunks * (CHUNK // PART)
-    chunk_max, chunk_weight = (empty(torch.float32, num_chunks) for _ in range(2))
-    chunk_argmax, part_max = empty(torch.int32, num_chunks), empty(logits.dtype, num_parts)
-    part_weight, threshold = empty(torch.float32, num_parts), empty(torch.float32)
-    chunk_stats, part_stats = (chunk_max, chunk_argmax, chunk_weight), (part_max, part_weight)
+    chunk_max = empty(torch.float32, num_chunks)
+    chunk_argmax = empty(torch.int32, num_chunks)
+    chunk_weight = empty(torch.float32, num_chunks)
+    chunk_stats = (chunk_max, chunk_argmax, chunk_weight)
+    part_stats = (empty(logits.dtype, num_parts), empty(torch.float32, num_parts))  # maximum and weight of each part
+    threshold = empty(torch.float32)
     stride = logits.stride(0)
     inputs = (logits, values.temperature, *chunk_stats, *part_stats, stride, vocab_size)
     launch(_stats_kernel, (n, num_chunks), inputs, stats_config())

@@ -1,13 +1,13 @@
-"""Top-k, top-p and min-p without a sort: the lowest value that is kept, found by search in the order of the floats.
+"""Filters by top-k, top-p and min-p without a sort: a search finds the lowest value that is kept.
 
-The rule and its reference are in `sample.py`. A kept set is "all tokens whose z is at least a threshold", and the
-threshold is the z of a token. Read as an integer, a float's bits (those of negatives flipped) are in the order of its
-value, so the threshold is found exactly, ties and all, by narrowing an interval of such integers: each pass counts or
-weighs what lies above several marks at once.
+The rule and its reference are in `sample.py`. The kept tokens are those whose z is at least a threshold, which is the z
+of some token. The search works on integers: the bits of a float, read as an integer (with those of negatives flipped),
+have the order of the floats. It narrows an interval of such integers. Each pass counts or weighs the tokens above
+several marks at once. So the threshold is exact, and ties are kept.
 
-Of 150,000 tokens few are ever near the threshold. A row is cut into parts of PART tokens, of which the maxima and the
-weights are known; they alone give a bound that the threshold cannot be below. Only the parts whose maximum reaches the
-bound are looked into: about k of them for top-k, and all only where a distribution is flat.
+Of 150,000 tokens few are near the threshold. A row is cut into parts of PART tokens, whose maxima and weights are known
+from the stats kernel. They alone give a lower bound of the threshold. The search looks only into parts whose maximum
+reaches that bound: about k of them for top-k, and all of them only if the distribution is flat.
 """
 
 import torch
@@ -19,60 +19,60 @@ from nanovllm.kernels.triton_shim import next_power_of_2, tl, triton
 PART = 64
 
 _UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
-"""Low bits that are zero in every float32 that was one of these."""
+"""How many low bits are zero in every float32 that was converted from this dtype."""
 
 
 @triton.jit
 def weigh(x, row_max, temperature):
-    """z and exp(z) of logits. The division is IEEE's, so that the same logits tie as in the reference."""
+    """Return z and exp(z) of logits. The division is exact (IEEE), so that the same logits tie as in the reference."""
     z = tl.div_rn(x - row_max, temperature)
     return z, tl.exp(z)
 
 
 @triton.jit
 def is_broken(row_max):
-    """Whether a row is no distribution: `_stats_kernel` took NaN for +inf."""
+    """Return whether a row is no distribution. `_stats_kernel` has turned NaN into +inf."""
     return (row_max == float("inf")) | (row_max == float("-inf"))
 
 
 @triton.jit
 def is_filtered(top_k, top_p, min_p, vocab_size):
-    """Whether a row has any filter."""
+    """Return whether a row has any filter."""
     return ((top_k > 0) & (top_k < vocab_size)) | (top_p < 1.0) | (min_p > 0.0)
 
 
 @triton.jit
 def _order_key(x, SHIFT: tl.constexpr):
-    """An int32 in the order of the float32 x; SHIFT drops the low bits that a 16-bit type leaves zero."""
+    """Return an int32 that has the order of the float32 x. SHIFT drops the low bits that a 16-bit dtype leaves zero."""
     bits = x.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
 
 
 @triton.jit
 def _from_order_key(key, SHIFT: tl.constexpr):
-    """The float32 whose order key this is."""
+    """Return the float32 whose order key this is."""
     ordered = key.to(tl.int32) << SHIFT
     bits = ordered ^ ((ordered >> 31) & 0x7FFFFFFF)
     return ((bits >> SHIFT) << SHIFT).to(tl.float32, bitcast=True)
 
 
-# Both searches below look for the largest order key in [low, high) such that what lies at or above it weighs (or
-# numbers) at least goal; if even what lies at low does not, by rounding, it is low. low and high are int64, for the
-# width of an interval of float32 keys. A pass leaves one of MARKS + 1 parts of the interval, so a whole range of keys
-# takes 7 passes for bfloat16 and 14 for float32. Counts are exact in float32: a vocabulary is far below 2**24.
+# Both searches below look for the largest order key in [low, high) such that the tokens at or above it weigh (or number)
+# at least `goal`. If by rounding not even the tokens at or above low do, the result is low. low and high are int64,
+# because an interval of float32 keys is wider than int32. Each pass keeps one of MARKS + 1 parts of the interval, so the
+# whole range takes 7 passes for bfloat16 and 14 for float32. Counts are exact in float32: a vocabulary is far below 2**24.
 
 
 @triton.jit
 def _marks(low, high, MARKS: tl.constexpr):
-    """Keys to try, evenly apart from low up, and their distance."""
+    """Return the keys to try, at even distances above low, and the distance."""
     step = tl.maximum((high - low) // (MARKS + 1), 1)
     return low + step * (tl.arange(0, MARKS) + 1), step
 
 
 @triton.jit
 def _narrow(low, high, tried, step, above, goal, MARKS: tl.constexpr):
-    """The interval between the last mark above which there is enough, and the next."""
-    enough = (above >= goal) & (tried < high)  # what lies above falls as the marks rise: these come first
+    """Return the interval between the last mark that has enough above it, and the next mark."""
+    enough = (above >= goal) & (tried < high)  # higher marks have less above them: the marks with enough come first
     passed = tl.sum(enough.to(tl.int64), 0)
     high = tl.where(passed < MARKS, tl.minimum(high, low + step * (passed + 1)), high)
     return low + step * passed, high
@@ -93,10 +93,15 @@ def _bound(
     MARKS: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """A key that the threshold is not below, from the parts' maxima, the weights of those (most), and of whole parts.
+    """Return a lower bound of the threshold's key, from facts about whole parts.
 
-    Of a part whose maximum reaches a mark, what lies at or above the mark weighs at least what the maximum does, and at
-    least the part without PART - 1 tokens that are just below the mark.
+    In a part whose maximum reaches a mark, the tokens at or above the mark weigh at least as much as the maximum. They
+    also weigh at least as much as the whole part without PART - 1 tokens just below the mark.
+
+    Args:
+        maxima: the largest logit of each part.
+        most: the weights of those.
+        weights: the weights of whole parts.
     """
     keys = _order_key(maxima, SHIFT)
     while high - low > 1:
@@ -114,7 +119,8 @@ def _bound(
 
 @triton.jit
 def _load_parts(row_ptr, listed_ptr, start, num_listed, vocab_size, PARTS: tl.constexpr, PART: tl.constexpr):
-    """PARTS of the listed parts from start on: their numbers, and their logits [PARTS, PART], -inf where is none."""
+    """Load PARTS of the listed parts, from `start` on. Returns their numbers, and their logits [PARTS, PART]: -inf where
+    there is no token."""
     place = start + tl.arange(0, PARTS)
     part = tl.load(listed_ptr + place, mask=place < num_listed, other=0)
     token = part[:, None] * PART + tl.arange(0, PART)[None, :]
@@ -139,7 +145,7 @@ def _search(
     PARTS: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """The threshold, among the tokens of the listed parts."""
+    """Return the threshold's key, searched among the tokens of the listed parts."""
     while high - low > 1:
         tried, step = _marks(low, high, MARKS)
         tried_key = tl.minimum(tried, high).to(tl.int32)
@@ -171,7 +177,7 @@ def _kept_weight(
     PARTS: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """The weight of the listed parts' tokens that floor and min_p keep; if STORE, also part by part, at kept_ptr."""
+    """Return the weight of the listed parts' tokens that floor and min_p keep. If STORE, also write it for each part."""
     total = tl.zeros([PARTS, PART], tl.float32)
     for start in range(0, num_listed, PARTS):
         part, x = _load_parts(row_ptr, listed_ptr, start, num_listed, vocab_size, PARTS, PART)
@@ -208,7 +214,7 @@ def _filter_kernel(
 ):
     # Grid (num_rows,).
     # A program owns one row: it finds the lowest z that top-k and top-p keep, and weighs each chunk's kept tokens.
-    # Rows that are greedy, broken or without a filter leave at once (padding too, or it costs time and nothing else).
+    # Rows that are greedy, broken or without a filter end at once. Padding may be filtered, which only costs time.
     wait_for_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
     temperature = tl.load(temperature_ptr + row)
@@ -219,7 +225,8 @@ def _filter_kernel(
         return
     IN_CHUNK: tl.constexpr = CHUNK // PART
     num_parts = num_chunks * IN_CHUNK
-    row_ptr, listed_ptr = logits_ptr + row * row_stride, listed_ptr + row * num_parts
+    row_ptr = logits_ptr + row * row_stride
+    listed_ptr += row * num_parts
     part_weight_ptr += row * num_parts
     part = tl.arange(0, CHUNKS * IN_CHUNK)
     exists = part < num_parts
@@ -237,19 +244,19 @@ def _filter_kernel(
     high = _order_key(row_max, SHIFT).to(tl.int64) + 1
     if by_count:
         low = _bound(maxima, most, weights, row_max, temperature, low, high, count, False, SHIFT, MARKS, PART)
-    elif top_p < 1.0:  # a little more than is needed, for the rounding of these sums
+    elif top_p < 1.0:  # the goal is a little higher than needed, because these sums are rounded
         goal = (top_p + 1e-5) * total
         low = _bound(maxima, most, weights, row_max, temperature, low, high, goal, True, SHIFT, MARKS, PART)
 
-    # Below the bound nothing counts; nor, unless a top-k's tokens are to be weighed for top-p, does what min-p drops.
-    # Compared by z, because logits that differ may tie as such.
+    # Parts below the bound do not count. Nor do parts that min-p drops, except with top-k: top-p weighs all of its tokens.
+    # Parts are compared by z, because different logits may have the same z.
     z_low = tl.div_rn(_from_order_key(low, SHIFT) - row_max, temperature)
     least = tl.where(by_count, 0.0, min_p * 0.9999)
     chosen = exists & (z_max >= z_low) & (most >= least)
     num_listed = tl.sum(chosen.to(tl.int32), 0)
     tl.store(listed_ptr + tl.cumsum(chosen.to(tl.int32), 0) - 1, part, mask=chosen)
     tl.store(part_weight_ptr + part, tl.zeros_like(most), mask=exists)
-    tl.debug_barrier()  # every thread reads the list
+    tl.debug_barrier()  # every thread reads the whole list
 
     listed = (row_ptr, listed_ptr, num_listed, vocab_size, row_max, temperature)
     if by_count:
@@ -270,7 +277,7 @@ def _filter_kernel(
 
 
 def filter_config(num_chunks: int, chunk: int, dtype: torch.dtype) -> dict[str, int]:
-    """A row a program, on 16 warps; 64 parts at a time are all that a small top-k looks into."""
+    """Return the constants to compile with. A small top-k looks into about 64 parts, so PARTS is 64."""
     return {
         "SHIFT": _UNUSED_BITS[dtype],
         "MARKS": 4,
@@ -294,10 +301,16 @@ def filter_rows(
     threshold: Tensor,
     chunk: int,
 ) -> None:
-    """For the rows with a filter, write threshold [n] (the lowest kept z) and chunk_weight [n, num_chunks] anew.
+    """Write the threshold of each row with a filter, and the weights of its chunks without the tokens that it drops.
 
-    logits [n, vocab]; part_max, of their dtype, and part_weight float32, both [n, num_chunks * chunk / PART]: a part's
-    maximum, and its weight relative to that (which is overwritten); the rest as in `sample_reference`.
+    Args:
+        logits: [n, vocab].
+        temperature, top_k, top_p, min_p: [n], as in `SamplingValues`.
+        part_max: [n, num_chunks * chunk / PART], of the logits' dtype: the maximum of each part.
+        part_weight: the same shape, float32: the weight of each part relative to its maximum. It is overwritten.
+        chunk_weight: float32 [n, num_chunks], written.
+        threshold: float32 [n], written: the lowest z that is kept.
+        chunk: tokens in a chunk.
     """
     num_chunks = chunk_weight.shape[1]
     listed = torch.empty(part_max.shape, dtype=torch.int32, device=logits.device)

@@ -1,4 +1,4 @@
-"""A step's inputs, made on the device from what a plan says and what the device knows of the resident sequences."""
+"""Makes the inputs of a step on the device, from a plan and from the device's tables of the resident sequences."""
 
 from typing import NamedTuple
 
@@ -12,10 +12,12 @@ from nanovllm.kernels.triton_shim import next_power_of_2, tl, triton
 
 
 class RowTables(NamedTuple):
-    """What the device knows of each row. The last row is nobody's: padding reads and writes there.
+    """The device's tables, by row. The last row belongs to no sequence: padding reads and writes there.
 
-    block_tables int32 [num_rows, max_blocks]; last_token int32 [num_rows], the token sampled last, the input of the
-    row's next decode; the rest as in SamplingValues, [num_rows].
+    Attributes:
+        block_tables: int32 [num_rows, max_blocks].
+        last_token: int32 [num_rows], the token that was sampled last. It is the input of the row's next decode.
+        temperature, top_k, top_p, min_p, seeds: [num_rows], as in `SamplingValues`.
     """
 
     block_tables: Tensor
@@ -28,7 +30,12 @@ class RowTables(NamedTuple):
 
 
 class PlannedRows(NamedTuple):
-    """Of a plan (engine/plan.py): rows, num_computed, num_scheduled int32 [num_seqs], token_ids int32 [num_tokens]."""
+    """Four arrays of a `StepPlan` (engine/plan.py), on the device.
+
+    Attributes:
+        rows, num_computed, num_scheduled: int32 [num_seqs].
+        token_ids: int32 [num_tokens]; -1 stands for the row's last_token.
+    """
 
     rows: Tensor
     num_computed: Tensor
@@ -37,11 +44,16 @@ class PlannedRows(NamedTuple):
 
 
 class StepInputs(NamedTuple):
-    """What the model, its attention and the sampler read.
+    """The inputs of the model, of its attention and of the sampler.
 
-    token_ids, positions int32 [num_tokens], each token and its place in its sequence; slots int64 [num_tokens], -1 for
-    padding; cu_seqlens int32 [num_seqs + 1]; seq_lens int32 [num_seqs], after the step; block_tables int32 [num_seqs,
-    max_blocks]; sampling of each sequence, the position of whose next token is its length.
+    Attributes:
+        token_ids: int32 [num_tokens].
+        positions: int32 [num_tokens], each token's index in its sequence.
+        slots: int64 [num_tokens], each token's place in the KV cache; -1 for padding, which is not stored.
+        cu_seqlens: int32 [num_seqs + 1], where each sequence's tokens begin among token_ids, and the end of all.
+        seq_lens: int32 [num_seqs], tokens of each sequence after the step.
+        block_tables: int32 [num_seqs, max_blocks].
+        sampling: of each sequence. The position of its next token is its length.
     """
 
     token_ids: Tensor
@@ -54,24 +66,27 @@ class StepInputs(NamedTuple):
 
 
 def step_inputs_reference(planned: PlannedRows, tables: RowTables, block_size: int) -> StepInputs:
+    """Derive positions, slots, lengths and sampling values, and put each row's last token in place of -1."""
     rows, num_computed, num_scheduled, token_ids = planned
-    num_seqs, num_tokens, padding_row = len(rows), len(token_ids), len(tables.last_token) - 1
+    num_seqs = len(rows)
+    num_tokens = len(token_ids)
+    padding_row = len(tables.last_token) - 1
     ends = num_scheduled.cumsum(0, dtype=torch.int32)
     indices = torch.arange(max(num_seqs, num_tokens), dtype=torch.int32, device=rows.device)
-    of_token = indices[:num_seqs].repeat_interleave(num_scheduled, output_size=num_tokens)
+    seq_of_token = indices[:num_seqs].repeat_interleave(num_scheduled, output_size=num_tokens)
     seq_lens = num_computed + num_scheduled
-    positions = indices[:num_tokens] + (seq_lens - ends)[of_token]
+    positions = indices[:num_tokens] + (seq_lens - ends)[seq_of_token]
     block_tables = tables.block_tables[rows]
-    blocks = block_tables[of_token, positions // block_size].long()
-    slots = torch.where(rows[of_token] == padding_row, -1, blocks * block_size + positions % block_size)
-    token_ids = torch.where(token_ids < 0, tables.last_token[rows[of_token]], token_ids)
+    blocks = block_tables[seq_of_token, positions // block_size].long()
+    slots = torch.where(rows[seq_of_token] == padding_row, -1, blocks * block_size + positions % block_size)
+    token_ids = torch.where(token_ids < 0, tables.last_token[rows[seq_of_token]], token_ids)
     sampling = SamplingValues(*[*(column[rows] for column in tables[2:]), seq_lens])
     return StepInputs(token_ids, positions, slots, F.pad(ends, (1, 0)), seq_lens, block_tables, sampling)
 
 
 @triton.jit(
     do_not_specialize=["num_seqs", "padding_row"],
-    # These lie side by side, at any address: they must not make a variant for each.
+    # These arrays lie side by side in one buffer, so their addresses vary. No alignment may get a variant of its own.
     do_not_specialize_on_alignment=["rows_ptr", "num_computed_ptr", "num_scheduled_ptr", "planned_ids_ptr"],
 )
 def _step_inputs_kernel(
@@ -107,7 +122,7 @@ def _step_inputs_kernel(
 ):
     # Grid (num_seqs,).
     # A program owns one sequence: its tokens, BLOCK at a time, and its row of each table.
-    # The padding row's tokens get slot -1, so that nothing of them is stored.
+    # Tokens of the padding row get slot -1, so that they are not stored.
     wait_for_predecessor(PDL)
     seq = tl.program_id(0)
     row = tl.load(rows_ptr + seq).to(tl.int64)
@@ -144,14 +159,15 @@ def _step_inputs_kernel(
 
 
 def step_inputs_config(num_seqs: int, block_size: int) -> dict[str, int]:
-    """Few sizes of MAX_SEQS, so that few batch sizes compile anything."""
+    """Return the constants to compile with. MAX_SEQS has few values, so that few batch sizes compile a new kernel."""
     max_seqs = max(256, next_power_of_2(num_seqs))
     return {"BLOCK_SIZE": block_size, "MAX_SEQS": max_seqs, "BLOCK": 256, "num_warps": 4}
 
 
 def step_inputs(planned: PlannedRows, tables: RowTables, block_size: int) -> StepInputs:
-    """`step_inputs_reference` in one kernel."""
-    num_seqs, num_tokens = len(planned.rows), len(planned.token_ids)
+    """Do what `step_inputs_reference` does, in one kernel."""
+    num_seqs = len(planned.rows)
+    num_tokens = len(planned.token_ids)
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=planned.rows.device)

@@ -35,7 +35,7 @@ def choose_samples(plan: StepPlan, rows: Tensor, inputs: StepInputs) -> tuple[Te
     sequences = np.repeat(np.arange(plan.num_seqs), num_samples)
     num_later = np.repeat(num_samples.cumsum(), num_samples) - 1 - np.arange(len(sequences))  # of the same sequence
     chosen, back = to_device(np.stack((sequences, num_later)), rows.device).unbind(0)
-    values = inputs.sampling.of_rows(chosen)
+    values = inputs.sampling.select(chosen)
     values = values._replace(positions=values.positions - back.int())
     return rows[chosen], last[chosen] - back, values
 

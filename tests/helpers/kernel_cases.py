@@ -227,7 +227,7 @@ def assert_same_tokens(case: SampleCase, sampled: Sampled) -> None:
         assert values.temperature[row] > 0, "greedy tokens are exact"
         logits = case.logits[row : row + 1].float()
         z = (logits - logits.max()) / values.temperature[row]
-        kept = filter_reference(z, values.of_rows(torch.tensor([row], device=z.device)))[0]
+        kept = filter_reference(z, values.select(torch.tensor([row], device=z.device)))[0]
         shares = torch.where(kept, z[0].double().exp(), 0.0)
         shares /= shares.sum()
         slack = 1e-5 + (2 * float(shares[kept].min()) if values.top_p[row] < 1 else 0.0)

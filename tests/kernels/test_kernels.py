@@ -273,7 +273,7 @@ def test_kept_tokens_and_their_weights_are_the_references(ties: bool, dtype: tor
     assert (chunk_weight[~filtered] == -1).all() and (threshold[~filtered] == -1).all(), "rows without a filter leave"
     z = (logits - logits.amax(1, keepdim=True)) / case.values.temperature.clamp(min=1e-9).unsqueeze(1)
     z, min_p = z[filtered], case.values.min_p[filtered]
-    kept = filter_reference(z, case.values.of_rows(filtered))
+    kept = filter_reference(z, case.values.select(filtered))
     weights = z.exp()
     assert torch.equal((z >= threshold[filtered].unsqueeze(1)) & (weights >= min_p.unsqueeze(1)), kept)
     weights = torch.nn.functional.pad(weights * kept, (0, num_chunks * CHUNK - vocab_size))
@@ -286,7 +286,7 @@ def test_kept_tokens_and_their_weights_are_the_references(ties: bool, dtype: tor
 def test_sampled_tokens_are_the_references_for_qwen3s_vocabulary(dtype: torch.dtype) -> None:
     few = torch.tensor([2, 6, 12], device=DEVICE)  # no filter, top_k 50, all filters
     case = sample_case(151_936, dtype)
-    case = SampleCase(case.logits[few], case.values.of_rows(few))
+    case = SampleCase(case.logits[few], case.values.select(few))
     assert_same_tokens(case, sample(*case.arguments()))
 
 

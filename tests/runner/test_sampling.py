@@ -38,7 +38,7 @@ def draw(
         torch.full((count,), 17) if positions is None else positions,
     )
     some = torch.arange(count).split(100)
-    return torch.cat([sample_reference(rows[indices], values.of_rows(indices)).token_ids for indices in some])
+    return torch.cat([sample_reference(rows[indices], values.select(indices)).token_ids for indices in some])
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -108,7 +108,7 @@ def test_rows_of_a_batch_each_follow_their_own_values() -> None:
     together = sample_reference(logits, values).token_ids
     for i in range(64):
         row = torch.tensor([i])
-        alone = sample_reference(logits[row], values.of_rows(row)).token_ids
+        alone = sample_reference(logits[row], values.select(row)).token_ids
         assert alone.item() == together[i]
 
 
