@@ -197,8 +197,8 @@ def _stats_kernel(
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     part = tl.arange(0, CHUNK // PART)
-    # The kernel is specialised on vocab_size. If it is a multiple of 16, the mask covers whole vectors, and Triton loads
-    # vectors.
+    # The kernel is specialised on vocab_size. If that is a multiple of 16, the mask covers whole vectors, and Triton
+    # loads vectors.
     token = chunk * CHUNK + part[:, None] * PART + tl.arange(0, PART)[None, :]
     x = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
     x = tl.where(x < float("inf"), x, float("inf"))  # NaN becomes inf: the row's maximum then shows that it is broken

@@ -56,10 +56,11 @@ def _from_order_key(key, SHIFT: tl.constexpr):
     return ((bits >> SHIFT) << SHIFT).to(tl.float32, bitcast=True)
 
 
-# Both searches below look for the largest order key in [low, high) such that the tokens at or above it weigh (or number)
-# at least `goal`. If by rounding not even the tokens at or above low do, the result is low. low and high are int64,
-# because an interval of float32 keys is wider than int32. Each pass keeps one of MARKS + 1 parts of the interval, so the
-# whole range takes 7 passes for bfloat16 and 14 for float32. Counts are exact in float32: a vocabulary is far below 2**24.
+# Both searches below look for the largest order key in [low, high) such that the tokens at or above it weigh (or
+# number) at least `goal`. If by rounding not even the tokens at or above low do, the result is low. low and high are
+# int64, because an interval of float32 keys is wider than int32. Each pass keeps one of MARKS + 1 parts of the
+# interval, so the whole range takes 7 passes for bfloat16 and 14 for float32. Counts are exact in float32, because a
+# vocabulary is far below 2**24.
 
 
 @triton.jit
@@ -119,8 +120,10 @@ def _bound(
 
 @triton.jit
 def _load_parts(row_ptr, listed_ptr, start, num_listed, vocab_size, PARTS: tl.constexpr, PART: tl.constexpr):
-    """Load PARTS of the listed parts, from `start` on. Returns their numbers, and their logits [PARTS, PART]: -inf where
-    there is no token."""
+    """Load PARTS of the listed parts, from `start` on. Returns their numbers and their logits [PARTS, PART].
+
+    Where there is no token, the logit is -inf.
+    """
     place = start + tl.arange(0, PARTS)
     part = tl.load(listed_ptr + place, mask=place < num_listed, other=0)
     token = part[:, None] * PART + tl.arange(0, PART)[None, :]
@@ -177,7 +180,7 @@ def _kept_weight(
     PARTS: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """Return the weight of the listed parts' tokens that floor and min_p keep. If STORE, also write it for each part."""
+    """Return the weight of the listed parts' tokens that floor and min_p keep. If STORE, write it for each part, too."""
     total = tl.zeros([PARTS, PART], tl.float32)
     for start in range(0, num_listed, PARTS):
         part, x = _load_parts(row_ptr, listed_ptr, start, num_listed, vocab_size, PARTS, PART)
@@ -248,7 +251,8 @@ def _filter_kernel(
         goal = (top_p + 1e-5) * total
         low = _bound(maxima, most, weights, row_max, temperature, low, high, goal, True, SHIFT, MARKS, PART)
 
-    # Parts below the bound do not count. Nor do parts that min-p drops, except with top-k: top-p weighs all of its tokens.
+    # Parts below the bound do not count. Nor do parts that min-p drops, except with top-k: then top-p weighs all tokens
+    # that top-k keeps.
     # Parts are compared by z, because different logits may have the same z.
     z_low = tl.div_rn(_from_order_key(low, SHIFT) - row_max, temperature)
     least = tl.where(by_count, 0.0, min_p * 0.9999)
