@@ -180,7 +180,7 @@ def _kept_weight(
     PARTS: tl.constexpr,
     PART: tl.constexpr,
 ):
-    """Return the weight of the listed parts' tokens that floor and min_p keep. If STORE, write it for each part, too."""
+    """Return the weight of the listed parts' tokens that floor and min_p keep. If STORE, write each part's, too."""
     total = tl.zeros([PARTS, PART], tl.float32)
     for start in range(0, num_listed, PARTS):
         part, x = _load_parts(row_ptr, listed_ptr, start, num_listed, vocab_size, PARTS, PART)
