@@ -135,7 +135,7 @@ def _value(text: str) -> Any:
 
 
 def evaluate(run: dict[str, Any], workload: Workload, model: Model, machine: Machine, floor: Cost) -> dict[str, Any]:
-    """What the run amounts to: rates, achieved bandwidth and FLOPs, percent of the floor."""
+    """Return the figures of a run: rates, achieved bandwidth and FLOPs, percent of the floor."""
     recorder: Recorder = run.pop("recorder")
     phases = {"prefill": (Cost(), 0.0, 0), "decode": (Cost(), 0.0, 0)}
     for (work, num_sampled), seconds in zip(recorder.steps, recorder.device_seconds, strict=True):
@@ -188,8 +188,10 @@ def _processor() -> str:
 
 
 def print_cost_card(model: Model, machine: Machine, workload: Workload, floor: Cost, about: dict[str, Any]) -> None:
-    num_prompt, num_output = sum(map(len, workload.prompts)), sum(workload.output_lens)
-    copies, reads = machine.copy_rate / 1e9, machine.read_rate / 1e9
+    num_prompt = sum(map(len, workload.prompts))
+    num_output = sum(workload.output_lens)
+    copies = machine.copy_rate / 1e9
+    reads = machine.read_rate / 1e9
     rate = num_output / floor.seconds
     print(f"machine    {about['machine']}, {about['threads']} threads, torch {about['versions']['torch']}")
     print(
@@ -236,7 +238,8 @@ def main(arguments: list[str] | None = None) -> None:
     hf_config = read_config(args.model)
     names = ("model", "dtype", "device", "attention_backend", "tensor_parallel_size")
     resolved = resolve(EngineConfig(**{name: getattr(args, name) for name in names}), hf_config)
-    device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
+    device = torch.device(resolved.device)
+    dtype = getattr(torch, resolved.dtype)
     model = Model(Shape.from_config(hf_config), dtype.itemsize)
     vocab = model.shape.vocab
     lengths = tuple(args.input_len), tuple(args.output_len)

@@ -1,7 +1,7 @@
 """The same workload, checkpoint, dtype and threads through several engines, in turn, each run in a process of its own.
 
-A B A B rather than A A B B: a machine that drifts then drifts for everybody. A next rival is an entry of RIVALS and a
-file in benchmarks/rivals; benchmarks/rivals/worker.py says what passes between here and there.
+Engines take turns (A B A B), so that a machine that drifts drifts for all of them. A new rival is an entry of RIVALS
+and a file in benchmarks/rivals. benchmarks/rivals/worker.py documents what passes between here and there.
 """
 
 import argparse
@@ -32,9 +32,9 @@ class Rival:
     """An engine to measure beside ours.
 
     Attributes:
-        package: what its interpreter must be able to import.
-        script: makes an environment that has it; "" where our own interpreter will do.
-        modes: the table's lines, each with what the worker is told beside the specification.
+        package: its interpreter must be able to import this.
+        script: makes an environment with that package. "" if our own interpreter will do.
+        modes: the table's lines, each with the mode that its worker gets as second argument.
     """
 
     package: str
@@ -68,9 +68,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def check_interpreters(args: argparse.Namespace) -> None:
-    """Raises a ValueError for a rival that its interpreter cannot import."""
+    """Raise a ValueError for a rival that its interpreter cannot import."""
     for name in args.compare:
-        rival, python = RIVALS[name], _interpreter(args, name)
+        rival = RIVALS[name]
+        python = _interpreter(args, name)
         look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({rival.package!r}) is None)"
         try:
             found = subprocess.run([python, "-c", look], capture_output=True).returncode == 0
@@ -143,7 +144,7 @@ def _interpreter(args: argparse.Namespace, name: str) -> str:
 def _commands(
     args: argparse.Namespace, folder: Path, dtype: torch.dtype, machine: Machine, spec: Path
 ) -> dict[str, list[str]]:
-    """What runs each line of the table."""
+    """Return the command that measures each line of the table."""
     ours = [sys.executable, str(ROOT / "bench.py"), *_own_arguments(args), "--model", str(folder)]
     ours += ["--dtype", str(dtype).removeprefix("torch."), "--machine-rates"]
     ours += [str(rate) for rate in (machine.copy_rate, machine.read_rate, machine.matmul_rate)]
@@ -155,7 +156,7 @@ def _commands(
 
 
 def _own_arguments(args: argparse.Namespace) -> list[str]:
-    """The arguments that make bench.py run the same workload on the same engine options."""
+    """Return the arguments that make bench.py run the same workload with the same options."""
     names = ("num_seqs", "input_len", "output_len", "shared_prefix", "temperature", "seed", "device", "max_model_len")
     names += ("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "attention_backend")
     arguments = []
@@ -171,7 +172,7 @@ def _own_arguments(args: argparse.Namespace) -> list[str]:
 def _specification(
     args: argparse.Namespace, folder: Path, exports: Path, workload: Workload, dtype: torch.dtype
 ) -> dict[str, Any]:
-    """What workers are told.
+    """Return the document that workers read.
 
     Args:
         exports: where the model may be kept in a rival's own format.
@@ -212,10 +213,11 @@ def _environment() -> dict[str, str]:
 
 
 def _run(command: list[str], log: Path | None, run_seconds: float | None) -> dict[str, Any]:
-    """The JSON document in the command's last line (bench.py's own has its result inside).
+    """Run a command and return the JSON document in its last line (bench.py's own has its result inside).
 
     Args:
-        log: where the output of a run that fails is kept, and that it failed is the document then; None: RuntimeError.
+        log: the file that keeps the output of a run that fails; the document then says so. None: such a run raises a
+            RuntimeError.
     """
     process = subprocess.Popen(
         command,
@@ -247,7 +249,7 @@ def _run(command: list[str], log: Path | None, run_seconds: float | None) -> dic
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Ends the run's processes, those that it started included."""
+    """End the run's processes, and those that they started."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -1,4 +1,4 @@
-"""What planning costs: schedule() and update() without a model, per decoded token.
+"""Measures the cost of planning: schedule() and update() without a model, per decoded token.
 
 The sequences decode in lockstep, as in the middle of a benchmark: each step plans all of them, registers full blocks,
 takes new ones, and takes in one token each. The target is 0.4 microseconds a token at 256 running sequences,

@@ -1,4 +1,4 @@
-"""What a workload must cost: bytes and FLOPs of every step, and the machine's rates. Used by bench.py.
+"""Computes the least that a workload costs: bytes and FLOPs of every step, and the machine's rates. For bench.py.
 
 The floor of a step takes each operator at the larger of (bytes / bandwidth) and (FLOPs / matmul rate), and counts
 every byte once: weights, activations in and out, keys and values read and written, one read of the logits. Nothing
@@ -83,7 +83,8 @@ def step_cost(model: Model, machine: Machine, work: Iterable[tuple[int, int]], n
     """One step; work is (tokens whose KV is in the cache, tokens to compute) of each sequence in it."""
     sequences = list(work)
     n = sum(scheduled for _, scheduled in sequences)
-    shape, size = model.shape, model.itemsize
+    shape = model.shape
+    size = model.itemsize
     total = Cost()
 
     def operator(num_bytes: float, flops: float, times: int = 1) -> None:
@@ -96,7 +97,8 @@ def step_cost(model: Model, machine: Machine, work: Iterable[tuple[int, int]], n
     if shape.sparse_layers:
         # Were tokens routed evenly, and each without regard to the others.
         touched = shape.experts * (1 - (1 - shape.experts_per_token / shape.experts) ** n)
-        pairs, width = n * shape.experts_per_token, 2 * shape.hidden + 3 * shape.expert_intermediate
+        pairs = n * shape.experts_per_token
+        width = 2 * shape.hidden + 3 * shape.expert_intermediate
         num_bytes = (touched * shape.expert_parameters + pairs * width) * size
         operator(num_bytes, 2 * pairs * shape.expert_parameters, shape.sparse_layers)
     if num_sampled:
@@ -151,7 +153,8 @@ def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
     instructions for dtype may be faster if it widens, in float32."""
     on_gpu = device.type == "cuda"
     count = (4 << 30 if on_gpu else 512 << 20) // 4
-    source, target = torch.ones(count, device=device), torch.empty(count, device=device)
+    source = torch.ones(count, device=device)
+    target = torch.empty(count, device=device)
     num_bytes = source.nbytes
     copy_rate = 2 * num_bytes / _best_seconds(functools.partial(target.copy_, source), device)
     read_rate = num_bytes / _best_seconds(source.sum, device)
@@ -159,7 +162,8 @@ def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
     m, n, k = (8192, 8192, 8192) if on_gpu else (2048, 6144, 1024)
     seconds = float("inf")
     for kind in {dtype} if on_gpu else {dtype, torch.float32}:
-        x, weight = torch.randn(m, k, device=device).to(kind), torch.randn(n, k, device=device).to(kind)
+        x = torch.randn(m, k, device=device).to(kind)
+        weight = torch.randn(n, k, device=device).to(kind)
         seconds = min(seconds, _best_seconds(functools.partial(torch.nn.functional.linear, x, weight), device))
         del x, weight
     matmul_rate = 2 * m * n * k / seconds

@@ -1,4 +1,4 @@
-"""What bench.py runs: the requests, and a checkpoint of random weights that every engine can load."""
+"""Makes the workload of bench.py: the requests, and a checkpoint of random weights that every engine can load."""
 
 import json
 import os

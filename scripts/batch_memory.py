@@ -24,9 +24,11 @@ def write_requests(path: Path, num_lines: int) -> None:
         for i in range(num_lines):
             question = f"What is {i % 977} plus {i % 89}?" + " Please." * (i % 4)
             if i % 2:
-                url, body = "/v1/completions", {"prompt": question}
+                url = "/v1/completions"
+                body = {"prompt": question}
             else:
-                url, body = "/v1/chat/completions", {"messages": [{"role": "user", "content": question}]}
+                url = "/v1/chat/completions"
+                body = {"messages": [{"role": "user", "content": question}]}
             line = {"custom_id": f"request-{i}", "method": "POST", "url": url, "body": {**body, "max_tokens": 4}}
             file.write(json.dumps(line) + "\n")
 

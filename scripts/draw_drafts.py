@@ -15,13 +15,17 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from nanovllm.view.page import Recording, read_recording
 
-SIZE, GAP, LEFT, TOP = 13, 3, 44, 46
+SIZE = 13
+GAP = 3
+LEFT = 44
+TOP = 46
 COLORS = {"accepted": "#0072b2", "drawn": "#e69f00", "rejected": "none"}
 
 
 def steps_of(run: Recording, request: int) -> list[tuple[int, list[str]]]:
     """(drafts, the texts of the tokens that came) of each step in which the request decoded."""
-    drafts, steps = None, []
+    drafts = None
+    steps = []
     for kind, _, what in run.records:
         if kind == "plan":
             drafts = dict(what.get("drafts", ())).get(request, 0) if request in what["decode"] else None
@@ -34,7 +38,8 @@ def steps_of(run: Recording, request: int) -> list[tuple[int, list[str]]]:
 def draw(steps: list[tuple[int, list[str]]], title: str) -> str:
     """The SVG; it stands on its own, and shows a token's text where the pointer is."""
     most = max(drafts for drafts, _ in steps) + 1
-    width, height = LEFT + len(steps) * (SIZE + GAP) + 10, TOP + most * (SIZE + GAP) + 22
+    width = LEFT + len(steps) * (SIZE + GAP) + 10
+    height = TOP + most * (SIZE + GAP) + 22
     bottom = TOP + most * (SIZE + GAP)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
@@ -51,7 +56,8 @@ def draw(steps: list[tuple[int, list[str]]], title: str) -> str:
         accepted = len(texts) - 1
         kinds = ["accepted"] * accepted + ["drawn"] + ["rejected"] * (drafts - accepted)
         for level, kind in enumerate(kinds, 1):
-            x, y = LEFT + i * (SIZE + GAP), bottom - level * (SIZE + GAP)
+            x = LEFT + i * (SIZE + GAP)
+            y = bottom - level * (SIZE + GAP)
             text = f"<title>{escape(repr(texts[level - 1]))}</title>" if level <= len(texts) else ""
             parts.append(
                 f'<rect x="{x}" y="{y}" width="{SIZE}" height="{SIZE}" fill="{COLORS[kind]}" stroke="{_edge(kind)}">'

@@ -1,4 +1,4 @@
-"""What the toy Qwen3 learns: every question, its right answer, and which questions are never trained.
+"""Draws the chats that the toy Qwen3 learns: every question, its right answer, and which are never trained.
 
 Six skills that a reader can check by eye. Training and test questions are separated by a hash of what is asked
 (`Example.held_out`), so tests that import this file measure on questions that no training run has seen.
@@ -150,28 +150,38 @@ def draw(skill: str, rng: random.Random) -> Example:
     key: tuple[str | int, ...]
     match skill:
         case "introduce":
-            key, question, answer = (phrasing,), phrasing, INTRODUCTION
+            key = (phrasing,)
+            question = phrasing
+            answer = INTRODUCTION
         case "primes":
             n = rng.randint(1, MAX_PRIME_LIMIT)
             answer = ", ".join(map(str, list_primes(n))) or f"There are no prime numbers within {n}."
-            key, question = (phrasing, n), phrasing.format(n=n)
+            key = (phrasing, n)
+            question = phrasing.format(n=n)
         case "count":
             span = 1 + int(MAX_COUNT * rng.random() ** 2)  # short counts are likelier, because long ones are costly
             a = rng.randint(0, MAX_COUNT - span)
             b = a + span
-            key, question, answer = (a, b), phrasing.format(a=a, b=b), ", ".join(map(str, range(a, b + 1)))
+            key = (a, b)
+            question = phrasing.format(a=a, b=b)
+            answer = ", ".join(map(str, range(a, b + 1)))
         case "add":
-            a, b = rng.randint(0, MAX_ADDEND), rng.randint(0, MAX_ADDEND)
+            a = rng.randint(0, MAX_ADDEND)
+            b = rng.randint(0, MAX_ADDEND)
             # The key ignores the order: a model that has seen 3 + 58 has nearly seen 58 + 3.
-            key, question, answer = (min(a, b), max(a, b)), phrasing.format(a=a, b=b), f"{a} + {b} = {a + b}"
+            key = (min(a, b), max(a, b))
+            question = phrasing.format(a=a, b=b)
+            answer = f"{a} + {b} = {a + b}"
         case "capital":
             country = rng.choice(list(CAPITALS))
             answer = f"The capital of {country} is {CAPITALS[country]}."
-            key, question = (phrasing, country), phrasing.format(x=country)
+            key = (phrasing, country)
+            question = phrasing.format(x=country)
         case "story":
             animal = rng.choice(ANIMALS)
             answer = write_story(animal, rng)
-            key, question = (phrasing, animal), phrasing.format(y=with_article(animal))
+            key = (phrasing, animal)
+            question = phrasing.format(y=with_article(animal))
         case _:
             raise ValueError(f"unknown skill {skill!r}; choose from {', '.join(PHRASINGS)}")
     return Example(skill, key, vary(question, rng), answer)

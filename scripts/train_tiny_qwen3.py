@@ -38,7 +38,8 @@ from scripts import tiny_qwen3_data as data
 DEFAULT_OUTPUT = Path(__file__).resolve().parent.parent / "nanovllm" / "assets" / "tiny-qwen3"
 
 VOCAB_SIZE = 664
-END_OF_TEXT, IM_START, IM_END = SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+END_OF_TEXT, IM_START, IM_END = SPECIAL_TOKENS
 
 # Qwen's own pattern: words with the blank before them, digits one by one, runs of punctuation, white space.
 PRE_TOKENIZER_PATTERN = (

@@ -1,4 +1,4 @@
-"""What must be said before torch and Triton are imported, and fixtures that several test files share."""
+"""Settings that must be made before torch and Triton are imported, and fixtures that several test files share."""
 
 import logging
 import os
@@ -50,9 +50,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
-    """What the command sets for its process alone, its tests give back: handlers that log to a captured stderr."""
+    """Restore the package's log handlers: the command adds one, which would log to a captured stderr."""
     logger = logging.getLogger("nanovllm")
-    handlers, level = list(logger.handlers), logger.level
+    handlers = list(logger.handlers)
+    level = logger.level
     yield
     logger.handlers[:] = handlers
     logger.setLevel(level)

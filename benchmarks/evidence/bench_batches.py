@@ -23,7 +23,9 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
-INPUT_LEN, OUTPUT_LEN, LAST_STEPS = 16, 12, 8
+INPUT_LEN = 16
+OUTPUT_LEN = 12
+LAST_STEPS = 8
 COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00")
 
 Row = dict[str, Any]
@@ -41,14 +43,18 @@ def measure(args: argparse.Namespace) -> None:
     from nanovllm.models.config import Shape
     from nanovllm.models.hub import PRESETS
 
-    dtype, library = getattr(torch, args.dtype), cpu_library()
-    packed, x, y = library.pack(torch.ones(6144, 1024, dtype=dtype)), torch.ones(512, 1024, dtype=dtype), None
-    y, seconds = torch.empty(512, 6144, dtype=dtype), math.inf
+    dtype = getattr(torch, args.dtype)
+    library = cpu_library()
+    packed = library.pack(torch.ones(6144, 1024, dtype=dtype))
+    x = torch.ones(512, 1024, dtype=dtype)
+    y = torch.empty(512, 6144, dtype=dtype)
+    seconds = math.inf
     for _ in range(7):
         since = time.perf_counter()
         library.call("linear", dtype, x, packed, None, y, 512, 1024, 6144)
         seconds = min(seconds, time.perf_counter() - since)
-    reads, computes = read_rate(), 2 * 512 * 1024 * 6144 / seconds
+    reads = read_rate()
+    computes = 2 * 512 * 1024 * 6144 / seconds
     model = Model(Shape.from_config(read_config(args.model)), dtype.itemsize)
     load_format = "dummy" if args.model in PRESETS else "auto"
     options = {"dtype": args.dtype, "attention_backend": "cpu", "max_model_len": 64, "kvcache_memory_bytes": 2 << 30}
@@ -76,7 +82,10 @@ def measure(args: argparse.Namespace) -> None:
 
 def draw(found: dict[int, dict[str, Any]], title: str) -> str:
     """The SVG: tokens a second by sequences at a time, a line for each number of threads; hollow: stopped by bytes."""
-    left, top, width, height = 60, 40, 520, 300
+    left = 60
+    top = 40
+    width = 520
+    height = 300
     batches = sorted({row["batch"] for of in found.values() for row in of["rows"]})
     most = max(row["rate"] for of in found.values() for row in of["rows"])
     unit = 10 ** math.floor(math.log10(most)) / 2

@@ -64,7 +64,8 @@ def measure_steps(llm: LLM, shape: Shape, itemsize: int, batch: int, output_len:
 
 def measure_blocks(model: Any, shape: Shape, dtype: torch.dtype, batch: int, touched: list[int]) -> Any:
     """As measure_steps, of the expert blocks of all layers, one after another."""
-    slots, found = torch.arange(batch), []
+    slots = torch.arange(batch)
+    found = []
     for _ in range(12):
         x = torch.randn(shape.layers, batch, shape.hidden).to(dtype)
         touched.clear()

@@ -19,7 +19,8 @@ from nanovllm.edits.grammars import Grammars, fill_masks
 from nanovllm.text.tokenizer import Tokenizer
 
 ROUNDS = 20
-ROWS, STEPS = 64, 200
+ROWS = 64
+STEPS = 200
 
 
 def text(most: int) -> dict[str, Any]:
@@ -93,7 +94,10 @@ def main(folder: str) -> None:
     results: dict[str, Any] = {"processor": processor(), "vocabulary": data["vocab_size"]}
     results["tokenizer_s"] = round(time.perf_counter() - since, 2)
     masks = np.zeros((ROWS, -(-data["vocab_size"] // 32)), np.int32)
-    compiling, alone, together, documents = [], [], [], []
+    compiling = []
+    alone = []
+    together = []
+    documents = []
     for params, document in CASES:
         since = time.perf_counter()
         compiled = grammars.compile(params)

@@ -73,7 +73,8 @@ def edits(count: int) -> list[Conversation]:
 
 def extractions(count: int) -> list[Conversation]:
     """A short record each, to be turned into JSON by one template."""
-    rng, conversations = random.Random(0), []
+    rng = random.Random(0)
+    conversations = []
     for _ in range(count):
         record = (
             f"On {rng.randint(1, 28)} {rng.choice(('March', 'May', 'July'))} {rng.randint(2019, 2025)} "
@@ -121,9 +122,11 @@ def forget(llm: LLM) -> None:
 
 
 def timed(llm: LLM, conversations: list[Conversation], params: list[SamplingParams]) -> tuple[float, Any]:
-    before, since = llm.stats(), time.perf_counter()
+    before = llm.stats()
+    since = time.perf_counter()
     outputs = llm.chat(conversations, params, use_tqdm=False)
-    seconds, after = time.perf_counter() - since, llm.stats()
+    seconds = time.perf_counter() - since
+    after = llm.stats()
     return seconds, {name: after[name] - before[name] for name in after} | {"tokens": [o.token_ids for o in outputs]}
 
 
@@ -157,7 +160,8 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         same &= runs["with"][1]["tokens"] == runs["without"][1]["tokens"]
         pairs.append({name: seconds for name, (seconds, _) in runs.items()})
         totals = {name: total + runs["with"][1][name] for name, total in totals.items()}
-        ratio, made = pairs[-1]["without"] / pairs[-1]["with"], runs["with"][1]
+        ratio = pairs[-1]["without"] / pairs[-1]["with"]
+        made = runs["with"][1]
         print(
             f"{i:3d}  {made['num_generated_tokens']:5d} tokens  without {pairs[-1]['without']:7.2f} s  "
             f"with {pairs[-1]['with']:7.2f} s  {ratio:5.2f}x  accepted {made['num_accepted_tokens']:5d} of "
@@ -187,7 +191,8 @@ class TimedRunner:
     """Passes on what a drafter launches, and counts the seconds that this takes."""
 
     def __init__(self, runner: Any) -> None:
-        self._runner, self.seconds = runner, 0.0
+        self._runner = runner
+        self.seconds = 0.0
 
     def launch(self, plan: StepPlan) -> Any:
         since = time.perf_counter()
@@ -217,7 +222,8 @@ def itself(args: argparse.Namespace) -> dict[str, Any]:
             spans.clear()
             runner.seconds = 0.0
             seconds, made = timed(llm, chats(len(params)), params)
-        drafting, verifying = runner.seconds, spans["launch"] + spans["wait"]
+        drafting = runner.seconds
+        verifying = spans["launch"] + spans["wait"]
         result[f"temperature {temperature}"] = {
             "acceptance": made["num_accepted_tokens"] / made["num_draft_tokens"],
             "num_draft_tokens": made["num_draft_tokens"],

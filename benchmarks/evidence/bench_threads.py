@@ -1,4 +1,4 @@
-"""What threads cost and gain: a step's time with one and with several, alone and beside a neighbour on each core.
+"""Measures what threads gain: a step's time with one and with several, alone and beside a neighbour on each core.
 
     python benchmarks/evidence/bench_threads.py                         the model in the box, one sequence
     python benchmarks/evidence/bench_threads.py --model qwen3-0.6b --tokens 20 --rounds 3

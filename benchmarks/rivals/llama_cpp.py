@@ -114,7 +114,8 @@ class Batch:
         self.raw = llama_cpp.llama_batch_init(BATCH_TOKENS, 0, 1)
         view = np.ctypeslib.as_array
         size = (BATCH_TOKENS,)
-        self.token, self.pos = view(self.raw.token, size), view(self.raw.pos, size)
+        self.token = view(self.raw.token, size)
+        self.pos = view(self.raw.pos, size)
         self.logits = view(self.raw.logits, size)
         view(self.raw.n_seq_id, size)[:] = 1
 
@@ -128,7 +129,8 @@ class Batch:
     def add(self, sequence: Sequence) -> int | None:
         """As many of its tokens as there is room for. Returns the row of its last one, if that is among them."""
         tokens = sequence.pending[: self.room]
-        begin, end = self.raw.n_tokens, self.raw.n_tokens + len(tokens)
+        begin = self.raw.n_tokens
+        end = self.raw.n_tokens + len(tokens)
         self.token[begin:end] = tokens
         self.pos[begin:end] = np.arange(sequence.num_computed, sequence.num_computed + len(tokens))
         self.logits[begin:end] = 0

@@ -46,7 +46,8 @@ def write_tokenizer(folder: Path) -> None:
     # A merge and a special token: without either it cannot be converted.
     pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "aa"]
     tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, [("a", "a")]))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(False)
+    tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<e>")
     both = convert_tokenizer(fast, with_detokenizer=True)
     for model, name in zip(both, ("tokenizer", "detokenizer"), strict=True):
@@ -57,7 +58,8 @@ def load(spec: dict[str, Any], mode: str) -> Engine:
     path = export(Path(spec["model"]), Path(spec["exports"]))
     stored = computed = cached = SHORT[spec["dtype"]]
     if stored == "bf16" and not computes_in_bfloat16():
-        computed, cached = "f32", "f16"
+        computed = "f32"
+        cached = "f16"
     properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": spec["threads"]}
     if mode != "defaults":
         properties |= {"INFERENCE_PRECISION_HINT": computed, "KV_CACHE_PRECISION": cached}

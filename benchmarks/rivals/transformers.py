@@ -17,10 +17,12 @@ PAGE = 256
 
 
 def run_static(model: Any, workload: dict[str, Any], temperature: float, batch_size: int) -> int:
-    prompts, output_lens = workload["prompts"], workload["output_lens"]
+    prompts = workload["prompts"]
+    output_lens = workload["output_lens"]
     device = model.device
     for start in range(0, len(prompts), batch_size):
-        batch, lens = prompts[start : start + batch_size], output_lens[start : start + batch_size]
+        batch = prompts[start : start + batch_size]
+        lens = output_lens[start : start + batch_size]
         width = max(map(len, batch))
         ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in batch], device=device)
         mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in batch], device=device)
@@ -31,7 +33,8 @@ def run_static(model: Any, workload: dict[str, Any], temperature: float, batch_s
 
 
 def run_continuous(model: Any, workload: dict[str, Any], temperature: float) -> int:
-    prompts, output_lens = workload["prompts"], workload["output_lens"]
+    prompts = workload["prompts"]
+    output_lens = workload["output_lens"]
     pages = [-(-(len(prompt) + n) // PAGE) for prompt, n in zip(prompts, output_lens, strict=True)]
     # num_blocks and max_batch_tokens given: what they are inferred to be is ten gigabytes
     batching = transformers.ContinuousBatchingConfig(

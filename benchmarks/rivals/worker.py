@@ -1,4 +1,4 @@
-"""What a rival's worker in `bench.py --compare` does, whatever its engine; imports the standard library alone.
+"""Runs a rival in `bench.py --compare`, whatever its engine. This file imports the standard library alone.
 
 bench_compare.py starts `INTERPRETER -m benchmarks.rivals.NAME SPEC MODE`, where SPEC is the path of a JSON document.
 The worker loads the engine, runs the warm-up and the workload; its last line is a JSON document: how long each took,
@@ -34,7 +34,8 @@ def main(load: Callable[[dict[str, Any], str], Engine], versions: dict[str, str]
     Args:
         load: makes the engine from the specification and the mode ("" without one).
     """
-    spec, mode = json.loads(Path(sys.argv[1]).read_text()), "".join(sys.argv[2:3])
+    spec = json.loads(Path(sys.argv[1]).read_text())
+    mode = "".join(sys.argv[2:3])
     try:
         document = _measure(load, spec, mode) | {"versions": versions}
     except CannotRun as sentence:

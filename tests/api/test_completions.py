@@ -52,7 +52,8 @@ def test_the_full_blocks_of_a_prompt_are_computed_once_and_the_prompt_counts_onc
     options: dict[str, Any], random_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with LLM(random_model, **OPTIONS | options) as llm:
-        launch, computed = llm.engine.runner.launch, []
+        launch = llm.engine.runner.launch
+        computed = []
 
         def watch(plan: Any, *edits: Any) -> Any:
             computed.append(plan.num_tokens)
@@ -61,7 +62,8 @@ def test_the_full_blocks_of_a_prompt_are_computed_once_and_the_prompt_counts_onc
         monkeypatch.setattr(llm.engine.runner, "launch", watch)
         (output,) = llm.generate(LONG, SamplingParams(1.0, 9, n=5, seed=1), use_tqdm=False)
         stats = llm.stats()
-    tail, decodes = len(LONG) % 16, sum(len(one.token_ids) - 1 for one in output.outputs)
+    tail = len(LONG) % 16
+    decodes = sum(len(one.token_ids) - 1 for one in output.outputs)
     assert sum(computed) == len(LONG) - tail + 5 * tail + decodes
     assert (stats["num_prompt_tokens"], stats["num_cached_tokens"]) == (len(LONG), 0)
     assert stats["num_generated_tokens"] == decodes + 5
@@ -92,7 +94,8 @@ def test_the_loop_of_steps_returns_one_completion_and_refuses_to_lose_others(llm
 
 def test_few_completions_wait_beyond_those_that_run(llm: LLM) -> None:
     """A prompt is taken in while fewer than twice max_num_seqs sequences wait, however many its own are."""
-    most, waiting = 2 * llm.engine.config.max_num_seqs, llm.engine.scheduler.waiting
+    most = 2 * llm.engine.config.max_num_seqs
+    waiting = llm.engine.scheduler.waiting
     for _ in llm.stream((SHORT, SamplingParams(1.0, 2, n=7)) for _ in range(most)):
         assert len(waiting) < most + 7
 

@@ -293,7 +293,8 @@ def test_sampling_params_are_mutable_and_each_request_checks_and_copies_them(llm
     assert request.params == SamplingParams(temperature=0, max_tokens=3)
     params.max_tokens = 0
     assert_refused_and_usable(llm, lambda: llm.generate([[65]], params), "max_tokens.*0.*at least 1")
-    params.max_tokens, params.presence_penalty = 3, 2.5
+    params.max_tokens = 3
+    params.presence_penalty = 2.5
     assert_refused_and_usable(llm, lambda: llm.generate([[65]], params), "presence_penalty.*2.5.*-2, 2")
     with pytest.raises(AttributeError, match="max_tokns"):
         params.max_tokns = 3  # type: ignore[attr-defined]
@@ -588,7 +589,8 @@ def rewrite(folder: Path, change: Callable[[dict[str, torch.Tensor]], object]) -
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-NORM, Q_PROJ = "model.layers.1.input_layernorm.weight", "model.layers.0.self_attn.q_proj.weight"
+NORM = "model.layers.1.input_layernorm.weight"
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 
 
 @pytest.mark.parametrize("name", [NORM, Q_PROJ, "model.embed_tokens.weight", "model.norm.weight"])

@@ -62,12 +62,15 @@ metric_list: [{metric: exact_match}]
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of tasks and their data."""
-    folder, rng = tmp_path_factory.mktemp("tasks"), random.Random(0)
+    folder = tmp_path_factory.mktemp("tasks")
+    rng = random.Random(0)
 
     def sums(count: int) -> list[dict[str, Any]]:
         rows = []
         for _ in range(count):
-            a, b, answer = rng.randrange(50), rng.randrange(50), rng.randrange(4)
+            a = rng.randrange(50)
+            b = rng.randrange(50)
+            answer = rng.randrange(4)
             choices = [str(a + b + i - answer) for i in range(4)]
             rows.append({"a": a, "b": b, "choices": choices, "answer": answer})
         return rows

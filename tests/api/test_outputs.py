@@ -1,4 +1,4 @@
-"""What comes back: text, tokens, reasons and order, for prompts in every form that is taken."""
+"""Outputs: text, tokens, reasons and order, for prompts in every form that is taken."""
 
 import copy
 import json
@@ -24,7 +24,7 @@ from nanovllm.utils.progress import ProgressBar
 OPTIONS = {"dtype": "float32", "max_model_len": 64, "kvcache_block_size": 16, "num_kvcache_blocks": 32}
 ID = make_tokenizer().token_to_id
 A_TO_Z = [ID(token) for token in [*"bcdefghijklm", "Ã", "©", *"nopqrstuvw", "xyz"]]
-"""What the reciter says after "a", without END."""
+"""The reciter's text after "a", without END."""
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["depth 1", "depth 2"])
@@ -420,7 +420,8 @@ def test_dummy_weights_need_config_json_alone_and_follow_the_seed(random_model: 
 
 def test_texts_are_tokenised_in_batches_as_they_are_one_by_one(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nanovllm.text.prompts.BATCH", 3)
-    sizes, encode = [], type(llm.engine.tokenizer).encode_batch
+    sizes = []
+    encode = type(llm.engine.tokenizer).encode_batch
 
     def encode_and_count(self: Any, texts: list[str], *args: Any) -> Any:
         sizes.append(len(texts))

@@ -31,7 +31,7 @@ ROWS = table("Side by side")
 
 @pytest.fixture
 def names(reciter: Path) -> Iterator[dict[str, Any]]:
-    """What the table's code may use."""
+    """The names that the table's code may use."""
     with LLM(reciter, max_model_len=64) as llm:
         params = SamplingParams(temperature=0, max_tokens=3)
         prompts = ["a", "A"]
@@ -119,7 +119,8 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def test_the_readmes_example_prints_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:
-    (code,), (shown,) = blocks("README.md", "python"), blocks("README.md", "text")
+    (code,) = blocks("README.md", "python")
+    (shown,) = blocks("README.md", "text")
     exec(code, {})
     assert capsys.readouterr().out == shown
 

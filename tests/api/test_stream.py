@@ -63,7 +63,8 @@ def assert_whole(llm: LLM, expected: list[list[int]]) -> None:
 
 def on_step(llm: LLM, number: int, act: Callable[[], object], monkeypatch: pytest.MonkeyPatch) -> None:
     """Call act inside the launch of the number-th step from now, before the model runs."""
-    launch, steps = llm.engine.runner.launch, itertools.count(1)
+    launch = llm.engine.runner.launch
+    steps = itertools.count(1)
 
     def launch_and_act(*step: Any) -> Any:
         if next(steps) == number:
@@ -210,7 +211,9 @@ def test_the_loop_of_nano_vllm_ends_requests_as_generate_does(llm: LLM) -> None:
     with LLM(llm.engine.config.model, **OPTIONS, enable_prefix_caching=False) as loop:
         loop.engine.depth = llm.engine.depth
         numbers = [loop.add_request(p, greedy(n)) for p, n in zip(PROMPTS, counts, strict=True)]
-        found, num_prefill, num_decode = {}, 0, 0
+        found = {}
+        num_prefill = 0
+        num_decode = 0
         while not loop.is_finished():
             ended, num_tokens = loop.step()
             found.update(dict(ended))
@@ -282,7 +285,8 @@ def test_a_forked_process_is_told_to_make_its_own_engine(llm: LLM) -> None:
 
 def test_prompts_of_a_stream_are_tokenised_while_steps_run(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """In another thread than the iterable's, and before the engine wants them."""
-    threads, prepare = set(), llm.engine.prepare
+    threads = set()
+    prepare = llm.engine.prepare
 
     def prepare_and_note(*args: Any) -> Any:
         threads.add(threading.current_thread())
@@ -305,7 +309,8 @@ def test_a_stream_of_nothing_ends(llm: LLM) -> None:
 
 def test_a_stream_takes_requests_that_were_prepared(llm: LLM) -> None:
     """So that a caller can set a bad one aside."""
-    good, bad = [], []
+    good = []
+    bad = []
     for prompt in (PROMPTS[0], [], PROMPTS[1], [10**6], [1] * 96):
         try:
             good.append(llm.prepare(prompt, greedy(4)))
@@ -451,7 +456,8 @@ def test_ctrl_c_at_any_moment_leaves_the_engine_whole(
     expected = generate(llm)
     owner = llm.engine.scheduler if "." in moment else llm.engine
     name = moment.split(".")[-1]
-    act, calls = getattr(owner, name), itertools.count(1)
+    act = getattr(owner, name)
+    calls = itertools.count(1)
 
     def act_and_interrupt(*args: Any) -> Any:
         now = next(calls) == 3
@@ -503,7 +509,8 @@ def test_a_second_ctrl_c_does_not_wait_and_closes_the_engine(llm: LLM, monkeypat
 
 
 def test_a_second_ctrl_c_while_the_first_cleans_up_waits_for_that(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, scheduler = generate(llm), llm.engine.scheduler
+    expected = generate(llm)
+    scheduler = llm.engine.scheduler
     release = scheduler.block_manager.release
     with monkeypatch.context() as patch:
         on_step(llm, 2, interrupt, patch)
@@ -526,7 +533,8 @@ def test_the_users_own_handler_of_ctrl_c_stays_his(llm: LLM, monkeypatch: pytest
 
 
 def test_generate_runs_in_another_thread(llm: LLM) -> None:
-    expected, outputs = generate(llm), []
+    expected = generate(llm)
+    outputs = []
     thread = threading.Thread(target=lambda: outputs.append(generate(llm)))
     thread.start()
     thread.join()
@@ -545,7 +553,8 @@ def test_two_engines_run_side_by_side_and_one_after_another(random_model: Path, 
             expected.append(generate(llm))
     assert expected[0] != expected[1]
 
-    a, b = LLM(random_model, **OPTIONS), LLM(tmp_path, **OPTIONS)
+    a = LLM(random_model, **OPTIONS)
+    b = LLM(tmp_path, **OPTIONS)
     streams = [llm.stream((prompt, greedy(12)) for prompt in PROMPTS) for llm in (a, b)]
     outputs: list[dict[int, Any]] = [{}, {}]
     for pair in zip(*streams, strict=True):
@@ -579,7 +588,8 @@ def test_a_request_runs_on_the_engine_that_prepared_it_alone(random_model: Path)
 def test_close_frees_the_model_and_the_cache_and_may_be_repeated(random_model: Path) -> None:
     llm = LLM(random_model, **OPTIONS)
     generate(llm)
-    model, cache = weakref.ref(llm.engine.runner.model), weakref.ref(llm.engine.runner.caches[0][0])
+    model = weakref.ref(llm.engine.runner.model)
+    cache = weakref.ref(llm.engine.runner.caches[0][0])
     llm.close()
     llm.close()
     gc.collect()

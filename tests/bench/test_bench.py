@@ -100,7 +100,8 @@ def test_the_floor_of_a_decode_step() -> None:
 def test_the_floor_of_experts_reads_those_that_are_expected_to_be_touched() -> None:
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     config = TINY | experts | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
-    model, dense = make_model(config), make_model(TINY)
+    model = make_model(config)
+    dense = make_model(TINY)
     one = 3 * 64 * 16  # parameters of an expert
     assert model.shape.num_parameters == dense.shape.num_parameters + 2 * (8 * one + 8 * 64 - 3 * 64 * 96)
     assert model.matrix_parameters == dense.matrix_parameters + 2 * (2 * one + 8 * 64 - 3 * 64 * 96)

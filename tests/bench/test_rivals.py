@@ -176,7 +176,9 @@ case $2 in venv) mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;; esac
 
 @pytest.mark.parametrize("name", [name for name, rival in RIVALS.items() if rival.script])
 def test_the_script_of_a_rival_installs_it_in_the_version_that_is_asked_for(name: str, tmp_path: Path) -> None:
-    stub, log, rival = tmp_path / "python3", tmp_path / "log", RIVALS[name]
+    stub = tmp_path / "python3"
+    log = tmp_path / "log"
+    rival = RIVALS[name]
     stub.write_text(STUB)
     stub.chmod(0o755)
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "LOG": str(log), "CXX": "sh"}
@@ -196,7 +198,8 @@ def test_the_script_of_a_rival_installs_it_in_the_version_that_is_asked_for(name
 
 def test_every_line_runs_its_rivals_interpreter_with_its_mode(tmp_path: Path) -> None:
     args = bench.parse_arguments(["--num-seqs", "7", "--compare", "transformers"])
-    args.compare, args.llama_cpp_python = ["llama-cpp", "transformers"], "L"
+    args.compare = ["llama-cpp", "transformers"]
+    args.llama_cpp_python = "L"
     commands = bench_compare._commands(args, tmp_path, torch.bfloat16, MACHINE, tmp_path / "spec")
     worker_of = "benchmarks.rivals.llama_cpp"
     assert commands["llama-cpp"] == ["L", "-m", worker_of, str(tmp_path / "spec"), ""]

@@ -23,7 +23,7 @@ HEAVY = ("torch", "triton", "flash_attn", "transformers", "numpy", "tokenizers",
 
 
 def python(code: str, *options: str, **environment: str) -> str:
-    """What a fresh interpreter prints; a failure shows its stderr."""
+    """Return what a fresh interpreter prints; a failure shows its stderr."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
     done = subprocess.run([sys.executable, *options, "-c", code], env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -177,8 +177,10 @@ class FakeHubHandler(BaseHTTPRequestHandler):
         self.do_GET()
 
     def do_GET(self) -> None:
-        hub, path = self.server, self.path.split("?")[0]
-        api, resolve = f"/api/models/{REPOSITORY}", f"/{REPOSITORY}/resolve/"
+        hub = self.server
+        path = self.path.split("?")[0]
+        api = f"/api/models/{REPOSITORY}"
+        resolve = f"/{REPOSITORY}/resolve/"
         if path.startswith(f"{api}/tree/"):
             entries = [
                 {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
@@ -303,7 +305,8 @@ SamplingParams(temprature=1.0)
 def test_a_type_checker_finds_the_package_as_it_is_installed_for_work(tmp_path: Path) -> None:
     """It does not run the hooks that an editable install may be made of; needs the network for setuptools."""
     subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
-    interpreter, uses = tmp_path / "venv" / "bin" / "python", tmp_path / "uses.py"
+    interpreter = tmp_path / "venv" / "bin" / "python"
+    uses = tmp_path / "uses.py"
     install = [interpreter, "-m", "pip", "install", "--quiet", "--no-deps", "--editable", ROOT]
     done = subprocess.run(install, capture_output=True, text=True)
     if done.returncode and "setuptools" in done.stderr:

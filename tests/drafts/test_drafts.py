@@ -24,14 +24,17 @@ class Parrot:
     """Knows what will be said, and drafts it with mistakes."""
 
     def __init__(self, texts: list[list[int]], share: float) -> None:
-        self._texts, self._share, self._rng = texts, share, random.Random(0)
+        self._texts = texts
+        self._share = share
+        self._rng = random.Random(0)
 
     def offer(self, seqs: list[Sequence], most: np.ndarray) -> np.ndarray:
         return most
 
     def write_drafts(self, batch: ScheduledStep) -> None:
         for seq, share in batch.shares():
-            text, known = self._texts[seq.seq_id % len(self._texts)], len(seq.token_ids)
+            text = self._texts[seq.seq_id % len(self._texts)]
+            known = len(seq.token_ids)
             for i in range(1, len(share)):
                 share[i] = text[known + i - 1] if self._rng.random() < self._share else self._rng.randrange(500)
 
@@ -43,7 +46,8 @@ def run(folder: Path, options: dict[str, Any], requests: Any, drafter: Any = Non
     """Outputs and statistics; every draft pays, and comes from `drafter`, if one is given."""
     with LLM(folder, **options) as llm:
         if (speculation := llm.engine.scheduler.speculation) is not None:
-            speculation.costs, speculation.drafter = FREE, drafter or speculation.drafter
+            speculation.costs = FREE
+            speculation.drafter = drafter or speculation.drafter
         prompts, params = zip(*requests, strict=True)
         return llm.generate(prompts, params, use_tqdm=False), llm.stats()
 
@@ -162,7 +166,8 @@ def test_ids_beyond_the_smaller_vocabulary_are_never_drafted(random_model: Path,
     config = {"speculative_config": {"model": str(random_model), "num_speculative_tokens": 3}}
     with LLM(other_model, **BASE | config) as llm:
         speculation = llm.engine.scheduler.speculation
-        speculation.costs, speculation.drafter = FREE, Spy(llm.engine.runner, llm.engine.config.max_num_seqs, 470, 500)
+        speculation.costs = FREE
+        speculation.drafter = Spy(llm.engine.runner, llm.engine.config.max_num_seqs, 470, 500)
         params = SamplingParams(temperature=2.0, max_tokens=60, ignore_eos=True)
         llm.generate([[i, 7] for i in range(8)], params, use_tqdm=False)
     assert len(drafts) > 100 and max(drafts) < 470

@@ -43,7 +43,9 @@ class Adversary:
     """Knows every token, and drafts the right ones with a given probability, as many as it likes."""
 
     def __init__(self, share: float, rng: random.Random, eager: bool = False) -> None:
-        self._share, self._rng, self._eager = share, rng, eager
+        self._share = share
+        self._rng = rng
+        self._eager = eager
 
     def offer(self, seqs: list[Sequence], most: np.ndarray) -> np.ndarray:
         return most if self._eager else np.array([self._rng.randint(0, n) for n in most.tolist()], np.int32)
@@ -105,7 +107,8 @@ class TwoModels(FakeRunner):
     """A device with a draft model that knows what the model knows, in a cache of its own."""
 
     def __init__(self, engine: LLMEngine) -> None:
-        config, scheduler = engine.config, engine.scheduler
+        config = engine.config
+        scheduler = engine.scheduler
         sizes = (config.num_kvcache_blocks, config.block_size, config.max_num_seqs)
         super().__init__(*sizes, scheduler.max_num_batched_tokens)
         self.draft = FakeRunner(*sizes, scheduler.max_num_batched_tokens + config.max_num_seqs)
@@ -210,7 +213,8 @@ def test_a_trace_tells_how_many_drafts_each_request_verified(tmp_path: Path) -> 
     told = sum(count for _, _, what in run.records for _, count in what.get("drafts", ()))
     assert told == sum(run.charts["draft"]) > engine.stats()["num_accepted_tokens"] > 0
     assert sum(run.charts["prefill"]) == sum(map(len, prompts))
-    accepted, drafts = 0, {}
+    accepted = 0
+    drafts = {}
     for kind, _, what in run.records:
         if kind == "plan":
             drafts = dict(what.get("drafts", ()))
@@ -239,7 +243,8 @@ def test_the_bar_and_a_job_s_summary_tell_tokens_a_step() -> None:
 
 
 def test_rows_are_spent_where_they_pay() -> None:
-    offers, rates = np.array([4, 4, 0], np.int32), np.array([0.9, 0.2, 0.9])
+    offers = np.array([4, 4, 0], np.int32)
+    rates = np.array([0.9, 0.2, 0.9])
     rows = np.arange(1.0, 65)
     linear = StepCosts(rows, rows, rows, np.zeros(64))
     assert choose_num_drafts(offers, rates, 3, 3, linear).tolist() == [0, 0, 0], (
@@ -282,7 +287,7 @@ def test_rejected_drafts_stop_a_sequence_which_tries_again_later() -> None:
 
 
 def drafts_of(drafter: NgramDrafter, text: list[int], most: int = 8) -> list[int]:
-    """What the drafter offers after a prompt."""
+    """Return the drafts that the drafter offers after a prompt."""
     seq = Sequence(drafts_of.__dict__.setdefault("count", 0), text, SamplingParams(), max_model_len=1000)
     drafts_of.__dict__["count"] += 1
     Speculation(make_engine().scheduler, drafter, most, FREE).choose([seq], np.array([most], np.int32), 1)

@@ -85,7 +85,7 @@ def edited(logits: Tensor, prompt: list[int], output: list[int], params: Samplin
 
 
 def expected(model: PreTrainedModel, prompt: list[int], params: SamplingParams) -> list[int]:
-    """What a request alone gives, token by token."""
+    """Return the tokens of a request that runs alone."""
     output: list[int] = []
     while len(output) < (params.max_tokens or 0):
         x = edited(logits_of(model, prompt + output)[-1], prompt, output, params).unsqueeze(0)
@@ -157,10 +157,8 @@ def test_a_bad_word_is_also_bad_after_a_space_if_that_makes_other_tokens() -> No
     with LLM("tiny-qwen3", max_model_len=64) as llm:
         found = spell(["P", " P", "\u2603"], llm.engine.tokenizer, 64)
         assert [llm.tokenizer.decode(ids) for ids in found] == ["P", " P", "P", " P", "\u2603"]
-        prompts, params = (
-            ["The capital of France is"] * 2,
-            [SamplingParams(0, 8), SamplingParams(0, 8, bad_words=["P"])],
-        )
+        prompts = ["The capital of France is"] * 2
+        params = [SamplingParams(0, 8), SamplingParams(0, 8, bad_words=["P"])]
         plain, other = llm.generate(prompts, params, use_tqdm=False)
         assert " P" in plain["text"]
         assert "P" not in other["text"]
@@ -349,7 +347,8 @@ def test_the_reference_is_the_rule_and_broken_logits_stay_broken() -> None:
         bits = np.unpackbits(edits.masks[i].numpy().view(np.uint8), bitorder="little")  # type: ignore[union-attr]
         repetition, frequency, presence = edits.penalties[i].tolist()  # type: ignore[index]
         for token in range(101):
-            x, count = float(logits[index, token]), int(edits.counts[edits.rows[i], token])  # type: ignore[index]
+            x = float(logits[index, token])
+            count = int(edits.counts[edits.rows[i], token])  # type: ignore[index]
             if not bits[token] and x < math.inf:
                 x = -math.inf
             if count:

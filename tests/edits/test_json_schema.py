@@ -27,7 +27,8 @@ from nanovllm.edits.json_schema import read_schema, walk_schema
 from nanovllm.text.tokenizer import Tokenizer
 
 TOKENIZER = Tokenizer(BOX_MODEL)
-VOCAB_SIZE, EOS = 664, 663
+VOCAB_SIZE = 664
+EOS = 663
 GRAMMARS = Grammars(TOKENIZER, VOCAB_SIZE, [EOS])
 
 REFUSED: dict[str, tuple[Any, str, str]] = {
@@ -196,7 +197,8 @@ def test_exactly_one_of_five_is_given_and_vllms_other_fields_are_refused_by_name
 def draw_output(params: StructuredOutputsParams, rng: random.Random, most: int = 300) -> str | None:
     """A random walk along the masks; None if it has found no end."""
     matcher = GRAMMARS.compile(params).deep_copy()
-    mask, token_ids = np.zeros((1, -(-VOCAB_SIZE // 32)), np.int32), []
+    mask = np.zeros((1, -(-VOCAB_SIZE // 32)), np.int32)
+    token_ids = []
     likely = {TOKENIZER._backend.token_to_id(token): 30.0 for token in '"]}'} | {EOS: 100.0}
     while not matcher.is_stopped():
         fill_masks(mask, [(matcher, 0, [])])

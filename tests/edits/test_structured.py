@@ -148,8 +148,12 @@ def test_what_is_assigned_to_structured_outputs_is_checked_by_each_request(llm: 
 
 def test_choices_come_as_often_as_their_paths_renormalised_under_the_masks_say(tiny: Path) -> None:
     """P(choice) is summed over all ways to spell it; a chi-square test at 1 in 1000."""
-    tokenizer, prompt, temperature, count = make_tokenizer(), [70, 71, 72], 8.0, 4000
-    choices, end = ["a", "ab", "xyz", "xyb"], tokenizer.token_to_id("<|end|>")
+    tokenizer = make_tokenizer()
+    prompt = [70, 71, 72]
+    temperature = 8.0
+    count = 4000
+    choices = ["a", "ab", "xyz", "xyb"]
+    end = tokenizer.token_to_id("<|end|>")
     spelled = {
         token: i for token, i in tokenizer.get_vocab().items() if token in {"a", "b", "x", "y", "z", "xy", "xyz"}
     }
@@ -366,7 +370,7 @@ MANY = [f"{prompt} {'and then ' * (5 * i)}" for i in range(6) for prompt in PROM
 
 @pytest.fixture(scope="module")
 def plain() -> list[Output]:
-    """What the requests of `mixed` give one at a time, without a prefix cache."""
+    """The outputs of the requests of `mixed`, one at a time, without a prefix cache."""
     with LLM("tiny-qwen3", kvcache_memory_bytes=64 << 20, enable_prefix_caching=False, **OPTIONS) as llm:
         return [llm.generate(p, params, use_tqdm=False)[0] for p, params in zip(MANY, mixed(), strict=True)]
 
@@ -492,20 +496,23 @@ def test_a_jobs_lines_are_constrained_as_openai_and_vllm_write_it_and_cut_ones_a
     def chat(custom_id: str, **body: Any) -> dict[str, Any]:
         return openai_line(custom_id, messages=[{"role": "user", "content": custom_id}], **body)
 
-    def of_schema(**more: Any) -> dict[str, Any]:
+    def response_format_with(**more: Any) -> dict[str, Any]:
         return {"type": "json_schema", "json_schema": {"name": "s", "schema": schema, **more}}
 
-    fitting = [chat(f"s{i}", response_format=of_schema(strict=bool(i % 2)), max_tokens=90) for i in range(20)]
+    fitting = [
+        chat(f"s{i}", response_format=response_format_with(strict=bool(i % 2)), max_tokens=90) for i in range(20)
+    ]
     lines = [
         *fitting,
-        chat("absent", response_format=of_schema(), max_tokens=90),
+        chat("absent", response_format=response_format_with(), max_tokens=90),
         chat("own", structured_outputs={"json": schema}, max_tokens=90),
         openai_line("choice", prompt="a", structured_outputs={"choice": ["yes", "no"]}),
         chat("cut", response_format={"type": "json_object"}, max_tokens=2),
         chat("long", response_format={"type": "text"}, max_tokens=2),
-        chat("bad", response_format=of_schema(schema={"items": {"not": {}}})),
+        chat("bad", response_format=response_format_with(schema={"items": {"not": {}}})),
     ]
-    source, output = write_lines(tmp_path / "in", lines), tmp_path / "out"
+    source = write_lines(tmp_path / "in", lines)
+    output = tmp_path / "out"
     config = EngineConfig("tiny-qwen3", kvcache_memory_bytes=64 << 20, **OPTIONS)
     assert run_job(Job(str(source), str(output), config, model_name="tiny-qwen3")) == Status.LINES_FAILED
     answers = {answer["custom_id"]: answer for answer in read_answers(output)}

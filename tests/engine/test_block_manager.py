@@ -18,7 +18,7 @@ def make_seq(tokens):
 
 
 def hold(manager, tokens, register=True):
-    """What admission does: share the hits, take the rest, and make the full blocks findable."""
+    """Admit a sequence: share the hits, take the rest, and make the full blocks findable."""
     seq = make_seq(tokens)
     hits = manager.find_prefix(seq)
     count = manager.blocks_for(len(tokens)) - len(hits)

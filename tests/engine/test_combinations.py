@@ -111,7 +111,7 @@ def together(request: pytest.FixtureRequest) -> Iterator[LLM]:
 
 
 def seen(output: Output) -> dict[str, Any]:
-    """What comes back, without what a request's place among others decides."""
+    """Return an output without the fields that depend on a request's place among others."""
     error = output.error and output.error.split(": ", 1)[1]
     return {**output, "num_cached_tokens": None, "error": error}
 

@@ -1,4 +1,4 @@
-"""What a request gets does not depend on how the engine happens to run it.
+"""A request gets the same tokens however the engine happens to run it.
 
 All in float32, where another batch shape moves a logit by about 1e-6: the fixture's seeds are such that no two
 candidates are that close.

@@ -51,7 +51,9 @@ assert compiled.asm["cubin"]
 def test_kernels_that_came_back_are_not_compiled_again(tmp_path: Path) -> None:
     """Triton lists a kernel's files by full path, and takes them for lost if one is missing."""
     pytest.importorskip("triton")
-    out, first, second = tmp_path / "out", tmp_path / "first", tmp_path / "second"
+    out = tmp_path / "out"
+    first = tmp_path / "first"
+    second = tmp_path / "second"
     assert not compile_into(first)
     assert compile_into(first)
     assert run(out, first, "pack").returncode == 0

@@ -112,14 +112,15 @@ def test_a_captured_decode_replays_for_any_lengths_and_tables(name: str) -> None
         case = attention_case([1] * 8, lengths, 128, 2, 256, BF16, num_kv_heads=8, backend=backend, seed=sum(lengths))
         copy_into(static, case)
         graph.replay()
-        got, expected = out.float(), case.expected()
+        got = out.float()
+        expected = case.expected()
         real = ~expected.isnan()
         torch.testing.assert_close(got[real], expected[real], atol=attention_tolerance(BF16), rtol=0)
         assert torch.isfinite(got).all()
 
 
 def copy_into(static: AttentionCase, case: AttentionCase) -> None:
-    """What a runner does before a replay: new contents, the same addresses."""
+    """Write new contents to the same addresses, as a runner does before a replay."""
     static.q.copy_(case.q)
     static.metadata.seq_lens.copy_(case.metadata.seq_lens)
     width = case.metadata.block_tables.shape[1]
@@ -161,7 +162,8 @@ def assert_rounds_alike(got: torch.Tensor, expected: torch.Tensor) -> None:
 def test_small_kernels_are_their_references(dtype: torch.dtype, size: int) -> None:
     x, residual, weight = (torch.randn(300, size, device=CUDA, dtype=dtype) for _ in range(3))
     assert_rounds_alike(rms_norm(x, weight[0], 1e-6), rms_norm_reference(x, weight[0], 1e-6))
-    got, expected = add_rms_norm(x, residual, weight[0], 1e-6), add_rms_norm_reference(x, residual, weight[0], 1e-6)
+    got = add_rms_norm(x, residual, weight[0], 1e-6)
+    expected = add_rms_norm_reference(x, residual, weight[0], 1e-6)
     assert_rounds_alike(got[0], expected[0])
     assert torch.equal(got[1], expected[1])
     assert_rounds_alike(silu_and_mul(x), silu_and_mul_reference(x))
@@ -170,7 +172,8 @@ def test_small_kernels_are_their_references(dtype: torch.dtype, size: int) -> No
 @pytest.mark.parametrize(("head_dim", "group", "block_size", "dtype"), pairwise_shapes(*DTYPES))
 def test_norm_rope_store_is_its_reference(head_dim: int, group: int, block_size: int, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    num_tokens, kv_heads = 500, 4
+    num_tokens = 500
+    kv_heads = 4
     shape = (768 // block_size, block_size, kv_heads, head_dim)
     got_cache, expected_cache = (backend_called("triton").allocate_cache(shape, dtype, CUDA) for _ in range(2))
     slots = torch.randperm(768, device=CUDA)[:num_tokens]
@@ -230,7 +233,8 @@ def test_sampled_tokens_are_the_references(vocab_size: int, dtype: torch.dtype, 
 def test_edited_logits_are_the_references(vocab_size: int) -> None:
     """But for a product and a difference that are fused."""
     logits, edits = edit_case(vocab_size)
-    expected, given = logits.clone(), logits.to(DEVICE)
+    expected = logits.clone()
+    given = logits.to(DEVICE)
     edit_logits_reference(expected, edits)
     edit_logits(given, MaskAndPenalties(*(x.to(DEVICE) for x in edits if x is not None)))
     assert torch.allclose(given.cpu(), expected, rtol=1e-5, atol=1e-5, equal_nan=True)
@@ -240,7 +244,8 @@ def test_samples_follow_the_distribution() -> None:
     """Chi-squared, 200,000 draws from 8 tokens: with 7 degrees of freedom it exceeds 40 about once in 800,000 times."""
     n = 200_000
     logits = torch.linspace(0, 2, 8, device=CUDA).repeat(n, 1)
-    ones, zeros = torch.ones(n, device=CUDA), torch.zeros(n, device=CUDA)
+    ones = torch.ones(n, device=CUDA)
+    zeros = torch.zeros(n, device=CUDA)
     seeds = torch.arange(n, device=CUDA)
     assert len(uniform_reference(seeds, zeros.long()).unique()) > 0.98 * n
     tokens = sample(logits, SamplingValues(ones, zeros.int(), ones, zeros, seeds, zeros.int())).token_ids

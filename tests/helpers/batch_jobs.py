@@ -1,4 +1,4 @@
-"""What the tests of batch jobs share: lines, an engine that answers at once, and jobs over it."""
+"""Help for tests of batch jobs: lines, an engine that answers at once, and jobs over it."""
 
 import json
 import random
@@ -14,7 +14,8 @@ from nanovllm.engine.sequence import derive_seed
 from nanovllm.jobs.job import Job, Status
 from nanovllm.jobs.run import run_job
 
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+CHAT = "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
 
 
 def openai_line(custom_id: str, **body: Any) -> dict[str, Any]:
@@ -58,8 +59,10 @@ class InstantLLM:
         provenance: dict[str, str] | None = None,
     ) -> None:
         assert isinstance(config.max_model_len, int)
-        self.max_model_len, self._seed = config.max_model_len, config.seed
-        self.dies_after, self.error = dies_after, error
+        self.max_model_len = config.max_model_len
+        self._seed = config.seed
+        self.dies_after = dies_after
+        self.error = error
         self.provenance = provenance or {"model": "a digest", "dtype": "float32"}
         self.requests: list[tuple[list[int], SamplingParams]] = []
         self.rendering_arguments = frozenset({"chat_template"})
@@ -87,8 +90,10 @@ class InstantLLM:
         return "".join(f"<{m['role']}>{m['content']}" for m in messages) + (str(kwargs) if kwargs else "")
 
     def stream(self, requests: Iterable[tuple[list[int], SamplingParams]]) -> Iterator[tuple[int, dict[str, Any]]]:
-        order, window = random.Random(0), []
-        incoming, num_answers = enumerate(requests), 0
+        order = random.Random(0)
+        window = []
+        incoming = enumerate(requests)
+        num_answers = 0
         while True:
             while len(window) < 8 and (item := next(incoming, None)) is not None:
                 self.requests.append(item[1])

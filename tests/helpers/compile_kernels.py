@@ -92,7 +92,7 @@ class Launch(NamedTuple):
 
 
 def launches(models: dict[str, Model], block_sizes: tuple[int, ...], shared_kib: int) -> Iterator[Launch]:
-    """What an engine launches for those models in bfloat16, under tensor parallelism of 1, 2, 4 and 8."""
+    """Yield the launches of an engine for those models in bfloat16, under tensor parallelism of 1, 2, 4 and 8."""
 
     def launch(kernel: Any, config: dict[str, int], **types: str) -> Launch:
         return Launch(kernel, tuple(config.items()), tuple(types.items()))
@@ -103,7 +103,8 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], shared_kib:
                 yield launch(rms_norm._rms_norm_kernel, rms_norm.rms_norm_config(size, add))
         for block_size in block_sizes:
             for ranks in (n for n in (1, 2, 4, 8) if model.num_kv_heads % n == 0):
-                heads, kv_heads = model.num_heads // ranks, model.num_kv_heads // ranks
+                heads = model.num_heads // ranks
+                kv_heads = model.num_kv_heads // ranks
                 shape = (model.head_dim, block_size)
                 yield launch(
                     norm_rope_store._norm_rope_store_kernel,
@@ -147,7 +148,8 @@ def compile_launch(launch: Launch, arch: int) -> dict[str, Any]:
     }
     names = launch.kernel.arg_names
     overrides = dict(launch.types)
-    signature, attrs = {}, {}
+    signature = {}
+    attrs = {}
     for i, name in enumerate(names):
         if name in config:
             signature[name] = "constexpr"

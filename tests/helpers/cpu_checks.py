@@ -83,7 +83,8 @@ def attend_after_storing(
     angles = torch.outer(torch.arange(tokens), torch.rand(head_dim // 2))
     cos_sin = torch.cat((angles.cos(), angles.sin()), dim=1)
     # One padding token, whose slot is -1. A prompt that comes in pieces may be split inside a unit of V: at 7.
-    slots, positions = torch.cat((slots, torch.tensor([-1]))), torch.cat((positions, torch.tensor([0])))
+    slots = torch.cat((slots, torch.tensor([-1])))
+    positions = torch.cat((positions, torch.tensor([0])))
     norms = NormRope(q_weight, k_weight, 1e-6, cos_sin) if group % 2 else NormRope(None, None, 1e-6, cos_sin)
     pieces = [
         backend.norm_rope_store(qkv[part], norms, positions[part], cache, slots[part].contiguous())

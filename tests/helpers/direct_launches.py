@@ -96,7 +96,8 @@ def compile_ahead() -> tuple[int, int]:
 def main() -> None:
     driver = PretendDriver()
     triton.runtime.driver.set_active(driver)
-    x, weight = torch.zeros(9, 1024, dtype=torch.bfloat16), torch.zeros(1024, dtype=torch.bfloat16)
+    x = torch.zeros(9, 1024, dtype=torch.bfloat16)
+    weight = torch.zeros(1024, dtype=torch.bfloat16)
     with noted() as launches:
         add_rms_norm(x, x, weight, 1e-6)
     launch(*launches[0])  # compiles

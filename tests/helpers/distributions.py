@@ -15,7 +15,9 @@ def exact(logits: Floats, temperature: float = 1.0, top_k: int = 0, top_p: float
     p = np.exp((logits - logits.max()) / temperature)
     order = np.argsort(-p)
     kept = list(order[:top_k] if top_k else order)
-    mass, total, nucleus = 0.0, p[kept].sum(), []
+    mass = 0.0
+    total = p[kept].sum()
+    nucleus = []
     for token in kept:
         if mass >= top_p * total:
             break
@@ -34,7 +36,8 @@ def chi_square_p(counts: Floats, probabilities: Floats) -> float:
     rare = expected < 5
     expected = np.append(expected[~rare], expected[rare].sum())
     counts = np.append(counts[~rare], counts[rare].sum())
-    counts, expected = counts[expected > 0], expected[expected > 0]
+    counts = counts[expected > 0]
+    expected = expected[expected > 0]
     if len(counts) == 1:
         return 1.0
     statistic = float(((counts - expected) ** 2 / expected).sum())

@@ -23,11 +23,13 @@ def _check(q: Tensor, k_cache: Tensor, v_cache: Tensor, block_table: Tensor, bat
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """q [m, heads, dim], k and v [n, kv_heads, dim]; causal, bottom-right aligned; in float32."""
-    m, n = q.shape[0], k.shape[0]
+    m = q.shape[0]
+    n = k.shape[0]
     if n == 0:
         return torch.zeros_like(q)
     group = q.shape[1] // k.shape[1]
-    k, v = k.float().repeat_interleave(group, 1), v.float().repeat_interleave(group, 1)
+    k = k.float().repeat_interleave(group, 1)
+    v = v.float().repeat_interleave(group, 1)
     scores = torch.einsum("mhd,nhd->hmn", q.float(), k) * scale
     hidden = torch.arange(n)[None, :] > torch.arange(m)[:, None] + n - m
     weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)

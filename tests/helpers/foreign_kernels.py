@@ -11,7 +11,8 @@ from torch import Tensor
 
 from nanovllm.kernels.cpu_library import _SIGNATURES, _SUFFIXES, FLAGS, PANEL, SOURCES, _units_per_row
 
-COMPILER, EMULATOR = "aarch64-linux-gnu-g++", "qemu-aarch64"
+COMPILER = "aarch64-linux-gnu-g++"
+EMULATOR = "qemu-aarch64"
 HAS_EMULATOR = shutil.which(COMPILER) is not None and shutil.which(EMULATOR) is not None
 
 
@@ -19,7 +20,8 @@ class ForeignLibrary:
     """Stands for a CpuLibrary whose kernels are those of 64-bit Arm."""
 
     def __init__(self, folder: Path) -> None:
-        self._program, self._file = folder / "kernels", folder / "arguments"
+        self._program = folder / "kernels"
+        self._file = folder / "arguments"
         flags = [flag for flag in FLAGS if flag not in ("-march=native", "-fPIC", "-shared")]
         source = Path(__file__).with_suffix(".cpp")
         command = [COMPILER, *flags, "-static", "-I", str(SOURCES), str(source), "-o", str(self._program)]
@@ -53,7 +55,8 @@ class ForeignLibrary:
                 contents.append(struct.pack(f"<{kind}", argument))
         self._file.write_bytes(b"".join(struct.pack("<q", len(content)) + content for content in contents))
         subprocess.run([EMULATOR, self._program, name, self._file], check=True, timeout=300)
-        result, at = self._file.read_bytes(), 0
+        result = self._file.read_bytes()
+        at = 0
         for argument, content in zip(arguments, contents, strict=True):
             if isinstance(argument, Tensor):
                 ctypes.memmove(argument.data_ptr(), result[at + 8 : at + 8 + len(content)], len(content))

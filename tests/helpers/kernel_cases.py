@@ -146,7 +146,8 @@ def mixed_lengths(block_size: int) -> tuple[list[int], list[int]]:
 
 def assert_attends(case: AttentionCase, backend: Backend, tolerance: float) -> None:
     """The backend's output is the reference's to tolerance, and finite where it is padding."""
-    got, expected = case.attend(backend).float(), case.expected()
+    got = case.attend(backend).float()
+    expected = case.expected()
     assert torch.isfinite(got).all()
     real = ~expected.isnan()
     torch.testing.assert_close(got[real], expected[real], atol=tolerance, rtol=0)
@@ -244,12 +245,16 @@ def edit_case(vocab_size: int, seed: int = 0) -> tuple[Tensor, MaskAndPenalties]
         return torch.randint(high, shape, generator=generator, dtype=torch.int32)
 
     logits = 5 * torch.randn(7, vocab_size, generator=generator)
-    logits[2, 3], logits[2, 5], logits[4, 0] = math.nan, math.inf, -math.inf
+    logits[2, 3] = math.nan
+    logits[2, 5] = math.inf
+    logits[4, 0] = -math.inf
     words = torch.randint(-(2**31), 2**31, (5, -(-vocab_size // 32)), generator=generator, dtype=torch.int32)
-    words[0], words[3] = -1, 0
+    words[0] = -1
+    words[3] = 0
     counts = integers(6, 9, vocab_size) * (integers(3, 9, vocab_size) == 0)
     penalties = torch.tensor([[1.5, 0.25, 0.5], [1, 0, 0], [0.5, -0.5, 2], [1, 0, -1], [2, 1, 0]])
-    rows, indices = torch.tensor([8, 0, 3, 5, 1], dtype=torch.int32), torch.tensor([0, 2, 3, 4, 6], dtype=torch.int32)
+    rows = torch.tensor([8, 0, 3, 5, 1], dtype=torch.int32)
+    indices = torch.tensor([0, 2, 3, 4, 6], dtype=torch.int32)
     return logits, MaskAndPenalties(indices, words, rows, counts, penalties)
 
 

@@ -30,7 +30,8 @@ from nanovllm.kernels.triton_shim import tl, triton
 
 
 def test_slots_beyond_two_to_the_31_elements_are_reached() -> None:
-    block_size, head_dim = 256, 128
+    block_size = 256
+    head_dim = 128
     blocks = 2**31 // (block_size * head_dim) + 2
     # 8 GiB of address space, of which only what is written takes memory
     torch.use_deterministic_algorithms(False)  # else it would be filled
@@ -41,7 +42,8 @@ def test_slots_beyond_two_to_the_31_elements_are_reached() -> None:
     qkv = key.repeat(1, 3, 1).view(1, -1)
     weight = torch.ones(head_dim, dtype=HALF, device=DEVICE)
     cos_sin = torch.cat((torch.ones(1, head_dim // 2), torch.zeros(1, head_dim // 2)), dim=1).to(DEVICE)
-    norms, position = NormRope(weight, weight, 1e-6, cos_sin), torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    norms = NormRope(weight, weight, 1e-6, cos_sin)
+    position = torch.zeros(1, dtype=torch.int64, device=DEVICE)
     for offset in (0, 255):
         norm_rope_store(qkv, norms, position, cache, slot + offset)
         assert torch.equal(cache.values[-1, offset], key[0]) and cache.keys[-1, offset].any()
@@ -94,7 +96,8 @@ def test_programs_share_the_keys_equally_and_the_last_of_a_sequence_merges_it() 
 @triton.jit
 def _uniform_kernel(seeds_ptr, positions_ptr, out_ptr, words_ptr):
     row = tl.program_id(0)
-    seed, position = tl.load(seeds_ptr + row), tl.load(positions_ptr + row)
+    seed = tl.load(seeds_ptr + row)
+    position = tl.load(positions_ptr + row)
     tl.store(out_ptr + row, uniform(seed, position))
     word, _, _, _ = tl.randint4x(seed, position.to(tl.int32))
     tl.store(words_ptr + row, word.to(tl.int64) & 0xFFFFFFFF)
@@ -105,7 +108,8 @@ def test_uniforms_are_the_references_bit_for_bit() -> None:
     seeds = torch.randint(-(2**63), 2**63 - 1, (64,), generator=generator).to(DEVICE)
     seeds[:3] = torch.tensor([0, -1, 1 << 40])
     positions = torch.randint(0, 2**31 - 1, (64,), generator=generator).to(DEVICE)
-    out, words = torch.empty(64, device=DEVICE), torch.empty(64, dtype=torch.int64, device=DEVICE)
+    out = torch.empty(64, device=DEVICE)
+    words = torch.empty(64, dtype=torch.int64, device=DEVICE)
     _uniform_kernel[(64,)](seeds, positions, out, words)
     assert torch.equal(out, uniform_reference(seeds, positions))
     # and Triton's own entry point gives the same word: the counter and the key are where it has them

@@ -61,7 +61,7 @@ def save_random(
 
 @torch.inference_mode()
 def greedy(model: PreTrainedModel, prompt: list[int], count: int) -> list[int]:
-    """What transformers' generate makes of a prompt."""
+    """Return the tokens that transformers' generate adds to a prompt."""
     ids = torch.tensor([prompt])
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
     return out[0, len(prompt) :].tolist()
@@ -86,7 +86,9 @@ def edit_json(path: Path, **changes: Any) -> None:
 
 # ---- The reciter: the next token depends on the last one only, so that a test knows what will be said.
 
-END, TURN, NOTE = "<|end|>", "<|turn|>", "<|note|>"
+END = "<|end|>"
+TURN = "<|turn|>"
+NOTE = "<|note|>"
 RECITATION = [*"abcdefghijklm", "Ã", "©", *"nopqrstuvw", "xyz", END]
 """Byte-level tokens: "Ã©" are the two bytes of "é", and "xyz" is one token."""
 SPOKEN = "abcdefghijklménopqrstuvwxyz"

@@ -43,7 +43,8 @@ def traces(draw):
             seed=draw(st.integers(0, 3)),
         )
         pair = draw(st.sampled_from([None, None, (8, 9), (10, 10)]))
-        arrives, aborted = draw(st.integers(0, 10)), draw(st.sampled_from([None, None, None, 0, 3, 6]))
+        arrives = draw(st.integers(0, 10))
+        aborted = draw(st.sampled_from([None, None, None, 0, 3, 6]))
         requests.append((prompt, params, pair, arrives, aborted))
     return config, requests
 

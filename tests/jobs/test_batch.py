@@ -353,7 +353,7 @@ SAMPLES = {
     "OpenAI": ("gpt-3.5-turbo-0125", "max_tokens"),
     "vLLM": ("meta-llama/Meta-Llama-3-8B-Instruct", "max_completion_tokens"),
 }
-"""What the sample file in the documentation of each names as its model and its limit; all else is alike."""
+"""The model and the limit in the sample file of each documentation; all else is alike."""
 
 
 @pytest.mark.parametrize(("model", "limit"), SAMPLES.values(), ids=SAMPLES)
@@ -421,7 +421,8 @@ def test_no_value_of_any_field_gets_past_line_error(value: Any, name: str, is_pl
 def test_ids_and_finished_lines_take_at_most_16_bytes_each_at_any_time() -> None:
     count = 100_000
     tracemalloc.start()
-    ids, done = DigestSet(), LineSet()
+    ids = DigestSet()
+    done = LineSet()
     for number in range(count):
         assert ids.add(f"request-{number}")
         done.add(number)

@@ -92,7 +92,8 @@ def test_killed_at_random_moments_it_loses_nothing_and_repeats_nothing(
     source: Path, undisturbed: Path, tmp_path: Path
 ) -> None:
     """Twice; test_attack_kills.py has more, and others."""
-    moments, results = random.Random(os.getpid()), tmp_path / "out.jsonl"
+    moments = random.Random(os.getpid())
+    results = tmp_path / "out.jsonl"
     for _ in range(2):
         process = start(source, results)
         disturb(process, results, moments.randint(1, 30), signal.SIGKILL)

@@ -203,7 +203,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(source: Path) -> dict[str, Any]:
-    """What one process answers."""
+    """The results of one process."""
     results = source.with_name("one-process.jsonl")
     assert run_job(make_job(source, results)) == Status.LINES_FAILED
     return read_answers(results)

@@ -17,7 +17,8 @@ from nanovllm.backends.triton_backend import TritonBackend
 from nanovllm.config import BACKENDS as NAMES
 from nanovllm.resolve import WORTH_COMPILING, Work, resolve_backend, resolve_device, resolve_dtype, why_cannot
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
+CPU = torch.device("cpu")
+GPU = torch.device("cuda")
 BF16 = torch.bfloat16
 
 
@@ -121,7 +122,8 @@ def test_auto_takes_the_models_bfloat16_wherever_something_computes_it(
     monkeypatch.setattr("nanovllm.backends.cpu_backend.cpu_library", lambda: None)
     monkeypatch.setattr("nanovllm.resolve.has_native_bfloat16", lambda device: native or device.type == "cuda")
     large = Work(CPU, BF16, 128, 2, 64, WORTH_COMPILING)
-    small, odd = large._replace(num_parameters=WORTH_COMPILING - 1), large._replace(head_dim=100)
+    small = large._replace(num_parameters=WORTH_COMPILING - 1)
+    odd = large._replace(head_dim=100)
     emulated = BF16 if native else torch.float32
     for backend, work, expected in (
         ("auto", large, BF16),

@@ -90,7 +90,8 @@ def test_the_small_operators_equal_their_references(backend: CpuBackend, dtype: 
 def test_threads_never_share_two_tokens_of_one_unit(backend: CpuBackend, tokens: int, first: int) -> None:
     """Two values lie in one unit of V; where threads divide the tokens between them, both have one owner."""
     qkv = torch.randn(tokens, (16 + 2 * 2) * 128).to(BF16)  # enough that even few tokens wake the threads
-    weight, cos_sin = torch.rand(128).to(BF16), torch.rand(64, 128)
+    weight = torch.rand(128).to(BF16)
+    cos_sin = torch.rand(64, 128)
     positions = torch.arange(first, first + tokens)
     caches = []
     threads = torch.get_num_threads()
@@ -137,7 +138,8 @@ def test_impossible_tokens_are_never_drawn(backend: CpuBackend) -> None:
     logits = torch.full((1, 5000), -torch.inf)
     logits[0, [17, 4999]] = 0.0
     rows = 400
-    zeros, ones = torch.zeros(rows), torch.ones(rows)
+    zeros = torch.zeros(rows)
+    ones = torch.ones(rows)
     values = SamplingValues(ones, zeros.int(), ones, zeros, torch.arange(rows), torch.arange(rows))
     tokens = backend.sample(logits.repeat(rows, 1), values).token_ids
     counts = torch.bincount(tokens, minlength=5000)
@@ -193,7 +195,8 @@ def quick_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.Tem
 
 def works(library: CpuLibrary) -> bool:
     weight = torch.randn(64, 32)
-    y, x = torch.empty(1, 64), torch.randn(1, 32)
+    y = torch.empty(1, 64)
+    x = torch.randn(1, 32)
     library.call("linear", FP32, x, library.pack(weight), None, y, 1, 32, 64)
     return torch.allclose(y, x @ weight.T, atol=1e-5)
 
@@ -279,7 +282,9 @@ def test_two_processes_that_compile_at_once_both_run_and_leave_one_library(tmp_p
 )
 def test_onednns_packed_product_equals_the_plain_one() -> None:
     torch.manual_seed(3)
-    weight, x, bias = torch.randn(96, 64).to(BF16), torch.randn(7, 64).to(BF16), torch.randn(96).to(BF16)
+    weight = torch.randn(96, 64).to(BF16)
+    x = torch.randn(7, 64).to(BF16)
+    bias = torch.randn(96).to(BF16)
     for b in (None, bias):
         got = OneDnnMatrix(weight).multiply(x, b)
         torch.testing.assert_close(got, F.linear(x, weight, b), rtol=rounding(BF16), atol=rounding(BF16) * 8)
@@ -325,7 +330,8 @@ def test_threads_are_by_default_the_physical_cores_of_one_socket_among_those_all
         topology.mkdir(parents=True)
         (topology / "physical_package_id").write_text(f"{cpu % 8 // 4}\n")
         (topology / "thread_siblings_list").write_text(f"{cpu % 8},{cpu % 8 + 8}\n")
-    threads, allowed = [16], set(range(16))
+    threads = [16]
+    allowed = set(range(16))
     monkeypatch.setattr("nanovllm.utils.machine.CPUS", tmp_path)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: allowed, raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])

@@ -73,7 +73,9 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [96, 128, 1024, 2560])
 def test_rms_norm_is_its_reference(size: int, dtype: torch.dtype) -> None:
-    x, weight = randn(5, 2 * size, dtype=dtype)[:, :size], randn(size, dtype=dtype, seed=1)  # rows lie apart
+    # rows lie apart
+    x = randn(5, 2 * size, dtype=dtype)[:, :size]
+    weight = randn(size, dtype=dtype, seed=1)
     assert_close(rms_norm(x, weight, 1e-6), rms_norm_reference(x, weight, 1e-6))
 
 
@@ -82,7 +84,8 @@ def test_rms_norm_is_its_reference(size: int, dtype: torch.dtype) -> None:
 def test_add_rms_norm_is_its_reference_and_leaves_its_inputs(size: int, dtype: torch.dtype) -> None:
     x, residual, weight = (randn(3, size, dtype=dtype, seed=i) for i in range(3))
     before = x.clone(), residual.clone()
-    got, expected = add_rms_norm(x, residual, weight[0], 1e-6), add_rms_norm_reference(x, residual, weight[0], 1e-6)
+    got = add_rms_norm(x, residual, weight[0], 1e-6)
+    expected = add_rms_norm_reference(x, residual, weight[0], 1e-6)
     assert_close(got[0], expected[0])
     assert torch.equal(got[1], expected[1])
     assert torch.equal(x, before[0]) and torch.equal(residual, before[1])
@@ -96,7 +99,8 @@ def test_silu_and_mul_is_its_reference(size: int, dtype: torch.dtype) -> None:
 
 
 def test_small_kernels_take_no_tokens() -> None:
-    empty, weight = randn(0, 64), randn(64)
+    empty = randn(0, 64)
+    weight = randn(64)
     assert rms_norm(empty, weight, 1e-6).shape == (0, 64)
     assert add_rms_norm(empty, empty, weight, 1e-6)[0].shape == (0, 64)
     assert silu_and_mul(empty).shape == (0, 32)
@@ -118,11 +122,13 @@ def caches(
 def test_norm_rope_store_is_its_reference_and_touches_no_other_slot(
     head_dim: int, group: int, block_size: int, dtype: torch.dtype
 ) -> None:
-    heads_first, kv_heads = head_dim == 64, 1 + group % 3
+    heads_first = head_dim == 64
+    kv_heads = 1 + group % 3
     slots = torch.tensor([block_size, -1, 0, 3 * block_size - 1, 5], device=DEVICE)
     positions = torch.tensor([0, 3, 17, 999, 4], device=DEVICE)
     qkv = randn(5, (group + 2) * kv_heads * head_dim, dtype=dtype)
-    q_weight, k_weight = randn(head_dim, dtype=dtype, seed=1), randn(head_dim, dtype=dtype, seed=2)
+    q_weight = randn(head_dim, dtype=dtype, seed=1)
+    k_weight = randn(head_dim, dtype=dtype, seed=2)
     angle = torch.rand(1000, head_dim // 2, generator=torch.Generator().manual_seed(3)) * 6.28
     cos_sin = torch.cat((angle.cos(), angle.sin()), dim=1).to(DEVICE)
     shape = {"blocks": 3, "block_size": block_size, "heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
@@ -205,7 +211,9 @@ def test_the_split_launches_no_more_programs_than_an_h200_runs_at_once(
     There were `before` programs, of which three of five had no work at 256 sequences, and 98 % at one.
     """
     monkeypatch.setattr(paged_decode_module, "num_multiprocessors", lambda device: 132)
-    heads, kv_heads, block_size = 16, 8, 64
+    heads = 16
+    kv_heads = 8
+    block_size = 64
     cache = KVCache(*(torch.empty(1, block_size, kv_heads, 128, dtype=torch.bfloat16, device=DEVICE) for _ in "kv"))
     seq_lens = torch.full((num_seqs,), length, dtype=torch.int32, device=DEVICE)
     tables = torch.zeros(num_seqs, longest // block_size, dtype=torch.int32, device=DEVICE)
@@ -257,10 +265,12 @@ def test_kept_tokens_and_their_weights_are_the_references(ties: bool, dtype: tor
 
     Tokens that top-p keeps by a rounding of the summed mass could differ; with these seeds none is that near.
     """
-    vocab_size, num_chunks = CHUNK + 500, 2
+    vocab_size = CHUNK + 500
+    num_chunks = 2
     case = sample_case(vocab_size, dtype, ties)
     logits = case.logits.float()
-    rows, padded = len(logits), torch.nn.functional.pad(logits, (0, num_chunks * CHUNK - vocab_size), value=-torch.inf)
+    rows = len(logits)
+    padded = torch.nn.functional.pad(logits, (0, num_chunks * CHUNK - vocab_size), value=-torch.inf)
     parts = padded.view(rows, -1, PART)
     part_max = parts.amax(2)
     origin = part_max.clamp(min=-1e30).unsqueeze(2)  # not -inf - -inf
@@ -272,7 +282,8 @@ def test_kept_tokens_and_their_weights_are_the_references(ties: bool, dtype: tor
     filtered = case.values.filters(vocab_size) & (case.values.temperature > 0)
     assert (chunk_weight[~filtered] == -1).all() and (threshold[~filtered] == -1).all(), "rows without a filter leave"
     z = (logits - logits.amax(1, keepdim=True)) / case.values.temperature.clamp(min=1e-9).unsqueeze(1)
-    z, min_p = z[filtered], case.values.min_p[filtered]
+    z = z[filtered]
+    min_p = case.values.min_p[filtered]
     kept = filter_reference(z, case.values.select(filtered))
     weights = z.exp()
     assert torch.equal((z >= threshold[filtered].unsqueeze(1)) & (weights >= min_p.unsqueeze(1)), kept)
@@ -337,7 +348,10 @@ def test_log_probabilities_of_no_rows_are_none() -> None:
 
 @pytest.mark.parametrize("scheduled", [[1] * 5, [1, 1, 1, 300, 7], [600]])
 def test_step_inputs_are_the_references(scheduled: list[int]) -> None:
-    num_seqs, num_tokens, num_rows, width = len(scheduled), sum(scheduled), 9, 50
+    num_seqs = len(scheduled)
+    num_tokens = sum(scheduled)
+    num_rows = 9
+    width = 50
     generator = torch.Generator().manual_seed(0)
     floats = (torch.rand(num_rows, generator=generator) for _ in range(3))
     temperature, top_p, min_p = (values.to(DEVICE) for values in floats)

@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from nanovllm.kernels.paged_decode import programs_at_once
 
 SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227}
-"""What one program may use (CUDA C++ Programming Guide, "Compute capabilities")."""
+"""Shared memory that one program may use (CUDA C++ Programming Guide, "Compute capabilities")."""
 
 
 SLOW = pytest.mark.slow

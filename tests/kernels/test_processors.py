@@ -21,7 +21,7 @@ from nanovllm.kernels import cpu_library
 pytestmark = pytest.mark.slow
 
 NEEDS = {"x86-64-v3": {"avx2", "fma"}, "cascadelake": {"avx512f", "avx512_vnni"}, "aarch64": set()}
-"""What a processor must know to run what is built for another."""
+"""Features that a processor needs to run code built for another."""
 
 
 def missing(processor: str) -> str | None:

@@ -16,7 +16,8 @@ ROWS = SMALLEST_LOAN // 4096
 def test_memory_is_lent_again_only_when_the_last_view_of_it_is_gone() -> None:
     scratch = Scratch()
     first = scratch.empty(2 * ROWS, 1024, dtype=torch.float32)
-    view, place = first[1:].fill_(7), first.data_ptr()
+    view = first[1:].fill_(7)
+    place = first.data_ptr()
     del first
     second = scratch.empty(2 * ROWS, 1024, dtype=torch.float32).fill_(1)
     assert second.data_ptr() != place and (view == 7).all()

@@ -155,7 +155,8 @@ def test_experts_that_ranks_cannot_share_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["one tensor an expert", "one for all"])
 def test_loading_takes_little_more_memory_than_the_weights(form: str, tmp_path: Path) -> None:
     """Memory of the process's own, at its highest, without that of a process that loads next to nothing."""
-    large, small = tmp_path / "large", tmp_path / "small"
+    large = tmp_path / "large"
+    small = tmp_path / "small"
     shape = {"hidden_size": 512, "num_hidden_layers": 12, "num_experts": 16, "moe_intermediate_size": 512}
     save(large, **shape)
     save(small, **shape | {"num_experts": 2, "moe_intermediate_size": 32, "hidden_size": 64})
@@ -245,7 +246,8 @@ def test_routing_on_the_cpu_is_its_reference(
     logits[tokens // 2 : tokens // 2 + 1] = 0.0  # ties: the lowest number wins
     slots = torch.arange(tokens)
     slots[1::3] = -1
-    got, expected = CpuBackend().route(logits, k, normalize, slots), route_reference(logits, k, normalize, slots)
+    got = CpuBackend().route(logits, k, normalize, slots)
+    expected = route_reference(logits, k, normalize, slots)
     assert torch.equal(got.weights, got.weights.to(dtype).float())
     assert_same_routing(got, expected, dtype)
 
@@ -302,7 +304,8 @@ def test_grouped_linear_is_its_reference(
     tokens: int, experts: int, k: int, sizes: tuple[int, int], gather: bool
 ) -> None:
     routing = routing_of(tokens, experts, k)
-    x, weight = draw(tokens if gather else tokens * k, sizes[0]), draw(experts, sizes[1], sizes[0], seed=1)
+    x = draw(tokens if gather else tokens * k, sizes[0])
+    weight = draw(experts, sizes[1], sizes[0], seed=1)
     real = int(routing.offsets[-1])
     got, expected = (f(x, weight, routing, gather)[:real] for f in (grouped_linear, grouped_linear_reference))
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-5)
@@ -313,14 +316,17 @@ def test_combining_is_its_reference_and_reads_no_padding() -> None:
     y = draw(90, 1500)
     y[int(routing.offsets[-1]) :] = float("nan")
     is_real = routing.places[:, 0] < routing.offsets[-1]
-    got, expected = combine(y, routing), combine_reference(y, routing)
+    got = combine(y, routing)
+    expected = combine_reference(y, routing)
     torch.testing.assert_close(got[is_real], expected[is_real])
     assert got.isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_cpu_kernel_is_its_reference_and_depends_on_no_company(dtype: torch.dtype) -> None:
-    backend, experts, k = CpuBackend(), 6, 2
+    backend = CpuBackend()
+    experts = 6
+    k = 2
     module = Experts(experts, 96, 64, Parallel())
     module.gate_up.copy_(draw(experts, 128, 96, scale=0.1))
     module.down.copy_(draw(experts, 96, 64, seed=1, scale=0.1))
@@ -328,7 +334,8 @@ def test_the_cpu_kernel_is_its_reference_and_depends_on_no_company(dtype: torch.
     plain = module.gate_up.clone()
     backend.pack_weights([module])
     assert not torch.equal(plain, module.gate_up)
-    routing, x = routing_of(40, experts, k), draw(40, 96, seed=2).to(dtype)
+    routing = routing_of(40, experts, k)
+    x = draw(40, 96, seed=2).to(dtype)
     real = int(routing.offsets[-1])
     got = backend.grouped_linear(x, module.gate_up, routing, True)[:real]
     expected = grouped_linear_reference(x.float(), plain.float(), routing, True)[:real]

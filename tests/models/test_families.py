@@ -170,7 +170,8 @@ def make_tokenizer() -> Tokenizer:
 @pytest.fixture(scope="module")
 def llm(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """A model that always says "▁cat ▁sat é ▁on </s>", whatever the prompt ends with."""
-    folder, tokenizer = tmp_path_factory.mktemp("words"), make_tokenizer()
+    folder = tmp_path_factory.mktemp("words")
+    tokenizer = make_tokenizer()
     size = tokenizer.get_vocab_size()
     cycle = [tokenizer.token_to_id(t) for t in ("▁cat", "▁sat", "<0xC3>", "<0xA9>", "▁on", "</s>")]
     shape = {"vocab_size": size, "hidden_size": size + size % 2, "num_hidden_layers": 1, "num_attention_heads": 1}
@@ -217,7 +218,8 @@ def test_the_text_is_what_the_output_adds_to_the_prompt(prompt: str, skip: bool,
     params = SamplingParams(temperature=0, skip_special_tokens=skip, max_tokens=10)
     (output,) = llm.generate([prompt], params, use_tqdm=False)
     tokenizer = make_tokenizer()
-    before, ids = output["prompt_token_ids"], output["token_ids"][:-1]
+    before = output["prompt_token_ids"]
+    ids = output["token_ids"][:-1]
     known, whole = (tokenizer.decode(part, skip_special_tokens=skip) for part in (before, before + ids))
     assert whole.startswith(known) and output["text"] == whole[len(known) :]
     assert output["text"] == (" cat saté on" if prompt or not skip else "cat saté on")

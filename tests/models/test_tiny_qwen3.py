@@ -37,7 +37,8 @@ def model() -> Qwen3ForCausalLM:
 def generate(request: pytest.FixtureRequest) -> Iterator[Generate]:
     """Greedy answers to a list of questions, each asked in a chat of its own."""
     if request.param == "transformers":
-        model, tokenizer = request.getfixturevalue("model"), request.getfixturevalue("tokenizer")
+        model = request.getfixturevalue("model")
+        tokenizer = request.getfixturevalue("tokenizer")
         yield lambda questions: script.generate_greedy(model, tokenizer, questions)
         return
     with LLM("tiny-qwen3", dtype="float32") as llm:

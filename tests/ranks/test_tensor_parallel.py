@@ -328,7 +328,8 @@ def test_followers_are_heard_over_large_descriptors_too(model: Path, monkeypatch
 
 
 def test_a_follower_killed_while_the_ranks_connect_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, connect = set(children(os.getpid())), GroupParallel.connect
+    before = set(children(os.getpid()))
+    connect = GroupParallel.connect
 
     def kill_and_connect(*args: Any) -> None:
         (victim,) = set(children(os.getpid())) - before
@@ -357,7 +358,8 @@ def test_what_a_fork_closes_stays_open_for_rank_0(model: Path) -> None:
 
 
 def test_the_last_of_several_engines_brings_the_threads_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    threads, share = torch.get_num_threads(), ThreadShare()
+    threads = torch.get_num_threads()
+    share = ThreadShare()
     try:
         torch.set_num_threads(8)
         monkeypatch.setattr("nanovllm.distributed.leader.physical_cores", lambda: 8)
@@ -486,7 +488,8 @@ def test_ctrl_c_prints_one_traceback_and_ends_all(script: subprocess.Popen[str])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_host_memory_does_not_multiply(ranks: int, tmp_path: Path) -> None:
     """Each follower's own memory, at its highest while it loads, is its share of the weights, not all of them."""
-    large, small = tmp_path / "large", tmp_path / "small"
+    large = tmp_path / "large"
+    small = tmp_path / "small"
     shape = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 512}
     save_random(large, **shape, hidden_size=1024, intermediate_size=8192, num_hidden_layers=4)
     save_random(small, **shape, hidden_size=64, intermediate_size=64, num_hidden_layers=4)

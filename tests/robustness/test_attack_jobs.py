@@ -43,7 +43,7 @@ def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 
 
 def content_of(path: Path) -> list[tuple[str, str]]:
-    """What results say, without the time of day; in the order of their ids."""
+    """Return the answers in a results file, by their ids, without the time of day."""
     return sorted(
         (a["id"], json.dumps(a["response"]["body"]["choices"] if a["error"] is None else a["error"]))
         for a in read_answers(path)
@@ -264,7 +264,8 @@ def test_a_damaged_packed_input_is_refused_or_read_rightly(finished: Finished, l
         flipped = bytearray(packed)
         flipped[random.Random(number).randrange(2, len(packed))] ^= 1 << random.Random(number).randrange(8)
         damaged.append(bytes(flipped))
-    source, out = finished.folder / "damaged", finished.folder / "from-damaged"
+    source = finished.folder / "damaged"
+    out = finished.folder / "from-damaged"
     for number, content in enumerate(damaged):
         source.write_bytes(content)
         status = run(source, out, overwrite=True)
@@ -320,7 +321,8 @@ def test_no_file_is_read_and_written_or_written_twice(tmp_path: Path, log: pytes
 
 
 def test_what_is_no_file_is_never_replaced_by_one(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
-    source, pipe = write_lines(tmp_path / "in", [{"prompt": "x"}]), tmp_path / "pipe"
+    source = write_lines(tmp_path / "in", [{"prompt": "x"}])
+    pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     for place in (str(pipe), "/dev/null", "-"):
         assert run(source, tmp_path / "out", stats=place) == Status.USAGE

@@ -51,7 +51,8 @@ class Undisturbed:
     """A job of so many lines, and what it answers if nothing happens."""
 
     def __init__(self, folder: Path, num_lines: int) -> None:
-        self.folder, self.num_lines = folder, num_lines
+        self.folder = folder
+        self.num_lines = num_lines
         self.source = write_lines(folder / "in.jsonl", map(make_line, range(num_lines)))
         process = self.start(folder / "whole.jsonl")
         said = process.communicate(timeout=600)[1]
@@ -104,9 +105,12 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
 @pytest.mark.slow
 def test_a_job_of_one_process_survives_signals_at_any_moment(job: Undisturbed, tmp_path: Path) -> None:
     """40 signals: while it starts, at a number of answers, near its end, and two at once."""
-    draw, num_sent, jobs = random.Random(1), 0, 0
+    draw = random.Random(1)
+    num_sent = 0
+    jobs = 0
     while num_sent < count_of(40):
-        out, jobs = tmp_path / f"out-{jobs}", jobs + 1
+        out = tmp_path / f"out-{jobs}"
+        jobs = jobs + 1
         for _ in range(draw.randint(2, 5)):
             process = job.start(out)
             if (where := draw.choice(["start", "answers", "answers", "end", "twice"])) == "start":
@@ -162,8 +166,10 @@ def test_a_job_on_two_nodes_survives_the_loss_of_its_driver_of_engines_and_of_no
     cluster: Any, tmp_path: Path
 ) -> None:
     """10 kills, by turns of the driver and of an engine; then a node is replaced; then the new one goes for good."""
-    draw, num_kills = random.Random(2), max(2, count_of(10))
-    job, out = Undisturbed(tmp_path, 96 + 48 * num_kills), tmp_path / "out.jsonl"
+    draw = random.Random(2)
+    num_kills = max(2, count_of(10))
+    job = Undisturbed(tmp_path, 96 + 48 * num_kills)
+    out = tmp_path / "out.jsonl"
     options = ("--ray", "--replicas=2", f"--ray-address={cluster.address}")
     process = job.start(out, *options)
 
@@ -224,8 +230,10 @@ def short_files(_: Path, size: int) -> Iterator[None]:
 def test_a_full_disk_costs_no_answer_and_the_job_resumes_where_there_is_room(limited: Any, tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in", LINES)
     assert run(source, tmp_path / "whole") == Status.OK
-    content, size = Undisturbed.content_of(tmp_path / "whole"), (tmp_path / "whole").stat().st_size
-    draw, page = random.Random(3), os.sysconf("SC_PAGE_SIZE")
+    content = Undisturbed.content_of(tmp_path / "whole")
+    size = (tmp_path / "whole").stat().st_size
+    draw = random.Random(3)
+    page = os.sysconf("SC_PAGE_SIZE")
     disk = tmp_path / "disk"
     disk.mkdir()
     for _ in range(6):
@@ -278,7 +286,8 @@ def damage_model(folder: Path, draw: random.Random) -> str:
         name = draw.choice(list(data))
         values = [None, -1, 0, 10**12, 10**400, "x", [], {}, True, 1.5, [1, 2], "\ud800", 2**31, 1e-30, -1e30]
         data[name] = draw.choice(values)
-        content, kind = bytearray(json.dumps(data).encode()), f"{kind}: {name} = {data[name]!r}"[:100]
+        content = bytearray(json.dumps(data).encode())
+        kind = f"{kind}: {name} = {data[name]!r}"[:100]
     else:
         first, last = {"header": (8, 8 + size), "data": (8 + size, len(content))}.get(kind, (0, len(content)))
         for _ in range(draw.choice([1, 1, 3])):

@@ -142,7 +142,7 @@ def test_any_conversation_runs_or_is_refused(llm: LLM) -> None:
 
 
 def under_limit(code: str, seconds: float) -> str:
-    """What a process with 12 GiB of addresses prints."""
+    """Run code in a process that may use 12 GiB of addresses; return what it prints."""
     limit = "import resource; resource.setrlimit(resource.RLIMIT_AS, (12 << 30, 12 << 30))\n"
     done = subprocess.run(
         [sys.executable, "-c", limit + code], capture_output=True, text=True, timeout=seconds, cwd=ROOT

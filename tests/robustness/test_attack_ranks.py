@@ -1,4 +1,4 @@
-"""What a stranger on the same machine can reach of several ranks: no store to write to, no folder to enter."""
+"""A stranger on the same machine reaches nothing of several ranks: no store to write to, no folder to enter."""
 
 import json
 import os

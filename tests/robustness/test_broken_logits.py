@@ -108,7 +108,8 @@ def test_a_broken_request_ends_with_its_tokens_so_far_and_the_others_go_on(
         clean = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
         token_id = clean[0]["token_ids"][2]
         row = llm.engine.runner.model.embed_tokens.weight[token_id]
-        before, row[:] = row.clone(), NAN
+        before = row.clone()
+        row[:] = NAN
         llm.engine.scheduler.block_manager.forget_all()
         with caplog.at_level(logging.WARNING):
             outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
@@ -192,7 +193,8 @@ def test_a_broken_row_among_preempted_ones_and_steps_in_flight(depth: int, num_b
     for i, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
         tokens, reason = expected_tokens(prompt, own, i, frozenset(), 32)
         if i == 0:
-            tokens, reason = tokens[:3], "error"
+            tokens = tokens[:3]
+            reason = "error"
         assert (ended[i].output_token_ids, ended[i].finish_reason) == (tokens, reason)
     assert ended[0].error is not None and engine.stats()["num_generated_tokens"] == 3 + 3 * 20
     assert (engine.stats()["num_preemptions"] > 0) == (num_blocks == 8)

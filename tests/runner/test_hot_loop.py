@@ -1,4 +1,4 @@
-"""What the GPU's loop relies on, shown without one: buckets, padding, staging, and a device that takes its time."""
+"""The parts that a GPU's loop relies on, without a GPU: buckets, padding, staging, a device that takes its time."""
 
 import json
 import random
@@ -88,7 +88,8 @@ class SlowRunner(FakeRunner):
 
     def __init__(self, runner: FakeRunner, delays: random.Random) -> None:
         self.__dict__.update(runner.__dict__)
-        self._delays, self._stream = delays, ThreadPoolExecutor(1)
+        self._delays = delays
+        self._stream = ThreadPoolExecutor(1)
 
     def launch(self, plan: StepPlan, *edits: None):
         class Handle:
@@ -240,7 +241,8 @@ def test_the_step_that_graphs_capture_gives_the_tokens_of_the_eager_one(random_m
     with LLM(str(random_model), **options, num_kvcache_blocks=40) as llm:
         runner = llm.engine.runner
         runner.graphs = StandInGraphs(runner.staging.buffer, max_num_seqs, runner.tables.padding_row)
-        runner.graphs.decode, runner.graphs.sample = runner.decode, runner.sample_decoded
+        runner.graphs.decode = runner.decode
+        runner.graphs.sample = runner.sample_decoded
         llm.engine.depth = depth
         replayed = llm.generate(prompts, params, use_tqdm=False)
         assert (runner.tables.row_tables.block_tables[runner.tables.padding_row] == 0).all()

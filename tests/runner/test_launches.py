@@ -1,4 +1,4 @@
-"""What a step asks of a GPU, counted without one: on fake tensors, with Triton's launches noted instead of done.
+"""The work that a step gives a GPU, counted without one: on fake tensors, with Triton's launches noted instead of done.
 
 On fake tensors an operator that needs a value, and so would wait for the device, raises.
 """
@@ -107,7 +107,7 @@ def test_the_host_s_values_are_all_that_a_step_s_shapes_need() -> None:
 
 @pytest.fixture(scope="module")
 def directly() -> dict[str, object]:
-    """What helpers/direct_launches.py found, in a process of its own: here Triton may be in its interpreter."""
+    """The findings of helpers/direct_launches.py, in a process of its own: here Triton may be in its interpreter."""
     script = TESTS / "helpers" / "direct_launches.py"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     result = subprocess.run([sys.executable, script], capture_output=True, text=True, env=environment, check=False)

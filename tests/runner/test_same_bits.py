@@ -21,7 +21,8 @@ from nanovllm.kernels.cpu_library import cpu_library
 from nanovllm.kernels.token_logprobs import token_logprobs_reference
 from nanovllm.runner.logprobs import Logprobs
 
-CPU, DTYPES = torch.device("cpu"), (torch.float32, torch.bfloat16)
+CPU = torch.device("cpu")
+DTYPES = (torch.float32, torch.bfloat16)
 BLOCKS_ALONE = 64
 
 if reason := CpuBackend.why_cannot(CPU):
@@ -56,7 +57,8 @@ def test_a_row_of_a_product_has_the_same_bits_among_any_number(
 
 def test_a_row_has_the_same_log_probabilities_among_any_number(threads: None) -> None:
     torch.manual_seed(0)
-    logits, token_ids = (3 * torch.randn(66, 100_000)).round(decimals=1), torch.arange(66, dtype=torch.int32)
+    logits = (3 * torch.randn(66, 100_000)).round(decimals=1)
+    token_ids = torch.arange(66, dtype=torch.int32)
     counts = np.arange(66, dtype=np.int32) % 4  # of equals, which are many, another may be among more
 
     def read(rows: slice) -> list[dict[int, float]]:
@@ -101,7 +103,8 @@ class Company:
     """Runs requests together, in engines of any options, and sees the logits of each."""
 
     def __init__(self, folder: Path, dtype: torch.dtype) -> None:
-        self._folder, self._dtype = folder, dtype
+        self._folder = folder
+        self._dtype = dtype
         alone = {"num_kvcache_blocks": BLOCKS_ALONE, "kvcache_block_size": 16}
         self.cases: list[Case] = []
         for prompt, params in requests():

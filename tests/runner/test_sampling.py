@@ -67,7 +67,8 @@ NUM_DRAWS = 6_000
 def test_frequencies_follow_the_exact_distribution(values: dict[str, Any], vary: str) -> None:
     """Over the seeds of requests, and over the positions of one request: both must look like independent draws."""
     logits = np.random.default_rng(1).normal(0, 2, 60).astype(np.float32).astype(np.float64)
-    numbers, fixed = torch.arange(NUM_DRAWS), torch.full((NUM_DRAWS,), 5)
+    numbers = torch.arange(NUM_DRAWS)
+    fixed = torch.full((NUM_DRAWS,), 5)
     seeds, positions = (numbers, fixed) if vary == "seed" else (fixed, numbers)
     tokens = draw(logits, NUM_DRAWS, **values, seeds=seeds, positions=positions)
     counts = np.bincount(tokens.numpy(), minlength=len(logits)).astype(np.float64)
@@ -115,7 +116,8 @@ def test_rows_of_a_batch_each_follow_their_own_values() -> None:
 def test_random_numbers_are_uniform_never_0_or_1_and_independent() -> None:
     """Neighbouring seeds and positions are what an engine uses, so they are what must not be alike."""
     n = 1 << 16
-    zero, count = torch.zeros(n, dtype=torch.int64), torch.arange(n)
+    zero = torch.zeros(n, dtype=torch.int64)
+    count = torch.arange(n)
     wide = count * 0x9E3779B97F4A7C15  # wraps: seeds of all 64 bits, negative as int64 among them
     streams = [
         uniform_reference(count, zero),
@@ -179,7 +181,8 @@ def test_a_token_of_probability_0_is_never_drawn() -> None:
 def test_logits_of_16_bits_are_drawn_from_in_float32(dtype: torch.dtype) -> None:
     """bfloat16 sums would stop growing after 256 equal tokens."""
     n = 2000
-    zeros, ones = torch.zeros(n), torch.ones(n)
+    zeros = torch.zeros(n)
+    ones = torch.ones(n)
     values = SamplingValues(ones, zeros.int(), ones, zeros, torch.arange(n), zeros)
     tokens = sample_reference(torch.zeros(n, 1000, dtype=dtype), values).token_ids
     counts = np.histogram(tokens.numpy(), 20, (0, 1000))[0].astype(np.float64)

@@ -125,7 +125,8 @@ def test_ranks_score_alike(random_model: Path) -> None:
 
 
 def test_score_gives_each_continuation_its_logprobs(random_model: Path, reference: Qwen3ForCausalLM) -> None:
-    contexts, endings = draw_prompts([3, 50, 50, 1]), draw_prompts([4, 1, 7, 128], seed=1)
+    contexts = draw_prompts([3, 50, 50, 1])
+    endings = draw_prompts([4, 1, 7, 128], seed=1)
     contexts[2] = contexts[1]
     with engine(random_model) as llm:
         best = llm.generate(contexts[1], SamplingParams(temperature=0, max_tokens=5), use_tqdm=False)[0]["token_ids"]
@@ -174,7 +175,8 @@ def test_strings_are_joined_before_they_are_tokenised_and_spaces_move_over() -> 
 
 
 def test_strings_are_tokenised_in_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    encode, calls = Tokenizer.encode_batch, []
+    encode = Tokenizer.encode_batch
+    calls = []
 
     def counted(self: Tokenizer, texts: list[str], *rest: Any) -> list[list[int]]:
         calls.append(len(texts))
@@ -203,7 +205,8 @@ def test_a_completion_with_echo_has_the_scores_of_its_prompt(tmp_path: Path) -> 
     with LLM("tiny-qwen3", dtype="float32", max_model_len=64) as llm:
         (output,) = llm.generate("What is 2", scoring(2, max_tokens=3, logprobs=2), use_tqdm=False)
         assert ids["text"].startswith(llm.get_tokenizer().decode([40, 41])) and ids["logprobs"] is None
-    prompt, generated = output["prompt_token_ids"], output["token_ids"]
+    prompt = output["prompt_token_ids"]
+    generated = output["token_ids"]
     assert both["text"] == "What is 2" + output["text"] == "What is 2" + plain["text"]
     assert scored["text"] == "What is 2" and answers["1"]["usage"]["completion_tokens"] == 0
     found = both["logprobs"]
@@ -267,6 +270,7 @@ def test_scoring_a_long_prompt_takes_bounded_memory(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         return int(done.stdout)
 
-    with_scores, without = peak(5), peak(-1)
+    with_scores = peak(5)
+    without = peak(-1)
     print(f"peaks: {with_scores / 2**20:.0f} MiB with scores, {without / 2**20:.0f} without")
     assert with_scores - without < 2 << 30

@@ -27,7 +27,8 @@ def test_a_trace_tells_every_token_and_ending_of_every_request(tmp_path, depth):
     engine, met, seqs = run_small(tmp_path / "run.json", depth=depth)
     run = read_recording(tmp_path / "run.json")
     assert run.complete and not run.stopped and run.num_steps == engine.num_steps == len(met)
-    tokens, endings = {}, {}
+    tokens = {}
+    endings = {}
     for _, _, what in run.records:
         for number, *token_ids in what.get("tokens", ()):
             tokens.setdefault(number, []).extend(token_ids)
@@ -76,7 +77,8 @@ class Failing(FakeRunner):
 def test_the_blocks_that_a_trace_calls_findable_are_found_also_after_errors(tmp_path, depth, goes_on):
     engine = make_engine(num_blocks=24, depth=depth, trace=str(tmp_path / "run.json"))
     engine.runner.__class__ = Failing
-    manager, met = engine.scheduler.block_manager, []
+    manager = engine.scheduler.block_manager
+    met = []
 
     def met_now():
         return set(manager._findable.values()), set(manager._evictable) | set(manager._blank)
@@ -92,7 +94,9 @@ def test_the_blocks_that_a_trace_calls_findable_are_found_also_after_errors(tmp_
     engine.close()
     met.append(met_now())
 
-    findable, references, shown = set(), [0] * manager.num_blocks, []
+    findable = set()
+    references = [0] * manager.num_blocks
+    shown = []
     for kind, _, what in read_recording(tmp_path / "run.json").records:
         for verb, blocks in what.get("blocks", ()):
             for block in blocks:
