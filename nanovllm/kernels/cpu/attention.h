@@ -11,10 +11,10 @@ namespace {
 constexpr int QUERY_ROWS = 48, KEY_TILE = 64;
 static_assert(MAX_HEAD_DIM <= DEPTH && KEY_TILE <= DEPTH, "a product here is one block deep");
 
-// One KV head, `tokens` query tokens of one sequence, the first of them at `position`: softmax(scale q K^T) V, key tile
-// by key tile with running maxima and sums (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867). A tile is
-// KEY_TILE keys from a multiple of it, whether they lie in one block or in several: the order of the sums depends on
-// nothing but the position of the query.
+// Computes softmax(scale q K^T) V for one KV head and for `tokens` query tokens of one sequence, whose first token is
+// at `position`. It goes through the keys tile by tile and keeps running maxima and sums (Milakov and Gimelshein 2018,
+// https://arxiv.org/abs/1805.02867). Every tile starts at a multiple of KEY_TILE and has KEY_TILE keys, in one block or
+// in several. So the order of the sums depends only on the position of the query.
 template <class T>
 void attend_rows(const typename T::element* q, const uint32_t* k_cache, const uint32_t* v_cache, const int32_t* blocks,
                  typename T::element* out, int64_t tokens, int64_t position, int64_t head, int64_t num_kv_heads,
@@ -23,7 +23,7 @@ void attend_rows(const typename T::element* q, const uint32_t* k_cache, const ui
     constexpr int64_t PER_LEFT = T::PER_UNIT / T::STEPS;
     const int64_t stride = num_kv_heads * group * dim, rows = tokens * group, num_keys = position + tokens;
     const int64_t dim_units = dim / T::PER_UNIT, tile_units = dim_units * block_size;
-    const int64_t run = std::min<int64_t>(block_size, KEY_TILE);  // keys of a tile that lie in one block
+    const int64_t run = std::min<int64_t>(block_size, KEY_TILE);  // how many keys of a tile lie in one block
     alignas(64) typename T::left queries[QUERY_ROWS * LEFT_ROW], weights[QUERY_ROWS * LEFT_ROW];
     alignas(64) float scores[QUERY_ROWS * KEY_TILE], sums[QUERY_ROWS * MAX_HEAD_DIM];
     float maxima[QUERY_ROWS], totals[QUERY_ROWS];
@@ -34,7 +34,7 @@ void attend_rows(const typename T::element* q, const uint32_t* k_cache, const ui
     std::fill_n(sums, rows * dim, 0.0f);
     vi lane;
     for (int i = 0; i < LANES; ++i) lane[i] = i;
-    const auto keys_at = [=](int64_t key) {  // where the 16 keys around `key` begin
+    const auto keys_at = [=](int64_t key) {  // returns the start of the group of 16 keys that holds `key`
         const int64_t at = cache_tile(blocks[key / block_size], head, num_kv_heads, tile_units);
         return k_cache + at + key % block_size / LANES * LANES * dim_units;
     };
@@ -61,7 +61,7 @@ void attend_rows(const typename T::element* q, const uint32_t* k_cache, const ui
             const float before = maxima[r], now = std::max(before, largest(top));
             vf total{};
             for (int64_t v = 0; v < padded; v += LANES) {
-                vf w = exp(load<vf>(score + v) - now);  // key 0 is visible to every query: `now` is finite
+                vf w = exp(load<vf>(score + v) - now);  // `now` is finite, because every query sees key 0
                 total += w;
                 E rounded[LANES];
                 T::narrow(rounded, w);
@@ -85,11 +85,13 @@ void attend_rows(const typename T::element* q, const uint32_t* k_cache, const ui
     }
     for (int64_t r = 0; r < rows; ++r) {
         E* to = out + r / group * stride + (head * group + r % group) * dim;
-        const float weight = totals[r] > 0 ? 1.0f / totals[r] : 0.0f;  // 0: a sequence of no tokens, which is padding
+        const float weight = totals[r] > 0 ? 1.0f / totals[r] : 0.0f;  // padding is a sequence without keys: 0
         for (int64_t d = 0; d < dim; d += LANES) T::narrow(to + d, load<vf>(sums + r * dim + d) * weight);
     }
 }
 
+// Attends all query tokens to the cached keys of their sequences, out [tokens][heads][dim] like q. Threads share pieces
+// of at most QUERY_ROWS rows, where a row is one query head of one token; a piece is computed once for each KV head.
 template <class T>
 void attend(const void* q, const uint32_t* k_cache, const uint32_t* v_cache, const int32_t* block_tables,
             const int32_t* cu_seqlens, const int32_t* seq_lens, void* out, int64_t num_seqs, int64_t max_blocks,

@@ -1,11 +1,13 @@
-// Edits of logits, by the rule in edit_logits.py.
+// Edits logits by the rule that is stated in edit_logits.py.
 #pragma once
 
 #include "vectors.h"
 
 namespace {
 
-// One row, in place. A word of the mask is 32 tokens; where nothing was counted, nothing is penalised.
+// Edits one row in place. A word of the mask holds the bits of 32 tokens; a 0 bit forbids its token. counts[t] is twice
+// the number of times that token t was generated, plus 1 if it is in the prompt. A token with count 0 gets no
+// penalty. `penalties` holds the repetition, the frequency and the presence penalty.
 void edit_row(float* x, const uint32_t* mask, const int32_t* counts, const float* penalties, int64_t vocab) {
     if (mask)
         for (int64_t start = 0; start < vocab; start += 32) {

@@ -1,4 +1,4 @@
-// Which experts each token goes to, its product with their matrices, and the weighted sum of what they computed.
+// Mixture of experts: choose the experts of each token, multiply by their matrices, and sum their results by weight.
 #pragma once
 
 #include <vector>
@@ -7,8 +7,9 @@
 
 namespace {
 
-// What route.py says, of logits[tokens][experts]. Each token's k experts first: of several alike, the lowest number.
-// Then a counting sort, in which padding is one expert more.
+// Routes tokens by logits[tokens][experts], as route.py defines it. First it chooses the k experts of each token; of
+// experts with equal logits, the lowest number wins. Then it sorts the (token, expert) pairs by expert with a counting
+// sort. The pairs of padding tokens get the extra expert number `experts`, so they come last.
 template <class T>
 void route(const void* logits_, const int64_t* slots, float* weights, int32_t* places, int32_t* tokens,
            int32_t* offsets, int64_t num_tokens, int64_t experts, int64_t k, int64_t normalize) {
@@ -28,9 +29,9 @@ void route(const void* logits_, const int64_t* slots, float* weights, int32_t* p
                 totals += w;
             }
             const float all = sum(totals);
-            // One NaN or +inf among the logits, or -inf throughout, makes the sum NaN; of an ordinary row it is at least
-            // 1. As zeros, the broken row ties: it goes to the first k experts. Its weights are NaN, as in the
-            // reference, so that the sampler sees it.
+            // The sum of an ordinary row is at least 1. It is NaN if a logit is NaN or +inf, or if all are -inf. A
+            // broken row is set to zeros, so all experts tie and it goes to the first k of them. Its weights are NaN,
+            // as in the reference, so that the sampler notices the broken row.
             const bool is_broken = !(all > 0);
             if (is_broken) std::fill(p.begin(), p.end(), 0.0f);
             float of_chosen = 0, *weight = weights + t * k;
@@ -53,8 +54,9 @@ void route(const void* logits_, const int64_t* slots, float* weights, int32_t* p
     }
 }
 
-// y[offsets[e] .. offsets[e + 1]][out] = x[the same rows][in] W_e^T for every expert e; W_e is packed, and `out` is a
-// multiple of PANEL. Threads share the panels of the experts that have rows: each is read from memory once.
+// Computes y[r][out] = x[r][in] W_e^T for every expert e and its rows r from offsets[e] to offsets[e + 1]. W_e is
+// packed, and `out` is a multiple of PANEL. Threads share the panels of the experts that have rows, so each panel is
+// read from memory once.
 template <class T>
 void grouped_linear(const void* x, const uint32_t* packed, const int32_t* offsets, void* y, int64_t experts,
                     int64_t in, int64_t out) {
@@ -75,7 +77,7 @@ void grouped_linear(const void* x, const uint32_t* packed, const int32_t* offset
     }
 }
 
-// out[tokens][size] = the sum of y[places[t][j]] weights[t][j] over j, in float32 and in the order of j.
+// Computes out[t][size] = the sum over j of y[places[t][j]] weights[t][j], in float32 and in the order of j.
 template <class T>
 void combine(const void* y_, const float* weights, const int32_t* places, void* out_, int64_t tokens, int64_t k,
              int64_t size) {

@@ -1,12 +1,12 @@
-// The CPU path's kernels: products with packed matrices, attention over the paged cache, and the operators between.
+// The kernels for CPUs: products with packed matrices, attention over the paged cache, and the operators between them.
 //
-// Plain C++ with the vector extensions of GCC and Clang, called through ctypes: without torch's headers it compiles in
-// seconds. `cpu_library.py` builds it with -march=native; AVX-512 BF16 is used where the machine has it, and the
-// same code runs, more slowly, where it has not.
+// This is plain C++ with the vector extensions of GCC and Clang. Python calls it through ctypes; it needs no headers of
+// torch, so it compiles in seconds. `cpu_library.py` builds it with -march=native. It uses AVX-512 BF16 where the
+// processor has it; elsewhere the same code runs more slowly.
 //
-// Everything is built of one step: 16 float32 sums += (a unit of A, broadcast) x (16 units of B). A *unit* is 32 bits
-// along the summed dimension: two bfloat16 or one float32. So B is stored as rows of units, [summed units][columns]:
-// a weight as linear.h says, K and V as paged_cache.h says.
+// Products and attention repeat one step: 16 float32 sums += (a unit of A, broadcast) x (16 units of B). A *unit* is 32
+// bits along the summed dimension: two bfloat16 numbers or one float32 number. So B is stored as rows of units,
+// [summed units][columns]. linear.h describes how weights are stored, and paged_cache.h how K and V are.
 
 #include "attention.h"
 #include "edit_logits.h"
@@ -21,6 +21,7 @@
 
 extern "C" {
 
+// Defines name_bfloat16 and name_float32, which call the template `name` for that type.
 #define EXPORT(name, parameters, arguments)                          \
     void name##_bfloat16 parameters { name<BFloat16> arguments; }    \
     void name##_float32 parameters { name<Float> arguments; }
@@ -59,7 +60,8 @@ EXPORT(sample,
         const int64_t* seeds, const int32_t* positions, int32_t* tokens, int32_t* checked, int64_t rows, int64_t vocab),
        (logits, temperature, top_k, top_p, min_p, seeds, positions, tokens, checked, rows, vocab))
 
-// masks, or counts and penalties, may be null.
+// Edits the rows `indices` of logits in place. masks [edited][words] may be null, which forbids no token; counts and
+// penalties [edited][3] may be null, which penalises none. rows[i] is the row of counts for edited row i.
 void edit_logits(float* logits, const int32_t* indices, const uint32_t* masks, const int32_t* rows,
                  const int32_t* counts, const float* penalties, int64_t edited, int64_t vocab) {
     const int64_t words = (vocab + 31) / 32;
@@ -69,8 +71,8 @@ void edit_logits(float* logits, const int32_t* indices, const uint32_t* masks, c
                  counts ? counts + rows[i] * vocab : nullptr, penalties + 3 * i, vocab);
 }
 
-// Ask for huge pages: a weight is streamed once a step, and 4 KiB pages cost a table walk every 4 KiB. Before the memory
-// is first written to: what has its pages keeps them.
+// Asks the system for huge pages. A step reads each weight once from end to end, and with 4 KiB pages the processor
+// walks the page table every 4 KiB. Call it before the first write: memory that already has small pages keeps them.
 void advise_huge_pages(void* start, int64_t bytes) {
 #ifdef MADV_HUGEPAGE
     const uintptr_t page = 4096, whole = ~(page - 1);
@@ -79,8 +81,8 @@ void advise_huge_pages(void* start, int64_t bytes) {
 #endif
 }
 
-// Have all threads bring in the pages of new memory, which begins with one: many at a time where the system can (Linux
-// 5.14), which takes half as long as a fault for each.
+// Makes the system allocate the pages of new memory; all threads share the work. `start` is the start of a page. Linux
+// 5.14 and later can allocate many pages in one call, which takes half as long as one page fault for each.
 void touch_pages(void* start, int64_t bytes) {
 #pragma omp parallel
     {

@@ -8,18 +8,20 @@
 namespace {
 
 constexpr int PANEL = 32, MAX_TILE_ROWS = REGISTER_ROWS, FEW_TILE_ROWS = MAX_TILE_ROWS / 2;
-static_assert(2 * FEW_TILE_ROWS <= MAX_TILE_ROWS, "few rows take twice the columns in the same room");
+static_assert(2 * FEW_TILE_ROWS <= MAX_TILE_ROWS, "few rows x twice the columns must fit the same registers");
 
-// The left side of a product lies in blocks, DEPTH steps of each row. Rows a power of two apart would meet in the same
-// few places of the L1 cache: so they are a little further apart.
+// The left side of a product is stored in blocks of DEPTH steps of each row. If rows were a power of two apart, they
+// would compete for the same few sets of the L1 cache, so each row gets 16 steps of padding.
 constexpr int64_t DEPTH = 256, LEFT_ROW = DEPTH + 16;
 
-// How many rows meet a panel before the next one is read: their left side stays in half of a small L2 cache.
+// Limits how many rows are multiplied by one panel before the next panel is read: their left side must stay in half of
+// a small L2 cache. L2_LEFT counts the steps of all rows.
 constexpr int64_t L2_LEFT = 1 << 17, LEAST_ROWS = 64, MOST_ROWS = 256;
 
-// Columns in memory: `row` units from one summed unit to the next, `vector` units from 16 columns to the next 16, and
-// `pair` units from 32 to the next. While they are read, `ahead_row` units for each of theirs are fetched from `ahead`:
-// hardware prefetching stops at every page.
+// Describes columns in memory. The distance from one summed unit to the next is `row` units, from 16 columns to the
+// next 16 `vector` units, and from 32 columns to the next 32 `pair` units. While one summed unit is read, a tile
+// prefetches from `ahead`, which moves on by `ahead_row` units each time: the hardware's own prefetching stops at every
+// page.
 struct Columns {
     const uint32_t* at;
     int64_t row, vector;
@@ -27,13 +29,15 @@ struct Columns {
     int64_t ahead_row = 0, pair = 0, ahead_pair = 0;
 };
 
-// Which rows a tile has: all; or of several pieces the first, which keeps what it widens, or another. Pieces share the
-// fetching ahead.
+// Says which rows a tile computes. ALL: all rows of the product. If these are too many for one tile, they are cut into
+// pieces: FIRST is the first piece, which keeps the widened columns for the others, and OTHER is any later piece. The
+// pieces share the prefetching between them.
 enum Piece { ALL, FIRST, OTHER };
 
-// c[ROWS][16 VECTORS] = (or +=) a[ROWS][k] x b[k][16 VECTORS]; k counts units; `kept` becomes b, widened. Every sum
-// stays in a register and takes its products one after another in the order of k, whatever ROWS and VECTORS are: an
-// element of c has the same bits however many rows it is computed with.
+// Computes c[ROWS][16 VECTORS] = (or, with `add`, +=) a[ROWS][k] x b[k][16 VECTORS], where k counts units. A FIRST
+// piece writes the widened columns of b to `kept`. Every sum stays in a register and adds its products one after
+// another in the order of k, whatever ROWS and VECTORS are. So an element of c has the same bits however many rows are
+// computed together.
 template <class T, int ROWS, int VECTORS, Piece PIECE>
 inline void tile(const typename T::left* a, Columns b, int64_t k, float* c, int64_t ldc, bool add, float* kept) {
     constexpr int WIDTH = VECTORS * PARTS, SUMS = ROWS * WIDTH;
@@ -62,6 +66,7 @@ inline void tile(const typename T::left* a, Columns b, int64_t k, float* c, int6
     for (int j = 0; j < SUMS; ++j) store(c + j / WIDTH * ldc + j % WIDTH * PART_LANES, acc[j]);
 }
 
+// Calls the `tile` for `rows` <= MAX_TILE_ROWS rows and 1, 2 or, for few rows, 4 vectors of 16 columns.
 template <class T, Piece PIECE, int ROWS = MAX_TILE_ROWS>
 inline void tile_of(int64_t rows, int vectors, const typename T::left* a, Columns b, int64_t k, float* c, int64_t ldc,
                     bool add, float* kept = nullptr) {
@@ -74,7 +79,7 @@ inline void tile_of(int64_t rows, int vectors, const typename T::left* a, Column
     }
 }
 
-// Calls body(first, count) for pieces of `rows` that are nearly equal and at most `most`.
+// Cuts `rows` into pieces of nearly equal size, at most `most` rows each, and calls body(first, count) for each piece.
 template <class Body> inline void row_pieces(int64_t rows, int64_t most, Body body) {
     const int64_t pieces = (rows + most - 1) / most;
     for (int64_t i = 0; i < pieces; ++i) {
@@ -83,8 +88,8 @@ template <class Body> inline void row_pieces(int64_t rows, int64_t most, Body bo
     }
 }
 
-// Where a product is written in the end: `bytes` of each row, and `row` from one row to the next. It is fetched tile by
-// tile: a burst of it would stop the reading of all else.
+// The memory that a product is written to in the end: `bytes` of each row, and `row` bytes from one row to the next. It
+// is prefetched tile by tile, because prefetching all of it at once would delay every other read.
 struct Target {
     const char* at = nullptr;
     int64_t row = 0, bytes = 0;
@@ -94,7 +99,7 @@ struct Target {
     }
 };
 
-// c[rows][16 vectors] = (or +=) a x b, for at most DEPTH steps.
+// Computes c[rows][16 vectors] = (or, with `add`, +=) a x b, for any number of rows and at most DEPTH steps.
 template <class T>
 inline void tiles(int64_t rows, int vectors, const typename T::left* a, Columns b, int64_t k, float* c, int64_t ldc,
                   bool add, Target target = {}) {
@@ -116,11 +121,11 @@ inline void tiles(int64_t rows, int vectors, const typename T::left* a, Columns 
     });
 }
 
-// c[rows][columns] = (or +=) a x b for columns that are a multiple of 16, and at most DEPTH steps.
+// Computes c[rows][columns] = (or, with `add`, +=) a x b, for at most DEPTH steps. `columns` is a multiple of 16.
 template <class T>
 inline void product(int64_t rows, const typename T::left* a, Columns b, int64_t k, float* c, int64_t ldc,
                     int64_t columns, bool add) {
-    const int most = rows <= FEW_TILE_ROWS ? 4 : 2;  // few rows: more columns at a time hide the multiply-add's latency
+    const int most = rows <= FEW_TILE_ROWS ? 4 : 2;  // more columns for few rows hide the latency of FMA
     for (int64_t n = 0, vectors; n < columns; n += vectors * LANES) {
         vectors = columns - n >= most * LANES ? most : columns - n > LANES ? 2 : 1;
         const Columns part = {b.at + n / LANES * b.vector, b.row,        b.vector, b.ahead + n * k, vectors * LANES,
@@ -129,7 +134,8 @@ inline void product(int64_t rows, const typename T::left* a, Columns b, int64_t 
     }
 }
 
-// Puts x[rows][in] into blocks of DEPTH steps: [blocks][rows][LEFT_ROW]. It is read from end to end: it may be large.
+// Copies x[rows][in] into blocks of DEPTH steps, [blocks][rows][LEFT_ROW]. It reads x from end to end, as x may be
+// large.
 template <class T>
 inline void put_left(const typename T::element* x, int64_t rows, int64_t in, typename T::left* left) {
     constexpr int64_t PER_LEFT = T::PER_UNIT / T::STEPS, DEEP = DEPTH * PER_LEFT;
@@ -145,8 +151,8 @@ inline void put_left(const typename T::element* x, int64_t rows, int64_t in, typ
         }
 }
 
-// y[rows][PANEL num_panels] = x, in blocks, times that many panels of k units + bias (null: none); of the last panel
-// `columns` may leave some out.
+// Computes y[rows][columns] = x times num_panels panels of k units, + bias unless that is null. x is in the blocks that
+// put_left makes. `columns` is at most PANEL num_panels; smaller where the matrix ends within the last panel.
 template <class T>
 inline void multiply(const typename T::left* x, int64_t rows, int64_t k, const uint32_t* panel, int64_t num_panels,
                      const typename T::element* bias, typename T::element* y, int64_t ldy, int64_t columns) {
@@ -155,7 +161,8 @@ inline void multiply(const typename T::left* x, int64_t rows, int64_t k, const u
     alignas(64) float sums[MOST_ROWS * PANEL];
     for (int64_t i = 0, units; i < k; i += units, x += rows * LEFT_ROW) {
         units = std::min(DEPTH / T::STEPS, k - i);
-        const uint32_t* part = panel + i * PANEL;  // beside which the next one is fetched, or the next panels' first
+        const uint32_t* part = panel + i * PANEL;
+        // The next part is prefetched meanwhile; during the last part of these panels, the first of the next ones.
         const uint32_t* ahead = i + units < k ? part + units * PANEL : panel + num_panels * k * PANEL;
         tiles<T>(rows, 2 * (int)num_panels, x, {part, PANEL, LANES, ahead, PANEL, k * PANEL, k * PANEL}, units, sums,
                  width, i > 0, i > 0 ? Target{} : target);
@@ -171,8 +178,9 @@ inline void multiply(const typename T::left* x, int64_t rows, int64_t k, const u
     }
 }
 
-// Of y[rows][out] = x[rows][in] W^T + bias, the columns of the panels from `begin` to `end`, by one thread. As many
-// rows as stay in the L2 cache pass by a panel, or if they are few by two, which hides the multiply-add's latency.
+// One thread computes the columns of panels `begin` to `end` of y[rows][out] = x[rows][in] W^T + bias. It takes as many
+// rows at a time as stay in the L2 cache, and multiplies them by one panel after another. Few rows are multiplied by
+// two panels at a time, which hides the latency of the multiply-add.
 template <class T>
 void multiply_panels(const typename T::element* x, const uint32_t* packed, const typename T::element* bias,
                      typename T::element* y, int64_t rows, int64_t in, int64_t out, int64_t begin, int64_t end) {
@@ -190,7 +198,7 @@ void multiply_panels(const typename T::element* x, const uint32_t* packed, const
     });
 }
 
-// y[rows][out] = x[rows][in] W^T + bias. A thread owns panels of W.
+// Computes y[rows][out] = x[rows][in] W^T + bias. Each thread owns some panels of W.
 template <class T>
 void linear(const void* x, const uint32_t* packed, const void* bias, void* y, int64_t rows, int64_t in, int64_t out) {
     using E = typename T::element;
@@ -205,8 +213,9 @@ void linear(const void* x, const uint32_t* packed, const void* bias, void* y, in
 
 extern "C" {
 
-// weight [out][units] -> packed [out / PANEL][units][PANEL]; columns beyond `out` are zero. Both may be the same memory:
-// a panel's rows are first copied, in tiles of a cache line's width, since their own distance is that of few cache sets.
+// Packs weight [out][units] into packed [out / PANEL, rounded up][units][PANEL]; columns beyond `out` are zero. Both
+// may be the same memory, because the rows of a panel are copied before they are written. The copy has tiles as wide as
+// a cache line: the rows themselves are often a power of two apart and would compete for the same few cache sets.
 void pack(const uint32_t* weight, uint32_t* packed, int64_t out, int64_t units) {
     constexpr int64_t WIDTH = 16;
     const int64_t panels = (out + PANEL - 1) / PANEL;
@@ -229,7 +238,7 @@ void pack(const uint32_t* weight, uint32_t* packed, int64_t out, int64_t units) 
     }
 }
 
-// Rows of the matrix that was packed, for an embedding that shares its weight with the LM head.
+// Copies rows of the matrix as it was before packing. An embedding that shares its weight with the LM head needs them.
 void packed_rows(const uint32_t* packed, const int32_t* indices, uint32_t* rows, int64_t count, int64_t units) {
 #pragma omp parallel for schedule(static)
     for (int64_t r = 0; r < count; ++r) {

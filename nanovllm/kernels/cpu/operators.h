@@ -1,10 +1,11 @@
-// The operators between the products: norms, rotary embedding, the activation.
+// The operators between the products: norms, the rotary embedding and the activation.
 #pragma once
 
 #include "paged_cache.h"
 
 namespace {
 
+// Computes y = rms_norm(x) * weight for one row, and rounds after the norm, as the reference does.
 template <class T>
 void rms_norm_row(const typename T::element* x, const typename T::element* weight, typename T::element* y, int64_t size,
                   float eps) {
@@ -15,7 +16,7 @@ void rms_norm_row(const typename T::element* x, const typename T::element* weigh
         T::narrow(y + i, round_to<T>(T::widen(x + i) * scale) * T::widen(weight + i));
 }
 
-// y = rms_norm(x + residual) * weight, sum = x + residual; without a residual, y = rms_norm(x) * weight.
+// Computes sum = x + residual and y = rms_norm(sum) * weight. If residual is null: only y = rms_norm(x) * weight.
 template <class T>
 void add_rms_norm(const void* x_, const void* residual_, const void* weight, void* y, void* sum_, int64_t rows,
                   int64_t size, float eps) {
@@ -33,6 +34,7 @@ void add_rms_norm(const void* x_, const void* residual_, const void* weight, voi
     }
 }
 
+// Computes y[rows][size] = silu(gate) * up. A row of gate_up holds `size` gates, then `size` ups.
 template <class T> void silu_and_mul(const void* gate_up, void* y_, int64_t rows, int64_t size) {
     using E = typename T::element;
 #pragma omp parallel for schedule(static) if (rows * size > SMALL)
@@ -46,7 +48,7 @@ template <class T> void silu_and_mul(const void* gate_up, void* y_, int64_t rows
     }
 }
 
-// Rotate a head in place; element i is paired with i + dim / 2.
+// Rotates a head in place. Element i forms a pair with element i + dim / 2.
 template <class T> void rotate(typename T::element* x, const float* cos_sin, int64_t dim) {
     const int64_t half = dim / 2;
     for (int64_t i = 0; i < half; i += LANES) {
@@ -57,7 +59,7 @@ template <class T> void rotate(typename T::element* x, const float* cos_sin, int
     }
 }
 
-// A head, rotated, and NORMED before that, in the families that do.
+// Writes one head to y: normed, if NORMED, and then rotated. Some model families do not norm their heads.
 template <class T, bool NORMED>
 void norm_rope(const typename T::element* x, const typename T::element* weight, const float* cos_sin,
                typename T::element* y, int64_t dim, float eps) {
@@ -66,8 +68,9 @@ void norm_rope(const typename T::element* x, const typename T::element* weight, 
     rotate<T>(y, cos_sin, dim);
 }
 
-// A thread owns tokens; two that share a unit of V have one owner. The token at the even offset is stored first, and
-// sets the unit's other half to zero, so that nothing old is left in it.
+// Norms and rotates q and k of every token, and stores k and v in the cache. Each thread owns some tokens. Two tokens
+// that share a unit of V belong to one thread (`owned_from`), which stores the one at the even offset first: that
+// clears the unit's other half, so that no old value is left in it.
 template <class T, bool NORMED>
 void norm_rope_store_as(const void* qkv_, const void* q_weight, const void* k_weight, const float* cos_sin,
                         const int32_t* positions, const int64_t* slots, void* q_, uint32_t* k_cache, uint32_t* v_cache,
@@ -99,6 +102,7 @@ void norm_rope_store_as(const void* qkv_, const void* q_weight, const void* k_we
     }
 }
 
+// Calls norm_rope_store_as; q_weight is null in families that do not norm their heads.
 template <class T, class... Arguments>
 void norm_rope_store(const void* qkv, const void* q_weight, Arguments... arguments) {
     (q_weight ? norm_rope_store_as<T, true> : norm_rope_store_as<T, false>)(qkv, q_weight, arguments...);

@@ -1,4 +1,4 @@
-// Sampling, by the rule in sample.py.
+// Samples tokens by the rule that is stated in sample.py.
 #pragma once
 
 #include <functional>
@@ -10,7 +10,7 @@ namespace {
 
 constexpr int SAMPLE_CHUNK = 4096;
 
-// A number in (0, 1) from Philox4x32-10: the first word's upper 23 bits, centred in their interval.
+// Returns a number in (0, 1) from Philox4x32-10: the upper 23 bits of its first word, plus a half, over 2^23.
 float uniform(uint64_t seed, uint32_t position) {
     uint32_t c[4] = {position, 0, 0, 0}, k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
     for (int i = 0; i < 10; ++i) {
@@ -26,10 +26,11 @@ float uniform(uint64_t seed, uint32_t position) {
 
 struct Request { float temperature; int32_t top_k; float top_p, min_p; uint64_t seed; uint32_t position; };
 
-// The lowest z that top-k and top-p keep; -infinity where neither is asked for. z_of(i) gives 16 tokens' z.
+// Returns the lowest z that top-k and top-p keep, or -infinity if the request asks for neither. z_of(i) returns the z
+// of 16 tokens from i on.
 //
-// Only the candidates are looked at: those that are at least the k-th largest of the maxima of 64 tokens each, below
-// which the k-th largest of all cannot lie.
+// For a small k the function looks only at candidates. It takes the maximum of each span of 64 tokens; the k-th largest
+// of these maxima is a lower bound of the k-th largest z, because k tokens reach it. Tokens below it are dropped.
 template <class Z> float lowest_kept(Z z_of, int64_t vocab, const Request& request) {
     const bool by_rank = request.top_k > 0 && request.top_k < vocab, by_mass = request.top_p < 1;
     if (!by_rank && !by_mass) return -INFINITY;
@@ -70,10 +71,10 @@ template <class Z> float lowest_kept(Z z_of, int64_t vocab, const Request& reque
     return kept[count - 1];
 }
 
-// The token; -1 where the logits are no distribution: they hold a NaN, +infinity, or nothing finite.
+// Returns the sampled token, or -1 if the logits define no distribution: one is NaN or +infinity, or none is finite.
 template <class T> int32_t sample_row(const typename T::element* logits, const Request& request, int64_t vocab) {
     const int64_t whole = vocab / LANES * LANES, padded = (vocab + LANES - 1) / LANES * LANES;
-    alignas(64) float tail[LANES];  // the last tokens, and nothing beyond the vocabulary
+    alignas(64) float tail[LANES];  // the last tokens; -infinity beyond the vocabulary
     std::fill_n(tail, LANES, -INFINITY);
     for (int64_t i = whole; i < vocab; ++i) tail[i - whole] = T::to_float(logits[i]);
     const auto at = [&](int64_t i) { return i < whole ? T::widen(logits + i) : load<vf>(tail); };
@@ -121,9 +122,11 @@ template <class T> int32_t sample_row(const typename T::element* logits, const R
             if (before > target) return (int32_t)last;
         }
     }
-    return (int32_t)last;  // rounding left the target at or above the total
+    return (int32_t)last;  // only if rounding left the target at or above the total
 }
 
+// Samples one token per row of logits[rows][vocab]. checked[r] is the result of sample_row; tokens[r] is the same, but
+// 0 instead of -1, so that it is always a valid token id.
 template <class T>
 void sample(const void* logits_, const float* temperature, const int32_t* top_k, const float* top_p, const float* min_p,
             const int64_t* seeds, const int32_t* positions, int32_t* tokens, int32_t* checked, int64_t rows,

@@ -1,4 +1,4 @@
-// Vectors of 16 float32 lanes, and the two formats that weights and caches have.
+// Vectors of 16 float32 lanes, and the two number formats of weights and caches.
 #pragma once
 
 #include <algorithm>
@@ -25,7 +25,8 @@ typedef float vf __attribute__((vector_size(64)));
 typedef int32_t vi __attribute__((vector_size(64)));
 typedef uint16_t vh __attribute__((vector_size(32)));
 
-// What a register holds: compilers keep wider vectors in memory, which the innermost loop cannot afford.
+// The bytes of a vector register, and how many rows a product computes at a time. The innermost loop uses vectors of
+// this size, because compilers keep wider ones in memory, which is too slow there.
 #if defined(__AVX512F__)
 constexpr int REGISTER = 64, REGISTER_ROWS = 12;
 #elif defined(__AVX__)
@@ -43,8 +44,9 @@ inline vf splat(float x) { return vf{} + x; }
 inline vf select(vi mask, vf a, vf b) { return mask ? a : b; }
 inline vf maximum(vf a, vf b) { return select(a > b, a, b); }
 
-// One number of 16, by halves. The halves are taken whole, and of a copy: compilers make slow code of single elements,
-// and of vectors that have an address.
+// Combines the 16 lanes into one number: the two halves first, then the halves of the result, and so on. The halves are
+// loaded as vectors from a copy in memory, because compilers make slow code of single lanes and of vectors whose
+// address is taken.
 template <class Combine> inline float reduce(vf v, Combine combine) {
     typedef float v8 __attribute__((vector_size(32)));
     typedef float v4 __attribute__((vector_size(16)));
@@ -57,7 +59,8 @@ template <class Combine> inline float reduce(vf v, Combine combine) {
 inline float sum(vf v) { return reduce(v, [](auto a, auto b) { return a + b; }); }
 inline float largest(vf v) { return reduce(v, [](auto a, auto b) { return a > b ? a : b; }); }
 
-// exp for x <= 88, to about 2 units in the last place: 2^n times a polynomial in the rest (Cody and Waite 1980).
+// Computes exp(x) for x <= 88, to about 2 units in the last place, as 2^n times a polynomial in the remainder (Cody and
+// Waite 1980). It returns 0 below -87.
 inline vf exp(vf x) {
     const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
     vf n = (x * 1.44269504f + magic) - magic;
@@ -69,8 +72,9 @@ inline vf exp(vf x) {
     return select(x < -87.0f, vf{}, y * (vf)exponent);
 }
 
-// A product takes a unit of its right side in STEPS, each with one `left` of its left side, which is made of these
-// beforehand: where a processor does not multiply bfloat16, a step takes one number of the unit, widened.
+// Float and BFloat16 say how a product multiplies its elements. It takes a unit of its right side in STEPS steps, each
+// with one `left` of its left side. `put_left` converts the left side beforehand. A unit of float32 takes one step. So
+// does a unit of two bfloat16 numbers if the processor multiplies bfloat16; else a step widens one of the two numbers.
 struct Float {
     using element = float;
     using left = float;
@@ -108,7 +112,7 @@ struct BFloat16 {
         return (vf)(__builtin_convertvector(load<vh>(p), vi) << 16);
 #endif
     }
-    static inline void narrow(element* p, vf v) {  // to nearest, ties to even
+    static inline void narrow(element* p, vf v) {  // rounds to nearest, ties to even
 #ifdef __AVX512BF16__
         store(p, _mm512_cvtneps_pbh((__m512)v));
 #else
@@ -125,13 +129,14 @@ struct BFloat16 {
     }
 };
 
-template <class T> inline vf round_to(vf v) {  // what is left of v once it has been stored as a T
+// Rounds v to the format T and converts it back to float32.
+template <class T> inline vf round_to(vf v) {
     typename T::element e[LANES];
     T::narrow(e, v);
     return T::widen(e);
 }
 
-// This thread's part of `count` things, inside a parallel region.
+// share_of returns this thread's part of `count` items, from `begin` to `end`. Call it inside a parallel region.
 struct Share { int64_t begin, end; };
 inline Share share_of(int64_t count) {
     const int64_t threads = omp_get_num_threads(), me = omp_get_thread_num();
