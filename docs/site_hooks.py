@@ -1,41 +1,79 @@
-"""For mkdocs: takes the README in as the first page, and writes links that leave docs/ as path#symbol.
+"""Hooks of mkdocs: add the pages of the project's root to the site, write links that leave it, and list the options.
 
-The project has no address of its own yet, so there is nothing that such a link could lead to.
+The README becomes the first page. The project has no address of its own yet, so a link to a file that is not part of
+the site has no target: it is written as path#symbol.
 """
 
 import re
-from pathlib import Path
+import sys
+from dataclasses import MISSING, fields
+from pathlib import Path, PurePosixPath
+from posixpath import relpath
 from typing import Any
 
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
+PAGES = {"README.md": "index.md", **{f"{name}.md": f"{name}.md" for name in ("CONTRIBUTING", "SECURITY", "CHANGELOG")}}
+"""Files of the project's root that are pages, and their names on the site."""
+OPTIONS = "<!-- the options -->"
+"""Where docs/api.md lists the options."""
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the README as index.md; its links are those of a page of docs/, once they lose that folder's name."""
-    text = LINK.sub(lambda link: f"{link[1]}[{link[2]}]({_from_docs(link[3])})", (ROOT / "README.md").read_text())
-    files.append(File.generated(config, "index.md", content=text))
+    """Add the pages of the root. mkdocs calls it with the files of docs/."""
+    for name, page in PAGES.items():
+        text = (ROOT / name).read_text(encoding="utf-8")
+        files.append(File.generated(config, page, content=rewrite_links(text, ROOT, PurePosixPath(page).parent)))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Turn links to what is not of the site into the path and the symbol that they mean."""
-    folder = (ROOT / "docs" / page.file.src_uri).parent
+    """Rewrite the links of a page of docs/. mkdocs calls it for every page; those of the root are done already."""
+    name = page.file.src_uri
+    if name in PAGES.values():
+        return markdown
+    markdown = markdown.replace(OPTIONS, list_options())
+    return rewrite_links(markdown, (ROOT / "docs" / name).parent, PurePosixPath(name).parent)
 
-    def write(link: re.Match[str]) -> str:
-        name, _, symbol = link[3].partition("#")
-        target = (folder / name).resolve()
-        if not name or "://" in link[3] or target.is_relative_to(ROOT / "docs"):
+
+def rewrite_links(text: str, folder: Path, site_folder: PurePosixPath) -> str:
+    """Return text in which links between pages lead to their places on the site, and others are paths.
+
+    Args:
+        folder: where the links of the text start.
+        site_folder: where the page lies on the site.
+    """
+
+    def rewrite(link: re.Match[str]) -> str:
+        image, words, target = link.groups()
+        name, _, symbol = target.partition("#")
+        if not name or "://" in target:
             return link[0]
-        place = f"`{target.relative_to(ROOT)}{'#' + symbol if symbol else ''}`"
-        return place if link[2].strip("`") in place else f"{link[2]} ({place})"
+        path = (folder / name).resolve()
+        anchor = f"#{symbol}" if symbol else ""
+        if path.parent == ROOT and path.name in PAGES:
+            return f"{image}[{words}]({relpath(PAGES[path.name], site_folder)}{anchor})"
+        if path.is_relative_to(ROOT / "docs"):
+            on_site = path.relative_to(ROOT / "docs").as_posix()
+            return f"{image}[{words}]({relpath(on_site, site_folder)}{anchor})"
+        place = f"`{path.relative_to(ROOT).as_posix()}{anchor}`"
+        return place if words.strip("`") in place else f"{words} ({place})"
 
-    return LINK.sub(write, markdown)
+    return LINK.sub(rewrite, text)
 
 
-def _from_docs(target: str) -> str:
-    if target.startswith("#") or "://" in target:
-        return target
-    return target.removeprefix("docs/") if target.startswith("docs/") else f"../{target}"
+def list_options() -> str:
+    """Return a table of the engine's options: name, type, default and help."""
+    sys.path.insert(0, str(ROOT))
+    from nanovllm.config import EngineConfig
+
+    rows = ["| option | type | default | |", "| --- | --- | --- | --- |"]
+    for option in fields(EngineConfig):
+        default = "" if option.default is MISSING else f"`{option.default!r}`"
+        kind = option.type.__name__ if isinstance(option.type, type) else str(option.type)
+        kind = kind.replace("collections.abc.", "").replace("typing.", "")
+        words = option.metadata["help"].replace("|", "\\|")
+        rows.append(f"| `{option.name}` | `{kind}` | {default} | {words} |")
+    return "\n".join(rows)

@@ -6,7 +6,7 @@ import pytest
 from helpers.paths import ROOT
 
 from scripts.check_style import FOLDERS, find_habits, python_files
-from scripts.count_lines import count_rooms
+from scripts.count_lines import count_rooms, find_imports, find_modules, python_lines
 
 FINE = """
 rows, ends = plan(batch)
@@ -71,3 +71,16 @@ def test_the_readme_s_figures_are_those_of_count_lines() -> None:
     page_of_view = others["JavaScript"] + others["HTML"] + others["CSS"]
     counted = [spine.total() + wings.total(), spine.total(), others["C++"], page_of_view]
     assert quoted == pytest.approx(counted, rel=0.01)
+
+
+def test_the_reading_list_of_the_readme_has_the_size_that_is_quoted() -> None:
+    """Its files, their lines of code to three percent, and the other files that they import, to two."""
+    page = (ROOT / "README.md").read_text()
+    (paragraph,) = re.findall(r"^\*\*Read these .*?\n\n", page, re.MULTILINE | re.DOTALL)
+    files = [ROOT / name for name in re.findall(r"\((nanovllm/[\w/]+\.py)\)", paragraph)]
+    modules = find_modules(ROOT / "nanovllm")
+    imported = {modules[found.module] for file in files for found in find_imports(file, modules)}
+    num_files, num_lines, num_others = (int(n.replace(",", "")) for n in re.findall(r"\b(\d[\d,]*)\b", paragraph))
+    assert num_files == len(files)
+    assert num_lines == pytest.approx(sum(python_lines(file.read_text()) for file in files), rel=0.03)
+    assert num_others == pytest.approx(len(imported - set(files)), abs=2)
