@@ -110,7 +110,8 @@ def microseconds(launches: list[Callable[[], object]], before: Callable[[], None
         step()
     times = []
     for _ in range(12):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
         start.record()
         graph.replay()
         end.record()
@@ -147,7 +148,8 @@ class Bench:
         self.copy_gbs = 2 * source.numel() / microseconds([lambda: copy.copy_(source)]) / 1e3
         numbers = source.view(torch.float32)
         self.read_gbs = source.numel() / microseconds([lambda: numbers.sum()]) / 1e3
-        a, b = randn(8192, 8192), randn(8192, 8192)
+        a = randn(8192, 8192)
+        b = randn(8192, 8192)
         self.matmul_tflops = 2 * 8192**3 / microseconds([lambda: torch.mm(a, b)]) / 1e6
         self.results: list[Result] = []
 

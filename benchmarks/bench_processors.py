@@ -1,4 +1,4 @@
-"""What the CPU kernels make of a processor: products and decode attention, built for several, beside torch's.
+"""Measures the CPU kernels on a processor: products and decode attention, built for several, beside torch's.
 
     python benchmarks/bench_processors.py --march x86-64-v3 cascadelake native
     python benchmarks/bench_processors.py --blocks 16 32 64
@@ -22,7 +22,10 @@ from nanovllm.backends import AttentionMetadata, KVCache
 from nanovllm.backends.cpu_backend import CpuBackend
 from nanovllm.kernels import cpu_library
 
-LAYERS, HEADS, KV_HEADS, DIM = 12, 16, 8, 128
+LAYERS = 12
+HEADS = 16
+KV_HEADS = 8
+DIM = 128
 SHAPES = [(1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024)]
 """(in, out) of a layer's matrices."""
 
@@ -62,12 +65,12 @@ def products(backends: dict[str, CpuBackend], dtype: torch.dtype, rows: int, rep
             out, size = weight.shape
             backend._library.call("linear", dtype, inputs[size], panels, None, outputs[out], rows, size, out)
 
-    def of_torch() -> None:
+    def run_torch() -> None:
         for weight in weights:
             F.linear(inputs[weight.shape[1]], weight)
 
     works: dict[str, Callable[[], object]] = {name: lambda b=b: ours(b) for name, b in backends.items()}  # type: ignore[misc]
-    return best_of({**works, "torch": of_torch}, repeat)
+    return best_of({**works, "torch": run_torch}, repeat)
 
 
 def attention(
@@ -101,11 +104,11 @@ def attention(
     keys = [torch.zeros(num_seqs, KV_HEADS, length, DIM, dtype=dtype) for _ in range(2 * 28)]
     query = q.view(num_seqs, HEADS, 1, DIM)
 
-    def of_torch() -> None:
+    def run_torch() -> None:
         for layer in range(28):
             F.scaled_dot_product_attention(query, keys[2 * layer], keys[2 * layer + 1], enable_gqa=True)
 
-    return best_of({**works, "torch": of_torch})
+    return best_of({**works, "torch": run_torch})
 
 
 def read_rate() -> float:
@@ -143,7 +146,8 @@ def main() -> None:
         for num_seqs, length in ((18, 130), (32, 256)):
             times = attention(backends, dtype, num_seqs, length, args.blocks)
             keys = 28 * num_seqs * length * DIM
-            num_bytes, num_flops = 2 * keys * KV_HEADS * dtype.itemsize, 4 * keys * HEADS
+            num_bytes = 2 * keys * KV_HEADS * dtype.itemsize
+            num_flops = 4 * keys * HEADS
             for size in args.blocks:
                 found = {column: times.get(f"{column}, {size}", times["torch"]) for column in arithmetic}
                 show(f"{name}, attention of {num_seqs} x {length}, blocks of {size}", found, num_bytes, num_flops)

@@ -48,7 +48,7 @@ def read_config(model: str) -> "PretrainedConfig":
 
 @dataclass(frozen=True)
 class Estimate:
-    """What each rank's GPU would hold.
+    """The memory that each rank's GPU would hold.
 
     Attributes:
         num_parameters: of the whole model.

@@ -94,7 +94,8 @@ def check_same_ids(tokenizer: Tokenizer | None, other: Tokenizer | None) -> None
         if tokenizer is not other:
             raise ValueError("one of them has a tokenizer, and the other has none")
         return
-    ids, other_ids = tokenizer.vocabulary, other.vocabulary
+    ids = tokenizer.vocabulary
+    other_ids = other.vocabulary
     differing = sorted(token for token in ids.keys() | other_ids.keys() if ids.get(token) != other_ids.get(token))
     if differing:
         token = differing[0]

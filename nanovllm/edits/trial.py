@@ -35,7 +35,7 @@ PATIENCE = 20
 
 
 class Trial(NamedTuple):
-    """What a child has found out. `error` is "" if the grammar compiles; then it took num_bytes of memory."""
+    """The findings of a child. `error` is "" if the grammar compiles; then it took num_bytes of memory."""
 
     error: str
     num_bytes: int
@@ -71,7 +71,7 @@ def try_in_child(kind: str, text: str, special_tokens: Mapping[int, str], vocab_
 
 
 class _ByteTokenizer:
-    """What LLTokenizer asks of a tokenizer. Special tokens have their ids; 256 of the others are one byte each."""
+    """The tokenizer that LLTokenizer asks for. Special tokens have their ids; 256 of the others are one byte each."""
 
     bos_token_id = None
     is_tokenizer_wrapper = True

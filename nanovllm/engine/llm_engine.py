@@ -78,7 +78,7 @@ class LLMEngine:
         self.origin = origin
         self.closed = False
         self.identity = object()
-        """What its requests remember it by. They may outlive it, and must not keep its weights in memory."""
+        """Requests remember this object instead of the engine: they may outlive it, and must not keep its weights."""
         self._make_editor = make_editor
         self._editor: LogitEditor | None = None
         self._num_requests = 0

@@ -1,4 +1,4 @@
-"""What a batch job is asked to do, and how it can end."""
+"""The options of a batch job, and the ways in which it can end."""
 
 import signal
 from dataclasses import dataclass

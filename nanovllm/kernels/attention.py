@@ -54,7 +54,7 @@ class PrefillMetadata(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """What attention reads in one step of num_seqs sequences. Those with a single query token (decodes) come first.
+    """The inputs of attention in one step of num_seqs sequences. Those with a single query token (decodes) come first.
 
     In every layer K and V are stored before attention. So a sequence reads its own new tokens from the cache, and those
     of another sequence of the same step with which it shares a block.

@@ -55,7 +55,8 @@ def combine_config(k: int) -> dict[str, int]:
 
 def combine(y: Tensor, routing: Routing) -> Tensor:
     """combine_reference in one kernel."""
-    (num_tokens, k), size = routing.places.shape, y.shape[1]
+    num_tokens, k = routing.places.shape
+    size = y.shape[1]
     out = torch.empty(num_tokens, size, dtype=y.dtype, device=y.device)
     if num_tokens:
         config = combine_config(k)

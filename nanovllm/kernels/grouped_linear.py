@@ -90,7 +90,8 @@ def grouped_linear_config(num_tokens: int, num_experts: int, gather: bool, items
     table = ((32, 16, 64), (128, 16, 128), (512, 32, 256))
     rows, columns = next(((m, n) for most, m, n in table if num_tokens <= most), (128, 256))
     if itemsize == 4:
-        rows, columns = min(rows, 64), min(columns, 64)
+        rows = min(rows, 64)
+        columns = min(columns, 64)
     return {
         "GATHER": gather,
         "EXPERTS": next_power_of_2(num_experts),

@@ -12,7 +12,7 @@ from nanovllm.kernels.triton_shim import next_power_of_2, tl, triton
 
 
 class NormRope(NamedTuple):
-    """What a layer norms and rotates its heads with: weights [head_dim] of the norms, and the table of angles.
+    """A layer's parameters for norming and rotating heads: weights [head_dim] of the norms, and the table of angles.
 
     Without weights (both None) nothing is normed. cos_sin is float32 [max_position, head_dim]: head_dim/2 cosines, then
     head_dim/2 sines.
@@ -39,8 +39,11 @@ def store_kv_reference(key: Tensor, value: Tensor, cache: KVCache, slots: Tensor
     block_size = cache.keys.shape[1]
     if (slots < 0).any():
         kept = slots >= 0
-        key, value, slots = key[kept], value[kept], slots[kept]
-    blocks, offsets = slots // block_size, slots % block_size
+        key = key[kept]
+        value = value[kept]
+        slots = slots[kept]
+    blocks = slots // block_size
+    offsets = slots % block_size
     cache.keys[blocks, offsets] = key
     cache.values[blocks, offsets] = value
 
@@ -101,7 +104,8 @@ def _norm_rope_store_kernel(
     row = qkv_ptr + token * qkv_stride + head[:, None] * (2 * HALF) + dim[None, :]
     first_in = tl.load(row, mask=exists, other=0.0)
     second_in = tl.load(row + HALF, mask=exists, other=0.0)
-    first, second = first_in.to(tl.float32), second_in.to(tl.float32)
+    first = first_in.to(tl.float32)
+    second = second_in.to(tl.float32)
     if NORM:
         mean = (tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF)
         inverse = tl.rsqrt(mean + eps)[:, None]
@@ -111,7 +115,8 @@ def _norm_rope_store_kernel(
         k_second = tl.load(k_weight_ptr + HALF + dim).to(tl.float32)[None, :]
         first = (first * inverse).to(dtype).to(tl.float32) * tl.where(is_q, q_first, k_first)
         second = (second * inverse).to(dtype).to(tl.float32) * tl.where(is_q, q_second, k_second)
-        first, second = first.to(dtype).to(tl.float32), second.to(dtype).to(tl.float32)
+        first = first.to(dtype).to(tl.float32)
+        second = second.to(dtype).to(tl.float32)
 
     position = tl.load(positions_ptr + token).to(tl.int64)
     cos = tl.load(cos_sin_ptr + position * (2 * HALF) + dim)[None, :]
@@ -147,7 +152,8 @@ def norm_rope_store_config(all_heads: int, head_dim: int, block_size: int, norm:
 def norm_rope_store(qkv: Tensor, norms: NormRope, positions: Tensor, cache: KVCache, slots: Tensor) -> Tensor:
     """norm_rope_store_reference in one kernel; q [num_tokens, num_heads, head_dim] is rewritten in place, in qkv."""
     block_size, num_kv_heads, head_dim = cache.keys.shape[1:]
-    num_tokens, all_heads = qkv.shape[0], qkv.shape[1] // head_dim
+    num_tokens = qkv.shape[0]
+    all_heads = qkv.shape[1] // head_dim
     num_heads = all_heads - 2 * num_kv_heads
     if num_tokens:
         config = norm_rope_store_config(all_heads, head_dim, block_size, norms.q_weight is not None)

@@ -37,7 +37,8 @@ def silu_and_mul_config() -> dict[str, int]:
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """silu_and_mul_reference in one kernel. gate_up [num_tokens, 2 * size] -> [num_tokens, size]."""
-    num_tokens, size = gate_up.shape[0], gate_up.shape[1] // 2
+    num_tokens = gate_up.shape[0]
+    size = gate_up.shape[1] // 2
     out = torch.empty(num_tokens, size, dtype=gate_up.dtype, device=gate_up.device)
     if num_tokens:
         config = silu_and_mul_config()

@@ -100,7 +100,7 @@ class Trace:
         self._stopped_at: int | None = None
         """The number of the first step that is not recorded, because there are too many events."""
         self._block_log: list[tuple[str, Seq[int]]] = []
-        """What was done to blocks since the last event that tells it."""
+        """The changes of blocks since the last event that tells them."""
         self._live: dict[int, Sequence] = {}
         """The requests that have not ended, by number."""
         self._num_written: dict[int, int] = {}

@@ -74,9 +74,6 @@ WINGS = (
 )
 """Every other file belongs to the spine: generating on one device takes it."""
 
-NAMED_STILL = {"models.dummy_weights": {"runner.model_runner"}}
-"""Files of the spine that import a wing although none may: this list only shrinks."""
-
 
 def imports_of(module: str) -> set[str]:
     """The package's modules that a file imports, wherever in it: also within functions, and for types alone."""
@@ -98,15 +95,14 @@ def test_the_spine_imports_no_wing(module: str) -> None:
     name = module.removeprefix("nanovllm.")
     for found in find_imports(MODULES[module], MODULES):
         wing = wing_of(found.module)
-        allowed = wing is None or name in NAMED_STILL.get(wing, ()) or (name == "load" and not found.is_early)
+        allowed = wing is None or (name == "load" and not found.is_early)
         assert allowed, f"{name} imports {found.module}"
     source = MODULES[module].read_text()
     assert "import_module" not in source and "__import__" not in source, "an import by name hides what is imported"
 
 
 def test_nothing_else_than_the_spine_is_loaded_to_generate() -> None:
-    wings = {wing for module in find_spine(MODULES) if (wing := wing_of(module))}
-    assert wings <= {wing for wing, names in NAMED_STILL.items() if names}
+    assert {wing for module in find_spine(MODULES) if (wing := wing_of(module))} == set()
 
 
 def room_of(module: str) -> int:
@@ -122,7 +118,6 @@ def test_imports_run_downwards_and_in_no_circle() -> None:
         for module, imports in graph.items()
         for imported in imports
         if module.split(".")[1] != imported.split(".")[1]
-        and module.removeprefix("nanovllm.") not in NAMED_STILL.get(wing_of(imported) or "", ())
         and room_of(imported) <= room_of(module)
         and not (module == "nanovllm.load" and wing_of(imported))
     ]

@@ -48,10 +48,6 @@ def test_habits_are_found(source: str, complaint: str) -> None:
     assert complaint in found
 
 
-STILL = {"nanovllm": 300, "benchmarks": 9}
-"""Places left in each folder: these figures only fall."""
-
-
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_no_file_has_the_habits(folder: str) -> None:
     found = [
@@ -59,7 +55,18 @@ def test_no_file_has_the_habits(folder: str) -> None:
         for path in python_files([ROOT / folder])
         for line, complaint in find_habits(path.read_text())
     ]
-    assert len(found) <= STILL.get(folder, 0), "\n".join(found)
+    assert not found, "\n".join(found)
+
+
+def test_the_tests_readme_names_every_test_file_and_no_other() -> None:
+    page = (ROOT / "tests" / "README.md").read_text()
+    files = {str(path.relative_to(ROOT / "tests")) for path in (ROOT / "tests").rglob("test_*.py")}
+    assert set(re.findall(r"`([a-z]+/test_\w+\.py)`", page)) == files
+
+
+def test_no_test_file_imports_from_another() -> None:
+    for path in (ROOT / "tests").rglob("*.py"):
+        assert not re.search(r"^\s*(from|import) test_", path.read_text(), re.MULTILINE), path.name
 
 
 def test_the_readme_s_figures_are_those_of_count_lines() -> None:
