@@ -11,6 +11,9 @@ from nanovllm.kernels.route import Routing
 from nanovllm.kernels.triton_shim import next_power_of_2, tl, triton
 from nanovllm.utils.integers import ceil_div
 
+TILES = ((32, 16, 64), (128, 16, 128), (512, 32, 256))
+"""Rows and columns of a tile, each after the most tokens for which it is taken. More tokens take (128, 256)."""
+
 
 def grouped_linear_reference(x: Tensor, weight: Tensor, routing: Routing, gather: bool) -> Tensor:
     """Multiply pairs by the matrices of their experts, weight [num_experts, out, in]; return y [pairs, out], sorted.
@@ -87,8 +90,7 @@ def _grouped_linear_kernel(
 
 def grouped_linear_config(num_tokens: int, num_experts: int, gather: bool, itemsize: int) -> dict[str, int]:
     """Return tiles by the number of tokens. K always goes by 64, so that sums are always taken in one order."""
-    table = ((32, 16, 64), (128, 16, 128), (512, 32, 256))
-    rows, columns = next(((m, n) for most, m, n in table if num_tokens <= most), (128, 256))
+    rows, columns = next(((m, n) for most, m, n in TILES if num_tokens <= most), (128, 256))
     if itemsize == 4:
         rows = min(rows, 64)
         columns = min(columns, 64)

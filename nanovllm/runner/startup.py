@@ -12,11 +12,15 @@ from torch import nn
 
 from nanovllm.backends import KVCache
 from nanovllm.engine.plan import StepPlan
+from nanovllm.kernels.edit_logits import MaskAndPenalties
+from nanovllm.kernels.grouped_linear import TILES
 from nanovllm.kernels.launch import compiled
+from nanovllm.kernels.sample import SamplingValues
 from nanovllm.models.decoder import Decoder
 from nanovllm.runner.cuda_graphs import CudaGraphs
 from nanovllm.runner.kv_memory import GpuMemory, count_blocks, measure_others
 from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.utils.integers import ceil_div
 
 logger = logging.getLogger(__name__)
 
@@ -79,30 +83,65 @@ def make_graphs(runner: ModelRunner) -> CudaGraphs:
 def compile_kernels(runner: ModelRunner) -> None:
     """Compile the Triton kernels that steps will launch, several at a time.
 
-    Runs steps on fake tensors, which have shapes but no values, to learn which kernels are needed. Several ranks
-    compile in their first steps instead: their collectives cannot work on fake tensors. Nor can flash-attn.
+    Runs steps on fake tensors, which have shapes but no values, to learn which kernels are needed. flash-attn cannot
+    work on fake tensors, so with it only the kernels that read logits are compiled here, and the others in the first
+    steps. Several ranks compile all kernels in their first steps: their collectives cannot work on fake tensors.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    config = runner.config
-    if runner.device.type != "cuda" or runner.backend.name != "triton" or runner.parallel.size > 1:
+    has_kernels = runner.backend.name in ("triton", "flash_attn")
+    if runner.device.type != "cuda" or not has_kernels or runner.parallel.size > 1:
         return
+    with compiled(show_progress=True), FakeTensorMode(allow_non_fake_inputs=True):
+        if runner.backend.name == "triton":
+            # Steps come first because they have the kernels that take longest to compile.
+            launch_steps(runner)
+            if runner.draft is not None:
+                launch_steps(runner.draft)
+        with torch.device(runner.device):
+            launch_logits_kernels(runner)
+
+
+def launch_steps(runner: ModelRunner) -> None:
+    """Run steps of every kind that has kernels of its own."""
+    config = runner.config
     graphs = make_graphs(runner)
     mixed = StepPlan.largest(2, 3, config.max_model_len)  # a decode and a prompt of two tokens
-    mixed = replace(mixed, num_scored=np.zeros_like(mixed.num_scored), targets=mixed.targets[:0])
+    plans = [mixed]
+    # The product with experts has a kernel for each range of the number of tokens.
+    for most, _, _ in TILES if runner.shape.experts else ():
+        num_tokens = min(most + 1, config.max_num_batched_tokens)
+        plans.append(StepPlan.largest(config.max_num_seqs, num_tokens, config.max_model_len))
     # A few kernels know the next power of two of the batch size, 256 or more.
     sizes = {1, config.max_num_seqs, *(2**i for i in range(9, config.max_num_seqs.bit_length()))}
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with compiled(show_progress=True), fake, keep_one_layer_of_each_kind(runner.model) as num_layers:
+    with keep_one_layer_of_each_kind(runner.model) as num_layers:
         runner.caches = make_caches(runner, 1)[:num_layers]
-        # This step comes first because it has the kernels that take longest to compile.
-        runner.compute(mixed, runner.staging.buffer[: mixed.head_size])
+        for plan in plans:
+            unscored = replace(plan, num_scored=np.zeros_like(plan.num_scored), targets=plan.targets[:0])
+            runner.compute(unscored, runner.staging.buffer[: unscored.head_size])
         for size in sizes:
             runner.sample_decoded(*runner.decode(graphs.inputs(size)))
-        for dtype in (runner.dtype, torch.float32):  # of a prompt's logits; of the copies whose likeliest are taken
-            logits = torch.empty(2, runner.shape.vocab, dtype=dtype, device=runner.device)
-            runner.backend.token_logprobs(logits, torch.empty(2, dtype=torch.int32, device=runner.device))
     runner.caches = []
+
+
+def launch_logits_kernels(runner: ModelRunner) -> None:
+    """Launch what reads the model's logits, also the float32 copies that edits and the likeliest tokens are made of."""
+    backend = runner.backend
+    vocab = runner.shape.vocab
+    ids = torch.empty(2, dtype=torch.int32)
+    floats = torch.empty(2, dtype=torch.float32)
+    values = SamplingValues(floats, ids, floats, floats, ids.long(), ids)
+    for dtype in (runner.dtype, torch.float32):
+        logits = torch.empty(2, vocab, dtype=dtype)
+        backend.sample(logits, values)
+        backend.token_logprobs(logits, ids)
+    masks = torch.empty(2, ceil_div(vocab, 32), dtype=torch.int32)
+    counts = torch.empty(2, vocab, dtype=torch.int32)
+    penalties = torch.empty(2, 3, dtype=torch.float32)
+    logits = torch.empty(2, vocab, dtype=torch.float32)
+    backend.edit_logits(logits, MaskAndPenalties(ids, masks, ids, None, None))
+    backend.edit_logits(logits, MaskAndPenalties(ids, None, ids, counts, penalties))
+    backend.edit_logits(logits, MaskAndPenalties(ids, masks, ids, counts, penalties))
 
 
 @contextmanager

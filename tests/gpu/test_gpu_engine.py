@@ -5,6 +5,8 @@ import json
 
 import pytest
 import torch
+from helpers.tiny import save_random
+from transformers import Qwen3MoeForCausalLM
 
 from nanovllm import LLM, SamplingParams
 
@@ -86,17 +88,38 @@ def test_edited_steps_leave_the_captured_sampler_and_give_the_same_tokens():
     assert found[0] == found[1]
 
 
-def test_no_kernel_is_compiled_after_the_start():
-    """Whether or not memory was profiled: an explicit number of blocks skips that."""
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["dense", "experts", "drafts"])
+def test_no_kernel_is_compiled_after_the_start(kind, dtype, tmp_path):
+    """Whether or not memory was profiled: an explicit number of blocks skips that.
+
+    Edited logits are float32 in any model. A long prompt takes other tiles of experts than decodes do.
+    """
     import triton
 
+    options = {"dtype": dtype, "max_model_len": 640, "max_num_seqs": 12, "num_kvcache_blocks": 256}
+    model = "tiny-qwen3"
+    if kind == "experts":
+        shape = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        save_random(tmp_path, model_class=Qwen3MoeForCausalLM, max_position_embeddings=1024, **shape)
+        model = tmp_path
+    elif kind == "drafts":
+        options["speculative_config"] = {"model": "tiny-qwen3", "num_speculative_tokens": 3}
+    requests = [
+        SamplingParams(temperature=0, max_tokens=20),
+        SamplingParams(temperature=0.8, top_k=20, top_p=0.9, max_tokens=20),
+        SamplingParams(temperature=0.8, max_tokens=20, repetition_penalty=1.1),
+        SamplingParams(temperature=0.8, max_tokens=20, allowed_token_ids=list(range(100))),
+        SamplingParams(temperature=0.8, max_tokens=20, presence_penalty=0.5, min_tokens=9, logit_bias={9: 2.0}),
+        SamplingParams(temperature=0.8, max_tokens=20, logprobs=3, prompt_logprobs=0),
+        SamplingParams(temperature=0.8, max_tokens=20, logprobs=0, prompt_logprobs=2),
+    ]
     compiled = []
-    with LLM("tiny-qwen3", **{**EXACT, "kvcache_memory_bytes": None, "num_kvcache_blocks": 64}) as llm:
+    with LLM(model, **options) as llm:
         triton.knobs.runtime.jit_post_compile_hook = lambda **what: compiled.append(what["repr"])
         try:
-            for temperature in (0, 0.8):
-                params = SamplingParams(temperature=temperature, top_k=20, top_p=0.9, max_tokens=20)
-                llm.generate([[5, 6, 7] * n for n in (1, 2, 40)], params, use_tqdm=False)
+            for params in requests:
+                llm.generate([[5, 6, 7] * n for n in (1, 2, 40, 200)], params, use_tqdm=False)
         finally:
             triton.knobs.runtime.jit_post_compile_hook = None
     assert not compiled

@@ -6,20 +6,30 @@ A program of its own, because Triton's compiler and its interpreter cannot share
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
+from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
+import numpy as np
 import torch
 import triton
 
 from helpers.pretend_cuda import DEVICE, PretendDriver, noted, pretend_runner, unscored_plan
+from nanovllm.edits import logit_edits
+from nanovllm.edits.logit_edits import LogitEdits, PenaltyCounts
+from nanovllm.engine.plan import StepPlan
 from nanovllm.kernels.launch import Launch, compiled, launch
 from nanovllm.kernels.rms_norm import add_rms_norm
-from nanovllm.runner.startup import compile_kernels, make_graphs
+from nanovllm.runner import logprobs, sampler
+from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.startup import compile_kernels, make_caches, make_graphs
+from nanovllm.utils.integers import ceil_div
 
 NUM_LAUNCHES = 196
 HOOKS = (6, 7, 8)
@@ -93,9 +103,133 @@ def compile_ahead() -> tuple[int, int]:
         return ahead - before, num_compiled() - ahead
 
 
+# ---- which kernels the start compiles, and which steps need: told by Triton's own keys, with nothing compiled
+
+
+@contextmanager
+def wanted() -> Iterator[set[str]]:
+    """Yield a set, to which each kernel is added that Triton would compile now; none is compiled."""
+    found: set[str] = set()
+
+    def note(key: str, repr: str, **others: Any) -> bool:
+        found.add(f"{repr} {key}")
+        return True  # that the kernel is there already
+
+    triton.knobs.runtime.jit_cache_hook = note
+    try:
+        yield found
+    finally:
+        triton.knobs.runtime.jit_cache_hook = None
+
+
+@contextmanager
+def fake_copies() -> Iterator[None]:
+    """Within, copies to and from the device, which pin memory, give fake tensors of the right shape."""
+
+    def to_device(values: Any, device: torch.device) -> torch.Tensor:
+        return torch.empty(values.shape, dtype=torch.from_numpy(values[:0]).dtype, device=device)
+
+    with ExitStack() as patches:
+        for module in (logit_edits, logprobs, sampler):
+            patches.enter_context(mock.patch.object(module, "to_device", to_device))
+        patches.enter_context(mock.patch.object(logprobs, "start_copy", lambda values: values))
+        yield
+
+
+def run_step(runner: ModelRunner, plan: StepPlan, edits: LogitEdits | None = None) -> None:
+    runner.compute(plan, torch.zeros(plan.head_size, dtype=torch.int32, device=DEVICE), edits)
+
+
+def make_edits(num_rows: int, vocab: int, has_masks: bool, has_penalties: bool) -> LogitEdits:
+    """The edits of a step whose first rows are edited. A grammar gives the sampler a mask and nothing else."""
+    indices = np.arange(num_rows, dtype=np.int32)
+    masks = np.full((num_rows, ceil_div(vocab, 32)), -1, np.int32) if has_masks else None
+    penalties = np.ones((num_rows, 3), np.float32) if has_penalties else None
+    bias_index = np.zeros(1, np.int64)
+    bias = np.ones(1, np.float32)
+    return LogitEdits(indices, indices, masks, bias_index, bias, penalties, (), PenaltyCounts(num_rows))
+
+
+def serve_edits(runner: ModelRunner) -> None:
+    """Steps with masks (of a grammar too), with penalties, with both, and with a bias alone; eager and replayed."""
+    vocab = runner.shape.vocab
+    plan = unscored_plan([1, 1, 40])
+    for has_masks in (False, True):
+        for has_penalties in (False, True):
+            edits = make_edits(2, vocab, has_masks, has_penalties)
+            run_step(runner, plan, edits)
+            runner.sample_decoded(*runner.decode(make_graphs(runner).inputs(48)), edits)
+
+
+def serve_logprobs(runner: ModelRunner) -> None:
+    """Steps that score all tokens of prompts, that ask for log-probabilities, and for the likeliest tokens."""
+    scored = StepPlan.largest(3, 300, 1000)
+    sampled = unscored_plan([1, 1, 40])
+    for count in (0, 3):
+        runner.tables.sampling_cpu["num_prompt_logprobs"] = count
+        runner.tables.sampling_cpu["num_logprobs"] = count
+        run_step(runner, scored)
+        run_step(runner, sampled)
+
+
+def serve_prompts(runner: ModelRunner) -> None:
+    """Decodes and prompts of any number of tokens, one at each end of every range of tiles."""
+    for num_tokens in (1, 32, 33, 128, 129, 512, 513, 2000):
+        run_step(runner, unscored_plan([num_tokens]))
+        run_step(runner, unscored_plan([1, 1, num_tokens]))
+    for size in make_graphs(runner).sizes:
+        runner.sample_decoded(*runner.decode(make_graphs(runner).inputs(size)))
+
+
+def serve_drafts(runner: ModelRunner) -> None:
+    """Verifies three drafts of each sequence, after passes of the draft model."""
+    assert runner.draft is not None
+    for lengths in ([1, 1], [1, 2, 2], [1, 40, 700]):
+        run_step(runner.draft, unscored_plan(lengths))
+    verified = StepPlan.largest(4, 16, 1000, num_drafts=3)
+    assert verified.num_drafts.tolist() == [3] * 4
+    run_step(runner, verified)
+    run_step(runner, verified, make_edits(16, runner.shape.vocab, True, True))
+
+
+def missing(serve: Callable[[ModelRunner], None], model: str, draft: str | None = None, **options: Any) -> list[str]:
+    """Name the kernels that serving needs and the start does not compile."""
+    options = {"max_model_len": 4096, "max_num_seqs": 300, **options}
+    with ExitStack() as stack:
+        runner = stack.enter_context(pretend_runner(model, **options))
+        if draft is not None:
+            runner.draft = stack.enter_context(pretend_runner(draft, **options))
+        stack.enter_context(fake_copies())
+        with wanted() as ahead:
+            compile_kernels(runner)
+        for one in (runner, runner.draft):
+            if one is not None:
+                one.caches = make_caches(one, 100)
+        with wanted() as needed, compiled(show_progress=False):
+            serve(runner)
+    assert ahead and needed
+    return sorted(needed - ahead)
+
+
+def missing_kernels() -> dict[str, list[str]]:
+    """By what is served: see `missing`."""
+    return {
+        "edits": missing(serve_edits, "qwen3-0.6b"),
+        "edits in float16": missing(serve_edits, "qwen3-0.6b", dtype="float16"),
+        "edits in float32": missing(serve_edits, "qwen3-0.6b", dtype="float32"),
+        "log-probabilities": missing(serve_logprobs, "qwen3-0.6b"),
+        "log-probabilities in float32": missing(serve_logprobs, "qwen3-0.6b", dtype="float32"),
+        "experts": missing(serve_prompts, "qwen3-30b-a3b"),
+        "experts, few sequences": missing(serve_prompts, "qwen3-30b-a3b", max_num_seqs=4),
+        "drafts": missing(serve_drafts, "qwen3-8b", draft="qwen3-0.6b"),
+        "drafts by experts": missing(serve_drafts, "qwen3-0.6b", draft="qwen3-30b-a3b"),
+    }
+
+
 def main() -> None:
     driver = PretendDriver()
     triton.runtime.driver.set_active(driver)
+    not_compiled = missing_kernels()  # first: of a kernel that is compiled Triton does not tell
     x = torch.zeros(9, 1024, dtype=torch.bfloat16)
     weight = torch.zeros(1024, dtype=torch.bfloat16)
     with noted() as launches:
@@ -104,7 +238,9 @@ def main() -> None:
     odd = torch.zeros(9 * 1024 + 1, dtype=torch.bfloat16)[1:].view(9, 1024)
     with noted() as unaligned:
         add_rms_norm(odd, odd, weight, 1e-6)
-    found = {"equal": same_launches(driver, launches), "unaligned_equal": same_launches(driver, unaligned)}
+    found: dict[str, Any] = {"missing": not_compiled}
+    found["equal"] = same_launches(driver, launches)
+    found["unaligned_equal"] = same_launches(driver, unaligned)
     found["direct_us"] = best_us(lambda: [launch(*one) for one in launches * NUM_LAUNCHES]) / NUM_LAUNCHES
     found["triton_us"] = best_us(lambda: [as_triton_does(one) for one in launches * NUM_LAUNCHES]) / NUM_LAUNCHES
     found["direct_calls"] = count_calls(lambda: launch(*launches[0]))

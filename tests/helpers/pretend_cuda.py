@@ -39,12 +39,18 @@ class _Indexing(TorchFunctionMode):
             return self._get(*args)
         if function is Tensor.__setitem__:
             x, index, value = args
-            return aten.index_put_(x, [index], value) if isinstance(index, Tensor) else self._get(x, index).copy_(value)
+            parts = index if isinstance(index, tuple) else (index,)
+            if all(isinstance(part, Tensor) for part in parts):
+                return aten.index_put_(x, list(parts), value)
+            return self._get(x, index).copy_(value)
         return function(*args, **(kwargs or {}))
 
     def _get(self, x: Tensor, index: Any) -> Tensor:
+        parts = index if isinstance(index, tuple) else (index,)
+        if all(isinstance(part, Tensor) for part in parts):
+            return aten.index(x, list(parts))
         dim = 0
-        for part in index if isinstance(index, tuple) else (index,):
+        for part in parts:
             if isinstance(part, int):
                 x = aten.select(x, dim, part)
                 continue
@@ -76,11 +82,11 @@ class Operators(TorchDispatchMode):
 
 
 @contextmanager
-def pretend_runner(model: str = "qwen3-0.6b", **options: Any) -> Iterator[ModelRunner]:
+def pretend_runner(model: str = "qwen3-0.6b", *, dtype: str = "bfloat16", **options: Any) -> Iterator[ModelRunner]:
     """A runner on the Triton backend whose tensors are all fake; an operator that needs a value raises."""
     hf_config = load_model_config(preset_config(model), model)
     asked = EngineConfig(
-        model=model, load_format="dummy", device="cpu", attention_backend="torch", dtype="bfloat16", **options
+        model=model, load_format="dummy", device="cpu", attention_backend="torch", dtype=dtype, **options
     )
     config = replace(resolve(asked, hf_config), device=DEVICE, attention_backend="triton")
     with (

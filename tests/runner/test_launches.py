@@ -127,3 +127,9 @@ def test_a_direct_launch_calls_fewer_functions_than_triton_s(directly: dict[str,
 
 def test_all_kernels_are_compiled_before_the_first_step(directly: dict[str, object]) -> None:
     assert directly["compiled_ahead"] >= 10 and directly["compiled_by_steps"] == 0, directly
+
+
+def test_nothing_is_compiled_while_serving(directly: dict[str, dict[str, list[str]]]) -> None:
+    """Edits, grammars' masks, log-probabilities, scores, prompts and batches of any size, drafts: all is ready."""
+    assert len(directly["missing"]) == 9
+    assert not any(directly["missing"].values()), directly["missing"]
