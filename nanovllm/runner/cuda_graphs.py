@@ -15,6 +15,11 @@ from nanovllm.kernels.sample import SamplingValues
 T = TypeVar("T")
 HEAD = NUM_PER_SEQ + 1
 """How many rows a graph's inputs have: the arrays of a plan with one element per sequence, and token_ids."""
+MOST_SEQS = 1024
+"""The most sequences of a captured step. So a start captures 45 sizes at most; 4,096 sequences would make it 141.
+
+A larger step runs eagerly: it has as many launches as a small one, beside far more work for the device.
+"""
 Decoded = tuple[Tensor, Tensor, SamplingValues]
 """Of n decodes: hidden states [n, hidden], rows int32 [n], and how each is sampled."""
 Decode = Callable[[Tensor], Decoded]
@@ -35,10 +40,12 @@ class Captured(NamedTuple):
 def graph_batch_sizes(max_num_seqs: int) -> list[int]:
     """Return the batch sizes to capture: 1, 2, 4, 8, 16, 24, 32, every 16 to 256, every 32 above, and the largest.
 
-    Every batch of 1..max_num_seqs then finds a graph. Padding is less than half of it, and from 16 on at most 31 rows.
+    Every batch of 1..max_num_seqs, but of at most MOST_SEQS, then finds a graph. Padding is less than half of it, and
+    from 16 on at most 31 rows.
     """
-    sizes = [1, 2, 4, 8, 16, 24, 32, *range(48, 257, 16), *range(288, max_num_seqs + 1, 32)]
-    return sorted({size for size in sizes if size < max_num_seqs} | {max_num_seqs})
+    largest = min(max_num_seqs, MOST_SEQS)
+    sizes = [1, 2, 4, 8, 16, 24, 32, *range(48, 257, 16), *range(288, largest + 1, 32)]
+    return sorted({size for size in sizes if size < largest} | {largest})
 
 
 def smallest_that_holds(sizes: list[int], num_seqs: int) -> int:

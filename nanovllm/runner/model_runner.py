@@ -74,6 +74,8 @@ class ModelRunner:
         with self.on_device(), torch.inference_mode(), threads:
             stopwatch = Stopwatch(self.device)
             graphs = self.graphs if plan.num_decodes == plan.num_seqs and not len(plan.targets) else None
+            if graphs is not None and plan.num_seqs > graphs.sizes[-1]:
+                graphs = None  # so large a step is not captured
             if graphs is not None:
                 plan = plan.pad(smallest_that_holds(graphs.sizes, plan.num_seqs), self.tables.padding_row)
             packed = self.staging.send(plan.arrays())

@@ -36,6 +36,13 @@ def test_every_batch_size_finds_a_graph_that_is_not_much_larger(max_num_seqs):
         smallest_that_holds(sizes, max_num_seqs + 1)
 
 
+def test_a_start_captures_a_bounded_number_of_sizes():
+    for max_num_seqs in (1024, 1025, 4096, 1 << 15):
+        sizes = graph_batch_sizes(max_num_seqs)
+        assert sizes[-1] == 1024
+        assert len(sizes) == 45
+
+
 def test_padding_reads_a_row_of_nobody_and_stores_nothing():
     tables = DeviceTables(4, 8, torch.device("cpu"))
     tables.row_tables.block_tables[:4] = torch.arange(1, 33).view(4, 8)
@@ -224,6 +231,31 @@ def test_a_trace_has_every_span_of_every_step_and_its_charts(tmp_path, depth):
 def test_a_trace_that_cannot_be_written_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"trace file .* cannot be written"):
         make_engine(trace=str(tmp_path / "missing" / "run.json"))
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_steps_with_more_sequences_than_the_largest_graph_run_eagerly(random_model, depth, monkeypatch):
+    monkeypatch.setattr("nanovllm.runner.cuda_graphs.MOST_SEQS", 4)
+    options = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 9, "num_kvcache_blocks": 90}
+    prompts = [[i, 7, 9] for i in range(9)]
+    params = [SamplingParams(i % 2, 4 + 3 * i, seed=i, ignore_eos=True) for i in range(9)]
+    with LLM(str(random_model), **options) as llm:
+        expected = [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]
+    captured = []
+    eager = []
+    with LLM(str(random_model), **options) as llm:
+        runner = llm.engine.runner
+        graphs = StandInGraphs(runner.staging.buffer, 9, runner.tables.padding_row)
+        graphs.decode = lambda head: (captured.append(head.shape[1]), runner.decode(head))[1]
+        graphs.sample = runner.sample_decoded
+        compute = runner.compute
+        monkeypatch.setattr(runner, "compute", lambda plan, *rest: (eager.append(plan), compute(plan, *rest))[1])
+        runner.graphs = graphs
+        llm.engine.depth = depth
+        assert [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)] == expected
+        runner.graphs = None
+    assert {plan.num_seqs for plan in eager if plan.num_decodes == plan.num_seqs} == set(range(5, 10))
+    assert set(captured) == {1, 2, 4}
 
 
 @pytest.mark.parametrize("max_num_seqs", [3, 12])
