@@ -18,24 +18,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-NOT_MARKED = "not slow and not gpu"
-"""The marks that pyproject.toml asks for by default."""
-
 # A shell gives its background jobs, and so their tests, a SIGINT that is ignored.
 signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Run all tests in several processes, where pytest-xdist is installed and nothing else is asked for.
-
-    A run of some files stays in one process, whose start is shorter and which a debugger can stop.
-    """
-    option = config.option
-    runs_all = config.args_source == pytest.Config.ArgsSource.TESTPATHS and option.markexpr == NOT_MARKED
-    if runs_all and getattr(option, "numprocesses", 0) is None and not option.usepdb:
-        cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        option.numprocesses = min(cpus, 4)
 
 
 def pytest_configure(config: pytest.Config) -> None:
