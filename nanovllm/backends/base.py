@@ -1,6 +1,7 @@
-"""The operators that a model is made of: attention over the paged cache, the small fused operators, the sampler.
+"""The operators of a model: attention over the paged cache, small fused operators, the sampler.
 
-At start-up resolve.py chooses one backend, and every layer calls that object. So no layer asks where it runs.
+resolve.py chooses one backend at start-up, and every layer calls that object. So a layer does not need to know where it
+runs.
 """
 
 from collections.abc import Collection, Iterable
@@ -23,16 +24,17 @@ from nanovllm.kernels.token_logprobs import token_logprobs_reference
 
 
 class Backend:
-    """Computes every operator by its plain-torch reference. A backend replaces those that it computes faster.
+    """Computes every operator with its plain-torch reference. A subclass replaces the operators that it computes
+    faster.
 
-    An operator is a class attribute, so its arguments are stated once, at its reference in kernels/. A backend that
-    needs its own state for an operator (the CPU library, say) overrides the attribute with a method.
+    An operator is a class attribute. So its arguments are written only once, at its reference in kernels/. If a
+    subclass needs state for an operator (for example the CPU library), it replaces the attribute by a method.
 
     Attributes:
         name: its name in the option `attention_backend`.
-        dtypes, head_dims, groups, block_sizes: the values that it has kernels for (None: any). A group is the number of
-            query heads that share a KV head.
-        default_block_size: tokens in a block of the KV cache where the user does not say.
+        dtypes, head_dims, groups, block_sizes: the values that its kernels support; None supports all. A group is the
+            number of query heads that share a KV head.
+        default_block_size: tokens in a block of the KV cache if the user does not choose.
     """
 
     name: ClassVar[str]
@@ -57,17 +59,18 @@ class Backend:
 
     @classmethod
     def why_cannot(cls, device: torch.device) -> str | None:
-        """Return what this backend misses on the machine, as "it needs ..."; None if it can run."""
+        """Return why this backend cannot run on this machine, as a sentence "it needs ..."; None if it can."""
         return None
 
     def allocate_cache(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> KVCache:
-        """Return a zeroed cache of one layer, of the logical shape [num_blocks, block_size, num_kv_heads, head_dim].
+        """Return a zeroed cache of one layer. Its shape is [num_blocks, block_size, num_kv_heads, head_dim].
 
-        In storage heads come before tokens here, so one head of one block, which a kernel reads, is contiguous.
+        Its memory has another order: heads come before tokens. So one head of one block is contiguous, as kernels read
+        it.
         """
         num_blocks, block_size, num_kv_heads, head_dim = shape
         stored = (num_blocks, num_kv_heads, block_size, head_dim)
-        # Not torch.zeros: on a CPU, fill_ touches gigabytes of new pages with all threads.
+        # Not torch.zeros: on a CPU, fill_ writes the new memory with all threads, which takes less time for gigabytes.
         sides = (torch.empty(stored, dtype=dtype, device=device).fill_(0) for _ in KVCache._fields)
         return KVCache(*(side.transpose(1, 2) for side in sides))
 
@@ -75,16 +78,16 @@ class Backend:
         """Called on the empty parameters before weights are loaded."""
 
     def pack_weights(self, modules: Iterable[nn.Module]) -> None:
-        """Called once the weights are loaded: bring them into the form that this backend multiplies fastest."""
+        """Change the weights to the form that this backend multiplies fastest. Called when they are loaded."""
 
     def prepare_attention(self, metadata: AttentionMetadata, cache: KVCache, num_heads: int) -> AttentionMetadata:
-        """Return the metadata with all that `attend` derives from it, which is the same for every layer.
+        """Return the metadata with everything that `attend` needs in addition. It is the same for every layer.
 
-        The runner calls this once a step, before the first layer. Where a step is captured in a CUDA graph, this call
-        is captured with it.
+        The runner calls this once per step, before the first layer. If the step becomes a CUDA graph, this call is a
+        part of the graph.
 
         Args:
-            cache: the cache of any layer; only its shape counts.
-            num_heads: query heads.
+            cache: the cache of any layer. Only its shape is used.
+            num_heads: number of query heads.
         """
         return metadata

@@ -1,4 +1,4 @@
-"""Hands out the pages of the KV cache, shares them by prefix, and evicts them."""
+"""Manages the blocks (pages) of the KV cache: gives them out, shares them between equal prefixes, evicts them."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
@@ -11,15 +11,18 @@ from nanovllm.utils.integers import ceil_div
 
 
 def prefix_digest(parent: bytes, tokens: bytes) -> bytes:
-    """Return xxh3_128 of the parent block's digest (b"" for the first block) and the block's token ids."""
+    """Return xxh3_128 of the parent's digest and the block's token ids.
+
+    The parent is the block before it in the sequence. The first block has none; its parent's digest is b"".
+    """
     return xxhash.xxh3_128_digest(parent + tokens)
 
 
 class BlockManager:
-    """Owns `num_blocks` pages of `block_size` tokens. Every operation takes O(1) time a block.
+    """Owns `num_blocks` blocks of `block_size` tokens. Every operation takes O(1) time per block.
 
-    It knows which block holds what, and how often each is used. Which sequence has which blocks, and in which order, is
-    kept by `BlockTables` in rows.py.
+    It knows the content of each block, and how many sequences use it. `BlockTables` in rows.py knows which sequence has
+    which blocks, in which order.
 
     A block is in exactly one of three places:
 
@@ -27,14 +30,14 @@ class BlockManager:
         evictable   no sequence has it, but its content can be found by digest and used again
         blank       no sequence has it, and its content is of no use
 
-    Blank blocks are handed out first, then evictable ones, the least recently used first. `_evictable` is an ordered
-    dict (a linked list with an index) because a hit takes a block out of its middle, which takes O(n) in a deque. A
-    sequence gives its blocks back tail first. So the tail of a prefix is evicted before its head, without which the
-    tail could not be found.
+    `take` gives out blank blocks first, then evictable ones, the least recently used first. `_evictable` is an ordered
+    dict (a linked list with an index), because a hit removes a block from its middle; a deque needs O(n) for that. A
+    sequence gives its blocks back in reverse order. So the tail of a prefix is evicted before its head. The other order
+    would be useless: a tail cannot be found without its head.
 
     `_findable[digest]` is the one block that can be found by that digest. `_content[block]` is its digest, its parent's
-    digest and its token ids. A hit must agree on all three, so a collision of digests costs a miss, never wrong KV.
-    Both entries are dropped when the block is handed out again.
+    digest and its token ids. A hit must agree on all three. So if two digests are equal by accident, the block is not
+    used; wrong KV is never used. Both entries are removed when the block is given out again.
     """
 
     def __init__(
@@ -67,7 +70,7 @@ class BlockManager:
         return ceil_div(num_tokens, self.block_size)
 
     def find_prefix(self, seq: Sequence) -> list[int]:
-        """Return the longest run of blocks that hold the KV of the sequence's first tokens.
+        """Return the blocks that hold the KV of the sequence's first tokens, as many as can be found without a gap.
 
         It covers at most `Sequence.max_cached_tokens`. So at least one token is always left to compute, into a block
         of the sequence's own, and nothing ever writes into a shared block.
@@ -84,19 +87,19 @@ class BlockManager:
         return hits
 
     def can_take(self, count: int, hits: Seq[int]) -> bool:
-        """Return whether `count` blocks could be taken after `hits` were referenced."""
+        """Return whether `count` blocks are left to take once the blocks in `hits` have got a reference."""
         revived = sum(1 for block in hits if self._references[block] == 0)
         return count <= self.num_free - revived
 
     def reference(self, hits: Iterable[int]) -> None:
-        """Add a reference to each block that was found. To be called before `take`, which could evict them."""
+        """Add a reference to each block that was found. Call it before `take`, which could evict them otherwise."""
         for block in hits:
             if self._references[block] == 0:
                 del self._evictable[block]
             self._references[block] += 1
 
     def take(self, count: int) -> list[int]:
-        """Return `count` blocks without content; RuntimeError if there are not so many: ask `can_take` before."""
+        """Return `count` blocks without content. Ask `can_take` first: RuntimeError if there are fewer."""
         if count > self.num_free:
             raise RuntimeError(f"{count} blocks wanted, {self.num_free} of {self.num_blocks} free")
         taken = []
@@ -111,7 +114,7 @@ class BlockManager:
         return taken
 
     def release(self, blocks: Seq[int]) -> None:
-        """Give back one reference to each block of a block table, whose order they have."""
+        """Remove one reference from each block of a block table. `blocks` are in the order of the table."""
         for block in reversed(blocks):
             references = self._references[block] - 1
             self._references[block] = references
@@ -142,7 +145,10 @@ class BlockManager:
         return True
 
     def forget(self, seq: Sequence) -> None:
-        """Make no block of a sequence findable any more, because what they hold is not to be trusted."""
+        """Remove all blocks of a sequence from the prefix cache, because their content may be wrong.
+
+        It goes by digest. So it also removes a block of equal content that another sequence registered.
+        """
         for block in [self._findable[digest] for digest in seq.digests if digest in self._findable]:
             self._forget(block)
             if block in self._evictable:
@@ -150,7 +156,8 @@ class BlockManager:
                 self._blank.append(block)
 
     def forget_all(self) -> None:
-        """Forget the whole prefix cache. The engine calls it after a failed step: nobody knows what the cache holds."""
+        """Forget the whole prefix cache. The engine calls it after a failed step, which may have left wrong KV, and
+        after all sequences have given their blocks back."""
         self._blank.extend(self._evictable)
         self._evictable.clear()
         self._findable.clear()

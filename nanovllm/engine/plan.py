@@ -1,4 +1,5 @@
-"""A step's plan goes from the scheduler to the runner, and its result comes back: plain arrays."""
+"""The plan of a step, which goes from the scheduler to the runner, and its result, which comes back. Both are plain
+data."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
@@ -26,20 +27,23 @@ ROW_SAMPLING = np.dtype(
         ("is_edited", "<i4"),  # 1: its logits are edited before a token is sampled
     ]
 )
-"""The sampling values of a row. A plan carries them once, when a sequence moves in. All fields take 4 bytes, so that
-they pack as int32."""
+"""The sampling values of a row. A plan carries them once, when a sequence moves in. Every field has 4 bytes, so an
+array of them can be packed as int32."""
 
 HEADER = 6
-"""How many counts a packed plan begins with."""
+"""How many counts stand at the beginning of a packed plan."""
 NUM_PER_SEQ = 5
-"""How many arrays of a plan have one element per sequence, rows to num_scored. They come first, then token_ids."""
+"""How many arrays of a plan have one element per sequence: rows to num_scored. They come first, then token_ids."""
 
 
 def make_padding(num_seqs: int, row: int) -> IntArray:
-    """Return the head of a plan of num_seqs decodes of token 0, all in one row that belongs to nobody.
+    """Return the first arrays of a plan of padding: num_seqs decodes of token 0.
 
-    Shape [NUM_PER_SEQ + 1, num_seqs]: the arrays with one element per sequence, and token_ids. Where a step is padded
-    to the size of a CUDA graph, these fill it up.
+    A CUDA graph (a recorded step) has a fixed number of sequences. A step with fewer is filled up with these. All of
+    them use one row that belongs to no sequence.
+
+    Returns:
+        int32 [NUM_PER_SEQ + 1, num_seqs]: the arrays with one element per sequence, then token_ids.
     """
     head = np.zeros((NUM_PER_SEQ + 1, num_seqs), np.int32)
     rows, _, num_scheduled, *_ = head
@@ -52,23 +56,26 @@ def make_padding(num_seqs: int, row: int) -> IntArray:
 class StepPlan:
     """One step's work. Decodes (num_scheduled == 1) come first, then longer rows, each in order of admission.
 
-    A resident sequence owns one row of the device's tables from admission to release. Nothing tells the runner of a
-    release: the next owner of a row overwrites what it needs.
+    A resident sequence owns one row of the device's tables from admission to release. The runner is not told when a row
+    is released. The next owner overwrites what it needs.
 
     Attributes:
         rows: int32 [num_seqs], the row of each scheduled sequence.
         num_computed: int32 [num_seqs], tokens whose KV is in the cache before this step.
         num_scheduled: int32 [num_seqs], tokens to compute in this step, at least 1.
-        num_sampled: int32 [num_seqs], how many tokens to sample: 1 + its drafts if this step computes the sequence's
-            last known token, else 0. They are sampled from the logits of its last num_sampled scheduled tokens.
-        num_scored: int32 [num_seqs], how many targets to score, from the logits of the tokens before those.
+        num_sampled: int32 [num_seqs], how many tokens to sample. It is 1 + the number of drafts if this step computes
+            the sequence's last token, else 0. They are sampled from the logits of its last num_sampled tokens.
+        num_scored: int32 [num_seqs], how many targets to score. They are scored from the logits of the tokens before
+            those that sample.
         token_ids: int32 [num_tokens], the tokens to compute, sequence after sequence, drafts included. -1 stands for
             the token that was sampled last for that row: it is on the device, and the host may not know it yet.
-        targets: int32 [num_scored in all], sequence after sequence. The logits of a token score the token that
-            follows it in the prompt; behind the last token of a chunk that one is not part of the step.
+        targets: int32 [sum of num_scored], sequence after sequence: the prompt tokens whose log-probability is wanted.
+            The logits of a token score the token after it. For the last token of a chunk, that target is not itself
+            computed in this step.
         block_entries: int32 [n, 3], new (row, index, block) entries of the block tables.
         new_rows: ROW_SAMPLING [n], the sampling values of rows that have a new owner.
-        for_draft_model: True if the draft model runs the plan. Its keys and values lie in blocks of the same numbers.
+        for_draft_model: True if the draft model runs the plan. It has a KV cache of its own; the same block numbers
+            serve both.
     """
 
     rows: IntArray
@@ -96,11 +103,7 @@ class StepPlan:
 
     @property
     def num_drafts(self) -> IntArray:
-        """int32 [num_seqs]: how many of each sequence's scheduled tokens, the last ones, are drafts.
-
-        The runner samples 1 + num_drafts tokens of each sequence: one also where num_sampled is 0. See
-        `ModelRunner`.
-        """
+        """int32 [num_seqs]: how many drafts each sequence has. They are the last of its scheduled tokens."""
         return np.maximum(self.num_sampled - 1, 0)
 
     @property
@@ -109,17 +112,17 @@ class StepPlan:
         return NUM_PER_SEQ * self.num_seqs + self.num_tokens + len(self.targets)
 
     def arrays(self) -> list[IntArray]:
-        """Return all fields as int32 [n] arrays, in the order in which they go to the device and to other ranks."""
+        """Return all fields as int32 [n] arrays, in the order in which they go to the device and to the other ranks."""
         per_seq = [self.rows, self.num_computed, self.num_scheduled, self.num_sampled, self.num_scored]
         entries = self.block_entries.reshape(-1)
         new_rows = self.new_rows.view(np.int32)
         return [*per_seq, self.token_ids, self.targets, entries, new_rows]
 
     def pad(self, num_seqs: int, row: int) -> "StepPlan":
-        """Return this plan, which has decodes alone, filled up to num_seqs sequences by padding: see `make_padding`."""
+        """Return this plan of decodes, filled up to num_seqs sequences: see `make_padding`."""
         arrays = self.arrays()
-        head = make_padding(num_seqs, row)  # a hundredth of the time that np.pad takes
-        for padded, values in zip(head, arrays, strict=False):
+        head = make_padding(num_seqs, row)  # np.pad takes a hundred times as long
+        for padded, values in zip(head, arrays, strict=False):  # only the arrays of the head have padding
             padded[: self.num_seqs] = values
         return StepPlan._from_arrays([*head, *arrays[len(head) :]])
 
@@ -140,18 +143,19 @@ class StepPlan:
 
     @staticmethod
     def _from_arrays(arrays: Seq[IntArray]) -> "StepPlan":
-        """Return the plan whose `arrays()` these are."""
+        """Return the plan that `arrays()` was called on."""
         *rest, entries, new_rows = arrays
         parts: list[NDArray[Any]] = [*rest, entries.reshape(-1, 3), new_rows.view(ROW_SAMPLING)]
         return StepPlan(*parts)
 
     @staticmethod
     def largest(max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, num_drafts: int = 0) -> "StepPlan":
-        """Return the step that takes the most memory: all sequences, all tokens, each of them sampled or scored."""
+        """Return the step that takes the most memory. It has all sequences and all tokens, and each token samples or
+        scores."""
         num_seqs = min(max_num_seqs, max_num_batched_tokens)
         num_tokens = min(max_num_batched_tokens, num_seqs * max_model_len)
         num_scheduled = np.full(num_seqs, num_tokens // num_seqs, np.int32)
-        num_scheduled[num_seqs - num_tokens % num_seqs :] += 1  # decodes stay first
+        num_scheduled[num_seqs - num_tokens % num_seqs :] += 1  # the last ones, because decodes come first
 
         def zeros(count: int) -> IntArray:
             return np.zeros(count, np.int32)
@@ -164,7 +168,10 @@ class StepPlan:
 
     @staticmethod
     def max_packed_size(config: ResolvedConfig) -> int:
-        """Return how many int32 elements the largest plan of a configuration has."""
+        """Return how many int32 elements the largest plan of a configuration has.
+
+        Each token has an id and may have a target. Each sequence may have new entries for all of its blocks.
+        """
         per_seq = NUM_PER_SEQ + 3 * config.max_blocks_per_seq + ROW_SAMPLING.itemsize // 4
         return HEADER + 2 * config.max_num_batched_tokens + config.max_num_seqs * per_seq
 
@@ -174,8 +181,8 @@ class StepResult:
     """The tokens that a step sampled and the scores that it computed, in the plan's order.
 
     Attributes:
-        token_ids: int32 [the plan's num_sampled in all]; -1 where the logits were no distribution.
-        logprobs: {token id: log-probability} of each token whose request asked for it, by its index in token_ids.
+        token_ids: int32 [sum of the plan's num_sampled]; -1 if the logits were not a valid distribution.
+        logprobs: {index in token_ids: {token id: log-probability}}, only for requests that asked for them.
         scores: {token id: log-probability} of each of the plan's targets.
         prepare_seconds: how long the host took to pack the plan and send it to the device.
         device_seconds: how long the device worked on the step.

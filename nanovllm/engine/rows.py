@@ -11,7 +11,7 @@ from nanovllm.engine.plan import ROW_SAMPLING, IntArray
 from nanovllm.engine.sequence import Sequence
 
 Rows = NDArray[np.intp]
-"""Row numbers, of the type by which numpy indexes: it would convert int32 at each use."""
+"""Row numbers. numpy uses this type for indices; it would convert an array of int32 at each use."""
 
 NEVER = np.iinfo(np.int32).max
 _NO_NEW_ROWS = np.empty(0, ROW_SAMPLING)
@@ -22,16 +22,16 @@ class RowTable:
     """The resident sequences by row, and their counts: flat arrays, because each step visits all rows.
 
         tokens of a row   0 .... num_computed .... num_known .... num_tokens .... num_needed + 1
-        num_computed      their KV is in the cache before the next step, once every launched one has run
-        num_known         the host knows their ids
-        num_tokens        known, and those that launched steps will sample (placeholders)
-        num_needed        the most whose KV is ever needed: nothing comes after the last token of all
+        num_computed      tokens whose KV is in the cache when all launched steps have run
+        num_known         tokens whose ids the host has read
+        num_tokens        known tokens, and those that launched steps will sample (placeholders)
+        num_needed        the most tokens whose KV can ever be needed. Nothing follows the last token, so it needs none.
 
-    `num_computed <= num_tokens` always. The next step should compute the difference, as far as it is needed.
+    `num_computed <= num_tokens` always holds. The next step computes the difference, at most up to num_needed.
 
-    The release clock: `num_releases` counts the rows that were freed, and `released_at` has its value when each row was
-    freed last. So a row still belongs to the sequence that a step was planned for exactly if `released_at[row]` is at
-    most the step's `num_releases`; one comparison of arrays tells it for all rows.
+    The release clock finds rows that have lost their sequence since a step was planned. `num_releases` counts all rows
+    that were ever freed. `released_at[row]` is that count when the row was freed last. If it is larger than the step's
+    `num_releases`, the row was freed after the step was planned. One comparison of arrays answers this for all rows.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -41,14 +41,16 @@ class RowTable:
         self.num_tokens = np.zeros(num_rows, np.int32)
         self.num_needed = np.zeros(num_rows, np.int32)
         self.num_sent = np.zeros(num_rows, np.int32)
-        """Tokens known when the sequence moved in: plans carry their ids. Later ones are sampled on the device."""
+        """How many tokens were known when the sequence moved in. Plans carry the ids of these. Later tokens are sampled
+        on the device, which keeps the last one itself; a plan has -1 in their place, even if the host knows the id by
+        then."""
         self.unchecked_until = np.zeros(num_rows, np.int32)
-        """While num_known is at most this, only a stop token id can end the sequence; beyond it, check limits and stop
-        strings. 0 with stop strings or a grammar: `Sequence.check_end` then looks at every token."""
+        """While num_known is at most this, only a stop token can end the sequence. Above it, the length limit can, too.
+        It is 0 with stop strings or a grammar, so that `Sequence.check_end` looks at every token."""
         self.released_at = np.zeros(num_rows, np.int64)
         self.num_releases = 0
         self.resident: dict[int, Sequence] = {}
-        """By row, in order of admission."""
+        """{row: sequence}. The dict keeps the order of admission."""
         self._order: Rows | None = None
         self._free = list(range(num_rows - 1, -1, -1))
 
@@ -58,7 +60,8 @@ class RowTable:
 
     @property
     def order(self) -> Rows:
-        """The rows of the resident sequences, in order of admission. Kept until somebody comes or leaves."""
+        """The rows of the resident sequences, in order of admission. The array is kept until a sequence comes or
+        leaves."""
         if self._order is None:
             self._order = np.fromiter(self.resident, np.intp, len(self.resident))
         return self._order
@@ -66,8 +69,8 @@ class RowTable:
     def sequences(self, rows: Rows) -> list[Sequence]:
         """Return the sequence of each of the rows.
 
-        In most steps all residents decode, and the scheduler passes the very array of `order` through. Then the values
-        of `resident` are the answer, and no row needs to be looked up.
+        In most steps all residents decode, and the scheduler passes the same array object that `order` returned. Then
+        the values of `resident` are the answer, and no row needs to be looked up.
         """
         if rows is self._order:
             return list(self.resident.values())
@@ -98,19 +101,19 @@ class RowTable:
 
 
 class BlockTables:
-    """The blocks of the resident sequences: each row's table grows here, and its full blocks become findable.
+    """Gives blocks to resident sequences, and makes their full blocks findable by prefix.
 
-    It alone changes `Sequence.block_table`, and keeps two counts for each row. It collects the new entries for the
-    device's copy of the tables. Blocks come from the block manager, which knows no rows.
+    Only this class changes `Sequence.block_table`. It keeps two counts per row. It also collects the new entries that
+    the device's copy of the tables needs. The block manager owns the blocks and knows nothing of rows.
     """
 
     def __init__(self, block_manager: BlockManager, table: RowTable) -> None:
         self._manager = block_manager
         self._table = table
         self.room = np.zeros(table.num_rows, np.int32)
-        """Tokens that the row's blocks have room for."""
+        """How many tokens fit into the row's blocks."""
         self._next_full = np.zeros(table.num_rows, np.int32)
-        """How many tokens fill the row's first block that is not findable yet; NEVER if no later one will be."""
+        """The sequence length at which the row's next block is full and can become findable. NEVER if none will."""
         self._new_entries: list[tuple[int, int, int]] = []
 
     def take_new_entries(self) -> IntArray:
@@ -122,8 +125,10 @@ class BlockTables:
         return entries
 
     def missing(self, rows: Rows, ends: IntArray) -> dict[int, int]:
-        """Return how many blocks each row lacks for its first `ends` tokens: {row: count}, without those that lack
-        none."""
+        """Return {row: number of blocks that it lacks for its first `ends` tokens}, only for rows that lack blocks.
+
+        `room` is always a whole number of blocks, so the lacking tokens alone tell how many blocks are lacking.
+        """
         num_lacking = ends - self.room[rows]
         short = (num_lacking > 0).nonzero()[0]
         lacking = zip(rows[short].tolist(), num_lacking[short].tolist(), strict=True)
@@ -139,14 +144,15 @@ class BlockTables:
             self._extend(self._table.resident[row], self._manager.take(count))
 
     def start(self, seq: Sequence, hits: list[int], num_new: int) -> None:
-        """Give a sequence that has just moved in its first blocks: those found by prefix, and num_new others."""
+        """Give first blocks to a sequence that has just moved in: `hits`, found in the prefix cache, and num_new
+        others."""
         self._manager.reference(hits)
         self._extend(seq, hits + self._manager.take(num_new))
         can_be_found = self._manager.enable_prefix_caching
         self._next_full[seq.row] = (len(hits) + 1) * self._manager.block_size if can_be_found else NEVER
 
     def release(self, seq: Sequence) -> None:
-        """Give back all blocks of a sequence, which still has its row."""
+        """Give back all blocks of a sequence. Call it before the row is released."""
         self._manager.release(seq.block_table)
         seq.block_table = []
 
@@ -156,10 +162,11 @@ class BlockTables:
         self.room[seq.row] = len(seq.block_table) * self._manager.block_size
 
     def register(self, rows: Rows, ends: IntArray) -> None:
-        """Make findable every full block among each row's first `ends` tokens whose ids are known.
+        """Make blocks findable by prefix: those that are full of tokens whose ids are known, up to each row's `ends`.
 
-        Those tokens are computed, or will be by this step. Every layer stores keys and values before it attends, so
-        another sequence of the same step may already read them. A placeholder has no id to be found by.
+        These tokens are computed already, or the step that is being planned computes them. In each layer all keys and
+        values are stored before attention reads them, so even another sequence of the same step may use the blocks. A
+        block with a placeholder cannot be found, because the id of that token is not known.
         """
         size = self._manager.block_size
         known = np.minimum(ends, self._table.num_known[rows])
@@ -168,6 +175,7 @@ class BlockTables:
             num_full = int(known[i]) // size
             seq = self._table.resident[row]
             first = int(self._next_full[row]) // size - 1
+            # `all` stops at the first block that cannot be registered: no later one could be found without it.
             are_found = all(self._manager.register(seq, index) for index in range(first, num_full))
             self._next_full[row] = (num_full + 1) * size if are_found else NEVER
 
@@ -179,8 +187,8 @@ def pack_sampling(seqs: Seq[Sequence], vocab_size: int) -> NDArray[Any]:
     rows = []
     for seq in seqs:
         params = seq.params
-        # The fields have 32 bits. A value beyond these limits has the same effect as the limit; a kernel multiplies by
-        # 1 / temperature, which in float32 is infinite for the smallest temperatures, so they count as 0.
+        # The fields have 32 bits. A value above its limit here has the same effect as the limit. The smallest
+        # temperatures count as 0, because a kernel computes 1 / temperature, which would be infinite in float32.
         temperature = 0.0 if params.temperature < 1e-30 else min(params.temperature, 1e30)
         top_k = min(params.top_k, vocab_size)
         seed = (seq.seed & 0xFFFFFFFF, seq.seed >> 32 & 0xFFFFFFFF)

@@ -18,7 +18,7 @@ NO_TARGETS = np.empty(0, np.int32)
 
 
 class Scored(NamedTuple):
-    """A sequence that a step scores: how many of the plan's targets are its own, and whether it ends with them."""
+    """A sequence that a step scores, how many of the plan's targets belong to it, and whether it ends after them."""
 
     seq: Sequence
     num_targets: int
@@ -27,10 +27,11 @@ class Scored(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ScheduledStep:
-    """A plan and the sequences that receive its results: `seqs` the sampled tokens, `scored` the scores.
+    """A plan and the sequences that receive its results. `seqs` receive the sampled tokens, `scored` the scores.
 
-    A step is read one or more steps after it was planned. By then a sequence may have ended or been preempted, and its
-    row may have a new owner: `num_releases`, taken from the row table when the step was planned, tells.
+    The results are read one or more steps after the step was planned. Meanwhile a sequence may have ended or been
+    preempted, and its row may have a new owner. `num_releases` is a copy of the row table's count at planning time;
+    with it `Scheduler.update` finds out whether that happened.
 
     Attributes:
         seqs: the sequences that the step samples for, in the plan's order. Without drafts seqs[i] gets the i-th token.
@@ -44,7 +45,8 @@ class ScheduledStep:
     scored: Seq[Scored] = ()
 
     def shares(self) -> Iterator[tuple[Sequence, IntArray]]:
-        """Yield each of `seqs` with the plan's tokens that it is sampled after: its last known one, and its drafts."""
+        """For each of `seqs`, yield it and the plan's tokens after which the step samples: its last token, and its
+        drafts."""
         plan = self.plan
         sampled = np.flatnonzero(plan.num_sampled)
         ends = plan.num_scheduled.cumsum()[sampled].tolist()
@@ -53,9 +55,9 @@ class ScheduledStep:
             yield seq, plan.token_ids[end - count : end]
 
     def share_scores(self, scores: Seq[dict[int, float]]) -> list[tuple[Sequence, FinishReason]]:
-        """Append each sequence's share of the scores to its prompt_logprobs, also if it was preempted since.
+        """Append to each sequence's prompt_logprobs the scores of its own targets, even if it was preempted meanwhile.
 
-        Returns the sequences that end with them, and why.
+        Returns the sequences that have ended now, and why.
         """
         ended: list[tuple[Sequence, FinishReason]] = []
         start = 0
@@ -76,17 +78,21 @@ class ScheduledStep:
 def choose_targets(
     scoring: dict[int, Sequence], rows: Rows, ends: IntArray, num_sampled: IntArray
 ) -> tuple[IntArray, IntArray, list[Scored], IntArray]:
-    """Choose the prompt tokens that a step scores which computes each row's tokens up to `ends`.
+    """Choose the prompt tokens that the next step scores (its targets). It computes each row's tokens up to `ends`.
 
-    The logits of a token score the one after it, so the step's last token scores one that is not in the step.
+    The logits of a token score the token after it. So the last target of a chunk is not computed in the same step. Each
+    sequence's `next_scored` moves on.
 
     Args:
-        scoring: by row, the sequences whose prompt is still to be scored, and those that are only scored. A sequence
-            that goes on to sample is taken out when its last target is chosen.
-        num_sampled: int32 [num_seqs], how many tokens each row would sample.
+        scoring: {row: sequence}, the sequences with prompt tokens that are not scored yet, and those that are only
+            scored. A sequence that will also generate tokens is removed when its last target is chosen.
+        num_sampled: int32 [num_seqs], how many tokens each row samples if it is not scored.
 
     Returns:
-        The plan's num_sampled (0 for sequences that are only scored), its num_scored, the sequences, and its targets.
+        num_sampled: 0 for sequences that are only scored, else as given.
+        num_scored: int32 [num_seqs], how many targets each row has.
+        scored: the sequences that have targets.
+        targets: int32, the token ids of all targets.
     """
     num_sampled = num_sampled.copy()
     num_scored = np.zeros_like(num_sampled)

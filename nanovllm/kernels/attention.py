@@ -1,6 +1,6 @@
-"""The paged KV cache, a step's metadata, and attention over them in plain torch.
+"""The paged KV cache, the metadata of a step, and the plain-torch reference of attention.
 
-The kernels are in paged_decode.py (one query token a sequence) and paged_prefill.py (several).
+The Triton kernels are in paged_decode.py (one query token per sequence) and paged_prefill.py (several).
 """
 
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ from nanovllm.utils.integers import ceil_div
 
 
 class KVCache(NamedTuple):
-    """Keys and values of one layer, each with the logical shape [num_blocks, block_size, num_kv_heads, head_dim].
+    """Keys and values of one layer, each of shape [num_blocks, block_size, num_kv_heads, head_dim].
 
-    The strides (the storage order) belong to the backend. A slot is `block * block_size + offset`.
+    Each backend chooses the strides, that is the order in memory. A slot is `block * block_size + offset`.
     """
 
     keys: Tensor
@@ -25,14 +25,18 @@ class KVCache(NamedTuple):
 
 
 class DecodeMetadata(NamedTuple):
-    """How paged_decode.py shares a step's decodes among programs, in chunks of keys; and memory for their results.
+    """The work of paged_decode.py in one step. A sequence's keys are cut into chunks, and GPU programs share the
+    chunks.
 
-    items int32 [max_items, 4]: a chunk's (sequence, first key, end key, number of chunks of the sequence), in order.
-    first_item int32 [num_seqs + 1]: sequence i has the chunks from first_item[i] to first_item[i + 1].
-    share_begins int32 [num_programs + 1]: program p has the chunks from share_begins[p] to share_begins[p + 1].
-    arrivals int32 [num_kv_heads, num_seqs]: how many chunks are done. It is all zeros before and after a layer.
-    partial_out float32 [max_items, num_heads, head_dim]: a chunk's normalised output, where a sequence has several.
-    partial_lse float32 [max_items, num_heads]: the base-2 logarithm of a chunk's sum of exponentials.
+    Attributes:
+        items: int32 [max_items, 4]. Each row is a chunk: (sequence, first key, end key, number of chunks of the
+            sequence). Chunks are in the order of sequences and keys.
+        first_item: int32 [num_seqs + 1]. Sequence i has the chunks from first_item[i] to first_item[i + 1].
+        share_begins: int32 [num_programs + 1]. Program p has the chunks from share_begins[p] to share_begins[p + 1].
+        arrivals: int32 [num_kv_heads, num_seqs], how many chunks are done. All are zero before and after a layer.
+        partial_out: float32 [max_items, num_heads, head_dim], the normalised output of a chunk, for sequences with
+            several chunks.
+        partial_lse: float32 [max_items, num_heads], the base-2 logarithm of a chunk's sum of exponentials.
     """
 
     items: Tensor
@@ -44,7 +48,8 @@ class DecodeMetadata(NamedTuple):
 
 
 class PrefillMetadata(NamedTuple):
-    """Lengths of a step's prefills, in the form that flash-attn takes; cu_seqlens int32 [num_prefills + 1], from 0."""
+    """The lengths of a step's prefills, in flash-attn's form: cu_seqlens are int32 [num_prefills + 1] and begin with
+    0."""
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
@@ -54,20 +59,21 @@ class PrefillMetadata(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class AttentionMetadata:
-    """The inputs of attention in one step of num_seqs sequences. Those with a single query token (decodes) come first.
+    """The lengths and places that attention needs in one step of num_seqs sequences. Decodes (one query token) come
+    first.
 
-    In every layer K and V are stored before attention. So a sequence reads its own new tokens from the cache, and those
-    of another sequence of the same step with which it shares a block.
+    Every layer stores K and V before attention reads them. So a sequence finds its own new tokens in the cache. If it
+    shares a block with another sequence of the same step, it finds that one's tokens, too.
 
     Attributes:
-        num_decodes: number of decodes, from the first sequence on.
+        num_decodes: number of sequences with one query token.
         cu_seqlens_q: int32 [num_seqs + 1], the running sum of query tokens.
-        seq_lens: int32 [num_seqs], tokens in the cache once this step has stored its own.
-        block_tables: int32 [num_seqs, max_blocks]; entries beyond a sequence's blocks are arbitrary but in range.
+        seq_lens: int32 [num_seqs], tokens in the cache after this step has stored its own.
+        block_tables: int32 [num_seqs, max_blocks]; entries after a sequence's blocks are any valid block numbers.
         slot_mapping: int64 [num_tokens], where K and V of each token are stored; -1 for padding.
-        query_lens_cpu, seq_lens_cpu: int32 [num_seqs] on the host (NumPy), for the size of launches. None when the step
-            is captured in a CUDA graph, in which every sequence is a decode.
-        decodes, prefills: what `Backend.prepare_attention` derives from the rest, for all layers of the step.
+        query_lens_cpu, seq_lens_cpu: int32 [num_seqs] on the host (NumPy). Backends choose the sizes of their launches
+            by them. None when a CUDA graph records the step; every sequence is a decode then.
+        decodes, prefills: made by `Backend.prepare_attention` from the other attributes.
     """
 
     num_decodes: int
@@ -82,10 +88,16 @@ class AttentionMetadata:
 
 
 def attend_reference(q: Tensor, cache: KVCache, metadata: AttentionMetadata, scale: float) -> Tensor:
-    """Return the causal attention of q [num_tokens, num_heads, head_dim] over the cache, of the same shape.
+    """Compute causal attention of q over the cached keys and values.
 
-    It calls scaled_dot_product_attention once for each sequence. The query heads that share a KV head become rows of
-    one matrix (heads first), so that K and V are read once and not repeated.
+    It calls scaled_dot_product_attention once per sequence. All query heads that share a KV head become the rows of one
+    matrix (heads first), so that K and V are not copied for each of them.
+
+    Args:
+        q: [num_tokens, num_heads, head_dim].
+
+    Returns:
+        A tensor of the shape of q.
     """
     block_size, num_kv_heads, head_dim = cache.keys.shape[1:]
     group = q.shape[1] // num_kv_heads
@@ -97,13 +109,14 @@ def attend_reference(q: Tensor, cache: KVCache, metadata: AttentionMetadata, sca
         if query_len == 0:
             continue
         blocks = metadata.block_tables[i, : ceil_div(seq_len, block_size)]
-        # [blocks, offset, head, dim] -> [head, token, dim]. With heads before tokens in storage, each piece that is
-        # gathered is contiguous.
+        # [blocks, offset, head, dim] -> [head, token, dim]
         sides = (side.transpose(1, 2)[blocks].transpose(0, 1).reshape(num_kv_heads, -1, head_dim) for side in cache)
         k, v = (side[:, :seq_len] for side in sides)
         rows = q[start : start + query_len].view(query_len, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
         mask = None
         if query_len > 1:
+            # Query j is token seq_len - query_len + j, and sees all tokens up to itself. Each head of a group repeats
+            # it.
             mask = torch.ones(query_len, seq_len, dtype=torch.bool, device=q.device).tril(seq_len - query_len)
             mask = mask.repeat(group, 1).unsqueeze(0)
         attended = F.scaled_dot_product_attention(

@@ -1,7 +1,7 @@
 """The decoder of Qwen3 and Qwen3-MoE (https://arxiv.org/abs/2505.09388), Qwen2, Llama and Mistral.
 
-It computes the same as transformers does. The families differ in biases and in the norms of queries and keys:
-`FAMILIES` in config.py says who has which.
+It computes the same numbers as transformers. The families differ in biases, and in norms of queries and keys.
+`FAMILIES` in config.py says which family has which.
 """
 
 from collections.abc import Collection
@@ -23,15 +23,17 @@ if TYPE_CHECKING:
 
 
 def make_rotary_table(config: "PretrainedConfig", num_positions: int) -> Tensor:
-    """Return the rotation angles' cosines and sines (Su et al. 2021, https://arxiv.org/abs/2104.09864).
+    """Return the cosines and sines of the rotation angles (RoPE: Su et al. 2021, https://arxiv.org/abs/2104.09864).
 
-    float32 [num_positions, head_dim]: of each position head_dim/2 cosines, then head_dim/2 sines. Scaled frequencies
-    come from transformers' own initialisation functions.
+    Transformers' own functions compute scaled frequencies.
+
+    Returns:
+        float32 [num_positions, head_dim]. Each row has head_dim/2 cosines, then head_dim/2 sines.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope = config.rope_parameters
-    with torch.device("cpu"):  # computed on the host, wherever the model is: the same bits everywhere
+    with torch.device("cpu"):  # the CPU gives the same bits wherever the model is
         if rope["rope_type"] == "default":
             exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
             frequencies = 1.0 / rope["rope_theta"] ** exponents
@@ -43,12 +45,13 @@ def make_rotary_table(config: "PretrainedConfig", num_positions: int) -> Tensor:
 
 
 def make_norm(size: int) -> nn.Parameter:
-    """Return the empty weight of an RMSNorm."""
+    """Return the weight of an RMSNorm, uninitialised."""
     return nn.Parameter(torch.empty(size), requires_grad=False)
 
 
 class Attention(nn.Module):
-    """Grouped-query attention. In some families RMSNorm goes over each query and key head before the rotation."""
+    """Grouped-query attention. In some families an RMSNorm is applied to each query and key head before the
+    rotation."""
 
     def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel) -> None:
         super().__init__()
@@ -64,7 +67,7 @@ class Attention(nn.Module):
             ("k_proj", whole_model.kv_heads, mine.kv_heads),
             ("v_proj", whole_model.kv_heads, mine.kv_heads),
         ):
-            first = parallel.rank * total // parallel.size  # ranks that share a KV head all get that one
+            first = parallel.rank * total // parallel.size  # several ranks share a KV head if there are more ranks
             parts.append(Part(name, total * dim, first * dim, count * dim))
         self.qkv_proj = ColumnParallelLinear(config.hidden_size, parts, whole_model.qkv_bias)
         self.o_proj = RowParallelLinear(
@@ -95,14 +98,14 @@ class MLP(nn.Module):
         self.down_proj = RowParallelLinear(size, config.hidden_size, False, parallel, "down_proj")
 
     def forward(self, x: Tensor, slots: Tensor) -> Tensor:
-        """x [num_tokens, hidden] -> [num_tokens, hidden]. slots are for `SparseMLP` alone."""
+        """x [num_tokens, hidden] -> [num_tokens, hidden]. Only `SparseMLP` uses slots."""
         return self.down_proj(self.backend.silu_and_mul(self.gate_up_proj(x)))  # type: ignore[no-any-return]
 
 
 class SparseMLP(nn.Module):
     """Mixture of experts: for each token a router chooses k of E experts, and their outputs are summed with weights.
 
-    It computes the same as transformers' modeling_qwen3_moe does.
+    It computes the same numbers as transformers' modeling_qwen3_moe.
     """
 
     def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel) -> None:
@@ -118,7 +121,7 @@ class SparseMLP(nn.Module):
         self.experts = Experts(num_experts, hidden, config.moe_intermediate_size, parallel)
 
     def forward(self, x: Tensor, slots: Tensor) -> Tensor:
-        """x [num_tokens, hidden] -> the same shape; slots [num_tokens], -1 for padding, which no expert computes."""
+        """x [num_tokens, hidden] -> the same shape; slots [num_tokens], -1 for padding, which goes to no expert."""
         routing = self.backend.route(self.gate(x), self.k, self.normalize, slots)
         gate_up = self.backend.grouped_linear(x, self.experts.gate_up, routing, gather=True)
         y = self.backend.grouped_linear(self.backend.silu_and_mul(gate_up), self.experts.down, routing, gather=False)
@@ -126,9 +129,9 @@ class SparseMLP(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and MLP, each behind a norm.
+    """Attention and MLP. A norm comes before each of them.
 
-    x and the residual are passed on as two tensors, not as their sum: the next norm adds them in the same operator.
+    A layer returns x and the residual as two tensors, not as their sum. The next norm adds them in its own operator.
     """
 
     def __init__(self, config: "PretrainedConfig", index: int, backend: Backend, parallel: Parallel) -> None:
@@ -160,7 +163,8 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The model of one rank. Its parameters are made empty; the loader fills them and proves that it did."""
+    """The model of one rank. Its parameters are uninitialised; the loader fills them, and checks that none is left
+    out."""
 
     cos_sin: Tensor
 
@@ -179,7 +183,7 @@ class Decoder(nn.Module):
         self.register_buffer("cos_sin", cos_sin, persistent=False)
 
     def forward(self, token_ids: Tensor, positions: Tensor, caches: list[KVCache], meta: AttentionMetadata) -> Tensor:
-        """token_ids, positions [num_tokens] -> hidden states [num_tokens, hidden], normed."""
+        """token_ids, positions [num_tokens] -> hidden states [num_tokens, hidden], after the last norm."""
         x = self.embed_tokens(token_ids)
         residual = None
         for layer, cache in zip(self.layers, caches, strict=True):
@@ -192,10 +196,12 @@ class Decoder(nn.Module):
         return self.lm_head(hidden)  # type: ignore[no-any-return]
 
     def weight_targets(self, names: Collection[str] = ()) -> NamedTargets:
-        """Yield (checkpoint name, target) of everything that the model needs. Modules are named as in checkpoints.
+        """Yield (name in a checkpoint, place to load it to) for every tensor that the model needs.
+
+        Modules have the names that checkpoints use.
 
         Args:
-            names: of the checkpoint's tensors, where it may have one of several forms.
+            names: the names in the checkpoint, which tell in which of several forms it was saved.
         """
         for path, module in self.named_modules(prefix="model"):
             if module is self.lm_head:

@@ -1,4 +1,4 @@
-"""Tables that stay on the device from step to step, and copies to and from it that the host does not wait for."""
+"""The tables that stay on the device, and copies between host and device for which the host does not wait."""
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -14,12 +14,12 @@ from nanovllm.kernels.step_inputs import RowTables
 
 
 class DeviceTables:
-    """Block tables, last tokens and sampling values of rows 0..max_num_seqs-1, and of one row more.
+    """Block tables, last tokens and sampling values of rows 0..max_num_seqs-1, and of one extra row.
 
-    Each resident sequence owns a row. Plans bring what changes, and every step reads the rest here.
+    Each resident sequence owns a row. A plan brings only what changes. Every step reads the rest here.
 
-    The last row, `padding_row`, belongs to nobody: where a step is padded to the size of a CUDA graph, the padding
-    reads and writes there. Its block table is all zeros and stays so. Its slots are -1, so the KV cache stores nothing.
+    The last row, `padding_row`, belongs to no sequence. When a step is padded to the size of a CUDA graph, the padding
+    reads and writes this row. Its block table stays all zeros. Its slots are -1, so nothing is stored in the KV cache.
     """
 
     def __init__(self, max_num_seqs: int, max_blocks_per_seq: int, device: torch.device) -> None:
@@ -35,7 +35,7 @@ class DeviceTables:
             seeds=torch.zeros(rows, dtype=torch.int64, device=device),
         )
         self.sampling_cpu = np.zeros(rows, ROW_SAMPLING)
-        """ROW_SAMPLING [num_rows]: the host's copy, for what it decides by these values."""
+        """ROW_SAMPLING [num_rows]: the host's copy of these values, for decisions that the host makes."""
         self.sampling_cpu["num_logprobs"] = -1
         self.sampling_cpu["num_prompt_logprobs"] = -1
 
@@ -51,6 +51,8 @@ class DeviceTables:
             row, index, block = packed[: 3 * num_entries].view(num_entries, 3).unbind(1)
             self.row_tables.block_tables[row, index] = block
         if num_rows:
+            # ROW_SAMPLING came as int32. `view` reads the bits of a float again; a seed is put together from two
+            # halves.
             fields = packed[3 * num_entries :].view(num_rows, ROW_SAMPLING.itemsize // 4).unbind(1)
             row, temperature, top_k, top_p, min_p, seed_low, seed_high, *_ = fields
             self.row_tables.temperature[row] = temperature.view(torch.float32)
@@ -64,9 +66,10 @@ class DeviceTables:
 class Staging:
     """Copies each step's arrays from the host to a fixed place on the device, through two pinned buffers in turn.
 
-    A copy out of pinned memory does not make the host wait, so it may still run when the next step is prepared. A
-    pinned buffer is written again only after the copy out of it, two steps ago, has finished. The buffer on the device
-    needs no such care: copies and the kernels that read them run in order on one stream.
+    Pinned memory is host memory that the device reads directly, while the host goes on. So a copy may still be running
+    when the next step is prepared; that step uses the other buffer. A buffer is written again two steps later, after
+    its event shows that its copy has ended. The buffer on the device needs no event, because copies and the kernels
+    that read them run in order on one stream.
     """
 
     def __init__(self, size: int, device: torch.device, make_event: Callable[[], Any] = torch.cuda.Event) -> None:
@@ -76,7 +79,7 @@ class Staging:
             make_event: returns an object with the methods of torch.cuda.Event.
         """
         self.buffer = torch.zeros(size, dtype=torch.int32, device=device)
-        """int32 [size] on the device, always at the same address: captured graphs read it."""
+        """int32 [size] on the device, always at the same address, because CUDA graphs read from there."""
         self._direct = device.type == "cpu"
         if not self._direct:
             pin = device.type == "cuda"
@@ -104,16 +107,16 @@ class Staging:
 
 
 def to_device(values: NDArray[np.generic], device: torch.device) -> Tensor:
-    """Copy values of the host to the device, without waiting for it.
+    """Start a copy from the host to the device and return the copy. The host does not wait for it.
 
-    The pinned memory may be freed at once: torch reuses it only when the copies out of it, or into it, have ended.
+    The caller may drop the pinned memory at once: torch reuses it only when the copies from or to it have ended.
     """
     tensor = torch.from_numpy(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def start_copy(values: Tensor) -> Tensor:
-    """Start a copy to the host and return it. Its values are there once the device has ended the step."""
+    """Start a copy to the host and return it. Its values may be read when the device has ended the step."""
     if not values.is_cuda:
         return values
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)

@@ -43,10 +43,11 @@ class ModelRunner:
 
         Raises a ValueError if the weights do not fit into the memory, or read_weights finds a bad checkpoint.
         """
-        # The first attribute, so that a runner which is forgotten lets go of its graphs before the group they use.
+        # It is the first attribute, because Python deletes attributes in order. If a runner is deleted without close(),
+        # its graphs must go before the process group (in `parallel`) that they use.
         self.graphs: CudaGraphs | None = None
         self.caches: list[KVCache] = []
-        self.draft: ModelRunner | None = None  # of a draft model; its cache has blocks of the same numbers
+        self.draft: ModelRunner | None = None  # runs the draft model, if there is one
         self.config = config
         self.parallel = parallel
         self.device = torch.device(config.device)
@@ -67,7 +68,11 @@ class ModelRunner:
         self._prefers_one_thread = is_small and not is_spinning_bounded()
 
     def launch(self, plan: StepPlan, edits: StepEdits | None = None) -> StepHandle:
-        """Start a step; the handle waits for it. Nothing here waits for the device: the host knows all sizes."""
+        """Start a step and return a handle, whose `result` waits for it.
+
+        Nothing here waits for the device, because all sizes are in the plan, on the host. A step of decodes runs as a
+        CUDA graph if there are any; prompt tokens that are scored have no fixed number, so such a step runs eagerly.
+        """
         if plan.for_draft_model and self.draft is not None:
             return self.draft.launch(plan)
         threads = one_thread() if self._prefers_one_thread and plan.num_tokens <= FEW_TOKENS else nullcontext()
@@ -83,11 +88,15 @@ class ModelRunner:
             self.tables.update(plan, packed[plan.head_size :])
             result = self.compute(plan, packed, edits) if graphs is None else self._replay(graphs, plan, edits)
             if self.parallel.rank > 0:
-                result = DeviceResult()  # nobody reads a follower's results
+                result = DeviceResult()  # nobody reads the results of other ranks
             return StepHandle(plan, result, stopwatch)
 
     def compute(self, plan: StepPlan, packed: Tensor, edits: StepEdits | None = None) -> DeviceResult:
-        """Run any step eagerly. packed is int32 [at least plan.head_size], the plan's arrays on the device."""
+        """Run any step eagerly, operator by operator.
+
+        Args:
+            packed: int32, the plan's arrays on the device, one after another.
+        """
         sizes = [NUM_PER_SEQ * plan.num_seqs, plan.num_tokens, len(plan.targets)]
         per_seq, token_ids, targets = torch.split(packed[: plan.head_size], sizes)
         rows, num_computed, num_scheduled, *_ = per_seq.view(NUM_PER_SEQ, plan.num_seqs).unbind(0)
@@ -122,17 +131,19 @@ class ModelRunner:
         metadata = self.backend.prepare_attention(metadata, self.caches[0], self.shape.heads)
         return inputs, self.model(inputs.token_ids, inputs.positions, self.caches, metadata)
 
-    # ---- steps of decodes alone, with CUDA graphs
+    # ---- steps that only decode, with CUDA graphs
 
     def _replay(self, graphs: CudaGraphs, plan: StepPlan, edits: StepEdits | None) -> DeviceResult:
-        """Run a step of decodes alone, which was padded to the size of a graph."""
+        """Run a step that only decodes as CUDA graphs. The plan is padded to the size of a graph."""
         hidden, rows, values = graphs.replay(plan.num_seqs)
-        # Not `if edits`, which rank 0 alone is given: all ranks must leave the captured collectives, or none.
+        # Only rank 0 is given `edits`, and all ranks must choose the same branch: if one sampled in the graph and
+        # another outside of it, each would wait for the other. So the choice is made by what every rank knows.
         if self.tables.sampling_cpu["is_edited"][plan.rows].any():
             sampled = self.sample_decoded(hidden, rows, values, edits)
         else:
             sampled = graphs.replay_sampler(plan.num_seqs)
-        # Graphs keep no logits, which would take gigabytes for all sizes: the few that are asked for are made again.
+        # Graphs do not keep logits, which would take gigabytes for all sizes. The few that are needed are computed
+        # again.
         logprobs = start_logprobs(
             plan,
             self.tables,
@@ -143,13 +154,13 @@ class ModelRunner:
         return DeviceResult(sampled, logprobs)
 
     def decode(self, head: Tensor) -> tuple[Tensor, Tensor, SamplingValues]:
-        """Compute a step of decodes alone from tensors alone, so that a CUDA graph can capture it.
+        """Compute a step that only decodes. All inputs are tensors on the device, so that a CUDA graph can record it.
 
         Args:
             head: int32 [NUM_PER_SEQ + 1, n], a plan's arrays up to token_ids: see `make_padding`.
 
         Returns:
-            The arguments of `sample_decoded`: hidden states [n, hidden], rows int32 [n], and how each is sampled.
+            The arguments of `sample_decoded`: hidden states [n, hidden], rows int32 [n], and their sampling values.
         """
         rows, num_computed, num_scheduled, *_, token_ids = head.unbind(0)
         inputs, hidden = self.forward(PlannedRows(rows, num_computed, num_scheduled, token_ids), None)
@@ -158,17 +169,18 @@ class ModelRunner:
     def sample_decoded(
         self, hidden: Tensor, rows: Tensor, values: SamplingValues, edits: StepEdits | None = None
     ) -> Tensor:
-        """Sample a token for each of the decodes, int32 [n]. A CUDA graph captures this apart from `decode`."""
+        """Sample a token for each of the decodes, int32 [n]. This is a CUDA graph of its own, after `decode`."""
         return self.sampler.sample(self.model.compute_logits(hidden), rows, values, edits)
 
     # ---- the device
 
     def on_device(self) -> AbstractContextManager[object]:
-        """Make this runner's GPU the current one, for whatever launches kernels or records events."""
+        """Make this runner's GPU the current one. Kernels and events go to the current GPU."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def reason_to_close(self) -> str | None:
-        """Say why nothing can run after a step has failed: some CUDA errors make every later call fail, too."""
+        """Return why no further step can run after a failed one; None if it can. Some CUDA errors make every later call
+        fail."""
         if self.device.type == "cuda":
             try:
                 torch.cuda.synchronize(self.device)
@@ -177,10 +189,10 @@ class ModelRunner:
         return None
 
     def close(self) -> None:
-        """Let go of the device's memory, for good. Graphs go first, because they point into the rest."""
+        """Free the device's memory for good. Graphs go first, because they use addresses in the other memory."""
         if self.draft is not None:
             self.draft.close()
-        with suppress(RuntimeError), self.on_device():  # after a CUDA error every call fails; let go all the same
+        with suppress(RuntimeError), self.on_device():  # after a CUDA error every call fails; free the rest anyway
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
         with suppress(RuntimeError):

@@ -1,4 +1,4 @@
-"""Which tokens a step samples, and how: on rank 0, from the logits of all ranks."""
+"""Samples the tokens of a step. Rank 0 does it, from the logits of all ranks."""
 
 import numpy as np
 import torch
@@ -14,26 +14,29 @@ from nanovllm.runner.device import DeviceTables, to_device
 
 
 def choose_samples(plan: StepPlan, rows: Tensor, inputs: StepInputs) -> tuple[Tensor, Tensor, SamplingValues]:
-    """Choose the tokens after which a step samples: the last of each sequence, and those before it that drafts follow.
+    """Choose the tokens after which the step samples: the last one of each sequence, and those followed by a draft.
 
-    Always sample once per sequence, to keep shapes simple. Samples nobody asked for (num_sampled is 0) are dropped:
-    those of a prompt's chunk, and of a prompt that is only scored. `Sampler.sample` also writes them to the row's
-    last_token, where nobody reads them: the plan that computes the row's next token carries its id. So it is after
-    drafts, where the device does not know which of several samples is the last one kept.
+    The runner always samples at least once per sequence, to keep shapes simple. Some of these samples nobody asked for
+    (num_sampled is 0): those of a prompt's chunk, and of a prompt that is only scored. `StepHandle` drops them.
+    `Sampler.sample` writes them to the row's last_token, too, but nobody reads them there, because the next plan of the
+    row carries the id of its next token. After drafts the next plan also carries the id: the device does not know which
+    of several samples was the last one that agreed with its draft.
 
     Args:
         rows: int32 [num_seqs].
 
     Returns:
-        Of each of n samples, sequence after sequence: its row int32 [n], the index of its token among the step's
-        tokens [n], and how it is sampled.
+        For n samples, sequence after sequence: their rows int32 [n], the index in the step's tokens after which each
+        samples [n], and their sampling values.
     """
     last = inputs.cu_seqlens[1:] - 1
     num_samples = 1 + plan.num_drafts
     if num_samples.sum() == plan.num_seqs:
         return rows, last, inputs.sampling
+    # With drafts: for each sample its sequence, and how many samples of the same sequence follow it. A sample with k
+    # followers comes k tokens before the sequence's last token, and its position is k lower.
     sequences = np.repeat(np.arange(plan.num_seqs), num_samples)
-    num_later = np.repeat(num_samples.cumsum(), num_samples) - 1 - np.arange(len(sequences))  # of the same sequence
+    num_later = np.repeat(num_samples.cumsum(), num_samples) - 1 - np.arange(len(sequences))
     chosen, back = to_device(np.stack((sequences, num_later)), rows.device).unbind(0)
     values = inputs.sampling.select(chosen)
     values = values._replace(positions=values.positions - back.int())
@@ -41,7 +44,7 @@ def choose_samples(plan: StepPlan, rows: Tensor, inputs: StepInputs) -> tuple[Te
 
 
 class Sampler:
-    """Samples tokens, and leaves each for its row's next decode."""
+    """Samples tokens, and writes each to its row's last_token, where the row's next decode reads it."""
 
     def __init__(self, backend: Backend, tables: DeviceTables, parallel: Parallel) -> None:
         self._backend = backend
@@ -54,11 +57,13 @@ class Sampler:
         """Sample one token for each of n rows. Rank 0 samples and broadcasts the tokens to the other ranks.
 
         Args:
-            logits: [n, vocab], and they stay as they are, for log-probabilities; None on ranks other than 0.
+            logits: [n, vocab]. They are not changed, because log-probabilities are computed from them later. None on
+                ranks other than 0.
             rows: int32 [n].
 
         Returns:
-            int32 [n], -1 for a row whose logits are no distribution; without meaning on ranks other than 0.
+            int32 [n], -1 for a row whose logits are not a valid distribution. On ranks other than 0 the values mean
+            nothing.
         """
         if logits is None:
             token_ids = checked = torch.empty_like(rows)
