@@ -189,6 +189,7 @@ def test_the_six_lines_of_the_docs_run(tasks: Path) -> None:
     assert "acc,none" in names["results"]["results"]["sums"]
 
 
+@pytest.mark.slow
 def test_the_command_is_the_harnesss_own_with_our_model(tasks: Path, tmp_path: Path) -> None:
     command = [
         sys.executable,

@@ -48,6 +48,7 @@ assert compiled.asm["cubin"]
     return result.stdout.strip() == "True"
 
 
+@pytest.mark.slow
 def test_kernels_that_came_back_are_not_compiled_again(tmp_path: Path) -> None:
     """Triton lists a kernel's files by full path, and takes them for lost if one is missing."""
     pytest.importorskip("triton")

@@ -88,6 +88,7 @@ def assert_same(results: Path, undisturbed: Path) -> None:
     assert texts_by_id(results) == texts and len(texts) == NUM_LINES - 5
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments_it_loses_nothing_and_repeats_nothing(
     source: Path, undisturbed: Path, tmp_path: Path
 ) -> None:

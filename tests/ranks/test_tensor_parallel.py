@@ -129,7 +129,7 @@ def expected(alone: LLM) -> list[list[int]]:
     return tokens(alone.generate(*requests(), use_tqdm=False))
 
 
-@pytest.mark.parametrize("ranks", ["two", "four"])
+@pytest.mark.parametrize("ranks", ["two", pytest.param("four", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_ranks_say_what_one_says(
     ranks: str, depth: int, expected: list[list[int]], request: pytest.FixtureRequest
