@@ -1,1 +1,1 @@
-"""One kernel a file: the Triton kernel, a thin typed wrapper, and a plain-torch reference: CPU path and oracle."""
+"""One operator a file: its Triton kernels, a typed wrapper that launches them, and its reference in plain torch."""

@@ -1,4 +1,4 @@
-"""The weighted sum of what a token's experts have computed."""
+"""Adds up what a token's experts have computed, by the weights of the routing."""
 
 import torch
 from torch import Tensor
@@ -6,12 +6,13 @@ from torch import Tensor
 from nanovllm.kernels.launch import launch, wait_for_predecessor
 from nanovllm.kernels.route import Routing
 from nanovllm.kernels.triton_shim import tl, triton
+from nanovllm.utils.integers import ceil_div
 
 
 def combine_reference(y: Tensor, routing: Routing) -> Tensor:
-    """y [pairs, size], sorted as the routing has them -> [num_tokens, size].
+    """Return the weighted sums [num_tokens, size] of each token's rows of y [pairs, size], which is in sorted order.
 
-    Summed in float32, in the order of each token's weights: what else is computed beside a token changes no bit of it.
+    Sums are float32, in the order of each token's weights. So the other tokens of a step change no bit of them.
     """
     total = torch.zeros(len(routing.places), y.shape[1], dtype=torch.float32, device=y.device)
     for places, weights in zip(routing.places.long().unbind(1), routing.weights.unbind(1), strict=True):
@@ -33,7 +34,8 @@ def _combine_experts_kernel(
     PDL: tl.constexpr,
 ):
     # Grid (num_tokens, size / BLOCK).
-    # A program owns BLOCK elements of one token; a pair of padding, which no expert has computed, adds nothing.
+    # A program owns BLOCK elements of one token.
+    # Padding may be anywhere among the tokens: no expert has computed its pairs, so they add nothing.
     wait_for_predecessor(PDL)
     token = tl.program_id(0).to(tl.int64)
     element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -60,7 +62,7 @@ def combine(y: Tensor, routing: Routing) -> Tensor:
     out = torch.empty(num_tokens, size, dtype=y.dtype, device=y.device)
     if num_tokens:
         config = combine_config(k)
-        grid = (num_tokens, -(-size // config["BLOCK"]))
+        grid = (num_tokens, ceil_div(size, config["BLOCK"]))
         inputs = (y, routing.weights, routing.places, out, routing.offsets, size, len(routing.offsets) - 1)
         launch(_combine_experts_kernel, grid, inputs, config)
     return out

@@ -1,4 +1,4 @@
-"""Launching Triton kernels: compiled once, in parallel if they are known beforehand, and then launched directly."""
+"""Launches Triton kernels. They are compiled once, in parallel if they are known beforehand, and launched directly."""
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +14,7 @@ from nanovllm.kernels.triton_shim import INTERPRETED, LAUNCHES_DIRECTLY, tl, tri
 
 
 class Launch(NamedTuple):
-    """One launch. args: all pointers first, then numbers; config: the constexprs, then num_warps and num_stages."""
+    """One launch. args are all pointers, then numbers; config is the constexprs, then options such as num_warps."""
 
     kernel: Any
     grid: tuple[int, ...]
@@ -23,16 +23,16 @@ class Launch(NamedTuple):
 
 
 _compiled: dict[tuple[Any, ...], tuple[Any, ...]] = {}
-_noted: ContextVar[Callable[[Launch], object] | None] = ContextVar("noted", default=None)
-"""Who is told of launches instead of their being done; another thread's launches go on."""
+_receiver: ContextVar[Callable[[Launch], object] | None] = ContextVar("receiver", default=None)
+"""A function that is given this thread's launches, which are then not done."""
 
 
 @triton.jit
 def wait_for_predecessor(PDL: tl.constexpr):
-    """The first statement of every kernel: nothing is read or written before what the stream did before is done.
+    """Wait until all that the stream did before is done. This is the first statement of every kernel.
 
-    With programmatic dependent launch (PDL) a kernel's programs may be started while its predecessor still runs, which
-    hides what a start costs; all of them wait here, so whoever waits for this kernel has waited for all before it.
+    With programmatic dependent launch (PDL) a kernel's programs may start while its predecessor still runs, which hides
+    the cost of a start. All of them wait here, so whoever waits for this kernel has waited for all before it.
     """
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -41,30 +41,31 @@ def wait_for_predecessor(PDL: tl.constexpr):
 
 @cache
 def _dependent_launches(device: int) -> dict[str, int]:
-    """The options of a launch that say whether it is a programmatic dependent one: from sm_90 on."""
-    if INTERPRETED or not LAUNCHES_DIRECTLY:  # all versions that are known know it
+    """Return the options of a launch that make it a programmatic dependent one, which sm_90 and later can do."""
+    if INTERPRETED or not LAUNCHES_DIRECTLY:  # another version may lack these options
         return {"PDL": False}
     has_it = triton.runtime.driver.active.get_current_target().arch >= 90
     return {"PDL": has_it, "launch_pdl": has_it}
 
 
 def launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], config: dict[str, int]) -> None:
-    """`kernel[grid](*args, **config)`, in less than half of the 10 microseconds and more that Triton takes for that.
+    """Do what `kernel[grid](*args, **config)` does, in less than half of the 10 microseconds that Triton takes for it.
 
-    Triton derives anew, at each launch, what to compile. Here the same is told from the constexprs, the pointers' types
-    and the numbers that the kernel is specialised on. Pointers are all but always multiples of 16; where one is not, or
-    this version of Triton is unknown, Triton does it. Launch hooks, which profilers hang on Triton, are not called.
+    At each launch Triton derives anew which variant of a kernel it needs. Here a key says it: the constexprs, the
+    pointers' types, and the numbers that the kernel is specialised on. Triton launches by itself where a pointer is no
+    multiple of 16, which is rare, or where its version is unknown. Its launch hooks, for profilers, are not called.
     """
     device = args[0].get_device()
     config = {**config, **_dependent_launches(device)}
-    if (note := _noted.get()) is not None:
-        note(Launch(kernel, grid, args, config))
+    receive = _receiver.get()
+    if receive is not None:
+        receive(Launch(kernel, grid, args, config))
         return
     if INTERPRETED or not LAUNCHES_DIRECTLY:
         kernel[grid](*args, **config)
         return
     pointers, aligned, numbers, constexprs = _parameters(kernel)
-    bits = 0
+    bits = 0  # of all addresses: a multiple of 16 if each of them is one
     for i in aligned:
         bits |= args[i].data_ptr()
     if bits % 16:
@@ -80,11 +81,11 @@ def launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], config: di
     run, function, metadata, constants = found
     second = grid[1] if len(grid) > 1 else 1
     stream = triton.runtime.driver.active.get_current_stream(device)
-    run(grid[0], second, 1, stream, function, metadata, None, None, None, *args, *constants)
+    run(grid[0], second, 1, stream, function, metadata, None, None, None, *args, *constants)  # None: no launch hooks
 
 
 class _Parameters(NamedTuple):
-    """How many pointers come first; which arguments are specialised on by address, which by value; the constexprs."""
+    """How many pointers come first, which arguments make a variant by address or by value, and the constexprs."""
 
     num_pointers: int
     aligned: list[int]
@@ -102,20 +103,20 @@ def _parameters(kernel: Any) -> _Parameters:
 
 
 @contextmanager
-def given_to(note: Callable[[Launch], object]) -> Iterator[None]:
-    """Launches are given to note, and not done."""
-    token = _noted.set(note)
+def redirect_launches(receive: Callable[[Launch], object]) -> Iterator[None]:
+    """Give launches to a function instead of doing them, in this thread."""
+    token = _receiver.set(receive)
     try:
         yield
     finally:
-        _noted.reset(token)
+        _receiver.reset(token)
 
 
 @contextmanager
-def compiled(show_progress: bool) -> Iterator[None]:
-    """Launches are not done, but what they need is compiled, several kernels at a time: all of it when this ends.
+def compile_launches(show_progress: bool) -> Iterator[None]:
+    """Compile the kernels of launches, several at a time, instead of doing them. All are compiled when this ends.
 
-    What Triton finds in its cache costs little.
+    A kernel that Triton finds in its cache costs little.
     """
     begun: set[tuple[Any, ...]] = set()
 
@@ -135,5 +136,5 @@ def compiled(show_progress: bool) -> Iterator[None]:
             bar.update()
 
     bar = tqdm(desc="Compiling kernels", disable=not show_progress)
-    with bar, ThreadPoolExecutor() as threads, triton.AsyncCompileMode(threads), given_to(begin):
+    with bar, ThreadPoolExecutor() as threads, triton.AsyncCompileMode(threads), redirect_launches(begin):
         yield

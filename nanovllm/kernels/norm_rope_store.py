@@ -1,4 +1,4 @@
-"""Q/K-norm, rotary embedding (Su et al. 2021, https://arxiv.org/abs/2104.09864) and the KV-cache store."""
+"""Norms of q and k, rotary embedding (Su et al. 2021, https://arxiv.org/abs/2104.09864), and storing k and v."""
 
 from typing import NamedTuple
 
@@ -9,13 +9,16 @@ from nanovllm.kernels.attention import KVCache
 from nanovllm.kernels.launch import launch, wait_for_predecessor
 from nanovllm.kernels.rms_norm import rms_norm_reference
 from nanovllm.kernels.triton_shim import next_power_of_2, tl, triton
+from nanovllm.utils.integers import ceil_div
 
 
 class NormRope(NamedTuple):
-    """A layer's parameters for norming and rotating heads: weights [head_dim] of the norms, and the table of angles.
+    """The weights and angles with which a layer norms and rotates its heads.
 
-    Without weights (both None) nothing is normed. cos_sin is float32 [max_position, head_dim]: head_dim/2 cosines, then
-    head_dim/2 sines.
+    Attributes:
+        q_weight, k_weight: [head_dim], of the norms. Both are None in models that do not norm heads.
+        eps: of the norms.
+        cos_sin: float32 [max_position, head_dim]: head_dim/2 cosines, then head_dim/2 sines.
     """
 
     q_weight: Tensor | None
@@ -90,7 +93,7 @@ def _norm_rope_store_kernel(
 ):
     # Grid (num_tokens, all heads / HEADS).
     # A program owns HEADS heads of one token, any mix of q, k and v: q is rewritten in place, k and v go to the cache.
-    # Tokens with slot -1 are padding: they store nothing in the cache; their position must be in range all the same.
+    # Tokens with slot -1 are padding: they store nothing in the cache, but their position must be in range.
     wait_for_predecessor(PDL)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -100,7 +103,7 @@ def _norm_rope_store_kernel(
     is_v = (head >= num_heads + num_kv_heads)[:, None]
     exists = (head < num_heads + 2 * num_kv_heads)[:, None]
 
-    # The halves of a head stay apart in registers, so that the rotation needs no exchange.
+    # The halves of a head stay apart in registers, so that threads need not exchange them for the rotation.
     row = qkv_ptr + token * qkv_stride + head[:, None] * (2 * HALF) + dim[None, :]
     first_in = tl.load(row, mask=exists, other=0.0)
     second_in = tl.load(row + HALF, mask=exists, other=0.0)
@@ -139,7 +142,7 @@ def _norm_rope_store_kernel(
 
 
 def norm_rope_store_config(all_heads: int, head_dim: int, block_size: int, norm: bool) -> dict[str, int]:
-    """Up to 16 heads a program: at head_dim 128 that is 8 elements (16 bytes of bf16) of either half a thread."""
+    """Up to 16 heads a program. At head_dim 128 a thread has 8 elements (16 bytes of bf16) of either half."""
     return {
         "BLOCK_SIZE": block_size,
         "HALF": head_dim // 2,
@@ -150,14 +153,14 @@ def norm_rope_store_config(all_heads: int, head_dim: int, block_size: int, norm:
 
 
 def norm_rope_store(qkv: Tensor, norms: NormRope, positions: Tensor, cache: KVCache, slots: Tensor) -> Tensor:
-    """norm_rope_store_reference in one kernel; q [num_tokens, num_heads, head_dim] is rewritten in place, in qkv."""
+    """norm_rope_store_reference in one kernel. q [num_tokens, num_heads, head_dim] is rewritten in place, in qkv."""
     block_size, num_kv_heads, head_dim = cache.keys.shape[1:]
     num_tokens = qkv.shape[0]
     all_heads = qkv.shape[1] // head_dim
     num_heads = all_heads - 2 * num_kv_heads
     if num_tokens:
         config = norm_rope_store_config(all_heads, head_dim, block_size, norms.q_weight is not None)
-        grid = (num_tokens, -(-all_heads // config["HEADS"]))
+        grid = (num_tokens, ceil_div(all_heads, config["HEADS"]))
         strides = (qkv.stride(0), *cache.keys.stride()[:3])
         weights = (qkv if norms.q_weight is None else norms.q_weight, qkv if norms.k_weight is None else norms.k_weight)
         sizes = (norms.eps, num_heads, num_kv_heads)

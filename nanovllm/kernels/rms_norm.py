@@ -1,4 +1,4 @@
-"""RMSNorm, and the residual add that precedes it (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467)."""
+"""RMSNorm, alone or after adding the residual (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467)."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from nanovllm.kernels.triton_shim import next_power_of_2, tl, triton
 
 def rms_norm_reference(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Normalise the last dimension of x in float32, round to x's dtype, then scale by weight (transformers' order)."""
-    x32 = x.to(torch.float32)  # `x32` may be `x` itself: nothing below works in place
+    x32 = x.to(torch.float32)  # this may be x itself, so nothing below works in place
     normed = x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
     return normed.to(x.dtype) * weight
 
@@ -37,7 +37,7 @@ def _rms_norm_kernel(
 ):
     # Grid (rows,).
     # A program owns one row: it adds the residual (if ADD), norms in float32, rounds, and scales by the weight.
-    # Padding rows are like any other; what they hold stays in them.
+    # Rows of padding are like any other; their values stay in them.
     wait_for_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
@@ -54,7 +54,7 @@ def _rms_norm_kernel(
 
 
 def rms_norm_config(size: int, add: bool) -> dict[str, int]:
-    """A whole row in one block; eight elements (16 bytes of bf16) a thread, up to eight warps."""
+    """One block for a row, with eight elements (16 bytes of bf16) a thread, up to eight warps."""
     block = next_power_of_2(size)
     return {"ADD": add, "BLOCK": block, "num_warps": min(8, max(1, block // 256))}
 

@@ -55,7 +55,7 @@ class SamplingValues(NamedTuple):
         """Return the values of some of the rows; `rows` has their indices, in any order."""
         return SamplingValues(*(values[rows] for values in self))
 
-    def filters(self, vocab_size: int) -> Tensor:
+    def has_filter(self, vocab_size: int) -> Tensor:
         """Return bool [n]: whether top-k, top-p or min-p is on in each row."""
         return ((self.top_k > 0) & (self.top_k < vocab_size)) | (self.top_p < 1) | (self.min_p > 0)
 
@@ -119,7 +119,7 @@ def filter_reference(z: Tensor, values: SamplingValues) -> Tensor:
     return (z >= threshold) & (z.exp() >= values.min_p.unsqueeze(1))
 
 
-def _first_above(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+def _find_first_above(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Return for each row the first index whose cumulative weight exceeds target [n], and the weight before that index.
 
     Rounding may leave the target at or above the total. Then the index is the last one with a weight.
@@ -143,7 +143,7 @@ def sample_reference(logits: Tensor, values: SamplingValues) -> Sampled:
     values = values.select(random)
     z = (logits[random].float() - highest[random].float().unsqueeze(1)) / values.temperature.unsqueeze(1)
     weights = z.exp()
-    filtered = values.filters(z.shape[1]).nonzero().squeeze(1)
+    filtered = values.has_filter(z.shape[1]).nonzero().squeeze(1)
     if filtered.numel():
         kept = filter_reference(z[filtered], values.select(filtered))
         weights[filtered] = torch.where(kept, weights[filtered], 0.0)
@@ -152,8 +152,8 @@ def sample_reference(logits: Tensor, values: SamplingValues) -> Sampled:
     chunks = torch.nn.functional.pad(weights, (0, num_chunks * CHUNK - vocab_size)).view(n, num_chunks, CHUNK)
     sums = chunks.sum(2)
     target = uniform_reference(values.seeds, values.positions.long()) * sums.sum(1)
-    chunk, before = _first_above(sums, target)
-    inside, _ = _first_above(chunks[torch.arange(n), chunk], target - before)
+    chunk, before = _find_first_above(sums, target)
+    inside, _ = _find_first_above(chunks[torch.arange(n), chunk], target - before)
     token_ids[random] = (chunk * CHUNK + inside).to(torch.int32)
     return Sampled(token_ids, torch.where(is_finite, token_ids, -1))
 
@@ -167,7 +167,7 @@ def sample_reference(logits: Tensor, values: SamplingValues) -> Sampled:
 
 
 @triton.jit
-def uniform(seed, position):
+def draw_uniform(seed, position):
     """Do what `uniform_reference` does for one row, with the same bits."""
     counter = position.to(tl.uint32)
     zero = counter * 0
@@ -218,8 +218,8 @@ def _stats_kernel(
 
 
 @triton.jit
-def _first_above_target(weights, target, SIZE: tl.constexpr):
-    """Do what `_first_above` does, for one row."""
+def _find_first_above_target(weights, target, SIZE: tl.constexpr):
+    """Do what `_find_first_above` does, for one row."""
     index = tl.arange(0, SIZE)
     cumulative = tl.cumsum(weights, 0)
     last = tl.max(tl.where(weights > 0.0, index, 0), 0)
@@ -275,14 +275,14 @@ def _draw_kernel(
     # The stats kernel weighed a chunk relative to the chunk's maximum, the filter kernel relative to the row's.
     _, shrink = weigh(maxima, row_max, temperature)
     chunk_weights = tl.where(filtered, chunk_weights, chunk_weights * shrink)
-    target = uniform(tl.load(seeds_ptr + row), tl.load(positions_ptr + row)) * tl.sum(chunk_weights, 0)
-    chunk, before = _first_above_target(chunk_weights, target, CHUNKS)
+    target = draw_uniform(tl.load(seeds_ptr + row), tl.load(positions_ptr + row)) * tl.sum(chunk_weights, 0)
+    chunk, before = _find_first_above_target(chunk_weights, target, CHUNKS)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
     z, weight = weigh(x, row_max, temperature)
     threshold = tl.load(threshold_ptr + row, mask=filtered, other=float("-inf"))
     weight = tl.where((z >= threshold) & (weight >= min_p), weight, 0.0)
-    inside, _ = _first_above_target(weight, target - before, CHUNK)
+    inside, _ = _find_first_above_target(weight, target - before, CHUNK)
     tl.store(token_ptr + row, chunk * CHUNK + inside)
     tl.store(checked_ptr + row, chunk * CHUNK + inside)
 

@@ -64,7 +64,7 @@ def _from_order_key(key, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def _marks(low, high, MARKS: tl.constexpr):
+def _place_marks(low, high, MARKS: tl.constexpr):
     """Return the keys to try, at even distances above low, and the distance."""
     step = tl.maximum((high - low) // (MARKS + 1), 1)
     return low + step * (tl.arange(0, MARKS) + 1), step
@@ -80,7 +80,7 @@ def _narrow(low, high, tried, step, above, goal, MARKS: tl.constexpr):
 
 
 @triton.jit
-def _bound(
+def _find_bound(
     maxima,
     most,
     weights,
@@ -106,7 +106,7 @@ def _bound(
     """
     keys = _order_key(maxima, SHIFT)
     while high - low > 1:
-        tried, step = _marks(low, high, MARKS)
+        tried, step = _place_marks(low, high, MARKS)
         tried_key = tl.minimum(tried, high).to(tl.int32)
         if BY_WEIGHT:
             _, at_mark = weigh(_from_order_key(tried_key, SHIFT), row_max, temperature)
@@ -132,7 +132,7 @@ def _load_parts(row_ptr, listed_ptr, start, num_listed, vocab_size, PARTS: tl.co
 
 
 @triton.jit
-def _search(
+def _find_threshold(
     row_ptr,
     listed_ptr,
     num_listed,
@@ -150,7 +150,7 @@ def _search(
 ):
     """Return the threshold's key, searched among the tokens of the listed parts."""
     while high - low > 1:
-        tried, step = _marks(low, high, MARKS)
+        tried, step = _place_marks(low, high, MARKS)
         tried_key = tl.minimum(tried, high).to(tl.int32)
         above = tl.zeros([MARKS, PARTS * PART], tl.float32)
         for start in range(0, num_listed, PARTS):
@@ -166,7 +166,7 @@ def _search(
 
 
 @triton.jit
-def _kept_weight(
+def _weigh_kept(
     row_ptr,
     listed_ptr,
     num_listed,
@@ -246,10 +246,10 @@ def _filter_kernel(
     low = _order_key(floor, SHIFT).to(tl.int64)
     high = _order_key(row_max, SHIFT).to(tl.int64) + 1
     if by_count:
-        low = _bound(maxima, most, weights, row_max, temperature, low, high, count, False, SHIFT, MARKS, PART)
+        low = _find_bound(maxima, most, weights, row_max, temperature, low, high, count, False, SHIFT, MARKS, PART)
     elif top_p < 1.0:  # the goal is a little higher than needed, because these sums are rounded
         goal = (top_p + 1e-5) * total
-        low = _bound(maxima, most, weights, row_max, temperature, low, high, goal, True, SHIFT, MARKS, PART)
+        low = _find_bound(maxima, most, weights, row_max, temperature, low, high, goal, True, SHIFT, MARKS, PART)
 
     # Parts below the bound do not count. Nor do parts that min-p drops, except with top-k: then top-p weighs all tokens
     # that top-k keeps.
@@ -264,15 +264,15 @@ def _filter_kernel(
 
     listed = (row_ptr, listed_ptr, num_listed, vocab_size, row_max, temperature)
     if by_count:
-        low = _search(*listed, low, high, count, False, SHIFT, MARKS, PARTS, PART)
+        low = _find_threshold(*listed, low, high, count, False, SHIFT, MARKS, PARTS, PART)
         floor = tl.div_rn(_from_order_key(low, SHIFT) - row_max, temperature)
     if top_p < 1.0:
         if by_count:
-            total = _kept_weight(*listed, floor, 0.0, part_weight_ptr, False, PARTS, PART)
-        low = _search(*listed, low, high, top_p * total, True, SHIFT, MARKS, PARTS, PART)
+            total = _weigh_kept(*listed, floor, 0.0, part_weight_ptr, False, PARTS, PART)
+        low = _find_threshold(*listed, low, high, top_p * total, True, SHIFT, MARKS, PARTS, PART)
         floor = tl.maximum(floor, tl.div_rn(_from_order_key(low, SHIFT) - row_max, temperature))
     tl.store(threshold_ptr + row, floor)
-    _kept_weight(*listed, floor, min_p, part_weight_ptr, True, PARTS, PART)
+    _weigh_kept(*listed, floor, min_p, part_weight_ptr, True, PARTS, PART)
     tl.debug_barrier()
     chunk = tl.arange(0, CHUNKS)
     inside = chunk[:, None] * IN_CHUNK + tl.arange(0, IN_CHUNK)[None, :]

@@ -1,4 +1,4 @@
-"""SwiGLU's elementwise half: silu(gate) * up (Shazeer 2020, https://arxiv.org/abs/2002.05202)."""
+"""The elementwise part of SwiGLU, silu(gate) * up (Shazeer 2020, https://arxiv.org/abs/2002.05202)."""
 
 import torch
 import torch.nn.functional as F
@@ -6,10 +6,11 @@ from torch import Tensor
 
 from nanovllm.kernels.launch import launch, wait_for_predecessor
 from nanovllm.kernels.triton_shim import tl, triton
+from nanovllm.utils.integers import ceil_div
 
 
 def silu_and_mul_reference(gate_up: Tensor) -> Tensor:
-    """gate_up [num_tokens, 2 * size], the gate's half first -> [num_tokens, size]."""
+    """Return silu(gate) * up [num_tokens, size] of gate_up [num_tokens, 2 * size], whose first half is the gate."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
 
@@ -17,8 +18,8 @@ def silu_and_mul_reference(gate_up: Tensor) -> Tensor:
 @triton.jit
 def _silu_and_mul_kernel(gate_up_ptr, out_ptr, stride, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
     # Grid (num_tokens, size / BLOCK).
-    # A program owns BLOCK columns of one row; arithmetic in float32, rounded after silu as the reference's is.
-    # Padding rows are like any other; what they hold stays in them.
+    # A program owns BLOCK columns of one row. It computes in float32 and rounds after silu, as the reference does.
+    # Rows of padding are like any other; their values stay in them.
     wait_for_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -36,12 +37,12 @@ def silu_and_mul_config() -> dict[str, int]:
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """silu_and_mul_reference in one kernel. gate_up [num_tokens, 2 * size] -> [num_tokens, size]."""
+    """silu_and_mul_reference in one kernel."""
     num_tokens = gate_up.shape[0]
     size = gate_up.shape[1] // 2
     out = torch.empty(num_tokens, size, dtype=gate_up.dtype, device=gate_up.device)
     if num_tokens:
         config = silu_and_mul_config()
-        grid = (num_tokens, -(-size // config["BLOCK"]))
+        grid = (num_tokens, ceil_div(size, config["BLOCK"]))
         launch(_silu_and_mul_kernel, grid, (gate_up, out, gate_up.stride(0), size), config)
     return out

@@ -1,4 +1,4 @@
-"""Triton where it can be of use; elsewhere just enough for the kernels' files to import, for their references.
+"""Imports Triton where it can be of use. Elsewhere stand-ins let the kernels' files be imported, for their references.
 
 Every kernel imports `triton` and `tl` from here. Triton decides between its compiler and its CPU interpreter when a
 kernel is decorated, so `INTERPRETED` is read once, at import.
@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-# Products and sums are fused as ever; Triton 3.9 warns, until it is told, that its default will change.
+# Triton 3.9 warns that its default will change, unless this says that products and sums are fused, as they were.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
 triton: Any
 tl: Any
 
 try:
-    # Where torch is built without CUDA only tests want it, which ask for its interpreter or have imported it: others
-    # need not wait a fifth of a second for it.
+    # Importing Triton takes a fifth of a second. If torch is built without CUDA, only tests need it: they ask for its
+    # interpreter, or have imported it already.
     if not torch.backends.cuda.is_built() and not {"triton", "TRITON_INTERPRET"} & {*sys.modules, *os.environ}:
         raise ImportError("nothing here can run its kernels")
     import triton  # type: ignore[no-redef]
@@ -27,12 +27,12 @@ try:
 
     HAS_TRITON = True
     INTERPRETED = bool(triton.knobs.runtime.interpret)
-    # Versions of which launch.py knows what a compiled kernel's `run` takes.
+    # launch.py knows which arguments a compiled kernel's `run` takes in these versions.
     LAUNCHES_DIRECTLY = (3, 6) <= tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 9)
 except ImportError:
 
     class _Absent:
-        """Stands for both modules: attributes are itself, a decorator gives back its function."""
+        """Stands in for both modules: every attribute is this object, and as a decorator it returns the function."""
 
         def __getattr__(self, name: str) -> "_Absent":
             return self
@@ -48,7 +48,7 @@ _SHARED_KIB = {(8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (1
 
 @cache
 def shared_memory_kib(device: torch.device) -> int:
-    """Shared memory that one program may use (CUDA C++ Programming Guide, "Compute capabilities"), in KiB."""
+    """Return the KiB of shared memory that a program may use (CUDA C++ Programming Guide, "Compute capabilities")."""
     if device.type != "cuda":
         return 227
     return _SHARED_KIB.get(torch.cuda.get_device_capability(device), 99)
@@ -56,10 +56,10 @@ def shared_memory_kib(device: torch.device) -> int:
 
 @cache
 def num_multiprocessors(device: torch.device) -> int:
-    """How many programs' worth of hardware there is; a small number in the interpreter, where programs are serial."""
+    """Return the number of multiprocessors. In the interpreter, where programs run one by one, it is a small number."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 def next_power_of_2(n: int) -> int:
-    """The smallest power of two that is at least n: what a kernel's arange needs."""
+    """Return the smallest power of two that is at least n: arange in a kernel takes no other size."""
     return 1 << (n - 1).bit_length()

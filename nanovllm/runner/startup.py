@@ -14,7 +14,7 @@ from nanovllm.backends import KVCache
 from nanovllm.engine.plan import StepPlan
 from nanovllm.kernels.edit_logits import MaskAndPenalties
 from nanovllm.kernels.grouped_linear import TILES
-from nanovllm.kernels.launch import compiled
+from nanovllm.kernels.launch import compile_launches
 from nanovllm.kernels.sample import SamplingValues
 from nanovllm.models.decoder import Decoder
 from nanovllm.runner.cuda_graphs import CudaGraphs
@@ -92,7 +92,7 @@ def compile_kernels(runner: ModelRunner) -> None:
     has_kernels = runner.backend.name in ("triton", "flash_attn")
     if runner.device.type != "cuda" or not has_kernels or runner.parallel.size > 1:
         return
-    with compiled(show_progress=True), FakeTensorMode(allow_non_fake_inputs=True):
+    with compile_launches(show_progress=True), FakeTensorMode(allow_non_fake_inputs=True):
         if runner.backend.name == "triton":
             # Steps come first because they have the kernels that take longest to compile.
             launch_steps(runner)

@@ -24,7 +24,7 @@ from helpers.pretend_cuda import DEVICE, PretendDriver, noted, pretend_runner, u
 from nanovllm.edits import logit_edits
 from nanovllm.edits.logit_edits import LogitEdits, PenaltyCounts
 from nanovllm.engine.plan import StepPlan
-from nanovllm.kernels.launch import Launch, compiled, launch
+from nanovllm.kernels.launch import Launch, compile_launches, launch
 from nanovllm.kernels.rms_norm import add_rms_norm
 from nanovllm.runner import logprobs, sampler
 from nanovllm.runner.model_runner import ModelRunner
@@ -97,7 +97,7 @@ def compile_ahead() -> tuple[int, int]:
         before = num_compiled()
         compile_kernels(runner)
         ahead = num_compiled()
-        with compiled(show_progress=False):
+        with compile_launches(show_progress=False):
             for one in launches:
                 launch(*one)
         return ahead - before, num_compiled() - ahead
@@ -205,7 +205,7 @@ def missing(serve: Callable[[ModelRunner], None], model: str, draft: str | None 
         for one in (runner, runner.draft):
             if one is not None:
                 one.caches = make_caches(one, 100)
-        with wanted() as needed, compiled(show_progress=False):
+        with wanted() as needed, compile_launches(show_progress=False):
             serve(runner)
     assert ahead and needed
     return sorted(needed - ahead)

@@ -25,7 +25,7 @@ from nanovllm.backends.triton_backend import TritonBackend
 from nanovllm.kernels.attention import DecodeMetadata, KVCache
 from nanovllm.kernels.norm_rope_store import NormRope, norm_rope_store
 from nanovllm.kernels.paged_decode import MIN_SHARE, decode_metadata, key_tile, paged_decode
-from nanovllm.kernels.sample import CHUNK, sample, uniform, uniform_reference
+from nanovllm.kernels.sample import CHUNK, draw_uniform, sample, uniform_reference
 from nanovllm.kernels.triton_shim import tl, triton
 
 
@@ -98,7 +98,7 @@ def _uniform_kernel(seeds_ptr, positions_ptr, out_ptr, words_ptr):
     row = tl.program_id(0)
     seed = tl.load(seeds_ptr + row)
     position = tl.load(positions_ptr + row)
-    tl.store(out_ptr + row, uniform(seed, position))
+    tl.store(out_ptr + row, draw_uniform(seed, position))
     word, _, _, _ = tl.randint4x(seed, position.to(tl.int32))
     tl.store(words_ptr + row, word.to(tl.int64) & 0xFFFFFFFF)
 

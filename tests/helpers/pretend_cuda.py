@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanovllm.config import EngineConfig
 from nanovllm.engine.plan import StepPlan
 from nanovllm.kernels import paged_decode, paged_prefill
-from nanovllm.kernels.launch import Launch, given_to
+from nanovllm.kernels.launch import Launch, redirect_launches
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.config import load_model_config
 from nanovllm.models.hub import preset_config
@@ -107,7 +107,7 @@ def pretend_runner(model: str = "qwen3-0.6b", *, dtype: str = "bfloat16", **opti
 def noted() -> Iterator[list[Launch]]:
     """Yield a list of the launches, none of which is done. All of them must be launches that CUDA takes."""
     launches: list[Launch] = []
-    with given_to(launches.append):
+    with redirect_launches(launches.append):
         yield launches
     for one in launches:
         assert max(one.grid[1:], default=1) <= 65_535, f"{one.kernel.__name__} has a grid of {one.grid}"

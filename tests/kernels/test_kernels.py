@@ -279,7 +279,7 @@ def test_kept_tokens_and_their_weights_are_the_references(ties: bool, dtype: tor
     threshold = torch.full((rows,), -1.0, device=DEVICE)
     filter_rows(case.logits, *case.values[:4], part_max.to(dtype), part_weight, chunk_weight, threshold, CHUNK)
 
-    filtered = case.values.filters(vocab_size) & (case.values.temperature > 0)
+    filtered = case.values.has_filter(vocab_size) & (case.values.temperature > 0)
     assert (chunk_weight[~filtered] == -1).all() and (threshold[~filtered] == -1).all(), "rows without a filter leave"
     z = (logits - logits.amax(1, keepdim=True)) / case.values.temperature.clamp(min=1e-9).unsqueeze(1)
     z = z[filtered]
