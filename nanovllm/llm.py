@@ -1,4 +1,4 @@
-"""The class that users call: it prepares requests, has the engine run them, and returns outputs."""
+"""`LLM`, the class that users call. It prepares requests, passes them to the engine, and returns outputs."""
 
 import logging
 import os
@@ -41,7 +41,7 @@ Item = Request | Prompt | tuple[Prompt, SamplingParams | None]
 class LLM:
     """An engine with one model.
 
-    A process may have several, at the same time or one after another. Only one thread at a time may use an LLM.
+    A process may have several LLMs, at the same time or one after another. Only one thread at a time may use an LLM.
 
     >>> llm = LLM("tiny-qwen3")
     >>> llm.generate(["..."], SamplingParams(temperature=0))[0]["text"]
@@ -50,12 +50,12 @@ class LLM:
     def __init__(self, model: str | os.PathLike[str], **options: Unpack[EngineOptions]) -> None:
         """
         Args:
-            model: a local folder, a Hugging Face id, or "tiny-qwen3", the model in the box.
+            model: a local folder, a Hugging Face id, or "tiny-qwen3", a small model that comes with this package.
             options: see `EngineConfig`.
 
         Raises:
-            TypeError: an option does not exist; the message names the nearest one that does.
-            ValueError: a value is out of range, cannot be had on this machine, or the model cannot be loaded.
+            TypeError: an option does not exist. The message names the existing option with the most similar name.
+            ValueError: a value is out of range, this machine does not support it, or the model cannot be loaded.
         """
         self.engine = load_engine(EngineConfig.from_options(model, options))
 
@@ -68,8 +68,9 @@ class LLM:
         """Complete every prompt, and return the outputs in the order of the prompts.
 
         Args:
-            prompts: strings, lists of token ids, or dicts with "prompt" or "prompt_token_ids"; one or a list.
-            sampling_params: one for all prompts, or a list with one for each. None means the model's
+            prompts: one prompt or a list of prompts. A prompt is a string, a list of token ids, or a dict with "prompt"
+                or "prompt_token_ids".
+            sampling_params: one for all prompts, or a list with one per prompt. None means the model's
                 generation_config.
             use_tqdm: draw progress bars.
 
@@ -80,7 +81,7 @@ class LLM:
             `outputs` lists all completions.
 
         Raises:
-            ValueError: a prompt is bad; the message says which. None has run then.
+            ValueError: a prompt is not valid. With several prompts the message has its number. No prompt has run then.
         """
         self.engine.check_idle()
         requests = self._prepare_requests(list_prompts(prompts), sampling_params, show=use_tqdm)
@@ -97,7 +98,10 @@ class LLM:
     ) -> list[Request]:
         """Turn prompts into requests: read, tokenise and validate them. Every request is made here.
 
-        The arguments are those of `tokenise_prompts`; sampling_params are one for all or one each.
+        `tokenise_prompts` explains the other arguments.
+
+        Args:
+            sampling_params: one for all prompts, or a list with one per prompt.
         """
         count = len(prompts)
         params = _list_params(sampling_params, count)
@@ -118,7 +122,7 @@ class LLM:
     def _run_requests(
         self, requests: Iterable[Request], label: str = "", show: bool = False
     ) -> Iterator[tuple[int, Output]]:
-        """Run requests; yield (its number among them, its output) as each ends.
+        """Run requests. When a request ends, yield (number, output); the first request has number 0.
 
         Args:
             label: the word before the progress bar.
@@ -141,20 +145,22 @@ class LLM:
     def score(
         self, prompts: Prompt | Seq[Prompt], continuations: Prompt | Seq[Prompt], use_tqdm: bool = True
     ) -> list[Score]:
-        """Compute how likely each continuation is after its prompt, by the raw distribution.
+        """Compute how likely each continuation is after its prompt.
+
+        The probabilities are the model's own, before temperature and filters.
 
         Args:
-            prompts, continuations: in every form that `generate` takes, one continuation for each prompt. Together they
-                may have max_model_len + 1 tokens. If prompts that begin alike follow each other, the blocks of KV cache
-                that they share are computed once.
+            prompts, continuations: in every form that `generate` takes, one continuation per prompt. A prompt and its
+                continuation may have max_model_len + 1 tokens together. Put prompts with the same beginning next to
+                each other: the blocks of KV cache that they share are then computed only once.
 
         Returns:
-            For each pair a dict with the continuation's `logprobs` (one for each token), their sum `logprob`, its
-            `token_ids`, and `is_greedy`: whether greedy decoding would give the continuation.
+            A dict per pair. It has the continuation's `logprobs` (one per token), their sum `logprob`, the
+            continuation's `token_ids`, and `is_greedy`: whether greedy decoding would give the continuation.
 
         Raises:
-            ValueError: a pair is bad; the message says which. None has run then.
-            RuntimeError: the model's logits are NaN or infinite, so that there is no score.
+            ValueError: a pair is not valid. With several pairs the message has its number. No pair has run then.
+            RuntimeError: the model's logits are NaN or infinite, so there is no score.
         """
         self.engine.check_idle()
         starts = list_prompts(prompts)
@@ -181,16 +187,18 @@ class LLM:
         """Answer conversations, each a list of {"role": ..., "content": ...}, through the model's chat template.
 
         Args:
-            messages: one conversation or a list of them. A content is a string, or OpenAI's list of parts of text.
+            messages: one conversation or a list of conversations. A content is a string, or a list of text parts as
+                in OpenAI's API.
             sampling_params: as in `generate`.
             chat_template: a Jinja template to use instead of the model's.
-            add_generation_prompt: end the prompt where an answer begins.
+            add_generation_prompt: end the prompt with the template's opening of an answer, so that the model answers.
             continue_final_message: let the model continue the last message; needs add_generation_prompt=False.
             tools: JSON schemas of functions, for templates that describe them to the model.
-            chat_template_kwargs: variables of the template, as {"enable_thinking": False}.
+            chat_template_kwargs: values of the template's variables, for example {"enable_thinking": False}.
 
         Raises:
-            ValueError: the template refuses a conversation; the message says which. None has run then.
+            ValueError: the template refuses a conversation. With several conversations the message has its number. No
+                conversation has run then.
         """
         self.engine.check_idle()
         if not isinstance(chat_template_kwargs, Mapping | None):
@@ -208,8 +216,8 @@ class LLM:
         """Return the prompt that `chat` makes of one conversation, with its text and its token ids.
 
         Args:
-            chat_template_kwargs: variables of the template. `chat`'s own arguments from chat_template on may be among
-                them.
+            chat_template_kwargs: values of the template's variables. It may also hold these arguments of `chat`:
+                chat_template, add_generation_prompt, continue_final_message, tools.
         """
         tokenizer = self.engine.tokenizer
         texts = render_conversations([messages], tokenizer, chat_template_kwargs or {})
@@ -218,20 +226,26 @@ class LLM:
 
     @property
     def rendering_arguments(self) -> frozenset[str]:
-        """Names that data may not use in chat_template_kwargs: the arguments of transformers' apply_chat_template."""
+        """Names that the input of a batch job may not use in chat_template_kwargs.
+
+        They are the arguments of transformers' apply_chat_template.
+        """
         if self.engine.tokenizer is None:
             return frozenset()
         return frozenset({"messages", *signature(self.tokenizer.apply_chat_template).parameters})
 
     def prepare(self, request: Item, sampling_params: SamplingParams | None = None) -> Request:
-        """Tokenise and validate one request for `stream`. A bad one raises its ValueError here, not in `stream`.
+        """Tokenise and validate one request for `stream`. An error is raised here, not in `stream`.
 
         Args:
-            sampling_params: used if the request brings none of its own.
+            sampling_params: used if the request has no sampling_params.
+
+        Raises:
+            ValueError: the request is not valid.
         """
         if isinstance(request, Request):
             if request.engine is not self.engine.identity:
-                raise ValueError("the request was prepared by another engine: prepare it with the one that runs it")
+                raise ValueError("the request was prepared by another engine: prepare it with the engine that runs it")
             return request
         prompt: Any = request
         if isinstance(request, tuple) and len(request) == 2 and isinstance(request[1], SamplingParams | None):
@@ -244,17 +258,17 @@ class LLM:
     ) -> Iterator[tuple[int, Output]]:
         """Run requests from any iterable, and yield (index, output) as each request ends.
 
-        The iterable is read lazily: at most 2 x max_num_seqs requests wait, and a thread tokenises as many again while
-        steps run, so an endless iterable needs bounded memory. Leaving the iterator early aborts the requests that
-        still run. `stream_tokens` gives the text of one request as it comes.
+        The iterable is read lazily, so it may be endless: at most 2 x max_num_seqs requests wait in the engine, and at
+        most 2 x max_num_seqs more in a thread that tokenises them while steps run. If the caller leaves the iterator
+        early, the requests that still run are aborted. `stream_tokens` yields the text of one request piece by piece.
 
         Args:
             requests: one prompt or many, in every form that `generate` takes. An item may also be a tuple
                 (prompt, sampling_params), or a request that `prepare` returned.
-            sampling_params: used for prompts that bring none of their own. None means the model's generation_config.
+            sampling_params: used for prompts that have no sampling_params. None means the model's generation_config.
 
         Raises:
-            ValueError: a prompt is bad; the message says which. Requests before it that still run are aborted.
+            ValueError: a prompt is not valid. The message has its number. Earlier requests that still run are aborted.
         """
         prepare = partial(self.prepare, sampling_params=sampling_params)
         preparing = work_ahead(iterate_prompts(requests), prepare, 2 * self.engine.config.max_num_seqs)
@@ -268,12 +282,12 @@ class LLM:
         yield from self._run_requests(wait_for_each())
 
     def stream_tokens(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
-        """Complete one prompt, and yield its text piece by piece as it comes. Joined, the pieces are its `text`.
+        """Complete one prompt, and yield the text of its output piece by piece. All pieces joined are the whole `text`.
 
-        A piece is held back while it may be a part of a character, or the beginning of a stop string.
+        The end of the text is held back while it may be an incomplete character or the beginning of a stop string.
 
         Raises:
-            RuntimeError: the request ended with an error, after its text.
+            RuntimeError: the request ended with an error. The text before the error was yielded.
         """
         tokenizer = self.engine.tokenizer
         request = self.prepare(prompt, sampling_params)
@@ -291,12 +305,12 @@ class LLM:
                         raise RuntimeError(seq.error)
                     return
                 for seq in self.engine.scheduler.running:
-                    text = read_text(seq, tokenizer).rstrip("\ufffd")  # what decoders write for a part of a character
+                    text = read_text(seq, tokenizer).rstrip("\ufffd")  # decoders write U+FFFD for half a character
                     if piece := text[len(given) : max(len(text) - num_held, 0)]:
                         given += piece
                         yield piece
 
-    # ---- nano-vLLM's loop
+    # ---- the loop of the project nano-vLLM, with which this class is compatible: the caller calls step()
 
     @property
     def tokenizer(self) -> Any:
@@ -310,19 +324,20 @@ class LLM:
         return self.tokenizer
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
-        """Queue a request for `step`, and return the number by which `step` calls it."""
+        """Queue a request for `step`, and return the request's number. `step` returns it when the request ends."""
         self.engine.check_free()
         request = self.prepare(prompt, sampling_params)
         if request.params.n > 1:
-            raise refuse(request.params.n, "n", "1 in this loop, which returns one completion a request")
+            raise refuse(request.params.n, "n", "1 in this loop, which returns one completion per request")
         return self.engine.add(request).seq_id
 
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
-        """Run one step of the requests that were added.
+        """Run one step of the queued requests.
 
         Returns:
-            ([(number, token ids) of each request that ended], number of tokens that the step computed). The number is
-            negative if the step only decoded. It is 0 if, with overlap, a step was launched and none was read yet.
+            ([(number, token ids) of each request that ended], count). The count is how many tokens the step computed,
+            as a negative number if the step only decoded. It is 0 if this call read no result: with overlap, the first
+            call only launches a step.
         """
         self.engine.check_free()
         self.engine.last_read = None
@@ -335,7 +350,7 @@ class LLM:
         return ended, -plan.num_tokens if are_decodes else plan.num_tokens
 
     def is_finished(self) -> bool:
-        """Whether every request added has ended."""
+        """Return whether all queued requests have ended."""
         return not self.engine.has_work
 
     def exit(self) -> None:
@@ -353,7 +368,7 @@ class LLM:
 
     @cached_property
     def provenance(self) -> dict[str, str]:
-        """The facts beside requests and options that decide the tokens: the model's digest, versions, devices."""
+        """The facts that decide the tokens, apart from requests and options: the model's digest, versions, devices."""
         return read_provenance(self.engine)
 
     def derive_seed(self, name: str) -> int:
@@ -366,7 +381,7 @@ class LLM:
         return f"token_id:{token_id}" if tokenizer is None else tokenizer.decode([token_id], skip_special_tokens=False)
 
     def observe(self, observer: StepObserver) -> None:
-        """Tell an observer of every step from now on. Programs that measure use this."""
+        """Tell an observer about every step from now on. Benchmarks use this, for example."""
         self.engine.observers.append(observer)
 
     def stats(self) -> dict[str, int]:
@@ -391,19 +406,23 @@ class LLM:
 
 
 def _list_params(params: SamplingParams | Seq[SamplingParams | None] | None, count: int) -> list[SamplingParams | None]:
-    """Return the sampling_params of each of `count` prompts. ValueError if they are neither one nor one each."""
+    """Return the sampling_params of each of `count` prompts.
+
+    Raises:
+        ValueError: `params` is neither one for all prompts nor one per prompt.
+    """
     if params is None or isinstance(params, SamplingParams):
         return [params] * count
     if isinstance(params, (str, Mapping)) or not isinstance(params, Iterable):
-        raise ValueError(f"sampling_params is {quote(params)}; it must be a SamplingParams, or one each")
+        raise ValueError(f"sampling_params is {quote(params)}; it must be one, or a list with one per prompt")
     listed = list(params)
     if len(listed) != count:
-        raise ValueError(f"{len(listed)} sampling_params for {count} prompts; give one for all or one each")
+        raise ValueError(f"{len(listed)} sampling_params for {count} prompts; give one for all, or one per prompt")
     return listed
 
 
 def _list_outputs(outputs: Mapping[int, Output]) -> list[Output]:
-    """Return the outputs in the order of their numbers. A warning says how many requests ended with an error."""
+    """Return the outputs in the order of their numbers. Warn if requests ended with an error."""
     listed = [outputs[i] for i in range(len(outputs))]
     if errors := [output.error for output in listed if output.error is not None]:
         logger.warning("%d of %d requests ended with an error; the first: %s", len(errors), len(listed), errors[0])

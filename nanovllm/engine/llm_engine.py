@@ -1,4 +1,18 @@
-"""The engine's loop: it queues requests, plans and launches steps, and appends what they sampled."""
+"""The engine's loop: it queues requests, plans and launches steps, and appends the tokens that they sampled.
+
+Words that the files of engine/ use (docs/architecture.md has more):
+
+    host        the CPU side, which plans steps. The device runs them.
+    launch      start a step on the device without waiting for its result
+    in flight   launched, and the result is not fetched yet
+    read        a step is read when the host fetches its result
+    resident    a resident sequence has a row and blocks; every other sequence waits or has ended
+    row         the place of a resident sequence in the tables on the device
+    block       a page of the KV cache, with room for block_size tokens
+    slot        the place of one token's keys and values: block * block_size + the token's place in the block
+    draft       a guessed token that a step verifies
+    target      a prompt token that a step scores: the step computes the token's log-probability
+"""
 
 import logging
 import os
@@ -27,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class InFlight:
-    """A step that was launched and is not read yet."""
+    """A step in flight."""
 
     number: int
     step: ScheduledStep
@@ -36,13 +50,13 @@ class InFlight:
 
 
 class LLMEngine:
-    """Owns the control plane and the runner, and moves requests through them.
+    """Moves requests through the scheduler and the runner, and owns both.
 
         request -> Sequence -> waiting -> schedule() -> launch(plan) -> handle.result() -> update() -> output
 
-    `run` takes requests and makes steps until all have ended; `step` is one turn of that loop. At depth 1 a launch is
-    followed by its result. At depth 2 step N + 1 is planned and launched while the device runs step N, and the host
-    reads tokens one step late: the same code, with one more entry in `_in_flight`.
+    `run` takes requests and calls `step` until all requests have ended. At depth 1 the host launches a step and waits
+    for its result. At depth 2 the host plans and launches step N + 1 while the device runs step N, so it reads tokens
+    one step later. The code is the same; at depth 2 `_in_flight` has one more entry.
     """
 
     def __init__(
@@ -59,11 +73,11 @@ class LLMEngine:
         observers: Iterable[StepObserver] = (),
         origin: Path | str = "",
     ) -> None:
-        """Put an engine together from its parts. load.py makes them.
+        """Put an engine together from its parts. load.py makes the parts.
 
         Args:
-            make_editor: called when the first request asks for edits of its logits.
-            origin: the model's folder, or the name of a preset shape.
+            make_editor: makes the `LogitEditor`. It is called when the first request asks for edits of logits.
+            origin: the model's folder, or the name of a preset (a configuration without weights).
         """
         self.config = config
         self.runner = runner
@@ -78,7 +92,7 @@ class LLMEngine:
         self.origin = origin
         self.closed = False
         self.identity = object()
-        """Requests remember this object instead of the engine: they may outlive it, and must not keep its weights."""
+        """A `Request` keeps this object to know its engine. The engine itself would keep the weights in memory."""
         self._make_editor = make_editor
         self._editor: LogitEditor | None = None
         self._num_requests = 0
@@ -87,11 +101,11 @@ class LLMEngine:
         self._running = False
         self._pid = os.getpid()
         self.last_read: ScheduledStep | None = None
-        """The step that was read last."""
+        """The most recent step that was read."""
 
     @property
     def editor(self) -> LogitEditor:
-        """Makes the edits of logits. It is made itself when the first request asks for any."""
+        """The object that makes edits of logits. The first access creates it."""
         if self._editor is None:
             self._editor = self._make_editor()
         return self._editor
@@ -99,16 +113,19 @@ class LLMEngine:
     # ---- requests
 
     def check_free(self) -> None:
-        """Raise a RuntimeError if no run may begin: the engine is closed, of another process, or has a run open."""
+        """Raise a RuntimeError if no step may run now.
+
+        The engine may be closed, it may belong to another process, or a `run` may be unfinished.
+        """
         if self.closed:
             raise RuntimeError("the engine is closed")
         if os.getpid() != self._pid:
-            raise RuntimeError("this process was forked from the one that made the engine: make an engine of its own")
+            raise RuntimeError("this process was forked after the engine was made: make another engine in this process")
         if self._running:
             raise RuntimeError("another generate() or stream() of this engine is open: finish or close it first")
 
     def check_idle(self) -> None:
-        """Raise a RuntimeError if no run may begin: see `check_free`, or requests of add_request() are unfinished."""
+        """Raise a RuntimeError if `check_free` does, or if requests of add_request() are unfinished."""
         self.check_free()
         if self.has_work:
             raise RuntimeError("requests of add_request() are unfinished: call step() until is_finished()")
@@ -121,21 +138,22 @@ class LLMEngine:
             text: the prompt's text, if it was given as text.
 
         Raises:
-            ValueError: the engine cannot run it; names what is wrong, the limit, and the option to change.
+            ValueError: the engine cannot run the request. The message names the bad value, the limit, and the option
+                to change.
         """
         params = self.default_params if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params is {quote(params)}; it must be a SamplingParams")
-        params = params.clone()  # the caller may change theirs while the request runs
+        params = params.clone()  # the caller may change the original while the request runs
         check_request(token_ids, params, self.tokenizer is not None, self.vocab_size, self.config.max_model_len)
         edits = self.editor.read_request(params) if params.edits_logits else None
         return Request(token_ids, params, text, edits, self.identity)
 
     def add(self, request: Request) -> Sequence:
-        """Queue a request: one sequence for each of its n completions. Returns the first, their `lead`.
+        """Queue a request: one sequence per completion. Return the first sequence, the `lead` of the others.
 
-        Seeds are fixed here. The first completion has the request's own seed, or one derived from the engine's seed and
-        the request's number; completion i > 0 has hash(seed, i).
+        Seeds are chosen here. The first completion gets the request's seed. If the request has none, its seed is a hash
+        of the engine's seed and the request's number. Completion i > 0 gets a hash of the first one's seed and i.
         """
         params = request.params
         seed = derive_seed(self.config.seed, self._num_requests) if params.seed is None else params.seed
@@ -149,7 +167,7 @@ class LLMEngine:
     def _queue(self, request: Request, params: SamplingParams, seed: int, lead: Sequence | None = None) -> Sequence:
         tokenizer = self.tokenizer
         prompt = request.prompt_token_ids
-        # Edits cache masks: with a copy, that memory is freed with the sequences, however long the request is kept.
+        # Edits cache masks. A copy lets that memory be freed with the sequences, even if the caller keeps the request.
         edits = copy(request.edits) if lead is None else lead.edits
         seq = Sequence(
             self._num_seqs,
@@ -174,11 +192,12 @@ class LLMEngine:
         return self.scheduler.has_unfinished or bool(self._in_flight)
 
     def run(self, requests: Iterable[Request | None]) -> Generator[list[tuple[int, Sequence]], None, None]:
-        """Run requests; after each step, yield (its number among them, sequence) of every request that the step ended.
+        """Run requests. After each step, yield a list: (number, sequence) of each request that the step ended.
 
-        Requests are taken as they are needed: at most 2 x max_num_seqs wait. None stands for "none at the moment", and
-        the next is asked for after a step; the run ends when none comes and none runs. Ctrl-C is held during a step,
-        and raised after what the step ended was yielded. However this generator is left, no sequence stays behind.
+        The first number is 0. Requests are taken while fewer than 2 x max_num_seqs sequences wait. If `requests` yields
+        None, the next one is taken after a step; the run ends when no request runs. A Ctrl-C during a step is raised
+        after the ended requests were yielded; a second one closes the engine and is raised at once. When the generator
+        is left, in whatever way, the requests that have not ended are aborted.
         """
         self.check_idle()
         self._running = True
@@ -189,6 +208,7 @@ class LLMEngine:
         try:
             incoming = iter(requests)
             while interrupt is None:
+                # An exhausted iterable gives None, too. It may be asked again, so the two cases need not be told apart.
                 while len(self.scheduler.waiting) < 2 * self.config.max_num_seqs and (request := next(incoming, None)):
                     numbers[self.add(request)] = num_taken
                     num_taken += 1
@@ -198,7 +218,7 @@ class LLMEngine:
                     raise RuntimeError("the engine was closed while requests were running")
                 finished: list[Sequence] = []
                 try:
-                    with hold:
+                    with hold:  # raises a held Ctrl-C at its end, when `finished` has its value
                         finished = self.step()
                 except KeyboardInterrupt as error:
                     interrupt = error
@@ -206,21 +226,24 @@ class LLMEngine:
         finally:
             self._running = False
             if not self.closed:
-                with hold:  # a second Ctrl-C, after the step, must not leave sequences half aborted
+                with hold:  # a Ctrl-C that comes now must not stop this call halfway
                     self.abort_all()
             if interrupt is not None:
                 raise interrupt
 
     def step(self) -> list[Sequence]:
-        """Make one turn of the loop: launch the next step if there is one, then read the oldest if the pipe is full.
+        """Launch the next step if one can be planned. Then read the oldest step in flight.
 
-        Returns the sequences that ended. After an exception the engine has no requests and an empty prefix cache; it
-        is closed if its runner has a reason to.
+        It is not read yet if a step was launched and fewer than `depth` steps are in flight.
+
+        Returns:
+            The lead of each request that ended. After an exception the engine has no requests, and its prefix cache is
+            empty. The engine is closed if the runner cannot go on.
         """
         scheduler = self.scheduler
         try:
             clock = Clock()
-            # The edits of the next step may depend on a token that is in flight: then that token is read first.
+            # The edits of the next step may depend on a token of a step in flight. Then that step is read first.
             must_read_first = self._in_flight and scheduler.needs_known_tokens
             step = None if must_read_first else scheduler.schedule()
             if step is not None:
@@ -228,8 +251,9 @@ class LLMEngine:
                 if scheduler.speculation is not None:
                     scheduler.speculation.write_drafts(step)
                     clock.span("draft")
+                planned_at = clock.spans[0][1]  # the first span is (name, start, duration) of schedule()
                 for observer in self.observers:
-                    observer.planned(self.num_steps + 1, clock.spans[0][1], step)
+                    observer.planned(self.num_steps + 1, planned_at, step)
                 clock.resume()
                 edits = self.editor.collect(step) if scheduler.edited_rows else None
                 handle = self.runner.launch(step.plan, edits)
@@ -246,7 +270,7 @@ class LLMEngine:
             raise
 
     def _read_oldest(self) -> list[Sequence]:
-        """Wait for the oldest launched step and append its tokens; returns the lead of each request that ended."""
+        """Read the oldest step in flight and append its tokens. Return the lead of each request that ended."""
         launched, result = self._await_oldest()
         self.last_read = launched.step
         speculation = self.scheduler.speculation
@@ -256,7 +280,7 @@ class LLMEngine:
                 speculation.note_end(seq)
             if seq.finish_reason == "error":
                 grammar_error = seq.grammar.get_error().split("\n")[0] if seq.grammar is not None else ""
-                reason = grammar_error or "the logits hold NaN or infinity, or no token that may come"
+                reason = grammar_error or "the logits hold NaN or infinity, or they allow no token"
                 num_output = len(seq.output_token_ids)
                 seq.error = (
                     f"request {seq.seq_id}, step {launched.number}, after {num_output} tokens of output: {reason}"
@@ -264,7 +288,7 @@ class LLMEngine:
         launched.clock.span("update")
         for observer in self.observers:
             observer.finished(launched.number, launched.step, launched.clock, result)
-        # A request with several completions ends with the last of them.
+        # A request ends when all its completions have ended. The dict is a set that keeps the order of its elements.
         leads = dict.fromkeys(seq.lead or seq for seq in finished)
         return [lead for lead in leads if all(seq.finish_reason for seq in (lead, *lead.others))]
 
@@ -276,7 +300,10 @@ class LLMEngine:
         return launched, result
 
     def _recover(self) -> None:
-        """After a failed step, drop every sequence and the prefix cache: nobody knows what the KV cache holds."""
+        """Clean up after a failed step. Close the engine if the runner cannot go on.
+
+        Otherwise drop every sequence and the prefix cache, because the KV cache may now hold wrong values.
+        """
         if (reason := self.runner.reason_to_close()) is not None:
             logger.error("the engine is closed: %s", reason)
             self.close()
@@ -292,15 +319,15 @@ class LLMEngine:
                 for observer in self.observers:
                     observer.finished(launched.number, launched.step, launched.clock, result)
             except Exception as error:
-                logger.warning("a step in flight failed too: %s", error)
+                logger.warning("another launched step failed, too: %s", error)
         self.scheduler.abort_all()
 
     def make_output(self, seq: Sequence) -> Output:
-        """Return the output of a request that has ended, all its completions included; `seq` is its lead."""
+        """Return the output of a request that has ended, with all its completions. `seq` is the first completion."""
         return make_output(seq, self.tokenizer)
 
     def stats(self) -> dict[str, int]:
-        """Return cumulative counts since the engine was made, and the blocks that are free now."""
+        """Return counts since the engine was made, and how many blocks there are and are free now."""
         scheduler = self.scheduler
         speculation = scheduler.speculation
         return {
@@ -316,11 +343,11 @@ class LLMEngine:
         }
 
     def close(self) -> None:
-        """Free the model and the cache. Closing twice is allowed; anything else on a closed engine is refused."""
+        """Free the model and the KV cache. Closing twice is allowed. A closed engine runs no requests."""
         if not self.closed:
             self.closed = True
             self._in_flight.clear()
-            self._editor = None  # it may hold memory on the device
+            self._editor = None  # an editor may hold memory on the device
             try:
                 self.scheduler.abort_all()
             finally:

@@ -1,4 +1,8 @@
-"""Chooses which sequences run in the next step and how many tokens of each, and hands them what a step sampled."""
+"""Plans steps and handles their results.
+
+`Scheduler.schedule` chooses which sequences run in the next step, and how many tokens of each. `Scheduler.update`
+appends the sampled tokens to the sequences. llm_engine.py explains the words.
+"""
 
 from collections import deque
 from collections.abc import Mapping
@@ -16,12 +20,19 @@ from nanovllm.outputs import FinishReason
 
 
 class Scheduler:
-    """Plans steps for the sequences it holds, and appends to them what the steps sampled.
+    """Holds all sequences that have not ended, plans steps for them, and appends the tokens that the steps sampled.
 
-    One rule instead of phases: a step computes the tokens of a sequence that are not computed yet, as far as the step's
-    token budget lasts. Running sequences come first, in order of admission, then waiting ones, in order. Admission
-    stops when the budget is spent. So only the last running sequence can need more than one token, at most one prompt
-    of a step is cut, and no more sequences run than the budget has tokens.
+    There are no separate prefill and decode steps. Every step computes tokens that are not computed yet, until its
+    token budget (max_num_batched_tokens) is spent. Running sequences come first, in order of admission; then waiting
+    sequences are admitted, in order. Drafts get what is left of the budget. Three things follow:
+
+    * A sequence is admitted only if the budget had room for all tokens of the sequences before it. So every running
+      sequence but the last needs at most one token per step, drafts not counted.
+    * So at most one prompt is cut in a step: the last one, which is computed in chunks.
+    * An admission needs a token of the budget that no running sequence needs. So each running sequence always gets one.
+
+    A step that preempts a sequence admits nobody. The preempted sequence is now the first in the queue, and a moment
+    ago there were no blocks for it. Such a step verifies no drafts either, because drafts take blocks, too.
     """
 
     def __init__(
@@ -34,18 +45,19 @@ class Scheduler:
     ) -> None:
         self.block_manager = block_manager
         self.speculation: Speculator | None = None
-        """load.py sets it afterwards, because a speculator is made with its scheduler."""
+        """load.py sets this later, because a speculator needs the scheduler when it is made."""
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[Sequence] = deque()
         self.table = RowTable(max_num_seqs)
         self.blocks = BlockTables(block_manager, self.table)
         self._scoring: dict[int, Sequence] = {}
-        """By row: the sequences whose prompt is still to be scored, and those that are only scored."""
+        """{row: sequence} of sequences with prompt tokens that are not scored yet, and of all that are only scored."""
         self.edited_rows: set[int] = set()
         """Rows of sequences that ask for edits of their logits."""
         self.may_stop = np.zeros(vocab_size + 1, bool)
-        """By token id: whether it is a stop token of any sequence ever added. No other id needs `Sequence.check_end`,
-        as long as num_known is at most `RowTable.unchecked_until`. The last element is for id -1, a failed sample."""
+        """may_stop[id] is True if the token id is a stop token of any sequence ever added. Another token cannot
+        end a sequence while num_known is at most `RowTable.unchecked_until`; `Sequence.check_end` is not called then.
+        The last element is for id -1, a failed sample: numpy reads index -1 as the last one."""
         self.may_stop[-1] = True
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
@@ -68,14 +80,14 @@ class Scheduler:
 
     @property
     def needs_known_tokens(self) -> bool:
-        """True if the next step's edits of logits depend on tokens that launched steps are still sampling."""
+        """True if the next step's edits of logits depend on tokens that steps in flight sample."""
         all_edits = (self.table.resident[row].edits for row in self.edited_rows)
         return any(edits is not None and edits.needs_known_tokens for edits in all_edits)
 
     # ---- schedule
 
     def schedule(self) -> ScheduledStep | None:
-        """Plan the next step and return it; None if nothing can be computed before a launched step is read."""
+        """Plan the next step and return it. Return None if every sequence must wait until a step in flight is read."""
         rows, ends, has_preempted = self._schedule_running()
         admitted: list[Sequence] = []
         if not has_preempted:
@@ -86,13 +98,15 @@ class Scheduler:
         return self._make_step(rows, ends, admitted) if len(rows) else None
 
     def _schedule_running(self) -> tuple[Rows, IntArray, bool]:
-        """Choose the running rows that compute in this step, and take the blocks that they lack.
+        """Choose the running rows that compute tokens in this step, and take the blocks that they need.
 
-        While the pool has too few blocks, the most recently admitted sequence is preempted, possibly the one that needs
-        them. This ends: the pool holds at least one sequence of any allowed length.
+        While the pool has too few free blocks, the sequence that was admitted last is preempted, even if it is itself
+        the one that needs blocks. The loop ends, because the pool has blocks enough for any one sequence.
 
         Returns:
-            The rows, in order of admission; up to which token each computes; and whether a sequence was preempted.
+            rows: the chosen rows, in order of admission.
+            ends: int32 [len(rows)]; each row computes its tokens before this index.
+            has_preempted: whether a sequence was preempted.
         """
         table = self.table
         budget = self.max_num_batched_tokens
@@ -103,6 +117,7 @@ class Scheduler:
             ends = np.minimum(table.num_tokens[rows], table.num_needed[rows])
             num_scheduled = ends - num_computed
             if num_scheduled.sum() > budget:
+                # Each row gets at most what the rows before it leave of the budget, and at least 0.
                 spent_before = num_scheduled.cumsum() - num_scheduled
                 num_scheduled = np.clip(budget - spent_before, 0, num_scheduled).astype(np.int32)
                 ends = num_computed + num_scheduled
@@ -120,13 +135,16 @@ class Scheduler:
         return rows, ends, has_preempted
 
     def _admit(self, rows: Rows, ends: IntArray) -> tuple[Rows, IntArray, list[Sequence]]:
-        """Admit waiting sequences, in order, while rows, blocks and budget last; each takes all its blocks at once.
+        """Admit waiting sequences, in order, until rows, blocks or the budget run out.
+
+        An admitted sequence takes the blocks for all its present tokens at once, even if this step computes only some.
 
         Args:
-            rows: the running rows that compute in this step, up to the token `ends` of each.
+            rows: the running rows that compute tokens in this step.
+            ends: int32 [len(rows)]; each row computes its tokens before this index.
 
         Returns:
-            Rows and ends with those of the admitted sequences behind them, and the admitted sequences.
+            `rows` and `ends`, each followed by the values of the admitted sequences; and the admitted sequences.
         """
         table = self.table
         manager = self.block_manager
@@ -136,7 +154,9 @@ class Scheduler:
         while self.waiting and table.has_free_row and budget > 0:
             seq = self.waiting[0]
             if seq.num_in_flight:
-                break  # it was preempted, and its next token is still to come: it would be computed without it
+                # A preempted sequence waits until all its sampled tokens are read, because it is computed again with
+                # them. The loop does not skip it: sequences are admitted in order, so nobody overtakes it.
+                break
             hits = manager.find_prefix(seq)
             num_wanted = min(len(seq.token_ids), seq.num_needed)
             num_new = manager.blocks_for(num_wanted) - len(hits)
@@ -155,7 +175,7 @@ class Scheduler:
         return np.concatenate((rows, new_rows)), np.concatenate((ends, np.array(new_ends, np.int32))), admitted
 
     def _move_in(self, seq: Sequence, num_cached: int) -> None:
-        """Give a sequence a row. The KV of its first num_cached tokens was found in the prefix cache."""
+        """Give a sequence a row. The prefix cache has the keys and values of its first num_cached tokens."""
         self.table.move_in(seq, num_cached)
         if seq.is_only_scored or seq.next_scored < seq.num_prompt_tokens:
             self._scoring[seq.row] = seq
@@ -163,31 +183,40 @@ class Scheduler:
             self.edited_rows.add(seq.row)
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = num_cached
-            if seq.lead is None:  # a prompt counts once, however often it is completed
+            if seq.lead is None:  # with n > 1 a prompt counts only once: for its first completion
                 self.num_prompt_tokens += seq.num_prompt_tokens
                 self.num_cached_tokens += num_cached
 
     def _make_step(self, rows: Rows, ends: IntArray, admitted: list[Sequence]) -> ScheduledStep:
-        """Make the step that computes each row's tokens up to `ends`, and count it in the row table as launched."""
+        """Make the step that computes each row's tokens before `ends`. The row table then counts the step as launched.
+
+        Args:
+            admitted: the sequences that are new in this step.
+        """
         table = self.table
         num_computed = table.num_computed[rows]
         num_scheduled = ends - num_computed
         num_tokens = int(num_scheduled.sum())
         if num_tokens > len(rows):
+            # False sorts before True, and a stable sort keeps the order of equals: so decodes come first.
             decodes_first = np.argsort(num_scheduled > 1, kind="stable")
             rows = rows[decodes_first]
             ends = ends[decodes_first]
             num_computed = num_computed[decodes_first]
             num_scheduled = num_scheduled[decodes_first]
+        # The plan has the ids of tokens with an index below `num_sent` (see RowTable). A row beyond that computes one
+        # token, which the device sampled in an earlier step: -1 stands for it.
         token_ids = np.full(num_tokens, -1, np.int32)
         is_sent = num_computed < table.num_sent[rows]
         if np.count_nonzero(is_sent):
             firsts = num_scheduled.cumsum() - num_scheduled
             for row, first, start, end in np.stack((rows, firsts, num_computed, ends), 1)[is_sent].tolist():
                 known = table.resident[row].token_ids[start:end]
-                token_ids[first : first + len(known)] = known  # the speculator writes the drafts that follow
+                token_ids[first : first + len(known)] = known  # later the speculator writes drafts after them
+        # A row that computes its last token samples one token, and one more per draft. `ends` counts the drafts, too.
+        # A row that computes only a part of its tokens samples none: for it the difference is at most 0.
         num_before = table.num_tokens[rows]
-        num_sampled = np.maximum(ends + 1 - num_before, 0)  # drafts included
+        num_sampled = np.maximum(ends + 1 - num_before, 0)
         num_scored = np.zeros(len(rows), np.int32)  # np.zeros_like takes ten times as long
         scored: Seq[Scored] = ()
         targets = NO_TARGETS
@@ -206,6 +235,7 @@ class Scheduler:
             block_entries=self.blocks.take_new_entries(),
             new_rows=pack_sampling(admitted, len(self.may_stop) - 1),
         )
+        # Pass `rows` itself, not a copy, if possible: it may be the object `table.order`, see `RowTable.sequences`.
         sampled = rows if np.count_nonzero(num_sampled) == len(rows) else rows[num_sampled > 0]
         return ScheduledStep(plan, table.sequences(sampled), sampled, table.num_releases, scored)
 
@@ -218,12 +248,16 @@ class Scheduler:
         logprobs: Mapping[int, dict[int, float]] = {},
         scores: Seq[dict[int, float]] = (),
     ) -> list[Sequence]:
-        """Append what a step sampled and scored; return the sequences that ended by it, whose rows and blocks are free.
+        """Append the tokens and scores of a step to its sequences.
 
         Args:
-            token_ids: int32 [num_sampled in all]; -1 where the logits were no distribution, which ends a sequence.
-            logprobs: for tokens whose request asked for them, {index in token_ids: {token id: log-probability}}.
-            scores: {token id: log-probability} for each of the plan's targets.
+            token_ids: int32 [sum of num_sampled]. A -1 means that the logits were not a valid distribution; it ends the
+                sequence.
+            logprobs: {index in token_ids: {token id: log-probability}}, for requests that asked for log-probabilities.
+            scores: {token id: log-probability} per target of the plan.
+
+        Returns:
+            The sequences that have ended with this step. They no longer have rows or blocks.
         """
         table = self.table
         rows = step.rows
@@ -231,11 +265,13 @@ class Scheduler:
         finished = self._add_scores(step, scores) if step.scored else []
         if self.speculation is not None and len(token_ids) > len(seqs):
             return finished + self.speculation.update(step, token_ids, logprobs)
+        # This comes before the next block, which changes `seqs`: the keys of logprobs are indices of the whole list.
         for i, values in logprobs.items():
             if seqs[i].finish_reason is None:
                 seqs[i].logprobs.append(values)
         if table.num_releases > step.num_releases:
-            is_resident = table.released_at[rows] <= step.num_releases  # the release clock: see RowTable
+            # Some sequences may have lost their row since this step was planned: RowTable explains the release clock.
+            is_resident = table.released_at[rows] <= step.num_releases
             for i in np.flatnonzero(~is_resident).tolist():
                 if self._deliver_late(seqs[i], int(token_ids[i])):
                     finished.append(seqs[i])
@@ -255,7 +291,7 @@ class Scheduler:
         return finished + ended
 
     def _add_scores(self, step: ScheduledStep, scores: Seq[dict[int, float]]) -> list[Sequence]:
-        """Give the sequences of a step their scores; returns the sequences that end with them."""
+        """Give the sequences of a step their scores. Return the sequences that end after their last scores."""
         ended = step.share_scores(scores)
         for seq, reason in ended:
             if reason == "error":
@@ -264,10 +300,12 @@ class Scheduler:
         return [seq for seq, _ in ended]
 
     def _deliver_late(self, seq: Sequence, token_id: int) -> bool:
-        """Handle a token for a sequence that has lost its row since: drop it if the sequence has ended; append it if
-        the sequence was preempted.
+        """Handle a token for a sequence that lost its row after the step was planned.
 
-        Returns True if the token ends the sequence.
+        If the sequence has ended, drop the token. If it was preempted, append the token.
+
+        Returns:
+            Whether the token ends the sequence.
         """
         if seq.finish_reason is not None:
             return False
@@ -276,13 +314,14 @@ class Scheduler:
         self.num_generated_tokens += 1
         if not self.check_end(seq):
             return False
-        self.waiting.remove(seq)  # near the front, where the preempted are
+        self.waiting.remove(seq)  # fast: preempted sequences are near the front, where the search begins
         return True
 
     def check_end(self, seq: Sequence) -> bool:
-        """Return whether the token that was just appended ends a sequence: see `Sequence.check_end`.
+        """Return whether the token that was appended last ends the sequence: see `Sequence.check_end`.
 
-        After an error the token is not counted, and the sequence's blocks are forgotten: their KV may be broken, too.
+        After an error the token is not counted. The sequence's blocks are forgotten, because their keys and values may
+        be wrong, too.
         """
         reason = seq.check_end()
         if reason == "error":
@@ -293,19 +332,19 @@ class Scheduler:
     # ---- leaving
 
     def end(self, seq: Sequence, reason: FinishReason) -> None:
-        """End a sequence now, unless it has ended. Tokens that launched steps still sample for it will be dropped."""
+        """End a sequence now, unless it has ended. Tokens that steps in flight sample for it will be dropped."""
         if seq.finish_reason is None:
             if seq.row >= 0:
                 self.release(seq)
             else:
-                self.waiting.remove(seq)  # a preempted one is near the front
+                self.waiting.remove(seq)  # fast for preempted sequences: they are near the front
             seq.finish_reason = reason
 
     def abort_all(self) -> None:
-        """End every sequence. The caller has read or dropped all launched steps."""
+        """End every sequence. Before this, the caller must read or drop all steps in flight."""
         for seq in [*self.running, *self.waiting]:
             self.end(seq, "abort")
-        self.blocks.take_new_entries()  # of a step that was planned and, after an error, never launched
+        self.blocks.take_new_entries()  # drops entries of a step that an error stopped between planning and launch
 
     def _preempt(self) -> None:
         """Take row and blocks from the sequence that was admitted last, and put it at the front of the queue.
@@ -313,16 +352,20 @@ class Scheduler:
         Its tokens are computed again when it is admitted again.
         """
         table = self.table
-        row, seq = next(reversed(table.resident.items()))
+        row, seq = next(reversed(table.resident.items()))  # the last item: a dict keeps the order of insertion
         seq.num_in_flight = int(table.num_tokens[row] - table.num_known[row])
         if seq.is_only_scored and table.num_computed[row] == seq.num_needed:
-            seq.num_in_flight = 1  # the step with its last scores
+            seq.num_in_flight = 1  # it samples nothing, but the step with its last scores is in flight
         self.release(seq)
         self.waiting.appendleft(seq)
         self.num_preemptions += 1
 
     def release(self, seq: Sequence) -> None:
-        """Free a sequence's blocks and row at once. Steps run in order, so a later step may already use them."""
+        """Free a sequence's blocks and row at once.
+
+        A step in flight may still write into these blocks. The step of a new owner is launched later, and the device
+        runs steps in order, so the new owner's data replace what was written.
+        """
         self.blocks.release(seq)
         self._scoring.pop(seq.row, None)
         self.edited_rows.discard(seq.row)

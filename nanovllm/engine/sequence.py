@@ -18,7 +18,7 @@ MASK_64 = 2**64 - 1
 
 
 class GrammarMatcher(Protocol):
-    """Follows one output through its grammar. llguidance's LLMatcher is one."""
+    """Checks the tokens of one output against a grammar, one after another. llguidance's LLMatcher is such a class."""
 
     def consume_token(self, token_id: int) -> bool:
         """Advance by one token; returns False if the grammar does not allow it."""
@@ -27,39 +27,39 @@ class GrammarMatcher(Protocol):
         """Return whether the output is complete: the grammar allows nothing more."""
 
     def is_error(self) -> bool:
-        """Return whether the matcher has failed; its mask then allows the end-of-sequence token."""
+        """Return whether the matcher has failed. A failed matcher allows only the end-of-sequence token."""
 
     def get_error(self) -> str:
-        """Return why it has failed; "" if it has not."""
+        """Return why the matcher has failed; "" if it has not failed."""
 
 
 class RequestEdits(Protocol):
-    """The edits of logits that one request asks for. A `LogitEditor` makes it (engine/hooks.py)."""
+    """The edits of logits that one request asks for. A `LogitEditor` (engine/hooks.py) makes this object."""
 
     @property
     def needs_known_tokens(self) -> bool:
-        """True if the edits of a step depend on the tokens sampled before: the host must have read those."""
+        """True if the edits depend on all earlier tokens. The host must read those before it plans the next step."""
 
     @property
     def allows_drafts(self) -> bool:
-        """True if the edits after a drafted token are known before the step runs."""
+        """True if the edits for the token after a draft can be computed before the step runs."""
 
     def new_matcher(self) -> GrammarMatcher | None:
-        """Return a matcher at the start of the request's grammar, for one completion; None without a grammar."""
+        """Return a matcher for one completion, at the start of the request's grammar; None if there is no grammar."""
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A tokenised and validated prompt, and how to sample it. `LLMEngine.prepare` makes it."""
+    """A tokenised and validated prompt with its sampling_params. `LLMEngine.prepare` makes it."""
 
     prompt_token_ids: list[int]
     params: SamplingParams
     prompt: str | None
     """The text that was tokenised; None if the caller gave token ids."""
     edits: RequestEdits | None
-    """The edits of its logits; None if it asks for none."""
+    """The edits of the request's logits; None if the request asks for no edits."""
     engine: object
-    """The `identity` of the engine that prepared it: its limits hold for no other engine."""
+    """The `identity` of the engine that prepared the request. Only that engine may run it, because limits differ."""
 
 
 def derive_seed(engine_seed: int, key: int | str) -> int:
@@ -73,7 +73,7 @@ def check_request(
 ) -> None:
     """Raise a ValueError if the engine cannot run a prompt with these params.
 
-    The message names what is wrong, the limit, and the option to change.
+    The message names the bad value, the limit, and the option to change.
     """
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
         if bad := [i for i in getattr(params, name) or () if not 0 <= i < vocab_size]:
@@ -82,8 +82,8 @@ def check_request(
         raise ValueError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
     if not token_ids:
         raise ValueError("the prompt is empty; it must have at least one token")
-    # There must be room for one generated token. A request that is only scored generates none, and the last token of
-    # its prompt is never computed.
+    # A prompt that generates needs room for one more token, so its limit is max_model_len - 1. A prompt that is only
+    # scored generates nothing, and the model never computes its last token, so its limit is max_model_len + 1.
     most = max_model_len + (1 if params.max_tokens == 0 else -1)
     if len(token_ids) > most:
         raise ValueError(
@@ -103,9 +103,12 @@ class Sequence:
     It is resident from admission until it ends or is preempted. Counts that change with every token of a resident
     sequence are in the scheduler's `RowTable`, not here.
 
-    It owns three facts. Its end: `check_end` decides whether a token ends it, and how; aborts and last scores end it
-    through `Scheduler.end`. Its log-probabilities: `logprobs` has an entry for each token of output, `prompt_logprobs`
-    one for each prompt token. Its text, as far as stop strings matter: `stop_matcher`.
+    This class knows three facts that no other class knows:
+
+        how it ended       `check_end` decides after each token. `Scheduler.end` ends a sequence that is aborted, or
+                           that has received its last scores.
+        log-probabilities  `logprobs` has an entry per token of output, `prompt_logprobs` an entry per prompt token.
+        the text           `stop_matcher` decodes the output, if there are stop strings to find in it.
     """
 
     def __init__(
@@ -128,60 +131,67 @@ class Sequence:
         self.params = params
         self.seed = seed
         self.token_ids = array("i", prompt_token_ids)
-        """Prompt and output, as far as the host knows them. A token in flight is not here yet."""
+        """The prompt, and the output that the host has read. A token of a step in flight is not here yet."""
         self.num_prompt_tokens = len(self.token_ids)
         max_tokens = max_model_len if params.max_tokens is None else params.max_tokens
+        # The outer max() is for a prompt that is only scored: it may have one token more than max_model_len.
         self.limit = max(min(self.num_prompt_tokens + max_tokens, max_model_len), self.num_prompt_tokens)
         """Prompt and output together have at most this many tokens."""
         self.num_needed = max(self.limit - 1, 1)
-        """Upper bound of the tokens whose keys and values are needed: nothing follows the last token."""
+        """At most this many tokens are computed: all but the last, which no token follows. At least 1."""
         scores_from = self.num_prompt_tokens if params.prompt_logprobs is None else max(params.prompt_logprob_start, 1)
         self.next_scored = scores_from
-        """The first prompt token that no launched step scores; num_prompt_tokens when none is left."""
+        """Index of the first prompt token that no launched step scores. It is num_prompt_tokens if all are scored."""
         self.prompt_logprobs: list[dict[int, float] | None] = [None] * scores_from
-        """The same for each prompt token as far as it is scored; None for tokens that are not to be scored."""
+        """{token id: log-probability} per prompt token whose score the host has read; None before the first scored."""
         self._eos_ids = frozenset[int]() if params.ignore_eos else eos_token_ids
         self.stop_ids = self._eos_ids | frozenset(params.stop_token_ids or ())
-        """Token ids that end it."""
+        """Token ids that end the sequence."""
         self.stop_matcher = stop_matcher
         self.edits = edits
-        """The edits of its logits; None if it asks for none."""
+        """The edits of the sequence's logits; None if the request asks for no edits."""
         self.grammar = edits.new_matcher() if edits is not None else None
-        """Follows its output through its grammar; None without one."""
+        """Checks the output against the request's grammar; None if there is no grammar."""
         self.lead = lead
-        """With n > 1: the first completion. None in the first itself."""
+        """The first completion of the same request. In the first completion it is None."""
         self.others: list[Sequence] = []
-        """With n > 1, in the first completion: the n - 1 others."""
+        """In the first completion: the request's n - 1 other completions. In the others it is empty."""
         self.row = -1
-        """Its row in the device's tables; -1 while it is not resident. Only `RowTable` sets it."""
+        """The sequence's row in the device's tables; -1 while it is not resident. Only `RowTable` sets it."""
         self.block_table: list[int] = []
-        """Its blocks in order, while it is resident. Only `BlockTables` changes it."""
+        """The sequence's blocks in order, while it is resident. Only `BlockTables` changes this list."""
         self.digests: list[bytes] = []
-        """Prefix digests of its full blocks, as far as they were needed: no block is hashed twice."""
+        """Prefix digests of the first full blocks. They are kept, so that no block is hashed twice."""
         self.drafting: Any = None
-        """The `Speculator`'s notes about it."""
+        """Only the `Speculator` uses this."""
         self.num_in_flight = 0
-        """After a preemption: results of launched steps that it must wait for before it is admitted again."""
+        """After a preemption: how many results of launched steps must arrive before the sequence is admitted again."""
         self.num_cached_tokens: int | None = None
-        """Prompt tokens found in the prefix cache when it was admitted first; None before that."""
+        """How many prompt tokens the prefix cache had at the first admission; None before it."""
         self.finish_reason: FinishReason | None = None
-        """None until it has ended."""
+        """None until the sequence has ended."""
         self.stop_reason: int | str | None = None
-        """The stop string, or the id in stop_token_ids, that ended it; None for the model's own end of sequence."""
+        """The stop string, or the id in stop_token_ids, that ended the sequence; None if anything else ended it."""
         self.error: str | None = None
-        """With finish_reason "error": what went wrong."""
+        """A message if finish_reason is "error"; otherwise None."""
         self.logprobs: list[dict[int, float]] = []
-        """For each token of output {token id: log-probability}; empty unless params.logprobs asks for them."""
+        """{token id: log-probability} per token of output; empty unless params.logprobs asks for this."""
 
     @property
     def is_only_scored(self) -> bool:
-        """True if it ends when its prompt is scored. The last prompt token is then a target, and never computed."""
+        """True if the sequence ends when its prompt is scored.
+
+        The last prompt token is then only a target: its score comes from the token before, so it is never computed.
+        """
         return self.params.max_tokens == 0
 
     @property
     def max_cached_tokens(self) -> int:
-        """Upper bound of a prefix-cache hit. A token whose successor is scored needs logits, so it must be computed;
-        so must the last token."""
+        """The prefix cache may supply at most this many tokens; all later tokens are computed.
+
+        A token is computed if its logits are needed: they score the next prompt token, or the first output is sampled
+        from them.
+        """
         return (self.next_scored if self.next_scored < self.num_prompt_tokens else len(self.token_ids)) - 1
 
     @property
@@ -193,16 +203,18 @@ class Sequence:
         return self.token_ids[self.num_prompt_tokens :].tolist()
 
     def check_end(self) -> FinishReason | None:
-        """Decide whether the last token ends the sequence; sets finish_reason and stop_reason, and returns the former.
+        """Decide whether the last token ends the sequence. Set finish_reason and stop_reason; return finish_reason.
 
-        The scheduler calls it once after each token, in order, because stop strings and grammars follow the text. It
-        may leave the call out only for tokens that `Scheduler.may_stop` and `RowTable.unchecked_until` rule out.
+        The scheduler calls this once per token, in order, because stop strings and grammars need every token. It skips
+        the call if `Scheduler.may_stop` and `RowTable.unchecked_until` show that the token cannot end the sequence.
         """
         token_id = self.token_ids[-1]
         grammar = self.grammar
-        # -1: the logits were no distribution. A grammar that has failed lets an end of sequence pass, which is no end.
+        # Token id -1: the logits were not a valid distribution. A grammar that has failed accepts the end-of-sequence
+        # token, which then is not a valid end: so is_error() is checked, too.
         if token_id < 0 or (grammar is not None and (not grammar.consume_token(token_id) or grammar.is_error())):
             self.token_ids.pop()
+            # The bad token may have an entry in logprobs, so the list is cut to the length of the output.
             del self.logprobs[len(self.token_ids) - self.num_prompt_tokens :]
             self.finish_reason = "error"
         elif token_id in self.stop_ids:

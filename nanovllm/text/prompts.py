@@ -1,4 +1,4 @@
-"""From prompts and conversations, in every form that users give them, to token ids."""
+"""Turns prompts and conversations, in every form that users give them, into token ids."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.utils.checks import as_integer, quote
 
 BATCH = 256
-"""Texts that are tokenised at a time: enough for all cores, and few enough that the bar moves."""
+"""How many texts one call tokenises: enough to keep all cores busy, and few enough to move the progress bar often."""
 
 Prompt = str | list[int] | Mapping[str, Any]
 """A text, token ids, or a dict with "prompt" (a text) or "prompt_token_ids", as in vLLM.
@@ -19,12 +19,12 @@ Prompt = str | list[int] | Mapping[str, Any]
 In a dict with both, the token ids are run, and the text is only shown in the output."""
 
 Message = Mapping[str, Any]
-"""{"role": ..., "content": ...}; the content is a string, or OpenAI's list of parts, all of them text."""
+"""{"role": ..., "content": ...}. The content is a string, or a list of text parts as in OpenAI's API."""
 
 
 class TokenisedPrompt(NamedTuple):
     text: str | None
-    """None for a prompt that was given as token ids alone."""
+    """None for a prompt that was given only as token ids."""
     token_ids: list[int]
 
 
@@ -33,8 +33,8 @@ def name_errors(kind: str, number: int, count: int | None = None) -> Iterator[No
     """Put "prompt 3: " before the message of a ValueError that is raised within this block.
 
     Args:
-        kind: the word before the number, as "prompt".
-        count: how many there are. With 1 the message stays as it is.
+        kind: the word before the number, for example "prompt".
+        count: how many prompts there are; None if nobody knows. If there is 1, the message stays as it is.
     """
     try:
         yield
@@ -46,7 +46,11 @@ def name_errors(kind: str, number: int, count: int | None = None) -> Iterator[No
 
 
 def list_prompts(prompts: Any) -> list[Any]:
-    """Return one prompt or several as a list. A list of numbers is one prompt. ValueError if it is neither."""
+    """Return a list of prompts, given one prompt or several. A list of numbers is one prompt.
+
+    Raises:
+        ValueError: `prompts` is not a prompt and not a list.
+    """
     if hasattr(prompts, "tolist"):  # a tensor or an array
         prompts = prompts.tolist()
     if isinstance(prompts, (str, Mapping)):
@@ -54,12 +58,16 @@ def list_prompts(prompts: Any) -> list[Any]:
     if isinstance(prompts, (bytes, bytearray)) or not isinstance(prompts, Iterable):
         raise ValueError(f"prompts is {quote(prompts)}; it must be a string, a list of token ids, or a list of prompts")
     prompts = list(prompts)
+    # A number may also be an array of numpy or torch with 0 dimensions. Other types have no `ndim`: 1 says "no number".
     is_one = bool(prompts) and all(isinstance(p, Number) or getattr(p, "ndim", 1) == 0 for p in prompts)
     return [prompts] if is_one else prompts
 
 
 def iterate_prompts(requests: Any) -> Iterable[Any]:
-    """Return the prompts to iterate over: a generator is taken lazily, anything else is read by `list_prompts`."""
+    """Return the prompts as an iterable. A generator is returned as it is, so that it is read lazily.
+
+    Anything else is read by `list_prompts`.
+    """
     is_lazy = isinstance(requests, Iterable) and not isinstance(requests, Sequence | Mapping)
     return requests if is_lazy and not hasattr(requests, "tolist") else list_prompts(requests)
 
@@ -94,7 +102,7 @@ def read_prompt(prompt: Any) -> tuple[str | None, list[int] | None]:
     if isinstance(prompt, (bytes, bytearray, Mapping)) or not isinstance(prompt, Iterable):
         raise ValueError(f"a prompt is {quote(prompt)}; it must be a string, a list of token ids, or a dict of either")
     token_ids: list[Any] = list(prompt)
-    if set(map(type, token_ids)) != {int}:  # the common case is checked at once; the slow way also reads numpy's
+    if set(map(type, token_ids)) != {int}:  # a fast check: most prompts have only ints. as_integer also reads numpy's
         token_ids = [as_integer(i, "a token id of the prompt") for i in token_ids]
     return text, token_ids
 
@@ -108,7 +116,7 @@ def tokenise_prompts(
     add_special_tokens: bool = True,
     show: bool = False,
 ) -> list[TokenisedPrompt]:
-    """Read prompts, and tokenise those that are texts: in batches, each on all cores.
+    """Read all prompts, and tokenise the texts among them. The tokenizer uses all cores for each batch of texts.
 
     Args:
         kind: what error messages call a prompt.
@@ -116,7 +124,8 @@ def tokenise_prompts(
         show: draw a progress bar if it takes longer than a second.
 
     Raises:
-        ValueError: a prompt is none, is too long or cannot be tokenised; the message has its number if there are more.
+        ValueError: a prompt has no valid form, is too long, or cannot be tokenised. With several prompts the message
+            has its number.
     """
     count = len(prompts)
     done: list[TokenisedPrompt] = []
@@ -138,7 +147,7 @@ def tokenise_prompts(
         try:
             encoded = tokenizer.encode_batch([text for _, text in batch], max_model_len, add_special_tokens)
         except ValueError:
-            for i, text in batch:  # find out which text it is
+            for i, text in batch:  # find out which text has the error
                 with name_errors(kind, i, count):
                     tokenizer.encode_batch([text], max_model_len, add_special_tokens)
             raise
@@ -151,7 +160,7 @@ def tokenise_prompts(
 
 
 def list_conversations(messages: Any) -> list[Sequence[Message]]:
-    """Return one conversation or several as a list. ValueError if it is neither."""
+    """Return a list of conversations, given one conversation or several. ValueError if `messages` is neither."""
     if not messages or not isinstance(messages, (list, tuple)):
         raise ValueError(f"messages is {quote(messages)}; it must be a conversation or a list of conversations")
     return [messages] if isinstance(messages[0], Mapping) else list(messages)
@@ -163,10 +172,11 @@ def render_conversations(
     """Write each conversation as the text of a prompt, through the model's chat template.
 
     Args:
-        options: arguments of transformers' apply_chat_template, and variables of the template.
+        options: arguments of transformers' apply_chat_template, and values of the template's variables.
 
     Raises:
-        ValueError: the model has no chat template, or the template refuses a conversation; the message says which.
+        ValueError: the model has no chat template, or the template refuses a conversation. With several conversations
+            the message has its number.
     """
     texts = []
     for i, conversation in enumerate(conversations):
@@ -178,23 +188,27 @@ def render_conversations(
 
 
 def _render(tokenizer: Any, messages: Sequence[Message], options: Mapping[str, Any]) -> str:
-    """Write one conversation as text; `tokenizer` is transformers' own. Ends where the assistant's answer begins."""
+    """Write one conversation as text. Unless the options say otherwise, the text ends with the opening of an answer.
+
+    Args:
+        tokenizer: a tokenizer of transformers.
+    """
     if not tokenizer.chat_template and options.get("chat_template") is None:
         raise ValueError("this model's tokenizer has no chat template; use generate() with a prompt of your own")
     try:
         text: str = tokenizer.apply_chat_template(
             messages, tokenize=False, **{"add_generation_prompt": True, **options}
         )
-    except Exception as error:  # jinja2's own, or any that the template's code meets
+    except Exception as error:  # an error of jinja2, or any error in the template's code
         raise ValueError(f"the chat template refuses these messages: {error}") from error
     return text
 
 
 def read_conversation(messages: Any) -> list[dict[str, Any]]:
-    """Return the messages with each content as one string. Other fields (tool_calls, name ...) stay.
+    """Return the messages; the content of each becomes one string. Other fields (tool_calls, name ...) stay.
 
     Raises:
-        ValueError: it is not a conversation, or a part of a content is not text; the message names which.
+        ValueError: `messages` is not a conversation, or a part of a content is not text. The error shows the value.
     """
     is_list = isinstance(messages, (list, tuple)) and len(messages) > 0
     if not is_list or not all(isinstance(message, Mapping) and "role" in message for message in messages):
@@ -206,9 +220,12 @@ def read_conversation(messages: Any) -> list[dict[str, Any]]:
 
 
 def join_parts(content: Any, index: int) -> Any:
-    """Return the content of message number `index` as one string: its parts of text, joined by line breaks.
+    """Return the content of a message as one string: the text parts are joined by line breaks.
 
-    None stays None: a message with tool_calls has no content.
+    None stays None, because a message with tool_calls has no content.
+
+    Args:
+        index: the message's number, for the error.
     """
     if content is None or isinstance(content, str):
         return content

@@ -97,7 +97,7 @@ def test_rows_keep_their_columns_and_bad_ones_stop_no_others(reciter: Path) -> N
     odd.append({"allowed_token_ids": [5], "bad_words": [llm._llm.token_text(5)]})
     result = llm.generate({"prompt": ["a"] * 4, "sampling_params": odd})
     assert "prompt_logprobs" in result["error"][0] and "greedy" in result["error"][1] and result["error"][2] == ""
-    assert result["finish_reason"][3] == "error" and "no token that may come" in result["error"][3]
+    assert result["finish_reason"][3] == "error" and "allow no token" in result["error"][3]
     for params in (SamplingParams(logprobs=1), SamplingParams(prompt_logprobs=1), SamplingParams(n=2)):
         with pytest.raises(ValueError, match="no column"):
             RayLLM(str(reciter), params)
