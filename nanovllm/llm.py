@@ -414,7 +414,7 @@ def _list_params(params: SamplingParams | Seq[SamplingParams | None] | None, cou
     if params is None or isinstance(params, SamplingParams):
         return [params] * count
     if isinstance(params, (str, Mapping)) or not isinstance(params, Iterable):
-        raise ValueError(f"sampling_params is {quote(params)}; it must be one, or a list with one per prompt")
+        raise ValueError(f"sampling_params is {quote(params)}; it must be a SamplingParams, or one per prompt")
     listed = list(params)
     if len(listed) != count:
         raise ValueError(f"{len(listed)} sampling_params for {count} prompts; give one for all, or one per prompt")
