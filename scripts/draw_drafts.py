@@ -1,4 +1,4 @@
-"""A picture of what became of a request's drafts, step by step, from the trace of a run.
+"""Draws which drafts of a request were accepted, step by step, from the trace of a run.
 
 python scripts/draw_drafts.py RUN.json -o PICTURE.svg [--request N] [--first N] [--steps N]
 
@@ -22,21 +22,21 @@ TOP = 46
 COLORS = {"accepted": "#0072b2", "drawn": "#e69f00", "rejected": "none"}
 
 
-def steps_of(run: Recording, request: int) -> list[tuple[int, list[str]]]:
-    """(drafts, the texts of the tokens that came) of each step in which the request decoded."""
+def find_steps(run: Recording, request: int) -> list[tuple[int, list[str]]]:
+    """Return (number of drafts, texts of the tokens it gave) for each step in which the request decoded."""
     drafts = None
     steps = []
     for kind, _, what in run.records:
         if kind == "plan":
             drafts = dict(what.get("drafts", ())).get(request, 0) if request in what["decode"] else None
         elif kind == "update" and drafts is not None:
-            came = next((ids for number, *ids in what["tokens"] if number == request), [])
-            steps.append((drafts, [run.texts.get(str(i), str(i)) for i in came]))
+            tokens = next((ids for number, *ids in what["tokens"] if number == request), [])
+            steps.append((drafts, [run.texts.get(str(i), str(i)) for i in tokens]))
     return steps
 
 
 def draw(steps: list[tuple[int, list[str]]], title: str) -> str:
-    """The SVG; it stands on its own, and shows a token's text where the pointer is."""
+    """Return the picture as SVG. It shows a token's text where the pointer is."""
     most = max(drafts for drafts, _ in steps) + 1
     width = LEFT + len(steps) * (SIZE + GAP) + 10
     height = TOP + most * (SIZE + GAP) + 22
@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, default=0, metavar="N", help="leave out so many steps")
     parser.add_argument("--steps", type=int, default=56, metavar="N")
     args = parser.parse_args()
-    steps = steps_of(read_recording(args.trace), args.request)[args.first :][: args.steps]
+    steps = find_steps(read_recording(args.trace), args.request)[args.first :][: args.steps]
     num_tokens = sum(len(texts) for _, texts in steps)
     args.output.write_text(draw(steps, f"{num_tokens} tokens in {len(steps)} steps"), encoding="utf-8")
     print(f"{args.output}: {num_tokens} tokens in {len(steps)} steps, {sum(drafts for drafts, _ in steps)} drafts")

@@ -1,4 +1,4 @@
-"""Draws the guide's pictures, each from a run made now: python docs/guide/draw.py [-o FOLDER] [NAME ...]
+"""Draws the guide's pictures. Each shows a run that is made now: python docs/guide/draw.py [-o FOLDER] [NAME ...]
 
 The window's picture needs Chromium with its driver, and selenium.
 """
@@ -25,7 +25,11 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.kernels.sample import uniform_reference
 from nanovllm.view.page import Recording, read_recording, write_page
 
-DECODE, PREFILL, CACHED, WAITING, ALERT = "#0072b2", "#e69f00", "#009e73", "#8a929c", "#c0392b"
+DECODE = "#0072b2"
+PREFILL = "#e69f00"
+CACHED = "#009e73"
+WAITING = "#8a929c"
+ALERT = "#c0392b"
 OWNERS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b5a800", "#7570b3")
 STORIES = [f"tell me a story about a {animal} and a friend who" for animal in ("fox", "cat", "dog", "owl")]
 LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
@@ -33,7 +37,7 @@ TINY: dict[str, Any] = {"dtype": "float32", "kvcache_block_size": 16, "max_model
 
 
 def record(prompts: list[str], params: SamplingParams, chat: bool = False, **options: Any) -> Recording:
-    """The trace of a run of the model in the box."""
+    """Run the model in the box, and return the trace of the run."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.json"
         with LLM("tiny-qwen3", trace=str(path), **{**TINY, **options}) as llm:
@@ -53,7 +57,8 @@ def panels(rows: int, height: float) -> tuple[Figure, list[Axes]]:
 
 def draw_tokens(axis: Axes, run: Recording) -> None:
     steps = np.arange(1, run.num_steps + 1)
-    decode, prefill = np.array(run.charts["decode"]), np.array(run.charts["prefill"])
+    decode = np.array(run.charts["decode"])
+    prefill = np.array(run.charts["prefill"])
     axis.bar(steps, decode, color=DECODE, label="decode")
     axis.bar(steps, prefill, bottom=decode, color=PREFILL, hatch="//", edgecolor="white", lw=0, label="prefill")
     axis.set_ylabel("tokens of a step")
@@ -78,7 +83,7 @@ def prompt() -> Figure:
 
 
 def transformer() -> Figure:
-    """The logit lens: what each layer would say at each of the last places of a prompt."""
+    """Draw the logit lens: the likeliest next token after each layer, at each of the last places of a prompt."""
     with LLM("tiny-qwen3", **TINY) as llm:
         model: Any = llm.engine.runner.model  # type: ignore[attr-defined]
         said: list[tuple[list[int], list[float]]] = []
@@ -115,9 +120,9 @@ def visible(text: str) -> str:
 
 
 def memory() -> Figure:
-    """One layer's MLP of Qwen3-0.6B after another, 28 of them: 1 GB of weights, which no processor's cache holds.
+    """Draw how long the MLPs of Qwen3-0.6B's 28 layers take. Their 1 GB of weights fits into no processor's cache.
 
-    By the CPU time of one thread: a neighbour on the machine disturbs it least.
+    It measures the CPU time of one thread, which other processes disturb least.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -125,8 +130,9 @@ def memory() -> Figure:
     counts = (1, 2, 4, 8, 16, 32)
     measured = dict.fromkeys(counts, float("inf"))
     with torch.inference_mode():
-        for _, n in itertools.product(range(5), counts):  # in turn: what disturbs one does not disturb it alone
-            x, since = torch.randn(n, 1024), time.process_time()
+        for _, n in itertools.product(range(5), counts):  # in turn: a disturbance then hits all counts
+            x = torch.randn(n, 1024)
+            since = time.process_time()
             for gate_up, down in layers:
                 gate, up = torch.nn.functional.linear(x, gate_up).chunk(2, -1)
                 torch.nn.functional.linear(torch.nn.functional.silu(gate) * up, down)
@@ -152,9 +158,9 @@ class Watch:
         self.seconds: list[float] = []
         self.plans: list[tuple[int, int]] = []
 
-    def planned(self, number: int, at: float, batch: Any) -> None:
+    def planned(self, number: int, at: float, step: Any) -> None:
         self._since = time.process_time()
-        self.plans.append((batch.plan.pack().nbytes, batch.plan.num_tokens))
+        self.plans.append((step.plan.pack().nbytes, step.plan.num_tokens))
 
     def finished(self, *_: object) -> None:
         self.seconds.append(time.process_time() - self._since)
@@ -163,8 +169,8 @@ class Watch:
         pass
 
 
-def owners(run: Recording) -> np.ndarray:
-    """Which request owns which block in each step, -1 for nobody: int [num_blocks, num_steps]."""
+def find_owners(run: Recording) -> np.ndarray:
+    """Return which request owns each block in each step, int [num_blocks, num_steps]; -1 if none does."""
     grid = np.full((run.num_blocks, run.num_steps), -1)
     tables: dict[int, list[int]] = {}
     for kind, step, what in run.records:
@@ -181,13 +187,14 @@ def owners(run: Recording) -> np.ndarray:
 
 
 def draw_owners(axis: Axes, run: Recording) -> None:
-    grid = owners(run)
+    grid = find_owners(run)
     axis.set_facecolor("#f1f3f5")
     for block, row in enumerate(grid):
         for request in sorted(set(row.tolist()) - {-1}):
             steps = np.flatnonzero(row == request)
             for part in np.split(steps, np.flatnonzero(np.diff(steps) > 1) + 1):
-                start, width = part[0] + 0.5, len(part)
+                start = part[0] + 0.5
+                width = len(part)
                 axis.broken_barh([(start, width)], (block - 0.42, 0.84), color=OWNERS[request % len(OWNERS)])
                 axis.text(start + 0.6, block, str(request), va="center", fontsize=7, color="white")
     axis.set_ylim(run.num_blocks - 0.4, -0.6)
@@ -212,13 +219,15 @@ def prefixes() -> Figure:
     )
     prompts = [rules + f"what is {i} plus {2 * i % 7}?" for i in range(24)]
     run = record(prompts, SamplingParams(temperature=0, max_tokens=12), chat=True, max_num_batched_tokens=256)
-    cached, lengths = {}, {}
+    cached: dict[int, int] = {}
+    lengths: dict[int, int] = {}
     for _, _, what in run.records:
         lengths |= dict(what.get("arrived", []))
         cached = dict(what.get("moved_in", [])) | cached
     figure, (axis,) = panels(1, 3.2)
     requests = np.array(sorted(lengths))
-    found, whole = (np.array([table[i] for i in requests]) for table in (cached, lengths))
+    found = np.array([cached[i] for i in requests])
+    whole = np.array([lengths[i] for i in requests])
     axis.bar(requests, found, color=CACHED, label="found in the cache")
     axis.bar(
         requests, whole - found, bottom=found, color=PREFILL, hatch="//", edgecolor="white", lw=0, label="computed"
@@ -245,10 +254,10 @@ def scheduler() -> Figure:
 
 
 def draw_lives(axis: Axes, run: Recording) -> None:
-    """What each request does in each step: computes its prompt, decodes, or waits."""
+    """Draw for each request when it waits, computes its prompt, and decodes."""
     since: dict[int, int] = {}
     decodes: dict[int, tuple[int, int]] = {}
-    """The run of decode steps that each request is in: (first step, how many)."""
+    """For each request, its current run of decode steps: (first step, how many)."""
 
     def bar(request: int, first: int, count: int, height: float, color: str) -> None:
         axis.broken_barh([(first + 0.5, count)], (request - height / 2, height), color=color)
@@ -269,7 +278,8 @@ def draw_lives(axis: Axes, run: Recording) -> None:
             first, count = decodes.get(request, (step, 0))
             if first + count != step:
                 bar(request, first, count, 0.4, DECODE)
-                first, count = step, 0
+                first = step
+                count = 0
             decodes[request] = (first, count + 1)
     for request, (first, count) in decodes.items():
         bar(request, first, count, 0.4, DECODE)
@@ -363,7 +373,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
 
 
 def photograph(output: Path) -> None:
-    """The window itself, in headless Chromium: 48 chats with common rules in too small a cache."""
+    """Take a picture of the window in headless Chromium: 48 chats with common rules, and too small a cache."""
     from selenium import webdriver
     from selenium.webdriver.chrome.service import Service
 
@@ -371,7 +381,8 @@ def photograph(output: Path) -> None:
     tasks = ("what is {0} plus 3?", "count from {0} to 20", "tell me a story about a fox and {0} friends")
     chats = [[rules, {"role": "user", "content": tasks[i % 3].format(i % 9)}] for i in range(48)]
     with tempfile.TemporaryDirectory() as folder:
-        trace, page = Path(folder) / "run.json", Path(folder) / "run.html"
+        trace = Path(folder) / "run.json"
+        page = Path(folder) / "run.html"
         options = {**TINY, "num_kvcache_blocks": 60, "max_num_batched_tokens": 96, "max_num_seqs": 20}
         with LLM("tiny-qwen3", trace=str(trace), **options) as llm:
             llm.chat(chats, SamplingParams(temperature=0.7, max_tokens=80), use_tqdm=False)
