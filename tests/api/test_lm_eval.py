@@ -2,6 +2,7 @@
 
 import json
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -207,6 +208,63 @@ def test_the_command_is_the_harnesss_own_with_our_model(tasks: Path, tmp_path: P
     assert "exact_match" in done.stdout and "nanovllm" in done.stdout
     (results,) = tmp_path.rglob("results_*.json")
     assert json.loads(results.read_text())["results"]["answers"]["exact_match,none"] >= 0.5
+
+
+def test_ctrl_c_ends_an_evaluation_within_seconds_without_results(tasks: Path, tmp_path: Path) -> None:
+    """3,000 questions, so that it is under way when the signal comes."""
+    rows = [{"a": a, "b": b, "choices": [], "answer": 0} for a in range(50) for b in range(60)]
+    (tmp_path / "many.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = (tasks / "answers.yaml").read_text().replace(str(tasks / "SUMS.jsonl"), str(tmp_path / "many.jsonl"))
+    (tmp_path / "many.yaml").write_text(task.replace("task: answers", "task: many"))
+    command = [
+        sys.executable,
+        "-m",
+        "nanovllm",
+        "eval",
+        "--model",
+        str(BOX_MODEL),
+        "dtype=float32",
+        "max_model_len=192",
+    ]
+    options = ["--include_path", str(tmp_path), "--tasks", "many", "--output_path", str(tmp_path / "results")]
+    process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        said = ""
+        assert process.stderr is not None
+        while "Generating" not in said:
+            piece = process.stderr.read(1)
+            assert piece, said
+            said += piece
+        process.send_signal(signal.SIGINT)
+        rest = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+    assert process.returncode == 130 and "Traceback" not in rest, rest
+    assert not (tmp_path / "results").exists()
+
+
+def test_an_interrupted_evaluation_leaves_a_model_that_evaluates(
+    ours: NanoVLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = [instance(f"What is {i} plus {i}?", {"until": ["STOP"], "max_gen_toks": 20}) for i in range(4)]
+    expected = ours.generate_until(requests, disable_tqdm=True)
+    engine = ours.llm.engine
+    step = engine.step
+    num_steps = 0
+
+    def step_and_interrupt() -> Any:
+        nonlocal num_steps
+        num_steps += 1
+        if num_steps == 5:
+            signal.raise_signal(signal.SIGINT)
+        return step()
+
+    monkeypatch.setattr(engine, "step", step_and_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        ours.generate_until(requests, disable_tqdm=True)
+    monkeypatch.undo()
+    assert not engine.has_work and engine.stats()["num_free_blocks"] == engine.stats()["num_blocks"]
+    assert ours.generate_until(requests, disable_tqdm=True) == expected
 
 
 def test_a_flag_that_no_command_knows_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

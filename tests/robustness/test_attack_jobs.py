@@ -13,7 +13,7 @@ import random
 import shutil
 import sys
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -234,6 +234,53 @@ def test_an_input_that_changes_while_it_is_read_never_ends_well(
     assert run(source, tmp_path / "out") == Status.USAGE
     assert "cannot be resumed" in log.text
     assert run(source, tmp_path / "out", overwrite=True) == Status.OK
+
+
+def edit_ahead(lines: list[bytes]) -> None:
+    lines[300] = lines[300].replace(b"x", b"y", 1)
+
+
+def remove_ahead(lines: list[bytes]) -> None:
+    del lines[300:320]
+
+
+def insert_ahead(lines: list[bytes]) -> None:
+    lines.insert(300, b'{"prompt": "new"}\n')
+
+
+def swap_ahead(lines: list[bytes]) -> None:
+    lines[300], lines[301] = lines[301], lines[300]
+
+
+@pytest.mark.parametrize("edit", [edit_ahead, remove_ahead, insert_ahead, swap_ahead])
+def test_lines_that_are_edited_before_they_are_read_again_end_the_job_with_status_5(
+    edit: Callable[[list[bytes]], None], tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    source = write_lines(tmp_path / "in", [{"prompt": f"p{i} " + "x" * 800} for i in range(400)])
+
+    def change() -> None:
+        lines = source.read_bytes().splitlines(keepends=True)
+        edit(lines)
+        source.write_bytes(b"".join(lines))  # in place: whoever has it open sees it
+
+    assert run_job_that_calls(change, source, tmp_path / "out") == Status.INCOMPLETE
+    assert "changed while the job ran" in log.text
+    assert run(source, tmp_path / "out") == Status.USAGE
+
+
+def test_a_line_that_is_edited_after_it_was_read_twice_is_answered_as_it_was(
+    tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    """Both readings saw the same, so all answers are right; but the results are no longer those of the file."""
+    source = write_lines(tmp_path / "in", [{"prompt": f"p{i} " + "x" * 800} for i in range(400)])
+
+    def change() -> None:
+        with open(source, "r+b") as file:
+            file.write(b'{"prompt": "q')
+
+    assert run_job_that_calls(change, source, tmp_path / "out") == Status.OK
+    assert len(read_answers(tmp_path / "out")) == 400
+    assert run(source, tmp_path / "out") == Status.USAGE and "is of another job" in log.text
 
 
 def test_an_engine_that_forgets_a_request_leaves_the_job_incomplete(

@@ -198,6 +198,24 @@ def test_a_job_on_two_nodes_survives_the_loss_of_its_driver_of_engines_and_of_no
     job.check(process.returncode, said, out)
 
 
+@pytest.mark.slow
+def test_a_job_goes_from_a_cluster_to_one_process_and_back_after_kills(
+    job: Undisturbed, cluster: Any, tmp_path: Path
+) -> None:
+    """Each run is killed after some answers; the next one, without Ray or with it, goes on; the last one finishes."""
+    out = tmp_path / "out.jsonl"
+    on_ray = ("--ray", f"--ray-address={cluster.address}")
+    for options in (on_ray, (), on_ray, ()):
+        process = job.start(out, *options)
+        try:
+            wait_for_answers(process, out, num_answers(out) + 1)
+            assert process.poll() is None, "it ended before it was killed"
+        finally:
+            process.kill()
+            process.communicate()
+    job.finish(out, *on_ray)
+
+
 # ---- disks
 
 LINES = [{"prompt": f"p{i}"} for i in range(120)]
