@@ -4,15 +4,13 @@ import struct
 from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import xxhash
 
 from nanovllm.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams
-
-if TYPE_CHECKING:
-    from nanovllm.text.stop_strings import StopStringMatcher
+from nanovllm.text.stop_strings import StopStringMatcher
 
 MASK_64 = 2**64 - 1
 
@@ -120,7 +118,7 @@ class Sequence:
         max_model_len: int,
         seed: int = 0,
         eos_token_ids: frozenset[int] = frozenset(),
-        stop_matcher: "StopStringMatcher | None" = None,
+        stop_matcher: StopStringMatcher | None = None,
         edits: RequestEdits | None = None,
         lead: "Sequence | None" = None,
         prompt: str | None = None,

@@ -1,4 +1,4 @@
-"""Finds stop strings in an output while it grows. Imported when the first request has stop strings."""
+"""Finds stop strings in an output while it grows."""
 
 from collections.abc import Sequence as Seq
 from functools import partial

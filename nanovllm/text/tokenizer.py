@@ -3,13 +3,11 @@
 import logging
 from collections.abc import Sequence as Seq
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.stop_strings import StopStringMatcher
 from nanovllm.utils.checks import why_not_unicode
-
-if TYPE_CHECKING:
-    from nanovllm.text.stop_strings import StopStringMatcher
 
 
 class Tokenizer:
@@ -99,10 +97,8 @@ class Tokenizer:
                 return prompt[i:]
         return prompt[-1:]
 
-    def stop_matcher(self, params: SamplingParams, prompt: Seq[int]) -> "StopStringMatcher | None":
+    def stop_matcher(self, params: SamplingParams, prompt: Seq[int]) -> StopStringMatcher | None:
         """Return a matcher that watches an output for the request's stop strings; None if it has no stop strings."""
         if not params.stop:
             return None
-        from nanovllm.text.stop_strings import StopStringMatcher
-
         return StopStringMatcher(self._backend, params, self._find_context(prompt))
