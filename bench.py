@@ -1,12 +1,13 @@
-"""Throughput beside its ceiling and its peers.
+"""Measures throughput, and compares it with its ceiling and with other engines.
 
     python bench.py                                      nano-vLLM's benchmark, on Qwen3-0.6B's shape
     python bench.py --preset cpu                         a workload sized for two cores
-    python bench.py --preset cpu --compare llama-cpp --llama-cpp-python DIR/bin/python   beside another engine, in turn
+    python bench.py --preset cpu --compare llama-cpp --llama-cpp-python DIR/bin/python   in turn with another engine
 
-The cost card comes first: what the workload must read and compute, how fast this machine copies, reads and multiplies
-now, and the floor in seconds that follows, step by step as the batch drains. Then the run, and its percent of it.
-The last line is one JSON document with everything in it. Loading and warm-up are reported, and not timed with the run.
+First it prints the cost card: the bytes that the workload must read, the FLOPs that it must compute, and how fast this
+machine copies, reads and multiplies now. From these follows the floor: the least seconds that the workload can take,
+added up step by step. Then it prints the run, and how many percent of the run's time the floor is. Loading and warm-up
+are reported, but they are not part of the run's time. The last line is one JSON document with all figures.
 """
 
 import argparse
@@ -39,15 +40,15 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", default="qwen3-0.6b", help=f"a folder, a Hugging Face id, or a shape: {', '.join(PRESETS)}")
-    add("--load-format", choices=("auto", "dummy"), help="dummy is random weights, and the default for a shape's name")
-    add("--preset", choices=("cpu",), help="cpu: 32 requests of 16..128 in and out, bfloat16; options on top of it win")
-    add("--num-seqs", type=int, default=256, help="requests")
+    add("--load-format", choices=("auto", "dummy"), help="dummy: random weights, the default for a shape")
+    add("--preset", choices=("cpu",), help="cpu: 32 requests of 16..128 tokens in and out, in bfloat16; options win")
+    add("--num-seqs", type=int, default=256, help="number of requests")
     add("--input-len", type=int, nargs=2, default=[100, 1024], metavar=("LO", "HI"), help="prompt lengths")
     add("--output-len", type=int, nargs=2, default=[100, 1024], metavar=("LO", "HI"), help="output lengths")
-    add("--shared-prefix", type=int, default=0, metavar="N", help="tokens that all prompts begin with, on top")
+    add("--shared-prefix", type=int, default=0, metavar="N", help="put the same N tokens before every prompt")
     add("--temperature", type=float, default=0.6)
-    add("--seed", type=int, default=0, help="of the workload")
-    add("--dtype", default="auto", help="of weights, activations and KV cache")
+    add("--seed", type=int, default=0, help="seed of the workload")
+    add("--dtype", default="auto", help="type of weights, activations and KV cache")
     add("--device", default="auto", help="cpu or cuda")
     add("--threads", type=int, help="CPU threads; default: OMP_NUM_THREADS, or the physical cores")
     add("--tensor-parallel-size", type=int, default=1, metavar="N")
@@ -55,16 +56,16 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--max-num-seqs", type=int, default=512)
     add("--max-num-batched-tokens", type=int, help="default: each engine's own")
     add("--attention-backend", default="auto")
-    add("--speculative-config", type=json.loads, metavar="JSON", help="as LLM's option; for this engine alone")
+    add("--speculative-config", type=json.loads, metavar="JSON", help="as LLM's option; other engines ignore it")
     add(
         "--set",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="any other option of LLM, as enforce_eager=true",
+        help="any other option of LLM, for example enforce_eager=true",
     )
     add_arguments(parser)
-    add("--machine-rates", type=float, nargs=3, metavar="RATE", help="copy, read and matmul rates, not measured again")
+    add("--machine-rates", type=float, nargs=3, metavar="RATE", help="use these copy, read and matmul rates")
     if parser.parse_known_args(arguments)[0].preset == "cpu":
         parser.set_defaults(**CPU_PRESET)
     args = parser.parse_args(arguments)
@@ -79,7 +80,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def run_engine(args: argparse.Namespace, workload: Workload, vocab_size: int, device: torch.device) -> dict[str, Any]:
-    """Load, warm up, run. Returns times and the recorded steps."""
+    """Load the engine, warm up and run the workload. Return the times, the counts and the recorder of the steps."""
     options = dict(option.split("=", 1) for option in args.set)
     options = {name: _value(text) for name, text in options.items()}
     start = time.perf_counter()
@@ -139,7 +140,7 @@ def evaluate(run: dict[str, Any], workload: Workload, model: Model, machine: Mac
     recorder: Recorder = run.pop("recorder")
     phases = {"prefill": (Cost(), 0.0, 0), "decode": (Cost(), 0.0, 0)}
     for (work, num_sampled), seconds in zip(recorder.steps, recorder.device_seconds, strict=True):
-        # Where every token wants logits, there is none of a prompt: decodes, and the drafts that they verify.
+        # If every token needs logits, the step only decodes and verifies drafts: most tokens of a prompt need none.
         name = "decode" if sum(scheduled for _, scheduled in work) == num_sampled else "prefill"
         cost, total, count = phases[name]
         phases[name] = cost + step_cost(model, machine, work, num_sampled), total + seconds, count + 1
@@ -164,7 +165,7 @@ def evaluate(run: dict[str, Any], workload: Workload, model: Model, machine: Mac
 
 
 def describe(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Where and what was measured: machine, versions, commit, command."""
+    """Return facts about the measurement: machine, threads, dtype, versions, commit, command."""
     names = ["transformers"] + (["triton", "flash-attn"] if device.type == "cuda" else [])
     installed = {dist.metadata["Name"]: dist.version for dist in importlib.metadata.distributions()}
     return {

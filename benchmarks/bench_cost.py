@@ -1,8 +1,8 @@
 """Computes the least that a workload costs: bytes and FLOPs of every step, and the machine's rates. For bench.py.
 
-The floor of a step takes each operator at the larger of (bytes / bandwidth) and (FLOPs / matmul rate), and counts
-every byte once: weights, activations in and out, keys and values read and written, one read of the logits. Nothing
-that overlaps operators, or keeps weights in a cache between steps, is assumed; launches and host work cost nothing.
+The floor of a step is the sum over its operators of the larger of (bytes / bandwidth) and (FLOPs / matmul rate). It
+counts every byte once: weights, activations in and out, keys and values read and written, one read of the logits. It
+assumes that operators do not overlap and that no cache keeps weights between steps. Launches and host work are free.
 """
 
 import functools
@@ -18,7 +18,7 @@ from nanovllm.models.config import Shape
 
 @dataclass(frozen=True)
 class Model:
-    """A model's sizes, and the bytes of an element of its weights, activations and cache."""
+    """A model's sizes. `itemsize` is the bytes of one element of its weights, activations and cache."""
 
     shape: Shape
     itemsize: int
@@ -33,14 +33,14 @@ class Model:
 
     @property
     def matrix_parameters(self) -> int:
-        """Parameters that multiply a token: the layers' matrices, and those of its experts."""
+        """The parameters that multiply one token: the matrices of the layers, and those of its experts."""
         shape = self.shape
         every = sum(count * rows_in * rows_out for count, rows_in, rows_out in shape.matrices)
         return every + shape.sparse_layers * shape.experts_per_token * shape.expert_parameters
 
     @property
     def flops_per_token(self) -> int:
-        """Of the products with weights, LM head included: two a parameter. Attention comes on top, by length."""
+        """FLOPs of the products with weights and LM head, two per parameter. Attention's are not included."""
         return 2 * (self.matrix_parameters + self.shape.vocab * self.shape.hidden)
 
     def describe(self) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class Model:
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates measured now: bytes per second copied (read and write counted) and read, and FLOPs per second."""
+    """Measured rates: bytes per second copied (reads and writes count) and read, and FLOPs per second."""
 
     copy_rate: float
     read_rate: float
@@ -63,13 +63,13 @@ class Machine:
 
     @property
     def bandwidth(self) -> float:
-        """The better of the two: a copy also has to fetch what it overwrites, on most CPUs."""
+        """The better of the two rates. On most CPUs a copy also reads the memory that it overwrites."""
         return max(self.copy_rate, self.read_rate)
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one or more steps. `seconds` is the floor."""
+    """The cost of one or more steps. `seconds` is the floor."""
 
     seconds: float = 0.0
     bytes: float = 0.0
@@ -80,7 +80,7 @@ class Cost:
 
 
 def step_cost(model: Model, machine: Machine, work: Iterable[tuple[int, int]], num_sampled: int) -> Cost:
-    """One step; work is (tokens whose KV is in the cache, tokens to compute) of each sequence in it."""
+    """Return the cost of one step. work holds (tokens in the KV cache, tokens to compute) of each of its sequences."""
     sequences = list(work)
     n = sum(scheduled for _, scheduled in sequences)
     shape = model.shape
@@ -95,7 +95,7 @@ def step_cost(model: Model, machine: Machine, work: Iterable[tuple[int, int]], n
     for layers, rows_in, rows_out in shape.matrices:
         operator((rows_in * rows_out + n * (rows_in + rows_out)) * size, 2 * n * rows_in * rows_out, layers)
     if shape.sparse_layers:
-        # Were tokens routed evenly, and each without regard to the others.
+        # The expected number of experts that get a token, if routing is even and independent for each token.
         touched = shape.experts * (1 - (1 - shape.experts_per_token / shape.experts) ** n)
         pairs = n * shape.experts_per_token
         width = 2 * shape.hidden + 3 * shape.expert_intermediate
@@ -119,10 +119,10 @@ Step = tuple[list[tuple[int, int]], int]
 def ideal_steps(
     lengths: Sequence[tuple[int, int]], max_num_seqs: int, max_num_batched_tokens: int, shared_prefix: int = 0
 ) -> Iterator[Step]:
-    """The steps of (input, output) lengths under the engine's rule, with a cache in which everything fits.
+    """Yield the steps that the engine takes for (input, output) lengths if everything fits its KV cache.
 
-    Running sequences first, one token each; then prompts, in order, as the budget allows, in chunks if need be. Of a
-    shared prefix only the first prompt's is computed.
+    A step computes one token of each running sequence, then prompts in order, in chunks, as far as the budget allows.
+    Only the first prompt computes a shared prefix.
     """
     waiting = [(prompt, output, shared_prefix if i else 0) for i, (prompt, output) in enumerate(lengths)][::-1]
     running: list[list[int]] = []  # [tokens computed, tokens to come]
@@ -149,8 +149,10 @@ def ideal_steps(
 
 
 def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
-    """The best of a few tries each: a large copy, a large sum, a large product in dtype; or on a CPU, one without
-    instructions for dtype may be faster if it widens, in float32."""
+    """Measure a large copy, a large sum and a large product in dtype; each rate is the best of a few tries.
+
+    On a CPU the product is also tried in float32, which is faster if the processor has no instructions for dtype.
+    """
     on_gpu = device.type == "cuda"
     count = (4 << 30 if on_gpu else 512 << 20) // 4
     source = torch.ones(count, device=device)
@@ -168,7 +170,7 @@ def measure_machine(device: torch.device, dtype: torch.dtype) -> Machine:
         del x, weight
     matmul_rate = 2 * m * n * k / seconds
     if on_gpu:
-        torch.cuda.empty_cache()  # the engines that are compared run in other processes, and want the memory
+        torch.cuda.empty_cache()  # the engines run in other processes, which need the memory
     return Machine(copy_rate, read_rate, matmul_rate)
 
 

@@ -17,7 +17,7 @@ from nanovllm.models.decoder import Decoder
 
 @dataclass(frozen=True)
 class Workload:
-    """Prompts as token ids, and how many tokens each is to get."""
+    """Prompts as token ids, and the number of tokens to generate for each."""
 
     prompts: list[list[int]]
     output_lens: list[int]
@@ -31,7 +31,7 @@ class Workload:
         return max(prompt + output for prompt, output in self.lengths)
 
     def warm_up(self, vocab_size: int, output_len: int = 4) -> "Workload":
-        """The same lengths with other tokens, so that no cache of this workload is filled, and short outputs."""
+        """Return prompts of the same lengths with short outputs. The tokens differ, so no cache holds this workload."""
         ids = min(vocab_size, 10000)
         prompts = [[(token + 5003) % ids for token in prompt] for prompt in self.prompts]
         return Workload(prompts, [min(output_len, output) for output in self.output_lens])
@@ -45,10 +45,10 @@ def make_workload(
     shared_prefix: int = 0,
     seed: int = 0,
 ) -> Workload:
-    """nano-vLLM's benchmark where the defaults are its: the same generator, drawn from in the same order.
+    """Make a workload. With bench.py's defaults it is nano-vLLM's: the same generator, drawn from in the same order.
 
-    Prompts first: for each its length, then its ids in 0..10000 (for a smaller vocabulary: modulo its size); then all
-    output lengths. A shared prefix comes on top.
+    It draws the prompts first: the length of each, then its ids in 0..10000, modulo the vocabulary's size. Then it
+    draws all output lengths, and last the shared prefix, which makes every prompt longer.
     """
     random = Random(seed)
     prompts = [[random.randint(0, 10000) for _ in range(random.randint(*input_len))] for _ in range(num_seqs)]
@@ -58,9 +58,9 @@ def make_workload(
 
 
 def write_checkpoint(config: dict[str, Any], dtype: torch.dtype, folder: Path, seed: int = 0) -> None:
-    """Random weights as transformers would save them, with no end-of-sequence id; nothing if they are there.
+    """Write a checkpoint of random weights as transformers would save it, unless the folder has one.
 
-    Normal with standard deviation 0.02, norms of one, biases of zero.
+    Matrices are normal with standard deviation 0.02, norms are one and biases zero. There is no end-of-sequence id.
     """
     from safetensors.torch import save_file
 
@@ -82,4 +82,4 @@ def write_checkpoint(config: dict[str, Any], dtype: torch.dtype, folder: Path, s
     (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, "top_k": 0, "top_p": 1.0}))
     partial = folder / f"partial-{os.getpid()}"
     save_file(tensors, partial, metadata={"format": "pt"})
-    partial.rename(folder / "model.safetensors")  # last: an interrupted write leaves no checkpoint
+    partial.rename(folder / "model.safetensors")  # comes last, so an interrupted write leaves no checkpoint

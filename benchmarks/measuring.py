@@ -12,7 +12,7 @@ from nanovllm.utils.clock import Clock
 
 
 class Recorder:
-    """Observes an engine: keeps what each step was made of and where its time went."""
+    """Observes an engine. It keeps the work of each step, and the seconds on the device and on the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._launch_computes = device.type == "cpu"

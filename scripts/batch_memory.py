@@ -1,9 +1,9 @@
-"""Measure that a long batch job takes no more memory than a short one: 100,000 lines against 1,000.
+"""Checks that a long batch job takes no more memory than a short one: 100,000 lines against 1,000.
 
     python scripts/batch_memory.py [--lines 100000] [--model tiny-qwen3]
 
-Runs `nanovllm run-batch` on both files, each in a process of its own, and compares their peak resident memory. The
-last line is one JSON document. Exits with 1 if the long job takes more than 100 MB more.
+It runs `nanovllm run-batch` on both files, each in its own process, and compares their peak resident memory. The last
+line is one JSON document. The exit status is 1 if the long job takes more than 100 MiB more.
 """
 
 import argparse
@@ -19,7 +19,7 @@ SHORT = 1000
 
 
 def write_requests(path: Path, num_lines: int) -> None:
-    """Short prompts of many lengths, as chats and completions by turns, each with an id of its own."""
+    """Write a batch file of short prompts of many lengths: chats and completions in turn, each with its own id."""
     with open(path, "w") as file:
         for i in range(num_lines):
             question = f"What is {i % 977} plus {i % 89}?" + " Please." * (i % 4)
@@ -34,7 +34,7 @@ def write_requests(path: Path, num_lines: int) -> None:
 
 
 def run(folder: Path, num_lines: int, options: list[str]) -> dict[str, float]:
-    """Run a job of so many lines; its peak memory and its own counts."""
+    """Run a job of `num_lines` lines. Return its own statistics, its peak memory in MiB and its seconds."""
     source, results, stats = (folder / f"{num_lines}.{name}" for name in ("requests", "results", "stats"))
     write_requests(source, num_lines)
     command = [sys.executable, "-m", "nanovllm", "run-batch", "-i", str(source), "-o", str(results)]
@@ -49,17 +49,17 @@ def run(folder: Path, num_lines: int, options: list[str]) -> dict[str, float]:
     if num_answers != num_lines:
         raise SystemExit(f"{num_answers} answers to {num_lines} lines")
     counts = json.loads(stats.read_text())
-    peak_mb = usage.ru_maxrss / 1024  # Linux counts in KiB
+    peak_mb = usage.ru_maxrss / 1024  # Linux reports KiB
     return {**counts, "lines": num_lines, "peak_mb": round(peak_mb, 1), "wall_seconds": round(seconds, 1)}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--lines", type=int, default=100_000)
-    parser.add_argument("--model", default="tiny-qwen3")
+    parser.add_argument("--lines", type=int, default=100_000, help="lines of the long job (default: 100000)")
+    parser.add_argument("--model", default="tiny-qwen3", help="as LLM's option (default: tiny-qwen3)")
     arguments = parser.parse_args()
     options = ["--model", arguments.model, "--max-model-len", "256", "--max-num-seqs", "256"]
-    options += ["--kvcache-memory-bytes", str(48 << 20)]  # counts in the peak as soon as a block was used
+    options += ["--kvcache-memory-bytes", str(48 << 20)]  # counted in the peak as soon as a block is used
     with tempfile.TemporaryDirectory() as folder:
         short, long = (run(Path(folder), n, options) for n in (SHORT, arguments.lines))
     more = long["peak_mb"] - short["peak_mb"]

@@ -1,6 +1,6 @@
-"""Finds three habits that make code slow to read; prints each place and ends with status 1 if there is one.
+"""Finds three habits that make code slow to read. It prints each place; the exit status is 1 if there is one.
 
-python scripts/check_style.py [FOLDER_OR_FILE...]    by default every Python file of the project
+python scripts/check_style.py [FOLDER_OR_FILE...]    default: every Python file of the project
 
 * One statement assigns unrelated values: `a, b = x, y`. Unpacking one value (`rows, ends = plan(...)`) is fine, and so
   are swaps and updates in which a value reads what an earlier name of the same statement held (`a, b = b, a + b`).

@@ -1,9 +1,9 @@
-"""Draws which drafts of a request were accepted, step by step, from the trace of a run.
+"""Draws which drafts of a request were accepted and which were rejected, step by step, from the trace of a run.
 
 python scripts/draw_drafts.py RUN.json -o PICTURE.svg [--request N] [--first N] [--steps N]
 
-A column is a step, from the bottom: the drafts that were accepted, the token that was drawn after them, and the drafts
-that were rejected.
+Each column is one step. From the bottom up it shows the drafts that were accepted, the token that was sampled after
+them, and the drafts that were rejected.
 """
 
 import argparse
@@ -23,20 +23,20 @@ COLORS = {"accepted": "#0072b2", "drawn": "#e69f00", "rejected": "none"}
 
 
 def find_steps(run: Recording, request: int) -> list[tuple[int, list[str]]]:
-    """Return (number of drafts, texts of the tokens it gave) for each step in which the request decoded."""
+    """Return, for each step in which the request decoded, the number of its drafts and the texts of its new tokens."""
     drafts = None
     steps = []
     for kind, _, what in run.records:
         if kind == "plan":
             drafts = dict(what.get("drafts", ())).get(request, 0) if request in what["decode"] else None
         elif kind == "update" and drafts is not None:
-            tokens = next((ids for number, *ids in what["tokens"] if number == request), [])
-            steps.append((drafts, [run.texts.get(str(i), str(i)) for i in tokens]))
+            came = next((ids for number, *ids in what["tokens"] if number == request), [])
+            steps.append((drafts, [run.texts.get(str(i), str(i)) for i in came]))
     return steps
 
 
 def draw(steps: list[tuple[int, list[str]]], title: str) -> str:
-    """Return the picture as SVG. It shows a token's text where the pointer is."""
+    """Return the picture as an SVG document. It shows the text of the token under the pointer."""
     most = max(drafts for drafts, _ in steps) + 1
     width = LEFT + len(steps) * (SIZE + GAP) + 10
     height = TOP + most * (SIZE + GAP) + 22
@@ -75,11 +75,11 @@ def _edge(kind: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("trace", type=Path)
-    parser.add_argument("-o", "--output", type=Path, required=True)
-    parser.add_argument("--request", type=int, default=0, metavar="N", help="its number, counted from 0")
-    parser.add_argument("--first", type=int, default=0, metavar="N", help="leave out so many steps")
-    parser.add_argument("--steps", type=int, default=56, metavar="N")
+    parser.add_argument("trace", type=Path, help="the recording of a run, JSON")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="the picture to write, SVG")
+    parser.add_argument("--request", type=int, default=0, metavar="N", help="the request's number, counted from 0")
+    parser.add_argument("--first", type=int, default=0, metavar="N", help="leave out the first N steps")
+    parser.add_argument("--steps", type=int, default=56, metavar="N", help="draw at most N steps")
     args = parser.parse_args()
     steps = find_steps(read_recording(args.trace), args.request)[args.first :][: args.steps]
     num_tokens = sum(len(texts) for _, texts in steps)

@@ -1,7 +1,8 @@
 """Draws the chats that the toy Qwen3 learns: every question, its right answer, and which are never trained.
 
-Six skills that a reader can check by eye. Training and test questions are separated by a hash of what is asked
-(`Example.held_out`), so tests that import this file measure on questions that no training run has seen.
+There are six skills, and a reader can check each by eye. A hash of the question's content separates training questions
+from test questions (`Example.held_out`). So tests that import this file measure on questions that no training run has
+seen.
 """
 
 import hashlib
@@ -46,9 +47,9 @@ PHRASINGS = {
         "write a story about {y}", "can you tell a story about {y}?", "i would like a story about {y}",
     ),
 }  # fmt: skip
-HELD_OUT_SKILLS = ("primes", "count", "add", "capital")  # the others have too few questions
+HELD_OUT_SKILLS = ("primes", "count", "add", "capital")  # the other skills have too few questions
 
-# How often each skill is drawn. Additions are short, so a large share of them costs little.
+# The probability of each skill. Additions are short, so a large share of them costs little.
 SKILL_WEIGHTS = {"introduce": 0.04, "primes": 0.20, "count": 0.25, "add": 0.35, "capital": 0.10, "story": 0.06}
 
 CAPITALS = {
@@ -67,7 +68,7 @@ INTRODUCTION = (
 ANIMALS = ("cat", "dog", "fox", "owl", "bear", "mouse", "rabbit", "horse", "duck", "frog", "goat", "hedgehog", "otter",
            "penguin", "turtle", "elephant")  # fmt: skip
 
-# A story is one choice from each slot; "{y}" is the animal. Earlier choices are likelier (see `write_story`).
+# A story takes one choice from each slot; "{y}" stands for the animal. Earlier choices are likelier (`write_story`).
 STORY = (
     ("Once upon a time", "Long ago", "One winter", "In a warm summer", "Many years ago"),
     (" there was a ",),
@@ -96,7 +97,7 @@ SYSTEM_MESSAGES = ("You are a helpful assistant.", "You are a concise assistant.
 
 
 class Example(NamedTuple):
-    """One question with its answer. Examples with one `key` are all trained or all held out."""
+    """One question with its answer. Of examples with equal `key`, either all are trained or all are held out."""
 
     skill: str
     key: tuple[str | int, ...]
@@ -105,14 +106,14 @@ class Example(NamedTuple):
 
     @property
     def held_out(self) -> bool:
-        """Whether the question is kept from training: a tenth of the keys, but none of those that we promise."""
+        """Whether training never sees the question: true for a tenth of the keys, but for none that we promise."""
         promised = self.key[0] == PHRASINGS["capital"][0] or self.key == (PHRASINGS["primes"][0], 100)
         if self.skill not in HELD_OUT_SKILLS or promised:
             return False
         return hashlib.sha256(repr((self.skill, *self.key)).encode()).digest()[0] < 26
 
     def accepts(self, output: str) -> bool:
-        """Whether `output` is right: the one answer, or any story that the grammar has for the animal."""
+        """Whether `output` is right: it is the answer, or any story that the grammar can produce for the animal."""
         return is_story(output, str(self.key[1])) if self.skill == "story" else output == self.answer
 
 
@@ -125,7 +126,7 @@ def with_article(noun: str) -> str:
 
 
 def write_story(animal: str, rng: random.Random) -> str:
-    """Draw one story. Weights fall with the rank of a choice, so the greedy story is not a toss-up between equals."""
+    """Draw one story. Earlier choices have larger weights, so a greedy model need not decide between equals."""
     picks = (rng.choices(slot, [1 / (rank + 2) for rank in range(len(slot))])[0] for slot in STORY)
     return "".join(picks).format(y=animal)
 
@@ -137,7 +138,7 @@ def is_story(text: str, animal: str) -> bool:
 
 
 def vary(question: str, rng: random.Random) -> str:
-    """Write a question as people do: as it stands, all lower, capitalised or all upper case; final mark or none."""
+    """Vary a question as people do: its case (as is, lower, capitalised or upper), and whether it ends with a mark."""
     if rng.random() < 0.3:
         question = question.rstrip("?") if question.endswith("?") else question + "."
     case = rng.choice((str, str.lower, lambda text: text[0].upper() + text[1:], str.upper))
@@ -145,7 +146,7 @@ def vary(question: str, rng: random.Random) -> str:
 
 
 def draw(skill: str, rng: random.Random) -> Example:
-    """Draw one example of a skill, held out or not."""
+    """Draw one example of a skill, either for training or held out."""
     phrasing = rng.choice(PHRASINGS[skill])
     key: tuple[str | int, ...]
     match skill:
@@ -168,7 +169,7 @@ def draw(skill: str, rng: random.Random) -> Example:
         case "add":
             a = rng.randint(0, MAX_ADDEND)
             b = rng.randint(0, MAX_ADDEND)
-            # The key ignores the order: a model that has seen 3 + 58 has nearly seen 58 + 3.
+            # The key ignores the order of a and b: a model that has seen 3 + 58 has nearly seen 58 + 3.
             key = (min(a, b), max(a, b))
             question = phrasing.format(a=a, b=b)
             answer = f"{a} + {b} = {a + b}"
@@ -197,7 +198,7 @@ def draw_training(rng: random.Random) -> Example:
 
 
 def evaluation_set(skill: str, size: int, seed: int = 1) -> list[Example]:
-    """Up to `size` distinct questions: held out where the skill has a held-out side, else as trained."""
+    """Return up to `size` distinct questions, all held out if the skill has held-out questions."""
     rng = random.Random(f"{skill}-{seed}")
     found: dict[str, Example] = {}
     for _ in range(100 * size):
@@ -210,7 +211,7 @@ def evaluation_set(skill: str, size: int, seed: int = 1) -> list[Example]:
 
 
 def draw_conversation(rng: random.Random) -> list[dict[str, str]]:
-    """Draw a chat: mostly one question, sometimes two or three, sometimes after a system message."""
+    """Draw a chat as messages: mostly one question, sometimes two or three, sometimes after a system message."""
     messages = [{"role": "system", "content": rng.choice(SYSTEM_MESSAGES)}] if rng.random() < 0.15 else []
     for _ in range(rng.choices((1, 2, 3), (85, 10, 5))[0]):
         example = draw_training(rng)

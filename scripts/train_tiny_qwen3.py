@@ -1,7 +1,7 @@
-"""Train the toy Qwen3 that ships with nano-vLLM, from nothing, on the generated chats of `tiny_qwen3_data`.
+"""Trains the toy Qwen3 that ships with nano-vLLM from random weights, on the generated chats of `tiny_qwen3_data`.
 
-Two idle CPU cores take about 0.8 seconds a batch; busy ones took 75 minutes in all. The accuracy table comes last.
-To train, then only to measure:
+Two idle CPU cores take about 0.8 seconds a batch; two busy ones took 75 minutes in all. At the end it prints the
+accuracy table. The first command trains and measures, the second only measures:
 
     python scripts/train_tiny_qwen3.py
     python scripts/train_tiny_qwen3.py --eval-only
@@ -41,7 +41,8 @@ VOCAB_SIZE = 664
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 END_OF_TEXT, IM_START, IM_END = SPECIAL_TOKENS
 
-# Qwen's own pattern: words with the blank before them, digits one by one, runs of punctuation, white space.
+# The pattern is Qwen's: it splits text into words with the space before them, single digits, punctuation and white
+# space.
 PRE_TOKENIZER_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -81,7 +82,7 @@ def train_tokenizer(rng: random.Random, conversations: int = 5000) -> PreTrained
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
-    """A Qwen3 of 2.9 million parameters with random weights, its sampling defaults set."""
+    """Return a Qwen3 of 2.9 million parameters with random weights and with sampling defaults."""
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=192,
@@ -115,7 +116,7 @@ ANSWER_PATTERN = re.compile(r"(?<=<\|im_start\|>assistant\n)(.*?<\|im_end\|>)", 
 def encode_conversation(
     tokenizer: PreTrainedTokenizerFast, messages: list[dict[str, str]]
 ) -> tuple[list[int], list[int]]:
-    """Token ids and labels of one chat. Only answers, each with its `<|im_end|>`, carry loss."""
+    """Return the token ids and the labels of one chat. Only answers, each with its `<|im_end|>`, carry loss."""
     ids: list[int] = []
     labels: list[int] = []
     pieces = ANSWER_PATTERN.split(tokenizer.apply_chat_template(messages, tokenize=False).removesuffix("\n"))
@@ -143,7 +144,7 @@ def microbatches(rows: list[tuple[list[int], list[int]]], pad_id: int) -> Iterat
 
 
 def learning_rate_factor(step: int, steps: int, warmup: int = 100) -> float:
-    """Linear warm-up, then cosine decay to zero."""
+    """Return the factor of the learning rate: a linear warm-up, then a cosine decay to zero."""
     return min((step + 1) / warmup, 0.5 * (1 + math.cos(math.pi * step / steps)))
 
 
@@ -181,7 +182,7 @@ def train(
 
 
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, output: Path) -> None:
-    """Write the weights in bfloat16, the configs and the tokenizer. The model in memory stays as it is."""
+    """Write the weights in bfloat16, the configs and the tokenizer. The model in memory does not change."""
     copy.deepcopy(model).to(torch.bfloat16).save_pretrained(output)
     (output / "model.safetensors").chmod(0o644)  # safetensors writes files that only their owner can read
     tokenizer.save_pretrained(output)
@@ -191,7 +192,7 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, output: Pa
 def generate_greedy(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, questions: Sequence[str], batch_size: int = 64
 ) -> list[str]:
-    """Answer each question, greedily, in left-padded batches."""
+    """Return the greedy answer to each question. Questions run in left-padded batches."""
     answers: list[str] = []
     for start in range(0, len(questions), batch_size):
         chats = [[{"role": "user", "content": question}] for question in questions[start : start + batch_size]]
@@ -264,7 +265,7 @@ MIT, like the rest of nano-vLLM.
 
 
 def write_card(output: Path, model: Qwen3ForCausalLM, table: str, **training: object) -> None:
-    """Write the model card from what was measured."""
+    """Write the model card with the measured table and the facts of the training."""
     facts = {
         "parameters": model.num_parameters() / 1e6,
         "primes": data.MAX_PRIME_LIMIT,
@@ -286,7 +287,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=DEFAULT_OUTPUT, help="the model's folder (default: %(default)s)")
     parser.add_argument("--device", default="auto", help="cpu, cuda, or auto: cuda where there is one")
     parser.add_argument("--seed", type=int, default=0, help="seed of data and weights (default: %(default)s)")
-    parser.add_argument("--eval-only", action="store_true", help="measure the model in --output, train nothing")
+    parser.add_argument("--eval-only", action="store_true", help="only measure the model in --output")
     args = parser.parse_args()
     device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     if args.eval_only:

@@ -1,12 +1,12 @@
-"""How output tokens a second grow with threads and with sequences at a time, what stops them, and a picture of it.
+"""Measures how output tokens a second grow with threads and with sequences at a time, finds the limit, draws a picture.
 
     python benchmarks/evidence/bench_batches.py -o docs/batches.svg
     python benchmarks/evidence/bench_batches.py --threads 1 8 16 --batches 1 16 128 --dtype float32
 
-Each number of threads is a process of its own. A rate is the sequences by the median of the last steps, in which all
-of them decode. Beside it stands the percentage of the floor: the time that a step's bytes and FLOPs need at the rates
-of so many threads, measured in the same process (bench_cost.py), by our own product; "bytes" or "arithmetic" is what
-most of that floor goes to. The last line is one JSON document.
+Each number of threads runs in its own process. A rate is the number of sequences over the median time of the last
+steps, in which all of them decode. The percentage compares this time with the floor: the time that the step's bytes and
+FLOPs need (bench_cost.py) at the rates of the same threads, which the same process measures with the package's product.
+"bytes" or "arithmetic" names the larger part of the floor. The last line is one JSON document.
 """
 
 import argparse
@@ -32,7 +32,7 @@ Row = dict[str, Any]
 
 
 def measure(args: argparse.Namespace) -> None:
-    """In a process of its own: print a row for each batch."""
+    """Measure all batches and print them as JSON. main() starts one process of this for each number of threads."""
     import nanovllm  # isort: skip
     import torch
 
@@ -81,7 +81,7 @@ def measure(args: argparse.Namespace) -> None:
 
 
 def draw(found: dict[int, dict[str, Any]], title: str) -> str:
-    """The SVG: tokens a second by sequences at a time, a line for each number of threads; hollow: stopped by bytes."""
+    """Return an SVG: tokens a second by sequences, one line for each number of threads. Hollow: limited by bytes."""
     left = 60
     top = 40
     width = 520
@@ -123,11 +123,11 @@ def draw(found: dict[int, dict[str, Any]], title: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
-    add("--model", default="qwen3-0.6b", help="a folder, or a shape, which gets random weights")
+    add("--model", default="qwen3-0.6b", help="a folder, or a shape with random weights")
     add("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
     add("--threads", type=int, nargs="+", default=[1, 2])
     add("--batches", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64, 128], help="sequences at a time")
-    add("-o", "--output", type=Path, metavar="FILE", help="where the picture goes, SVG")
+    add("-o", "--output", type=Path, metavar="FILE", help="the picture to write, SVG")
     add("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:

@@ -1,9 +1,10 @@
-"""Mixture of experts: steps of decodes, and the expert blocks alone, beside the time to read what they touch.
+"""Measures a mixture of experts: decode steps and the expert blocks alone, against the time to read their weights.
 
 python benchmarks/evidence/bench_experts.py [--layers 6] [--batches 1 8 32] [--dtype bfloat16]
 
-Random weights of a preset's layer shape, with fewer layers. A floor is the bytes that the step must read, at the read
-rate measured just before: the experts that its tokens went to (counted), attention, routers, LM head, keys and values.
+The model has a preset's layers, but fewer of them, with random weights. The floor is the time to read a step's bytes at
+the rate that was measured just before: the experts that got a token (they are counted), attention, routers, LM head,
+keys and values.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from nanovllm.models.hub import preset_config
 
 
 def count_touched(backend: Any) -> list[int]:
-    """From now on, how many experts get a token, an entry each time that a layer routes."""
+    """Return a list that grows by one entry whenever a layer routes: the number of experts that got a token."""
     touched: list[int] = []
     route = backend.route
 
@@ -43,7 +44,7 @@ def count_touched(backend: Any) -> list[int]:
 
 
 def measure_steps(llm: LLM, shape: Shape, itemsize: int, batch: int, output_len: int, touched: list[int]) -> Any:
-    """Medians of a step of `batch` decodes: seconds, bytes, experts of a layer that it touched."""
+    """Return medians over the steps of `batch` decodes: seconds, bytes to read, experts of a layer that got a token."""
     draw = Random(batch)
     prompts = [[draw.randrange(shape.vocab) for _ in range(64)] for _ in range(batch)]
     recorder = Recorder(torch.device("cpu"))
@@ -63,7 +64,7 @@ def measure_steps(llm: LLM, shape: Shape, itemsize: int, batch: int, output_len:
 
 
 def measure_blocks(model: Any, shape: Shape, dtype: torch.dtype, batch: int, touched: list[int]) -> Any:
-    """As measure_steps, of the expert blocks of all layers, one after another."""
+    """Like measure_steps, but run only the expert blocks of all layers, one after another."""
     slots = torch.arange(batch)
     found = []
     for _ in range(12):

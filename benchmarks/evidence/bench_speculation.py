@@ -1,4 +1,4 @@
-"""Measures how much drafts from the text save: the same requests with and without them, in turn, in one process.
+"""Measures how much time drafts from the text save: it runs the same requests with and without them, in turn.
 
     python benchmarks/evidence/bench_speculation.py edit --model FOLDER
     python benchmarks/evidence/bench_speculation.py extract --model FOLDER
@@ -8,9 +8,10 @@
 `edit` returns files with one name changed, `extract` turns records into JSON, and in `itself` the model drafts for
 itself, which shows where time goes.
 
-One at a time, both engines answer each request, in changing order, and a pair is a request; the index goes on from
-request to request, as in a job. With --batch a pair is all requests at once, --repeat times, and each run starts with
-an empty index and no prefixes. Tokens are compared. The last line is one JSON document.
+Without --batch, both engines answer one request after another, in changing order. A pair is one request, and the index
+of drafts keeps growing from request to request, as in a batch job. With --batch, a pair runs all requests at once, and
+each run starts with an empty index and no cached prefixes; there are --repeat pairs. The tokens of both engines are
+compared. The last line is one JSON document.
 """
 
 import argparse
@@ -35,7 +36,7 @@ from nanovllm.engine.plan import StepPlan
 from nanovllm.utils.clock import Clock
 
 FILES = ("bisect", "heapq", "textwrap", "shlex", "fnmatch", "queue", "sched", "colorsys")
-"""Modules of Python's library, of which the file to edit is made."""
+"""Modules of Python's library; `edit` asks for a change in the source of each."""
 NAMES = ("Maria Silva", "John Carter", "Aiko Tanaka", "Lars Olsen", "Priya Nair", "Tom Becker", "Ana Costa", "Li Wei")
 CITIES = ("Lisbon", "Denver", "Osaka", "Bergen", "Kochi", "Hamburg", "Recife", "Chengdu", "Turin", "Leeds")
 ITEMS = ("desk lamp", "office chair", "water filter", "bicycle pump", "tea kettle", "wool blanket", "garden hose")
@@ -58,8 +59,8 @@ QUESTIONS = (
 Conversation = list[dict[str, str]]
 
 
-def edits(count: int) -> list[Conversation]:
-    """60 lines of code each, and a name that is to be changed."""
+def make_edits(count: int) -> list[Conversation]:
+    """Make requests of 60 lines of code each, in which the model is to change one name."""
     conversations = []
     for name in FILES[:count]:
         source = Path(__import__(name).__file__ or "").read_text().splitlines()
@@ -71,8 +72,8 @@ def edits(count: int) -> list[Conversation]:
     return conversations
 
 
-def extractions(count: int) -> list[Conversation]:
-    """A short record each, to be turned into JSON by one template."""
+def make_extractions(count: int) -> list[Conversation]:
+    """Make requests with one short record each, which the model is to turn into JSON."""
     rng = random.Random(0)
     conversations = []
     for _ in range(count):
@@ -88,12 +89,16 @@ def extractions(count: int) -> list[Conversation]:
     return conversations
 
 
-def chats(count: int) -> list[Conversation]:
+def make_chats(count: int) -> list[Conversation]:
     return [[{"role": "user", "content": question}] for question in (QUESTIONS * 8)[:count]]
 
 
-WORKLOADS = {"edit": (edits, 8, 1000, 0.0), "extract": (extractions, 200, 120, 0.0), "chat": (chats, 32, 80, 0.7)}
-"""Requests, how many, most tokens of each output, temperature."""
+WORKLOADS = {
+    "edit": (make_edits, 8, 1000, 0.0),
+    "extract": (make_extractions, 200, 120, 0.0),
+    "chat": (make_chats, 32, 80, 0.7),
+}
+"""The function that makes the requests, their number, max_tokens and temperature."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -104,16 +109,16 @@ def parse_arguments() -> argparse.Namespace:
     add("--dtype", default="bfloat16")
     add("--num-drafts", type=int, default=8, metavar="N")
     add("--lookup", type=int, nargs=2, default=[2, 4], metavar=("MIN", "MAX"))
-    add("--batch", type=int, default=0, metavar="N", help="so many at once; by default one after another")
-    add("--repeat", type=int, default=3, help="pairs, with --batch")
-    add("--first", type=int, default=0, metavar="N", help="leave out so many requests")
-    add("--count", type=int, metavar="N", help="requests")
+    add("--batch", type=int, default=0, metavar="N", help="N requests at a time; default: one after another")
+    add("--repeat", type=int, default=3, help="number of pairs, with --batch")
+    add("--first", type=int, default=0, metavar="N", help="leave out the first N requests")
+    add("--count", type=int, metavar="N", help="number of requests")
     add("--max-tokens", type=int, metavar="N")
     return parser.parse_args()
 
 
 def forget(llm: LLM) -> None:
-    """Let an engine start anew: no prefixes, an empty index, nothing learnt."""
+    """Reset an engine: no cached prefixes, an empty index of drafts, no learnt costs."""
     llm.engine.scheduler.block_manager.forget_all()
     if llm.engine.scheduler.speculation is not None:
         llm.engine.scheduler.speculation = start_speculation(
@@ -121,7 +126,8 @@ def forget(llm: LLM) -> None:
         )
 
 
-def timed(llm: LLM, conversations: list[Conversation], params: list[SamplingParams]) -> tuple[float, Any]:
+def run_timed(llm: LLM, conversations: list[Conversation], params: list[SamplingParams]) -> tuple[float, Any]:
+    """Answer the conversations. Return the seconds, and the engine's counts of this run with all tokens."""
     before = llm.stats()
     since = time.perf_counter()
     outputs = llm.chat(conversations, params, use_tqdm=False)
@@ -146,7 +152,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
     if not args.batch:
         units = [([one], [param]) for one, param in zip(conversations, params, strict=True)]
     for llm in engines.values():
-        timed(llm, [[{"role": "user", "content": "Hello!"}]], [SamplingParams(max_tokens=8)])
+        run_timed(llm, [[{"role": "user", "content": "Hello!"}]], [SamplingParams(max_tokens=8)])
         forget(llm)
     pairs: list[dict[str, float]] = []
     totals = {"num_generated_tokens": 0, "num_draft_tokens": 0, "num_accepted_tokens": 0, "num_steps": 0}
@@ -156,7 +162,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
         for name in sorted(engines, reverse=i % 2 == 0):
             if args.batch:
                 forget(engines[name])
-            runs[name] = timed(engines[name], *unit)
+            runs[name] = run_timed(engines[name], *unit)
         same &= runs["with"][1]["tokens"] == runs["without"][1]["tokens"]
         pairs.append({name: seconds for name, (seconds, _) in runs.items()})
         totals = {name: total + runs["with"][1][name] for name, total in totals.items()}
@@ -188,7 +194,7 @@ def compare(args: argparse.Namespace) -> dict[str, Any]:
 
 
 class TimedRunner:
-    """Passes on what a drafter launches, and counts the seconds that this takes."""
+    """Launches a drafter's steps on the runner, and adds up the seconds that this takes."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
@@ -196,13 +202,13 @@ class TimedRunner:
 
     def launch(self, plan: StepPlan) -> Any:
         since = time.perf_counter()
-        handle = self._runner.launch(plan)  # on a CPU it has run by now
+        handle = self._runner.launch(plan)  # on a CPU this also runs the step
         self.seconds += time.perf_counter() - since
         return handle
 
 
-def itself(args: argparse.Namespace) -> dict[str, Any]:
-    """Where time goes when a model drafts for itself, greedy and sampled. All drafts are verified, though none pays."""
+def measure_self_drafting(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure where time goes if a model drafts for itself, greedy and sampled. All drafts are verified."""
     config = {"model": args.model, "num_speculative_tokens": args.num_drafts}
     options = {"dtype": args.dtype, "attention_backend": "cpu", "kvcache_memory_bytes": 1 << 28}
     llm = LLM(args.model, **options, max_num_seqs=args.batch or 32, speculative_config=config)
@@ -217,11 +223,11 @@ def itself(args: argparse.Namespace) -> dict[str, Any]:
             SamplingParams(temperature=temperature, seed=i, max_tokens=args.max_tokens or 128, ignore_eos=True)
             for i in range(args.count or 32)
         ]
-        for _ in range(2):  # the first warms up
+        for _ in range(2):  # the first run warms up
             llm.engine.scheduler.block_manager.forget_all()
             spans.clear()
             runner.seconds = 0.0
-            seconds, made = timed(llm, chats(len(params)), params)
+            seconds, made = run_timed(llm, make_chats(len(params)), params)
         drafting = runner.seconds
         verifying = spans["launch"] + spans["wait"]
         result[f"temperature {temperature}"] = {
@@ -238,7 +244,7 @@ def itself(args: argparse.Namespace) -> dict[str, Any]:
 
 
 class SpanCounter:
-    """Observes an engine: adds up what its clocks say."""
+    """Observes an engine and adds up the seconds of its clocks by name."""
 
     def __init__(self, spans: "Counter[str]") -> None:
         self._spans = spans
@@ -257,7 +263,7 @@ class SpanCounter:
 def main() -> None:
     args = parse_arguments()
     if args.workload == "itself":
-        result = itself(args)
+        result = measure_self_drafting(args)
         for name, values in result.items():
             print(name, {key: round(value, 4) for key, value in values.items()})
         print(json.dumps({"benchmark": "speculation", "commit": commit(), "arguments": vars(args), **result}))

@@ -1,10 +1,10 @@
 """Measures what threads gain: a step's time with one and with several, alone and beside a neighbour on each core.
 
-    python benchmarks/evidence/bench_threads.py                         the model in the box, one sequence
+    python benchmarks/evidence/bench_threads.py                         the model in the package, one sequence
     python benchmarks/evidence/bench_threads.py --model qwen3-0.6b --tokens 20 --rounds 3
 
-Each measurement is a process of its own, since libgomp reads GOMP_SPINCOUNT once; in each round all variants take
-turns. The last line is one JSON document.
+Each measurement runs in its own process, because libgomp reads GOMP_SPINCOUNT only once. In each round all variants
+take turns. The last line is one JSON document.
 """
 
 import argparse
@@ -31,7 +31,7 @@ VARIANTS: dict[str, dict[str, str]] = {
 
 
 def measure(model: str, num_seqs: int, tokens: int) -> None:
-    """In a process of its own: print the milliseconds of each step, prompts and the first steps left out."""
+    """Print the milliseconds of each step as JSON, without the prompts and the first steps. Runs in a child process."""
     from nanovllm import LLM, SamplingParams
     from nanovllm.models.hub import PRESETS
 
@@ -49,8 +49,8 @@ def measure(model: str, num_seqs: int, tokens: int) -> None:
 
 
 @contextmanager
-def neighbours(count: int) -> Iterator[None]:
-    """Processes that compute all the while, one bound to each core."""
+def run_neighbours(count: int) -> Iterator[None]:
+    """Run `count` processes that compute all the time, each bound to one core. Kill them at the end."""
     code = "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
     cores = sorted(os.sched_getaffinity(0))[:count]
     processes = [subprocess.Popen([sys.executable, "-c", code, str(core)]) for core in cores]
@@ -66,11 +66,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", default="tiny-qwen3", help="a folder, or a shape such as qwen3-0.6b")
-    add("--num-seqs", type=int, default=1)
-    add("--tokens", type=int, default=200, help="a sequence")
-    add("--rounds", type=int, default=5)
-    add("--only", nargs="+", choices=("idle", "busy"), default=["idle", "busy"])
-    add("--variants", nargs="+", type=int, default=range(len(VARIANTS)), help="by number, as listed")
+    add("--num-seqs", type=int, default=1, help="sequences at a time")
+    add("--tokens", type=int, default=200, help="tokens to generate per sequence")
+    add("--rounds", type=int, default=5, help="measurements of each variant")
+    add(
+        "--only",
+        nargs="+",
+        choices=("idle", "busy"),
+        default=["idle", "busy"],
+        help="without or with neighbours on the cores",
+    )
+    add("--variants", nargs="+", type=int, default=range(len(VARIANTS)), help="the variants to measure, counted from 0")
     add("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -80,7 +86,7 @@ def main() -> None:
     document: dict[str, dict[str, list[list[float]]]] = {}
     for when in args.only:
         found: dict[str, list[list[float]]] = {name: [] for name in names}
-        with neighbours(THREADS if when == "busy" else 0):
+        with run_neighbours(THREADS if when == "busy" else 0):
             for _ in range(args.rounds):
                 for name in names:
                     base = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_"))}

@@ -1,7 +1,7 @@
-"""One measurement of llama.cpp, run by the interpreter that has it: scripts/rival_env.sh makes one.
+"""Measures llama.cpp once. An interpreter that has llama.cpp runs this file; scripts/rival_env.sh makes one.
 
-llama_decode is driven as its server does it: a step has a token of every sequence that decodes, then prompts, up to
-n_batch tokens. The mode is a type of llama.cpp's own for the weights (q8_0), or nothing for the type that is compared.
+It calls llama_decode as llama.cpp's server does: a step has one token of every sequence that decodes, then prompts, up
+to n_batch tokens. The mode is one of llama.cpp's types for weights (q8_0), or "" for the type of the comparison.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ def print_errors(level: int, text: bytes, data: Any) -> None:
 
 
 def read_tensors(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
-    """The checkpoint's tensors as float32."""
+    """Yield the name and the float32 values of each tensor of the checkpoint."""
     for path in sorted(folder.glob("*.safetensors")):
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -52,7 +52,7 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def export(folder: Path, exports: Path, kind: str) -> Path:
-    """Writes the checkpoint as a GGUF file whose matrices are of this type, unless it is there already; its path."""
+    """Write the checkpoint as a GGUF file with matrices of type `kind`, unless it exists. Return its path."""
     newest = max(path.stat().st_mtime_ns for path in folder.iterdir())
     mark = hashlib.sha256(f"{folder} {newest}".encode()).hexdigest()[:12]
     path = exports / f"{folder.name}-{mark}-{kind}.gguf"
@@ -102,7 +102,7 @@ class Sequence:
     def __init__(self, slot: int, prompt: list[int], output_len: int) -> None:
         self.slot = slot
         self.pending = prompt
-        """Tokens that are not in the cache: what is left of the prompt, then the token just sampled."""
+        """Tokens that are not in the cache yet: the rest of the prompt, later the token that was just sampled."""
         self.num_computed = 0
         self.num_left = output_len
 
@@ -127,7 +127,7 @@ class Batch:
         return BATCH_TOKENS - self.raw.n_tokens
 
     def add(self, sequence: Sequence) -> int | None:
-        """As many of its tokens as there is room for. Returns the row of its last one, if that is among them."""
+        """Add as many of its tokens as fit. Return the row of its last token, or None if that did not fit."""
         tokens = sequence.pending[: self.room]
         begin = self.raw.n_tokens
         end = self.raw.n_tokens + len(tokens)
@@ -186,10 +186,10 @@ def make_sampler(temperature: float) -> Any:
 
 
 def decode(context: Any, sampler: Any, batch: Batch, workload: dict[str, Any], num_slots: int) -> int:
-    """Continuous batching over the slots, until every request has its tokens; how many those are.
+    """Run the workload with continuous batching over the slots. Return the number of generated tokens.
 
-    Slots go to the longest outputs first, so that those which become free are the last ones: llama.cpp takes sequences
-    together only while their numbers follow each other, and would otherwise read the weights once more for each gap.
+    The requests with the longest outputs get the lowest slots, so that the highest slots become free first. llama.cpp
+    computes sequences together only if their slots follow each other; it reads the weights once more for each gap.
     """
     waiting = deque(sorted(zip(workload["output_lens"], workload["prompts"], strict=True), key=lambda r: -r[0]))
     memory = llama_cpp.llama_get_memory(context)

@@ -1,8 +1,8 @@
-"""One measurement of OpenVINO GenAI's continuous batching, run by an interpreter from scripts/rival_env.sh.
+"""Measures OpenVINO GenAI's continuous batching once. An interpreter from scripts/rival_env.sh runs this file.
 
-Without a mode, inference precision and KV cache have the type that is compared; in the mode "defaults" nothing is set.
-Either way the weights are stored as the checkpoint has them. Where the processor has no bfloat16, OpenVINO computes in
-float32, and refuses a cache of bfloat16: weights are then stored in bfloat16, keys and values in float16.
+Without a mode, OpenVINO computes and caches in the type of the comparison. In the mode "defaults" it decides itself.
+Either way it stores the weights in the checkpoint's type. On a processor without bfloat16 it computes in float32 and
+refuses a cache in bfloat16; there the weights stay in bfloat16, and keys and values are in float16.
 """
 
 import hashlib
@@ -18,11 +18,11 @@ from benchmarks.rivals.worker import Engine, computes_in_bfloat16, main
 
 SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 CACHE_GB = 4
-"""As vLLM's."""
+"""The size of the KV cache, the same as for vLLM."""
 
 
 def export(folder: Path, exports: Path) -> Path:
-    """Writes the checkpoint as OpenVINO's model, unless it is there already; its folder."""
+    """Write the checkpoint as an OpenVINO model, unless it exists. Return its folder."""
     newest = max(path.stat().st_mtime_ns for path in folder.iterdir())
     mark = hashlib.sha256(f"{folder} {newest}".encode()).hexdigest()[:12]
     target = exports / f"{folder.name}-{mark}-openvino"
@@ -38,12 +38,12 @@ def export(folder: Path, exports: Path) -> Path:
 
 
 def write_tokenizer(folder: Path) -> None:
-    """One of single bytes: GenAI makes no pipeline without a tokenizer, and token ids go in and come out."""
+    """Write a tokenizer of single bytes. GenAI needs one, though only token ids go in and come out."""
     from openvino_tokenizers import convert_tokenizer
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    # A merge and a special token: without either it cannot be converted.
+    # The conversion fails without at least one merge and one special token.
     pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), "aa"]
     tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, [("a", "a")]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(False)

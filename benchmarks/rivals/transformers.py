@@ -1,8 +1,8 @@
-"""One measurement of transformers, in one of two modes.
+"""Measures transformers once, in one of two modes.
 
-static      generate() on left-padded batches; each runs until its longest output is done, and only the tokens that were
-            asked for count
-continuous  transformers' own continuous batching over a paged cache
+static      generate() on left-padded batches. Each batch runs until its longest output is done; only the tokens that
+            the workload asks for count.
+continuous  the continuous batching of transformers, over a paged cache
 """
 
 from typing import Any
@@ -36,7 +36,7 @@ def run_continuous(model: Any, workload: dict[str, Any], temperature: float) -> 
     prompts = workload["prompts"]
     output_lens = workload["output_lens"]
     pages = [-(-(len(prompt) + n) // PAGE) for prompt, n in zip(prompts, output_lens, strict=True)]
-    # num_blocks and max_batch_tokens given: what they are inferred to be is ten gigabytes
+    # Set num_blocks and max_batch_tokens, because transformers would choose values that take ten gigabytes.
     batching = transformers.ContinuousBatchingConfig(
         page_size=PAGE,
         num_blocks=sum(pages) + 8,

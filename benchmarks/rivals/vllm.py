@@ -1,4 +1,4 @@
-"""One measurement of vLLM, run by the interpreter that has it: scripts/rival_env.sh makes one."""
+"""Measures vLLM once. An interpreter that has vLLM runs this file; scripts/rival_env.sh makes one."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from benchmarks.rivals.worker import CannotRun, Engine, computes_in_bfloat16, ma
 
 def load(spec: dict[str, Any], mode: str) -> Engine:
     if spec["device"] == "cpu" and spec["dtype"] == "bfloat16" and not computes_in_bfloat16():
-        raise CannotRun("on a processor without instructions for bfloat16 it emulates them, for many minutes a run")
+        raise CannotRun("this processor has no bfloat16 instructions: vLLM emulates them, for many minutes a run")
     llm = vllm.LLM(
         spec["model"],
         dtype=spec["dtype"],

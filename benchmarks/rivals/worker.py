@@ -1,9 +1,9 @@
 """Runs a rival in `bench.py --compare`, whatever its engine. This file imports the standard library alone.
 
 bench_compare.py starts `INTERPRETER -m benchmarks.rivals.NAME SPEC MODE`, where SPEC is the path of a JSON document.
-The worker loads the engine, runs the warm-up and the workload; its last line is a JSON document: how long each took,
-how many tokens came out, versions, and a note on what this line of the table is. An engine that cannot do what is asked
-raises CannotRun, whose sentence is the document then.
+The worker loads the engine, runs the warm-up and then the workload. Its last line is a JSON document: the seconds of
+each, the number of output tokens, versions, and a note for this line of the table. An engine that cannot run the
+workload raises CannotRun; the document then holds its sentence.
 """
 
 import json
@@ -15,24 +15,25 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 Run = Callable[[dict[str, Any]], int]
-"""Runs a workload, and counts the tokens that come out."""
+"""Runs a workload and returns the number of output tokens."""
 
 
 class Engine(NamedTuple):
     run: Run
     note: str
-    """In which types it stores and computes, where that needs words."""
+    """The types in which the engine stores and computes, for the table; may be empty."""
 
 
 class CannotRun(Exception):
-    """One sentence: what this engine cannot do here."""
+    """Its message is one sentence that says why this engine cannot run here."""
 
 
 def main(load: Callable[[dict[str, Any], str], Engine], versions: dict[str, str]) -> None:
-    """Measure one engine once, as the command line says.
+    """Measure one engine once and print the document, by the command line SPEC [MODE].
 
     Args:
-        load: makes the engine from the specification and the mode ("" without one).
+        load: makes the engine from the specification and the mode, which is "" by default.
+        versions: the versions of the packages, by name.
     """
     spec = json.loads(Path(sys.argv[1]).read_text())
     mode = "".join(sys.argv[2:3])
