@@ -30,8 +30,8 @@ def find_steps(run: Recording, request: int) -> list[tuple[int, list[str]]]:
         if kind == "plan":
             drafts = dict(what.get("drafts", ())).get(request, 0) if request in what["decode"] else None
         elif kind == "update" and drafts is not None:
-            came = next((ids for number, *ids in what["tokens"] if number == request), [])
-            steps.append((drafts, [run.texts.get(str(i), str(i)) for i in came]))
+            tokens = next((ids for number, *ids in what["tokens"] if number == request), [])
+            steps.append((drafts, [run.texts.get(str(i), str(i)) for i in tokens]))
     return steps
 
 
