@@ -1,0 +1,168 @@
+"""Everything that an engine can do, on a real GPU: the tokens of our kernels are those of the torch backend there.
+
+`python -m pytest -m gpu tests/gpu/test_gpu_features.py`
+"""
+
+import math
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.fakes import FREE
+from helpers.tiny import draw_prompts, save_random
+from transformers import Qwen3MoeForCausalLM
+
+from nanovllm import LLM, SamplingParams, StructuredOutputsParams
+from nanovllm.drafts.speculation import Speculation
+from nanovllm.outputs import Output
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device; there is none here"),
+]
+
+TOLERANCES = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.8}
+"""By how much log-probabilities may differ: the logits of these models lie between -60 and 60."""
+OPTIONS: dict[str, Any] = {
+    "device": "cuda",
+    "max_model_len": 256,
+    "max_num_seqs": 8,
+    "kvcache_block_size": 16,
+    "num_kvcache_blocks": 48,  # room for three of the longest sequences: some are preempted
+}
+PROMPTS = draw_prompts([1, 5, 17, 100, 40, 33, 64, 3, 90, 12])
+GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=9)
+
+
+def serve(
+    model: Path | str, backend: str, params: Any = GREEDY, prompts: Any = PROMPTS, **options: Any
+) -> list[Output]:
+    with LLM(model, **OPTIONS | {"attention_backend": backend} | options) as llm:
+        return llm.generate(prompts, params, use_tqdm=False)
+
+
+def tokens(outputs: Seq[Output]) -> list[list[int]]:
+    return [output.token_ids for output in outputs]
+
+
+def assert_same_tokens(outputs: Seq[Output], expected: Seq[Output], dtype: str) -> None:
+    """Fail unless greedy tokens are the same, and their log-probabilities nearly so.
+
+    In 16 bits two tokens may be so close that rounding chooses. From there on nothing of that sequence is compared.
+    """
+    compared = 0
+    for output, reference in zip(outputs, expected, strict=True):
+        assert output.logprobs is not None and reference.logprobs is not None
+        pairs = zip(output.token_ids, reference.token_ids, strict=True)
+        for (got, wanted), values, wanted_values in zip(pairs, output.logprobs, reference.logprobs, strict=True):
+            if got != wanted:
+                assert dtype != "float32"
+                assert wanted_values.get(got, -math.inf) > wanted_values[wanted] - TOLERANCES[dtype]
+                break
+            assert values[got] == pytest.approx(wanted_values[got], abs=TOLERANCES[dtype])
+            compared += 1
+    assert compared > 0.3 * sum(len(reference.token_ids) for reference in expected)
+
+
+def test_default_memory_serves(random_model: Path) -> None:
+    """Nothing says how large the cache is: the start measures the largest step and the graphs."""
+    options = {"dtype": "float32", "num_kvcache_blocks": None}
+    assert_same_tokens(
+        serve(random_model, "triton", **options), serve(random_model, "torch", dtype="float32"), "float32"
+    )
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_a_dense_model_says_the_same(dtype: str, random_model: Path) -> None:
+    expected = serve(random_model, "torch", dtype=dtype)
+    assert_same_tokens(serve(random_model, "triton", dtype=dtype), expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_experts_say_the_same(dtype: str, tmp_path: Path) -> None:
+    """Steps of few tokens, and of more than 512: each range of tokens has a product of its own."""
+    shape: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    save_random(tmp_path, model_class=Qwen3MoeForCausalLM, max_position_embeddings=1024, **shape)
+    prompts = [*PROMPTS, *draw_prompts([530, 200], seed=2)]
+    options = {"dtype": dtype, "max_model_len": 640, "max_num_batched_tokens": 640, "num_kvcache_blocks": 80}
+    expected = serve(tmp_path, "torch", prompts=prompts, **options)
+    assert_same_tokens(serve(tmp_path, "triton", prompts=prompts, **options), expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_log_probabilities_and_scores_are_the_same(dtype: str, random_model: Path) -> None:
+    params = [
+        SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=i % 3, logprobs=i % 4, ignore_eos=True)
+        for i in range(len(PROMPTS))
+    ]
+    found = {}
+    scores = {}
+    for backend in ("triton", "torch"):
+        with LLM(random_model, **OPTIONS | {"attention_backend": backend, "dtype": dtype}) as llm:
+            found[backend] = llm.generate(PROMPTS, params, use_tqdm=False)
+            scores[backend] = llm.score(PROMPTS[1:5], PROMPTS[5:9], use_tqdm=False)
+    close = TOLERANCES[dtype]
+    for output, expected in zip(found["triton"], found["torch"], strict=True):
+        assert output.prompt_logprobs is not None and expected.prompt_logprobs is not None
+        for values, wanted, token_id in zip(
+            output.prompt_logprobs[1:], expected.prompt_logprobs[1:], output.prompt_token_ids[1:], strict=True
+        ):
+            assert values is not None and wanted is not None
+            assert values[token_id] == pytest.approx(wanted[token_id], abs=close)
+            likeliest = sorted(values.values(), reverse=True)
+            assert likeliest == pytest.approx(sorted(wanted.values(), reverse=True), abs=close)
+    for score, expected_score in zip(scores["triton"], scores["torch"], strict=True):
+        assert score["logprobs"] == pytest.approx(expected_score["logprobs"], abs=close)
+
+
+def test_drafts_of_a_model_change_no_token(random_model: Path, tmp_path: Path) -> None:
+    save_random(tmp_path, seed=1, num_hidden_layers=3)
+    params = [SamplingParams(i % 2, 40, seed=i, ignore_eos=True) for i in range(len(PROMPTS))]
+    expected = serve(random_model, "torch", params, dtype="float32")
+    config = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 3}
+    assert serve_drafts(random_model, config, params, PROMPTS) == tokens(expected)
+
+
+def test_drafts_from_the_text_change_no_token(reciter: Path) -> None:
+    prompts = ["abcdefghiabcdefghiab", "lmnopqrlmnopqrlm", "cdefghcd"]
+    params = SamplingParams(temperature=0, max_tokens=20)
+    expected = serve(reciter, "torch", params, prompts, dtype="float32")
+    config = {"method": "ngram", "num_speculative_tokens": 3}
+    assert serve_drafts(reciter, config, params, prompts) == tokens(expected)
+
+
+def serve_drafts(model: Path, config: dict[str, Any], params: Any, prompts: Any) -> list[list[int]]:
+    """Return the tokens of an engine that verifies every draft it can get, and fail if it gets none."""
+    options = {"attention_backend": "triton", "dtype": "float32", "speculative_config": config}
+    with LLM(model, **OPTIONS | options) as llm:
+        speculation = llm.engine.scheduler.speculation
+        assert isinstance(speculation, Speculation)
+        speculation.costs = FREE
+        found = tokens(llm.generate(prompts, params, use_tqdm=False))
+        assert llm.stats()["num_draft_tokens"] > 0
+    return found
+
+
+def test_grammars_and_edits_give_the_same_tokens() -> None:
+    """Rows with a grammar, with penalties and with neither share steps; graphs end before the sampler."""
+    pytest.importorskip("llguidance")
+    schema = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+    params = [
+        SamplingParams(0, 48, structured_outputs=StructuredOutputsParams(json=schema)),
+        SamplingParams(1.0, 48, seed=1, structured_outputs=StructuredOutputsParams(regex="[a-z]{3,9} [0-9]+")),
+        SamplingParams(1.0, 48, seed=2, ignore_eos=True, presence_penalty=1.0, repetition_penalty=1.2),
+        SamplingParams(1.0, 48, seed=3, ignore_eos=True),
+        SamplingParams(0, 48, min_tokens=40, logit_bias={9: 2.0}, bad_words=["the"]),
+    ]
+    prompts = ["what is 3 + 4?", "the cat", "once upon a time", "count to 9", "sort: c a b"]
+    expected = serve("tiny-qwen3", "torch", params, prompts, dtype="float32")
+    assert tokens(serve("tiny-qwen3", "triton", params, prompts, dtype="float32")) == tokens(expected)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_two_ranks_that_share_the_card_say_the_same(dtype: str, random_model: Path) -> None:
+    options = {"tensor_parallel_size": 2, "distributed_backend": "gloo", "enforce_eager": True, "dtype": dtype}
+    expected = serve(random_model, "torch", dtype=dtype)
+    assert_same_tokens(serve(random_model, "triton", **options), expected, dtype)
