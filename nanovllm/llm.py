@@ -305,7 +305,7 @@ class LLM:
                         raise RuntimeError(seq.error)
                     return
                 for seq in self.engine.scheduler.running:
-                    text = read_text(seq, tokenizer).rstrip("\ufffd")  # decoders write U+FFFD for half a character
+                    text = read_text(seq, tokenizer).rstrip("\ufffd")  # decoders end in U+FFFD for half a character
                     if piece := text[len(given) : max(len(text) - num_held, 0)]:
                         given += piece
                         yield piece
@@ -359,7 +359,7 @@ class LLM:
 
     @property
     def max_model_len(self) -> int:
-        """The most tokens that a prompt and its output may have together."""
+        """A prompt and its output may have at most this many tokens together."""
         return self.engine.config.max_model_len
 
     def get_default_sampling_params(self) -> SamplingParams:

@@ -208,7 +208,7 @@ class LLMEngine:
         try:
             incoming = iter(requests)
             while interrupt is None:
-                # An exhausted iterable gives None, too. It may be asked again, so the two cases need not be told apart.
+                # next() also returns None if the iterable has ended. Asking again does no harm, so both cases are one.
                 while len(self.scheduler.waiting) < 2 * self.config.max_num_seqs and (request := next(incoming, None)):
                     numbers[self.add(request)] = num_taken
                     num_taken += 1
@@ -234,7 +234,7 @@ class LLMEngine:
     def step(self) -> list[Sequence]:
         """Launch the next step if one can be planned. Then read the oldest step in flight.
 
-        It is not read yet if a step was launched and fewer than `depth` steps are in flight.
+        If a step was launched and fewer than `depth` steps are in flight, no step is read yet.
 
         Returns:
             The lead of each request that ended. After an exception the engine has no requests, and its prefix cache is

@@ -101,7 +101,7 @@ class Sequence:
     It is resident from admission until it ends or is preempted. Counts that change with every token of a resident
     sequence are in the scheduler's `RowTable`, not here.
 
-    This class knows three facts that no other class knows:
+    Three facts are kept here and nowhere else:
 
         how it ended       `check_end` decides after each token. `Scheduler.end` ends a sequence that is aborted, or
                            that has received its last scores.
@@ -136,12 +136,12 @@ class Sequence:
         self.limit = max(min(self.num_prompt_tokens + max_tokens, max_model_len), self.num_prompt_tokens)
         """Prompt and output together have at most this many tokens."""
         self.num_needed = max(self.limit - 1, 1)
-        """At most this many tokens are computed: all but the last, which no token follows. At least 1."""
+        """At most this many tokens are computed: all but the last, because no token follows it. It is at least 1."""
         scores_from = self.num_prompt_tokens if params.prompt_logprobs is None else max(params.prompt_logprob_start, 1)
         self.next_scored = scores_from
         """Index of the first prompt token that no launched step scores. It is num_prompt_tokens if all are scored."""
         self.prompt_logprobs: list[dict[int, float] | None] = [None] * scores_from
-        """{token id: log-probability} per prompt token whose score the host has read; None before the first scored."""
+        """{token id: log-probability} per prompt token whose score was read. Tokens that are not scored have None."""
         self._eos_ids = frozenset[int]() if params.ignore_eos else eos_token_ids
         self.stop_ids = self._eos_ids | frozenset(params.stop_token_ids or ())
         """Token ids that end the sequence."""
@@ -151,9 +151,9 @@ class Sequence:
         self.grammar = edits.new_matcher() if edits is not None else None
         """Checks the output against the request's grammar; None if there is no grammar."""
         self.lead = lead
-        """The first completion of the same request. In the first completion it is None."""
+        """The first completion of the same request. In the first completion this is None."""
         self.others: list[Sequence] = []
-        """In the first completion: the request's n - 1 other completions. In the others it is empty."""
+        """In the first completion: the request's n - 1 other completions. In those this list is empty."""
         self.row = -1
         """The sequence's row in the device's tables; -1 while it is not resident. Only `RowTable` sets it."""
         self.block_table: list[int] = []

@@ -102,7 +102,7 @@ def read_prompt(prompt: Any) -> tuple[str | None, list[int] | None]:
     if isinstance(prompt, (bytes, bytearray, Mapping)) or not isinstance(prompt, Iterable):
         raise ValueError(f"a prompt is {quote(prompt)}; it must be a string, a list of token ids, or a dict of either")
     token_ids: list[Any] = list(prompt)
-    if set(map(type, token_ids)) != {int}:  # a fast check: most prompts have only ints. as_integer also reads numpy's
+    if set(map(type, token_ids)) != {int}:  # a fast check, because most prompts have only ints
         token_ids = [as_integer(i, "a token id of the prompt") for i in token_ids]
     return text, token_ids
 
