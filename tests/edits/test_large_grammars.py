@@ -22,7 +22,8 @@ from nanovllm.edits.json_schema import read_schema
 from nanovllm.jobs.job import Status
 from nanovllm.text.tokenizer import Tokenizer
 
-VOCAB_SIZE, EOS = 664, 663
+VOCAB_SIZE = 664
+EOS = 663
 
 
 @pytest.fixture
@@ -81,7 +82,8 @@ def test_a_job_answers_all_other_lines_and_is_resumed(tmp_path: Path) -> None:
     for name, (asked, _) in HARMFUL.items():
         lines.append(openai_line(name, prompt="a", max_tokens=3, structured_outputs=asked))
         lines.append(openai_line(f"after {name}", prompt="a", max_tokens=3, structured_outputs={"regex": "[a-z]{2}"}))
-    source, results = write_lines(tmp_path / "in", lines), tmp_path / "out"
+    source = write_lines(tmp_path / "in", lines)
+    results = tmp_path / "out"
     ids = [line["custom_id"] for line in lines]
     assert run_batch(source, results).wait(300) == Status.LINES_FAILED
     kept = results.read_bytes().splitlines(keepends=True)[: len(lines) // 2]
@@ -106,10 +108,8 @@ def test_a_signal_ends_a_job_that_compiles_one_large_grammar_after_the_other(
     """Each of the 100 lines takes most of a second, so a job that answered them all first would take a minute."""
     patterns = [{"type": "string", "allOf": [*PATTERNS, {"pattern": str(i)}]} for i in range(100)]
     hard = [openai_line(str(i), prompt="a", structured_outputs={"json": schema}) for i, schema in enumerate(patterns)]
-    source, results = (
-        write_lines(tmp_path / "in", [openai_line("good", prompt="a", max_tokens=3), *hard]),
-        tmp_path / "out",
-    )
+    source = write_lines(tmp_path / "in", [openai_line("good", prompt="a", max_tokens=3), *hard])
+    results = tmp_path / "out"
     job = run_batch(source, results)
     deadline = time.monotonic() + 120
     while not (results.exists() and results.read_bytes().count(b"\n") > 2):

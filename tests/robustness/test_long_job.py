@@ -48,7 +48,8 @@ def slope(points: list[tuple[int, int]]) -> float:
 @pytest.mark.slow
 def test_a_long_job_grows_in_nothing_but_the_bytes_of_its_lines(tmp_path: Path) -> None:
     lines = [{"prompt": f"What is {i % 977}?" + " Please." * (i % 4), "max_tokens": 1} for i in range(NUM_LINES)]
-    source, results = write_lines(tmp_path / "in", lines), tmp_path / "out"
+    source = write_lines(tmp_path / "in", lines)
+    results = tmp_path / "out"
     command = [sys.executable, "-m", "nanovllm", "run-batch", "-i", str(source), "-o", str(results)]
     options = [
         "--model=tiny-qwen3",
