@@ -31,6 +31,8 @@ _SCHEMA_KEYWORDS = (
 )
 """Keywords whose value is, or may be, one schema."""
 
+_HOLDERS = frozenset((*_DICT_KEYWORDS, *_LIST_KEYWORDS, *_SCHEMA_KEYWORDS))
+
 _SIZE_KEYWORDS = ("minLength", "maxLength", "minProperties", "maxProperties", "minItems", "maxItems", "uniqueItems")
 _NUMBER_KEYWORDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum", "multipleOf")
 _SPELLINGS = {
@@ -97,15 +99,16 @@ def walk_schema(schema: Any, place: str = "#") -> Iterator[tuple[str, dict[str, 
     """
     if not isinstance(schema, dict):
         return
-    inner: list[tuple[str, Any]] = []
-    for name in _DICT_KEYWORDS:
-        if isinstance(parts := schema.get(name), dict):
-            inner += [(f"{name}/{key.replace('~', '~0').replace('/', '~1')}", part) for key, part in parts.items()]
-    for name in _LIST_KEYWORDS:
-        if isinstance(parts := schema.get(name), list):
-            inner += [(f"{name}/{i}", part) for i, part in enumerate(parts)]
-    for name, part in (*inner, *((name, schema.get(name)) for name in _SCHEMA_KEYWORDS)):
-        yield from walk_schema(part, f"{place}/{name}")
+    if not _HOLDERS.isdisjoint(schema):  # most schemas hold no others
+        inner: list[tuple[str, Any]] = []
+        for name in _DICT_KEYWORDS:
+            if isinstance(parts := schema.get(name), dict):
+                inner += [(f"{name}/{key.replace('~', '~0').replace('/', '~1')}", part) for key, part in parts.items()]
+        for name in _LIST_KEYWORDS:
+            if isinstance(parts := schema.get(name), list):
+                inner += [(f"{name}/{i}", part) for i, part in enumerate(parts)]
+        for name, part in (*inner, *((name, schema.get(name)) for name in _SCHEMA_KEYWORDS)):
+            yield from walk_schema(part, f"{place}/{name}")
     yield place, schema
 
 
