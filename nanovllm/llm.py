@@ -226,9 +226,10 @@ class LLM:
 
     @property
     def rendering_arguments(self) -> frozenset[str]:
-        """Names that the input of a batch job may not use in chat_template_kwargs.
+        """The names of the arguments of transformers' apply_chat_template.
 
-        They are the arguments of transformers' apply_chat_template.
+        A line of a batch job may set variables of the template in chat_template_kwargs, but none of these names: they
+        would replace the template itself. Callers in Python may use them.
         """
         if self.engine.tokenizer is None:
             return frozenset()

@@ -156,8 +156,11 @@ class BlockManager:
                 self._blank.append(block)
 
     def forget_all(self) -> None:
-        """Forget the whole prefix cache. The engine calls it after a failed step, which may have left wrong KV, and
-        after all sequences have given their blocks back."""
+        """Forget the whole prefix cache.
+
+        After a failed step KV may be wrong. The engine first ends all sequences, so that they give their blocks back,
+        and then calls this.
+        """
         self._blank.extend(self._evictable)
         self._evictable.clear()
         self._findable.clear()

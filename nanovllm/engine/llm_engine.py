@@ -76,6 +76,7 @@ class LLMEngine:
         """Put an engine together from its parts. load.py makes the parts.
 
         Args:
+            runner: `ModelRunner` on one device; `LeadingRunner` (distributed/) for several ranks.
             make_editor: makes the `LogitEditor`. It is called when the first request asks for edits of logits.
             origin: the model's folder, or the name of a preset (a configuration without weights).
         """
@@ -92,7 +93,8 @@ class LLMEngine:
         self.origin = origin
         self.closed = False
         self.identity = object()
-        """A `Request` keeps this object to know its engine. The engine itself would keep the weights in memory."""
+        """A `Request` keeps this object to know its engine. If it kept the engine itself, the weights would
+        stay in memory as long as the request."""
         self._make_editor = make_editor
         self._editor: LogitEditor | None = None
         self._num_requests = 0
@@ -167,7 +169,8 @@ class LLMEngine:
     def _queue(self, request: Request, params: SamplingParams, seed: int, lead: Sequence | None = None) -> Sequence:
         tokenizer = self.tokenizer
         prompt = request.prompt_token_ids
-        # Edits cache masks. A copy lets that memory be freed with the sequences, even if the caller keeps the request.
+        # An edits object keeps masks in memory. With a copy they are freed when the sequences end, even if the caller
+        # keeps the request.
         edits = copy(request.edits) if lead is None else lead.edits
         seq = Sequence(
             self._num_seqs,
@@ -208,7 +211,8 @@ class LLMEngine:
         try:
             incoming = iter(requests)
             while interrupt is None:
-                # next() also returns None if the iterable has ended. Asking again does no harm, so both cases are one.
+                # next() also returns None if the iterable has ended. The loop treats both cases in the same way,
+                # because asking an ended iterable again does no harm.
                 while len(self.scheduler.waiting) < 2 * self.config.max_num_seqs and (request := next(incoming, None)):
                     numbers[self.add(request)] = num_taken
                     num_taken += 1

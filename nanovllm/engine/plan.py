@@ -70,8 +70,8 @@ class StepPlan:
         token_ids: int32 [num_tokens], the tokens to compute, sequence after sequence, drafts included. -1 stands for
             the token that was sampled last for that row: it is on the device, and the host may not know it yet.
         targets: int32 [sum of num_scored], sequence after sequence: the prompt tokens whose log-probability is wanted.
-            The logits of a token score the token after it. For the last token of a chunk, that target is not itself
-            computed in this step.
+            The logits of a token score the token after it. So the last target may be the first token of the next
+            chunk.
         block_entries: int32 [n, 3], new (row, index, block) entries of the block tables.
         new_rows: ROW_SAMPLING [n], the sampling values of rows that have a new owner.
         for_draft_model: True if the draft model runs the plan. It has a KV cache of its own; the same block numbers
@@ -143,7 +143,7 @@ class StepPlan:
 
     @staticmethod
     def _from_arrays(arrays: Seq[IntArray]) -> "StepPlan":
-        """Return the plan that `arrays()` was called on."""
+        """Make a plan from arrays in the order of `arrays()`."""
         *rest, entries, new_rows = arrays
         parts: list[NDArray[Any]] = [*rest, entries.reshape(-1, 3), new_rows.view(ROW_SAMPLING)]
         return StepPlan(*parts)

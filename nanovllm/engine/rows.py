@@ -27,7 +27,10 @@ class RowTable:
         num_tokens        known tokens, and those that launched steps will sample (placeholders)
         num_needed        the most tokens whose KV can ever be needed. Nothing follows the last token, so it needs none.
 
-    `num_computed <= num_tokens` always holds. The next step computes the difference, at most up to num_needed.
+    `num_computed <= num_tokens` always holds. The next step computes the difference, at most up to num_needed. When
+    steps
+    overlap, num_computed may be larger than num_known, which the picture does not show: the device computes a token
+    whose id the host has not read yet.
 
     The release clock finds rows that have lost their sequence since a step was planned. `num_releases` counts all rows
     that were ever freed. `released_at[row]` is that count when the row was freed last. If it is larger than the step's
@@ -41,9 +44,9 @@ class RowTable:
         self.num_tokens = np.zeros(num_rows, np.int32)
         self.num_needed = np.zeros(num_rows, np.int32)
         self.num_sent = np.zeros(num_rows, np.int32)
-        """How many tokens were known when the sequence moved in. Plans carry the ids of these. Later tokens are sampled
-        on the device, which keeps the last one itself; a plan has -1 in their place, even if the host knows the id by
-        then."""
+        """How many tokens the host sends by id. It is set when a sequence moves in. Later tokens are sampled on the
+        device, which keeps the last one itself; a plan has -1 in its place, even if the host knows the id by then. Only
+        after drafts a speculator raises the number, so that the next plan carries the id."""
         self.unchecked_until = np.zeros(num_rows, np.int32)
         """While num_known is at most this, only a stop token can end the sequence. Above it, the length limit can, too.
         It is 0 with stop strings or a grammar, so that `Sequence.check_end` looks at every token."""

@@ -29,7 +29,8 @@ class Scheduler:
     * A sequence is admitted only if the budget had room for all tokens of the sequences before it. So every running
       sequence but the last needs at most one token per step, drafts not counted.
     * So at most one prompt is cut in a step: the last one, which is computed in chunks.
-    * An admission needs a token of the budget that no running sequence needs. So each running sequence always gets one.
+    * A sequence is admitted only if a token of the budget is left after all running sequences. So there are never more
+      running sequences than tokens in the budget, and each gets at least one.
 
     A step that preempts a sequence admits nobody. The preempted sequence is now the first in the queue, and a moment
     ago there were no blocks for it. Such a step verifies no drafts either, because drafts take blocks, too.
@@ -214,7 +215,7 @@ class Scheduler:
                 known = table.resident[row].token_ids[start:end]
                 token_ids[first : first + len(known)] = known  # later the speculator writes drafts after them
         # A row that computes its last token samples one token, and one more per draft. `ends` counts the drafts, too.
-        # A row that computes only a part of its tokens samples none: for it the difference is at most 0.
+        # A row that computes only a part of its tokens samples none: for it ends + 1 - num_before is at most 0.
         num_before = table.num_tokens[rows]
         num_sampled = np.maximum(ends + 1 - num_before, 0)
         num_scored = np.zeros(len(rows), np.int32)  # np.zeros_like takes ten times as long
@@ -265,7 +266,7 @@ class Scheduler:
         finished = self._add_scores(step, scores) if step.scored else []
         if self.speculation is not None and len(token_ids) > len(seqs):
             return finished + self.speculation.update(step, token_ids, logprobs)
-        # This comes before the next block, which changes `seqs`: the keys of logprobs are indices of the whole list.
+        # This comes before the next `if`, which changes `seqs`: the keys of logprobs are indices of the whole list.
         for i, values in logprobs.items():
             if seqs[i].finish_reason is None:
                 seqs[i].logprobs.append(values)
@@ -355,7 +356,8 @@ class Scheduler:
         row, seq = next(reversed(table.resident.items()))  # the last item: a dict keeps the order of insertion
         seq.num_in_flight = int(table.num_tokens[row] - table.num_known[row])
         if seq.is_only_scored and table.num_computed[row] == seq.num_needed:
-            seq.num_in_flight = 1  # it samples nothing, but the step with its last scores is in flight
+            # The step with its last scores is in flight. They will end it, so it must not be admitted again before.
+            seq.num_in_flight = 1
         self.release(seq)
         self.waiting.appendleft(seq)
         self.num_preemptions += 1

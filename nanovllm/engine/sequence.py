@@ -187,8 +187,9 @@ class Sequence:
     def max_cached_tokens(self) -> int:
         """The prefix cache may supply at most this many tokens; all later tokens are computed.
 
-        A token is computed if its logits are needed: they score the next prompt token, or the first output is sampled
-        from them.
+        The token before the first scored token must be computed, because its logits are needed. If nothing is scored,
+        the
+        last token must be computed: the output is sampled from its logits.
         """
         return (self.next_scored if self.next_scored < self.num_prompt_tokens else len(self.token_ids)) - 1
 

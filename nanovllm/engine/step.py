@@ -45,8 +45,8 @@ class ScheduledStep:
     scored: Seq[Scored] = ()
 
     def shares(self) -> Iterator[tuple[Sequence, IntArray]]:
-        """For each of `seqs`, yield it and the plan's tokens after which the step samples: its last token, and its
-        drafts."""
+        """Yield (sequence, token ids) for each of `seqs`. The ids are its last token and then its drafts: the step
+        samples once after each of them."""
         plan = self.plan
         sampled = np.flatnonzero(plan.num_sampled)
         ends = plan.num_scheduled.cumsum()[sampled].tolist()
@@ -80,7 +80,7 @@ def choose_targets(
 ) -> tuple[IntArray, IntArray, list[Scored], IntArray]:
     """Choose the prompt tokens that the next step scores (its targets). It computes each row's tokens up to `ends`.
 
-    The logits of a token score the token after it. So the last target of a chunk is not computed in the same step. Each
+    The logits of a token score the token after it. So the last target may be the first token of the next chunk. Each
     sequence's `next_scored` moves on.
 
     Args:

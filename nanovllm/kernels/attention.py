@@ -33,10 +33,12 @@ class DecodeMetadata(NamedTuple):
             sequence). Chunks are in the order of sequences and keys.
         first_item: int32 [num_seqs + 1]. Sequence i has the chunks from first_item[i] to first_item[i + 1].
         share_begins: int32 [num_programs + 1]. Program p has the chunks from share_begins[p] to share_begins[p + 1].
-        arrivals: int32 [num_kv_heads, num_seqs], how many chunks are done. All are zero before and after a layer.
+        arrivals: int32 [num_kv_heads, num_seqs], how many chunks are done. The program that finishes the last chunk of
+            a sequence merges the outputs of all of them. All are zero before and after a layer.
         partial_out: float32 [max_items, num_heads, head_dim], the normalised output of a chunk, for sequences with
             several chunks.
-        partial_lse: float32 [max_items, num_heads], the base-2 logarithm of a chunk's sum of exponentials.
+        partial_lse: float32 [max_items, num_heads], the base-2 logarithm of a chunk's sum of exponentials: the
+            weight of its output when outputs are merged.
     """
 
     items: Tensor
@@ -115,8 +117,8 @@ def attend_reference(q: Tensor, cache: KVCache, metadata: AttentionMetadata, sca
         rows = q[start : start + query_len].view(query_len, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
         mask = None
         if query_len > 1:
-            # Query j is token seq_len - query_len + j, and sees all tokens up to itself. Each head of a group repeats
-            # it.
+            # Query j is token seq_len - query_len + j, and sees all tokens up to itself. The same mask is repeated
+            # for each head of a group.
             mask = torch.ones(query_len, seq_len, dtype=torch.bool, device=q.device).tril(seq_len - query_len)
             mask = mask.repeat(group, 1).unsqueeze(0)
         attended = F.scaled_dot_product_attention(

@@ -4,8 +4,8 @@ Every backend follows the same rule:
 
 1. Temperature 0 takes the most likely token; of equal ones, the lowest id. Otherwise z = (logits - max) / temperature.
 2. top-k keeps the tokens whose z is at least the k-th largest z. Ties are kept. 0 is off.
-3. top-p sums the weights exp(z) that top-k left, from the most likely token down, until the sum reaches p of the whole.
-   It keeps the tokens whose z is at least that of the token at which this happens. Ties are kept. 1 is off.
+3. top-p adds the weights exp(z) of the tokens that top-k left, from the most likely down, until the sum is at least
+   p times the total. The token added last gives the limit: tokens with at least its z are kept, ties too. 1 is off.
 4. min-p keeps the tokens whose exp(z) is at least min_p. exp(z) is the probability relative to the most likely token.
 5. Philox4x32-10 makes a uniform number u in (0, 1) from the request's seed (the key) and the position of the sampled
    token (the counter). It has no state, so a request draws the same numbers whatever else is in its batch, and also
@@ -103,8 +103,8 @@ def filter_reference(z: Tensor, values: SamplingValues) -> Tensor:
     vocab_size = z.shape[1]
     top_p = values.top_p
     k = torch.where((values.top_k > 0) & (values.top_k < vocab_size), values.top_k, vocab_size)
-    # Sorting 150,000 values takes 10 ms a row. If every row has a small k, the largest k values are enough: tokens that
-    # tie with the k-th have its very z, so the threshold and `total` below do not miss them.
+    # Sorting 150,000 values takes 10 ms a row. If every row has a small k, the largest k values are enough: a token
+    # that ties with the k-th has the same z, so comparing with the threshold finds it, even if `descending` lacks it.
     descending = z.topk(int(k.max()), dim=1).values
     kth = descending.gather(1, (k - 1).unsqueeze(1).long())
     threshold = kth
@@ -159,8 +159,8 @@ def sample_reference(logits: Tensor, values: SamplingValues) -> Sampled:
 
 
 # The Triton path has three kernels. None of them sorts, and none waits for the host.
-#   stats   reads the logits once. Of each chunk and each of its parts it writes the maximum, and the weight relative to
-#           that maximum; of each chunk also the place of the maximum.
+#   stats   reads the logits once. For each chunk, and for each part of it, it writes two numbers: the maximum, and the
+#           sum of exp((logit - maximum) / temperature). For a chunk it also writes where the maximum is.
 #   filter  handles rows with a filter only (sample_filter.py). It writes their threshold, and the weight of the kept
 #           tokens of each of their chunks.
 #   draw    chooses the chunk by the weights of the chunks, then the token inside it.
@@ -197,8 +197,7 @@ def _stats_kernel(
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     part = tl.arange(0, CHUNK // PART)
-    # The kernel is specialised on vocab_size. If that is a multiple of 16, the mask covers whole vectors, and Triton
-    # loads vectors.
+    # Triton compiles a version for a vocab_size that is a multiple of 16. It loads several logits with one instruction.
     token = chunk * CHUNK + part[:, None] * PART + tl.arange(0, PART)[None, :]
     x = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
     x = tl.where(x < float("inf"), x, float("inf"))  # NaN becomes inf: the row's maximum then shows that it is broken

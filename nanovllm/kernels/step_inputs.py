@@ -53,7 +53,7 @@ class StepInputs(NamedTuple):
         cu_seqlens: int32 [num_seqs + 1], where each sequence's tokens begin among token_ids, and the end of all.
         seq_lens: int32 [num_seqs], tokens of each sequence after the step.
         block_tables: int32 [num_seqs, max_blocks].
-        sampling: of each sequence. The position of its next token is its length.
+        sampling: the sampling values of each sequence. Its positions are seq_lens, the index of the token to sample.
     """
 
     token_ids: Tensor
@@ -86,7 +86,8 @@ def step_inputs_reference(planned: PlannedRows, tables: RowTables, block_size: i
 
 @triton.jit(
     do_not_specialize=["num_seqs", "padding_row"],
-    # These arrays lie side by side in one buffer, so their addresses vary. No alignment may get a variant of its own.
+    # Triton would compile the kernel again for each alignment of an address. These arrays lie side by side in one
+    # buffer, so their alignments vary.
     do_not_specialize_on_alignment=["rows_ptr", "num_computed_ptr", "num_scheduled_ptr", "planned_ids_ptr"],
 )
 def _step_inputs_kernel(

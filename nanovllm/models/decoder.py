@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def make_rotary_table(config: "PretrainedConfig", num_positions: int) -> Tensor:
     """Return the cosines and sines of the rotation angles (RoPE: Su et al. 2021, https://arxiv.org/abs/2104.09864).
 
-    Transformers' own functions compute scaled frequencies.
+    For rope types other than "default", transformers computes the frequencies.
 
     Returns:
         float32 [num_positions, head_dim]. Each row has head_dim/2 cosines, then head_dim/2 sines.
@@ -201,7 +201,7 @@ class Decoder(nn.Module):
         Modules have the names that checkpoints use.
 
         Args:
-            names: the names in the checkpoint, which tell in which of several forms it was saved.
+            names: the names in the checkpoint. They show in which of several forms it was saved.
         """
         for path, module in self.named_modules(prefix="model"):
             if module is self.lm_head:

@@ -39,15 +39,12 @@ class ModelRunner:
         read_weights: Callable[[Decoder], None],
         parallel: Parallel,
     ) -> None:
-        """Load the model. `read_weights` fills its parameters, which are uninitialised before.
-
-        Raises a ValueError if the weights do not fit into the memory, or read_weights finds a bad checkpoint.
-        """
+        """Load the model. `read_weights` fills its parameters. ValueError for a bad checkpoint, or too little memory."""
         # It is the first attribute, because Python deletes attributes in order. If a runner is deleted without close(),
         # its graphs must go before the process group (in `parallel`) that they use.
         self.graphs: CudaGraphs | None = None
-        self.caches: list[KVCache] = []
-        self.draft: ModelRunner | None = None  # runs the draft model, if there is one
+        self.caches: list[KVCache] = []  # startup.py fills it, and `graphs`, after the model is loaded
+        self.draft: ModelRunner | None = None  # runs the draft model; load.py sets it if there is one
         self.config = config
         self.parallel = parallel
         self.device = torch.device(config.device)
@@ -68,19 +65,13 @@ class ModelRunner:
         self._prefers_one_thread = is_small and not is_spinning_bounded()
 
     def launch(self, plan: StepPlan, edits: StepEdits | None = None) -> StepHandle:
-        """Start a step and return a handle, whose `result` waits for it.
-
-        Nothing here waits for the device, because all sizes are in the plan, on the host. A step of decodes runs as a
-        CUDA graph if there are any; prompt tokens that are scored have no fixed number, so such a step runs eagerly.
-        """
+        """Start a step; `result` of the handle waits for it. Nothing here waits: the host knows all sizes from the plan."""
         if plan.for_draft_model and self.draft is not None:
             return self.draft.launch(plan)
         threads = one_thread() if self._prefers_one_thread and plan.num_tokens <= FEW_TOKENS else nullcontext()
         with self.on_device(), torch.inference_mode(), threads:
             stopwatch = Stopwatch(self.device)
-            graphs = self.graphs if plan.num_decodes == plan.num_seqs and not len(plan.targets) else None
-            if graphs is not None and plan.num_seqs > graphs.sizes[-1]:
-                graphs = None  # so large a step is not captured
+            graphs = self._choose_graphs(plan)
             if graphs is not None:
                 plan = plan.pad(smallest_that_holds(graphs.sizes, plan.num_seqs), self.tables.padding_row)
             packed = self.staging.send(plan.arrays())
@@ -92,11 +83,7 @@ class ModelRunner:
             return StepHandle(plan, result, stopwatch)
 
     def compute(self, plan: StepPlan, packed: Tensor, edits: StepEdits | None = None) -> DeviceResult:
-        """Run any step eagerly, operator by operator.
-
-        Args:
-            packed: int32, the plan's arrays on the device, one after another.
-        """
+        """Run any step eagerly, operator by operator. packed is int32, the plan's arrays on the device."""
         sizes = [NUM_PER_SEQ * plan.num_seqs, plan.num_tokens, len(plan.targets)]
         per_seq, token_ids, targets = torch.split(packed[: plan.head_size], sizes)
         rows, num_computed, num_scheduled, *_ = per_seq.view(NUM_PER_SEQ, plan.num_seqs).unbind(0)
@@ -114,9 +101,9 @@ class ModelRunner:
         return DeviceResult(sampled, logprobs, scores)
 
     def forward(self, planned: PlannedRows, plan: StepPlan | None) -> tuple[StepInputs, Tensor]:
-        """Compute the hidden states of all tokens, [num_tokens, hidden]; returns also the inputs that they came from.
+        """Compute the hidden states of all tokens, [num_tokens, hidden]. Returns the step's inputs, too.
 
-        plan gives the sizes that the host must know. It is None in a step of decodes alone, where each size is 1.
+        The plan is None when a CUDA graph is recorded: then every sequence computes one token.
         """
         inputs = self.backend.step_inputs(planned, self.tables.row_tables, self.config.block_size)
         metadata = AttentionMetadata(
@@ -132,6 +119,16 @@ class ModelRunner:
         return inputs, self.model(inputs.token_ids, inputs.positions, self.caches, metadata)
 
     # ---- steps that only decode, with CUDA graphs
+
+    def _choose_graphs(self, plan: StepPlan) -> CudaGraphs | None:
+        """Return the graphs if they can run the plan. They can if it only decodes, and is not larger than the largest.
+
+        A step that also scores prompt tokens runs eagerly, because their number varies.
+        """
+        only_decodes = plan.num_decodes == plan.num_seqs and not len(plan.targets)
+        if self.graphs is None or not only_decodes or plan.num_seqs > self.graphs.sizes[-1]:
+            return None
+        return self.graphs
 
     def _replay(self, graphs: CudaGraphs, plan: StepPlan, edits: StepEdits | None) -> DeviceResult:
         """Run a step that only decodes as CUDA graphs. The plan is padded to the size of a graph."""

@@ -16,11 +16,11 @@ from nanovllm.runner.device import DeviceTables, to_device
 def choose_samples(plan: StepPlan, rows: Tensor, inputs: StepInputs) -> tuple[Tensor, Tensor, SamplingValues]:
     """Choose the tokens after which the step samples: the last one of each sequence, and those followed by a draft.
 
-    The runner always samples at least once per sequence, to keep shapes simple. Some of these samples nobody asked for
-    (num_sampled is 0): those of a prompt's chunk, and of a prompt that is only scored. `StepHandle` drops them.
-    `Sampler.sample` writes them to the row's last_token, too, but nobody reads them there, because the next plan of the
-    row carries the id of its next token. After drafts the next plan also carries the id: the device does not know which
-    of several samples was the last one that agreed with its draft.
+    The runner always samples at least once per sequence, to keep shapes simple. Some samples are not wanted
+    (num_sampled is 0): after a chunk that does not end a prompt, and after a prompt that is only scored. `StepHandle`
+    in step_handle.py drops them. `Sampler.sample` writes them to the row's last_token, too. Nobody reads them there,
+    because the next plan of the row carries the id of its next token. After drafts the next plan carries the id as
+    well: the device does not know which of several samples was the last one that agreed with its draft.
 
     Args:
         rows: int32 [num_seqs].

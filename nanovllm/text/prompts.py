@@ -58,7 +58,8 @@ def list_prompts(prompts: Any) -> list[Any]:
     if isinstance(prompts, (bytes, bytearray)) or not isinstance(prompts, Iterable):
         raise ValueError(f"prompts is {quote(prompts)}; it must be a string, a list of token ids, or a list of prompts")
     prompts = list(prompts)
-    # A number may also be an array of numpy or torch with 0 dimensions. Other types have no `ndim`: 1 says "no number".
+    # A number may also be an array of numpy or torch with 0 dimensions. For a type without `ndim` we take 1, which
+    # means that it is not a number.
     is_one = bool(prompts) and all(isinstance(p, Number) or getattr(p, "ndim", 1) == 0 for p in prompts)
     return [prompts] if is_one else prompts
 
