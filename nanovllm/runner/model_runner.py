@@ -39,7 +39,7 @@ class ModelRunner:
         read_weights: Callable[[Decoder], None],
         parallel: Parallel,
     ) -> None:
-        """Load the model. `read_weights` fills its parameters. ValueError for a bad checkpoint, or too little memory."""
+        """Load the model. `read_weights` fills its parameters. ValueError for a bad checkpoint or too little memory."""
         # It is the first attribute, because Python deletes attributes in order. If a runner is deleted without close(),
         # its graphs must go before the process group (in `parallel`) that they use.
         self.graphs: CudaGraphs | None = None
@@ -65,7 +65,7 @@ class ModelRunner:
         self._prefers_one_thread = is_small and not is_spinning_bounded()
 
     def launch(self, plan: StepPlan, edits: StepEdits | None = None) -> StepHandle:
-        """Start a step; `result` of the handle waits for it. Nothing here waits: the host knows all sizes from the plan."""
+        """Start a step. The handle's `result` waits for it; nothing here does, because the plan has all sizes."""
         if plan.for_draft_model and self.draft is not None:
             return self.draft.launch(plan)
         threads = one_thread() if self._prefers_one_thread and plan.num_tokens <= FEW_TOKENS else nullcontext()
