@@ -16,7 +16,7 @@ QUESTIONS = [
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Ask a model a few questions, in one batch.")
-    parser.add_argument("--model", default="tiny-qwen3", help="a folder, a Hugging Face id, or the model in the box")
+    parser.add_argument("--model", default="tiny-qwen3", help="a folder, a Hugging Face id, or the built-in model")
     parser.add_argument("--temperature", type=float, default=0.6, help="0 always takes the most likely token")
     parser.add_argument("--max-tokens", type=int, default=256, help="longest answer, in tokens")
     parser.add_argument("questions", nargs="*", default=QUESTIONS, help="questions of your own")

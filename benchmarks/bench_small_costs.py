@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).parents[1]))
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # the model in the box is fastest on one thread
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # the built-in model is fastest on one thread
 
 from helpers.paths import BOX_MODEL, TESTS
 from helpers.window import Page, record_a_hundred_thousand_events, start_browser
@@ -53,7 +53,7 @@ def measure_launches() -> list[Cost]:
 
 
 def measure_recording(folder: Path) -> list[Cost]:
-    """Time what the recording of a trace adds to a step of the model in the box with two sequences."""
+    """Time what the recording of a trace adds to a step of the built-in model with two sequences."""
     path = folder / "run.json"
     spent: list[float] = []
 
@@ -73,7 +73,7 @@ def measure_recording(folder: Path) -> list[Cost]:
     starts = read_recording(path).start
     step = 1e-3 * statistics.median(later - earlier for earlier, later in itertools.pairwise(starts))
     recording = statistics.median(map(sum, zip(spent[::2], spent[1::2], strict=True)))
-    return [Cost("recording, of a step of the model in the box", 100 * recording / step, 5, "%")]
+    return [Cost("recording, of a step of the built-in model", 100 * recording / step, 5, "%")]
 
 
 def measure_refusal() -> list[Cost]:

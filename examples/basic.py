@@ -2,7 +2,7 @@
 
 from nanovllm import LLM, SamplingParams
 
-MODEL = "tiny-qwen3"  # the model in the box; with vLLM use, for example, Qwen/Qwen3-0.6B
+MODEL = "tiny-qwen3"  # the built-in model; with vLLM use, for example, Qwen/Qwen3-0.6B
 
 QUESTIONS = ["what is the capital of France?", "count from 3 to 9", "what is 17 + 25?"]
 

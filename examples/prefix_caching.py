@@ -2,7 +2,7 @@
 
 from nanovllm import LLM, SamplingParams
 
-MODEL = "tiny-qwen3"  # the model in the box; with vLLM use, for example, Qwen/Qwen3-0.6B
+MODEL = "tiny-qwen3"  # the built-in model; with vLLM use, for example, Qwen/Qwen3-0.6B
 
 RULES = "You answer questions of pupils. Be brief, be friendly, and say so if you do not know. " * 6
 QUESTIONS = ["what is the capital of Spain?", "what is the capital of Italy?", "what is 8 + 9?"]

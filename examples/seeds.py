@@ -2,7 +2,7 @@
 
 from nanovllm import LLM, SamplingParams
 
-MODEL = "tiny-qwen3"  # the model in the box; with vLLM use, for example, Qwen/Qwen3-0.6B
+MODEL = "tiny-qwen3"  # the built-in model; with vLLM use, for example, Qwen/Qwen3-0.6B
 
 
 def main() -> None:

@@ -43,7 +43,7 @@ class EngineConfig:
         ValueError: a value is out of range; the message names the value and its limit.
     """
 
-    model: str = _results(MISSING, 'a local folder, a Hugging Face id, or "tiny-qwen3", the model in the box')
+    model: str = _results(MISSING, 'a local folder, a Hugging Face id, or "tiny-qwen3", the built-in model')
     revision: str | None = _results(None, "branch, tag or commit of a Hugging Face id; None takes its main branch")
     dtype: str = _results(
         "auto",

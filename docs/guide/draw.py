@@ -37,7 +37,7 @@ TINY: dict[str, Any] = {"dtype": "float32", "kvcache_block_size": 16, "max_model
 
 
 def record(prompts: list[str], params: SamplingParams, chat: bool = False, **options: Any) -> Recording:
-    """Run the model in the box, and return the trace of the run."""
+    """Run the built-in model, and return the trace of the run."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run.json"
         with LLM("tiny-qwen3", trace=str(path), **{**TINY, **options}) as llm:

@@ -125,7 +125,7 @@ def test_every_number_is_that_of_the_hf_backend(chat: bool, hf: HFLM, ours: Nano
                 else:
                     assert a == b
     if chat:
-        assert found["results"]["answers"]["exact_match,none"] > 0.9, "the model in the box can add"
+        assert found["results"]["answers"]["exact_match,none"] > 0.9, "the built-in model can add"
 
 
 def instance(*args: Any) -> Any:
@@ -175,7 +175,7 @@ def test_the_harness_knows_it_by_its_name_and_an_llm_can_be_given(tasks: Path, o
 
 
 def test_the_six_lines_of_the_docs_run(tasks: Path) -> None:
-    """With the model in the box and a task of ours in place of those that would be downloaded."""
+    """With the built-in model and a task of ours in place of those that would be downloaded."""
     code = (ROOT / "docs" / "evaluation.md").read_text().split("```python\n")[1].split("```")[0]
     assert len([line for line in code.splitlines() if line]) <= 6
     task = yaml.safe_load((tasks / "sums.yaml").read_text())

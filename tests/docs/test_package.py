@@ -267,7 +267,7 @@ def test_a_type_checker_knows_every_option_and_its_type() -> None:
 
 @pytest.mark.slow
 def test_a_wheel_holds_every_file_of_the_package_and_no_other(tmp_path: Path) -> None:
-    """C++ sources, the model in the box, the page of the window and py.typed among them. Needs setuptools."""
+    """C++ sources, the built-in model, the page of the window and py.typed among them. Needs setuptools."""
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / "nanovllm", tmp_path / "nanovllm", ignore=shutil.ignore_patterns("__pycache__"))

@@ -153,7 +153,7 @@ def test_bad_words_give_the_tokens_of_transformers(llm: LLM, model: PreTrainedMo
 
 
 def test_a_bad_word_is_also_bad_after_a_space_if_that_makes_other_tokens() -> None:
-    """The tokenizer of the model in the box has tokens that begin with a space; a space of its own adds nothing."""
+    """The tokenizer of the built-in model has tokens that begin with a space; a space of its own adds nothing."""
     with LLM("tiny-qwen3", max_model_len=64) as llm:
         found = spell(["P", " P", "\u2603"], llm.engine.tokenizer, 64)
         assert [llm.tokenizer.decode(ids) for ids in found] == ["P", " P", "P", " P", "\u2603"]

@@ -1,4 +1,4 @@
-"""Batch jobs with the model in the box, as processes of their own that are killed: nothing lost, nothing twice."""
+"""Batch jobs with the built-in model, as processes of their own that are killed: nothing lost, nothing twice."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""The model in the box: its files, its tokenizer, and what it answers to questions that it has never seen."""
+"""The built-in model: its files, its tokenizer, and what it answers to questions that it has never seen."""
 
 import json
 import random

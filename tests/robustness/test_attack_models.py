@@ -24,7 +24,7 @@ OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 64, "kvcache_mem
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A copy of the model in the box, to be spoilt."""
+    """A copy of the built-in model, to be spoilt."""
     return Path(shutil.copytree(BOX_MODEL, tmp_path / "model"))
 
 
