@@ -164,8 +164,9 @@ def _split_kernel(
     key = tl.arange(0, TILE)
     is_query = row < GROUP
     offset = (head * GROUP + row)[:, None] * HEAD_DIM + dim[None, :]
-    k_tile_ptr = k_cache_ptr + head * head_stride + key[None, :] * token_stride + dim[:, None]
-    v_tile_ptr = v_cache_ptr + head * head_stride + key[:, None] * token_stride + dim[None, :]
+    # Offsets take 4 bytes, pointers 8. These are kept through the whole loop, and every register counts.
+    k_offset = key[None, :] * token_stride + dim[:, None]
+    v_offset = key[:, None] * token_stride + dim[None, :]
     for item in tl.range(tl.load(share_begins_ptr + program), tl.load(share_begins_ptr + program + 1)):
         seq = tl.load(items_ptr + item * 4).to(tl.int64)
         begin = tl.load(items_ptr + item * 4 + 1)
@@ -180,10 +181,10 @@ def _split_kernel(
         # take the pipeline's stages for itself and leave none to K and V.
         page = tl.load(table_ptr + begin // BLOCK_SIZE)
         for start in tl.range(begin, end, TILE):
-            place = page.to(tl.int64) * page_stride + (start % BLOCK_SIZE) * token_stride
+            place = page.to(tl.int64) * page_stride + head * head_stride + (start % BLOCK_SIZE) * token_stride
             page = tl.load(table_ptr + (start + TILE) // BLOCK_SIZE, mask=start + TILE < end, other=0)
             valid = start + key < end
-            k = tl.load(k_tile_ptr + place)
+            k = tl.load(k_cache_ptr + place + k_offset)
             scores = tl.dot(q, k, input_precision="ieee") * scale_log2
             scores = tl.where(valid[None, :], scores, float("-inf"))
             # A tile is never empty, so `new_highest` is finite and no difference is -inf - -inf.
@@ -191,7 +192,7 @@ def _split_kernel(
             weights = tl.exp2(scores - new_highest[:, None])
             shrink = tl.exp2(highest - new_highest)
             total = total * shrink + tl.sum(weights, 1)
-            v = tl.load(v_tile_ptr + place, mask=valid[:, None], other=0.0)  # 0 * NaN from a stale slot would be NaN
+            v = tl.load(v_cache_ptr + place + v_offset, mask=valid[:, None], other=0.0)  # 0 * NaN from a stale slot would be NaN
             acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
             highest = new_highest
 
