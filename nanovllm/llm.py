@@ -226,10 +226,10 @@ class LLM:
 
     @property
     def rendering_arguments(self) -> frozenset[str]:
-        """The names of the arguments of transformers' apply_chat_template.
+        """The names of the arguments of transformers' apply_chat_template, for jobs/ (jobs read requests from files).
 
-        A line of a batch job may set variables of the template in chat_template_kwargs, but none of these names: they
-        would replace the template itself. Callers in Python may use them.
+        A file may set variables of the template in chat_template_kwargs, but none of these names, because they could
+        replace the template itself. Python callers may use them.
         """
         if self.engine.tokenizer is None:
             return frozenset()

@@ -27,8 +27,9 @@ class Backend:
     """Computes every operator with its plain-torch reference. A subclass replaces the operators that it computes
     faster.
 
-    An operator is a class attribute. So its arguments are written only once, at its reference in kernels/. If a
-    subclass needs state for an operator (for example the CPU library), it replaces the attribute by a method.
+    Each operator is the reference function itself, stored as a class attribute. No method calls it, so its list of
+    arguments is not repeated here. A subclass whose operator needs an object of its own, such as the loaded CPU
+    library, replaces the attribute by a method.
 
     Attributes:
         name: its name in the option `attention_backend`.

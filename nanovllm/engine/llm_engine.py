@@ -198,9 +198,10 @@ class LLMEngine:
         """Run requests. After each step, yield a list: (number, sequence) of each request that the step ended.
 
         The first number is 0. Requests are taken while fewer than 2 x max_num_seqs sequences wait. If `requests` yields
-        None, the next one is taken after a step; the run ends when no request runs. A Ctrl-C during a step is raised
-        after the ended requests were yielded; a second one closes the engine and is raised at once. When the generator
-        is left, in whatever way, the requests that have not ended are aborted.
+        None, no request is ready now: `run` makes a step and then asks again. If it yields None and no request runs,
+        the run ends. A Ctrl-C during a step is raised after the ended requests were yielded; a second one closes the
+        engine and is raised at once. When the generator is left, in whatever way, requests that have not ended are
+        aborted.
         """
         self.check_idle()
         self._running = True

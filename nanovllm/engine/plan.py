@@ -37,7 +37,7 @@ NUM_PER_SEQ = 5
 
 
 def make_padding(num_seqs: int, row: int) -> IntArray:
-    """Return the first arrays of a plan of padding: num_seqs decodes of token 0.
+    """Return the first arrays of a dummy plan that fills up a step: num_seqs sequences, each of which decodes token 0.
 
     A CUDA graph (a recorded step) has a fixed number of sequences. A step with fewer is filled up with these. All of
     them use one row that belongs to no sequence.
@@ -65,8 +65,8 @@ class StepPlan:
         num_scheduled: int32 [num_seqs], tokens to compute in this step, at least 1.
         num_sampled: int32 [num_seqs], how many tokens to sample. It is 1 + the number of drafts if this step computes
             the sequence's last token, else 0. They are sampled from the logits of its last num_sampled tokens.
-        num_scored: int32 [num_seqs], how many targets to score. They are scored from the logits of the tokens before
-            those that sample.
+        num_scored: int32 [num_seqs], how many targets to score. The num_scored tokens just before the last num_sampled
+            ones give the logits for that.
         token_ids: int32 [num_tokens], the tokens to compute, sequence after sequence, drafts included. -1 stands for
             the token that was sampled last for that row: it is on the device, and the host may not know it yet.
         targets: int32 [sum of num_scored], sequence after sequence: the prompt tokens whose log-probability is wanted.

@@ -28,9 +28,8 @@ class RowTable:
         num_needed        the most tokens whose KV can ever be needed. Nothing follows the last token, so it needs none.
 
     `num_computed <= num_tokens` always holds. The next step computes the difference, at most up to num_needed. When
-    steps
-    overlap, num_computed may be larger than num_known, which the picture does not show: the device computes a token
-    whose id the host has not read yet.
+    steps overlap, num_computed may be larger than num_known, which the picture does not show: the device computes a
+    token whose id the host has not read yet.
 
     The release clock finds rows that have lost their sequence since a step was planned. `num_releases` counts all rows
     that were ever freed. `released_at[row]` is that count when the row was freed last. If it is larger than the step's

@@ -26,8 +26,8 @@ class Scheduler:
     token budget (max_num_batched_tokens) is spent. Running sequences come first, in order of admission; then waiting
     sequences are admitted, in order. Drafts get what is left of the budget. Three things follow:
 
-    * A sequence is admitted only if the budget had room for all tokens of the sequences before it. So every running
-      sequence but the last needs at most one token per step, drafts not counted.
+    * A sequence is admitted only if, in that step, all sequences before it compute all of their tokens. So afterwards
+      only the last one may have an unfinished prompt. Each other one needs one token per step, drafts not counted.
     * So at most one prompt is cut in a step: the last one, which is computed in chunks.
     * A sequence is admitted only if a token of the budget is left after all running sequences. So there are never more
       running sequences than tokens in the budget, and each gets at least one.
@@ -56,8 +56,8 @@ class Scheduler:
         self.edited_rows: set[int] = set()
         """Rows of sequences that ask for edits of their logits."""
         self.may_stop = np.zeros(vocab_size + 1, bool)
-        """may_stop[id] is True if the token id is a stop token of any sequence ever added. Another token cannot
-        end a sequence while num_known is at most `RowTable.unchecked_until`; `Sequence.check_end` is not called then.
+        """may_stop[id] is True if the token id is a stop token of any sequence ever added. If it is False, and
+        num_known is at most `RowTable.unchecked_until`, the token ends nothing, and `Sequence.check_end` is not called.
         The last element is for id -1, a failed sample: numpy reads index -1 as the last one."""
         self.may_stop[-1] = True
         self.num_preemptions = 0

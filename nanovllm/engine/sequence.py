@@ -40,7 +40,8 @@ class RequestEdits(Protocol):
 
     @property
     def allows_drafts(self) -> bool:
-        """True if the edits for the token after a draft can be computed before the step runs."""
+        """True if the edits can be made in advance also for a position after a draft, a token that is only guessed. If
+        False, the sequence gets no drafts."""
 
     def new_matcher(self) -> GrammarMatcher | None:
         """Return a matcher for one completion, at the start of the request's grammar; None if there is no grammar."""
@@ -188,8 +189,7 @@ class Sequence:
         """The prefix cache may supply at most this many tokens; all later tokens are computed.
 
         The token before the first scored token must be computed, because its logits are needed. If nothing is scored,
-        the
-        last token must be computed: the output is sampled from its logits.
+        the last token must be computed: the output is sampled from its logits.
         """
         return (self.next_scored if self.next_scored < self.num_prompt_tokens else len(self.token_ids)) - 1
 
@@ -209,8 +209,8 @@ class Sequence:
         """
         token_id = self.token_ids[-1]
         grammar = self.grammar
-        # Token id -1: the logits were not a valid distribution. A grammar that has failed accepts the end-of-sequence
-        # token, which then is not a valid end: so is_error() is checked, too.
+        # Token id -1: the logits were not a valid distribution. A grammar that has failed still accepts the
+        # end-of-sequence token. is_error() is checked, so that this counts as an error and not as a normal end.
         if token_id < 0 or (grammar is not None and (not grammar.consume_token(token_id) or grammar.is_error())):
             self.token_ids.pop()
             # The bad token may have an entry in logprobs, so the list is cut to the length of the output.

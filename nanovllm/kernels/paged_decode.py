@@ -192,9 +192,8 @@ def _split_kernel(
             weights = tl.exp2(scores - new_highest[:, None])
             shrink = tl.exp2(highest - new_highest)
             total = total * shrink + tl.sum(weights, 1)
-            v = tl.load(
-                v_cache_ptr + place + v_offset, mask=valid[:, None], other=0.0
-            )  # 0 * NaN from a stale slot would be NaN
+            # Masked, because 0 * NaN from a stale slot would be NaN.
+            v = tl.load(v_cache_ptr + place + v_offset, mask=valid[:, None], other=0.0)
             acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
             highest = new_highest
 

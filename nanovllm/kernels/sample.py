@@ -1,11 +1,12 @@
-"""Samples one token a row: draws a uniform number, and inverts the cumulative distribution in order of token id.
+"""Samples one token per row. It draws a number u in (0, 1), adds the probabilities in order of token id, and takes the
+first token at which the sum exceeds u.
 
 Every backend follows the same rule:
 
 1. Temperature 0 takes the most likely token; of equal ones, the lowest id. Otherwise z = (logits - max) / temperature.
 2. top-k keeps the tokens whose z is at least the k-th largest z. Ties are kept. 0 is off.
 3. top-p adds the weights exp(z) of the tokens that top-k left, from the most likely down, until the sum is at least
-   p times the total. The token added last gives the limit: tokens with at least its z are kept, ties too. 1 is off.
+   p times the total. Let t be the z of the token added last. All tokens with z >= t are kept. 1 is off.
 4. min-p keeps the tokens whose exp(z) is at least min_p. exp(z) is the probability relative to the most likely token.
 5. Philox4x32-10 makes a uniform number u in (0, 1) from the request's seed (the key) and the position of the sampled
    token (the counter). It has no state, so a request draws the same numbers whatever else is in its batch, and also
@@ -73,9 +74,9 @@ class Sampled(NamedTuple):
 
 
 def uniform_reference(seeds: Tensor, positions: Tensor) -> Tensor:
-    """Return float32 [n] in (0, 1): the upper 23 bits of the first word of Philox4x32-10, plus a half, times 2**-23.
+    """Return (m + 0.5) / 2**23, float32 [n], where m is the upper 23 bits of the first word of Philox4x32-10.
 
-    23 bits and a half are exact in float32, so neither 0 nor 1 can come out.
+    float32 holds m + 0.5 without rounding, so the result is never 0 or 1.
 
     Args:
         seeds: int64 [n], the 64 bits of the key.
@@ -85,7 +86,7 @@ def uniform_reference(seeds: Tensor, positions: Tensor) -> Tensor:
     key0 = seeds & _MASK
     key1 = (seeds >> 32) & _MASK
     for _ in range(10):
-        product0 = counter[0] * 0xD2511F53  # wraps in int64; the bits that are used are right
+        product0 = counter[0] * 0xD2511F53  # may overflow; its low 64 bits are right
         product1 = counter[2] * 0xCD9E8D57
         counter = [
             ((product1 >> 32) & _MASK) ^ counter[1] ^ key0,
@@ -120,7 +121,8 @@ def filter_reference(z: Tensor, values: SamplingValues) -> Tensor:
 
 
 def _find_first_above(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each row the first index whose cumulative weight exceeds target [n], and the weight before that index.
+    """Return for each row the first index whose cumulative weight exceeds target [n], and the sum of the
+    weights before that index.
 
     Rounding may leave the target at or above the total. Then the index is the last one with a weight.
     """
@@ -190,19 +192,20 @@ def _stats_kernel(
     PART: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # Grid (num_rows, num_chunks). Rows come first: the second dimension of a grid ends at 65535.
+    # Grid (num_rows, num_chunks). CUDA allows at most 65535 in the second dimension, and there may be more rows.
     # A program owns one chunk of one row, as CHUNK / PART parts of PART tokens.
     # Padding rows are computed like any other. Places beyond the vocabulary count as -inf.
     wait_for_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
     chunk = tl.program_id(1)
     part = tl.arange(0, CHUNK // PART)
-    # Triton compiles a version for a vocab_size that is a multiple of 16. It loads several logits with one instruction.
+    # If vocab_size is a multiple of 16, Triton compiles a faster version of this kernel, which loads several logits
+    # with one instruction. So vocab_size is not in do_not_specialize.
     token = chunk * CHUNK + part[:, None] * PART + tl.arange(0, PART)[None, :]
     x = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
     x = tl.where(x < float("inf"), x, float("inf"))  # NaN becomes inf: the row's maximum then shows that it is broken
     temperature = tl.load(temperature_ptr + row)
-    scale = 1.0 / tl.where(temperature > 0.0, temperature, 1.0)  # the sums need no exact division
+    scale = 1.0 / tl.where(temperature > 0.0, temperature, 1.0)  # less exact than a division, but enough for sums
     part_max = tl.max(x, 1)
     origin = tl.where(part_max > float("-inf"), part_max, 0.0)  # -inf - -inf would be NaN
     part_weight = tl.sum(tl.exp((x - origin[:, None]) * scale), 1)

@@ -133,8 +133,9 @@ class ModelRunner:
     def _replay(self, graphs: CudaGraphs, plan: StepPlan, edits: StepEdits | None) -> DeviceResult:
         """Run a step that only decodes as CUDA graphs. The plan is padded to the size of a graph."""
         hidden, rows, values = graphs.replay(plan.num_seqs)
-        # Only rank 0 is given `edits`, and all ranks must choose the same branch: if one sampled in the graph and
-        # another outside of it, each would wait for the other. So the choice is made by what every rank knows.
+        # Only rank 0 is given `edits`, and all ranks must choose the same branch. Sampling ends with a broadcast
+        # between the ranks. If one rank did it inside the graph and another outside, the broadcasts would not match,
+        # and both would wait for ever. So the choice is made by what every rank knows.
         if self.tables.sampling_cpu["is_edited"][plan.rows].any():
             sampled = self.sample_decoded(hidden, rows, values, edits)
         else:

@@ -26,8 +26,8 @@ def choose_samples(plan: StepPlan, rows: Tensor, inputs: StepInputs) -> tuple[Te
         rows: int32 [num_seqs].
 
     Returns:
-        For n samples, sequence after sequence: their rows int32 [n], the index in the step's tokens after which each
-        samples [n], and their sampling values.
+        For n samples, sequence after sequence: their rows int32 [n]; the index, among the step's tokens, of the token
+        whose logits each uses [n]; and their sampling values.
     """
     last = inputs.cu_seqlens[1:] - 1
     num_samples = 1 + plan.num_drafts
