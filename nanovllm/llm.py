@@ -228,8 +228,8 @@ class LLM:
     def rendering_arguments(self) -> frozenset[str]:
         """The names of the arguments of transformers' apply_chat_template, for jobs/ (jobs read requests from files).
 
-        A file may set variables of the template in chat_template_kwargs, but none of these names, because they could
-        replace the template itself. Python callers may use them.
+        In a file, chat_template_kwargs may not contain these names: with them a file could, for example, replace the
+        template. Python code may use them.
         """
         if self.engine.tokenizer is None:
             return frozenset()

@@ -27,8 +27,8 @@ class Backend:
     """Computes every operator with its plain-torch reference. A subclass replaces the operators that it computes
     faster.
 
-    Each operator is the reference function itself, stored as a class attribute. No method calls it, so its list of
-    arguments is not repeated here. A subclass whose operator needs an object of its own, such as the loaded CPU
+    Each operator is a class attribute that holds the reference function. There is no wrapper method, which would repeat
+    the arguments. A subclass whose operator needs an object of its own, such as the loaded CPU
     library, replaces the attribute by a method.
 
     Attributes:

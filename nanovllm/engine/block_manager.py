@@ -147,7 +147,7 @@ class BlockManager:
     def forget(self, seq: Sequence) -> None:
         """Remove all blocks of a sequence from the prefix cache, because their content may be wrong.
 
-        It goes by digest. So it also removes a block of equal content that another sequence registered.
+        It looks the blocks up by digest. So it also removes a block of equal content that another sequence registered.
         """
         for block in [self._findable[digest] for digest in seq.digests if digest in self._findable]:
             self._forget(block)

@@ -37,7 +37,7 @@ NUM_PER_SEQ = 5
 
 
 def make_padding(num_seqs: int, row: int) -> IntArray:
-    """Return the first arrays of a dummy plan that fills up a step: num_seqs sequences, each of which decodes token 0.
+    """Return the first arrays of a plan of num_seqs dummy sequences. Each computes one token, with id 0.
 
     A CUDA graph (a recorded step) has a fixed number of sequences. A step with fewer is filled up with these. All of
     them use one row that belongs to no sequence.
@@ -65,8 +65,8 @@ class StepPlan:
         num_scheduled: int32 [num_seqs], tokens to compute in this step, at least 1.
         num_sampled: int32 [num_seqs], how many tokens to sample. It is 1 + the number of drafts if this step computes
             the sequence's last token, else 0. They are sampled from the logits of its last num_sampled tokens.
-        num_scored: int32 [num_seqs], how many targets to score. The num_scored tokens just before the last num_sampled
-            ones give the logits for that.
+        num_scored: int32 [num_seqs], how many targets to score. The num_scored tokens before those that sample give the
+            logits for scoring.
         token_ids: int32 [num_tokens], the tokens to compute, sequence after sequence, drafts included. -1 stands for
             the token that was sampled last for that row: it is on the device, and the host may not know it yet.
         targets: int32 [sum of num_scored], sequence after sequence: the prompt tokens whose log-probability is wanted.
@@ -150,12 +150,12 @@ class StepPlan:
 
     @staticmethod
     def largest(max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, num_drafts: int = 0) -> "StepPlan":
-        """Return the step that takes the most memory. It has all sequences and all tokens, and each token samples or
-        scores."""
+        """Return the step that takes the most memory. It has the most sequences and the most tokens, and each token
+        samples or scores."""
         num_seqs = min(max_num_seqs, max_num_batched_tokens)
         num_tokens = min(max_num_batched_tokens, num_seqs * max_model_len)
         num_scheduled = np.full(num_seqs, num_tokens // num_seqs, np.int32)
-        num_scheduled[num_seqs - num_tokens % num_seqs :] += 1  # the last ones, because decodes come first
+        num_scheduled[num_seqs - num_tokens % num_seqs :] += 1  # the last rows get what is left
 
         def zeros(count: int) -> IntArray:
             return np.zeros(count, np.int32)

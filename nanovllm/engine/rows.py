@@ -25,7 +25,7 @@ class RowTable:
         num_computed      tokens whose KV is in the cache when all launched steps have run
         num_known         tokens whose ids the host has read
         num_tokens        known tokens, and those that launched steps will sample (placeholders)
-        num_needed        the most tokens whose KV can ever be needed. Nothing follows the last token, so it needs none.
+        num_needed        the most tokens that are ever computed. The last token of all is not, because none follows it.
 
     `num_computed <= num_tokens` always holds. The next step computes the difference, at most up to num_needed. When
     steps overlap, num_computed may be larger than num_known, which the picture does not show: the device computes a
@@ -43,9 +43,9 @@ class RowTable:
         self.num_tokens = np.zeros(num_rows, np.int32)
         self.num_needed = np.zeros(num_rows, np.int32)
         self.num_sent = np.zeros(num_rows, np.int32)
-        """How many tokens the host sends by id. It is set when a sequence moves in. Later tokens are sampled on the
-        device, which keeps the last one itself; a plan has -1 in its place, even if the host knows the id by then. Only
-        after drafts a speculator raises the number, so that the next plan carries the id."""
+        """Plans carry the ids of tokens with an index below this, which is set when a sequence moves in. For later
+        tokens a plan has -1, because the device has the token that it sampled last. After drafts a speculator raises
+        this number, so that the next plan has the id."""
         self.unchecked_until = np.zeros(num_rows, np.int32)
         """While num_known is at most this, only a stop token can end the sequence. Above it, the length limit can, too.
         It is 0 with stop strings or a grammar, so that `Sequence.check_end` looks at every token."""

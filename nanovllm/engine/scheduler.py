@@ -30,7 +30,7 @@ class Scheduler:
       only the last one may have an unfinished prompt. Each other one needs one token per step, drafts not counted.
     * So at most one prompt is cut in a step: the last one, which is computed in chunks.
     * A sequence is admitted only if a token of the budget is left after all running sequences. So there are never more
-      running sequences than tokens in the budget, and each gets at least one.
+      running sequences than tokens in the budget. A row gets none only if its last token is still in flight.
 
     A step that preempts a sequence admits nobody. The preempted sequence is now the first in the queue, and a moment
     ago there were no blocks for it. Such a step verifies no drafts either, because drafts take blocks, too.

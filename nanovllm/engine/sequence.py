@@ -40,7 +40,7 @@ class RequestEdits(Protocol):
 
     @property
     def allows_drafts(self) -> bool:
-        """True if the edits can be made in advance also for a position after a draft, a token that is only guessed. If
+        """True if the edits for a position can be made before it is known whether the draft before it is right. If
         False, the sequence gets no drafts."""
 
     def new_matcher(self) -> GrammarMatcher | None:
@@ -137,7 +137,8 @@ class Sequence:
         self.limit = max(min(self.num_prompt_tokens + max_tokens, max_model_len), self.num_prompt_tokens)
         """Prompt and output together have at most this many tokens."""
         self.num_needed = max(self.limit - 1, 1)
-        """At most this many tokens are computed: all but the last, because no token follows it. It is at least 1."""
+        """At most this many tokens are computed: all but the last, because no token follows it. At least 1,
+        because a prompt of one token that is only scored still takes part in one step."""
         scores_from = self.num_prompt_tokens if params.prompt_logprobs is None else max(params.prompt_logprob_start, 1)
         self.next_scored = scores_from
         """Index of the first prompt token that no launched step scores. It is num_prompt_tokens if all are scored."""
@@ -209,8 +210,8 @@ class Sequence:
         """
         token_id = self.token_ids[-1]
         grammar = self.grammar
-        # Token id -1: the logits were not a valid distribution. A grammar that has failed still accepts the
-        # end-of-sequence token. is_error() is checked, so that this counts as an error and not as a normal end.
+        # Token id -1: the logits were not a valid distribution. consume_token() returns True
+        # for the end-of-sequence token even if the matcher has failed, so is_error() is checked, too.
         if token_id < 0 or (grammar is not None and (not grammar.consume_token(token_id) or grammar.is_error())):
             self.token_ids.pop()
             # The bad token may have an entry in logprobs, so the list is cut to the length of the output.

@@ -86,7 +86,8 @@ def choose_targets(
     Args:
         scoring: {row: sequence}, the sequences with prompt tokens that are not scored yet, and those that are only
             scored. A sequence that will also generate tokens is removed when its last target is chosen.
-        num_sampled: int32 [num_seqs], how many tokens each row samples if it is not scored.
+        num_sampled: int32 [num_seqs], how many tokens each row samples. It becomes 0 for sequences that are only
+            scored.
 
     Returns:
         num_sampled: 0 for sequences that are only scored, else as given.

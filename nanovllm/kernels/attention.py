@@ -37,8 +37,8 @@ class DecodeMetadata(NamedTuple):
             a sequence merges the outputs of all of them. All are zero before and after a layer.
         partial_out: float32 [max_items, num_heads, head_dim], the normalised output of a chunk, for sequences with
             several chunks.
-        partial_lse: float32 [max_items, num_heads], log2 of the sum of a chunk's exp(scores). When chunks are merged, 2
-            to this power is the weight of the chunk's output.
+        partial_lse: float32 [max_items, num_heads], log2(sum(exp(scores))) of a chunk. 2**partial_lse is the weight of
+            the chunk's output when chunks are merged.
     """
 
     items: Tensor
@@ -92,8 +92,8 @@ class AttentionMetadata:
 def attend_reference(q: Tensor, cache: KVCache, metadata: AttentionMetadata, scale: float) -> Tensor:
     """Compute causal attention of q over the cached keys and values.
 
-    It calls scaled_dot_product_attention once per sequence. For each KV head, the queries of all its query heads
-    are put below each other in one matrix (heads first). So one product serves all of them, and K and V need no copies.
+    It calls scaled_dot_product_attention once per sequence. The query heads that share a KV head are stacked as
+    rows of one matrix: first all tokens of one head, then of the next. So K and V need no copies for each head.
 
     Args:
         q: [num_tokens, num_heads, head_dim].

@@ -5,7 +5,7 @@ Every backend follows the same rule:
 
 1. Temperature 0 takes the most likely token; of equal ones, the lowest id. Otherwise z = (logits - max) / temperature.
 2. top-k keeps the tokens whose z is at least the k-th largest z. Ties are kept. 0 is off.
-3. top-p adds the weights exp(z) of the tokens that top-k left, from the most likely down, until the sum is at least
+3. top-p adds the weights exp(z) of the tokens that top-k kept, from the most likely down, until the sum is at least
    p times the total. Let t be the z of the token added last. All tokens with z >= t are kept. 1 is off.
 4. min-p keeps the tokens whose exp(z) is at least min_p. exp(z) is the probability relative to the most likely token.
 5. Philox4x32-10 makes a uniform number u in (0, 1) from the request's seed (the key) and the position of the sampled

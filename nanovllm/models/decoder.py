@@ -67,7 +67,7 @@ class Attention(nn.Module):
             ("k_proj", whole_model.kv_heads, mine.kv_heads),
             ("v_proj", whole_model.kv_heads, mine.kv_heads),
         ):
-            first = parallel.rank * total // parallel.size  # with more ranks than KV heads, several have the same
+            first = parallel.rank * total // parallel.size  # several ranks may hold the same KV head
             parts.append(Part(name, total * dim, first * dim, count * dim))
         self.qkv_proj = ColumnParallelLinear(config.hidden_size, parts, whole_model.qkv_bias)
         self.o_proj = RowParallelLinear(

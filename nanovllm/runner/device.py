@@ -51,8 +51,8 @@ class DeviceTables:
             row, index, block = packed[: 3 * num_entries].view(num_entries, 3).unbind(1)
             self.row_tables.block_tables[row, index] = block
         if num_rows:
-            # ROW_SAMPLING came as int32. `view` reads the bits of a float again; a seed is put together from two
-            # halves.
+            # ROW_SAMPLING came as int32. `view` interprets an int32 as the float that
+            # has these bits. A seed comes as two halves.
             fields = packed[3 * num_entries :].view(num_rows, ROW_SAMPLING.itemsize // 4).unbind(1)
             row, temperature, top_k, top_p, min_p, seed_low, seed_high, *_ = fields
             self.row_tables.temperature[row] = temperature.view(torch.float32)
@@ -109,7 +109,8 @@ class Staging:
 def to_device(values: NDArray[np.generic], device: torch.device) -> Tensor:
     """Start a copy from the host to the device and return the copy. The host does not wait for it.
 
-    The caller may drop the pinned memory at once: torch reuses it only when the copies from or to it have ended.
+    The pinned tensor is dropped here at once. That is safe, because torch reuses its memory only when the copy has
+    ended.
     """
     tensor = torch.from_numpy(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

@@ -65,7 +65,8 @@ class ModelRunner:
         self._prefers_one_thread = is_small and not is_spinning_bounded()
 
     def launch(self, plan: StepPlan, edits: StepEdits | None = None) -> StepHandle:
-        """Start a step. The handle's `result` waits for it; nothing here does, because the plan has all sizes."""
+        """Start a step. The handle's `result` waits for it. The plan has all sizes, so nothing is read from the device
+        here."""
         if plan.for_draft_model and self.draft is not None:
             return self.draft.launch(plan)
         threads = one_thread() if self._prefers_one_thread and plan.num_tokens <= FEW_TOKENS else nullcontext()

@@ -18,9 +18,11 @@ def choose_samples(plan: StepPlan, rows: Tensor, inputs: StepInputs) -> tuple[Te
 
     The runner always samples at least once per sequence, to keep shapes simple. Some samples are not wanted
     (num_sampled is 0): after a chunk that does not end a prompt, and after a prompt that is only scored. `StepHandle`
-    in step_handle.py drops them. `Sampler.sample` writes them to the row's last_token, too. Nobody reads them there,
-    because the next plan of the row carries the id of its next token. After drafts the next plan carries the id as
-    well: the device does not know which of several samples was the last one that agreed with its draft.
+    in step_handle.py drops them. `Sampler.sample` writes them to the row's last_token, too. That does no harm,
+    because the row's next plan has the real token id, not -1.
+
+    After a step with drafts the row's next plan has the real id, too. Several samples were written then, and the device
+    does not know which of them is valid.
 
     Args:
         rows: int32 [num_seqs].
