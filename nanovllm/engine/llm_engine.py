@@ -200,8 +200,7 @@ class LLMEngine:
         The first number is 0. Requests are taken while fewer than 2 x max_num_seqs sequences wait. If `requests` yields
         None, no request is ready now: `run` makes a step and then asks again. If it yields None and no request runs,
         the run ends. A Ctrl-C during a step is raised after the ended requests were yielded; a second one closes the
-        engine and is raised at once. When the generator is left, in whatever way, requests that have not ended are
-        aborted.
+        engine and is raised at once. However the generator is left, requests that have not ended are aborted.
         """
         self.check_idle()
         self._running = True
