@@ -2,7 +2,7 @@
 
 import difflib
 import operator
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 INT64_MAX = 2**63 - 1
@@ -30,16 +30,16 @@ def refuse(value: Any, name: str, limit: str) -> ValueError:
 
 
 def refuse_unknown(
-    given: Iterable[str], known: Iterable[str], what: str, hints: Mapping[str, str] = {}, rest: str = ""
+    given: Iterable[str], known: Collection[str], what: str, hints: Mapping[str, str] = {}, rest: str = ""
 ) -> None:
     """Raise a TypeError for the first name in `given` that is not in `known`.
 
     Args:
+        known: the known names. Every request is checked here, so this is a dict where there are many.
         what: the class or function that the names belong to, as the message calls it: "SamplingParams", "LLM".
         hints: for some unknown names, the advice that the message gives.
         rest: the advice for all other unknown names that resemble no known one.
     """
-    known = list(known)
     for name in given:
         if name in known:
             continue
