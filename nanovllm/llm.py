@@ -5,16 +5,15 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import closing
-from functools import cached_property, partial
-from inspect import signature
+from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, Unpack
 
 from nanovllm.config import EngineConfig, EngineOptions
 from nanovllm.engine.hooks import StepObserver
 from nanovllm.engine.output import read_text
-from nanovllm.engine.sequence import Request, derive_seed
-from nanovllm.load import load_engine, read_provenance
+from nanovllm.engine.sequence import Request
+from nanovllm.load import load_engine
 from nanovllm.outputs import Output
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.score import Score, join_pairs, read_score
@@ -224,17 +223,6 @@ class LLM:
         (prompt,) = tokenise_prompts(texts, tokenizer, self.max_model_len, add_special_tokens=False)
         return {"prompt": prompt.text, "prompt_token_ids": prompt.token_ids}
 
-    @property
-    def rendering_arguments(self) -> frozenset[str]:
-        """The names of the arguments of transformers' apply_chat_template, for jobs/ (jobs read requests from files).
-
-        In a file, chat_template_kwargs may not contain these names: with them a file could, for example, replace the
-        template. Python code may use them.
-        """
-        if self.engine.tokenizer is None:
-            return frozenset()
-        return frozenset({"messages", *signature(self.tokenizer.apply_chat_template).parameters})
-
     def prepare(self, request: Item, sampling_params: SamplingParams | None = None) -> Request:
         """Tokenise and validate one request for `stream`. An error is raised here, not in `stream`.
 
@@ -366,15 +354,6 @@ class LLM:
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters that `sampling_params=None` stands for: the model's generation_config."""
         return self.engine.default_params.clone()
-
-    @cached_property
-    def provenance(self) -> dict[str, str]:
-        """The facts that decide the tokens, apart from requests and options: the model's digest, versions, devices."""
-        return read_provenance(self.engine)
-
-    def derive_seed(self, name: str) -> int:
-        """Return a seed for the request with this name: the same in every run with the same engine seed."""
-        return derive_seed(self.engine.config.seed, name)
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token, or "token_id:N" if the model has no tokenizer."""

@@ -180,10 +180,3 @@ def find_eos_token_ids(config: Mapping[str, Any], tokenizer: Tokenizer | None, v
         ids.append(tokenizer.transformers.eos_token_id)
     known = (as_integer(i, "the model's eos_token_id") for i in ids if i is not None)
     return frozenset(i for i in known if 0 <= i < vocab_size)
-
-
-def read_provenance(engine: LLMEngine) -> dict[str, str]:
-    """Return the facts beside requests and options that decide the tokens: see `LLM.provenance`."""
-    from nanovllm.jobs.provenance import read_provenance
-
-    return read_provenance(engine.config, engine.origin)

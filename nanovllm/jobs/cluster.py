@@ -27,6 +27,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.jobs.compact_sets import DigestSet, LineSet
 from nanovllm.jobs.job import Job, Status
 from nanovllm.jobs.open_job import OpenJob
+from nanovllm.jobs.provenance import read_provenance
 from nanovllm.jobs.request_lines import LineError, read_request_line
 from nanovllm.jobs.result_lines import ResultLine, Usage, make_error_line
 from nanovllm.jobs.run import answer_lines, supervise
@@ -135,6 +136,7 @@ class PartAnswerer:
         options = asdict(config)
         self._llm = LLM(options.pop("model"), **options)
         self._engine = EngineThread(self._llm)
+        self._provenance = read_provenance(self._llm.engine)
         self._model_name = model_name
 
     def __call__(self, batch: pyarrow.Table) -> pyarrow.Table:
@@ -147,7 +149,7 @@ class PartAnswerer:
             "numbers": [result.number for result in results],
             "lines": [result.line for result in results],
             "usages": [result.usage and list(result.usage) for result in results],
-            "engine": json.dumps(self._llm.provenance),
+            "engine": json.dumps(self._provenance),
             "digest": part["digest"],
         }
         return pyarrow.Table.from_pylist([answered], self.SCHEMA)

@@ -88,7 +88,7 @@ class Manifest:
         """Compare an engine, before its first answer, with the engine that gave the earlier answers.
 
         Args:
-            engine: see `LLM.provenance`.
+            engine: see `read_provenance`.
 
         Raises:
             ValueError: they differ; the message says in what.

@@ -66,7 +66,7 @@ class OpenJob:
         """Compare an engine with the one that gave the earlier results. To be called before its first result.
 
         Args:
-            engine: see `LLM.provenance`.
+            engine: see `read_provenance`.
 
         Raises:
             ValueError: they differ.

@@ -2,24 +2,26 @@
 
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import xxhash
 
-from nanovllm.config import ResolvedConfig
 from nanovllm.version import __version__
+
+if TYPE_CHECKING:
+    from nanovllm.engine.llm_engine import LLMEngine
 
 MAX_HEADER = 100_000_000  # bytes: safetensors' own limit
 
 
-def read_provenance(config: ResolvedConfig, origin: Path | str) -> dict[str, str]:
-    """Return the facts that `LLM.provenance` shows. A resumed job may go on only if they are the same.
-
-    Args:
-        origin: the model's folder, or the name of a preset shape.
+def read_provenance(engine: "LLMEngine") -> dict[str, str]:
+    """Return the model's digest, versions and device. A resumed job may go on only if they are the same.
 
     Raises:
         ValueError: a file of the model cannot be read.
     """
+    config = engine.config
+    origin = engine.origin
     return {
         "model": model_digest(origin) if isinstance(origin, Path) else origin,
         "dtype": config.dtype,

@@ -7,8 +7,10 @@ engine's output, or the LineError, into a line of the results.
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.engine.sequence import derive_seed
 from nanovllm.jobs.source import Line
 from nanovllm.text.prompts import join_parts
 from nanovllm.utils.checks import as_integer, quote, refuse_unknown
@@ -153,7 +155,7 @@ def prepare_request(line: RequestLine, llm: "LLM", model_name: str) -> "Request"
     try:
         body = _check_body(line, model_name)
         sampling = {name: body[name] for name in _SAMPLING if name in body}
-        sampling.setdefault("seed", llm.derive_seed(line.custom_id or str(line.number)))
+        sampling.setdefault("seed", derive_seed(llm.engine.config.seed, line.custom_id or str(line.number)))
         sampling["logprobs"] = read_num_logprobs(line)
         sampling["structured_outputs"] = read_structured_outputs(line)
         if body.get("echo"):
@@ -166,7 +168,7 @@ def prepare_request(line: RequestLine, llm: "LLM", model_name: str) -> "Request"
         if line.is_chat:
             for name in body.get("chat_template_kwargs", ()):
                 # A line may set variables of the model's template, but bring no template: a template is a program.
-                if name in llm.rendering_arguments:
+                if name in list_rendering_arguments(llm):
                     raise ValueError(f"chat_template_kwargs has {name!r}, which is not for a line to choose")
             prompt = llm.render_chat(_read_messages(body.get("messages")), body.get("chat_template_kwargs"))
         else:
@@ -174,6 +176,11 @@ def prepare_request(line: RequestLine, llm: "LLM", model_name: str) -> "Request"
         return llm.prepare(prompt, params)
     except (TypeError, ValueError, OverflowError) as error:
         raise LineError("invalid_request", str(error), line.custom_id) from error
+
+
+def list_rendering_arguments(llm: "LLM") -> set[str]:
+    """Return the names of the arguments of transformers' apply_chat_template, which Python code alone may set."""
+    return {"messages", *signature(llm.tokenizer.apply_chat_template).parameters}
 
 
 def _check_body(line: RequestLine, model_name: str) -> dict[str, Any]:

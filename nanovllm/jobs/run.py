@@ -17,6 +17,7 @@ from nanovllm.jobs.counts import JobCounts
 from nanovllm.jobs.job import Job, Status
 from nanovllm.jobs.manifest import write_json
 from nanovllm.jobs.open_job import IncompleteError, OpenJob
+from nanovllm.jobs.provenance import read_provenance
 from nanovllm.jobs.request_lines import LineError, RequestLine, prepare_request, read_request_line
 from nanovllm.jobs.result_lines import ResultLine, make_error_line, make_result_line
 from nanovllm.jobs.results_file import OutputError
@@ -105,7 +106,7 @@ def _answer_here(work: OpenJob) -> None:
     lines = (line for line in reading if first is None or line.number in first.numbers)
     with closing(load_llm(work.job.config)) as llm, work.counts.show(llm.stats) as bar:
         llm.observe(bar)
-        work.check_engine(llm.provenance)
+        work.check_engine(read_provenance(llm.engine))
         try:
             answer_lines(llm, lines, work.write, work.job.model_name, work.done)
         except ValueError as error:  # no line can cause it, and supervise() takes a ValueError for a usage error

@@ -5,12 +5,12 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 from nanovllm import SamplingParams
 from nanovllm.config import EngineConfig
-from nanovllm.engine.sequence import derive_seed
 from nanovllm.jobs.job import Job, Status
 from nanovllm.jobs.run import run_job
 
@@ -56,16 +56,16 @@ class InstantLLM:
         config: EngineConfig,
         dies_after: int | None = None,
         error: BaseException | None = None,
-        provenance: dict[str, str] | None = None,
+        origin: str = "a digest",
     ) -> None:
         assert isinstance(config.max_model_len, int)
         self.max_model_len = config.max_model_len
-        self._seed = config.seed
         self.dies_after = dies_after
         self.error = error
-        self.provenance = provenance or {"model": "a digest", "dtype": "float32"}
+        facts = {"seed": config.seed, "dtype": "float32", "device": "cpu", "attention_backend": "torch"}
+        self.engine = SimpleNamespace(config=SimpleNamespace(**facts), origin=origin)
+        self.tokenizer = SimpleNamespace(apply_chat_template=lambda chat_template: None)
         self.requests: list[tuple[list[int], SamplingParams]] = []
-        self.rendering_arguments = frozenset({"chat_template"})
         self.is_closed = False
 
     def observe(self, observer: object) -> None:
@@ -73,9 +73,6 @@ class InstantLLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         return SamplingParams()
-
-    def derive_seed(self, name: str) -> int:
-        return derive_seed(self._seed, name)
 
     def token_text(self, token_id: int) -> str:
         return chr(token_id)

@@ -27,7 +27,8 @@ from nanovllm import LLM
 from nanovllm.jobs.compact_sets import LineSet
 from nanovllm.jobs.job import Status
 from nanovllm.jobs.manifest import Manifest
-from nanovllm.jobs.request_lines import LineError, prepare_request, read_request_line
+from nanovllm.jobs.provenance import read_provenance
+from nanovllm.jobs.request_lines import LineError, list_rendering_arguments, prepare_request, read_request_line
 from nanovllm.jobs.result_lines import ResultLine
 from nanovllm.jobs.results_file import OutputError, open_results
 from nanovllm.jobs.run import answer_lines
@@ -448,7 +449,7 @@ def test_another_model_or_version_is_refused_or_accepted_and_recorded(
 ) -> None:
     half = b"".join(finished.lines[:20])
     out = finished.copy(half, finished.manifest.read_bytes())
-    other = {"provenance": {"model": "another digest", "dtype": "float32"}}
+    other = {"origin": "another digest"}
     assert run(finished.source, out, other) == Status.USAGE
     assert "engine.model was 'a digest' and is 'another digest'" in log.text and "--accept-changes" in log.text
     assert out.read_bytes() == half
@@ -476,7 +477,7 @@ def test_options_may_be_changed_on_purpose_but_never_the_input(
 def test_the_model_in_the_box_is_known_by_its_content(tiny_copy: Path) -> None:
     def provenance() -> dict[str, str]:
         with LLM(str(tiny_copy), max_model_len=64, kvcache_memory_bytes=8 << 20) as llm:
-            return llm.provenance
+            return read_provenance(llm.engine)
 
     first = provenance()
     assert first["device"] == "cpu" and first["attention_backend"] == "torch" and first["torch"]
@@ -588,8 +589,8 @@ RENDERING = ("chat_template", "tools", "documents", "add_generation_prompt", "to
 
 def test_a_line_may_name_no_argument_of_the_rendering_itself() -> None:
     with LLM("tiny-qwen3", max_model_len=64, kvcache_memory_bytes=8 << 20) as llm:
-        assert set(RENDERING) <= llm.rendering_arguments
-        for name in llm.rendering_arguments:
+        assert set(RENDERING) <= list_rendering_arguments(llm)
+        for name in list_rendering_arguments(llm):
             with pytest.raises(LineError, match=f"'{name}', which is not for a line"):
                 prepare_request(read_request_line(Line(1, chat_of(**{name: 1}))), llm, "tiny-qwen3")
 
