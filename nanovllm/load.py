@@ -112,7 +112,7 @@ def make_runner(
     parallel: Parallel,
     check: Callable[[], None] = lambda: None,
 ) -> ModelRunner:
-    """Load the model of rank 0, and the draft model beside it if there is one.
+    """Load one rank's share of the model, and the draft model beside it if there is one. Every rank calls this.
 
     Args:
         weights: the checkpoint's folder; None for random weights.
@@ -122,9 +122,10 @@ def make_runner(
     if weights is None:
         from nanovllm.models.dummy_weights import fill_randomly
 
-        read_weights = partial(fill_randomly, seed=config.seed, std=hf_config.initializer_range, check=check)
+        seed = config.seed + parallel.rank
+        read_weights = partial(fill_randomly, seed=seed, std=hf_config.initializer_range, check=check)
     else:
-        read_weights = partial(load_weights, folder=weights, show_progress=True, check=check)
+        read_weights = partial(load_weights, folder=weights, show_progress=parallel.rank == 0, check=check)
     runner = ModelRunner(config, hf_config, read_weights, parallel)
     if config.draft is not None:
         from nanovllm.drafts.draft_model import read_draft

@@ -16,16 +16,8 @@ import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-    from nanovllm.config import ResolvedConfig
-    from nanovllm.layers.parallel import Parallel
-    from nanovllm.runner.model_runner import ModelRunner
+from typing import Any
 
 BEAT = 1.0
 """Seconds between two signs of life. The follower also looks as often whether its parent process is still rank 0,
@@ -110,6 +102,7 @@ def follow(start: dict[str, Any], report_stage: Callable[[str], None]) -> None:
     from nanovllm.distributed.collectives import GroupParallel
     from nanovllm.distributed.ring import Ring
     from nanovllm.engine.plan import StepPlan
+    from nanovllm.load import make_runner
     from nanovllm.models.config import load_model_config
     from nanovllm.runner.startup import make_cache
 
@@ -131,23 +124,3 @@ def follow(start: dict[str, Any], report_stage: Callable[[str], None]) -> None:
         runner.launch(StepPlan.unpack(packed))
     runner.close()
     parallel.close()
-
-
-def make_runner(
-    config: "ResolvedConfig", hf_config: "PretrainedConfig", weights: Path | None, parallel: "Parallel"
-) -> "ModelRunner":
-    """Load this rank's share of the model, and of the draft model if there is one: see `load.make_runner`."""
-    from nanovllm.models.dummy_weights import fill_randomly
-    from nanovllm.models.loader import load_weights
-    from nanovllm.runner.model_runner import ModelRunner
-
-    if weights is None:
-        read_weights = partial(fill_randomly, seed=config.seed + parallel.rank, std=hf_config.initializer_range)
-    else:
-        read_weights = partial(load_weights, folder=weights)
-    runner = ModelRunner(config, hf_config, read_weights, parallel)
-    if config.draft is not None:
-        from nanovllm.drafts.draft_model import read_draft
-
-        runner.draft = make_runner(*read_draft(config), parallel)
-    return runner
