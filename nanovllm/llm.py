@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any, NoReturn, Unpack
 
 from nanovllm.config import EngineConfig, EngineOptions
+from nanovllm.embedding import EMBED, Embedding, check_dimensions, read_embedding
 from nanovllm.engine.hooks import StepObserver
 from nanovllm.engine.output import read_text
 from nanovllm.engine.sequence import Request
@@ -170,6 +171,36 @@ class LLM:
         for number, output in self._run_requests(requests, "Scoring", use_tqdm):
             scores[number] = read_score(output)
         return [scores[i] for i in range(len(scores))]
+
+    def embed(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        use_tqdm: bool = True,
+        *,
+        dimensions: int | None = None,
+        normalize: bool = True,
+    ) -> list[Embedding]:
+        """Return the vector of each prompt: the hidden state of its last token, after the model's last norm.
+
+        Args:
+            prompts: as in `generate`. A prompt may have max_model_len tokens. The tokenizer adds its special tokens, so
+                a model that was trained to end a text with one gets it.
+            dimensions: cut each vector to so many elements; None keeps all.
+            normalize: divide each vector, after the cut, by its Euclidean length.
+
+        Returns:
+            An Embedding for each prompt: a dict with `embedding`, float32 [dimensions], `prompt_token_ids` and
+            `num_cached_tokens`.
+
+        Raises:
+            ValueError: a prompt or `dimensions` is not valid. No prompt has run then.
+            RuntimeError: the model's hidden states are NaN or infinite.
+        """
+        self.engine.check_idle()
+        dimensions = check_dimensions(dimensions, self.engine.embedding_size)
+        requests = self._prepare_requests(list_prompts(prompts), EMBED, show=use_tqdm)
+        outputs = dict(self._run_requests(requests, "Embedding", use_tqdm))
+        return [read_embedding(outputs[i], dimensions, normalize) for i in range(len(outputs))]
 
     def chat(
         self,

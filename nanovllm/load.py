@@ -19,7 +19,7 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.config import load_model_config, read_json
 from nanovllm.models.hub import find_config
-from nanovllm.models.loader import load_weights
+from nanovllm.models.loader import has_lm_head, load_weights
 from nanovllm.resolve import resolve
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.startup import make_cache
@@ -46,6 +46,9 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
     if weights is not None:
         read_ahead(sorted(weights.glob("*.safetensors")))  # while transformers is imported
     hf_config = load_model_config(data, source)
+    can_generate = has_lm_head(hf_config, weights)
+    if not can_generate:
+        hf_config.tie_word_embeddings = True  # then the decoder allocates no head
     config = resolve(asked, hf_config)
     if config.device == "cpu":
         limit_threads()
@@ -74,6 +77,8 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
             runner,
             scheduler,
             vocab_size=vocab_size,
+            embedding_size=hf_config.hidden_size,
+            has_lm_head=can_generate,
             make_editor=make_editor,
             tokenizer=tokenizer,
             eos_token_ids=eos_token_ids,

@@ -122,7 +122,8 @@ class SamplingParams:
     Attributes:
         temperature: divides the logits; 0 always takes the most likely token. Finite.
         max_tokens: the most tokens to generate. The engine's max_model_len always holds; None sets no other limit.
-            0 only scores the prompt, needs prompt_logprobs, and allows a prompt of max_model_len + 1 tokens.
+            0 only scores the prompt, needs prompt_logprobs, and allows a prompt of max_model_len + 1 tokens; or it
+            embeds the prompt.
         ignore_eos: go on after an end-of-sequence token. The stop_token_ids still end the output.
         top_k: keep the k most likely tokens, and tokens as likely as the last of them; 0 or -1 is off.
         top_p: keep the most likely tokens until their probabilities sum to p or more; in (0, 1].
@@ -137,6 +138,7 @@ class SamplingParams:
         prompt_logprobs: as logprobs, for each token of the prompt after the first.
         prompt_logprob_start: score the prompt from this token on. Whole blocks before it may come from the prefix
             cache. vLLM has no such field, and does not read its cache for a request with prompt_logprobs.
+        embed: return the hidden state of the prompt's last token, as `LLM.embed` does. It needs max_tokens=0.
         n: number of completions of the prompt. Each has a seed of its own; the first has `seed`. More than 1 needs a
             temperature above 0.
         presence_penalty: subtracted once from the logit of each token that the output contains; in [-2, 2], 0 is off.
@@ -172,6 +174,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     prompt_logprobs: int | None = None
     prompt_logprob_start: int = 0
+    embed: bool = False
     n: int = 1
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -200,16 +203,19 @@ class SamplingParams:
         min_p = as_number(self.min_p, "min_p")
         put("min_p", min_p, 0 <= min_p <= 1, "in [0, 1]; 0 is off")
         if self.max_tokens is not None:
-            limit = "at least 1, None (to max_model_len), or 0 with prompt_logprobs"
+            limit = "at least 1, None (to max_model_len), or 0 with prompt_logprobs or embed"
             max_tokens = as_integer(self.max_tokens, "max_tokens")
-            put("max_tokens", max_tokens, max_tokens >= (1 if self.prompt_logprobs is None else 0), limit)
+            needs_output = self.prompt_logprobs is None and not self.embed
+            put("max_tokens", max_tokens, max_tokens >= (1 if needs_output else 0), limit)
         strings = "a string or strings, none of them empty"
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(as_list(self.stop, "stop", strings))
         put("stop", stop, all(isinstance(s, str) and s for s in stop), strings)
         stop_token_ids = as_list(self.stop_token_ids, "stop_token_ids", "a list of integers")
         put("stop_token_ids", tuple(as_integer(i, "stop_token_ids") for i in stop_token_ids))
-        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize"):
+        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize", "embed"):
             as_bool(getattr(self, name), name)
+        is_alone = self.max_tokens == 0 and self.prompt_logprobs is None
+        put("embed", self.embed, is_alone or not self.embed, "False unless max_tokens is 0 and prompt_logprobs is None")
         if self.seed is not None:
             put("seed", as_integer(self.seed, "seed"))
         self._check_edits(put)

@@ -66,6 +66,8 @@ class LLMEngine:
         scheduler: Scheduler,
         *,
         vocab_size: int,
+        embedding_size: int = 0,
+        has_lm_head: bool = True,
         make_editor: Callable[[], LogitEditor],
         tokenizer: Tokenizer | None = None,
         eos_token_ids: frozenset[int] = frozenset(),
@@ -78,12 +80,16 @@ class LLMEngine:
         Args:
             runner: `ModelRunner` on one device; `LeadingRunner` (distributed/) for several ranks.
             make_editor: makes the `LogitEditor`. It is called when the first request asks for edits of logits.
+            embedding_size: the number of elements of a hidden state.
+            has_lm_head: False for a model that only embeds.
             origin: the model's folder, or the name of a preset (a configuration without weights).
         """
         self.config = config
         self.runner = runner
         self.scheduler = scheduler
         self.vocab_size = vocab_size
+        self.embedding_size = embedding_size
+        self.has_lm_head = has_lm_head
         self.tokenizer = tokenizer
         self.eos_token_ids = eos_token_ids
         self.default_params = default_params or SamplingParams()
@@ -146,6 +152,8 @@ class LLMEngine:
         params = self.default_params if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params is {quote(params)}; it must be a SamplingParams")
+        if not self.has_lm_head and not params.embed:
+            raise ValueError("this model has no LM head, so it can only embed: use embed()")
         params = params.clone()  # the caller may change the original while the request runs
         check_request(token_ids, params, self.tokenizer is not None, self.vocab_size, self.config.max_model_len)
         edits = self.editor.read_request(params) if params.edits_logits else None
@@ -278,7 +286,9 @@ class LLMEngine:
         launched, result = self._await_oldest()
         self.last_read = launched.step
         speculation = self.scheduler.speculation
-        finished = self.scheduler.update(launched.step, result.token_ids, result.logprobs, result.scores)
+        finished = self.scheduler.update(
+            launched.step, result.token_ids, result.logprobs, result.scores, result.embeddings
+        )
         for seq in finished:
             if speculation is not None:
                 speculation.note_end(seq)

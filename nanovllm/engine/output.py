@@ -34,6 +34,8 @@ def _make_single(seq: Sequence, tokenizer: Tokenizer | None) -> Output:
         output["logprobs"] = seq.logprobs
     if seq.params.prompt_logprobs is not None:
         output["prompt_logprobs"] = seq.prompt_logprobs
+    if seq.embedding is not None:
+        output["embedding"] = seq.embedding
     if seq.error is not None:
         output["error"] = seq.error
     return output

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from nanovllm.config import ResolvedConfig
 
 IntArray = NDArray[np.int32]
+FloatArray = NDArray[np.float32]
 
 ROW_SAMPLING = np.dtype(
     [
@@ -34,6 +35,10 @@ HEADER = 6
 """How many counts stand at the beginning of a packed plan."""
 NUM_PER_SEQ = 5
 """How many arrays of a plan have one element per sequence: rows to num_scored. They come first, then token_ids."""
+
+
+EMBED = -1
+"""The target of a prompt that is embedded: the hidden state of its last token is wanted, and no score."""
 
 
 def make_padding(num_seqs: int, row: int) -> IntArray:
@@ -71,7 +76,7 @@ class StepPlan:
             the token that was sampled last for that row: it is on the device, and the host may not know it yet.
         targets: int32 [sum of num_scored], sequence after sequence: the prompt tokens whose log-probability is wanted.
             The logits of a token score the token after it. So the last target may be the first token of the next
-            chunk.
+            chunk. EMBED stands for the hidden state itself.
         block_entries: int32 [n, 3], new (row, index, block) entries of the block tables.
         new_rows: ROW_SAMPLING [n], the sampling values of rows that have a new owner.
         for_draft_model: True if the draft model runs the plan. It has a KV cache of its own; the same block numbers
@@ -183,7 +188,8 @@ class StepResult:
     Attributes:
         token_ids: int32 [sum of the plan's num_sampled]; -1 if the logits were not a valid distribution.
         logprobs: {index in token_ids: {token id: log-probability}}, only for requests that asked for them.
-        scores: {token id: log-probability} of each of the plan's targets.
+        scores: {token id: log-probability} of each of the plan's targets that is a token.
+        embeddings: float32 [hidden] of each target that is EMBED.
         prepare_seconds: how long the host took to pack the plan and send it to the device.
         device_seconds: how long the device worked on the step.
         command_seconds: how long rank 0 took to send the plan to the other ranks.
@@ -192,6 +198,7 @@ class StepResult:
     token_ids: IntArray
     logprobs: Mapping[int, dict[int, float]] = field(default_factory=dict)
     scores: Seq[dict[int, float]] = ()
+    embeddings: Seq[FloatArray] = ()
     prepare_seconds: float = 0.0
     device_seconds: float = 0.0
     command_seconds: float = 0.0

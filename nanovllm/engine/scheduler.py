@@ -12,7 +12,7 @@ import numpy as np
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.hooks import Speculator
-from nanovllm.engine.plan import IntArray, StepPlan
+from nanovllm.engine.plan import FloatArray, IntArray, StepPlan
 from nanovllm.engine.rows import BlockTables, Rows, RowTable, pack_sampling
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import NO_TARGETS, ScheduledStep, Scored, choose_targets
@@ -248,6 +248,7 @@ class Scheduler:
         token_ids: IntArray,
         logprobs: Mapping[int, dict[int, float]] = {},
         scores: Seq[dict[int, float]] = (),
+        embeddings: Seq[FloatArray] = (),
     ) -> list[Sequence]:
         """Append the tokens and scores of a step to its sequences.
 
@@ -255,7 +256,7 @@ class Scheduler:
             token_ids: int32 [sum of num_sampled]. A -1 means that the logits were not a valid distribution; it ends the
                 sequence.
             logprobs: {index in token_ids: {token id: log-probability}}, for requests that asked for log-probabilities.
-            scores: {token id: log-probability} per target of the plan.
+            scores, embeddings: see `StepResult`.
 
         Returns:
             The sequences that have ended with this step. They no longer have rows or blocks.
@@ -263,7 +264,7 @@ class Scheduler:
         table = self.table
         rows = step.rows
         seqs = step.seqs
-        finished = self._add_scores(step, scores) if step.scored else []
+        finished = self._add_scores(step, scores, embeddings) if step.scored else []
         if self.speculation is not None and len(token_ids) > len(seqs):
             return finished + self.speculation.update(step, token_ids, logprobs)
         # This comes before the next `if`, which changes `seqs`: the keys of logprobs are indices of the whole list.
@@ -291,9 +292,11 @@ class Scheduler:
             self.release(seq)
         return finished + ended
 
-    def _add_scores(self, step: ScheduledStep, scores: Seq[dict[int, float]]) -> list[Sequence]:
-        """Give the sequences of a step their scores. Return the sequences that end after their last scores."""
-        ended = step.share_scores(scores)
+    def _add_scores(
+        self, step: ScheduledStep, scores: Seq[dict[int, float]], embeddings: Seq[FloatArray]
+    ) -> list[Sequence]:
+        """Give the sequences of a step their scores or embeddings. Return those that have ended now."""
+        ended = step.share_scores(scores, embeddings)
         for seq, reason in ended:
             if reason == "error":
                 self.block_manager.forget(seq)

@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from nanovllm.outputs import FinishReason
 from nanovllm.sampling_params import SamplingParams
@@ -82,8 +84,9 @@ def check_request(
     if not token_ids:
         raise ValueError("the prompt is empty; it must have at least one token")
     # A prompt that generates needs room for one more token, so its limit is max_model_len - 1. A prompt that is only
-    # scored generates nothing, and the model never computes its last token, so its limit is max_model_len + 1.
-    most = max_model_len + (1 if params.max_tokens == 0 else -1)
+    # scored generates nothing, and the model never computes its last token, so its limit is max_model_len + 1. A prompt
+    # that is embedded generates nothing, and the model computes all its tokens.
+    most = max_model_len + (0 if params.embed else 1 if params.max_tokens == 0 else -1)
     if len(token_ids) > most:
         raise ValueError(
             f"the prompt has {len(token_ids)} tokens; with max_model_len={max_model_len} it may have at most {most}: "
@@ -136,14 +139,16 @@ class Sequence:
         # The outer max() is for a prompt that is only scored: it may have one token more than max_model_len.
         self.limit = max(min(self.num_prompt_tokens + max_tokens, max_model_len), self.num_prompt_tokens)
         """Prompt and output together have at most this many tokens."""
-        self.num_needed = max(self.limit - 1, 1)
-        """At most this many tokens are computed: all but the last, because no token follows it. At least 1,
-        because a prompt of one token that is only scored still takes part in one step."""
+        self.num_needed = self.num_prompt_tokens if params.embed else max(self.limit - 1, 1)
+        """At most this many tokens are computed: all of a prompt that is embedded, otherwise all but the last, because
+        no token follows it. At least 1, because a prompt of one token that is only scored takes part in one step."""
         scores_from = self.num_prompt_tokens if params.prompt_logprobs is None else max(params.prompt_logprob_start, 1)
         self.next_scored = scores_from
         """Index of the first prompt token that no launched step scores. It is num_prompt_tokens if all are scored."""
         self.prompt_logprobs: list[dict[int, float] | None] = [None] * scores_from
         """{token id: log-probability} per prompt token whose score was read. Tokens that are not scored have None."""
+        self.embedding: NDArray[np.float32] | None = None
+        """The hidden state of the last prompt token, float32 [hidden], if params.embed asks for it and it was read."""
         self._eos_ids = frozenset[int]() if params.ignore_eos else eos_token_ids
         self.stop_ids = self._eos_ids | frozenset(params.stop_token_ids or ())
         """Token ids that end the sequence."""
@@ -179,9 +184,10 @@ class Sequence:
 
     @property
     def is_only_scored(self) -> bool:
-        """True if the sequence ends when its prompt is scored.
+        """True if the sequence ends when its prompt is scored or embedded.
 
-        The last prompt token is then only a target: its score comes from the token before, so it is never computed.
+        A last prompt token that is scored is only a target: its score comes from the token before, so it is never
+        computed.
         """
         return self.params.max_tokens == 0
 

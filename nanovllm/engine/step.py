@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nanovllm.engine.plan import IntArray, StepPlan
+from nanovllm.engine.plan import EMBED, FloatArray, IntArray, StepPlan
 from nanovllm.engine.rows import Rows
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import FinishReason
@@ -54,14 +54,23 @@ class ScheduledStep:
         for seq, end, count in zip(self.seqs, ends, counts, strict=True):
             yield seq, plan.token_ids[end - count : end]
 
-    def share_scores(self, scores: Seq[dict[int, float]]) -> list[tuple[Sequence, FinishReason]]:
+    def share_scores(
+        self, scores: Seq[dict[int, float]], embeddings: Seq[FloatArray]
+    ) -> list[tuple[Sequence, FinishReason]]:
         """Append to each sequence's prompt_logprobs the scores of its own targets, even if it was preempted meanwhile.
+        Give each sequence that is embedded its embedding.
 
         Returns the sequences that have ended now, and why.
         """
         ended: list[tuple[Sequence, FinishReason]] = []
+        remaining = iter(embeddings)
         start = 0
         for seq, num_targets, is_last in self.scored:
+            if seq.params.embed:
+                seq.embedding = next(remaining)
+                if seq.finish_reason is None:
+                    ended.append((seq, "length" if np.isfinite(seq.embedding).all() else "error"))
+                continue
             own = scores[start : start + num_targets]
             start += num_targets
             if seq.finish_reason is not None:
@@ -106,7 +115,12 @@ def choose_targets(
             num_sampled[i] = 0
         elif ends[i] >= seq.num_prompt_tokens:
             del scoring[row]
-        own = seq.token_ids[seq.next_scored : min(int(ends[i]) + 1, seq.num_prompt_tokens)]
+        if seq.params.embed:
+            if ends[i] < seq.num_needed:
+                continue
+            own = array("i", [EMBED])
+        else:
+            own = seq.token_ids[seq.next_scored : min(int(ends[i]) + 1, seq.num_prompt_tokens)]
         targets.extend(own)
         num_scored[i] = len(own)
         seq.next_scored += len(own)

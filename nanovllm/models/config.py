@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -73,7 +74,8 @@ def load_model_config(data: dict[str, Any], source: str) -> "PretrainedConfig":
     architectures = data.get("architectures") or []
     if not isinstance(architectures, list):
         raise ValueError(f"{source}: architectures is {quote(architectures)}; it must be a list")
-    architecture = next((name for name in architectures if isinstance(name, str) and name in FAMILIES), None)
+    names = [_name_causal(name) for name in architectures if isinstance(name, str)]
+    architecture = next((name for name in names if name in FAMILIES), None)
     if architecture is None:
         named = ", ".join(map(quote, architectures)) or "no architecture"
         raise ValueError(f"{source} names {named}; supported are: {', '.join(FAMILIES)}")
@@ -95,6 +97,16 @@ def load_model_config(data: dict[str, Any], source: str) -> "PretrainedConfig":
         raise ValueError(f"{source} is not a valid {architecture} configuration: {error}") from error
     _check(config, source)
     return config
+
+
+def _name_causal(architecture: str) -> str:
+    """Return an architecture's name with its LM head: "Qwen3ForCausalLM" for "Qwen3Model", which has none."""
+    return re.sub("Model$", "ForCausalLM", architecture)
+
+
+def is_headless(config: "PretrainedConfig") -> bool:
+    """Return whether the architecture has no LM head, so that the model can only embed."""
+    return not any(name in FAMILIES for name in config.architectures or FAMILIES)
 
 
 def _check(config: "PretrainedConfig", source: str) -> None:

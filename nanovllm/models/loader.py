@@ -5,15 +5,18 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from nanovllm.layers.weights import WeightTarget
-from nanovllm.models.config import read_json
+from nanovllm.models.config import is_headless, read_json
 from nanovllm.models.decoder import Decoder
 from nanovllm.utils.checks import quote
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 DTYPES = ("F64", "F32", "F16", "BF16")
 
@@ -62,13 +65,11 @@ def load_weights(
         ValueError: a file cannot be read, or a tensor is missing, unexpected, in two files, or of another shape.
     """
     files = checkpoint_files(folder)
-    found: set[str] = set()
-    for path in files:
-        with _open(path) as file:
-            names = file.keys()
-        if double := found.intersection(names):
-            raise ValueError(f"{path}: tensor {min(double)} is in another file too")
-        found.update(names)
+    found = find_names(files)
+    # A checkpoint of a model without its LM head has no "model." before its names.
+    prefix = "" if any(name.startswith("model.") for name in found) else "model."
+    names = {name: name if name.startswith("lm_head.") else prefix + name for name in found}
+    found = set(names.values())
     targets: dict[str, list[WeightTarget]] = {}
     for name, target in model.weight_targets(found):
         targets.setdefault(name, []).append(target)
@@ -81,8 +82,34 @@ def load_weights(
         with _open(path) as file:
             for name in file.keys():  # noqa: SIM118  # not a dict
                 check()
-                for target in targets.get(name, ()):
+                for target in targets.get(names[name], ()):
                     _fill(target, file.get_slice(name), f"{path}: tensor {name}")
+
+
+def find_names(files: Iterable[Path]) -> set[str]:
+    """Return the names of all tensors in a checkpoint's files; ValueError if two files have the same."""
+    found: set[str] = set()
+    for path in files:
+        with _open(path) as file:
+            names = file.keys()
+        if double := found.intersection(names):
+            raise ValueError(f"{path}: tensor {min(double)} is in another file too")
+        found.update(names)
+    return found
+
+
+def has_lm_head(config: "PretrainedConfig", folder: Path | None) -> bool:
+    """Return whether a checkpoint can generate. Checkpoints that only embed may come without an LM head.
+
+    Args:
+        folder: None for random weights.
+    """
+    if is_headless(config):
+        return False
+    if folder is None or config.tie_word_embeddings:
+        return True
+    names = find_names(checkpoint_files(folder))
+    return "lm_head.weight" in names or any(name.startswith("model.") for name in names)
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanovllm.engine.plan import IntArray, StepPlan
+from nanovllm.engine.plan import EMBED, IntArray, StepPlan
 from nanovllm.kernels.token_logprobs import ROWS_AT_A_TIME, TokenLogprobs
 from nanovllm.models.decoder import Decoder
 from nanovllm.runner.device import DeviceTables, start_copy, to_device
@@ -114,13 +114,34 @@ def score_targets(
     """
     if not len(targets):
         return None
+    counts = np.repeat(tables.sampling_cpu["num_prompt_logprobs"][plan.rows], plan.num_scored)
+    are_tokens = plan.targets != EMBED
+    indices = find_targets(plan)
+    if not are_tokens.all():
+        indices = indices[are_tokens]
+        targets = targets[to_device(np.flatnonzero(are_tokens), targets.device)]
+        counts = counts[are_tokens]
+    if not len(indices):
+        return None
+    pieces = _pair_logits(to_device(indices, hidden.device), targets, lambda some: model.compute_logits(hidden[some]))
+    return Logprobs(pieces, counts, token_logprobs)
+
+
+def embed_targets(plan: StepPlan, hidden: Tensor) -> Tensor | None:
+    """Return the hidden states of the plan's EMBED targets, float32 [n, hidden]; None if it has none.
+
+    Args:
+        hidden: [num_tokens, hidden], of all tokens of the step.
+    """
+    indices = find_targets(plan)[plan.targets == EMBED]
+    return hidden[to_device(indices, hidden.device)].float() if len(indices) else None
+
+
+def find_targets(plan: StepPlan) -> NDArray[np.intp]:
+    """Return, for each of the plan's targets, the index of the token whose hidden state gives its score."""
     num_scored = plan.num_scored
     firsts = plan.num_scheduled.cumsum() - plan.num_sampled - num_scored  # the first token of each that scores
-    indices = np.arange(len(targets)) + np.repeat(firsts - (num_scored.cumsum() - num_scored), num_scored)
-    counts = np.repeat(tables.sampling_cpu["num_prompt_logprobs"][plan.rows], num_scored)
-    chosen = to_device(indices, hidden.device)
-    pieces = _pair_logits(chosen, targets, lambda some: model.compute_logits(hidden[some]))
-    return Logprobs(pieces, counts, token_logprobs)
+    return np.arange(len(plan.targets)) + np.repeat(firsts - (num_scored.cumsum() - num_scored), num_scored)
 
 
 def _pair_logits(indices: Tensor, token_ids: Tensor, make_logits: MakeLogits) -> Iterator[tuple[Tensor, Tensor]]:

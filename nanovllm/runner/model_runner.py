@@ -19,7 +19,7 @@ from nanovllm.models.decoder import Decoder
 from nanovllm.runner.cuda_graphs import CudaGraphs, smallest_that_holds
 from nanovllm.runner.device import DeviceTables, Staging
 from nanovllm.runner.kv_memory import check_free_memory
-from nanovllm.runner.logprobs import score_targets, start_logprobs
+from nanovllm.runner.logprobs import embed_targets, score_targets, start_logprobs
 from nanovllm.runner.sampler import Sampler, choose_samples
 from nanovllm.runner.step_handle import DeviceResult, StepHandle, Stopwatch
 from nanovllm.utils.machine import FEW_TOKENS, SMALL_MODEL, default_dtype, one_thread
@@ -91,15 +91,16 @@ class ModelRunner:
         inputs, hidden = self.forward(PlannedRows(rows, num_computed, num_scheduled, token_ids), plan)
         token_logprobs = self.backend.token_logprobs
         scores = score_targets(plan, self.tables, targets, hidden, self.model, token_logprobs)
+        embeddings = embed_targets(plan, hidden)
         if not plan.num_sampled.any():
-            return DeviceResult(scores=scores)
+            return DeviceResult(scores=scores, embeddings=embeddings)
         rows, last, values = choose_samples(plan, rows, inputs)
         logits = self.model.compute_logits(hidden[last])
         sampled = self.sampler.sample(logits, rows, values, edits)
         logprobs = start_logprobs(
             plan, self.tables, sampled, lambda some: None if logits is None else logits[some], token_logprobs
         )
-        return DeviceResult(sampled, logprobs, scores)
+        return DeviceResult(sampled, logprobs, scores, embeddings)
 
     def forward(self, planned: PlannedRows, plan: StepPlan | None) -> tuple[StepInputs, Tensor]:
         """Compute the hidden states of all tokens, [num_tokens, hidden]. Returns the step's inputs, too.

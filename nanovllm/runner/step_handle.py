@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanovllm.engine.plan import StepPlan, StepResult
+from nanovllm.engine.plan import EMBED, StepPlan, StepResult
 from nanovllm.runner.device import start_copy
 from nanovllm.runner.logprobs import Logprobs
 from nanovllm.utils.clock import Clock
@@ -17,12 +17,13 @@ class DeviceResult(NamedTuple):
     """The results of a step, as the device will have them.
 
     token_ids int32 [1 + num_drafts of each sequence], None if the plan samples nothing; logprobs, and the indices of
-    the token_ids that they belong to; scores of the plan's targets.
+    the token_ids that they belong to; scores and embeddings of the plan's targets.
     """
 
     token_ids: Tensor | None = None
     logprobs: tuple[Logprobs, NDArray[np.intp]] | None = None
     scores: Logprobs | None = None
+    embeddings: Tensor | None = None
 
 
 class Stopwatch:
@@ -65,10 +66,12 @@ class StepHandle:
     def __init__(self, plan: StepPlan, result: DeviceResult, stopwatch: Stopwatch) -> None:
         # Samples that nobody asked for are dropped: those of sequences whose num_sampled is 0.
         self._sampled = np.flatnonzero(np.repeat(plan.num_sampled > 0, 1 + plan.num_drafts))
-        self._targets = plan.targets
+        self._targets = plan.targets[plan.targets != EMBED]
         self._stopwatch = stopwatch
         if result.token_ids is not None:
             result = result._replace(token_ids=start_copy(result.token_ids))
+        if result.embeddings is not None:
+            result = result._replace(embeddings=start_copy(result.embeddings))
         self._result = result
         stopwatch.stop()
 
@@ -85,4 +88,5 @@ class StepHandle:
                 indices = np.searchsorted(self._sampled, asking).tolist()  # among the samples that are kept
                 logprobs = dict(zip(indices, found.read(every_sample[asking]), strict=True))
         scores = self._result.scores.read(self._targets) if self._result.scores is not None else ()
-        return StepResult(token_ids, logprobs, scores, prepare_seconds, device_seconds)
+        embeddings = [*self._result.embeddings.numpy()] if self._result.embeddings is not None else []
+        return StepResult(token_ids, logprobs, scores, embeddings, prepare_seconds, device_seconds)
