@@ -1,44 +1,32 @@
-"""Vectors of texts: from the hidden state of a prompt's last token to the `Embedding` that users get."""
+"""Vectors of texts: the hidden state of each prompt's last token, cut and normalised."""
 
 from typing import Any
 
 import numpy as np
 
 from nanovllm.engine.plan import FloatArray
-from nanovllm.outputs import Output
+from nanovllm.outputs import Embedding, Output
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.text.prompts import list_prompts
 from nanovllm.utils.checks import as_bool, as_integer, refuse
 
 EMBED = SamplingParams(max_tokens=0, embed=True)
 """Asks for the hidden state of a prompt's last token. Nothing is sampled, and no LM head is multiplied."""
 
 
-class Embedding(dict[str, Any]):
-    """The vector of one prompt, like vLLM's EmbeddingRequestOutput.
+def embed_prompts(llm: Any, prompts: Any, *, dimensions: int | None, normalize: bool, show: bool) -> list[Embedding]:
+    """Embed every prompt: see `LLM.embed`.
 
-    >>> embedding["embedding"] is embedding.embedding is embedding.outputs.embedding
+    Args:
+        llm: the `LLM`.
+        show: draw progress bars.
     """
-
-    __slots__ = ()
-
-    @property
-    def embedding(self) -> FloatArray:
-        """float32 [dimensions]."""
-        return self["embedding"]  # type: ignore[no-any-return]
-
-    @property
-    def prompt_token_ids(self) -> list[int]:
-        return self["prompt_token_ids"]  # type: ignore[no-any-return]
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Number of tokens of the prompt that were in the prefix cache when it first began to run."""
-        return self["num_cached_tokens"]  # type: ignore[no-any-return]
-
-    @property
-    def outputs(self) -> "Embedding":
-        """This object: vLLM's has the vector one level deeper."""
-        return self
+    llm.engine.check_idle()
+    dimensions = check_dimensions(dimensions, llm.engine.embedding_size)
+    as_bool(normalize, "normalize")
+    requests = llm.prepare_requests(list_prompts(prompts), EMBED, show=show)
+    outputs = dict(llm.run_requests(requests, "Embedding", show))
+    return [read_embedding(outputs[i], dimensions, normalize) for i in range(len(outputs))]
 
 
 def check_dimensions(dimensions: int | None, size: int) -> int:
@@ -55,7 +43,7 @@ def check_dimensions(dimensions: int | None, size: int) -> int:
     return dimensions
 
 
-def read_embedding(output: Output, dimensions: int, normalize: bool) -> Embedding:
+def read_embedding(output: Output, dimensions: int, normalize: bool = True) -> Embedding:
     """Make the vector of one prompt from its output.
 
     Args:
@@ -66,7 +54,6 @@ def read_embedding(output: Output, dimensions: int, normalize: bool) -> Embeddin
     Raises:
         RuntimeError: the hidden state is NaN or infinite.
     """
-    as_bool(normalize, "normalize")
     if output.error is not None:
         raise RuntimeError(output.error)
     vector: FloatArray = output["embedding"][:dimensions]

@@ -10,12 +10,11 @@ from types import TracebackType
 from typing import Any, NoReturn, Unpack
 
 from nanovllm.config import EngineConfig, EngineOptions
-from nanovllm.embedding import EMBED, Embedding, check_dimensions, read_embedding
 from nanovllm.engine.hooks import StepObserver
 from nanovllm.engine.output import read_text
 from nanovllm.engine.sequence import Request
-from nanovllm.load import load_engine
-from nanovllm.outputs import Output
+from nanovllm.load import embed_prompts, load_engine
+from nanovllm.outputs import Embedding, Output
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.score import Score, join_pairs, read_score
 from nanovllm.text.prompts import (
@@ -84,10 +83,10 @@ class LLM:
             ValueError: a prompt is not valid. With several prompts the message has its number. No prompt has run then.
         """
         self.engine.check_idle()
-        requests = self._prepare_requests(list_prompts(prompts), sampling_params, show=use_tqdm)
-        return _list_outputs(dict(self._run_requests(requests, "Generating", use_tqdm)))
+        requests = self.prepare_requests(list_prompts(prompts), sampling_params, show=use_tqdm)
+        return _list_outputs(dict(self.run_requests(requests, "Generating", use_tqdm)))
 
-    def _prepare_requests(
+    def prepare_requests(
         self,
         prompts: Seq[Any],
         sampling_params: SamplingParams | Seq[SamplingParams | None] | None,
@@ -119,7 +118,7 @@ class LLM:
                 requests.append(self.engine.prepare(token_ids, params[i], text))
         return requests
 
-    def _run_requests(
+    def run_requests(
         self, requests: Iterable[Request], label: str = "", show: bool = False
     ) -> Iterator[tuple[int, Output]]:
         """Run requests. When a request ends, yield (number, output); the first request has number 0.
@@ -166,9 +165,9 @@ class LLM:
         starts = list_prompts(prompts)
         endings = list_prompts(continuations)
         pairs, params = join_pairs(starts, endings, self.engine.tokenizer, self.max_model_len, use_tqdm)
-        requests = self._prepare_requests(pairs, params, kind="pair")
+        requests = self.prepare_requests(pairs, params, kind="pair")
         scores: dict[int, Score] = {}
-        for number, output in self._run_requests(requests, "Scoring", use_tqdm):
+        for number, output in self.run_requests(requests, "Scoring", use_tqdm):
             scores[number] = read_score(output)
         return [scores[i] for i in range(len(scores))]
 
@@ -196,11 +195,7 @@ class LLM:
             ValueError: a prompt or `dimensions` is not valid. No prompt has run then.
             RuntimeError: the model's hidden states are NaN or infinite.
         """
-        self.engine.check_idle()
-        dimensions = check_dimensions(dimensions, self.engine.embedding_size)
-        requests = self._prepare_requests(list_prompts(prompts), EMBED, show=use_tqdm)
-        outputs = dict(self._run_requests(requests, "Embedding", use_tqdm))
-        return [read_embedding(outputs[i], dimensions, normalize) for i in range(len(outputs))]
+        return embed_prompts(self, prompts, dimensions=dimensions, normalize=normalize, show=use_tqdm)
 
     def chat(
         self,
@@ -237,10 +232,10 @@ class LLM:
         options |= {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
         options |= chat_template_kwargs or {}
         texts = render_conversations(list_conversations(messages), self.engine.tokenizer, options)
-        requests = self._prepare_requests(
+        requests = self.prepare_requests(
             texts, sampling_params, kind="conversation", add_special_tokens=False, show=use_tqdm
         )
-        return _list_outputs(dict(self._run_requests(requests, "Generating", use_tqdm)))
+        return _list_outputs(dict(self.run_requests(requests, "Generating", use_tqdm)))
 
     def render_chat(self, messages: Seq[Message], chat_template_kwargs: Mapping[str, Any] | None = None) -> Prompt:
         """Return the prompt that `chat` makes of one conversation, with its text and its token ids.
@@ -271,7 +266,7 @@ class LLM:
         if isinstance(request, tuple) and len(request) == 2 and isinstance(request[1], SamplingParams | None):
             prompt = request[0]
             sampling_params = request[1] or sampling_params
-        return self._prepare_requests([prompt], [sampling_params])[0]
+        return self.prepare_requests([prompt], [sampling_params])[0]
 
     def stream(
         self, requests: Iterable[Item] | Prompt, sampling_params: SamplingParams | None = None
@@ -299,7 +294,7 @@ class LLM:
                     request = future.result()
                 yield request
 
-        yield from self._run_requests(wait_for_each())
+        yield from self.run_requests(wait_for_each())
 
     def stream_tokens(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Complete one prompt, and yield the text of its output piece by piece. All pieces joined are the whole `text`.

@@ -20,6 +20,7 @@ from nanovllm.layers.parallel import Parallel
 from nanovllm.models.config import load_model_config, read_json
 from nanovllm.models.hub import find_config
 from nanovllm.models.loader import has_lm_head, load_weights
+from nanovllm.outputs import Embedding
 from nanovllm.resolve import resolve
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.startup import make_cache
@@ -186,3 +187,10 @@ def find_eos_token_ids(config: Mapping[str, Any], tokenizer: Tokenizer | None, v
         ids.append(tokenizer.transformers.eos_token_id)
     known = (as_integer(i, "the model's eos_token_id") for i in ids if i is not None)
     return frozenset(i for i in known if 0 <= i < vocab_size)
+
+
+def embed_prompts(llm: Any, prompts: Any, **options: Any) -> list[Embedding]:
+    """Embed every prompt: see `LLM.embed`."""
+    from nanovllm.embedding import embed_prompts
+
+    return embed_prompts(llm, prompts, **options)

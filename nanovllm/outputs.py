@@ -1,6 +1,10 @@
 """The outputs that users get: plain dicts that have the attributes of vLLM's objects, too."""
 
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 """stop: an end-of-sequence token, a stop token or a stop string. length: max_tokens or max_model_len. abort: the caller
@@ -97,3 +101,31 @@ class Output(_Generated):
             return outputs  # type: ignore[no-any-return]
         shared = {name: self.get(name) for name in ("text", "token_ids", "finish_reason", "stop_reason", "logprobs")}
         return [Completion(index=0, **shared, cumulative_logprob=self.cumulative_logprob)]
+
+
+class Embedding(dict[str, Any]):
+    """The vector of one prompt, like vLLM's EmbeddingRequestOutput.
+
+    >>> embedding["embedding"] is embedding.embedding is embedding.outputs.embedding
+    """
+
+    __slots__ = ()
+
+    @property
+    def embedding(self) -> "NDArray[np.float32]":
+        """float32 [dimensions]."""
+        return self["embedding"]  # type: ignore[no-any-return]
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self["prompt_token_ids"]  # type: ignore[no-any-return]
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Number of tokens of the prompt that were in the prefix cache when it first began to run."""
+        return self["num_cached_tokens"]  # type: ignore[no-any-return]
+
+    @property
+    def outputs(self) -> "Embedding":
+        """This object: vLLM's has the vector one level deeper."""
+        return self

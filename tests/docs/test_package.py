@@ -52,7 +52,7 @@ ROOMS = (
     ("score",),
     ("distributed.worker",),
     ("load",),
-    ("view",),
+    ("view", "embedding"),
     ("distributed",),
     ("edits",),
     ("runner",),
@@ -71,7 +71,18 @@ ROOMS = (
 as rank 0 does."""
 
 WINGS = (
-    *("__main__", "cli", "distributed", "drafts", "edits", "estimate", "jobs", "lm_eval", "models.dummy_weights"),
+    *(
+        "__main__",
+        "cli",
+        "distributed",
+        "drafts",
+        "edits",
+        "embedding",
+        "estimate",
+        "jobs",
+        "lm_eval",
+        "models.dummy_weights",
+    ),
     *("ray", "view"),
 )
 """Every other file belongs to the spine: generating on one device takes it."""
