@@ -384,7 +384,7 @@ class LLM:
     def token_text(self, token_id: int) -> str:
         """Return the text of one token, or "token_id:N" if the model has no tokenizer."""
         tokenizer = self.engine.tokenizer
-        return f"token_id:{token_id}" if tokenizer is None else tokenizer.decode([token_id], skip_special_tokens=False)
+        return f"token_id:{token_id}" if tokenizer is None else tokenizer.decode_token(token_id)
 
     def observe(self, observer: StepObserver) -> None:
         """Tell an observer about every step from now on. Benchmarks use this, for example."""

@@ -1,5 +1,7 @@
 """The outputs that users get: plain dicts that have the attributes of vLLM's objects, too."""
 
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -10,7 +12,57 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 """stop: an end-of-sequence token, a stop token or a stop string. length: max_tokens or max_model_len. abort: the caller
 ended it. error: the logits hold NaN or infinity, or allow no token."""
 
-Logprobs = list[dict[int, float]]
+
+class Logprob(float):
+    """A log-probability: a float that also has the attributes of vLLM's Logprob.
+
+    >>> logprob == logprob.logprob, logprob.rank, logprob.decoded_token
+    """
+
+    __slots__ = ("_token", "decode", "rank")
+
+    rank: int | None
+    """1 for the most likely token; in general, 1 + how many tokens are more likely."""
+    decode: Callable[[int], str] | None
+    """Returns the text of a token id. None if there is no tokenizer."""
+    _token: int | str | None
+    """The token's id, or its text."""
+
+    def __new__(cls, logprob: float, rank: int | None = None, decoded_token: str | None = None) -> "Logprob":
+        made = super().__new__(cls, logprob)
+        made.rank = rank
+        made.decode = None
+        made._token = decoded_token
+        return made
+
+    @property
+    def logprob(self) -> float:
+        return float(self)
+
+    @property
+    def decoded_token(self) -> str | None:
+        """The text of the token by itself, decoded when it is asked for; None if the model has no tokenizer."""
+        if isinstance(self._token, int):
+            return None if self.decode is None else self.decode(self._token)
+        return self._token
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Logprob, (float(self), self.rank, self.decoded_token)  # a copy does not need the tokenizer
+
+
+def make_logprobs(token_ids: Seq[int], values: Seq[float], ranks: Seq[int]) -> dict[int, Logprob]:
+    """Return {token id: log-probability} of some tokens. A step makes thousands, so `__new__` is not run for each."""
+    made = {}
+    for token_id, value, rank in zip(token_ids, values, ranks, strict=True):
+        logprob = float.__new__(Logprob, value)
+        logprob.rank = rank
+        logprob.decode = None
+        logprob._token = token_id
+        made[token_id] = logprob
+    return made
+
+
+Logprobs = list[dict[int, Logprob]]
 """For each token, {id: log-probability} of itself and of the k most likely tokens, before temperature and filters."""
 
 
@@ -85,7 +137,7 @@ class Output(_Generated):
         return self["num_cached_tokens"]  # type: ignore[no-any-return]
 
     @property
-    def prompt_logprobs(self) -> list[dict[int, float] | None] | None:
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
         """As `logprobs`, for the tokens of the prompt. Tokens that were not scored have None; so has the first one."""
         return self.get("prompt_logprobs")
 

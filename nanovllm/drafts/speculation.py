@@ -26,6 +26,7 @@ from nanovllm.engine.rows import Rows
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import ScheduledStep
+from nanovllm.outputs import Logprob
 
 MISSES = 3
 """After so many steps in a row without a right draft, a sequence gets no drafts for a while."""
@@ -167,7 +168,7 @@ class Speculation:
     # ---- after the step
 
     def update(
-        self, step: ScheduledStep, token_ids: IntArray, logprobs: Mapping[int, dict[int, float]]
+        self, step: ScheduledStep, token_ids: IntArray, logprobs: Mapping[int, dict[int, Logprob]]
     ) -> list[Sequence]:
         """See `Speculator.update`: append the draws that agree with the drafts, and the first one that differs.
 

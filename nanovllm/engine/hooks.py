@@ -15,6 +15,7 @@ from nanovllm.engine.plan import IntArray, StepPlan, StepResult
 from nanovllm.engine.rows import Rows
 from nanovllm.engine.sequence import RequestEdits, Sequence
 from nanovllm.engine.step import ScheduledStep
+from nanovllm.outputs import Logprob
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.clock import Clock
 
@@ -98,7 +99,7 @@ class Speculator(Protocol):
         """Write the drafts into the plan, whose token_ids have room for as many as `plan_drafts` asked for."""
 
     def update(
-        self, step: ScheduledStep, token_ids: IntArray, logprobs: Mapping[int, dict[int, float]]
+        self, step: ScheduledStep, token_ids: IntArray, logprobs: Mapping[int, dict[int, Logprob]]
     ) -> list[Sequence]:
         """Do for a step with drafts what `Scheduler.update` does for the others, with the same arguments."""
 

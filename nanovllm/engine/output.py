@@ -1,7 +1,9 @@
 """From a sequence that has ended to the Output that the caller gets."""
 
+from collections.abc import Iterable
+
 from nanovllm.engine.sequence import Sequence
-from nanovllm.outputs import Completion, Output
+from nanovllm.outputs import Completion, Logprob, Output
 from nanovllm.text.tokenizer import Tokenizer
 
 
@@ -31,14 +33,27 @@ def _make_single(seq: Sequence, tokenizer: Tokenizer | None) -> Output:
         num_cached_tokens=seq.num_cached_tokens or 0,
     )
     if seq.params.logprobs is not None:
+        set_decoder(seq.logprobs, tokenizer)
         output["logprobs"] = seq.logprobs
     if seq.params.prompt_logprobs is not None:
+        set_decoder(seq.prompt_logprobs, tokenizer)
         output["prompt_logprobs"] = seq.prompt_logprobs
     if seq.embedding is not None:
         output["embedding"] = seq.embedding
     if seq.error is not None:
         output["error"] = seq.error
     return output
+
+
+def set_decoder(rows: Iterable[dict[int, Logprob] | None], tokenizer: Tokenizer | None) -> None:
+    """Let each log-probability decode its token when a user reads `decoded_token`."""
+    if tokenizer is None:
+        return
+    decode = tokenizer.decode_token
+    for row in rows:
+        if row is not None:
+            for logprob in row.values():
+                logprob.decode = decode
 
 
 def read_text(seq: Sequence, tokenizer: Tokenizer | None) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanovllm.config import ResolvedConfig
+from nanovllm.outputs import Logprob
 
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
@@ -196,8 +197,8 @@ class StepResult:
     """
 
     token_ids: IntArray
-    logprobs: Mapping[int, dict[int, float]] = field(default_factory=dict)
-    scores: Seq[dict[int, float]] = ()
+    logprobs: Mapping[int, dict[int, Logprob]] = field(default_factory=dict)
+    scores: Seq[dict[int, Logprob]] = ()
     embeddings: Seq[FloatArray] = ()
     prepare_seconds: float = 0.0
     device_seconds: float = 0.0

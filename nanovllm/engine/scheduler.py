@@ -16,7 +16,7 @@ from nanovllm.engine.plan import FloatArray, IntArray, StepPlan
 from nanovllm.engine.rows import BlockTables, Rows, RowTable, pack_sampling
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import NO_TARGETS, ScheduledStep, Scored, choose_targets
-from nanovllm.outputs import FinishReason
+from nanovllm.outputs import FinishReason, Logprob
 
 
 class Scheduler:
@@ -246,8 +246,8 @@ class Scheduler:
         self,
         step: ScheduledStep,
         token_ids: IntArray,
-        logprobs: Mapping[int, dict[int, float]] = {},
-        scores: Seq[dict[int, float]] = (),
+        logprobs: Mapping[int, dict[int, Logprob]] = {},
+        scores: Seq[dict[int, Logprob]] = (),
         embeddings: Seq[FloatArray] = (),
     ) -> list[Sequence]:
         """Append the tokens and scores of a step to its sequences.
@@ -293,7 +293,7 @@ class Scheduler:
         return finished + ended
 
     def _add_scores(
-        self, step: ScheduledStep, scores: Seq[dict[int, float]], embeddings: Seq[FloatArray]
+        self, step: ScheduledStep, scores: Seq[dict[int, Logprob]], embeddings: Seq[FloatArray]
     ) -> list[Sequence]:
         """Give the sequences of a step their scores or embeddings. Return those that have ended now."""
         ended = step.share_scores(scores, embeddings)

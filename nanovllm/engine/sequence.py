@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from nanovllm.outputs import FinishReason
+from nanovllm.outputs import FinishReason, Logprob
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.stop_strings import StopStringMatcher
 
@@ -145,7 +145,7 @@ class Sequence:
         scores_from = self.num_prompt_tokens if params.prompt_logprobs is None else max(params.prompt_logprob_start, 1)
         self.next_scored = scores_from
         """Index of the first prompt token that no launched step scores. It is num_prompt_tokens if all are scored."""
-        self.prompt_logprobs: list[dict[int, float] | None] = [None] * scores_from
+        self.prompt_logprobs: list[dict[int, Logprob] | None] = [None] * scores_from
         """{token id: log-probability} per prompt token whose score was read. Tokens that are not scored have None."""
         self.embedding: NDArray[np.float32] | None = None
         """The hidden state of the last prompt token, float32 [hidden], if params.embed asks for it and it was read."""
@@ -179,7 +179,7 @@ class Sequence:
         """The stop string, or the id in stop_token_ids, that ended the sequence; None if anything else ended it."""
         self.error: str | None = None
         """A message if finish_reason is "error"; otherwise None."""
-        self.logprobs: list[dict[int, float]] = []
+        self.logprobs: list[dict[int, Logprob]] = []
         """{token id: log-probability} per token of output; empty unless params.logprobs asks for this."""
 
     @property

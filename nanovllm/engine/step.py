@@ -12,7 +12,7 @@ import numpy as np
 from nanovllm.engine.plan import EMBED, FloatArray, IntArray, StepPlan
 from nanovllm.engine.rows import Rows
 from nanovllm.engine.sequence import Sequence
-from nanovllm.outputs import FinishReason
+from nanovllm.outputs import FinishReason, Logprob
 
 NO_TARGETS = np.empty(0, np.int32)
 
@@ -55,7 +55,7 @@ class ScheduledStep:
             yield seq, plan.token_ids[end - count : end]
 
     def share_scores(
-        self, scores: Seq[dict[int, float]], embeddings: Seq[FloatArray]
+        self, scores: Seq[dict[int, Logprob]], embeddings: Seq[FloatArray]
     ) -> list[tuple[Sequence, FinishReason]]:
         """Append to each sequence's prompt_logprobs the scores of its own targets, even if it was preempted meanwhile.
         Give each sequence that is embedded its embedding.

@@ -1,6 +1,7 @@
 """Log-probabilities of the tokens that a step samples, and of the tokens of prompts that it scores."""
 
 from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from nanovllm.engine.plan import EMBED, IntArray, StepPlan
 from nanovllm.kernels.token_logprobs import ROWS_AT_A_TIME, TokenLogprobs
 from nanovllm.models.decoder import Decoder
+from nanovllm.outputs import Logprob, make_logprobs
 from nanovllm.runner.device import DeviceTables, start_copy, to_device
 
 LOGITS_AT_A_TIME = 1024
@@ -38,7 +40,7 @@ class Logprobs:
         self._token_logprobs = token_logprobs
         self._counts: IntArray = np.maximum(counts, 0)
         self._most = int(self._counts.max())
-        parts: list[tuple[Tensor, Tensor, Tensor]] = []
+        parts: list[tuple[Tensor, ...]] = []
         at = 0
         for piece in logits:
             # The most likely tokens are taken in float32, from copies of a bounded number of rows.
@@ -48,28 +50,39 @@ class Logprobs:
                 at += len(some)
         self._tensors = [start_copy(torch.cat(values)) for values in zip(*parts, strict=True)]
 
-    def _reduce(self, logits: Tensor, token_ids: Tensor, counts: IntArray) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the log-probabilities of token_ids [n] and of the most likely tokens [n, k], and the ids of these.
+    def _reduce(self, logits: Tensor, token_ids: Tensor, counts: IntArray) -> tuple[Tensor, ...]:
+        """Return the three tensors of `TokenLogprobs`, then the highest logits [n, k] of each row and their token ids.
 
         A row's values do not depend on the other rows. So each k is taken by itself, because which of two equally
         likely tokens is among the k most likely depends on k.
         """
         if not self._most:
-            values = self._token_logprobs(logits, token_ids).values
-            return values, values.new_empty(len(values), 0), values.new_empty(len(values), 0, dtype=torch.int64)
+            given = self._token_logprobs(logits, token_ids)
+            n = len(token_ids)
+            return *given, given.values.new_empty(n, 0), given.values.new_empty(n, 0, dtype=torch.int64)
         logits = logits.float()
-        values, log_sums = self._token_logprobs(logits, token_ids)
+        given = self._token_logprobs(logits, token_ids)
         top, top_ids = logits.topk(min(self._most, logits.shape[1]), dim=1)
         for k in {*counts.tolist()} - {self._most, 0}:
             rows = to_device(np.flatnonzero(counts == k), logits.device)
             top[rows, :k], top_ids[rows, :k] = logits[rows].topk(k, dim=1)
-        return values, top - log_sums.unsqueeze(1), top_ids
+        return *given, top, top_ids
 
-    def read(self, token_ids: IntArray) -> list[dict[int, float]]:
+    def read(self, token_ids: IntArray) -> list[dict[int, Logprob]]:
         """Return {token id: log-probability} of each row. Called once the step has ended on the device."""
-        given, top, top_ids = (values.tolist() for values in self._tensors)
-        rows = zip(token_ids.tolist(), given, top_ids, top, self._counts.tolist(), strict=True)
-        return [{own: value, **dict(zip(ids[:k], values[:k], strict=True))} for own, value, ids, values, k in rows]
+        given, log_sums, num_above, top, top_ids = (tensor.numpy() for tensor in self._tensors)
+        with np.errstate(invalid="ignore"):  # rows of broken logits have inf - inf
+            top_values = top - log_sums[:, np.newaxis]
+        # Equal logits have the same rank: that of the first of them.
+        ranks = np.ones(top.shape, np.int64)
+        ranks[:, 1:] = np.where(top[:, 1:] < top[:, :-1], np.arange(2, top.shape[1] + 1), 1)
+        ranks = np.maximum.accumulate(ranks, axis=1)
+        columns: list[NDArray[Any]] = [token_ids, given, num_above + 1, top_ids, top_values, ranks, self._counts]
+        rows = zip(*(column.tolist() for column in columns), strict=True)
+        return [
+            make_logprobs([token_id, *ids[:k]], [value, *values[:k]], [rank, *others[:k]])
+            for token_id, value, rank, ids, values, others, k in rows
+        ]
 
 
 def start_logprobs(

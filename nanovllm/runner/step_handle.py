@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm.engine.plan import EMBED, StepPlan, StepResult
+from nanovllm.outputs import Logprob
 from nanovllm.runner.device import start_copy
 from nanovllm.runner.logprobs import Logprobs
 from nanovllm.utils.clock import Clock
@@ -79,7 +80,7 @@ class StepHandle:
         """Wait for the device, and return the tokens and scores of the step."""
         prepare_seconds, device_seconds = self._stopwatch.read()  # first: it waits
         token_ids = np.empty(0, np.int32)
-        logprobs: dict[int, dict[int, float]] = {}
+        logprobs: dict[int, dict[int, Logprob]] = {}
         if self._result.token_ids is not None:
             every_sample = self._result.token_ids.numpy()
             token_ids = every_sample[self._sampled]

@@ -89,6 +89,10 @@ class Tokenizer:
         text = decode([*context, *token_ids])
         return text[len(known) :] if text.startswith(known) else decode(token_ids)
 
+    def decode_token(self, token_id: int) -> str:
+        """Return the text of one token by itself, special ones included."""
+        return self._backend.decode([token_id], skip_special_tokens=False)  # type: ignore[no-any-return]
+
     def _find_context(self, prompt: Seq[int]) -> Seq[int]:
         """Return the end of a prompt, from its last token that is text by itself: not special, a whole character."""
         for i in range(len(prompt) - 1, -1, -1):

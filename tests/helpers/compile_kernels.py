@@ -76,7 +76,7 @@ _TYPES = {
         chunk_weight part_weight threshold weights penalties values log_sums""",
     "*i32": """seq_lens items first_item share_begins arrivals block_tables cu_seqlens positions top_k top_ks
         chunk_argmax listed places tokens offsets experts rows indices masks counts num_computed num_scheduled
-        planned_ids tables last_token token_ids checked""",
+        planned_ids tables last_token token_ids checked num_above""",
     "*i64": "slots seeds all_seeds",
 }
 _POINTERS = {f"{name}_ptr": kind for kind, names in _TYPES.items() for name in names.split()}
