@@ -286,15 +286,16 @@ class LLM:
             ValueError: a prompt is not valid. The message has its number. Earlier requests that still run are aborted.
         """
         prepare = partial(self.prepare, sampling_params=sampling_params)
-        preparing = work_ahead(iterate_prompts(requests), prepare, 2 * self.engine.config.max_num_seqs)
+        num_ahead = 2 * self.engine.config.max_num_seqs
+        with closing(work_ahead(iterate_prompts(requests), prepare, num_ahead)) as preparing:
 
-        def wait_for_each() -> Iterator[Request]:
-            for i, (_, future) in enumerate(preparing):
-                with name_errors("prompt", i):
-                    request = future.result()
-                yield request
+            def wait_for_each() -> Iterator[Request]:
+                for i, (_, future) in enumerate(preparing):
+                    with name_errors("prompt", i):
+                        request = future.result()
+                    yield request
 
-        yield from self.run_requests(wait_for_each())
+            yield from self.run_requests(wait_for_each())
 
     def stream_tokens(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Complete one prompt, and yield the text of its output piece by piece. All pieces joined are the whole `text`.

@@ -2,8 +2,8 @@
 
     python benchmarks/evidence/bench_masks.py FOLDER    a folder with a tokenizer
 
-Documents are followed token by token, each in a copy of its compiled grammar, and before every token the mask of what
-may come is made. The last line is one JSON document.
+It compiles a grammar for each document. It then follows the document token by token. Before every token it makes the
+mask of the tokens that may come next, and measures how long that takes. The last line is one JSON document.
 """
 
 import json
@@ -75,13 +75,14 @@ CASES: list[tuple[StructuredOutputsParams, str]] = [
 
 
 def percentiles(seconds: list[float]) -> dict[str, float]:
-    """In microseconds."""
+    """Return the median, the 99th percentile and the largest of some times, in microseconds."""
     values = 1e6 * np.array(seconds)
     found = {"median": np.median(values), "p99": np.percentile(values, 99), "most": values.max()}
     return {name: round(float(value), 1) for name, value in found.items()}
 
 
-def processor() -> str:
+def read_processor() -> str:
+    """Return the processor's name, as Linux knows it."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
 
@@ -91,7 +92,7 @@ def main(folder: str) -> None:
     data = json.loads((Path(folder) / "config.json").read_text())
     since = time.perf_counter()
     grammars = Grammars(tokenizer, data["vocab_size"], [tokenizer.eos_token_id or 0])
-    results: dict[str, Any] = {"processor": processor(), "vocabulary": data["vocab_size"]}
+    results: dict[str, Any] = {"processor": read_processor(), "vocabulary": data["vocab_size"]}
     results["tokenizer_s"] = round(time.perf_counter() - since, 2)
     masks = np.zeros((ROWS, -(-data["vocab_size"] // 32)), np.int32)
     compiling = []

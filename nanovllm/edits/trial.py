@@ -12,14 +12,17 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
+from concurrent.futures import CancelledError
 from typing import Any, NamedTuple
 
 from llguidance import LLTokenizer
 
 from nanovllm.edits.compiler import compile_grammar, read_grammar
+from nanovllm.utils.ahead import is_unwanted
 
 SECONDS = 0.75
 """Processor time of a compile. The process of the engine then compiles the grammar again, and no signal ends that."""
@@ -32,6 +35,9 @@ STACK = 2 << 20
 
 PATIENCE = 20
 """Seconds until the child must have ended on a machine that is busy with other work."""
+
+SECONDS_BETWEEN_LOOKS = 0.05
+"""How often the waiting thread looks whether the answer is still wanted."""
 
 
 class Trial(NamedTuple):
@@ -50,24 +56,48 @@ def try_in_child(kind: str, text: str, special_tokens: Mapping[int, str], vocab_
     request = {"kind": kind, "text": text, "special_tokens": special_tokens, "vocab_size": vocab_size, "eos": eos}
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "RUST_BACKTRACE": "0"}
     try:
-        child = subprocess.run(
-            [sys.executable, "-P", "-m", "nanovllm.edits.trial"],
-            input=json.dumps(request).encode(),
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,  # a Ctrl-C at the terminal is for this process
-            timeout=PATIENCE,
-        )
-    except subprocess.TimeoutExpired:
-        return Trial(f"it takes more than {SECONDS} s to compile", 0)
+        with tempfile.TemporaryFile() as file:  # a pipe would have to be filled while the child reads
+            file.write(json.dumps(request).encode())
+            file.seek(0)
+            child = subprocess.Popen(
+                [sys.executable, "-P", "-m", "nanovllm.edits.trial"],
+                stdin=file,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,  # a Ctrl-C at the terminal is for this process
+            )
     except OSError as error:
         return Trial(f"it is so large that a child process must try it first, and none can be started: {error}", 0)
+    with child:
+        try:
+            answer = _await_answer(child)
+        finally:
+            child.kill()  # does nothing to a child that has ended
+    if answer is None:
+        return Trial(f"it takes more than {SECONDS} s to compile", 0)
     try:
-        return Trial(**json.loads(child.stdout))
+        return Trial(**json.loads(answer))
     except ValueError:
         limits = f"{SECONDS} s, {BYTES >> 20} MB of memory or {STACK >> 20} MB of stack"
         return Trial(f"to compile it takes more than {limits} (the child process ended with {child.returncode})", 0)
+
+
+def _await_answer(child: "subprocess.Popen[bytes]") -> bytes | None:
+    """Return what a child prints; None if that takes longer than PATIENCE.
+
+    Raises:
+        CancelledError: nobody waits for the answer any more, for example after a Ctrl-C.
+    """
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        if is_unwanted():
+            raise CancelledError("nobody waits for this grammar any more")
+        try:
+            return child.communicate(timeout=SECONDS_BETWEEN_LOOKS)[0]
+        except subprocess.TimeoutExpired:
+            continue
+    return None
 
 
 class _ByteTokenizer:

@@ -4,7 +4,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Callable, Container, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -65,21 +65,24 @@ def answer_lines(
                 if not is_done:
                     write(make_error_line(line.number, error))
 
-    def prepare_requests() -> Iterator["Request"]:
+    def prepare_requests() -> Generator["Request", None, None]:
         count = 0
         tasks = work_ahead(read_lines(), lambda line: prepare_request(line, llm, model_name), LINES_AHEAD)
-        for request_line, task in tasks:
-            try:
-                request = task.result()
-            except LineError as error:
-                write(make_error_line(request_line.number, error))
-            else:
-                running[count] = request_line
-                count += 1
-                yield request
+        with closing(tasks):
+            for request_line, task in tasks:
+                try:
+                    request = task.result()
+                except LineError as error:
+                    write(make_error_line(request_line.number, error))
+                else:
+                    running[count] = request_line
+                    count += 1
+                    yield request
 
-    for index, output in (stream or llm.stream)(prepare_requests()):
-        write(make_result_line(running.pop(index), output, model_name, llm.token_text))
+    # After a Ctrl-C the traceback keeps generators alive. Those that have a thread are closed here, not when it goes.
+    with closing(prepare_requests()) as requests:
+        for index, output in (stream or llm.stream)(requests):
+            write(make_result_line(running.pop(index), output, model_name, llm.token_text))
 
 
 def load_llm(config: EngineConfig) -> "LLM":

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +181,25 @@ def test_a_child_that_cannot_start_refuses_the_grammar(compiler: Grammars, monke
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     with pytest.raises(ValueError, match=r"none can be started: .*No such file"):
         compiler.compile(LARGE[0])
+
+
+def test_a_grammar_that_nobody_waits_for_any_more_ends_its_child_and_is_not_taken_for_bad(
+    compiler: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    children = []
+
+    class Child(subprocess.Popen[bytes]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            children.append(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", Child)
+        patch.setattr(trial, "is_unwanted", lambda: True)
+        with pytest.raises(CancelledError):
+            compiler.compile(LARGE[0])
+    assert [child.returncode for child in children] == [-signal.SIGKILL]
+    assert not compiler.compile(LARGE[0]).is_error()
 
 
 def test_the_memory_of_kept_grammars_is_bounded(compiler: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:

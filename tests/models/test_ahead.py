@@ -1,6 +1,7 @@
-"""Files that are read ahead, and whatever is wrong with them."""
+"""Threads that work ahead: on items that come next, and on files, whatever is wrong with them."""
 
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from threading import enumerate as threads
@@ -50,3 +51,19 @@ def test_files_are_read_to_their_end_up_to_a_limit(
 def test_what_cannot_be_read_ahead_is_left_to_whoever_reads_it(tmp_path: Path) -> None:
     ahead.read_ahead([tmp_path / "missing.safetensors", tmp_path])
     wait()
+
+
+def test_work_in_hand_learns_that_nobody_waits_for_it_any_more_and_the_rest_is_not_begun() -> None:
+    begun = []
+
+    def work(number: int) -> None:
+        begun.append(number)
+        while not ahead.is_unwanted():
+            time.sleep(0.001)
+
+    tasks = ahead.work_ahead(range(5), work, 2)
+    assert next(tasks)[0] == 0
+    assert not ahead.is_unwanted(), "this thread has no work of that kind"
+    tasks.close()
+    assert begun == [0]
+    assert [task.result() for _, task in ahead.work_ahead("ab", lambda _: ahead.is_unwanted(), 1)] == [False, False]
