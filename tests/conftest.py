@@ -3,11 +3,16 @@
 import logging
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from nanovllm import LLM
 
 # On a busy machine examples are drawn slowly, and each may take any time.
 settings.register_profile("patient", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -51,6 +56,26 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("random")
     save_random(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def open_llm(random_model: Path) -> Iterator[Callable[..., "LLM"]]:
+    """Makes small engines, by default of `random_model`; options are added to `tiny.SMALL`.
+
+    They are closed after the last test of the file.
+    """
+    from helpers.tiny import SMALL
+
+    from nanovllm import LLM
+
+    with ExitStack() as opened:
+        yield lambda model=random_model, **options: opened.enter_context(LLM(model, **SMALL | options))
+
+
+@pytest.fixture(scope="module")
+def llm(open_llm: Callable[..., "LLM"]) -> "LLM":
+    """A small engine."""
+    return open_llm()
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from helpers.batch_jobs import openai_line
-from helpers.tiny import draw_prompts, make_tokenizer
+from helpers.tiny import SMALL, draw_prompts, make_tokenizer
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.sequence import derive_seed
@@ -14,13 +14,7 @@ from nanovllm.jobs.request_lines import prepare_request, read_request_line
 from nanovllm.jobs.result_lines import make_result_line
 from nanovllm.jobs.source import Line
 
-OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 112, "kvcache_block_size": 16, "num_kvcache_blocks": 64}
 LONG, SHORT = draw_prompts([70, 5])
-
-
-@pytest.fixture(scope="module")
-def llm(random_model: Path) -> LLM:
-    return LLM(random_model, **OPTIONS)
 
 
 @pytest.mark.parametrize("seed", [3, -1, 2**64 - 1])
@@ -39,7 +33,7 @@ def test_without_a_seed_prompts_draw_what_they_would_with_one_completion_each(ra
     """The request counter advances once a prompt."""
     found = []
     for n in (1, 4):
-        with LLM(random_model, **OPTIONS) as llm:
+        with LLM(random_model, **SMALL) as llm:
             outputs = llm.generate([LONG, SHORT, LONG], SamplingParams(1.5, 8, n=n), use_tqdm=False)
             found.append([output["token_ids"] for output in outputs])
             assert ("outputs" in outputs[0]) == (n > 1)
@@ -51,7 +45,7 @@ def test_without_a_seed_prompts_draw_what_they_would_with_one_completion_each(ra
 def test_the_full_blocks_of_a_prompt_are_computed_once_and_the_prompt_counts_once(
     options: dict[str, Any], random_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with LLM(random_model, **OPTIONS | options) as llm:
+    with LLM(random_model, **SMALL | options) as llm:
         launch = llm.engine.runner.launch
         computed = []
 

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers.tiny import edit_json, save_random
+from helpers.tiny import SMALL, edit_json, save_random
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
 
-OPTIONS = {"dtype": "float32", "max_model_len": 32, "kvcache_block_size": 16, "num_kvcache_blocks": 8}
+OPTIONS = SMALL | {"max_model_len": 32, "num_kvcache_blocks": 8}
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
 
 
@@ -27,13 +27,13 @@ GREEDY = SamplingParams(temperature=0, max_tokens=4)
 
 
 @pytest.fixture(scope="module")
-def llm(random_model: Path) -> LLM:
-    return LLM(random_model, **OPTIONS)
+def llm(open_llm: Callable[..., LLM]) -> LLM:
+    return open_llm(**OPTIONS)
 
 
 @pytest.fixture(scope="module")
-def with_text(reciter: Path) -> LLM:
-    return LLM(reciter, **OPTIONS)
+def with_text(open_llm: Callable[..., LLM], reciter: Path) -> LLM:
+    return open_llm(reciter, **OPTIONS)
 
 
 def assert_refused_and_usable(llm: LLM, call: Callable[[], object], message: str) -> None:

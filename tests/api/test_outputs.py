@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.tiny import END, NOTE, SPOKEN, TURN, draw_prompts, edit_json, greedy, make_tokenizer, save_random
+from helpers.tiny import END, NOTE, SMALL, SPOKEN, TURN, draw_prompts, edit_json, greedy, make_tokenizer, save_random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
@@ -21,15 +21,15 @@ from nanovllm import LLM, Completion, Output, SamplingParams
 from nanovllm.text.stop_strings import StopStringMatcher
 from nanovllm.utils.progress import ProgressBar
 
-OPTIONS = {"dtype": "float32", "max_model_len": 64, "kvcache_block_size": 16, "num_kvcache_blocks": 32}
+OPTIONS = SMALL | {"max_model_len": 64, "num_kvcache_blocks": 32}
 ID = make_tokenizer().token_to_id
 A_TO_Z = [ID(token) for token in [*"bcdefghijklm", "Ã", "©", *"nopqrstuvw", "xyz"]]
 """The reciter's text after "a", without END."""
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["depth 1", "depth 2"])
-def llm(request: pytest.FixtureRequest, reciter: Path) -> LLM:
-    llm = LLM(reciter, **OPTIONS)
+def llm(request: pytest.FixtureRequest, open_llm: Callable[..., LLM], reciter: Path) -> LLM:
+    llm = open_llm(reciter, **OPTIONS)
     llm.engine.depth = request.param
     return llm
 

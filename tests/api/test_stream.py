@@ -18,17 +18,11 @@ import numpy as np
 import pytest
 import torch
 from helpers.integrity import check_scheduler
-from helpers.tiny import draw_prompts, make_tokenizer, save_random
+from helpers.tiny import SMALL, draw_prompts, make_tokenizer, save_random
 
 from nanovllm import LLM, SamplingParams
 
-OPTIONS = {
-    "dtype": "float32",
-    "max_model_len": 96,
-    "max_num_seqs": 4,
-    "kvcache_block_size": 16,
-    "num_kvcache_blocks": 64,
-}
+OPTIONS = SMALL | {"max_model_len": 96, "max_num_seqs": 4, "num_kvcache_blocks": 64}
 PROMPTS = draw_prompts([20, 33, 5, 48, 17, 64])
 
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from helpers.fakes import FREE
-from helpers.tiny import draw_prompts, save_random
-from helpers.variants import BASE, REQUESTS, VARIANTS, tokens
+from helpers.tiny import SMALL, draw_prompts, save_random
+from helpers.variants import REQUESTS, VARIANTS, tokens
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends.cpu_backend import CpuBackend
@@ -54,14 +54,14 @@ def run(folder: Path, options: dict[str, Any], requests: Any, drafter: Any = Non
 
 @pytest.fixture(scope="module")
 def expected(random_model: Path) -> list[Any]:
-    return run(random_model, BASE | {"max_num_seqs": 1, "enable_prefix_caching": False}, REQUESTS)[0]
+    return run(random_model, SMALL | {"max_num_seqs": 1, "enable_prefix_caching": False}, REQUESTS)[0]
 
 
 def test_a_prompt_whose_scores_are_no_numbers_ends_alone_in_a_step_with_drafts(tmp_path: Path) -> None:
     save_random(tmp_path, tie_word_embeddings=False)
     sound = [([1, 2, 3, 4] * 8, SamplingParams(0, n, True)) for n in (40, 20, 20, 5)]
     broken = [([5, 7, 9, 10, 11], SamplingParams(0, 5, prompt_logprobs=1))] * 12
-    with LLM(tmp_path, **BASE | {"max_num_seqs": 4, "speculative_config": NGRAM}) as llm:
+    with LLM(tmp_path, **SMALL | {"max_num_seqs": 4, "speculative_config": NGRAM}) as llm:
         llm.engine.scheduler.speculation.costs = FREE
         llm.engine.scheduler.speculation.drafter = Parrot([[1] * 200], 1.0)
         with torch.no_grad():
@@ -77,7 +77,7 @@ def test_outputs_are_those_without_drafts_however_requests_are_run(
     options: dict[str, Any], random_model: Path, expected: list[Any]
 ) -> None:
     parrot = Parrot([prompt + o["token_ids"] for (prompt, _), o in zip(REQUESTS, expected, strict=True)], 0.8)
-    outputs, stats = run(random_model, BASE | options | {"speculative_config": NGRAM}, REQUESTS, parrot)
+    outputs, stats = run(random_model, SMALL | options | {"speculative_config": NGRAM}, REQUESTS, parrot)
     assert tokens(outputs) == tokens(expected)
     for output, other in zip(outputs, expected, strict=True):
         for found, wanted in zip(output.get("logprobs", []), other.get("logprobs", []), strict=True):
@@ -149,7 +149,7 @@ def test_whatever_a_draft_model_says_tokens_are_the_model_s(
     ranks: int, random_model: Path, other_model: Path, expected: list[Any]
 ) -> None:
     config = {"speculative_config": {"model": str(other_model), "num_speculative_tokens": 3}}
-    options = BASE | {"num_kvcache_blocks": 12, "max_num_batched_tokens": 40, "tensor_parallel_size": ranks}
+    options = SMALL | {"num_kvcache_blocks": 12, "max_num_batched_tokens": 40, "tensor_parallel_size": ranks}
     outputs, stats = run(random_model, options | config, REQUESTS)
     assert tokens(outputs) == tokens(expected)
     assert stats["num_draft_tokens"] > stats["num_accepted_tokens"] and stats["num_preemptions"] > 0
@@ -164,7 +164,7 @@ def test_ids_beyond_the_smaller_vocabulary_are_never_drafted(random_model: Path,
             drafts.extend(token for _, share in batch.shares() for token in share[1:].tolist())
 
     config = {"speculative_config": {"model": str(random_model), "num_speculative_tokens": 3}}
-    with LLM(other_model, **BASE | config) as llm:
+    with LLM(other_model, **SMALL | config) as llm:
         speculation = llm.engine.scheduler.speculation
         speculation.costs = FREE
         speculation.drafter = Spy(llm.engine.runner, llm.engine.config.max_num_seqs, 470, 500)
@@ -175,7 +175,7 @@ def test_ids_beyond_the_smaller_vocabulary_are_never_drafted(random_model: Path,
 
 def test_the_pool_counts_both_models(random_model: Path, other_model: Path) -> None:
     def count(**config: Any) -> int:
-        options = BASE | {"num_kvcache_blocks": None, "kvcache_memory_bytes": 1 << 20}
+        options = SMALL | {"num_kvcache_blocks": None, "kvcache_memory_bytes": 1 << 20}
         with LLM(random_model, **options, **config) as llm:
             return llm.stats()["num_blocks"]
 

@@ -4,6 +4,7 @@ import math
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from helpers.distributions import LEAST_P, chi_square_p, exact
 from helpers.graphs import StandInGraphs
 from helpers.kernel_cases import edit_case
-from helpers.tiny import END, draw_prompts, edit_json, logits_of, make_tokenizer, save_random
+from helpers.tiny import END, SMALL, draw_prompts, edit_json, logits_of, make_tokenizer, save_random
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -27,12 +28,6 @@ from nanovllm.kernels.sample import SamplingValues, sample_reference
 TOKENIZER = make_tokenizer()
 SIZE = TOKENIZER.get_vocab_size()
 EOS = TOKENIZER.token_to_id(END)
-OPTIONS: dict[str, Any] = {
-    "dtype": "float32",
-    "max_model_len": 112,
-    "kvcache_block_size": 16,
-    "num_kvcache_blocks": 256,
-}
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +48,8 @@ def model(folder: Path) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def llm(folder: Path) -> LLM:
-    return LLM(folder, **OPTIONS)
+def llm(open_llm: Callable[..., LLM], folder: Path) -> LLM:
+    return open_llm(folder)
 
 
 PROMPTS = [[i % SIZE for i in prompt] for prompt in draw_prompts([3, 9, 17, 30])]
@@ -215,7 +210,7 @@ def test_tokens_are_those_of_the_rule_however_requests_are_run(
 ) -> None:
     """Penalties, masks and biases beside each other and beside a row without any; drawn with seeds, and greedy."""
     prompts, params = map(list, zip(*REQUESTS, strict=True))
-    with LLM(folder, **{"attention_backend": "torch", **OPTIONS, **options}) as llm:
+    with LLM(folder, **{"attention_backend": "torch", **SMALL, **options}) as llm:
         llm.engine.depth = depth
         assert tokens(llm, params, prompts) == alone
         assert (llm.stats()["num_preemptions"] > 0) == (options.get("num_kvcache_blocks") == 8)
@@ -225,10 +220,10 @@ def test_tokens_are_those_of_the_rule_however_requests_are_run(
 def test_tokens_are_those_of_the_rule_in_triton(folder: Path, alone: list[list[int]]) -> None:
     pytest.importorskip("triton")
     some = [0, 8, 9, 18]
-    with LLM(folder, attention_backend="triton", max_num_batched_tokens=64, **OPTIONS) as llm:
+    with LLM(folder, attention_backend="triton", max_num_batched_tokens=64, **SMALL) as llm:
         params = [replace(REQUESTS[i][1], max_tokens=6, min_tokens=0) for i in some]
         found = tokens(llm, params, [REQUESTS[i][0] for i in some])
-    with LLM(folder, attention_backend="torch", **OPTIONS) as llm:
+    with LLM(folder, attention_backend="torch", **SMALL) as llm:
         assert found == tokens(llm, params, [REQUESTS[i][0] for i in some])
 
 
@@ -237,7 +232,7 @@ def test_a_step_of_graphs_leaves_its_sampler_out_only_where_logits_are_edited(
     depth: int, folder: Path, alone: list[list[int]]
 ) -> None:
     prompts, params = map(list, zip(*REQUESTS, strict=True))
-    with LLM(folder, attention_backend="torch", **OPTIONS) as llm:
+    with LLM(folder, attention_backend="torch", **SMALL) as llm:
         runner = llm.engine.runner
         llm.engine.depth = depth
         graphs = runner.graphs = StandInGraphs(
@@ -304,7 +299,7 @@ def test_drawn_tokens_follow_the_edited_distribution(folder: Path, model: PreTra
     edits = EACH["all"] | {"bad_words": None, "stop_token_ids": None, "min_tokens": 0, "presence_penalty": 1.8}
     params = SamplingParams(1.3, 2, top_k=25, ignore_eos=True, **edits)
     prompt = PROMPTS[1]
-    with LLM(folder, **OPTIONS | {"num_kvcache_blocks": 600}) as llm:
+    with LLM(folder, **SMALL | {"num_kvcache_blocks": 600}) as llm:
         outputs = llm.generate(prompt, replace(params, n=3000, seed=5), use_tqdm=False)[0].outputs
     firsts = np.array([o.token_ids[0] for o in outputs])
     likeliest = int(np.bincount(firsts).argmax())
@@ -383,7 +378,7 @@ def test_a_row_of_which_nothing_is_left_ends_with_an_error_and_the_others_go_on(
 def test_rows_beside_an_edited_one_keep_their_tokens_in_bfloat16(folder: Path) -> None:
     """Such a step samples from float32: of logits that were bfloat16, the same."""
     plain = [SamplingParams(1.5, 20, seed=i, top_k=50 * i, top_p=0.9) for i in range(4)]
-    with LLM(folder, **OPTIONS | {"dtype": "bfloat16", "attention_backend": "cpu"}) as llm:
+    with LLM(folder, **SMALL | {"dtype": "bfloat16", "attention_backend": "cpu"}) as llm:
         before = tokens(llm, plain)
         after = tokens(llm, [*plain, SamplingParams(1.0, 20, seed=7, **EACH["all"])], [*PROMPTS, PROMPTS[0]])
     assert after[:4] == before
@@ -423,7 +418,7 @@ def test_a_models_own_repetition_penalty_is_the_default(folder: Path, tmp_path: 
     for file in folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     edit_json(tmp_path / "generation_config.json", do_sample=False, repetition_penalty=1.4)
-    with LLM(tmp_path, **OPTIONS) as other:
+    with LLM(tmp_path, **SMALL) as other:
         assert other.get_default_sampling_params() == SamplingParams(0, repetition_penalty=1.4)
         default = [output["token_ids"] for output in other.generate(PROMPTS, use_tqdm=False)]
     assert default == tokens(llm, SamplingParams(0, repetition_penalty=1.4))
@@ -436,5 +431,5 @@ def test_the_sampling_of_a_request_that_is_refused_is_named(llm: LLM, random_mod
     ):
         with pytest.raises(ValueError, match=message):
             llm.generate([[1]], SamplingParams(0, **edits))
-    with LLM(random_model, **OPTIONS) as without, pytest.raises(ValueError, match="bad_words need a tokenizer"):
+    with LLM(random_model, **SMALL) as without, pytest.raises(ValueError, match="bad_words need a tokenizer"):
         without.generate([[1]], SamplingParams(0, bad_words=["a"]))

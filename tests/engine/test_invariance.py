@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.tiny import draw_prompts
-from helpers.variants import BASE, PREFIX, REQUESTS, TINY_POOL, VARIANTS, tokens
+from helpers.tiny import SMALL, draw_prompts
+from helpers.variants import PREFIX, REQUESTS, TINY_POOL, VARIANTS, tokens
 
 from nanovllm import LLM, SamplingParams
 
 
 def run(folder: Path, options: dict[str, Any], depth: int = 1) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    with LLM(folder, **BASE | options) as llm:
+    with LLM(folder, **SMALL | options) as llm:
         llm.engine.depth = depth
         prompts, params = zip(*REQUESTS, strict=True)
         return llm.generate(prompts, params, use_tqdm=False), llm.stats()
@@ -49,7 +49,7 @@ def test_early_ends_do_not_disturb_the_others(depth: int, random_model: Path, ex
     cut = [ids[: i % 11 + 1] for i, ids in enumerate(expected)]
     cut = [ids[: ids.index(ids[-1]) + 1] for ids in cut]
     prompts = [prompt for prompt, _ in REQUESTS]
-    with LLM(random_model, **BASE | {"num_kvcache_blocks": 12, "max_num_seqs": 4}) as llm:
+    with LLM(random_model, **SMALL | {"num_kvcache_blocks": 12, "max_num_seqs": 4}) as llm:
         llm.engine.depth = depth
         params = [replace(p, stop_token_ids=[ids[-1]]) for (_, p), ids in zip(REQUESTS, cut, strict=True)]
         outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -62,7 +62,7 @@ def test_outputs_follow_their_prompts_in_any_order(random_model: Path, expected:
     """Requests with no seed of their own take one from their number, so they are left out."""
     order = [i for i, (_, params) in enumerate(REQUESTS) if params.temperature == 0 or params.seed is not None]
     random.Random(1).shuffle(order)
-    with LLM(random_model, **BASE) as llm:
+    with LLM(random_model, **SMALL) as llm:
         outputs = llm.generate([REQUESTS[i][0] for i in order], [REQUESTS[i][1] for i in order], use_tqdm=False)
     assert tokens(outputs) == [expected[i] for i in order]
     assert [o["prompt_token_ids"] for o in outputs] == [REQUESTS[i][0] for i in order]
@@ -72,7 +72,7 @@ def test_a_request_gets_the_same_alone_and_among_64(random_model: Path, expected
     number = next(i for i, (_, params) in enumerate(REQUESTS) if params.seed is not None)
     prompt, params = REQUESTS[number]
     others = draw_prompts([3 + i % 30 for i in range(63)], seed=5)
-    with LLM(random_model, **BASE, max_num_seqs=64) as llm:
+    with LLM(random_model, **SMALL, max_num_seqs=64) as llm:
         alone = llm.generate([prompt], params, use_tqdm=False)
         among = llm.generate([*others[:40], prompt, *others[40:]], params, use_tqdm=False)
     assert tokens(alone) == tokens(among[40:41]) == expected[number : number + 1]
@@ -96,7 +96,7 @@ def test_a_new_engine_with_the_same_seed_repeats_itself_and_another_seed_does_no
     free = SamplingParams(temperature=1.0, max_tokens=16)
     runs = []
     for seed in (3, 3, 4):
-        with LLM(random_model, **BASE, seed=seed) as llm:
+        with LLM(random_model, **SMALL, seed=seed) as llm:
             runs.append(tokens(llm.generate([PREFIX] * 8, free, use_tqdm=False)))
     assert runs[0] == runs[1] != runs[2]
     assert len(set(map(tuple, runs[0]))) > 4, "requests without a seed draw the same numbers"

@@ -1,8 +1,8 @@
 """KV of equal prefixes is computed once, kept while there is room, and never mistaken for other KV."""
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,13 +12,12 @@ from helpers.tiny import BLOCK, VOCAB_SIZE, draw_prompts
 from nanovllm import LLM, SamplingParams
 from nanovllm.engine.block_manager import prefix_digest
 
-OPTIONS = {"dtype": "float32", "max_model_len": 12 * BLOCK, "kvcache_block_size": BLOCK, "num_kvcache_blocks": 64}
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
 
 
 @pytest.fixture
-def make(random_model: Path) -> Callable[..., LLM]:
-    return lambda **options: LLM(random_model, **OPTIONS | options)
+def make(open_llm: Callable[..., LLM]) -> Callable[..., LLM]:
+    return partial(open_llm, max_model_len=12 * BLOCK, num_kvcache_blocks=64)
 
 
 @pytest.fixture

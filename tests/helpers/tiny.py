@@ -11,6 +11,21 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 VOCAB_SIZE = 500
 BLOCK = 16
+SMALL: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 112,
+    "kvcache_block_size": BLOCK,
+    "num_kvcache_blocks": 256,
+}
+"""The options of a small engine. In float32 tokens are the same however they are computed."""
+CROWDED = SMALL | {
+    "device": "cpu",
+    "max_model_len": 160,
+    "num_kvcache_blocks": 24,  # room for two and a half of the longest sequences: some are preempted
+    "max_num_seqs": 8,
+    "max_num_batched_tokens": 48,  # long prompts are cut into chunks
+}
+"""The options of an engine that is too small for its requests: it preempts, and computes prompts in chunks."""
 
 
 def save_random(

@@ -23,7 +23,6 @@ PARAMS = [
     SamplingParams(temperature=1.3, top_k=20, min_p=0.05, seed=11, max_tokens=25, logprobs=2),
 ]
 REQUESTS = [(prompt, PARAMS[i % 3]) for i, prompt in enumerate(PROMPTS)] + [(PREFIX, PARAMS[3])]
-BASE = {"dtype": "float32", "max_model_len": 112, "kvcache_block_size": 16, "num_kvcache_blocks": 256}
 TINY_POOL = {"num_kvcache_blocks": 9}
 VARIANTS: dict[str, dict[str, Any]] = {
     "as it is": {},

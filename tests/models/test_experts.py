@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.kernel_cases import poisoned_memory
-from helpers.tiny import BLOCK, draw_prompts, edit_json, greedy, save_random
+from helpers.tiny import CROWDED, draw_prompts, edit_json, greedy, save_random
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, Qwen3MoeForCausalLM
 
@@ -21,15 +21,6 @@ from nanovllm.kernels.triton_shim import tl
 from nanovllm.layers.linear import Experts
 from nanovllm.layers.parallel import Parallel
 
-OPTIONS: dict[str, Any] = {
-    "dtype": "float32",
-    "device": "cpu",
-    "max_model_len": 160,
-    "kvcache_block_size": BLOCK,
-    "num_kvcache_blocks": 24,  # room for two and a half of the longest sequences: some are preempted
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 48,  # long prompts are cut into chunks
-}
 SHAPE = {
     "num_hidden_layers": 3,
     "num_experts": 8,
@@ -57,7 +48,7 @@ def say(folder: Path, count: int = 24, **options: Any) -> tuple[list[list[int]],
     """Prompts longer than a step's budget, and some that share a prefix; and what follows them."""
     prefix, *rest = draw_prompts([40, 1, 16, 17, 70, 100])
     prompts = [*rest, *(prefix + tail for tail in draw_prompts([1, 20], seed=1))]
-    with LLM(folder, **OPTIONS | options) as llm:
+    with LLM(folder, **CROWDED | options) as llm:
         params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
         outputs = llm.generate(prompts, params, use_tqdm=False)
     return prompts, [output["token_ids"] for output in outputs]
@@ -74,7 +65,7 @@ def test_tokens_are_transformers(changes: dict[str, Any], backend: str, tmp_path
 def test_triton_says_the_same(tmp_path: Path) -> None:
     model = save(tmp_path, num_hidden_layers=1)
     prompts = draw_prompts([3, 20])
-    with LLM(tmp_path, **OPTIONS | {"attention_backend": "triton"}) as llm:
+    with LLM(tmp_path, **CROWDED | {"attention_backend": "triton"}) as llm:
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), use_tqdm=False)
     assert [output["token_ids"] for output in outputs] == [greedy(model, prompt, 4) for prompt in prompts]
 
@@ -142,13 +133,13 @@ def test_what_cannot_be_is_refused(changes: dict[str, Any], message: str, tmp_pa
     save(tmp_path)
     edit_json(tmp_path / "config.json", **changes)
     with pytest.raises(ValueError, match=message):
-        LLM(tmp_path, **OPTIONS)
+        LLM(tmp_path, **CROWDED)
 
 
 def test_experts_that_ranks_cannot_share_are_refused(tmp_path: Path) -> None:
     save(tmp_path, moe_intermediate_size=31)
     with pytest.raises(ValueError, match="moe_intermediate_size is 31, which 2 ranks cannot share"):
-        LLM(tmp_path, tensor_parallel_size=2, **OPTIONS)
+        LLM(tmp_path, tensor_parallel_size=2, **CROWDED)
 
 
 @pytest.mark.slow

@@ -6,21 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.tiny import BLOCK, draw_prompts, edit_json, greedy, save_random
+from helpers.tiny import CROWDED, draw_prompts, edit_json, greedy, save_random
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from nanovllm import LLM, SamplingParams
 
-OPTIONS: dict[str, Any] = {
-    "dtype": "float32",
-    "device": "cpu",
-    "max_model_len": 160,
-    "kvcache_block_size": BLOCK,
-    "num_kvcache_blocks": 24,  # room for two and a half of the longest sequences: some are preempted
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 48,  # long prompts are cut into chunks
-}
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 5e5,
@@ -86,7 +77,7 @@ def say(llm: LLM, count: int = 30) -> tuple[list[list[int]], list[list[int]]]:
 @pytest.mark.parametrize(("model_class", "changes"), CASES)
 def test_tokens_are_transformers(model_class: type[PreTrainedModel], changes: dict[str, Any], tmp_path: Path) -> None:
     model = save(tmp_path, model_class, **changes)
-    with LLM(tmp_path, **OPTIONS) as llm:
+    with LLM(tmp_path, **CROWDED) as llm:
         prompts, tokens = say(llm)
         stats = llm.stats()
     assert stats["num_preemptions"] and stats["num_cached_tokens"]
@@ -98,7 +89,7 @@ def test_tokens_are_transformers(model_class: type[PreTrainedModel], changes: di
 def test_compiled_kernels_say_the_same(model_class: type[PreTrainedModel], backend: str, tmp_path: Path) -> None:
     model = save(tmp_path, model_class, num_attention_heads=7, num_key_value_heads=1, head_dim=64, hidden_size=112)
     prompts = draw_prompts([3, 20])
-    with LLM(tmp_path, **OPTIONS | {"attention_backend": backend}) as llm:
+    with LLM(tmp_path, **CROWDED | {"attention_backend": backend}) as llm:
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), use_tqdm=False)
     assert [output["token_ids"] for output in outputs] == [greedy(model, prompt, 4) for prompt in prompts]
 
@@ -110,7 +101,7 @@ def test_compiled_kernels_say_the_same(model_class: type[PreTrainedModel], backe
 def test_two_ranks_say_the_same(model_class: type[PreTrainedModel], tmp_path: Path) -> None:
     changes = {"attention_bias": True} if model_class is LlamaForCausalLM else {}
     model = save(tmp_path, model_class, num_key_value_heads=1, vocab_size=501, **changes)
-    with LLM(tmp_path, tensor_parallel_size=2, **OPTIONS) as llm:
+    with LLM(tmp_path, tensor_parallel_size=2, **CROWDED) as llm:
         prompts, tokens = say(llm)
     assert tokens == [greedy(model, prompt, 30) for prompt in prompts]
 
@@ -130,9 +121,9 @@ def test_a_window_is_refused_only_where_it_would_be_left(
     with pytest.raises(
         ValueError, match=r"last 64 tokens .*sliding_window.* max_model_len is 65; set it to at most 64"
     ):
-        LLM(tmp_path, **OPTIONS | {"max_model_len": 65})
+        LLM(tmp_path, **CROWDED | {"max_model_len": 65})
     (prompt,) = draw_prompts([40])
-    with LLM(tmp_path, **OPTIONS | {"max_model_len": 64}) as llm:
+    with LLM(tmp_path, **CROWDED | {"max_model_len": 64}) as llm:
         (output,) = llm.generate([prompt], SamplingParams(temperature=0, ignore_eos=True, max_tokens=99))
     assert output["token_ids"] == greedy(model, prompt, 24)
 
@@ -143,7 +134,7 @@ def test_a_mistral_that_says_nothing_has_a_window_of_4096(tmp_path: Path) -> Non
     config.pop("sliding_window")
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="last 4096 tokens"):
-        LLM(tmp_path, **OPTIONS | {"max_model_len": 4097, "num_kvcache_blocks": 300})
+        LLM(tmp_path, **CROWDED | {"max_model_len": 4097, "num_kvcache_blocks": 300})
 
 
 # ---- Tokenizers that mark the beginning of words, as Llama 2's and Mistral's do
@@ -205,7 +196,7 @@ def llm(tmp_path_factory: pytest.TempPathFactory) -> Any:
         chat_template="<s>{% for message in messages %}{{ message.content }}{% endfor %}",
     )
     edit_json(folder / "generation_config.json", do_sample=False, eos_token_id=2)
-    with LLM(folder, **OPTIONS) as llm:
+    with LLM(folder, **CROWDED) as llm:
         yield llm
 
 

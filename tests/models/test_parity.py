@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.tiny import BLOCK, draw_prompts, edit_json, greedy, logits_of, save_random
+from helpers.tiny import BLOCK, SMALL, draw_prompts, edit_json, greedy, logits_of, save_random
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3ForCausalLM
 
@@ -42,7 +42,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def engine(folder: Path, **options: Any) -> LLM:
-    return LLM(folder, **{"dtype": "float32", "max_model_len": 192, "kvcache_block_size": BLOCK, **options})
+    return LLM(folder, **SMALL | {"max_model_len": 192} | options)
 
 
 def load(folder: Path, dtype: torch.dtype) -> Qwen3ForCausalLM:

@@ -14,10 +14,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from helpers.tiny import save_random
+from helpers.processes import is_alive, list_followers, list_segments, wait_for
+from helpers.tiny import CROWDED, save_random
 
 SHARE = float(os.environ.get("NANOVLLM_ATTACKS", "0.1"))
 NUM_KILLS = max(3, round(50 * SHARE))
@@ -25,16 +25,7 @@ MOST_SECONDS = 120.0
 SOON = 10.0
 """Seconds within which rank 0 must say why, and all traces must be gone."""
 NUM_RANKS = 3
-OPTIONS: dict[str, Any] = {
-    "dtype": "float32",
-    "device": "cpu",
-    "max_model_len": 160,
-    "num_kvcache_blocks": 24,
-    "kvcache_block_size": 16,
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 48,
-    "tensor_parallel_size": NUM_RANKS,
-}
+OPTIONS = CROWDED | {"tensor_parallel_size": NUM_RANKS}
 DRIVER = """
 import json, sys
 from nanovllm import LLM, SamplingParams
@@ -50,35 +41,6 @@ for line in sys.stdin:
     except RuntimeError as error:
         print(json.dumps(str(error)), flush=True)
 """
-
-
-def find_followers(driver: int) -> list[int]:
-    """The processes of ranks 1 to n - 1, in the order of their start."""
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == driver and b"distributed.worker" in (entry / "cmdline").read_bytes():
-                found.append(int(entry.name))
-        except OSError:
-            continue
-    return sorted(found)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = SOON) -> Any:
-    """The condition's value once it is true; fails after so many seconds."""
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"still not so after {seconds} s"
-        time.sleep(0.005)
-    return value
 
 
 class Driver:
@@ -135,14 +97,14 @@ def drivers(model: Path, tmp_path: Path) -> Iterator[Callable[[], Driver]]:
 def test_whichever_rank_is_killed_at_whatever_moment_nothing_is_left(
     drivers: Callable[[], Driver], tmp_path: Path
 ) -> None:
-    segments = set(os.listdir("/dev/shm"))
+    segments = list_segments()
     draw = random.Random(5)
     driver = drivers()
     driver.start()
     since = time.monotonic()
     assert driver.read() == "ready"
     start_seconds = time.monotonic() - since
-    followers = find_followers(driver.process.pid)
+    followers = list_followers(driver.process.pid)
     assert len(followers) == NUM_RANKS - 1
     os.kill(followers[0], signal.SIGKILL)
     assert "rank 1 of 3 failed" in json.loads(driver.read())
@@ -156,13 +118,13 @@ def test_whichever_rank_is_killed_at_whatever_moment_nothing_is_left(
         moment = draw.uniform(0, 1.3 * start_seconds)  # the last quarter is in steps
         driver = drivers()
         driver.start()
-        wait_for(lambda: find_followers(driver.process.pid) or rank == 0)  # noqa: B023  # called at once
+        wait_for(lambda: list_followers(driver.process.pid) or rank == 0)  # noqa: B023  # called at once
         time.sleep(moment)
         if rank:
-            followers = wait_for(lambda: (found := find_followers(driver.process.pid))[rank - 1 :] and found)  # noqa: B023
+            followers = wait_for(lambda: (found := list_followers(driver.process.pid))[rank - 1 :] and found)  # noqa: B023
             victim = followers[rank - 1]
         else:
-            followers = find_followers(driver.process.pid)
+            followers = list_followers(driver.process.pid)
             victim = driver.process.pid
         os.kill(victim, signal.SIGKILL)
         killed_at = time.monotonic()
@@ -174,13 +136,13 @@ def test_whichever_rank_is_killed_at_whatever_moment_nothing_is_left(
             assert re.search(reason, json.loads(said)), (said, rank, moment)
         else:
             driver.process.wait()
-        wait_for(lambda: not any(map(is_alive, followers)))  # noqa: B023
-        wait_for(lambda: not find_followers(driver.process.pid))  # noqa: B023
-        wait_for(lambda: not list((tmp_path / "scratch").glob("nanovllm-*")))
+        wait_for(lambda: not any(map(is_alive, followers)), SOON)  # noqa: B023
+        wait_for(lambda: not list_followers(driver.process.pid), SOON)  # noqa: B023
+        wait_for(lambda: not list((tmp_path / "scratch").glob("nanovllm-*")), SOON)
         seconds = time.monotonic() - killed_at
         assert seconds < SOON, (seconds, rank, moment)
         slowest = max(slowest, seconds)
         num_killed[rank] += 1
-    assert set(os.listdir("/dev/shm")) <= segments
+    assert list_segments() <= segments
     print(f"killed {num_killed}, the slowest was over after {slowest:.1f} s, a start took {start_seconds:.1f} s")
     assert sum(num_killed.values()) >= 3

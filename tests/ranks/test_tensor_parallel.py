@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,8 @@ import numpy as np
 import pytest
 import torch
 from helpers.integrity import check_scheduler
-from helpers.tiny import draw_prompts, save_random
+from helpers.processes import is_alive, list_children, list_segments, wait_for
+from helpers.tiny import CROWDED, draw_prompts, save_random
 from safetensors import safe_open
 
 from nanovllm import LLM, SamplingParams
@@ -33,49 +34,6 @@ from nanovllm.outputs import Output
 
 SOON = 50.0
 """Seconds within which a failure must show, or its traces be gone."""
-OPTIONS: dict[str, Any] = {
-    "dtype": "float32",
-    "device": "cpu",
-    "max_model_len": 160,
-    "kvcache_block_size": 16,
-    "num_kvcache_blocks": 24,  # room for two and a half of the longest sequences: some are preempted
-    "max_num_seqs": 8,
-    "max_num_batched_tokens": 48,  # long prompts are cut into chunks
-}
-
-
-def children(pid: int) -> list[int]:
-    """The living child processes of pid."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-            except OSError:
-                continue
-            if int(parent) == pid and state not in "ZX":
-                found.append(int(entry.name))
-    return found
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = SOON) -> Any:
-    """The condition's value once it is true; fails after so many seconds."""
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"still not so after {seconds} s"
-        time.sleep(0.02)
-    return value
-
-
-def segments() -> set[str]:
-    return set(os.listdir("/dev/shm"))
 
 
 # ---- The same tokens
@@ -91,19 +49,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def alone(model: Path) -> Iterator[LLM]:
-    with LLM(str(model), **OPTIONS) as llm:
+    with LLM(str(model), **CROWDED) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
 def two(model: Path) -> Iterator[LLM]:
-    with LLM(str(model), tensor_parallel_size=2, **OPTIONS) as llm:
+    with LLM(str(model), tensor_parallel_size=2, **CROWDED) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
 def four(model: Path) -> Iterator[LLM]:
-    with LLM(str(model), tensor_parallel_size=4, **OPTIONS) as llm:
+    with LLM(str(model), tensor_parallel_size=4, **CROWDED) as llm:
         yield llm
 
 
@@ -175,7 +133,7 @@ def test_threads_of_the_cpu_are_shared_among_the_ranks(four: LLM) -> None:
 
 
 def test_nothing_lies_in_dev_shm_while_ranks_run(model: Path, two: LLM) -> None:
-    assert not [name for name in segments() if "nanovllm" in name]
+    assert not [name for name in list_segments() if "nanovllm" in name]
     maps = Path(f"/proc/{two.engine.runner.pids[0]}/maps").read_text()
     assert "memfd:nanovllm-plans (deleted)" in maps
 
@@ -207,19 +165,19 @@ def test_what_does_not_divide_is_refused_before_a_process_starts(
     (tmp_path / "config.json").write_text(json.dumps(config))
     monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: pytest.fail("a process was started"))
     with pytest.raises(ValueError, match=message):
-        LLM(str(tmp_path), load_format="dummy", tensor_parallel_size=ranks, **OPTIONS)
+        LLM(str(tmp_path), load_format="dummy", tensor_parallel_size=ranks, **CROWDED)
 
 
 def test_nccl_is_refused_on_a_cpu(model: Path) -> None:
     with pytest.raises(ValueError, match='distributed_backend="nccl" needs CUDA devices; on a CPU use "gloo"'):
-        LLM(str(model), tensor_parallel_size=2, distributed_backend="nccl", **OPTIONS)
+        LLM(str(model), tensor_parallel_size=2, distributed_backend="nccl", **CROWDED)
 
 
 # ---- Followers that fail
 
 
 def start_two(model: Path) -> LLM:
-    return LLM(str(model), tensor_parallel_size=2, **OPTIONS)
+    return LLM(str(model), tensor_parallel_size=2, **CROWDED)
 
 
 def expect_the_end(llm: LLM, message: str) -> str:
@@ -237,7 +195,7 @@ def expect_the_end(llm: LLM, message: str) -> str:
 
 
 def test_a_follower_killed_while_rank_0_waits_for_it_fails_rank_0(model: Path) -> None:
-    llm = LLM(str(model), tensor_parallel_size=4, **OPTIONS)
+    llm = LLM(str(model), tensor_parallel_size=4, **CROWDED)
     victim = llm.engine.runner.pids[1]
     os.kill(victim, signal.SIGSTOP)  # so that rank 0 is inside a collective when the follower dies
     threading.Timer(1.0, os.kill, (victim, signal.SIGKILL)).start()
@@ -259,7 +217,7 @@ def test_an_abort_that_waits_for_the_graphs_does_not_keep_rank_0_from_freeing_th
 def test_a_follower_that_raises_fails_rank_0_with_its_traceback(model: Path) -> None:
     llm = start_two(model)
     others = llm.engine.runner._followers
-    beyond = OPTIONS["max_num_seqs"] + 1
+    beyond = CROWDED["max_num_seqs"] + 1
 
     def send_wrongly(plan: Any) -> None:
         packed = plan.pack()
@@ -293,11 +251,11 @@ def test_a_pause_of_the_whole_machine_is_not_taken_for_silence(model: Path) -> N
     script = SCRIPT.replace(
         "import json", "from nanovllm.distributed import follower_process\nfollower_process.SILENCE = 8\nimport json"
     )
-    command = [sys.executable, "-c", script, str(model), json.dumps(OPTIONS)]
+    command = [sys.executable, "-c", script, str(model), json.dumps(CROWDED)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        pids = [process.pid, *children(process.pid)]
+        pids = [process.pid, *list_children(process.pid)]
         for number, seconds in ((signal.SIGSTOP, 10.0), (signal.SIGCONT, 3.0)):
             for pid in pids:
                 os.kill(pid, number)
@@ -328,11 +286,11 @@ def test_followers_are_heard_over_large_descriptors_too(model: Path, monkeypatch
 
 
 def test_a_follower_killed_while_the_ranks_connect_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = set(children(os.getpid()))
+    before = set(list_children(os.getpid()))
     connect = GroupParallel.connect
 
     def kill_and_connect(*args: Any) -> None:
-        (victim,) = set(children(os.getpid())) - before
+        (victim,) = set(list_children(os.getpid())) - before
         os.kill(victim, signal.SIGKILL)
         connect(*args)
 
@@ -373,7 +331,7 @@ def test_the_last_of_several_engines_brings_the_threads_back(monkeypatch: pytest
 
 
 def test_a_follower_killed_while_rank_0_loads_fails_rank_0(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = set(children(os.getpid()))
+    before = set(list_children(os.getpid()))
     fill = loader._fill
     filled: list[tuple[Any, ...]] = []
     with safe_open(model / "model.safetensors", "pt") as tensors:
@@ -382,7 +340,7 @@ def test_a_follower_killed_while_rank_0_loads_fails_rank_0(model: Path, monkeypa
 
     def fill_slowly(*args: Any) -> None:
         if not filled:
-            (victim,) = set(children(os.getpid())) - before
+            (victim,) = set(list_children(os.getpid())) - before
             os.kill(victim, signal.SIGKILL)
         filled.append(args)
         time.sleep(0.5)
@@ -392,11 +350,11 @@ def test_a_follower_killed_while_rank_0_loads_fails_rank_0(model: Path, monkeypa
     with pytest.raises(RuntimeError, match=r"rank 1 of 2 failed: .* was killed by SIGKILL"):
         start_two(model)
     assert len(filled) < num_tensors, "the load went on although a rank was lost"
-    assert set(children(os.getpid())) <= before
+    assert set(list_children(os.getpid())) <= before
 
 
 def test_a_rank_that_cannot_start_fails_all(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = set(children(os.getpid()))
+    before = set(list_children(os.getpid()))
     make_start_message = follower_group.make_start_message
 
     def name_another_folder(*args: Any) -> dict[str, Any]:
@@ -405,16 +363,16 @@ def test_a_rank_that_cannot_start_fails_all(model: Path, tmp_path: Path, monkeyp
 
     monkeypatch.setattr(follower_group, "make_start_message", name_another_folder)
     with pytest.raises(RuntimeError, match="rank 2 of 4 failed") as error:
-        LLM(str(model), tensor_parallel_size=4, **OPTIONS)
+        LLM(str(model), tensor_parallel_size=4, **CROWDED)
     assert "Traceback" in str(error.value) and "has no safetensors files" in str(error.value)
-    wait_for(lambda: set(children(os.getpid())) <= before)
+    wait_for(lambda: set(list_children(os.getpid())) <= before)
 
 
 def test_what_rank_0_cannot_do_is_its_own_error(model: Path) -> None:
-    before = set(children(os.getpid()))
+    before = set(list_children(os.getpid()))
     with pytest.raises(ValueError, match="the KV cache has 3 blocks of 16 tokens"):
-        LLM(str(model), tensor_parallel_size=2, **OPTIONS | {"num_kvcache_blocks": 3})
-    wait_for(lambda: set(children(os.getpid())) <= before)
+        LLM(str(model), tensor_parallel_size=2, **CROWDED | {"num_kvcache_blocks": 3})
+    wait_for(lambda: set(list_children(os.getpid())) <= before)
 
 
 # ---- Rank 0 that fails
@@ -437,7 +395,7 @@ def script(model: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     path = tmp_path / "script.py"
     path.write_text(SCRIPT)
     process = subprocess.Popen(
-        [sys.executable, str(path), str(model), json.dumps(OPTIONS)],
+        [sys.executable, str(path), str(model), json.dumps(CROWDED)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -451,14 +409,14 @@ def script(model: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.mark.parametrize("when", ["starting", "generating"])
 def test_rank_0_killed_leaves_no_process_and_no_segment(when: str, script: subprocess.Popen[str]) -> None:
-    before = segments()
+    before = list_segments()
     if when == "generating":
         assert script.stdout is not None and script.stdout.readline() == "ready\n"
         time.sleep(0.5)
-    pids = wait_for(lambda: children(script.pid), 60)
+    pids = wait_for(lambda: list_children(script.pid), 60)
     script.send_signal(signal.SIGKILL)
     wait_for(lambda: not any(map(is_alive, pids)))
-    assert segments() <= before
+    assert list_segments() <= before
 
 
 @pytest.mark.slow
@@ -473,7 +431,7 @@ def test_rank_0_that_was_stopped_goes_on(script: subprocess.Popen[str]) -> None:
 def test_ctrl_c_prints_one_traceback_and_ends_all(script: subprocess.Popen[str]) -> None:
     assert script.stdout is not None and script.stdout.readline() == "ready\n"
     time.sleep(0.5)
-    pids = children(script.pid)
+    pids = list_children(script.pid)
     os.killpg(script.pid, signal.SIGINT)  # as a terminal does, to all of the foreground
     _, stderr = script.communicate(timeout=2 * SOON)
     assert stderr.count("Traceback") == 1 and stderr.rstrip().endswith("KeyboardInterrupt")
@@ -503,7 +461,7 @@ def test_host_memory_does_not_multiply(ranks: int, tmp_path: Path) -> None:
 
         def watch() -> None:
             while not done.is_set():
-                for pid in set(children(os.getpid())) - before:
+                for pid in set(list_children(os.getpid())) - before:
                     with suppress(OSError):
                         status = Path(f"/proc/{pid}/status").read_text()
                         found = re.search(r"RssAnon:\s+(\d+) kB", status)
@@ -512,11 +470,11 @@ def test_host_memory_does_not_multiply(ranks: int, tmp_path: Path) -> None:
                             highest[pid] = max(highest.get(pid, 0), int(found[1]) << 10)
                 time.sleep(0.005)
 
-        before = set(children(os.getpid()))
+        before = set(list_children(os.getpid()))
         thread = threading.Thread(target=watch)
         thread.start()
         try:
-            with LLM(str(folder), tensor_parallel_size=ranks, **OPTIONS) as llm:
+            with LLM(str(folder), tensor_parallel_size=ranks, **CROWDED) as llm:
                 pids = llm.engine.runner.pids
         finally:
             done.set()
@@ -530,7 +488,7 @@ def test_host_memory_does_not_multiply(ranks: int, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_ten_engines_one_after_another_leave_nothing_behind(model: Path) -> None:
     def counts() -> tuple[int, int, int]:
-        return len(os.listdir("/proc/self/fd")), threading.active_count(), len(children(os.getpid()))
+        return len(os.listdir("/proc/self/fd")), threading.active_count(), len(list_children(os.getpid()))
 
     found = []
     for _ in range(10):
@@ -638,7 +596,7 @@ def test_collectives_over_gloo_compute_what_they_say(tmp_path: Path) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("depth", [1, 2])
 def test_two_ranks_share_a_gpu_over_gloo(depth: int, model: Path) -> None:
-    options = OPTIONS | {"device": "cuda", "enforce_eager": True}
+    options = CROWDED | {"device": "cuda", "enforce_eager": True}
     with LLM(str(model), **options) as llm:
         expected = tokens(llm.generate(*requests(), use_tqdm=False))
     with LLM(str(model), tensor_parallel_size=2, distributed_backend="gloo", **options) as llm:
@@ -649,7 +607,7 @@ def test_two_ranks_share_a_gpu_over_gloo(depth: int, model: Path) -> None:
 
 @pytest.mark.gpu
 def test_ranks_that_share_a_gpu_share_its_memory(model: Path) -> None:
-    options = OPTIONS | {"device": "cuda", "num_kvcache_blocks": None, "gpu_memory_utilization": 0.5}
+    options = CROWDED | {"device": "cuda", "num_kvcache_blocks": None, "gpu_memory_utilization": 0.5}
     with LLM(str(model), tensor_parallel_size=2, distributed_backend="gloo", **options) as llm:
         assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3), use_tqdm=False)
         free, total = torch.cuda.mem_get_info()

@@ -10,13 +10,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.processes import wait_for
 from helpers.tiny import save_random
 
 import nanovllm
@@ -46,14 +47,6 @@ def scratch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where this process makes its temporary folders."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return tmp_path
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 50.0) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"still not so after {seconds} s"
-        time.sleep(0.02)
-    return value
 
 
 def listeners(pids: list[int]) -> Iterator[tuple[str, int]]:

@@ -1,6 +1,7 @@
 """Tokens are drawn from the distribution that SamplingParams describes, and from no other."""
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -193,8 +194,8 @@ def test_logits_of_16_bits_are_drawn_from_in_float32(dtype: torch.dtype) -> None
 
 
 @pytest.fixture(scope="module")
-def llm(random_model: Path) -> LLM:
-    return LLM(random_model, dtype="float32", max_model_len=96, kvcache_block_size=16, num_kvcache_blocks=512)
+def llm(open_llm: Callable[..., LLM]) -> LLM:
+    return open_llm(num_kvcache_blocks=512)
 
 
 def test_a_generated_token_follows_the_models_distribution(tmp_path: Path) -> None:

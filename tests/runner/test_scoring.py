@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.batch_jobs import openai_line, read_answers, write_lines
 from helpers.paths import ROOT
-from helpers.tiny import BLOCK, draw_prompts, logits_of, save_random
+from helpers.tiny import BLOCK, SMALL, draw_prompts, logits_of, save_random
 from transformers import Qwen3ForCausalLM
 
 from nanovllm import LLM, EngineConfig, SamplingParams
@@ -23,7 +23,7 @@ LENGTHS = [1, 2, BLOCK, BLOCK + 1, 2 * BLOCK + 1, 100]
 
 
 def engine(folder: Path, **options: Any) -> LLM:
-    return LLM(folder, **{"dtype": "float32", "max_model_len": 128, "kvcache_block_size": BLOCK, **options})
+    return LLM(folder, **SMALL | {"max_model_len": 128} | options)
 
 
 def scoring(k: int = 2, start: int = 0, max_tokens: int = 0, **fields: Any) -> SamplingParams:
