@@ -30,7 +30,7 @@ from benchmarks.measuring import Recorder, commit
 from nanovllm import LLM, EngineConfig, SamplingParams
 from nanovllm.estimate import read_config
 from nanovllm.models.config import Shape
-from nanovllm.models.hub import PRESETS, preset_config
+from nanovllm.models.shapes import PRESETS, preset_config
 from nanovllm.resolve import TOKEN_BUDGETS, resolve
 
 CPU_PRESET = {"num_seqs": 32, "input_len": [16, 128], "output_len": [16, 128], "dtype": "bfloat16"}

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from nanovllm.config import EngineConfig, ResolvedConfig
 from nanovllm.models.config import Shape, limit_length, load_model_config, read_json
-from nanovllm.models.hub import PRESETS, as_path, download, find_folder, preset_config
+from nanovllm.models.hub import as_path, download, find_folder
+from nanovllm.models.shapes import PRESETS, preset_config
 from nanovllm.runner.kv_memory import GpuMemory
 from nanovllm.utils.checks import quote
 

@@ -18,7 +18,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.config import load_model_config, read_json
-from nanovllm.models.hub import find_config
+from nanovllm.models.hub import find_folder, find_model
 from nanovllm.models.loader import has_lm_head, load_weights
 from nanovllm.outputs import Embedding
 from nanovllm.resolve import resolve
@@ -56,7 +56,7 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
     if config.speculative_config is not None and config.speculative_config["method"] == "draft_model":
         from nanovllm.drafts.draft_model import find_draft
 
-        config = find_draft(asked, config, folder)
+        config = find_draft(asked, config, folder, find_config)
     vocab_size = int(hf_config.vocab_size)
     generation, default_params = read_generation_config(folder)
     with ThreadPoolExecutor(1) as pool, ExitStack() as on_error:
@@ -89,6 +89,23 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
         )
         on_error.pop_all()
         return engine
+
+
+def find_config(model: str, revision: str | None, load_format: str) -> tuple[Path | None, str, dict[str, Any]]:
+    """Return a model's folder, the source of its config.json, and the content of that.
+
+    The folder is None for a shape alone, which gets random weights. A shape's name has no slash, as a hub's id has.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    if "/" not in model and (load_format == "dummy" or find_folder(model) is None):
+        from nanovllm.models.shapes import find_shape
+
+        if (shape := find_shape(model, load_format)) is not None:
+            return None, f"preset {model.lower()}", shape
+    folder = find_model(model, revision)
+    return folder, str(folder / "config.json"), read_json(folder / "config.json")
 
 
 def load_runner(

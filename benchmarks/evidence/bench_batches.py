@@ -41,7 +41,7 @@ def measure(args: argparse.Namespace) -> None:
     from nanovllm.estimate import read_config
     from nanovllm.kernels.cpu_library import cpu_library
     from nanovllm.models.config import Shape
-    from nanovllm.models.hub import PRESETS
+    from nanovllm.models.shapes import PRESETS
 
     dtype = getattr(torch, args.dtype)
     library = cpu_library()

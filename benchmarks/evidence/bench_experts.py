@@ -26,7 +26,7 @@ from benchmarks.measuring import Recorder, commit
 from nanovllm import LLM, SamplingParams
 from nanovllm.estimate import read_config
 from nanovllm.models.config import Shape
-from nanovllm.models.hub import preset_config
+from nanovllm.models.shapes import preset_config
 
 
 def count_touched(backend: Any) -> list[int]:

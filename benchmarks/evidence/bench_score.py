@@ -22,7 +22,8 @@ from lm_eval.models.huggingface import HFLM
 
 from benchmarks.bench_workload import write_checkpoint
 from nanovllm.lm_eval import NanoVLLM, Pair
-from nanovllm.models.hub import find_model, preset_config
+from nanovllm.models.hub import find_model
+from nanovllm.models.shapes import preset_config
 
 
 def make_pairs(contexts: int, context_len: int, choices: int, choice_len: int, vocab_size: int) -> list[Pair]:

@@ -33,7 +33,7 @@ VARIANTS: dict[str, dict[str, str]] = {
 def measure(model: str, num_seqs: int, tokens: int) -> None:
     """Print the milliseconds of each step as JSON, without the prompts and the first steps. Runs in a child process."""
     from nanovllm import LLM, SamplingParams
-    from nanovllm.models.hub import PRESETS
+    from nanovllm.models.shapes import PRESETS
 
     load_format = "dummy" if model in PRESETS else "auto"
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)

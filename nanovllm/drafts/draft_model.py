@@ -14,6 +14,7 @@ both models agree on the logits, they draw the same tokens.
 
 import json
 from array import array
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -28,7 +29,6 @@ from nanovllm.engine.plan import ROW_SAMPLING, IntArray, StepPlan
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import ScheduledStep
 from nanovllm.models.config import load_model_config
-from nanovllm.models.hub import find_config
 from nanovllm.resolve import resolve
 from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.utils.checks import quote
@@ -37,15 +37,19 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 Indices = NDArray[np.intp]
+FindConfig = Callable[[str, str | None, str], tuple[Path | None, str, dict[str, Any]]]
 
 
-def find_draft(asked: EngineConfig, config: ResolvedConfig, model_folder: Path | None) -> ResolvedConfig:
+def find_draft(
+    asked: EngineConfig, config: ResolvedConfig, model_folder: Path | None, find_config: FindConfig
+) -> ResolvedConfig:
     """Return the model's configuration with `draft` filled in: all that a rank needs to load the draft model.
 
     Args:
         asked: the user's options.
         config: the model's, resolved.
         model_folder: the model's; None if it has random weights.
+        find_config: `load.find_config`.
 
     Raises:
         ValueError: there is no such model, it cannot run as the model does, or its tokens have other ids.

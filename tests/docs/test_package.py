@@ -71,19 +71,8 @@ ROOMS = (
 as rank 0 does."""
 
 WINGS = (
-    *(
-        "__main__",
-        "cli",
-        "distributed",
-        "drafts",
-        "edits",
-        "embedding",
-        "estimate",
-        "jobs",
-        "lm_eval",
-        "models.dummy_weights",
-    ),
-    *("ray", "view"),
+    *("__main__", "cli", "distributed", "drafts", "edits", "embedding", "estimate", "jobs", "lm_eval"),
+    *("models.dummy_weights", "models.shapes", "ray", "view"),
 )
 """Every other file belongs to the spine: generating on one device takes it."""
 

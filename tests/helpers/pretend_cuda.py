@@ -21,7 +21,7 @@ from nanovllm.kernels import paged_decode, paged_prefill
 from nanovllm.kernels.launch import Launch, redirect_launches
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.config import load_model_config
-from nanovllm.models.hub import preset_config
+from nanovllm.models.shapes import preset_config
 from nanovllm.resolve import resolve
 from nanovllm.runner import model_runner
 from nanovllm.runner.model_runner import ModelRunner

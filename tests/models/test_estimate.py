@@ -13,7 +13,7 @@ from nanovllm.estimate import estimate, parse_size, read_config
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.config import Shape
 from nanovllm.models.decoder import Decoder
-from nanovllm.models.hub import PRESETS, preset_config
+from nanovllm.models.shapes import PRESETS, preset_config
 
 GIB = 1 << 30
 
