@@ -108,8 +108,6 @@ def attend_reference(q: Tensor, cache: KVCache, metadata: AttentionMetadata, sca
     query_lens = [1] * len(seq_lens) if metadata.query_lens_cpu is None else metadata.query_lens_cpu.tolist()
     start = 0
     for i, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens.tolist(), strict=True)):
-        if query_len == 0:
-            continue
         blocks = metadata.block_tables[i, : ceil_div(seq_len, block_size)]
         # [blocks, offset, head, dim] -> [head, token, dim]
         sides = (side.transpose(1, 2)[blocks].transpose(0, 1).reshape(num_kv_heads, -1, head_dim) for side in cache)

@@ -60,14 +60,13 @@ def rms_norm_config(size: int, add: bool) -> dict[str, int]:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """rms_norm_reference in one kernel. x [..., size], weight [size] -> the shape of x."""
-    rows = x.reshape(-1, x.shape[-1])
-    out = torch.empty_like(rows, memory_format=torch.contiguous_format)
-    if rows.shape[0]:
-        size = rows.shape[1]
-        args = (rows, rows, weight, out, out, rows.stride(0), 0, size, eps)
-        launch(_rms_norm_kernel, (rows.shape[0],), args, rms_norm_config(size, add=False))
-    return out.view(x.shape)
+    """rms_norm_reference in one kernel. x [num_tokens, size], weight [size] -> the shape of x."""
+    num_tokens, size = x.shape
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if num_tokens:
+        args = (x, x, weight, out, out, x.stride(0), 0, size, eps)
+        launch(_rms_norm_kernel, (num_tokens,), args, rms_norm_config(size, add=False))
+    return out
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
