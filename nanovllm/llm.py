@@ -13,10 +13,9 @@ from nanovllm.config import EngineConfig, EngineOptions
 from nanovllm.engine.hooks import StepObserver
 from nanovllm.engine.output import read_text
 from nanovllm.engine.sequence import Request
-from nanovllm.load import embed_prompts, load_engine
-from nanovllm.outputs import Embedding, Output
+from nanovllm.load import embed_prompts, load_engine, score_pairs
+from nanovllm.outputs import Embedding, Output, Score
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.score import Score, join_pairs, read_score
 from nanovllm.text.prompts import (
     Message,
     Prompt,
@@ -161,15 +160,7 @@ class LLM:
             ValueError: a pair is not valid. With several pairs the message has its number. No pair has run then.
             RuntimeError: the model's logits are NaN or infinite, so there is no score.
         """
-        self.engine.check_idle()
-        starts = list_prompts(prompts)
-        endings = list_prompts(continuations)
-        pairs, params = join_pairs(starts, endings, self.engine.tokenizer, self.max_model_len, use_tqdm)
-        requests = self.prepare_requests(pairs, params, kind="pair")
-        scores: dict[int, Score] = {}
-        for number, output in self.run_requests(requests, "Scoring", use_tqdm):
-            scores[number] = read_score(output)
-        return [scores[i] for i in range(len(scores))]
+        return score_pairs(self, prompts, continuations, use_tqdm)
 
     def embed(
         self,

@@ -20,7 +20,7 @@ from nanovllm.layers.parallel import Parallel
 from nanovllm.models.config import load_model_config, read_json
 from nanovllm.models.hub import find_folder, find_model
 from nanovllm.models.loader import has_lm_head, load_weights
-from nanovllm.outputs import Embedding
+from nanovllm.outputs import Embedding, Score
 from nanovllm.resolve import resolve
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.startup import make_cache
@@ -204,6 +204,13 @@ def find_eos_token_ids(config: Mapping[str, Any], tokenizer: Tokenizer | None, v
         ids.append(tokenizer.transformers.eos_token_id)
     known = (as_integer(i, "the model's eos_token_id") for i in ids if i is not None)
     return frozenset(i for i in known if 0 <= i < vocab_size)
+
+
+def score_pairs(llm: Any, prompts: Any, continuations: Any, show: bool) -> list[Score]:
+    """Score continuations: see `LLM.score`."""
+    from nanovllm.score import score_pairs
+
+    return score_pairs(llm, prompts, continuations, show)
 
 
 def embed_prompts(llm: Any, prompts: Any, **options: Any) -> list[Embedding]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 if TYPE_CHECKING:
     import numpy as np
@@ -153,6 +153,18 @@ class Output(_Generated):
             return outputs  # type: ignore[no-any-return]
         shared = {name: self.get(name) for name in ("text", "token_ids", "finish_reason", "stop_reason", "logprobs")}
         return [Completion(index=0, **shared, cumulative_logprob=self.cumulative_logprob)]
+
+
+class Score(TypedDict):
+    """How likely a continuation is after its prompt, by the raw distribution (natural logarithms)."""
+
+    logprobs: list[float]
+    """The log-probability of each token."""
+    logprob: float
+    """Their sum."""
+    is_greedy: bool
+    """Whether each token is the most likely one, so that greedy decoding would give the continuation."""
+    token_ids: list[int]
 
 
 class Embedding(dict[str, Any]):

@@ -1,24 +1,30 @@
 """How likely texts are: from pairs of a prompt and a continuation to token ids, and from outputs to scores."""
 
 from collections.abc import Sequence
-from typing import TypedDict
+from typing import Any
 
-from nanovllm.outputs import Output
+from nanovllm.outputs import Output, Score
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.prompts import Prompt, name_errors, tokenise_prompts
+from nanovllm.text.prompts import Prompt, list_prompts, name_errors, tokenise_prompts
 from nanovllm.text.tokenizer import Tokenizer
 
 
-class Score(TypedDict):
-    """How likely a continuation is after its prompt, by the raw distribution (natural logarithms)."""
+def score_pairs(llm: Any, prompts: Any, continuations: Any, show: bool) -> list[Score]:
+    """Score every continuation after its prompt: see `LLM.score`.
 
-    logprobs: list[float]
-    """The log-probability of each token."""
-    logprob: float
-    """Their sum."""
-    is_greedy: bool
-    """Whether each token is the most likely one, so that greedy decoding would give the continuation."""
-    token_ids: list[int]
+    Args:
+        llm: the `LLM`.
+        show: draw progress bars.
+    """
+    llm.engine.check_idle()
+    starts = list_prompts(prompts)
+    endings = list_prompts(continuations)
+    pairs, params = join_pairs(starts, endings, llm.engine.tokenizer, llm.max_model_len, show)
+    requests = llm.prepare_requests(pairs, params, kind="pair")
+    scores: dict[int, Score] = {}
+    for number, output in llm.run_requests(requests, "Scoring", show):
+        scores[number] = read_score(output)
+    return [scores[i] for i in range(len(scores))]
 
 
 def join_pairs(

@@ -72,7 +72,7 @@ as rank 0 does."""
 
 WINGS = (
     *("__main__", "cli", "distributed", "drafts", "edits", "embedding", "estimate", "jobs", "lm_eval"),
-    *("models.dummy_weights", "models.shapes", "ray", "view"),
+    *("models.dummy_weights", "models.shapes", "ray", "score", "view"),
 )
 """Every other file belongs to the spine: generating on one device takes it."""
 
