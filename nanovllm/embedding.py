@@ -22,33 +22,25 @@ def embed_prompts(llm: Any, prompts: Any, *, dimensions: int | None, normalize: 
         show: draw progress bars.
     """
     llm.engine.check_idle()
-    dimensions = check_dimensions(dimensions, llm.engine.embedding_size)
+    check_dimensions(dimensions, llm.engine.embedding_size)
     as_bool(normalize, "normalize")
     requests = llm.prepare_requests(list_prompts(prompts), EMBED, show=show)
     outputs = dict(llm.run_requests(requests, "Embedding", show))
     return [read_embedding(outputs[i], dimensions, normalize) for i in range(len(outputs))]
 
 
-def check_dimensions(dimensions: int | None, size: int) -> int:
-    """Return how many elements a vector gets: `dimensions`, or all.
-
-    Raises:
-        ValueError: the model's vectors, of `size` elements, cannot be cut so.
-    """
-    if dimensions is None:
-        return size
-    dimensions = as_integer(dimensions, "dimensions", 1)
-    if dimensions > size:
+def check_dimensions(dimensions: int | None, size: int) -> None:
+    """Raise a ValueError if vectors of `size` elements cannot be cut to `dimensions`. None stands for no cut."""
+    if dimensions is not None and as_integer(dimensions, "dimensions", 1) > size:
         raise refuse(dimensions, "dimensions", f"at most {size}, the size of this model's vectors, or None for all")
-    return dimensions
 
 
-def read_embedding(output: Output, dimensions: int, normalize: bool = True) -> Embedding:
+def read_embedding(output: Output, dimensions: int | None, normalize: bool = True) -> Embedding:
     """Make the vector of one prompt from its output.
 
     Args:
-        dimensions: keep the first so many elements. Models that were trained for it (Matryoshka representation
-            learning, https://arxiv.org/abs/2205.13147) put the most important ones first.
+        dimensions: keep the first so many elements; None keeps all. Models that were trained for it put the most
+            important ones first (Matryoshka representation learning, https://arxiv.org/abs/2205.13147).
         normalize: divide the vector, after the cut, by its Euclidean length.
 
     Raises:

@@ -30,6 +30,7 @@ try:
 except ImportError as error:
     raise ImportError("Ray Data is not installed: pip install 'nano-vllm[ray]'") from error
 
+from nanovllm.embedding import read_embedding
 from nanovllm.engine.sequence import Request
 from nanovllm.llm import LLM
 from nanovllm.outputs import Output
@@ -142,6 +143,9 @@ class RayLLM:
     `generated_token_ids`, `finish_reason`, `num_prompt_tokens`, `num_cached_tokens` and `error` are added. `error` says
     what is wrong with the row, or is "". A bad row has no output, and stops no other row. Ray chooses which actor gets
     a row, so a row that samples gives the same output in every run only if its sampling_params have a `seed`.
+
+    With `SamplingParams(max_tokens=0, embed=True)` for all rows, the column `embedding` (normalised float32 values, as
+    from `LLM.embed`) takes the place of the three columns of what was generated. It is empty for a bad row.
     """
 
     def __init__(self, model: str, sampling_params: SamplingParams | None = None, **options: Any) -> None:
@@ -155,6 +159,7 @@ class RayLLM:
         self._llm = LLM(model, **options)
         self._engine = EngineThread(self._llm)
         self._params = sampling_params or self._llm.get_default_sampling_params()
+        self._no_output = _NO_EMBEDDING if self._params.embed else _NO_OUTPUT
         self._threads = ThreadPoolExecutor(MAX_BATCHES)
 
     async def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -168,7 +173,7 @@ class RayLLM:
             batch: a column of values for each name.
         """
         rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-        results: list[dict[str, Any]] = [dict(_NO_OUTPUT) for _ in rows]
+        results: list[dict[str, Any]] = [dict(self._no_output) for _ in rows]
         running: list[dict[str, Any]] = []
         """The results of the rows that are not bad, in their order."""
 
@@ -183,15 +188,8 @@ class RayLLM:
                     yield request
 
         for position, output in self._engine.stream(prepare_requests()):
-            running[position] |= {
-                "generated_text": output["text"],
-                "generated_token_ids": output["token_ids"],
-                "finish_reason": output["finish_reason"],
-                "num_prompt_tokens": len(output["prompt_token_ids"]),
-                "num_cached_tokens": output["num_cached_tokens"],
-                "error": output.error or "",
-            }
-        return {**batch, **{name: [result[name] for result in results] for name in _NO_OUTPUT}}
+            running[position] |= _read_columns(output)
+        return {**batch, **{name: [result[name] for result in results] for name in self._no_output}}
 
     def _prepare(self, row: Mapping[str, Any]) -> Request:
         """Return the request of a row. Raises a TypeError or a ValueError if the row is bad."""
@@ -212,6 +210,8 @@ class RayLLM:
         prompt = given["prompt"] if "prompt" in given else self._llm.render_chat(given["messages"], None)
         params = replace(self._params, **changes)
         _refuse_without_column(params)
+        if params.embed != self._params.embed:
+            raise refuse(params.embed, "sampling_params.embed", "the same in all rows")
         return self._llm.prepare(prompt, params)
 
 
@@ -223,14 +223,27 @@ def _refuse_without_column(params: SamplingParams) -> None:
             raise ValueError(f"sampling_params has {name}, for which there is no column: use LLM.stream instead")
 
 
-_NO_OUTPUT = {
-    "generated_text": "",
-    "generated_token_ids": [],
-    "finish_reason": "",
-    "num_prompt_tokens": 0,
-    "num_cached_tokens": 0,
-    "error": "",
-}
+_NO_COUNTS: dict[str, Any] = {"num_prompt_tokens": 0, "num_cached_tokens": 0, "error": ""}
+_NO_OUTPUT = {"generated_text": "", "generated_token_ids": [], "finish_reason": "", **_NO_COUNTS}
+_NO_EMBEDDING = {"embedding": [], **_NO_COUNTS}
+
+
+def _read_columns(output: Output) -> dict[str, Any]:
+    """Return the columns that an output adds to its row."""
+    counts = {
+        "num_prompt_tokens": len(output["prompt_token_ids"]),
+        "num_cached_tokens": output["num_cached_tokens"],
+        "error": output.error or "",
+    }
+    if "embedding" in output:
+        is_good = output.error is None
+        return {"embedding": read_embedding(output, None).embedding.tolist() if is_good else [], **counts}
+    return {
+        "generated_text": output["text"],
+        "generated_token_ids": output["token_ids"],
+        "finish_reason": output["finish_reason"],
+        **counts,
+    }
 
 
 def _to_python(value: Any) -> Any:

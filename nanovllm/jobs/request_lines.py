@@ -21,6 +21,10 @@ if TYPE_CHECKING:
 
 CHAT_URL = "/v1/chat/completions"
 COMPLETIONS_URL = "/v1/completions"
+EMBEDDINGS_URL = "/v1/embeddings"
+URLS = (CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL)
+_PLAIN = ("prompt", "messages", "input")
+"""The fields that tell of a plain line whether it is a completion, a chat or an embedding."""
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
 """The roles that a message may have, each with the chat template's name for it."""
 # OpenAI's limits:
@@ -72,12 +76,14 @@ class RequestLine:
         number: of the line in the input, from 1.
         custom_id: None for a plain line, which is known by its number.
         body: the fields of the request.
+        is_embedding: embedding_lines.py reads it.
     """
 
     number: int
     custom_id: str | None
     is_chat: bool
     body: dict[str, Any]
+    is_embedding: bool = False
 
 
 def read_request_line(line: Line, is_new: Callable[[str], bool] = lambda _: True) -> RequestLine:
@@ -94,12 +100,12 @@ def read_request_line(line: Line, is_new: Callable[[str], bool] = lambda _: True
         raise LineError("invalid_request", f"the line has more than {len(line.raw) - 1} bytes: see --max-line-bytes")
     data = _read_object(line.raw.removeprefix(b"\xef\xbb\xbf").strip())
     if not data.keys() & _LINE_FIELDS.keys():
-        if ("prompt" in data) == ("messages" in data):
+        if sum(name in data for name in _PLAIN) != 1:
             raise LineError(
                 "invalid_request",
-                'a line must have "custom_id", "method", "url" and "body", or either "prompt" or "messages"',
+                'a line must have "custom_id", "method", "url" and "body", or one of "prompt", "messages" and "input"',
             )
-        return RequestLine(line.number, None, "messages" in data, data)
+        return RequestLine(line.number, None, "messages" in data, data, "input" in data)
     custom_id = data.get("custom_id")
     try:
         if not isinstance(custom_id, str) or not custom_id.encode():
@@ -115,11 +121,12 @@ def read_request_line(line: Line, is_new: Callable[[str], bool] = lambda _: True
                 raise ValueError(f"{name} is {quote(data.get(name))}; it must be {_KIND_NAMES[kind]}")
         if data["method"] != "POST":
             raise ValueError(f'method is {quote(data["method"])}; it must be "POST"')
-        if data["url"] not in (CHAT_URL, COMPLETIONS_URL):
-            raise ValueError(f'url is {quote(data["url"])}; it must be "{CHAT_URL}" or "{COMPLETIONS_URL}"')
+        if data["url"] not in URLS:
+            raise ValueError(f"url is {quote(data['url'])}; it must be one of {', '.join(URLS)}")
     except (TypeError, ValueError) as error:
         raise LineError("invalid_request", str(error), custom_id) from error
-    return RequestLine(line.number, custom_id, data["url"] == CHAT_URL, data["body"])
+    url = data["url"]
+    return RequestLine(line.number, custom_id, url == CHAT_URL, data["body"], url == EMBEDDINGS_URL)
 
 
 def _read_object(raw: bytes) -> dict[str, Any]:

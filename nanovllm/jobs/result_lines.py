@@ -100,6 +100,12 @@ def make_result_line(
         body["service_tier"] = "default"
     is_cut = read_structured_outputs(request) is not None and any(c["finish_reason"] == "length" for c in choices)
     usage = Usage(num_prompt, output["num_cached_tokens"], num_generated, int(is_cut))
+    return make_success_line(request, body, usage)
+
+
+def make_success_line(request: RequestLine, body: Mapping[str, Any], usage: Usage) -> ResultLine:
+    """Return the result for an input line that was answered by `body`."""
+    number = request.number
     return ResultLine(number, _encode(number, request.custom_id, _make_response(number, 200, body), None), usage)
 
 

@@ -9,11 +9,12 @@ from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from nanovllm.config import EngineConfig
 from nanovllm.jobs.compact_sets import DigestSet
 from nanovllm.jobs.counts import JobCounts
+from nanovllm.jobs.embedding_lines import make_embedding_line, prepare_embeddings
 from nanovllm.jobs.job import Job, Status
 from nanovllm.jobs.manifest import write_json
 from nanovllm.jobs.open_job import IncompleteError, OpenJob
@@ -51,8 +52,8 @@ def answer_lines(
         stream: runs the requests; None means `llm.stream`.
     """
     ids = DigestSet()
-    running: dict[int, RequestLine] = {}
-    """The lines whose requests were handed to the engine, by the number of the request."""
+    running: dict[int, tuple[_RunningLine, int]] = {}
+    """For each request that the engine has: its line, and its position among the requests of that line."""
 
     def read_lines() -> Iterator[RequestLine]:
         for line in lines:
@@ -67,22 +68,50 @@ def answer_lines(
 
     def prepare_requests() -> Generator["Request", None, None]:
         count = 0
-        tasks = work_ahead(read_lines(), lambda line: prepare_request(line, llm, model_name), LINES_AHEAD)
+        tasks = work_ahead(read_lines(), lambda line: _prepare_line(line, llm, model_name), LINES_AHEAD)
         with closing(tasks):
             for request_line, task in tasks:
                 try:
-                    request = task.result()
+                    prepared = task.result()
                 except LineError as error:
                     write(make_error_line(request_line.number, error))
                 else:
-                    running[count] = request_line
-                    count += 1
-                    yield request
+                    running_line = _RunningLine(request_line, len(prepared), {})
+                    for position, request in enumerate(prepared):
+                        running[count] = (running_line, position)
+                        count += 1
+                        yield request
 
     # After a Ctrl-C the traceback keeps generators alive. Those that have a thread are closed here, not when it goes.
     with closing(prepare_requests()) as requests:
         for index, output in (stream or llm.stream)(requests):
-            write(make_result_line(running.pop(index), output, model_name, llm.token_text))
+            running_line, position = running.pop(index)
+            running_line.outputs[position] = output
+            if len(running_line.outputs) == running_line.num_requests:
+                write(_make_result(running_line, model_name, llm.token_text))
+
+
+class _RunningLine(NamedTuple):
+    """A line whose requests were handed to the engine, and the outputs of those that have ended, by position."""
+
+    line: RequestLine
+    num_requests: int
+    outputs: "dict[int, Output]"
+
+
+def _prepare_line(line: RequestLine, llm: "LLM", model_name: str) -> "list[Request]":
+    """Return the requests of a line: several if it asks for several embeddings. LineError if the line is wrong."""
+    if line.is_embedding:
+        return prepare_embeddings(line, llm, model_name)
+    return [prepare_request(line, llm, model_name)]
+
+
+def _make_result(running: _RunningLine, model_name: str, token_text: Callable[[int], str]) -> ResultLine:
+    """Return the result of a line whose requests have all ended."""
+    outputs = [running.outputs[i] for i in range(running.num_requests)]
+    if running.line.is_embedding:
+        return make_embedding_line(running.line, outputs, model_name)
+    return make_result_line(running.line, outputs[0], model_name, token_text)
 
 
 def load_llm(config: EngineConfig) -> "LLM":

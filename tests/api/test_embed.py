@@ -156,3 +156,29 @@ def test_two_ranks_embed_the_same(tmp_path: Path) -> None:
     with LLM(tmp_path, tensor_parallel_size=2, **OPTIONS) as llm:
         for prompt, vector in zip(PROMPTS, embed(llm), strict=True):
             np.testing.assert_allclose(vector, expect(model, prompt), atol=2e-5)
+
+
+def test_the_reranker_compares_yes_and_no() -> None:
+    """Its scores are those of the two tokens' logits at the end of transformers' prompt."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from examples.rerank import SYSTEM, TASK, TEMPLATE, rerank
+
+    documents = ["12 + 5 is 17.", "apples", "17 and 4"]
+    with LLM("tiny-qwen3", dtype="float32") as llm:
+        scores = rerank(llm, "what is 12 + 5?", documents)
+        folder = llm.engine.origin
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for score, document in zip(scores, documents, strict=True):
+        text = TEMPLATE.format(system=SYSTEM, task=TASK, query="what is 12 + 5?", document=document)
+        likelihoods = []
+        for word in ("yes", "no"):
+            answer = tokenizer.encode(word, add_special_tokens=False)
+            ids = torch.tensor([tokenizer.encode(text, add_special_tokens=False) + answer])
+            with torch.inference_mode():
+                logprobs = model(ids).logits[0].log_softmax(-1)
+            rows = range(ids.shape[1] - 1 - len(answer), ids.shape[1] - 1)
+            likelihoods.append(sum(logprobs[row, token].item() for row, token in zip(rows, answer, strict=True)))
+        yes, no = likelihoods
+        assert score == pytest.approx(1 / (1 + np.exp(no - yes)), abs=1e-4)
