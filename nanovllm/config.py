@@ -88,6 +88,9 @@ class EngineConfig:
     load_format: str = _results(
         "auto", "auto reads safetensors; dummy makes random weights, for which config.json is enough"
     )
+    lora: str | None = _results(
+        None, "folder of one LoRA adapter, as PEFT saves it; it is merged into the weights while they are read"
+    )
     overlap: bool = _pace(True, "on a GPU, plan the next step while the device computes this one")
     speculative_config: Mapping[str, Any] | None = _pace(
         None,
@@ -112,6 +115,12 @@ class EngineConfig:
             if not isinstance(self.trace, (str, os.PathLike)):
                 raise refuse(self.trace, "trace", "a path, or None")
             put("trace", os.fspath(self.trace))
+        if self.lora is not None:
+            if not isinstance(self.lora, (str, os.PathLike)):
+                raise refuse(self.lora, "lora", "a folder, or None")
+            put("lora", os.fspath(self.lora))
+            if self.load_format == "dummy":
+                raise refuse(self.lora, "lora", 'None with load_format="dummy", which reads no weights')
         if self.revision is not None and not isinstance(self.revision, str):
             raise refuse(self.revision, "revision", "the name of a branch, a tag or a commit, or None")
         put("dtype", as_choice(str(self.dtype).removeprefix("torch."), "dtype", DTYPES))
@@ -205,6 +214,7 @@ class EngineOptions(TypedDict, total=False):
     enforce_eager: bool
     attention_backend: str
     load_format: str
+    lora: str | None
     overlap: bool
     speculative_config: Mapping[str, Any] | None
     trace: str | None

@@ -148,7 +148,13 @@ def make_runner(
         seed = config.seed + parallel.rank
         read_weights = partial(fill_randomly, seed=seed, std=hf_config.initializer_range, check=check)
     else:
-        read_weights = partial(load_weights, folder=weights, show_progress=parallel.rank == 0, check=check)
+        adapter = None
+        if config.lora is not None:
+            from nanovllm.lora import Adapter
+
+            adapter = Adapter(config.lora)
+        show = parallel.rank == 0
+        read_weights = partial(load_weights, folder=weights, show_progress=show, check=check, adapter=adapter)
     runner = ModelRunner(config, hf_config, read_weights, parallel)
     if config.draft is not None:
         from nanovllm.drafts.draft_model import read_draft

@@ -197,10 +197,12 @@ class _Parts(Datasource):  # type: ignore[misc]  # where Ray is not installed, i
 def _answered_parts(work: OpenJob, known: LineSet, size: int, pool: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the results of each part, in the order in which the parts end."""
     job = work.job
-    model = job.config.model
-    if os.path.isdir(model):
-        model = os.path.abspath(model)  # an engine's process may have another working directory
-    config = replace(job.config, model=model)
+    # An engine's process may have another working directory.
+    folders = {"model": job.config.model, "lora": job.config.lora}
+    here: dict[str, Any] = {
+        name: os.path.abspath(path) for name, path in folders.items() if path is not None and os.path.isdir(path)
+    }
+    config = replace(job.config, **here)
     context = DataContext.get_current().copy()
     context.target_max_block_size = 1  # byte: each part becomes a block of its own, and so a task of its own
     context.enable_progress_bars = False

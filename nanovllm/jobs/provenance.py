@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
+from nanovllm.lora import digest_adapter
 from nanovllm.version import __version__
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ def read_provenance(engine: "LLMEngine") -> dict[str, str]:
     origin = engine.origin
     return {
         "model": model_digest(origin) if isinstance(origin, Path) else origin,
+        **({"lora": digest_adapter(config.lora)} if config.lora is not None else {}),
         "dtype": config.dtype,
         "device": config.device.split(":")[0],
         "attention_backend": config.attention_backend,

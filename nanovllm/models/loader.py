@@ -1,11 +1,11 @@
 """Fills a model from safetensors, and proves that every parameter was filled."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
@@ -19,6 +19,16 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 DTYPES = ("F64", "F32", "F16", "BF16")
+
+
+class Adapter(Protocol):
+    """Changes matrices of a checkpoint. lora.py has one."""
+
+    def check_names(self, names: Collection[str]) -> None:
+        """Raise a ValueError unless it changes only tensors of these names."""
+
+    def merge(self, name: str, source: Any) -> Any:
+        """Return what is read instead of `source`, a tensor's slice object of safetensors."""
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
@@ -54,12 +64,18 @@ def _name_some(names: Iterable[str]) -> str:
 
 
 def load_weights(
-    model: Decoder, *, folder: Path, show_progress: bool = False, check: Callable[[], None] = lambda: None
+    model: Decoder,
+    *,
+    folder: Path,
+    show_progress: bool = False,
+    check: Callable[[], None] = lambda: None,
+    adapter: Adapter | None = None,
 ) -> None:
     """Fill the model from the folder's safetensors, one tensor at a time. Each rank reads only its own share.
 
     Args:
         check: called before each tensor. It raises an exception if loading is to end.
+        adapter: is merged into the weights as they are read.
 
     Raises:
         ValueError: a file cannot be read, or a tensor is missing, unexpected, in two files, or of another shape.
@@ -78,12 +94,17 @@ def load_weights(
         raise ValueError(f"{folder} lacks {len(missing)} tensors: {_name_some(missing)}")
     if unexpected := found - targets.keys() - {"lm_head.weight"}:  # some checkpoints hold a tied head, too
         raise ValueError(f"{folder} has {len(unexpected)} tensors that the model does not: {_name_some(unexpected)}")
+    if adapter is not None:
+        adapter.check_names(targets.keys())
     for path in tqdm(files, desc="Loading weights", unit="file", disable=not show_progress or len(files) == 1):
         with _open(path) as file:
             for name in file.keys():  # noqa: SIM118  # not a dict
                 check()
+                source = file.get_slice(name)
+                if adapter is not None:
+                    source = adapter.merge(names[name], source)
                 for target in targets.get(names[name], ()):
-                    _fill(target, file.get_slice(name), f"{path}: tensor {name}")
+                    _fill(target, source, f"{path}: tensor {name}")
 
 
 def find_names(files: Iterable[Path]) -> set[str]:

@@ -52,7 +52,7 @@ ROOMS = (
     ("score",),
     ("distributed.worker",),
     ("load",),
-    ("view", "embedding"),
+    ("view", "embedding", "lora"),
     ("distributed",),
     ("edits",),
     ("runner",),
@@ -71,7 +71,7 @@ ROOMS = (
 as rank 0 does."""
 
 WINGS = (
-    *("__main__", "cli", "distributed", "drafts", "edits", "embedding", "estimate", "jobs", "lm_eval"),
+    *("__main__", "cli", "distributed", "drafts", "edits", "embedding", "estimate", "jobs", "lm_eval", "lora"),
     *("models.dummy_weights", "models.shapes", "ray", "score", "view"),
 )
 """Every other file belongs to the spine: generating on one device takes it."""

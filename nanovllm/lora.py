@@ -1,0 +1,146 @@
+"""Merges one LoRA adapter into the weights while they are read (Hu et al. 2021, https://arxiv.org/abs/2106.09685).
+
+An adapter has two small matrices for each matrix W [out, in] that it changes: A [r, in] and B [out, r]. The merged
+matrix is W + scale * B A. The sum is computed in float32 and rounded once, to the dtype of the model.
+"""
+
+import math
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from nanovllm.models.config import read_json
+from nanovllm.utils.checks import as_integer, as_number, quote
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+REFUSED = (
+    ("use_dora", "DoRA"),
+    ("fan_in_fan_out", "fan_in_fan_out"),
+    ("modules_to_save", "modules_to_save"),
+    ("rank_pattern", "rank_pattern"),
+    ("alpha_pattern", "alpha_pattern"),
+    ("target_parameters", "target_parameters"),
+    ("lora_bias", "lora_bias"),
+    ("trainable_token_indices", "trainable_token_indices"),
+    ("alora_invocation_tokens", "alora_invocation_tokens"),
+)
+"""Keys of adapter_config.json whose features cannot be merged here, and the feature's name."""
+CHANGED_BASES = ("pissa", "olora", "corda", "loftq")
+"""Initialisations that change the model's own weights, so that the adapter fits no published checkpoint."""
+
+
+class Adapter:
+    """An adapter of PEFT's format: a folder with adapter_config.json and adapter_model.safetensors."""
+
+    def __init__(self, folder: str) -> None:
+        """Read the adapter. ValueError if a file is missing or damaged, or if the adapter cannot be merged."""
+        path = Path(folder).expanduser()
+        for name in (CONFIG, WEIGHTS):
+            if not (path / name).is_file():
+                raise ValueError(f"lora is {quote(folder)}, which has no {name}; it must be a folder that PEFT saved")
+        self._source = path / WEIGHTS
+        self._rank, self._scale = _read_config(path / CONFIG)
+        try:
+            tensors = load_file(self._source)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{self._source} cannot be read: {error}") from error
+        self._pairs: dict[str, tuple[Tensor, Tensor]] = {}
+        """{name of a checkpoint's tensor: (A [r, in], B [out, r])}, in float32."""
+        for name in tensors:
+            module, ending, _ = name.removeprefix(PREFIX).partition(".lora_A.weight")
+            if not ending:
+                if ".lora_B." not in name or name.replace(".lora_B.", ".lora_A.") not in tensors:
+                    raise ValueError(f"{self._source} has the tensor {quote(name)}, which cannot be merged")
+                continue
+            b = tensors.get(name.replace(".lora_A.", ".lora_B."))
+            if b is None:
+                raise ValueError(f"{self._source} has {quote(name)}, but not its lora_B")
+            self._pairs[f"{module}.weight"] = (tensors[name].float(), b.float())
+        if not self._pairs:
+            raise ValueError(f"{self._source} changes no matrix: it has no lora_A")
+
+    def check_names(self, names: Collection[str]) -> None:
+        """Raise a ValueError unless each of the adapter's matrices is one that the model reads from its checkpoint."""
+        if strange := sorted(self._pairs.keys() - set(names)):
+            raise ValueError(
+                f"{self._source} changes {len(strange)} matrices that are not in the checkpoint, such as "
+                f"{quote(strange[0])}: it was made for another model"
+            )
+
+    def merge(self, name: str, source: Any) -> Any:
+        """Return what the loader reads instead of a checkpoint's tensor: its `source`, or the merged matrix.
+
+        Args:
+            source: a slice object of safetensors.
+        """
+        if name not in self._pairs:
+            return source
+        a, b = self._pairs[name]
+        shape = list(source.get_shape())
+        if shape != [len(b), a.shape[1]] or a.shape[0] != self._rank or b.shape[1] != self._rank:
+            raise ValueError(
+                f"{self._source} has {quote(name)} as {list(b.shape)} times {list(a.shape)}, and r={self._rank}; the "
+                f"checkpoint's matrix is {shape}"
+            )
+        return _MergedMatrix(source, a, b, self._scale)
+
+
+class _MergedMatrix:
+    """W + scale * B A. It has the methods of a slice object of safetensors that the loader calls."""
+
+    def __init__(self, source: Any, a: Tensor, b: Tensor, scale: float) -> None:
+        self._source = source
+        self._a = a
+        self._b = b
+        self._scale = scale
+
+    def get_dtype(self) -> str:
+        dtype: str = self._source.get_dtype()
+        return dtype
+
+    def get_shape(self) -> list[int]:
+        shape: list[int] = self._source.get_shape()
+        return shape
+
+    def __getitem__(self, slices: tuple[slice, ...]) -> Tensor:
+        rows, columns = slices
+        weight: Tensor = self._source[slices].float()
+        return weight + self._scale * (self._b[rows] @ self._a[:, columns])
+
+
+def _read_config(path: Path) -> tuple[int, float]:
+    """Return the rank and the scale of an adapter; ValueError if it has a feature that cannot be merged."""
+    config = read_json(path)
+    if config.get("peft_type") != "LORA":
+        raise ValueError(f"{path}: peft_type is {quote(config.get('peft_type'))}; only LORA can be merged")
+    for key, feature in REFUSED:
+        if config.get(key):
+            raise ValueError(f"{path}: {feature} is not supported; merge the adapter with PEFT's merge_and_unload")
+    if config.get("bias", "none") != "none":
+        raise ValueError(f"{path}: bias is {quote(config['bias'])}; only adapters without biases are supported")
+    start = config.get("init_lora_weights")
+    if isinstance(start, str) and start.lower().startswith(CHANGED_BASES):
+        raise ValueError(f"{path}: init_lora_weights is {quote(start)}, which changes the model's own weights, too")
+    rank = as_integer(config.get("r"), f"{path}: r", 1)
+    alpha = as_number(config.get("lora_alpha"), f"{path}: lora_alpha")
+    if not math.isfinite(alpha):
+        raise ValueError(f"{path}: lora_alpha is {alpha}; it must be finite")
+    return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def digest_adapter(folder: str) -> str:
+    """Return a hexadecimal digest of an adapter's two files."""
+    digest = xxhash.xxh3_128()
+    try:
+        for name in (CONFIG, WEIGHTS):
+            digest.update((Path(folder).expanduser() / name).read_bytes())
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be read: {error}") from error
+    return digest.hexdigest()

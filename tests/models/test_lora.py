@@ -1,0 +1,180 @@
+"""A merged LoRA adapter gives the tokens of PEFT's merge_and_unload."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.tiny import BLOCK, draw_prompts, edit_json, greedy, save_random
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.jobs.provenance import read_provenance
+
+peft = pytest.importorskip("peft")
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "device": "cpu",
+    "max_model_len": 96,
+    "kvcache_block_size": BLOCK,
+    "num_kvcache_blocks": 24,
+}
+PROMPTS = draw_prompts([1, 15, 40])
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def save_adapter(model: PreTrainedModel, folder: Path, **changes: Any) -> PreTrainedModel:
+    """Write a random adapter of the model, and return the model with the adapter merged by PEFT."""
+    torch.manual_seed(1)
+    config = {"r": 4, "lora_alpha": 12, "target_modules": LINEAR} | changes
+    adapted = peft.get_peft_model(model, peft.LoraConfig(**config))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.2)
+    adapted.save_pretrained(folder)
+    return adapted.merge_and_unload()
+
+
+def say(folder: Path, **options: Any) -> list[list[int]]:
+    params = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    with LLM(folder, **OPTIONS | options) as llm:
+        return [output["token_ids"] for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+
+
+@pytest.mark.parametrize("model_class", [Qwen3ForCausalLM, Qwen2ForCausalLM, LlamaForCausalLM])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"use_rslora": True, "target_modules": ["q_proj", "down_proj"]},
+        {"target_modules": "all-linear", "r": 3},
+        {"target_modules": [*LINEAR, "lm_head"], "layers_to_transform": None},
+    ],
+    ids=["all of a layer", "rank-stabilised, two targets", "all-linear", "the head"],
+)
+def test_tokens_are_those_of_merge_and_unload(
+    model_class: type[PreTrainedModel], changes: dict[str, Any], tmp_path: Path
+) -> None:
+    model = save_random(tmp_path / "model", model_class=model_class, tie_word_embeddings=False)
+    plain = [greedy(model, prompt, 20) for prompt in PROMPTS]
+    merged = save_adapter(model, tmp_path / "adapter", **changes)
+    expected = [greedy(merged, prompt, 20) for prompt in PROMPTS]
+    assert expected != plain
+    assert say(tmp_path / "model", lora=str(tmp_path / "adapter")) == expected
+    assert say(tmp_path / "model") == plain
+
+
+def test_compiled_kernels_and_bfloat16_round_once(tmp_path: Path) -> None:
+    model = save_random(tmp_path / "model")
+    merged = save_adapter(model, tmp_path / "adapter")
+    merged.save_pretrained(tmp_path / "merged")
+    options: dict[str, Any] = {"attention_backend": "cpu", "dtype": "bfloat16"}
+    one = say(tmp_path / "model", lora=tmp_path / "adapter", **options)
+    assert one == say(tmp_path / "merged", **options)
+
+
+@pytest.mark.slow
+def test_two_ranks_merge_their_shares(tmp_path: Path) -> None:
+    model = save_random(tmp_path / "model")
+    merged = save_adapter(model, tmp_path / "adapter")
+    expected = [greedy(merged, prompt, 20) for prompt in PROMPTS]
+    assert say(tmp_path / "model", lora=str(tmp_path / "adapter"), tensor_parallel_size=2) == expected
+
+
+def test_the_draft_model_stays_as_it_is(tmp_path: Path) -> None:
+    model = save_random(tmp_path / "model")
+    save_random(tmp_path / "draft", seed=1, num_hidden_layers=1)
+    merged = save_adapter(model, tmp_path / "adapter")
+    expected = [greedy(merged, prompt, 20) for prompt in PROMPTS]
+    drafts = {"model": str(tmp_path / "draft"), "num_speculative_tokens": 2}
+    assert say(tmp_path / "model", lora=str(tmp_path / "adapter"), speculative_config=drafts) == expected
+
+
+def test_an_adapter_is_part_of_a_job_s_provenance(random_model: Path, tmp_path: Path) -> None:
+    facts = []
+    for seed in (None, 1, 2):
+        options = dict(OPTIONS)
+        if seed is not None:
+            from transformers import AutoModelForCausalLM
+
+            folder = tmp_path / str(seed)
+            save_adapter(AutoModelForCausalLM.from_pretrained(random_model), folder, r=seed)
+            options["lora"] = str(folder)
+        with LLM(random_model, **options) as llm:
+            facts.append(read_provenance(llm.engine))
+    assert "lora" not in facts[0]
+    assert facts[1]["lora"] != facts[2]["lora"]
+
+
+CONFIG_FAULTS = {
+    "DoRA": ({"use_dora": True}, "DoRA is not supported"),
+    "bias": ({"bias": "all"}, "bias is 'all'"),
+    "saved modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save is not supported"),
+    "rank pattern": ({"rank_pattern": {"q_proj": 2}}, "rank_pattern is not supported"),
+    "alpha pattern": ({"alpha_pattern": {"q_proj": 2}}, "alpha_pattern is not supported"),
+    "fan in": ({"fan_in_fan_out": True}, "fan_in_fan_out is not supported"),
+    "another method": ({"peft_type": "IA3"}, "peft_type is 'IA3'; only LORA"),
+    "a changed base": ({"init_lora_weights": "pissa_niter_4"}, "which changes the model's own weights"),
+    "no rank": ({"r": "four"}, "r is 'four'"),
+    "another rank": ({"r": 5}, r"and r=5; the checkpoint's matrix is \["),
+    "endless alpha": ({"lora_alpha": 1e999}, "lora_alpha is inf"),
+}
+
+
+@pytest.fixture(scope="module")
+def adapter(random_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("adapter")
+    save_adapter(AutoModelForCausalLM.from_pretrained(random_model), folder)
+    return folder
+
+
+def copy_adapter(adapter: Path, folder: Path) -> Path:
+    for path in adapter.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize("fault", CONFIG_FAULTS)
+def test_what_cannot_be_merged_is_refused_by_name(
+    fault: str, random_model: Path, adapter: Path, tmp_path: Path
+) -> None:
+    changes, message = CONFIG_FAULTS[fault]
+    edit_json(copy_adapter(adapter, tmp_path) / "adapter_config.json", **changes)
+    with pytest.raises(ValueError, match=message):
+        LLM(random_model, **OPTIONS, lora=str(tmp_path))
+
+
+def test_wrong_tensors_are_refused_by_name(random_model: Path, adapter: Path, tmp_path: Path) -> None:
+    weights = copy_adapter(adapter, tmp_path) / "adapter_model.safetensors"
+    original = load_file(weights)
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+    other = name.replace("layers.0", "layers.7")
+    cases: list[tuple[dict[str, Any], str]] = [
+        ({name: original[name][:, :-1].contiguous()}, "the checkpoint's matrix is"),
+        ({name.replace("lora_A", "lora_B"): None}, "but not its lora_B"),
+        ({name: None}, "which cannot be merged"),
+        ({"base_model.model.model.norm.weight": torch.ones(4)}, "which cannot be merged"),
+        ({other: original[name], other.replace("A", "B"): torch.ones(4, 4)}, "that are not in the checkpoint"),
+        (dict.fromkeys(original), "changes no matrix"),
+    ]
+    for changes, message in cases:
+        save_file({key: value for key, value in (original | changes).items() if value is not None}, weights)
+        with pytest.raises(ValueError, match=message):
+            LLM(random_model, **OPTIONS, lora=str(tmp_path))
+    weights.write_bytes(b"no tensors")
+    with pytest.raises(ValueError, match="cannot be read"):
+        LLM(random_model, **OPTIONS, lora=str(tmp_path))
+
+
+def test_what_is_no_adapter_is_refused(random_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"which has no adapter_config\.json"):
+        LLM(random_model, **OPTIONS, lora=str(tmp_path))
+    with pytest.raises(ValueError, match=r"lora is 3; it must be a folder"):
+        LLM(random_model, lora=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"load_format=.dummy."):
+        LLM("qwen3-0.6b", load_format="dummy", lora="anything")
