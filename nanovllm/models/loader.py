@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 from tqdm import tqdm
 
 from nanovllm.layers.weights import WeightTarget
 from nanovllm.models.config import is_headless, read_json
 from nanovllm.models.decoder import Decoder
 from nanovllm.utils.checks import quote
+from nanovllm.utils.pinned import PinnedCopier
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -96,6 +98,8 @@ def load_weights(
         raise ValueError(f"{folder} has {len(unexpected)} tensors that the model does not: {_name_some(unexpected)}")
     if adapter is not None:
         adapter.check_names(targets.keys())
+    device = next(model.parameters()).device
+    copy = PinnedCopier(device).copy if device.type == "cuda" else Tensor.copy_
     for path in tqdm(files, desc="Loading weights", unit="file", disable=not show_progress or len(files) == 1):
         with _open(path) as file:
             for name in file.keys():  # noqa: SIM118  # not a dict
@@ -104,7 +108,7 @@ def load_weights(
                 if adapter is not None:
                     source = adapter.merge(names[name], source)
                 for target in targets.get(names[name], ()):
-                    _fill(target, source, f"{path}: tensor {name}")
+                    _fill(target, source, f"{path}: tensor {name}", copy)
 
 
 def find_names(files: Iterable[Path]) -> set[str]:
@@ -143,7 +147,7 @@ def _open(path: Path) -> Iterator[Any]:
         raise ValueError(f"{path} cannot be read: {error}") from error
 
 
-def _fill(target: WeightTarget, source: Any, what: str) -> None:
+def _fill(target: WeightTarget, source: Any, what: str, copy: Callable[[Tensor, Tensor], object]) -> None:
     dtype = source.get_dtype()
     if dtype not in DTYPES:
         raise ValueError(f"{what} is {dtype}; only unquantised weights are supported: {', '.join(DTYPES)}")
@@ -151,10 +155,10 @@ def _fill(target: WeightTarget, source: Any, what: str) -> None:
     if shape != target.shape:
         raise ValueError(f"{what} has shape {list(shape)}; config.json asks for {list(target.shape)}")
     if target.view.dim() < 3:
-        target.view.copy_(source[target.slices])
+        copy(target.view, source[target.slices])
         return
     for i, matrix in enumerate(target.view):  # one expert at a time: a tensor that is read is in memory twice
-        matrix.copy_(source[i, *target.slices[1:]])
+        copy(matrix, source[i, *target.slices[1:]])
 
 
 def _check_cover(model: Decoder, targets: Iterable[WeightTarget]) -> None:

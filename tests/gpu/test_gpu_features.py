@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.fakes import FREE
-from helpers.tiny import draw_prompts, save_random
+from helpers.tiny import draw_prompts, save_random, save_reciter
 from transformers import Qwen3MoeForCausalLM
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
@@ -125,12 +125,13 @@ def test_drafts_of_a_model_change_no_token(random_model: Path, tmp_path: Path) -
     assert serve_drafts(random_model, config, params, PROMPTS) == tokens(expected)
 
 
-def test_drafts_from_the_text_change_no_token(reciter: Path) -> None:
+def test_drafts_from_the_text_change_no_token(tmp_path: Path) -> None:
+    save_reciter(tmp_path, head_dim=32)
     prompts = ["abcdefghiabcdefghiab", "lmnopqrlmnopqrlm", "cdefghcd"]
     params = SamplingParams(temperature=0, max_tokens=20)
-    expected = serve(reciter, "torch", params, prompts, dtype="float32")
+    expected = serve(tmp_path, "torch", params, prompts, dtype="float32")
     config = {"method": "ngram", "num_speculative_tokens": 3}
-    assert serve_drafts(reciter, config, params, prompts) == tokens(expected)
+    assert serve_drafts(tmp_path, config, params, prompts) == tokens(expected)
 
 
 def serve_drafts(model: Path, config: dict[str, Any], params: Any, prompts: Any) -> list[list[int]]:

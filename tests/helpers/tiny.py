@@ -125,7 +125,7 @@ def make_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def save_reciter(folder: Path) -> None:
+def save_reciter(folder: Path, head_dim: int = 8) -> None:
     """Write a model, with its tokenizer, that goes on as follows after any prompt that ends with the first token:
 
         a b c ... w xyz END a b ...     END is the tokenizer's end-of-sequence token
@@ -134,6 +134,9 @@ def save_reciter(folder: Path) -> None:
 
     Attention and MLP add nothing (their output matrices are zero), the embedding is the identity, and the head holds
     each token's successor; every other token is followed by itself.
+
+    Args:
+        head_dim: of its attention; the Triton kernels take 32, 64 and 128.
     """
     tokenizer = make_tokenizer()
     size = tokenizer.get_vocab_size()
@@ -147,7 +150,7 @@ def save_reciter(folder: Path) -> None:
         num_hidden_layers=1,
         num_attention_heads=1,
         num_key_value_heads=1,
-        head_dim=8,
+        head_dim=head_dim,
         intermediate_size=8,
         max_position_embeddings=256,
         tie_word_embeddings=False,

@@ -1,0 +1,265 @@
+"""A rehearsal on the CPU of what only CUDA reaches: see tests/helpers/rehearsal.
+
+Each engine starts with its default options: it measures memory, captures graphs, and works at depth 2. Its tokens are
+those of the torch backend. The stand-ins raise for what CUDA would refuse.
+"""
+
+import gc
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from helpers.fakes import FREE
+from helpers.tiny import END, draw_prompts, edit_json, make_tokenizer, save_random, save_reciter
+
+pytest.importorskip("triton")
+
+from helpers.rehearsal import rehearse
+from helpers.rehearsal.flash_attn import make_module
+from transformers import Qwen3MoeForCausalLM
+
+from nanovllm import LLM, SamplingParams, StructuredOutputsParams
+from nanovllm.drafts.speculation import Speculation
+from nanovllm.outputs import Output
+
+pytestmark = pytest.mark.slow
+
+TOLERANCE = 0.3
+"""Of log-probabilities in bfloat16: the largest logits are about 16, and between 16 and 32 a unit in the last place is
+1/8. Both sides round the hidden states of two layers a few times."""
+OPTIONS: dict[str, Any] = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 32}
+"""Small ones, because the interpreter takes a millisecond for each program."""
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=5, ignore_eos=True),
+    SamplingParams(temperature=1, seed=5, max_tokens=3, ignore_eos=True),
+    SamplingParams(temperature=0.8, top_k=20, top_p=0.9, min_p=0.01, seed=6, max_tokens=5, ignore_eos=True),
+]
+TINY: dict[str, Any] = {"vocab_size": 200, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
+EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def draw(lengths: list[int]) -> list[list[int]]:
+    return [[token % 200 for token in prompt] for prompt in draw_prompts(lengths, seed=5)]
+
+
+PROMPTS = draw([3, 40, 1])
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dense")
+    save_random(folder, **TINY)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose first layer is dense and whose second one has experts."""
+    folder = tmp_path_factory.mktemp("experts")
+    save_random(folder, model_class=Qwen3MoeForCausalLM, mlp_only_layers=[0], **TINY, **EXPERTS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def speller(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a tokenizer of bytes."""
+    folder = tmp_path_factory.mktemp("speller")
+    tokenizer = make_tokenizer()
+    save_random(folder, **TINY | {"vocab_size": tokenizer.get_vocab_size()})
+    tokenizer.save(str(folder / "tokenizer.json"))
+    edit_json(folder / "tokenizer_config.json", tokenizer_class="PreTrainedTokenizerFast", eos_token=END)
+    return folder
+
+
+def expect(model: Path, params: Any = PARAMS, prompts: Any = PROMPTS, **options: Any) -> list[Output]:
+    """Return the outputs of the torch backend on the CPU."""
+    options = {"device": "cpu", "attention_backend": "torch", "dtype": "float32", "num_kvcache_blocks": 64} | options
+    with LLM(str(model), **OPTIONS | options) as llm:
+        return llm.generate(prompts, params, use_tqdm=False)
+
+
+def serve(model: Path, params: Any = PARAMS, prompts: Any = PROMPTS, **options: Any) -> list[Output]:
+    """Return the outputs of an engine on a card. All of the card's memory is free again when it is gone."""
+    with rehearse(num_devices=options.pop("num_devices", 1)) as card:
+        with LLM(str(model), **OPTIONS | {"dtype": "float32"} | options) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            assert card.memory.allocated > 0 and card.num_launches > 0
+        del llm
+        gc.collect()
+        assert card.memory.allocated == 0
+    return outputs
+
+
+def tokens(outputs: Sequence[Output]) -> list[list[int]]:
+    return [output.token_ids for output in outputs]
+
+
+def assert_close(outputs: Sequence[Output], expected: Sequence[Output]) -> None:
+    """Fail unless greedy tokens are the same as long as they are clear, and their log-probabilities nearly so."""
+    compared = 0
+    for output, reference in zip(outputs, expected, strict=True):
+        assert output.logprobs is not None and reference.logprobs is not None
+        pairs = zip(output.token_ids, reference.token_ids, output.logprobs, reference.logprobs, strict=True)
+        for got, wanted, values, wanted_values in pairs:
+            if got != wanted:
+                assert wanted_values.get(got, -math.inf) > wanted_values[wanted] - TOLERANCE
+                break
+            assert values[got] == pytest.approx(wanted_values[got], abs=TOLERANCE)
+            compared += 1
+    assert compared >= 0.5 * sum(len(reference.token_ids) for reference in expected)
+
+
+# ---- whole engines
+
+
+def test_default_options_serve_and_change_no_token(dense: Path) -> None:
+    """The start measures memory and captures graphs; decodes run as graphs, at depth 2."""
+    with rehearse() as card, LLM(str(dense), dtype="float32", **OPTIONS) as llm:
+        config = llm.engine.config
+        assert (config.use_graphs, config.depth, config.attention_backend) == (True, 2, "triton")
+        cache = llm.stats()["num_blocks"] * config.block_size * 2 * 2 * 32 * 4
+        assert 0.7 * card.memory.total < cache < 0.9 * card.memory.total
+        before = card.num_launches
+        found = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        launches = card.num_launches - before
+        again = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        assert llm.stats()["num_cached_tokens"] > 0 or config.block_size > 40
+        # Half of the steps only decode, and launch nothing but a graph.
+        assert 0 < launches < 40 * llm.stats()["num_steps"] / 2
+    assert tokens(found) == tokens(again) == tokens(expect(dense))
+
+
+def test_experts(experts: Path) -> None:
+    assert tokens(serve(experts)) == tokens(expect(experts))
+
+
+def test_drafts_of_a_model(dense: Path, tmp_path: Path) -> None:
+    save_random(tmp_path, seed=1, **TINY | {"num_hidden_layers": 1})
+    config = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 2}
+    params = [SamplingParams(0, 5, ignore_eos=True), SamplingParams(1.0, 4, seed=3, ignore_eos=True, logprobs=1)]
+    prompts = draw([9, 20])
+    assert tokens(serve_drafts(dense, config, params, prompts)) == tokens(expect(dense, params, prompts))
+
+
+def test_drafts_from_the_text(tmp_path: Path) -> None:
+    save_reciter(tmp_path, head_dim=32)
+    config = {"method": "ngram", "num_speculative_tokens": 3}
+    params = SamplingParams(0, 8)
+    prompts = ["abcdefghiabcdefghiab", "cdefghcd"]
+    assert tokens(serve_drafts(tmp_path, config, params, prompts)) == tokens(expect(tmp_path, params, prompts))
+
+
+def serve_drafts(model: Path, config: dict[str, Any], params: Any, prompts: Any) -> list[Output]:
+    """Return the outputs of an engine that verifies every draft it can get, and fail if it gets none."""
+    with rehearse(), LLM(str(model), dtype="float32", speculative_config=config, **OPTIONS) as llm:
+        speculation = llm.engine.scheduler.speculation
+        assert isinstance(speculation, Speculation)
+        speculation.costs = FREE
+        found = llm.generate(prompts, params, use_tqdm=False)
+        assert llm.stats()["num_draft_tokens"] > 0
+    return found
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_two_ranks(backend: str, experts: Path) -> None:
+    """gloo's ranks share a card and run eagerly; NCCL's have a card each, and their collectives are captured."""
+    options = {"tensor_parallel_size": 2, "distributed_backend": backend}
+    num_devices = 1 if backend == "gloo" else 2
+    changes = {"num_attention_heads": 2, "num_key_value_heads": 2}
+    save_random(experts / "two", model_class=Qwen3MoeForCausalLM, mlp_only_layers=[0], **TINY | EXPERTS | changes)
+    found = serve(experts / "two", num_devices=num_devices, **options)
+    assert tokens(found) == tokens(expect(experts / "two"))
+
+
+def test_edits_and_grammars(speller: Path) -> None:
+    """Edited rows beside others: the model's graph runs, and the sampler's does not."""
+    pytest.importorskip("llguidance")
+    params = [
+        SamplingParams(0, 6, ignore_eos=True, presence_penalty=1.0, repetition_penalty=1.2, logit_bias={9: 2.0}),
+        SamplingParams(1.0, 6, seed=1, structured_outputs=StructuredOutputsParams(regex="[a-z]{3,9}")),
+        SamplingParams(1.0, 4, seed=2, ignore_eos=True, logprobs=0),
+        SamplingParams(0, 4, min_tokens=3, bad_words=["the"], allowed_token_ids=list(range(50))),
+    ]
+    prompts = ["ab", "the cat", "xyz", "d"]
+    assert tokens(serve(speller, params, prompts)) == tokens(expect(speller, params, prompts))
+
+
+def test_scores_and_log_probabilities(dense: Path) -> None:
+    params = [
+        SamplingParams(0, 3, ignore_eos=True, logprobs=3, prompt_logprobs=2),
+        SamplingParams(0, 3, ignore_eos=True, logprobs=0, prompt_logprobs=0),
+    ]
+    prompts = draw([12, 40])
+    found = serve(dense, params, prompts)
+    for output, expected in zip(found, expect(dense, params, prompts), strict=True):
+        assert output.token_ids == expected.token_ids
+        for values, wanted in (
+            (output.logprobs, expected.logprobs),
+            (output.prompt_logprobs, expected.prompt_logprobs),
+        ):
+            assert values is not None and wanted is not None
+            for some, wanted_some in zip(values, wanted, strict=True):
+                assert some == pytest.approx(wanted_some, abs=1e-3)
+
+
+def test_embeddings(dense: Path) -> None:
+    prompts = draw([9, 40])
+    with rehearse(), LLM(str(dense), dtype="float32", **OPTIONS) as llm:
+        found = llm.embed(prompts, use_tqdm=False)
+    options = {"device": "cpu", "attention_backend": "torch", "dtype": "float32", "num_kvcache_blocks": 64}
+    with LLM(str(dense), **OPTIONS | options) as llm:
+        expected = llm.embed(prompts, use_tqdm=False)
+    for embedding, wanted in zip(found, expected, strict=True):
+        assert embedding["embedding"] == pytest.approx(wanted["embedding"], abs=1e-4)
+
+
+def test_preemption_an_abort_and_a_failed_step(dense: Path) -> None:
+    """An engine with room for two short sequences is left early, fails once, serves on, and closes."""
+    params = [SamplingParams(0, 20, ignore_eos=True), SamplingParams(1.0, 20, seed=1, ignore_eos=True)]
+    prompts = draw([28, 30])
+    options = {"num_kvcache_blocks": 5, "kvcache_block_size": 16, "dtype": "float32", "enable_prefix_caching": False}
+    with rehearse() as card, LLM(str(dense), **OPTIONS | options) as llm:
+        for _ in llm.stream(prompts, SamplingParams(max_tokens=2, ignore_eos=True)):
+            break
+        with (
+            mock.patch.object(llm.engine.runner.tables, "update", side_effect=RuntimeError("an error in a step")),
+            pytest.raises(RuntimeError, match="an error in a step"),
+        ):
+            llm.generate(prompts[:1], params[0], use_tqdm=False)
+        found = llm.generate(prompts, params, use_tqdm=False)
+        assert llm.stats()["num_preemptions"] > 0
+        with (
+            mock.patch.object(torch.cuda, "synchronize", side_effect=RuntimeError("CUDA error: device-side assert")),
+            mock.patch.object(llm.engine.runner.tables, "update", side_effect=RuntimeError("CUDA error")),
+            pytest.raises(RuntimeError, match="CUDA error"),
+        ):
+            llm.generate(prompts[:1], params[0], use_tqdm=False)
+        with pytest.raises(RuntimeError, match="closed"):
+            llm.generate(prompts[:1], params[0], use_tqdm=False)
+        assert card.memory.allocated < 1 << 16  # the rows' tables
+    assert tokens(found) == tokens(expect(dense, params, prompts))
+
+
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_bfloat16(kind: str, request: pytest.FixtureRequest) -> None:
+    model = request.getfixturevalue(kind)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=9)
+    expected = expect(model, params, dtype="bfloat16")
+    assert_close(serve(model, params, dtype="bfloat16"), expected)
+
+
+def test_flash_attn(dense: Path) -> None:
+    """With flash-attn 2.8.3's signatures and checks: "auto" prefers it, in blocks of 256 tokens, captured too."""
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=9)
+    expected = expect(dense, params, dtype="bfloat16")
+    with mock.patch.dict(sys.modules, {"flash_attn": None}), rehearse():
+        sys.modules["flash_attn"] = make_module()
+        with LLM(str(dense), dtype="bfloat16", **OPTIONS) as llm:
+            config = llm.engine.config
+            assert (config.attention_backend, config.block_size, config.use_graphs) == ("flash_attn", 256, True)
+            assert_close(llm.generate(PROMPTS, params, use_tqdm=False), expected)
