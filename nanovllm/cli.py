@@ -169,9 +169,11 @@ def _add_view(commands: Any) -> None:
         "view",
         help="look at a run, step by step, in a browser",
         description="Turn a trace, which the option trace records, into one page for a browser. It shows the steps, "
-        "the KV blocks with their owners, and the life of each request.",
+        "the KV blocks with their owners, and the life of each request. With two traces, it shows both runs side by "
+        "side, step by step.",
     )
     parser.add_argument("trace", type=Path, metavar="RUN.json", help="the file that the option trace recorded")
+    parser.add_argument("other", type=Path, nargs="?", metavar="OTHER.json", help="a second run, to compare")
     parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE", help="the page to write (default: the trace's name, with .html)"
     )
@@ -182,7 +184,7 @@ def _view(options: argparse.Namespace) -> int:
     from nanovllm.view.page import write_page
 
     output = options.output or options.trace.with_suffix(".html")
-    recording = write_page(options.trace, output)
+    recording = write_page(options.trace, output, options.other)
     sys.stdout.write(f"{output}: {recording.num_steps} steps; open it in a browser\n")
     return 0
 

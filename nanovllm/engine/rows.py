@@ -138,7 +138,7 @@ class BlockTables:
 
     def can_grow(self, missing: dict[int, int]) -> bool:
         """Return whether the pool has the blocks that are missing."""
-        return sum(missing.values()) <= self._manager.num_free
+        return self._manager.can_take(sum(missing.values()), [])
 
     def grow(self, missing: dict[int, int]) -> None:
         """Take the blocks that are missing."""

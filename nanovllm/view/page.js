@@ -6,6 +6,8 @@ const $ = (id) => document.getElementById(id);
 const data = JSON.parse($("data").textContent);
 const numSteps = data.start.length;
 const kinds = Object.keys(data.charts).filter((name) => !["running", "waiting", "used", "free"].includes(name));
+const names = (ids) => (ids.length > 8 ? `${ids.slice(0, 8).join(", ")} and ${ids.length - 8} more` : ids.join(", "));
+const who = (ids) => `request${ids.length > 1 ? "s" : ""} ${names(ids)}`;
 const plural = (n, word) => `${n.toLocaleString("en")} ${word}${n === 1 ? "" : "s"}`;
 
 // ---------------------------------------------------------------- the run
@@ -57,7 +59,8 @@ class Pool {
 }
 
 const requests = new Map();
-const steps = Array.from({ length: numSteps + 1 }, () => ({ hits: [], evicted: [], preempted: [], ended: [] }));
+const steps = Array.from({ length: numSteps + 1 }, () => ({ hits: [], evicted: [], preempted: [], ended: [], held: null }));
+const writers = new Map();  // the request that computed the content of each block
 const history = { owned: [], shared: [], cached: [] };
 const totals = { prompt: 0, cached: 0, generated: 0, preemptions: 0, evictions: 0, hits: 0 };
 const firstRecord = [];  // of each position: the number of records that come before it
@@ -81,13 +84,16 @@ function replayPlan(k, what) {
     enqueue(request, "waiting", k);
     request.notes.push([k, `arrives with a prompt of ${plural(numPrompt, "token")}`]);
   }
-  for (const id of what.preempted || []) {
-    const request = requests.get(id);
+  (what.preempted || []).forEach((id, i) => {
+    const request = requests.get(id), lacking = (what.lacking || [])[i];
+    const why = "it was admitted last" + (lacking > 0 ? `, and ${wereLacking(lacking)}` : "");
     totals.preemptions++;
-    steps[k].preempted.push(id);
+    steps[k].preempted.push([id, why]);
     enqueue(request, "preempted", k);
-    request.notes.push([k, "is preempted: it gives its blocks back, and will be computed anew"]);
-  }
+    request.notes.push([k, `is preempted: ${why}. It gives its blocks back, and will be computed anew`]);
+  });
+  if (what.held) steps[k].held = what.held;
+  const found = findDonors(what);
   for (const [id, cached] of what.moved_in || []) {
     const request = requests.get(id), queue = request.life[request.life.length - 1];
     queue.to = k - 1;
@@ -97,8 +103,11 @@ function replayPlan(k, what) {
       totals.prompt += request.numPrompt;
       totals.cached += cached;
     }
-    if (cached) { steps[k].hits.push([id, cached]); totals.hits++; }
-    request.notes.push([k, `moves in; ${cached ? plural(cached, "token") + " found in the prefix cache" : "nothing of it is cached"}`]);
+    const { blocks, donors } = found.get(id) || { blocks: [], donors: [] };
+    if (cached) { steps[k].hits.push({ id, cached, blocks, donors }); totals.hits++; }
+    const by = donors.length ? `, computed by ${who(donors)}` : "";
+    request.notes.push([k, `moves in; ${cached ? plural(cached, "token") + " found in the prefix cache" + by : "nothing of it is cached"}`]);
+    for (const donor of donors) requests.get(donor).notes.push([k, `request ${id} takes over blocks that this one computed`]);
   }
   for (const [id, start, count] of what.prefill || []) {
     const request = requests.get(id);
@@ -107,6 +116,22 @@ function replayPlan(k, what) {
   }
   for (const id of what.decode || []) mark(requests.get(id), "decode", k);
   for (const [id, count] of what.drafts || []) requests.get(id).drafts = [k, count];
+}
+
+const wereLacking = (n) => `${plural(n, "block")} ${n === 1 ? "was" : "were"} lacking`;
+
+// Which blocks each admitted request found, and who computed them: { blocks, donors } by the request's number.
+function findDonors(what) {
+  const cached = new Map(what.moved_in || []), found = new Map(), tables = what.tables || [];
+  const numHits = (id) => Math.floor((cached.get(id) || 0) / data.block_size);
+  for (const [id, blocks] of tables) for (const block of blocks.slice(numHits(id))) writers.set(block, id);
+  for (const [id, all] of tables) {
+    const blocks = all.slice(0, numHits(id));
+    if (!blocks.length) continue;
+    const donors = new Set(blocks.map((block) => writers.get(block)).filter((donor) => donor !== undefined && donor !== id));
+    found.set(id, { blocks, donors: [...donors] });
+  }
+  return found;
 }
 
 function replayTokens(position, what) {
@@ -393,6 +418,7 @@ function drawRequests(g, width, lane) {
     g.strokeStyle = color.text; g.strokeRect(LEFT - 2, middle - 7, width, 14);
     thickness = 10;
     drawLife(chosen, row);
+    drawGifts(g, width, (id) => lane.y + (order.indexOf(id) + 0.5) * pitch);
   }
   g.restore();
   key(g, width, lane, [["waits", (g, x, y, s) => { g.fillStyle = color.waiting; g.fillRect(x, y + s / 2 - 1, s, 2); }],
@@ -400,8 +426,21 @@ function drawRequests(g, width, lane) {
     ["preempted", (g, x, y, s) => { g.fillStyle = color.preempted; g.fillRect(x, y + s / 2 - 1, s, 2); shapes.preemption(g, x - 3, y + 1.5, 7); }]]);
 }
 
+// An arrow for each prefix hit of the chosen request: from the request that computed the blocks to the one that found them.
+function drawGifts(g, width, middleOf) {
+  g.strokeStyle = g.fillStyle = color.other;
+  g.lineWidth = 2;
+  for (let k = view.from; k < Math.min(view.to, numSteps); k++) for (const { id, donors } of steps[k].hits) for (const donor of donors) {
+    if (id !== chosen && donor !== chosen) continue;
+    const x = xOf(k + 0.5, width), from = middleOf(donor), to = middleOf(id), back = to > from ? -7 : 7;
+    g.beginPath(); g.moveTo(x, from); g.lineTo(x, to); g.stroke();
+    g.beginPath(); g.moveTo(x, to); g.lineTo(x - 4, to + back); g.lineTo(x + 4, to + back); g.fill();
+  }
+  g.lineWidth = 1;
+}
+
 function drawTimeline() {
-  const heights = { tokens: 72, queues: 42, times: 46, memory: 46, events: 39, requests: Math.min(Math.max(order.length * 9, 50), 150) };
+  const heights = { tokens: 72, queues: 42, times: 46, memory: 46, events: 39, requests: Math.min(Math.max(order.length * 9, 50), 130) };
   const titles = { tokens: "tokens", queues: "requests", times: "time a step", memory: "KV blocks", events: "events", requests: "each request" };
   let y = GAP;
   lanes = Object.entries(heights).map(([name, h]) => {
@@ -439,7 +478,8 @@ function inkOn(hex) {
 
 // One block. Its state shows without colour: blank is an empty frame, cached a frame with a dot, owned a full square
 // with its owner's number, shared a full square with a double frame and the number of its owners.
-function drawBlock(g, x, y, size, state, owner, count) {
+// While a request is chosen, blocks of others are faded: grey, so that the colours left are the chosen one's.
+function drawBlock(g, x, y, size, state, owner, count, faded = false) {
   const s = size - (size > 6 ? 2 : 1);
   g.lineWidth = 1;
   if (state === "blank" || state === "cached") {
@@ -449,9 +489,9 @@ function drawBlock(g, x, y, size, state, owner, count) {
     if (state === "cached") { g.fillStyle = color.faint; const d = Math.max(s * 0.34, 1); g.fillRect(x + (s - d) / 2, y + (s - d) / 2, d, d); }
     return;
   }
-  g.fillStyle = ownerColor(owner);
+  g.fillStyle = faded ? color.grid : ownerColor(owner);
   g.fillRect(x, y, s, s);
-  if (state === "shared" && size > 5) {
+  if (state === "shared" && size > 5 && !faded) {
     g.lineWidth = size > 14 ? 2 : 1;
     g.strokeStyle = color.text; g.strokeRect(x + 1, y + 1, s - 2, s - 2);
     g.strokeStyle = color.page; g.strokeRect(x + 3, y + 3, s - 6, s - 6);
@@ -459,7 +499,7 @@ function drawBlock(g, x, y, size, state, owner, count) {
   }
   const label = state === "shared" ? `×${count}` : `${owner}`;
   if (size >= 17 && label.length * 6.2 < s) {
-    g.fillStyle = inkOn(ownerColor(owner));
+    g.fillStyle = faded ? color.faint : inkOn(ownerColor(owner));
     g.textAlign = "center"; g.textBaseline = "middle";
     g.fillText(label, x + s / 2, y + s / 2 + 0.5);
   }
@@ -469,7 +509,7 @@ let grid = null;
 function layoutGrid() {
   const shown = Math.min(data.num_blocks, Math.max(lastBlock + 1, 64)), width = $("blocks").clientWidth;
   let size = 44;
-  while (size > 3 && Math.ceil(shown / Math.floor(width / size)) * size > 430) size--;
+  while (size > 3 && Math.ceil(shown / Math.floor(width / size)) * size > 300) size--;
   const across = Math.max(Math.floor(width / size), 1);
   grid = { shown, size, across, g: prepare($("blocks"), Math.ceil(shown / across) * size + 2).g, owner: new Int32Array(data.num_blocks) };
   const rest = data.num_blocks - shown;
@@ -485,10 +525,12 @@ function drawBlocks(pool) {
   const small = size < 10;
   for (let b = 0; b < shown; b++) {
     const x = (b % across) * size, y = Math.floor(b / across) * size, state = pool.stateOf(b);
-    g.globalAlpha = chosen !== null && !own.has(b) && (state === "owned" || state === "shared") ? 0.28 : 1;
-    drawBlock(g, x, y, size, state, own.has(b) ? chosen : owner[b], pool.references[b]);
-    g.globalAlpha = 1;
+    const faded = chosen !== null && !own.has(b);
+    drawBlock(g, x, y, size, state, own.has(b) ? chosen : owner[b], pool.references[b], faded);
     if (own.has(b)) { g.strokeStyle = color.text; g.lineWidth = 2; g.strokeRect(x, y, size - (small ? 1 : 2), size - (small ? 1 : 2)); }
+  }
+  for (const { blocks } of now.hits) for (const block of blocks) if (block < shown) {
+    shapes.hit(g, (block % across) * size + 2, Math.floor(block / across) * size + 2, Math.max(size * 0.3, 3));
   }
   for (const block of now.evicted) if (block < shown) {
     shapes.eviction(g, (block % across) * size + size * 0.62, Math.floor(block / across) * size + 1, Math.max(size * 0.26, 3));
@@ -497,14 +539,16 @@ function drawBlocks(pool) {
 
 function drawLegend() {
   const entries = [["owned", "one owner (its number)", 7, 1], ["shared", "shared by requests with the same prefix", 4, 3],
-    ["cached", "cached: nobody's, findable, evictable", 0, 0], ["blank", "blank", 0, 0], ["evicted", "evicted in this step", 0, 0]];
+    ["cached", "cached: nobody's, findable, evictable", 0, 0], ["blank", "blank", 0, 0], ["hit", "found in this step", 0, 0], ["evicted", "evicted in this step", 0, 0]];
   $("block-legend").replaceChildren(...entries.map(([state, text, owner, count]) => {
     const item = document.createElement("li"), canvas = document.createElement("canvas");
     canvas.width = canvas.height = 36;
     const g = canvas.getContext("2d");
     g.scale(2, 2);
     g.font = "11px sans-serif";
-    if (state === "evicted") shapes.eviction(g, 4, 4, 9); else drawBlock(g, 0, 0, 18, state, owner, count);
+    if (state === "evicted") shapes.eviction(g, 4, 4, 9);
+    else if (state === "hit") shapes.hit(g, 4, 4, 9);
+    else drawBlock(g, 0, 0, 18, state, owner, count);
     item.append(canvas, text);
     return item;
   }));
@@ -524,7 +568,6 @@ function definitions(list, pairs) {
 }
 
 const milliseconds = (ms) => (ms === null || ms === undefined ? "–" : `${ms >= 100 ? ms.toFixed(0) : ms.toPrecision(3)} ms`);
-const names = (ids) => (ids.length > 8 ? `${ids.slice(0, 8).join(", ")} and ${ids.length - 8} more` : ids.join(", "));
 
 function describeStep(pool) {
   const count = pool.count(), now = steps[cursor], ended = cursor === numSteps;
@@ -540,16 +583,38 @@ function describeStep(pool) {
     ["cached", count.cached, "step-cached"], ["blank", count.blank, "step-blank"],
   ]);
   const lines = [
-    ...now.preempted.map((id) => `◆ request ${id} is preempted`),
-    ...now.hits.map(([id, tokens]) => `▲ request ${id}: ${plural(tokens, "token")} found in the prefix cache`),
-    ...(now.evicted.length ? [`✕ ${plural(now.evicted.length, "cached block")} evicted: ${names(now.evicted)}`] : []),
-    ...(now.ended.length ? [`before it ended: request ${names(now.ended)}`] : []),
+    ...now.preempted.map(([id, why]) => [`◆ request ${id} is preempted: ${why}`, "preemption", id]),
+    ...now.hits.map(({ id, cached, donors }) => [`▲ request ${id}: ${plural(cached, "token")} found in the prefix cache` +
+      (donors.length ? `, computed by ${who(donors)}` : ""), "hit", id]),
+    ...(now.evicted.length ? [[`✕ ${plural(now.evicted.length, "cached block")} evicted, because no blank one was left: ${names(now.evicted)}`, "eviction"]] : []),
+    ...explainQueue(now, ended),
+    ...(now.ended.length ? [[`before it ended: ${who(now.ended)}`, null, now.ended[0]]] : []),
   ];
-  $("events").replaceChildren(...lines.map((line) => {
-    const item = document.createElement("li");
-    item.textContent = line;
+  $("events").replaceChildren(...lines.map(([line, topic, id]) => {
+    const item = document.createElement("li"), words = document.createElement(id === undefined ? "span" : "button");
+    words.textContent = line;
+    if (id !== undefined) { words.type = "button"; words.title = `follow request ${id}`; words.addEventListener("click", () => choose(id)); }
+    item.append(words);
+    if (topic && data.guide[topic]) {
+      const link = document.createElement("a");
+      link.href = data.guide[topic];
+      link.target = "_blank";
+      link.textContent = "guide";
+      item.append(" ", link);
+    }
     return item;
   }));
+}
+
+// Why the requests that wait were not admitted in this step.
+function explainQueue(now, ended) {
+  if (ended || !data.charts.waiting[cursor]) return [];
+  const spent = kinds.reduce((sum, name) => sum + data.charts[name][cursor], 0);
+  if (now.held) return [[`○ request ${now.held[0]} waits: ${wereLacking(now.held[1])}`, "queue", now.held[0]]];
+  if (now.preempted.length) return [["○ nobody is admitted, because this step preempted", "queue"]];
+  if (data.rows && data.charts.running[cursor] >= data.rows) return [[`○ the others wait: all ${data.rows} rows are taken`, "queue"]];
+  if (spent >= data.budget) return [["○ the others wait: the budget of tokens is spent", "queue"]];
+  return [["○ the others wait until the last tokens of a preempted request are known", "queue"]];
 }
 
 // A request's decode steps are many: each run of them is one line of its life.
@@ -569,7 +634,7 @@ function buildRequest() {
   if (document.activeElement !== $("request")) $("request").value = request ? chosen : "";
   told = { id: chosen, shown: -1, spans: [], items: [], blocks: null };
   if (!request) { $("life").replaceChildren(); return; }
-  const list = document.createElement("ol"), tokens = document.createElement("div"), blocks = document.createElement("div");
+  const state = document.createElement("p"), list = document.createElement("ol"), tokens = document.createElement("div"), blocks = document.createElement("div");
   for (const [step, text] of lifeOf(request)) {
     const item = document.createElement("li"), button = document.createElement("button");
     button.type = "button";
@@ -579,6 +644,7 @@ function buildRequest() {
     list.append(item);
     told.items.push([step, item]);
   }
+  state.id = "request-state";
   tokens.id = "tokens";
   blocks.id = "request-blocks";
   request.tokens.forEach((id, i) => {
@@ -590,7 +656,7 @@ function buildRequest() {
     told.spans.push(span);
   });
   const heading = (text) => { const h = document.createElement("h3"); h.textContent = text; return h; };
-  $("life").replaceChildren(list, heading("its blocks now, in order"), blocks, heading("its tokens so far: the prompt, then what was sampled"), tokens);
+  $("life").replaceChildren(state, list, heading("its blocks now, in order"), blocks, heading("its tokens so far: the prompt, then what was sampled"), tokens);
   told.blocks = blocks;
 }
 
@@ -607,8 +673,29 @@ function describeRequest(pool) {
   let now = -1;
   told.items.forEach(([step], i) => { if (step <= cursor) now = i; });
   told.items.forEach(([, item], i) => item.classList.toggle("now", i === now));
+  const list = $("life").querySelector("ol"), item = now >= 0 ? told.items[now][1] : null;
+  if (item) list.scrollTop = item.offsetTop - list.offsetTop - list.clientHeight / 2;
+  $("request-state").textContent = describeState(request);
+  $("request-state").classList.toggle("ended", request.end !== null && request.end <= cursor);
   const table = pool.tables.get(chosen) || [];
   told.blocks.textContent = table.length ? table.map((b) => (pool.references[b] > 1 ? `${b}\u00a0(shared by ${pool.references[b]})` : b)).join(", ") : "none";
+}
+
+const REASONS = { stop: "it said all it had to say", length: "it reached its limit", abort: "it was aborted", error: "it failed" };
+
+// What the chosen request does at the cursor.
+function describeState(request) {
+  if (request.notes[0][0] > cursor) return "It has not arrived yet.";
+  if (request.end !== null && request.end <= cursor) {
+    if (!request.reason) return "It has not ended: the recording stops here.";
+    const why = REASONS[request.reason] ? ` (${request.reason}): ${REASONS[request.reason]}` : `: ${request.reason}`;
+    return `It ended after step ${request.end.toLocaleString("en")}${why}. Its blocks were given back.`;
+  }
+  const now = request.life.find(({ from, to }) => from <= cursor && cursor <= to);
+  return {
+    waiting: "It waits in the queue.", preempted: "It was preempted, and waits to be computed again.",
+    prefill: "Its prompt is computed in this step.", decode: "It decodes.",
+  }[now ? now.kind : ""] || "It is resident, and has no token in this step.";
 }
 
 // ---------------------------------------------------------------- the controls
@@ -631,6 +718,23 @@ function draw() {
   describeStep(pool);
   describeRequest(pool);
   $("scrub").value = cursor;
+  tellFrame();
+}
+
+// Two runs side by side (page.pair.html): the page around both passes on where the other one is.
+let announced = 0;
+function tellFrame() {
+  if (window.parent === window || cursor === announced) return;
+  announced = cursor;
+  window.parent.postMessage({ step: cursor }, "*");
+}
+
+function followFrame(event) {
+  if (event.source !== window.parent || window.parent === window || !Number.isInteger(event.data.step)) return;
+  pause();
+  cursor = Math.min(Math.max(event.data.step, 0), numSteps);
+  announced = cursor;
+  show();
 }
 
 function redraw() { readColors(); drawLegend(); drawTimeline(); layoutGrid(); show(); }
@@ -748,14 +852,14 @@ function bind() {
     event.preventDefault();
     action(event);
   });
+  window.addEventListener("message", followFrame);
   window.addEventListener("resize", () => { clearTimeout(timer); timer = setTimeout(redraw, 60); });
 }
 
 function introduce() {
   document.title = `${data.title}: a run of nano-vLLM`;
-  $("about").textContent = `${data.title}: ${plural(requests.size, "request")} on ${data.device}. The engine plans one step after ` +
-    "another; a step computes prompts (prefill) and one token more of each running request (decode). " +
-    "Their keys and values live in blocks, which requests with the same beginning share.";
+  $("about").textContent = `${data.title}: ${plural(requests.size, "request")} on ${data.device}. A step computes prompts ` +
+    "(prefill), and one token more of each running request (decode). Requests with the same beginning share blocks.";
   definitions($("totals"), [
     ["steps", numSteps, "total-steps"], ["prompt tokens", totals.prompt, "total-prompt"],
     ["of them cached", totals.cached, "total-cached"], ["generated", totals.generated, "total-generated"],
@@ -768,6 +872,7 @@ function introduce() {
   $("notice").hidden = !notice;
 }
 
+document.documentElement.classList.toggle("framed", window.parent !== window);
 document.documentElement.dataset.theme = matchMedia("(prefers-color-scheme: dark)").matches ? "dark" : "light";
 introduce();
 bind();

@@ -8,6 +8,14 @@ from typing import Any
 
 from nanovllm.utils.checks import quote
 
+CHAPTERS = {
+    "preemption": "6-scheduler",
+    "queue": "6-scheduler",
+    "hit": "5-prefixes",
+    "eviction": "5-prefixes",
+}
+"""The chapter of the guide that explains each kind of event."""
+
 HOST_SPANS = ("schedule", "prepare", "launch", "update")
 """The spans that are the host's own work. During "wait" the device works."""
 
@@ -19,6 +27,7 @@ class Recording:
     Attributes:
         device, num_blocks, block_size: the engine's.
         budget: the engine's max_num_batched_tokens.
+        rows: its max_num_seqs; None in a trace of an older version.
         start: when each step was planned, in milliseconds.
         host, device_time: milliseconds of the host's and the device's work; None for a step that was never read. On a
             CPU the launch is the device's work.
@@ -34,6 +43,7 @@ class Recording:
     num_blocks: int
     block_size: int
     budget: int
+    rows: int | None
     start: list[float]
     host: list[float | None]
     device_time: list[float | None]
@@ -73,6 +83,7 @@ def read_recording(path: Path) -> Recording:
             num_blocks=header["num_blocks"],
             block_size=header["block_size"],
             budget=header["budget"],
+            rows=header.get("rows"),
             start=steps.start,
             host=host,
             device_time=steps.device,
@@ -151,16 +162,21 @@ def _subtract(host: float | None, device: float | None) -> float | None:
     return None if host is None or device is None else max(host - device, 0.0)
 
 
-def write_page(trace: Path, output: Path) -> Recording:
+def write_page(trace: Path, output: Path, other: Path | None = None) -> Recording:
     """Write the page that shows a trace; return the recording.
 
+    Args:
+        other: a second trace. The page then shows both runs side by side, step by step.
+
     Raises:
-        ValueError: the trace cannot be read, or the page cannot be written.
+        ValueError: a trace cannot be read, or the page cannot be written.
     """
     recording = read_recording(trace)
     page = render_page(recording, trace.name)
+    if other is not None:
+        page = render_pair([(recording, trace.name), (read_recording(other), other.name)])
     try:
-        if output.exists() and output.samefile(trace):
+        if output.exists() and any(output.samefile(path) for path in (trace, other) if path is not None):
             raise ValueError(f"-o {output} is the trace itself: name another file for the page")
         output.write_text(page, encoding="utf-8")
     except OSError as error:
@@ -168,12 +184,50 @@ def write_page(trace: Path, output: Path) -> Recording:
     return recording
 
 
-def render_page(recording: Recording, title: str) -> str:
+def find_guide() -> dict[str, str]:
+    """Return {kind of event: link to its chapter} if the package lies beside its documentation; {} otherwise."""
+    folder = Path(__file__).resolve().parents[2] / "docs" / "guide"
+    pages = {kind: folder / f"{chapter}.md" for kind, chapter in CHAPTERS.items()}
+    return {kind: page.as_uri() for kind, page in pages.items() if page.is_file()}
+
+
+def render_pair(runs: list[tuple[Recording, str]]) -> str:
+    """Return a page that shows the pages of two (recording, title) in frames and keeps them at the same step."""
+    (first, _), (second, _) = runs
+    data = {
+        "titles": [title for _, title in runs],
+        "pages": [render_page(recording, title) for recording, title in runs],
+        "num_steps": max(first.num_steps, second.num_steps),
+        "first_difference": find_first_difference(first, second),
+    }
+    template = files("nanovllm.view").joinpath("page.pair.html").read_text(encoding="utf-8")
+    before, after = template.split("/* data */")
+    return before + json.dumps(data, separators=(",", ":")).replace("<", "\\u003c") + after
+
+
+def find_first_difference(first: Recording, second: Recording) -> int | None:
+    """Return the index of the first step at which two runs did not do the same; None if there is none.
+
+    Times are not compared, nor are the texts of tokens, which are recorded where a token first appears.
+    """
+    for (kind, step, what), other in zip(first.records, second.records, strict=False):
+        if (kind, step, what) != other:
+            return min(step, other[1])
+    if first.num_steps == second.num_steps and len(first.records) == len(second.records):
+        return None
+    return min(first.num_steps, second.num_steps) - 1
+
+
+def render_page(recording: Recording, title: str, guide: dict[str, str] | None = None) -> str:
     """Return the page: template, style sheet, script and data in one, so that a browser fetches nothing.
 
     Text from the run, such as prompts and the file's name, never becomes markup.
+
+    Args:
+        guide: the links of `CHAPTERS`, where they are known; None looks for the guide on this machine.
     """
-    data = json.dumps({"title": title, **vars(recording)}, separators=(",", ":"))
+    links = find_guide() if guide is None else guide
+    data = json.dumps({"title": title, "guide": links, **vars(recording)}, separators=(",", ":"))
     folder = files("nanovllm.view")
     parts = {
         "/* style */": folder.joinpath("page.css").read_text(encoding="utf-8"),

@@ -36,9 +36,15 @@ MAX_EVENTS = 100_000
 class RecordedBlocks:
     """Stands in for a block manager. It passes every call on, and logs in order what was done to which blocks."""
 
-    def __init__(self, manager: BlockManager, log: list[tuple[str, Seq[int]]]) -> None:
+    def __init__(self, manager: BlockManager, log: list[tuple[str, Seq[int]]], shortages: list[int]) -> None:
+        """
+        Args:
+            log: gets (verb, blocks) for each change of blocks.
+            shortages: gets the number of blocks that were lacking, each time that some are refused.
+        """
         self._manager = manager
         self._log = log
+        self._shortages = shortages
 
     def __getattr__(self, name: str) -> Any:
         """Everything that changes no block is the manager's own."""
@@ -48,6 +54,13 @@ class RecordedBlocks:
         blocks = list(hits)
         self._manager.reference(blocks)
         self._log.append(("reference", blocks))
+
+    def can_take(self, count: int, hits: Seq[int]) -> bool:
+        has_blocks = self._manager.can_take(count, hits)
+        if not has_blocks:
+            revived = sum(1 for block in hits if self._manager._references[block] == 0)
+            self._shortages.append(count - self._manager.num_free + revived)
+        return has_blocks
 
     def take(self, count: int) -> list[int]:
         blocks = self._manager.take(count)
@@ -101,6 +114,8 @@ class Trace:
         """The number of the first step that is not recorded, because there are too many events."""
         self._block_log: list[tuple[str, Seq[int]]] = []
         """The changes of blocks since the last event that tells them."""
+        self._shortages: list[int] = []
+        """How many blocks were lacking, each time that the scheduler was refused some since the last planned step."""
         self._live: dict[int, Sequence] = {}
         """The requests that have not ended, by number."""
         self._num_written: dict[int, int] = {}
@@ -119,7 +134,7 @@ class Trace:
 
     def record(self, manager: BlockManager) -> BlockManager:
         """Return what the engine must use in place of its block manager."""
-        return cast(BlockManager, RecordedBlocks(manager, self._block_log))
+        return cast(BlockManager, RecordedBlocks(manager, self._block_log, self._shortages))
 
     def watch(self, scheduler: Scheduler) -> None:
         """Set the engine's scheduler, whose queues are recorded. To be called before the first step."""
@@ -134,6 +149,7 @@ class Trace:
         if self._stopped_at is not None:
             if self._file is None:
                 self._block_log.clear()
+                self._shortages.clear()
             return
         plan = step.plan
         scheduler = self._scheduler
@@ -141,6 +157,7 @@ class Trace:
         if not self._owners:
             pool = {"num_blocks": manager.num_blocks, "block_size": manager.block_size}
             pool["budget"] = scheduler.max_num_batched_tokens
+            pool["rows"] = scheduler.table.num_rows
             self._lines.append(_format_event("pool", "M", HOST, json.dumps(pool)))
         # The plan lists rows that decode one token, then rows that verify drafts (they decode, too), then prompts.
         num_drafts = plan.num_drafts
@@ -234,7 +251,12 @@ class Trace:
             drafts = zip(owners, plan.num_sampled.tolist(), strict=True)
             fields["drafts"] = [(owner, count - 1) for owner, count in drafts if count > 1]
         if preempted:
+            # The victims are those that were admitted last, in this order; each left because of one refusal.
             fields["preempted"] = sorted(preempted, reverse=True)
+            fields["lacking"] = self._shortages[-len(preempted) :]
+        elif self._shortages and scheduler.waiting:
+            fields["held"] = [scheduler.waiting[0].seq_id, self._shortages[-1]]
+        self._shortages.clear()
         if ended:
             fields["ended"] = ended
         if num_decodes < len(owners):

@@ -4,16 +4,20 @@ import itertools
 import json
 import os
 import random
+import re
+import shutil
 import time
+from pathlib import Path
 
 import pytest
 from helpers.fakes import FakeRunner, make_engine, run_all
+from helpers.paths import ROOT
 from helpers.window import Page, record_a_hundred_thousand_events, run_small, start_browser
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.cli import main
 from nanovllm.view import trace as trace_module
-from nanovllm.view.page import read_recording, render_page, write_page
+from nanovllm.view.page import CHAPTERS, find_first_difference, find_guide, read_recording, render_page, write_page
 
 HOSTILE = "</script><img src=x onerror=document.title='owned'><!--<script>"
 ROOM = {"num_kvcache_blocks": 24, "kvcache_block_size": 16, "max_model_len": 192, "max_num_batched_tokens": 64}
@@ -137,7 +141,56 @@ def test_recording_stops_at_its_limit_and_says_so(tmp_path, monkeypatch, caplog)
     assert len(engine.observers[0]._block_log) < 10, "what is not recorded is not kept either"
 
 
+def test_a_trace_says_how_many_blocks_were_lacking(tmp_path):
+    """Two requests of 8 tokens fill a pool of 8 blocks of 4 when they have 16 each; the next token needs one more."""
+    engine = make_engine(num_blocks=8, max_num_batched_tokens=64, caching=False, trace=str(tmp_path / "run.json"))
+    params = SamplingParams(max_tokens=12)
+    run_all(engine, [engine.prepare([i] * 8, params) for i in range(2)] + [engine.prepare([7] * 20, params)])
+    engine.close()
+    plans = [what for kind, _, what in read_recording(tmp_path / "run.json").records if kind == "plan"]
+    (preempting,) = [what for what in plans if "preempted" in what]
+    assert (preempting["preempted"], preempting["lacking"]) == ([1], [2]), "each of the two needs its fifth block"
+    assert plans[0]["held"] == [2, 1], "two requests of two blocks leave four, and the third needs five"
+
+
+def test_reasons_are_recorded_for_every_preemption(tmp_path):
+    engine, _, _ = run_small(tmp_path / "run.json", depth=2)
+    plans = [what for kind, _, what in read_recording(tmp_path / "run.json").records if kind == "plan"]
+    lacking = [what["lacking"] for what in plans if "preempted" in what]
+    assert sum(map(len, lacking)) == engine.stats()["num_preemptions"] > 0
+    assert all(number > 0 for numbers in lacking for number in numbers)
+    assert all("held" not in what or what["held"][1] > 0 for what in plans)
+
+
 # ---- the page as a file
+
+
+def test_a_page_of_two_runs_knows_where_they_first_differ(tmp_path):
+    for name, num_blocks in (("a", 14), ("same", 14), ("roomy", 30)):
+        run_small(tmp_path / f"{name}.json", num_requests=8, num_blocks=num_blocks)
+    run, same, roomy = (read_recording(tmp_path / f"{name}.json") for name in ("a", "same", "roomy"))
+    assert find_first_difference(run, same) is None
+    at = find_first_difference(run, roomy)
+    assert at is not None and 0 < at < run.num_steps
+    assert [r for r in run.records if r[1] < at] == [r for r in roomy.records if r[1] < at]
+
+
+def test_view_compares_two_traces(tmp_path, capsys):
+    for name, num_blocks in (("a", 14), ("b", 20)):
+        run_small(tmp_path / f"{name}.json", num_requests=4, num_blocks=num_blocks)
+    paths = [str(tmp_path / f"{name}.json") for name in ("a", "b")]
+    assert main(["view", *paths, "-o", str(tmp_path / "both.html")]) == 0
+    page = (tmp_path / "both.html").read_text()
+    assert page.startswith("<!doctype html>") and "a.json" in page and "b.json" in page
+    assert "http" not in page.replace("http-equiv=", "")
+    with pytest.raises(ValueError, match="is the trace itself"):
+        write_page(Path(paths[0]), Path(paths[1]), Path(paths[1]))
+
+
+def test_the_page_links_to_chapters_that_exist():
+    links = find_guide()
+    assert links.keys() == CHAPTERS.keys()
+    assert all(Path(link.removeprefix("file://")).is_file() for link in links.values())
 
 
 def test_a_page_is_small_and_fetches_nothing(tmp_path):
@@ -299,6 +352,143 @@ def test_a_click_on_a_block_chooses_its_owner_in_light_and_dark(browser, tmp_pat
         assert page.text("request-title") == f"Request {number}"
         page.click("theme")
     assert page.errors() == []
+
+
+@pytest.fixture
+def page(browser, tmp_path):
+    """The page of a small run, in a window of 1400 x 1000."""
+    browser.set_window_size(1400, 1000)
+    run_small(tmp_path / "run.json")
+    page = Page(browser, tmp_path / "run.json")
+    yield page
+    assert page.errors() == []
+
+
+def test_the_story_of_a_request_stands_beside_the_timeline(page):
+    page.press("]")
+    story, lanes, life = page.browser.execute_script(
+        "return ['story', 'lanes', 'life'].map((id) => document.getElementById(id).getBoundingClientRect().toJSON())"
+    )
+    assert story["left"] >= lanes["right"] and story["top"] < lanes["bottom"]
+    assert life["bottom"] < page.browser.execute_script("return innerHeight") <= 1000
+    assert page.browser.execute_script("return document.documentElement.scrollWidth <= innerWidth")
+
+
+# The contrast of each block's number: its ink on its fill, and the fills that are drawn.
+CONTRASTS = """
+const light = (hex) => [1, 3, 5].map((i) => parseInt(hex.slice(i, i + 2), 16) / 255)
+  .map((c) => c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
+  .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+const contrast = (a, b) => {
+  const [dark, bright] = [light(a), light(b)].sort((x, y) => x - y);
+  return (bright + 0.05) / (dark + 0.05);
+};
+const ratio = window.devicePixelRatio || 1, pool = poolAt(cursor), own = pool.tables.get(chosen);
+const fill = (b) => { const p = grid.g.getImageData(((b % grid.across) * grid.size + 6) * ratio,
+  (Math.floor(b / grid.across) * grid.size + grid.size - 9) * ratio, 1, 1).data;
+  return "#" + [...p.slice(0, 3)].map((v) => v.toString(16).padStart(2, "0")).join(""); };
+const others = Array.from({ length: grid.shown }, (_, b) => b)
+  .filter((b) => !own.includes(b) && pool.references[b] > 0);
+return { own: own.map(fill), others: others.map(fill), color: ownerColor(chosen), faded: color.grid,
+  inks: contrast(inkOn(ownerColor(chosen)), ownerColor(chosen)), frame: contrast(color.text, color.grid),
+  others_inks: contrast(color.faint, color.grid) };
+"""
+
+
+def test_a_chosen_request_is_legible_among_faded_blocks_in_both_themes(page):
+    page.browser.execute_script("go(12); choose([...poolAt(12).tables.keys()].pop())")
+    for _ in range(2):
+        page.settle()
+        shown = page.browser.execute_script(CONTRASTS)
+        assert set(shown["own"]) == {shown["color"]} and set(shown["others"]) == {shown["faded"]}, shown
+        assert shown["inks"] >= 4.5 and shown["frame"] >= 4.5 and shown["others_inks"] >= 3
+        page.click("theme")
+
+
+def test_a_request_says_what_it_does_and_that_it_has_ended(page):
+    script = "return [...requests.values()].map(({ id, end, reason, notes }) => [id, notes[0][0], end, reason])"
+    for number, arrives, end, reason in page.browser.execute_script(script):
+        page.browser.execute_script("choose(arguments[0]); go(arguments[1])", number, end)
+        page.settle()
+        assert page.text("request-state").startswith(f"It ended after step {end} ({reason})")
+        page.browser.execute_script("go(arguments[0])", end - 1)
+        page.settle()
+        assert "ended" not in page.text("request-state")
+        if arrives:
+            page.browser.execute_script("go(arguments[0])", arrives - 1)
+            page.settle()
+            assert page.text("request-state") == "It has not arrived yet."
+
+
+def test_a_prefix_hit_names_who_computed_the_blocks_and_who_found_them(page):
+    hits = page.browser.execute_script("return steps.flatMap((s, k) => s.hits.map((hit) => [k, hit]))")
+    assert len(hits) > 5
+    with_donor = [(step, hit) for step, hit in hits if hit["donors"]]
+    assert len(with_donor) > len(hits) // 2
+    for step, hit in with_donor[:5]:
+        taker = hit["id"]
+        donor = hit["donors"][0]
+        assert 4 * len(hit["blocks"]) == hit["cached"]
+        page.browser.execute_script("choose(arguments[0]); go(arguments[1])", donor, step)
+        page.settle()
+        assert f"request {taker} takes over blocks that this one computed" in page.text("life")
+        shown = page.text("events").split(f"request {taker}: {hit['cached']} tokens found in the prefix cache, ")[1]
+        assert re.match(rf"computed by requests? {donor}\b", shown)
+
+
+def test_events_say_why_and_lead_to_the_guide_and_to_the_request(page):
+    page.browser.execute_script("document.getElementById('kind').value = 'preemption'")
+    page.press("n")
+    assert re.search(r"is preempted: it was admitted last, and \d+ blocks? w(as|ere) lacking", page.text("events"))
+    links = page.browser.execute_script("return [...document.querySelectorAll('#events a')].map((a) => a.href)")
+    assert links and all(Path(link.removeprefix("file://")).is_file() for link in links)
+    page.browser.execute_script("document.querySelector('#events button').click()")
+    page.settle()
+    assert page.text("request-title") == f"Request {page.browser.execute_script('return chosen')}"
+    assert page.browser.execute_script("return steps[cursor].preempted[0][0] === chosen")
+
+
+def test_two_runs_go_step_by_step_together(browser, tmp_path):
+    run_small(tmp_path / "a.json")
+    run_small(tmp_path / "b.json", num_blocks=20)
+    write_page(tmp_path / "a.json", tmp_path / "both.html", tmp_path / "b.json")
+    browser.get(f"file://{tmp_path / 'both.html'}")
+
+    def steps_shown():
+        titles = []
+        for frame in browser.find_elements("tag name", "iframe"):
+            browser.switch_to.frame(frame)
+            titles.append(browser.find_element("id", "step-title").get_property("textContent").split(" of ")[0])
+            browser.switch_to.default_content()
+        return titles
+
+    def wait_for(*titles):
+        deadline = time.monotonic() + 30
+        while steps_shown() != list(titles) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert steps_shown() == list(titles)
+
+    wait_for("Step 1", "Step 1")
+    browser.find_element("id", "forward").click()
+    wait_for("Step 2", "Step 2")
+    browser.switch_to.frame(browser.find_elements("tag name", "iframe")[1])
+    browser.find_element("id", "forward").click()
+    browser.switch_to.default_content()
+    wait_for("Step 3", "Step 3")
+    at = find_first_difference(*(read_recording(tmp_path / name) for name in ("a.json", "b.json")))
+    browser.find_element("id", "first-difference").click()
+    wait_for(f"Step {at + 1}", f"Step {at + 1}")
+    assert browser.find_element("id", "difference").text == f"The runs first differ in step {at + 1}."
+    assert not [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
+
+
+def test_the_demo_of_the_site_shows_every_kind_of_event(browser, tmp_path):
+    shutil.copy(ROOT / "docs" / "guide" / "demo.json", tmp_path / "demo.json")
+    page = Page(browser, tmp_path / "demo.json")
+    counts = page.browser.execute_script(
+        "return ['hit', 'eviction', 'preemption'].map((kind) => steps.filter(isEvent[kind]).length)"
+    )
+    assert min(counts) > 5 and page.errors() == []
 
 
 @pytest.mark.slow
