@@ -14,11 +14,14 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 PAGES = {"README.md": "index.md", **{f"{name}.md": f"{name}.md" for name in ("CONTRIBUTING", "SECURITY", "CHANGELOG")}}
 """Files of the project's root that are pages, and their names on the site."""
 OPTIONS = "<!-- the options -->"
 """Where docs/api.md lists the options."""
+DEMO = "<!-- the demo -->"
+"""Where the guide's first page links to the demo, a page that only the site has."""
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -26,7 +29,28 @@ def on_files(files: Files, config: Any) -> Files:
     for name, page in PAGES.items():
         text = (ROOT / name).read_text(encoding="utf-8")
         files.append(File.generated(config, page, content=rewrite_links(text, ROOT, PurePosixPath(page).parent)))
+    add_demo(files, config)
+    add_notebooks(files, config)
     return files
+
+
+def add_demo(files: Files, config: Any) -> None:
+    """Add the window of the run that docs/guide/demo.json recorded (python -m docs.guide.draw demo)."""
+    from nanovllm.view.page import CHAPTERS, read_recording, render_page
+
+    guide = {kind: f"{chapter}/" for kind, chapter in CHAPTERS.items()}
+    recording = read_recording(ROOT / "docs" / "guide" / "demo.json")
+    page = render_page(recording, "48 chats in a cache that is too small", guide)
+    files.append(File.generated(config, "guide/demo.html", content=page))
+
+
+def add_notebooks(files: Files, config: Any) -> None:
+    """Add each chapter of the guide as a notebook."""
+    from docs.guide.notebooks import CHAPTERS, format_notebook
+
+    for chapter in CHAPTERS:
+        name = f"guide/{chapter.stem}.ipynb"
+        files.append(File.generated(config, name, content=format_notebook(chapter)))
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -34,7 +58,11 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     name = page.file.src_uri
     if name in PAGES.values():
         return markdown
+    if re.match(r"guide/\d", name):
+        notebook = PurePosixPath(name).with_suffix(".ipynb").name
+        markdown += f"\n[This chapter as a notebook]({notebook})\n"
     markdown = markdown.replace(OPTIONS, list_options())
+    markdown = markdown.replace(DEMO, "[Look at a ready run](demo.html) now; nothing needs to be installed.")
     return rewrite_links(markdown, (ROOT / "docs" / name).parent, PurePosixPath(name).parent)
 
 
@@ -66,7 +94,6 @@ def rewrite_links(text: str, folder: Path, site_folder: PurePosixPath) -> str:
 
 def list_options() -> str:
     """Return a table of the engine's options: name, type, default and help."""
-    sys.path.insert(0, str(ROOT))
     from nanovllm.config import EngineConfig
 
     rows = ["| option | type | default | |", "| --- | --- | --- | --- |"]

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("nanovllm", "tests", "benchmarks", "scripts", "examples", "bench.py", "example.py")
+FOLDERS = ("nanovllm", "tests", "benchmarks", "scripts", "examples", "docs", "bench.py", "example.py")
 
 
 def reads(value: ast.expr, target: ast.expr) -> bool:

@@ -1,4 +1,4 @@
-"""Draws the guide's pictures. Each shows a run that is made now: python docs/guide/draw.py [-o FOLDER] [NAME ...]
+"""Draws the guide's pictures. Each shows a run that is made now: python -m docs.guide.draw [-o FOLDER] [NAME ...]
 
 The window's picture needs Chromium with its driver, and selenium.
 """
@@ -21,6 +21,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from docs.guide import from_nothing as engine
 from nanovllm import LLM, SamplingParams
 from nanovllm.kernels.sample import uniform_reference
 from nanovllm.view.page import Recording, read_recording, write_page
@@ -62,6 +63,75 @@ def draw_tokens(axis: Axes, run: Recording) -> None:
     axis.bar(steps, decode, color=DECODE, label="decode")
     axis.bar(steps, prefill, bottom=decode, color=PREFILL, hatch="//", edgecolor="white", lw=0, label="prefill")
     axis.set_ylabel("tokens of a step")
+
+
+def from_nothing() -> Figure:
+    """Draw one pass of chapter 0's engine: the numbers of every token, row by row, in its first layer."""
+    token_ids = engine.TOKENIZER.encode("tell me a story about a").ids
+    words = [visible(engine.TOKENIZER.decode([i])) for i in token_ids]
+    parts, attention = trace_first_layer(token_ids)
+    logits = engine.forward(token_ids, {})
+    figure = plt.figure(figsize=(9, 12), layout="constrained")
+    rows = figure.subfigures(len(parts) + 2, 1, height_ratios=[1.2, 1.2, 1.5, 1.2, 1.2, 1.2, 1.2, 1.4])
+    strips = [*rows[:2], *rows[3:-1]]
+    for row, panels_of_row in zip(strips, parts, strict=True):
+        axes = row.subplots(1, len(panels_of_row), width_ratios=[max(p.shape[1], 110) for _, p in panels_of_row])
+        for axis, (title, values) in zip(np.atleast_1d(axes), panels_of_row, strict=True):
+            draw_numbers(axis, title, values, words)
+    heads = rows[2].subplots(1, len(attention))
+    for head, (axis, shares) in enumerate(zip(heads, attention, strict=True)):
+        axis.imshow(shares, cmap="Blues", vmin=0, vmax=1)
+        axis.set_xticks([])
+        axis.set_yticks(range(len(words)) if head == 0 else [], words if head == 0 else [], fontsize=7)
+        axis.set_title(f"head {head}: {float(shares[-1].max()):.2f}", fontsize=8)
+    rows[2].suptitle("attention [8, 6, 6]: how much a token (row) attends to each other (column)", fontsize=9)
+    likely = logits.softmax(-1).topk(10)
+    axis = rows[-1].subplots()
+    axis.bar(range(10), likely.values, color=DECODE)
+    axis.set_xticks(range(10), [visible(engine.TOKENIZER.decode([int(i)])) for i in likely.indices])
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.set_title(f"logits [{len(logits)}] of the last token; softmax gives the probability of the next", fontsize=9)
+    return figure
+
+
+def trace_first_layer(token_ids: list[int]) -> tuple[list[list[tuple[str, torch.Tensor]]], torch.Tensor]:
+    """Return rows of (title, values [n, width]) of the first layer and the last; and the attention [8, n, n]."""
+    name = "model.layers.0"
+    positions = torch.arange(len(token_ids))
+    embedded = engine.WEIGHTS["model.embed_tokens.weight"][token_ids]
+    normed = engine.norm(embedded, name + ".input_layernorm")
+    queries, keys, values = engine.make_heads(normed, name + ".self_attn", positions)
+    after_attention = embedded + engine.attend(normed, name + ".self_attn", positions, {})
+    middle = engine.norm(after_attention, name + ".post_attention_layernorm")
+    gate = engine.project(middle, name + ".mlp.gate_proj")
+    gated = torch.nn.functional.silu(gate) * engine.project(middle, name + ".mlp.up_proj")
+    x = embedded
+    after_layers = []
+    for i in range(engine.NUM_LAYERS):
+        name = f"model.layers.{i}"
+        x = x + engine.attend(engine.norm(x, name + ".input_layernorm"), name + ".self_attn", positions, {})
+        x = x + engine.think(engine.norm(x, name + ".post_attention_layernorm"), name + ".mlp")
+        after_layers.append(x)
+    parts = [
+        [("x: the embeddings", embedded)],
+        [("queries, 8 heads", queries.flatten(1)), ("keys, 2 heads", keys.flatten(1)), ("values", values.flatten(1))],
+        [("x + attention", after_attention)],
+        [("inside the MLP: silu(gate) * up", gated)],
+        [("x + MLP: after layer 1", after_layers[0])],
+        [(f"x after layer {len(after_layers)}", after_layers[-1])],
+    ]
+    return parts, engine.compare(queries, keys, positions)
+
+
+def draw_numbers(axis: Axes, title: str, values: torch.Tensor, words: list[str]) -> None:
+    """Draw values [n, width] as colours, blue below zero and red above; name a few of the last token's."""
+    bound = float(values.abs().quantile(0.99))
+    axis.imshow(values, cmap="RdBu_r", vmin=-bound, vmax=bound, aspect="auto", interpolation="nearest")
+    axis.set_yticks(range(len(words)), words, fontsize=7)
+    axis.set_xticks([])
+    few = ", ".join(f"{value:.2f}" for value in values[-1, :3].tolist())
+    axis.set_title(f"{title} [{len(values)}, {values.shape[1]}]", fontsize=9)
+    axis.set_xlabel(f"last row: {few} ...", fontsize=7, labelpad=1)
 
 
 def prompt() -> Figure:
@@ -360,6 +430,7 @@ def speed() -> Figure:
 
 
 PICTURES: dict[str, Callable[[], Figure]] = {
+    "0-from-nothing": from_nothing,
     "1-prompt": prompt,
     "2-transformer": transformer,
     "3-memory": memory,
@@ -372,24 +443,29 @@ PICTURES: dict[str, Callable[[], Figure]] = {
 }
 
 
-def photograph(output: Path) -> None:
-    """Take a picture of the window in headless Chromium: 48 chats with common rules, and too small a cache."""
-    from selenium import webdriver
-    from selenium.webdriver.chrome.service import Service
-
+def record_demo(trace: Path) -> None:
+    """Record the run that the window's picture and the site's demo show: 48 chats, and too small a cache."""
     rules = {"role": "system", "content": "You are a helpful assistant. Answer in one short sentence, and be kind. "}
     tasks = ("what is {0} plus 3?", "count from {0} to 20", "tell me a story about a fox and {0} friends")
     chats = [[rules, {"role": "user", "content": tasks[i % 3].format(i % 9)}] for i in range(48)]
+    options = {**TINY, "num_kvcache_blocks": 60, "max_num_batched_tokens": 96, "max_num_seqs": 20}
+    with LLM("tiny-qwen3", trace=str(trace), **options) as llm:
+        llm.chat(chats, SamplingParams(temperature=0.7, max_tokens=80), use_tqdm=False)
+
+
+def photograph(output: Path) -> None:
+    """Take a picture of the window in headless Chromium."""
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
     with tempfile.TemporaryDirectory() as folder:
         trace = Path(folder) / "run.json"
         page = Path(folder) / "run.html"
-        options = {**TINY, "num_kvcache_blocks": 60, "max_num_batched_tokens": 96, "max_num_seqs": 20}
-        with LLM("tiny-qwen3", trace=str(trace), **options) as llm:
-            llm.chat(chats, SamplingParams(temperature=0.7, max_tokens=80), use_tqdm=False)
+        record_demo(trace)
         run = write_page(trace, page)
         victim, step = next((what["preempted"][0], k) for _, k, what in run.records if "preempted" in what)
         chromium = webdriver.ChromeOptions()
-        for flag in ("headless", "no-sandbox", "disable-gpu", "hide-scrollbars", "window-size=1400,1560"):
+        for flag in ("headless", "no-sandbox", "disable-gpu", "hide-scrollbars", "window-size=1400,1090"):
             chromium.add_argument(f"--{flag}")
         driver = webdriver.Chrome(options=chromium, service=Service(shutil.which("chromedriver")))
         try:
@@ -405,13 +481,19 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-o", "--output", type=Path, default=Path(__file__).parent, metavar="FOLDER")
     parser.add_argument(
-        "names", nargs="*", metavar="NAME", help=f"of {', '.join((*PICTURES, 'window'))} (default: all)"
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help=f"of {', '.join((*PICTURES, 'window', 'demo'))} (default: all but demo)",
     )
     options = parser.parse_args(arguments)
     plt.rcParams |= {"svg.hashsalt": "nanovllm", "font.size": 10, "svg.fonttype": "path"}
     for name in options.names or (*PICTURES, "window"):
         if name == "window":
             photograph(options.output)
+            continue
+        if name == "demo":
+            record_demo(options.output / "demo.json")
             continue
         figure = PICTURES[name]()
         figure.savefig(options.output / f"{name}.svg", metadata={"Date": None}, facecolor="white")

@@ -1,31 +1,46 @@
 """The guide cannot drift from the code: its blocks are run and compared, and its links lead to definitions."""
 
 import ast
-import contextlib
-import io
+import json
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from helpers.paths import ROOT
 
+from docs.guide import from_nothing
+from docs.guide.exercises import EXERCISES
+from docs.guide.exercises import main as check_answer
+from docs.guide.notebooks import CHAPTERS, find_experiments, format_notebook
+from docs.guide.notebooks import main as write_notebooks
+from nanovllm import LLM, SamplingParams
+
 GUIDE = ROOT / "docs" / "guide"
-CHAPTERS = sorted(GUIDE.glob("[1-9]-*.md"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 LINK = re.compile(r"(!?)\[[^\]]*\]\(([^)\s]+)\)")
 
 
-def blocks_of(chapter: Path) -> list[tuple[str, list[str]]]:
-    """(code, the lines it prints) of each experiment."""
-    blocks: list[tuple[str, list[str]]] = []
-    for language, text in BLOCK.findall(chapter.read_text()):
-        if language == "python":
-            blocks.append((text, []))
-        else:
-            assert language == "text" and not blocks[-1][1], "a text block is what the block before it prints"
-            blocks[-1] = (blocks[-1][0], text.splitlines())
-    return blocks
+def type_chapter(chapter: Path, folder: Path) -> list[list[str]]:
+    """Pipe a chapter's blocks to `python -i`, as a reader pastes them; return the lines that each of them prints."""
+    end = "print(chr(0))\n"
+    typed = "".join(experiment.code + end for experiment in find_experiments(chapter.read_text()))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-i", "-q"],
+        input=typed,
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=300,
+    )
+    assert "Error" not in done.stderr and "Traceback" not in done.stderr, done.stderr
+    return [printed.splitlines() for printed in done.stdout.removesuffix("\0\n").split("\0\n")]
 
 
 def compare(printed: list[str], expected: list[str], code: str) -> None:
@@ -35,24 +50,99 @@ def compare(printed: list[str], expected: list[str], code: str) -> None:
         assert wanted.endswith("# varies") or said == wanted, f"{code}\nprinted\n" + "\n".join(printed)
 
 
-def test_there_are_nine_chapters_and_the_first_page_names_them_in_order():
-    assert [chapter.name[0] for chapter in CHAPTERS] == list("123456789")
+def test_there_are_ten_chapters_and_the_first_page_names_them_in_order():
+    assert [chapter.name[0] for chapter in CHAPTERS] == list("0123456789")
     assert re.findall(r"\]\((\d-[\w-]+\.md)\)", (GUIDE / "index.md").read_text()) == [c.name for c in CHAPTERS]
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda chapter: chapter.stem)
-def test_every_block_of_a_chapter_prints_what_the_chapter_says(chapter, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, object] = {"__name__": "guide"}
+def test_every_block_of_a_chapter_can_be_pasted_and_prints_what_the_chapter_says(chapter, tmp_path):
+    experiments = find_experiments(chapter.read_text())
+    all_printed = type_chapter(chapter, tmp_path)
     exact = 0
-    for code, expected in blocks_of(chapter):
-        assert len(code.splitlines()) <= 10, f"an experiment has at most ten lines:\n{code}"
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
-            exec(compile(code, chapter.name, "exec"), names)
-        compare(printed.getvalue().splitlines(), expected, code)
-        exact += sum(not line.endswith("# varies") for line in expected)
+    for experiment, printed in zip(experiments, all_printed, strict=True):
+        lines = experiment.code.rstrip().splitlines()
+        assert len(lines) <= 10 or chapter.name[0] == "0", f"at most ten lines:\n{experiment.code}"
+        compare(printed, experiment.printed, experiment.code)
+        exact += sum(not line.endswith("# varies") for line in experiment.printed)
     assert exact, "each chapter prints at least one exact line"
+
+
+def drop_empty_lines(code: str) -> list[str]:
+    return [line for line in code.splitlines() if line.strip()]
+
+
+def test_chapter_0_shows_the_whole_of_its_engine():
+    tree = ast.parse((GUIDE / "from_nothing.py").read_text())
+    (docstring, *body, main) = tree.body
+    assert isinstance(docstring, ast.Expr) and isinstance(main, ast.If)
+    lines = (GUIDE / "from_nothing.py").read_text().splitlines()
+    text = CHAPTERS[0].read_text().partition("\n## Try it\n")[0]
+    shown = [line for experiment in find_experiments(text) for line in drop_empty_lines(experiment.code)]
+    assert shown == drop_empty_lines("\n".join(lines[docstring.end_lineno : body[-1].end_lineno]))
+    assert len(lines) <= 120
+    statements = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.stmt)]
+    assert len(statements) == len(set(statements)), "one statement a line"
+
+
+def test_the_engine_from_nothing_says_what_the_real_one_says():
+    prompts = ["1 2 3", "tell me a story about a cat", "<|im_start|>user\nwhat is 2 plus 5?<|im_end|>\n<|im_start|>"]
+    with LLM("tiny-qwen3", dtype="float32", max_model_len=128) as llm:
+        outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=12), use_tqdm=False)
+    for output in outputs:
+        prompt_ids = list(output["prompt_token_ids"])
+        assert from_nothing.generate(prompt_ids, 12) == list(output["token_ids"])
+        assert from_nothing.generate_without_cache(prompt_ids, 12) == list(output["token_ids"])
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda chapter: chapter.stem)
+def test_a_notebook_has_a_chapter_s_words_code_and_picture(chapter):
+    text = chapter.read_text()
+    notebook = json.loads(format_notebook(chapter))
+    assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
+    cells = notebook["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    words = [cell for cell in cells if cell["cell_type"] == "markdown"]
+    assert len({cell["id"] for cell in cells}) == len(cells) == len(code) + len(words)
+    sources = ["".join(cell["source"]) for cell in code]
+    assert sources == [experiment.code.rstrip("\n") for experiment in find_experiments(text)]
+    for source in sources:
+        compile(source, chapter.name, "exec")
+    shown = "".join(line for cell in code for output in cell["outputs"] for line in output["text"])
+    assert all(line in text for line in shown.splitlines()) and shown
+    all_words = "\n\n".join("".join(cell["source"]) for cell in words)
+    attached = {name for cell in words for name in cell.get("attachments", {})}
+    assert attached and set(re.findall(r"\(attachment:([^)]*)\)", all_words)) == attached
+    heading, _, _ = text.partition("\n")
+    assert all_words.startswith(heading)
+
+
+def test_the_command_writes_every_notebook(tmp_path, capsys):
+    write_notebooks(["-o", str(tmp_path / "books")])
+    written = sorted((tmp_path / "books").iterdir())
+    assert [path.stem for path in written] == [chapter.stem for chapter in CHAPTERS]
+    assert [path.read_text() for path in written] == [format_notebook(chapter) for chapter in CHAPTERS]
+    assert capsys.readouterr().out.split() == [str(path) for path in written]
+
+
+def test_each_chapter_ends_with_an_exercise_that_a_command_checks():
+    assert len(EXERCISES) == len(CHAPTERS)
+    for chapter in CHAPTERS:
+        _, exercise = chapter.read_text().split("\n## Exercise\n")
+        assert f"python -m docs.guide.exercises {chapter.name[0]} " in exercise
+
+
+@pytest.mark.parametrize("number", [2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1, 4, 5, 6, 7, 8, 9))])
+def test_an_exercise_accepts_the_right_answer_and_no_other(number, capsys):
+    find, hint = EXERCISES[number]
+    answer = find()
+    assert check_answer([str(number), *answer.split()]) == 0
+    assert check_answer([str(number), answer, "1"]) == 1
+    assert capsys.readouterr().out == f"Right.\nNot yet. {hint}\n"
+
+
+def test_shortest_first_breaks_the_order_of_admission_and_nothing_else():
+    assert EXERCISES[6][0]() == "order"
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda chapter: chapter.stem)
@@ -121,3 +211,19 @@ def test_every_path_that_a_page_for_contributors_names_exists():
             if not any((ROOT / folder / name).exists() for folder in ("", "nanovllm", "docs", "tests")):
                 missing.append((page, name))
     assert not missing
+
+
+@pytest.mark.slow
+def test_the_site_has_the_guide_first_its_notebooks_and_a_demo(tmp_path):
+    pytest.importorskip("material")
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True, timeout=600)
+    _, front = (tmp_path / "index.html").read_text().split("md-nav--primary", 1)
+    assert front.index('href="guide/"') < front.index('href="api/"')
+    for chapter in CHAPTERS:
+        assert (tmp_path / "guide" / f"{chapter.stem}.ipynb").read_text() == format_notebook(chapter)
+        assert f"{chapter.stem}.ipynb" in (tmp_path / "guide" / chapter.stem / "index.html").read_text()
+    demo = (tmp_path / "guide" / "demo.html").read_text()
+    links = json.loads(re.search(r'"guide":(\{.*?\})', demo)[1])
+    assert links and all((tmp_path / "guide" / link / "index.html").is_file() for link in links.values())
+    assert 'href="demo.html"' in (tmp_path / "guide" / "index.html").read_text()
