@@ -159,7 +159,7 @@ def test_wrong_tensors_are_refused_by_name(random_model: Path, adapter: Path, tm
         ({name.replace("lora_A", "lora_B"): None}, "but not its lora_B"),
         ({name: None}, "which cannot be merged"),
         ({"base_model.model.model.norm.weight": torch.ones(4)}, "which cannot be merged"),
-        ({other: original[name], other.replace("A", "B"): torch.ones(4, 4)}, "that are not in the checkpoint"),
+        ({other: original[name].clone(), other.replace("A", "B"): torch.ones(4, 4)}, "that are not in the checkpoint"),
         (dict.fromkeys(original), "changes no matrix"),
     ]
     for changes, message in cases:
