@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.layers.parallel import Parallel
+from nanovllm.models.config_keys import check_keys
 from nanovllm.utils.checks import quote, refuse
 from nanovllm.utils.integers import ceil_div
 
@@ -96,6 +97,7 @@ def load_model_config(data: dict[str, Any], source: str) -> "PretrainedConfig":
     except Exception as error:  # transformers validates with exceptions of many libraries
         raise ValueError(f"{source} is not a valid {architecture} configuration: {error}") from error
     _check(config, source)
+    check_keys(data, config, source)
     return config
 
 

@@ -1,0 +1,74 @@
+"""Checks the keys of config.json: one that changes the mathematics and that nobody reads would give wrong numbers."""
+
+import logging
+from collections.abc import Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from nanovllm.utils.checks import quote
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+logger = logging.getLogger(__name__)
+
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+READ = _names(
+    """
+    architectures model_type auto_map quantization_config compression_config dtype eos_token_id
+    hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size
+    hidden_act max_position_embeddings rms_norm_eps tie_word_embeddings initializer_range attention_bias mlp_bias
+    sliding_window layer_types rope_parameters rope_theta partial_rotary_factor
+    num_experts num_experts_per_tok moe_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers
+    """
+)
+"""The keys that the engine reads."""
+
+TRANSLATED = _names("torch_dtype rope_scaling use_sliding_window max_window_layers num_local_experts")
+"""The keys that transformers turns into keys that the engine reads."""
+
+HARMLESS = _names(
+    """
+    _name_or_path transformers_version id2label label2id num_labels problem_type return_dict
+    use_cache output_attentions output_hidden_states bos_token_id pad_token_id
+    attention_dropout output_router_logits router_aux_loss_coef pretraining_tp
+    """
+)
+"""The keys that change no logits: names, what transformers' own methods return, and what only training reads."""
+
+KNOWN = READ | TRANSLATED | HARMLESS
+
+
+def check_keys(data: Mapping[str, Any], config: "PretrainedConfig", source: str) -> None:
+    """Refuse keys that transformers reads and the engine does not. Log keys that neither of them reads.
+
+    Args:
+        data: the content of config.json.
+        config: the configuration that transformers made of it.
+        source: where the content comes from, for messages.
+
+    Raises:
+        ValueError: a key that is not in the lists above differs from the default of the family's configuration.
+    """
+    defaults = type(config)().to_dict()
+    others = sorted(data.keys() - KNOWN)
+    changed = [name for name in others if name in defaults and getattr(config, name, None) != defaults[name]]
+    if changed:
+        named = ", ".join(f"{name} ({quote(data[name])}; the default is {quote(defaults[name])})" for name in changed)
+        raise ValueError(
+            f"{source}: this engine does not read {named}. It would compute other numbers than transformers, so such "
+            "models are not supported"
+        )
+    if unknown := [name for name in others if name not in defaults]:
+        # A key that is false, null or empty asks for nothing.
+        level = logging.WARNING if any(data[name] for name in unknown) else logging.INFO
+        _log_once(level, source, type(config).__name__, quote(", ".join(unknown)))
+
+
+@cache
+def _log_once(level: int, source: str, config_class: str, names: str) -> None:
+    logger.log(level, "%s: keys without effect, which transformers' %s does not know: %s", source, config_class, names)
