@@ -30,10 +30,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _Parser("nanovllm", description="Offline inference of Qwen, Llama and Mistral models.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_chat(commands)
     _add_run_batch(commands)
     _add_estimate(commands)
     _add_view(commands)
     _add_eval(commands)
+    _add_doctor(commands)
     options, others = parser.parse_known_args(arguments)
     if others and options.run is not _eval:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
@@ -56,6 +58,35 @@ def _set_up_logging() -> None:
     logger = logging.getLogger("nanovllm")
     logger.handlers = [handler]
     logger.setLevel(logging.INFO)
+
+
+def _add_chat(commands: Any) -> None:
+    parser = commands.add_parser(
+        "chat",
+        help="talk to a model in the terminal",
+        description="Talk to a model in the terminal. Ctrl-C stops an answer, Ctrl-D ends the conversation, and /new "
+        "starts another one.",
+    )
+    parser.add_argument("model", help=_help("model"))
+    parser.add_argument("--system", metavar="TEXT", help="the system prompt (default: none)")
+    parser.add_argument("--temperature", type=float, metavar="T", help="0 always takes the likeliest token")
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N", help="most tokens of an answer (default: what --max-model-len leaves)"
+    )
+    engine = parser.add_argument_group("engine options")
+    for name in _ENGINE_FIELDS:
+        if name not in ("model", "max_num_seqs"):
+            _add_engine_option(engine, name)
+    parser.set_defaults(run=_chat, max_num_seqs=1)
+
+
+def _chat(options: argparse.Namespace) -> int:
+    from nanovllm.chat import chat
+
+    changes: dict[str, float | None] = {"max_tokens": options.max_tokens}
+    if options.temperature is not None:
+        changes["temperature"] = options.temperature
+    return chat(_read_engine_config(options), options.system, changes)
 
 
 def _add_run_batch(commands: Any) -> None:
@@ -209,6 +240,26 @@ def _eval(options: argparse.Namespace) -> int:
     except ImportError as error:
         raise ValueError(str(error)) from error
     run_harness(options.model, options.others)
+    return 0
+
+
+def _add_doctor(commands: Any) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="describe this machine, for a bug report",
+        description="Print what a bug report needs: versions, processor, threads, compiler, memory, and which backend "
+        "runs a model here, with the reason.",
+    )
+    parser.add_argument(
+        "model", nargs="?", default="qwen3-0.6b", help="a folder, an id or a shape (default: the shape qwen3-0.6b)"
+    )
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from nanovllm.doctor import describe
+
+    sys.stdout.write(describe(options.model) + "\n")
     return 0
 
 

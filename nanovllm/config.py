@@ -71,7 +71,9 @@ class EngineConfig:
         None, "size of the KV cache in blocks; if given, the options that set it by memory are ignored"
     )
     kvcache_memory_bytes: int | None = _pace(
-        None, "size of the KV cache in bytes; on a CPU, None takes a quarter of the free memory, at most 4 GiB"
+        None,
+        "size of the KV cache in bytes; on a CPU, None takes a quarter of the free memory, at most 4 GiB and at most "
+        "what max_num_seqs sequences of max_model_len tokens need",
     )
     kvcache_block_size: int | str = _pace(
         "auto",

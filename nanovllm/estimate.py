@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from nanovllm.config import EngineConfig, ResolvedConfig
+from nanovllm.diagnosis import explain
 from nanovllm.models.config import Shape, limit_length, load_model_config, read_json
 from nanovllm.models.hub import as_path, download, find_folder
 from nanovllm.models.shapes import PRESETS, preset_config
@@ -38,6 +39,13 @@ def read_config(model: str) -> "PretrainedConfig":
     Raises:
         ValueError: there is no such model, or one that is not supported.
     """
+    try:
+        return _read_config(model)
+    except ValueError as error:
+        raise explain(error, model) or error from error
+
+
+def _read_config(model: str) -> "PretrainedConfig":
     path = as_path(model)
     shape = model.rpartition("/")[2].lower()
     if model.lower() in (shape, PRESETS.get(shape, "").lower()) and shape in PRESETS and not path.exists():

@@ -42,6 +42,17 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
     Raises:
         ValueError: the model cannot be loaded, or an option cannot be had here; the message says why.
     """
+    try:
+        return _load_engine(asked)
+    except (ValueError, OSError, RuntimeError, MemoryError) as error:
+        from nanovllm.diagnosis import explain
+
+        if explained := explain(error, asked.model):
+            raise explained from error
+        raise
+
+
+def _load_engine(asked: EngineConfig) -> LLMEngine:
     folder, source, data = find_config(asked.model, asked.revision, asked.load_format)
     weights = None if asked.load_format == "dummy" else folder
     if weights is not None:

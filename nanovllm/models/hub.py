@@ -12,6 +12,10 @@ PATTERNS = ["*.safetensors", "*.safetensors.index.json", *CONFIGS, *TOKENIZER]
 """The files of a repository that are downloaded."""
 
 
+class ModelNotFoundError(ValueError):
+    """There is no folder of this name, and no model that could be downloaded."""
+
+
 def find_model(model: str, revision: str | None = None) -> Path:
     """Return the folder with the model's files. A hub id is downloaded first, through huggingface_hub and its cache.
 
@@ -30,6 +34,8 @@ def find_model(model: str, revision: str | None = None) -> Path:
 def find_folder(model: str) -> Path | None:
     """Return the folder of the model in the package, or a local folder; None if there is no such folder."""
     path = Path(__file__).parent.parent / "assets" / BOX if model == BOX else as_path(model)
+    if path.is_file():
+        raise ValueError(f"model {path} is a file; a model is a folder with config.json and safetensors files")
     if not path.is_dir():
         return None
     if not (path / "config.json").is_file():
@@ -55,12 +61,15 @@ def download(model: str, patterns: list[str], revision: str | None = None) -> Pa
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model) or model.startswith("."):
-        raise ValueError(f"model folder {quote(model)} does not exist")
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model) or model.startswith("."):
+        raise ModelNotFoundError(f"model folder {quote(model)} does not exist")
     try:
-        return Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
+        folder = Path(snapshot_download(model, revision=revision, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, ValueError, OSError) as error:
-        raise ValueError(
-            f"model {quote(model)} is neither a local folder, nor a shape (such as qwen3-8b, with "
-            f'load_format="dummy"), nor an id that could be downloaded: {error}'
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise ModelNotFoundError(
+            f"model {quote(model)} is neither a local folder, nor a shape, nor an id that could be downloaded: {reason}"
         ) from error
+    if not (folder / "config.json").is_file():
+        raise ValueError(f"model {quote(model)}: the download in {folder} has no config.json")
+    return folder

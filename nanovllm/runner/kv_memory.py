@@ -8,7 +8,7 @@ import torch
 
 from nanovllm.config import ResolvedConfig
 from nanovllm.utils.integers import ceil_div
-from nanovllm.utils.machine import free_memory
+from nanovllm.utils.memory import free_memory
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ def count_blocks(
     """Return how many blocks a rank's cache gets: num_kvcache_blocks, else as many as kvcache_memory_bytes hold.
 
     If the user gives neither, the cache gets all that is left of a GPU. On a CPU, which other programs use too, it gets
-    a quarter of the free memory, at most 4 GiB.
+    a quarter of the free memory, at most 4 GiB, and at most what max_num_seqs sequences of max_model_len need.
 
     Args:
         ranks: how many share the device.
@@ -100,7 +100,8 @@ def count_blocks(
         logger.info("GPU memory: %s", memory.describe())
         budget = memory.left_for_cache(config.gpu_memory_utilization, ranks)
     else:
-        budget = min(free_memory() // 4, CPU_CACHE_LIMIT) // ranks
+        most = config.max_num_seqs * config.max_blocks_per_seq * block_bytes
+        budget = min(min(free_memory() // 4, CPU_CACHE_LIMIT) // ranks, most)
     return blocks_that_fit(budget, block_bytes, config.block_size, config.max_model_len)
 
 

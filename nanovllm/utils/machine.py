@@ -1,4 +1,4 @@
-"""Facts about this machine (number formats, cores, memory), and the settings of torch that depend on them."""
+"""Facts about this machine (number formats, cores), and the settings of torch that depend on them."""
 
 import os
 from collections import Counter
@@ -73,15 +73,3 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         torch.set_default_dtype(before)
-
-
-def free_memory() -> int:
-    """Return the bytes of memory that can be allocated without swapping."""
-    try:
-        with open("/proc/meminfo") as lines:
-            for line in lines:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2

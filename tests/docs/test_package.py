@@ -46,13 +46,13 @@ def test_planning_needs_no_torch(module: str) -> None:
 ROOMS = (
     ("__main__",),
     ("cli",),
-    ("jobs",),
-    ("ray", "lm_eval", "estimate"),
+    ("doctor", "jobs"),
+    ("chat", "ray", "lm_eval", "estimate"),
     ("llm",),
     ("score",),
     ("distributed.worker",),
     ("load",),
-    ("view", "embedding", "lora"),
+    ("diagnosis", "view", "embedding", "lora"),
     ("distributed",),
     ("edits",),
     ("runner",),
@@ -71,8 +71,8 @@ ROOMS = (
 as rank 0 does."""
 
 WINGS = (
-    *("__main__", "cli", "distributed", "drafts", "edits", "embedding", "estimate", "jobs", "lm_eval", "lora"),
-    *("models.dummy_weights", "models.shapes", "ray", "score", "view"),
+    *("__main__", "chat", "cli", "diagnosis", "distributed", "doctor", "drafts", "edits", "embedding", "estimate"),
+    *("jobs", "lm_eval", "lora", "models.dummy_weights", "models.shapes", "ray", "score", "view"),
 )
 """Every other file belongs to the spine: generating on one device takes it."""
 

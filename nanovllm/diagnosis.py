@@ -1,0 +1,245 @@
+"""Says why a model could not be loaded, and what to do: the advice that load.py adds to an error.
+
+The spine raises short errors. This wing then looks at the files, at the hub's answer and at the limits of memory. It is
+imported only after something has failed, so it may take its time.
+"""
+
+import difflib
+import errno
+import json
+import re
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from nanovllm.models.hub import BOX, ModelNotFoundError, as_path
+from nanovllm.models.shapes import PRESETS
+from nanovllm.utils.memory import find_memory_limits, free_memory
+
+LFS = b"version https://git-lfs.github.com/spec/"
+"""The beginning of a git-lfs pointer: a small text in place of a large file."""
+
+UNFINISHED = ("*.incomplete", "*.part", "*.crdownload", "*.aria2", "*.tmp")
+"""Files that huggingface_hub, browsers and aria2 leave when a download ends early."""
+
+SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
+
+NO_MEMORY = ("can't allocate memory", "Cannot allocate memory", "not enough memory", "bad_alloc", "DefaultCPUAllocator")
+"""Words of the errors that torch, safetensors and the operating system raise when memory runs out."""
+
+
+def explain(error: Exception, model: str) -> ValueError | None:
+    """Return the error with advice; None if there is nothing to add.
+
+    Args:
+        error: the exception that ended `LLM(model)`.
+        model: what the user called the model.
+    """
+    advice = advise_on_memory(error)
+    if not advice and isinstance(error, ValueError):
+        with suppress(OSError, ValueError, AttributeError):  # a file that cannot be read: the first error says enough
+            advice = advise_on_model(error, model)
+    return ValueError(f"{_first_line(error)}: {advice}") if advice else None
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(" .:")
+
+
+def advise_on_model(error: ValueError, model: str) -> str:
+    """Return advice about the model's files, or its name, if the error is about that; else ""."""
+    path = as_path(model)
+    if model.lower().endswith(".gguf"):
+        return ADVICE_ON_GGUF
+    if isinstance(error, ModelNotFoundError):
+        cause = error.__cause__
+        return advise_on_name(model, path) if cause is None else advise_on_hub(cause, model)
+    downloaded = re.search(r"\S*/snapshots/[0-9a-f]{40}", str(error))
+    folder = Path(downloaded[0]) if downloaded else path
+    if path.is_file():
+        return f"name the folder, {path.absolute().parent}"
+    return advise_on_folder(folder) if folder.is_dir() and str(folder) in str(error) else ""
+
+
+# ---- folders
+
+ADVICE_ON_GGUF = (
+    "GGUF is the format of llama.cpp, and this engine reads safetensors; use the model that the GGUF file was made of: "
+    "its name on the hub is usually the same without -GGUF"
+)
+
+
+def advise_on_folder(folder: Path) -> str:
+    """Return what is wrong with a model's folder, and how to mend it; "" if nothing is found."""
+    if pointers := [path.name for path in _list_files(folder) if is_lfs_pointer(path)]:
+        return (
+            f"{_name_some(pointers)} in {folder} is a git-lfs pointer: a note in place of a large file; run "
+            f"`git lfs install` and then `git lfs pull` in that folder, or download the model with `hf download`"
+        )
+    names = {path.name for path in _list_files(folder)}
+    weights = {name for name in names if name.endswith(".safetensors")}
+    if "adapter_config.json" in names and not weights - {"adapter_model.safetensors"}:
+        return advise_on_adapter(folder)
+    again = "; complete it, for example with `hf download MODEL --local-dir FOLDER`, which fetches only what is missing"
+    if missing := find_missing_shards(folder, weights):
+        return f"the download of {folder} is incomplete: it lacks {_name_some(missing)}{again}"
+    if cut := [name for name in sorted(weights) if is_cut_short(folder / name)]:
+        return (
+            f"{_name_some(cut)} in {folder} is cut short: its download is incomplete; delete it and download it again"
+        )
+    if not weights or "config.json" not in names:
+        if unfinished := find_unfinished(folder):
+            return f"the download of {folder} is incomplete: there is {_name_some(unfinished)}{again}"
+        if any(name.endswith(".gguf") for name in names):
+            return ADVICE_ON_GGUF
+        if inner := sorted(path.parent for path in folder.glob("*/config.json")):
+            return f"did you mean {_name_some([str(path) for path in inner])}?"
+    return ""
+
+
+def _list_files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_file())
+
+
+def _name_some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+def is_lfs_pointer(path: Path) -> bool:
+    """Return whether the file is the small text that git-lfs puts in place of a large file."""
+    if path.stat().st_size > 1024:
+        return False
+    return path.read_bytes().startswith(LFS)
+
+
+def is_cut_short(path: Path) -> bool:
+    """Return whether a safetensors file is shorter than its header says.
+
+    The format: 8 bytes hold the header's length, then comes the header, a JSON object, then the tensors' bytes.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        header_length = int.from_bytes(file.read(8), "little")
+        if size < 8 + header_length:
+            return header_length < 100 << 20 or size < 8  # a larger number is no header's length: another kind of file
+        try:
+            header = json.loads(file.read(header_length))
+            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
+            return size < 8 + header_length + max(ends, default=0)
+        except (ValueError, TypeError, KeyError, AttributeError, IndexError):
+            return False
+
+
+def find_missing_shards(folder: Path, weights: set[str]) -> list[str]:
+    """Return the shards that are not there, though the index or the names of the others tell of them."""
+    expected: set[str] = set()
+    for name in weights:
+        if match := SHARD.fullmatch(name):
+            count = int(match[3])
+            expected |= {f"{match[1]}-{i:05d}-of-{match[3]}.safetensors" for i in range(1, min(count, 9999) + 1)}
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        weight_map = json.loads(index.read_text(encoding="utf-8")).get("weight_map") or {}
+        expected |= {str(name) for name in weight_map.values()}
+    return sorted(expected - weights)
+
+
+def find_unfinished(folder: Path) -> list[str]:
+    """Return files of a download that has not ended, in the folder or where huggingface_hub keeps them."""
+
+    def places() -> Iterator[Path]:
+        yield folder
+        yield folder / ".cache" / "huggingface" / "download"
+        if folder.parent.name == "snapshots":
+            yield folder.parent.parent / "blobs"
+
+    return sorted(path.name for place in places() for pattern in UNFINISHED for path in place.glob(pattern))
+
+
+def advise_on_adapter(folder: Path) -> str:
+    """Return how to use a LoRA adapter: a folder with the changes to another model's weights, not with a model."""
+    adapter = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    base = adapter.get("base_model_name_or_path") or "the model that it was trained on"
+    return (
+        f"{folder} is an adapter (LoRA) for {base}, not a model; merge it into that model first, with peft: "
+        "AutoPeftModelForCausalLM.from_pretrained(ADAPTER).merge_and_unload().save_pretrained(FOLDER)"
+    )
+
+
+# ---- names
+
+
+def advise_on_name(model: str, path: Path) -> str:
+    """Return the model, shape or folder whose name resembles this one; else the forms that a name may have."""
+    names = [BOX, *PRESETS, *PRESETS.values()]
+    by_small_letters = {name.lower(): name for name in names}
+    near = difflib.get_close_matches(model.lower(), by_small_letters, n=1, cutoff=0.7)
+    if near:
+        found = by_small_letters[near[0]]
+        return f'did you mean "{PRESETS.get(found, found)}"?'
+    parent = path.absolute().parent
+    if parent.is_dir():
+        folders = [entry.name for entry in parent.iterdir() if entry.is_dir()]
+        if near := difflib.get_close_matches(path.name, folders, n=1, cutoff=0.7):
+            return f'did you mean the folder "{parent / near[0]}"?'
+    return f'name a local folder, an id of the hub such as "Qwen/Qwen3-0.6B", or "{BOX}", the built-in model'
+
+
+# ---- the hub
+
+
+def advise_on_hub(cause: BaseException, model: str) -> str:
+    """Return what to do about a download that failed.
+
+    Args:
+        cause: huggingface_hub's exception.
+    """
+    from huggingface_hub import constants
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        IncompleteSnapshotError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    elsewhere = f"or download it elsewhere with `hf download {model} --local-dir FOLDER`, and name the folder"
+    if isinstance(cause, GatedRepoError):
+        page = f"{constants.ENDPOINT}/{model}"
+        return f"accept its authors' terms at {page}, then log in with `hf auth login` or set HF_TOKEN"
+    if isinstance(cause, RepositoryNotFoundError):
+        names = {name.lower(): name for name in PRESETS.values()}
+        near = difflib.get_close_matches(model.lower(), names, n=1, cutoff=0.8)
+        hint = f'did you mean "{names[near[0]]}"? ' if near else ""
+        return f"{hint}the hub has no model of that name, or it is private: then log in with `hf auth login`"
+    if isinstance(cause, RevisionNotFoundError):
+        return "the model has no such revision: give a branch, a tag or a commit that its page on the hub lists"
+    if isinstance(cause, IncompleteSnapshotError):
+        return f"an earlier download is incomplete, and the hub cannot be asked: repeat it with a network, {elsewhere}"
+    if constants.HF_HUB_OFFLINE or isinstance(cause.__cause__, OfflineModeIsEnabled):
+        return f"HF_HUB_OFFLINE is set, and {constants.HF_HUB_CACHE} does not have the model: unset it, {elsewhere}"
+    if isinstance(cause, HfHubHTTPError):
+        return f"the hub {constants.ENDPOINT} answered with an error: try again later, {elsewhere}"
+    return (
+        f"the hub {constants.ENDPOINT} cannot be reached: check the network (HTTPS_PROXY, if you are behind a proxy), "
+        f"set HF_ENDPOINT to a mirror, {elsewhere}"
+    )
+
+
+# ---- memory
+
+
+def advise_on_memory(error: Exception) -> str:
+    """Return which options take less memory, if the error says that memory ran out; else ""."""
+    no_memory = isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM)
+    if not no_memory and not any(words in str(error) for words in NO_MEMORY):
+        return ""
+    limits = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in find_memory_limits().items())
+    return (
+        f"memory ran out while the model was loaded; {free_memory() / 2**30:.2f} GiB are free"
+        + (f" within the limits of this process ({limits})" if limits else "")
+        + '. Lower kvcache_memory_bytes or max_num_batched_tokens, take dtype="bfloat16" or a smaller model, or raise '
+        "the limit"
+    )

@@ -1,0 +1,87 @@
+"""Tells how much memory this process may still take: the machine's, or less where a limit leaves less."""
+
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+PROCESS = Path("/proc/self")
+MACHINE = Path("/proc/meminfo")
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def free_memory() -> int:
+    """Return the bytes that can be allocated without swapping, and without leaving a limit of this process."""
+    free = [_read_free_of_machine(), *(limit - used for limit, used in _read_limits().values())]
+    return max(min(free), 0)
+
+
+def find_memory_limits() -> dict[str, int]:
+    """Return the limits of this process in bytes, by name: "RLIMIT_AS", "RLIMIT_DATA", "cgroup"."""
+    return {name: limit for name, (limit, _) in _read_limits().items()}
+
+
+def _read_free_of_machine() -> int:
+    with suppress(OSError):
+        for line in MACHINE.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def _read_limits() -> dict[str, tuple[int, int]]:
+    """Return (limit, used) in bytes for each limit; of several cgroups that one which leaves least."""
+    limits = {}
+    with suppress(OSError, ValueError, IndexError):
+        # /proc/PID/statm counts pages: all of the address space first, data and stack in the sixth place.
+        pages = [int(number) * os.sysconf("SC_PAGE_SIZE") for number in (PROCESS / "statm").read_text().split()]
+        for name, kind, used in (
+            ("RLIMIT_AS", resource.RLIMIT_AS, pages[0]),
+            ("RLIMIT_DATA", resource.RLIMIT_DATA, pages[5]),
+        ):
+            limit = resource.getrlimit(kind)[0]
+            if limit != resource.RLIM_INFINITY:
+                limits[name] = (limit, used)
+    cgroups = list(_read_cgroups())
+    if cgroups:
+        limits["cgroup"] = min(cgroups, key=lambda group: group[0] - group[1])
+    return limits
+
+
+def _read_cgroups() -> Iterator[tuple[int, int]]:
+    """Yield (limit, used) of the process's cgroup and of those around it, as far as they have a limit.
+
+    Each line of /proc/self/cgroup is ID:CONTROLLERS:PATH, without controllers for version 2. Within a container the
+    path may be the host's; the container then sees its own cgroup as the root. What the kernel can drop, the cache of
+    files, does not count as used. See the kernel's cgroup-v2.rst and cgroup-v1/memory.rst.
+    """
+    try:
+        lines = (PROCESS / "cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            root = CGROUPS
+            names = ("memory.max", "memory.current", "")
+        elif "memory" in controllers.split(","):
+            root = CGROUPS / "memory"
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+        else:
+            continue
+        folder = root / path.strip("/")
+        for group in (folder, *folder.parents):
+            if group.is_relative_to(root):
+                with suppress(OSError, ValueError, KeyError):  # no limit ("max"), or no such file
+                    yield _read_cgroup(group, *names)
+
+
+def _read_cgroup(group: Path, limit: str, used: str, prefix: str) -> tuple[int, int]:
+    """Return (limit, used) in bytes; raises a ValueError if there is no limit."""
+    num_bytes = int((group / limit).read_text())
+    if num_bytes >= 1 << 62:  # version 1 has no word for "no limit"
+        raise ValueError
+    counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    droppable = int(counts[f"{prefix}inactive_file"]) + int(counts[f"{prefix}active_file"])
+    return num_bytes, int((group / used).read_text()) - droppable
