@@ -128,8 +128,8 @@ def describe_backends(shape: Shape, dtype: torch.dtype) -> Iterator[tuple[str, s
     for name, reason in reasons.items():
         if name == chosen:
             order = ", ".join(backend.name for backend in candidates)
-            yield name, f"chosen: the first that can run, of {order}"
+            yield f"{name} backend", f"chosen: the first that can run, of {order}"
         elif reason is not None:
-            yield name, f"cannot run: {reason}"
+            yield f"{name} backend", f"cannot run: {reason}"
         else:
-            yield name, "can run"
+            yield f"{name} backend", "can run"

@@ -61,8 +61,9 @@ def _read_cgroups() -> Iterator[tuple[int, int]]:
     except OSError:
         return
     for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers == "":
+        _, _, rest = line.partition(":")
+        controllers, separator, path = rest.partition(":")
+        if separator and controllers == "":
             root = CGROUPS
             names = ("memory.max", "memory.current", "")
         elif "memory" in controllers.split(","):

@@ -108,6 +108,29 @@ def test_chat_is_short() -> None:
     assert len((ROOT / "nanovllm" / "chat.py").read_text().splitlines()) <= 60
 
 
+# ---- the page
+
+PAGE = (ROOT / "docs" / "first-try.md").read_text()
+
+
+def test_the_page_installs_the_versions_of_torch_that_the_package_takes() -> None:
+    """Another version would be replaced by the default build when the package is installed."""
+    (wanted,) = re.findall(r'"(torch[<>=].*?)"', (ROOT / "pyproject.toml").read_text())
+    commands = re.findall(r"pip (?:install|download) ([^`\n]+)", PAGE)
+    assert len(commands) >= 6 and all(command.startswith(f'"{wanted}"') for command in commands)
+    assert "Behind a mirror" in PAGE and "--find-links" in PAGE and "HF_ENDPOINT" in PAGE
+
+
+def test_the_page_s_commands_and_their_options_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    shown = ""
+    for command in ("chat", "doctor"):
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        shown += capsys.readouterr().out
+    for option in ("--temperature", "--system", "--max-tokens"):
+        assert option in shown and option in PAGE
+
+
 # ---- doctor
 
 
@@ -128,8 +151,8 @@ def test_the_description_has_what_a_bug_report_needs(
     assert re.match(r"\d+\.\d\d GiB", facts["free"])
     assert facts["HF_ENDPOINT"] == "http://mirror.example"
     assert facts["device"] and facts["dtype"]
-    assert [name for name in facts if name in BACKENDS] == list(BACKENDS)
-    assert sum(facts[name].startswith("chosen: ") for name in BACKENDS) == 1
+    assert [name for name in facts if name.endswith(" backend")] == [f"{name} backend" for name in BACKENDS]
+    assert sum(facts[f"{name} backend"].startswith("chosen: ") for name in BACKENDS) == 1
 
 
 def test_the_backend_that_is_chosen_is_the_one_that_runs() -> None:
@@ -137,7 +160,7 @@ def test_the_backend_that_is_chosen_is_the_one_that_runs() -> None:
     with LLM("tiny-qwen3") as llm:
         backend = llm.engine.config.attention_backend
         dtype = llm.engine.config.dtype
-    assert re.search(rf"^  {backend} +chosen: ", shown, re.MULTILINE)
+    assert re.search(rf"^  {backend} backend +chosen: ", shown, re.MULTILINE)
     assert re.search(rf"^  dtype +{dtype} ", shown, re.MULTILINE)
 
 
@@ -153,9 +176,9 @@ def test_a_reason_is_given_for_each_backend_that_cannot_run(tmp_path: Path, monk
     finally:
         cpu_library.cache_clear()
     assert re.search(r"compiler +no-such-compiler does not run", shown)
-    assert re.search(r"flash_attn +cannot run: it needs a CUDA device", shown)
-    assert re.search(r"cpu +cannot run: its kernels cannot be compiled", shown)
-    assert re.search(r"torch +chosen: the first that can run, of cpu, torch", shown)
+    assert re.search(r"flash_attn backend +cannot run: it needs a CUDA device", shown)
+    assert re.search(r"cpu backend +cannot run: its kernels cannot be compiled", shown)
+    assert re.search(r"torch backend +chosen: the first that can run, of cpu, torch", shown)
 
 
 def test_a_model_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -122,12 +122,16 @@ def test_the_default_cache_is_a_quarter_of_what_a_cgroup_leaves(files: Path) -> 
 
 
 def test_what_a_cgroup_has_no_room_for_is_refused_with_its_option(files: Path) -> None:
-    make_group(files, "", str(2 * GIB), used=2 * GIB - (1 << 20), droppable=0)
+    make_group(files, "", str(2 * GIB), used=2 * GIB - (64 << 20), droppable=0)
     join(files, "0::/")
-    with pytest.raises(ValueError, match=r"1\.00 GiB, and 0\.00 GiB are free: lower kvcache_memory_bytes"):
+    with pytest.raises(ValueError, match=r"1\.00 GiB, and 0\.06 GiB are free: lower kvcache_memory_bytes"):
         LLM("tiny-qwen3", device="cpu", kvcache_memory_bytes=GIB)
-    with pytest.raises(ValueError, match=r"one sequence of max_model_len=512 needs .*kvcache_memory_bytes"):
-        LLM("tiny-qwen3", device="cpu", max_model_len=512)
+    make_group(files, "", str(2 * GIB), used=2 * GIB - (16 << 20), droppable=0)
+    with pytest.raises(ValueError, match=r"one sequence of max_model_len=\d+ needs .*kvcache_memory_bytes"):
+        LLM("tiny-qwen3", device="cpu", dtype="float32", max_model_len=4096)
+    make_group(files, "", str(2 * GIB), used=2 * GIB - (1 << 20), droppable=0)
+    with pytest.raises(ValueError, match=r"the weights would take .* choose a smaller model, or a smaller dtype"):
+        LLM("tiny-qwen3", device="cpu")
 
 
 # ---- real limits, in processes of their own
