@@ -106,13 +106,13 @@ def describe_compiler(compiler: str) -> str:
 
 
 def describe_memory() -> Iterator[tuple[str, str]]:
-    yield "free", f"{free_memory() / 2**30:.2f} GiB, within the limits below"
-    for name, limit in find_memory_limits().items():
+    limits = find_memory_limits()
+    yield "free", f"{free_memory() / 2**30:.2f} GiB, {'within the limits below' if limits else 'without a limit'}"
+    for name, limit in limits.items():
         yield name, f"{limit / 2**30:.2f} GiB"
-    yield (
-        "/dev/shm",
-        f"{shutil.disk_usage('/dev/shm').free / 2**30:.2f} GiB free" if Path("/dev/shm").is_dir() else "none",
-    )
+    shared = Path("/dev/shm")
+    if shared.is_dir():
+        yield str(shared), f"{shutil.disk_usage(shared).free / 2**30:.2f} GiB free"
 
 
 def describe_backends(shape: Shape, dtype: torch.dtype) -> Iterator[tuple[str, str]]:

@@ -151,16 +151,21 @@ except ValueError as error:
 """
 
 
-@pytest.mark.parametrize(("kind", "place"), [("RLIMIT_AS", 0), ("RLIMIT_DATA", 5)])
+WEIGHTS = ("qwen3-0.6b", "the weights would take 1.11 GiB, and 0.9")
+CACHE = ("tiny-qwen3", "GiB are free: lower kvcache_memory_bytes")
+
+
 @pytest.mark.parametrize(
-    ("room", "model", "words"),
+    ("kind", "place", "model", "words"),
     [
-        (GIB, "qwen3-0.6b", "the weights would take 1.11 GiB, and 0.9"),
-        (GIB, "tiny-qwen3", "GiB are free: lower kvcache_memory_bytes"),
+        ("RLIMIT_AS", 0, *WEIGHTS),
+        pytest.param("RLIMIT_DATA", 5, *WEIGHTS, marks=pytest.mark.slow),
+        pytest.param("RLIMIT_AS", 0, *CACHE, marks=pytest.mark.slow),
+        pytest.param("RLIMIT_DATA", 5, *CACHE, marks=pytest.mark.slow),
     ],
 )
-def test_a_real_limit_is_refused_with_its_option(kind: str, place: int, room: int, model: str, words: str) -> None:
-    command = [sys.executable, "-c", LOAD, kind, str(place), str(room), model]
+def test_a_real_limit_is_refused_with_its_option(kind: str, place: int, model: str, words: str) -> None:
+    command = [sys.executable, "-c", LOAD, kind, str(place), str(GIB), model]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert words in done.stdout
