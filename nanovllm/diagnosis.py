@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from nanovllm.config import EngineOptions
 from nanovllm.models.hub import BOX, ModelNotFoundError, as_path
 from nanovllm.models.shapes import PRESETS
 from nanovllm.utils.memory import find_memory_limits, free_memory
@@ -162,12 +161,7 @@ def advise_on_adapter(folder: Path) -> str:
     """Return how to use a LoRA adapter: a folder with the changes to another model's weights, not with a model."""
     adapter = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     base = adapter.get("base_model_name_or_path") or "the model that it was trained on"
-    if "lora" in EngineOptions.__annotations__:
-        return f"{folder} is an adapter (LoRA) for {base}, not a model; load that model, with the option lora={folder}"
-    return (
-        f"{folder} is an adapter (LoRA) for {base}, not a model; merge it into that model first, with peft: "
-        "AutoPeftModelForCausalLM.from_pretrained(ADAPTER).merge_and_unload().save_pretrained(FOLDER)"
-    )
+    return f"{folder} is an adapter (LoRA) for {base}, not a model; load that model, with the option lora={folder}"
 
 
 # ---- names
