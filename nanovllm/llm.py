@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from contextlib import closing
-from functools import partial
+from functools import cached_property, partial
 from types import TracebackType
 from typing import Any, NoReturn, Unpack
 
@@ -13,7 +13,7 @@ from nanovllm.config import EngineConfig, EngineOptions
 from nanovllm.engine.hooks import StepObserver
 from nanovllm.engine.output import read_text
 from nanovllm.engine.sequence import Request
-from nanovllm.load import embed_prompts, load_engine, score_pairs
+from nanovllm.load import embed_prompts, load_engine, make_renewal, score_pairs
 from nanovllm.outputs import Embedding, Output, Score
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import (
@@ -385,6 +385,52 @@ class LLM:
     def stats(self) -> dict[str, int]:
         """Return cumulative counts of steps, tokens, cache hits and preemptions, and the numbers of blocks."""
         return self.engine.stats()
+
+    # ---- new weights, and sleep
+
+    @cached_property
+    def _renewal(self) -> Any:
+        return make_renewal(self.engine)
+
+    def load_weights(self, named_tensors: Iterable[tuple[str, Any]], finish: bool = True) -> None:
+        """Replace weights, for example after a step of training. The prefix cache is forgotten.
+
+        One call is one load, unless `finish` says otherwise. Each call checks all names and shapes before it writes. A
+        load may replace some layers only, but of each layer's fused matrices (q, k and v; gate and up) all.
+
+        Args:
+            named_tensors: (name in a checkpoint, tensor of any floating dtype, on any device). The head of a tied model
+                is ignored.
+            finish: False says that more calls follow. Until the last one no request runs.
+
+        Raises:
+            ValueError: a name or a shape is wrong, or the load is not complete. If something was written already, the
+                engine is closed.
+            RuntimeError: requests are unfinished, the engine is asleep, or it has several ranks.
+        """
+        self._renewal.load_weights(named_tensors, finish)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget the prefix cache, and return True. RuntimeError if requests are unfinished."""
+        self.engine.check_idle()
+        self.engine.scheduler.block_manager.forget_all()
+        return True
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the KV cache (level 1), and the weights, too (level 2). Until `wake_up` no request runs.
+
+        Raises:
+            ValueError: there is no such level.
+            RuntimeError: requests are unfinished, or the engine has several ranks.
+        """
+        self._renewal.sleep(level)
+
+    def wake_up(self) -> None:
+        """Undo `sleep`. After level 2 the model's folder is read again.
+
+        If `load_weights` had replaced weights that level 2 has freed, no request runs until it is called again.
+        """
+        self._renewal.wake_up()
 
     def close(self) -> None:
         """Free the model and the KV cache. The engine cannot be used afterwards."""

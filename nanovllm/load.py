@@ -230,6 +230,13 @@ def score_pairs(llm: Any, prompts: Any, continuations: Any, show: bool) -> list[
     return score_pairs(llm, prompts, continuations, show)
 
 
+def make_renewal(engine: LLMEngine) -> Any:
+    """Return what replaces the weights of an engine and lets it sleep: a `Renewal`."""
+    from nanovllm.renewal import Renewal
+
+    return Renewal(engine)
+
+
 def embed_prompts(llm: Any, prompts: Any, **options: Any) -> list[Embedding]:
     """Embed every prompt: see `LLM.embed`."""
     from nanovllm.embedding import embed_prompts

@@ -30,13 +30,14 @@ STRUCTURED: Mapping[str, tuple[Any, ...]] = {
 OPTIONS: Mapping[str, tuple[Any, ...]] = {
     # These change logging, speed or memory, or switch something that is always on or always off here.
     **dict.fromkeys(("disable_log_stats", "enable_chunked_prefill", "async_scheduling", "swap_space"), (ANY,)),
+    "enable_sleep_mode": (ANY,),
     **dict.fromkeys(("compilation_config", "disable_custom_all_reduce", "distributed_executor_backend"), (ANY,)),
     **dict.fromkeys(("limit_mm_per_prompt", "max_loras", "max_lora_rank", "max_cpu_loras"), (ANY,)),
     "trust_remote_code": (ANY,),  # a model that needs code of its own is refused when it is loaded
     # These would change results, or ask for something that we do not have.
     **dict.fromkeys(("quantization", "kv_transfer_config", "logits_processors"), (None,)),
     **dict.fromkeys(("hf_overrides", "rope_scaling", "mm_processor_kwargs"), (None, {})),
-    **dict.fromkeys(("enable_lora", "enable_prompt_embeds", "enable_sleep_mode"), (False,)),
+    **dict.fromkeys(("enable_lora", "enable_prompt_embeds"), (False,)),
     **dict.fromkeys(("enable_expert_parallel", "skip_tokenizer_init", "calculate_kv_scales"), (False,)),
     **dict.fromkeys(("pipeline_parallel_size", "data_parallel_size"), (1,)),
     **dict.fromkeys(("task", "runner"), ("auto", "generate")),

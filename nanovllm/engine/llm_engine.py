@@ -98,6 +98,8 @@ class LLMEngine:
         self.observers = list(observers)
         self.origin = origin
         self.closed = False
+        self.refusal: str | None = None
+        """Why no step may run now, if something else than the engine itself forbids it."""
         self.identity = object()
         """A `Request` keeps this object to know its engine. If it kept the engine itself, the weights would
         stay in memory as long as the request."""
@@ -129,6 +131,8 @@ class LLMEngine:
             raise RuntimeError("the engine is closed")
         if os.getpid() != self._pid:
             raise RuntimeError("this process was forked after the engine was made: make another engine in this process")
+        if self.refusal is not None:
+            raise RuntimeError(self.refusal)
         if self._running:
             raise RuntimeError("another generate() or stream() of this engine is open: finish or close it first")
 

@@ -4,7 +4,7 @@ It computes the same numbers as transformers. The families differ in biases, and
 `FAMILIES` in config.py says which family has which.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +15,7 @@ from nanovllm.kernels.norm_rope_store import NormRope
 from nanovllm.layers.embedding import LMHead, VocabParallelEmbedding
 from nanovllm.layers.linear import ColumnParallelLinear, Experts, Part, RowParallelLinear
 from nanovllm.layers.parallel import Parallel
-from nanovllm.layers.weights import NamedTargets, ShardedLayer, make_whole_target
+from nanovllm.layers.weights import NamedTargets, ShardedLayer, WeightTarget, make_whole_target
 from nanovllm.models.config import Shape, find_sparse_layers
 
 if TYPE_CHECKING:
@@ -203,11 +203,19 @@ class Decoder(nn.Module):
         Args:
             names: the names in the checkpoint. They show in which of several forms it was saved.
         """
-        for path, module in self.named_modules(prefix="model"):
+        for _, name, target in self.module_targets(names):
+            yield name, target
+
+    def module_targets(self, names: Collection[str] = ()) -> Iterator[tuple[str, str, WeightTarget]]:
+        """Yield (path of the module here, name in a checkpoint, place to load it to): see `weight_targets`."""
+        for path, module in self.named_modules():
             if module is self.lm_head:
-                yield from () if self.tied else self.lm_head.weight_targets("lm_head", names)
+                found = iter(()) if self.tied else self.lm_head.weight_targets("lm_head", names)
             elif isinstance(module, ShardedLayer):
-                yield from module.weight_targets(path, names)
+                found = module.weight_targets(f"model.{path}", names)
             else:
-                for name, parameter in module.named_parameters(recurse=False):
-                    yield f"{path}.{name}.weight", make_whole_target(parameter)
+                prefix = f"model.{path}." if path else "model."
+                parameters = module.named_parameters(recurse=False)
+                found = ((f"{prefix}{name}.weight", make_whole_target(value)) for name, value in parameters)
+            for name, target in found:
+                yield path, name, target

@@ -60,7 +60,8 @@ def checkpoint_files(folder: Path) -> list[Path]:
     return files
 
 
-def _name_some(names: Iterable[str]) -> str:
+def name_some(names: Iterable[str]) -> str:
+    """Return the first five of the names, and how many more there are, for an error message."""
     names = sorted(names)
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
@@ -84,18 +85,16 @@ def load_weights(
     """
     files = checkpoint_files(folder)
     found = find_names(files)
-    # A checkpoint of a model without its LM head has no "model." before its names.
-    prefix = "" if any(name.startswith("model.") for name in found) else "model."
-    names = {name: name if name.startswith("lm_head.") else prefix + name for name in found}
+    names = name_canonically(found)
     found = set(names.values())
     targets: dict[str, list[WeightTarget]] = {}
     for name, target in model.weight_targets(found):
         targets.setdefault(name, []).append(target)
     _check_cover(model, chain.from_iterable(targets.values()))
     if missing := targets.keys() - found:
-        raise ValueError(f"{folder} lacks {len(missing)} tensors: {_name_some(missing)}")
+        raise ValueError(f"{folder} lacks {len(missing)} tensors: {name_some(missing)}")
     if unexpected := found - targets.keys() - {"lm_head.weight"}:  # some checkpoints hold a tied head, too
-        raise ValueError(f"{folder} has {len(unexpected)} tensors that the model does not: {_name_some(unexpected)}")
+        raise ValueError(f"{folder} has {len(unexpected)} tensors that the model does not: {name_some(unexpected)}")
     if adapter is not None:
         adapter.check_names(targets.keys())
     device = next(model.parameters()).device
@@ -121,6 +120,13 @@ def find_names(files: Iterable[Path]) -> set[str]:
             raise ValueError(f"{path}: tensor {min(double)} is in another file too")
         found.update(names)
     return found
+
+
+def name_canonically(names: Iterable[str]) -> dict[str, str]:
+    """Return {name: the name that the model knows it by}. A checkpoint without an LM head has no "model." there."""
+    names = list(names)
+    prefix = "" if any(name.startswith("model.") for name in names) else "model."
+    return {name: name if name.startswith("lm_head.") else prefix + name for name in names}
 
 
 def has_lm_head(config: "PretrainedConfig", folder: Path | None) -> bool:

@@ -49,15 +49,11 @@ class ModelRunner:
         self.parallel = parallel
         self.device = torch.device(config.device)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
+        self.hf_config = hf_config
         self.shape = Shape.from_config(hf_config).shard(parallel.size)
         self.backend = BACKENDS[config.attention_backend]()
-        num_bytes = self.shape.num_parameters * self.dtype.itemsize
-        check_free_memory(num_bytes, self.device, "the weights", "choose a smaller model, or a smaller dtype")
-        with torch.device(self.device), default_dtype(self.dtype):
-            self.model = Decoder(hf_config, self.backend, parallel, config.max_model_len)
-        self.backend.prepare_weights(self.model.parameters())
-        read_weights(self.model)
-        self.backend.pack_weights(self.model.modules())
+        self._read_weights = read_weights
+        self.load_model()
         self.tables = DeviceTables(config.max_num_seqs, config.max_blocks_per_seq, self.device)
         self.staging = Staging(StepPlan.max_packed_size(config), self.device)
         self.sampler = Sampler(self.backend, self.tables, parallel)
@@ -188,6 +184,20 @@ class ModelRunner:
                 return "after this CUDA error nothing on the device can be trusted"
         return None
 
+    def load_model(self) -> None:
+        """Make the model and read its weights: when the runner is made, and after `free_model`."""
+        num_bytes = self.shape.num_parameters * self.dtype.itemsize
+        check_free_memory(num_bytes, self.device, "the weights", "choose a smaller model, or a smaller dtype")
+        with torch.device(self.device), default_dtype(self.dtype):
+            self.model = Decoder(self.hf_config, self.backend, self.parallel, self.config.max_model_len)
+        self.backend.prepare_weights(self.model.parameters())
+        self._read_weights(self.model)
+        self.backend.pack_weights(self.model.modules())
+
+    def free_model(self) -> None:
+        """Free the weights. Nothing may be launched before `load_model` has run."""
+        del self.model
+
     def close(self) -> None:
         """Free the device's memory for good. Graphs go first, because they use addresses in the other memory."""
         if self.draft is not None:
@@ -200,7 +210,9 @@ class ModelRunner:
                 self.graphs.release()
         self.graphs = None
         self.caches = []
-        del self.model, self.backend, self.sampler
+        if hasattr(self, "model"):
+            self.free_model()
+        del self.backend, self.sampler
         with suppress(RuntimeError):
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()

@@ -47,18 +47,23 @@ def make_cache(runner: ModelRunner) -> int:
         ranks = runner.parallel.ranks_per_device
         num_blocks = count_blocks(config, block_bytes, runner.device, ranks, lambda: measure_memory(runner))
         num_blocks = runner.parallel.minimum(num_blocks)
-        runner.caches = make_caches(runner, num_blocks)
-        if runner.draft is not None:
-            runner.draft.caches = make_caches(runner.draft, num_blocks)
         num_gib = num_blocks * block_bytes / 2**30
         num_tokens = num_blocks * config.block_size
         room = f"{num_tokens} tokens, {num_tokens / config.max_model_len:.1f} sequences of {config.max_model_len}"
         logger.info("KV cache %.2f GiB: %d blocks of %d tokens, %s", num_gib, num_blocks, config.block_size, room)
-        if config.use_graphs:
-            runner.graphs = make_graphs(runner)
-            with torch.inference_mode():
-                runner.graphs.capture(runner.decode, runner.sample_decoded, show_progress=runner.parallel.rank == 0)
+        fill_cache(runner, num_blocks)
     return num_blocks
+
+
+def fill_cache(runner: ModelRunner, num_blocks: int) -> None:
+    """Allocate the KV cache of a runner, and of its draft model, and capture the graphs that read it."""
+    runner.caches = make_caches(runner, num_blocks)
+    if runner.draft is not None:
+        runner.draft.caches = make_caches(runner.draft, num_blocks)
+    if runner.config.use_graphs:
+        runner.graphs = make_graphs(runner)
+        with runner.on_device(), torch.inference_mode():
+            runner.graphs.capture(runner.decode, runner.sample_decoded, show_progress=runner.parallel.rank == 0)
 
 
 def count_block_bytes(runner: ModelRunner) -> int:

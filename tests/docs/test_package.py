@@ -52,7 +52,7 @@ ROOMS = (
     ("score",),
     ("distributed.worker",),
     ("load",),
-    ("diagnosis", "view", "embedding", "lora"),
+    ("diagnosis", "view", "embedding", "lora", "renewal"),
     ("distributed",),
     ("edits",),
     ("runner",),
@@ -72,7 +72,7 @@ as rank 0 does."""
 
 WINGS = (
     *("__main__", "chat", "cli", "diagnosis", "distributed", "doctor", "drafts", "edits", "embedding", "estimate"),
-    *("jobs", "lm_eval", "lora", "models.dummy_weights", "models.shapes", "ray", "score", "view"),
+    *("jobs", "lm_eval", "lora", "models.dummy_weights", "models.shapes", "ray", "renewal", "score", "view"),
 )
 """Every other file belongs to the spine: generating on one device takes it."""
 

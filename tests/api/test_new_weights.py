@@ -1,0 +1,204 @@
+"""An engine with new weights is as a fresh engine with that checkpoint; a sleeping engine wakes up as it was."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.tiny import BLOCK, draw_prompts, save_random
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3MoeForCausalLM
+
+from nanovllm import LLM, SamplingParams
+
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "device": "cpu",
+    "max_model_len": 96,
+    "kvcache_block_size": BLOCK,
+    "num_kvcache_blocks": 24,
+}
+PROMPTS = draw_prompts([1, 15, 40, 33])
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def say(llm: LLM) -> list[list[int]]:
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    return [output["token_ids"] for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+
+
+def say_fresh(folder: Path, **options: Any) -> list[list[int]]:
+    with LLM(folder, **OPTIONS | options) as llm:
+        return say(llm)
+
+
+def read(folder: Path) -> list[tuple[str, Tensor]]:
+    return list(load_file(folder / "model.safetensors").items())
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two checkpoints of the same shape."""
+    root = tmp_path_factory.mktemp("weights")
+    for seed in (0, 1):
+        save_random(root / str(seed), seed=seed)
+    return root / "0", root / "1"
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu", pytest.param("triton", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tied", [True, False])
+def test_tokens_are_those_of_a_fresh_engine(backend: str, tied: bool, tmp_path: Path) -> None:
+    for seed in (0, 1):
+        save_random(tmp_path / str(seed), seed=seed, tie_word_embeddings=tied)
+    options = {"attention_backend": backend}
+    expected = say_fresh(tmp_path / "1", **options)
+    with LLM(tmp_path / "0", **OPTIONS | options) as llm:
+        before = say(llm)
+        llm.load_weights(read(tmp_path / "1"))
+        assert say(llm) == expected != before
+        llm.load_weights(read(tmp_path / "0"))
+        assert say(llm) == before
+
+
+@pytest.mark.parametrize("model_class", [Qwen2ForCausalLM, LlamaForCausalLM, Qwen3MoeForCausalLM])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_every_family(model_class: type[PreTrainedModel], dtype: str, tmp_path: Path) -> None:
+    for seed in (0, 1):
+        extra = EXPERTS if model_class is Qwen3MoeForCausalLM else {}
+        save_random(tmp_path / str(seed), seed=seed, model_class=model_class, **extra)
+    options = {"attention_backend": "cpu", "dtype": dtype}
+    expected = say_fresh(tmp_path / "1", **options)
+    with LLM(tmp_path / "0", **OPTIONS | options) as llm:
+        llm.load_weights(read(tmp_path / "1"))
+        assert say(llm) == expected
+
+
+def test_a_load_may_come_in_parts_and_in_any_order(folders: tuple[Path, Path]) -> None:
+    expected = say_fresh(folders[1])
+    with LLM(folders[0], **OPTIONS) as llm:
+        tensors = read(folders[1])[::-1]
+        for i in range(0, len(tensors), 3):
+            llm.load_weights(iter(tensors[i : i + 3]), finish=False)
+            with pytest.raises(RuntimeError, match="new weights are being loaded"):
+                say(llm)
+        llm.load_weights([])
+        assert say(llm) == expected
+
+
+def test_some_layers_may_be_replaced_alone(folders: tuple[Path, Path], tmp_path: Path) -> None:
+    mixed = dict(read(folders[0])) | {name: value for name, value in read(folders[1]) if ".layers.1." in name}
+    model = save_random(tmp_path)
+    model.load_state_dict(mixed, strict=False)
+    model.save_pretrained(tmp_path)
+    with LLM(folders[0], **OPTIONS) as llm:
+        llm.load_weights([(name, value) for name, value in read(folders[1]) if ".layers.1." in name])
+        assert say(llm) == say_fresh(tmp_path)
+
+
+def test_the_head_of_a_tied_model_is_ignored(folders: tuple[Path, Path]) -> None:
+    with LLM(folders[0], **OPTIONS) as llm:
+        llm.load_weights([*read(folders[1]), ("lm_head.weight", torch.zeros(500, 64))])
+        assert say(llm) == say_fresh(folders[1])
+
+
+def wrong_loads() -> dict[str, tuple[Any, str]]:
+    q = "model.layers.0.self_attn.q_proj.weight"
+    return {
+        "unknown": ([("model.layers.9.mlp.up_proj.weight", torch.zeros(1))], "no weights called model.layers.9"),
+        "shape": ([(q, torch.zeros(3, 3))], r"has shape \[3, 3\]; the model has \[128, 64\]"),
+        "integers": ([(q, torch.zeros(128, 64, dtype=torch.int8))], "must be a tensor of floating-point numbers"),
+        "twice": ([(q, torch.zeros(128, 64)), (q, torch.zeros(128, 64))], "two tensors with the same name"),
+        "not complete": ([(q, torch.zeros(128, 64))], "the load is not complete: .*k_proj.*v_proj"),
+    }
+
+
+@pytest.mark.parametrize("fault", wrong_loads())
+def test_a_refused_load_leaves_the_old_weights(fault: str, folders: tuple[Path, Path]) -> None:
+    tensors, message = wrong_loads()[fault]
+    with LLM(folders[0], **OPTIONS) as llm:
+        before = say(llm)
+        with pytest.raises(ValueError, match=message):
+            llm.load_weights(tensors)
+        assert say(llm) == before
+        llm.load_weights(read(folders[1]))
+        assert say(llm) == say_fresh(folders[1])
+
+
+def test_a_load_that_fails_after_it_has_written_closes_the_engine(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(folders[0], **OPTIONS)
+    with pytest.raises(ValueError, match="the engine is closed"):
+        llm.load_weights([("model.norm.weight", torch.ones(64)), *wrong_loads()["not complete"][0]], finish=False)
+        llm.load_weights([])
+    with pytest.raises(RuntimeError, match="closed"):
+        say(llm)
+    llm = LLM(folders[0], **OPTIONS)
+    tensors = read(folders[1])
+    backend = llm.engine.runner.backend
+    monkeypatch.setattr(type(backend), "pack_weights", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        llm.load_weights(tensors)
+    with pytest.raises(RuntimeError, match="closed"):
+        say(llm)
+
+
+def test_the_prefix_cache_is_forgotten(folders: tuple[Path, Path]) -> None:
+    with LLM(folders[0], **OPTIONS) as llm:
+        params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+
+        def count_cached() -> int:
+            return llm.generate([PROMPTS[2]], params, use_tqdm=False)[0]["num_cached_tokens"]
+
+        assert (count_cached(), count_cached()) == (0, 32)
+        llm.load_weights(read(folders[1]))
+        assert (count_cached(), count_cached()) == (0, 32)
+        assert llm.reset_prefix_cache()
+        assert count_cached() == 0
+
+
+@pytest.mark.parametrize("level", [1, 2])
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_an_engine_wakes_up_as_it_was(level: int, backend: str, folders: tuple[Path, Path]) -> None:
+    drafts = {"model": str(folders[1]), "num_speculative_tokens": 2}
+    for extra in ({}, {"speculative_config": drafts}):
+        with LLM(folders[0], **OPTIONS | extra, attention_backend=backend, enable_sleep_mode=True) as llm:
+            before = say(llm)
+            llm.sleep(level)
+            runner = llm.engine.runner
+            assert not runner.caches and hasattr(runner, "model") == (level == 1)
+            for action in (lambda: say(llm), lambda: llm.add_request([1]), llm.sleep, lambda: llm.embed([[1]])):
+                with pytest.raises(RuntimeError, match=r"asleep: call wake_up\(\) first"):
+                    action()
+            with pytest.raises(RuntimeError, match="asleep"):
+                llm.load_weights(read(folders[1]))
+            llm.wake_up()
+            assert say(llm) == before
+            llm.wake_up()  # once more does no harm
+            llm.sleep(level)
+
+
+def test_replaced_weights_that_were_freed_must_come_again(folders: tuple[Path, Path]) -> None:
+    with LLM(folders[0], **OPTIONS) as llm:
+        llm.load_weights(read(folders[1]))
+        expected = say(llm)
+        llm.sleep()
+        llm.wake_up()
+        assert say(llm) == expected  # level 1 keeps them
+        llm.sleep(level=2)
+        llm.wake_up()
+        with pytest.raises(RuntimeError, match=r"were freed by sleep\(level=2\): call load_weights\(\) again"):
+            say(llm)
+        llm.load_weights(read(folders[1]))
+        assert say(llm) == expected
+
+
+def test_wrong_levels_and_unfinished_requests_are_refused(folders: tuple[Path, Path]) -> None:
+    with LLM(folders[0], **OPTIONS) as llm:
+        with pytest.raises(ValueError, match="level is 3; it must be 1"):
+            llm.sleep(3)
+        llm.add_request([1, 2], SamplingParams(max_tokens=4))
+        for action in (llm.sleep, llm.reset_prefix_cache, lambda: llm.load_weights(read(folders[1]))):
+            with pytest.raises(RuntimeError, match="unfinished"):
+                action()
