@@ -88,7 +88,7 @@ def measure_schema(schema: dict[str, Any], num_bytes: int) -> Size:
                 names += len(part[keyword])
         if isinstance(part.get("patternProperties"), dict):
             patterns += part["patternProperties"]
-        if part.get("pattern") not in _OWN_PATTERNS:
+        if str(part.get("pattern")) not in _OWN_PATTERNS:  # it may be of any type
             patterns += [str(part[keyword]) for keyword in ("pattern", "format") if keyword in part]
         if "$ref" in part:
             references.add(str(part["$ref"]))

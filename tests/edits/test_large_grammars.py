@@ -234,6 +234,7 @@ def test_a_panic_is_one_sentence(compiler: Grammars, capfd: pytest.CaptureFixtur
         ({"properties": {"a": {"items": {"$ref": "#"}}}}, "depth", 6),
         ({"properties": {"a/b": {"$ref": "#"}, "c": {"$ref": "#"}}}, "depth", 4),
         ({"pattern": "abc", "format": "date"}, "patterns", 128 + 3 + 128 + 4),
+        ({"pattern": ["a"]}, "patterns", 128 + 5),
     ],
 )
 def test_the_size_of_a_schema(schema: dict[str, Any], name: str, size: int) -> None:
