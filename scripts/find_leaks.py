@@ -1,0 +1,185 @@
+"""Looks for leaks while requests, engines or lines come and go: of memory, descriptors, threads, processes and files.
+
+    python scripts/find_leaks.py requests [--count 50000]
+    python scripts/find_leaks.py engines [--count 200]
+    python scripts/find_leaks.py lines [--count 1000000]
+
+`requests` runs so many requests of all kinds through one engine. `engines` makes and closes so many engines: plain
+ones, ones that write a trace, ones that read grammars, and ones of two ranks. `lines` runs one job of so many lines, of
+which every twentieth is a request and the others are wrong, because a model would take hours for all.
+
+The first third is a warm-up. From then on all that is counted must stay as it is, and memory may grow by TOLERANCE
+bytes for each request, engine or line: the slope of a line through the samples, by least squares. The exit status is 1
+if something grows.
+"""
+
+import argparse
+import gc
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Generator
+from contextlib import closing, suppress
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for steps this small, more threads only wait for each other
+
+from nanovllm import LLM, SamplingParams
+
+TOLERANCE = {"requests": 400, "engines": 64 << 10, "lines": 40}
+"""Bytes. A request that is kept has 2,000 bytes or more, an engine some megabytes. A line costs 9 by design."""
+
+COUNTS = {"requests": 50_000, "engines": 200, "lines": 1_000_000}
+
+NUM_SAMPLES = 40
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "device": "cpu",
+    "max_model_len": 128,
+    "max_num_seqs": 128,
+    "kvcache_memory_bytes": 16 << 20,
+}
+
+
+Sample = dict[str, int]
+
+
+def take_sample(pid: int, folder: Path) -> Sample:
+    """Count what a process holds. `folder` is where it makes its temporary files."""
+    process = Path(f"/proc/{pid}")
+    pages = int((process / "statm").read_text().split()[1])
+    maps = (process / "maps").read_text().splitlines()
+    return {
+        "bytes": pages * os.sysconf("SC_PAGE_SIZE"),
+        "descriptors": len(os.listdir(process / "fd")),
+        "threads": len(os.listdir(process / "task")),
+        "processes": len((process / "task" / str(pid) / "children").read_text().split()),
+        "pieces of shared memory": sum("memfd:" in line or "/dev/shm" in line for line in maps),
+        "files": sum(len(files) for _, _, files in os.walk(folder)),
+    }
+
+
+def compute_slope(points: list[tuple[int, int]]) -> float:
+    """Return the slope of the line through (x, y) points, by least squares."""
+    mean_x = sum(x for x, _ in points) / len(points)
+    mean_y = sum(y for _, y in points) / len(points)
+    return sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points)
+
+
+def draw_request(number: int) -> tuple[list[int], SamplingParams]:
+    """Return the prompt and parameters of one request. There are six kinds, in turn."""
+    prompt = [5 + (number * 7 + i) % 600 for i in range(1 + number % 23)]
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"seed": number},
+        {"logprobs": 2, "prompt_logprobs": 1},
+        {"repetition_penalty": 1.2, "logit_bias": {number % 600: 2.0}},
+        {"n": 2, "stop": ["e"]},
+        {"structured_outputs": {"regex": f"[a-z]{{2}}{number % 977}"}},
+    ]
+    return prompt, SamplingParams(max_tokens=2 + number % 3, **kinds[number % len(kinds)])
+
+
+def run_requests(count: int, folder: Path) -> Generator[tuple[int, Sample], None, None]:
+    """Run requests through one engine. Yield how many have ended, and a sample, now and then."""
+    step = max(1, count // NUM_SAMPLES)
+    with LLM("tiny-qwen3", **OPTIONS) as llm:
+        for first in range(0, count, step):
+            prompts, params = zip(*map(draw_request, range(first, min(count, first + step))), strict=True)
+            llm.generate(list(prompts), list(params), use_tqdm=False)
+            gc.collect()
+            yield first + len(prompts), take_sample(os.getpid(), folder)
+
+
+def run_engines(count: int, folder: Path) -> Generator[tuple[int, Sample], None, None]:
+    """Make, use and close engines. Yield how many, and a sample, after every four of different kinds."""
+    for number in range(count):
+        kind = number % 4
+        options = dict(OPTIONS)
+        params = SamplingParams(max_tokens=4)
+        trace = folder / "trace.json"
+        if kind == 1:
+            options["trace"] = str(trace)
+        elif kind == 2:
+            schema = {"type": "object", "properties": {f"p{number}": {"type": "integer"}}}
+            params = SamplingParams(max_tokens=4, structured_outputs={"json": schema})
+        elif kind == 3:
+            options["tensor_parallel_size"] = 2
+        with LLM("tiny-qwen3", **options) as llm:
+            llm.generate([[5, 6, 7]] * 3, params, use_tqdm=False)
+        trace.unlink(missing_ok=True)
+        if kind == 3:
+            gc.collect()
+            yield number + 1, take_sample(os.getpid(), folder)
+
+
+def run_lines(count: int, folder: Path) -> Generator[tuple[int, Sample], None, None]:
+    """Run a job in a process of its own. Yield how many lines are answered, to a percent, and a sample."""
+    source = folder / "in.jsonl"
+    results = folder / "out.jsonl"
+    with open(source, "w") as file:
+        for number in range(count):
+            prompt = "" if number % 20 else f"What is {number % 977}?"
+            file.write(json.dumps({"custom_id": f"id-{number}", "prompt": prompt, "max_tokens": 1}) + "\n")
+    options = ["--model=tiny-qwen3", "--dtype=float32", "--max-model-len=64", "--kvcache-memory-bytes=8388608"]
+    command = [sys.executable, "-m", "nanovllm", "run-batch", "-i", str(source), "-o", str(results), *options]
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as process:
+        samples = []
+        try:
+            while process.poll() is None:
+                if results.exists():
+                    with suppress(OSError):  # it has just ended
+                        samples.append((results.stat().st_size, take_sample(process.pid, folder)))
+                time.sleep(0.25)
+        finally:
+            process.kill()
+    content = results.read_bytes()
+    num_answers = content.count(b"\n")
+    if process.returncode != 1 or num_answers != count:
+        raise SystemExit(f"the job ended with {process.returncode} and {num_answers} answers")
+    for size, sample in samples:
+        if size:
+            yield count * size // len(content), sample
+
+
+def judge(task: str, samples: list[tuple[int, Sample]]) -> bool:
+    """Print what the samples after the warm-up say; return whether all of it is flat."""
+    warm = samples[len(samples) // 3 :]
+    growth = compute_slope([(count, sample["bytes"]) for count, sample in warm])
+    is_flat = growth <= TOLERANCE[task]
+    low, high = (f(sample["bytes"] for _, sample in warm) >> 20 for f in (min, max))
+    print(
+        f"memory: {growth:.0f} bytes for each of the {task}, {low} to {high} MiB; at most {TOLERANCE[task]} are allowed"
+    )
+    for name in warm[0][1].keys() - {"bytes"}:
+        counts = [sample[name] for _, sample in warm]
+        is_flat = is_flat and counts[-1] <= counts[0]
+        print(f"{name}: {counts[0]} at first, {counts[-1]} in the end, {max(counts)} at most")
+    return is_flat
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("task", choices=COUNTS)
+    parser.add_argument("--count", type=int, help=f"how many (default: {COUNTS})")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="begin nothing more after so many seconds")
+    arguments = parser.parse_args()
+    run = {"requests": run_requests, "engines": run_engines, "lines": run_lines}[arguments.task]
+    since = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder:
+        tempfile.tempdir = folder
+        with closing(run(arguments.count or COUNTS[arguments.task], Path(folder))) as taking:
+            in_time = takewhile(lambda _: time.monotonic() - since < arguments.seconds, taking)
+            samples = list(in_time)
+    print(f"{samples[-1][0]} {arguments.task} in {time.monotonic() - since:.0f} s, {len(samples)} samples")
+    return 0 if judge(arguments.task, samples) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
