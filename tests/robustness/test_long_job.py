@@ -15,8 +15,8 @@ WARM_UP = 8_000
 """Until then caches fill: of kernels for each number of tokens, of the tokenizer, of the KV pool."""
 BYTES_A_LINE = 500
 """The most that resident memory may grow by for each further line. 9 bytes are what a line costs by design. Measured
-over 14,000 lines: -103 in float32, the allocator's noise; 800 to 1,300 in bfloat16, because oneDNN compiles code for each
-number of tokens in a step and drops it again (docs/reliability.md). A request that is not let go has at least 2,000."""
+over 14,000 lines: -103 in float32, the allocator's noise; 800 to 1,300 in bfloat16, because oneDNN compiles code for
+each number of tokens and drops it again (docs/reliability.md). A request that is not let go has at least 2,000."""
 
 
 class Sample(NamedTuple):
