@@ -1,7 +1,5 @@
 """Runs the command `nanovllm` as `python -m nanovllm`."""
 
-import sys
+from nanovllm.cli import run
 
-from nanovllm.cli import main
-
-sys.exit(main())
+run()

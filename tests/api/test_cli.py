@@ -140,3 +140,17 @@ def test_the_command_bounds_how_long_threads_spin_before_torch_is_loaded() -> No
     late = "import os, torch, nanovllm; print(os.environ.get('GOMP_SPINCOUNT'))"
     done = subprocess.run([sys.executable, "-c", late], env=environment, capture_output=True, text=True)
     assert done.stdout.split() == ["None"], "libgomp would not read it: then small models compute in one thread"
+
+
+@pytest.mark.parametrize(("status", "printed"), [(1, "said\ncleaned up\n"), (130, "said\n"), (143, "said\n")])
+def test_an_interrupted_command_ends_without_the_interpreters_clean_up(status: int, printed: str) -> None:
+    """All that was printed arrives."""
+    script = f"""
+import atexit
+from nanovllm import cli
+atexit.register(print, "cleaned up")
+cli.main = lambda: print("said") or {status}
+cli.run()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (status, printed, "")
