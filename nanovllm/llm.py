@@ -406,7 +406,7 @@ class LLM:
         Raises:
             ValueError: a name or a shape is wrong, or the load is not complete. If something was written already, the
                 engine is closed.
-            RuntimeError: requests are unfinished, the engine is asleep, or it has several ranks.
+            RuntimeError: requests are unfinished, the engine is asleep, or a rank has failed.
         """
         self._renewal.load_weights(named_tensors, finish)
 
@@ -421,7 +421,7 @@ class LLM:
 
         Raises:
             ValueError: there is no such level.
-            RuntimeError: requests are unfinished, or the engine has several ranks.
+            RuntimeError: requests are unfinished, or a rank has failed.
         """
         self._renewal.sleep(level)
 

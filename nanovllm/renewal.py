@@ -1,6 +1,7 @@
 """New weights in a running engine, and an engine that sleeps: for reinforcement learning, and for many checkpoints."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,74 +16,76 @@ from nanovllm.runner.startup import fill_cache
 from nanovllm.utils.checks import as_bool, quote, refuse
 from nanovllm.utils.machine import default_dtype
 
+Command = dict[str, Any]
+"""What every rank is to do: "do", and its arguments. It travels as JSON."""
+
 LOADING = "new weights are being loaded: call load_weights() with finish=True first"
 ASLEEP = "the engine is asleep: call wake_up() first"
 REPLACED = "the weights that load_weights() had brought were freed by sleep(level=2): call load_weights() again first"
 
 
 class Renewal:
-    """Replaces the weights of an engine, and frees and restores its memory. `LLM` has a method for each of these."""
+    """Replaces the weights of an engine, and frees and restores its memory. `LLM` has a method for each of these.
+
+    It checks what is asked for, on rank 0, and has every rank do it.
+    """
 
     def __init__(self, engine: LLMEngine) -> None:
-        if not isinstance(engine.runner, ModelRunner):
-            raise RuntimeError("new weights and sleep are for engines of one rank: make another engine instead")
         self._engine = engine
-        self._runner = engine.runner
+        is_alone = isinstance(engine.runner, ModelRunner)
+        runner: ModelRunner = engine.runner if is_alone else engine.runner.local  # type: ignore[assignment, attr-defined]
+        self._rank = RankRenewal(runner)
+        self._send: Callable[[Command, Tensor | None], None] | None = None
+        if not is_alone:
+            self._send = engine.runner.send_command  # type: ignore[attr-defined]
+        self._num_blocks = engine.scheduler.block_manager.num_blocks
         self._level = 0
         """The level of the sleep; 0 while the engine is awake."""
-        self._num_blocks = engine.scheduler.block_manager.num_blocks
         self._has_new_weights = False
-        self._load: WeightLoad | None = None
-        """The load that a call with finish=False has begun."""
+
+    def _command(self, command: Command, tensor: Tensor | None = None) -> None:
+        """Have every rank run a command. If one fails, no rank can go on, and the engine is closed."""
+        try:
+            if self._send is not None:
+                self._send(command, tensor)
+            self._rank.run(command, tensor)
+        except BaseException:
+            self._engine.close()
+            raise
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], finish: bool) -> None:
         """Replace weights: see `LLM.load_weights`."""
         as_bool(finish, "finish")
-        engine = self._engine
-        if engine.refusal not in (None, LOADING, REPLACED):
-            raise RuntimeError(engine.refusal)
-        awaited = engine.refusal
-        engine.refusal = None
-        try:
-            engine.check_idle()
-        finally:
-            engine.refusal = awaited
+        self._check_idle(but_for=(LOADING, REPLACED))
         tensors = list(named_tensors)
-        load = self._load or WeightLoad(self._runner)
+        load = self._rank.load
         targets = load.check(tensors)
         if finish and (lacking := load.find_lacking(targets)):
-            if not load.has_written:
-                self._load = None
-                engine.refusal = None if awaited == LOADING else awaited
-                raise ValueError(lacking)
-            engine.close()
-            raise ValueError(f"{lacking}; the engine is closed, because other weights were replaced already")
-        try:
-            load.write(tensors, targets)
-        except BaseException:
             if load.has_written:
-                engine.close()
-            raise
-        engine.scheduler.block_manager.forget_all()
-        self._load = None if finish else load
+                self._engine.close()
+                raise ValueError(f"{lacking}; the engine is closed, because other weights were replaced already")
+            self._command({"do": "forget"})
+            self._engine.refusal = REPLACED if self._engine.refusal == REPLACED else None
+            raise ValueError(lacking)
+        canonical = name_canonically(name for name, _ in tensors)
+        for name, tensor in tensors:
+            if targets[canonical[name]]:
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                command = {"do": "write", "name": canonical[name], "shape": list(tensor.shape), "dtype": dtype}
+                self._command(command, tensor)
+        self._engine.scheduler.block_manager.forget_all()
         self._has_new_weights = self._has_new_weights or load.has_written
-        engine.refusal = None if finish else LOADING
+        self._engine.refusal = None if finish else LOADING
+        if finish:
+            self._command({"do": "forget"})
 
     def sleep(self, level: int) -> None:
         """Free memory: see `LLM.sleep`."""
         if level not in (1, 2) or isinstance(level, bool):
             raise refuse(level, "level", "1 (frees the KV cache) or 2 (frees the weights, too)")
-        self._engine.check_idle()
+        self._check_idle()
         self._engine.scheduler.block_manager.forget_all()
-        for runner in self._runners():
-            if runner.graphs is not None:
-                runner.graphs.release()
-                runner.graphs = None
-            runner.caches = []
-            if level == 2:
-                runner.free_model()
-        if self._runner.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._command({"do": "sleep", "level": level})
         self._level = level
         self._engine.refusal = ASLEEP
 
@@ -90,17 +93,68 @@ class Renewal:
         """Take the memory again: see `LLM.wake_up`."""
         if self._engine.closed:
             raise RuntimeError("the engine is closed")
-        if not self._level:
-            return
-        if self._level == 2:
-            for runner in self._runners():
-                runner.load_model()
-        fill_cache(self._runner, self._num_blocks)
-        self._engine.refusal = REPLACED if self._level == 2 and self._has_new_weights else None
-        self._level = 0
+        if self._level:
+            self._command({"do": "wake_up", "level": self._level, "num_blocks": self._num_blocks})
+            self._engine.refusal = REPLACED if self._level == 2 and self._has_new_weights else None
+            self._level = 0
 
-    def _runners(self) -> list[ModelRunner]:
-        return [runner for runner in (self._runner, self._runner.draft) if runner is not None]
+    def _check_idle(self, but_for: tuple[str, ...] = ()) -> None:
+        """Raise a RuntimeError if the engine is not idle. The refusals in `but_for` do not count."""
+        refusal = self._engine.refusal
+        if refusal in but_for:
+            self._engine.refusal = None
+        try:
+            self._engine.check_idle()
+        finally:
+            self._engine.refusal = refusal
+
+
+class RankRenewal:
+    """The part of one rank: it runs the commands that `Renewal` sends to all of them."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._load: WeightLoad | None = None
+
+    @property
+    def load(self) -> "WeightLoad":
+        """The load that has begun, or a new one."""
+        if self._load is None:
+            self._load = WeightLoad(self._runner)
+        return self._load
+
+    def run(self, command: Command, tensor: Tensor | None) -> None:
+        """Run one command.
+
+        Args:
+            tensor: the whole tensor of a "write". This rank takes its share.
+        """
+        runners = [runner for runner in (self._runner, self._runner.draft) if runner is not None]
+        match command["do"]:
+            case "write":
+                assert tensor is not None
+                self.load.write(command["name"], tensor)
+            case "forget":
+                self._load = None
+            case "sleep":
+                for runner in runners:
+                    _free_memory(runner, command["level"])
+            case "wake_up":
+                for runner in runners if command["level"] == 2 else ():
+                    runner.load_model()
+                fill_cache(self._runner, command["num_blocks"])
+
+
+def _free_memory(runner: ModelRunner, level: int) -> None:
+    """Free the KV cache of a runner, and with level 2 its weights."""
+    if runner.graphs is not None:
+        runner.graphs.release()
+        runner.graphs = None
+    runner.caches = []
+    if level == 2:
+        runner.free_model()
+    if runner.device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 class WeightLoad:
@@ -121,6 +175,8 @@ class WeightLoad:
         """{path of a module: names of the tensors that have come}, for modules that lack parts."""
         self._needed: dict[str, set[str]] = {}
         """{path of a module: names of all tensors that fill it}."""
+        self._places: dict[str, list[tuple[str, WeightTarget]]] = {}
+        """{name of a tensor: [(path of a module, the place in it)]}."""
 
     def check(self, tensors: list[tuple[str, Tensor]]) -> dict[str, list[tuple[str, WeightTarget]]]:
         """Check the names and shapes of a call's tensors.
@@ -135,11 +191,8 @@ class WeightLoad:
         if len(canonical) < len(tensors):
             raise ValueError("load_weights got two tensors with the same name")
         names = set(canonical.values())
-        targets: dict[str, list[tuple[str, WeightTarget]]] = {}
-        needed: dict[str, set[str]] = {}
-        for path, name, target in self._shapes.module_targets(names.union(*self._come.values())):
-            targets.setdefault(name, []).append((path, target))
-            needed.setdefault(path, set()).add(name)
+        self._find_places(names)
+        targets = self._places
         ignored = {"lm_head.weight"} if self._shapes.tied else set()
         if unknown := names - targets.keys() - ignored:
             raise ValueError(f"the model has no weights called {name_some(unknown)}")
@@ -149,9 +202,15 @@ class WeightLoad:
                     raise ValueError(f"{name} is {quote(tensor)}; it must be a tensor of floating-point numbers")
                 if tuple(tensor.shape) != target.shape:
                     raise ValueError(f"{name} has shape {list(tensor.shape)}; the model has {list(target.shape)}")
-        paths = {path for name in names for path, _ in targets.get(name, ())}
-        self._needed |= {path: needed[path] for path in paths}
         return {name: targets.get(name, []) for name in names}
+
+    def _find_places(self, names: set[str]) -> None:
+        """Find where each tensor of the model goes. The names that have come show in which form experts are stored."""
+        self._places.clear()
+        self._needed.clear()
+        for path, name, target in self._shapes.module_targets(names.union(*self._come.values())):
+            self._places.setdefault(name, []).append((path, target))
+            self._needed.setdefault(path, set()).add(name)
 
     def find_lacking(self, targets: dict[str, list[tuple[str, WeightTarget]]]) -> str | None:
         """Return what is lacking once the tensors of `targets` have come, as a sentence; None if nothing is."""
@@ -163,17 +222,21 @@ class WeightLoad:
         return f"the load is not complete: {name_some(lacking)} must come, too" if lacking else None
 
     @torch.no_grad()
-    def write(self, tensors: list[tuple[str, Tensor]], targets: dict[str, list[tuple[str, WeightTarget]]]) -> None:
-        """Write checked tensors, and replace every module that has all of its parts."""
-        canonical = name_canonically(name for name, _ in tensors)
-        for name, tensor in tensors:
-            for path, target in targets[canonical[name]]:
-                self._gather(path, target, tensor)
-                self._come.setdefault(path, set()).add(canonical[name])
-            for path in {path for path, _ in targets[canonical[name]]}:
-                if self._come[path] == self._needed[path]:
-                    self.has_written = True
-                    self._replace(path)
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write one checked tensor, and replace every module that has all of its parts now.
+
+        Args:
+            name: its canonical name.
+        """
+        if name not in self._places:  # on a follower, which has not checked the names
+            self._find_places({name})
+        for path, target in self._places[name]:
+            self._gather(path, target, tensor)
+            self._come.setdefault(path, set()).add(name)
+        for path in {path for path, _ in self._places[name]}:
+            if self._come[path] == self._needed[path]:
+                self.has_written = True
+                self._replace(path)
 
     def _gather(self, path: str, target: WeightTarget, tensor: Tensor) -> None:
         """Copy a part of a module to the memory where the module's new parameters are gathered."""

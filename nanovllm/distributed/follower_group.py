@@ -26,7 +26,7 @@ from nanovllm.config import ResolvedConfig
 from nanovllm.distributed.collectives import PeerLostError, choose_device
 from nanovllm.distributed.follower_process import FollowerProcess
 from nanovllm.distributed.ring import Ring, make_anonymous_file
-from nanovllm.engine.plan import StepPlan
+from nanovllm.engine.plan import IntArray, StepPlan
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -196,10 +196,10 @@ class FollowerGroup:
 
     # ---- telling followers what to do
 
-    def send(self, plan: StepPlan) -> None:
-        """Send a plan to all followers; raises as `raise_failure` does."""
+    def send(self, message: IntArray) -> None:
+        """Send a packed plan, or an announced command, to all followers; raises as `raise_failure` does."""
         self.raise_failure()
-        self._ring.write(plan.pack(), self.raise_failure)
+        self._ring.write(message, self.raise_failure)
 
     def dismiss(self, by_force: bool = False) -> None:
         """Tell the followers to end, without waiting for that.

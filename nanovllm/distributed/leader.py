@@ -17,13 +17,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from nanovllm.config import ResolvedConfig
 from nanovllm.distributed.collectives import GroupParallel
+from nanovllm.distributed.commands import announce, broadcast_command
 from nanovllm.distributed.follower_group import FollowerGroup
 from nanovllm.engine.hooks import StepEdits
 from nanovllm.engine.plan import StepPlan, StepResult
 from nanovllm.layers.parallel import Parallel
+from nanovllm.renewal import Command
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.startup import make_cache
 from nanovllm.runner.step_handle import StepHandle
@@ -102,7 +105,7 @@ class LeadingRunner:
             self._followers = FollowerGroup(config, hf_config, folder, self._parallel.abort)
             stack.callback(self._followers.stop)
             try:
-                self._runner = make_runner(self._parallel, self._followers.raise_failure)
+                self.local = make_runner(self._parallel, self._followers.raise_failure)
                 self._followers.wait_until("loaded")
             except BaseException:
                 self._followers.dismiss(by_force=True)
@@ -118,7 +121,7 @@ class LeadingRunner:
         with self._followers.guard():
             # If a follower fails, the thread that connects goes on: so it must not refer to the model.
             self._followers.run_while_alive(lambda: parallel.connect(meeting))
-            num_blocks = make_cache(self._runner)
+            num_blocks = make_cache(self.local)
         self._followers.wait_until("ready")
         return num_blocks
 
@@ -131,9 +134,15 @@ class LeadingRunner:
         """Start a step on all ranks. Only rank 0 gets the edits, because only it has logits to sample from."""
         with self._followers.guard():
             since = time.perf_counter()
-            self._followers.send(plan)
+            self._followers.send(plan.pack())
             command_seconds = time.perf_counter() - since
-            return LeadingHandle(self._runner.launch(plan, edits), self._followers, command_seconds)
+            return LeadingHandle(self.local.launch(plan, edits), self._followers, command_seconds)
+
+    def send_command(self, command: Command, tensor: Tensor | None) -> None:
+        """Have all followers run a command, which the caller then runs on rank 0. They get the tensor, too."""
+        with self._followers.guard():
+            self._followers.send(announce(command))
+            broadcast_command(command, tensor, self._parallel, self.local.device)
 
     def reason_to_close(self) -> str | None:
         return "after a failed step its ranks no longer agree"
@@ -144,7 +153,7 @@ class LeadingRunner:
             return  # this process is a fork of rank 0: it has neither followers nor the group's threads
         self._followers.dismiss()
         try:
-            self._runner.close()
+            self.local.close()
             self._parallel.close()
         finally:
             self._end()

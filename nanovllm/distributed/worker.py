@@ -100,10 +100,12 @@ def follow(start: dict[str, Any], report_stage: Callable[[str], None]) -> None:
 
     from nanovllm.config import ResolvedConfig
     from nanovllm.distributed.collectives import GroupParallel
+    from nanovllm.distributed.commands import COMMAND, receive_command
     from nanovllm.distributed.ring import Ring
     from nanovllm.engine.plan import StepPlan
     from nanovllm.load import make_runner
     from nanovllm.models.config import load_model_config
+    from nanovllm.renewal import RankRenewal
     from nanovllm.runner.startup import make_cache
 
     config = ResolvedConfig(**start["config"])
@@ -120,7 +122,11 @@ def follow(start: dict[str, Any], report_stage: Callable[[str], None]) -> None:
     parallel.connect(Path(start["meeting"]))
     make_cache(runner)
     report_stage("ready")
+    renewal = RankRenewal(runner)
     while len(packed := ring.read(rank - 1)):
-        runner.launch(StepPlan.unpack(packed))
+        if packed[0] == COMMAND:
+            renewal.run(*receive_command(packed, parallel, device))
+        else:
+            runner.launch(StepPlan.unpack(packed))
     runner.close()
     parallel.close()

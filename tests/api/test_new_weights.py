@@ -202,3 +202,38 @@ def test_wrong_levels_and_unfinished_requests_are_refused(folders: tuple[Path, P
         for action in (llm.sleep, llm.reset_prefix_cache, lambda: llm.load_weights(read(folders[1]))):
             with pytest.raises(RuntimeError, match="unfinished"):
                 action()
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype"),
+    [("cpu", "float32"), pytest.param("torch", "bfloat16", marks=pytest.mark.slow)],
+)
+def test_two_ranks_take_their_shares(backend: str, dtype: str, folders: tuple[Path, Path]) -> None:
+    options = {"attention_backend": backend, "dtype": dtype, "tensor_parallel_size": 2}
+    expected = say_fresh(folders[1], **options)
+    with LLM(folders[0], **OPTIONS | options) as llm:
+        before = say(llm)
+        with pytest.raises(ValueError, match="not complete"):
+            llm.load_weights(read(folders[1])[3:])
+        assert say(llm) == before
+        llm.load_weights((name, value.double()) for name, value in read(folders[1]))
+        assert say(llm) == expected
+        llm.sleep(level=2)
+        llm.wake_up()
+        with pytest.raises(RuntimeError, match="were freed"):
+            say(llm)
+        llm.load_weights(read(folders[1]))
+        assert say(llm) == expected
+
+
+def test_a_rank_that_dies_during_a_load_is_an_error(folders: tuple[Path, Path]) -> None:
+    import os
+    import signal
+
+    llm = LLM(folders[0], **OPTIONS, tensor_parallel_size=2)
+    os.kill(llm.engine.runner.pids[0], signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="rank 1"):
+        for _ in range(1000):
+            llm.load_weights(read(folders[1]))
+    with pytest.raises(RuntimeError, match="closed"):
+        say(llm)

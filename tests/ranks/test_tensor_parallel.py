@@ -207,8 +207,8 @@ def test_an_abort_that_waits_for_the_graphs_does_not_keep_rank_0_from_freeing_th
     llm = start_two(model)
     freed = threading.Event()
     llm.engine.runner._followers._abort_collectives = freed.wait
-    close_runner = llm.engine.runner._runner.close
-    llm.engine.runner._runner.close = lambda: (freed.set(), close_runner())
+    close_runner = llm.engine.runner.local.close
+    llm.engine.runner.local.close = lambda: (freed.set(), close_runner())
     os.kill(llm.engine.runner.pids[0], signal.SIGKILL)
     expect_the_end(llm, r"rank 1 of 2 failed: .* was killed by SIGKILL")
     assert freed.is_set()
@@ -507,7 +507,7 @@ def test_a_rank_0_that_raises_in_a_step_ends_all_at_once(model: Path, monkeypatc
     def fail(*_: Any) -> None:
         raise MemoryError("rank 0 has no more")
 
-    monkeypatch.setattr(llm.engine.runner._runner.model, "compute_logits", fail)
+    monkeypatch.setattr(llm.engine.runner.local.model, "compute_logits", fail)
     monkeypatch.setattr(follower_group, "PATIENCE", 20 * SOON)
     since = time.monotonic()
     with pytest.raises(MemoryError, match="rank 0 has no more"):
