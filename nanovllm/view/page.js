@@ -721,19 +721,20 @@ function draw() {
   tellFrame();
 }
 
-// Two runs side by side (page.pair.html): the page around both passes on where the other one is.
-let announced = 0;
+// Two runs side by side (page.pair.html): the page around both passes on the other's step and its chosen request.
+let announced = { step: 0, chosen: null };
 function tellFrame() {
-  if (window.parent === window || cursor === announced) return;
-  announced = cursor;
-  window.parent.postMessage({ step: cursor }, "*");
+  if (window.parent === window || (cursor === announced.step && chosen === announced.chosen)) return;
+  announced = { step: cursor, chosen };
+  window.parent.postMessage(announced, "*");
 }
 
 function followFrame(event) {
   if (event.source !== window.parent || window.parent === window || !Number.isInteger(event.data.step)) return;
   pause();
   cursor = Math.min(Math.max(event.data.step, 0), numSteps);
-  announced = cursor;
+  if (event.data.chosen !== undefined) choose(event.data.chosen);
+  announced = { step: cursor, chosen };
   show();
 }
 

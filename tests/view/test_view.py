@@ -475,6 +475,16 @@ def test_two_runs_go_step_by_step_together(browser, tmp_path):
     browser.find_element("id", "forward").click()
     browser.switch_to.default_content()
     wait_for("Step 3", "Step 3")
+    first, second = browser.find_elements("tag name", "iframe")
+    browser.switch_to.frame(first)
+    browser.execute_script("choose(2)")
+    browser.switch_to.default_content()
+    browser.switch_to.frame(second)
+    deadline = time.monotonic() + 30
+    while browser.find_element("id", "request-title").text != "Request 2" and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert browser.find_element("id", "request-title").text == "Request 2"
+    browser.switch_to.default_content()
     at = find_first_difference(*(read_recording(tmp_path / name) for name in ("a.json", "b.json")))
     browser.find_element("id", "first-difference").click()
     wait_for(f"Step {at + 1}", f"Step {at + 1}")
