@@ -219,8 +219,7 @@ def test_a_follower_that_raises_fails_rank_0_with_its_traceback(model: Path) -> 
     others = llm.engine.runner._followers
     beyond = CROWDED["max_num_seqs"] + 1
 
-    def send_wrongly(plan: Any) -> None:
-        packed = plan.pack()
+    def send_wrongly(packed: Any) -> None:
         packed[HEADER] = 10 * beyond  # the first sequence's row
         others._ring.write(packed, others.raise_failure)
 
