@@ -29,6 +29,7 @@ from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.utils.ahead import read_ahead
 from nanovllm.utils.checks import as_integer
 from nanovllm.utils.machine import limit_threads
+from nanovllm.utils.memory import check_room
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -53,6 +54,7 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
 
 
 def _load_engine(asked: EngineConfig) -> LLMEngine:
+    check_room()
     folder, source, data = find_config(asked.model, asked.revision, asked.load_format)
     weights = None if asked.load_format == "dummy" else folder
     if weights is not None:

@@ -10,6 +10,10 @@ PROCESS = Path("/proc/self")
 MACHINE = Path("/proc/meminfo")
 CGROUPS = Path("/sys/fs/cgroup")
 
+ROOM = 256 << 20
+"""Bytes that libraries take beside weights and KV cache, for example for the stacks of their threads. Where a limit
+leaves less, they may end the process: tokenizers did so with 60 MiB."""
+
 
 def free_memory() -> int:
     """Return the bytes that can be allocated without swapping, and without leaving a limit of this process."""
@@ -20,6 +24,16 @@ def free_memory() -> int:
 def find_memory_limits() -> dict[str, int]:
     """Return the limits of this process in bytes, by name: "RLIMIT_AS", "RLIMIT_DATA", "cgroup"."""
     return {name: limit for name, (limit, _) in _read_limits().items()}
+
+
+def check_room() -> None:
+    """Raise a ValueError if RLIMIT_AS or RLIMIT_DATA leaves so little that libraries would end the process."""
+    for name, (limit, used) in _read_limits().items():
+        if name != "cgroup" and limit - used < ROOM:
+            raise ValueError(
+                f"{name} is {limit >> 20} MiB, which leaves this process {max(limit - used, 0) >> 20} MiB; an engine "
+                f"needs at least {ROOM >> 20} MiB beside weights and KV cache: raise the limit (ulimit)"
+            )
 
 
 def _read_free_of_machine() -> int:

@@ -100,6 +100,15 @@ def test_a_limit_of_the_process_leaves_less(
     assert free_memory() == 2 * GIB and find_memory_limits() == {name: 3 * GIB}
 
 
+def test_a_limit_that_leaves_next_to_nothing_is_refused(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (files / "PROCESS" / "statm").write_text(f"{GIB // resource.getpagesize()} 0 0 0 0 0 0")
+    unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+    limits = {resource.RLIMIT_AS: (GIB + (60 << 20), resource.RLIM_INFINITY)}
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: limits.get(kind, unlimited))
+    with pytest.raises(ValueError, match=r"RLIMIT_AS is 1084 MiB, which leaves this process 60 MiB; an engine needs"):
+        LLM("tiny-qwen3", device="cpu")
+
+
 # ---- the KV cache on a CPU
 
 
@@ -151,21 +160,23 @@ except ValueError as error:
 """
 
 
-WEIGHTS = ("qwen3-0.6b", "the weights would take 1.11 GiB, and 0.9")
-CACHE = ("tiny-qwen3", "GiB are free: lower kvcache_memory_bytes")
+LITTLE = (60 << 20, "tiny-qwen3", "MiB beside weights and KV cache: raise the limit (ulimit)")
+WEIGHTS = (GIB, "qwen3-0.6b", "the weights would take 1.11 GiB, and 0.9")
+CACHE = (GIB, "tiny-qwen3", "GiB are free: lower kvcache_memory_bytes")
 
 
 @pytest.mark.parametrize(
-    ("kind", "place", "model", "words"),
+    ("kind", "place", "room", "model", "words"),
     [
         ("RLIMIT_AS", 0, *WEIGHTS),
+        pytest.param("RLIMIT_AS", 0, *LITTLE, marks=pytest.mark.slow),
         pytest.param("RLIMIT_DATA", 5, *WEIGHTS, marks=pytest.mark.slow),
         pytest.param("RLIMIT_AS", 0, *CACHE, marks=pytest.mark.slow),
         pytest.param("RLIMIT_DATA", 5, *CACHE, marks=pytest.mark.slow),
     ],
 )
-def test_a_real_limit_is_refused_with_its_option(kind: str, place: int, model: str, words: str) -> None:
-    command = [sys.executable, "-c", LOAD, kind, str(place), str(GIB), model]
+def test_a_real_limit_is_refused_with_its_option(kind: str, place: int, room: int, model: str, words: str) -> None:
+    command = [sys.executable, "-c", LOAD, kind, str(place), str(room), model]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert words in done.stdout
