@@ -56,6 +56,8 @@ def advise_on_model(error: ValueError, model: str) -> str:
         cause = error.__cause__
         return advise_on_name(model, path) if cause is None else advise_on_hub(cause, model)
     downloaded = re.search(r"\S*/snapshots/[0-9a-f]{40}", str(error))
+    if downloaded and "gguf" in model.lower():
+        return ADVICE_ON_GGUF
     folder = Path(downloaded[0]) if downloaded else path
     if path.is_file():
         return f"name the folder, {path.absolute().parent}"

@@ -55,6 +55,14 @@ def test_a_gguf_file_is_called_one(tmp_path: Path) -> None:
     assert f"model {file} is a file" in fail(file)
 
 
+def test_an_id_of_gguf_files_alone_is_called_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing in it is downloaded: no file has a name that a model of this engine has."""
+    snapshot = tmp_path / "snapshots" / ("0123abcd" * 5)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(snapshot))
+    message = fail("someone/Qwen3-0.6B-GGUF")
+    assert "has no config.json: GGUF is the format of llama.cpp" in message
+
+
 @pytest.mark.parametrize("has_config", [False, True])
 def test_a_folder_of_gguf_files_is_called_one(has_config: bool, folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "model-q4.gguf")
