@@ -131,11 +131,15 @@ class GroupParallel(Parallel):
         return dist.ProcessGroupNCCL(store, self.rank, self.size, nccl)
 
     def all_reduce(self, x: Tensor) -> Tensor:
+        if self.sends_nothing:
+            return x
         near = self._make_reachable(x)
         self._finish(lambda: self._group.allreduce([near], self._sum_options))
         return near.to(x.device)
 
     def gather(self, x: Tensor) -> Tensor | None:
+        if self.sends_nothing:
+            return None if self.rank else torch.cat([x] * self.size, dim=-1)
         near = self._make_reachable(x)
         if self.rank:
             self._finish(lambda: self._group.gather([], [near], self._gather_options))
@@ -145,6 +149,8 @@ class GroupParallel(Parallel):
         return torch.cat(parts, dim=-1).to(x.device)
 
     def broadcast(self, x: Tensor) -> Tensor:
+        if self.sends_nothing:
+            return x
         near = self._make_reachable(x)
         self._finish(lambda: self._group.broadcast([near], self._broadcast_options))
         return near.to(x.device)

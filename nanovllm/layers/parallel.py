@@ -8,7 +8,11 @@ class Parallel:
 
     Attributes:
         ranks_per_device: how many ranks share this rank's device and its memory.
+        sends_nothing: True while steps run on fake tensors, which have shapes but no values. The collectives then
+            return tensors of the right shape at once.
     """
+
+    sends_nothing = False
 
     def __init__(self, rank: int = 0, size: int = 1, ranks_per_device: int = 1) -> None:
         self.rank = rank

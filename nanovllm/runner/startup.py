@@ -90,21 +90,27 @@ def compile_kernels(runner: ModelRunner) -> None:
 
     Runs steps on fake tensors, which have shapes but no values, to learn which kernels are needed. flash-attn cannot
     work on fake tensors, so with it only the kernels that read logits are compiled here, and the others in the first
-    steps. Several ranks compile all kernels in their first steps: their collectives cannot work on fake tensors.
+    steps. Each rank compiles for its own share of the model. Only rank 0 has logits.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     has_kernels = runner.backend.name in ("triton", "flash_attn")
-    if runner.device.type != "cuda" or not has_kernels or runner.parallel.size > 1:
+    if runner.device.type != "cuda" or not has_kernels:
         return
-    with compile_launches(show_progress=True), FakeTensorMode(allow_non_fake_inputs=True):
-        if runner.backend.name == "triton":
-            # Steps come first because they have the kernels that take longest to compile.
-            launch_steps(runner)
-            if runner.draft is not None:
-                launch_steps(runner.draft)
-        with torch.device(runner.device):
-            launch_logits_kernels(runner)
+    leads = runner.parallel.rank == 0
+    runner.parallel.sends_nothing = True
+    try:
+        with compile_launches(show_progress=leads), FakeTensorMode(allow_non_fake_inputs=True):
+            if runner.backend.name == "triton":
+                # Steps come first because they have the kernels that take longest to compile.
+                launch_steps(runner)
+                if runner.draft is not None:
+                    launch_steps(runner.draft)
+            if leads:
+                with torch.device(runner.device):
+                    launch_logits_kernels(runner)
+    finally:
+        runner.parallel.sends_nothing = False
 
 
 def launch_steps(runner: ModelRunner) -> None:
@@ -132,7 +138,7 @@ def launch_steps(runner: ModelRunner) -> None:
 def launch_logits_kernels(runner: ModelRunner) -> None:
     """Launch what reads the model's logits, also the float32 copies that edits and the likeliest tokens are made of."""
     backend = runner.backend
-    vocab = runner.shape.vocab
+    vocab = runner.model.lm_head.vocab_size  # of all ranks: rank 0 gathers their logits
     ids = torch.empty(2, dtype=torch.int32)
     floats = torch.empty(2, dtype=torch.float32)
     values = SamplingValues(floats, ids, floats, floats, ids.long(), ids)

@@ -21,6 +21,7 @@ import torch
 import triton
 
 from helpers.pretend_cuda import DEVICE, PretendDriver, noted, pretend_runner, unscored_plan
+from nanovllm.distributed.collectives import GroupParallel
 from nanovllm.edits import logit_edits
 from nanovllm.edits.logit_edits import LogitEdits, PenaltyCounts
 from nanovllm.engine.plan import StepPlan
@@ -152,7 +153,7 @@ def make_edits(num_rows: int, vocab: int, has_masks: bool, has_penalties: bool) 
 
 def serve_edits(runner: ModelRunner) -> None:
     """Steps with masks (of a grammar too), with penalties, with both, and with a bias alone; eager and replayed."""
-    vocab = runner.shape.vocab
+    vocab = runner.model.lm_head.vocab_size
     plan = unscored_plan([1, 1, 40])
     for has_masks in (False, True):
         for has_penalties in (False, True):
@@ -192,6 +193,21 @@ def serve_drafts(runner: ModelRunner) -> None:
     run_step(runner, verified, make_edits(16, runner.shape.vocab, True, True))
 
 
+def one_rank_of_two(rank: int) -> GroupParallel:
+    """A rank whose collectives exchange nothing, now as well as while kernels are compiled."""
+    parallel = GroupParallel(rank, 2, "gloo", torch.device("cpu"))
+    parallel.sends_nothing = True
+    return parallel
+
+
+def serve_as_a_rank(runner: ModelRunner) -> None:
+    """Steps of prompts and decodes, of which rank 0 samples, and of edited logits, which only rank 0 has."""
+    runner.parallel.sends_nothing = True
+    serve_prompts(runner)
+    if runner.parallel.rank == 0:
+        serve_edits(runner)
+
+
 def missing(serve: Callable[[ModelRunner], None], model: str, draft: str | None = None, **options: Any) -> list[str]:
     """Name the kernels that serving needs and the start does not compile."""
     options = {"max_model_len": 4096, "max_num_seqs": 300, **options}
@@ -223,6 +239,8 @@ def missing_kernels() -> dict[str, list[str]]:
         "experts, few sequences": missing(serve_prompts, "qwen3-30b-a3b", max_num_seqs=4),
         "drafts": missing(serve_drafts, "qwen3-8b", draft="qwen3-0.6b"),
         "drafts by experts": missing(serve_drafts, "qwen3-0.6b", draft="qwen3-30b-a3b"),
+        "rank 0 of two": missing(serve_as_a_rank, "qwen3-0.6b", parallel=one_rank_of_two(0)),
+        "rank 1 of two": missing(serve_as_a_rank, "qwen3-30b-a3b", parallel=one_rank_of_two(1)),
     }
 
 

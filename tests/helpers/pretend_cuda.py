@@ -82,7 +82,9 @@ class Operators(TorchDispatchMode):
 
 
 @contextmanager
-def pretend_runner(model: str = "qwen3-0.6b", *, dtype: str = "bfloat16", **options: Any) -> Iterator[ModelRunner]:
+def pretend_runner(
+    model: str = "qwen3-0.6b", *, dtype: str = "bfloat16", parallel: Parallel | None = None, **options: Any
+) -> Iterator[ModelRunner]:
     """A runner on the Triton backend whose tensors are all fake; an operator that needs a value raises."""
     hf_config = load_model_config(preset_config(model), model)
     asked = EngineConfig(
@@ -98,7 +100,7 @@ def pretend_runner(model: str = "qwen3-0.6b", *, dtype: str = "bfloat16", **opti
         _Indexing(),
         torch.inference_mode(),
     ):
-        runner = ModelRunner(config, hf_config, lambda *arguments: None, Parallel())
+        runner = ModelRunner(config, hf_config, lambda *arguments: None, parallel or Parallel())
         runner.caches = make_caches(runner, 100)
         yield runner
 
