@@ -3,15 +3,29 @@
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import EngineConfig
-from nanovllm.outputs import Completion, Output
-from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
+from nanovllm.inputs import TextPrompt, TokensPrompt
+from nanovllm.outputs import Completion, CompletionOutput, Output, RequestOutput
+from nanovllm.sampling_params import GuidedDecodingParams, SamplingParams, StructuredOutputsParams
 from nanovllm.utils.spin import bound_spinning
 from nanovllm.version import __version__
 
 if TYPE_CHECKING:
     from nanovllm.llm import LLM
 
-__all__ = ["LLM", "Completion", "EngineConfig", "Output", "SamplingParams", "StructuredOutputsParams", "__version__"]
+__all__ = [
+    "LLM",
+    "Completion",
+    "CompletionOutput",
+    "EngineConfig",
+    "GuidedDecodingParams",
+    "Output",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
+    "__version__",
+]
 
 bound_spinning()
 

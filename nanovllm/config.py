@@ -10,12 +10,14 @@ from typing import Any, TypedDict
 
 from nanovllm.utils.checks import INT64_MAX, as_bool, as_choice, as_integer, quote, refuse, refuse_unknown
 from nanovllm.utils.integers import ceil_div
-from nanovllm.vllm_names import HINTS, REST, translate_options
+from nanovllm.vllm_names import REST, translate_options
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 BACKENDS = ("auto", "flash_attn", "triton", "cpu", "torch")
 DISTRIBUTED_BACKENDS = ("auto", "nccl", "gloo")
 LOAD_FORMATS = ("auto", "dummy")
+REASONING_PARSERS = ("qwen3", "deepseek_r1")
+TOOL_CALL_PARSERS = ("hermes", "llama3_json")
 
 MAX_NUM_SEQS = 1 << 16
 MAX_NUM_BATCHED_TOKENS = 1 << 24
@@ -100,6 +102,14 @@ class EngineConfig:
         '{"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4, "prompt_lookup_min": 2}. To let a '
         'smaller model guess: {"model": NAME, "num_speculative_tokens": 4}',
     )
+    reasoning_parser: str | None = _results(
+        None,
+        "qwen3 or deepseek_r1: what the model thinks, <think> ... </think>, stands in the output's `reasoning` and not "
+        "in its text, and a grammar holds for what follows",
+    )
+    tool_call_parser: str | None = _results(
+        None, "hermes (Qwen) or llama3_json: calls of tools stand in the output's `tool_calls` and not in its text"
+    )
     trace: str | None = _pace(
         None, "file to which a Chrome trace of every step is written, for chrome://tracing or Perfetto"
     )
@@ -129,6 +139,9 @@ class EngineConfig:
         as_choice(self.attention_backend, "attention_backend", BACKENDS)
         as_choice(self.distributed_backend, "distributed_backend", DISTRIBUTED_BACKENDS)
         as_choice(self.load_format, "load_format", LOAD_FORMATS)
+        for name, choices in (("reasoning_parser", REASONING_PARSERS), ("tool_call_parser", TOOL_CALL_PARSERS)):
+            if getattr(self, name) is not None:
+                as_choice(getattr(self, name), name, choices)
         put("device", str(self.device))
         check_integer("tensor_parallel_size", 1, 8)
         check_integer("max_model_len", 1)
@@ -160,7 +173,7 @@ class EngineConfig:
         if not isinstance(model, (str, os.PathLike)) or not str(model):
             raise refuse(model, "model", 'a folder, a Hugging Face id or "tiny-qwen3"')
         options = translate_options(model, options)
-        refuse_unknown(options, EngineOptions.__annotations__, "LLM", HINTS, REST)
+        refuse_unknown(options, EngineOptions.__annotations__, "LLM", rest=REST)
         return cls(str(model), **options)
 
 
@@ -219,6 +232,8 @@ class EngineOptions(TypedDict, total=False):
     lora: str | None
     overlap: bool
     speculative_config: Mapping[str, Any] | None
+    reasoning_parser: str | None
+    tool_call_parser: str | None
     trace: str | None
     seed: int
 

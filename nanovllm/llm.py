@@ -4,16 +4,17 @@ import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from concurrent.futures import Future
 from contextlib import closing
 from functools import cached_property, partial
 from types import TracebackType
-from typing import Any, NoReturn, Unpack
+from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 from nanovllm.config import EngineConfig, EngineOptions
 from nanovllm.engine.hooks import StepObserver
 from nanovllm.engine.output import read_text
 from nanovllm.engine.sequence import Request
-from nanovllm.load import embed_prompts, load_engine, make_renewal, score_pairs
+from nanovllm.load import embed_prompts, load_engine, make_renewal, score_pairs, share_engine
 from nanovllm.outputs import Embedding, Output, Score
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import (
@@ -29,6 +30,7 @@ from nanovllm.text.prompts import (
 from nanovllm.utils.ahead import work_ahead
 from nanovllm.utils.checks import quote, refuse
 from nanovllm.utils.progress import ProgressBar
+from nanovllm.vllm_names import explain_missing
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +41,8 @@ Item = Request | Prompt | tuple[Prompt, SamplingParams | None]
 class LLM:
     """An engine with one model.
 
-    A process may have several LLMs, at the same time or one after another. Only one thread at a time may use an LLM.
+    A process may have several LLMs, at the same time or one after another. Only one thread at a time may use an LLM,
+    but several may call `submit`.
 
     >>> llm = LLM("tiny-qwen3")
     >>> llm.generate(["..."], SamplingParams(temperature=0))[0]["text"]
@@ -288,6 +291,25 @@ class LLM:
 
             yield from self.run_requests(wait_for_each())
 
+    def submit(self, prompt: Item, sampling_params: SamplingParams | None = None) -> "Future[Output]":
+        """Queue one request and return at once. Several threads may call this at the same time.
+
+        All requests run in the same steps, in a thread of their own. While one runs, `generate` and `stream` are
+        refused. An asyncio task waits with `await asyncio.wrap_future(llm.submit(prompt))`.
+
+        Args:
+            prompt, sampling_params: as in `prepare`. `render_chat` makes the prompt of a conversation.
+
+        Returns:
+            A future of the request's Output. If the engine fails or is closed, the future raises the reason.
+
+        Raises:
+            ValueError: the request is not valid.
+        """
+        request = self.prepare(prompt, sampling_params)
+        thread = self.__dict__.setdefault("_thread", share_engine(self.engine))  # of two threads the first one's stays
+        return thread.submit(request)  # type: ignore[no-any-return]
+
     def stream_tokens(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Complete one prompt, and yield the text of its output piece by piece. All pieces joined are the whole `text`.
 
@@ -307,7 +329,7 @@ class LLM:
         with closing(self.engine.run([request])) as run:
             for ended in run:
                 for _, seq in ended:
-                    yield self.engine.make_output(seq).text[len(given) :]
+                    yield read_text(seq, tokenizer)[len(given) :]
                     if seq.error is not None:
                         raise RuntimeError(seq.error)
                     return
@@ -435,6 +457,11 @@ class LLM:
     def close(self) -> None:
         """Free the model and the KV cache. The engine cannot be used afterwards."""
         self.engine.close()
+
+    if not TYPE_CHECKING:  # a type checker finds what is missing by itself
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise explain_missing(name)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

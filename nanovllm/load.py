@@ -34,6 +34,9 @@ from nanovllm.utils.memory import check_room
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from nanovllm.parsing.parser import AnswerParser
+    from nanovllm.sharing import EngineThread
+
 logger = logging.getLogger(__name__)
 
 
@@ -78,12 +81,14 @@ def _load_engine(asked: EngineConfig) -> LLMEngine:
         on_error.callback(runner.close)
         tokenizer = tokenizer_to_be.result()
         eos_token_ids = find_eos_token_ids({**data, **generation}, tokenizer, vocab_size)
+        parser = load_parser(config, tokenizer)
         scheduler, observers = make_scheduler(config, runner, allocate_cache(), vocab_size, tokenizer)
 
         def make_editor() -> LogitEditor:
             from nanovllm.edits.editing import Editing
 
-            return Editing(tokenizer, vocab_size, eos_token_ids, config.max_model_len, config.max_num_seqs)
+            thinking = parser.thinking if parser is not None else None
+            return Editing(tokenizer, vocab_size, eos_token_ids, config.max_model_len, config.max_num_seqs, thinking)
 
         logger.info("%s on %s, %s, %s attention", config.model, config.device, config.dtype, config.attention_backend)
         engine = LLMEngine(
@@ -98,6 +103,7 @@ def _load_engine(asked: EngineConfig) -> LLMEngine:
             eos_token_ids=eos_token_ids,
             default_params=default_params,
             observers=observers,
+            parser=parser,
             origin=folder or source,
         )
         on_error.pop_all()
@@ -201,6 +207,22 @@ def make_scheduler(
         return scheduler, []
     trace.watch(scheduler)
     return scheduler, [trace]
+
+
+def share_engine(engine: LLMEngine) -> "EngineThread":
+    """Return a queue in front of the engine, for several threads."""
+    from nanovllm.sharing import EngineThread
+
+    return EngineThread(engine)
+
+
+def load_parser(config: ResolvedConfig, tokenizer: Tokenizer | None) -> "AnswerParser | None":
+    """Return the parser of outputs that the options ask for; None if they ask for none."""
+    if config.reasoning_parser is None and config.tool_call_parser is None:
+        return None
+    from nanovllm.parsing.parser import make_parser
+
+    return make_parser(tokenizer, config.reasoning_parser, config.tool_call_parser)
 
 
 def read_generation_config(folder: Path | None) -> tuple[dict[str, Any], SamplingParams]:

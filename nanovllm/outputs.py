@@ -91,6 +91,16 @@ class _Generated(dict[str, Any]):
         return self.get("stop_reason")
 
     @property
+    def reasoning(self) -> str | None:
+        """The thinking before the text; None if it did not think, or without the option reasoning_parser."""
+        return self.get("reasoning")
+
+    @property
+    def tool_calls(self) -> list[dict[str, Any]]:
+        """The calls of tools in the answer, in OpenAI's form; [] without the option tool_call_parser."""
+        return self.get("tool_calls", [])  # type: ignore[no-any-return]
+
+    @property
     def logprobs(self) -> Logprobs | None:
         return self.get("logprobs")
 
@@ -118,9 +128,12 @@ class Output(_Generated):
     >>> output["text"] == output.text == output.outputs[0].text
     """
 
-    __slots__ = ()
+    __slots__ = ("request_id",)
 
     finished = True
+
+    request_id: str
+    """The number of the request in its engine, as a string. It is no key, so that equal answers are equal dicts."""
 
     @property
     def prompt(self) -> str | None:
@@ -152,6 +165,7 @@ class Output(_Generated):
         if (outputs := self.get("outputs")) is not None:
             return outputs  # type: ignore[no-any-return]
         shared = {name: self.get(name) for name in ("text", "token_ids", "finish_reason", "stop_reason", "logprobs")}
+        shared |= {name: self[name] for name in ("reasoning", "tool_calls") if name in self}
         return [Completion(index=0, **shared, cumulative_logprob=self.cumulative_logprob)]
 
 
@@ -193,3 +207,8 @@ class Embedding(dict[str, Any]):
     def outputs(self) -> "Embedding":
         """This object: vLLM's has the vector one level deeper."""
         return self
+
+
+RequestOutput = Output
+CompletionOutput = Completion
+"""vLLM's names."""

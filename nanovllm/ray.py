@@ -15,14 +15,11 @@ for row in outputs.iter_rows():
 """
 
 import asyncio
-import itertools
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from queue import SimpleQueue
-from threading import Thread
-from typing import Any, NamedTuple
+from typing import Any
 
 try:
     import ray
@@ -35,6 +32,7 @@ from nanovllm.engine.sequence import Request
 from nanovllm.llm import LLM
 from nanovllm.outputs import Output
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.sharing import EngineThread
 from nanovllm.utils.checks import refuse
 
 logger = logging.getLogger(__name__)
@@ -72,69 +70,6 @@ def actors(
     return {"compute": pool, "num_gpus" if on_gpu else "num_cpus": tensor_parallel_size}
 
 
-class _Waiting(NamedTuple):
-    """Who waits for a request: its position among the requests of a `stream`, and the queue for its output."""
-
-    position: int
-    outputs: "SimpleQueue[tuple[int, Output] | BaseException]"
-
-
-class EngineThread:
-    """A thread that runs an LLM's engine for many other threads. The requests of all of them run in the same steps.
-
-    The other threads call `stream`: it hands requests to the thread, and waits for their outputs. So the last sequences
-    of one batch run beside the first of the next, and the KV cache stays full. The thread never ends.
-    """
-
-    def __init__(self, llm: LLM) -> None:
-        self._llm = llm
-        self._incoming: SimpleQueue[tuple[Request, _Waiting]] = SimpleQueue()
-        Thread(target=self._run, name="engine", daemon=True).start()
-
-    def stream(self, requests: Iterable[Request]) -> Iterator[tuple[int, Output]]:
-        """Take all requests at once, and yield (position, output) as each ends. Many threads may call it at a time.
-
-        Raises:
-            RuntimeError: the engine has stopped.
-        """
-        outputs: SimpleQueue[tuple[int, Output] | BaseException] = SimpleQueue()
-        num_requests = 0
-        for request in requests:
-            self._incoming.put((request, _Waiting(num_requests, outputs)))
-            num_requests += 1
-        for _ in range(num_requests):
-            output = outputs.get()
-            if isinstance(output, BaseException):
-                raise RuntimeError(f"the engine has stopped: {output}") from output
-            yield output
-
-    def _run(self) -> None:
-        """Run the requests of all threads, and give each output to the thread that waits for it."""
-        waiting: dict[int, _Waiting] = {}
-        engine = self._llm.engine
-        try:
-            for ended in engine.run(self._take_requests(waiting)):
-                for number, seq in ended:
-                    position, outputs = waiting.pop(number)
-                    outputs.put((position, engine.make_output(seq)))
-        except BaseException as error:
-            for _, outputs in waiting.values():
-                outputs.put(error)
-            while True:  # whoever still comes gets the error too, and does not wait for ever
-                self._incoming.get()[1].outputs.put(error)
-
-    def _take_requests(self, waiting: dict[int, _Waiting]) -> Iterator[Request | None]:
-        """Yield the requests of all threads, and note in `waiting` who waits for each.
-
-        Yields None if there is no request at the moment and others still run. If none runs, waits for the next request.
-        """
-        for number in itertools.count():
-            while waiting and self._incoming.empty():
-                yield None
-            request, waiting[number] = self._incoming.get()
-            yield request
-
-
 class RayLLM:
     """One engine, for `ray.data.Dataset.map_batches`. An actor works on several batches at a time: see `actors`.
 
@@ -157,7 +92,7 @@ class RayLLM:
         if sampling_params is not None:
             _refuse_without_column(sampling_params)
         self._llm = LLM(model, **options)
-        self._engine = EngineThread(self._llm)
+        self._engine = EngineThread(self._llm.engine)
         self._params = sampling_params or self._llm.get_default_sampling_params()
         self._no_output = _NO_EMBEDDING if self._params.embed else _NO_OUTPUT
         self._threads = ThreadPoolExecutor(MAX_BATCHES)

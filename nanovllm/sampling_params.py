@@ -27,7 +27,7 @@ class StructuredOutputsParams:
             enforced is refused (docs/structured.md).
         regex: a regular expression that the whole output matches, in Rust's syntax: no look-around.
         choice: strings, one of which is the output.
-        grammar: a grammar in Lark's syntax, as llguidance reads it.
+        grammar: a grammar in Lark's syntax, as llguidance reads it, or in GBNF (root ::= ...).
         json_object: True for any JSON object.
 
     Raises:
@@ -101,6 +101,10 @@ class StructuredOutputsParams:
                 f"structured_outputs.{self.kind} is {quote(value)}; it is not Unicode JSON: {error}"
             ) from None
         return text
+
+
+GuidedDecodingParams = StructuredOutputsParams
+"""vLLM's older name."""
 
 
 def _as_token_id(key: Any) -> int:

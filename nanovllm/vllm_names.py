@@ -1,10 +1,10 @@
-"""Names in scripts for vLLM that mean nothing here: ignored if harmless, refused if they would change results."""
+"""Names in scripts for vLLM that are not ours: translated, ignored if harmless, or refused with what to do instead."""
 
 from collections.abc import Callable, Hashable, Mapping
 from functools import wraps
 from typing import Any, TypeVar
 
-from nanovllm.utils.checks import refuse_unknown
+from nanovllm.utils.checks import quote, refuse_unknown
 
 T = TypeVar("T")
 
@@ -12,7 +12,7 @@ ANY: Any = object()
 """In a tuple of accepted values: every value is accepted."""
 
 SAMPLING: Mapping[str, tuple[Any, ...]] = {
-    **dict.fromkeys(("guided_decoding", "truncate_prompt_tokens"), (None,)),
+    "truncate_prompt_tokens": (None,),
     **dict.fromkeys(("output_kind", "skip_clone", "spaces_between_special_tokens"), (ANY,)),
     "logits_processors": (None, []),
     "flat_logprobs": (None, False),
@@ -23,6 +23,7 @@ SAMPLING: Mapping[str, tuple[Any, ...]] = {
 
 STRUCTURED: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("structural_tag", "whitespace_pattern"), (None,)),
+    **dict.fromkeys(("backend", "disable_fallback"), (ANY,)),
     **dict.fromkeys(("disable_any_whitespace", "disable_additional_properties"), (None, False)),
 }
 """The same for vLLM's StructuredOutputsParams."""
@@ -53,14 +54,67 @@ OPTIONS: Mapping[str, tuple[Any, ...]] = {
 These are the options in vLLM's own examples of offline inference. For all others REST is the one answer.
 """
 
-REST = "vLLM's other options mean nothing here: leave them out"
+REST = "docs/porting.md lists the options of vLLM that are understood"
 
-HINTS: Mapping[str, str] = {
-    "block_size": "here it is 'kvcache_block_size'",
-    "num_gpu_blocks_override": "here it is 'num_kvcache_blocks'",
-    "kv_cache_memory_bytes": "here it is 'kvcache_memory_bytes'",
+RENAMED: Mapping[str, str] = {
+    "block_size": "kvcache_block_size",
+    "num_gpu_blocks_override": "num_kvcache_blocks",
+    "kv_cache_memory_bytes": "kvcache_memory_bytes",
+    "guided_decoding": "structured_outputs",
 }
-"""Options of vLLM that have another name here: the message for each."""
+"""vLLM's names of options and fields that have another name here. With None they stand for the default."""
+
+_NO_SPACE = "white space in JSON is as docs/structured.md says: for another, write a regex or a grammar"
+_OTHER_WORK = "LLM(model) generates, and LLM.score computes likelihoods, whatever the task"
+_COPY = "write the value into the config.json of a copy of the model's folder"
+
+ADVICE: Mapping[str, str] = {
+    "best_of": "ask for n=best_of and logprobs=0, and choose by cumulative_logprob",
+    "logits_processors": "logit_bias, bad_words, allowed_token_ids and structured_outputs do what most of them are for",
+    "truncate_prompt_tokens": "pass token ids, and cut the list yourself",
+    "flat_logprobs": "each token has a dict of its log-probabilities",
+    "extra_args": "nothing reads them",
+    "structural_tag": "write the form as a grammar",
+    "whitespace_pattern": _NO_SPACE,
+    "disable_any_whitespace": _NO_SPACE,
+    "disable_additional_properties": 'write "additionalProperties": false into the schema',
+    "quantization": "a checkpoint's own config.json says how it is quantised, and is all that is read",
+    "enable_prompt_embeds": "a prompt is text or token ids",
+    "enable_lora": "one adapter is merged when the model is loaded: LLM(model, lora='folder')",
+    "data_parallel_size": "a batch job shares its lines among engines (docs/ray.md)",
+    "tokenizer": "put the other tokenizer's files into a copy of the model's folder",
+    "hf_overrides": _COPY,
+    "rope_scaling": _COPY,
+    "task": _OTHER_WORK,
+    "runner": _OTHER_WORK,
+}
+"""Advice for names of which another value than the accepted ones was given."""
+
+METHODS: Mapping[str, str] = {
+    "beam_search": "generate(prompts, SamplingParams(n=8, logprobs=0)) samples completions, with log-probabilities",
+    "encode": "get_tokenizer().encode gives token ids; hidden states are not given out",
+    "classify": "score(prompts, labels) tells how likely each label is",
+    "reward": "reward models, which end in a head of their own, are not run",
+    "collective_rpc": "the ranks take no calls: make the change in this process, or in the model's folder",
+    "apply_model": "llm.engine.runner.model is the model of one device; several ranks take no calls",
+    "llm_engine": "`llm.engine` is the engine, with methods of its own; add_request, step and is_finished are llm's",
+    "get_metrics": "stats() has the counts",
+    "start_profile": "LLM(model, trace='steps.json') writes what every step did",
+    "stop_profile": "LLM(model, trace='steps.json') writes what every step did",
+    "preprocess_chat": "render_chat(messages) returns the prompt and its token ids",
+    "abort_request": "leave the iterator of stream() early: requests that still run are aborted",
+}
+"""Methods and attributes of vLLM's LLM that ours does not have, each with what to do instead.
+
+A method that ours has is never looked up here, so that its entry does no harm.
+"""
+
+
+def explain_missing(name: str) -> AttributeError:
+    """Return the error for an attribute that an LLM does not have."""
+    advice = METHODS.get(name)
+    return AttributeError(f"LLM has no attribute {name!r}" + (f": {advice}" if advice else ""), name=name)
+
 
 SYNONYMS: Mapping[str, Mapping[Any, Any]] = {
     "dtype": {"half": "float16", "float": "float32"},
@@ -76,7 +130,7 @@ def translate_options(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: an option would change something that we cannot do.
     """
-    options = drop_harmless(given, {**OPTIONS, "tokenizer": (None, model)}, "LLM")
+    options = rename(drop_harmless(given, {**OPTIONS, "tokenizer": (None, model)}, "LLM"), "LLM")
     for name in options.keys() & SYNONYMS.keys():
         value = options[name]
         if isinstance(value, Hashable):
@@ -98,8 +152,18 @@ def drop_harmless(given: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]]
         accepted = table[name]
         if ANY not in accepted and not any(given[name] == value for value in accepted):
             values = " or ".join(map(repr, accepted))
-            raise ValueError(f"{what}: {name}, which vLLM has, is not supported here; leave it out, or give {values}")
+            advice = ADVICE.get(name, f"give {values}, which changes nothing")
+            raise ValueError(f"{what}: {name}, which vLLM has, is not supported here as {quote(given[name])}: {advice}")
     return {name: value for name, value in given.items() if name not in table}
+
+
+def rename(given: dict[str, Any], what: str) -> dict[str, Any]:
+    """Return `given` with our names for vLLM's. ValueError if both names are given."""
+    for name in given.keys() & RENAMED.keys():
+        value = given.pop(name)
+        if value is not None and given.setdefault(RENAMED[name], value) is not value:
+            raise ValueError(f"{what}: {name} and {RENAMED[name]} are the same: give one of them")
+    return given
 
 
 def check_names(harmless: Mapping[str, tuple[Any, ...]]) -> Callable[[type[T]], type[T]]:
@@ -110,7 +174,7 @@ def check_names(harmless: Mapping[str, tuple[Any, ...]]) -> Callable[[type[T]], 
 
         @wraps(init)
         def checked(self: T, *args: Any, **kwargs: Any) -> None:
-            kwargs = drop_harmless(kwargs, harmless, cls.__name__)
+            kwargs = rename(drop_harmless(kwargs, harmless, cls.__name__), cls.__name__)
             refuse_unknown(kwargs, cls.__dataclass_fields__, cls.__name__)  # type: ignore[attr-defined]
             init(self, *args, **kwargs)
 

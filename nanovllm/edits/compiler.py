@@ -4,10 +4,12 @@ The engine's process uses it, and so does the child process in which a large gra
 """
 
 import json
+import re
 from dataclasses import dataclass
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from nanovllm.edits.grammar_size import is_safe, measure_schema, measure_text
 from nanovllm.edits.json_schema import find_place, read_schema
@@ -22,6 +24,12 @@ LIMITS = LLParserLimits(
     verbose_errors=False,
 )
 """llguidance's own limits. A compile beyond them is an error; a mask beyond them ends its request with an error."""
+
+_GBNF = re.compile(r"^\s*root\s*::=", re.MULTILINE)
+"""The rule that every grammar in GBNF has."""
+
+MOST_GBNF = 32 << 10
+"""Characters of a grammar in GBNF. The converter is written in Python and takes 0.1 s for so many."""
 
 _SPACE = r"\x20|\x0D?\x0A[\x20\x09]{0,20}"
 """White space between the parts of JSON, as people and programs write it. Without a limit a weak model gets lost."""
@@ -53,6 +61,8 @@ def read_grammar(kind: str, text: str) -> Grammar:
         ValueError: it is too large, or it is a schema of which llguidance would not keep everything.
     """
     schema = None
+    if kind == "grammar" and _GBNF.search(text):
+        text = convert_gbnf(text)
     size = measure_text(kind, text)
     safe = is_safe(size)
     if kind == "json":
@@ -62,6 +72,18 @@ def read_grammar(kind: str, text: str) -> Grammar:
     elif kind == "json_object":
         schema = {"type": "object"}
     return Grammar(kind, text, schema, size.bytes + size.multiples, safe)
+
+
+def convert_gbnf(text: str) -> str:
+    """Return a grammar in Lark's syntax for one in GBNF, llama.cpp's syntax. ValueError if it is too long or bad."""
+    if len(text) > MOST_GBNF:
+        raise ValueError(
+            f"its text has {len(text)} characters; in GBNF (root ::= ...) it may have {MOST_GBNF}: use Lark"
+        )
+    try:
+        return str(gbnf_to_lark(text))
+    except Exception as error:  # the converter's own, or a RecursionError
+        raise ValueError(f"it is no grammar in GBNF: {error}") from None
 
 
 def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:

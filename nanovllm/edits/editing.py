@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from nanovllm.edits.logit_edits import LogitEdits, PenaltyCounts, collect_edits
 from nanovllm.edits.row_edits import RowEdits
 from nanovllm.engine.step import ScheduledStep
+from nanovllm.parsing.thinking import ThinkingTokens
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.tokenizer import Tokenizer
 
@@ -23,8 +24,14 @@ class Editing:
         eos_token_ids: Collection[int],
         max_model_len: int,
         max_num_seqs: int,
+        thinking: ThinkingTokens | None = None,
     ) -> None:
+        """
+        Args:
+            thinking: grammars hold after the thinking; None: from the first token on.
+        """
         self._tokenizer = tokenizer
+        self._thinking = thinking
         self._vocab_size = vocab_size
         self._max_model_len = max_model_len
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -55,7 +62,7 @@ class Editing:
                 self.grammars = Grammars(self._tokenizer, self._vocab_size, self._eos_token_ids)
             matcher = self.grammars.compile(params.structured_outputs)
         stop_ids = self._eos_token_ids | set(params.stop_token_ids or ())
-        return RowEdits(params, words, stop_ids, self._vocab_size, matcher)
+        return RowEdits(params, words, stop_ids, self._vocab_size, matcher, self._thinking)
 
     def collect(self, step: ScheduledStep) -> LogitEdits | None:
         """Return the edits of the step that was planned last; None if there are none."""

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nanovllm.edits.after_thinking import AfterThinking, Place
 from nanovllm.edits.row_edits import RowEdits
 from nanovllm.engine.plan import IntArray
 from nanovllm.engine.sequence import Sequence
@@ -123,15 +124,20 @@ def collect_edits(step: ScheduledStep, vocab_size: int, counts: PenaltyCounts) -
     plan = step.plan
     last_logits = (1 + plan.num_drafts).cumsum() - 1
     chosen: list[_Edited] = []
-    constrained: list[tuple[LLMatcher, int, list[int]]] = []
+    constrained: list[Place] = []
+    openings: list[tuple[int, int]] = []  # (row of the masks, a token that may come beside those of the grammar)
     for i, (seq, (_, *drafts)) in zip(np.flatnonzero(plan.num_sampled).tolist(), step.shares(), strict=True):
         num_output = int(plan.num_computed[i] + plan.num_scheduled[i]) - seq.num_prompt_tokens
         num_drafts = len(drafts)
         edits = cast("RowEdits | None", seq.edits)  # `Editing.read_request` made it
         if edits is not None and (edits.has_penalties or len(edits.bias) or edits.forbids(num_output - num_drafts)):
-            if seq.grammar is not None:
-                matcher = cast("LLMatcher", seq.grammar)
-                constrained.append((matcher, len(chosen), [int(token_id) for token_id in drafts]))
+            guesses = [int(token_id) for token_id in drafts]
+            if isinstance(seq.grammar, AfterThinking):
+                places, opening = seq.grammar.list_places(len(chosen), guesses)
+                constrained += places
+                openings += [] if opening is None else [(len(chosen), opening)]
+            elif seq.grammar is not None:
+                constrained.append((cast("LLMatcher", seq.grammar), len(chosen), guesses))
             back = range(num_drafts, -1, -1)
             chosen += [_Edited(i, seq, edits, num_output - j, int(last_logits[i]) - j) for j in back]
     if not chosen:
@@ -143,6 +149,8 @@ def collect_edits(step: ScheduledStep, vocab_size: int, counts: PenaltyCounts) -
             from nanovllm.edits.grammars import fill_masks
 
             fill_masks(masks, constrained)
+        for i, token_id in openings:
+            masks.view(np.uint32)[i, token_id // 32] |= np.uint32(1 << token_id % 32)
         for mask, row in zip(masks, chosen, strict=True):
             row.edits.forbid(mask, row.seq.token_ids, row.num_output)
     started = []

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from nanovllm.edits.after_thinking import AfterThinking
 from nanovllm.engine.plan import IntArray
+from nanovllm.parsing.thinking import ThinkingTokens
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.integers import ceil_div
 
@@ -41,12 +43,14 @@ class RowEdits:
         stop_ids: Collection[int],
         vocab_size: int,
         matcher: "LLMatcher | None" = None,
+        thinking: ThinkingTokens | None = None,
     ) -> None:
         """
         Args:
             bad_words: the token ids of each word.
             stop_ids: the token ids that min_tokens forbids.
             matcher: at the start of the output's grammar; None without one.
+            thinking: the grammar holds after the thinking; None: from the first token on.
         """
         repetition = min(max(params.repetition_penalty, 1 / _MOST), _MOST)
         self.penalties = (repetition, params.frequency_penalty, params.presence_penalty)
@@ -61,10 +65,14 @@ class RowEdits:
         self._stop_ids = stop_ids
         self._vocab_size = vocab_size
         self._matcher = matcher
+        self._thinking = thinking
 
-    def new_matcher(self) -> "LLMatcher | None":
+    def new_matcher(self, prompt: Seq[int]) -> "LLMatcher | AfterThinking | None":
         """Return a matcher at the start of the output's grammar, for one completion; None without a grammar."""
-        return self._matcher and self._matcher.deep_copy()
+        if self._matcher is None:
+            return None
+        matcher = self._matcher.deep_copy()
+        return matcher if self._thinking is None else AfterThinking(matcher, self._thinking, prompt)
 
     @cached_property
     def _masks(self) -> list[tuple[float, IntArray]]:

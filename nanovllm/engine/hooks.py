@@ -3,6 +3,7 @@
     Runner        runs plans, and returns a Handle for each         runner/, distributed/
     StepObserver  is told of every step                             view/, the progress bar, measurements
     LogitEditor   makes the edits of logits that requests ask for   edits/
+    OutputParser  reads more out of an output than its text         parsing/
     Speculator    guesses tokens for the next step to verify        drafts/
 
 load.py makes them and hands them in.
@@ -15,7 +16,7 @@ from nanovllm.engine.plan import IntArray, StepPlan, StepResult
 from nanovllm.engine.rows import Rows
 from nanovllm.engine.sequence import RequestEdits, Sequence
 from nanovllm.engine.step import ScheduledStep
-from nanovllm.outputs import Logprob
+from nanovllm.outputs import Logprob, Output
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.clock import Clock
 
@@ -74,6 +75,13 @@ class LogitEditor(Protocol):
 
     def collect(self, step: ScheduledStep) -> StepEdits | None:
         """Return the edits of all sequences of the step that was planned last; None if there are none."""
+
+
+class OutputParser(Protocol):
+    """Reads thinking or calls of tools out of the outputs of requests that have ended."""
+
+    def parse(self, seq: Sequence, output: Output) -> None:
+        """Put what it finds in the output of one completion under keys of their own, and take it out of the text."""
 
 
 class Speculator(Protocol):

@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nanovllm.config import ResolvedConfig
-from nanovllm.engine.hooks import Handle, LogitEditor, Runner, StepObserver
+from nanovllm.engine.hooks import Handle, LogitEditor, OutputParser, Runner, StepObserver
 from nanovllm.engine.output import make_output
 from nanovllm.engine.plan import StepResult
 from nanovllm.engine.scheduler import Scheduler
@@ -73,6 +73,7 @@ class LLMEngine:
         eos_token_ids: frozenset[int] = frozenset(),
         default_params: SamplingParams | None = None,
         observers: Iterable[StepObserver] = (),
+        parser: OutputParser | None = None,
         origin: Path | str = "",
     ) -> None:
         """Put an engine together from its parts. load.py makes the parts.
@@ -82,6 +83,7 @@ class LLMEngine:
             make_editor: makes the `LogitEditor`. It is called when the first request asks for edits of logits.
             embedding_size: the number of elements of a hidden state.
             has_lm_head: False for a model that only embeds.
+            parser: reads thinking and calls of tools out of outputs; None leaves them in the text.
             origin: the model's folder, or the name of a preset (a configuration without weights).
         """
         self.config = config
@@ -96,6 +98,7 @@ class LLMEngine:
         self.depth = config.depth
         self.num_steps = 0
         self.observers = list(observers)
+        self.parser = parser
         self.origin = origin
         self.closed = False
         self.refusal: str | None = None
@@ -134,7 +137,10 @@ class LLMEngine:
         if self.refusal is not None:
             raise RuntimeError(self.refusal)
         if self._running:
-            raise RuntimeError("another generate() or stream() of this engine is open: finish or close it first")
+            raise RuntimeError(
+                "another generate() or stream() of this engine is open: finish or close it first; several threads or "
+                "asyncio tasks use submit()"
+            )
 
     def check_idle(self) -> None:
         """Raise a RuntimeError if `check_free` does, or if requests of add_request() are unfinished."""
@@ -342,7 +348,7 @@ class LLMEngine:
 
     def make_output(self, seq: Sequence) -> Output:
         """Return the output of a request that has ended, with all its completions. `seq` is the first completion."""
-        return make_output(seq, self.tokenizer)
+        return make_output(seq, self.tokenizer, self.parser)
 
     def stats(self) -> dict[str, int]:
         """Return counts since the engine was made, and how many blocks there are and are free now."""

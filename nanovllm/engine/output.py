@@ -2,19 +2,26 @@
 
 from collections.abc import Iterable
 
+from nanovllm.engine.hooks import OutputParser
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import Completion, Logprob, Output
 from nanovllm.text.tokenizer import Tokenizer
 
 
-def make_output(seq: Sequence, tokenizer: Tokenizer | None) -> Output:
+def make_output(seq: Sequence, tokenizer: Tokenizer | None, parser: OutputParser | None = None) -> Output:
     """Make the Output of a prompt whose completions have all ended.
 
     Args:
         seq: the first completion; with n > 1, seq.others are the rest.
+        parser: adds keys to each completion; None: there is only text.
     """
-    outputs = [_make_single(one, tokenizer) for one in (seq, *seq.others)]
+    seqs = [seq, *seq.others]
+    outputs = [_make_single(one, tokenizer) for one in seqs]
+    if parser is not None:
+        for one, single in zip(seqs, outputs, strict=True):
+            parser.parse(one, single)
     output = outputs[0]
+    output.request_id = str(seq.seq_id)
     if seq.others:
         output["outputs"] = [Completion(one.outputs[0], index=i) for i, one in enumerate(outputs)]
         if error := next((one.error for one in outputs if one.error), None):
@@ -56,10 +63,13 @@ def set_decoder(rows: Iterable[dict[int, Logprob] | None], tokenizer: Tokenizer 
                 logprob.decode = decode
 
 
-def read_text(seq: Sequence, tokenizer: Tokenizer | None) -> str:
+def read_text(seq: Sequence, tokenizer: Tokenizer | None, start: int = 0) -> str:
     """Return the text of a sequence's output so far; "" if there is no tokenizer, or detokenize is False.
 
     The stop token or stop string that ended it is left out, unless the request has include_stop_str_in_output.
+
+    Args:
+        start: the text begins with this token of the output.
     """
     if tokenizer is None or not seq.params.detokenize:
         return ""
@@ -68,5 +78,7 @@ def read_text(seq: Sequence, tokenizer: Tokenizer | None) -> str:
         if token_ids[-1] in seq.stop_ids:
             token_ids = token_ids if seq.params.include_stop_str_in_output else token_ids[:-1]
         elif seq.stop_matcher is not None and seq.stop_matcher.found is not None:
-            return seq.stop_matcher.text
-    return tokenizer.decode(token_ids, seq.params.skip_special_tokens, seq.prompt_token_ids)
+            before = tokenizer.decode(token_ids[:start], seq.params.skip_special_tokens, seq.prompt_token_ids)
+            return seq.stop_matcher.text[len(before) :]
+    context = token_ids[:start] or seq.prompt_token_ids
+    return tokenizer.decode(token_ids[start:], seq.params.skip_special_tokens, context)

@@ -3,6 +3,7 @@
 import struct
 from array import array
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -45,7 +46,7 @@ class RequestEdits(Protocol):
         """True if the edits for a position can be made before it is known whether the draft before it is right. If
         False, the sequence gets no drafts."""
 
-    def new_matcher(self) -> GrammarMatcher | None:
+    def new_matcher(self, prompt: Seq[int]) -> GrammarMatcher | None:
         """Return a matcher for one completion, at the start of the request's grammar; None if there is no grammar."""
 
 
@@ -155,7 +156,7 @@ class Sequence:
         self.stop_matcher = stop_matcher
         self.edits = edits
         """The edits of the sequence's logits; None if the request asks for no edits."""
-        self.grammar = edits.new_matcher() if edits is not None else None
+        self.grammar = edits.new_matcher(self.token_ids) if edits is not None else None
         """Checks the output against the request's grammar; None if there is no grammar."""
         self.lead = lead
         """The first completion of the same request. In the first completion this is None."""

@@ -33,7 +33,8 @@ from nanovllm.jobs.result_lines import ResultLine, Usage, make_error_line
 from nanovllm.jobs.run import answer_lines, supervise
 from nanovllm.jobs.source import InputDigest, Line, Reading, Source
 from nanovllm.llm import LLM
-from nanovllm.ray import MAX_BATCHES, EngineThread, actors
+from nanovllm.ray import MAX_BATCHES, actors
+from nanovllm.sharing import EngineThread
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +136,7 @@ class PartAnswerer:
     def __init__(self, config: EngineConfig, model_name: str) -> None:
         options = asdict(config)
         self._llm = LLM(options.pop("model"), **options)
-        self._engine = EngineThread(self._llm)
+        self._engine = EngineThread(self._llm.engine)
         self._provenance = read_provenance(self._llm.engine)
         self._model_name = model_name
 

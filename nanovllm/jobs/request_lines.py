@@ -5,7 +5,7 @@ engine's output, or the LineError, into a line of the results.
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ EMBEDDINGS_URL = "/v1/embeddings"
 URLS = (CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL)
 _PLAIN = ("prompt", "messages", "input")
 """The fields that tell of a plain line whether it is a completion, a chat or an embedding."""
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """The roles that a message may have, each with the chat template's name for it."""
 # OpenAI's limits:
 MAX_LOGPROBS = 20
@@ -40,7 +40,10 @@ _LIMITS = ("max_tokens", "stop", "ignore_eos", "skip_special_tokens", "include_s
 _EDITS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "logit_bias")
 _LISTS = ("allowed_token_ids", "bad_words", "stop_token_ids")
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "n", *_LIMITS, *_EDITS, *_LISTS)
-_CHAT_FIELDS = ("messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs")
+_CHAT_FIELDS = (
+    *("messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"),
+    *("tools", "tool_choice"),
+)
 _SERVICE = {"user": str, "metadata": dict, "store": bool, "service_tier": str, "parallel_tool_calls": bool}
 """These fields concern an online service. They are accepted and change no result."""
 _COMMON = ("model", *_SAMPLING, "logprobs", "response_format", "structured_outputs", *_SERVICE)
@@ -177,7 +180,10 @@ def prepare_request(line: RequestLine, llm: "LLM", model_name: str) -> "Request"
                 # A line may set variables of the model's template, but bring no template: a template is a program.
                 if name in list_rendering_arguments(llm):
                     raise ValueError(f"chat_template_kwargs has {name!r}, which is not for a line to choose")
-            prompt = llm.render_chat(_read_messages(body.get("messages")), body.get("chat_template_kwargs"))
+            options = dict(body.get("chat_template_kwargs", {}))
+            if tools := _read_tools(body):
+                options["tools"] = tools
+            prompt = llm.render_chat(_read_messages(body.get("messages")), options)
         else:
             prompt = _read_prompt(body.get("prompt"))
         return llm.prepare(prompt, params)
@@ -295,14 +301,33 @@ def _read_prompt(prompt: Any) -> str | list[int]:
     raise ValueError(f"prompt is {quote(prompt)}; it must be a string or a list of token ids: one prompt a line")
 
 
-def _read_messages(messages: Any) -> list[dict[str, str]]:
+def _read_tools(body: Mapping[str, Any]) -> list[Any]:
+    """Return the tools that the chat template describes to the model; [] if there are none or none may be called."""
+    tools = body.get("tools", [])
+    choice = body.get("tool_choice", "auto")
+    if choice not in ("auto", "none"):
+        raise ValueError(f'tool_choice is {quote(choice)}; it must be "auto" or "none": a grammar can force a call')
+    if not isinstance(tools, list) or not all(_is_function(tool) for tool in tools):
+        raise ValueError(f'tools is {quote(tools)}; it must be a list of {{"type": "function", "function": ...}}')
+    return tools if choice == "auto" else []
+
+
+def _is_function(value: Any) -> bool:
+    """Tell whether a tool, or a call of one, is a function with a name."""
+    function = value.get("function") if isinstance(value, dict) and value.get("type") == "function" else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
+def _read_messages(messages: Any) -> list[dict[str, Any]]:
     """Return the conversation. A field that the chat template would not see is refused."""
     if not isinstance(messages, list) or not messages:
         raise ValueError(f'messages is {quote(messages)}; it must be a list of {{"role": ..., "content": ...}}')
     return [_read_message(message, i) for i, message in enumerate(messages)]
 
 
-def _read_message(message: Any, index: int) -> dict[str, str]:
+def _read_message(message: Any, index: int) -> dict[str, Any]:
+    if isinstance(message, dict) and message.get("role") in ("assistant", "tool"):
+        return _read_message_of_tools(message, index)
     if not isinstance(message, dict) or not {"role", "content"} <= message.keys() <= {"role", "content", "name"}:
         raise ValueError(f"message {index} is {quote(message)}; it must have a role and a content, and may have a name")
     role = message["role"]
@@ -313,6 +338,22 @@ def _read_message(message: Any, index: int) -> dict[str, str]:
         raise ValueError(f"message {index} has the name {quote(name)}; it must be a string")
     read = {"role": ROLES[role], "content": _read_content(message["content"], index)}
     return read if name is None else {**read, "name": name}
+
+
+def _read_message_of_tools(message: dict[str, Any], index: int) -> dict[str, Any]:
+    """Return a message that may call tools (the assistant's) or answers a call (role "tool")."""
+    extra = {"assistant": "tool_calls", "tool": "tool_call_id"}[message["role"]]
+    rest = {name: value for name, value in message.items() if name != extra}
+    calls = message.get(extra)
+    if calls is None:
+        return _read_message({**rest, "role": "user"}, index) | {"role": message["role"]}
+    if extra == "tool_calls" and not (isinstance(calls, list) and calls and all(map(_is_function, calls))):
+        raise ValueError(f"message {index} has the tool_calls {quote(calls)}; it must be a list of calls of functions")
+    if extra == "tool_call_id" and not isinstance(calls, str):
+        raise ValueError(f"message {index} has the tool_call_id {quote(calls)}; it must be a string")
+    if rest.get("content") is None and extra == "tool_calls":
+        rest["content"] = ""  # a message that only calls tools has no content
+    return _read_message({**rest, "role": "user"}, index) | {"role": message["role"], extra: calls}
 
 
 def _read_content(content: Any, index: int) -> str:

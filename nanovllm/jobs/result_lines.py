@@ -78,6 +78,12 @@ def make_result_line(
             choice["message"] = {"role": "assistant", "content": completion["text"]}
         else:
             choice["text"] = echoed + completion["text"]
+        if "reasoning" in completion:
+            choice.get("message", choice)["reasoning"] = completion["reasoning"]
+        if request.is_chat and completion.get("tool_calls"):
+            choice["message"] |= {"content": completion["text"] or None, "tool_calls": completion["tool_calls"]}
+            if completion["finish_reason"] == "stop":
+                choice["finish_reason"] = "tool_calls"
         if num_logprobs is not None:
             choice["logprobs"] = format_logprobs({**output, **completion}, num_logprobs, token_text)
         choices.append(choice)

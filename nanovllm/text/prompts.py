@@ -1,5 +1,6 @@
 """Turns prompts and conversations, in every form that users give them, into token ids."""
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Number
@@ -214,10 +215,43 @@ def read_conversation(messages: Any) -> list[dict[str, Any]]:
     is_list = isinstance(messages, (list, tuple)) and len(messages) > 0
     if not is_list or not all(isinstance(message, Mapping) and "role" in message for message in messages):
         raise ValueError(f'a conversation is {quote(messages)}; it must be a list of {{"role": ..., "content": ...}}')
-    return [
-        {**message, "content": join_parts(message["content"], i)} if "content" in message else dict(message)
-        for i, message in enumerate(messages)
-    ]
+    conversation = []
+    for i, message in enumerate(messages):
+        read = dict(message)
+        if "content" in message:
+            read["content"] = join_parts(message["content"], i)
+        if message.get("tool_calls"):
+            read["tool_calls"] = read_tool_calls(message["tool_calls"], i)
+        conversation.append(read)
+    return conversation
+
+
+def read_tool_calls(tool_calls: Any, index: int) -> list[dict[str, Any]]:
+    """Return a message's calls of tools with their arguments as objects, which templates write as JSON.
+
+    In OpenAI's form the arguments are JSON in a string. A template would write that string as JSON once more.
+
+    Args:
+        index: the message's number, for the error.
+    """
+    if not isinstance(tool_calls, (list, tuple)) or not all(isinstance(call, Mapping) for call in tool_calls):
+        raise ValueError(f"message {index} has the tool_calls {quote(tool_calls)}; they must be a list of objects")
+    calls = []
+    for call in tool_calls:
+        function = call.get("function", call)
+        if not isinstance(function, Mapping):
+            raise ValueError(f"message {index} has the call {quote(call)}; its function must be an object")
+        arguments = function.get("arguments")
+        if arguments is None or isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments or "{}")
+            except (ValueError, RecursionError):
+                raise ValueError(
+                    f"message {index} calls a tool with the arguments {quote(arguments)}; they must be JSON"
+                ) from None
+        parsed = {**function, "arguments": arguments}
+        calls.append({**call, "function": parsed} if "function" in call else parsed)
+    return calls
 
 
 def join_parts(content: Any, index: int) -> Any:

@@ -29,22 +29,17 @@ def refuse(value: Any, name: str, limit: str) -> ValueError:
     return ValueError(f"{name} is {quote(value)}; it must be {limit}")
 
 
-def refuse_unknown(
-    given: Iterable[str], known: Collection[str], what: str, hints: Mapping[str, str] = {}, rest: str = ""
-) -> None:
+def refuse_unknown(given: Iterable[str], known: Collection[str], what: str, rest: str = "") -> None:
     """Raise a TypeError for the first name in `given` that is not in `known`.
 
     Args:
         known: the known names. Every request is checked here, so this is a dict where there are many.
         what: the class or function that the names belong to, as the message calls it: "SamplingParams", "LLM".
-        hints: for some unknown names, the advice that the message gives.
-        rest: the advice for all other unknown names that resemble no known one.
+        rest: the advice for unknown names that resemble no known one.
     """
     for name in given:
         if name in known:
             continue
-        if name in hints:
-            raise TypeError(f"{what} has no option {name!r}: {hints[name]}")
         nearest = difflib.get_close_matches(name, known, n=1, cutoff=CLOSE)
         if nearest:
             suggestion = f"; did you mean {nearest[0]!r}?"

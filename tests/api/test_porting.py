@@ -1,6 +1,7 @@
 """Scripts for nano-vLLM and vLLM: docs/porting.md is run cell by cell, and the examples as they are."""
 
 import ast
+import pickle
 import re
 import runpy
 from collections.abc import Iterator
@@ -11,8 +12,11 @@ import pytest
 from helpers.paths import ROOT
 from helpers.tiny import make_tokenizer
 
+import nanovllm
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
-from nanovllm.vllm_names import OPTIONS, SAMPLING, drop_harmless
+from nanovllm.config import EngineConfig
+from nanovllm.sampling_params import GuidedDecodingParams
+from nanovllm.vllm_names import ADVICE, METHODS, OPTIONS, SAMPLING, STRUCTURED, drop_harmless
 
 PAGE = (ROOT / "docs" / "porting.md").read_text()
 MARK = "†"
@@ -29,6 +33,12 @@ def table(heading: str) -> list[list[str]]:
 ROWS = table("Side by side")
 
 
+@pytest.fixture(scope="module")
+def llm(reciter: Path) -> Iterator[LLM]:
+    with LLM(reciter, max_model_len=64) as llm:
+        yield llm
+
+
 @pytest.fixture
 def names(reciter: Path) -> Iterator[dict[str, Any]]:
     """The names that the table's code may use."""
@@ -39,6 +49,8 @@ def names(reciter: Path) -> Iterator[dict[str, Any]]:
             "LLM": LLM,
             "SamplingParams": SamplingParams,
             "StructuredOutputsParams": StructuredOutputsParams,
+            "GuidedDecodingParams": GuidedDecodingParams,
+            "TokensPrompt": nanovllm.TokensPrompt,
             "model": str(reciter),
             "llm": llm,
             "params": params,
@@ -93,6 +105,7 @@ def test_every_cell_of_the_table_runs_or_is_refused_and_a_row_gives_the_same(
 def test_the_page_lists_every_name_of_vllms_that_is_taken() -> None:
     section = PAGE.split("## vLLM's options")[1]
     of_llm, of_sampling = section.split("Of `SamplingParams(...)`")
+    of_sampling = of_sampling.split("`guided_decoding` stands for")[0]
     listed = [set(re.findall(r"`([a-z_0-9]+)`", text)) for text in (of_llm, of_sampling)]
     assert OPTIONS.keys() - {"hf_config", "eos"} <= listed[0], "without nano-vLLM's"
     assert listed[1] == SAMPLING.keys(), "nothing that is not so"
@@ -100,6 +113,66 @@ def test_the_page_lists_every_name_of_vllms_that_is_taken() -> None:
         if row.startswith("| 1 |"):
             for name in re.findall(r"`([a-z_]+)`", row):
                 assert drop_harmless({name: 1}, OPTIONS, "LLM") == {}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_missing_method_says_what_to_do_instead(name: str, llm: LLM) -> None:
+    if hasattr(LLM, name):
+        return
+    assert not hasattr(llm, name)
+    with pytest.raises(AttributeError) as error:
+        getattr(llm, name)
+    assert str(error.value) == f"LLM has no attribute {name!r}: {METHODS[name]}" and len(METHODS[name]) > 20
+
+
+def test_a_name_that_vllm_has_not_gets_no_advice(llm: LLM) -> None:
+    with pytest.raises(AttributeError, match=r"LLM has no attribute 'generat'$"):
+        llm.generat  # type: ignore[attr-defined] # noqa: B018
+
+
+REFUSED = {
+    "LLM": {
+        "quantization": "awq",
+        "enable_lora": True,
+        "hf_overrides": {"a": 1},
+        "task": "embed",
+        "data_parallel_size": 2,
+    },
+    "SamplingParams": {"best_of": 2, "logits_processors": [print], "truncate_prompt_tokens": 4, "extra_args": {"a": 1}},
+    "StructuredOutputsParams": {"structural_tag": "{}", "disable_any_whitespace": True, "whitespace_pattern": " "},
+}
+
+
+def test_what_would_be_lost_is_not_left_out_but_done_otherwise() -> None:
+    tables = {"LLM": OPTIONS, "SamplingParams": SAMPLING, "StructuredOutputsParams": STRUCTURED}
+    for what, fields in REFUSED.items():
+        for name, value in fields.items():
+            with pytest.raises(ValueError, match=f"^{what}: {name}, which vLLM has, is not supported here") as error:
+                drop_harmless({name: value}, tables[what], what)
+            assert str(error.value).endswith(ADVICE[name]) and "leave" not in str(error.value)
+
+
+def test_options_and_fields_with_another_name_here_are_understood() -> None:
+    given = {"block_size": 32, "num_gpu_blocks_override": 40, "kv_cache_memory_bytes": None}
+    expected = EngineConfig("model", kvcache_block_size=32, num_kvcache_blocks=40)
+    assert EngineConfig.from_options("model", given) == expected
+    assert EngineConfig.from_options("model", {"block_size": None}) == EngineConfig("model")
+    with pytest.raises(ValueError, match="block_size and kvcache_block_size are the same: give one"):
+        EngineConfig.from_options("model", {"block_size": 16, "kvcache_block_size": 32})
+    old: Any = {"guided_decoding": GuidedDecodingParams(regex="[0-9]+", backend="outlines")}  # type: ignore[call-arg]
+    assert SamplingParams(**old) == SamplingParams(structured_outputs={"regex": "[0-9]+"})
+    assert SamplingParams(**{"guided_decoding": None}) == SamplingParams()
+    with pytest.raises(ValueError, match="guided_decoding and structured_outputs are the same"):
+        SamplingParams(**old, structured_outputs={"regex": "a"})
+
+
+def test_requests_are_numbered(llm: LLM) -> None:
+    outputs = llm.generate(["a", "b"], SamplingParams(max_tokens=1), use_tqdm=False)
+    numbers = [output.request_id for output in outputs]
+    assert all(isinstance(number, str) for number in numbers) and len({*numbers}) == 2
+    for output in outputs:
+        assert isinstance(output, nanovllm.RequestOutput) and isinstance(output.outputs[0], nanovllm.CompletionOutput)
+        assert pickle.loads(pickle.dumps(output)).request_id == output.request_id
 
 
 def test_a_name_of_vllms_is_not_one_of_ours_too() -> None:

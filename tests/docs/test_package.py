@@ -52,9 +52,10 @@ ROOMS = (
     ("score",),
     ("distributed.worker",),
     ("load",),
-    ("diagnosis", "view", "embedding", "lora"),
+    ("diagnosis", "view", "embedding", "lora", "sharing"),
     ("distributed",),
     ("edits", "renewal"),
+    ("parsing",),
     ("runner",),
     ("drafts",),
     ("resolve",),
@@ -63,7 +64,7 @@ ROOMS = (
     ("layers",),
     ("kernels",),
     ("config", "text"),
-    ("sampling_params", "outputs"),
+    ("sampling_params", "outputs", "inputs"),
     ("vllm_names", "version"),
     ("utils",),
 )
@@ -72,7 +73,8 @@ as rank 0 does."""
 
 WINGS = (
     *("__main__", "chat", "cli", "diagnosis", "distributed", "doctor", "drafts", "edits", "embedding", "estimate"),
-    *("jobs", "lm_eval", "lora", "models.dummy_weights", "models.shapes", "ray", "renewal", "score", "view"),
+    *("jobs", "lm_eval", "lora", "models.dummy_weights", "models.shapes", "parsing", "ray"),
+    *("renewal", "score", "sharing", "view"),
 )
 """Every other file belongs to the spine: generating on one device takes it."""
 

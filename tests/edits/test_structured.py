@@ -3,6 +3,7 @@
 import json
 import logging
 import random
+import re
 import runpy
 import sys
 from collections import Counter
@@ -559,3 +560,39 @@ def test_the_example_makes_records(capsys: pytest.CaptureFixture[str], monkeypat
     monkeypatch.setattr(sys, "argv", [str(path), "tiny-qwen3", "3"])
     runpy.run_path(str(path), run_name="__main__")
     assert "with the schema: 3 of 3 answers are records, 3 bare" in capsys.readouterr().out
+
+
+GBNF = """root ::= select " from " table
+select ::= "SELECT " column
+column ::= "col_1" | "col_2"
+table ::= "table_" [12]  # as in vLLM's example
+"""
+
+
+def test_a_grammar_in_gbnf_is_one_in_lark(tiny: Path) -> None:
+    lark = 'start: "SELECT " COLUMN " from table_" /[12]/\nCOLUMN: "col_1" | "col_2"'
+    with LLM(tiny, **OPTIONS) as llm:
+        texts = [
+            llm.generate([[5]] * 4, [constrained({"grammar": text}, seed) for seed in range(4)], use_tqdm=False)
+            for text in (GBNF, lark)
+        ]
+    assert [output.token_ids for output in texts[0]] == [output.token_ids for output in texts[1]]
+    assert all(re.fullmatch("SELECT col_[12] from table_[12]", output.text) for output in texts[0])
+
+
+def constrained(form: dict[str, Any], seed: int) -> SamplingParams:
+    return SamplingParams(temperature=1.0, max_tokens=64, structured_outputs=form, seed=seed)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('root ::= "a', "no grammar in GBNF: Unexpected end of input"),
+        ("root ::= other", "no grammar in GBNF: Rule 'other' not found"),
+        ("root ::= " + 5000 * "(", "no grammar in GBNF"),
+        ("root ::= " + 20_000 * '"a"', "it may have 32768: use Lark"),
+    ],
+)
+def test_a_bad_grammar_in_gbnf_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        compiler.read_grammar("grammar", text)

@@ -1,6 +1,8 @@
 """Tiny checkpoints for the tests: random ones with peaked logits, and one that recites the alphabet."""
 
 import json
+from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +127,12 @@ def make_tokenizer() -> Tokenizer:
     return tokenizer
 
 
-def save_reciter(folder: Path, head_dim: int = 8) -> None:
+CYCLES = (RECITATION, [*"ABC", TURN], [*"01", NOTE, *"23"])
+
+
+def save_reciter(
+    folder: Path, head_dim: int = 8, cycles: Iterable[Seq[str]] = CYCLES, more_tokens: Seq[str] = ()
+) -> None:
     """Write a model, with its tokenizer, that goes on as follows after any prompt that ends with the first token:
 
         a b c ... w xyz END a b ...     END is the tokenizer's end-of-sequence token
@@ -137,11 +144,14 @@ def save_reciter(folder: Path, head_dim: int = 8) -> None:
 
     Args:
         head_dim: of its attention; the Triton kernels take 32, 64 and 128.
+        cycles: what to recite instead.
+        more_tokens: texts that are a token each, and not special.
     """
     tokenizer = make_tokenizer()
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in more_tokens])
     size = tokenizer.get_vocab_size()
     successor = torch.arange(size)
-    for cycle in (RECITATION, [*"ABC", TURN], [*"01", NOTE, *"23"]):
+    for cycle in cycles:
         ids = torch.tensor([tokenizer.token_to_id(token) for token in cycle])
         successor[ids] = ids.roll(-1)
     config = Qwen3Config(

@@ -28,7 +28,8 @@ from nanovllm.jobs.cluster import check_room, lines_per_part, parts_in_flight, r
 from nanovllm.jobs.job import Job, Status
 from nanovllm.jobs.run import run_job
 from nanovllm.jobs.source import Reading, Source
-from nanovllm.ray import EngineThread, RayLLM, actors
+from nanovllm.ray import RayLLM, actors
+from nanovllm.sharing import EngineThread
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
@@ -44,7 +45,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
 
 def test_batches_of_several_threads_run_in_the_same_steps(reciter: Path) -> None:
     llm = LLM(str(reciter), **OPTIONS)
-    engine = EngineThread(llm)
+    engine = EngineThread(llm.engine)
 
     def run(barrier: Barrier) -> set[int]:
         barrier.wait()
@@ -59,7 +60,7 @@ def test_batches_of_several_threads_run_in_the_same_steps(reciter: Path) -> None
 
 def test_a_broken_engine_leaves_nobody_waiting(reciter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(str(reciter), **OPTIONS)
-    engine = EngineThread(llm)
+    engine = EngineThread(llm.engine)
 
     def break_down() -> None:
         raise MemoryError("no room")

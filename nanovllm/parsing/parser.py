@@ -1,0 +1,60 @@
+"""The engine's `OutputParser`: it puts thinking and calls of tools under keys of their own."""
+
+from nanovllm.engine.output import read_text
+from nanovllm.engine.sequence import Sequence
+from nanovllm.outputs import Output
+from nanovllm.parsing.thinking import ThinkingTokens
+from nanovllm.parsing.tool_calls import split_tool_calls
+from nanovllm.text.tokenizer import Tokenizer
+
+
+class AnswerParser:
+    """Parses the outputs of one engine."""
+
+    def __init__(self, tokenizer: Tokenizer, thinking: ThinkingTokens | None, tool_calls: str | None) -> None:
+        """
+        Args:
+            thinking: None: thinking stays in the text.
+            tool_calls: the name of a parser; None: calls of tools stay in the text.
+        """
+        self._tokenizer = tokenizer
+        self.thinking = thinking
+        self._tool_calls = tool_calls
+
+    def parse(self, seq: Sequence, output: Output) -> None:
+        """Add the keys `reasoning` and `tool_calls` that were asked for to an output, and take them out of its text."""
+        if self.thinking is not None:
+            output["reasoning"] = None
+            if seq.params.detokenize:
+                self._split_thinking(self.thinking, seq, output)
+        if self._tool_calls is not None:
+            output["text"], output["tool_calls"] = split_tool_calls(self._tool_calls, output["text"])
+
+    def _split_thinking(self, thinking: ThinkingTokens, seq: Sequence, output: Output) -> None:
+        token_ids = seq.output_token_ids
+        place = thinking.find_answer(seq.prompt_token_ids, token_ids)
+        if place is None:
+            return
+        start, end, answer = place
+        if answer == len(token_ids) and token_ids[-1:] != [thinking.close]:
+            # The thinking was cut, or a stop ended it. The text is without that stop.
+            reasoning = read_text(seq, self._tokenizer, start)
+            text = ""
+        else:
+            reasoning = self._tokenizer.decode(token_ids[start:end], seq.params.skip_special_tokens)
+            text = read_text(seq, self._tokenizer, answer)
+        output["reasoning"] = reasoning.strip("\n")
+        # A grammar's text stays as it is. Otherwise models write an empty line between thinking and answer.
+        output["text"] = text if seq.grammar is not None else text.lstrip("\n")
+
+
+def make_parser(tokenizer: Tokenizer | None, reasoning: str | None, tool_calls: str | None) -> AnswerParser:
+    """Return the parser for the options reasoning_parser and tool_call_parser.
+
+    Raises:
+        ValueError: the model's tokenizer does not allow it.
+    """
+    thinking = None if reasoning is None else ThinkingTokens(tokenizer)
+    if tokenizer is None:
+        raise ValueError("tool_call_parser reads texts, and this model has no tokenizer: leave the option out")
+    return AnswerParser(tokenizer, thinking, tool_calls)

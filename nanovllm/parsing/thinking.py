@@ -1,0 +1,72 @@
+"""Splits an output into thinking and answer: `<think>` ... `</think>`, as Qwen3 and DeepSeek-R1 write it.
+
+Whether an output thinks depends on the end of the prompt, which is what the chat template wrote for the answer:
+
+    ... <think>\\n                     the template opened the thinking: the output begins within it
+    ... <think>\\n\\n</think>\\n\\n       the template closed it: the output is all answer
+    neither                          the output thinks if its first token that is not white space is `<think>`
+"""
+
+from collections.abc import Sequence as Seq
+
+from nanovllm.text.tokenizer import Tokenizer
+
+OPEN = "<think>"
+CLOSE = "</think>"
+
+
+class ThinkingTokens:
+    """The ids of the two tokens, and which ids may surround them."""
+
+    def __init__(self, tokenizer: Tokenizer | None) -> None:
+        """
+        Args:
+            tokenizer: the model's; ValueError if it has no such tokens.
+        """
+        vocabulary = {} if tokenizer is None else tokenizer.vocabulary
+        if tokenizer is None or OPEN not in vocabulary or CLOSE not in vocabulary:
+            raise ValueError(
+                f"reasoning_parser needs a tokenizer with the tokens {OPEN} and {CLOSE}, and this model has none: "
+                "leave the option out, and the whole output is the text"
+            )
+        self._tokenizer = tokenizer
+        self.open = vocabulary[OPEN]
+        self.close = vocabulary[CLOSE]
+        added = tokenizer.transformers.added_tokens_decoder
+        self._special = {i for i, token in added.items() if token.special} - {self.open, self.close}
+
+    def is_opened_by(self, prompt: Seq[int]) -> bool | None:
+        """Tell whether a prompt opened the thinking (True) or closed it (False); None if it did neither.
+
+        Only the part after the last special token counts, because what stands before it is an earlier message.
+        """
+        for token_id in reversed(prompt):
+            if token_id in (self.open, self.close):
+                return token_id == self.open
+            if token_id in self._special:
+                return None
+        return None
+
+    def is_space(self, token_id: int) -> bool:
+        return not self._tokenizer.decode_token(token_id).strip()
+
+    def find_answer(self, prompt: Seq[int], output: Seq[int]) -> tuple[int, int, int] | None:
+        """Find the thinking in an output.
+
+        Returns:
+            (start, end, answer): output[start:end] is the thinking, and the answer begins at output[answer]. Thinking
+            that was cut reaches to the end of the output. None if the output does not think.
+        """
+        start = 0
+        opened = self.is_opened_by(prompt)
+        if opened is None:
+            while start < len(output) and self.is_space(output[start]):
+                start += 1
+            opened = start < len(output) and output[start] == self.open
+            start += 1
+        if not opened:
+            return None
+        if self.close not in output[start:]:
+            return start, len(output), len(output)
+        end = start + list(output[start:]).index(self.close)
+        return start, end, end + 1

@@ -1,0 +1,100 @@
+"""One engine for many threads, or for the tasks of an asyncio loop: all their requests run in the same steps."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future
+from functools import partial
+from queue import SimpleQueue
+from threading import Lock, Thread
+
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.sequence import Request
+from nanovllm.outputs import Output
+
+
+class EngineThread:
+    """A queue in front of an engine, and a thread that runs the engine's loop for whoever submits requests.
+
+    So the last sequences of one caller run beside the first of the next, and the KV cache stays full. The thread ends
+    when no request is left, and the next request starts another one. While it runs, `generate` and `stream` of the same
+    engine are refused, as they refuse each other.
+    """
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._engine = engine
+        self._lock = Lock()
+        self._incoming: deque[tuple[Request, Future[Output]]] = deque()
+        self._is_running = False
+
+    def submit(self, request: Request) -> "Future[Output]":
+        """Queue a request and return at once. Many threads may call it at a time.
+
+        The future's result is the request's output. If the engine fails or is closed, it raises the reason. A future
+        that is cancelled before its request runs takes no step.
+        """
+        future: Future[Output] = Future()
+        with self._lock:
+            self._incoming.append((request, future))
+            if not self._is_running:
+                self._is_running = True
+                Thread(target=self._run, name="engine", daemon=True).start()
+        return future
+
+    def stream(self, requests: Iterable[Request]) -> Iterator[tuple[int, Output]]:
+        """Submit all requests at once, and yield (position, output) as each ends. Many threads may call it at a time.
+
+        Raises:
+            RuntimeError: the engine has stopped.
+        """
+        ended: SimpleQueue[tuple[int, Future[Output]]] = SimpleQueue()
+
+        def note_end(position: int, future: "Future[Output]") -> None:
+            ended.put((position, future))
+
+        count = 0
+        for request in requests:
+            self.submit(request).add_done_callback(partial(note_end, count))
+            count += 1
+        for _ in range(count):
+            position, future = ended.get()
+            if (error := future.exception()) is not None:
+                raise RuntimeError(f"the engine has stopped: {error}") from error
+            yield position, future.result()
+
+    def _run(self) -> None:
+        """Run requests until none is left. If the engine fails, give the error to all who wait."""
+        waiting: dict[int, Future[Output]] = {}
+        try:
+            while True:
+                for ended in self._engine.run(self._take_requests(waiting)):
+                    for number, seq in ended:
+                        waiting.pop(number).set_result(self._engine.make_output(seq))
+                with self._lock:
+                    if not self._incoming:
+                        self._is_running = False
+                        return
+        except BaseException as error:
+            with self._lock:
+                queued = [future for _, future in self._incoming if future.set_running_or_notify_cancel()]
+                self._incoming.clear()
+                self._is_running = False
+            for future in [*waiting.values(), *queued]:
+                future.set_exception(error)
+
+    def _take_requests(self, waiting: "dict[int, Future[Output]]") -> Iterator[Request | None]:
+        """Yield the queued requests, and None whenever there is none at the moment.
+
+        Args:
+            waiting: receives the future of each request, by the number that the engine's run gives to it.
+        """
+        number = 0
+        while True:
+            try:
+                request, future = self._incoming.popleft()
+            except IndexError:
+                yield None
+                continue
+            if future.set_running_or_notify_cancel():
+                waiting[number] = future
+                number += 1
+                yield request

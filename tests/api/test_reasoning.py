@@ -1,0 +1,154 @@
+"""Thinking is split from the answer, grammars hold for the answer, and nothing else changes."""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.batch_jobs import openai_line, read_answers, write_lines
+from helpers.paths import ROOT
+from helpers.tiny import END, save_reciter
+
+from nanovllm import LLM, EngineConfig, SamplingParams
+from nanovllm.jobs.job import Job
+from nanovllm.jobs.run import run_job
+
+SAID = "<think>bc</think>\nde"
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+
+
+@pytest.fixture(scope="module")
+def thinker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that says SAID after "a", and goes on from wherever a prompt ends; 1 2 1 2 ... never ends."""
+    folder = tmp_path_factory.mktemp("thinker")
+    said = ["a", "<think>", "b", "c", "</think>", "Ċ", "d", "e", END]
+    cycles = [["]", "<think>"], said, ["1", "2"]]  # the template of chats ends with "]"
+    save_reciter(folder, cycles=cycles, more_tokens=["<think>", "</think>"])
+    return folder
+
+
+@pytest.fixture(scope="module", params=["plain", "drafts"])
+def llm(thinker: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
+    drafts = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1}
+    options: dict[str, Any] = {"speculative_config": drafts} if request.param == "drafts" else {}
+    with LLM(thinker, max_model_len=64, reasoning_parser="qwen3", **options) as llm:
+        yield llm
+
+
+def answer(llm: LLM, prompt: str, **fields: Any) -> tuple[str | None, str, str]:
+    params = SamplingParams(**{"temperature": 0, "max_tokens": 12, **fields})
+    (output,) = llm.generate(prompt, params, use_tqdm=False)
+    assert output.reasoning == output["reasoning"] == output.outputs[0].reasoning
+    assert output.outputs[0].text == output.text
+    return output["reasoning"], output["text"], output["finish_reason"]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "expected"),
+    [
+        ("a", ("bc", "de", "stop")),
+        ("a<think>", ("bc", "de", "stop")),  # the template opened it
+        ("a<think>\n\n</think>", (None, "\nde", "stop")),  # the template closed it
+        ("<think>b", ("c", "de", "stop")),  # the beginning of a thought was given
+        ("x", (None, "x" * 12, "length")),  # no thinking
+        ("<think>1", ("212121212121", "", "length")),  # the thinking was cut
+        ("<think>b<|turn|>a", ("bc", "de", "stop")),  # what an earlier message holds does not count
+        ("<think>b<|turn|>x", (None, "x" * 12, "length")),
+        ("b</think><|turn|>a", ("bc", "de", "stop")),
+    ],
+)
+def test_thinking_is_what_the_prompt_or_the_output_opened(
+    prompt: str, expected: tuple[str | None, str, str], llm: LLM
+) -> None:
+    assert answer(llm, prompt) == expected
+
+
+def test_a_stop_ends_either_part(llm: LLM) -> None:
+    assert answer(llm, "a", stop="e") == ("bc", "d", "stop")
+    assert answer(llm, "a", stop="c") == ("b", "", "stop")
+    assert answer(llm, "a", max_tokens=4) == ("bc", "", "length")  # the last token is </think>
+    assert answer(llm, "a", detokenize=False) == (None, "", "stop")
+
+
+def test_every_completion_is_split(llm: LLM) -> None:
+    params = SamplingParams(temperature=1, top_k=1, n=2, max_tokens=12)
+    (output,) = llm.generate("a", params, use_tqdm=False)
+    assert [(one.reasoning, one.text) for one in output.outputs] == [("bc", "de")] * 2
+
+
+def test_a_stream_of_tokens_gives_everything(llm: LLM) -> None:
+    assert "".join(llm.stream_tokens("a", GREEDY)) == SAID
+
+
+def test_tokens_are_those_of_an_engine_without_the_option(llm: LLM, thinker: Path) -> None:
+    prompts = ["a", "a<think>", "x", "<think>1"]
+    with LLM(thinker, max_model_len=64) as plain:
+        expected = plain.generate(prompts, GREEDY, use_tqdm=False)
+    found = llm.generate(prompts, GREEDY, use_tqdm=False)
+    assert [output.token_ids for output in found] == [output.token_ids for output in expected]
+    assert expected[0].text == SAID and expected[0].reasoning is None and "reasoning" not in expected[0]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "form", "expected"),
+    [
+        ("a", {"choice": ["de", "xy"]}, ("bc", "de")),
+        ("a<think>", {"choice": ["de", "xy"]}, ("bc", "de")),
+        ("a<think>", {"choice": ["xy"]}, ("bc", "xy")),
+        ("a</think>", {"choice": ["de", "xy"]}, (None, "de")),
+        ("x", {"choice": ["de", "xy"]}, (None, "xy")),  # it could have thought, and did not
+        ("<think>1", {"choice": ["de"]}, ("212121212121", "")),
+        ("abc</think>\nde<|turn|>a", {"regex": "[0-9]{3}"}, ("bc", None)),  # drafts know what follows
+    ],
+)
+def test_a_grammar_holds_for_what_follows_the_thinking(
+    prompt: str, form: dict[str, Any], expected: tuple[str | None, str | None], llm: LLM
+) -> None:
+    pytest.importorskip("llguidance")
+    reasoning, text, _ = answer(llm, prompt, structured_outputs=form)
+    assert reasoning == expected[0]
+    assert text == expected[1] if expected[1] is not None else text.isdecimal() and len(text) == 3
+
+
+def test_a_chat_template_opens_or_closes_the_thinking(llm: LLM) -> None:
+    template = "{{ messages[0].content }}<think>{% if enable_thinking is false %}</think>{% endif %}"
+    chat = [{"role": "user", "content": "a"}]
+    (open_,) = llm.chat(chat, GREEDY, use_tqdm=False, chat_template=template)
+    (closed,) = llm.chat(
+        chat, GREEDY, use_tqdm=False, chat_template=template, chat_template_kwargs={"enable_thinking": False}
+    )
+    assert (open_.reasoning, open_.text) == ("bc", "de") and (closed.reasoning, closed.text) == (None, "\nde")
+
+
+def test_a_model_without_the_tokens_is_refused(reciter: Path) -> None:
+    with pytest.raises(ValueError, match="reasoning_parser needs a tokenizer with the tokens <think> and </think>"):
+        LLM(reciter, reasoning_parser="qwen3")
+    with pytest.raises(ValueError, match="reasoning_parser is 'qwen'; it must be one of qwen3, deepseek_r1"):
+        LLM(reciter, reasoning_parser="qwen")
+
+
+def test_the_answers_of_a_job_have_the_reasoning(thinker: Path, tmp_path: Path) -> None:
+    bodies: dict[str, Any] = {
+        "one": {"messages": [{"role": "user", "content": "a"}]},
+        "two": {"prompt": "x"},
+        "three": {"prompt": "a"},
+    }
+    lines = [openai_line(name, **body, max_tokens=12, temperature=0) for name, body in bodies.items()]
+    config = EngineConfig(str(thinker), max_model_len=64, reasoning_parser="qwen3")
+    source = write_lines(tmp_path / "in", lines)
+    assert run_job(Job(str(source), str(tmp_path / "out"), config, "m")) == 0
+    found = {a["custom_id"]: a["response"]["body"]["choices"][0] for a in read_answers(tmp_path / "out")}
+    assert found["one"]["message"] == {"role": "assistant", "content": "de", "reasoning": "bc"}
+    assert (found["two"]["text"], found["two"]["reasoning"]) == ("x" * 12, None)
+    assert (found["three"]["text"], found["three"]["reasoning"]) == ("de", "bc")
+
+
+def test_the_page_runs_as_it_is_written(thinker: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "answers.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    for block in blocks:
+        code = block.replace("Qwen/Qwen3-0.6B", str(thinker))
+        exec(code.replace('="hermes")', '="hermes", max_model_len=200)'), names)
+    names["llm"].close()
+    assert capsys.readouterr().out.startswith("bc\nde\n") and len(blocks) == 3
