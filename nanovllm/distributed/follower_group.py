@@ -220,6 +220,8 @@ class FollowerGroup:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"a follower has not read its plans for {PATIENCE} s")
 
+        # Before the followers end: afterwards nobody would remove the folder if rank 0 were killed. The ranks have met.
+        shutil.rmtree(self.meeting, ignore_errors=True)
         try:
             self._ring.write(np.empty(0, np.int32), check_deadline)
         except RuntimeError as error:
