@@ -27,7 +27,9 @@ MOST_SECONDS = float(os.environ.get("NANOVLLM_ATTACK_SECONDS", "60"))
 SOON = 10.0
 """Seconds within which rank 0 must say why, and all traces must be gone."""
 NUM_RANKS = 3
-OPTIONS = CROWDED | {"tensor_parallel_size": NUM_RANKS}
+KIND = os.environ.get("NANOVLLM_RANKS", "tensor_parallel_size")
+"""NANOVLLM_RANKS=pipeline_parallel_size does the same to the stages of a pipeline."""
+OPTIONS = CROWDED | {KIND: NUM_RANKS}
 DRIVER = """
 import json, sys
 from nanovllm import LLM, SamplingParams
@@ -97,7 +99,7 @@ class Arena:
 
     def __init__(self, folder: Path) -> None:
         self.model = folder / "model"
-        save_random(self.model, num_attention_heads=6, num_key_value_heads=3)
+        save_random(self.model, num_attention_heads=6, num_key_value_heads=3, num_hidden_layers=3)
         self.scratch = folder / "scratch"
         self.scratch.mkdir()
         self.kernels = folder / "kernels 0"
