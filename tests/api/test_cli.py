@@ -59,14 +59,17 @@ def test_every_engine_option_reaches_the_engine(monkeypatch: pytest.MonkeyPatch)
         "dtype": "float32",
         "device": "cpu",
         "tensor_parallel_size": 2,
+        "pipeline_parallel_size": 1,  # only one of the two may be above 1
         "max_model_len": 9,
         "max_num_seqs": 3,
         "max_num_batched_tokens": 5,
         "gpu_memory_utilization": 0.5,
         "kvcache_block_size": 32,
         "attention_backend": "torch",
-        "load_format": "dummy",
+        "load_format": "auto",  # with "dummy" there is no lora
         "distributed_backend": "gloo",
+        "reasoning_parser": "qwen3",
+        "tool_call_parser": "hermes",
         "seed": -3,
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
     }
