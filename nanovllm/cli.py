@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nanovllm.config import EngineConfig
+from nanovllm.jobs import ray_guard
 from nanovllm.jobs.job import STATUS_HELP, Status
 from nanovllm.jobs.source import MAX_LINE_BYTES
 from nanovllm.utils.checks import as_integer
@@ -59,7 +60,12 @@ def run() -> NoReturn:
     After Ctrl-C or SIGTERM the interpreter's clean-up is left out. By then all is closed that this package opened, and
     to take torch and transformers to pieces lasts up to seconds on a busy machine.
     """
-    status = main()
+    pipe = ray_guard.enter_child()
+    arguments = sys.argv[1:]
+    needs_child = pipe is None and ray_guard.works_on_ray(arguments)
+    status = ray_guard.run_in_child(arguments) if needs_child else main()
+    if pipe is not None:
+        ray_guard.report_end(pipe, status)
     if status in (Status.INTERRUPTED, Status.TERMINATED):
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):

@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ import numpy as np
 import pytest
 from helpers.batch_jobs import openai_line, write_lines
 from helpers.paths import ROOT
+from helpers.processes import is_alive, wait_for
 
 pytest.importorskip("ray.data")
 
@@ -24,6 +26,7 @@ import ray
 from nanovllm import LLM, SamplingParams
 from nanovllm.cli import main
 from nanovllm.config import EngineConfig
+from nanovllm.jobs import ray_guard
 from nanovllm.jobs.cluster import check_room, lines_per_part, parts_in_flight, read_parts, run_on_ray
 from nanovllm.jobs.job import Job, Status
 from nanovllm.jobs.run import run_job
@@ -168,6 +171,46 @@ def test_wrong_commands_say_what_to_do(
     monkeypatch.setitem(sys.modules, "ray", None)
     assert main([*command, "--ray"]) == Status.USAGE
     assert "nano-vllm[ray]" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("script", "status"),
+    [
+        ("exit 1", Status.BROKEN),  # as Ray does when the machine's raylet has died
+        ("exit 0", Status.BROKEN),
+        ("exit 2", Status.USAGE),
+        (r"printf '\001' >&${NANOVLLM_GUARD%% *}; exit 1", Status.LINES_FAILED),
+        (r"printf '\000' >&${NANOVLLM_GUARD%% *}; kill -SEGV $$", Status.OK),  # it had reported its end
+        ("kill -KILL $$", 128 + signal.SIGKILL),
+        ("trap 'exit 130' INT; kill -INT $PPID; sleep 30 & wait", Status.INTERRUPTED),
+    ],
+)
+def test_a_process_that_ray_ends_is_no_job_that_has_answered_every_line(
+    script: str, status: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "python"
+    program.write_text(f"#!/bin/bash\n{script}\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        assert ray_guard.run_in_child([]) == status
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+def test_the_process_that_works_ends_with_the_command(tmp_path: Path) -> None:
+    child = "from nanovllm.jobs.ray_guard import *; enter_child(); print(os.getpid(), flush=True); signal.pause()"
+    (tmp_path / "python").write_text(f"#!/bin/sh\nexec {sys.executable} -c '{child}'\n")
+    (tmp_path / "python").chmod(0o755)
+    parent = f"import sys; sys.executable = {str(tmp_path / 'python')!r}; from nanovllm.jobs.ray_guard import *"
+    with subprocess.Popen([sys.executable, "-c", f"{parent}; run_in_child([])"], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        process.kill()
+    wait_for(lambda: not is_alive(pid))
 
 
 # ---- with a cluster

@@ -216,6 +216,32 @@ def test_a_job_goes_from_a_cluster_to_one_process_and_back_after_kills(
     job.finish(out, *on_ray)
 
 
+def raylet_of(node: Any) -> int:
+    """The process of a node's raylet."""
+    (found,) = node.all_processes["raylet"]
+    return int(found.process.pid)
+
+
+@pytest.mark.slow
+def test_a_job_outlives_a_raylet_and_ends_with_its_own(cluster: Any, tmp_path: Path) -> None:
+    """kill -9 of the other node's raylet, then of the driver's. What that one leaves is resumed without Ray."""
+    job = Undisturbed(tmp_path, 160)
+    out = tmp_path / "out.jsonl"
+    process = job.start(out, "--ray", "--replicas=2", f"--ray-address={cluster.address}")
+    try:
+        for node in (cluster.other, cluster.head_node):
+            wait_for_answers(process, out, num_answers(out) + 16)
+            assert process.poll() is None, "it ended before it was disturbed"
+            os.kill(raylet_of(node), signal.SIGKILL)
+        said = process.communicate(timeout=300)[1]
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == Status.BROKEN and "raylet has died" in said, said
+    assert num_answers(out) < job.num_lines
+    job.finish(out)
+
+
 # ---- disks
 
 LINES = [{"prompt": f"p{i}"} for i in range(120)]
