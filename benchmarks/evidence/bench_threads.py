@@ -1,10 +1,11 @@
-"""Measures what threads gain: a step's time with one and with several, alone and beside a neighbour on each core.
+"""Measures what threads gain or cost, alone and beside other processes that compute all the time.
 
-    python benchmarks/evidence/bench_threads.py                         the model in the package, one sequence
-    python benchmarks/evidence/bench_threads.py --model qwen3-0.6b --tokens 20 --rounds 3
+    python benchmarks/evidence/bench_threads.py                             the model in the package, 8 x 20 tokens
+    python benchmarks/evidence/bench_threads.py --model qwen3-0.6b --num-seqs 4 --tokens 12 --before CHECKOUT
 
-Each measurement runs in its own process, because libgomp reads GOMP_SPINCOUNT only once. In each round all variants
-take turns. The last line is one JSON document.
+Each variant is a process of its own, because torch's threads read GOMP_SPINCOUNT only once. All load their model
+first. Then they take turns, so that each round measures all of them beside the same neighbours. The table has the
+seconds of one call of `generate`. The last line is one JSON document.
 """
 
 import argparse
@@ -19,41 +20,51 @@ from contextlib import contextmanager
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-THREADS = len(os.sched_getaffinity(0))
-VARIANTS: dict[str, dict[str, str]] = {
-    "the package's own rule": {},
+SETTINGS: dict[str, dict[str, str]] = {
+    "as it is": {},
+    "spin 0": {"GOMP_SPINCOUNT": "0"},
+    "spin 1000": {"GOMP_SPINCOUNT": "1000"},
     "one thread": {"OMP_NUM_THREADS": "1"},
-    **{
-        f"{THREADS} threads, {spins} rounds": {"OMP_NUM_THREADS": str(THREADS), "GOMP_SPINCOUNT": str(spins)}
-        for spins in (10_000, 50_000, 300_000)
-    },
 }
 
 
-def measure(model: str, num_seqs: int, tokens: int) -> None:
-    """Print the milliseconds of each step as JSON, without the prompts and the first steps. Runs in a child process."""
+def answer_calls(args: argparse.Namespace) -> None:
+    """Load the model; then, for each line of stdin, print the seconds that `generate` takes. Runs in a child."""
     from nanovllm import LLM, SamplingParams
     from nanovllm.models.shapes import PRESETS
 
-    load_format = "dummy" if model in PRESETS else "auto"
-    params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-    with LLM(model, load_format=load_format, dtype="float32", max_model_len=256, max_num_seqs=num_seqs) as llm:
-        for i in range(num_seqs):
-            llm.add_request([100 + i] * 16, params)
-        times = []
-        while not llm.is_finished():
+    load_format = "dummy" if args.model in PRESETS else "auto"
+    options = {"dtype": args.dtype, "attention_backend": args.backend, "max_num_seqs": args.num_seqs}
+    options |= {"max_model_len": 1024, "num_kvcache_blocks": 64, "enable_prefix_caching": False}
+    params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True)
+    with LLM(args.model, load_format=load_format, **options) as llm:
+        prompts = [[100 + i] * args.prompt for i in range(args.num_seqs)]
+        llm.generate(prompts, params, use_tqdm=False)
+        print("ready", flush=True)
+        for _ in sys.stdin:
             start = time.perf_counter()
-            llm.step()
-            times.append(1000 * (time.perf_counter() - start))
-    print(json.dumps(times[5:]))
+            llm.generate(prompts, params, use_tqdm=False)
+            print(time.perf_counter() - start, flush=True)
+
+
+def start_child(root: Path, settings: dict[str, str]) -> subprocess.Popen[str]:
+    base = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_"))}
+    command = [sys.executable, __file__, "--child", *sys.argv[1:]]
+    environment = base | settings | {"PYTHONPATH": str(root)}
+    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+
+def ask(child: subprocess.Popen[str]) -> float:
+    assert child.stdin is not None and child.stdout is not None
+    child.stdin.write("\n")
+    child.stdin.flush()
+    return float(child.stdout.readline())
 
 
 @contextmanager
 def run_neighbours(count: int) -> Iterator[None]:
-    """Run `count` processes that compute all the time, each bound to one core. Kill them at the end."""
-    code = "import os, sys\nos.sched_setaffinity(0, {int(sys.argv[1])})\nwhile True: pass"
-    cores = sorted(os.sched_getaffinity(0))[:count]
-    processes = [subprocess.Popen([sys.executable, "-c", code, str(core)]) for core in cores]
+    """Run `count` processes that compute all the time. Kill them at the end."""
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
     try:
         yield
     finally:
@@ -62,45 +73,54 @@ def run_neighbours(count: int) -> Iterator[None]:
             process.wait()
 
 
-def main() -> None:
+def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", default="tiny-qwen3", help="a folder, or a shape such as qwen3-0.6b")
-    add("--num-seqs", type=int, default=1, help="sequences at a time")
-    add("--tokens", type=int, default=200, help="tokens to generate per sequence")
+    add("--dtype", default="auto")
+    add("--backend", default="auto", help="attention_backend")
+    add("--num-seqs", type=int, default=8, help="sequences at a time")
+    add("--prompt", type=int, default=16, help="tokens of each prompt")
+    add("--tokens", type=int, default=20, help="tokens to generate per sequence")
     add("--rounds", type=int, default=5, help="measurements of each variant")
-    add(
-        "--only",
-        nargs="+",
-        choices=("idle", "busy"),
-        default=["idle", "busy"],
-        help="without or with neighbours on the cores",
-    )
-    add("--variants", nargs="+", type=int, default=range(len(VARIANTS)), help="the variants to measure, counted from 0")
+    add("--loads", type=int, nargs="+", default=[0, 2, 4], help="numbers of other processes")
+    add("--settings", nargs="+", choices=tuple(SETTINGS), default=list(SETTINGS), help="of this checkout")
+    add("--before", type=Path, help="another checkout, measured with every setting, too")
+    add("--pairs", action="store_true", help="measure both checkouts as they are, and no other setting")
     add("--child", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = parse_arguments()
     if args.child:
-        return measure(args.model, args.num_seqs, args.tokens)
-    names = [list(VARIANTS)[i] for i in args.variants]
-    own = [f"--{name.replace('_', '-')}={getattr(args, name)}" for name in ("model", "num_seqs", "tokens")]
-    document: dict[str, dict[str, list[list[float]]]] = {}
-    for when in args.only:
-        found: dict[str, list[list[float]]] = {name: [] for name in names}
-        with run_neighbours(THREADS if when == "busy" else 0):
-            for _ in range(args.rounds):
-                for name in names:
-                    base = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "GOMP_"))}
-                    command = [sys.executable, __file__, "--child", *own]
-                    environment = base | VARIANTS[name] | {"PYTHONPATH": str(ROOT)}
-                    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-                    found[name].append(json.loads(done.stdout.splitlines()[-1]))
-        document[when] = found
-        print(f"{when}: ms a step; the best run's median, the runs' medians, the best run's sum in s")
-        for name, runs in found.items():
-            medians = [statistics.median(run) for run in runs]
-            all_medians = ", ".join(f"{median:.3f}" for median in medians)
-            print(f"  {name:32s} {min(medians):9.3f}   {all_medians}   {min(map(sum, runs)) / 1000:.3f}", flush=True)
-    print(json.dumps({"benchmark": "threads", "model": args.model, "num_seqs": args.num_seqs, "times": document}))
+        return answer_calls(args)
+    settings = {"as it is": {}} if args.pairs else SETTINGS
+    children = {name: start_child(ROOT, settings[name]) for name in args.settings if name in settings}
+    if args.before is not None:
+        children |= {f"before, {name}": start_child(args.before, setting) for name, setting in settings.items()}
+    document: dict[int, dict[str, list[float]]] = {}  # by load and variant
+    try:
+        for child in children.values():
+            assert child.stdout is not None
+            if child.stdout.readline() != "ready\n":
+                raise RuntimeError("a child could not load the model")
+        for load in args.loads:
+            found: dict[str, list[float]] = {name: [] for name in children}
+            with run_neighbours(load):
+                for _ in range(args.rounds):
+                    for name, child in children.items():
+                        found[name].append(ask(child))
+            document[load] = found
+            print(f"beside {load} processes: seconds of a call; the median, then all")
+            for name, times in found.items():
+                every = ", ".join(f"{seconds:.3f}" for seconds in times)
+                print(f"  {name:20s} {statistics.median(times):8.3f}   {every}", flush=True)
+    finally:
+        for child in children.values():
+            child.kill()
+            child.wait()
+    print(json.dumps({"benchmark": "threads", "model": args.model, "times": document}))
     return None
 
 

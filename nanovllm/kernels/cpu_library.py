@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.utils.integers import ceil_div
+from nanovllm.utils.machine import num_threads
 
 if TYPE_CHECKING:
     _Function = ctypes._NamedFuncPointer
@@ -35,10 +36,13 @@ PANEL = 32
 
 SOURCES = Path(__file__).with_name("cpu")
 
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fPIC", "-shared")
+FLAGS = ("-O3", "-march=native", "-std=c++17", "-pthread", "-fno-math-errno", "-fPIC", "-shared")
 
-# How many pointers, integers and floats each function takes, in this order. ctypes does not know: a wrong number ends
-# the process.
+NATIVE = ("-march=native", "-mcpu=native")
+"""Two ways to ask for this processor's own instructions. Some versions of Clang for Arm know only the second."""
+
+# How many pointers, integers and floats each function takes, in this order, after the number of threads. ctypes does
+# not know: a wrong number ends the process.
 _SIGNATURES = {  # one function for each dtype
     "linear": (4, 3, 0),
     "attend": (7, 6, 1),
@@ -76,9 +80,9 @@ class CpuLibrary:
         """
         function = self._functions[name, dtype]
         # ctypes refuses too few arguments by itself, but passes a surplus one on.
-        if len(arguments) != len(function.argtypes):
-            raise TypeError(f"{name} takes {len(function.argtypes)} arguments, not {len(arguments)}")
-        function(*[a.data_ptr() if isinstance(a, Tensor) else a for a in arguments])
+        if len(arguments) != len(function.argtypes) - 1:
+            raise TypeError(f"{name} takes {len(function.argtypes) - 1} arguments, not {len(arguments)}")
+        function(num_threads(), *[a.data_ptr() if isinstance(a, Tensor) else a for a in arguments])
 
     def pack(self, weight: Tensor, in_place: bool = False) -> Tensor:
         """Return the flat tensor of the panels of weight [out, in].
@@ -103,7 +107,7 @@ class CpuLibrary:
     def advise_huge_pages(self, tensor: Tensor) -> None:
         """Ask for huge pages, which are faster to stream, for a large tensor that is not written to yet."""
         storage = tensor.untyped_storage()
-        self._functions["advise_huge_pages", None](storage.data_ptr(), storage.nbytes())
+        self._functions["advise_huge_pages", None](1, storage.data_ptr(), storage.nbytes())
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a large tensor of zeros. All threads bring in its pages now, which the system gives zeroed."""
@@ -121,7 +125,8 @@ def _units_per_row(matrix: Tensor) -> int:
 def _declare(library: ctypes.CDLL, name: str, signature: tuple[int, int, int]) -> "_Function":
     function: _Function = getattr(library, name)
     pointers, integers, floats = signature
-    function.argtypes = [ctypes.c_void_p] * pointers + [ctypes.c_int64] * integers + [ctypes.c_float] * floats
+    threads = [ctypes.c_int64]
+    function.argtypes = threads + [ctypes.c_void_p] * pointers + [ctypes.c_int64] * integers + [ctypes.c_float] * floats
     function.restype = None
     return function
 
@@ -168,7 +173,7 @@ def _load(compiler: str) -> CpuLibrary:
         is_kept = False
     with scratch:
         built = Path(scratch.name) / target.name
-        command = [compiler, *FLAGS, str(SOURCES / "kernels.cpp"), "-o", str(built)]
+        command = [compiler, *_usable_flags(compiler), str(SOURCES / "kernels.cpp"), "-o", str(built)]
         subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
         if is_kept:
             # Another process may be loading the file: replace is atomic, so nobody reads half of it.
@@ -177,6 +182,19 @@ def _load(compiler: str) -> CpuLibrary:
     place = f": {target}" if is_kept else ""
     logger.info("compiled the CPU kernels in %.1f s%s", time.perf_counter() - start, place)
     return library
+
+
+def _usable_flags(compiler: str) -> list[str]:
+    """Return FLAGS with the way to ask for this processor's instructions that the compiler knows."""
+    others = [flag for flag in FLAGS if flag != "-march=native"]
+    if len(others) == len(FLAGS):
+        return others  # they name another processor
+    for native in NATIVE:
+        empty = [compiler, native, "-x", "c++", "-fsyntax-only", os.devnull]
+        if subprocess.run(empty, capture_output=True, timeout=60).returncode == 0:
+            return [native, *others]
+    logger.warning("%s knows neither of %s: the CPU kernels may be slow", compiler, " and ".join(NATIVE))
+    return others
 
 
 def _processor() -> str:

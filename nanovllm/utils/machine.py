@@ -1,6 +1,8 @@
 """Facts about this machine (number formats, cores), and the settings of torch that depend on them."""
 
+import math
 import os
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,19 +39,87 @@ def physical_cores(of_one_socket: bool = False) -> int:
     return max(Counter(socket for socket, _ in cores).values()) if of_one_socket else len(cores)
 
 
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
+
+
+def cpu_quota() -> float:
+    """Return how many cores' time the control groups of this process may use; infinity if they set no limit.
+
+    Containers limit processor time in this way: `docker run --cpus 1.5`, or Kubernetes' `limits`.
+    """
+    try:
+        lines = OWN_CGROUPS.read_text().splitlines()
+    except OSError:
+        return math.inf
+    quota = math.inf
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        mount = CGROUPS / "cpu" if controllers else CGROUPS  # of version 1 or 2
+        inner = Path(path.lstrip("/"))
+        for folder in (inner, *inner.parents):  # the limit of an outer group holds, too
+            quota = min(quota, _read_quota(mount / folder))
+    return quota
+
+
+def _read_quota(folder: Path) -> float:
+    """Return the limit that one control group sets, in cores."""
+    try:
+        if (folder / "cpu.max").is_file():
+            limit, period = (folder / "cpu.max").read_text().split()
+        else:
+            limit, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))
+    except (OSError, ValueError):
+        return math.inf
+    return math.inf if limit in ("max", "-1") else int(limit) / int(period)
+
+
 def limit_threads() -> None:
     """Let torch use at most one thread for each physical core of one socket, unless OMP_NUM_THREADS is set.
 
     A second thread on a core adds nothing but waiting, because one keeps its arithmetic units busy. Threads of two
-    sockets wait for each other's memory: an engine on each socket does more (docs/benchmarks-log.md).
+    sockets wait for each other's memory: an engine on each socket does more (docs/benchmarks-log.md). More threads than
+    a container's quota of processor time would all be stopped when it is used up.
     """
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(min(torch.get_num_threads(), physical_cores(of_one_socket=True)))
+        cores = min(torch.get_num_threads(), physical_cores(of_one_socket=True), cpu_quota())
+        torch.set_num_threads(max(1, math.ceil(cores)))
 
 
 SMALL_MODEL = 10_000_000  # parameters
 FEW_TOKENS = 32
-"""A step of so few tokens of so small a model gains little by threads, and loses much if idle threads spin for long."""
+"""A step of so few tokens of so small a model gains nothing by threads, and loses much on a busy machine."""
+
+
+class _OfThisThread(threading.local):
+    num_threads: int | None = None
+
+
+_of_this_thread = _OfThisThread()
+
+
+def num_threads() -> int:
+    """Return how many threads share the work of a CPU kernel: as many as torch has."""
+    return _of_this_thread.num_threads or torch.get_num_threads()
+
+
+@contextmanager
+def torch_in_one_thread() -> Iterator[None]:
+    """Let torch compute in the caller's thread, and the CPU kernels in as many threads as before.
+
+    Torch's threads and those of the kernels would keep each other from running while they wait for work.
+    """
+    before = torch.get_num_threads()
+    outer = _of_this_thread.num_threads
+    _of_this_thread.num_threads = num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        _of_this_thread.num_threads = outer
 
 
 @contextmanager

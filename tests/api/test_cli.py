@@ -142,7 +142,7 @@ def test_the_command_bounds_how_long_threads_spin_before_torch_is_loaded() -> No
         assert done.stdout.split() == ["False", str(expected)]
     late = "import os, torch, nanovllm; print(os.environ.get('GOMP_SPINCOUNT'))"
     done = subprocess.run([sys.executable, "-c", late], env=environment, capture_output=True, text=True)
-    assert done.stdout.split() == ["None"], "libgomp would not read it: then small models compute in one thread"
+    assert done.stdout.split() == ["None"], "libgomp would not read it"
 
 
 @pytest.mark.parametrize(("status", "printed"), [(1, "said\ncleaned up\n"), (130, "said\n"), (143, "said\n")])

@@ -11,8 +11,14 @@ from helpers.kernel_cases import assert_same_tokens, attention_tolerance, decode
 from nanovllm.backends import AttentionMetadata, Backend
 from nanovllm.backends.cpu_backend import CpuBackend, NativeMatrix, Scratch
 from nanovllm.backends.torch_backend import TorchBackend
+from nanovllm.kernels.combine import combine_reference
 from nanovllm.kernels.cpu_library import PANEL
+from nanovllm.kernels.edit_logits import MaskAndPenalties
+from nanovllm.kernels.grouped_linear import grouped_linear_reference
 from nanovllm.kernels.norm_rope_store import NormRope
+from nanovllm.kernels.route import route_reference
+from nanovllm.layers.linear import Experts
+from nanovllm.layers.parallel import Parallel
 
 BF16 = torch.bfloat16
 FP32 = torch.float32
@@ -115,6 +121,51 @@ def assert_attends_alike(backend: CpuBackend, shape: tuple[int, int, int], dtype
         # In bfloat16 q and k differ by a rounding here and there, and both sides round weights and outputs.
         tolerance = attention_tolerance(dtype) * (2 if dtype == BF16 else 1)
         torch.testing.assert_close(got, expected, atol=tolerance, rtol=0)
+
+
+def check_experts(backend: CpuBackend, dtype: torch.dtype) -> None:
+    """Routing, the experts' products and the sum of their results equal the references."""
+    torch.manual_seed(5)
+    tokens = 23
+    module = Experts(6, 96, 64, Parallel())
+    for weight in (module.gate_up, module.down):
+        weight.copy_(0.1 * torch.randn(weight.shape))
+    module = module.to(dtype)
+    plain = module.gate_up.clone()
+    backend.pack_weights([module])
+    logits = (4 * torch.randn(tokens, 6)).to(dtype)
+    slots = torch.arange(tokens)
+    slots[::5] = -1
+    routing = backend.route(logits, 2, True, slots)
+    expected_routing = route_reference(logits, 2, True, slots)
+    torch.testing.assert_close(routing.weights, expected_routing.weights, rtol=rounding(dtype), atol=1e-6)
+    for got, expected in zip(routing[1:], expected_routing[1:], strict=True):
+        assert torch.equal(got, expected)
+    x = torch.randn(tokens, 96).to(dtype)
+    real = int(routing.offsets[-1])
+    product = backend.grouped_linear(x, module.gate_up, routing, True)[:real]
+    expected_product = grouped_linear_reference(x.float(), plain.float(), routing, True)[:real]
+    torch.testing.assert_close(product.float(), expected_product, rtol=rounding(dtype), atol=10 * rounding(dtype))
+    y = torch.randn(2 * tokens, 96).to(dtype)
+    close = {"rtol": rounding(dtype), "atol": rounding(dtype)}
+    torch.testing.assert_close(backend.combine(y, routing), combine_reference(y, routing), **close)
+
+
+def check_edited_logits(backend: CpuBackend) -> None:
+    """Masked and penalised logits equal those of plain torch, bit for bit."""
+    torch.manual_seed(6)
+    logits = torch.randn(5, 75)
+    edits = MaskAndPenalties(
+        indices=torch.tensor([0, 3, 4], dtype=torch.int32),
+        masks=torch.randint(-(2**31), 2**31 - 1, (3, 3)).int(),
+        rows=torch.tensor([2, 0, 1], dtype=torch.int32),
+        counts=torch.randint(0, 6, (3, 75)).int(),
+        penalties=torch.tensor([[1.3, 0.5, 0.25]] * 3),
+    )
+    got = logits.clone()
+    backend.edit_logits(got, edits)
+    TorchBackend().edit_logits(logits, edits)
+    assert torch.equal(got, logits)
 
 
 def check_sampled_tokens(backend: CpuBackend, vocab_size: int, dtype: torch.dtype) -> None:

@@ -290,18 +290,15 @@ def test_onednns_packed_product_equals_the_plain_one() -> None:
         torch.testing.assert_close(got, F.linear(x, weight, b), rtol=rounding(BF16), atol=rounding(BF16) * 8)
 
 
-@pytest.mark.parametrize("bounded", [False, True])
-def test_few_tokens_of_a_small_model_are_computed_in_one_thread_where_threads_spin_without_bound(
-    bounded: bool, reciter: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("busy", [False, True])
+def test_few_tokens_of_a_small_model_are_computed_in_one_thread_and_all_where_neighbours_are_busy(
+    busy: bool, reciter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a busy machine, threads that wait for each other at every product cost a hundred times what they save."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
     monkeypatch.setattr(torch, "set_num_threads", lambda count: threads.append(count))
     threads = [2]
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    if bounded:
-        monkeypatch.setenv("GOMP_SPINCOUNT", "50000")
+    monkeypatch.setattr("nanovllm.utils.spin.Neighbours.are_busy", lambda neighbours: busy)
     with LLM(reciter, device="cpu", dtype="float32", max_model_len=64) as llm:
         seen = []
         compute = llm.engine.runner.compute
@@ -316,8 +313,8 @@ def test_few_tokens_of_a_small_model_are_computed_in_one_thread_where_threads_sp
             if chosen is not None:
                 monkeypatch.setenv("OMP_NUM_THREADS", chosen)
             llm.generate([[5] * 50], SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
-    few = 2 if bounded else 1
-    assert seen == [(50, 2), (1, few), (1, few), (50, 2), (1, 2), (1, 2)]
+    many = 1 if busy else 2
+    assert seen == [(50, many), (1, 1), (1, 1), (50, 2), (1, 2), (1, 2)]
     assert threads[-1] == 2, "as before"
 
 
@@ -333,6 +330,7 @@ def test_threads_are_by_default_the_physical_cores_of_one_socket_among_those_all
     threads = [16]
     allowed = set(range(16))
     monkeypatch.setattr("nanovllm.utils.machine.CPUS", tmp_path)
+    monkeypatch.setattr("nanovllm.utils.machine.OWN_CGROUPS", tmp_path / "none")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: allowed, raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
     monkeypatch.setattr(torch, "set_num_threads", lambda count: threads.append(count))

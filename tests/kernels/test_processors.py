@@ -9,6 +9,8 @@ from helpers.cpu_checks import (
     BF16,
     FP32,
     assert_attends_alike,
+    check_edited_logits,
+    check_experts,
     check_packed_products,
     check_sampled_tokens,
     check_small_operators,
@@ -20,12 +22,17 @@ from nanovllm.kernels import cpu_library
 
 pytestmark = pytest.mark.slow
 
-NEEDS = {"x86-64-v3": {"avx2", "fma"}, "cascadelake": {"avx512f", "avx512_vnni"}, "aarch64": set()}
+NEEDS: dict[str, set[str]] = {
+    "x86-64-v3": {"avx2", "fma"},
+    "cascadelake": {"avx512f", "avx512_vnni"},
+    "armv8-a": set(),
+    "armv8.6-a+bf16": set(),  # it has a dot product of bfloat16
+}
 """Features that a processor needs to run code built for another."""
 
 
 def missing(processor: str) -> str | None:
-    if processor == "aarch64":
+    if processor.startswith("arm"):
         return None if HAS_EMULATOR else "needs g++-aarch64-linux-gnu and qemu-user"
     if platform.machine() != "x86_64":
         return "needs an x86-64 processor"
@@ -39,8 +46,8 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     if reason := missing(request.param):
         pytest.skip(reason)
     folder: Path = tmp_path_factory.mktemp(request.param)
-    if request.param == "aarch64":
-        return ForeignLibrary(folder)
+    if request.param.startswith("arm"):
+        return ForeignLibrary(folder, request.param)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
         flags = [f"-march={request.param}" if flag == "-march=native" else flag for flag in cpu_library.FLAGS]
@@ -73,3 +80,12 @@ def test_attention_is_the_reference(backend: CpuBackend, shape: tuple[int, int, 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_sampled_tokens_are_the_references(backend: CpuBackend, dtype: Any) -> None:
     check_sampled_tokens(backend, 4096, dtype)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_experts_are_the_references(backend: CpuBackend, dtype: Any) -> None:
+    check_experts(backend, dtype)
+
+
+def test_edited_logits_are_the_references(backend: CpuBackend) -> None:
+    check_edited_logits(backend)

@@ -97,22 +97,23 @@ void attend(const void* q, const uint32_t* k_cache, const uint32_t* v_cache, con
             const int32_t* cu_seqlens, const int32_t* seq_lens, void* out, int64_t num_seqs, int64_t max_blocks,
             int64_t num_kv_heads, int64_t group, int64_t dim, int64_t block_size, float scale) {
     using E = typename T::element;
-    struct Piece { int32_t seq, first, tokens; };
+    struct Queries { int32_t seq, first, tokens; };
     const int32_t most = std::max<int32_t>(QUERY_ROWS / group, 1);
-    std::vector<Piece> pieces;
+    std::vector<Queries> pieces;
     for (int32_t s = 0; s < num_seqs; ++s)
         for (int32_t length = cu_seqlens[s + 1] - cu_seqlens[s], first = 0; first < length; first += most)
             pieces.push_back({s, first, std::min(most, length - first)});
     const int64_t work = (int64_t)pieces.size() * num_kv_heads;
-#pragma omp parallel for schedule(dynamic, 4)
-    for (int64_t i = 0; i < work; ++i) {
-        const Piece piece = pieces[i / num_kv_heads];
-        const int64_t token = cu_seqlens[piece.seq] + piece.first;
-        const int64_t position = seq_lens[piece.seq] - cu_seqlens[piece.seq + 1] + token;
-        const int64_t at = token * num_kv_heads * group * dim;
-        attend_rows<T>((const E*)q + at, k_cache, v_cache, block_tables + piece.seq * max_blocks, (E*)out + at,
-                       piece.tokens, position, i % num_kv_heads, num_kv_heads, group, dim, block_size, scale);
-    }
+    share(work, 4, [&](Span some) {
+        for (int64_t i = some.begin; i < some.end; ++i) {
+            const Queries queries = pieces[i / num_kv_heads];
+            const int64_t token = cu_seqlens[queries.seq] + queries.first;
+            const int64_t position = seq_lens[queries.seq] - cu_seqlens[queries.seq + 1] + token;
+            const int64_t at = token * num_kv_heads * group * dim;
+            attend_rows<T>((const E*)q + at, k_cache, v_cache, block_tables + queries.seq * max_blocks, (E*)out + at,
+                           queries.tokens, position, i % num_kv_heads, num_kv_heads, group, dim, block_size, scale);
+        }
+    });
 }
 
 }  // namespace

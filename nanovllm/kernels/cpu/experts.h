@@ -14,10 +14,8 @@ template <class T>
 void route(const void* logits_, const int64_t* slots, float* weights, int32_t* places, int32_t* tokens,
            int32_t* offsets, int64_t num_tokens, int64_t experts, int64_t k, int64_t normalize) {
     std::vector<int32_t> chosen(num_tokens * k), next(experts + 2);
-#pragma omp parallel if (num_tokens * experts > SMALL)
-    {
-        const Share mine = share_of(num_tokens);
-        for (int64_t t = mine.begin; t < mine.end; ++t) {
+    share(num_tokens, quarter_unless_small(num_tokens, num_tokens * experts), [&](Span some) {
+        for (int64_t t = some.begin; t < some.end; ++t) {
             std::vector<float> p(experts + LANES, -INFINITY);
             const auto* logits = (const typename T::element*)logits_ + t * experts;
             std::transform(logits, logits + experts, p.begin(), T::to_float);
@@ -45,7 +43,7 @@ void route(const void* logits_, const int64_t* slots, float* weights, int32_t* p
             for (int64_t j = 0; j < k; ++j)
                 weight[j] = is_broken ? NAN : round_to<T>(splat(weight[j] / total))[0];
         }
-    }
+    });
     for (const int32_t expert : chosen) ++next[expert + 1];
     for (int64_t e = 0; e <= experts; ++e) next[e + 1] += offsets[e] = next[e];
     for (int64_t i = 0; i < num_tokens * k; ++i) {
@@ -65,16 +63,15 @@ void grouped_linear(const void* x, const uint32_t* packed, const int32_t* offset
     std::vector<int32_t> touched;
     for (int32_t e = 0; e < experts; ++e)
         if (offsets[e] < offsets[e + 1]) touched.push_back(e);
-#pragma omp parallel
-    {
-        const Share mine = share_of((int64_t)touched.size() * panels);
-        for (int64_t i = mine.begin, n; i < mine.end; i += n) {
+    const int64_t items = (int64_t)touched.size() * panels;
+    share(items, quarter(items), [&](Span some) {
+        for (int64_t i = some.begin, n; i < some.end; i += n) {
             const int64_t expert = touched[i / panels], p = i % panels, first = offsets[expert];
-            n = std::min(panels - p, mine.end - i);
+            n = std::min(panels - p, some.end - i);
             multiply_panels<T>((const E*)x + first * in, packed + expert * matrix, nullptr, (E*)y + first * out,
-                               offsets[expert + 1] - first, in, out, p, p + n);
+                               offsets[expert + 1] - first, in, out, {p, p + n, true});
         }
-    }
+    });
 }
 
 // Computes out[t][size] = the sum over j of y[places[t][j]] weights[t][j], in float32 and in the order of j.
@@ -82,14 +79,16 @@ template <class T>
 void combine(const void* y_, const float* weights, const int32_t* places, void* out_, int64_t tokens, int64_t k,
              int64_t size) {
     using E = typename T::element;
-#pragma omp parallel for schedule(static) collapse(2)
-    for (int64_t t = 0; t < tokens; ++t)
-        for (int64_t v = 0; v < size; v += LANES) {
+    const int64_t vectors = size / LANES, items = tokens * vectors;
+    share(items, quarter_unless_small(items, items * LANES * k), [&](Span some) {
+        for (int64_t i = some.begin; i < some.end; ++i) {
+            const int64_t t = i / vectors, v = i % vectors * LANES;
             vf total = {};
             for (int64_t j = t * k; j < (t + 1) * k; ++j)
                 total += T::widen((const E*)y_ + places[j] * size + v) * weights[j];
             T::narrow((E*)out_ + t * size + v, total);
         }
+    });
 }
 
 }  // namespace

@@ -1,8 +1,8 @@
 // The kernels for CPUs: products with packed matrices, attention over the paged cache, and the operators between them.
 //
 // This is plain C++ with the vector extensions of GCC and Clang. Python calls it through ctypes; it needs no headers of
-// torch, so it compiles in seconds. `cpu_library.py` builds it with -march=native. It uses AVX-512 BF16 where the
-// processor has it; elsewhere the same code runs more slowly.
+// torch, so it compiles in seconds. `cpu_library.py` builds it with -march=native. It uses AVX-512 BF16, or
+// Arm's dot product of bfloat16, where the processor has it; elsewhere the same code runs more slowly.
 //
 // Products and attention repeat one step: 16 float32 sums += (a unit of A, broadcast) x (16 units of B). A *unit* is 32
 // bits along the summed dimension: two bfloat16 numbers or one float32 number. So B is stored as rows of units,
@@ -21,59 +21,56 @@
 
 extern "C" {
 
-// Defines name_bfloat16 and name_float32, which call the template `name` for that type.
-#define EXPORT(name, parameters, arguments)                          \
-    void name##_bfloat16 parameters { name<BFloat16> arguments; }    \
-    void name##_float32 parameters { name<Float> arguments; }
+// Defines name_bfloat16 and name_float32, which call the template `name` for that type. Here and below, the first
+// parameter of every function says how many threads share its work.
+#define EXPORT(name, arguments, ...)                                                                         \
+    void name##_bfloat16(int64_t threads, __VA_ARGS__) { num_threads = threads, name<BFloat16> arguments; } \
+    void name##_float32(int64_t threads, __VA_ARGS__) { num_threads = threads, name<Float> arguments; }
 
-EXPORT(linear,
-       (const void* x, const uint32_t* packed, const void* bias, void* y, int64_t rows, int64_t in, int64_t out),
-       (x, packed, bias, y, rows, in, out))
-EXPORT(route,
-       (const void* logits, const int64_t* slots, float* weights, int32_t* places, int32_t* tokens, int32_t* offsets,
-        int64_t num_tokens, int64_t experts, int64_t k, int64_t normalize),
-       (logits, slots, weights, places, tokens, offsets, num_tokens, experts, k, normalize))
-EXPORT(grouped_linear,
-       (const void* x, const uint32_t* packed, const int32_t* offsets, void* y, int64_t experts, int64_t in,
-        int64_t out),
-       (x, packed, offsets, y, experts, in, out))
-EXPORT(combine,
-       (const void* y, const float* weights, const int32_t* places, void* out, int64_t tokens, int64_t k, int64_t size),
-       (y, weights, places, out, tokens, k, size))
-EXPORT(attend,
-       (const void* q, const uint32_t* k, const uint32_t* v, const int32_t* tables, const int32_t* cu_seqlens,
-        const int32_t* lens, void* out, int64_t seqs, int64_t max_blocks, int64_t kv_heads, int64_t group, int64_t dim,
-        int64_t block_size, float scale),
-       (q, k, v, tables, cu_seqlens, lens, out, seqs, max_blocks, kv_heads, group, dim, block_size, scale))
-EXPORT(add_rms_norm,
-       (const void* x, const void* residual, const void* weight, void* y, void* sum, int64_t rows, int64_t size,
-        float eps),
-       (x, residual, weight, y, sum, rows, size, eps))
-EXPORT(silu_and_mul, (const void* gate_up, void* y, int64_t rows, int64_t size), (gate_up, y, rows, size))
-EXPORT(norm_rope_store,
-       (const void* qkv, const void* qw, const void* kw, const float* cos_sin, const int32_t* positions,
-        const int64_t* slots, void* q, uint32_t* k, uint32_t* v, int64_t tokens, int64_t heads, int64_t kv_heads,
-        int64_t dim, int64_t block_size, float eps),
-       (qkv, qw, kw, cos_sin, positions, slots, q, k, v, tokens, heads, kv_heads, dim, block_size, eps))
-EXPORT(sample,
-       (const void* logits, const float* temperature, const int32_t* top_k, const float* top_p, const float* min_p,
-        const int64_t* seeds, const int32_t* positions, int32_t* tokens, int32_t* checked, int64_t rows, int64_t vocab),
-       (logits, temperature, top_k, top_p, min_p, seeds, positions, tokens, checked, rows, vocab))
+EXPORT(linear, (x, packed, bias, y, rows, in, out),
+       const void* x, const uint32_t* packed, const void* bias, void* y, int64_t rows, int64_t in, int64_t out)
+EXPORT(route, (logits, slots, weights, places, tokens, offsets, num_tokens, experts, k, normalize),
+       const void* logits, const int64_t* slots, float* weights, int32_t* places, int32_t* tokens, int32_t* offsets,
+       int64_t num_tokens, int64_t experts, int64_t k, int64_t normalize)
+EXPORT(grouped_linear, (x, packed, offsets, y, experts, in, out),
+       const void* x, const uint32_t* packed, const int32_t* offsets, void* y, int64_t experts, int64_t in,
+       int64_t out)
+EXPORT(combine, (y, weights, places, out, tokens, k, size),
+       const void* y, const float* weights, const int32_t* places, void* out, int64_t tokens, int64_t k, int64_t size)
+EXPORT(attend, (q, k, v, tables, cu_seqlens, lens, out, seqs, max_blocks, kv_heads, group, dim, block_size, scale),
+       const void* q, const uint32_t* k, const uint32_t* v, const int32_t* tables, const int32_t* cu_seqlens,
+       const int32_t* lens, void* out, int64_t seqs, int64_t max_blocks, int64_t kv_heads, int64_t group, int64_t dim,
+       int64_t block_size, float scale)
+EXPORT(add_rms_norm, (x, residual, weight, y, sum, rows, size, eps),
+       const void* x, const void* residual, const void* weight, void* y, void* sum, int64_t rows, int64_t size,
+       float eps)
+EXPORT(silu_and_mul, (gate_up, y, rows, size),
+       const void* gate_up, void* y, int64_t rows, int64_t size)
+EXPORT(norm_rope_store, (qkv, qw, kw, cos_sin, positions, slots, q, k, v, tokens, heads, kv_heads, dim, block_size,
+       eps),
+       const void* qkv, const void* qw, const void* kw, const float* cos_sin, const int32_t* positions,
+       const int64_t* slots, void* q, uint32_t* k, uint32_t* v, int64_t tokens, int64_t heads, int64_t kv_heads,
+       int64_t dim, int64_t block_size, float eps)
+EXPORT(sample, (logits, temperature, top_k, top_p, min_p, seeds, positions, tokens, checked, rows, vocab),
+       const void* logits, const float* temperature, const int32_t* top_k, const float* top_p, const float* min_p,
+       const int64_t* seeds, const int32_t* positions, int32_t* tokens, int32_t* checked, int64_t rows, int64_t vocab)
 
 // Edits the rows `indices` of logits in place. masks [edited][words] may be null, which forbids no token; counts and
 // penalties [edited][3] may be null, which penalises none. rows[i] is the row of counts for edited row i.
-void edit_logits(float* logits, const int32_t* indices, const uint32_t* masks, const int32_t* rows,
+void edit_logits(int64_t threads, float* logits, const int32_t* indices, const uint32_t* masks, const int32_t* rows,
                  const int32_t* counts, const float* penalties, int64_t edited, int64_t vocab) {
+    num_threads = threads;
     const int64_t words = (vocab + 31) / 32;
-#pragma omp parallel for schedule(dynamic)
-    for (int64_t i = 0; i < edited; ++i)
-        edit_row(logits + indices[i] * vocab, masks ? masks + i * words : nullptr,
-                 counts ? counts + rows[i] * vocab : nullptr, penalties + 3 * i, vocab);
+    share(edited, 1, [&](Span some) {
+        for (int64_t i = some.begin; i < some.end; ++i)
+            edit_row(logits + indices[i] * vocab, masks ? masks + i * words : nullptr,
+                     counts ? counts + rows[i] * vocab : nullptr, penalties + 3 * i, vocab);
+    });
 }
 
 // Asks the system for huge pages. A step reads each weight once from end to end, and with 4 KiB pages the processor
 // walks the page table every 4 KiB. Call it before the first write: memory that already has small pages keeps them.
-void advise_huge_pages(void* start, int64_t bytes) {
+void advise_huge_pages(int64_t, void* start, int64_t bytes) {
 #ifdef MADV_HUGEPAGE
     const uintptr_t page = 4096, whole = ~(page - 1);
     const uintptr_t first = ((uintptr_t)start + page - 1) & whole, end = ((uintptr_t)start + bytes) & whole;
@@ -83,17 +80,16 @@ void advise_huge_pages(void* start, int64_t bytes) {
 
 // Makes the system allocate the pages of new memory; all threads share the work. `start` is the start of a page. Linux
 // 5.14 and later can allocate many pages in one call, which takes half as long as one page fault for each.
-void touch_pages(void* start, int64_t bytes) {
-#pragma omp parallel
-    {
-        const int64_t page = 4096;
-        const Share mine = share_of(bytes / page);
-        char* first = (char*)start + mine.begin * page;
-        const int64_t size = (mine.end - mine.begin) * page;
+void touch_pages(int64_t threads, void* start, int64_t bytes) {
+    num_threads = threads;
+    const int64_t page = 4096, pages = bytes / page;
+    share(pages, quarter(pages), [&](Span some) {
+        char* first = (char*)start + some.begin * page;
+        const int64_t size = (some.end - some.begin) * page;
 #ifdef MADV_POPULATE_WRITE
         if (madvise(first, size, MADV_POPULATE_WRITE))
 #endif
             std::memset(first, 0, size);
-    }
+    });
 }
 }

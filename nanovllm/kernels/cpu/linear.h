@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "team.h"
 #include "vectors.h"
 
 namespace {
@@ -16,6 +17,7 @@ constexpr int64_t DEPTH = 256, LEFT_ROW = DEPTH + 16;
 
 // Limits how many rows are multiplied by one panel before the next panel is read: their left side must stay in half of
 // a small L2 cache. L2_LEFT counts the steps of all rows.
+constexpr int64_t LEAST_SHARED = 1 << 17;  // multiplications below which the other threads cost more than they save
 constexpr int64_t L2_LEFT = 1 << 17, LEAST_ROWS = 64, MOST_ROWS = 256;
 
 // Describes columns in memory. The distance from one summed unit to the next is `row` units, from 16 columns to the
@@ -178,20 +180,23 @@ inline void multiply(const typename T::left* x, int64_t rows, int64_t k, const u
     }
 }
 
-// One thread computes the columns of panels `begin` to `end` of y[rows][out] = x[rows][in] W^T + bias. It takes as many
-// rows at a time as stay in the L2 cache, and multiplies them by one panel after another. Few rows are multiplied by
-// two panels at a time, which hides the latency of the multiply-add.
+// One thread computes the columns of some panels of y[rows][out] = x[rows][in] W^T + bias. It takes as many rows at a
+// time as stay in the L2 cache, and multiplies them by one panel after another. Few rows are multiplied by two panels at
+// a time, which hides the latency of the multiply-add. If all rows are taken at once, the left side of the thread's first
+// piece serves its later ones.
 template <class T>
 void multiply_panels(const typename T::element* x, const uint32_t* packed, const typename T::element* bias,
-                     typename T::element* y, int64_t rows, int64_t in, int64_t out, int64_t begin, int64_t end) {
+                     typename T::element* y, int64_t rows, int64_t in, int64_t out, Span panels) {
     static thread_local std::vector<typename T::left> left;
     const int64_t k = in / T::PER_UNIT, blocks = (k * T::STEPS + DEPTH - 1) / DEPTH;
     const int64_t together = rows <= FEW_TILE_ROWS ? 2 : 1;
     row_pieces(rows, std::clamp(L2_LEFT / (blocks * DEPTH), LEAST_ROWS, MOST_ROWS), [&](int64_t first, int64_t count) {
-        left.resize(std::max<size_t>(left.size(), blocks * count * LEFT_ROW));
-        put_left<T>(x + first * in, count, in, left.data());
-        for (int64_t p = begin; p < end; p += together) {
-            const int64_t n = std::min(together, end - p), column = p * PANEL;
+        if (panels.is_first || count < rows) {
+            left.resize(std::max<size_t>(left.size(), blocks * count * LEFT_ROW));
+            put_left<T>(x + first * in, count, in, left.data());
+        }
+        for (int64_t p = panels.begin; p < panels.end; p += together) {
+            const int64_t n = std::min(together, panels.end - p), column = p * PANEL;
             multiply<T>(left.data(), count, k, packed + column * k, n, bias ? bias + column : nullptr,
                         y + first * out + column, out, std::min(n * PANEL, out - column));
         }
@@ -202,11 +207,11 @@ void multiply_panels(const typename T::element* x, const uint32_t* packed, const
 template <class T>
 void linear(const void* x, const uint32_t* packed, const void* bias, void* y, int64_t rows, int64_t in, int64_t out) {
     using E = typename T::element;
-#pragma omp parallel
-    {
-        const Share mine = share_of((out + PANEL - 1) / PANEL);
-        multiply_panels<T>((const E*)x, packed, (const E*)bias, (E*)y, rows, in, out, mine.begin, mine.end);
-    }
+    const int64_t panels = (out + PANEL - 1) / PANEL;
+    const int64_t piece = rows * in * out > LEAST_SHARED ? (quarter(panels) + 1) / 2 * 2 : panels;
+    share(panels, piece, [&](Span some) {
+        multiply_panels<T>((const E*)x, packed, (const E*)bias, (E*)y, rows, in, out, some);
+    });
 }
 
 }  // namespace
@@ -216,14 +221,13 @@ extern "C" {
 // Packs weight [out][units] into packed [out / PANEL, rounded up][units][PANEL]; columns beyond `out` are zero. Both
 // may be the same memory, because the rows of a panel are copied before they are written. The copy has tiles as wide as
 // a cache line: the rows themselves are often a power of two apart and would compete for the same few cache sets.
-void pack(const uint32_t* weight, uint32_t* packed, int64_t out, int64_t units) {
+void pack(int64_t threads, const uint32_t* weight, uint32_t* packed, int64_t out, int64_t units) {
+    num_threads = threads;
     constexpr int64_t WIDTH = 16;
     const int64_t panels = (out + PANEL - 1) / PANEL;
-#pragma omp parallel
-    {
+    share(panels, quarter(panels), [&](Span some) {
         std::vector<uint32_t> tiles((units + WIDTH - 1) / WIDTH * WIDTH * PANEL);
-#pragma omp for schedule(static)
-        for (int64_t p = 0; p < panels; ++p) {
+        for (int64_t p = some.begin; p < some.end; ++p) {
             for (int64_t c = 0; c < PANEL; ++c)
                 for (int64_t i = 0; i < units; i += WIDTH) {
                     const int64_t n = p * PANEL + c < out ? std::min(WIDTH, units - i) : 0;
@@ -235,16 +239,19 @@ void pack(const uint32_t* weight, uint32_t* packed, int64_t out, int64_t units) 
                 for (int64_t c = 0; c < PANEL; ++c)
                     packed[(p * units + i) * PANEL + c] = tiles[i / WIDTH * WIDTH * PANEL + c * WIDTH + i % WIDTH];
         }
-    }
+    });
 }
 
 // Copies rows of the matrix as it was before packing. An embedding that shares its weight with the LM head needs them.
-void packed_rows(const uint32_t* packed, const int32_t* indices, uint32_t* rows, int64_t count, int64_t units) {
-#pragma omp parallel for schedule(static)
-    for (int64_t r = 0; r < count; ++r) {
-        const uint32_t* column = packed + indices[r] / PANEL * units * PANEL + indices[r] % PANEL;
-        for (int64_t i = 0; i < units; ++i) rows[r * units + i] = column[i * PANEL];
-    }
+void packed_rows(int64_t threads, const uint32_t* packed, const int32_t* indices, uint32_t* rows, int64_t count,
+                 int64_t units) {
+    num_threads = threads;
+    share(count, quarter_unless_small(count, count * units), [&](Span some) {
+        for (int64_t r = some.begin; r < some.end; ++r) {
+            const uint32_t* column = packed + indices[r] / PANEL * units * PANEL + indices[r] % PANEL;
+            for (int64_t i = 0; i < units; ++i) rows[r * units + i] = column[i * PANEL];
+        }
+    });
 }
 
 }

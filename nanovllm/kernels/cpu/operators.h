@@ -2,6 +2,7 @@
 #pragma once
 
 #include "paged_cache.h"
+#include "team.h"
 
 namespace {
 
@@ -21,31 +22,33 @@ template <class T>
 void add_rms_norm(const void* x_, const void* residual_, const void* weight, void* y, void* sum_, int64_t rows,
                   int64_t size, float eps) {
     using E = typename T::element;
-#pragma omp parallel for schedule(static) if (rows * size > SMALL)
-    for (int64_t r = 0; r < rows; ++r) {
-        const E* x = (const E*)x_ + r * size;
-        if (residual_) {
-            const E* residual = (const E*)residual_ + r * size;
-            E* total = (E*)sum_ + r * size;
-            for (int64_t i = 0; i < size; i += LANES) T::narrow(total + i, T::widen(x + i) + T::widen(residual + i));
-            x = total;
+    share(rows, quarter_unless_small(rows, rows * size), [&](Span some) {
+        for (int64_t r = some.begin; r < some.end; ++r) {
+            const E* x = (const E*)x_ + r * size;
+            if (residual_) {
+                const E* added = (const E*)residual_ + r * size;
+                E* total = (E*)sum_ + r * size;
+                for (int64_t i = 0; i < size; i += LANES) T::narrow(total + i, T::widen(x + i) + T::widen(added + i));
+                x = total;
+            }
+            rms_norm_row<T>(x, (const E*)weight, (E*)y + r * size, size, eps);
         }
-        rms_norm_row<T>(x, (const E*)weight, (E*)y + r * size, size, eps);
-    }
+    });
 }
 
 // Computes y[rows][size] = silu(gate) * up. A row of gate_up holds `size` gates, then `size` ups.
 template <class T> void silu_and_mul(const void* gate_up, void* y_, int64_t rows, int64_t size) {
     using E = typename T::element;
-#pragma omp parallel for schedule(static) if (rows * size > SMALL)
-    for (int64_t r = 0; r < rows; ++r) {
-        const E *gate = (const E*)gate_up + r * 2 * size, *up = gate + size;
-        for (int64_t i = 0; i < size; i += LANES) {
-            const vf g = T::widen(gate + i);
-            const vf e = exp(-maximum(g, splat(-80.0f)));
-            T::narrow((E*)y_ + r * size + i, round_to<T>(g / (1.0f + e)) * T::widen(up + i));
+    share(rows, quarter_unless_small(rows, rows * size), [&](Span some) {
+        for (int64_t r = some.begin; r < some.end; ++r) {
+            const E *gate = (const E*)gate_up + r * 2 * size, *up = gate + size;
+            for (int64_t i = 0; i < size; i += LANES) {
+                const vf g = T::widen(gate + i);
+                const vf e = exp(-maximum(g, splat(-80.0f)));
+                T::narrow((E*)y_ + r * size + i, round_to<T>(g / (1.0f + e)) * T::widen(up + i));
+            }
         }
-    }
+    });
 }
 
 // Rotates a head in place. Element i forms a pair with element i + dim / 2.
@@ -68,8 +71,8 @@ void norm_rope(const typename T::element* x, const typename T::element* weight, 
     rotate<T>(y, cos_sin, dim);
 }
 
-// Norms and rotates q and k of every token, and stores k and v in the cache. Each thread owns some tokens. Two tokens
-// that share a unit of V belong to one thread (`owned_from`), which stores the one at the even offset first: that
+// Norms and rotates q and k of every token, and stores k and v in the cache. Threads share the tokens. Two tokens
+// that share a unit of V belong to one piece (`owned_from`), which stores the one at the even offset first: that
 // clears the unit's other half, so that no old value is left in it.
 template <class T, bool NORMED>
 void norm_rope_store_as(const void* qkv_, const void* q_weight, const void* k_weight, const float* cos_sin,
@@ -81,10 +84,8 @@ void norm_rope_store_as(const void* qkv_, const void* q_weight, const void* k_we
     const auto owned_from = [=](int64_t t) {
         return t > 0 && t < tokens && slots[t] % 2 == 1 && slots[t] == slots[t - 1] + 1 ? t + 1 : t;
     };
-#pragma omp parallel if (tokens * stride > SMALL)
-    {
-        const Share mine = share_of(tokens);
-        for (int64_t t = owned_from(mine.begin); t < owned_from(mine.end); ++t) {
+    share(tokens, quarter_unless_small(tokens, tokens * stride), [&](Span some) {
+        for (int64_t t = owned_from(some.begin); t < owned_from(some.end); ++t) {
             const E* from = (const E*)qkv_ + t * stride;
             const float* angles = cos_sin + positions[t] * dim;
             for (int64_t h = 0; h < heads; ++h, from += dim)
@@ -99,7 +100,7 @@ void norm_rope_store_as(const void* qkv_, const void* q_weight, const void* k_we
                 store_value<T>(from + num_kv_heads * dim, v_cache + at, offset, dim);
             }
         }
-    }
+    });
 }
 
 // Calls norm_rope_store_as; q_weight is null in families that do not norm their heads.

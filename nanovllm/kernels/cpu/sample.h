@@ -4,6 +4,7 @@
 #include <functional>
 #include <vector>
 
+#include "team.h"
 #include "vectors.h"
 
 namespace {
@@ -132,13 +133,14 @@ void sample(const void* logits_, const float* temperature, const int32_t* top_k,
             const int64_t* seeds, const int32_t* positions, int32_t* tokens, int32_t* checked, int64_t rows,
             int64_t vocab) {
     const auto* logits = (const typename T::element*)logits_;
-#pragma omp parallel for schedule(dynamic)
-    for (int64_t r = 0; r < rows; ++r) {
-        const Request request = {temperature[r], top_k[r],           top_p[r],
-                                 min_p[r],       (uint64_t)seeds[r], (uint32_t)positions[r]};
-        checked[r] = sample_row<T>(logits + r * vocab, request, vocab);
-        tokens[r] = std::max(checked[r], 0);
-    }
+    share(rows, 1, [&](Span some) {
+        for (int64_t r = some.begin; r < some.end; ++r) {
+            const Request request = {temperature[r], top_k[r],           top_p[r],
+                                     min_p[r],       (uint64_t)seeds[r], (uint32_t)positions[r]};
+            checked[r] = sample_row<T>(logits + r * vocab, request, vocab);
+            tokens[r] = std::max(checked[r], 0);
+        }
+    });
 }
 
 }  // namespace

@@ -5,10 +5,12 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <omp.h>
 
 #ifdef __AVX512BF16__
 #include <immintrin.h>
+#endif
+#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+#include <arm_neon.h>
 #endif
 
 using std::int32_t;
@@ -19,7 +21,6 @@ using std::uint32_t;
 namespace {
 
 constexpr int LANES = 16, MAX_HEAD_DIM = 256;
-constexpr int64_t SMALL = 1 << 14;  // elements below which waking the other threads costs more than it saves
 
 typedef float vf __attribute__((vector_size(64)));
 typedef int32_t vi __attribute__((vector_size(64)));
@@ -98,6 +99,15 @@ struct BFloat16 {
         return (rf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)b, (__m512bh)_mm512_set1_epi32((int)a));
     }
     static inline void put_left(left* p, const element* from) { std::memcpy(p, from, LANES * sizeof(*from)); }
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+    using left = uint32_t;
+    static constexpr int STEPS = 1;
+    static inline rf right(ri unit, int) { return (rf)unit; }
+    static inline rf fma(rf acc, left a, rf b) {
+        const bfloat16x8_t both = vreinterpretq_bf16_u32(vdupq_n_u32(a));
+        return (rf)vbfdotq_f32((float32x4_t)acc, vreinterpretq_bf16_f32((float32x4_t)b), both);
+    }
+    static inline void put_left(left* p, const element* from) { std::memcpy(p, from, LANES * sizeof(*from)); }
 #else
     using left = float;
     static constexpr int STEPS = 2;
@@ -134,13 +144,6 @@ template <class T> inline vf round_to(vf v) {
     typename T::element e[LANES];
     T::narrow(e, v);
     return T::widen(e);
-}
-
-// share_of returns this thread's part of `count` items, from `begin` to `end`. Call it inside a parallel region.
-struct Share { int64_t begin, end; };
-inline Share share_of(int64_t count) {
-    const int64_t threads = omp_get_num_threads(), me = omp_get_thread_num();
-    return {me * count / threads, (me + 1) * count / threads};
 }
 
 }  // namespace
