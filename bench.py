@@ -31,7 +31,7 @@ from nanovllm import LLM, EngineConfig, SamplingParams
 from nanovllm.estimate import read_config
 from nanovllm.models.config import Shape
 from nanovllm.models.shapes import PRESETS, preset_config
-from nanovllm.resolve import TOKEN_BUDGETS, resolve
+from nanovllm.resolve import resolve
 
 CPU_PRESET = {"num_seqs": 32, "input_len": [16, 128], "output_len": [16, 128], "dtype": "bfloat16"}
 
@@ -52,6 +52,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--device", default="auto", help="cpu or cuda")
     add("--threads", type=int, help="CPU threads; default: OMP_NUM_THREADS, or the physical cores")
     add("--tensor-parallel-size", type=int, default=1, metavar="N")
+    add("--pipeline-parallel-size", type=int, default=1, metavar="N")
     add("--max-model-len", type=int, help="default: 4096, or what the workload needs if that is more")
     add("--max-num-seqs", type=int, default=512)
     add("--max-num-batched-tokens", type=int, help="default: each engine's own")
@@ -90,6 +91,7 @@ def run_engine(args: argparse.Namespace, workload: Workload, vocab_size: int, de
         dtype=args.dtype,
         device=str(device),
         tensor_parallel_size=args.tensor_parallel_size,
+        pipeline_parallel_size=args.pipeline_parallel_size,
         max_model_len=args.max_model_len or max(4096, workload.max_len),
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
@@ -122,7 +124,7 @@ def run_engine(args: argparse.Namespace, workload: Workload, vocab_size: int, de
             "num_preemptions": stats["num_preemptions"],
             "num_cached_tokens": stats["num_cached_tokens"],
             "channel_us_per_step": 1e6 * recorder.command_seconds / stats["num_steps"]
-            if args.tensor_parallel_size > 1
+            if args.tensor_parallel_size * args.pipeline_parallel_size > 1
             else None,
             "recorder": recorder,
         }
@@ -237,7 +239,7 @@ def main(arguments: list[str] | None = None) -> None:
         torch.set_num_threads(args.threads)
     is_shape = args.model.lower() in PRESETS
     hf_config = read_config(args.model)
-    names = ("model", "dtype", "device", "attention_backend", "tensor_parallel_size")
+    names = ("model", "dtype", "device", "attention_backend", "tensor_parallel_size", "pipeline_parallel_size")
     resolved = resolve(EngineConfig(**{name: getattr(args, name) for name in names}), hf_config)
     device = torch.device(resolved.device)
     dtype = getattr(torch, resolved.dtype)
@@ -246,9 +248,9 @@ def main(arguments: list[str] | None = None) -> None:
     lengths = tuple(args.input_len), tuple(args.output_len)
     workload = make_workload(args.num_seqs, *lengths, vocab, args.shared_prefix, args.seed)
     machine = Machine(*args.machine_rates) if args.machine_rates else measure_machine(device, dtype)
-    ranks = args.tensor_parallel_size if device.type == "cuda" else 1  # ranks on a CPU share its memory and cores
+    ranks = resolved.num_ranks if device.type == "cuda" else 1  # ranks on a CPU share its memory and cores
     whole = Machine(*(rate * ranks for rate in (machine.copy_rate, machine.read_rate, machine.matmul_rate)))
-    budget = args.max_num_batched_tokens or TOKEN_BUDGETS[device.type]
+    budget = args.max_num_batched_tokens or resolved.max_num_batched_tokens
     steps = ideal_steps(workload.lengths, args.max_num_seqs, budget, args.shared_prefix)
     floor = sum((step_cost(model, whole, *step) for step in steps), Cost())
     about = describe(args, device, dtype)

@@ -206,7 +206,14 @@ def _add_estimate(commands: Any) -> None:
         help="memory of one GPU, such as 80GB (which means 80 GiB), or in bytes",
     )
     sizes = ("kvcache_block_size", "max_num_seqs", "max_num_batched_tokens")
-    for name in ("max_model_len", "tensor_parallel_size", "dtype", "gpu_memory_utilization", *sizes):
+    for name in (
+        "max_model_len",
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "dtype",
+        "gpu_memory_utilization",
+        *sizes,
+    ):
         _add_engine_option(parser, name)
     parser.set_defaults(run=_estimate)
 

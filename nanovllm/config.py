@@ -54,6 +54,9 @@ class EngineConfig:
     )
     device: str = _results("auto", "cpu or cuda; auto takes cuda if there is a GPU")
     tensor_parallel_size: int = _results(1, "number of ranks (GPUs, or processes on a CPU) that share each layer")
+    pipeline_parallel_size: int = _pace(
+        1, "number of ranks (GPUs, or processes on a CPU) of which each computes some of the layers"
+    )
     distributed_backend: str = _results(
         "auto",
         "library through which the ranks talk: nccl or gloo. With gloo, several ranks can share one GPU, but slowly. "
@@ -144,6 +147,12 @@ class EngineConfig:
                 as_choice(getattr(self, name), name, choices)
         put("device", str(self.device))
         check_integer("tensor_parallel_size", 1, 8)
+        check_integer("pipeline_parallel_size", 1, 8)
+        if self.tensor_parallel_size > 1 and self.pipeline_parallel_size > 1:
+            raise ValueError(
+                f"tensor_parallel_size is {self.tensor_parallel_size} and pipeline_parallel_size is "
+                f"{self.pipeline_parallel_size}; only one of them may be above 1"
+            )
         check_integer("max_model_len", 1)
         check_integer("max_num_seqs", 1, MAX_NUM_SEQS)
         for name in ("max_num_batched_tokens", "num_kvcache_blocks", "kvcache_memory_bytes"):
@@ -161,6 +170,11 @@ class EngineConfig:
             put("speculative_config", read_speculative_config(self.speculative_config))
         for name in ("enable_prefix_caching", "enforce_eager", "overlap"):
             as_bool(getattr(self, name), name)
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of processes of an engine."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @classmethod
     def from_options(cls, model: str | os.PathLike[str], options: Mapping[str, Any]) -> "EngineConfig":
@@ -217,6 +231,7 @@ class EngineOptions(TypedDict, total=False):
     dtype: str
     device: str
     tensor_parallel_size: int
+    pipeline_parallel_size: int
     distributed_backend: str
     max_model_len: int
     max_num_seqs: int

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from nanovllm.config import EngineConfig, ResolvedConfig
 from nanovllm.diagnosis import explain
+from nanovllm.distributed.stages import choose_stages
 from nanovllm.models.config import Shape, limit_length, load_model_config, read_json
 from nanovllm.models.hub import as_path, download, find_folder
 from nanovllm.models.shapes import PRESETS, preset_config
@@ -106,7 +107,7 @@ class Estimate:
             ("tokens in the KV cache", f"{self.num_tokens:,}"),
             (f"sequences of {config.max_model_len:,} tokens", f"{self.num_sequences:,.1f} at a time"),
         ]
-        ranks = config.tensor_parallel_size
+        ranks = config.num_ranks
         title = f"{config.model}, on each of {ranks} GPUs" if ranks > 1 else f"{config.model}, on one GPU"
         table = [title, *(f"  {name:<32}{value}" for name, value in rows)]
         return "\n".join([*table, self._verdict()])
@@ -132,7 +133,7 @@ def estimate(hf_config: "PretrainedConfig", config: EngineConfig, gpu_memory: in
 
 def _resolve(hf_config: "PretrainedConfig", config: EngineConfig) -> ResolvedConfig:
     """Return the configuration with the values that "auto" has on a GPU. Of the block sizes it takes the larger one."""
-    from nanovllm.resolve import TOKEN_BUDGETS
+    from nanovllm.resolve import default_budget
 
     own_dtype = str(hf_config.dtype or "float32").removeprefix("torch.")
     resolved = {
@@ -140,7 +141,8 @@ def _resolve(hf_config: "PretrainedConfig", config: EngineConfig) -> ResolvedCon
         "dtype": own_dtype if config.dtype == "auto" else config.dtype,
         "block_size": 256 if config.kvcache_block_size == "auto" else config.kvcache_block_size,
         "max_model_len": limit_length(hf_config, config.max_model_len),
-        "max_num_batched_tokens": config.max_num_batched_tokens or TOKEN_BUDGETS["cuda"],
+        "max_num_batched_tokens": config.max_num_batched_tokens
+        or default_budget("cuda", config.pipeline_parallel_size),
         "use_graphs": not config.enforce_eager,
         "depth": 2,
     }
@@ -150,14 +152,23 @@ def _resolve(hf_config: "PretrainedConfig", config: EngineConfig) -> ResolvedCon
 def _estimate(hf_config: "PretrainedConfig", config: ResolvedConfig, gpu_memory: int) -> Estimate:
     shape = Shape.from_config(hf_config)
     item = DTYPE_BYTES[config.dtype]
-    mine = shape.shard(config.tensor_parallel_size)
+    if config.pipeline_parallel_size == 1:
+        shares = [shape.shard(config.tensor_parallel_size)]
+    else:
+        stages = choose_stages(hf_config, config.pipeline_parallel_size)
+        shares = [Shape.from_config(hf_config, stage) for stage in stages]
     # A layer needs most memory in its MLP: x, the residual, and gate, up and their product, for each of a token's
     # experts. Sampling needs the logits in float32, and two copies of them.
+    mine = shares[0]
     inner = max(3 * mine.intermediate, shape.experts_per_token * (3 * mine.expert_intermediate + shape.hidden))
     widest = config.max_num_batched_tokens * (2 * shape.hidden + inner)
     activations = widest * item + 3 * config.max_num_seqs * shape.vocab * 4
-    memory = GpuMemory(gpu_memory, others=0, weights=mine.num_parameters * item, activations=activations, graphs=0)
-    return Estimate(config, shape.num_parameters, memory, mine.kv_bytes(item))
+    memory = GpuMemory(gpu_memory, others=0, weights=0, activations=activations, graphs=0)
+    estimates = [
+        Estimate(config, shape.num_parameters, replace(memory, weights=one.num_parameters * item), one.kv_bytes(item))
+        for one in shares
+    ]
+    return min(estimates, key=lambda one: one.num_tokens)  # all stages have as many blocks as the poorest
 
 
 def _advise(hf_config: "PretrainedConfig", estimated: Estimate) -> list[str]:

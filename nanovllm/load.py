@@ -138,7 +138,7 @@ def load_runner(
     Returns:
         The runner, and the function that allocates its KV cache and returns the number of blocks.
     """
-    if config.tensor_parallel_size == 1:
+    if config.num_ranks == 1:
         runner = make_runner(config, hf_config, weights, Parallel())
         return runner, partial(make_cache, runner)
     from nanovllm.distributed.leader import LeadingRunner
@@ -164,7 +164,7 @@ def make_runner(
     if weights is None:
         from nanovllm.models.dummy_weights import fill_randomly
 
-        seed = config.seed + parallel.rank
+        seed = config.seed + parallel.number
         read_weights = partial(fill_randomly, seed=seed, std=hf_config.initializer_range, check=check)
     else:
         adapter = None
@@ -172,12 +172,14 @@ def make_runner(
             from nanovllm.lora import Adapter
 
             adapter = Adapter(config.lora)
-        show = parallel.rank == 0
+        show = parallel.number == 0
         read_weights = partial(load_weights, folder=weights, show_progress=show, check=check, adapter=adapter)
     runner = ModelRunner(config, hf_config, read_weights, parallel)
-    if config.draft is not None:
+    if config.draft is not None and (parallel.stage is None or parallel.number == 0):
         from nanovllm.drafts.draft_model import read_draft
 
+        if parallel.stage is not None:  # rank 0 of a pipeline has all layers of the draft model
+            parallel = Parallel(ranks_per_device=parallel.ranks_per_device)
         runner.draft = make_runner(*read_draft(config), parallel, check)
     return runner
 
@@ -198,6 +200,7 @@ def make_scheduler(
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         vocab_size=vocab_size,
+        num_stages=config.pipeline_parallel_size,
     )
     if config.speculative_config is not None:
         from nanovllm.drafts.speculation import start_speculation

@@ -42,19 +42,26 @@ MAX_BATCHES = 64
 
 
 def actors(
-    replicas: int = 1, *, tensor_parallel_size: int = 1, on_gpu: bool = False, num_batches: int = 4
+    replicas: int = 1,
+    *,
+    tensor_parallel_size: int = 1,
+    pipeline_parallel_size: int = 1,
+    on_gpu: bool = False,
+    num_batches: int = 4,
 ) -> dict[str, Any]:
     """Return the arguments of `map_batches` that make a pool of engines.
 
     Args:
         replicas: number of engines, each in an actor of its own.
-        tensor_parallel_size: GPUs of each engine, or CPUs if on_gpu is False.
+        tensor_parallel_size, pipeline_parallel_size: the engines' own. Their product is the GPUs of each engine, or the
+            CPUs if on_gpu is False.
         num_batches: how many batches an actor works on at a time, at most 64. Together they should hold some more rows
             than max_num_seqs, so that there is always a next row to run.
     """
+    num_ranks = tensor_parallel_size * pipeline_parallel_size
     if not on_gpu and ray.is_initialized():
         num_cpus = ray.cluster_resources().get("CPU", 0)
-        needed = replicas * tensor_parallel_size + 1
+        needed = replicas * num_ranks + 1
         if num_cpus < needed:
             logger.warning(
                 f"the cluster has {num_cpus:g} CPUs; {replicas} engines and one for reading need {needed}, and Ray "
@@ -67,7 +74,7 @@ def actors(
         max_concurrent_calls_per_actor=num_batches,
         enable_true_multi_threading=True,
     )
-    return {"compute": pool, "num_gpus" if on_gpu else "num_cpus": tensor_parallel_size}
+    return {"compute": pool, "num_gpus" if on_gpu else "num_cpus": num_ranks}
 
 
 class RayLLM:

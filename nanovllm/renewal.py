@@ -31,6 +31,11 @@ class Renewal:
     """
 
     def __init__(self, engine: LLMEngine) -> None:
+        if engine.config.pipeline_parallel_size > 1:
+            raise RuntimeError(
+                f"pipeline_parallel_size is {engine.config.pipeline_parallel_size}; new weights and sleep are for "
+                "engines without stages: make another engine instead"
+            )
         self._engine = engine
         is_alone = isinstance(engine.runner, ModelRunner)
         runner: ModelRunner = engine.runner if is_alone else engine.runner.local  # type: ignore[assignment, attr-defined]
@@ -258,7 +263,7 @@ class WeightLoad:
         model = self._runner.model
         module = model.get_submodule(path)
         owners = [module]  # of the same weight
-        if model.tied and module is model.embed_tokens:
+        if model.tied and module is model.embed_tokens and model.lm_head is not None:
             owners.append(model.lm_head)
         matrices = [owner for owner in owners if isinstance(owner, MatrixModule)]
         is_packed = any(matrix.packed is not None for matrix in matrices)

@@ -36,9 +36,10 @@ def resolve(config: EngineConfig, hf_config: "PretrainedConfig") -> ResolvedConf
     work = Work(device, read_dtype(hf_config), share.head_dim, share.group, block_size, shape.num_parameters)
     dtype = resolve_dtype(config.dtype, config.attention_backend, work)
     backend = resolve_backend(config.attention_backend, work._replace(dtype=dtype))
-    distributed = resolve_distributed_backend(config.distributed_backend, device, config.tensor_parallel_size)
+    stages = config.pipeline_parallel_size
+    distributed = resolve_distributed_backend(config.distributed_backend, device, config.num_ranks, stages > 1)
     # A CUDA graph cannot capture work of the host: gloo sends through it, and plain torch reads lengths there.
-    through_host = backend.name == "torch" or (config.tensor_parallel_size > 1 and distributed == "gloo")
+    through_host = backend.name == "torch" or (config.num_ranks > 1 and distributed == "gloo")
     is_cuda = device.type == "cuda"
     resolved = {
         "device": str(device),
@@ -47,11 +48,21 @@ def resolve(config: EngineConfig, hf_config: "PretrainedConfig") -> ResolvedConf
         "distributed_backend": distributed,
         "use_graphs": is_cuda and not config.enforce_eager and not through_host,
         "block_size": block_size or backend.default_block_size,
-        "max_num_batched_tokens": config.max_num_batched_tokens or TOKEN_BUDGETS[device.type],
+        "max_num_batched_tokens": config.max_num_batched_tokens or default_budget(device.type, stages),
         "max_model_len": limit_length(hf_config, config.max_model_len),
         "depth": 2 if config.overlap and is_cuda and config.speculative_config is None else 1,
     }
+    if stages > 1:
+        resolved["depth"] = stages
     return ResolvedConfig(**{**vars(config), **resolved})
+
+
+def default_budget(device_type: str, stages: int) -> int:
+    """Return the default max_num_batched_tokens.
+
+    In a pipeline it is smaller. While one stage computes a chunk, the others need chunks of their own.
+    """
+    return TOKEN_BUDGETS[device_type] // (1 if stages == 1 else 2 * stages)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -168,14 +179,16 @@ def why_cannot(backend: type[Backend], work: Work) -> str | None:
     return backend.why_cannot(work.device)
 
 
-def resolve_distributed_backend(name: str, device: torch.device, size: int) -> str:
-    """Return the library through which the ranks talk: for "auto" NCCL on CUDA and gloo on a CPU.
+def resolve_distributed_backend(name: str, device: torch.device, size: int, is_pipeline: bool = False) -> str:
+    """Return the library through which the ranks talk: for "auto" NCCL on CUDA and gloo on a CPU, or in a pipeline.
 
     Raises:
         ValueError: NCCL cannot run here; the message names an alternative.
     """
     if name == "auto":
-        name = "nccl" if device.type == "cuda" else "gloo"
+        name = "nccl" if device.type == "cuda" and not is_pipeline else "gloo"
+    if name == "nccl" and is_pipeline:
+        raise ValueError('distributed_backend="nccl" has no links for pipeline_parallel_size; use "gloo" or "auto"')
     if name == "nccl" and size > 1:
         if device.type != "cuda":
             raise ValueError('distributed_backend="nccl" needs CUDA devices; on a CPU use "gloo" or "auto"')

@@ -40,7 +40,7 @@ OPTIONS: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("hf_overrides", "rope_scaling", "mm_processor_kwargs"), (None, {})),
     **dict.fromkeys(("enable_lora", "enable_prompt_embeds"), (False,)),
     **dict.fromkeys(("enable_expert_parallel", "skip_tokenizer_init", "calculate_kv_scales"), (False,)),
-    **dict.fromkeys(("pipeline_parallel_size", "data_parallel_size"), (1,)),
+    "data_parallel_size": (1,),
     **dict.fromkeys(("task", "runner"), ("auto", "generate")),
     **dict.fromkeys(("tokenizer_mode", "config_format"), ("auto", "hf")),
     **dict.fromkeys(("kv_cache_dtype", "generation_config"), ("auto",)),

@@ -398,7 +398,7 @@ def devices() -> Figure:
         watch = Watch()
         llm.observe(watch)
         llm.generate(STORIES * 3, SamplingParams(temperature=0, max_tokens=24, ignore_eos=True), use_tqdm=False)
-        model: Any = llm.engine.runner._runner.model  # type: ignore[attr-defined]
+        model: Any = llm.engine.runner.local.model  # type: ignore[attr-defined]
         a_token = 2 * len(model.layers) * model.norm.numel() * 4
     figure, (axis,) = panels(1, 3.2)
     steps = range(1, len(watch.plans) + 1)

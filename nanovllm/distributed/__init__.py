@@ -1,9 +1,9 @@
-"""Tensor parallelism: several processes (ranks) compute each layer together, each with a share of the weights.
+"""Several processes (ranks) compute a model together: each has a share of every layer, or some of the layers.
 
 Rank 0 is the user's process: it schedules, samples and answers. It starts ranks 1 to n - 1, its followers, each as a
 process that runs worker.py. The engine sees a runner as any other: `LeadingRunner`.
 
-Who sends what to whom:
+Who sends what to whom, if each rank has a share of every layer (tensor parallelism):
 
     rank 0                                                                  each follower r
     FollowerProcess  -- socket --> start: options, model, rank (JSON) -->   worker.main
@@ -15,6 +15,24 @@ Who sends what to whom:
     ModelRunner      -- broadcast: the sampled token ids -->                ModelRunner
 
 Edits of logits and log-probabilities concern rank 0 alone, because only it has all logits.
+
+If each rank has some of the layers (pipeline parallelism: pipeline.py), the last three lines are others. For three
+ranks:
+
+    rank 0                            rank 1              rank 2
+    embedding, layers 0..i-1  -- x -->  layers i..j-1  -- x -->  layers j.., final norm       x of all tokens
+    LM head, sampler  <---------- rows that want logits ------------'                        if there are such rows
+
+The order of the plans is the schedule: each rank runs all plans in the ring's order, so each link carries its tensors
+in that order. The engine keeps three steps in flight, of sequences that differ:
+
+    rank 0    front 1   front 2   front 3, back 1   front 4, back 2   front 5, back 3
+    rank 1              layers 1  layers 2          layers 3          layers 4
+    rank 2                        layers 1          layers 2          layers 3
+
+The back of a plan receives its rows, computes logits and samples. It runs when the engine asks for the result: with
+three steps in flight, after the front of the plan two later. Whoever sends goes on at once, and only receivers wait. So
+nobody waits for a rank that waits for him, and a step of nothing but prompt chunks sends nothing back.
 
 What happens when a rank dies:
 

@@ -155,6 +155,22 @@ class GroupParallel(Parallel):
         self._finish(lambda: self._group.broadcast([near], self._broadcast_options))
         return near.to(x.device)
 
+    def start_send(self, x: Tensor, rank: int) -> tuple[Any, Tensor]:
+        """Start to send x to another rank, and return at once; `end_send` takes what this returns."""
+        near = self._make_reachable(x)
+        try:
+            return self._group.send([near], rank, 0), near
+        except RuntimeError as error:
+            raise PeerLostError(f"rank {self.rank} lost its peers: {error}") from error
+
+    def end_send(self, sent: tuple[Any, Tensor]) -> None:
+        """Wait until the receiver has taken what `start_send` sends."""
+        self._finish(lambda: sent[0])
+
+    def receive(self, x: Tensor, rank: int) -> None:
+        """Wait for the next tensor that another rank sends here, and write it into x, which is on the host."""
+        self._finish(lambda: self._group.recv([x], rank, 0))
+
     def minimum(self, value: int) -> int:
         x = torch.tensor([value], dtype=torch.int64, device="cpu" if self._backend == "gloo" else self._device)
         self._finish(lambda: self._group.allreduce([x], self._minimum_options))

@@ -12,6 +12,7 @@ import shutil
 import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
@@ -25,8 +26,8 @@ import torch
 from nanovllm.config import ResolvedConfig
 from nanovllm.distributed.collectives import PeerLostError, choose_device
 from nanovllm.distributed.follower_process import FollowerProcess
-from nanovllm.distributed.ring import Ring, make_anonymous_file
-from nanovllm.engine.plan import IntArray, StepPlan
+from nanovllm.distributed.ring import make_anonymous_file, make_ring
+from nanovllm.engine.plan import IntArray, StageSpan
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -66,14 +67,16 @@ class FollowerGroup:
         self._in_step = False
         self._abort_collectives = abort_collectives
         self._followers: list[FollowerProcess] = []
-        ranks = range(1, config.tensor_parallel_size)
+        self.spans: deque[StageSpan] = deque()
+        """The followers' reports of what they did when."""
+        ranks = range(1, config.num_ranks)
         starts = [make_start_message(config, hf_config, folder, rank) for rank in ranks]
         ring_fd = make_anonymous_file()
         # As late as possible: if rank 0 is killed before a follower runs, nobody removes the folder.
         self.meeting = Path(tempfile.mkdtemp(prefix="nanovllm-"))
         """The folder through which the ranks find each other; only this user may enter it."""
         try:
-            self._ring = Ring(ring_fd, config.tensor_parallel_size - 1, StepPlan.max_packed_size(config))
+            self._ring = make_ring(config, ring_fd)
             num_threads = torch.get_num_threads() if torch.device(config.device).type == "cpu" else None
             for rank, start in zip(ranks, starts, strict=True):
                 start |= {"ring_fd": ring_fd, "meeting": str(self.meeting)}
@@ -102,6 +105,8 @@ class FollowerGroup:
                     with self._changed:
                         follower.stages.add(report["stage"])
                         self._changed.notify_all()
+                elif "span" in report:
+                    self.spans.append(StageSpan(*report["span"]))
                 elif report:
                     self._fail(follower, report["error"], report["is_cause"])
                 if self._deadline is not None and time.monotonic() > self._deadline:
@@ -220,6 +225,8 @@ class FollowerGroup:
             if time.monotonic() > deadline:
                 raise RuntimeError(f"a follower has not read its plans for {PATIENCE} s")
 
+        # Before the followers end: afterwards nobody would remove the folder if rank 0 were killed. The ranks have met.
+        shutil.rmtree(self.meeting, ignore_errors=True)
         try:
             self._ring.write(np.empty(0, np.int32), check_deadline)
         except RuntimeError as error:

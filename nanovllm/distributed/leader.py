@@ -23,13 +23,13 @@ from nanovllm.config import ResolvedConfig
 from nanovllm.distributed.collectives import GroupParallel
 from nanovllm.distributed.commands import announce, broadcast_command
 from nanovllm.distributed.follower_group import FollowerGroup
-from nanovllm.engine.hooks import StepEdits
+from nanovllm.distributed.pipeline import FirstStage, make_parallel
+from nanovllm.engine.hooks import Handle, StepEdits
 from nanovllm.engine.plan import StepPlan, StepResult
 from nanovllm.layers.parallel import Parallel
 from nanovllm.renewal import Command
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.startup import make_cache
-from nanovllm.runner.step_handle import StepHandle
 from nanovllm.utils.machine import physical_cores
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 class LeadingHandle:
     """A step that was launched on all ranks."""
 
-    def __init__(self, handle: StepHandle, followers: FollowerGroup, command_seconds: float) -> None:
+    def __init__(self, handle: Handle, followers: FollowerGroup, command_seconds: float) -> None:
         self._handle = handle
         self._followers = followers
         self._command_seconds = command_seconds
@@ -94,10 +94,11 @@ class LeadingRunner:
             ValueError: as `ModelRunner`.
             RuntimeError: a follower failed, with its traceback; all followers have ended.
         """
-        size = config.tensor_parallel_size
+        size = config.num_ranks
         device = torch.device(config.device)
         self._pid = os.getpid()
         self._parallel = GroupParallel(0, size, config.distributed_backend, device)
+        parallel = make_parallel(config, hf_config, self._parallel)
         with ExitStack() as stack:  # what it holds is undone if loading fails, else by close()
             if device.type == "cpu":
                 _threads.take(size)
@@ -105,7 +106,11 @@ class LeadingRunner:
             self._followers = FollowerGroup(config, hf_config, folder, self._parallel.abort)
             stack.callback(self._followers.stop)
             try:
-                self.local = make_runner(self._parallel, self._followers.raise_failure)
+                self.local = make_runner(parallel, self._followers.raise_failure)
+                self._first: ModelRunner | FirstStage = self.local
+                if config.pipeline_parallel_size > 1:
+                    spans = self._followers.spans if config.trace is not None else None
+                    self._first = FirstStage(self.local, self._parallel, spans)
                 self._followers.wait_until("loaded")
             except BaseException:
                 self._followers.dismiss(by_force=True)
@@ -134,9 +139,10 @@ class LeadingRunner:
         """Start a step on all ranks. Only rank 0 gets the edits, because only it has logits to sample from."""
         with self._followers.guard():
             since = time.perf_counter()
-            self._followers.send(plan.pack())
+            if not (plan.for_draft_model and self.local.parallel.stage):
+                self._followers.send(plan.pack())
             command_seconds = time.perf_counter() - since
-            return LeadingHandle(self.local.launch(plan, edits), self._followers, command_seconds)
+            return LeadingHandle(self._first.launch(plan, edits), self._followers, command_seconds)
 
     def send_command(self, command: Command, tensor: Tensor | None) -> None:
         """Have all followers run a command, which the caller then runs on rank 0. They get the tensor, too."""

@@ -10,9 +10,11 @@ from typing import TypeVar
 import numpy as np
 import xxhash
 
-from nanovllm.engine.plan import IntArray
+from nanovllm.config import ResolvedConfig
+from nanovllm.engine.plan import IntArray, StepPlan
 
 NUM_SLOTS = 4
+"""The fewest slots of a ring."""
 CACHE_LINE = 8
 """int64 elements of a cache line. Each process writes to cache lines of its own."""
 LONGEST_SPIN = 100e-6
@@ -33,20 +35,26 @@ def make_anonymous_file() -> int:
         return os.dup(file.fileno())
 
 
+def make_ring(config: ResolvedConfig, fd: int) -> "Ring":
+    """Return one end of the ring for an engine's plans. A pipeline has a slot for each plan in flight, and one more."""
+    slots = max(NUM_SLOTS, config.pipeline_parallel_size + 1)
+    return Ring(fd, config.num_ranks - 1, StepPlan.max_packed_size(config), slots)
+
+
 class Ring:
     """One end of the ring. Rank 0 calls only `write`, followers call only `read`.
 
         acknowledgements   int64 [num_readers]           how many messages each reader has taken
-        headers            int64 [NUM_SLOTS]             sequence number, length, digest
-        slots              int32 [NUM_SLOTS, capacity]   message n (from 1) lies in slot n % NUM_SLOTS
+        headers            int64 [num_slots]             sequence number, length, digest
+        slots              int32 [num_slots, capacity]   message n (from 1) lies in slot n % num_slots
 
     Each acknowledgement and each header has a cache line of its own. The writer reuses a slot only when every reader
-    has acknowledged its message, so no message is lost, however slow a reader is. A reader accepts slot n % NUM_SLOTS
+    has acknowledged its message, so no message is lost, however slow a reader is. A reader accepts slot n % num_slots
     when its sequence number is n *and* the digest fits what was copied. So it does not matter in which order one core's
     writes reach another, which some processors do not guarantee.
     """
 
-    def __init__(self, fd: int, num_readers: int, capacity: int) -> None:
+    def __init__(self, fd: int, num_readers: int, capacity: int, num_slots: int = NUM_SLOTS) -> None:
         """
         Args:
             fd: from `make_anonymous_file`; it may be closed afterwards. The first end sets its size.
@@ -54,16 +62,17 @@ class Ring:
         """
         capacity += capacity % 2  # so that each slot starts at a multiple of 8 bytes
         ack_bytes = 8 * CACHE_LINE * num_readers
-        header_bytes = 8 * CACHE_LINE * NUM_SLOTS
-        size = ack_bytes + header_bytes + 4 * capacity * NUM_SLOTS
+        header_bytes = 8 * CACHE_LINE * num_slots
+        size = ack_bytes + header_bytes + 4 * capacity * num_slots
         if os.fstat(fd).st_size < size:
             os.ftruncate(fd, size)
         memory = memoryview(mmap.mmap(fd, size))
         self.capacity = capacity
+        self._num_slots = num_slots
         self._acknowledged = memory[:ack_bytes].cast("q")
         self._headers = memory[ack_bytes : ack_bytes + header_bytes].cast("Q")
         slots = np.frombuffer(memory[ack_bytes + header_bytes :], np.int32)
-        self._slots: IntArray = slots.reshape(NUM_SLOTS, capacity)
+        self._slots: IntArray = slots.reshape(num_slots, capacity)
         self._readers = [reader * CACHE_LINE for reader in range(num_readers)]
         self._count = 0  # messages that this end has written, or read
 
@@ -81,8 +90,8 @@ class Ring:
         if length > self.capacity:
             raise RuntimeError(f"a message of {length} elements does not fit a slot of {self.capacity}")
         n = self._count + 1
-        _poll(lambda: self._is_read_by_all(n - NUM_SLOTS) or None, check_readers)
-        slot = n % NUM_SLOTS
+        _poll(lambda: self._is_read_by_all(n - self._num_slots) or None, check_readers)
+        slot = n % self._num_slots
         self._slots[slot, :length] = message
         header = slot * CACHE_LINE
         self._headers[header + 1] = length
@@ -100,7 +109,7 @@ class Ring:
 
     def _try_read(self, n: int) -> IntArray | None:
         """Return message n, or None if it has not arrived as a whole."""
-        slot = n % NUM_SLOTS
+        slot = n % self._num_slots
         header = slot * CACHE_LINE
         if self._headers[header] != n:
             return None

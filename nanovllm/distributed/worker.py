@@ -17,7 +17,12 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nanovllm.distributed.collectives import GroupParallel
+    from nanovllm.distributed.ring import Ring
+    from nanovllm.runner.model_runner import ModelRunner
 
 BEAT = 1.0
 """Seconds between two signs of life. The follower also looks as often whether its parent process is still rank 0,
@@ -50,7 +55,7 @@ def main(fd: int) -> None:
             rank0.sendall(json.dumps(message).encode() + b"\n")
 
     try:
-        follow(start, lambda stage: send(stage=stage))
+        follow(start, send)
     except BaseException as error:
         # By its name, because importing the class would import torch, before the thread above runs.
         is_cause = type(error).__name__ != "PeerLostError"
@@ -89,44 +94,56 @@ def _end_failed(meeting: Path) -> None:
     os._exit(1)
 
 
-def follow(start: dict[str, Any], report_stage: Callable[[str], None]) -> None:
+def follow(start: dict[str, Any], send: Callable[..., None]) -> None:
     """Be one rank: load its share of the model, connect, and run every plan that rank 0 runs.
 
     Args:
         start: from `follower_group.make_start_message`, with the ring's descriptor and the meeting folder.
-        report_stage: tells rank 0 that "loaded" or "ready" is reached.
+        send: tells rank 0 that a stage, "loaded" or "ready", is reached, or how a span of time was spent.
     """
     import torch
 
     from nanovllm.config import ResolvedConfig
     from nanovllm.distributed.collectives import GroupParallel
-    from nanovllm.distributed.commands import COMMAND, receive_command
-    from nanovllm.distributed.ring import Ring
-    from nanovllm.engine.plan import StepPlan
+    from nanovllm.distributed.pipeline import make_parallel
+    from nanovllm.distributed.ring import make_ring
     from nanovllm.load import make_runner
     from nanovllm.models.config import load_model_config
-    from nanovllm.renewal import RankRenewal
     from nanovllm.runner.startup import make_cache
 
     config = ResolvedConfig(**start["config"])
-    ring = Ring(start["ring_fd"], config.tensor_parallel_size - 1, StepPlan.max_packed_size(config))
+    ring = make_ring(config, start["ring_fd"])
     os.close(start["ring_fd"])
     device = torch.device(config.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    rank = start["rank"]
-    parallel = GroupParallel(rank, config.tensor_parallel_size, config.distributed_backend, device)
+    group = GroupParallel(start["rank"], config.num_ranks, config.distributed_backend, device)
     folder = None if start["folder"] is None else Path(start["folder"])
-    runner = make_runner(config, load_model_config(start["hf_config"], "rank 0"), folder, parallel)
-    report_stage("loaded")
-    parallel.connect(Path(start["meeting"]))
+    hf_config = load_model_config(start["hf_config"], "rank 0")
+    runner = make_runner(config, hf_config, folder, make_parallel(config, hf_config, group))
+    send(stage="loaded")
+    group.connect(Path(start["meeting"]))
     make_cache(runner)
-    report_stage("ready")
-    renewal = RankRenewal(runner)
-    while len(packed := ring.read(rank - 1)):
-        if packed[0] == COMMAND:
-            renewal.run(*receive_command(packed, parallel, device))
-        else:
-            runner.launch(StepPlan.unpack(packed))
+    send(stage="ready")
+    obey(ring, runner, group, send)
     runner.close()
-    parallel.close()
+    group.close()
+
+
+def obey(ring: "Ring", runner: "ModelRunner", group: "GroupParallel", send: Callable[..., None]) -> None:
+    """Run the plans and commands of rank 0, in their order, until it sends an empty message."""
+    from nanovllm.distributed.commands import COMMAND, receive_command
+    from nanovllm.distributed.pipeline import PipelineStage
+    from nanovllm.engine.plan import StepPlan
+    from nanovllm.renewal import RankRenewal
+
+    run: Callable[[StepPlan], object] = runner.launch
+    if runner.parallel.stage is not None:
+        report = None if runner.config.trace is None else lambda span: send(span=span)
+        run = PipelineStage(runner, group, report).run
+    renewal = RankRenewal(runner)
+    while len(packed := ring.read(group.rank - 1)):
+        if packed[0] == COMMAND:
+            renewal.run(*receive_command(packed, group, runner.device))
+        else:
+            run(StepPlan.unpack(packed))

@@ -60,6 +60,7 @@ def find_draft(
         hf_config = load_model_config(data, source)
         like_model: dict[str, Any] = {name: getattr(config, name) for name in ("dtype", "device", "attention_backend")}
         like_model |= {"max_model_len": config.max_model_len, "kvcache_block_size": config.block_size}
+        like_model |= {"pipeline_parallel_size": 1}  # rank 0 of a pipeline has the whole draft model
         like_model |= dict.fromkeys(("revision", "lora", "speculative_config"))
         wanted = replace(asked, model=name, enforce_eager=True, **like_model)
         own = resolve(wanted, hf_config)

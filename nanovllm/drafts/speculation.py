@@ -175,7 +175,8 @@ class Speculation:
             computed by the step   c d e f      c was known, d e f are drafts
             drawn                  d e x y      d and e are accepted: d e x are kept, and c d e stay computed
 
-        No other step is in flight. The blocks that rejected drafts were computed into stay with the sequence.
+        No other step of these sequences is in flight. The blocks that rejected drafts were computed into stay with the
+        sequence. In a pipeline a sequence may have been preempted or aborted since the step was planned.
         """
         scheduler = self._scheduler
         table = scheduler.table
@@ -192,26 +193,30 @@ class Speculation:
         differs[afters - 1] = True  # the last draw of a sequence has no draft to agree with
         stops = np.flatnonzero(differs)
         kept = stops[np.searchsorted(stops, firsts)] - firsts + 1
-        num_known = table.num_known[rows] + kept
+        is_resident = table.released_at[rows] <= step.num_releases
+        rows = rows[is_resident]
+        num_known = table.num_known[rows] + kept[is_resident]
         table.num_known[rows] = num_known
         table.num_tokens[rows] = num_known
         table.num_computed[rows] = num_known - 1
         # The device does not know which draw was kept last: the next plan sends its id.
-        table.num_sent[rows] = np.where(counts > 1, num_known, table.num_sent[rows])
+        table.num_sent[rows] = np.where(counts[is_resident] > 1, num_known, table.num_sent[rows])
         may_end = np.logical_or.reduceat(scheduler.may_stop[token_ids], firsts)
-        may_end |= num_known > table.unchecked_until[rows]
+        may_end |= ~is_resident
+        may_end[is_resident] |= num_known > table.unchecked_until[rows]
         drawn = token_ids.tolist()
         facts = np.stack((firsts, counts, kept, may_end), 1).tolist()
         ended: list[Sequence] = []
         for seq, (first, count, num_kept, is_checked) in zip(step.seqs, facts, strict=True):
-            if seq.finish_reason is not None:  # its prompt's scores, read with this step, were NaN
+            if seq.finish_reason is not None:  # aborted, or its prompt's scores, read with this step, were NaN
                 continue
+            seq.num_in_flight = 0  # of a preempted sequence, which may now be admitted again
             for at in range(first, first + num_kept):
                 seq.token_ids.append(drawn[at])
                 if at in logprobs:
                     seq.logprobs.append(logprobs[at])
                 if is_checked and scheduler.check_end(seq):
-                    scheduler.release(seq)
+                    scheduler.leave(seq)
                     ended.append(seq)
                     break
             scheduler.num_generated_tokens += at + 1 - first

@@ -4,7 +4,7 @@ data."""
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -182,6 +182,22 @@ class StepPlan:
         return HEADER + 2 * config.max_num_batched_tokens + config.max_num_seqs * per_seq
 
 
+class StageSpan(NamedTuple):
+    """A span of time of one rank of a pipeline.
+
+    Attributes:
+        name: "layers" or "head" while it computes, "receive" while it waits for another rank.
+        plan: the number of the plan. In a `StepResult` it counts from the result's own plan: 1 is the next one.
+        start, seconds: by `time.perf_counter`, which all processes of a machine share.
+    """
+
+    rank: int
+    name: str
+    plan: int
+    start: float
+    seconds: float
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """The tokens that a step sampled and the scores that it computed, in the plan's order.
@@ -192,8 +208,9 @@ class StepResult:
         scores: {token id: log-probability} of each of the plan's targets that is a token.
         embeddings: float32 [hidden] of each target that is EMBED.
         prepare_seconds: how long the host took to pack the plan and send it to the device.
-        device_seconds: how long the device worked on the step.
+        device_seconds: how long the device worked on the step; in a pipeline, how long rank 0's layers did.
         command_seconds: how long rank 0 took to send the plan to the other ranks.
+        spans: what the ranks of a pipeline did since the last result; only while a trace is recorded.
     """
 
     token_ids: IntArray
@@ -203,3 +220,4 @@ class StepResult:
     prepare_seconds: float = 0.0
     device_seconds: float = 0.0
     command_seconds: float = 0.0
+    spans: Seq[StageSpan] = ()

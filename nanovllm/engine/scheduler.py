@@ -17,6 +17,7 @@ from nanovllm.engine.rows import BlockTables, Rows, RowTable, pack_sampling
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import NO_TARGETS, ScheduledStep, Scored, choose_targets
 from nanovllm.outputs import FinishReason, Logprob
+from nanovllm.utils.integers import ceil_div
 
 
 class Scheduler:
@@ -32,6 +33,9 @@ class Scheduler:
     * A sequence is admitted only if a token of the budget is left after all running sequences. So there are never more
       running sequences than tokens in the budget. A row gets none only if its last token is still in flight.
 
+    In a pipeline a sequence is in one step in flight at most, unless the steps are chunks of its prompt. So each step
+    leaves some running sequences to the others: `_choose_ready` says which.
+
     A step that preempts a sequence admits nobody. The preempted sequence is now the first in the queue, and a moment
     ago there were no blocks for it. Such a step verifies no drafts either, because drafts take blocks, too.
     """
@@ -43,8 +47,14 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         vocab_size: int,
+        num_stages: int = 1,
     ) -> None:
+        """
+        Args:
+            num_stages: stages of a pipeline, and so the steps in flight that keep them all busy; 1 without one.
+        """
         self.block_manager = block_manager
+        self.num_stages = num_stages
         self.speculation: Speculator | None = None
         """load.py sets this later, because a speculator needs the scheduler when it is made."""
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -81,7 +91,10 @@ class Scheduler:
 
     @property
     def needs_known_tokens(self) -> bool:
-        """True if the next step's edits of logits depend on tokens that steps in flight sample."""
+        """True if the next step's edits of logits depend on tokens that steps in flight sample. In a pipeline they
+        never do."""
+        if self.num_stages > 1:
+            return False
         all_edits = (self.table.resident[row].edits for row in self.edited_rows)
         return any(edits is not None and edits.needs_known_tokens for edits in all_edits)
 
@@ -113,7 +126,7 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         has_preempted = False
         while True:
-            rows = table.order
+            rows = table.order if self.num_stages == 1 else self._choose_ready()
             num_computed = table.num_computed[rows]
             ends = np.minimum(table.num_tokens[rows], table.num_needed[rows])
             num_scheduled = ends - num_computed
@@ -134,6 +147,21 @@ class Scheduler:
             rows = rows[is_scheduled]
             ends = ends[is_scheduled]
         return rows, ends, has_preempted
+
+    def _choose_ready(self) -> Rows:
+        """Choose the running rows that the next step of a pipeline may compute; return them in order of admission.
+
+        A row whose next token is in flight waits until the host has read it. Of the rows that need one token, a step
+        takes at most ceil(running / stages). With more, all rows could be in one step, and only one stage would work.
+        """
+        table = self.table
+        rows = table.order
+        num_left = np.minimum(table.num_tokens[rows], table.num_needed[rows]) - table.num_computed[rows]
+        is_ready = (table.num_known[rows] == table.num_tokens[rows]) & (num_left > 0)
+        decodes = is_ready & (num_left == 1)
+        is_ready &= ~decodes | (decodes.cumsum() <= ceil_div(len(rows), self.num_stages))
+        ready: Rows = rows[is_ready]
+        return ready
 
     def _admit(self, rows: Rows, ends: IntArray) -> tuple[Rows, IntArray, list[Sequence]]:
         """Admit waiting sequences, in order, until rows, blocks or the budget run out.
@@ -318,7 +346,7 @@ class Scheduler:
         self.num_generated_tokens += 1
         if not self.check_end(seq):
             return False
-        self.waiting.remove(seq)  # fast: preempted sequences are near the front, where the search begins
+        self.leave(seq)
         return True
 
     def check_end(self, seq: Sequence) -> bool:
@@ -338,11 +366,15 @@ class Scheduler:
     def end(self, seq: Sequence, reason: FinishReason) -> None:
         """End a sequence now, unless it has ended. Tokens that steps in flight sample for it will be dropped."""
         if seq.finish_reason is None:
-            if seq.row >= 0:
-                self.release(seq)
-            else:
-                self.waiting.remove(seq)  # fast for preempted sequences: they are near the front
+            self.leave(seq)
             seq.finish_reason = reason
+
+    def leave(self, seq: Sequence) -> None:
+        """Take a sequence that ends out of its row, or out of the queue."""
+        if seq.row >= 0:
+            self.release(seq)
+        else:
+            self.waiting.remove(seq)  # fast for preempted sequences: they are near the front
 
     def abort_all(self) -> None:
         """End every sequence. Before this, the caller must read or drop all steps in flight."""

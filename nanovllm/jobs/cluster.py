@@ -62,6 +62,7 @@ def _answer(work: OpenJob, replicas: int, address: str | None) -> None:
         pool = actors(
             replicas,
             tensor_parallel_size=config.tensor_parallel_size,
+            pipeline_parallel_size=config.pipeline_parallel_size,
             on_gpu=on_gpu,
             num_batches=parts_in_flight(size, ceil(work.num_left / size), replicas, config.max_num_seqs),
         )
@@ -233,13 +234,13 @@ def _cluster(address: str | None, config: EngineConfig, replicas: int) -> Iterat
     Raises:
         ValueError: the cluster does not answer, or the engines do not fit into it.
     """
-    tp = config.tensor_parallel_size
+    ranks = config.num_ranks
     is_ours = not ray.is_initialized()
     if is_ours:
         address = address or os.environ.get("RAY_ADDRESS") or "local"
         # A new cluster gets as many CPUs as the engines need, even if the machine has fewer: sharing a CPU is slow, but
         # Ray would wait for ever for one that is not there.
-        num_cpus = {"num_cpus": max(os.cpu_count() or 1, replicas * tp + 1)} if address == "local" else {}
+        num_cpus = {"num_cpus": max(os.cpu_count() or 1, replicas * ranks + 1)} if address == "local" else {}
         # Ray logs a spurious error for every actor that may be restarted. This hides it.
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
         try:
@@ -250,7 +251,7 @@ def _cluster(address: str | None, config: EngineConfig, replicas: int) -> Iterat
     try:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         on_gpu = config.device != "cpu" and (config.device != "auto" or any(node.get("GPU") for node in nodes))
-        check_room(nodes, "GPU" if on_gpu else "CPU", replicas, tp)
+        check_room(nodes, "GPU" if on_gpu else "CPU", replicas, ranks)
         yield on_gpu
     finally:
         if is_ours:

@@ -1,6 +1,28 @@
-"""A rank's number among those that share each layer, and the collectives that the layers call."""
+"""A rank's number among those that share each layer, its stage if it is one of a pipeline, and its collectives."""
+
+from dataclasses import dataclass
 
 from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The layers that one rank of a pipeline computes: `first` to `end` - 1 of the model's `num_layers`.
+
+    The first stage also has the embedding and the LM head. The last one also has the final norm.
+    """
+
+    first: int
+    end: int
+    num_layers: int
+
+    @property
+    def is_first(self) -> bool:
+        return self.first == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.end == self.num_layers
 
 
 class Parallel:
@@ -8,16 +30,20 @@ class Parallel:
 
     Attributes:
         ranks_per_device: how many ranks share this rank's device and its memory.
+        stage: the layers of this rank; None if it has all of them.
+        number: the number of this process in its engine: `rank`, or the number of its stage.
         sends_nothing: True while steps run on fake tensors, which have shapes but no values. The collectives then
             return tensors of the right shape at once.
     """
 
     sends_nothing = False
 
-    def __init__(self, rank: int = 0, size: int = 1, ranks_per_device: int = 1) -> None:
+    def __init__(self, rank: int = 0, size: int = 1, ranks_per_device: int = 1, stage: Stage | None = None) -> None:
         self.rank = rank
         self.size = size
         self.ranks_per_device = ranks_per_device
+        self.stage = stage
+        self.number = rank
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum of x over the ranks; x may be overwritten."""

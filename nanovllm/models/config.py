@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.layers.parallel import Parallel
+from nanovllm.layers.parallel import Parallel, Stage
 from nanovllm.models.config_keys import check_keys
 from nanovllm.utils.checks import quote, refuse
 from nanovllm.utils.integers import ceil_div
@@ -201,16 +201,21 @@ class Shape:
     experts: int = 0
     experts_per_token: int = 0
     expert_intermediate: int = 0
+    has_embedding: bool = True
+    """Whether the embedding and the LM head are counted; of a pipeline's stages only the first has them."""
+    has_norm: bool = True
+    """Whether the final norm is counted; of a pipeline's stages only the last has it."""
 
     @staticmethod
-    def from_config(config: "PretrainedConfig") -> "Shape":
-        """Return the shape of the whole model."""
+    def from_config(config: "PretrainedConfig", stage: Stage | None = None) -> "Shape":
+        """Return the shape of the whole model, or of one stage of a pipeline."""
+        stage = stage or Stage(0, config.num_hidden_layers, config.num_hidden_layers)
         family = next(family for family in FAMILIES.values() if family.config_class == type(config).__name__)
         bias = bool(getattr(config, "attention_bias", False))
-        num_sparse = len(find_sparse_layers(config))
+        num_sparse = len(find_sparse_layers(config).intersection(range(stage.first, stage.end)))
         return Shape(
             hidden=config.hidden_size,
-            layers=config.num_hidden_layers,
+            layers=stage.end - stage.first,
             heads=config.num_attention_heads,
             kv_heads=config.num_key_value_heads,
             head_dim=config.head_dim,
@@ -224,6 +229,8 @@ class Shape:
             experts=config.num_experts if num_sparse else 0,
             experts_per_token=config.num_experts_per_tok if num_sparse else 0,
             expert_intermediate=config.moe_intermediate_size if num_sparse else 0,
+            has_embedding=stage.is_first,
+            has_norm=stage.is_last,
         )
 
     def shard(self, size: int) -> "Shape":
@@ -275,8 +282,10 @@ class Shape:
         matrices = sum(count * rows_in * rows_out for count, rows_in, rows_out in self.matrices)
         experts = self.sparse_layers * self.experts * self.expert_parameters
         biases = self.matrices[0][2] * self.qkv_bias + self.hidden * self.o_bias
-        vectors = self.layers * (2 * self.hidden + 2 * self.head_dim * self.qk_norm + biases) + self.hidden
-        return matrices + experts + self.vocab * self.hidden * (1 if self.tied else 2) + vectors
+        vectors = self.layers * (2 * self.hidden + 2 * self.head_dim * self.qk_norm + biases)
+        vectors += self.hidden * self.has_norm
+        vocabulary = self.vocab * self.hidden * (1 if self.tied else 2) * self.has_embedding
+        return matrices + experts + vocabulary + vectors
 
     def kv_bytes(self, itemsize: int) -> int:
         """Return the bytes of one token's keys and values, in all layers."""

@@ -4,6 +4,7 @@ It computes the same numbers as transformers. The families differ in biases, and
 `FAMILIES` in config.py says which family has which.
 """
 
+import re
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
@@ -14,7 +15,7 @@ from nanovllm.backends import AttentionMetadata, Backend, KVCache
 from nanovllm.kernels.norm_rope_store import NormRope
 from nanovllm.layers.embedding import LMHead, VocabParallelEmbedding
 from nanovllm.layers.linear import ColumnParallelLinear, Experts, Part, RowParallelLinear
-from nanovllm.layers.parallel import Parallel
+from nanovllm.layers.parallel import Parallel, Stage
 from nanovllm.layers.weights import NamedTargets, ShardedLayer, WeightTarget, make_whole_target
 from nanovllm.models.config import Shape, find_sparse_layers
 
@@ -163,36 +164,65 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """The model of one rank. Its parameters are uninitialised; the loader fills them, and checks that none is left
-    out."""
+    """The model of one rank. Its parameters are uninitialised; the loader fills them, and checks that none is left out.
+
+    A stage of a pipeline has only its own layers. `Stage` says which stage has the embedding, the head and the norm.
+    """
 
     cos_sin: Tensor
+    embed_tokens: VocabParallelEmbedding | None
+    lm_head: LMHead | None
 
     def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel, max_model_len: int) -> None:
         super().__init__()
         self.backend = backend
         self.eps = config.rms_norm_eps
         self.tied = bool(config.tie_word_embeddings)
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel)
-        self.layers = nn.ModuleList(Layer(config, i, backend, parallel) for i in range(config.num_hidden_layers))
-        self.norm = make_norm(config.hidden_size)
-        self.lm_head = LMHead(config.vocab_size, config.hidden_size, parallel)
-        if self.tied:
-            self.lm_head.weight = self.embed_tokens.weight
-        cos_sin = make_rotary_table(config, max_model_len).to(self.norm.device)
+        stage = parallel.stage or Stage(0, config.num_hidden_layers, config.num_hidden_layers)
+        self.stage = stage
+        self.embed_tokens = self.lm_head = None
+        if stage.is_first:
+            self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel)
+        self.layers = nn.ModuleList(Layer(config, i, backend, parallel) for i in range(stage.first, stage.end))
+        self.norm = make_norm(config.hidden_size) if stage.is_last else None
+        if self.embed_tokens is not None:
+            self.lm_head = LMHead(config.vocab_size, config.hidden_size, parallel)
+            if self.tied:
+                self.lm_head.weight = self.embed_tokens.weight
+        cos_sin = make_rotary_table(config, max_model_len).to(next(self.layers.parameters()).device)
         self.register_buffer("cos_sin", cos_sin, persistent=False)
 
-    def forward(self, token_ids: Tensor, positions: Tensor, caches: list[KVCache], meta: AttentionMetadata) -> Tensor:
-        """token_ids, positions [num_tokens] -> hidden states [num_tokens, hidden], after the last norm."""
-        x = self.embed_tokens(token_ids)
+    def forward(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        caches: list[KVCache],
+        meta: AttentionMetadata,
+        x: Tensor | None = None,
+    ) -> Tensor:
+        """Compute the hidden states of all tokens, [num_tokens, hidden], after the last norm.
+
+        A stage of a pipeline that is not the last one returns them as the next stage takes them: x + residual. That
+        stage's first norm rounds this sum in the same way when it adds the two itself, so no bit changes.
+
+        Args:
+            token_ids, positions: [num_tokens].
+            x: [num_tokens, hidden], from the stage before; None in the first stage, which embeds token_ids.
+        """
+        if x is None:
+            assert self.embed_tokens is not None
+            x = self.embed_tokens(token_ids)
         residual = None
         for layer, cache in zip(self.layers, caches, strict=True):
             x, residual = layer(x, residual, self.cos_sin, positions, cache, meta)
-        assert residual is not None
+        assert x is not None and residual is not None
+        if self.norm is None:
+            return torch.add(x, residual)
         return self.backend.add_rms_norm(x, residual, self.norm, self.eps)[0]
 
     def compute_logits(self, hidden: Tensor) -> Tensor | None:
         """hidden [n, hidden] -> logits [n, vocab] on rank 0, None on the others."""
+        assert self.lm_head is not None
         return self.lm_head(hidden)  # type: ignore[no-any-return]
 
     def weight_targets(self, names: Collection[str] = ()) -> NamedTargets:
@@ -209,13 +239,29 @@ class Decoder(nn.Module):
     def module_targets(self, names: Collection[str] = ()) -> Iterator[tuple[str, str, WeightTarget]]:
         """Yield (path of the module here, name in a checkpoint, place to load it to): see `weight_targets`."""
         for path, module in self.named_modules():
-            if module is self.lm_head:
-                found = iter(()) if self.tied else self.lm_head.weight_targets("lm_head", names)
+            name_there = self._name_in_checkpoint(path)
+            if isinstance(module, LMHead):
+                found = iter(()) if self.tied else module.weight_targets("lm_head", names)
             elif isinstance(module, ShardedLayer):
-                found = module.weight_targets(f"model.{path}", names)
+                found = module.weight_targets(name_there, names)
             else:
-                prefix = f"model.{path}." if path else "model."
                 parameters = module.named_parameters(recurse=False)
-                found = ((f"{prefix}{name}.weight", make_whole_target(value)) for name, value in parameters)
+                found = ((f"{name_there}.{name}.weight", make_whole_target(value)) for name, value in parameters)
             for name, target in found:
                 yield path, name, target
+
+    def _name_in_checkpoint(self, path: str) -> str:
+        """Return the name in a checkpoint of the module at `path`. A stage's first layer has the number `first`."""
+        if layer := re.match(r"layers\.(\d+)(.*)", path):
+            path = f"layers.{self.stage.first + int(layer[1])}{layer[2]}"
+        return f"model.{path}" if path else "model"
+
+    def belongs_elsewhere(self, name: str) -> bool:
+        """Return whether a tensor of the checkpoint belongs to another stage of the pipeline."""
+        stage = self.stage
+        if layer := re.match(r"model\.layers\.(\d{1,9})\.", name):
+            number = int(layer[1])
+            return number < stage.num_layers and not stage.first <= number < stage.end
+        if name == "model.norm.weight":
+            return not stage.is_last
+        return not stage.is_first and name in ("model.embed_tokens.weight", "lm_head.weight")

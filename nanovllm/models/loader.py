@@ -93,10 +93,12 @@ def load_weights(
     _check_cover(model, chain.from_iterable(targets.values()))
     if missing := targets.keys() - found:
         raise ValueError(f"{folder} lacks {len(missing)} tensors: {name_some(missing)}")
-    if unexpected := found - targets.keys() - {"lm_head.weight"}:  # some checkpoints hold a tied head, too
+    elsewhere = {name for name in found if model.belongs_elsewhere(name)}
+    # Some checkpoints hold a tied head, too.
+    if unexpected := found - targets.keys() - elsewhere - {"lm_head.weight"}:
         raise ValueError(f"{folder} has {len(unexpected)} tensors that the model does not: {name_some(unexpected)}")
     if adapter is not None:
-        adapter.check_names(targets.keys())
+        adapter.check_names(targets.keys() | elsewhere)
     device = next(model.parameters()).device
     copy = PinnedCopier(device).copy if device.type == "cuda" else Tensor.copy_
     for path in tqdm(files, desc="Loading weights", unit="file", disable=not show_progress or len(files) == 1):

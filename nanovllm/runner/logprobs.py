@@ -12,7 +12,7 @@ from nanovllm.engine.plan import EMBED, IntArray, StepPlan
 from nanovllm.kernels.token_logprobs import ROWS_AT_A_TIME, TokenLogprobs
 from nanovllm.models.decoder import Decoder
 from nanovllm.outputs import Logprob, make_logprobs
-from nanovllm.runner.device import DeviceTables, start_copy, to_device
+from nanovllm.runner.device import start_copy, to_device
 
 LOGITS_AT_A_TIME = 1024
 """How many rows of logits are made at a time, where those of a whole prompt are wanted."""
@@ -87,7 +87,7 @@ class Logprobs:
 
 def start_logprobs(
     plan: StepPlan,
-    tables: DeviceTables,
+    counts: IntArray,
     token_ids: Tensor,
     make_logits: MakeLogits,
     token_logprobs: ComputeTokenLogprobs,
@@ -95,13 +95,13 @@ def start_logprobs(
     """Compute the log-probabilities of the sampled tokens whose sequences ask for them; None if none does.
 
     Args:
+        counts: int32 [num_seqs], how many of the most likely tokens each sequence asks for; -1: no log-probabilities.
         token_ids: int32 [n], all that the step sampled, 1 + num_drafts of each sequence.
         make_logits: gives the raw logits that some of token_ids were sampled from.
 
     Returns:
         The log-probabilities, and which of token_ids they belong to.
     """
-    counts = tables.sampling_cpu["num_logprobs"][plan.rows]
     counts = np.repeat(np.where(plan.num_sampled > 0, counts, -1), 1 + plan.num_drafts)
     asking = np.flatnonzero(counts >= 0)
     if not len(asking):
@@ -113,23 +113,23 @@ def start_logprobs(
 
 def score_targets(
     plan: StepPlan,
-    tables: DeviceTables,
+    counts: IntArray,
     targets: Tensor,
+    indices: NDArray[np.intp],
     hidden: Tensor,
     model: Decoder,
     token_logprobs: ComputeTokenLogprobs,
 ) -> Logprobs | None:
-    """Compute the log-probabilities of the plan's targets; None if it has none.
+    """Compute the log-probabilities of the plan's targets; None if all of them are EMBED.
 
     Args:
+        counts: int32 [num_seqs], how many of the most likely tokens each sequence asks for.
         targets: int32 [num_scored in all].
-        hidden: [num_tokens, hidden], of all tokens of the step.
+        indices: [num_scored in all], which row of `hidden` gives the logits of each target.
+        hidden: [n, hidden].
     """
-    if not len(targets):
-        return None
-    counts = np.repeat(tables.sampling_cpu["num_prompt_logprobs"][plan.rows], plan.num_scored)
+    counts = np.repeat(counts, plan.num_scored)
     are_tokens = plan.targets != EMBED
-    indices = find_targets(plan)
     if not are_tokens.all():
         indices = indices[are_tokens]
         targets = targets[to_device(np.flatnonzero(are_tokens), targets.device)]
@@ -140,13 +140,13 @@ def score_targets(
     return Logprobs(pieces, counts, token_logprobs)
 
 
-def embed_targets(plan: StepPlan, hidden: Tensor) -> Tensor | None:
+def embed_targets(plan: StepPlan, indices: NDArray[np.intp], hidden: Tensor) -> Tensor | None:
     """Return the hidden states of the plan's EMBED targets, float32 [n, hidden]; None if it has none.
 
     Args:
-        hidden: [num_tokens, hidden], of all tokens of the step.
+        indices, hidden: as for `score_targets`.
     """
-    indices = find_targets(plan)[plan.targets == EMBED]
+    indices = indices[plan.targets == EMBED]
     return hidden[to_device(indices, hidden.device)].float() if len(indices) else None
 
 

@@ -1,16 +1,18 @@
 """Runs plans on the device of one rank: sends a plan there, computes the model, samples."""
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm.backends import BACKENDS, AttentionMetadata, KVCache
 from nanovllm.config import ResolvedConfig
 from nanovllm.engine.hooks import StepEdits
-from nanovllm.engine.plan import NUM_PER_SEQ, StepPlan
+from nanovllm.engine.plan import NUM_PER_SEQ, IntArray, StepPlan
 from nanovllm.kernels.sample import SamplingValues
 from nanovllm.kernels.step_inputs import PlannedRows, StepInputs
 from nanovllm.layers.parallel import Parallel
@@ -19,7 +21,7 @@ from nanovllm.models.decoder import Decoder
 from nanovllm.runner.cuda_graphs import CudaGraphs, smallest_that_holds
 from nanovllm.runner.device import DeviceTables, Staging
 from nanovllm.runner.kv_memory import check_free_memory
-from nanovllm.runner.logprobs import embed_targets, score_targets, start_logprobs
+from nanovllm.runner.logprobs import embed_targets, find_targets, score_targets, start_logprobs
 from nanovllm.runner.sampler import Sampler, choose_samples
 from nanovllm.runner.step_handle import DeviceResult, StepHandle, Stopwatch
 from nanovllm.utils.machine import FEW_TOKENS, SMALL_MODEL, default_dtype, one_thread, torch_in_one_thread
@@ -27,6 +29,34 @@ from nanovllm.utils.spin import Neighbours
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+
+class Front(NamedTuple):
+    """The first half of a step, up to the hidden states, and all that the second half needs of it.
+
+    In a pipeline other steps begin between the two halves, and a row may have a new owner by then. So the second half
+    reads no table of rows.
+
+    Attributes:
+        hidden: [num_tokens, hidden].
+        targets: int32 [num_scored in all], on the device.
+        scored: [num_scored in all], the row of `hidden` that each target needs; None without targets.
+        sampled: int [n], which row of `hidden` gives the logits of each sample; None if the plan samples nothing.
+        rows: int32 [n], the row that gets each sample.
+        values: how each is sampled.
+        num_logprobs: int32 [num_seqs], -1 for a sequence that wants none.
+        num_prompt_logprobs: int32 [num_seqs], -1 for a sequence that wants none.
+    """
+
+    plan: StepPlan
+    hidden: Tensor
+    targets: Tensor
+    scored: NDArray[np.intp] | None
+    sampled: Tensor | None
+    rows: Tensor
+    values: SamplingValues
+    num_logprobs: IntArray
+    num_prompt_logprobs: IntArray
 
 
 class ModelRunner:
@@ -50,7 +80,7 @@ class ModelRunner:
         self.device = torch.device(config.device)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.hf_config = hf_config
-        self.shape = Shape.from_config(hf_config).shard(parallel.size)
+        self.shape = Shape.from_config(hf_config, parallel.stage).shard(parallel.size)
         self.backend = BACKENDS[config.attention_backend]()
         self._read_weights = read_weights
         self.load_model()
@@ -65,7 +95,7 @@ class ModelRunner:
         here."""
         if plan.for_draft_model and self.draft is not None:
             return self.draft.launch(plan)
-        with self.on_device(), torch.inference_mode(), self._choose_threads(plan):
+        with self.computing(plan.num_tokens):
             stopwatch = Stopwatch(self.device)
             graphs = self._choose_graphs(plan)
             if graphs is not None:
@@ -73,34 +103,68 @@ class ModelRunner:
             packed = self.staging.send(plan.arrays())
             stopwatch.start()
             self.tables.update(plan, packed[plan.head_size :])
-            result = self.compute(plan, packed, edits) if graphs is None else self._replay(graphs, plan, edits)
+            if graphs is None:
+                result = self.finish(self.start(plan, packed), edits)
+            else:
+                result = self._replay(graphs, plan, edits)
             if self.parallel.rank > 0:
                 result = DeviceResult()  # nobody reads the results of other ranks
             return StepHandle(plan, result, stopwatch)
 
     def compute(self, plan: StepPlan, packed: Tensor, edits: StepEdits | None = None) -> DeviceResult:
         """Run any step eagerly, operator by operator. packed is int32, the plan's arrays on the device."""
+        return self.finish(self.start(plan, packed), edits)
+
+    def start(self, plan: StepPlan, packed: Tensor, x: Tensor | None = None) -> Front:
+        """Run the first half of a step: this rank's layers.
+
+        Args:
+            packed: int32, the plan's arrays on the device.
+            x: [num_tokens, hidden], from the stage before; None without a pipeline, and in its first stage. In a later
+                stage None stands for zeros, so that memory can be measured without the other stages.
+        """
+        if x is None and not self.model.stage.is_first:
+            x = torch.zeros(plan.num_tokens, self.shape.hidden, dtype=self.dtype, device=self.device)
         sizes = [NUM_PER_SEQ * plan.num_seqs, plan.num_tokens, len(plan.targets)]
         per_seq, token_ids, targets = torch.split(packed[: plan.head_size], sizes)
         rows, num_computed, num_scheduled, *_ = per_seq.view(NUM_PER_SEQ, plan.num_seqs).unbind(0)
-        inputs, hidden = self.forward(PlannedRows(rows, num_computed, num_scheduled, token_ids), plan)
+        inputs, hidden = self.forward(PlannedRows(rows, num_computed, num_scheduled, token_ids), plan, x)
+        values = inputs.sampling
+        last = None
+        if plan.num_sampled.any():
+            rows, last, values = choose_samples(plan, rows, inputs)
+        scored = find_targets(plan) if len(targets) else None
+        asked = self.tables.sampling_cpu
+        counts = (asked[name][plan.rows] for name in ("num_logprobs", "num_prompt_logprobs"))
+        return Front(plan, hidden, targets, scored, last, rows, values, *counts)
+
+    def finish(self, front: Front, edits: StepEdits | None = None) -> DeviceResult:
+        """Run the second half of a step: logits, scores and samples. Of a pipeline's stages only the first has it."""
+        if not self.model.stage.is_first:
+            return DeviceResult()
+        plan = front.plan
+        hidden = front.hidden
         token_logprobs = self.backend.token_logprobs
-        scores = score_targets(plan, self.tables, targets, hidden, self.model, token_logprobs)
-        embeddings = embed_targets(plan, hidden)
-        if not plan.num_sampled.any():
+        scores = embeddings = None
+        if front.scored is not None:
+            counts = front.num_prompt_logprobs
+            scores = score_targets(plan, counts, front.targets, front.scored, hidden, self.model, token_logprobs)
+            embeddings = embed_targets(plan, front.scored, hidden)
+        if front.sampled is None:
             return DeviceResult(scores=scores, embeddings=embeddings)
-        rows, last, values = choose_samples(plan, rows, inputs)
-        logits = self.model.compute_logits(hidden[last])
-        sampled = self.sampler.sample(logits, rows, values, edits)
+        logits = self.model.compute_logits(hidden[front.sampled])
+        sampled = self.sampler.sample(logits, front.rows, front.values, edits)
         logprobs = start_logprobs(
-            plan, self.tables, sampled, lambda some: None if logits is None else logits[some], token_logprobs
+            plan, front.num_logprobs, sampled, lambda some: None if logits is None else logits[some], token_logprobs
         )
         return DeviceResult(sampled, logprobs, scores, embeddings)
 
-    def forward(self, planned: PlannedRows, plan: StepPlan | None) -> tuple[StepInputs, Tensor]:
+    def forward(
+        self, planned: PlannedRows, plan: StepPlan | None, x: Tensor | None = None
+    ) -> tuple[StepInputs, Tensor]:
         """Compute the hidden states of all tokens, [num_tokens, hidden]. Returns the step's inputs, too.
 
-        The plan is None when a CUDA graph is recorded: then every sequence computes one token.
+        The plan is None when a CUDA graph is recorded: then every sequence computes one token. `start` explains x.
         """
         inputs = self.backend.step_inputs(planned, self.tables.row_tables, self.config.block_size)
         metadata = AttentionMetadata(
@@ -113,7 +177,7 @@ class ModelRunner:
             seq_lens_cpu=None if plan is None else plan.num_computed + plan.num_scheduled,
         )
         metadata = self.backend.prepare_attention(metadata, self.caches[0], self.shape.heads)
-        return inputs, self.model(inputs.token_ids, inputs.positions, self.caches, metadata)
+        return inputs, self.model(inputs.token_ids, inputs.positions, self.caches, metadata, x)
 
     # ---- steps that only decode, with CUDA graphs
 
@@ -141,7 +205,7 @@ class ModelRunner:
         # again.
         logprobs = start_logprobs(
             plan,
-            self.tables,
+            self.tables.sampling_cpu["num_logprobs"][plan.rows],
             sampled,
             lambda some: self.model.compute_logits(hidden[some]),
             self.backend.token_logprobs,
@@ -169,12 +233,18 @@ class ModelRunner:
 
     # ---- the device
 
-    def _choose_threads(self, plan: StepPlan) -> AbstractContextManager[object]:
+    @contextmanager
+    def computing(self, num_tokens: int) -> Iterator[None]:
+        """Within, this thread computes a step of so many tokens: on this runner's GPU, or with the threads that pay."""
+        with self.on_device(), torch.inference_mode(), self._choose_threads(num_tokens):
+            yield
+
+    def _choose_threads(self, num_tokens: int) -> AbstractContextManager[object]:
         """Choose the threads that compute a step on a CPU. The CPU kernels have a team of their own."""
         if self.backend.name == "cpu":
             return torch_in_one_thread()
         is_alone = not self._neighbours.are_busy()
-        return one_thread() if self._is_small and (plan.num_tokens <= FEW_TOKENS or not is_alone) else nullcontext()
+        return one_thread() if self._is_small and (num_tokens <= FEW_TOKENS or not is_alone) else nullcontext()
 
     def on_device(self) -> AbstractContextManager[object]:
         """Make this runner's GPU the current one. Kernels and events go to the current GPU."""

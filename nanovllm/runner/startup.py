@@ -90,12 +90,13 @@ def compile_kernels(runner: ModelRunner) -> None:
 
     Runs steps on fake tensors, which have shapes but no values, to learn which kernels are needed. flash-attn cannot
     work on fake tensors, so with it only the kernels that read logits are compiled here, and the others in the first
-    steps. Each rank compiles for its own share of the model. Only rank 0 has logits.
+    steps. Each rank compiles for its own share of the model. Only rank 0 has logits. The stages of a pipeline compile
+    in their first steps.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     has_kernels = runner.backend.name in ("triton", "flash_attn")
-    if runner.device.type != "cuda" or not has_kernels:
+    if runner.device.type != "cuda" or not has_kernels or runner.parallel.stage is not None:
         return
     leads = runner.parallel.rank == 0
     runner.parallel.sends_nothing = True
@@ -138,7 +139,7 @@ def launch_steps(runner: ModelRunner) -> None:
 def launch_logits_kernels(runner: ModelRunner) -> None:
     """Launch what reads the model's logits, also the float32 copies that edits and the likeliest tokens are made of."""
     backend = runner.backend
-    vocab = runner.model.lm_head.vocab_size  # of all ranks: rank 0 gathers their logits
+    vocab = runner.hf_config.vocab_size  # of all ranks: rank 0 gathers their logits
     ids = torch.empty(2, dtype=torch.int32)
     floats = torch.empty(2, dtype=torch.float32)
     values = SamplingValues(floats, ids, floats, floats, ids.long(), ids)
@@ -195,7 +196,7 @@ def _measure_largest_step(runner: ModelRunner) -> int:
     plan.rows[:] = runner.tables.padding_row
     runner.launch(plan).result()
     num_bytes = torch.cuda.max_memory_allocated(runner.device)
-    if runner.parallel.rank == 0:
+    if runner.parallel.number == 0:
         num_edited = min(config.max_num_seqs * (1 + config.num_speculative_tokens), config.max_num_batched_tokens)
         edits = EDIT_BYTES * num_edited + COUNT_BYTES * config.max_num_seqs
         num_bytes += edits * runner.shape.vocab * runner.parallel.size

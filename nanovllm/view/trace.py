@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 HOST = 1
 DEVICE = 2
-"""The numbers of the timeline's two threads."""
+"""The numbers of the timeline's two threads. In a pipeline, DEVICE + 1 + r is the thread of rank r."""
 
 MAX_EVENTS = 100_000
 """After this many events no further step is recorded: no browser could draw them."""
@@ -110,6 +110,8 @@ class Trace:
         self._start = time.perf_counter()
         self._device_free_at = 0.0
         self._num_events = 0
+        self._ranks: set[int] = set()
+        """The ranks of a pipeline that have a thread in the file."""
         self._stopped_at: int | None = None
         """The number of the first step that is not recorded, because there are too many events."""
         self._block_log: list[tuple[str, Seq[int]]] = []
@@ -202,7 +204,23 @@ class Trace:
             if name == "update":
                 args = json.dumps({"step": number, **self._collect_progress(step.seqs)})
             lines.append(self._format_span(name, HOST, start, seconds, args))
+        self._record_ranks(number, result)
         self._flush()
+
+    def _record_ranks(self, number: int, result: StepResult) -> None:
+        """Record what the ranks of a pipeline did since the last step was read.
+
+        Args:
+            number: of the step that was read now.
+        """
+        for rank, name, distance, start, seconds in result.spans:
+            if number + distance < 1:
+                continue  # a step that only measured costs, before the first one
+            thread = DEVICE + 1 + rank
+            if rank not in self._ranks:
+                self._ranks.add(rank)
+                self._lines.append(_format_event("thread_name", "M", thread, json.dumps({"name": f"rank {rank}"})))
+            self._lines.append(self._format_span(name, thread, start, seconds, f'{{"step": {number + distance}}}'))
 
     def close(self) -> None:
         """Write the end of the file, and close it. Closing twice is allowed."""

@@ -192,9 +192,9 @@ def test_edits_and_grammars(speller: Path) -> None:
 def test_scores_and_log_probabilities(dense: Path) -> None:
     params = [
         SamplingParams(0, 3, ignore_eos=True, logprobs=3, prompt_logprobs=2),
-        SamplingParams(0, 3, ignore_eos=True, logprobs=0, prompt_logprobs=0),
+        SamplingParams(0, 3, ignore_eos=True, logprobs=0, prompt_logprobs=1),
     ]
-    prompts = draw([12, 40])
+    prompts = draw([12, 40])  # the first step scores tokens of both
     found = serve(dense, params, prompts)
     for output, expected in zip(found, expect(dense, params, prompts), strict=True):
         assert output.token_ids == expected.token_ids
@@ -216,6 +216,18 @@ def test_embeddings(dense: Path) -> None:
         expected = llm.embed(prompts, use_tqdm=False)
     for embedding, wanted in zip(found, expected, strict=True):
         assert embedding["embedding"] == pytest.approx(wanted["embedding"], abs=1e-4)
+
+
+def test_sleep_and_new_weights(dense: Path) -> None:
+    """Asleep an engine leaves the card's memory to others; awake it has its graphs again. It is closed asleep."""
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    with rehearse() as card, LLM(str(dense), dtype="float32", **OPTIONS) as llm:
+        llm.sleep(2)
+        assert card.memory.reserved < card.memory.total / 4
+        llm.wake_up()
+        found = llm.generate(PROMPTS, params, use_tqdm=False)
+        llm.sleep(2)
+    assert tokens(found) == tokens(expect(dense, params))
 
 
 def test_preemption_an_abort_and_a_failed_step(dense: Path) -> None:

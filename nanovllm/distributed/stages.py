@@ -1,0 +1,53 @@
+"""Chooses which layers each stage of a pipeline computes."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from nanovllm.layers.parallel import Stage
+from nanovllm.models.config import Shape
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def split_layers(layer_weights: Sequence[int], head_weight: int, num_stages: int) -> list[Stage]:
+    """Split the layers of a model so that the heaviest stage is as light as possible; each stage gets at least one.
+
+    Args:
+        layer_weights: of each layer, for example its bytes.
+        head_weight: of the LM head, which the first stage computes beside its layers.
+        num_stages: at most as many as there are layers.
+    """
+    num_layers = len(layer_weights)
+    # lightest[n] is (weight of the heaviest stage, ends of the stages) of the best split of the first n layers.
+    lightest = {n: (head_weight + sum(layer_weights[:n]), [n]) for n in range(1, num_layers + 1)}
+    for _ in range(1, num_stages):
+        lightest = {
+            n: min(
+                (max(heaviest, sum(layer_weights[before:n])), [*ends, n])
+                for before, (heaviest, ends) in lightest.items()
+                if before < n
+            )
+            for n in range(min(lightest) + 1, num_layers + 1)
+        }
+    ends = lightest[num_layers][1]
+    return [Stage(first, end, num_layers) for first, end in zip([0, *ends], ends, strict=False)]
+
+
+def choose_stages(hf_config: "PretrainedConfig", num_stages: int) -> list[Stage]:
+    """Return the stages of a model, split by the number of their parameters.
+
+    The LM head counts half. Only rows that want logits are multiplied with it: all of a decode, few of a prompt.
+
+    Raises:
+        ValueError: the model has fewer layers than stages.
+    """
+    num_layers: int = hf_config.num_hidden_layers
+    if num_stages > num_layers:
+        raise ValueError(
+            f"pipeline_parallel_size is {num_stages}, and the model has {num_layers} layers: set it to at most that"
+        )
+    shapes = [Shape.from_config(hf_config, Stage(i, i + 1, num_layers)) for i in range(num_layers)]
+    bare = (replace(shape, has_embedding=False, has_norm=False) for shape in shapes)
+    return split_layers([shape.num_parameters for shape in bare], shapes[0].vocab * shapes[0].hidden // 2, num_stages)

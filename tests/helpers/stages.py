@@ -1,0 +1,122 @@
+"""A pipeline whose stages are all in this process. A random one of those that can go on runs its next plan."""
+
+import random
+from collections import defaultdict, deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nanovllm.config import ResolvedConfig
+from nanovllm.distributed.pipeline import FirstStage, PipelineStage, StageParallel
+from nanovllm.distributed.stages import choose_stages
+from nanovllm.engine.hooks import Handle, StepEdits
+from nanovllm.engine.plan import IntArray, StepPlan
+from nanovllm.runner.startup import make_cache
+
+Mail = defaultdict[tuple[int, int], deque[Tensor]]
+"""Tensors that were sent and not received yet, by sender and receiver."""
+
+
+class LocalGroup:
+    """One rank's links. A receiver that would wait lets other stages go on, and fails if none can."""
+
+    ranks_per_device = 1
+
+    def __init__(self, rank: int, size: int, mail: Mail, go_on: Callable[[], None]) -> None:
+        self.rank = rank
+        self.size = size
+        self._mail = mail
+        self._go_on = go_on
+
+    def start_send(self, x: Tensor, rank: int) -> Tensor:
+        self._mail[self.rank, rank].append(x.clone())
+        return x
+
+    def end_send(self, sent: Tensor) -> None:
+        pass
+
+    def receive(self, x: Tensor, rank: int) -> None:
+        box = self._mail[rank, self.rank]
+        while not box:
+            self._go_on()
+        sent = box.popleft()
+        assert sent.shape == x.shape and sent.dtype == x.dtype
+        x.copy_(sent)
+
+    def minimum(self, value: int) -> int:
+        return value
+
+
+class LocalPipeline:
+    """Takes the place of `LeadingRunner`. `order` decides which stage goes on, and how far behind the others are."""
+
+    order = random.Random(0)
+
+    def __init__(
+        self, config: ResolvedConfig, hf_config: Any, folder: Path | None, make_runner: Callable[..., Any]
+    ) -> None:
+        size = config.pipeline_parallel_size
+        stages = choose_stages(hf_config, size)
+        self.mail: Mail = defaultdict(deque)
+        groups: list[Any] = [LocalGroup(rank, size, self.mail, self.go_on) for rank in range(size)]
+        parallels = [StageParallel(group, stage) for group, stage in zip(groups, stages, strict=True)]
+        self.local = make_runner(parallels[0], lambda: None)
+        others = [make_runner(parallel, lambda: None) for parallel in parallels[1:]]
+        self.runners = [self.local, *others]
+        self.first = FirstStage(self.local, groups[0], None)
+        self.others = [PipelineStage(*pair, None) for pair in zip(others, groups[1:], strict=True)]
+        self.queues: list[deque[IntArray]] = [deque() for _ in others]
+        self.num_slots = size + 1
+        self.unfinished: list[StepPlan] = []
+        """Plans whose second half has not run."""
+        self.most_unfinished = 0
+
+    def make_cache(self) -> int:
+        return min(make_cache(runner) for runner in self.runners)
+
+    def launch(self, plan: StepPlan, edits: StepEdits | None = None) -> Handle:
+        if plan.for_draft_model:
+            return self.first.launch(plan)
+        for queue in self.queues:
+            while len(queue) > self.num_slots:
+                self.go_on()
+            queue.append(plan.pack())
+        handle = self.first.launch(plan, edits)
+        self.unfinished.append(plan)
+        self.most_unfinished = max(self.most_unfinished, len(self.unfinished))
+        for _ in range(self.order.randrange(2 * len(self.runners))):
+            if self.find_ready():
+                self.go_on()
+        return _Watched(self, plan, handle)
+
+    def find_ready(self) -> list[int]:
+        """Return the ranks that have a plan, and the hidden states to begin it with."""
+        return [rank for rank, queue in enumerate(self.queues, 1) if queue and self.mail[rank - 1, rank]]
+
+    def go_on(self) -> None:
+        ready = self.find_ready()
+        assert ready, "each rank waits for another"
+        rank = self.order.choice(ready)
+        self.others[rank - 1].run(StepPlan.unpack(self.queues[rank - 1].popleft()))
+
+    def reason_to_close(self) -> str:
+        return "the stages no longer agree"
+
+    def close(self) -> None:
+        for runner in self.runners:
+            runner.close()
+
+
+class _Watched:
+    def __init__(self, pipeline: LocalPipeline, plan: StepPlan, handle: Handle) -> None:
+        self.pipeline = pipeline
+        self.plan = plan
+        self.handle = handle
+
+    def result(self) -> Any:
+        assert self.pipeline.unfinished.pop(0) is self.plan, "second halves run in the order of plans"
+        with torch.inference_mode():
+            return self.handle.result()

@@ -1,0 +1,418 @@
+"""A pipeline gives each request the bits of one rank, whatever its stages do when. All stages are in this process.
+
+tests/ranks/test_pipeline_ranks.py has processes.
+"""
+
+import itertools
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.fakes import FREE
+from helpers.integrity import check_scheduler
+from helpers.stages import LocalPipeline
+from helpers.tiny import draw_prompts, save_random
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from nanovllm import LLM, EngineConfig, Output, SamplingParams
+from nanovllm.backends import Backend
+from nanovllm.backends.cpu_backend import CpuBackend
+from nanovllm.distributed.stages import choose_stages, split_layers
+from nanovllm.engine.plan import StepPlan
+from nanovllm.estimate import read_config
+from nanovllm.layers.parallel import Parallel, Stage
+from nanovllm.models import loader
+from nanovllm.models.config import Shape
+from nanovllm.models.decoder import Decoder
+from nanovllm.models.shapes import PRESETS
+from nanovllm.resolve import resolve
+
+CPU = torch.device("cpu")
+NUM_LAYERS = 5
+OPTIONS: dict[str, Any] = {"device": "cpu", "max_model_len": 160, "kvcache_block_size": 16, "num_kvcache_blocks": 64}
+TIGHT = {"num_kvcache_blocks": 10, "max_num_batched_tokens": 40, "max_num_seqs": 8}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("five-layers")
+    save_random(folder, num_hidden_layers=NUM_LAYERS)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def stages_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanovllm.distributed.leader.LeadingRunner", LocalPipeline)
+
+
+Requests = list[tuple[list[int], SamplingParams]]
+
+
+def make_requests() -> Requests:
+    """Seeded, greedy, scored and edited requests; some share a beginning, some are longer than a tight budget."""
+    common = draw_prompts([70], seed=1)[0]
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0.0, "logprobs": 2},
+        {"temperature": 1.0, "prompt_logprobs": 1},
+        {"temperature": 0.8, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.2, "logprobs": 1},
+        {"temperature": 1.5, "min_p": 0.01, "logit_bias": {7: 5.0}, "n": 2},
+        {"max_tokens": 0, "prompt_logprobs": 0},
+    ]
+    prompts = draw_prompts([1 + 7 * i % 61 for i in range(20)], seed=2)
+    prompts = [common[: 16 * (i % 5)] + prompt if i % 2 else prompt for i, prompt in enumerate(prompts)]
+    return [
+        (prompt, SamplingParams(**{"seed": i, "max_tokens": 4 + 3 * i % 13, "ignore_eos": True} | kinds[i % 5]))
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+def read(output: Output) -> list[Any]:
+    """All that a request got: token ids and log-probabilities, of its completions and of its prompt."""
+    own = [(one.token_ids, one.finish_reason, one.logprobs) for one in output.outputs]
+    return [own, output.get("prompt_logprobs")]
+
+
+class Runs:
+    """Runs requests in engines of any options, and notes the logits that every token was drawn from."""
+
+    def __init__(self, folder: Path, dtype: str, backend: str) -> None:
+        self._options = OPTIONS | {"model": str(folder), "dtype": dtype, "attention_backend": backend}
+        self.requests = make_requests()
+        self.logits: dict[tuple[int, int], Tensor] = {}
+        self.alone, _ = self.run(range(len(self.requests)))
+        self.expected_logits = self.logits
+
+    def run(self, chosen: Any, **options: Any) -> tuple[list[Any], LLM]:
+        self.logits = {}
+        with LLM(**self._options | options) as llm:
+            runner = llm.engine.runner
+            backend = getattr(runner, "local", runner).backend
+            sample = backend.sample
+
+            def spy(logits: Tensor, values: Any) -> Any:
+                for row, seed, position in zip(logits, values.seeds.tolist(), values.positions.tolist(), strict=True):
+                    self.logits[seed, position] = row.clone()
+                return sample(logits, values)
+
+            backend.sample = spy
+            if llm.engine.scheduler.speculation is not None:
+                llm.engine.scheduler.speculation.costs = FREE
+            prompts, params = zip(*(self.requests[i] for i in chosen), strict=True)
+            outputs = [read(output) for output in llm.generate(prompts, params, use_tqdm=False)]
+            check_scheduler(llm.engine.scheduler)
+            assert llm.engine.scheduler.block_manager.num_used == 0
+            if isinstance(runner, LocalPipeline):
+                while runner.find_ready():  # prompt chunks that nobody waited for
+                    runner.go_on()
+                assert not any(runner.queues) and not any(runner.mail.values()), "something was sent to nobody"
+            return outputs, llm
+
+    def check(self, chosen: list[int], **options: Any) -> LLM:
+        """Assert that the chosen requests get in a pipeline what they get on one rank, bit for bit."""
+        outputs, llm = self.run(chosen, **options)
+        assert outputs == [self.alone[i] for i in chosen]
+        for i in chosen:
+            prompt, params = self.requests[i]
+            for position in range(len(prompt), len(prompt) + len(outputs[chosen.index(i)][0][0][0])):
+                key = (params.seed, position)
+                assert torch.equal(self.logits[key], self.expected_logits[key]), key
+        return llm
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def runs(request: pytest.FixtureRequest, model: Path) -> Runs:
+    if reason := CpuBackend.why_cannot(CPU):
+        pytest.skip(reason)
+    return Runs(model, request.param, "cpu")
+
+
+EVERY = list(range(20))
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+def test_a_pipeline_gives_the_bits_of_one_rank_through_preemption_chunks_and_hits(stages: int, runs: Runs) -> None:
+    llm = runs.check(EVERY, pipeline_parallel_size=stages, **TIGHT)
+    stats = llm.stats()
+    assert stats["num_preemptions"] > 0 and stats["num_cached_tokens"] > 0
+    assert llm.engine.runner.most_unfinished == stages, "the pipeline was never full"
+
+
+@pytest.mark.parametrize("speculative_config", [NGRAM, "a model"], ids=["from the text", "from a model"])
+def test_drafts_change_no_bit_of_a_pipeline(speculative_config: Any, runs: Runs, model: Path) -> None:
+    """The draft model is the model itself: most of its drafts are right."""
+    if speculative_config == "a model":
+        speculative_config = {"model": str(model), "num_speculative_tokens": 3}
+    stats = runs.check(EVERY, pipeline_parallel_size=3, speculative_config=speculative_config, **TIGHT).stats()
+    assert stats["num_accepted_tokens"] > 0 and stats["num_preemptions"] > 0
+
+
+def check_any(runs: Runs, chosen: list[int], seed: int, stages: int, spare: int, **options: Any) -> None:
+    LocalPipeline.order = random.Random(seed)
+    runs.check(chosen, pipeline_parallel_size=stages, num_kvcache_blocks=10 + spare, **options)
+
+
+ANY = {
+    "chosen": st.lists(st.sampled_from(EVERY), min_size=1, max_size=12, unique=True),
+    "seed": st.integers(0, 99),
+    "stages": st.integers(1, 4),
+    "spare": st.integers(0, 12),
+    "max_num_seqs": st.integers(1, 12),
+    "max_num_batched_tokens": st.integers(12, 120),
+    "enable_prefix_caching": st.booleans(),
+    "speculative_config": st.sampled_from([None, None, NGRAM]),
+}
+
+
+@settings(max_examples=5, deadline=None, suppress_health_check=list(HealthCheck))
+@given(**ANY)
+def test_any_pipeline_gives_the_bits_of_one_rank(runs: Runs, **options: Any) -> None:
+    check_any(runs, **options)
+
+
+@pytest.mark.slow
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(**ANY)
+def test_many_pipelines_give_the_bits_of_one_rank(runs: Runs, **options: Any) -> None:
+    check_any(runs, **options)
+
+
+def test_plain_torch_gives_the_same_tokens_in_float32(model: Path) -> None:
+    runs = Runs(model, "float32", "torch")
+    outputs, _ = runs.run(EVERY, pipeline_parallel_size=3, **TIGHT)
+
+    def tokens(found: list[Any]) -> list[Any]:
+        return [[one[0] for one in completions] for completions, _ in found]
+
+    assert tokens(outputs) == tokens(runs.alone)
+
+
+def test_the_comparison_notices_hidden_states_that_changed_on_a_link(
+    runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward = Decoder.forward
+
+    def change(self: Decoder, *args: Any) -> Tensor:
+        hidden = forward(self, *args)
+        return hidden if self.norm is not None else (hidden * 1.01).to(hidden.dtype)
+
+    monkeypatch.setattr(Decoder, "forward", change)
+    with pytest.raises(AssertionError):
+        runs.check([0, 2], pipeline_parallel_size=2)
+
+
+# ---- plans in flight
+
+
+@pytest.fixture
+def llm(model: Path) -> Iterator[LLM]:
+    if reason := CpuBackend.why_cannot(CPU):
+        pytest.skip(reason)
+    options = OPTIONS | TIGHT | {"dtype": "float32", "attention_backend": "cpu"}
+    with LLM(str(model), pipeline_parallel_size=3, **options) as llm:
+        yield llm
+
+
+def generate(llm: LLM) -> list[Any]:
+    prompts, params = zip(*make_requests(), strict=True)
+    return [read(output) for output in llm.generate(prompts, params, use_tqdm=False)]
+
+
+def test_chunks_of_one_prompt_follow_each_other_and_want_no_logits(llm: LLM) -> None:
+    """A plan of nothing but chunks: nothing comes back to rank 0, and nobody waits for it."""
+    prompt = draw_prompts([150])[0]
+    plans = []
+    launch = llm.engine.runner.launch
+
+    def note(plan: Any, edits: Any = None) -> Any:
+        plans.append(plan.num_scheduled.tolist())
+        return launch(plan, edits)
+
+    llm.engine.runner.launch = note
+    llm.generate([prompt], SamplingParams(max_tokens=2), use_tqdm=False)
+    assert plans == [[40], [40], [40], [30], [1]]
+    assert llm.engine.runner.most_unfinished == 3
+
+
+def test_a_prefix_is_found_in_blocks_whose_plan_is_in_flight(llm: LLM) -> None:
+    """It is right, because each stage runs the plans in order."""
+    prefix = draw_prompts([36])[0]
+    params = SamplingParams(temperature=0.0, max_tokens=3)
+    engine = llm.engine
+    seqs = [engine.add(engine.prepare([*prefix, number], params)) for number in (1, 2)]
+    assert engine.step() == [] and engine.step() == []
+    assert len(engine._in_flight) == 2 and seqs[1].num_cached_tokens == 32
+    while engine.has_work:
+        engine.step()
+    for number, seq in zip((1, 2), seqs, strict=True):
+        engine.scheduler.block_manager.forget_all()
+        output = llm.generate([[*prefix, number]], params, use_tqdm=False)[0]
+        assert output["token_ids"] == seq.output_token_ids
+
+
+@pytest.mark.parametrize("num_outputs", [1, 4])
+def test_leaving_with_steps_in_flight_leaves_the_engine_whole(num_outputs: int, llm: LLM) -> None:
+    expected = generate(llm)
+    stream = llm.stream(make_requests())
+    for _ in itertools.islice(stream, num_outputs):
+        pass
+    assert len(llm.engine._in_flight) == 2
+    stream.close()  # type: ignore[attr-defined]
+    assert not llm.engine._in_flight and llm.engine.scheduler.block_manager.num_used == 0
+    assert generate(llm) == expected
+
+
+@pytest.mark.parametrize("step", [1, 2, 9])
+def test_ctrl_c_with_steps_in_flight_leaves_the_engine_whole(
+    step: int, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = generate(llm)
+    launch: Callable[..., Any] = llm.engine.runner.launch
+    count = itertools.count(1)
+
+    def interrupt(*args: Any) -> Any:
+        if next(count) == step:
+            os.kill(os.getpid(), signal.SIGINT)
+        return launch(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.runner, "launch", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            generate(llm)
+    assert generate(llm) == expected
+
+
+# ---- layers, weights and refusals
+
+
+@pytest.mark.parametrize(
+    ("weights", "head", "stages", "ends"),
+    [
+        ([10] * 8, 0, 2, [4, 8]),
+        ([10] * 36, 32, 2, [16, 36]),
+        ([10] * 36, 32, 4, [6, 16, 26, 36]),
+        ([10] * 5, 100, 4, [1, 2, 3, 5]),  # at least one
+        ([10, 10, 50, 10, 10], 0, 3, [2, 3, 5]),
+        ([10] * 3, 5, 3, [1, 2, 3]),
+        ([10] * 3, 5, 1, [3]),
+    ],
+)
+def test_the_heaviest_stage_is_as_light_as_it_can_be(
+    weights: list[int], head: int, stages: int, ends: list[int]
+) -> None:
+    found = split_layers(weights, head, stages)
+    loads = [head * stage.is_first + sum(weights[stage.first : stage.end]) for stage in found]
+    expected = [head * (first == 0) + sum(weights[first:end]) for first, end in zip([0, *ends], ends, strict=False)]
+    assert max(loads) == max(expected)
+    assert [stage.first for stage in found] == [0, *(stage.end for stage in found[:-1])]
+    assert found[-1].end == len(weights) and all(stage.first < stage.end for stage in found)
+
+
+@settings(max_examples=60, deadline=None)
+@given(weights=st.lists(st.integers(1, 40), min_size=1, max_size=8), head=st.integers(0, 90), data=st.data())
+def test_no_other_split_has_a_lighter_heaviest_stage(weights: list[int], head: int, data: st.DataObject) -> None:
+    stages = data.draw(st.integers(1, len(weights)))
+
+    def heaviest(ends: tuple[int, ...]) -> int:
+        return max(head * (first == 0) + sum(weights[first:end]) for first, end in zip((0, *ends), ends, strict=False))
+
+    best = min(heaviest((*cuts, len(weights))) for cuts in itertools.combinations(range(1, len(weights)), stages - 1))
+    assert heaviest(tuple(stage.end for stage in split_layers(weights, head, stages))) == best
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("stages", [2, 3])
+def test_the_stages_of_a_model_have_its_parameters_and_rank_0_fewer_layers(name: str, stages: int) -> None:
+    config = read_config(name)
+    chosen = choose_stages(config, stages)
+    whole = Shape.from_config(config)
+    shapes = [Shape.from_config(config, stage) for stage in chosen]
+    assert sum(shape.num_parameters for shape in shapes) == whole.num_parameters
+    assert sum(shape.layers for shape in shapes) == whole.layers
+    assert shapes[0].layers == min(shape.layers for shape in shapes)
+    with torch.device("meta"):
+        models = [Decoder(config, Backend(), Parallel(stage=stage), 16) for stage in chosen]
+    for model, shape in zip(models, shapes, strict=True):
+        assert shape.num_parameters == sum(p.numel() for p in model.parameters())
+
+
+def test_a_stage_reads_no_weights_of_another(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill = loader._fill
+    read_names: list[str] = []
+
+    def note(target: Any, source: Any, what: str, *rest: Any) -> None:
+        read_names.append(what.split()[-1])
+        fill(target, source, what, *rest)
+
+    monkeypatch.setattr(loader, "_fill", note)
+    with LLM(str(model), dtype="float32", pipeline_parallel_size=3, **OPTIONS) as llm:
+        stages: list[Stage] = [runner.model.stage for runner in llm.engine.runner.runners]
+        assert len(read_names) == len(set(read_names)), "a tensor was read twice"
+        for number in range(NUM_LAYERS):
+            assert f"model.layers.{number}.self_attn.o_proj.weight" in read_names
+        for runner, stage in zip(llm.engine.runner.runners, stages, strict=True):
+            assert len(runner.caches) == len(runner.model.layers) == stage.end - stage.first
+
+
+def test_a_tensor_that_no_stage_has_is_refused(model: Path, tmp_path: Path) -> None:
+    save_random(tmp_path, num_hidden_layers=NUM_LAYERS + 1)
+    (tmp_path / "config.json").write_text((model / "config.json").read_text())
+    with pytest.raises(ValueError, match=r"has 11 tensors that the model does not: model\.layers\.5\."):
+        LLM(str(tmp_path), dtype="float32", pipeline_parallel_size=2, **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pipeline_parallel_size": 6}, "pipeline_parallel_size is 6, and the model has 5 layers"),
+        ({"pipeline_parallel_size": 0}, "pipeline_parallel_size.*0"),
+        ({"pipeline_parallel_size": 9}, "pipeline_parallel_size.*9.*8"),
+        (
+            {"pipeline_parallel_size": 2, "tensor_parallel_size": 2},
+            "tensor_parallel_size is 2 and pipeline_parallel_size is 2; only one of them may be above 1",
+        ),
+        (
+            {"pipeline_parallel_size": 2, "distributed_backend": "nccl"},
+            'distributed_backend="nccl" has no links for pipeline_parallel_size',
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(options: dict[str, Any], message: str, model: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        LLM(str(model), **OPTIONS | options)
+
+
+def test_embeddings_of_prompts_have_the_bits_of_one_rank(llm: LLM, model: Path) -> None:
+    prompts = [prompt for prompt, _ in make_requests()[:6]]
+    with LLM(str(model), dtype="float32", attention_backend="cpu", **OPTIONS) as alone:
+        expected = alone.embed(prompts, use_tqdm=False)
+    assert str(llm.embed(prompts, use_tqdm=False)) == str(expected)
+
+
+def test_new_weights_and_sleep_are_refused_by_name(llm: LLM) -> None:
+    with pytest.raises(RuntimeError, match="pipeline_parallel_size is 3; new weights and sleep"):
+        llm.sleep()
+    assert generate(llm)
+
+
+def test_a_pipeline_keeps_as_many_steps_in_flight_as_it_has_stages_and_records_no_graphs(model: Path) -> None:
+    hf_config = read_config(str(model))
+    for stages in (1, 3):
+        config = resolve(EngineConfig(str(model), pipeline_parallel_size=stages, device="cpu"), hf_config)
+        assert config.depth == stages and config.num_ranks == stages and not config.use_graphs
+
+
+def test_a_later_stage_can_measure_its_largest_step_without_the_others(model: Path) -> None:
+    """startup.py does that on a GPU, before the ranks have run anything together."""
+    with LLM(str(model), dtype="float32", pipeline_parallel_size=3, **OPTIONS) as llm:
+        for runner in llm.engine.runner.runners[1:]:
+            plan = StepPlan.largest(4, 40, 160)
+            plan.rows[:] = runner.tables.padding_row
+            assert len(runner.launch(plan).result().token_ids) == 0
