@@ -17,7 +17,7 @@ from nanovllm.utils.checks import as_bool, quote, refuse
 from nanovllm.utils.machine import default_dtype
 
 Command = dict[str, Any]
-"""What every rank is to do: "do", and its arguments. It travels as JSON."""
+"""Tells every rank what to do: "do", and its arguments. It travels as JSON."""
 
 LOADING = "new weights are being loaded: call load_weights() with finish=True first"
 ASLEEP = "the engine is asleep: call wake_up() first"
