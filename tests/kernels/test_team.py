@@ -129,13 +129,13 @@ def test_no_step_with_the_cpu_kernels_has_two_pools(
     random_model: Path, threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
-    compute = ModelRunner.compute
+    start = ModelRunner.start
 
     def look(*arguments: object) -> object:
         seen.append((torch.get_num_threads(), num_threads()))
-        return compute(*arguments)  # type: ignore[arg-type]
+        return start(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(ModelRunner, "compute", look)
+    monkeypatch.setattr(ModelRunner, "start", look)
     with LLM(random_model, dtype="float32", attention_backend="cpu", max_model_len=64, num_kvcache_blocks=8) as llm:
         torch.set_num_threads(3)  # the engine took the physical cores
         llm.generate([[5] * 50], SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
