@@ -9,7 +9,7 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import xxhash
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
@@ -20,6 +20,7 @@ from nanovllm.utils.checks import as_integer, as_number, quote
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
+COPIED = ("model.embed_tokens.weight", "lm_head.weight")
 REFUSED = (
     ("use_dora", "DoRA"),
     ("fan_in_fan_out", "fan_in_fan_out"),
@@ -53,8 +54,14 @@ class Adapter:
             raise ValueError(f"{self._source} cannot be read: {error}") from error
         self._pairs: dict[str, tuple[Tensor, Tensor]] = {}
         """{name of a checkpoint's tensor: (A [r, in], B [out, r])}, in float32."""
+        self._copies: dict[str, Tensor] = {}
+        """{name of a checkpoint's tensor: its copy}. PEFT saves embedding and head beside an adapter of the head."""
         for name in tensors:
-            module, ending, _ = name.removeprefix(PREFIX).partition(".lora_A.weight")
+            own = name.removeprefix(PREFIX)
+            if own.replace(".base_layer.", ".") in COPIED:
+                self._copies[own.replace(".base_layer.", ".")] = tensors[name]
+                continue
+            module, ending, _ = own.partition(".lora_A.weight")
             if not ending:
                 if ".lora_B." not in name or name.replace(".lora_B.", ".lora_A.") not in tensors:
                     raise ValueError(f"{self._source} has the tensor {quote(name)}, which cannot be merged")
@@ -80,6 +87,8 @@ class Adapter:
         Args:
             source: a slice object of safetensors.
         """
+        if name in self._copies and not torch.equal(source[:].float(), self._copies[name].float()):
+            raise ValueError(f"{self._source} has {quote(name)} with other values than the checkpoint")
         if name not in self._pairs:
             return source
         a, b = self._pairs[name]
@@ -133,14 +142,3 @@ def _read_config(path: Path) -> tuple[int, float]:
     if not math.isfinite(alpha):
         raise ValueError(f"{path}: lora_alpha is {alpha}; it must be finite")
     return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-
-
-def digest_adapter(folder: str) -> str:
-    """Return a hexadecimal digest of an adapter's two files."""
-    digest = xxhash.xxh3_128()
-    try:
-        for name in (CONFIG, WEIGHTS):
-            digest.update((Path(folder).expanduser() / name).read_bytes())
-    except OSError as error:
-        raise ValueError(f"{folder} cannot be read: {error}") from error
-    return digest.hexdigest()

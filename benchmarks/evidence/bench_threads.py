@@ -31,9 +31,9 @@ SETTINGS: dict[str, dict[str, str]] = {
 def answer_calls(args: argparse.Namespace) -> None:
     """Load the model; then, for each line of stdin, print the seconds that `generate` takes. Runs in a child."""
     from nanovllm import LLM, SamplingParams
-    from nanovllm.models.shapes import PRESETS
 
-    load_format = "dummy" if args.model in PRESETS else "auto"
+    is_shape = args.model != "tiny-qwen3" and not Path(args.model).is_dir()
+    load_format = "dummy" if is_shape else "auto"
     options = {"dtype": args.dtype, "attention_backend": args.backend, "max_num_seqs": args.num_seqs}
     options |= {"max_model_len": 1024, "num_kvcache_blocks": 64, "enable_prefix_caching": False}
     params = SamplingParams(temperature=0, max_tokens=args.tokens, ignore_eos=True)

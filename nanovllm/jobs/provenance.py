@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
-from nanovllm.lora import digest_adapter
 from nanovllm.version import __version__
 
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
+
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
+"""The files of a LoRA adapter."""
 
 MAX_HEADER = 100_000_000  # bytes: safetensors' own limit
 
@@ -51,6 +53,17 @@ def model_digest(folder: Path) -> str:
                 else:
                     content = file.read()
             digest.update(f"{path.name}/{path.stat().st_size}/{len(content)}/".encode() + content)
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be read: {error}") from error
+    return digest.hexdigest()
+
+
+def digest_adapter(folder: str) -> str:
+    """Return a hexadecimal digest of an adapter's two files; ValueError if one cannot be read."""
+    digest = xxhash.xxh3_128()
+    try:
+        for name in ADAPTER:
+            digest.update((Path(folder).expanduser() / name).read_bytes())
     except OSError as error:
         raise ValueError(f"{folder} cannot be read: {error}") from error
     return digest.hexdigest()

@@ -161,6 +161,7 @@ def test_wrong_tensors_are_refused_by_name(random_model: Path, adapter: Path, tm
         ({"base_model.model.model.norm.weight": torch.ones(4)}, "which cannot be merged"),
         ({other: original[name].clone(), other.replace("A", "B"): torch.ones(4, 4)}, "that are not in the checkpoint"),
         (dict.fromkeys(original), "changes no matrix"),
+        ({"base_model.model.model.embed_tokens.weight": torch.ones(500, 64)}, "with other values than the checkpoint"),
     ]
     for changes, message in cases:
         save_file({key: value for key, value in (original | changes).items() if value is not None}, weights)
