@@ -29,6 +29,19 @@ def works_on_ray(arguments: Sequence[str]) -> bool:
 def run_in_child(arguments: Sequence[str]) -> int:
     """Run the command in a child process, and return its status. Ctrl-C and SIGTERM are passed on to it."""
     reports, theirs = os.pipe()
+    child: subprocess.Popen[bytes] | None = None
+    early: list[int] = []
+    """Signals that came before there was a child."""
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        if child is None:
+            early.append(number)
+        else:
+            child.send_signal(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, pass_on)
     child = subprocess.Popen(
         [sys.executable, "-m", "nanovllm", *arguments],
         env=os.environ | {VARIABLE: f"{theirs} {os.getpid()}"},
@@ -36,13 +49,8 @@ def run_in_child(arguments: Sequence[str]) -> int:
         start_new_session=True,  # a Ctrl-C of the terminal comes once, from this process
     )
     os.close(theirs)
-
-    def pass_on(number: int, _frame: FrameType | None) -> None:
-        child.send_signal(number)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, pass_on)
+    for early_number in early:
+        child.send_signal(early_number)
     code = child.wait()
     report = os.read(reports, 1)
     os.close(reports)
