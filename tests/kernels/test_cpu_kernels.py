@@ -34,7 +34,7 @@ from nanovllm.kernels.cpu_library import CpuLibrary, cpu_library
 from nanovllm.kernels.norm_rope_store import NormRope
 from nanovllm.kernels.sample import SamplingValues
 from nanovllm.resolve import Work, resolve_backend
-from nanovllm.runner.step_handle import DeviceResult
+from nanovllm.runner.model_runner import Front
 from nanovllm.utils.machine import limit_threads, physical_cores
 
 GRID = list(itertools.product((32, 64, 96, 128, 256), (1, 2, 4, 7, 8, 48), (16, 64, 256)))
@@ -301,13 +301,13 @@ def test_few_tokens_of_a_small_model_are_computed_in_one_thread_and_all_where_ne
     monkeypatch.setattr("nanovllm.utils.spin.Neighbours.are_busy", lambda neighbours: busy)
     with LLM(reciter, device="cpu", dtype="float32", max_model_len=64) as llm:
         seen = []
-        compute = llm.engine.runner.compute
+        start = llm.engine.runner.start
 
-        def look(plan: StepPlan, packed: Tensor, edits: None) -> DeviceResult:
+        def look(plan: StepPlan, packed: Tensor) -> Front:
             seen.append((plan.num_tokens, threads[-1]))
-            return compute(plan, packed, edits)
+            return start(plan, packed)
 
-        monkeypatch.setattr(llm.engine.runner, "compute", look)
+        monkeypatch.setattr(llm.engine.runner, "start", look)
         for chosen in (None, "2"):
             monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
             if chosen is not None:

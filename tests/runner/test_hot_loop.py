@@ -248,8 +248,8 @@ def test_steps_with_more_sequences_than_the_largest_graph_run_eagerly(random_mod
         graphs = StandInGraphs(runner.staging.buffer, 9, runner.tables.padding_row)
         graphs.decode = lambda head: (captured.append(head.shape[1]), runner.decode(head))[1]
         graphs.sample = runner.sample_decoded
-        compute = runner.compute
-        monkeypatch.setattr(runner, "compute", lambda plan, *rest: (eager.append(plan), compute(plan, *rest))[1])
+        start = runner.start
+        monkeypatch.setattr(runner, "start", lambda plan, *rest: (eager.append(plan), start(plan, *rest))[1])
         runner.graphs = graphs
         llm.engine.depth = depth
         assert [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)] == expected
