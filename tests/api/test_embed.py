@@ -182,3 +182,33 @@ def test_the_reranker_compares_yes_and_no() -> None:
             likelihoods.append(sum(logprobs[row, token].item() for row, token in zip(rows, answer, strict=True)))
         yes, no = likelihoods
         assert score == pytest.approx(1 / (1 + np.exp(no - yes)), abs=1e-4)
+
+
+def test_a_text_ends_with_the_token_that_the_tokenizer_appends(reciter: Path, tmp_path: Path) -> None:
+    """As that of Qwen3-Embedding does: the model was trained to pool this token."""
+    from shutil import copytree
+
+    from helpers.tiny import END
+    from tokenizers import Tokenizer, processors
+
+    folder = copytree(reciter, tmp_path / "model")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    end = tokenizer.token_to_id(END)
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"$A {END}", special_tokens=[(END, end)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    with LLM(folder, max_model_len=16, dtype="float32") as llm:
+        (output,) = llm.embed("ab", use_tqdm=False)
+        (same,) = llm.embed([output.prompt_token_ids], use_tqdm=False)
+        assert len(output.prompt_token_ids) == 3 and output.prompt_token_ids[-1] == end
+        assert output.embedding.tolist() == same.embedding.tolist()
+
+
+@pytest.mark.parametrize("page", ["embeddings", "new-weights"])
+def test_the_pages_examples_run(page: str) -> None:
+    """With the built-in model; the block about an adapter needs one, so tests/models/test_lora.py stands for it."""
+    from helpers.paths import ROOT
+
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    blocks = [block.split("```")[0] for block in text.split("```python\n")[1:]]
+    code = "".join(block for block in blocks if "lora=" not in block)
+    exec(code.replace("Qwen/Qwen3-Embedding-0.6B", "tiny-qwen3"), {})
