@@ -86,19 +86,23 @@ def test_a_job_answers_all_other_lines_and_is_resumed(tmp_path: Path) -> None:
     results = tmp_path / "out"
     ids = [line["custom_id"] for line in lines]
     assert run_batch(source, results).wait(300) == Status.LINES_FAILED
-    kept = results.read_bytes().splitlines(keepends=True)[: len(lines) // 2]
-    for _ in range(2):
-        answers = {answer["custom_id"]: answer for answer in read_answers(results)}
-        assert sorted(answers) == sorted(ids)
-        for custom_id in ids:
-            if custom_id in HARMFUL:
-                assert answers[custom_id]["response"]["status_code"] == 400
-                assert HARMFUL[custom_id][1] in answers[custom_id]["error"]["message"]
-            else:
-                assert answers[custom_id]["error"] is None
-        results.write_bytes(b"".join(kept))  # as if it had been killed half way
-        assert run_batch(source, results).wait(300) == Status.LINES_FAILED
-    assert results.read_bytes().startswith(b"".join(kept))
+    check_answers(results, ids)
+    kept = b"".join(results.read_bytes().splitlines(keepends=True)[: len(lines) // 2])
+    results.write_bytes(kept)  # as if it had been killed half way
+    assert run_batch(source, results).wait(300) == Status.LINES_FAILED
+    check_answers(results, ids)
+    assert results.read_bytes().startswith(kept)
+
+
+def check_answers(results: Path, ids: list[str]) -> None:
+    answers = {answer["custom_id"]: answer for answer in read_answers(results)}
+    assert sorted(answers) == sorted(ids)
+    for custom_id in ids:
+        if custom_id in HARMFUL:
+            assert answers[custom_id]["response"]["status_code"] == 400
+            assert HARMFUL[custom_id][1] in answers[custom_id]["error"]["message"]
+        else:
+            assert answers[custom_id]["error"] is None
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

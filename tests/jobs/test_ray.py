@@ -182,7 +182,7 @@ def test_wrong_commands_say_what_to_do(
         (r"printf '\001' >&${NANOVLLM_GUARD%% *}; exit 1", Status.LINES_FAILED),
         (r"printf '\000' >&${NANOVLLM_GUARD%% *}; kill -SEGV $$", Status.OK),  # it had reported its end
         ("kill -KILL $$", 128 + signal.SIGKILL),
-        ("trap 'exit 130' INT; kill -INT $PPID; sleep 30 & wait", Status.INTERRUPTED),
+        ("trap 'exit 130' INT; kill -INT $PPID; for i in {1..300}; do sleep 0.1; done", Status.INTERRUPTED),
     ],
 )
 def test_a_process_that_ray_ends_is_no_job_that_has_answered_every_line(
