@@ -57,7 +57,7 @@ ROOMS = (
     ("edits", "renewal"),
     ("parsing",),
     ("runner",),
-    ("drafts",),
+    ("drafts", "quantized"),
     ("resolve",),
     ("engine", "models"),
     ("backends",),
@@ -73,7 +73,7 @@ as rank 0 does."""
 
 WINGS = (
     *("__main__", "chat", "cli", "diagnosis", "distributed", "doctor", "drafts", "edits", "embedding", "estimate"),
-    *("jobs", "lm_eval", "lora", "models.dummy_weights", "models.shapes", "parsing", "ray"),
+    *("jobs", "lm_eval", "lora", "models.dummy_weights", "models.shapes", "parsing", "quantized", "ray"),
     *("renewal", "score", "sharing", "view"),
 )
 """Every other file belongs to the spine: generating on one device takes it."""

@@ -1,0 +1,121 @@
+"""The one form of quantised weights: whole numbers, scales, and zeros. All formats are converted to it at load."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+
+import torch
+from torch import Tensor
+
+CHUNK = 2**22
+"""Elements that are quantised at a time, so that float32 copies stay small."""
+
+
+@dataclass(frozen=True)
+class Codes:
+    """A quantised matrix [out, in]: whole numbers, and the scales that make weights of them.
+
+    weight[o, i] = (code[o, i] - zero[o, g]) * scale[o, g], where g = i // group_size. Experts have a leading dimension
+    [num_experts] in every tensor. code - zero has at most 9 bits, so it is exact in bfloat16 and in float32.
+
+    Attributes:
+        bits: 8 or 4.
+        codes: with 8 bits: int8 [out, in]. With 4 bits: uint8 [out, in / 2]; element 2j is the low half of byte j, and
+            the codes are 0 to 15.
+        scales: float32 [out, groups].
+        zeros: None if the zero is 0 for 8 bits, or 8 for 4 bits. Else int16 [out, groups], in the terms of the codes: a
+            format that stores 0 to 255 is shifted by 128, codes and zeros alike.
+        group_size: how many elements of a row share a scale; `in` for one scale a row. The last group may be shorter.
+        order: None, or int64 [in]: the input's columns in the order of the codes'. The codes multiply x[:, order].
+            (GPTQ's desc_act sorts columns by their group.)
+    """
+
+    bits: int
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    group_size: int
+    order: Tensor | None = None
+
+    @property
+    def in_features(self) -> int:
+        """The length of a row."""
+        return self.codes.shape[-1] * (8 // self.bits)
+
+    @property
+    def out_features(self) -> int:
+        """The number of rows, of one expert if there are several."""
+        return self.codes.shape[-2]
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors())
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors that this matrix has."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(value, Tensor):
+                yield value
+
+    def integers(self) -> Tensor:
+        """Return code - zero, int16 [out, in], in the order of the codes' columns."""
+        if self.bits == 8:
+            codes = self.codes.to(torch.int16)
+            return codes if self.zeros is None else codes - self._spread(self.zeros)
+        codes = unpack_int4(self.codes).to(torch.int16)
+        return codes - (8 if self.zeros is None else self._spread(self.zeros))
+
+    def dequantize(self) -> Tensor:
+        """Return the weights, float32 [out, in], with the columns in their original order."""
+        weights = self.integers().to(torch.float32) * self._spread(self.scales)
+        if self.order is None:
+            return weights
+        index = self.order.unsqueeze(-2).expand_as(weights)
+        return torch.empty_like(weights).scatter_(-1, index, weights)
+
+    def take_rows(self, index: Tensor | slice) -> "Codes":
+        """Return the matrix of some rows only: those of a slice (a view), or those at indices [n] (a copy)."""
+        zeros = None if self.zeros is None else self.zeros[..., index, :]
+        return replace(self, codes=self.codes[..., index, :], scales=self.scales[..., index, :], zeros=zeros)
+
+    def _spread(self, values: Tensor) -> Tensor:
+        """Repeat values [out, groups] for the elements of each group, [out, in]."""
+        if values.shape[-1] == 1:
+            return values
+        return values.repeat_interleave(self.group_size, -1)[..., : self.in_features]
+
+
+def pack_int4(codes: Tensor) -> Tensor:
+    """Pack codes of 0 to 15, [..., in], into uint8 [..., in / 2], the even ones into the low halves. `in` is even."""
+    codes = codes.to(torch.uint8)
+    return codes[..., 0::2] | codes[..., 1::2] << 4
+
+
+def unpack_int4(packed: Tensor) -> Tensor:
+    """Unpack uint8 [..., n] to codes of 0 to 15, uint8 [..., 2n]. It undoes `pack_int4`."""
+    return torch.stack((packed & 15, packed >> 4), -1).flatten(-2)
+
+
+def quantize_int8(weight: Tensor) -> Codes:
+    """Quantise each row to int8: scale = max |w| / 127, code = round(w / scale) in float32, ties to even.
+
+    A row of zeros gets zeros, with scale 0. With a NaN or an infinity in a row, all its weights become NaN.
+
+    Args:
+        weight: [out, in], or [num_experts, out, in] for experts; any floating type, on any device.
+    """
+    rows = weight.reshape(-1, weight.shape[-1])
+    codes = torch.empty(rows.shape, dtype=torch.int8, device=weight.device)
+    scales = torch.empty((rows.shape[0], 1), dtype=torch.float32, device=weight.device)
+    height = max(1, CHUNK // max(1, rows.shape[1]))
+    for start in range(0, rows.shape[0], height):
+        part = rows[start : start + height].to(torch.float32)
+        scale = part.abs().amax(1, keepdim=True) / 127
+        scale = scale.masked_fill_(~scale.isfinite(), torch.nan)
+        scaled = torch.where(scale > 0, part / scale, 0)
+        # A scale that is hardly above 0 in float32 is inexact: then the quotient may be beyond 127.
+        codes[start : start + height] = scaled.round_().clamp_(-127, 127)
+        scales[start : start + height] = scale
+    shape = weight.shape[:-1]
+    return Codes(8, codes.view(weight.shape), scales.view(*shape, 1), None, weight.shape[-1])

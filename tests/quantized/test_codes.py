@@ -1,0 +1,125 @@
+"""The form of quantised weights, beside straightforward loops."""
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanovllm.quantized import codes as module
+from nanovllm.quantized.codes import Codes, pack_int4, quantize_int8, unpack_int4
+
+
+def draw_codes(seed: int, bits: int, out: int, num_groups: int, group_size: int, zeros: bool, order: bool) -> Codes:
+    generator = torch.Generator().manual_seed(seed)
+    size = num_groups * group_size
+
+    def integers(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    if bits == 8:
+        packed = integers(-128, 128, out, size).to(torch.int8)
+        zero = integers(-128, 128, out, num_groups).to(torch.int16)
+    else:
+        packed = pack_int4(integers(0, 16, out, size))
+        zero = integers(0, 17, out, num_groups).to(torch.int16)
+    scales = torch.rand((out, num_groups), generator=generator)
+    permutation = torch.randperm(size, generator=generator) if order else None
+    return Codes(bits, packed, scales, zero if zeros else None, group_size, permutation)
+
+
+def loop(codes: Codes) -> np.ndarray:
+    """The formula of `Codes`, element by element."""
+    weights = np.zeros((codes.out_features, codes.in_features), np.float32)
+    for o in range(codes.out_features):
+        for i in range(codes.in_features):
+            if codes.bits == 8:
+                code = int(codes.codes[o, i])
+            else:
+                byte = int(codes.codes[o, i // 2])
+                code = byte >> 4 if i % 2 else byte & 15
+            group = i // codes.group_size
+            zero = (0 if codes.bits == 8 else 8) if codes.zeros is None else int(codes.zeros[o, group])
+            column = i if codes.order is None else int(codes.order[i])
+            weights[o, column] = np.float32(code - zero) * np.float32(codes.scales[o, group])
+    return weights
+
+
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from((8, 4)),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.sampled_from((2, 4, 6)),
+    st.booleans(),
+    st.booleans(),
+)
+@settings(max_examples=50, deadline=None)
+def test_weights_are_those_of_the_formula(
+    seed: int, bits: int, out: int, num_groups: int, group_size: int, zeros: bool, order: bool
+) -> None:
+    codes = draw_codes(seed, bits, out, num_groups, group_size, zeros, order)
+    expected = loop(codes)
+    assert np.array_equal(codes.dequantize().numpy(), expected)
+    index = torch.tensor([out - 1, 0])
+    assert np.array_equal(codes.take_rows(index).dequantize().numpy(), expected[index.numpy()])
+    assert np.array_equal(codes.take_rows(slice(1, out)).dequantize().numpy(), expected[1:])
+    experts = Codes(
+        bits,
+        codes.codes.unsqueeze(0).expand(2, -1, -1),
+        codes.scales.unsqueeze(0).expand(2, -1, -1),
+        None if codes.zeros is None else codes.zeros.unsqueeze(0).expand(2, -1, -1),
+        group_size,
+        None if codes.order is None else codes.order.unsqueeze(0).expand(2, -1),
+    )
+    for expert in experts.dequantize():
+        assert np.array_equal(expert.numpy(), expected)
+
+
+@given(st.lists(st.tuples(st.integers(0, 15), st.integers(0, 15)), min_size=1))
+def test_two_codes_share_a_byte(pairs: list[tuple[int, int]]) -> None:
+    flat = torch.tensor(pairs).flatten()
+    packed = pack_int4(flat)
+    assert packed.tolist() == [low + 16 * high for low, high in pairs]
+    assert torch.equal(unpack_int4(packed), flat.to(torch.uint8))
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 5), st.integers(1, 40), st.integers(-150, 120))
+@settings(max_examples=50, deadline=None)
+def test_int8_follows_its_rule(seed: int, out: int, size: int, exponent: int) -> None:
+    weight = np.random.default_rng(seed).normal(size=(out, size)).astype(np.float32)
+    weight = np.ldexp(weight, exponent)
+    weight[0] = 0
+    codes = quantize_int8(torch.from_numpy(weight))
+    for o in range(out):
+        scale = np.float32(np.abs(weight[o]).max()) / np.float32(127)
+        assert float(codes.scales[o]) == scale
+        for i in range(size):
+            exact = float(np.rint(weight[o, i] / scale)) if scale > 0 else 0.0  # rint: ties to even
+            assert int(codes.codes[o, i]) == max(-127, min(127, exact))
+
+
+def test_ties_go_to_even() -> None:
+    codes = quantize_int8(torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5]], dtype=torch.bfloat16))
+    assert codes.codes.tolist() == [[127, 0, 2, 2, 0, -2]]
+    assert codes.scales.tolist() == [[1.0]]
+
+
+def test_a_matrix_is_quantised_row_by_row_whatever_the_chunk(monkeypatch) -> None:
+    weight = torch.randn(3, 7, 10, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    whole = quantize_int8(weight)
+    assert whole.codes.shape == weight.shape
+    assert whole.scales.shape == (3, 7, 1)
+    monkeypatch.setattr(module, "CHUNK", 20)
+    parts = quantize_int8(weight)
+    assert torch.equal(whole.codes, parts.codes)
+    assert torch.equal(whole.scales, parts.scales)
+    for expert, codes in zip(weight, whole.codes, strict=True):
+        assert torch.equal(quantize_int8(expert).codes, codes)
+
+
+def test_a_broken_row_stays_broken_and_harms_no_other() -> None:
+    weight = torch.tensor([[1.0, torch.nan], [torch.inf, 2.0], [0.0, 0.0], [3.0, -1.5]])
+    weights = quantize_int8(weight).dequantize()
+    assert weights[:2].isnan().all()
+    assert weights[2].tolist() == [0.0, 0.0]
+    assert torch.allclose(weights[3], weight[3], atol=3 / 127)
