@@ -76,6 +76,7 @@ class AttentionMetadata:
         query_lens_cpu, seq_lens_cpu: int32 [num_seqs] on the host (NumPy). Backends choose the sizes of their launches
             by them. None when a CUDA graph records the step; every sequence is a decode then.
         decodes, prefills: made by `Backend.prepare_attention` from the other attributes.
+        rows: int32 [num_seqs], the rows whose state layers of linear attention carry on; None in models without any.
     """
 
     num_decodes: int
@@ -87,6 +88,7 @@ class AttentionMetadata:
     seq_lens_cpu: np.ndarray | None
     decodes: DecodeMetadata | None = None
     prefills: PrefillMetadata | None = None
+    rows: Tensor | None = None
 
 
 def attend_reference(q: Tensor, cache: KVCache, metadata: AttentionMetadata, scale: float) -> Tensor:

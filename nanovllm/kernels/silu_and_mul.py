@@ -1,4 +1,5 @@
-"""The elementwise part of SwiGLU, silu(gate) * up (Shazeer 2020, https://arxiv.org/abs/2002.05202)."""
+"""Products with an activated gate: SwiGLU's silu(gate) * up (Shazeer 2020, https://arxiv.org/abs/2002.05202), and
+x * sigmoid(gate)."""
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,11 @@ def silu_and_mul_reference(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up [num_tokens, size] of gate_up [num_tokens, 2 * size], whose first half is the gate."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+def sigmoid_and_mul_reference(x: Tensor, gate: Tensor) -> Tensor:
+    """Return x * sigmoid(gate), all [num_tokens, size]. The rows of gate may lie apart in memory."""
+    return x * torch.sigmoid(gate)
 
 
 @triton.jit
