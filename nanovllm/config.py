@@ -68,8 +68,8 @@ class EngineConfig:
     max_num_seqs: int = _pace(512, "most sequences that run at the same time")
     max_num_batched_tokens: int | None = _pace(
         None,
-        "most tokens computed in one step; longer prompts are computed in chunks. None means 16384 on a GPU, and 2048 "
-        "on a CPU, so that activations fit its caches",
+        "most tokens computed in one step; longer prompts are computed in chunks. None means 16384 on a GPU, 2048 on "
+        "a CPU, so that activations fit its caches, and less with stages of a pipeline",
     )
     gpu_memory_utilization: float = _pace(0.9, "share of the GPU's memory that may be used, above 0 and at most 1")
     num_kvcache_blocks: int | None = _pace(

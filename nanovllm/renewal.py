@@ -1,5 +1,6 @@
 """New weights in a running engine, and an engine that sleeps: for reinforcement learning, and for many checkpoints."""
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -8,6 +9,7 @@ from torch import Tensor, nn
 
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.layers.linear import MatrixModule
+from nanovllm.layers.parallel import Parallel
 from nanovllm.layers.weights import WeightTarget
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.loader import name_canonically, name_some
@@ -31,11 +33,6 @@ class Renewal:
     """
 
     def __init__(self, engine: LLMEngine) -> None:
-        if engine.config.pipeline_parallel_size > 1:
-            raise RuntimeError(
-                f"pipeline_parallel_size is {engine.config.pipeline_parallel_size}; new weights and sleep are for "
-                "engines without stages: make another engine instead"
-            )
         self._engine = engine
         is_alone = isinstance(engine.runner, ModelRunner)
         runner: ModelRunner = engine.runner if is_alone else engine.runner.local  # type: ignore[assignment, attr-defined]
@@ -166,14 +163,16 @@ class WeightLoad:
     """One load of new weights. A module (a layer with its fused matrices) is replaced once all of its parts have come.
 
     The real weights may be packed, so shapes and places come from a model without memory, on torch's meta device. A
-    module's parts are gathered in memory of their own.
+    module's parts are gathered in memory of their own. In a pipeline that model has the layers of all stages. So each
+    stage knows which modules are complete, and replaces those that it has.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
         self.has_written = False
         self._runner = runner
+        every_layer = Parallel(runner.parallel.rank, runner.parallel.size)
         with torch.device("meta"), default_dtype(runner.dtype):
-            self._shapes = Decoder(runner.hf_config, runner.backend, runner.parallel, runner.config.max_model_len)
+            self._shapes = Decoder(runner.hf_config, runner.backend, every_layer, runner.config.max_model_len)
         self._staged: dict[str, dict[str, Tensor]] = {}
         """{path of a module: {name of a parameter: its new values}}, for modules that lack parts."""
         self._come: dict[str, set[str]] = {}
@@ -235,13 +234,17 @@ class WeightLoad:
         """
         if name not in self._places:  # on a follower, which has not checked the names
             self._find_places({name})
+        is_mine = not self._runner.model.belongs_elsewhere(name)
         for path, target in self._places[name]:
-            self._gather(path, target, tensor)
+            if is_mine:
+                self._gather(path, target, tensor)
             self._come.setdefault(path, set()).add(name)
         for path in {path for path, _ in self._places[name]}:
             if self._come[path] == self._needed[path]:
                 self.has_written = True
-                self._replace(path)
+                del self._come[path]
+                if is_mine:
+                    self._replace(path)
 
     def _gather(self, path: str, target: WeightTarget, tensor: Tensor) -> None:
         """Copy a part of a module to the memory where the module's new parameters are gathered."""
@@ -259,9 +262,10 @@ class WeightLoad:
     def _replace(self, path: str) -> None:
         """Put a module's new parameters in the place of the old ones, and pack them if those were packed."""
         staged = self._staged.pop(path)
-        del self._come[path]
         model = self._runner.model
-        module = model.get_submodule(path)
+        # A stage counts its layers from 0.
+        own_path = re.sub(r"(?<=^layers\.)\d+", lambda number: str(int(number[0]) - model.stage.first), path)
+        module = model.get_submodule(own_path)
         owners = [module]  # of the same weight
         if model.tied and module is model.embed_tokens and model.lm_head is not None:
             owners.append(model.lm_head)

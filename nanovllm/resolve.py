@@ -21,6 +21,8 @@ WORTH_COMPILING = 100_000_000
 
 TOKEN_BUDGETS = {"cuda": 16384, "cpu": 2048}
 """The default max_num_batched_tokens on each type of device."""
+SMALLEST_BUDGET = 128
+"""With fewer tokens a step would multiply more slowly."""
 
 
 def resolve(config: EngineConfig, hf_config: "PretrainedConfig") -> ResolvedConfig:
@@ -60,9 +62,11 @@ def resolve(config: EngineConfig, hf_config: "PretrainedConfig") -> ResolvedConf
 def default_budget(device_type: str, stages: int) -> int:
     """Return the default max_num_batched_tokens.
 
-    In a pipeline it is smaller. While one stage computes a chunk, the others need chunks of their own.
+    In a pipeline it is smaller. While one stage computes a chunk, the others need chunks of their own. And they have
+    nothing to do while the first chunks come and the last ones go.
     """
-    return TOKEN_BUDGETS[device_type] // (1 if stages == 1 else 2 * stages)
+    budget = TOKEN_BUDGETS[device_type]
+    return budget if stages == 1 else max(budget // (8 * stages), SMALLEST_BUDGET)
 
 
 def resolve_device(name: str) -> torch.device:

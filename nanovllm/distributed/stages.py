@@ -38,7 +38,8 @@ def split_layers(layer_weights: Sequence[int], head_weight: int, num_stages: int
 def choose_stages(hf_config: "PretrainedConfig", num_stages: int) -> list[Stage]:
     """Return the stages of a model, split by the number of their parameters.
 
-    The LM head counts half. Only rows that want logits are multiplied with it: all of a decode, few of a prompt.
+    The LM head counts a quarter. Only rows that want logits are multiplied with it: all of a decode, few of a prompt.
+    So it counts as in a job that reads three tokens for each that it writes.
 
     Raises:
         ValueError: the model has fewer layers than stages.
@@ -50,4 +51,4 @@ def choose_stages(hf_config: "PretrainedConfig", num_stages: int) -> list[Stage]
         )
     shapes = [Shape.from_config(hf_config, Stage(i, i + 1, num_layers)) for i in range(num_layers)]
     bare = (replace(shape, has_embedding=False, has_norm=False) for shape in shapes)
-    return split_layers([shape.num_parameters for shape in bare], shapes[0].vocab * shapes[0].hidden // 2, num_stages)
+    return split_layers([shape.num_parameters for shape in bare], shapes[0].vocab * shapes[0].hidden // 4, num_stages)

@@ -226,6 +226,40 @@ def test_two_ranks_take_their_shares(backend: str, dtype: str, folders: tuple[Pa
         assert say(llm) == expected
 
 
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_stages_of_a_pipeline_take_their_layers(tied: bool, dtype: str, tmp_path: Path) -> None:
+    for seed in (0, 1):
+        save_random(tmp_path / str(seed), seed=seed, tie_word_embeddings=tied, num_hidden_layers=3)
+    options = {"attention_backend": "cpu", "dtype": dtype}
+    expected = say_fresh(tmp_path / "1", **options)
+    tensors = read(tmp_path / "1")
+    old_tensors = read(tmp_path / "0")
+    with LLM(tmp_path / "0", **OPTIONS | options, pipeline_parallel_size=2) as llm:
+        before = say(llm)
+        with pytest.raises(ValueError, match=r"not complete: model\.layers\.2\.mlp\.up_proj"):
+            llm.load_weights([pair for pair in tensors if "layers.2.mlp.up_proj" not in pair[0]])
+        assert say(llm) == before
+        for i in range(0, len(tensors), 5):
+            llm.load_weights(tensors[::-1][i : i + 5], finish=False)
+        llm.load_weights([])
+        assert say(llm) == expected
+        llm.sleep()
+        with pytest.raises(RuntimeError, match="asleep"):
+            say(llm)
+        llm.wake_up()
+        assert say(llm) == expected
+        llm.load_weights([pair for pair in old_tensors if ".layers.2." in pair[0]])
+        llm.load_weights([pair for pair in old_tensors if ".layers.2." not in pair[0]])
+        assert say(llm) == before
+        llm.sleep(level=2)
+        llm.wake_up()
+        with pytest.raises(RuntimeError, match="were freed"):
+            say(llm)
+        llm.load_weights(tensors)
+        assert say(llm) == expected
+
+
 def test_a_rank_that_dies_during_a_load_is_an_error(folders: tuple[Path, Path]) -> None:
     import os
     import signal

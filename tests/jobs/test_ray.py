@@ -253,8 +253,8 @@ def expected(source: Path) -> dict[str, Any]:
     return read_answers(results)
 
 
-def make_job(source: Path, output: Path) -> Job:
-    return Job(str(source), str(output), EngineConfig("tiny-qwen3", **OPTIONS), "tiny-qwen3")
+def make_job(source: Path, output: Path, **options: Any) -> Job:
+    return Job(str(source), str(output), EngineConfig("tiny-qwen3", **OPTIONS | options), "tiny-qwen3")
 
 
 def read_answers(path: Path) -> dict[str, Any]:
@@ -271,10 +271,12 @@ def read_answers(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("replicas", "stages"), [(2, 1), (1, 2)])
 def test_a_cluster_answers_as_one_process_does(
-    cluster: str, source: Path, expected: dict[str, Any], tmp_path: Path
+    replicas: int, stages: int, cluster: str, source: Path, expected: dict[str, Any], tmp_path: Path
 ) -> None:
-    assert run_on_ray(make_job(source, tmp_path / "out"), replicas=2) == Status.LINES_FAILED
+    job = make_job(source, tmp_path / "out", pipeline_parallel_size=stages)
+    assert run_on_ray(job, replicas=replicas) == Status.LINES_FAILED
     assert read_answers(tmp_path / "out") == expected and len(expected) == NUM_LINES
     assert [a["error"]["line"] for a in expected.values() if a["error"] and a["error"]["code"] == "duplicate_id"] == [
         101

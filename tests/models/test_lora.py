@@ -77,11 +77,12 @@ def test_compiled_kernels_and_bfloat16_round_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_merge_their_shares(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_two_ranks_merge_their_shares(kind: str, tmp_path: Path) -> None:
     model = save_random(tmp_path / "model")
     merged = save_adapter(model, tmp_path / "adapter")
     expected = [greedy(merged, prompt, 20) for prompt in PROMPTS]
-    assert say(tmp_path / "model", lora=str(tmp_path / "adapter"), tensor_parallel_size=2) == expected
+    assert say(tmp_path / "model", lora=str(tmp_path / "adapter"), **{kind: 2}) == expected
 
 
 def test_the_draft_model_stays_as_it_is(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ tests/ranks/test_pipeline_ranks.py has processes.
 import itertools
 import os
 import random
+import re
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.batch_jobs import texts_by_id, write_lines
 from helpers.fakes import FREE
 from helpers.integrity import check_scheduler
 from helpers.stages import LocalPipeline
@@ -27,6 +29,8 @@ from nanovllm.backends.cpu_backend import CpuBackend
 from nanovllm.distributed.stages import choose_stages, split_layers
 from nanovllm.engine.plan import StepPlan
 from nanovllm.estimate import read_config
+from nanovllm.jobs.job import Job, Status
+from nanovllm.jobs.run import run_job
 from nanovllm.layers.parallel import Parallel, Stage
 from nanovllm.models import loader
 from nanovllm.models.config import Shape
@@ -289,6 +293,43 @@ def test_ctrl_c_with_steps_in_flight_leaves_the_engine_whole(
     assert generate(llm) == expected
 
 
+# ---- what else a user may ask for
+
+
+def test_grammars_need_no_waiting_and_hold_with_steps_in_flight(model: Path) -> None:
+    """Every sequence that is planned has only known tokens, so a mask never depends on a step in flight."""
+    grammars: list[dict[str, Any]] = [{"choice": ["yes", "no"]}, {"regex": "[0-9]{3}"}, {"json": {"type": "boolean"}}]
+    params = [SamplingParams(structured_outputs=grammars[i % 3], n=1 + i % 2, seed=i, max_tokens=12) for i in range(9)]
+    prompts = [f"question {i}" for i in range(9)]
+
+    def say(**options: Any) -> list[list[str]]:
+        with LLM("tiny-qwen3", dtype="float32", attention_backend="cpu", **OPTIONS | TIGHT | options) as llm:
+            found = llm.generate(prompts, params, use_tqdm=False)
+            runner = llm.engine.runner
+            assert not isinstance(runner, LocalPipeline) or runner.most_unfinished == 3, "the pipeline was never full"
+            return [[one.text for one in output.outputs] for output in found]
+
+    texts = say(pipeline_parallel_size=3)
+    assert texts == say()
+    for i, forms in enumerate(["yes|no", "[0-9]{3}", "true|false"] * 3):
+        assert all(re.fullmatch(forms, text) for text in texts[i]), texts[i]
+
+
+def test_a_batch_job_is_answered_as_by_one_rank(tmp_path: Path) -> None:
+    lines = [
+        {"prompt": f"Question {i}:", "max_tokens": 12, "temperature": 0.0 if i % 2 else 0.9, "seed": i}
+        for i in range(12)
+    ]
+    source = write_lines(tmp_path / "in", [*lines, b"{"])
+    texts = []
+    for stages in (1, 3):
+        config = EngineConfig("tiny-qwen3", dtype="float32", pipeline_parallel_size=stages, **OPTIONS | TIGHT)
+        results = tmp_path / f"out-{stages}"
+        assert run_job(Job(str(source), str(results), config, "tiny-qwen3")) == Status.LINES_FAILED
+        texts.append(texts_by_id(results))
+    assert texts[0] == texts[1] and len(texts[0]) == len(lines)
+
+
 # ---- layers, weights and refusals
 
 
@@ -394,12 +435,6 @@ def test_embeddings_of_prompts_have_the_bits_of_one_rank(llm: LLM, model: Path) 
     with LLM(str(model), dtype="float32", attention_backend="cpu", **OPTIONS) as alone:
         expected = alone.embed(prompts, use_tqdm=False)
     assert str(llm.embed(prompts, use_tqdm=False)) == str(expected)
-
-
-def test_new_weights_and_sleep_are_refused_by_name(llm: LLM) -> None:
-    with pytest.raises(RuntimeError, match="pipeline_parallel_size is 3; new weights and sleep"):
-        llm.sleep()
-    assert generate(llm)
 
 
 def test_a_pipeline_keeps_as_many_steps_in_flight_as_it_has_stages_and_records_no_graphs(model: Path) -> None:

@@ -1,4 +1,4 @@
-"""Two ranks with grammars, several completions, drafts and preemption at once: each request gets what it gets alone."""
+"""Two ranks with grammars, completions, drafts and preemption at once: each request gets what it gets alone."""
 
 import json
 import re
@@ -63,10 +63,11 @@ def expected() -> list[Any]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tensor_parallel_size", "pipeline_parallel_size"])
 @pytest.mark.parametrize("drafts", DRAFTS)
-def test_two_ranks_with_grammars_completions_drafts_and_preemption(drafts: str, expected: list[Any]) -> None:
+def test_two_ranks_with_grammars_completions_drafts_and_preemption(drafts: str, kind: str, expected: list[Any]) -> None:
     prompts, params = zip(*make_requests(), strict=True)
-    options = BASE | SMALL | {"tensor_parallel_size": 2, "speculative_config": DRAFTS[drafts]}
+    options = BASE | SMALL | {kind: 2, "speculative_config": DRAFTS[drafts]}
     with LLM("tiny-qwen3", **options) as llm:
         scheduler = llm.engine.scheduler
         if scheduler.speculation is not None:
