@@ -91,7 +91,7 @@ def main(folder: str) -> None:
     tokenizer = Tokenizer(Path(folder))
     data = json.loads((Path(folder) / "config.json").read_text())
     since = time.perf_counter()
-    grammars = Grammars(tokenizer, data["vocab_size"], [tokenizer.eos_token_id or 0])
+    grammars = Grammars(tokenizer, data["vocab_size"], [tokenizer.transformers.eos_token_id or 0])
     results: dict[str, Any] = {"processor": read_processor(), "vocabulary": data["vocab_size"]}
     results["tokenizer_s"] = round(time.perf_counter() - since, 2)
     masks = np.zeros((ROWS, -(-data["vocab_size"] // 32)), np.int32)

@@ -329,6 +329,7 @@ def test_a_pool_that_leaves_no_cpu_for_reading_is_warned_of(cluster: str, caplog
     assert not caplog.text
     actors(replicas=2)
     assert "has 2 CPUs; 2 engines and one for reading need 3" in caplog.text
+    assert actors(pipeline_parallel_size=2)["num_cpus"] == 2
 
 
 @pytest.mark.slow
