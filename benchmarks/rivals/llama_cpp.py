@@ -1,7 +1,8 @@
 """Measures llama.cpp once. An interpreter that has llama.cpp runs this file; scripts/rival_env.sh makes one.
 
 It calls llama_decode as llama.cpp's server does: a step has one token of every sequence that decodes, then prompts, up
-to n_batch tokens. The mode is one of llama.cpp's types for weights (q8_0), or "" for the type of the comparison.
+to n_batch tokens. The mode is one of llama.cpp's types of weights (q8_0, q4_0, q4_k_m), or "" for the comparison's.
+With quantised weights llama.cpp also quantises activations, in blocks of 32 or 256 to 8 bits.
 """
 
 import hashlib
@@ -51,11 +52,34 @@ def read_tensors(folder: Path) -> Iterator[tuple[str, np.ndarray]]:
             yield name, values.reshape(about["shape"])
 
 
-def export(folder: Path, exports: Path, kind: str) -> Path:
-    """Write the checkpoint as a GGUF file with matrices of type `kind`, unless it exists. Return its path."""
+def name_export(folder: Path, exports: Path, kind: str) -> Path:
+    """Return where the checkpoint lies with matrices of type `kind`."""
     newest = max(path.stat().st_mtime_ns for path in folder.iterdir())
     mark = hashlib.sha256(f"{folder} {newest}".encode()).hexdigest()[:12]
-    path = exports / f"{folder.name}-{mark}-{kind}.gguf"
+    return exports / f"{folder.name}-{mark}-{kind}.gguf"
+
+
+def quantize(folder: Path, exports: Path, kind: str, source: str) -> Path:
+    """Let llama.cpp quantise its copy of the checkpoint, in the type `source`, unless that is done. Return the path.
+
+    `llama_model_quantize` chooses the type of each matrix: Q4_0 and Q4_K_M keep the output matrix in Q6_K.
+    """
+    path = name_export(folder, exports, kind)
+    if path.is_file():
+        return path
+    original = export(folder, exports, source)
+    partial = path.with_suffix(f".{os.getpid()}")
+    params = llama_cpp.llama_model_quantize_default_params()
+    params.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+    if status := llama_cpp.llama_model_quantize(str(original).encode(), str(partial).encode(), params):
+        raise CannotRun(f"llama_model_quantize returned {status} for {kind}")
+    partial.rename(path)
+    return path
+
+
+def export(folder: Path, exports: Path, kind: str) -> Path:
+    """Write the checkpoint as a GGUF file with matrices of type `kind`, unless it exists. Return its path."""
+    path = name_export(folder, exports, kind)
     if path.is_file():
         return path
     config = json.loads((folder / "config.json").read_text())
@@ -146,10 +170,12 @@ class Batch:
 
 
 def load(spec: dict[str, Any], mode: str) -> Engine:
-    kind = mode.upper() or TYPES[spec["dtype"]]
-    path = export(Path(spec["model"]), Path(spec["exports"]), kind)
+    source = TYPES[spec["dtype"]]
+    kind = mode.upper() or source
     llama_cpp.llama_backend_init()
     llama_cpp.llama_log_set(print_errors, None)
+    places = (Path(spec["model"]), Path(spec["exports"]), kind)
+    path = quantize(*places, source) if mode else export(*places)
     model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
     if not model:
         raise CannotRun(f"llama.cpp does not load {path}")
@@ -172,7 +198,9 @@ def load(spec: dict[str, Any], mode: str) -> Engine:
     def run(workload: dict[str, Any]) -> int:
         return decode(context, sampler, batch, workload, num_slots)
 
-    return Engine(run, f"weights {kind}, KV {cache}")
+    num_bytes = llama_cpp.llama_model_size(model) / llama_cpp.llama_model_n_params(model)
+    activations = "activations 8 bits, " if mode else ""
+    return Engine(run, f"weights {kind}, {num_bytes:.2f} bytes each, {activations}KV {cache}")
 
 
 def make_sampler(temperature: float) -> Any:

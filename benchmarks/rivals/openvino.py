@@ -1,11 +1,14 @@
 """Measures OpenVINO GenAI's continuous batching once. An interpreter from scripts/rival_env.sh runs this file.
 
 Without a mode, OpenVINO computes and caches in the type of the comparison. In the mode "defaults" it decides itself.
-Either way it stores the weights in the checkpoint's type. On a processor without bfloat16 it computes in float32 and
-refuses a cache in bfloat16; there the weights stay in bfloat16, and keys and values are in float16.
+Either way it stores the weights in the checkpoint's type. In the modes "int8" and "int4" nncf has quantised the
+weights, and activations keep their type. With "int8-defaults" and "int4-defaults" OpenVINO also quantises activations.
+On a processor without bfloat16 it computes in float32 and refuses a cache in bfloat16. There the weights stay in
+bfloat16, and keys and values are in float16.
 """
 
 import hashlib
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -21,17 +24,23 @@ CACHE_GB = 4
 """The size of the KV cache, the same as for vLLM."""
 
 
-def export(folder: Path, exports: Path) -> Path:
-    """Write the checkpoint as an OpenVINO model, unless it exists. Return its folder."""
+def export(folder: Path, exports: Path, bits: int) -> Path:
+    """Write the checkpoint as an OpenVINO model, unless it exists. Return its folder.
+
+    Args:
+        bits: 8 or 4 to let nncf quantise the weights by its defaults for that many bits; 16 to leave them.
+    """
     newest = max(path.stat().st_mtime_ns for path in folder.iterdir())
     mark = hashlib.sha256(f"{folder} {newest}".encode()).hexdigest()[:12]
-    target = exports / f"{folder.name}-{mark}-openvino"
+    target = exports / f"{folder.name}-{mark}-openvino{'' if bits == 16 else f'-int{bits}'}"
     if target.is_dir():
         return target
     from optimum.exporters.openvino import main_export
+    from optimum.intel import OVConfig, OVWeightQuantizationConfig
 
+    config = None if bits == 16 else OVConfig(quantization_config=OVWeightQuantizationConfig(bits=bits))
     partial = target.with_suffix(f".{os.getpid()}")
-    main_export(str(folder), partial, task="text-generation-with-past", convert_tokenizer=False)
+    main_export(str(folder), partial, task="text-generation-with-past", convert_tokenizer=False, ov_config=config)
     write_tokenizer(partial)
     partial.rename(target)
     return target
@@ -55,14 +64,18 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def load(spec: dict[str, Any], mode: str) -> Engine:
-    path = export(Path(spec["model"]), Path(spec["exports"]))
+    bits = next((bits for bits in (8, 4) if mode.startswith(f"int{bits}")), 16)
+    decides = mode.endswith("defaults")
+    path = export(Path(spec["model"]), Path(spec["exports"]), bits)
     stored = computed = cached = SHORT[spec["dtype"]]
     if stored == "bf16" and not computes_in_bfloat16():
         computed = "f32"
         cached = "f16"
     properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": spec["threads"]}
-    if mode != "defaults":
+    if not decides:
         properties |= {"INFERENCE_PRECISION_HINT": computed, "KV_CACHE_PRECISION": cached}
+        if bits < 16:
+            properties["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = 0  # activations keep their type
     scheduler = openvino_genai.SchedulerConfig()
     scheduler.cache_size = CACHE_GB
     scheduler.max_num_seqs = spec["max_num_seqs"]
@@ -75,8 +88,24 @@ def load(spec: dict[str, Any], mode: str) -> Engine:
         results = pipeline.generate(prompts, [sampling(spec["temperature"], n) for n in workload["output_lens"]])
         return sum(len(result.m_generation_ids[0]) for result in results)
 
-    kept = "its defaults" if mode == "defaults" else f"computed in {computed}, KV {cached}"
-    return Engine(run, f"weights {stored}, {kept}")
+    how = "its defaults" if decides else f"computed in {computed}, KV {cached}"
+    if bits == 16:
+        return Engine(run, f"weights {stored}, {how}")
+    activations = "activations 8 bits" if decides else "activations not quantised"
+    num_bytes = (path / "openvino_model.bin").stat().st_size / count_parameters(Path(spec["model"]))
+    return Engine(run, f"weights int{bits}, {num_bytes:.2f} bytes each, {activations}, {how}")
+
+
+def count_parameters(folder: Path) -> int:
+    """Return the number of weights in a checkpoint, each tied matrix counted once."""
+    from safetensors import safe_open
+
+    count = 0
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "np") as file:
+            names = file.keys()
+            count += sum(math.prod(file.get_slice(name).get_shape()) for name in names)
+    return count
 
 
 def sampling(temperature: float, num_tokens: int) -> openvino_genai.GenerationConfig:

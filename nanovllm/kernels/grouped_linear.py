@@ -33,6 +33,25 @@ def grouped_linear_reference(x: Tensor, weight: Tensor, routing: Routing, gather
     return y
 
 
+@triton.jit
+def locate_tile(offsets_ptr, tile, num_experts, EXPERTS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """Return the expert of a tile, its first pair and the end of the expert's pairs.
+
+    Beyond the last expert's tiles the expert is num_experts or more.
+    """
+    lane = tl.arange(0, EXPERTS)
+    begins = tl.load(offsets_ptr + lane, mask=lane < num_experts, other=0)
+    ends = tl.load(offsets_ptr + lane + 1, mask=lane < num_experts, other=0)
+    tiles = tl.cdiv(ends - begins, BLOCK_M)
+    last_tile = tl.cumsum(tiles, 0)
+    expert = tl.sum((last_tile <= tile).to(tl.int32), 0)
+    is_mine = lane == expert
+    first_tile = tl.sum(tl.where(is_mine, last_tile - tiles, 0), 0)
+    begin = tl.sum(tl.where(is_mine, begins, 0), 0) + (tile - first_tile) * BLOCK_M
+    end = tl.sum(tl.where(is_mine, ends, 0), 0)
+    return expert, begin, end
+
+
 @triton.jit(do_not_specialize=["num_experts"])
 def _grouped_linear_kernel(
     x_ptr,
@@ -55,19 +74,9 @@ def _grouped_linear_kernel(
     # Tiles beyond the last expert's do nothing; pairs of padding are in no expert's range.
     wait_for_predecessor(PDL)
     num_columns = tl.cdiv(out_size, BLOCK_N)
-    tile = tl.program_id(0) // num_columns
-    lane = tl.arange(0, EXPERTS)
-    begins = tl.load(offsets_ptr + lane, mask=lane < num_experts, other=0)
-    ends = tl.load(offsets_ptr + lane + 1, mask=lane < num_experts, other=0)
-    tiles = tl.cdiv(ends - begins, BLOCK_M)
-    last_tile = tl.cumsum(tiles, 0)
-    if tile >= tl.sum(tiles, 0):
+    expert, begin, end = locate_tile(offsets_ptr, tl.program_id(0) // num_columns, num_experts, EXPERTS, BLOCK_M)
+    if expert >= num_experts:
         return
-    expert = tl.sum((last_tile <= tile).to(tl.int32), 0)
-    is_mine = lane == expert
-    first_tile = tl.sum(tl.where(is_mine, last_tile - tiles, 0), 0)
-    begin = tl.sum(tl.where(is_mine, begins, 0), 0) + (tile - first_tile) * BLOCK_M
-    end = tl.sum(tl.where(is_mine, ends, 0), 0)
 
     pair = begin + tl.arange(0, BLOCK_M)
     is_pair = pair < end

@@ -16,6 +16,7 @@ from nanovllm.kernels.edit_logits import MaskAndPenalties
 from nanovllm.kernels.grouped_linear import TILES
 from nanovllm.kernels.launch import compile_launches
 from nanovllm.kernels.sample import SamplingValues
+from nanovllm.layers.linear import MatrixModule
 from nanovllm.models.decoder import Decoder
 from nanovllm.runner.cuda_graphs import CudaGraphs
 from nanovllm.runner.kv_memory import GpuMemory, count_blocks, measure_others
@@ -120,8 +121,11 @@ def launch_steps(runner: ModelRunner) -> None:
     graphs = make_graphs(runner)
     mixed = StepPlan.largest(2, 3, config.max_model_len)  # a decode and a prompt of two tokens
     plans = [mixed]
-    # The product with experts has a kernel for each range of the number of tokens.
-    for most, _, _ in TILES if runner.shape.experts else ():
+    # Products with experts and with quantised matrices have a kernel for each range of the number of tokens.
+    limits = {most for most, _, _ in TILES} if runner.shape.experts else set()
+    matrices = [module for module in runner.model.modules() if isinstance(module, MatrixModule)]
+    limits.update(*(getattr(matrix.packed, "row_limits", ()) for matrix in matrices))
+    for most in sorted(limits):
         num_tokens = min(most + 1, config.max_num_batched_tokens)
         plans.append(StepPlan.largest(config.max_num_seqs, num_tokens, config.max_model_len))
     # A few kernels know the next power of two of the batch size, 256 or more.

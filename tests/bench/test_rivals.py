@@ -210,6 +210,19 @@ def test_every_line_runs_its_rivals_interpreter_with_its_mode(tmp_path: Path) ->
     assert (again.machine_rates, again.compare) == ([1.0, 2.0, 3.0], None)
 
 
+def test_quantised_weights_are_measured_beside_our_own_without(stand_in: Any, tmp_path: Path) -> None:
+    args = bench.parse_arguments(["--compare", "transformers", "--quantization", "int8"])
+    args.compare = ["llama-cpp"]
+    args.lines = ["llama-cpp Q4_0"]
+    commands = bench_compare._commands(args, tmp_path, torch.bfloat16, MACHINE, tmp_path / "spec")
+    assert list(commands) == ["nanovllm", "nanovllm int8", "llama-cpp Q4_0"]
+    quantised = bench.parse_arguments(commands["nanovllm int8"][2:])
+    assert (quantised.quantization, quantised.compare) == ("int8", None)
+    assert bench.parse_arguments(commands["nanovllm"][2:]).quantization is None
+    result = stand_in({"nanovllm": answer(2.0), "nanovllm int8": answer(1.0), "other": answer(4.0)})
+    assert result["ratios"] == {"nanovllm": 2.0, "nanovllm int8": 1.0, "other": 4.0}
+
+
 def test_a_worker_prints_one_document(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

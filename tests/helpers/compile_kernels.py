@@ -13,7 +13,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ from nanovllm.kernels import (
     norm_rope_store,
     paged_decode,
     paged_prefill,
+    quantized_linear,
     rms_norm,
     route,
     sample,
@@ -70,13 +71,17 @@ VOCAB_SIZE = 151_936
 BLOCK_SIZES = (64, 256)  # the defaults: triton's own, and flash_attn's (which uses the small kernels)
 SHARED_KIB = {arch: triton_shim._SHARED_KIB[divmod(arch, 10)] for arch in (80, 89, 90, 100)}
 
+FORMATS = ((8, 1024, False), (4, 128, True), (4, 128, False), (4, 32, False), (8, 128, False))
+"""Bits, group size, whether there are zeros: int8 at load, and checkpoints as they are published."""
+
 # Types by argument name: pointers first, then scalars; anything else is an int32.
 _TYPES = {
     "*fp32": """cos_sin partial_out partial_lse temperature top_p min_p temperatures top_ps min_ps chunk_max
-        chunk_weight part_weight threshold weights penalties values log_sums""",
+        chunk_weight part_weight threshold weights penalties values log_sums
+        scales""",
     "*i32": """seq_lens items first_item share_begins arrivals block_tables cu_seqlens positions top_k top_ks
         chunk_argmax listed places tokens offsets experts rows indices masks counts num_computed num_scheduled
-        planned_ids tables last_token token_ids checked num_above""",
+        planned_ids tables last_token token_ids checked num_above zeros""",
     "*i64": "slots seeds all_seeds",
 }
 _POINTERS = {f"{name}_ptr": kind for kind, names in _TYPES.items() for name in names.split()}
@@ -124,6 +129,8 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], shared_kib:
                 for gather in (True, False):
                     config = grouped_linear.grouped_linear_config(num_tokens, 128, gather, 2)
                     yield launch(grouped_linear._grouped_linear_kernel, config)
+    for kernel, config, types in quantized_launches(FORMATS[:2] if len(block_sizes) == 1 else FORMATS):
+        yield launch(kernel, config, **types)
     yield launch(silu_and_mul._silu_and_mul_kernel, silu_and_mul.silu_and_mul_config())
     num_chunks = -(-VOCAB_SIZE // sample.CHUNK)
     for dtype, pointer in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
@@ -136,6 +143,22 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], shared_kib:
     for has_masks, has_counts in ((True, False), (False, True), (True, True)):
         config = edit_logits.edit_config(has_masks, has_counts)
         yield launch(edit_logits._edit_kernel, config, logits_ptr="*fp32")
+
+
+def quantized_launches(
+    formats: Iterable[tuple[int, int, bool]],
+) -> Iterator[tuple[Any, dict[str, int], dict[str, str]]]:
+    """Yield the kernels of quantised matrices and experts with their constexprs and pointer types."""
+    for bits, group_size, has_zeros in formats:
+        config = quantized_linear.format_config(bits, 1024, group_size, has_zeros)
+        types = {"codes_ptr": "*i8" if bits == 8 else "*u8"}
+        for num_rows in (1, 64, 65):
+            tile = quantized_linear.tile_config(num_rows, quantized_linear.TILES, 2)
+            yield quantized_linear._quantized_linear_kernel, config | {"HAS_BIAS": num_rows == 64} | tile, types
+        for num_tokens in (1, 512, 1024) if formats is FORMATS else (1,):
+            tile = quantized_linear.tile_config(num_tokens, quantized_linear.GROUPED_TILES, 2)
+            experts = {"GATHER": num_tokens != 512, "EXPERTS": 128}
+            yield quantized_linear._grouped_quantized_kernel, config | experts | tile, types
 
 
 def compile_launch(launch: Launch, arch: int) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def compile_all(*arguments: str) -> list[dict[str, Any]]:
 
 def check(compiled: list[dict[str, Any]]) -> None:
     kernels = {result["kernel"] for result in compiled}
-    assert len(kernels) == 16, kernels
+    assert len(kernels) == 18, kernels
     for result in compiled:
         assert result["shared"] <= SHARED_KIB[result["arch"]] * 1024, result
         check_waits_first(result)

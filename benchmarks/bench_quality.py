@@ -1,0 +1,295 @@
+"""Measures what quantised weights cost in quality: perplexity, KL divergence and equal most likely tokens.
+
+    python benchmarks/bench_quality.py MODEL                        a folder or a Hugging Face id
+    python benchmarks/bench_quality.py tiny-qwen3 --chats 300       the built-in model, on questions of its own kind
+    python benchmarks/bench_quality.py MODEL --checkpoint FOLDER    also a checkpoint that is quantised already
+
+The reference is the unquantised model in float32. Each format scores the same tokens as the reference does, a window
+of tokens at a time: so only the logits of one window are in memory, twice. The text ships with Python (its licence and
+the topics of its help) and with this repository (docs/*.md), unless --text names files.
+
+Perplexity is exp of the mean negative log-likelihood of a token. KL is the mean, over tokens, of the divergence of the
+format's distribution from the reference's, in nats. "Same top" is the share of tokens before which both find the same
+token most likely. Results are kept in a file, window by window: run the command again to go on after an interruption.
+"""
+
+import argparse
+import importlib
+import json
+import math
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from nanovllm import LLM
+from nanovllm.models.hub import find_model
+from nanovllm.quantized.codes import Codes, pack_int4, quantize_int8
+
+ROOT = Path(__file__).resolve().parents[1]
+ROWS = 64
+"""Rows of logits that are compared at a time."""
+NOT_MATRICES = ("norm", "bias")
+EMBEDDINGS = ("embed_tokens", "lm_head")
+
+
+class Format(NamedTuple):
+    """A line of the table.
+
+    Attributes:
+        options: the options of `LLM` that make it.
+        rounding: None for the checkpoint as it is. Else "int8" or the group size of int4: the matrices of a copy of the
+            checkpoint are rounded and stored in float32.
+        with_head: whether the embedding and the LM head are rounded, too.
+    """
+
+    options: dict[str, Any]
+    rounding: str | int | None = None
+    with_head: bool = False
+
+
+FORMATS = {
+    "bfloat16": Format({"dtype": "bfloat16"}),
+    "int8, computed in bfloat16": Format({"dtype": "bfloat16", "quantization": "int8"}),
+    "int8, computed in float32": Format({"dtype": "float32", "quantization": "int8"}),
+    "int8 without the head, in float32": Format({"dtype": "float32"}, "int8"),
+    "int4 by rounding, groups of 32, in float32": Format({"dtype": "float32"}, 32),
+    "int4 by rounding, groups of 128, in float32": Format({"dtype": "float32"}, 128),
+}
+
+
+class Window(NamedTuple):
+    """Tokens to score after tokens that are only read."""
+
+    prompt: list[int]
+    continuation: list[int]
+
+
+class Tally(NamedTuple):
+    """Sums over the tokens of a window: negative log-likelihoods of the format and of the reference, KL, equal tops."""
+
+    num_tokens: int
+    loss: float
+    reference_loss: float
+    divergence: float
+    num_same: int
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parse_arguments(arguments)
+    folder = find_model(args.model).resolve()
+    formats = {name: FORMATS[name] for name in args.formats}
+    sources = dict.fromkeys(formats, folder)
+    for path in args.checkpoint:
+        formats[path.name] = Format({"dtype": "float32"})
+        sources[path.name] = path
+    results = args.results or Path(f"quality-{folder.name}.jsonl")
+    with open_llm(folder, Format({"dtype": "float32"}), args.window) as reference:
+        windows = make_windows(reference, args)
+        key = {"model": folder.name, "window": args.window, "num_windows": len(windows)}
+        key |= {"chats": args.chats, "text": [path.name for path in args.text]}
+        done = read_results(results, key)
+        bar = tqdm(total=len(windows) * len(formats), initial=sum(map(len, done.values())), desc="Windows")
+        with bar, results.open("a") as file:
+            for name, format in formats.items():
+                left = [i for i in range(len(windows)) if i not in done.setdefault(name, {})]
+                if not left:
+                    continue
+                bar.set_postfix_str(name)
+                with open_llm(sources[name], format, args.window) as candidate:
+                    for i in left:
+                        tally = compare_window(candidate, reference, windows[i])
+                        done[name][i] = tally
+                        file.write(json.dumps({"key": key, "format": name, "index": i, "tally": tally}) + "\n")
+                        file.flush()
+                        bar.update()
+    print_table({name: [done[name][i] for i in range(len(windows))] for name in formats})
+
+
+def parse_arguments(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("model", help="a folder, a Hugging Face id, or tiny-qwen3 for the built-in model")
+    add("--formats", nargs="+", choices=FORMATS, default=list(FORMATS), metavar="FORMAT", help="; ".join(FORMATS))
+    add("--checkpoint", nargs="+", type=Path, default=[], metavar="FOLDER", help="quantised copies of the same model")
+    add("--text", nargs="+", type=Path, default=[], metavar="FILE", help="files to score instead of the default text")
+    add(
+        "--chats", type=int, default=0, metavar="N", help="instead, N answers as the built-in model was trained to give"
+    )
+    add("--window", type=int, default=512, help="tokens of a window")
+    add("--max-tokens", type=int, default=20_000, help="stop after so many tokens of text")
+    add("--results", type=Path, metavar="FILE", help="where results are kept; default: quality-MODEL.jsonl")
+    args = parser.parse_args(arguments)
+    for name in ("window", "max_tokens"):
+        if getattr(args, name) < 2:
+            parser.error(f"--{name.replace('_', '-')} is {getattr(args, name)}; it must be at least 2")
+    return args
+
+
+def default_text() -> str:
+    """Return English text that is on every machine: Python's licence and help, and the pages of this repository."""
+    licence = Path(os.__file__).parent / "LICENSE.txt"
+    parts = [licence.read_text()] if licence.is_file() else []
+    topics = importlib.import_module("pydoc_data.topics").topics
+    parts += [path.read_text() for path in sorted((ROOT / "docs").glob("*.md"))]
+    return "\n\n".join([*parts, *(topics[name] for name in sorted(topics))])
+
+
+def make_windows(llm: LLM, args: argparse.Namespace) -> list[Window]:
+    """Return what is to be scored: chats, or text cut into windows of which the first token is only read."""
+    tokenizer = llm.get_tokenizer()
+    if args.chats:
+        return make_chats(tokenizer, args.chats)
+    text = "\n\n".join(path.read_text() for path in args.text) if args.text else default_text()
+    # A token has some characters, so this is text enough, and tokenising a whole book would take a minute.
+    ids = tokenizer(text[: 16 * args.max_tokens], add_special_tokens=False)["input_ids"][: args.max_tokens]
+    starts = range(0, len(ids) - 1, args.window)
+    return [Window(ids[i : i + 1], ids[i + 1 : i + args.window]) for i in starts if len(ids) - i > 1]
+
+
+def make_chats(tokenizer: Any, count: int) -> list[Window]:
+    """Return questions that the built-in model was not trained with, each with its right answer to be scored."""
+    sys.path.insert(0, str(ROOT / "scripts"))
+    data = importlib.import_module("tiny_qwen3_data")
+    examples = [data.evaluation_set(skill, -(-count // len(data.SKILL_WEIGHTS))) for skill in data.SKILL_WEIGHTS]
+    windows = []
+    for example in [example for some in examples for example in some][:count]:
+        messages = [{"role": "user", "content": example.question}]
+        start = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        prompt = tokenizer(start, add_special_tokens=False)["input_ids"]
+        windows.append(Window(prompt, tokenizer(example.answer, add_special_tokens=False)["input_ids"]))
+    return windows
+
+
+@contextmanager
+def open_llm(folder: Path, format: Format, window: int) -> Iterator[LLM]:
+    """Open an engine for one window at a time. A rounded copy of the checkpoint exists as long as the engine."""
+    with ExitStack() as stack:
+        if format.rounding is not None:
+            copy = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            write_rounded(folder, copy, format)
+            folder = copy
+        length = max(window, 256)
+        limits = {"max_model_len": length, "max_num_batched_tokens": length, "max_num_seqs": 1}
+        # A block that is found in the cache would not be computed, and its logits not be made.
+        options = {"enable_prefix_caching": False, "enforce_eager": True, **limits, **format.options}
+        yield stack.enter_context(LLM(str(folder), **options))
+
+
+def write_rounded(source: Path, target: Path, format: Format) -> None:
+    """Write a copy of a checkpoint in float32 whose matrices are rounded as the format says."""
+    from safetensors.torch import load_file, save_file
+
+    for path in source.iterdir():
+        if path.suffix not in (".safetensors", ".bin") and path.is_file():
+            shutil.copy(path, target)
+    (target / "model.safetensors.index.json").unlink(missing_ok=True)
+    tensors = {}
+    for path in sorted(source.glob("*.safetensors")):
+        for name, tensor in load_file(path).items():
+            is_matrix = tensor.dim() >= 2 and not any(word in name for word in NOT_MATRICES)
+            is_head = any(word in name for word in EMBEDDINGS)
+            rounds = is_matrix and (format.with_head or not is_head)
+            tensors[name] = round_matrix(tensor.float(), format.rounding) if rounds else tensor.float()
+    save_file(tensors, target / "model.safetensors")
+
+
+def round_matrix(weight: Tensor, rounding: str | int | None) -> Tensor:
+    """Return float32 weights [out, in] rounded to int8 by row, or to int4 in groups of `rounding` inputs."""
+    if not isinstance(rounding, int):
+        return quantize_int8(weight).dequantize()
+    rows, size = weight.shape
+    groups = torch.nn.functional.pad(weight, (0, -size % rounding)).view(rows, -1, rounding)
+    # As formats with a fixed zero of 8 do: the largest magnitude becomes code 0 or 15, whichever side it is on.
+    scales = groups.abs().amax(2).clamp(min=1e-12) / 7.5
+    codes = (groups / scales.unsqueeze(2)).round().clamp(-8, 7).to(torch.int16).flatten(1)[:, :size] + 8
+    return Codes(4, pack_int4(codes), scales, None, rounding).dequantize()
+
+
+def compare_window(candidate: LLM, reference: LLM, window: Window) -> Tally:
+    """Score a window with both, and compare their distributions a few rows at a time."""
+    logits = read_logits(candidate, window)
+    reference_logits = read_logits(reference, window)
+    targets = torch.tensor(window.continuation, device=logits.device)
+    sums = torch.zeros(3, dtype=torch.float64)
+    num_same = 0
+    for mine, theirs, ids in zip(*(x.split(ROWS) for x in (logits, reference_logits, targets)), strict=True):
+        found = mine.float().log_softmax(1)
+        wanted = theirs.float().log_softmax(1)
+        divergence = (wanted.exp() * (wanted - found)).sum(1)
+        losses = [-values.gather(1, ids[:, None]).sum().double() for values in (found, wanted)]
+        sums += torch.stack((*losses, divergence.sum().double())).cpu()
+        num_same += int((found.argmax(1) == wanted.argmax(1)).sum())
+    return Tally(len(targets), *sums.tolist(), num_same)
+
+
+def read_logits(llm: LLM, window: Window) -> Tensor:
+    """Return the logits [n, vocab] from which `LLM.score` scores the n tokens of a window.
+
+    Raises:
+        RuntimeError: they do not give the scores that `LLM.score` returned.
+    """
+    model = llm.engine.runner.model
+    made: list[Tensor] = []
+    compute = model.compute_logits
+
+    def keep(hidden: Tensor) -> Tensor | None:
+        logits: Tensor | None = compute(hidden)
+        if logits is not None:
+            made.append(logits)
+        return logits
+
+    model.compute_logits = keep
+    try:
+        (score,) = llm.score([window.prompt], [window.continuation], use_tqdm=False)
+    finally:
+        del model.compute_logits
+    logits = torch.cat(made)[-len(window.continuation) :]
+    targets = torch.tensor(window.continuation, device=logits.device)
+    losses = torch.nn.functional.cross_entropy(logits.float(), targets, reduction="none")
+    if len(logits) != len(targets) or not torch.allclose(-losses.cpu(), torch.tensor(score["logprobs"]), atol=1e-2):
+        raise RuntimeError("the logits that were read are not those that LLM.score used")
+    return logits
+
+
+def read_results(path: Path, key: dict[str, Any]) -> dict[str, dict[int, Tally]]:
+    """Return what an earlier run of the same measurement has written, by format and number of the window."""
+    done: dict[str, dict[int, Tally]] = {}
+    for line in path.read_text().splitlines() if path.is_file() else []:
+        try:
+            entry = json.loads(line)
+        except ValueError:  # an interrupted run may end within a line
+            continue
+        if entry["key"] == key:
+            done.setdefault(entry["format"], {})[entry["index"]] = Tally(*entry["tally"])
+    return done
+
+
+def print_table(results: dict[str, list[Tally]]) -> None:
+    """Print the table in Markdown."""
+    print("\n| format | perplexity | against the reference | KL | same top |\n| --- | ---: | ---: | ---: | ---: |")
+    some = next(iter(results.values()))
+    count = sum(tally.num_tokens for tally in some)
+    base = sum(tally.reference_loss for tally in some) / count
+    print(f"| the reference, float32 | {math.exp(base):.4f} | | | |")
+    for name, tallies in results.items():
+        loss = sum(tally.loss for tally in tallies) / count
+        divergence = sum(tally.divergence for tally in tallies) / count
+        same = sum(tally.num_same for tally in tallies) / count
+        rise = 100 * math.expm1(loss - base)
+        print(f"| {name} | {math.exp(loss):.4f} | {rise:+.2f} % | {divergence:.5f} | {100 * same:.2f} % |")
+    print(f"\n{count:,} tokens were scored.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""The Triton kernels of quantised matrices are their references: in the interpreter, or on a GPU where there is one."""
+
+import pytest
+import torch
+from helpers.kernel_cases import DEVICE, HALF, poisoned_memory, randn
+
+pytest.importorskip("triton")
+
+from nanovllm.kernels.quantized_linear import (
+    format_config,
+    grouped_quantized,
+    grouped_quantized_reference,
+    quantized_linear_reference,
+)
+from nanovllm.kernels.route import Routing, route_reference
+from nanovllm.quantized.codes import Codes
+from nanovllm.quantized.triton_matrix import TritonExperts, TritonMatrix, transpose_scales
+
+FORMATS = [(8, 0, False), (8, 128, True), (8, 64, False), (4, 0, False), (4, 32, True), (4, 128, True), (4, 16, False)]
+"""Bits, group size (0: a row is one group), whether there are zeros."""
+
+
+@pytest.fixture(autouse=True)
+def no_memory_is_zero_by_luck():
+    with poisoned_memory():
+        yield
+
+
+def make_codes(
+    shape: tuple[int, ...], bits: int, group_size: int, has_zeros: bool, seed: int = 0, is_sorted: bool = False
+) -> Codes:
+    """Random codes of the whole range, with scales that make weights of about one of them."""
+    *leading, in_size = shape
+    generator = torch.Generator().manual_seed(seed)
+    low, high = (-127, 128) if bits == 8 else (0, 16)
+    codes = torch.randint(low, high, shape, generator=generator)
+    groups = -(-in_size // (group_size or in_size))
+    scales = (torch.rand(*leading, groups, generator=generator) + 0.5) / high
+    zeros = torch.randint(low, high + 1, (*leading, groups), generator=generator) if has_zeros else None
+    packed = codes.to(torch.int8) if bits == 8 else codes[..., ::2].byte() | codes[..., 1::2].byte() << 4
+    order = torch.randperm(in_size, generator=generator).to(DEVICE) if is_sorted else None
+    zeros = None if zeros is None else zeros.to(DEVICE, torch.int16)
+    return Codes(bits, packed.to(DEVICE), scales.to(DEVICE), zeros, group_size or in_size, order)
+
+
+def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
+    """Equal but for rounding. Both sum in float32, in another order: some hundred products of about one."""
+    eps = torch.finfo(got.dtype).eps
+    torch.testing.assert_close(got.float(), expected.float(), rtol=2 * eps, atol=2 * eps + 1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize(("bits", "group_size", "has_zeros"), FORMATS)
+def test_products_are_those_of_the_dequantised_matrix(
+    bits: int, group_size: int, has_zeros: bool, dtype: torch.dtype
+) -> None:
+    in_size = 256 if group_size else 200
+    codes = make_codes((70, in_size), bits, group_size, has_zeros)
+    bias = randn(70, dtype=dtype) if has_zeros else None
+    x = randn(5, in_size, dtype=dtype)
+    expected = x.float() @ codes.dequantize().T + (0 if bias is None else bias.float())
+    assert_close(TritonMatrix(codes, dtype).multiply(x, bias), expected.to(dtype))
+    assert_close(quantized_linear_reference(x, transpose_scales(codes), bias), expected.to(dtype))
+
+
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 65, 150])
+def test_a_row_has_the_same_bits_whatever_the_tile(num_rows: int) -> None:
+    """In the interpreter numpy multiplies tiles of any height row by row, so what differs could only be our order."""
+    codes = make_codes((40, 192), 4, 64, True)
+    matrix = TritonMatrix(codes, torch.float32)
+    x = randn(num_rows, 192)
+    expected = torch.cat([matrix.multiply(row, None) for row in x.split(1)])
+    torch.testing.assert_close(matrix.multiply(x, None), expected, atol=2e-5, rtol=1e-6)
+
+
+def test_no_rows_make_no_product() -> None:
+    assert TritonMatrix(make_codes((8, 32), 8, 0, False), HALF).multiply(randn(0, 32, dtype=HALF), None).shape == (0, 8)
+
+
+@pytest.mark.parametrize(("bits", "group_size", "has_zeros"), FORMATS[1:5])
+def test_sorted_columns_meet_the_inputs_columns(bits: int, group_size: int, has_zeros: bool) -> None:
+    codes = make_codes((24, 256), bits, group_size, has_zeros, is_sorted=True)
+    matrix = TritonMatrix(codes, torch.float32)
+    x = randn(3, 256)
+    assert_close(matrix.multiply(x, None), x @ codes.dequantize().T)
+    indices = torch.tensor([5, 0, 5], device=DEVICE)
+    assert torch.equal(matrix.rows(indices), codes.dequantize()[indices])
+
+
+@pytest.mark.parametrize(("bits", "group_size", "has_zeros"), FORMATS)
+def test_rows_are_those_of_the_dequantised_matrix(bits: int, group_size: int, has_zeros: bool) -> None:
+    codes = make_codes((24, 256), bits, group_size, has_zeros)
+    indices = torch.tensor([23, 1, 1, 0], device=DEVICE)
+    assert torch.equal(TritonMatrix(codes, HALF).rows(indices), codes.dequantize()[indices].to(HALF))
+
+
+def make_routing(num_tokens: int, num_experts: int, k: int) -> Routing:
+    """Routing of random logits, with padding in between."""
+    slots = torch.arange(num_tokens, device=DEVICE)
+    slots[num_tokens // 2 :: 7] = -1
+    return route_reference(randn(num_tokens, num_experts, seed=3), k, True, slots)
+
+
+@pytest.mark.parametrize("gather", [True, False])
+@pytest.mark.parametrize(("bits", "group_size", "has_zeros"), [(8, 0, False), (8, 32, True), (4, 64, True)])
+@pytest.mark.parametrize(("num_tokens", "num_experts"), [(1, 5), (40, 3), (150, 2)])
+def test_experts_products_are_their_reference(
+    num_tokens: int, num_experts: int, bits: int, group_size: int, has_zeros: bool, gather: bool
+) -> None:
+    codes = make_codes((num_experts, 40, 128), bits, group_size, has_zeros)
+    routing = make_routing(num_tokens, num_experts, 2)
+    num_pairs = int(routing.offsets[-1])
+    x = randn(num_tokens if gather else num_tokens * 2, 128)
+    got = TritonExperts(codes).multiply(x, routing, gather)[:num_pairs]
+    assert_close(got, grouped_quantized_reference(x, transpose_scales(codes), routing, gather)[:num_pairs])
+    weights = codes.dequantize()
+    for expert, (begin, end) in enumerate(zip(routing.offsets, routing.offsets[1:], strict=False)):
+        rows = x[routing.tokens[begin:end].long()] if gather else x[begin:end]
+        assert_close(got[begin:end], rows @ weights[expert].T)
+
+
+def test_experts_after_an_empty_one_find_their_matrices() -> None:
+    routing = make_routing(9, 6, 1)
+    assert (routing.offsets.diff() == 0).any()
+    codes = make_codes((6, 33, 64), 8, 0, False)
+    weight = transpose_scales(codes)
+    x = randn(9, 64)
+    num_pairs = int(routing.offsets[-1])
+    expected = grouped_quantized_reference(x, weight, routing, True)
+    assert_close(grouped_quantized(x, weight, routing, True)[:num_pairs], expected[:num_pairs])
+
+
+def test_the_order_of_a_sum_follows_from_the_matrix_alone() -> None:
+    assert format_config(8, 1024, 1024, False)["BLOCK_K"] == 128
+    assert format_config(4, 1024, 96, True) == {"BITS": 4, "GROUP": 96, "HAS_ZEROS": True, "BLOCK_K": 32}
+    with pytest.raises(ValueError, match="multiple of 16 weights, and these have 24"):
+        transpose_scales(make_codes((8, 48), 4, 24, False))
+
+
+def test_experts_with_sorted_columns_are_refused() -> None:
+    with pytest.raises(ValueError, match="desc_act"):
+        TritonExperts(make_codes((2, 8, 64), 4, 32, False, is_sorted=True))
