@@ -27,6 +27,9 @@ from nanovllm.edits.logit_edits import LogitEdits, PenaltyCounts
 from nanovllm.engine.plan import StepPlan
 from nanovllm.kernels.launch import Launch, compile_launches, launch
 from nanovllm.kernels.rms_norm import add_rms_norm
+from nanovllm.layers.linear import MatrixModule
+from nanovllm.quantized.codes import Codes
+from nanovllm.quantized.triton_matrix import TritonMatrix
 from nanovllm.runner import logprobs, sampler
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.startup import compile_kernels, make_caches, make_graphs
@@ -175,7 +178,7 @@ def serve_logprobs(runner: ModelRunner) -> None:
 
 def serve_prompts(runner: ModelRunner) -> None:
     """Decodes and prompts of any number of tokens, one at each end of every range of tiles."""
-    for num_tokens in (1, 32, 33, 128, 129, 512, 513, 2000):
+    for num_tokens in (1, 16, 17, 32, 33, 64, 65, 128, 129, 512, 513, 2000):
         run_step(runner, unscored_plan([num_tokens]))
         run_step(runner, unscored_plan([1, 1, num_tokens]))
     for size in make_graphs(runner).sizes:
@@ -208,14 +211,37 @@ def serve_as_a_rank(runner: ModelRunner) -> None:
         serve_edits(runner)
 
 
-def missing(serve: Callable[[ModelRunner], None], model: str, draft: str | None = None, **options: Any) -> list[str]:
-    """Name the kernels that serving needs and the start does not compile."""
+def quantize(runner: ModelRunner, bits: int, group_size: int | None) -> None:
+    """Give every matrix but an untied embedding codes without values. Those of 4 bits have zeros."""
+    for module in runner.model.modules():
+        if isinstance(module, MatrixModule) and (module is not runner.model.embed_tokens or runner.model.tied):
+            out, size = module.weight.shape
+            codes = torch.empty(out, size * bits // 8, dtype=torch.int8 if bits == 8 else torch.uint8, device=DEVICE)
+            scales = torch.empty(out, ceil_div(size, group_size or size), device=DEVICE)
+            zeros = torch.empty(scales.shape, dtype=torch.int16, device=DEVICE) if bits == 4 else None
+            module.packed = TritonMatrix(Codes(bits, codes, scales, zeros, group_size or size), runner.dtype)
+
+
+def missing(
+    serve: Callable[[ModelRunner], None],
+    model: str,
+    draft: str | None = None,
+    quantized: tuple[int, int | None] | None = None,
+    **options: Any,
+) -> list[str]:
+    """Name the kernels that serving needs and the start does not compile.
+
+    Args:
+        quantized: bits and group size of the model's matrices.
+    """
     options = {"max_model_len": 4096, "max_num_seqs": 300, **options}
     with ExitStack() as stack:
         runner = stack.enter_context(pretend_runner(model, **options))
         if draft is not None:
             runner.draft = stack.enter_context(pretend_runner(draft, **options))
         stack.enter_context(fake_copies())
+        if quantized is not None:
+            quantize(runner, *quantized)
         with wanted() as ahead:
             compile_kernels(runner)
         for one in (runner, runner.draft):
@@ -239,6 +265,9 @@ def missing_kernels() -> dict[str, list[str]]:
         "experts, few sequences": missing(serve_prompts, "qwen3-30b-a3b", max_num_seqs=4),
         "drafts": missing(serve_drafts, "qwen3-8b", draft="qwen3-0.6b"),
         "drafts by experts": missing(serve_drafts, "qwen3-0.6b", draft="qwen3-30b-a3b"),
+        "int8": missing(serve_prompts, "qwen3-0.6b", quantized=(8, None)),
+        "int8, log-probabilities": missing(serve_logprobs, "qwen3-0.6b", quantized=(8, None)),
+        "int4 by group, few sequences": missing(serve_prompts, "qwen3-8b", quantized=(4, 128), max_num_seqs=4),
         "rank 0 of two": missing(serve_as_a_rank, "qwen3-0.6b", parallel=one_rank_of_two(0)),
         "rank 1 of two": missing(serve_as_a_rank, "qwen3-30b-a3b", parallel=one_rank_of_two(1)),
     }

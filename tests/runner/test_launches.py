@@ -130,9 +130,9 @@ def test_all_kernels_are_compiled_before_the_first_step(directly: dict[str, obje
 
 
 def test_nothing_is_compiled_while_serving(directly: dict[str, dict[str, list[str]]]) -> None:
-    """Edits, grammars' masks, log-probabilities, scores, prompts and batches of any size, drafts: all is ready.
+    """Edits, masks, log-probabilities, scores, prompts and batches of any size, drafts, quantised: all is ready.
 
     Each rank of several is ready for its share, too.
     """
-    assert len(directly["missing"]) == 11
+    assert len(directly["missing"]) == 14
     assert not any(directly["missing"].values()), directly["missing"]
