@@ -157,6 +157,7 @@ class FollowerGroup:
         A ValueError of rank 0 itself goes first: it says that the caller asked for something impossible, which the
         followers refuse, too.
         """
+        was_in_step = self._in_step  # while a step is launched, the step before it may be read
         self._in_step = True  # stays True after an exception: from then on the ranks do not agree
         try:
             yield
@@ -169,7 +170,7 @@ class FollowerGroup:
             if self._failure is not None:
                 raise RuntimeError(self._failure) from error
             raise
-        self._in_step = False
+        self._in_step = was_in_step
         self.raise_failure()  # an aborted collective may have ended without an error, and with wrong values
 
     def wait_until(self, stage: str) -> None:

@@ -1,9 +1,9 @@
 """The engine's `LogitEditor`: edits of logits, read from requests and collected for each step."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING
 
-from nanovllm.edits.logit_edits import LogitEdits, PenaltyCounts, collect_edits
+from nanovllm.edits.logit_edits import LateEdits, LogitEdits, PenaltyCounts, collect_edits, lacks_tokens
 from nanovllm.edits.row_edits import RowEdits
 from nanovllm.engine.step import ScheduledStep
 from nanovllm.parsing.thinking import ThinkingTokens
@@ -64,9 +64,13 @@ class Editing:
         stop_ids = self._eos_token_ids | set(params.stop_token_ids or ())
         return RowEdits(params, words, stop_ids, self._vocab_size, matcher, self._thinking)
 
-    def collect(self, step: ScheduledStep) -> LogitEdits | None:
-        """Return the edits of the step that was planned last; None if there are none."""
-        return collect_edits(step, self._vocab_size, self._counts)
+    def collect(self, step: ScheduledStep, read_tokens: Callable[[], None]) -> "LogitEdits | LateEdits | None":
+        """Return the edits of the step that was planned last; None if there are none. See `LogitEditor.collect`."""
+
+        def collect_now() -> LogitEdits | None:
+            return collect_edits(step, self._vocab_size, self._counts)
+
+        return LateEdits(read_tokens, collect_now) if lacks_tokens(step) else collect_now()
 
 
 def spell(words: Iterable[str], tokenizer: Tokenizer, max_model_len: int) -> list[list[int]]:

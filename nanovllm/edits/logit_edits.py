@@ -1,5 +1,6 @@
 """The edits of one step's logits: the scheduler's side collects them, and rank 0's runner samples through them."""
 
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -103,6 +104,23 @@ class LogitEdits:
         return sampled
 
 
+class LateEdits:
+    """The edits of a step that depend on tokens of the steps before it, which run on the device when this is made.
+
+    So the device computes the step's model while the host reads those tokens and makes masks. Only the sampler waits.
+    """
+
+    def __init__(self, read_tokens: Callable[[], None], collect: Callable[[], LogitEdits | None]) -> None:
+        self._read_tokens = read_tokens
+        self._collect = collect
+
+    def sample(self, backend: "Backend", logits: Tensor, values: SamplingValues) -> Sampled:
+        """Read the tokens, make the edits, and sample as `LogitEdits.sample` does."""
+        self._read_tokens()
+        edits = self._collect()
+        return backend.sample(logits, values) if edits is None else edits.sample(backend, logits, values)
+
+
 class _Edited(NamedTuple):
     """An edited row of the step's logits.
 
@@ -119,14 +137,30 @@ class _Edited(NamedTuple):
     logits_row: int
 
 
+def lacks_tokens(step: ScheduledStep) -> bool:
+    """Return whether an edit of a step depends on a token that is not known yet. Drafts count as known."""
+    plan = step.plan
+    num_before = (plan.num_computed + plan.num_scheduled - plan.num_drafts)[plan.num_sampled > 0]
+    for seq, num_tokens in zip(step.seqs, num_before.tolist(), strict=True):
+        edits = cast("RowEdits | None", seq.edits)
+        if edits is not None and edits.needs_known_tokens and len(seq.token_ids) < num_tokens:
+            return True
+    return False
+
+
 def collect_edits(step: ScheduledStep, vocab_size: int, counts: PenaltyCounts) -> LogitEdits | None:
-    """Return the edits of the step that was planned last; None if there are none."""
+    """Return the edits of the step that was planned last; None if there are none.
+
+    If the step's model runs already, a sequence may have ended since it was planned. Nobody reads what it samples.
+    """
     plan = step.plan
     last_logits = (1 + plan.num_drafts).cumsum() - 1
     chosen: list[_Edited] = []
     constrained: list[Place] = []
     openings: list[tuple[int, int]] = []  # (row of the masks, a token that may come beside those of the grammar)
     for i, (seq, (_, *drafts)) in zip(np.flatnonzero(plan.num_sampled).tolist(), step.shares(), strict=True):
+        if seq.finish_reason is not None:
+            continue
         num_output = int(plan.num_computed[i] + plan.num_scheduled[i]) - seq.num_prompt_tokens
         num_drafts = len(drafts)
         edits = cast("RowEdits | None", seq.edits)  # `Editing.read_request` made it

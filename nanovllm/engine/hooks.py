@@ -9,7 +9,7 @@
 load.py makes them and hands them in.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from nanovllm.engine.plan import IntArray, StepPlan, StepResult
@@ -73,8 +73,13 @@ class LogitEditor(Protocol):
     def read_request(self, params: SamplingParams) -> RequestEdits:
         """Return the edits that a request asks for; ValueError if this model cannot have them."""
 
-    def collect(self, step: ScheduledStep) -> StepEdits | None:
-        """Return the edits of all sequences of the step that was planned last; None if there are none."""
+    def collect(self, step: ScheduledStep, read_tokens: Callable[[], None]) -> StepEdits | None:
+        """Return the edits of all sequences of the step that was planned last; None if there are none.
+
+        Args:
+            read_tokens: reads all steps in flight. If the edits depend on their tokens, `StepEdits.sample` calls it
+                first: by then the model of the planned step runs.
+        """
 
 
 class OutputParser(Protocol):

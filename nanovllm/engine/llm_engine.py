@@ -17,7 +17,7 @@ Words that the files of engine/ use (docs/architecture.md has more):
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -256,18 +256,18 @@ class LLMEngine:
     def step(self) -> list[Sequence]:
         """Launch the next step if one can be planned. Then read the oldest step in flight.
 
-        If a step was launched and fewer than `depth` steps are in flight, no step is read yet.
+        If a step was launched and fewer than `depth` steps are in flight, no step is read yet. But if the edits of the
+        new step depend on tokens in flight, the runner has those read between the new step's model and its sampler.
 
         Returns:
             The lead of each request that ended. After an exception the engine has no requests, and its prefix cache is
             empty. The engine is closed if the runner cannot go on.
         """
         scheduler = self.scheduler
+        finished: list[Sequence] = []
         try:
             clock = Clock()
-            # The edits of the next step may depend on a token of a step in flight. Then that step is read first.
-            must_read_first = self._in_flight and scheduler.needs_known_tokens
-            step = None if must_read_first else scheduler.schedule()
+            step = scheduler.schedule()
             if step is not None:
                 clock.span("schedule")
                 if scheduler.speculation is not None:
@@ -277,16 +277,18 @@ class LLMEngine:
                 for observer in self.observers:
                     observer.planned(self.num_steps + 1, planned_at, step)
                 clock.resume()
-                edits = self.editor.collect(step) if scheduler.edited_rows else None
+                edits = None
+                if scheduler.edited_rows:
+                    edits = self.editor.collect(step, lambda: finished.extend(self._read_all(clock)))
                 handle = self.runner.launch(step.plan, edits)
                 clock.span("launch")
                 self.num_steps += 1
                 self._in_flight.append(InFlight(self.num_steps, step, handle, clock))
                 if len(self._in_flight) < self.depth:
-                    return []
+                    return finished
             if not self._in_flight:
                 raise RuntimeError(f"nothing can run: {self.stats()}, waiting: {list(scheduler.waiting)[:3]}")
-            return self._read_oldest()
+            return finished + self._read_oldest()
         except BaseException:
             self._recover()
             raise
@@ -315,6 +317,13 @@ class LLMEngine:
         # A request ends when all its completions have ended. The dict is a set that keeps the order of its elements.
         leads = dict.fromkeys(seq.lead or seq for seq in finished)
         return [lead for lead in leads if all(seq.finish_reason for seq in (lead, *lead.others))]
+
+    def _read_all(self, clock: Clock) -> Iterator[Sequence]:
+        """Read all steps in flight while another one is being launched. `clock` is that of the new step."""
+        clock.span("launch")
+        while self._in_flight:
+            yield from self._read_oldest()
+        clock.resume()
 
     def _await_oldest(self) -> tuple[InFlight, StepResult]:
         launched = self._in_flight.popleft()

@@ -89,15 +89,6 @@ class Scheduler:
     def has_unfinished(self) -> bool:
         return bool(self.waiting or self.table.resident)
 
-    @property
-    def needs_known_tokens(self) -> bool:
-        """True if the next step's edits of logits depend on tokens that steps in flight sample. In a pipeline they
-        never do."""
-        if self.num_stages > 1:
-            return False
-        all_edits = (self.table.resident[row].edits for row in self.edited_rows)
-        return any(edits is not None and edits.needs_known_tokens for edits in all_edits)
-
     # ---- schedule
 
     def schedule(self) -> ScheduledStep | None:

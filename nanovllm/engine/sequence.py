@@ -38,10 +38,6 @@ class RequestEdits(Protocol):
     """The edits of logits that one request asks for. A `LogitEditor` (engine/hooks.py) makes this object."""
 
     @property
-    def needs_known_tokens(self) -> bool:
-        """True if the edits depend on all earlier tokens. The host must read those before it plans the next step."""
-
-    @property
     def allows_drafts(self) -> bool:
         """True if the edits for a position can be made before it is known whether the draft before it is right. If
         False, the sequence gets no drafts."""

@@ -193,8 +193,10 @@ class Trace:
             return
         args = f'{{"step": {number}}}'
         lines = self._lines
+        is_launched = False
         for name, start, seconds in clock.spans:
-            if name == "launch":
+            if name == "launch" and not is_launched:  # a second one samples, where edits waited for another step
+                is_launched = True
                 lines.append(self._format_span("prepare", HOST, start, result.prepare_seconds, args))
                 start += result.prepare_seconds
                 seconds -= result.prepare_seconds

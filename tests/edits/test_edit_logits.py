@@ -24,6 +24,7 @@ from nanovllm.backends import BACKENDS
 from nanovllm.edits.editing import spell
 from nanovllm.kernels.edit_logits import edit_logits_reference
 from nanovllm.kernels.sample import SamplingValues, sample_reference
+from nanovllm.runner.step_handle import StepHandle
 
 TOKENIZER = make_tokenizer()
 SIZE = TOKENIZER.get_vocab_size()
@@ -268,27 +269,31 @@ def test_drafts_change_no_token_and_what_depends_on_them_is_not_drafted_for(reci
     assert num_drafts[0] == 0 < num_drafts[1]
 
 
-def test_words_of_several_tokens_are_waited_for_and_nothing_else_is(llm: LLM) -> None:
-    """Depth 2 for counts, biases and min_tokens; depth 1 while a row's mask depends on the token before."""
-    llm.engine.depth = 2
-    try:
-        for edits, depth in ((EACH["presence"], 2), (EACH["min_tokens"], 2), (EACH["bad words"], 1)):
-            llm.add_request(PROMPTS[0], SamplingParams(0, 14, **edits))
-            most = 0
-            while not llm.is_finished():
-                launch = llm.engine.runner.launch
+@pytest.mark.parametrize("name", ["presence", "min_tokens", "bad words"])
+def test_a_step_s_model_runs_before_the_tokens_are_read_that_its_sampler_needs(
+    name: str, llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At depth 2 a step is read after the next one is launched. Where a mask depends on its tokens, that one's model
+    is launched before, and its sampler after."""
+    order: list[str] = []
 
-                def watch(*arguments: Any, launch: Any = launch) -> Any:
-                    nonlocal most
-                    most = max(most, len(llm.engine._in_flight) + 1)
-                    return launch(*arguments)
+    def note(owner: Any, method: str, word: str) -> None:
+        function = getattr(owner, method)
 
-                llm.engine.runner.launch = watch  # type: ignore[method-assign]
-                llm.step()
-                del llm.engine.runner.launch
-            assert most == depth
-    finally:
-        llm.engine.depth = 1
+        def noted(*arguments: Any) -> Any:
+            result = function(*arguments)
+            order.append(word)
+            return result
+
+        monkeypatch.setattr(owner, method, noted)
+
+    note(llm.engine.runner, "start", "model")
+    note(llm.engine.runner.sampler, "sample", "sample")
+    note(StepHandle, "result", "read")
+    monkeypatch.setattr(llm.engine, "depth", 2)
+    llm.generate([PROMPTS[0]], SamplingParams(0, 14, ignore_eos=True, **EACH[name]), use_tqdm=False)
+    each = ["model", "read", "sample"] if name == "bad words" else ["model", "sample", "read"]
+    assert order == ["model", "sample", *13 * each, "read"]
 
 
 # ---- distributions

@@ -400,11 +400,24 @@ def test_seeded_requests_give_the_same_through_preemption_chunks_cache_backends_
             assert mine == pytest.approx(others, abs=1e-3)
 
 
-def test_a_step_late_is_never_too_late(plain: list[Output]) -> None:
-    """With steps launched ahead, as on a GPU, those with a grammar's row wait for the one before."""
-    with LLM("tiny-qwen3", kvcache_memory_bytes=64 << 20, **OPTIONS) as llm:
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"kvcache_memory_bytes": 64 << 20}, id="room"),
+        pytest.param(
+            {"kvcache_block_size": 16, "num_kvcache_blocks": 32, "max_model_len": 512, "max_num_batched_tokens": 48},
+            id="preempted",
+        ),
+        pytest.param({"tensor_parallel_size": 2, "kvcache_memory_bytes": 64 << 20}, id="two ranks"),
+    ],
+)
+def test_a_step_late_is_never_too_late(options: dict[str, Any], plain: list[Output]) -> None:
+    """With steps launched ahead, as on a GPU, a grammar's masks are made when the step's model runs already."""
+    with LLM("tiny-qwen3", **OPTIONS | options) as llm:
         llm.engine.depth = 2
-        assert [o.token_ids for o in llm.generate(MANY, mixed(), use_tqdm=False)] == [o.token_ids for o in plain]
+        outputs = llm.generate(MANY, mixed(), use_tqdm=False)
+        assert (llm.stats()["num_preemptions"] > 0) == ("num_kvcache_blocks" in options)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in plain]
 
 
 def test_logprobs_are_of_the_raw_distribution(llm: LLM) -> None:
