@@ -246,7 +246,7 @@ def main(arguments: list[str] | None = None) -> None:
     resolved = resolve(EngineConfig(**{name: getattr(args, name) for name in names}), hf_config)
     device = torch.device(resolved.device)
     dtype = getattr(torch, resolved.dtype)
-    model = Model(Shape.from_config(hf_config), dtype.itemsize)
+    model = Model(Shape.from_config(hf_config), dtype.itemsize, 1 if args.quantization == "int8" else None)
     vocab = model.shape.vocab
     lengths = tuple(args.input_len), tuple(args.output_len)
     workload = make_workload(args.num_seqs, *lengths, vocab, args.shared_prefix, args.seed)

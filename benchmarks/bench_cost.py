@@ -18,14 +18,25 @@ from nanovllm.models.config import Shape
 
 @dataclass(frozen=True)
 class Model:
-    """A model's sizes. `itemsize` is the bytes of one element of its weights, activations and cache."""
+    """A model's sizes.
+
+    Attributes:
+        itemsize: the bytes of one element of its activations and cache, and of its weights unless these are quantised.
+        quantized_itemsize: the bytes of one quantised weight; None if they are not quantised.
+    """
 
     shape: Shape
     itemsize: int
+    quantized_itemsize: int | None = None
+
+    @property
+    def weight_itemsize(self) -> int:
+        return self.quantized_itemsize or self.itemsize
 
     @property
     def weight_bytes(self) -> int:
-        return self.shape.num_parameters * self.itemsize
+        """The bytes of all weights. Norms and biases, which are not quantised, are too few to count apart."""
+        return self.shape.num_parameters * self.weight_itemsize
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -46,6 +57,7 @@ class Model:
     def describe(self) -> dict[str, Any]:
         return vars(self.shape) | {
             "itemsize": self.itemsize,
+            "weight_itemsize": self.weight_itemsize,
             "parameters": self.shape.num_parameters,
             "weight_bytes": self.weight_bytes,
             "kv_bytes_per_token": self.kv_bytes_per_token,
@@ -85,6 +97,7 @@ def step_cost(model: Model, machine: Machine, work: Iterable[tuple[int, int]], n
     n = sum(scheduled for _, scheduled in sequences)
     shape = model.shape
     size = model.itemsize
+    weight_size = model.weight_itemsize
     total = Cost()
 
     def operator(num_bytes: float, flops: float, times: int = 1) -> None:
@@ -93,17 +106,18 @@ def step_cost(model: Model, machine: Machine, work: Iterable[tuple[int, int]], n
         total += Cost(times * seconds, times * num_bytes, times * flops)
 
     for layers, rows_in, rows_out in shape.matrices:
-        operator((rows_in * rows_out + n * (rows_in + rows_out)) * size, 2 * n * rows_in * rows_out, layers)
+        num_bytes = rows_in * rows_out * weight_size + n * (rows_in + rows_out) * size
+        operator(num_bytes, 2 * n * rows_in * rows_out, layers)
     if shape.sparse_layers:
         # The expected number of experts that get a token, if routing is even and independent for each token.
         touched = shape.experts * (1 - (1 - shape.experts_per_token / shape.experts) ** n)
         pairs = n * shape.experts_per_token
         width = 2 * shape.hidden + 3 * shape.expert_intermediate
-        num_bytes = (touched * shape.expert_parameters + pairs * width) * size
+        num_bytes = touched * shape.expert_parameters * weight_size + pairs * width * size
         operator(num_bytes, 2 * pairs * shape.expert_parameters, shape.sparse_layers)
     if num_sampled:
         logits = num_sampled * shape.vocab * size
-        operator(shape.vocab * shape.hidden * size + logits, 2 * num_sampled * shape.vocab * shape.hidden)
+        operator(shape.vocab * shape.hidden * weight_size + logits, 2 * num_sampled * shape.vocab * shape.hidden)
         operator(logits, 0)
     # A query reads the keys up to its own: computed + 1, ..., computed + scheduled.
     keys_read = sum(computed + scheduled for computed, scheduled in sequences)

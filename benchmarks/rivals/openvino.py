@@ -35,12 +35,18 @@ def export(folder: Path, exports: Path, bits: int) -> Path:
     target = exports / f"{folder.name}-{mark}-openvino{'' if bits == 16 else f'-int{bits}'}"
     if target.is_dir():
         return target
-    from optimum.exporters.openvino import main_export
-    from optimum.intel import OVConfig, OVWeightQuantizationConfig
-
-    config = None if bits == 16 else OVConfig(quantization_config=OVWeightQuantizationConfig(bits=bits))
     partial = target.with_suffix(f".{os.getpid()}")
-    main_export(str(folder), partial, task="text-generation-with-past", convert_tokenizer=False, ov_config=config)
+    if bits == 16:
+        from optimum.exporters.openvino import main_export
+
+        main_export(str(folder), partial, task="text-generation-with-past", convert_tokenizer=False)
+    else:
+        from optimum.intel import OVModelForCausalLM, OVWeightQuantizationConfig
+
+        config = OVWeightQuantizationConfig(bits=bits)
+        OVModelForCausalLM.from_pretrained(
+            str(folder), export=True, compile=False, quantization_config=config
+        ).save_pretrained(partial)
     write_tokenizer(partial)
     partial.rename(target)
     return target

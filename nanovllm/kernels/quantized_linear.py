@@ -43,12 +43,13 @@ class CodedWeight(NamedTuple):
 
     def dequantize(self) -> Tensor:
         """Return the weights, float32 [..., out, in]."""
-        scales = self.scales.mT.repeat_interleave(self.group_size, -1)[..., : self.in_size]
         codes = unpack_codes(self.codes, self.bits)
-        if self.zeros is None:
-            return (codes - default_zero(self.bits)).float() * scales
-        zeros = self.zeros.mT.repeat_interleave(self.group_size, -1)[..., : self.in_size]
-        return (codes - zeros).float() * scales
+        zeros = default_zero(self.bits) if self.zeros is None else self._spread(self.zeros)
+        return (codes - zeros).float() * self._spread(self.scales)
+
+    def _spread(self, values: Tensor) -> Tensor:
+        """Repeat values [..., groups, out] for the elements of each group, [..., out, in]."""
+        return values.mT.repeat_interleave(self.group_size, -1).narrow(-1, 0, self.in_size)
 
 
 def unpack_codes(codes: Tensor, bits: int) -> Tensor:

@@ -37,10 +37,11 @@ class TritonMatrix:
 
     def rows(self, indices: Tensor) -> Tensor:
         """Return the matrix's rows [n, in] at indices [n], rounded once, from float32 to the type of the model."""
-        scales = self.weight.scales[:, indices]
-        zeros = None if self.weight.zeros is None else self.weight.zeros[:, indices]
-        rows = self.weight._replace(codes=self.weight.codes[indices], scales=scales, zeros=zeros).dequantize()
-        return (rows if self._inverse is None else rows[:, self._inverse]).to(self.dtype)
+        codes = self.weight.codes.index_select(0, indices)
+        scales = self.weight.scales.index_select(1, indices)
+        zeros = None if self.weight.zeros is None else self.weight.zeros.index_select(1, indices)
+        rows = self.weight._replace(codes=codes, scales=scales, zeros=zeros).dequantize()
+        return (rows if self._inverse is None else rows.index_select(1, self._inverse)).to(self.dtype)
 
 
 class TritonExperts:

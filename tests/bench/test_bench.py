@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,14 @@ def test_the_floor_of_a_decode_step() -> None:
     by_flops = step_cost(model, Machine(1e30, 1e30, 1e9), [(99, 1), (199, 1)], num_sampled=2)
     assert by_flops.flops == 2 * model.flops_per_token + 4 * 28 * 16 * 128 * 300
     assert by_flops.seconds == pytest.approx(by_flops.flops / 1e9)
+
+
+def test_quantised_weights_are_read_in_a_byte_each_and_activations_are_not() -> None:
+    model = make_model(QWEN3_06B)
+    quantised = replace(model, quantized_itemsize=1)
+    whole, half = (step_cost(one, Machine(1e9, 2e9, 1e30), [(99, 1)], num_sampled=1) for one in (model, quantised))
+    assert whole.bytes - half.bytes == 28 * 15_728_640 + 155_582_464
+    assert (quantised.weight_bytes, quantised.kv_bytes_per_token) == (596_049_920, 114_688)
 
 
 def test_the_floor_of_experts_reads_those_that_are_expected_to_be_touched() -> None:
