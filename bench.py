@@ -54,7 +54,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--tensor-parallel-size", type=int, default=1, metavar="N")
     add("--pipeline-parallel-size", type=int, default=1, metavar="N")
     add("--max-model-len", type=int, help="default: 4096, or what the workload needs if that is more")
-    add("--max-num-seqs", type=int, default=512)
+    add("--max-num-seqs", type=int, help="as the option of LLM")
     add("--max-num-batched-tokens", type=int, help="default: each engine's own")
     add("--attention-backend", default="auto")
     add("--quantization", metavar="NAME", help="int8, or another of LLM's names; other engines ignore it")
@@ -243,7 +243,9 @@ def main(arguments: list[str] | None = None) -> None:
     is_shape = args.model.lower() in PRESETS
     hf_config = read_config(args.model)
     names = ("model", "dtype", "device", "attention_backend", "tensor_parallel_size", "pipeline_parallel_size")
+    names += ("max_num_seqs",)
     resolved = resolve(EngineConfig(**{name: getattr(args, name) for name in names}), hf_config)
+    args.max_num_seqs = resolved.max_num_seqs
     device = torch.device(resolved.device)
     dtype = getattr(torch, resolved.dtype)
     model = Model(Shape.from_config(hf_config), dtype.itemsize, 1 if args.quantization == "int8" else None)

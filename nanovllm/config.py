@@ -65,7 +65,11 @@ class EngineConfig:
     max_model_len: int = _results(
         4096, "most tokens of a prompt and its output together; reduced to the model's own limit if that is lower"
     )
-    max_num_seqs: int = _pace(512, "most sequences that run at the same time")
+    max_num_seqs: int | None = _pace(
+        None,
+        "most sequences that run at the same time. None means 512, or fewer if the model keeps a state for each of "
+        "them and so many do not fit",
+    )
     max_num_batched_tokens: int | None = _pace(
         None,
         "most tokens computed in one step; longer prompts are computed in chunks. None means 16384 on a GPU, 2048 on "
@@ -85,7 +89,11 @@ class EngineConfig:
         "tokens in a block of the KV cache: a power of two, at least 16 (flash_attn: at least 256). auto is 256 for "
         "flash_attn, else 64",
     )
-    enable_prefix_caching: bool = _pace(True, "reuse the KV cache of equal prefixes, in whole blocks")
+    enable_prefix_caching: bool | None = _pace(
+        None,
+        "reuse the KV cache of equal prefixes, in whole blocks. None means yes, except for models that keep a state "
+        "for each sequence",
+    )
     enforce_eager: bool = _pace(False, "run without CUDA graphs")
     attention_backend: str = _results(
         "auto",
@@ -154,12 +162,12 @@ class EngineConfig:
                 f"{self.pipeline_parallel_size}; only one of them may be above 1"
             )
         check_integer("max_model_len", 1)
-        check_integer("max_num_seqs", 1, MAX_NUM_SEQS)
-        for name in ("max_num_batched_tokens", "num_kvcache_blocks", "kvcache_memory_bytes"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "num_kvcache_blocks", "kvcache_memory_bytes"):
             if getattr(self, name) is not None:
                 check_integer(name, 1, limit="at least 1, or None")
-        if self.max_num_batched_tokens is not None:
-            check_integer("max_num_batched_tokens", 1, MAX_NUM_BATCHED_TOKENS)
+        for name, most in (("max_num_seqs", MAX_NUM_SEQS), ("max_num_batched_tokens", MAX_NUM_BATCHED_TOKENS)):
+            if getattr(self, name) is not None:
+                check_integer(name, 1, most)
         if self.kvcache_block_size != "auto":
             check_integer("kvcache_block_size", 1, limit='a power of two, or "auto"')
         use = self.gpu_memory_utilization
@@ -168,8 +176,10 @@ class EngineConfig:
         check_integer("seed", -(2**63), limit="a signed 64-bit integer")
         if self.speculative_config is not None:
             put("speculative_config", read_speculative_config(self.speculative_config))
-        for name in ("enable_prefix_caching", "enforce_eager", "overlap"):
+        for name in ("enforce_eager", "overlap"):
             as_bool(getattr(self, name), name)
+        if self.enable_prefix_caching is not None:
+            as_bool(self.enable_prefix_caching, "enable_prefix_caching")
 
     @property
     def num_ranks(self) -> int:
@@ -200,14 +210,16 @@ class ResolvedConfig(EngineConfig):
     kvcache_block_size, enforce_eager and overlap, which keep what the user asked for.
 
     Attributes:
-        max_num_batched_tokens: most tokens computed in one step; no longer None.
+        max_num_seqs, max_num_batched_tokens, enable_prefix_caching: no longer None.
         block_size: tokens in a block of the KV cache.
         use_graphs: whether steps that only decode run as CUDA graphs.
         depth: how many steps may be launched before the first of them is read.
         draft: for a draft model: "config" (a dict of this class's fields), "hf_config", "folder" and "vocab_size".
     """
 
+    max_num_seqs: int
     max_num_batched_tokens: int
+    enable_prefix_caching: bool
     block_size: int
     use_graphs: bool
     depth: int
@@ -234,13 +246,13 @@ class EngineOptions(TypedDict, total=False):
     pipeline_parallel_size: int
     distributed_backend: str
     max_model_len: int
-    max_num_seqs: int
+    max_num_seqs: int | None
     max_num_batched_tokens: int | None
     gpu_memory_utilization: float
     num_kvcache_blocks: int | None
     kvcache_memory_bytes: int | None
     kvcache_block_size: int | str
-    enable_prefix_caching: bool
+    enable_prefix_caching: bool | None
     enforce_eager: bool
     attention_backend: str
     load_format: str

@@ -107,6 +107,8 @@ class Estimate:
             ("tokens in the KV cache", f"{self.num_tokens:,}"),
             (f"sequences of {config.max_model_len:,} tokens", f"{self.num_sequences:,.1f} at a time"),
         ]
+        if memory.states:
+            rows.insert(4, (f"states of {config.max_num_seqs} sequences", _gib(memory.states)))
         ranks = config.num_ranks
         title = f"{config.model}, on each of {ranks} GPUs" if ranks > 1 else f"{config.model}, on one GPU"
         table = [title, *(f"  {name:<32}{value}" for name, value in rows)]
@@ -127,13 +129,13 @@ def _gib(size: int) -> str:
 
 def estimate(hf_config: "PretrainedConfig", config: EngineConfig, gpu_memory: int) -> Estimate:
     """Return the estimate for a GPU of so many bytes. ValueError if the ranks cannot share the model."""
-    estimated = _estimate(hf_config, _resolve(hf_config, config), gpu_memory)
+    estimated = _estimate(hf_config, _resolve(hf_config, config, gpu_memory), gpu_memory)
     return estimated if estimated.fits else replace(estimated, advice=tuple(_advise(hf_config, estimated)))
 
 
-def _resolve(hf_config: "PretrainedConfig", config: EngineConfig) -> ResolvedConfig:
+def _resolve(hf_config: "PretrainedConfig", config: EngineConfig, gpu_memory: int) -> ResolvedConfig:
     """Return the configuration with the values that "auto" has on a GPU. Of the block sizes it takes the larger one."""
-    from nanovllm.resolve import default_budget
+    from nanovllm.resolve import DEFAULT_NUM_SEQS, default_budget, fit_rows
 
     own_dtype = str(hf_config.dtype or "float32").removeprefix("torch.")
     resolved = {
@@ -145,7 +147,14 @@ def _resolve(hf_config: "PretrainedConfig", config: EngineConfig) -> ResolvedCon
         or default_budget("cuda", config.pipeline_parallel_size),
         "use_graphs": not config.enforce_eager,
         "depth": 2,
+        "max_num_seqs": config.max_num_seqs or DEFAULT_NUM_SEQS,
+        "enable_prefix_caching": True,
     }
+    shape = Shape.from_config(hf_config)
+    item = DTYPE_BYTES[str(resolved["dtype"])]
+    if shape.delta is not None and config.max_num_seqs is None:
+        room = int(gpu_memory * config.gpu_memory_utilization) - shape.num_parameters * item // config.num_ranks
+        resolved["max_num_seqs"] = fit_rows(room, shape.row_bytes(item) // config.num_ranks)
     return ResolvedConfig(**{**vars(config), **resolved})
 
 
@@ -165,7 +174,16 @@ def _estimate(hf_config: "PretrainedConfig", config: ResolvedConfig, gpu_memory:
     activations = widest * item + 3 * config.max_num_seqs * shape.vocab * 4
     memory = GpuMemory(gpu_memory, others=0, weights=0, activations=activations, graphs=0)
     estimates = [
-        Estimate(config, shape.num_parameters, replace(memory, weights=one.num_parameters * item), one.kv_bytes(item))
+        Estimate(
+            config,
+            shape.num_parameters,
+            replace(
+                memory,
+                weights=one.num_parameters * item,
+                states=one.row_bytes(item) * (config.max_num_seqs + 1),
+            ),
+            one.kv_bytes(item),
+        )
         for one in shares
     ]
     return min(estimates, key=lambda one: one.num_tokens)  # all stages have as many blocks as the poorest

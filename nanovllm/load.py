@@ -17,7 +17,7 @@ from nanovllm.engine.hooks import LogitEditor, Runner, StepObserver
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.layers.parallel import Parallel
-from nanovllm.models.config import load_model_config, read_json
+from nanovllm.models.config import load_model_config, read_json, take_text_config
 from nanovllm.models.hub import find_folder, find_model
 from nanovllm.models.loader import has_lm_head, load_weights
 from nanovllm.outputs import Embedding, Score
@@ -124,7 +124,7 @@ def find_config(model: str, revision: str | None, load_format: str) -> tuple[Pat
         if (shape := find_shape(model, load_format)) is not None:
             return None, f"preset {model.lower()}", shape
     folder = find_model(model, revision)
-    return folder, str(folder / "config.json"), read_json(folder / "config.json")
+    return folder, str(folder / "config.json"), take_text_config(read_json(folder / "config.json"))
 
 
 def load_runner(

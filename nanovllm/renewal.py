@@ -11,7 +11,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.layers.linear import MatrixModule
 from nanovllm.layers.parallel import Parallel
 from nanovllm.layers.weights import WeightTarget
-from nanovllm.models.decoder import Decoder
+from nanovllm.models.families import make_decoder
 from nanovllm.models.loader import name_canonically, name_some
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.startup import fill_cache
@@ -172,7 +172,7 @@ class WeightLoad:
         self._runner = runner
         every_layer = Parallel(runner.parallel.rank, runner.parallel.size)
         with torch.device("meta"), default_dtype(runner.dtype):
-            self._shapes = Decoder(runner.hf_config, runner.backend, every_layer, runner.config.max_model_len)
+            self._shapes = make_decoder(runner.hf_config, runner.backend, every_layer, runner.config.max_model_len)
         self._staged: dict[str, dict[str, Tensor]] = {}
         """{path of a module: {name of a parameter: its new values}}, for modules that lack parts."""
         self._come: dict[str, set[str]] = {}
@@ -198,6 +198,7 @@ class WeightLoad:
         self._find_places(names)
         targets = self._places
         ignored = {"lm_head.weight"} if self._shapes.tied else set()
+        ignored |= {name for name in names if name.startswith(self._shapes.unread)}
         if unknown := names - targets.keys() - ignored:
             raise ValueError(f"the model has no weights called {name_some(unknown)}")
         for name, tensor in tensors:
@@ -258,6 +259,8 @@ class WeightLoad:
         name = next(name for name, shape in shapes.items() if shape is parameter)
         place = self._staged[path][name].as_strided(view.size(), view.stride(), view.storage_offset())
         place.copy_(tensor[target.slices])
+        if target.plus:
+            place.add_(target.plus)
 
     def _replace(self, path: str) -> None:
         """Put a module's new parameters in the place of the old ones, and pack them if those were packed."""

@@ -10,6 +10,7 @@ from nanovllm.config import EngineConfig, ResolvedConfig
 from nanovllm.models.config import Shape, limit_length
 from nanovllm.utils.checks import quote
 from nanovllm.utils.machine import has_native_bfloat16
+from nanovllm.utils.memory import cpu_cache_budget
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 WORTH_COMPILING = 100_000_000
 """attention_backend="auto" spends the seconds that the CPU kernels take to compile on models of so many parameters."""
 
+DEFAULT_NUM_SEQS = 512
 TOKEN_BUDGETS = {"cuda": 16384, "cpu": 2048}
 """The default max_num_batched_tokens on each type of device."""
 SMALLEST_BUDGET = 128
@@ -53,10 +55,58 @@ def resolve(config: EngineConfig, hf_config: "PretrainedConfig") -> ResolvedConf
         "max_num_batched_tokens": config.max_num_batched_tokens or default_budget(device.type, stages),
         "max_model_len": limit_length(hf_config, config.max_model_len),
         "depth": 2 if config.overlap and is_cuda and config.speculative_config is None else 1,
+        "max_num_seqs": config.max_num_seqs or DEFAULT_NUM_SEQS,
+        "enable_prefix_caching": config.enable_prefix_caching is not False,
     }
+    if row_bytes := shape.row_bytes(dtype.itemsize):
+        check_state_options(config)
+        resolved["enable_prefix_caching"] = False
+        if config.max_num_seqs is None:
+            # Ranks on a CPU share its memory. On GPUs each has its own share of the weights and the states.
+            ranks = config.num_ranks if is_cuda else 1
+            weights = shape.num_parameters * dtype.itemsize // ranks
+            room = measure_room(device, config.gpu_memory_utilization, weights)
+            resolved["max_num_seqs"] = fit_rows(room, row_bytes // ranks)
     if stages > 1:
         resolved["depth"] = stages
     return ResolvedConfig(**{**vars(config), **resolved})
+
+
+def check_state_options(config: EngineConfig) -> None:
+    """Raise a ValueError for an option that a model with a state per row cannot have. Log what is off."""
+    if config.enable_prefix_caching:
+        raise ValueError(
+            "enable_prefix_caching is True, and this model keeps a state for each sequence, which has no blocks that "
+            "another sequence could take over: set it to False, or leave it out"
+        )
+    if config.speculative_config is not None:
+        raise ValueError(
+            "speculative_config asks for drafts, and this model keeps a state for each sequence, which cannot take "
+            "back the tokens of a wrong draft: leave it out"
+        )
+    logger.info("prefix caching is off: the model keeps a state for each sequence")
+
+
+def measure_room(device: torch.device, utilization: float, weight_bytes: int) -> int:
+    """Return the bytes that the states and the KV cache may take together, before the weights are loaded."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return min(free, int(total * utilization)) - weight_bytes
+    return cpu_cache_budget()
+
+
+def fit_rows(room: int, row_bytes: int) -> int:
+    """Return the max_num_seqs for states of row_bytes each: 512, or as many as half of the room holds.
+
+    The other half is for keys and values. One row more is there for padding.
+    """
+    num_seqs = min(DEFAULT_NUM_SEQS, max(room // 2 // row_bytes - 1, 1))
+    total = (num_seqs + 1) * row_bytes
+    logger.info(
+        "max_num_seqs is %d: the state of a sequence takes %.1f MiB, and all of them %.2f GiB of memory",
+        *(num_seqs, row_bytes / 2**20, total / 2**30),
+    )
+    return num_seqs
 
 
 def default_budget(device_type: str, stages: int) -> int:

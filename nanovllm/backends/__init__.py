@@ -5,9 +5,13 @@ from nanovllm.backends.cpu_backend import CpuBackend
 from nanovllm.backends.flash_attn_backend import FlashAttnBackend
 from nanovllm.backends.torch_backend import TorchBackend
 from nanovllm.backends.triton_backend import TritonBackend
-from nanovllm.kernels.attention import AttentionMetadata, KVCache
+from nanovllm.kernels.attention import AttentionMetadata, CacheSize, KVCache
+from nanovllm.kernels.gated_delta import RowState
 
 BACKENDS: dict[str, type[Backend]] = {b.name: b for b in (FlashAttnBackend, TritonBackend, CpuBackend, TorchBackend)}
 """Every backend by its name. resolve.py decides which of them "auto" takes."""
 
-__all__ = ["BACKENDS", "AttentionMetadata", "Backend", "KVCache"]
+LayerCache = KVCache | RowState
+"""What a layer keeps of the tokens that it has seen."""
+
+__all__ = ["BACKENDS", "AttentionMetadata", "Backend", "CacheSize", "KVCache", "LayerCache", "RowState"]

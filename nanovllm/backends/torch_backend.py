@@ -36,7 +36,7 @@ class TorchBackend(Backend):
 
     def pack_weights(self, modules: Iterable[nn.Module]) -> None:
         modules = list(modules)
-        if OneDnnMatrix.is_supported(next(parameter for module in modules for parameter in module.parameters())):
+        if OneDnnMatrix.is_supported(next(module.weight for module in modules if isinstance(module, MatrixModule))):
             pack_matrices(modules, OneDnnMatrix)
 
 

@@ -28,7 +28,7 @@ from nanovllm.engine.hooks import Handle, Runner
 from nanovllm.engine.plan import ROW_SAMPLING, IntArray, StepPlan
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import ScheduledStep
-from nanovllm.models.config import load_model_config
+from nanovllm.models.config import Shape, load_model_config
 from nanovllm.resolve import resolve
 from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.utils.checks import quote
@@ -58,8 +58,14 @@ def find_draft(
     try:
         folder, source, data = find_config(name, None, asked.load_format)
         hf_config = load_model_config(data, source)
+        if Shape.from_config(hf_config).delta is not None:
+            raise ValueError("it keeps a state for each sequence, which cannot take back the tokens of a wrong draft")
         like_model: dict[str, Any] = {name: getattr(config, name) for name in ("dtype", "device", "attention_backend")}
-        like_model |= {"max_model_len": config.max_model_len, "kvcache_block_size": config.block_size}
+        like_model |= {
+            "max_num_seqs": config.max_num_seqs,
+            "max_model_len": config.max_model_len,
+            "kvcache_block_size": config.block_size,
+        }
         like_model |= {"pipeline_parallel_size": 1}  # rank 0 of a pipeline has the whole draft model
         like_model |= dict.fromkeys(("revision", "lora", "speculative_config"))
         wanted = replace(asked, model=name, enforce_eager=True, **like_model)

@@ -34,6 +34,7 @@ from nanovllm.jobs.run import answer_lines, supervise
 from nanovllm.jobs.source import InputDigest, Line, Reading, Source
 from nanovllm.llm import LLM
 from nanovllm.ray import MAX_BATCHES, actors
+from nanovllm.resolve import DEFAULT_NUM_SEQS
 from nanovllm.sharing import EngineThread
 
 logger = logging.getLogger(__name__)
@@ -58,13 +59,14 @@ def _answer(work: OpenJob, replicas: int, address: str | None) -> None:
     if config.trace is not None:
         raise ValueError("trace is a file of one engine: leave it out with --ray")
     size = lines_per_part(work.num_left)
+    num_seqs = config.max_num_seqs or DEFAULT_NUM_SEQS
     with _cluster(address, config, replicas) as on_gpu, work.counts.show(lambda: vars(work.counts)):
         pool = actors(
             replicas,
             tensor_parallel_size=config.tensor_parallel_size,
             pipeline_parallel_size=config.pipeline_parallel_size,
             on_gpu=on_gpu,
-            num_batches=parts_in_flight(size, ceil(work.num_left / size), replicas, config.max_num_seqs),
+            num_batches=parts_in_flight(size, ceil(work.num_left / size), replicas, num_seqs),
         )
         digest = None
         for part in _answered_parts(work, work.first_reading.numbers, size, pool):

@@ -24,6 +24,14 @@ class KVCache(NamedTuple):
     values: Tensor
 
 
+class CacheSize(NamedTuple):
+    """How much a layer caches: num_blocks blocks of block_size tokens, or a state for each of num_rows rows."""
+
+    num_blocks: int
+    block_size: int
+    num_rows: int
+
+
 class DecodeMetadata(NamedTuple):
     """The work of paged_decode.py in one step. A sequence's keys are cut into chunks, and GPU programs share the
     chunks.

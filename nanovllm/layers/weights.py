@@ -8,17 +8,19 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class WeightTarget:
-    """A place to fill: `view.copy_(checkpoint[name][slices])`.
+    """A place to fill: `view.copy_(checkpoint[name][slices])`, and then `view += plus`.
 
     Attributes:
         view: part of a parameter.
         shape: the shape that the checkpoint's whole tensor must have.
-        slices: the part of that tensor which belongs here: this rank's shard.
+        slices: the part of that tensor which belongs here: this rank's shard. An int takes a dimension away.
+        plus: 1 for a norm that multiplies by 1 + weight; else 0.
     """
 
     view: Tensor
     shape: tuple[int, ...]
-    slices: tuple[slice, ...]
+    slices: tuple[slice | int, ...]
+    plus: float = 0.0
 
 
 NamedTargets = Iterator[tuple[str, WeightTarget]]
@@ -38,6 +40,6 @@ class ShardedLayer(nn.Module):
         raise NotImplementedError
 
 
-def make_whole_target(view: Tensor) -> WeightTarget:
+def make_whole_target(view: Tensor, plus: float = 0.0) -> WeightTarget:
     """Return the target of a tensor that every rank holds entirely."""
-    return WeightTarget(view, tuple(view.shape), (slice(None),) * view.dim())
+    return WeightTarget(view, tuple(view.shape), (slice(None),) * view.dim(), plus)

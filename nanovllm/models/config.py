@@ -3,12 +3,14 @@
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.layers.parallel import Parallel, Stage
 from nanovllm.models.config_keys import check_keys
+from nanovllm.models.delta_net import DeltaShape
 from nanovllm.utils.checks import quote, refuse
 from nanovllm.utils.integers import ceil_div
 
@@ -24,20 +26,25 @@ class Family:
         config_class: the name of transformers' class.
         qkv_bias, o_bias: whether the projections have biases; None: as `attention_bias` says.
         qk_norm: whether each query and key head is normed before the rotation.
+        is_hybrid: whether `layer_types` may name layers with a state per row, whose attention has a gate beside them.
     """
 
     config_class: str
     qkv_bias: bool | None
     o_bias: bool | None
     qk_norm: bool
+    is_hybrid: bool = False
 
 
+QWEN3_5 = Family("Qwen3_5TextConfig", qkv_bias=None, o_bias=None, qk_norm=True, is_hybrid=True)
 FAMILIES = {
     "Qwen3ForCausalLM": Family("Qwen3Config", qkv_bias=None, o_bias=None, qk_norm=True),
     "Qwen3MoeForCausalLM": Family("Qwen3MoeConfig", qkv_bias=None, o_bias=None, qk_norm=True),
     "Qwen2ForCausalLM": Family("Qwen2Config", qkv_bias=True, o_bias=False, qk_norm=False),
     "LlamaForCausalLM": Family("LlamaConfig", qkv_bias=None, o_bias=None, qk_norm=False),
     "MistralForCausalLM": Family("MistralConfig", qkv_bias=False, o_bias=False, qk_norm=False),
+    "Qwen3_5ForCausalLM": QWEN3_5,
+    "Qwen3_5ForConditionalGeneration": QWEN3_5,
 }
 """By architecture, as config.json names it."""
 
@@ -61,6 +68,20 @@ def _parse_int(text: str) -> int | float:
     return int(text) if abs(number) < 2**63 else number
 
 
+def take_text_config(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the part of a config.json that describes the decoder of text. In most models it is all of it.
+
+    Where a model has other parts, such as one for pictures, it is nested, and whether the LM head is tied is said
+    outside.
+    """
+    text = data.get("text_config")
+    if not isinstance(text, dict):
+        return data
+    outer = {name: data[name] for name in ("architectures", "tie_word_embeddings", "auto_map") if name in data}
+    own = ("dtype", "torch_dtype", "quantization_config", "eos_token_id")
+    return {name: data[name] for name in own if name in data} | text | outer
+
+
 def load_model_config(data: dict[str, Any], source: str) -> "PretrainedConfig":
     """Make and check the configuration that data, the content of config.json, describes.
 
@@ -72,6 +93,7 @@ def load_model_config(data: dict[str, Any], source: str) -> "PretrainedConfig":
     """
     import transformers
 
+    data = take_text_config(data)
     architectures = data.get("architectures") or []
     if not isinstance(architectures, list):
         raise ValueError(f"{source}: architectures is {quote(architectures)}; it must be a list")
@@ -115,9 +137,11 @@ def _check(config: "PretrainedConfig", source: str) -> None:
     def fail(what: str) -> None:
         raise ValueError(f"{source}: {what}")
 
+    family = find_family(config)
     kinds = set(getattr(config, "layer_types", None) or ())
     window = getattr(config, "sliding_window", None)
-    if kinds - {"full_attention", "sliding_attention"} or ("sliding_attention" in kinds and not window):
+    known = {"full_attention", "linear_attention" if family.is_hybrid else "sliding_attention"}
+    if kinds - known or ("sliding_attention" in kinds and not window):
         fail(f"layer_types {sorted(map(str, kinds))} with sliding_window {quote(window)} are not supported")
     if config.hidden_act != "silu":
         fail(f"hidden_act is {quote(config.hidden_act)}; only silu is supported")
@@ -130,9 +154,12 @@ def _check(config: "PretrainedConfig", source: str) -> None:
     for name, value in rope.items():
         if isinstance(value, float) and not math.isfinite(value):
             fail(f"{name} of the rope parameters is {value}; it must be finite")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+    if rope.get("partial_rotary_factor", 1.0) != 1.0 and not family.is_hybrid:
         fail("partial_rotary_factor other than 1 is not supported")
-    sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "intermediate_size")
+    sizes = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "intermediate_size"]
+    if family.is_hybrid:
+        sizes += ["linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"]
+        sizes += ["linear_conv_kernel_dim"]
     for name in (*sizes, "max_position_embeddings"):
         if getattr(config, name) < 1:
             fail(f"{name} is {getattr(config, name)}; it must be at least 1")
@@ -149,6 +176,36 @@ def _check(config: "PretrainedConfig", source: str) -> None:
         fail(f"{heads} attention heads cannot share {kv_heads} key-value heads evenly")
     if config.head_dim % 2:
         fail(f"head_dim is {config.head_dim}; the rotation pairs its elements, so it must be even")
+    if family.is_hybrid:
+        _check_hybrid(config, fail)
+
+
+def _check_hybrid(config: "PretrainedConfig", fail: Callable[[str], None]) -> None:
+    """Check what only a family with a state per row has."""
+    if len(config.layer_types) != config.num_hidden_layers:
+        fail(f"layer_types names {len(config.layer_types)} layers, and num_hidden_layers is {config.num_hidden_layers}")
+    dim = find_rotary_dim(config)
+    if dim % 2 or not 2 <= dim <= config.head_dim:
+        fail(f"partial_rotary_factor rotates {dim} elements of a head of {config.head_dim}; it must be an even number")
+    value_heads = config.linear_num_value_heads
+    if value_heads % config.linear_num_key_heads:
+        fail(f"{value_heads} value heads cannot share {config.linear_num_key_heads} key heads evenly")
+
+
+def find_family(config: "PretrainedConfig") -> Family:
+    """Return the family that a configuration belongs to."""
+    return next(family for family in FAMILIES.values() if family.config_class == type(config).__name__)
+
+
+def find_rotary_dim(config: "PretrainedConfig") -> int:
+    """Return how many elements of a head rotate: the first ones."""
+    return int(config.head_dim * (config.rope_parameters or {}).get("partial_rotary_factor", 1.0))
+
+
+def find_linear_layers(config: "PretrainedConfig") -> frozenset[int]:
+    """Return the indices of the layers that have a state per row in place of keys and values."""
+    kinds = getattr(config, "layer_types", None) or ()
+    return frozenset(i for i, kind in enumerate(kinds) if kind == "linear_attention")
 
 
 def find_sparse_layers(config: "PretrainedConfig") -> frozenset[int]:
@@ -201,6 +258,8 @@ class Shape:
     experts: int = 0
     experts_per_token: int = 0
     expert_intermediate: int = 0
+    delta: DeltaShape | None = None
+    """The layers that have a Gated DeltaNet in place of attention; None if the family has none."""
     has_embedding: bool = True
     """Whether the embedding and the LM head are counted; of a pipeline's stages only the first has them."""
     has_norm: bool = True
@@ -210,9 +269,11 @@ class Shape:
     def from_config(config: "PretrainedConfig", stage: Stage | None = None) -> "Shape":
         """Return the shape of the whole model, or of one stage of a pipeline."""
         stage = stage or Stage(0, config.num_hidden_layers, config.num_hidden_layers)
-        family = next(family for family in FAMILIES.values() if family.config_class == type(config).__name__)
+        family = find_family(config)
         bias = bool(getattr(config, "attention_bias", False))
-        num_sparse = len(find_sparse_layers(config).intersection(range(stage.first, stage.end)))
+        own = range(stage.first, stage.end)
+        num_sparse = len(find_sparse_layers(config).intersection(own))
+        num_linear = len(find_linear_layers(config).intersection(own))
         return Shape(
             hidden=config.hidden_size,
             layers=stage.end - stage.first,
@@ -229,6 +290,7 @@ class Shape:
             experts=config.num_experts if num_sparse else 0,
             experts_per_token=config.num_experts_per_tok if num_sparse else 0,
             expert_intermediate=config.moe_intermediate_size if num_sparse else 0,
+            delta=DeltaShape.from_config(config, num_linear) if family.is_hybrid else None,
             has_embedding=stage.is_first,
             has_norm=stage.is_last,
         )
@@ -251,6 +313,7 @@ class Shape:
             intermediate=first.shard(self.intermediate, "intermediate_size")[1],
             vocab=ceil_div(self.vocab, size),
             expert_intermediate=first.shard(self.expert_intermediate, "moe_intermediate_size")[1],
+            delta=self.delta and self.delta.shard(size),
         )
 
     @property
@@ -259,17 +322,27 @@ class Shape:
         return self.heads // self.kv_heads
 
     @property
+    def attention_layers(self) -> int:
+        """How many layers have keys and values."""
+        return self.layers - (self.delta.layers if self.delta else 0)
+
+    @property
     def matrices(self) -> tuple[tuple[int, int, int], ...]:
-        """(layers, in features, out features) of the matrices of every token: qkv, o, gate and up, down, router."""
+        """(layers, in features, out features) of the matrices of every token: qkv, o, gate and up, down, router.
+
+        Those of DeltaNet layers come last. Where a family has them, attention has a gate, as wide as the queries.
+        """
         queries = self.heads * self.head_dim
         keys = self.kv_heads * self.head_dim
         dense = self.layers - self.sparse_layers
+        gates = queries if self.delta else 0
         return (
-            (self.layers, self.hidden, queries + 2 * keys),
-            (self.layers, queries, self.hidden),
+            (self.attention_layers, self.hidden, queries + 2 * keys + gates),
+            (self.attention_layers, queries, self.hidden),
             (dense, self.hidden, 2 * self.intermediate),
             (dense, self.intermediate, self.hidden),
             (self.sparse_layers, self.hidden, self.experts),
+            *(self.delta.matrices if self.delta else ()),
         )
 
     @property
@@ -282,11 +355,16 @@ class Shape:
         matrices = sum(count * rows_in * rows_out for count, rows_in, rows_out in self.matrices)
         experts = self.sparse_layers * self.experts * self.expert_parameters
         biases = self.matrices[0][2] * self.qkv_bias + self.hidden * self.o_bias
-        vectors = self.layers * (2 * self.hidden + 2 * self.head_dim * self.qk_norm + biases)
-        vectors += self.hidden * self.has_norm
+        vectors = self.attention_layers * (2 * self.head_dim * self.qk_norm + biases)
+        vectors += self.hidden * (2 * self.layers + self.has_norm)
+        vectors += self.delta.num_vectors if self.delta else 0
         vocabulary = self.vocab * self.hidden * (1 if self.tied else 2) * self.has_embedding
         return matrices + experts + vocabulary + vectors
 
     def kv_bytes(self, itemsize: int) -> int:
         """Return the bytes of one token's keys and values, in all layers."""
-        return 2 * self.layers * self.kv_heads * self.head_dim * itemsize
+        return 2 * self.attention_layers * self.kv_heads * self.head_dim * itemsize
+
+    def row_bytes(self, itemsize: int) -> int:
+        """Return the bytes of the state of one row, in all layers; 0 for most families."""
+        return self.delta.row_bytes(itemsize) if self.delta else 0

@@ -23,12 +23,15 @@ READ = _names(
     hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim vocab_size
     hidden_act max_position_embeddings rms_norm_eps tie_word_embeddings initializer_range attention_bias mlp_bias
     sliding_window layer_types rope_parameters rope_theta partial_rotary_factor
+    linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim
     num_experts num_experts_per_tok moe_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers
     """
 )
 """The keys that the engine reads."""
 
-TRANSLATED = _names("torch_dtype rope_scaling use_sliding_window max_window_layers num_local_experts")
+TRANSLATED = _names(
+    "torch_dtype rope_scaling use_sliding_window max_window_layers num_local_experts full_attention_interval"
+)
 """The keys that transformers turns into keys that the engine reads."""
 
 HARMLESS = _names(
@@ -36,6 +39,7 @@ HARMLESS = _names(
     _name_or_path transformers_version id2label label2id num_labels problem_type return_dict
     use_cache output_attentions output_hidden_states bos_token_id pad_token_id
     attention_dropout output_router_logits router_aux_loss_coef pretraining_tp
+    attn_output_gate mamba_ssm_dtype mtp_num_hidden_layers mtp_use_dedicated_embeddings
     """
 )
 """The keys that change no logits: names, what transformers' own methods return, and what only training reads."""

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from nanovllm.backends import AttentionMetadata, Backend, KVCache
+from nanovllm.backends import AttentionMetadata, Backend, CacheSize, KVCache, LayerCache
 from nanovllm.kernels.norm_rope_store import NormRope
 from nanovllm.layers.embedding import LMHead, VocabParallelEmbedding
 from nanovllm.layers.linear import ColumnParallelLinear, Experts, Part, RowParallelLinear
 from nanovllm.layers.parallel import Parallel, Stage
 from nanovllm.layers.weights import NamedTargets, ShardedLayer, WeightTarget, make_whole_target
-from nanovllm.models.config import Shape, find_sparse_layers
+from nanovllm.models.config import Shape, find_rotary_dim, find_sparse_layers
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -29,14 +29,15 @@ def make_rotary_table(config: "PretrainedConfig", num_positions: int) -> Tensor:
     For rope types other than "default", transformers computes the frequencies.
 
     Returns:
-        float32 [num_positions, head_dim]. Each row has head_dim/2 cosines, then head_dim/2 sines.
+        float32 [num_positions, dim], where dim elements of a head rotate: dim/2 cosines, then dim/2 sines.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     rope = config.rope_parameters
     with torch.device("cpu"):  # the CPU gives the same bits wherever the model is
         if rope["rope_type"] == "default":
-            exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
+            dim = find_rotary_dim(config)
+            exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
             frequencies = 1.0 / rope["rope_theta"] ** exponents
             scaling = 1.0
         else:
@@ -45,9 +46,9 @@ def make_rotary_table(config: "PretrainedConfig", num_positions: int) -> Tensor:
         return torch.cat((angles.cos(), angles.sin()), dim=1) * scaling
 
 
-def make_norm(size: int) -> nn.Parameter:
+def make_norm(size: int, dtype: torch.dtype | None = None) -> nn.Parameter:
     """Return the weight of an RMSNorm, uninitialised."""
-    return nn.Parameter(torch.empty(size), requires_grad=False)
+    return nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False)
 
 
 class Attention(nn.Module):
@@ -76,6 +77,13 @@ class Attention(nn.Module):
         )
         self.q_norm = make_norm(dim) if whole_model.qk_norm else None
         self.k_norm = make_norm(dim) if whole_model.qk_norm else None
+        self.kv_heads = mine.kv_heads
+        self.head_dim = dim
+
+    def make_cache(self, size: CacheSize, dtype: torch.dtype, device: torch.device) -> KVCache:
+        """Return the blocks of this layer, empty."""
+        shape = (size.num_blocks, size.block_size, self.kv_heads, self.head_dim)
+        return self.backend.allocate_cache(shape, dtype, device)
 
     def forward(self, x: Tensor, cos_sin: Tensor, positions: Tensor, cache: KVCache, meta: AttentionMetadata) -> Tensor:
         """x [num_tokens, hidden] -> [num_tokens, hidden]; the tokens' keys and values are stored in the cache first."""
@@ -133,16 +141,26 @@ class Layer(nn.Module):
     """Attention and MLP. A norm comes before each of them.
 
     A layer returns x and the residual as two tensors, not as their sum. The next norm adds them in its own operator.
+
+    Attributes:
+        norm_dtype: of the weights of its norms; None for the model's.
     """
+
+    norm_dtype: torch.dtype | None = None
+    self_attn: nn.Module
 
     def __init__(self, config: "PretrainedConfig", index: int, backend: Backend, parallel: Parallel) -> None:
         super().__init__()
         self.backend = backend
         self.eps = config.rms_norm_eps
-        self.self_attn = Attention(config, backend, parallel)
+        self.self_attn = self.make_attention(config, index, parallel)
         self.mlp = (SparseMLP if index in find_sparse_layers(config) else MLP)(config, backend, parallel)
-        self.input_layernorm = make_norm(config.hidden_size)
-        self.post_attention_layernorm = make_norm(config.hidden_size)
+        self.input_layernorm = make_norm(config.hidden_size, self.norm_dtype)
+        self.post_attention_layernorm = make_norm(config.hidden_size, self.norm_dtype)
+
+    def make_attention(self, config: "PretrainedConfig", index: int, parallel: Parallel) -> nn.Module:
+        """Return this layer's attention, or what another family has in its place. It has the methods of `Attention`."""
+        return Attention(config, self.backend, parallel)
 
     def forward(
         self,
@@ -150,7 +168,7 @@ class Layer(nn.Module):
         residual: Tensor | None,
         cos_sin: Tensor,
         positions: Tensor,
-        cache: KVCache,
+        cache: LayerCache,
         meta: AttentionMetadata,
     ) -> tuple[Tensor, Tensor]:
         if residual is None:
@@ -167,8 +185,17 @@ class Decoder(nn.Module):
     """The model of one rank. Its parameters are uninitialised; the loader fills them, and checks that none is left out.
 
     A stage of a pipeline has only its own layers. `Stage` says which stage has the embedding, the head and the norm.
+
+    Attributes:
+        layer_class: of its layers. A family that differs in more than `Family` says has classes of its own.
+        norm_plus: what is added to the weights of norms when they are read. If it is 1, they stay in float32, because
+            the sum would lose bits in the model's dtype.
+        unread: how the names of tensors begin that a checkpoint may have and that the model does not read.
     """
 
+    layer_class: type[Layer] = Layer
+    norm_plus = 0.0
+    unread: tuple[str, ...] = ()
     cos_sin: Tensor
     embed_tokens: VocabParallelEmbedding | None
     lm_head: LMHead | None
@@ -183,20 +210,25 @@ class Decoder(nn.Module):
         self.embed_tokens = self.lm_head = None
         if stage.is_first:
             self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel)
-        self.layers = nn.ModuleList(Layer(config, i, backend, parallel) for i in range(stage.first, stage.end))
-        self.norm = make_norm(config.hidden_size) if stage.is_last else None
+        own = range(stage.first, stage.end)
+        self.layers = nn.ModuleList(self.layer_class(config, i, backend, parallel) for i in own)
+        self.norm = make_norm(config.hidden_size, self.layer_class.norm_dtype) if stage.is_last else None
         if self.embed_tokens is not None:
             self.lm_head = LMHead(config.vocab_size, config.hidden_size, parallel)
             if self.tied:
                 self.lm_head.weight = self.embed_tokens.weight
-        cos_sin = make_rotary_table(config, max_model_len).to(next(self.layers.parameters()).device)
+        cos_sin = self.make_angles(config, max_model_len).to(next(self.layers.parameters()).device)
         self.register_buffer("cos_sin", cos_sin, persistent=False)
+
+    def make_angles(self, config: "PretrainedConfig", num_positions: int) -> Tensor:
+        """Return cosines and sines for the heads as the model stores them, float32 [num_positions, head_dim]."""
+        return make_rotary_table(config, num_positions)
 
     def forward(
         self,
         token_ids: Tensor,
         positions: Tensor,
-        caches: list[KVCache],
+        caches: list[LayerCache],
         meta: AttentionMetadata,
         x: Tensor | None = None,
     ) -> Tensor:
@@ -246,7 +278,10 @@ class Decoder(nn.Module):
                 found = module.weight_targets(name_there, names)
             else:
                 parameters = module.named_parameters(recurse=False)
-                found = ((f"{name_there}.{name}.weight", make_whole_target(value)) for name, value in parameters)
+                found = (
+                    (f"{name_there}.{name}.weight", make_whole_target(value, self.norm_plus))
+                    for name, value in parameters
+                )
             for name, target in found:
                 yield path, name, target
 

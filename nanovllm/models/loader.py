@@ -1,5 +1,6 @@
 """Fills a model from safetensors, and proves that every parameter was filled."""
 
+import logging
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ from nanovllm.utils.pinned import PinnedCopier
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+logger = logging.getLogger(__name__)
 
 DTYPES = ("F64", "F32", "F16", "BF16")
 
@@ -94,6 +97,10 @@ def load_weights(
     if missing := targets.keys() - found:
         raise ValueError(f"{folder} lacks {len(missing)} tensors: {name_some(missing)}")
     elsewhere = {name for name in found if model.belongs_elsewhere(name)}
+    if unread := {name for name in found if name.startswith(model.unread)}:
+        elsewhere |= unread
+        if show_progress:
+            logger.info("%s: %d tensors are not read: %s", folder, len(unread), name_some(unread))
     # Some checkpoints hold a tied head, too.
     if unexpected := found - targets.keys() - elsewhere - {"lm_head.weight"}:
         raise ValueError(f"{folder} has {len(unexpected)} tensors that the model does not: {name_some(unexpected)}")
@@ -125,10 +132,14 @@ def find_names(files: Iterable[Path]) -> set[str]:
 
 
 def name_canonically(names: Iterable[str]) -> dict[str, str]:
-    """Return {name: the name that the model knows it by}. A checkpoint without an LM head has no "model." there."""
+    """Return {name: the name that the model knows it by}. A checkpoint without an LM head has no "model." there.
+
+    In a checkpoint that has other parts, such as one for pictures, "language_model." stands before the names as well.
+    """
     names = list(names)
     prefix = "" if any(name.startswith("model.") for name in names) else "model."
-    return {name: name if name.startswith("lm_head.") else prefix + name for name in names}
+    canonical = {name: name if name.startswith("lm_head.") else prefix + name for name in names}
+    return {name: own.replace("model.language_model.", "model.", 1) for name, own in canonical.items()}
 
 
 def has_lm_head(config: "PretrainedConfig", folder: Path | None) -> bool:
@@ -164,6 +175,8 @@ def _fill(target: WeightTarget, source: Any, what: str, copy: Callable[[Tensor, 
         raise ValueError(f"{what} has shape {list(shape)}; config.json asks for {list(target.shape)}")
     if target.view.dim() < 3:
         copy(target.view, source[target.slices])
+        if target.plus:
+            target.view.add_(target.plus)
         return
     for i, matrix in enumerate(target.view):  # one expert at a time: a tensor that is read is in memory twice
         copy(matrix, source[i, *target.slices[1:]])

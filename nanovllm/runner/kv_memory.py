@@ -8,12 +8,9 @@ import torch
 
 from nanovllm.config import ResolvedConfig
 from nanovllm.utils.integers import ceil_div
-from nanovllm.utils.memory import free_memory
+from nanovllm.utils.memory import cpu_cache_budget, free_memory
 
 logger = logging.getLogger(__name__)
-
-CPU_CACHE_LIMIT = 4 << 30
-"""Bytes that the cache takes on a CPU at most, where the user does not say."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +23,7 @@ class GpuMemory:
         weights: parameters and tables.
         activations: the most that a step of max_num_batched_tokens adds, sampling included.
         graphs: kept by the captured graphs.
+        states: of all rows, in models that keep a state for each.
     """
 
     total: int
@@ -33,21 +31,25 @@ class GpuMemory:
     weights: int
     activations: int
     graphs: int
+    states: int = 0
 
     def left_for_cache(self, utilization: float, ranks: int = 1) -> int:
         """Return the bytes that are left for one rank's cache; negative if the rest takes more than it may.
 
         Args:
             utilization: the part of the GPU's memory that may be used, from 0 to 1.
-            ranks: how many share the GPU. `others` has their weights, but not their activations and graphs.
+            ranks: how many share the GPU. `others` has their weights, but not the rest.
         """
-        left = int(self.total * utilization) - self.others - self.weights - ranks * (self.activations + self.graphs)
+        rest = self.activations + self.graphs + self.states
+        left = int(self.total * utilization) - self.others - self.weights - ranks * rest
         return left // ranks
 
     def describe(self) -> str:
         """Return all uses in GiB, as one line for the log."""
         others = {"CUDA and other processes": self.others}
         parts = {"weights": self.weights, "activations": self.activations, "graphs": self.graphs, **others}
+        if self.states:
+            parts["states"] = self.states
         return ", ".join(f"{name} {value / 2**30:.2f} GiB" for name, value in parts.items())
 
 
@@ -71,7 +73,12 @@ def check_free_memory(num_bytes: int, device: torch.device, what: str, advice: s
 
 
 def count_blocks(
-    config: ResolvedConfig, block_bytes: int, device: torch.device, ranks: int, measure: Callable[[], GpuMemory]
+    config: ResolvedConfig,
+    block_bytes: int,
+    state_bytes: int,
+    device: torch.device,
+    ranks: int,
+    measure: Callable[[], GpuMemory],
 ) -> int:
     """Return how many blocks a rank's cache gets: num_kvcache_blocks, else as many as kvcache_memory_bytes hold.
 
@@ -79,6 +86,7 @@ def count_blocks(
     a quarter of the free memory, at most 4 GiB, and at most what max_num_seqs sequences of max_model_len need.
 
     Args:
+        state_bytes: of all rows on one rank; 0 for models without states.
         ranks: how many share the device.
         measure: measures a GPU's memory; called only if it is needed.
 
@@ -89,6 +97,7 @@ def count_blocks(
     def check_fits(num_bytes: int, option: str) -> None:
         check_free_memory(ranks * num_bytes, device, "the KV cache", f"lower {option}")
 
+    check_free_memory(ranks * state_bytes, device, f"the states of {config.max_num_seqs} rows", "lower max_num_seqs")
     if config.num_kvcache_blocks is not None:
         check_pool(config.num_kvcache_blocks, config.block_size, config.max_model_len)
         check_fits(config.num_kvcache_blocks * block_bytes, "num_kvcache_blocks")
@@ -101,7 +110,8 @@ def count_blocks(
         budget = memory.left_for_cache(config.gpu_memory_utilization, ranks)
     else:
         most = config.max_num_seqs * config.max_blocks_per_seq * block_bytes
-        budget = min(min(free_memory() // 4, CPU_CACHE_LIMIT) // ranks, most)
+        room = cpu_cache_budget() // ranks
+        budget = min(max(room - state_bytes, room // 2), most)
     return blocks_that_fit(budget, block_bytes, config.block_size, config.max_model_len)
 
 

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanovllm.backends import BACKENDS, AttentionMetadata, KVCache
+from nanovllm.backends import BACKENDS, AttentionMetadata, KVCache, LayerCache
 from nanovllm.config import ResolvedConfig
 from nanovllm.engine.hooks import StepEdits
 from nanovllm.engine.plan import NUM_PER_SEQ, IntArray, StepPlan
@@ -18,6 +18,7 @@ from nanovllm.kernels.step_inputs import PlannedRows, StepInputs
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.config import Shape
 from nanovllm.models.decoder import Decoder
+from nanovllm.models.families import make_decoder
 from nanovllm.runner.cuda_graphs import CudaGraphs, smallest_that_holds
 from nanovllm.runner.device import DeviceTables, Staging
 from nanovllm.runner.kv_memory import check_free_memory
@@ -73,7 +74,7 @@ class ModelRunner:
         # It is the first attribute, because Python deletes attributes in order. If a runner is deleted without close(),
         # its graphs must go before the process group (in `parallel`) that they use.
         self.graphs: CudaGraphs | None = None
-        self.caches: list[KVCache] = []  # startup.py fills it, and `graphs`, after the model is loaded
+        self.caches: list[LayerCache] = []  # startup.py fills it, and `graphs`, after the model is loaded
         self.draft: ModelRunner | None = None  # runs the draft model; load.py sets it if there is one
         self.config = config
         self.parallel = parallel
@@ -175,8 +176,10 @@ class ModelRunner:
             slot_mapping=inputs.slots,
             query_lens_cpu=None if plan is None else plan.num_scheduled,
             seq_lens_cpu=None if plan is None else plan.num_computed + plan.num_scheduled,
+            rows=planned.rows,
         )
-        metadata = self.backend.prepare_attention(metadata, self.caches[0], self.shape.heads)
+        if (cache := next((cache for cache in self.caches if isinstance(cache, KVCache)), None)) is not None:
+            metadata = self.backend.prepare_attention(metadata, cache, self.shape.heads)
         return inputs, self.model(inputs.token_ids, inputs.positions, self.caches, metadata, x)
 
     # ---- steps that only decode, with CUDA graphs
@@ -265,7 +268,7 @@ class ModelRunner:
         num_bytes = self.shape.num_parameters * self.dtype.itemsize
         check_free_memory(num_bytes, self.device, "the weights", "choose a smaller model, or a smaller dtype")
         with torch.device(self.device), default_dtype(self.dtype):
-            self.model = Decoder(self.hf_config, self.backend, self.parallel, self.config.max_model_len)
+            self.model = make_decoder(self.hf_config, self.backend, self.parallel, self.config.max_model_len)
         self.backend.prepare_weights(self.model.parameters())
         self._read_weights(self.model)
         self.backend.pack_weights(self.model.modules())

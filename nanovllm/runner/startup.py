@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from nanovllm.backends import KVCache
+from nanovllm.backends import CacheSize, LayerCache
 from nanovllm.engine.plan import StepPlan
 from nanovllm.kernels.edit_logits import MaskAndPenalties
 from nanovllm.kernels.grouped_linear import TILES
@@ -46,7 +46,8 @@ def make_cache(runner: ModelRunner) -> int:
         compile_kernels(runner)
         block_bytes = count_block_bytes(runner)
         ranks = runner.parallel.ranks_per_device
-        num_blocks = count_blocks(config, block_bytes, runner.device, ranks, lambda: measure_memory(runner))
+        states = count_state_bytes(runner)
+        num_blocks = count_blocks(config, block_bytes, states, runner.device, ranks, lambda: measure_memory(runner))
         num_blocks = runner.parallel.minimum(num_blocks)
         num_gib = num_blocks * block_bytes / 2**30
         num_tokens = num_blocks * config.block_size
@@ -73,11 +74,15 @@ def count_block_bytes(runner: ModelRunner) -> int:
     return own + (count_block_bytes(runner.draft) if runner.draft is not None else 0)
 
 
-def make_caches(runner: ModelRunner, num_blocks: int) -> list[KVCache]:
-    """Return the cache of each layer."""
-    shape = (num_blocks, runner.config.block_size, runner.shape.kv_heads, runner.shape.head_dim)
-    allocate = runner.backend.allocate_cache
-    return [allocate(shape, runner.dtype, runner.device) for _ in range(runner.shape.layers)]
+def count_state_bytes(runner: ModelRunner) -> int:
+    """Return the bytes of the states of all rows on this rank, that of padding included; 0 for most models."""
+    return runner.shape.row_bytes(runner.dtype.itemsize) * (runner.config.max_num_seqs + 1)
+
+
+def make_caches(runner: ModelRunner, num_blocks: int) -> list[LayerCache]:
+    """Return the cache of each layer: blocks for keys and values, or a state for each row."""
+    size = CacheSize(num_blocks, runner.config.block_size, runner.config.max_num_seqs + 1)
+    return [layer.self_attn.make_cache(size, runner.dtype, runner.device) for layer in runner.model.layers]
 
 
 def make_graphs(runner: ModelRunner) -> CudaGraphs:
@@ -130,8 +135,8 @@ def launch_steps(runner: ModelRunner) -> None:
         plans.append(StepPlan.largest(config.max_num_seqs, num_tokens, config.max_model_len))
     # A few kernels know the next power of two of the batch size, 256 or more.
     sizes = {1, config.max_num_seqs, *(2**i for i in range(9, config.max_num_seqs.bit_length()))}
-    with keep_one_layer_of_each_kind(runner.model) as num_layers:
-        runner.caches = make_caches(runner, 1)[:num_layers]
+    with keep_one_layer_of_each_kind(runner.model):
+        runner.caches = make_caches(runner, 1)
         for plan in plans:
             unscored = replace(plan, num_scored=np.zeros_like(plan.num_scored), targets=plan.targets[:0])
             runner.compute(unscored, runner.staging.buffer[: unscored.head_size])
@@ -161,15 +166,13 @@ def launch_logits_kernels(runner: ModelRunner) -> None:
 
 
 @contextmanager
-def keep_one_layer_of_each_kind(model: Decoder) -> Iterator[int]:
-    """Within, the model has one dense layer and one with experts, as far as it has both: they launch every kernel.
-
-    Gives the number of layers.
-    """
+def keep_one_layer_of_each_kind(model: Decoder) -> Iterator[None]:
+    """Within, the model has one layer of each kind, such as a dense one and one with experts: they launch every
+    kernel."""
     layers = model.layers
-    model.layers = nn.ModuleList({type(layer.mlp): layer for layer in layers}.values())
+    model.layers = nn.ModuleList({(type(layer.self_attn), type(layer.mlp)): layer for layer in layers}.values())
     try:
-        yield len(model.layers)
+        yield
     finally:
         model.layers = layers
 
@@ -181,12 +184,13 @@ def measure_memory(runner: ModelRunner) -> GpuMemory:
     total = torch.cuda.mem_get_info(runner.device)[1]
     weights = torch.cuda.memory_allocated(runner.device)
     runner.caches = make_caches(runner, 1)
-    activations = _measure_largest_step(runner) - weights
+    states = count_state_bytes(runner)
+    activations = _measure_largest_step(runner) - weights - states
     graphs = _measure_graphs(runner) if runner.config.use_graphs else 0
     runner.caches = []
     torch.cuda.empty_cache()
     runner.parallel.minimum(0)  # ranks on the same GPU have given back their activations, too
-    return GpuMemory(total, measure_others(runner.device), weights, activations, graphs)
+    return GpuMemory(total, measure_others(runner.device), weights, activations, graphs, states)
 
 
 def _measure_largest_step(runner: ModelRunner) -> int:

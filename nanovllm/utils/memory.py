@@ -13,6 +13,13 @@ CGROUPS = Path("/sys/fs/cgroup")
 ROOM = 256 << 20
 """Bytes that libraries take beside weights and KV cache, for example for the stacks of their threads. Where a limit
 leaves less, they may end the process: tokenizers did so with 60 MiB."""
+CPU_CACHE_LIMIT = 4 << 30
+"""Bytes that the KV cache takes on a CPU at most, where the user does not say."""
+
+
+def cpu_cache_budget() -> int:
+    """Return the bytes that the KV cache takes on a CPU, where the user does not say: other programs run there, too."""
+    return min(free_memory() // 4, CPU_CACHE_LIMIT)
 
 
 def free_memory() -> int:

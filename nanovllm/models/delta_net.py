@@ -1,0 +1,156 @@
+"""Gated DeltaNet (Yang et al. 2024, https://arxiv.org/abs/2412.06464): attention with a state of a fixed size.
+
+The state of a sequence does not grow with its length, so it lives in a row of a tensor and needs no blocks.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm.backends import AttentionMetadata, Backend, CacheSize, RowState
+from nanovllm.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
+from nanovllm.layers.parallel import Parallel
+from nanovllm.layers.weights import NamedTargets, ShardedLayer, WeightTarget, make_whole_target
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True)
+class DeltaShape:
+    """The sizes of the DeltaNet layers of a model, or of one rank's share of them, and what follows from them.
+
+    Each key head serves value_heads / key_heads value heads.
+    """
+
+    layers: int
+    hidden: int
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+
+    @staticmethod
+    def from_config(config: "PretrainedConfig", layers: int) -> "DeltaShape":
+        return DeltaShape(
+            layers=layers,
+            hidden=config.hidden_size,
+            key_heads=config.linear_num_key_heads,
+            value_heads=config.linear_num_value_heads,
+            key_dim=config.linear_key_head_dim,
+            value_dim=config.linear_value_head_dim,
+            conv_width=config.linear_conv_kernel_dim,
+        )
+
+    def shard(self, size: int) -> "DeltaShape":
+        """Return each rank's share; ValueError if so many ranks cannot share the heads evenly."""
+        first = Parallel(0, size)
+        key_heads = first.shard(self.key_heads, "linear_num_key_heads")[1]
+        value_heads = first.shard(self.value_heads, "linear_num_value_heads")[1]
+        return replace(self, key_heads=key_heads, value_heads=value_heads)
+
+    @property
+    def keys(self) -> int:
+        """The elements of a token's keys, which are those of its queries, too."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def values(self) -> int:
+        return self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """What the convolution reads of a token: queries, keys and values."""
+        return 2 * self.keys + self.values
+
+    @property
+    def matrices(self) -> tuple[tuple[int, int, int], ...]:
+        """(layers, in features, out features) of the matrices of every token."""
+        inner = self.channels + self.values + 2 * self.value_heads
+        return ((self.layers, self.hidden, inner), (self.layers, self.values, self.hidden))
+
+    @property
+    def num_vectors(self) -> int:
+        """How many parameters are in no matrix."""
+        return self.layers * (self.channels * self.conv_width + 2 * self.value_heads + self.value_dim)
+
+    def row_bytes(self, itemsize: int) -> int:
+        """Return the bytes of a row's state, in all layers. `itemsize` is that of the model's dtype."""
+        conv = (self.conv_width - 1) * self.channels * itemsize
+        return self.layers * (conv + self.value_heads * self.key_dim * self.value_dim * 4)
+
+
+class DeltaNet(ShardedLayer):
+    """A convolution over the last tokens, the gated delta rule, and a gated norm. The ranks share the heads.
+
+    It stands in a layer where others have attention. In a checkpoint it is called linear_attn.
+    """
+
+    def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel) -> None:
+        super().__init__()
+        self.backend = backend
+        self.eps = config.rms_norm_eps
+        self.whole = whole = DeltaShape.from_config(config, 1)
+        self.shape = mine = whole.shard(parallel.size)
+        self.rank = parallel.rank
+        self.sections = ((0, mine.keys), (whole.keys, mine.keys), (2 * whole.keys, mine.values))
+        """(first row of the checkpoint's tensor, rows of this rank) of queries, keys and values."""
+        parts = [
+            Part("in_proj_qkv", whole.channels, first + self.rank * count, count) for first, count in self.sections
+        ]
+        parts.append(Part("in_proj_z", whole.values, self.rank * mine.values, mine.values))
+        for name in ("in_proj_b", "in_proj_a"):
+            parts.append(Part(name, whole.value_heads, self.rank * mine.value_heads, mine.value_heads))
+        self.in_proj = ColumnParallelLinear(config.hidden_size, parts, bias=False)
+        self.conv = self._make(mine.conv_width, mine.channels)
+        self.a_log = self._make(mine.value_heads, dtype=torch.float32)
+        self.dt_bias = self._make(mine.value_heads, dtype=torch.float32)
+        self.norm = self._make(mine.value_dim)
+        self.out_proj = RowParallelLinear(whole.values, config.hidden_size, False, parallel, "out_proj")
+
+    @staticmethod
+    def _make(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+        return nn.Parameter(torch.empty(*shape, dtype=dtype), requires_grad=False)
+
+    def make_cache(self, size: CacheSize, dtype: torch.dtype, device: torch.device) -> RowState:
+        """Return the states of all rows. They may hold anything: a sequence's first step reads none of it."""
+        mine = self.shape
+        return RowState(
+            conv=torch.empty(size.num_rows, mine.conv_width - 1, mine.channels, dtype=dtype, device=device),
+            recurrent=torch.empty(
+                size.num_rows, mine.value_heads, mine.key_dim, mine.value_dim, dtype=torch.float32, device=device
+            ),
+        )
+
+    def forward(
+        self, x: Tensor, cos_sin: Tensor, positions: Tensor, state: RowState, meta: AttentionMetadata
+    ) -> Tensor:
+        """x [num_tokens, hidden] -> [num_tokens, hidden]; the states of the step's rows are carried on.
+
+        Args:
+            cos_sin, positions: not used: the order of the tokens is all that it knows of their positions.
+        """
+        mine = self.shape
+        sizes = [mine.channels, mine.values, 2 * mine.value_heads]
+        qkv, z, gates = self.in_proj(x).split(sizes, dim=1)
+        qkv = self.backend.causal_conv(qkv, self.conv, state.conv, meta)
+        out = self.backend.gated_delta(qkv, gates, self.a_log, self.dt_bias, state.recurrent, meta)
+        return self.out_proj(self.backend.gated_rms_norm(out, z, self.norm, self.eps))  # type: ignore[no-any-return]
+
+    def weight_targets(self, path: str, names: Collection[str]) -> NamedTargets:
+        whole = self.whole
+        shape = (whole.channels, 1, whole.conv_width)
+        offset = 0
+        for first, count in self.sections:
+            rows = slice(first + self.rank * count, first + (self.rank + 1) * count)
+            view = self.conv[:, offset : offset + count].t()
+            yield f"{path}.conv1d.weight", WeightTarget(view, shape, (rows, 0, slice(None)))
+            offset += count
+        heads = slice(self.rank * self.shape.value_heads, (self.rank + 1) * self.shape.value_heads)
+        yield f"{path}.A_log", WeightTarget(self.a_log, (whole.value_heads,), (heads,))
+        yield f"{path}.dt_bias", WeightTarget(self.dt_bias, (whole.value_heads,), (heads,))
+        yield f"{path}.norm.weight", make_whole_target(self.norm)
