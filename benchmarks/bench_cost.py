@@ -1,14 +1,15 @@
 """Computes the least that a workload costs: bytes and FLOPs of every step, and the machine's rates. For bench.py.
 
 The floor of a step is the sum over its operators of the larger of (bytes / bandwidth) and (FLOPs / matmul rate). It
-counts every byte once: weights, activations in and out, keys and values read and written, one read of the logits. It
-assumes that operators do not overlap and that no cache keeps weights between steps. Launches and host work are free.
+counts every byte once: weights, activations in and out, keys and values (and the states of layers that have one in
+their place) read and written, one read of the logits. It assumes that operators do not overlap and that no cache keeps
+weights between steps. Launches and host work are free.
 """
 
 import functools
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -55,7 +56,7 @@ class Model:
         return 2 * (self.matrix_parameters + self.shape.vocab * self.shape.hidden)
 
     def describe(self) -> dict[str, Any]:
-        return vars(self.shape) | {
+        return asdict(self.shape) | {
             "itemsize": self.itemsize,
             "weight_itemsize": self.weight_itemsize,
             "parameters": self.shape.num_parameters,
@@ -122,7 +123,12 @@ def step_cost(model: Model, machine: Machine, work: Iterable[tuple[int, int]], n
     # A query reads the keys up to its own: computed + 1, ..., computed + scheduled.
     keys_read = sum(computed + scheduled for computed, scheduled in sequences)
     keys_met = sum(scheduled * computed + scheduled * (scheduled + 1) // 2 for computed, scheduled in sequences)
-    operator((keys_read + n) * model.kv_bytes_per_token, 4 * shape.layers * shape.heads * shape.head_dim * keys_met)
+    flops = 4 * shape.attention_layers * shape.heads * shape.head_dim * keys_met
+    operator((keys_read + n) * model.kv_bytes_per_token, flops)
+    if shape.delta is not None:
+        # A step reads and writes the state of each of its sequences once. A token takes four products with it.
+        state = shape.delta.value_heads * shape.delta.key_dim * shape.delta.value_dim
+        operator(2 * len(sequences) * shape.row_bytes(size), 8 * n * shape.delta.layers * state)
     return total
 
 

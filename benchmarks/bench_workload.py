@@ -12,7 +12,7 @@ import torch
 from nanovllm.backends import Backend
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.config import load_model_config
-from nanovllm.models.decoder import Decoder
+from nanovllm.models.families import make_decoder
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ def write_checkpoint(config: dict[str, Any], dtype: torch.dtype, folder: Path, s
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     with torch.device("meta"):
-        model = Decoder(load_model_config(config, "the shape"), Backend(), Parallel(), 1)
+        model = make_decoder(load_model_config(config, "the shape"), Backend(), Parallel(), 1)
     tensors = {
         name: (torch.zeros if name.endswith(".bias") else torch.ones)(target.shape, dtype=dtype)
         if len(target.shape) == 1

@@ -302,7 +302,7 @@ def _read_engine_config(options: argparse.Namespace) -> EngineConfig:
 def _add_engine_option(parser: Any, name: str) -> None:
     """Add an option of EngineConfig, with its help text. EngineConfig gives options that are absent their defaults."""
     field = _ENGINE_FIELDS[name]
-    if field.type is bool:
+    if field.type in (bool, bool | None):
         kind: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
     else:
         type_, metavar = _TYPES[str(field.type)]

@@ -57,7 +57,7 @@ class Adapter:
         self._copies: dict[str, Tensor] = {}
         """{name of a checkpoint's tensor: its copy}. PEFT saves embedding and head beside an adapter of the head."""
         for name in tensors:
-            own = name.removeprefix(PREFIX)
+            own = name.removeprefix(PREFIX).replace("model.language_model.", "model.", 1)
             if own.replace(".base_layer.", ".") in COPIED:
                 self._copies[own.replace(".base_layer.", ".")] = tensors[name]
                 continue

@@ -35,9 +35,9 @@ class TorchBackend(Backend):
         return KVCache(zeros(), zeros())
 
     def pack_weights(self, modules: Iterable[nn.Module]) -> None:
-        modules = list(modules)
-        if OneDnnMatrix.is_supported(next(module.weight for module in modules if isinstance(module, MatrixModule))):
-            pack_matrices(modules, OneDnnMatrix)
+        matrices = [module for module in modules if isinstance(module, MatrixModule)]
+        if matrices and OneDnnMatrix.is_supported(matrices[0].weight):
+            pack_matrices(matrices, OneDnnMatrix)
 
 
 class OneDnnMatrix:

@@ -24,6 +24,8 @@ _SHAPES = {
     "Qwen/Qwen3-32B": (5120, 64, 64, 8, 25600, 128, 151936, False),
     "Qwen/Qwen3-30B-A3B": (2048, 48, 32, 4, 6144, 128, 151936, False),
     "Qwen/Qwen3-235B-A22B": (4096, 94, 64, 4, 12288, 128, 151936, False),
+    "Qwen/Qwen3.5-0.8B": (1024, 24, 8, 2, 3584, 256, 248320, True),
+    "Qwen/Qwen3.5-4B": (2560, 32, 16, 4, 9216, 256, 248320, True),
     "Qwen/Qwen2.5-0.5B": (896, 24, 14, 2, 4864, 64, 151936, True),
     "Qwen/Qwen2.5-1.5B": (1536, 28, 12, 2, 8960, 128, 151936, True),
     "Qwen/Qwen2.5-3B": (2048, 36, 16, 2, 11008, 128, 151936, True),
@@ -41,6 +43,8 @@ _SHAPES = {
 }
 _EXPERTS = {"Qwen/Qwen3-30B-A3B": 768, "Qwen/Qwen3-235B-A22B": 1536}
 """The intermediate size of an expert, in models of 128 experts a layer."""
+_VALUE_HEADS = {"Qwen/Qwen3.5-0.8B": 16, "Qwen/Qwen3.5-4B": 32}
+"""The value heads of a DeltaNet layer, in models of which three of four layers are such. Each has 16 key heads."""
 
 
 def _llama3(factor: float) -> dict[str, Any]:
@@ -55,9 +59,11 @@ def _llama3(factor: float) -> dict[str, Any]:
 
 
 _THETA = {"rope_type": "default", "rope_theta": 1000000.0}
+_PARTIAL = {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25}
 _FAMILIES: dict[str, tuple[str, str, int, float, dict[str, Any], int]] = {
     # beginning of the id: architecture, model_type, max_position_embeddings, rms_norm_eps, rope, eos_token_id
     "Qwen/Qwen3-": ("Qwen3ForCausalLM", "qwen3", 40960, 1e-6, _THETA, 151645),
+    "Qwen/Qwen3.5-": ("Qwen3_5ForCausalLM", "qwen3_5_text", 262144, 1e-6, _PARTIAL, 248044),
     "Qwen/Qwen2.5-": ("Qwen2ForCausalLM", "qwen2", 32768, 1e-6, _THETA, 151645),
     "meta-llama/Llama-2-": ("LlamaForCausalLM", "llama", 4096, 1e-5, {**_THETA, "rope_theta": 10000.0}, 2),
     "meta-llama/Llama-3.1-": ("LlamaForCausalLM", "llama", 131072, 1e-5, _llama3(8.0), 128001),
@@ -74,15 +80,20 @@ def preset_config(name: str) -> dict[str, Any]:
     model = PRESETS[name]
     family = next(values for beginning, values in _FAMILIES.items() if model.startswith(beginning))
     architecture, model_type, max_position, eps, rope, eos = family
-    experts: dict[str, Any] = {}
+    more: dict[str, Any] = {}
     if model in _EXPERTS:
         architecture = "Qwen3MoeForCausalLM"
         model_type = "qwen3_moe"
-        experts = {"moe_intermediate_size": _EXPERTS[model], "num_experts": 128, "num_experts_per_tok": 8}
-        experts |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+        more = {"moe_intermediate_size": _EXPERTS[model], "num_experts": 128, "num_experts_per_tok": 8}
+        more |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    if model in _VALUE_HEADS:
+        more = {"linear_num_value_heads": _VALUE_HEADS[model], "linear_num_key_heads": 16, "full_attention_interval": 4}
+        more |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4}
+    else:
+        more["sliding_window"] = None
     return (
         dict(zip(_COLUMNS, _SHAPES[model], strict=True))
-        | experts
+        | more
         | {
             "architectures": [architecture],
             "model_type": model_type,
@@ -90,7 +101,6 @@ def preset_config(name: str) -> dict[str, Any]:
             "rms_norm_eps": eps,
             "rope_parameters": rope,
             "hidden_act": "silu",
-            "sliding_window": None,
             "torch_dtype": "bfloat16",
             "eos_token_id": eos,
         }

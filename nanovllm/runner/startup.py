@@ -2,9 +2,10 @@
 
 import gc
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -82,7 +83,8 @@ def count_state_bytes(runner: ModelRunner) -> int:
 def make_caches(runner: ModelRunner, num_blocks: int) -> list[LayerCache]:
     """Return the cache of each layer: blocks for keys and values, or a state for each row."""
     size = CacheSize(num_blocks, runner.config.block_size, runner.config.max_num_seqs + 1)
-    return [layer.self_attn.make_cache(size, runner.dtype, runner.device) for layer in runner.model.layers]
+    layers: Iterable[Any] = runner.model.layers
+    return [layer.self_attn.make_cache(size, runner.dtype, runner.device) for layer in layers]
 
 
 def make_graphs(runner: ModelRunner) -> CudaGraphs:

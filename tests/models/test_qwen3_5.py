@@ -1,14 +1,22 @@
 """Qwen3.5, whose layers are Gated DeltaNets and gated attention, says token for token what transformers says."""
 
+import json
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.tiny import CROWDED, draw_prompts, greedy, save_random
-from transformers import PreTrainedModel, Qwen3_5ForCausalLM
+from helpers.tiny import CROWDED, VOCAB_SIZE, draw_prompts, logits_of, save_random
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel, Qwen3_5Config, Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.backends import RowState
+from nanovllm.config import EngineConfig
+from nanovllm.estimate import estimate, read_config
+from nanovllm.resolve import fit_rows
 
 TINY: dict[str, Any] = {
     "num_hidden_layers": 4,
@@ -34,24 +42,223 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "attention_bias": True,
     },
 }
-GREEDY = {"temperature": 0, "ignore_eos": True}
+OPTIONS = {**CROWDED, "max_model_len": 320, "num_kvcache_blocks": 24}
+LENGTHS = [1, 2, 3, 4, 5, 17, 63, 64, 65, 90, 130, 300]
+
+
+def draw_weights(model: PreTrainedModel) -> None:
+    """Let some heads remember hundreds of tokens, and others a few."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.uniform_(-6, 0.5)
 
 
 def save(folder: Path, **changes: Any) -> PreTrainedModel:
     model = save_random(folder, model_class=Qwen3_5ForCausalLM, **TINY | changes)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("A_log"):
-                parameter.uniform_(-6, 0.5)  # some heads remember hundreds of tokens, others a few
+    draw_weights(model)
     model.save_pretrained(folder)
     return model
+
+
+def say(llm: LLM, prompts: list[list[int]], count: int = 12, **params: Any) -> list[list[int]]:
+    asked = SamplingParams(temperature=0, ignore_eos=True, max_tokens=count, **params)
+    return [output["token_ids"] for output in llm.generate(prompts, asked, use_tqdm=False)]
+
+
+def check_greedy(model: PreTrainedModel, prompts: list[list[int]], answers: list[list[int]]) -> None:
+    """Fail unless every token of every answer is transformers' likeliest after those before it."""
+    for prompt, answer in zip(prompts, answers, strict=True):
+        logits = logits_of(model, prompt + answer)
+        assert answer == logits[len(prompt) - 1 : -1].argmax(1).tolist(), len(prompt)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("hybrid")
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> PreTrainedModel:
+    return save(folder)
 
 
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
 def test_tokens_are_transformers(changes: dict[str, Any], tmp_path: Path) -> None:
     model = save(tmp_path, **changes)
-    prompts = draw_prompts([1, 2, 3, 4, 5, 15, 16, 17, 70, 100, 90, 80])
-    with LLM(tmp_path, **CROWDED | {"num_kvcache_blocks": 12}) as llm:
-        outputs = llm.generate(prompts, SamplingParams(max_tokens=30, **GREEDY), use_tqdm=False)
+    prompts = draw_prompts(LENGTHS)
+    with LLM(tmp_path, **OPTIONS) as llm:
+        answers = say(llm, prompts, 30)
         assert llm.stats()["num_preemptions"]
-    assert [output["token_ids"] for output in outputs] == [greedy(model, prompt, 30) for prompt in prompts]
+    check_greedy(model, prompts, answers)
+
+
+@pytest.mark.parametrize("budget", [1, 7, 64])
+def test_chunks_of_any_length_carry_the_state_on(budget: int, folder: Path, model: PreTrainedModel) -> None:
+    prompts = draw_prompts([1, 6, 7, 8, 65, 100], seed=budget)
+    with LLM(folder, **OPTIONS | {"max_num_batched_tokens": budget}) as llm:
+        answers = say(llm, prompts)
+    check_greedy(model, prompts, answers)
+
+
+def test_a_new_owner_finds_nothing_of_the_last_one(folder: Path, model: PreTrainedModel) -> None:
+    """One row serves all prompts in turn, and before the first one its state holds what is no number."""
+    prompts = draw_prompts([1, 1, 40, 2, 70])
+    with LLM(folder, **OPTIONS | {"max_num_seqs": 1}) as llm:
+        states = [cache for cache in llm.engine.runner.caches if isinstance(cache, RowState)]  # type: ignore[attr-defined]
+        for state in states:
+            state.conv.fill_(torch.nan)
+            state.recurrent.fill_(torch.nan)
+        assert len(states) == 3 and {len(state.conv) for state in states} == {2}
+        answers = say(llm, prompts)
+    check_greedy(model, prompts, answers)
+
+
+def test_scores_are_within_a_thousandth_of_transformers(folder: Path, model: PreTrainedModel) -> None:
+    prompts = draw_prompts([2, 30, 200])
+    with LLM(folder, **OPTIONS) as llm:
+        outputs = llm.generate(prompts, SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+        scores = llm.score(prompts, [[1, 2, 3]] * 3, use_tqdm=False)
+    for prompt, output, score in zip(prompts, outputs, scores, strict=True):
+        expected = logits_of(model, [*prompt, 1, 2, 3]).log_softmax(1)
+        ours = [float(entry[token]) for token, entry in zip(prompt[1:], output["prompt_logprobs"][1:], strict=True)]
+        theirs = expected[: len(prompt) - 1].gather(1, torch.tensor(prompt[1:])[:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(ours), theirs, atol=1e-3, rtol=0)
+        total = sum(expected[len(prompt) - 1 + i, token].item() for i, token in enumerate([1, 2, 3]))
+        assert score["logprob"] == pytest.approx(total, abs=3e-3)
+
+
+def test_several_completions_embeddings_and_sleep(folder: Path, model: PreTrainedModel) -> None:
+    (prompt,) = draw_prompts([50])
+    several = SamplingParams(n=3, temperature=1.0, seed=1, ignore_eos=True, max_tokens=6)
+    with LLM(folder, **OPTIONS | {"max_num_seqs": 1}) as llm:
+        (one_by_one,) = llm.generate([prompt], several, use_tqdm=False)
+    with LLM(folder, **OPTIONS) as llm:
+        (together,) = llm.generate([prompt], several, use_tqdm=False)
+        assert together.outputs == one_by_one.outputs
+        (embedding,) = llm.embed([prompt], use_tqdm=False)
+        for level in (1, 2):
+            llm.sleep(level)
+            llm.wake_up()
+            check_greedy(model, [prompt], say(llm, [prompt]))
+    hidden = model.model(torch.tensor([prompt])).last_hidden_state[0, -1]
+    ours = torch.as_tensor(embedding["embedding"])
+    torch.testing.assert_close(ours, torch.nn.functional.normalize(hidden, dim=0).detach(), atol=1e-4, rtol=0)
+
+
+def test_new_weights_replace_the_old_ones(folder: Path, model: PreTrainedModel, tmp_path: Path) -> None:
+    other = save(tmp_path, linear_num_value_heads=4, vocab_size=VOCAB_SIZE, tie_word_embeddings=True, rms_norm_eps=1e-6)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(1.25)
+    prompts = draw_prompts([20, 60])
+    with LLM(folder, **OPTIONS) as llm:
+        check_greedy(model, prompts, say(llm, prompts))
+        llm.load_weights(other.state_dict().items())
+        check_greedy(other, prompts, say(llm, prompts))
+
+
+@pytest.mark.parametrize("ranks", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
+def test_two_ranks_say_the_same(ranks: dict[str, int], folder: Path, model: PreTrainedModel) -> None:
+    prompts = draw_prompts(LENGTHS[:9])
+    with LLM(folder, **OPTIONS, **ranks) as llm:
+        answers = say(llm, prompts)
+    check_greedy(model, prompts, answers)
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_the_form_on_the_hub_loads(is_tied: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The text model is nested beside one for pictures, and beside a head that predicts several tokens."""
+    torch.manual_seed(0)
+    text = TINY | {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "head_dim": 32, "num_attention_heads": 4}
+    text |= {"num_key_value_heads": 2, "intermediate_size": 96}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
+    config = Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=is_tied)
+    model = Qwen3_5ForConditionalGeneration(config).float().eval()
+    draw_weights(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4)
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert "model.language_model.embed_tokens.weight" in tensors and "model.visual.patch_embed.proj.weight" in tensors
+    tensors["mtp.fc.weight"] = torch.ones(2, 2)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    prompts = draw_prompts([1, 9, 60])
+    with caplog.at_level(logging.INFO, "nanovllm"), LLM(tmp_path, **OPTIONS) as llm:
+        answers = say(llm, prompts)
+    check_greedy(model, prompts, answers)
+    (record,) = [record for record in caplog.records if "are not read" in record.message]
+    assert "22 tensors are not read: model.visual.blocks.0.attn.proj.bias" in record.message
+
+
+# ---- options
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"enable_prefix_caching": True},
+            "enable_prefix_caching is True, and this model keeps a state .* set it to False",
+        ),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
+            "speculative_config asks for drafts",
+        ),
+        ({"tensor_parallel_size": 4}, "num_key_heads is 2, which 4 ranks cannot share evenly"),
+    ],
+)
+def test_what_a_state_cannot_do_is_refused(
+    options: dict[str, Any], message: str, folder: Path, model: PreTrainedModel
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        LLM(folder, **OPTIONS | options)
+
+
+def test_it_cannot_draft_for_another_model(folder: Path, model: PreTrainedModel, tmp_path: Path) -> None:
+    save_random(tmp_path, max_position_embeddings=512)
+    with pytest.raises(ValueError, match=r"cannot draft .*: it keeps a state for each sequence"):
+        LLM(tmp_path, **OPTIONS, speculative_config={"model": str(folder), "num_speculative_tokens": 2})
+
+
+def test_experts_are_refused_by_name(folder: Path, model: PreTrainedModel, tmp_path: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["architectures"] = ["Qwen3_5MoeForConditionalGeneration"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"Qwen3_5MoeForConditionalGeneration.*supported are: .*Qwen3_5"):
+        LLM(tmp_path, load_format="dummy")
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    with caplog.at_level(logging.INFO, "nanovllm"):
+        yield caplog
+
+
+def test_the_log_says_how_many_states_there_are(
+    log: pytest.LogCaptureFixture, folder: Path, model: PreTrainedModel
+) -> None:
+    options = {name: value for name, value in OPTIONS.items() if name != "max_num_seqs"}
+    with LLM(folder, **options) as llm:
+        assert llm.engine.config.max_num_seqs == 512
+    messages = [record.message for record in log.records]
+    assert sum(message.startswith("max_num_seqs is 512: the state of a sequence takes") for message in messages) == 1
+    assert sum(message.startswith("prefix caching is off") for message in messages) == 1
+
+
+def test_states_and_keys_share_the_memory() -> None:
+    assert fit_rows(100 << 20, 1 << 20) == 49  # and one for padding
+    assert fit_rows(1 << 40, 1 << 20) == 512
+    assert fit_rows(0, 1 << 20) == 1
+
+
+def test_an_estimate_counts_the_states() -> None:
+    """The 0.8B: 18 layers of 16 heads, 128 by 128 in float32, and three inputs of 6,144 channels in bfloat16."""
+    row = 18 * (16 * 128 * 128 * 4 + 3 * 6144 * 2)
+    config = read_config("qwen3.5-0.8b")
+    large = estimate(config, EngineConfig("qwen3.5-0.8b"), 80 << 30)
+    assert large.config.max_num_seqs == 512 and large.memory.states == 513 * row
+    small = estimate(config, EngineConfig("qwen3.5-0.8b"), 8 << 30)
+    assert small.config.max_num_seqs < 512 and small.fits
+    assert f"states of {small.config.max_num_seqs} sequences" in small.describe()
