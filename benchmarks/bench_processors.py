@@ -37,7 +37,7 @@ def build(march: str) -> CpuBackend:
         mock.patch.dict(os.environ, XDG_CACHE_HOME=folder),
         mock.patch.object(cpu_library, "FLAGS", flags),
     ):
-        library = cpu_library._load(os.environ.get("CXX", "g++"))
+        library = cpu_library._load(os.environ.get("CXX", "g++"), cpu_library.CpuLibrary)
     with mock.patch("nanovllm.backends.cpu_backend.cpu_library", lambda: library):
         return CpuBackend()
 

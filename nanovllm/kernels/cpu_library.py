@@ -16,9 +16,9 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -41,8 +41,12 @@ FLAGS = ("-O3", "-march=native", "-std=c++17", "-pthread", "-fno-math-errno", "-
 NATIVE = ("-march=native", "-mcpu=native")
 """Two ways to ask for this processor's own instructions. Some versions of Clang for Arm know only the second."""
 
-# How many pointers, integers and floats each function takes, in this order, after the number of threads. ctypes does
-# not know: a wrong number ends the process.
+Signature = tuple[int, int, int]
+"""How many pointers, integers and floats a function takes, in this order, after the number of threads.
+
+ctypes does not know: a wrong number ends the process.
+"""
+
 _SIGNATURES = {  # one function for each dtype
     "linear": (4, 3, 0),
     "attend": (7, 6, 1),
@@ -58,19 +62,31 @@ _OF_ANY_DTYPE = {"pack": (2, 2, 0), "packed_rows": (3, 2, 0), "advise_huge_pages
 _SUFFIXES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
-class CpuLibrary:
-    """The compiled kernels. Tensors must be contiguous and on the CPU; the caller checks their shapes."""
+class KernelLibrary:
+    """Compiled kernels. Tensors must be contiguous and on the CPU; the caller checks their shapes.
+
+    Attributes:
+        source: the C++ file of `SOURCES` that has the kernels. The library's file has its name, too.
+        typed: the functions that are there once for each dtype.
+        untyped: the functions that move bytes of any dtype.
+    """
+
+    source: ClassVar[str]
+    typed: ClassVar[Mapping[str, Signature]]
+    untyped: ClassVar[Mapping[str, Signature]] = {}
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
         self._functions: dict[tuple[str, torch.dtype | None], _Function] = {}
-        for name, signature in _SIGNATURES.items():
+        for name, signature in self.typed.items():
             for dtype, suffix in _SUFFIXES.items():
                 self._functions[name, dtype] = _declare(library, f"{name}_{suffix}", signature)
-        for name, signature in _OF_ANY_DTYPE.items():
+        for name, signature in self.untyped.items():
             self._functions[name, None] = _declare(library, name, signature)
-        # Logits are edited in float32, whatever the model's dtype.
-        self._functions["edit_logits", torch.float32] = _declare(library, "edit_logits", (6, 2, 0))
+        self.declare_others(library)
+
+    def declare_others(self, library: ctypes.CDLL) -> None:
+        """Declare the functions that are neither typed nor untyped."""
 
     def call(self, name: str, dtype: torch.dtype | None, *arguments: Tensor | float | None) -> None:
         """Run the kernel for dtype (None: a function that moves bytes of any). A tensor becomes its address, None null.
@@ -83,6 +99,18 @@ class CpuLibrary:
         if len(arguments) != len(function.argtypes) - 1:
             raise TypeError(f"{name} takes {len(function.argtypes) - 1} arguments, not {len(arguments)}")
         function(num_threads(), *[a.data_ptr() if isinstance(a, Tensor) else a for a in arguments])
+
+
+class CpuLibrary(KernelLibrary):
+    """The kernels that every model needs."""
+
+    source = "kernels.cpp"
+    typed = _SIGNATURES
+    untyped = _OF_ANY_DTYPE
+
+    def declare_others(self, library: ctypes.CDLL) -> None:
+        # Logits are edited in float32, whatever the model's dtype.
+        self._functions["edit_logits", torch.float32] = _declare(library, "edit_logits", (6, 2, 0))
 
     def pack(self, weight: Tensor, in_place: bool = False) -> Tensor:
         """Return the flat tensor of the panels of weight [out, in].
@@ -122,7 +150,7 @@ def _units_per_row(matrix: Tensor) -> int:
     return matrix.shape[1] * matrix.element_size() // 4
 
 
-def _declare(library: ctypes.CDLL, name: str, signature: tuple[int, int, int]) -> "_Function":
+def _declare(library: ctypes.CDLL, name: str, signature: Signature) -> "_Function":
     function: _Function = getattr(library, name)
     pointers, integers, floats = signature
     threads = [ctypes.c_int64]
@@ -133,7 +161,15 @@ def _declare(library: ctypes.CDLL, name: str, signature: tuple[int, int, int]) -
 
 @functools.cache
 def cpu_library() -> CpuLibrary:
-    """Return the library, compiled if need be.
+    """Return the library that every model needs. See `open_library`."""
+    return open_library(CpuLibrary)
+
+
+AnyLibrary = TypeVar("AnyLibrary", bound=KernelLibrary)
+
+
+def open_library(kind: type[AnyLibrary]) -> AnyLibrary:
+    """Return a library, compiled if need be.
 
     Raises:
         RuntimeError: it cannot be compiled here; the message says why.
@@ -142,7 +178,7 @@ def cpu_library() -> CpuLibrary:
     if compiler is None:
         raise RuntimeError("no C++ compiler is found (install g++)")
     try:
-        return _load(compiler)
+        return _load(compiler, kind)
     except (OSError, subprocess.SubprocessError, AttributeError) as error:
         detail = getattr(error, "stderr", None) or str(error)
         raise RuntimeError(f"its kernels cannot be compiled: {detail[-2000:]}") from error
@@ -153,15 +189,15 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nanovllm"
 
 
-def _load(compiler: str) -> CpuLibrary:
-    """Load the library from the cache folder, or compile it there (elsewhere if the folder cannot be written)."""
+def _load(compiler: str, kind: type[AnyLibrary]) -> AnyLibrary:
+    """Load a library from the cache folder, or compile it there (elsewhere if the folder cannot be written)."""
     sources = sorted(SOURCES.glob("*"))
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
     key = "\0".join((*(source.read_text() for source in sources), version, " ".join(FLAGS), _processor()))
     folder = cache_folder()
-    target = folder / f"cpu_kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    target = folder / f"cpu_{Path(kind.source).stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     if target.is_file():
-        return CpuLibrary(target)
+        return kind(target)
     start = time.perf_counter()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -173,14 +209,15 @@ def _load(compiler: str) -> CpuLibrary:
         is_kept = False
     with scratch:
         built = Path(scratch.name) / target.name
-        command = [compiler, *_usable_flags(compiler), str(SOURCES / "kernels.cpp"), "-o", str(built)]
+        command = [compiler, *_usable_flags(compiler), str(SOURCES / kind.source), "-o", str(built)]
         subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
         if is_kept:
             # Another process may be loading the file: replace is atomic, so nobody reads half of it.
             built = built.replace(target)
-        library = CpuLibrary(built)  # once loaded, the library does not need its file
+        library = kind(built)  # once loaded, the library does not need its file
     place = f": {target}" if is_kept else ""
-    logger.info("compiled the CPU kernels in %.1f s%s", time.perf_counter() - start, place)
+    name = "the CPU kernels" if kind is CpuLibrary else f"the CPU kernels of {kind.source}"
+    logger.info("compiled %s in %.1f s%s", name, time.perf_counter() - start, place)
     return library
 
 

@@ -1,6 +1,7 @@
 // Runs one CPU kernel on arguments from a file and writes the buffers back: so that kernels built for another processor
 // can be called through an emulator. The file: for each argument of the kernel its size in bytes, and its content.
 #include "kernels.cpp"
+#include "quantized.cpp"
 
 #include <cstdio>
 #include <map>
@@ -29,6 +30,7 @@ template <class... Types> void run(void (*kernel)(Types...), Arguments& argument
 const std::map<std::string, void (*)(Arguments&)> KERNELS = {
     KERNEL(linear), KERNEL(attend), KERNEL(add_rms_norm), KERNEL(silu_and_mul), KERNEL(norm_rope_store), KERNEL(sample),
     KERNEL(grouped_linear), KERNEL(route), KERNEL(combine),
+    KERNEL(pack_codes), KERNEL(weight_rows), KERNEL(linear_codes), KERNEL(grouped_codes),
     {"edit_logits", [](Arguments& a) { run(edit_logits, a); }},
     {"pack", [](Arguments& a) { run(pack, a); }}, {"packed_rows", [](Arguments& a) { run(packed_rows, a); }}};
 

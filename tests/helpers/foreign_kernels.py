@@ -9,16 +9,18 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.cpu_library import _SIGNATURES, _SUFFIXES, FLAGS, PANEL, SOURCES, _units_per_row
+from nanovllm.kernels.cpu_library import _SUFFIXES, FLAGS, PANEL, SOURCES, CpuLibrary, _units_per_row
+from nanovllm.quantized.cpu_matrix import QuantizedLibrary
 
 COMPILER = "aarch64-linux-gnu-g++"
 EMULATOR = "qemu-aarch64"
 THREADS = 2
+SIGNATURES = {**CpuLibrary.typed, **QuantizedLibrary.typed}
 HAS_EMULATOR = shutil.which(COMPILER) is not None and shutil.which(EMULATOR) is not None
 
 
 class ForeignLibrary:
-    """Stands for a CpuLibrary whose kernels are those of 64-bit Arm, for a processor by the compiler's name."""
+    """Stands for both libraries, with kernels for 64-bit Arm, for a processor by the compiler's name."""
 
     def __init__(self, folder: Path, march: str) -> None:
         self._program = folder / "kernels"
@@ -31,7 +33,7 @@ class ForeignLibrary:
     def call(self, name: str, dtype: torch.dtype, *arguments: Tensor | float | None) -> None:
         if name == "edit_logits":  # of float32 alone
             return self._run(name, "ppppppqq", arguments)
-        pointers, integers, _ = _SIGNATURES[name]
+        pointers, integers, _ = SIGNATURES[name]
         kinds = "p" * pointers + "q" * integers + "f" * (len(arguments) - pointers - integers)
         return self._run(f"{name}_{_SUFFIXES[dtype]}", kinds, arguments)
 

@@ -23,12 +23,15 @@ from torch import Tensor
 
 from helpers.cpu_checks import BF16, CPU, FP32, attend_after_storing, rounding
 from helpers.kernel_cases import assert_same_tokens, attention_tolerance, edit_case, sample_case
+from helpers.quantized_checks import FORMATS, check_quantized_experts, check_quantized_products
 from nanovllm.backends import cpu_backend
 from nanovllm.backends.cpu_backend import CpuBackend, NativeMatrix, Scratch
 from nanovllm.backends.torch_backend import TorchBackend
 from nanovllm.kernels.cpu_library import FLAGS, PANEL, SOURCES, CpuLibrary
 from nanovllm.kernels.edit_logits import edit_logits_reference
 from nanovllm.kernels.route import route_reference
+from nanovllm.quantized import cpu_matrix
+from nanovllm.quantized.cpu_matrix import QuantizedLibrary
 
 COMPILER = os.environ.get("CXX") or "g++"
 SANITIZERS = ["-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
@@ -46,9 +49,13 @@ def find_runtime() -> str | None:
     return found if os.path.isabs(found) else None
 
 
-def build(target: Path) -> None:
+def build(folder: Path) -> Path:
+    """Build both libraries in a folder. Return the path of the first one."""
     flags = [flag for flag in FLAGS if flag != "-O3"]
-    subprocess.run([COMPILER, *flags, *SANITIZERS, str(SOURCES / "kernels.cpp"), "-o", str(target)], check=True)
+    for kind in (QuantizedLibrary, CpuLibrary):
+        target = (folder / kind.source).with_suffix(".so")
+        subprocess.run([COMPILER, *flags, *SANITIZERS, str(SOURCES / kind.source), "-o", str(target)], check=True)
+    return target
 
 
 def start(library: Path, *arguments: object) -> "subprocess.CompletedProcess[str]":
@@ -165,6 +172,11 @@ class Fuzzer:
         combined, plain = (side.combine(product, routing) for side in (self.backend, self.reference))
         torch.testing.assert_close(combined, plain, rtol=rounding(dtype), atol=k * rounding(dtype) * size**0.5)
 
+    def check_quantized(self, dtype: torch.dtype) -> None:
+        name = self.draw.choice(list(FORMATS))
+        check_quantized_products(name, dtype, 2 * self.draw.randrange(1, 330), self.draw.randrange(1, 140))
+        check_quantized_experts(name, dtype, 2 * self.draw.randrange(1, 60), self.draw.randrange(1, 70))
+
     def check_sampling(self, dtype: torch.dtype) -> None:
         vocab_size = self.draw.choice([1, 2, 17, self.draw.randrange(3, 200), self.draw.randrange(200, 9000)])
         seed = self.draw.randrange(2**30)
@@ -183,6 +195,7 @@ class Fuzzer:
             self.check_rows,
             self.check_attention,
             self.check_experts,
+            self.check_quantized,
             self.check_sampling,
         ]
         counts = {check.__name__: 0 for check in checks}
@@ -202,6 +215,7 @@ class Fuzzer:
 
 def main(path: str, task: str, seconds: str = "1", seed: str = "0") -> None:
     library = Watched(Path(path))
+    quantized = QuantizedLibrary(Path(path).with_name("quantized.so"))
     maps = Path("/proc/self/maps").read_text()
     assert path in maps and "libasan" in maps, "the instrumented library is not the one in use"
     print(f"loaded {path}", flush=True)
@@ -213,6 +227,8 @@ def main(path: str, task: str, seconds: str = "1", seed: str = "0") -> None:
         library.call("edit_logits", FP32, logits, edits.indices.data_ptr() + 1, *edits[1:], 1, 10)
     else:
         cpu_backend.cpu_library = lambda: library  # type: ignore[assignment]
+        cpu_matrix.cpu_library = lambda: library  # type: ignore[assignment]
+        cpu_matrix.quantized_library = lambda: quantized  # type: ignore[assignment]
         print(Fuzzer(library, int(seed)).run(float(seconds)), flush=True)
 
 

@@ -20,9 +20,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("instrumented") / "kernels.so"
-    build(path)
-    return path
+    return build(tmp_path_factory.mktemp("instrumented"))
 
 
 @pytest.mark.parametrize(

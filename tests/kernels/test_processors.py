@@ -16,9 +16,11 @@ from helpers.cpu_checks import (
     check_small_operators,
 )
 from helpers.foreign_kernels import HAS_EMULATOR, ForeignLibrary
+from helpers.quantized_checks import FORMATS, check_quantized_experts, check_quantized_products
 
 from nanovllm.backends.cpu_backend import CpuBackend
 from nanovllm.kernels import cpu_library
+from nanovllm.quantized.cpu_matrix import QuantizedLibrary
 
 pytestmark = pytest.mark.slow
 
@@ -41,18 +43,25 @@ def missing(processor: str) -> str | None:
 
 
 @pytest.fixture(scope="module", params=NEEDS)
-def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Kernels for a processor: run by this one where it can, else by an emulator."""
+def libraries(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    """Both libraries, built for a processor: run by this one where it can, else by an emulator."""
     if reason := missing(request.param):
         pytest.skip(reason)
     folder: Path = tmp_path_factory.mktemp(request.param)
     if request.param.startswith("arm"):
-        return ForeignLibrary(folder, request.param)
+        library = ForeignLibrary(folder, request.param)
+        return library, library
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
         flags = [f"-march={request.param}" if flag == "-march=native" else flag for flag in cpu_library.FLAGS]
         patch.setattr(cpu_library, "FLAGS", flags)
-        return cpu_library._load("g++")
+        return cpu_library._load("g++", cpu_library.CpuLibrary), cpu_library._load("g++", QuantizedLibrary)
+
+
+@pytest.fixture
+def library(libraries: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr("nanovllm.quantized.cpu_matrix.quantized_library", lambda: libraries[1])
+    return libraries[0]
 
 
 @pytest.fixture
@@ -89,3 +98,11 @@ def test_experts_are_the_references(backend: CpuBackend, dtype: Any) -> None:
 
 def test_edited_logits_are_the_references(backend: CpuBackend) -> None:
     check_edited_logits(backend)
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("name", FORMATS)
+def test_quantised_products_are_those_of_the_weights(name: str, dtype: Any) -> None:
+    check_quantized_products(name, dtype, 208, 50)
+    check_quantized_experts(name, dtype, 64, 40)

@@ -1,0 +1,379 @@
+// Products with quantised matrices: whole numbers of 8 or 4 bits, and the scales that make weights of them.
+//
+// A packed matrix is [out / PANEL][chunks][CHUNK bytes]. A chunk holds the codes of some inputs for the columns of a
+// panel; the formats below say where each one lies. Scales and zeros are [out / PANEL][groups][PANEL]: a group is some
+// inputs in a row that share them. An element of a product is the sum over groups of
+//     scale (sum of x code - zero (sum of x)),
+// where the inner sums add from the first input of the group to the last. No order depends on how many rows are
+// computed together. So each element has the same bits for one row as for many, and for any number of threads.
+#pragma once
+
+#include <type_traits>
+#include <vector>
+
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
+
+#include "linear.h"
+
+namespace {
+
+constexpr int CHUNK = 64, REGISTERS = 2 * PARTS;  // bytes of a chunk, and vector registers for a panel's columns
+
+// How many inputs a step of a product takes: two where the processor multiplies pairs of bfloat16. P is Float or
+// BFloat16, the format of the left side.
+template <class P> constexpr int PER_STEP = P::PER_UNIT / P::STEPS;
+
+// The format of columns that have been widened: pairs of bfloat16, or float32.
+template <class P> using Wide = std::conditional_t<PER_STEP<P> == 2, P, Float>;
+
+// Whether the processor multiplies pairs of P and has AVX-512: then bytes become pairs by its own instructions.
+template <class P> constexpr bool IN_PAIRS = PER_STEP<P> == 2 && PARTS == 1;
+
+// Makes the right side of one step from whole numbers. All of them are exact in either format.
+template <class Q, class P> inline rf widen_numbers(const uint8_t* chunk, int step, int v) {
+    typedef uint32_t ru __attribute__((vector_size(REGISTER)));
+    const int k = step * PER_STEP<P>;
+    const rf first = __builtin_convertvector(Q::numbers(chunk, k, v), rf);
+    if constexpr (PER_STEP<P> == 1) return first;
+    const rf second = __builtin_convertvector(Q::numbers(chunk, k + 1, v), rf);
+    return (rf)((ru)second | (ru)first >> 16);  // the lower halves are zero
+}
+
+constexpr uint16_t to_bfloat16(int number) {  // exact up to 256
+    int magnitude = number < 0 ? -number : number, exponent = 127;
+    if (magnitude == 0) return 0;
+    for (; magnitude >= 2 << (exponent - 127);) ++exponent;
+    return (uint16_t)((number < 0) << 15 | exponent << 7 | ((magnitude << 7 >> (exponent - 127)) & 127));
+}
+
+// The lower and upper bytes of the bfloat16 numbers 0 to 127, and the bfloat16 and float32 numbers of 4 signed bits.
+struct Tables {
+    alignas(64) uint8_t low[128] = {}, high[128] = {};
+    alignas(64) uint16_t of_four_bits[32] = {};
+    alignas(64) float floats_of_four_bits[16] = {};
+    constexpr Tables() {
+        for (int i = 0; i < 128; ++i) low[i] = (uint8_t)to_bfloat16(i), high[i] = (uint8_t)(to_bfloat16(i) >> 8);
+        for (int i = 0; i < 32; ++i) of_four_bits[i] = to_bfloat16(((i & 15) ^ 8) - 8);
+        for (int i = 0; i < 16; ++i) floats_of_four_bits[i] = (float)((i ^ 8) - 8);
+    }
+};
+constexpr Tables TABLES;
+
+// The formats say how a chunk stores codes. It has INPUTS inputs of the PANEL columns, which make STEPS steps. `place`
+// says where the code of a column and an input lies, counted in codes. `put` writes a chunk from rows of codes that are
+// `row` bytes apart, one for each column. `right` gives register v of the panel's columns for a step, `numbers` the
+// same for one input as whole numbers, and `code` a single code.
+
+// Bytes from -127 to 127; with WHOLE, -128 too.
+template <class P, bool WHOLE> struct Int8 {
+    using left = P;
+    static constexpr int BITS = 8, ZERO = 0, INPUTS = CHUNK / PANEL, STEPS = INPUTS / PER_STEP<P>;
+#ifdef __AVX512VBMI__
+    static constexpr bool LOOKED_UP = IN_PAIRS<P> && !WHOLE;  // the byte is a sign and the index of a table
+#else
+    static constexpr bool LOOKED_UP = false;
+#endif
+    static constexpr int place(int column, int k) {
+        if (LOOKED_UP) return column % 16 / 4 * 16 + column / 16 * 8 + column % 4 * 2 + k;  // see _mm512_unpacklo_epi8
+        return IN_PAIRS<P> ? column * INPUTS + k : k * PANEL + column;
+    }
+    static inline void put(uint8_t* chunk, const uint8_t* rows, int64_t row) {
+        for (int c = 0; c < PANEL; ++c)
+            for (int k = 0; k < INPUTS; ++k) {
+                const int number = (int8_t)rows[c * row + k];
+                chunk[place(c, k)] = (uint8_t)(LOOKED_UP && number < 0 ? 128 - number : number);
+            }
+    }
+    static inline float code(const uint8_t* chunk, int column, int k) {
+        const int stored = chunk[place(column, k)];
+        if (LOOKED_UP) return (float)(stored < 128 ? stored : 128 - stored);
+        return (int8_t)stored;
+    }
+    static inline ri numbers(const uint8_t* chunk, int k, int v) {
+        const uint8_t* at = chunk + k * PANEL + v * PART_LANES;
+#if defined(__AVX512F__)
+        return (ri)_mm512_cvtepi8_epi32(load<__m128i>(at));
+#elif defined(__AVX2__)
+        return (ri)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)at));
+#else
+        typedef int8_t bytes __attribute__((vector_size(PART_LANES)));
+        typedef int16_t words __attribute__((vector_size(2 * PART_LANES)));  // compilers double a width well
+        return __builtin_convertvector(__builtin_convertvector(load<bytes>(at), words), ri);
+#endif
+    }
+    static inline rf right(const uint8_t* chunk, int step, int v) {
+#ifdef __AVX512VBMI__
+        if constexpr (LOOKED_UP) {
+            const __m512i c = load<__m512i>(chunk), sign = _mm512_set1_epi8(-128);
+            const __m512i low =
+                _mm512_permutex2var_epi8(load<__m512i>(TABLES.low), c, load<__m512i>(TABLES.low + 64));
+            const __m512i magnitude =
+                _mm512_permutex2var_epi8(load<__m512i>(TABLES.high), c, load<__m512i>(TABLES.high + 64));
+            const __m512i high = _mm512_ternarylogic_epi32(magnitude, c, sign, 0xF8);  // magnitude | (c & sign)
+            return (rf)(v ? _mm512_unpackhi_epi8(low, high) : _mm512_unpacklo_epi8(low, high));
+        }
+#endif
+#ifdef __AVX512BF16__
+        if constexpr (IN_PAIRS<P>) {
+            const uint8_t* half = chunk + v * CHUNK / 2;
+            const __m512 first = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(half)));
+            const __m512 second = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(load<__m128i>(half + 16)));
+            return (rf)_mm512_cvtne2ps_pbh(second, first);
+        }
+#endif
+        return widen_numbers<Int8, P>(chunk, step, v);
+    }
+};
+
+// Numbers from -8 to 7: the codes less 8. A 32-bit lane holds eight numbers of two columns, 16 apart.
+template <class P> struct Int4 {
+    using left = P;
+    static constexpr int BITS = 4, ZERO = 0x88, INPUTS = 2 * CHUNK / PANEL, STEPS = INPUTS / PER_STEP<P>;
+    static constexpr int place(int column, int k) {
+        const int half = IN_PAIRS<P> ? k % 2 * 4 + k / 2 * 2 : k * 2;
+        return column % LANES * 8 + half + column / LANES;
+    }
+    static inline void put(uint8_t* chunk, const uint8_t* rows, int64_t row) {
+        std::memset(chunk, 0, CHUNK);
+        for (int c = 0; c < PANEL; ++c)
+            for (int k = 0; k < INPUTS; ++k) {
+                const int number = (rows[c * row + k / 2] >> k % 2 * 4 & 15) ^ 8, at = place(c, k);
+                chunk[at / 2] = (uint8_t)(chunk[at / 2] | number << at % 2 * 4);
+            }
+    }
+    static inline float code(const uint8_t* chunk, int column, int k) {
+        const int at = place(column, k);
+        return TABLES.floats_of_four_bits[chunk[at / 2] >> at % 2 * 4 & 15];
+    }
+    static inline ri numbers(const uint8_t* chunk, int k, int v) {
+        return load<ri>(chunk + v % PARTS * REGISTER) << (28 - 4 * (2 * k + v / PARTS)) >> 28;
+    }
+    static inline rf right(const uint8_t* chunk, int step, int v) {
+#ifdef __AVX512F__
+        // The instructions look at the lowest bits of an index only.
+        const int shift = 4 * (2 * step + v);
+#ifdef __AVX512BF16__
+        if constexpr (IN_PAIRS<P>) {
+            typedef uint16_t words __attribute__((vector_size(CHUNK)));
+            const words index = load<words>(chunk) >> (uint16_t)shift;
+            return (rf)_mm512_permutexvar_epi16((__m512i)index, load<__m512i>(TABLES.of_four_bits));
+        }
+#endif
+        const __m512i index = (__m512i)(load<ri>(chunk) >> shift);
+        return (rf)_mm512_permutexvar_ps(index, load<__m512>(TABLES.floats_of_four_bits));
+#else
+        return widen_numbers<Int4, P>(chunk, step, v);
+#endif
+    }
+};
+
+// Describes a packed matrix. `zeros` may be null. `group` is the number of inputs that share a scale.
+struct Quantized {
+    const uint8_t* codes;
+    const float *scales, *zeros;
+    int64_t in, out, group;
+    int64_t panels() const { return (out + PANEL - 1) / PANEL; }
+    int64_t groups() const { return (in + group - 1) / group; }
+    template <class Q> int64_t chunks() const { return (in + Q::INPUTS - 1) / Q::INPUTS; }
+};
+
+constexpr int64_t AHEAD = 256;  // chunks: how far ahead of its reads a product prefetches
+
+// Where a tile prefetches while it reads a chunk: from `at`, which moves on by `chunk` bytes each time.
+struct Ahead {
+    const uint8_t* at;
+    int64_t chunk = CHUNK;
+};
+
+// Computes c[ROWS][PANELS * PANEL] = (or, with `add`, +=) a x the codes of PANELS panels that are `panel` bytes apart.
+// As in `tile`, every sum stays in a register and adds its products in the order of the inputs. With KEEP, it writes
+// the widened columns to `kept`.
+template <class Q, int ROWS, int PANELS, bool KEEP>
+inline void code_tile(const typename Q::left::left* a, const uint8_t* b, int64_t panel, int64_t chunks, float* c,
+                      bool add, Ahead ahead, float* kept) {
+    using P = Wide<typename Q::left>;
+    constexpr int WIDTH = PANELS * REGISTERS, SUMS = ROWS * WIDTH;
+    rf acc[SUMS];
+#pragma GCC unroll 24
+    for (int j = 0; j < SUMS; ++j) acc[j] = add ? load<rf>(c + j * PART_LANES) : rf{};
+    for (int64_t i = 0; i < chunks; ++i) {
+        for (int p = 0; p < PANELS; ++p) __builtin_prefetch(ahead.at + i * ahead.chunk + p * panel, 0, 2);
+#pragma GCC unroll 24
+        for (int step = 0; step < Q::STEPS; ++step) {
+            rf right[WIDTH];
+#pragma GCC unroll 24
+            for (int v = 0; v < WIDTH; ++v) {
+                right[v] = Q::right(b + i * CHUNK + v / REGISTERS * panel, step, v % REGISTERS);
+                if (KEEP) store(kept + (i * Q::STEPS + step) * PANEL + v * PART_LANES, right[v]);
+            }
+#pragma GCC unroll 24
+            for (int j = 0; j < SUMS; ++j)
+                acc[j] = P::fma(acc[j], a[j / WIDTH * LEFT_ROW + i * Q::STEPS + step], right[j % WIDTH]);
+        }
+    }
+#pragma GCC unroll 24
+    for (int j = 0; j < SUMS; ++j) store(c + j * PART_LANES, acc[j]);
+}
+
+// Calls the `code_tile` for `rows` <= MAX_TILE_ROWS rows and 1 or, for few rows, 2 panels.
+template <class Q, bool KEEP, int ROWS = MAX_TILE_ROWS>
+inline void code_tile_of(int64_t rows, int64_t panels, const typename Q::left::left* a, const uint8_t* b, int64_t panel,
+                         int64_t chunks, float* c, bool add, Ahead ahead, float* kept = nullptr) {
+    if constexpr (ROWS > 0) {
+        if (rows != ROWS)
+            return code_tile_of<Q, KEEP, ROWS - 1>(rows, panels, a, b, panel, chunks, c, add, ahead, kept);
+        if constexpr (ROWS <= FEW_TILE_ROWS && !KEEP)
+            if (panels == 2) return code_tile<Q, ROWS, 2, KEEP>(a, b, panel, chunks, c, add, ahead, kept);
+        code_tile<Q, ROWS, 1, KEEP>(a, b, panel, chunks, c, add, ahead, kept);
+    }
+}
+
+// Does the same for any number of rows, and at most DEPTH steps. Too many rows for one tile are cut into pieces: the
+// first piece keeps the widened columns for the others, and the pieces share the prefetching between them.
+template <class Q>
+inline void code_tiles(int64_t rows, int64_t panels, const typename Q::left::left* a, const uint8_t* b, int64_t panel,
+                       int64_t chunks, float* c, bool add, const uint8_t* ahead) {
+    if (rows <= MAX_TILE_ROWS)
+        return code_tile_of<Q, false>(rows, panels, a, b, panel, chunks, c, add, {ahead});
+    alignas(64) float kept[DEPTH * PANEL];
+    const int64_t pieces = (rows + MAX_TILE_ROWS - 1) / MAX_TILE_ROWS, steps = chunks * Q::STEPS;
+    const int64_t ahead_row = (CHUNK / 4 / Q::STEPS + pieces - 1) / pieces;
+    Columns wide = {(const uint32_t*)kept, PANEL, LANES, (const uint32_t*)ahead, ahead_row};
+    row_pieces(rows, MAX_TILE_ROWS, [&](int64_t first, int64_t count) {
+        const auto* from = a + first * LEFT_ROW;
+        float* to = c + first * PANEL;
+        const Ahead share = {(const uint8_t*)wide.ahead, 4 * Q::STEPS * ahead_row};
+        if (first == 0) code_tile_of<Q, true>(count, 1, from, b, panel, chunks, to, add, share, kept);
+        else tile_of<Wide<typename Q::left>, OTHER>(count, 2, from, wide, steps, to, PANEL, add);
+        wide.ahead += steps * ahead_row;
+    });
+}
+
+// Adds a group's sums, times the scales, to `totals`; both are [rows][width].
+template <class Q>
+inline void add_group(const Quantized& m, int64_t group, int64_t panel, int64_t panels, int64_t rows, const float* sums,
+                      const float* of_inputs, float* totals) {
+    const int64_t groups = m.groups(), width = panels * PANEL;
+    for (int64_t v = 0; v < width; v += LANES) {
+        const int64_t at = ((panel + v / PANEL) * groups + group) * PANEL + v % PANEL;
+        const vf scale = load<vf>(m.scales + at), zero = m.zeros ? load<vf>(m.zeros + at) : vf{};
+        for (int64_t r = 0; r < rows; ++r) {
+            vf sum = load<vf>(sums + r * width + v);
+            if (m.zeros) sum -= zero * of_inputs[r * groups + group];
+            store(totals + r * width + v, (group ? load<vf>(totals + r * width + v) : vf{}) + sum * scale);
+        }
+    }
+}
+
+// Computes y[rows][columns] = x times `panels` panels from `panel` on, + bias unless that is null. x is in the blocks
+// that put_left makes. of_inputs [rows][groups] are the sums of x, if the matrix has zeros.
+template <class Q>
+inline void multiply_codes(const typename Q::left::left* x, const float* of_inputs, int64_t rows, const Quantized& m,
+                           int64_t panel, int64_t panels, const typename Q::left::element* bias,
+                           typename Q::left::element* y, int64_t columns) {
+    using P = typename Q::left;
+    constexpr int64_t DEEP = DEPTH / Q::STEPS;  // chunks of a block
+    alignas(64) float sums[MOST_ROWS * PANEL], totals[MOST_ROWS * PANEL];
+    const int64_t chunks = m.chunks<Q>(), width = panels * PANEL, group = std::max<int64_t>(m.group / Q::INPUTS, 1);
+    const uint8_t* first = m.codes + panel * chunks * CHUNK;
+    for (int64_t i = 0, end; i < chunks; i = end) {
+        const int64_t g = m.group < m.in ? i / group : 0, group_end = m.group < m.in ? (g + 1) * group : chunks;
+        const bool add = i > g * group;
+        end = std::min({chunks, group_end, (i / DEEP + 1) * DEEP});
+        const auto* left = x + i / DEEP * rows * LEFT_ROW + i % DEEP * Q::STEPS;
+        // Beyond the end of these panels come the first chunks of the next ones.
+        const int64_t ahead = i + AHEAD < chunks ? i + AHEAD : i + AHEAD + (panels - 1) * chunks;
+        const uint8_t *at = first + i * CHUNK, *fetched = first + ahead * CHUNK;
+        code_tiles<Q>(rows, panels, left, at, chunks * CHUNK, end - i, sums, add, fetched);
+        if (end == group_end || end == chunks) add_group<Q>(m, g, panel, panels, rows, sums, of_inputs, totals);
+    }
+    float offsets[2 * PANEL] = {};
+    if (bias) std::transform(bias, bias + columns, offsets, P::to_float);
+    for (int64_t r = 0; r < rows; ++r) {
+        typename P::element line[2 * PANEL];
+        for (int64_t v = 0; v < width; v += LANES)
+            P::narrow(line + v, load<vf>(totals + r * width + v) + load<vf>(offsets + v));
+        if (columns == PANEL) std::memcpy(y + r * m.out, line, sizeof(line) / 2);
+        else std::memcpy(y + r * m.out, line, columns * sizeof(*line));
+    }
+}
+
+// Sums each row of x [rows][in] within each group, to sums [rows][groups].
+template <class P>
+inline void sum_groups(const typename P::element* x, int64_t rows, const Quantized& m, float* sums) {
+    for (int64_t r = 0; r < rows; ++r, x += m.in)
+        for (int64_t start = 0; start < m.in; start += m.group) {
+            const int64_t end = std::min(start + m.group, m.in);
+            typename P::element rest[LANES] = {};
+            vf total{};
+            for (int64_t i = start; i < end; i += LANES) {
+                if (i + LANES > end) std::fill(std::copy(x + i, x + end, rest), rest + LANES, 0);
+                total += P::widen(i + LANES > end ? rest : x + i);
+            }
+            *sums++ = sum(total);
+        }
+}
+
+// One thread computes the columns of some panels of y[rows][out] = x[rows][in] W^T + bias. See multiply_panels.
+template <class Q>
+void multiply_code_panels(const typename Q::left::element* x, const Quantized& m,
+                          const typename Q::left::element* bias, typename Q::left::element* y, int64_t rows,
+                          Span panels) {
+    using P = typename Q::left;
+    static thread_local std::vector<typename P::left> left;
+    static thread_local std::vector<float> of_inputs;
+    const int64_t blocks = (m.chunks<Q>() * Q::STEPS + DEPTH - 1) / DEPTH;
+    const int64_t together = rows <= FEW_TILE_ROWS ? 2 : 1;
+    row_pieces(rows, std::clamp(L2_LEFT / (blocks * DEPTH), LEAST_ROWS, MOST_ROWS), [&](int64_t first, int64_t count) {
+        if (panels.is_first || count < rows) {
+            left.resize(std::max<size_t>(left.size(), blocks * count * LEFT_ROW));
+            put_left<P>(x + first * m.in, count, m.in, left.data());
+            of_inputs.resize(std::max<size_t>(of_inputs.size(), count * m.groups()));
+            if (m.zeros) sum_groups<P>(x + first * m.in, count, m, of_inputs.data());
+        }
+        for (int64_t p = panels.begin; p < panels.end; p += together) {
+            const int64_t n = std::min(together, panels.end - p), column = p * PANEL;
+            multiply_codes<Q>(left.data(), of_inputs.data(), count, m, p, n, bias ? bias + column : nullptr,
+                              y + first * m.out + column, std::min(n * PANEL, m.out - column));
+        }
+    });
+}
+
+// Computes y[rows][out] = x[rows][in] W^T + bias. Each thread owns some panels of W.
+template <class Q>
+void linear_codes(const void* x, const Quantized& m, const void* bias, void* y, int64_t rows) {
+    using E = typename Q::left::element;
+    const int64_t panels = m.panels();
+    const int64_t piece = rows * m.in * m.out > LEAST_SHARED ? (quarter(panels) + 1) / 2 * 2 : panels;
+    share(panels, piece, [&](Span some) {
+        multiply_code_panels<Q>((const E*)x, m, (const E*)bias, (E*)y, rows, some);
+    });
+}
+
+// Computes y[r][out] = x[r][in] W_e^T for every expert e and its rows r from offsets[e] to offsets[e + 1]. `m`
+// describes the first expert's matrix, and the others follow it. See grouped_linear.
+template <class Q>
+void grouped_codes(const void* x, const Quantized& m, const int32_t* offsets, void* y, int64_t experts) {
+    using E = typename Q::left::element;
+    const int64_t panels = m.panels(), scales = panels * m.groups() * PANEL;
+    std::vector<int32_t> touched;
+    for (int32_t e = 0; e < experts; ++e)
+        if (offsets[e] < offsets[e + 1]) touched.push_back(e);
+    const int64_t items = (int64_t)touched.size() * panels;
+    share(items, quarter(items), [&](Span some) {
+        for (int64_t i = some.begin, n; i < some.end; i += n) {
+            const int64_t expert = touched[i / panels], p = i % panels, first = offsets[expert];
+            n = std::min(panels - p, some.end - i);
+            Quantized of_expert = m;
+            of_expert.codes += expert * panels * m.chunks<Q>() * CHUNK;
+            of_expert.scales += expert * scales;
+            if (m.zeros) of_expert.zeros += expert * scales;
+            multiply_code_panels<Q>((const E*)x + first * m.in, of_expert, nullptr, (E*)y + first * m.out,
+                                    offsets[expert + 1] - first, {p, p + n, true});
+        }
+    });
+}
+
+}  // namespace

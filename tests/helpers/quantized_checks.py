@@ -1,0 +1,100 @@
+"""Checks of the C++ kernels for quantised matrices against their dequantised weights, for any build of them."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from helpers.cpu_checks import rounding
+from nanovllm.backends.cpu_backend import Scratch
+from nanovllm.kernels.grouped_linear import grouped_linear_reference
+from nanovllm.kernels.route import Routing
+from nanovllm.quantized.codes import Codes, pack_int4, quantize_int8
+from nanovllm.quantized.cpu_matrix import CpuExperts, CpuMatrix
+from nanovllm.utils.integers import ceil_div
+
+FORMATS = {
+    "int8 at load": (8, None, False),
+    "int8 with -128": (8, 10**6, False),
+    "int8, groups and zeros": (8, 32, True),
+    "int4": (4, 32, False),
+    "int4, zeros": (4, 128, True),
+    "int4, one scale a row": (4, 10**6, True),
+}
+"""bits, group_size (None: quantize_int8 makes the codes; more than a row has: the whole row), whether with zeros"""
+
+
+def draw_codes(shape: tuple[int, ...], name: str, generator: torch.Generator) -> Codes:
+    """Draw a matrix [out, in] or experts [num_experts, out, in] in a format of `FORMATS`."""
+    bits, group_size, has_zeros = FORMATS[name]
+    *outer, size = shape
+    if group_size is None:
+        return quantize_int8(torch.randn(shape, generator=generator))
+    group_size = min(group_size, size)
+    groups = (*outer, ceil_div(size, group_size))
+    smallest = 0 if bits == 4 else -128
+    codes = torch.randint(smallest, smallest + 2**bits, shape, generator=generator)
+    codes.view(-1)[0] = smallest
+    zeros = torch.randint(smallest, smallest + 2**bits + 1, groups, generator=generator).to(torch.int16)
+    return Codes(
+        bits,
+        pack_int4(codes) if bits == 4 else codes.to(torch.int8),
+        torch.rand(groups, generator=generator) / 2**bits,
+        zeros if has_zeros else None,
+        group_size,
+    )
+
+
+def assert_products_alike(found: Tensor, x: Tensor, weights: Tensor, bias: Tensor | None = None) -> None:
+    """Compare with products in float64, relative to the scale of their terms."""
+    expected = x.double() @ weights.double().T
+    if bias is not None:
+        expected += bias.double()
+    terms = x.double().square() @ weights.double().square().T
+    tolerance = 4 * rounding(found.dtype) * (expected.abs() + terms.sqrt()) + 1e-6
+    assert ((found.double() - expected).abs() <= tolerance).all()
+
+
+def check_quantized_products(name: str, dtype: torch.dtype, in_features: int, out_features: int) -> None:
+    """Products are those of the dequantised weights, with the same bits for a row alone; rows are the weights."""
+    generator = torch.Generator().manual_seed(in_features)
+    codes = draw_codes((out_features, in_features), name, generator)
+    if "zeros" in name:
+        codes = replace(codes, order=torch.randperm(in_features, generator=generator))
+    weights = codes.dequantize()
+    matrix = CpuMatrix(codes, dtype, Scratch())
+    assert torch.equal(matrix.rows(torch.arange(out_features)), weights.to(dtype))
+    x = torch.randn(300, in_features, generator=generator).to(dtype)
+    bias = torch.randn(out_features, generator=generator).to(dtype)
+    whole = matrix.multiply(x, None)
+    assert_products_alike(whole, x, weights)
+    for rows in (1, 2, 3, 6, 7, 12, 13, 25, 65):
+        assert torch.equal(matrix.multiply(x[:rows], None), whole[:rows])
+    assert_products_alike(matrix.multiply(x[:5], bias), x[:5], weights, bias)
+
+
+def check_quantized_experts(name: str, dtype: torch.dtype, in_features: int, out_features: int) -> None:
+    """Each pair is multiplied by the matrix of its expert, with the bits of that expert's matrix alone."""
+    generator = torch.Generator().manual_seed(in_features)
+    counts = [0, 3, 1, 0, 14, 7]
+    codes = draw_codes((len(counts), out_features, in_features), name, generator)
+    pairs = sum(counts)
+    offsets = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
+    tokens = torch.randint(0, 9, (pairs,), generator=generator).to(torch.int32)
+    routing = Routing(torch.ones(pairs, 1), torch.arange(pairs).int().view(pairs, 1), tokens, offsets)
+    x = torch.randn(9, in_features, generator=generator).to(dtype)
+    experts = CpuExperts(codes, dtype, Scratch())
+    y = experts.multiply(x, routing, gather=True)
+    assert torch.equal(experts.multiply(x[tokens], routing, gather=False), y)
+    expected = grouped_linear_reference(x.double(), codes.dequantize().double(), routing, gather=True)
+    torch.testing.assert_close(y.double(), expected, rtol=rounding(dtype), atol=rounding(dtype) * in_features)
+    zeros = codes.zeros
+    for expert, (begin, end) in enumerate(zip(offsets.tolist(), offsets[1:].tolist(), strict=False)):
+        alone = replace(
+            codes,
+            codes=codes.codes[expert],
+            scales=codes.scales[expert],
+            zeros=None if zeros is None else zeros[expert],
+        )
+        matrix = CpuMatrix(alone, dtype, Scratch())
+        assert torch.equal(matrix.multiply(x[tokens[begin:end]], None), y[begin:end])

@@ -1,0 +1,94 @@
+"""The C++ kernels for quantised matrices compute what the dequantised weights give, with the same bits in any batch."""
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers.cpu_checks import BF16, FP32
+from helpers.quantized_checks import (
+    FORMATS,
+    assert_products_alike,
+    check_quantized_experts,
+    check_quantized_products,
+    draw_codes,
+)
+
+from nanovllm.backends.cpu_backend import Scratch
+from nanovllm.quantized.codes import quantize_int8
+from nanovllm.quantized.cpu_matrix import CpuExperts, CpuMatrix, quantized_library
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _library() -> None:
+    try:
+        quantized_library()
+    except RuntimeError as error:
+        pytest.skip(str(error))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("in_features", "out_features"), [(64, 96), (50, 70), (1056, 33)])
+def test_products_and_rows_are_those_of_the_weights(
+    name: str, dtype: torch.dtype, in_features: int, out_features: int
+) -> None:
+    check_quantized_products(name, dtype, in_features, out_features)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("name", FORMATS)
+def test_experts_are_matrices_of_their_own(name: str, dtype: torch.dtype) -> None:
+    check_quantized_experts(name, dtype, 96, 72)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("name", ["int8 at load", "int4, zeros"])
+def test_a_row_has_the_same_bits_whatever_the_threads_and_the_rows_beside_it(name: str, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(5)
+    matrix = CpuMatrix(draw_codes((2080, 1536), name, generator), dtype, Scratch())
+    x = torch.randn(520, 1536, generator=generator).to(dtype)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        whole = matrix.multiply(x, None)
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            for rows in (1, 8, 33, 520):
+                assert torch.equal(matrix.multiply(x[-rows:], None), whole[-rows:])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_row_of_zeros_gives_zeros_and_a_broken_one_reaches_no_other_row() -> None:
+    weight = torch.randn(40, 64)
+    weight[3] = 0
+    weight[5, 7] = torch.nan
+    y = CpuMatrix(quantize_int8(weight), FP32, Scratch()).multiply(torch.randn(4, 64), None)
+    assert not y[:, 3].any() and y[:, 5].isnan().all() and y[:, [*range(5), *range(6, 40)]].isfinite().all()
+
+
+def test_no_rows_and_a_bias_wider_than_a_panel() -> None:
+    generator = torch.Generator().manual_seed(1)
+    codes = draw_codes((100, 64), "int4", generator)
+    matrix = CpuMatrix(codes, FP32, Scratch())
+    assert matrix.multiply(torch.empty(0, 64), None).shape == (0, 100)
+    x = torch.randn(1, 64)
+    bias = torch.randn(100)
+    assert_products_alike(matrix.multiply(x, bias), x, codes.dequantize(), bias)
+
+
+def test_what_the_kernels_cannot_group_or_sort_is_refused() -> None:
+    codes = draw_codes((32, 64), "int4", torch.Generator())
+    with pytest.raises(ValueError, match="a multiple of 4 inputs, not 6"):
+        CpuMatrix(replace(codes, group_size=6), FP32, Scratch())
+    experts = draw_codes((2, 32, 64), "int4", torch.Generator())
+    with pytest.raises(ValueError, match="desc_act"):
+        CpuExperts(replace(experts, order=torch.arange(64)), FP32, Scratch())
+
+
+def test_nobody_else_waits_for_this_library() -> None:
+    code = "import sys, nanovllm.llm; print('nanovllm.quantized.cpu_matrix' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    assert done.stdout.strip() == "False"
