@@ -3,7 +3,8 @@
     python benchmarks/bench_processors.py --march x86-64-v3 cascadelake native
     python benchmarks/bench_processors.py --blocks 16 32 64
 
-All products of 12 of Qwen3-0.6B's layers, and the attention of its 28; best of seven, in turn. A cell is milliseconds,
+All products of 12 of Qwen3-0.6B's layers, with bfloat16 also with weights of 8 and 4 bits (groups of 128), and the
+attention of its 28; best of seven, in turn. A cell is milliseconds,
 and what share that makes of two rates measured just before: at which memory is read, and at which the same column
 computes float32 products of 256 rows.
 """
@@ -13,14 +14,17 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 
 from nanovllm.backends import AttentionMetadata, KVCache
-from nanovllm.backends.cpu_backend import CpuBackend
+from nanovllm.backends.cpu_backend import CpuBackend, Scratch
 from nanovllm.kernels import cpu_library
+from nanovllm.quantized.codes import Codes
+from nanovllm.quantized.cpu_matrix import CpuMatrix, QuantizedLibrary
 
 LAYERS = 12
 HEADS = 16
@@ -30,16 +34,18 @@ SHAPES = [(1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024)]
 """(in, out) of a layer's matrices."""
 
 
-def build(march: str) -> CpuBackend:
+def build(march: str) -> tuple[CpuBackend, QuantizedLibrary]:
     flags = [f"-march={march}" if flag == "-march=native" else flag for flag in cpu_library.FLAGS]
     with (
         tempfile.TemporaryDirectory() as folder,
         mock.patch.dict(os.environ, XDG_CACHE_HOME=folder),
         mock.patch.object(cpu_library, "FLAGS", flags),
     ):
-        library = cpu_library._load(os.environ.get("CXX", "g++"), cpu_library.CpuLibrary)
+        compiler = os.environ.get("CXX", "g++")
+        library = cpu_library._load(compiler, cpu_library.CpuLibrary)
+        quantized = cpu_library._load(compiler, QuantizedLibrary)
     with mock.patch("nanovllm.backends.cpu_backend.cpu_library", lambda: library):
-        return CpuBackend()
+        return CpuBackend(), quantized
 
 
 def best_of(works: dict[str, Callable[[], object]], repeat: int = 7) -> dict[str, float]:
@@ -71,6 +77,29 @@ def products(backends: dict[str, CpuBackend], dtype: torch.dtype, rows: int, rep
 
     works: dict[str, Callable[[], object]] = {name: lambda b=b: ours(b) for name, b in backends.items()}  # type: ignore[misc]
     return best_of({**works, "torch": run_torch}, repeat)
+
+
+def quantized_products(libraries: dict[str, QuantizedLibrary], bits: int, rows: int) -> dict[str, float]:
+    inputs = {size: torch.ones(rows, size, dtype=torch.bfloat16) for size, _ in SHAPES}
+    group = {8: 10**6, 4: 128}[bits]
+
+    def pack() -> list[CpuMatrix]:
+        packed = []
+        for size, out in SHAPES * LAYERS:
+            codes = torch.ones(out, size * bits // 8, dtype=torch.int8 if bits == 8 else torch.uint8)
+            scales = torch.ones(out, max(1, size // group))
+            packed.append(CpuMatrix(Codes(bits, codes, scales, None, group), torch.bfloat16, Scratch()))
+        return packed
+
+    def run(matrices: list[CpuMatrix]) -> None:
+        for i, matrix in enumerate(matrices):
+            matrix.multiply(inputs[SHAPES[i % len(SHAPES)][0]], None)
+
+    works: dict[str, Callable[[], object]] = {}
+    for march, library in libraries.items():
+        with mock.patch("nanovllm.quantized.cpu_matrix.quantized_library", lambda library=library: library):
+            works[march] = partial(run, pack())
+    return best_of(works)
 
 
 def attention(
@@ -123,7 +152,9 @@ def main() -> None:
     parser.add_argument("--march", nargs="+", default=["native"], help="processors, by the compiler's names")
     parser.add_argument("--blocks", nargs="+", type=int, default=[64], help="block sizes of the KV cache")
     args = parser.parse_args()
-    backends = {march: build(march) for march in args.march}
+    built = {march: build(march) for march in args.march}
+    backends = {march: backend for march, (backend, _) in built.items()}
+    libraries = {march: library for march, (_, library) in built.items()}
     memory = read_rate()
     num_weights = LAYERS * sum(size * out for size, out in SHAPES)
     arithmetic = {m: 2e3 * 256 * num_weights / ms for m, ms in products(backends, torch.float32, 256, 3).items()}
@@ -143,6 +174,9 @@ def main() -> None:
         for rows in (1, 8, 32):
             found = products(backends, dtype, rows)
             show(f"{name}, products, rows: {rows}", found, num_weights * dtype.itemsize, 2 * rows * num_weights)
+            for bits in (8, 4) if dtype == torch.bfloat16 else ():
+                found = quantized_products(libraries, bits, rows)
+                show(f"{bits} bits, products, rows: {rows}", found, num_weights * bits / 8, 2 * rows * num_weights)
         for num_seqs, length in ((18, 130), (32, 256)):
             times = attention(backends, dtype, num_seqs, length, args.blocks)
             keys = 28 * num_seqs * length * DIM

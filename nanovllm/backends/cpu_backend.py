@@ -49,6 +49,11 @@ class CpuBackend(Backend):
         self._library = cpu_library()
         self._scratch = Scratch()
 
+    @property
+    def scratch(self) -> "Scratch":
+        """What lends memory to the operators' results. Quantised matrices borrow from it, too."""
+        return self._scratch
+
     @classmethod
     def why_cannot(cls, device: torch.device) -> str | None:
         """Compile the kernels, unless they lie in the user's cache folder; return why that fails, if it does."""

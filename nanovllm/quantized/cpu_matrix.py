@@ -124,8 +124,6 @@ class CpuExperts:
     """
 
     def __init__(self, codes: Codes, dtype: torch.dtype, scratch: Scratch) -> None:
-        if codes.order is not None:
-            raise ValueError("experts whose columns are sorted by group (desc_act) are not supported")
         self._codes = PackedCodes(codes, dtype)
         self._scratch = scratch
 
@@ -134,6 +132,9 @@ class CpuExperts:
         codes = self._codes
         rows = x[routing.tokens] if gather else x.contiguous()
         y = self._scratch.empty(len(rows), codes.out_features, dtype=x.dtype)
+        if codes.order is not None:
+            order = codes.order.repeat_interleave(routing.offsets.diff(), 0)  # [pairs, in], without those of padding
+            rows = rows[: len(order)].gather(1, order)
         num_experts = len(codes.tensors[0])
         codes.call("grouped_codes", rows, *codes.tensors, routing.offsets, y, num_experts, *codes.sizes)
         return y

@@ -1,6 +1,7 @@
 """Checks of the C++ kernels for quantised matrices against their dequantised weights, for any build of them."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -78,6 +79,8 @@ def check_quantized_experts(name: str, dtype: torch.dtype, in_features: int, out
     generator = torch.Generator().manual_seed(in_features)
     counts = [0, 3, 1, 0, 14, 7]
     codes = draw_codes((len(counts), out_features, in_features), name, generator)
+    if "zeros" in name:
+        codes = replace(codes, order=torch.rand(len(counts), in_features, generator=generator).argsort(1))
     pairs = sum(counts)
     offsets = torch.tensor([0, *counts]).cumsum(0).to(torch.int32)
     tokens = torch.randint(0, 9, (pairs,), generator=generator).to(torch.int32)
@@ -88,13 +91,8 @@ def check_quantized_experts(name: str, dtype: torch.dtype, in_features: int, out
     assert torch.equal(experts.multiply(x[tokens], routing, gather=False), y)
     expected = grouped_linear_reference(x.double(), codes.dequantize().double(), routing, gather=True)
     torch.testing.assert_close(y.double(), expected, rtol=rounding(dtype), atol=rounding(dtype) * in_features)
-    zeros = codes.zeros
-    for expert, (begin, end) in enumerate(zip(offsets.tolist(), offsets[1:].tolist(), strict=False)):
-        alone = replace(
-            codes,
-            codes=codes.codes[expert],
-            scales=codes.scales[expert],
-            zeros=None if zeros is None else zeros[expert],
-        )
+    for expert, (begin, end) in enumerate(pairwise(offsets.tolist())):
+        own = {f.name: v[expert] for f in fields(codes) if isinstance(v := getattr(codes, f.name), Tensor)}
+        alone = replace(codes, **own)
         matrix = CpuMatrix(alone, dtype, Scratch())
         assert torch.equal(matrix.multiply(x[tokens[begin:end]], None), y[begin:end])

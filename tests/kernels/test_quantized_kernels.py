@@ -17,7 +17,7 @@ from helpers.quantized_checks import (
 
 from nanovllm.backends.cpu_backend import Scratch
 from nanovllm.quantized.codes import quantize_int8
-from nanovllm.quantized.cpu_matrix import CpuExperts, CpuMatrix, quantized_library
+from nanovllm.quantized.cpu_matrix import CpuMatrix, quantized_library
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -79,13 +79,10 @@ def test_no_rows_and_a_bias_wider_than_a_panel() -> None:
     assert_products_alike(matrix.multiply(x, bias), x, codes.dequantize(), bias)
 
 
-def test_what_the_kernels_cannot_group_or_sort_is_refused() -> None:
+def test_groups_that_the_kernels_cannot_cut_are_refused() -> None:
     codes = draw_codes((32, 64), "int4", torch.Generator())
     with pytest.raises(ValueError, match="a multiple of 4 inputs, not 6"):
         CpuMatrix(replace(codes, group_size=6), FP32, Scratch())
-    experts = draw_codes((2, 32, 64), "int4", torch.Generator())
-    with pytest.raises(ValueError, match="desc_act"):
-        CpuExperts(replace(experts, order=torch.arange(64)), FP32, Scratch())
 
 
 def test_nobody_else_waits_for_this_library() -> None:
