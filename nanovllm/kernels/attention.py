@@ -114,15 +114,17 @@ def attend_reference(q: Tensor, cache: KVCache, metadata: AttentionMetadata, sca
     block_size, num_kv_heads, head_dim = cache.keys.shape[1:]
     group = q.shape[1] // num_kv_heads
     out = torch.empty_like(q)
+    grouped_q = q.view(-1, num_kv_heads, group, head_dim)
+    grouped_out = out.view(-1, num_kv_heads, group, head_dim)
+    sides = [side.transpose(1, 2) for side in cache]  # [block, head, offset, dim]
     seq_lens = metadata.seq_lens if metadata.seq_lens_cpu is None else metadata.seq_lens_cpu
     query_lens = [1] * len(seq_lens) if metadata.query_lens_cpu is None else metadata.query_lens_cpu.tolist()
     start = 0
-    for i, (query_len, seq_len) in enumerate(zip(query_lens, seq_lens.tolist(), strict=True)):
-        blocks = metadata.block_tables[i, : ceil_div(seq_len, block_size)]
-        # [blocks, offset, head, dim] -> [head, token, dim]
-        sides = (side.transpose(1, 2)[blocks].transpose(0, 1).reshape(num_kv_heads, -1, head_dim) for side in cache)
-        k, v = (side[:, :seq_len] for side in sides)
-        rows = q[start : start + query_len].view(query_len, num_kv_heads, group, head_dim).permute(1, 2, 0, 3)
+    for query_len, seq_len, table in zip(query_lens, seq_lens.tolist(), metadata.block_tables.unbind(0), strict=True):
+        blocks = table[: ceil_div(seq_len, block_size)]
+        # Small models spend most of a step here, and index_select is faster than indexing with [].
+        k, v = [side.index_select(0, blocks).transpose(0, 1).reshape(num_kv_heads, -1, head_dim) for side in sides]
+        rows = grouped_q[start : start + query_len].permute(1, 2, 0, 3)
         mask = None
         if query_len > 1:
             # Query j is token seq_len - query_len + j, and sees all tokens up to itself. The same mask is repeated
@@ -130,9 +132,13 @@ def attend_reference(q: Tensor, cache: KVCache, metadata: AttentionMetadata, sca
             mask = torch.ones(query_len, seq_len, dtype=torch.bool, device=q.device).tril(seq_len - query_len)
             mask = mask.repeat(group, 1).unsqueeze(0)
         attended = F.scaled_dot_product_attention(
-            rows.reshape(1, num_kv_heads, group * query_len, head_dim), k[None], v[None], attn_mask=mask, scale=scale
+            rows.reshape(1, num_kv_heads, group * query_len, head_dim),
+            k[None, :, :seq_len],
+            v[None, :, :seq_len],
+            attn_mask=mask,
+            scale=scale,
         )
         attended = attended.view(num_kv_heads, group, query_len, head_dim).permute(2, 0, 1, 3)
-        out[start : start + query_len] = attended.reshape(query_len, -1, head_dim)
+        grouped_out[start : start + query_len] = attended
         start += query_len
     return out
