@@ -55,7 +55,7 @@ class TritonExperts:
         if codes.order is not None:
             raise ValueError(
                 "these experts' columns are sorted by their group (desc_act), which the grouped Triton kernel does not "
-                'take: use attention_backend="torch", or a checkpoint made with desc_act=False'
+                "take: use a checkpoint that was made with desc_act=False"
             )
         self.weight = transpose_scales(codes)
 
@@ -71,6 +71,11 @@ def transpose_scales(codes: Codes) -> CodedWeight:
         ValueError: the kernel cannot take groups of this size.
     """
     format_config(codes.bits, codes.in_features, codes.group_size, codes.zeros is not None)
-    zeros = None if codes.zeros is None else codes.zeros.int().mT.contiguous()
-    scales = codes.scales.mT.contiguous()
+    zeros = None if codes.zeros is None else _copy_transposed(codes.zeros.to(torch.int32))
+    scales = _copy_transposed(codes.scales)
     return CodedWeight(codes.codes.contiguous(), scales, zeros, codes.bits, codes.in_features, codes.group_size)
+
+
+def _copy_transposed(values: Tensor) -> Tensor:
+    """Return values [..., m, n] as a contiguous copy [..., n, m]."""
+    return values.mT.clone(memory_format=torch.contiguous_format)

@@ -34,6 +34,7 @@ from helpers.kernel_tests import (  # noqa: F401
     test_tokens_of_no_probability_are_never_drawn,
     test_uniforms_are_the_references_bit_for_bit,
 )
+from helpers.quantized_cases import FORMATS, make_codes
 
 from nanovllm.backends import BACKENDS, Backend
 from nanovllm.kernels.edit_logits import MaskAndPenalties, edit_logits, edit_logits_reference
@@ -42,6 +43,7 @@ from nanovllm.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_
 from nanovllm.kernels.route import route, route_reference
 from nanovllm.kernels.sample import SamplingValues, sample, uniform_reference
 from nanovllm.kernels.silu_and_mul import silu_and_mul, silu_and_mul_reference
+from nanovllm.quantized.triton_matrix import TritonMatrix
 
 pytestmark = [
     pytest.mark.gpu,
@@ -252,3 +254,25 @@ def test_samples_follow_the_distribution() -> None:
     expected = logits[0].softmax(0) * n
     counts = torch.bincount(tokens, minlength=8)
     assert float(((counts - expected) ** 2 / expected).sum()) < 40
+
+
+@pytest.mark.parametrize("num_rows", [1, 17, 300])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("bits", "group_size", "has_zeros"), FORMATS)
+def test_products_with_codes_are_those_of_the_dequantised_matrix_eager_and_replayed(
+    bits: int, group_size: int, has_zeros: bool, dtype: torch.dtype, num_rows: int
+) -> None:
+    """Sums of 512 products of about one are in float32, so they differ by their order; then they are rounded once."""
+    codes = make_codes((200, 512), bits, group_size, has_zeros)
+    matrix = TritonMatrix(codes, dtype)
+    x = torch.randn(num_rows, 512, device=CUDA).to(dtype)
+    eps = torch.finfo(dtype).eps
+    graph = torch.cuda.CUDAGraph()
+    matrix.multiply(x, None)  # compiles
+    with torch.cuda.graph(graph):
+        y = matrix.multiply(x, None)
+    x.copy_(torch.randn(num_rows, 512, device=CUDA))
+    graph.replay()
+    expected = x.double() @ codes.dequantize().double().T
+    for got in (matrix.multiply(x, None), y):
+        torch.testing.assert_close(got.double(), expected, rtol=2 * eps, atol=1e-3)
