@@ -12,20 +12,29 @@ from torch import Tensor, nn
 from nanovllm.backends.base import Backend
 from nanovllm.backends.torch_backend import pack_matrices
 from nanovllm.kernels.attention import AttentionMetadata, KVCache
+from nanovllm.kernels.causal_conv import causal_conv_reference
 from nanovllm.kernels.combine import combine_reference
 from nanovllm.kernels.cpu_library import PANEL, CpuLibrary, cpu_library
 from nanovllm.kernels.edit_logits import MaskAndPenalties
+from nanovllm.kernels.gated_delta import gated_delta_reference
+from nanovllm.kernels.gated_rms_norm import gated_rms_norm_reference
 from nanovllm.kernels.grouped_linear import grouped_linear_reference
 from nanovllm.kernels.norm_rope_store import NormRope
 from nanovllm.kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
 from nanovllm.kernels.route import Routing
 from nanovllm.kernels.sample import Sampled, SamplingValues
-from nanovllm.kernels.silu_and_mul import silu_and_mul_reference
+from nanovllm.kernels.silu_and_mul import sigmoid_and_mul_reference, silu_and_mul_reference
 from nanovllm.layers.linear import Experts
 from nanovllm.utils.integers import ceil_div
 
 LANES = 16
 """float32 numbers in a vector, as in kernels/cpu/."""
+
+MAX_CONV_WIDTH = 8
+"""Inputs in a sum of `causal_conv`, as in kernels/cpu/gated_delta.h."""
+
+MAX_KEY_DIM = 256
+"""Size of a key of `gated_delta`, MAX_HEAD_DIM in kernels/cpu/vectors.h."""
 
 SMALLEST_LOAN = 32 << 20
 """Bytes of the smallest tensor whose memory Scratch lends. glibc's malloc keeps smaller blocks by itself."""
@@ -89,14 +98,14 @@ class CpuBackend(Backend):
         if x.shape[1] % LANES:
             return rms_norm_reference(x, weight, eps)
         y = self._scratch.empty(*x.shape, dtype=x.dtype)
-        self._library.call("add_rms_norm", x.dtype, x, None, weight, y, None, *x.shape, eps)
+        self._library.call("add_rms_norm", x.dtype, x, None, weight, y, None, *x.shape, _is_wide(weight), eps)
         return y
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         if x.shape[1] % LANES:
             return add_rms_norm_reference(x, residual, weight, eps)
         y, total = (self._scratch.empty(*x.shape, dtype=x.dtype) for _ in range(2))
-        self._library.call("add_rms_norm", x.dtype, x, residual, weight, y, total, *x.shape, eps)
+        self._library.call("add_rms_norm", x.dtype, x, residual, weight, y, total, *x.shape, _is_wide(weight), eps)
         return y, total
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
@@ -106,6 +115,44 @@ class CpuBackend(Backend):
             return silu_and_mul_reference(gate_up)
         y = self._scratch.empty(rows, size, dtype=gate_up.dtype)
         self._library.call("silu_and_mul", y.dtype, gate_up, y, rows, size)
+        return y
+
+    def sigmoid_and_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        if x.shape[1] % LANES:
+            return sigmoid_and_mul_reference(x, gate)
+        y = self._scratch.empty(*x.shape, dtype=x.dtype)
+        self._library.call("sigmoid_and_mul", x.dtype, x, gate, y, *x.shape, gate.stride(0))
+        return y
+
+    def causal_conv(self, x: Tensor, weight: Tensor, state: Tensor, metadata: AttentionMetadata) -> Tensor:
+        width, channels = weight.shape
+        if channels % LANES or width > MAX_CONV_WIDTH:
+            return causal_conv_reference(x, weight, state, metadata)
+        y = self._scratch.empty(*x.shape, dtype=x.dtype)
+        sequences = (metadata.cu_seqlens_q, metadata.seq_lens, metadata.rows)
+        sizes = (len(metadata.seq_lens), channels, width, x.stride(0))
+        self._library.call("causal_conv", x.dtype, x, weight, state, y, *sequences, *sizes)
+        return y
+
+    def gated_delta(
+        self, qkv: Tensor, gates: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
+        value_heads, key_dim, value_dim = state.shape[1:]
+        if key_dim % LANES or value_dim % LANES or key_dim > MAX_KEY_DIM:
+            return gated_delta_reference(qkv, gates, a_log, dt_bias, state, metadata)
+        key_heads = (qkv.shape[1] - value_heads * value_dim) // (2 * key_dim)
+        out = self._scratch.empty(qkv.shape[0], value_heads, value_dim, dtype=qkv.dtype)
+        sequences = (metadata.cu_seqlens_q, metadata.seq_lens, metadata.rows)
+        sizes = (len(metadata.seq_lens), key_heads, value_heads, key_dim, value_dim, gates.stride(0))
+        self._library.call("gated_delta", qkv.dtype, qkv, gates, a_log, dt_bias, state, *sequences, out, *sizes)
+        return out
+
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        tokens, heads, dim = x.shape
+        if dim % LANES:
+            return gated_rms_norm_reference(x, gate, weight, eps)
+        y = self._scratch.empty(tokens, heads * dim, dtype=x.dtype)
+        self._library.call("gated_rms_norm", x.dtype, x, gate, weight, y, *x.shape, gate.stride(0), eps)
         return y
 
     def route(self, logits: Tensor, k: int, normalize: bool, slots: Tensor) -> Routing:
@@ -146,7 +193,8 @@ class CpuBackend(Backend):
         num_heads = qkv.shape[1] // dim - 2 * num_kv_heads
         q = self._scratch.empty(tokens, num_heads, dim, dtype=qkv.dtype)
         inputs = (qkv, norms.q_weight, norms.k_weight, norms.cos_sin, positions.to(torch.int32), slots)
-        sizes = (tokens, num_heads, num_kv_heads, dim, block_size, norms.eps)
+        is_wide = norms.q_weight is not None and _is_wide(norms.q_weight)
+        sizes = (tokens, num_heads, num_kv_heads, dim, block_size, is_wide, norms.eps)
         self._library.call("norm_rope_store", q.dtype, *inputs, q, *cache, *sizes)
         return q
 
@@ -169,6 +217,11 @@ class CpuBackend(Backend):
 
     def edit_logits(self, logits: Tensor, edits: MaskAndPenalties) -> None:
         self._library.call("edit_logits", logits.dtype, logits, *edits, len(edits.indices), logits.shape[1])
+
+
+def _is_wide(weight: Tensor) -> bool:
+    """Return whether a norm's weight is float32. Beside a bfloat16 x it then scales before the rounding."""
+    return weight.dtype == torch.float32
 
 
 def _packs_in_place(weight: Tensor) -> bool:

@@ -53,9 +53,13 @@ _SIGNATURES = {  # one function for each dtype
     "route": (6, 4, 0),
     "grouped_linear": (4, 3, 0),
     "combine": (4, 3, 0),
-    "add_rms_norm": (5, 2, 1),
+    "add_rms_norm": (5, 3, 1),
     "silu_and_mul": (2, 2, 0),
-    "norm_rope_store": (9, 5, 1),
+    "sigmoid_and_mul": (3, 3, 0),
+    "norm_rope_store": (9, 6, 1),
+    "causal_conv": (7, 4, 0),
+    "gated_delta": (9, 6, 0),
+    "gated_rms_norm": (4, 4, 1),
     "sample": (9, 2, 0),
 }
 _OF_ANY_DTYPE = {"pack": (2, 2, 0), "packed_rows": (3, 2, 0), "advise_huge_pages": (1, 1, 0), "touch_pages": (1, 1, 0)}

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from helpers.delta_cases import DeltaLayer, assert_delta_is_the_reference
 from helpers.kernel_cases import assert_same_tokens, attention_tolerance, decode_lengths, mixed_lengths, sample_case
 from nanovllm.backends import AttentionMetadata, Backend
 from nanovllm.backends.cpu_backend import CpuBackend, NativeMatrix, Scratch
@@ -61,7 +62,12 @@ def check_small_operators(backend: CpuBackend, dtype: torch.dtype) -> None:
         got, expected = (b.add_rms_norm(x, residual, weight, 1e-6) for b in (backend, reference))
         torch.testing.assert_close(got[0], expected[0], **close)
         assert torch.equal(got[1], expected[1])
+        wide = torch.rand(size)  # it scales before the rounding
+        torch.testing.assert_close(backend.rms_norm(x, wide, 1e-6), reference.rms_norm(x, wide, 1e-6), **close)
         gate_up = 30 * torch.randn(5, 2 * size).to(dtype)
+        gate = gate_up[:, size:]  # its rows lie apart
+        found, expected = (side.sigmoid_and_mul(x, gate) for side in (backend, reference))
+        torch.testing.assert_close(found, expected, **close)
         torch.testing.assert_close(backend.silu_and_mul(gate_up), reference.silu_and_mul(gate_up), **close)
 
 
@@ -92,6 +98,8 @@ def attend_after_storing(
     slots = torch.cat((slots, torch.tensor([-1])))
     positions = torch.cat((positions, torch.tensor([0])))
     norms = NormRope(q_weight, k_weight, 1e-6, cos_sin) if group % 2 else NormRope(None, None, 1e-6, cos_sin)
+    if group % 4 == 3:
+        norms = norms._replace(q_weight=q_weight.float(), k_weight=k_weight.float())
     pieces = [
         backend.norm_rope_store(qkv[part], norms, positions[part], cache, slots[part].contiguous())
         for part in (slice(0, 7), slice(7, None))
@@ -149,6 +157,12 @@ def check_experts(backend: CpuBackend, dtype: torch.dtype) -> None:
     y = torch.randn(2 * tokens, 96).to(dtype)
     close = {"rtol": rounding(dtype), "atol": rounding(dtype)}
     torch.testing.assert_close(backend.combine(y, routing), combine_reference(y, routing), **close)
+
+
+def check_linear_attention(backend: CpuBackend, dtype: torch.dtype) -> None:
+    """A convolution, the gated delta rule and its norm equal plain torch, step after step."""
+    layer = DeltaLayer(2, 4, 64, 48, 4, dtype)
+    assert_delta_is_the_reference(layer, backend, ([9, 0, 20], [1, 2, 1], [1, 1, 1]), 4 * rounding(dtype))
 
 
 def check_edited_logits(backend: CpuBackend) -> None:

@@ -29,7 +29,8 @@ template <class... Types> void run(void (*kernel)(Types...), Arguments& argument
     {#name "_float32", [](Arguments& a) { run(name##_float32, a); }}
 const std::map<std::string, void (*)(Arguments&)> KERNELS = {
     KERNEL(linear), KERNEL(attend), KERNEL(add_rms_norm), KERNEL(silu_and_mul), KERNEL(norm_rope_store), KERNEL(sample),
-    KERNEL(grouped_linear), KERNEL(route), KERNEL(combine),
+    KERNEL(grouped_linear), KERNEL(route), KERNEL(combine), KERNEL(causal_conv), KERNEL(gated_delta),
+    KERNEL(gated_rms_norm), KERNEL(sigmoid_and_mul),
     KERNEL(pack_codes), KERNEL(weight_rows), KERNEL(linear_codes), KERNEL(grouped_codes),
     {"edit_logits", [](Arguments& a) { run(edit_logits, a); }},
     {"pack", [](Arguments& a) { run(pack, a); }}, {"packed_rows", [](Arguments& a) { run(packed_rows, a); }}};

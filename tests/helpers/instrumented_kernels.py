@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from helpers.cpu_checks import BF16, CPU, FP32, attend_after_storing, rounding
+from helpers.delta_cases import DeltaLayer, assert_delta_is_the_reference
 from helpers.kernel_cases import assert_same_tokens, attention_tolerance, edit_case, sample_case
 from helpers.quantized_checks import FORMATS, check_quantized_experts, check_quantized_products
 from nanovllm.backends import cpu_backend
@@ -177,6 +178,16 @@ class Fuzzer:
         check_quantized_products(name, dtype, 2 * self.draw.randrange(1, 330), self.draw.randrange(1, 140))
         check_quantized_experts(name, dtype, 2 * self.draw.randrange(1, 60), self.draw.randrange(1, 70))
 
+    def check_linear_attention(self, dtype: torch.dtype) -> None:
+        group = self.draw.randrange(1, 4)
+        key_heads = self.draw.randrange(1, 4)
+        dims = (16 * self.draw.randrange(1, 9), 16 * self.draw.randrange(1, 9))
+        layer = DeltaLayer(key_heads, group * key_heads, *dims, self.draw.randrange(1, 9), dtype)
+        sequences = self.draw.randrange(1, 5)
+        lens = [0, 1, 1, 2, 3, self.draw.randrange(4, 60)]
+        steps = [[self.draw.choice(lens) for _ in range(sequences)] for _ in range(3)]
+        assert_delta_is_the_reference(layer, self.backend, [s for s in steps if any(s)], 4 * rounding(dtype))
+
     def check_sampling(self, dtype: torch.dtype) -> None:
         vocab_size = self.draw.choice([1, 2, 17, self.draw.randrange(3, 200), self.draw.randrange(200, 9000)])
         seed = self.draw.randrange(2**30)
@@ -196,6 +207,7 @@ class Fuzzer:
             self.check_attention,
             self.check_experts,
             self.check_quantized,
+            self.check_linear_attention,
             self.check_sampling,
         ]
         counts = {check.__name__: 0 for check in checks}

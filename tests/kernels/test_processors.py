@@ -11,6 +11,7 @@ from helpers.cpu_checks import (
     assert_attends_alike,
     check_edited_logits,
     check_experts,
+    check_linear_attention,
     check_packed_products,
     check_sampled_tokens,
     check_small_operators,
@@ -94,6 +95,11 @@ def test_sampled_tokens_are_the_references(backend: CpuBackend, dtype: Any) -> N
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 def test_experts_are_the_references(backend: CpuBackend, dtype: Any) -> None:
     check_experts(backend, dtype)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_linear_attention_is_the_reference(backend: CpuBackend, dtype: Any) -> None:
+    check_linear_attention(backend, dtype)
 
 
 def test_edited_logits_are_the_references(backend: CpuBackend) -> None:

@@ -11,6 +11,7 @@
 #include "attention.h"
 #include "edit_logits.h"
 #include "experts.h"
+#include "gated_delta.h"
 #include "linear.h"
 #include "operators.h"
 #include "sample.h"
@@ -41,16 +42,29 @@ EXPORT(attend, (q, k, v, tables, cu_seqlens, lens, out, seqs, max_blocks, kv_hea
        const void* q, const uint32_t* k, const uint32_t* v, const int32_t* tables, const int32_t* cu_seqlens,
        const int32_t* lens, void* out, int64_t seqs, int64_t max_blocks, int64_t kv_heads, int64_t group, int64_t dim,
        int64_t block_size, float scale)
-EXPORT(add_rms_norm, (x, residual, weight, y, sum, rows, size, eps),
+EXPORT(add_rms_norm, (x, residual, weight, y, sum, rows, size, is_wide, eps),
        const void* x, const void* residual, const void* weight, void* y, void* sum, int64_t rows, int64_t size,
-       float eps)
+       int64_t is_wide, float eps)
 EXPORT(silu_and_mul, (gate_up, y, rows, size),
        const void* gate_up, void* y, int64_t rows, int64_t size)
-EXPORT(norm_rope_store, (qkv, qw, kw, cos_sin, positions, slots, q, k, v, tokens, heads, kv_heads, dim, block_size,
-       eps),
+EXPORT(norm_rope_store, (qkv, is_wide, qw, kw, cos_sin, positions, slots, q, k, v, tokens, heads, kv_heads, dim,
+       block_size, eps),
        const void* qkv, const void* qw, const void* kw, const float* cos_sin, const int32_t* positions,
        const int64_t* slots, void* q, uint32_t* k, uint32_t* v, int64_t tokens, int64_t heads, int64_t kv_heads,
-       int64_t dim, int64_t block_size, float eps)
+       int64_t dim, int64_t block_size, int64_t is_wide, float eps)
+EXPORT(causal_conv, (x, weight, state, y, cu_seqlens, lens, rows, seqs, channels, width, stride),
+       const void* x, const void* weight, void* state, void* y, const int32_t* cu_seqlens, const int32_t* lens,
+       const int32_t* rows, int64_t seqs, int64_t channels, int64_t width, int64_t stride)
+EXPORT(gated_delta, (qkv, gates, a_log, dt_bias, state, cu_seqlens, lens, rows, out, seqs, key_heads, value_heads,
+       key_dim, value_dim, gates_stride),
+       const void* qkv, const void* gates, const float* a_log, const float* dt_bias, float* state,
+       const int32_t* cu_seqlens, const int32_t* lens, const int32_t* rows, void* out, int64_t seqs, int64_t key_heads,
+       int64_t value_heads, int64_t key_dim, int64_t value_dim, int64_t gates_stride)
+EXPORT(gated_rms_norm, (x, gate, weight, y, tokens, heads, dim, gate_stride, eps),
+       const void* x, const void* gate, const void* weight, void* y, int64_t tokens, int64_t heads, int64_t dim,
+       int64_t gate_stride, float eps)
+EXPORT(sigmoid_and_mul, (x, gate, y, tokens, size, gate_stride),
+       const void* x, const void* gate, void* y, int64_t tokens, int64_t size, int64_t gate_stride)
 EXPORT(sample, (logits, temperature, top_k, top_p, min_p, seeds, positions, tokens, checked, rows, vocab),
        const void* logits, const float* temperature, const int32_t* top_k, const float* top_p, const float* min_p,
        const int64_t* seeds, const int32_t* positions, int32_t* tokens, int32_t* checked, int64_t rows, int64_t vocab)

@@ -1,27 +1,33 @@
 // The operators between the products: norms, the rotary embedding and the activation.
 #pragma once
 
+#include <type_traits>
+
 #include "paged_cache.h"
 #include "team.h"
 
 namespace {
 
-// Computes y = rms_norm(x) * weight for one row, and rounds after the norm, as the reference does.
-template <class T>
-void rms_norm_row(const typename T::element* x, const typename T::element* weight, typename T::element* y, int64_t size,
-                  float eps) {
+// Computes y = rms_norm(x) * weight for one row, as the reference does: a weight W of x's format scales what the norm
+// has rounded, and a wider one scales before the rounding.
+template <class T, class W>
+void rms_norm_row(const typename T::element* x, const void* weight_, typename T::element* y, int64_t size, float eps) {
+    const auto* weight = (const typename W::element*)weight_;
     vf squares{};
     for (int64_t i = 0; i < size; i += LANES) { vf v = T::widen(x + i); squares += v * v; }
     const float scale = 1.0f / std::sqrt(sum(squares) / (float)size + eps);
-    for (int64_t i = 0; i < size; i += LANES)
-        T::narrow(y + i, round_to<T>(T::widen(x + i) * scale) * T::widen(weight + i));
+    for (int64_t i = 0; i < size; i += LANES) {
+        const vf normed = T::widen(x + i) * scale;
+        T::narrow(y + i, (std::is_same<T, W>::value ? round_to<T>(normed) : normed) * W::widen(weight + i));
+    }
 }
 
 // Computes sum = x + residual and y = rms_norm(sum) * weight. If residual is null: only y = rms_norm(x) * weight.
 template <class T>
 void add_rms_norm(const void* x_, const void* residual_, const void* weight, void* y, void* sum_, int64_t rows,
-                  int64_t size, float eps) {
+                  int64_t size, int64_t is_wide, float eps) {
     using E = typename T::element;
+    const auto norm_row = is_wide ? rms_norm_row<T, Float> : rms_norm_row<T, T>;
     share(rows, quarter_unless_small(rows, rows * size), [&](Span some) {
         for (int64_t r = some.begin; r < some.end; ++r) {
             const E* x = (const E*)x_ + r * size;
@@ -31,10 +37,12 @@ void add_rms_norm(const void* x_, const void* residual_, const void* weight, voi
                 for (int64_t i = 0; i < size; i += LANES) T::narrow(total + i, T::widen(x + i) + T::widen(added + i));
                 x = total;
             }
-            rms_norm_row<T>(x, (const E*)weight, (E*)y + r * size, size, eps);
+            norm_row(x, weight, (E*)y + r * size, size, eps);
         }
     });
 }
+
+inline vf silu(vf x) { return x / (1.0f + exp(-maximum(x, splat(-80.0f)))); }
 
 // Computes y[rows][size] = silu(gate) * up. A row of gate_up holds `size` gates, then `size` ups.
 template <class T> void silu_and_mul(const void* gate_up, void* y_, int64_t rows, int64_t size) {
@@ -42,11 +50,8 @@ template <class T> void silu_and_mul(const void* gate_up, void* y_, int64_t rows
     share(rows, quarter_unless_small(rows, rows * size), [&](Span some) {
         for (int64_t r = some.begin; r < some.end; ++r) {
             const E *gate = (const E*)gate_up + r * 2 * size, *up = gate + size;
-            for (int64_t i = 0; i < size; i += LANES) {
-                const vf g = T::widen(gate + i);
-                const vf e = exp(-maximum(g, splat(-80.0f)));
-                T::narrow((E*)y_ + r * size + i, round_to<T>(g / (1.0f + e)) * T::widen(up + i));
-            }
+            for (int64_t i = 0; i < size; i += LANES)
+                T::narrow((E*)y_ + r * size + i, round_to<T>(silu(T::widen(gate + i))) * T::widen(up + i));
         }
     });
 }
@@ -62,11 +67,11 @@ template <class T> void rotate(typename T::element* x, const float* cos_sin, int
     }
 }
 
-// Writes one head to y: normed, if NORMED, and then rotated. Some model families do not norm their heads.
-template <class T, bool NORMED>
-void norm_rope(const typename T::element* x, const typename T::element* weight, const float* cos_sin,
-               typename T::element* y, int64_t dim, float eps) {
-    if constexpr (NORMED) rms_norm_row<T>(x, weight, y, dim, eps);
+// Writes one head to y: normed, and then rotated. W is void for the model families that do not norm their heads.
+template <class T, class W>
+void norm_rope(const typename T::element* x, const void* weight, const float* cos_sin, typename T::element* y,
+               int64_t dim, float eps) {
+    if constexpr (!std::is_void<W>::value) rms_norm_row<T, W>(x, weight, y, dim, eps);
     else std::memcpy(y, x, dim * sizeof *y);
     rotate<T>(y, cos_sin, dim);
 }
@@ -74,7 +79,7 @@ void norm_rope(const typename T::element* x, const typename T::element* weight, 
 // Norms and rotates q and k of every token, and stores k and v in the cache. Threads share the tokens. Two tokens
 // that share a unit of V belong to one piece (`owned_from`), which stores the one at the even offset first: that
 // clears the unit's other half, so that no old value is left in it.
-template <class T, bool NORMED>
+template <class T, class W>
 void norm_rope_store_as(const void* qkv_, const void* q_weight, const void* k_weight, const float* cos_sin,
                         const int32_t* positions, const int64_t* slots, void* q_, uint32_t* k_cache, uint32_t* v_cache,
                         int64_t tokens, int64_t heads, int64_t num_kv_heads, int64_t dim, int64_t block_size,
@@ -89,13 +94,13 @@ void norm_rope_store_as(const void* qkv_, const void* q_weight, const void* k_we
             const E* from = (const E*)qkv_ + t * stride;
             const float* angles = cos_sin + positions[t] * dim;
             for (int64_t h = 0; h < heads; ++h, from += dim)
-                norm_rope<T, NORMED>(from, (const E*)q_weight, angles, (E*)q_ + (t * heads + h) * dim, dim, eps);
+                norm_rope<T, W>(from, q_weight, angles, (E*)q_ + (t * heads + h) * dim, dim, eps);
             if (slots[t] < 0) continue;
             const int64_t block = slots[t] / block_size, offset = slots[t] % block_size;
             for (int64_t h = 0; h < num_kv_heads; ++h, from += dim) {
                 const int64_t at = cache_tile(block, h, num_kv_heads, dim_units * block_size);
                 alignas(64) E k[MAX_HEAD_DIM];
-                norm_rope<T, NORMED>(from, (const E*)k_weight, angles, k, dim, eps);
+                norm_rope<T, W>(from, k_weight, angles, k, dim, eps);
                 store_key<T>(k, k_cache + at, offset, dim);
                 store_value<T>(from + num_kv_heads * dim, v_cache + at, offset, dim);
             }
@@ -103,10 +108,12 @@ void norm_rope_store_as(const void* qkv_, const void* q_weight, const void* k_we
     });
 }
 
-// Calls norm_rope_store_as; q_weight is null in families that do not norm their heads.
+// Calls norm_rope_store_as. q_weight is null in families that do not norm their heads; is_wide says whether both weights
+// are float32 whatever T is.
 template <class T, class... Arguments>
-void norm_rope_store(const void* qkv, const void* q_weight, Arguments... arguments) {
-    (q_weight ? norm_rope_store_as<T, true> : norm_rope_store_as<T, false>)(qkv, q_weight, arguments...);
+void norm_rope_store(const void* qkv, int64_t is_wide, const void* q_weight, Arguments... arguments) {
+    const auto normed = is_wide ? norm_rope_store_as<T, Float> : norm_rope_store_as<T, T>;
+    (q_weight ? normed : norm_rope_store_as<T, void>)(qkv, q_weight, arguments...);
 }
 
 }  // namespace

@@ -1,0 +1,121 @@
+"""A layer of linear attention with random weights, run step by step on any backend."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nanovllm.backends import AttentionMetadata, Backend
+from nanovllm.backends.torch_backend import TorchBackend
+from nanovllm.kernels.gated_delta import RowState
+
+EPS = 1e-6
+
+
+def delta_metadata(query_lens: Sequence[int], seq_lens: Sequence[int], rows: Sequence[int]) -> AttentionMetadata:
+    """The metadata of a step, as far as linear attention reads it."""
+    lens = torch.tensor(query_lens, dtype=torch.int32)
+    decodes = next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens))
+    return AttentionMetadata(
+        num_decodes=decodes,
+        cu_seqlens_q=torch.cat((torch.zeros(1, dtype=torch.int32), lens.cumsum(0, dtype=torch.int32))),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
+        block_tables=torch.zeros(len(lens), 1, dtype=torch.int32),
+        slot_mapping=torch.zeros(int(lens.sum()), dtype=torch.int64),
+        query_lens_cpu=lens.numpy(),
+        seq_lens_cpu=torch.tensor(seq_lens, dtype=torch.int32).numpy(),
+        rows=torch.tensor(rows, dtype=torch.int32),
+    )
+
+
+@dataclass(frozen=True)
+class DeltaLayer:
+    """The sizes and the parameters of a layer; its input is what a projection gives: q, k, v, z, b and a."""
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    width: int
+    dtype: torch.dtype
+    seed: int = 0
+
+    def draw(self, *shape: int, seed: int = 0) -> Tensor:
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(1009 * self.seed + seed))
+
+    @property
+    def channels(self) -> int:
+        return 2 * self.key_heads * self.key_dim + self.value_heads * self.value_dim
+
+    def inputs(self, tokens: int, seed: int = 0) -> Tensor:
+        """[tokens, channels + value heads * value dim + 2 * value heads], as the projection lays them out."""
+        sizes = self.channels + self.value_heads * (self.value_dim + 2)
+        return self.draw(tokens, sizes, seed=seed + 10).to(self.dtype)
+
+    def new_state(self, rows: int) -> RowState:
+        """A state full of NaN: a new sequence must not look at it."""
+        conv = torch.full((rows, self.width - 1, self.channels), float("nan"), dtype=self.dtype)
+        return RowState(conv, torch.full((rows, self.value_heads, self.key_dim, self.value_dim), float("nan")))
+
+    def run(
+        self, backend: Backend, inputs: Tensor, state: RowState, metadata: AttentionMetadata, given: Sequence[Tensor] = ()
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what each of the three operators gives, [tokens, ...]. The second and the third one read what the one
+        before gives; or `given`, the results of another run."""
+        qkv, z, gates = inputs.split((self.channels, self.value_heads * self.value_dim, 2 * self.value_heads), dim=1)
+        weight = self.draw(self.width, self.channels, seed=1).to(self.dtype)
+        a_log = self.draw(self.value_heads, seed=2).abs().log()
+        dt_bias = self.draw(self.value_heads, seed=3)
+        norm = self.draw(self.value_dim, seed=4).to(self.dtype)
+        mixed = backend.causal_conv(qkv, weight, state.conv, metadata)
+        delta_inputs = (given[0] if given else mixed, gates, a_log, dt_bias)
+        out = backend.gated_delta(*delta_inputs, state.recurrent, metadata)
+        return mixed, out, backend.gated_rms_norm(given[1] if given else out, z, norm, EPS)
+
+
+def run_in_chunks(
+    layer: DeltaLayer, backend: Backend, prompts: Sequence[Tensor], chunk: int, together: bool
+) -> list[Tensor]:
+    """Take each prompt's inputs [tokens, ...] through the layer, `chunk` tokens a step; return its outputs.
+
+    Prompts take rows in reverse order, all in one batch if `together`.
+    """
+    state = layer.new_state(len(prompts) + 1)
+    outputs: list[list[Tensor]] = [[] for _ in prompts]
+    groups = [list(range(len(prompts)))] if together else [[i] for i in range(len(prompts))]
+    for group in groups:
+        for start in range(0, max(len(prompts[i]) for i in group), chunk):
+            present = [i for i in group if start < len(prompts[i])]
+            pieces = [prompts[i][start : start + chunk] for i in present]
+            lens = [len(piece) for piece in pieces]
+            rows = [len(prompts) - 1 - i for i in present]
+            metadata = delta_metadata(lens, [start + n for n in lens], rows)
+            *_, out = layer.run(backend, torch.cat(pieces), state, metadata)
+            for i, piece in zip(present, out.split(lens), strict=True):
+                outputs[i].append(piece)
+    return [torch.cat(pieces) for pieces in outputs]
+
+
+def assert_delta_is_the_reference(
+    layer: DeltaLayer, backend: Backend, steps: Sequence[Sequence[int]], tolerance: float
+) -> None:
+    """Run steps, whose i-th number is how many tokens sequence i has in it, on both sides; compare all outputs.
+
+    Each operator gets the reference's inputs, so that no rounding of the one before is compared with them.
+    """
+    reference = TorchBackend()
+    count = len(steps[0]) if steps else 0
+    states = [layer.new_state(count + 1) for _ in range(2)]
+    done = [0] * count
+    for number, lens in enumerate(steps):
+        present = [i for i in range(count) if lens[i]]
+        for i in present:
+            done[i] += lens[i]
+        metadata = delta_metadata([lens[i] for i in present], [done[i] for i in present], [count - i for i in present])
+        inputs = layer.inputs(sum(lens), seed=100 * number)
+        expected = layer.run(reference, inputs, states[0], metadata)
+        found = layer.run(backend, inputs, states[1], metadata, expected)
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one.float(), other.float(), rtol=tolerance, atol=tolerance)
+        assert torch.equal(states[0].conv.nan_to_num(), states[1].conv.nan_to_num())

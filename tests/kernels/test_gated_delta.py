@@ -1,0 +1,71 @@
+"""The operators of linear attention: C++ and Triton beside their plain-torch references, and bits in any company."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from helpers.cpu_checks import BF16, FP32, rounding
+from helpers.delta_cases import DeltaLayer, assert_delta_is_the_reference, run_in_chunks
+
+from nanovllm.backends.cpu_backend import CpuBackend
+
+STEPS = ([5, 0, 40, 1], [1, 3, 1, 1], [1, 1, 1, 1], [2, 70, 1, 0], [1, 1, 1, 1])
+"""Tokens of each of four sequences in each step: prompts in pieces shorter than the convolution, and decodes."""
+
+
+@pytest.fixture
+def backend() -> CpuBackend:
+    return CpuBackend()
+
+
+@pytest.fixture(autouse=True)
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize(
+    ("key_heads", "value_heads", "key_dim", "value_dim", "width"),
+    [(2, 4, 32, 32, 4), (1, 1, 128, 128, 4), (2, 2, 16, 48, 2), (1, 3, 48, 16, 8), (1, 2, 8, 24, 4), (2, 2, 32, 32, 1)],
+)
+def test_the_cpu_kernels_are_the_references(
+    key_heads: int, value_heads: int, key_dim: int, value_dim: int, width: int, dtype: torch.dtype, backend: CpuBackend
+) -> None:
+    layer = DeltaLayer(key_heads, value_heads, key_dim, value_dim, width, dtype)
+    assert_delta_is_the_reference(layer, backend, STEPS, 4 * rounding(dtype))
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_a_sequence_has_the_same_bits_in_any_batch_chunks_and_threads(dtype: torch.dtype, backend: CpuBackend) -> None:
+    layer = DeltaLayer(2, 4, 128, 64, 4, dtype)
+    prompts = [layer.inputs(tokens, seed=i) for i, tokens in enumerate((65, 1, 130, 20, 3))]
+    torch.set_num_threads(1)
+    expected = run_in_chunks(layer, backend, prompts, 1000, together=False)
+    assert not any(out.isnan().any() for out in expected)
+    for chunk, together, num_threads in ((1, True, 2), (7, True, 3), (64, True, 2), (1000, True, 2), (7, False, 3)):
+        torch.set_num_threads(num_threads)
+        found = run_in_chunks(layer, backend, prompts, chunk, together)
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other), (chunk, together, num_threads)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_the_gate_is_the_reference(dtype: torch.dtype, backend: CpuBackend) -> None:
+    x, gate = (20 * torch.randn(7, 3 * 64, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(2))
+    gate[3, 70] = float("nan")
+    apart = gate[:, 64:128]
+    found = backend.sigmoid_and_mul(x[:, :64].contiguous(), apart)
+    expected = x[:, :64] * torch.sigmoid(apart)
+    torch.testing.assert_close(found, expected, rtol=2 * rounding(dtype), atol=1e-6, equal_nan=True)
+
+
+@pytest.mark.parametrize("gate", [-300.0, 300.0])
+def test_extreme_gates_keep_or_forget(gate: float, backend: CpuBackend) -> None:
+    """With b = -300 a token changes nothing; with a = 300 it forgets all that was before it. Nothing overflows."""
+    layer = DeltaLayer(1, 1, 32, 32, 4, FP32)
+    inputs = layer.inputs(30)
+    inputs[:, -2:] = gate
+    (out,) = run_in_chunks(layer, backend, [inputs], 7, together=True)
+    assert torch.isfinite(out).all()
