@@ -59,7 +59,12 @@ class DeltaLayer:
         return RowState(conv, torch.full((rows, self.value_heads, self.key_dim, self.value_dim), float("nan")))
 
     def run(
-        self, backend: Backend, inputs: Tensor, state: RowState, metadata: AttentionMetadata, given: Sequence[Tensor] = ()
+        self,
+        backend: Backend,
+        inputs: Tensor,
+        state: RowState,
+        metadata: AttentionMetadata,
+        given: Sequence[Tensor] = (),
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return what each of the three operators gives, [tokens, ...]. The second and the third one read what the one
         before gives; or `given`, the results of another run."""
