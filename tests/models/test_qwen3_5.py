@@ -262,3 +262,30 @@ def test_an_estimate_counts_the_states() -> None:
     small = estimate(config, EngineConfig("qwen3.5-0.8b"), 8 << 30)
     assert small.config.max_num_seqs < 512 and small.fits
     assert f"states of {small.config.max_num_seqs} sequences" in small.describe()
+
+
+# ---- compiled kernels
+
+
+@pytest.mark.parametrize("backend", ["cpu", "triton"])
+def test_compiled_kernels_say_the_same(backend: str, folder: Path, model: PreTrainedModel) -> None:
+    prompts = draw_prompts([1, 3, 20])
+    with LLM(folder, **OPTIONS | {"attention_backend": backend, "max_num_batched_tokens": 16}) as llm:
+        answers = say(llm, prompts, 4)
+    check_greedy(model, prompts, answers)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_request_has_the_same_bits_in_any_company(dtype: str, folder: Path, model: PreTrainedModel) -> None:
+    """With the CPU kernels log-probabilities of prompts and outputs are equal: alone, together, preempted, chunked."""
+    prompts = draw_prompts(LENGTHS[1:])
+    params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=20, logprobs=2, prompt_logprobs=1)
+
+    def run(some: list[list[int]], **options: Any) -> list[tuple[Any, ...]]:
+        with LLM(folder, **OPTIONS | {"attention_backend": "cpu", "dtype": dtype} | options) as llm:
+            outputs = llm.generate(some, params, use_tqdm=False)
+        return [(output["token_ids"], output["logprobs"], output["prompt_logprobs"]) for output in outputs]
+
+    alone = run(prompts, max_num_seqs=1, max_num_batched_tokens=2048)
+    for budget in (7, 48, 2048):
+        assert run(prompts, max_num_batched_tokens=budget) == alone
