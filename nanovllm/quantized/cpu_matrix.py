@@ -38,8 +38,17 @@ class QuantizedLibrary(KernelLibrary):
 
 @functools.cache
 def quantized_library() -> QuantizedLibrary:
-    """Return the library, which is compiled when a process first asks for it. See `open_library`."""
-    return open_library(QuantizedLibrary)
+    """Return the library, which is compiled when a process first asks for it.
+
+    Raises:
+        RuntimeError: it cannot be compiled here; the message says why, and what to choose instead.
+    """
+    try:
+        return open_library(QuantizedLibrary)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f'attention_backend="cpu" cannot multiply quantised weights here: {error}. attention_backend="torch" can'
+        ) from error
 
 
 class PackedCodes:
@@ -63,7 +72,7 @@ class PackedCodes:
         self.sizes = (self.in_features, self.out_features, min(group, self.in_features))
         self.format = INT4
         if codes.bits == 8:
-            self.format = WHOLE_INT8 if bool((codes.codes == -128).any()) else INT8
+            self.format = WHOLE_INT8 if codes.codes.numel() and codes.codes.min() == -128 else INT8
         size = ceil_div(self.out_features, PANEL) * ceil_div(self.in_features, inputs) * CHUNK
         matrices = codes.codes.reshape(-1, *codes.codes.shape[-2:]).contiguous()
         packed = torch.empty(len(matrices), size, dtype=torch.uint8)

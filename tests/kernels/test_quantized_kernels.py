@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -83,6 +84,13 @@ def test_groups_that_the_kernels_cannot_cut_are_refused() -> None:
     codes = draw_codes((32, 64), "int4", torch.Generator())
     with pytest.raises(ValueError, match="a multiple of 4 inputs, not 6"):
         CpuMatrix(replace(codes, group_size=6), FP32, Scratch())
+
+
+def test_without_a_compiler_the_error_says_what_to_choose(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name, value in {"XDG_CACHE_HOME": str(tmp_path), "PATH": str(tmp_path), "CXX": ""}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(RuntimeError, match=r'no C\+\+ compiler is found.*attention_backend="torch"'):
+        quantized_library.__wrapped__()
 
 
 def test_nobody_else_waits_for_this_library() -> None:
