@@ -51,12 +51,12 @@ constexpr uint16_t to_bfloat16(int number) {  // exact up to 256
 // The lower and upper bytes of the bfloat16 numbers 0 to 127, and the bfloat16 and float32 numbers of 4 signed bits.
 struct Tables {
     alignas(64) uint8_t low[128] = {}, high[128] = {};
-    alignas(64) uint16_t of_four_bits[32] = {};
-    alignas(64) float floats_of_four_bits[16] = {};
+    alignas(64) uint16_t nibble_bfloat16[32] = {};
+    alignas(64) float nibble_floats[16] = {};
     constexpr Tables() {
         for (int i = 0; i < 128; ++i) low[i] = (uint8_t)to_bfloat16(i), high[i] = (uint8_t)(to_bfloat16(i) >> 8);
-        for (int i = 0; i < 32; ++i) of_four_bits[i] = to_bfloat16(((i & 15) ^ 8) - 8);
-        for (int i = 0; i < 16; ++i) floats_of_four_bits[i] = (float)((i ^ 8) - 8);
+        for (int i = 0; i < 32; ++i) nibble_bfloat16[i] = to_bfloat16(((i & 15) ^ 8) - 8);
+        for (int i = 0; i < 16; ++i) nibble_floats[i] = (float)((i ^ 8) - 8);
     }
 };
 constexpr Tables TABLES;
@@ -145,7 +145,7 @@ template <class P> struct Int4 {
     }
     static inline float code(const uint8_t* chunk, int column, int k) {
         const int at = place(column, k);
-        return TABLES.floats_of_four_bits[chunk[at / 2] >> at % 2 * 4 & 15];
+        return TABLES.nibble_floats[chunk[at / 2] >> at % 2 * 4 & 15];
     }
     static inline ri numbers(const uint8_t* chunk, int k, int v) {
         return load<ri>(chunk + v % PARTS * REGISTER) << (28 - 4 * (2 * k + v / PARTS)) >> 28;
@@ -158,11 +158,11 @@ template <class P> struct Int4 {
         if constexpr (IN_PAIRS<P>) {
             typedef uint16_t words __attribute__((vector_size(CHUNK)));
             const words index = load<words>(chunk) >> (uint16_t)shift;
-            return (rf)_mm512_permutexvar_epi16((__m512i)index, load<__m512i>(TABLES.of_four_bits));
+            return (rf)_mm512_permutexvar_epi16((__m512i)index, load<__m512i>(TABLES.nibble_bfloat16));
         }
 #endif
         const __m512i index = (__m512i)(load<ri>(chunk) >> shift);
-        return (rf)_mm512_permutexvar_ps(index, load<__m512>(TABLES.floats_of_four_bits));
+        return (rf)_mm512_permutexvar_ps(index, load<__m512>(TABLES.nibble_floats));
 #else
         return widen_numbers<Int4, P>(chunk, step, v);
 #endif
@@ -254,23 +254,23 @@ inline void code_tiles(int64_t rows, int64_t panels, const typename Q::left::lef
 // Adds a group's sums, times the scales, to `totals`; both are [rows][width].
 template <class Q>
 inline void add_group(const Quantized& m, int64_t group, int64_t panel, int64_t panels, int64_t rows, const float* sums,
-                      const float* of_inputs, float* totals) {
+                      const float* input_sums, float* totals) {
     const int64_t groups = m.groups(), width = panels * PANEL;
     for (int64_t v = 0; v < width; v += LANES) {
         const int64_t at = ((panel + v / PANEL) * groups + group) * PANEL + v % PANEL;
         const vf scale = load<vf>(m.scales + at), zero = m.zeros ? load<vf>(m.zeros + at) : vf{};
         for (int64_t r = 0; r < rows; ++r) {
             vf sum = load<vf>(sums + r * width + v);
-            if (m.zeros) sum -= zero * of_inputs[r * groups + group];
+            if (m.zeros) sum -= zero * input_sums[r * groups + group];
             store(totals + r * width + v, (group ? load<vf>(totals + r * width + v) : vf{}) + sum * scale);
         }
     }
 }
 
 // Computes y[rows][columns] = x times `panels` panels from `panel` on, + bias unless that is null. x is in the blocks
-// that put_left makes. of_inputs [rows][groups] are the sums of x, if the matrix has zeros.
+// that put_left makes. input_sums [rows][groups] are the sums of x, if the matrix has zeros.
 template <class Q>
-inline void multiply_codes(const typename Q::left::left* x, const float* of_inputs, int64_t rows, const Quantized& m,
+inline void multiply_codes(const typename Q::left::left* x, const float* input_sums, int64_t rows, const Quantized& m,
                            int64_t panel, int64_t panels, const typename Q::left::element* bias,
                            typename Q::left::element* y, int64_t columns) {
     using P = typename Q::left;
@@ -287,7 +287,7 @@ inline void multiply_codes(const typename Q::left::left* x, const float* of_inpu
         const int64_t ahead = i + AHEAD < chunks ? i + AHEAD : i + AHEAD + (panels - 1) * chunks;
         const uint8_t *at = first + i * CHUNK, *fetched = first + ahead * CHUNK;
         code_tiles<Q>(rows, panels, left, at, chunks * CHUNK, end - i, sums, add, fetched);
-        if (end == group_end || end == chunks) add_group<Q>(m, g, panel, panels, rows, sums, of_inputs, totals);
+        if (end == group_end || end == chunks) add_group<Q>(m, g, panel, panels, rows, sums, input_sums, totals);
     }
     float offsets[2 * PANEL] = {};
     if (bias) std::transform(bias, bias + columns, offsets, P::to_float);
@@ -323,19 +323,19 @@ void multiply_code_panels(const typename Q::left::element* x, const Quantized& m
                           Span panels) {
     using P = typename Q::left;
     static thread_local std::vector<typename P::left> left;
-    static thread_local std::vector<float> of_inputs;
+    static thread_local std::vector<float> input_sums;
     const int64_t blocks = (m.chunks<Q>() * Q::STEPS + DEPTH - 1) / DEPTH;
     const int64_t together = rows <= FEW_TILE_ROWS ? 2 : 1;
     row_pieces(rows, std::clamp(L2_LEFT / (blocks * DEPTH), LEAST_ROWS, MOST_ROWS), [&](int64_t first, int64_t count) {
         if (panels.is_first || count < rows) {
             left.resize(std::max<size_t>(left.size(), blocks * count * LEFT_ROW));
             put_left<P>(x + first * m.in, count, m.in, left.data());
-            of_inputs.resize(std::max<size_t>(of_inputs.size(), count * m.groups()));
-            if (m.zeros) sum_groups<P>(x + first * m.in, count, m, of_inputs.data());
+            input_sums.resize(std::max<size_t>(input_sums.size(), count * m.groups()));
+            if (m.zeros) sum_groups<P>(x + first * m.in, count, m, input_sums.data());
         }
         for (int64_t p = panels.begin; p < panels.end; p += together) {
             const int64_t n = std::min(together, panels.end - p), column = p * PANEL;
-            multiply_codes<Q>(left.data(), of_inputs.data(), count, m, p, n, bias ? bias + column : nullptr,
+            multiply_codes<Q>(left.data(), input_sums.data(), count, m, p, n, bias ? bias + column : nullptr,
                               y + first * m.out + column, std::min(n * PANEL, m.out - column));
         }
     });
@@ -366,11 +366,11 @@ void grouped_codes(const void* x, const Quantized& m, const int32_t* offsets, vo
         for (int64_t i = some.begin, n; i < some.end; i += n) {
             const int64_t expert = touched[i / panels], p = i % panels, first = offsets[expert];
             n = std::min(panels - p, some.end - i);
-            Quantized of_expert = m;
-            of_expert.codes += expert * panels * m.chunks<Q>() * CHUNK;
-            of_expert.scales += expert * scales;
-            if (m.zeros) of_expert.zeros += expert * scales;
-            multiply_code_panels<Q>((const E*)x + first * m.in, of_expert, nullptr, (E*)y + first * m.out,
+            Quantized matrix = m;
+            matrix.codes += expert * panels * m.chunks<Q>() * CHUNK;
+            matrix.scales += expert * scales;
+            if (m.zeros) matrix.zeros += expert * scales;
+            multiply_code_panels<Q>((const E*)x + first * m.in, matrix, nullptr, (E*)y + first * m.out,
                                     offsets[expert + 1] - first, {p, p + n, true});
         }
     });
