@@ -88,6 +88,7 @@ class Fuzzer:
     def __init__(self, library: CpuLibrary, seed: int) -> None:
         self.library = library
         self.draw = random.Random(seed)
+        self.draw_quantized = random.Random(seed)  # so the other checks draw what they drew before there was this one
         self.backend = CpuBackend()
         self.reference = TorchBackend()
 
@@ -174,9 +175,10 @@ class Fuzzer:
         torch.testing.assert_close(combined, plain, rtol=rounding(dtype), atol=k * rounding(dtype) * size**0.5)
 
     def check_quantized(self, dtype: torch.dtype) -> None:
-        name = self.draw.choice(list(FORMATS))
-        check_quantized_products(name, dtype, 2 * self.draw.randrange(1, 330), self.draw.randrange(1, 140))
-        check_quantized_experts(name, dtype, 2 * self.draw.randrange(1, 60), self.draw.randrange(1, 70))
+        draw = self.draw_quantized
+        name = draw.choice(list(FORMATS))
+        check_quantized_products(name, dtype, 2 * draw.randrange(1, 330), draw.randrange(1, 140))
+        check_quantized_experts(name, dtype, 2 * draw.randrange(1, 60), draw.randrange(1, 70))
 
     def check_linear_attention(self, dtype: torch.dtype) -> None:
         group = self.draw.randrange(1, 4)
