@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers.fakes import FREE
 from helpers.tiny import draw_prompts, save_random, save_reciter
+from safetensors.torch import load_file
 from transformers import Qwen3MoeForCausalLM
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
@@ -160,6 +161,20 @@ def test_grammars_and_edits_give_the_same_tokens() -> None:
     prompts = ["what is 3 + 4?", "the cat", "once upon a time", "count to 9", "sort: c a b"]
     expected = serve("tiny-qwen3", "torch", params, prompts, dtype="float32")
     assert tokens(serve("tiny-qwen3", "triton", params, prompts, dtype="float32")) == tokens(expected)
+
+
+def test_two_stages_that_share_the_card_say_the_same(random_model: Path) -> None:
+    expected = serve(random_model, "torch", dtype="float32")
+    assert_same_tokens(serve(random_model, "triton", pipeline_parallel_size=2, dtype="float32"), expected, "float32")
+
+
+def test_new_weights_are_those_of_the_next_tokens(random_model: Path, tmp_path: Path) -> None:
+    """They come from the host; graphs that were captured before read them."""
+    save_random(tmp_path, seed=3)
+    expected = serve(tmp_path, "torch", dtype="float32")
+    with LLM(random_model, **OPTIONS | {"attention_backend": "triton", "dtype": "float32"}) as llm:
+        llm.load_weights(load_file(tmp_path / "model.safetensors").items())
+        assert_same_tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False), expected, "float32")
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)

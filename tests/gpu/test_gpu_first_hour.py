@@ -1,12 +1,14 @@
 """The script for the first hour on a GPU brings its compiled kernels back in one file, and other machines use them."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from _pytest.mark.expression import Expression
 from helpers.paths import ROOT
 
 SCRIPT = ROOT / "scripts" / "gpu_first_hour.sh"
@@ -64,6 +66,39 @@ def test_kernels_that_came_back_are_not_compiled_again(tmp_path: Path) -> None:
     suffixes = {path.suffix for path in second.rglob("*.*")}
     assert ".cubin" in suffixes and not suffixes & {".ttir", ".ttgir", ".llir", ".ptx", ".source"}
     assert compile_into(second)
+
+
+def test_every_step_chooses_tests_and_options_that_exist(tmp_path: Path) -> None:
+    """All three calls, with a stand-in for Python that notes its arguments."""
+    python = tmp_path / "python"
+    python.write_text(f'#!/usr/bin/env bash\nprintf "%s\\037" "$@" >> {tmp_path}/calls\necho >> {tmp_path}/calls\n')
+    python.chmod(0o755)
+    environment = os.environ | {"OUT": str(tmp_path / "out"), "TRITON_CACHE_DIR": str(tmp_path), "PYTHON": str(python)}
+    for number in "123":
+        result = subprocess.run(["bash", SCRIPT, number], env=environment, capture_output=True, text=True, check=False)
+        assert result.returncode == 0 and "failed" not in result.stdout, result
+    calls = [line.split("\037")[:-1] for line in (tmp_path / "calls").read_text().splitlines()]
+    assert len(calls) == 12
+    assert len(list((tmp_path / "out").glob("*.log"))) == 12
+    remaining = {f"tests/gpu/{name}": read_tests(name) for name in ("test_gpu_engine.py", "test_gpu_features.py")}
+    for call in calls:
+        script = next((ROOT / part for part in call if part.endswith(".py")), None)
+        if script is not None and "-m" not in call:
+            for option in (part for part in call if part.startswith("--")):
+                assert f'"{option}"' in script.read_text(), call
+        elif script is not None and "-k" in call:
+            tests = remaining[str(script.relative_to(ROOT))]
+            chosen = {
+                name for name in tests if Expression.compile(call[call.index("-k") + 1]).evaluate(name.__contains__)
+            }
+            assert chosen, call
+            tests -= chosen
+    assert not any(remaining.values()), "no step runs these"
+
+
+def read_tests(name: str) -> set[str]:
+    """Return the names of a file's tests."""
+    return set(re.findall(r"^def (test_\w+)", (ROOT / "tests" / "gpu" / name).read_text(), re.MULTILINE))
 
 
 def test_an_archive_that_is_not_there_ends_the_call(tmp_path: Path) -> None:

@@ -6,16 +6,20 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.batch_jobs import openai_line, read_answers, write_lines
 from helpers.paths import ROOT
 from helpers.tiny import BLOCK, SMALL, draw_prompts, logits_of, save_random
+from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from nanovllm import LLM, EngineConfig, SamplingParams
 from nanovllm.jobs.job import Job
 from nanovllm.jobs.run import run_job
+from nanovllm.kernels.token_logprobs import TokenLogprobs, token_logprobs_reference
+from nanovllm.runner.logprobs import LOGITS_AT_A_TIME, Logprobs
 from nanovllm.text.tokenizer import Tokenizer
 
 TOLERANCE = 1e-3  # float32 logits of order 30, summed in another order
@@ -275,3 +279,17 @@ def test_scoring_a_long_prompt_takes_bounded_memory(tmp_path: Path) -> None:
     print(f"peaks: {with_scores / 2**20:.0f} MiB with scores, {without / 2**20:.0f} without")
     # All logits of the prompt at once would take 8,000 x 151,936 x 4 bytes: 4.5 GiB.
     assert with_scores - without < 2 << 30
+
+
+def test_scores_of_16_k_tokens_take_16_kernels() -> None:
+    """One reads each row of logits once. Only the likeliest tokens, if they are asked for, take smaller pieces."""
+    calls: list[int] = []
+
+    def count(logits: Tensor, token_ids: Tensor) -> TokenLogprobs:
+        calls.append(len(logits))
+        return token_logprobs_reference(logits, token_ids)
+
+    logits = torch.zeros(16 << 10, 8)
+    pieces = [(logits, torch.zeros(len(logits), dtype=torch.int32))]
+    Logprobs(pieces, np.zeros(len(logits), np.int32), count)
+    assert calls == [LOGITS_AT_A_TIME] * 16

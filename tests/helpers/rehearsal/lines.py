@@ -14,6 +14,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,11 @@ from helpers.paths import ROOT, TESTS
 ROOMS = ("runner", "backends", "kernels", "distributed")
 LIST = Path(__file__).with_name("lines.txt")
 PYTEST = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib")
+HALF = "default or edits or ranks or bfloat16"
+"""Tests that take about half of the rehearsal's time."""
 REHEARSALS = (
-    (*PYTEST, "tests/runner/test_rehearsal.py"),
+    (*PYTEST, "tests/runner/test_rehearsal.py", "-k", HALF),
+    (*PYTEST, "tests/runner/test_rehearsal.py", "-k", f"not ({HALF})"),
     (*PYTEST, "tests/runner/test_launches.py", "tests/kernels/test_backends.py", "-k", "not direct and not compiled"),
     (str(TESTS / "helpers" / "direct_launches.py"),),
     (str(TESTS / "helpers" / "compile_kernels.py"), "--quick", "90"),
@@ -42,8 +46,8 @@ def measure(folder: Path) -> dict[str, Any]:
     settings.write_text(f"[run]\nbranch = True\nparallel = True\nsource = {source}\ndata_file = {folder}/data\n")
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON", "PYTEST"))}
     environment |= {"COVERAGE_PROCESS_START": str(settings), "PYTHONPATH": f"{ROOT}{os.pathsep}{TESTS}"}
-    for command in REHEARSALS:
-        _run([f"--rcfile={settings}", *command], "run", environment)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(lambda command: _run([f"--rcfile={settings}", *command], "run", environment), REHEARSALS))
     _run([f"--rcfile={settings}"], "combine", environment)
     _run([f"--rcfile={settings}", "-q", "-o", str(folder / "report.json")], "json", environment)
     files = json.loads((folder / "report.json").read_text())["files"]
