@@ -201,6 +201,8 @@ class Card:
         """Raise if a piece of work has tensors of both host and card, or waits to learn a shape."""
         on_host = [tensor for tensor in given if not isinstance(tensor, CardTensor) and tensor.dim()]
         is_index = name in ("__getitem__", "__setitem__", "index_put_")
+        if name.endswith("_like") or name.startswith("new_"):
+            return  # of a tensor from elsewhere it takes no more than the shape and the type
         if on_host and not is_index:
             raise RuntimeError(f"{name}: expected all tensors to be on the same device, but found cuda:0 and cpu")
         if on_host:
