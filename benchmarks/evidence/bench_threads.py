@@ -85,7 +85,8 @@ def parse_arguments() -> argparse.Namespace:
     add("--rounds", type=int, default=5, help="measurements of each variant")
     add("--loads", type=int, nargs="+", default=[0, 2, 4], help="numbers of other processes")
     add("--settings", nargs="+", choices=tuple(SETTINGS), default=list(SETTINGS), help="of this checkout")
-    add("--before", type=Path, help="another checkout, measured with every setting, too")
+    add("--before", type=Path, help="another checkout, measured, too")
+    add("--before-settings", nargs="+", choices=tuple(SETTINGS), default=list(SETTINGS), help="of that checkout")
     add("--pairs", action="store_true", help="measure both checkouts as they are, and no other setting")
     add("--child", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -95,10 +96,11 @@ def main() -> None:
     args = parse_arguments()
     if args.child:
         return answer_calls(args)
-    settings = {"as it is": {}} if args.pairs else SETTINGS
-    children = {name: start_child(ROOT, settings[name]) for name in args.settings if name in settings}
+    if args.pairs:
+        args.settings = args.before_settings = ["as it is"]
+    children = {name: start_child(ROOT, SETTINGS[name]) for name in args.settings}
     if args.before is not None:
-        children |= {f"before, {name}": start_child(args.before, setting) for name, setting in settings.items()}
+        children |= {f"before, {name}": start_child(args.before, SETTINGS[name]) for name in args.before_settings}
     document: dict[int, dict[str, list[float]]] = {}  # by load and variant
     try:
         for child in children.values():

@@ -142,9 +142,10 @@ class Team {
     void close(int64_t took) {
         if ((state_.fetch_and(~OPEN) & HELPERS) == 0) return;
         const auto is_over = [this] { return (state_.load() & HELPERS) == 0; };
-        if (spin(is_busy() ? BRIEF_SPIN : std::max(took, LATE), is_over)) return;
-        note_busy();
+        const int64_t start = now(), usual = std::max(took, LATE);
+        if (spin(is_busy() ? BRIEF_SPIN : usual, is_over)) return;
         sleepers_[0].sleep(is_over);
+        if (now() - start > usual) note_busy();
     }
 
     void help_for_ever(int64_t me) {
@@ -184,13 +185,19 @@ class Team {
     }
 
     bool is_busy() const { return now() < busy_until_.load(std::memory_order_relaxed); }
-    void note_busy() { busy_until_.store(now() + BUSY_FOR, std::memory_order_relaxed); }
+
+    // Notes a sign that other processes want the cores. One sign alone may be the system's own work; the machine counts
+    // as busy if another one follows soon.
+    void note_busy() {
+        const int64_t time = now(), before = last_sign_.exchange(time, std::memory_order_relaxed);
+        if (time - before < BUSY_FOR) busy_until_.store(time + BUSY_FOR, std::memory_order_relaxed);
+    }
 
     std::atomic<bool> is_taken_{false};
     bool is_refused_ = false;
     int64_t num_members_ = 1;  // with the caller
     alignas(64) std::atomic<uint32_t> state_{0};
-    alignas(64) std::atomic<int64_t> threads_{0}, busy_until_{0};
+    alignas(64) std::atomic<int64_t> threads_{0}, busy_until_{0}, last_sign_{-BUSY_FOR};
     Body body_ = nullptr;
     const void* context_ = nullptr;
     int64_t piece_ = 0;
