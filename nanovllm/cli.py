@@ -211,6 +211,7 @@ def _add_estimate(commands: Any) -> None:
         "tensor_parallel_size",
         "pipeline_parallel_size",
         "dtype",
+        "quantization",
         "gpu_memory_utilization",
         *sizes,
     ):

@@ -16,6 +16,7 @@ DTYPES = ("auto", "float32", "float16", "bfloat16")
 BACKENDS = ("auto", "flash_attn", "triton", "cpu", "torch")
 DISTRIBUTED_BACKENDS = ("auto", "nccl", "gloo")
 LOAD_FORMATS = ("auto", "dummy")
+QUANTIZATIONS = ("int8", "awq", "gptq", "compressed-tensors", "fp8")
 REASONING_PARSERS = ("qwen3", "deepseek_r1")
 TOOL_CALL_PARSERS = ("hermes", "llama3_json")
 
@@ -106,6 +107,11 @@ class EngineConfig:
     lora: str | None = _results(
         None, "folder of one LoRA adapter, as PEFT saves it; it is merged into the weights while they are read"
     )
+    quantization: str | None = _results(
+        None,
+        "int8 quantises the weights while they are read, with a scale for each row. awq, gptq, compressed-tensors and "
+        "fp8 are formats of checkpoints that are quantised already; None takes the checkpoint's own",
+    )
     overlap: bool = _pace(True, "on a GPU, plan the next step while the device computes this one")
     speculative_config: Mapping[str, Any] | None = _pace(
         None,
@@ -150,7 +156,11 @@ class EngineConfig:
         as_choice(self.attention_backend, "attention_backend", BACKENDS)
         as_choice(self.distributed_backend, "distributed_backend", DISTRIBUTED_BACKENDS)
         as_choice(self.load_format, "load_format", LOAD_FORMATS)
-        for name, choices in (("reasoning_parser", REASONING_PARSERS), ("tool_call_parser", TOOL_CALL_PARSERS)):
+        for name, choices in (
+            ("quantization", QUANTIZATIONS),
+            ("reasoning_parser", REASONING_PARSERS),
+            ("tool_call_parser", TOOL_CALL_PARSERS),
+        ):
             if getattr(self, name) is not None:
                 as_choice(getattr(self, name), name, choices)
         put("device", str(self.device))
@@ -257,6 +267,7 @@ class EngineOptions(TypedDict, total=False):
     attention_backend: str
     load_format: str
     lora: str | None
+    quantization: str | None
     overlap: bool
     speculative_config: Mapping[str, Any] | None
     reasoning_parser: str | None

@@ -1,4 +1,7 @@
-"""Estimates from config.json alone whether a model fits into a GPU, and how many tokens of KV cache are left."""
+"""Estimates from config.json alone whether a model fits into a GPU, and how many tokens of KV cache are left.
+
+Quantised weights count in their own format.
+"""
 
 import re
 from dataclasses import dataclass, replace
@@ -10,6 +13,7 @@ from nanovllm.distributed.stages import choose_stages
 from nanovllm.models.config import Shape, limit_length, load_model_config, read_json
 from nanovllm.models.hub import as_path, download, find_folder
 from nanovllm.models.shapes import PRESETS, preset_config
+from nanovllm.quantized.checkpoints import describe_format, find_format
 from nanovllm.runner.kv_memory import GpuMemory
 from nanovllm.utils.checks import quote
 
@@ -63,6 +67,7 @@ class Estimate:
     Attributes:
         num_parameters: of the whole model.
         memory: bytes on one GPU. The activations are estimated.
+        format: how the weights are stored, such as "bfloat16" or "int8".
         advice: options that would make the model fit; empty if it fits.
     """
 
@@ -70,6 +75,7 @@ class Estimate:
     num_parameters: int
     memory: GpuMemory
     kv_bytes_per_token: int
+    format: str
     advice: tuple[str, ...] = ()
 
     @property
@@ -100,7 +106,7 @@ class Estimate:
         rows = [
             ("parameters", f"{self.num_parameters:,} in all"),
             ("GPU memory", f"{_gib(memory.total)}, of which gpu_memory_utilization={share:g} is used"),
-            ("weights", f"{_gib(memory.weights)} in {config.dtype}"),
+            ("weights", f"{_gib(memory.weights)} in {self.format}"),
             ("activations and logits", f"{_gib(memory.activations)}, about"),
             ("left for the KV cache", _gib(max(self.kv_budget, 0))),
             ("KV cache per token", f"{self.kv_bytes_per_token:,} bytes"),
@@ -173,19 +179,16 @@ def _estimate(hf_config: "PretrainedConfig", config: ResolvedConfig, gpu_memory:
     widest = config.max_num_batched_tokens * (2 * shape.hidden + inner)
     activations = widest * item + 3 * config.max_num_seqs * shape.vocab * 4
     memory = GpuMemory(gpu_memory, others=0, weights=0, activations=activations, graphs=0)
-    estimates = [
-        Estimate(
-            config,
-            shape.num_parameters,
-            replace(
-                memory,
-                weights=one.num_parameters * item,
-                states=one.row_bytes(item) * (config.max_num_seqs + 1),
-            ),
-            one.kv_bytes(item),
-        )
-        for one in shares
-    ]
+    format = find_format(config.quantization, hf_config)
+    named = config.dtype if format is None else describe_format(format, config.dtype)
+
+    def estimate_share(one: Shape) -> Estimate:
+        weights = one.num_parameters * item if format is None else format.count_bytes(one, item)
+        states = one.row_bytes(item) * (config.max_num_seqs + 1)
+        taken = replace(memory, weights=weights, states=states)
+        return Estimate(config, shape.num_parameters, taken, one.kv_bytes(item), named)
+
+    estimates = [estimate_share(one) for one in shares]
     return min(estimates, key=lambda one: one.num_tokens)  # all stages have as many blocks as the poorest
 
 
@@ -197,6 +200,8 @@ def _advise(hf_config: "PretrainedConfig", estimated: Estimate) -> list[str]:
         changes.append({"max_model_len": estimated.num_tokens})
     if config.dtype == "float32":
         changes.append({"dtype": "bfloat16"})
+    if find_format(config.quantization, hf_config) is None:
+        changes.append({"quantization": "int8"})
     changes += [{"max_num_batched_tokens": 2048}, {"max_num_seqs": 64}, {"gpu_memory_utilization": 0.95}]
     changes += [{"tensor_parallel_size": ranks} for ranks in (2, 4, 8) if ranks > config.tensor_parallel_size]
     advice: list[str] = []

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,9 +18,9 @@ from nanovllm.engine.hooks import LogitEditor, Runner, StepObserver
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.layers.parallel import Parallel
-from nanovllm.models.config import load_model_config, read_json, take_text_config
+from nanovllm.models.config import Shape, load_model_config, read_json, take_text_config
 from nanovllm.models.hub import find_folder, find_model
-from nanovllm.models.loader import has_lm_head, load_weights
+from nanovllm.models.loader import Quantizer, has_lm_head, load_weights
 from nanovllm.outputs import Embedding, Score
 from nanovllm.resolve import resolve
 from nanovllm.runner.model_runner import ModelRunner
@@ -67,6 +68,9 @@ def _load_engine(asked: EngineConfig) -> LLMEngine:
     if not can_generate:
         hf_config.tie_word_embeddings = True  # then the decoder allocates no head
     config = resolve(asked, hf_config)
+    if (quantizer := make_quantizer(config, hf_config)) is not None:  # a format that cannot be read is refused here
+        quantizer.announce(Shape.from_config(hf_config))
+        config = replace(config, quantization=quantizer.name)
     if config.device == "cpu":
         limit_threads()
     if config.speculative_config is not None and config.speculative_config["method"] == "draft_model":
@@ -161,11 +165,13 @@ def make_runner(
         check: called before each tensor that is read. It raises the failure of another rank, so that loading ends. An
             exception from the thread that noticed the failure could arrive anywhere, in a library's clean-up, too.
     """
+    quantizer = make_quantizer(config, hf_config)
     if weights is None:
         from nanovllm.models.dummy_weights import fill_randomly
 
         seed = config.seed + parallel.number
-        read_weights = partial(fill_randomly, seed=seed, std=hf_config.initializer_range, check=check)
+        std = hf_config.initializer_range
+        read_weights = partial(fill_randomly, seed=seed, std=std, check=check, quantizer=quantizer)
     else:
         adapter = None
         if config.lora is not None:
@@ -173,8 +179,10 @@ def make_runner(
 
             adapter = Adapter(config.lora)
         show = parallel.number == 0
-        read_weights = partial(load_weights, folder=weights, show_progress=show, check=check, adapter=adapter)
-    runner = ModelRunner(config, hf_config, read_weights, parallel)
+        read_weights = partial(
+            load_weights, folder=weights, show_progress=show, check=check, adapter=adapter, quantizer=quantizer
+        )
+    runner = ModelRunner(config, hf_config, read_weights, parallel, quantizer)
     if config.draft is not None and (parallel.stage is None or parallel.number == 0):
         from nanovllm.drafts.draft_model import read_draft
 
@@ -182,6 +190,15 @@ def make_runner(
             parallel = Parallel(ranks_per_device=parallel.ranks_per_device)
         runner.draft = make_runner(*read_draft(config), parallel, check)
     return runner
+
+
+def make_quantizer(config: ResolvedConfig, hf_config: "PretrainedConfig") -> Quantizer | None:
+    """Return what gives the model quantised matrices; None if neither its options nor its config.json ask for any."""
+    if config.quantization is None and not getattr(hf_config, "quantization_config", None):
+        return None
+    from nanovllm.quantized.loading import ModelQuantizer
+
+    return ModelQuantizer(config, hf_config)
 
 
 def make_scheduler(

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,6 +59,11 @@ class Renewal:
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], finish: bool) -> None:
         """Replace weights: see `LLM.load_weights`."""
         as_bool(finish, "finish")
+        if (format := self._engine.config.quantization) not in (None, "int8"):
+            raise RuntimeError(
+                f"the engine's checkpoint is quantised ({format}); new weights are for engines without quantization, "
+                'or with quantization="int8": make another engine instead'
+            )
         self._check_idle(but_for=(LOADING, REPLACED))
         tensors = list(named_tensors)
         load = self._rank.load
@@ -173,6 +179,8 @@ class WeightLoad:
         every_layer = Parallel(runner.parallel.rank, runner.parallel.size)
         with torch.device("meta"), default_dtype(runner.dtype):
             self._shapes = make_decoder(runner.hf_config, runner.backend, every_layer, runner.config.max_model_len)
+        self._filling = None if runner.quantizer is None else runner.quantizer.begin(self._shapes)
+        """Gathers the codes of quantised matrices; None if the model has none."""
         self._staged: dict[str, dict[str, Tensor]] = {}
         """{path of a module: {name of a parameter: its new values}}, for modules that lack parts."""
         self._come: dict[str, set[str]] = {}
@@ -213,7 +221,11 @@ class WeightLoad:
         """Find where each tensor of the model goes. The names that have come show in which form experts are stored."""
         self._places.clear()
         self._needed.clear()
-        for path, name, target in self._shapes.module_targets(names.union(*self._come.values())):
+        names = names.union(*self._come.values())
+        find_targets = self._shapes.module_targets
+        if self._filling is not None:
+            find_targets = partial(self._filling.find_targets, attaches=False)
+        for path, name, target in find_targets(names):
             self._places.setdefault(name, []).append((path, target))
             self._needed.setdefault(path, set()).add(name)
 
@@ -250,6 +262,11 @@ class WeightLoad:
     def _gather(self, path: str, target: WeightTarget, tensor: Tensor) -> None:
         """Copy a part of a module to the memory where the module's new parameters are gathered."""
         shapes = dict(self._shapes.get_submodule(path).named_parameters(recurse=False))
+        if self._filling is not None and self._filling.is_quantized(path):
+            if target.view.dim() > 1:
+                target.fill(tensor, Tensor.copy_)
+                return
+            shapes = {name: shape for name, shape in shapes.items() if shape.dim() == 1}
         if path not in self._staged:
             device = self._runner.device
             self._staged[path] = {name: torch.zeros_like(shape, device=device) for name, shape in shapes.items()}
@@ -264,11 +281,16 @@ class WeightLoad:
 
     def _replace(self, path: str) -> None:
         """Put a module's new parameters in the place of the old ones, and pack them if those were packed."""
-        staged = self._staged.pop(path)
+        staged = self._staged.pop(path, {})
         model = self._runner.model
         # A stage counts its layers from 0.
         own_path = re.sub(r"(?<=^layers\.)\d+", lambda number: str(int(number[0]) - model.stage.first), path)
         module = model.get_submodule(own_path)
+        if self._filling is not None and self._filling.is_quantized(path):
+            self._filling.attach(path, module, model)
+            if "bias" in staged:
+                module.get_parameter("bias").copy_(staged["bias"])
+            return
         owners = [module]  # of the same weight
         if model.tied and module is model.embed_tokens and model.lm_head is not None:
             owners.append(model.lm_head)

@@ -36,7 +36,7 @@ OPTIONS: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("limit_mm_per_prompt", "max_loras", "max_lora_rank", "max_cpu_loras"), (ANY,)),
     "trust_remote_code": (ANY,),  # a model that needs code of its own is refused when it is loaded
     # These would change results, or ask for something that we do not have.
-    **dict.fromkeys(("quantization", "kv_transfer_config", "logits_processors"), (None,)),
+    **dict.fromkeys(("kv_transfer_config", "logits_processors"), (None,)),
     **dict.fromkeys(("hf_overrides", "rope_scaling", "mm_processor_kwargs"), (None, {})),
     **dict.fromkeys(("enable_lora", "enable_prompt_embeds"), (False,)),
     **dict.fromkeys(("enable_expert_parallel", "skip_tokenizer_init", "calculate_kv_scales"), (False,)),
@@ -78,7 +78,6 @@ ADVICE: Mapping[str, str] = {
     "whitespace_pattern": _NO_SPACE,
     "disable_any_whitespace": _NO_SPACE,
     "disable_additional_properties": 'write "additionalProperties": false into the schema',
-    "quantization": "a checkpoint's own config.json says how it is quantised, and is all that is read",
     "enable_prompt_embeds": "a prompt is text or token ids",
     "enable_lora": "one adapter is merged when the model is loaded: LLM(model, lora='folder')",
     "data_parallel_size": "a batch job shares its lines among engines (docs/ray.md)",
@@ -120,6 +119,7 @@ SYNONYMS: Mapping[str, Mapping[Any, Any]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "load_format": {"safetensors": "auto", "hf": "auto"},
     "num_kvcache_blocks": {-1: None},
+    "quantization": {"int8_per_channel_weight_only": "int8", "awq_marlin": "awq", "gptq_marlin": "gptq"},
 }
 """For each option: values that vLLM or nano-vLLM write differently, and the values that they mean here."""
 

@@ -87,7 +87,7 @@ class CpuBackend(Backend):
         modules = list(modules)
         pack_matrices(modules, lambda weight: NativeMatrix(self._library, weight, self._scratch, in_place=True))
         for module in modules:
-            if isinstance(module, Experts):
+            if isinstance(module, Experts) and module.packed is None:
                 for weight in (module.gate_up, module.down):
                     if not _packs_in_place(weight):
                         continue

@@ -78,7 +78,9 @@ def pack_matrices(modules: Iterable[nn.Module], pack: Callable[[Tensor], PackedM
     matrices = [module for module in modules if isinstance(module, MatrixModule)]
     embeddings = [m for m in matrices if isinstance(m, VocabParallelEmbedding) and not isinstance(m, LMHead)]
     for module in matrices:
-        if module in embeddings or module.weight.shape[1] % 2:  # packed forms hold pairs of input features
+        if module in embeddings or module.packed is not None:
+            continue
+        if module.weight.shape[1] % 2:  # packed forms hold pairs of input features
             continue
         weight = module.weight
         packed = pack(weight.data)

@@ -28,6 +28,7 @@ def read_provenance(engine: "LLMEngine") -> dict[str, str]:
     return {
         "model": model_digest(origin) if isinstance(origin, Path) else origin,
         **({"lora": digest_adapter(config.lora)} if config.lora is not None else {}),
+        **({"quantization": config.quantization} if config.quantization is not None else {}),
         "dtype": config.dtype,
         "device": config.device.split(":")[0],
         "attention_backend": config.attention_backend,

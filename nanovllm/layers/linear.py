@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanovllm.kernels.route import Routing
 from nanovllm.layers.parallel import Parallel
 from nanovllm.layers.weights import NamedTargets, ShardedLayer, WeightTarget
 
@@ -21,6 +22,14 @@ class PackedMatrix(Protocol):
 
     def rows(self, indices: Tensor) -> Tensor | None:
         """Return the matrix's rows [n, in] at indices [n]; None if this form cannot give them."""
+        ...
+
+
+class PackedExperts(Protocol):
+    """The matrices [num_experts, out, in] of experts, in a form of their own."""
+
+    def multiply(self, x: Tensor, routing: Routing, gather: bool) -> Tensor:
+        """See `grouped_linear_reference`, which has the same arguments and result."""
         ...
 
 
@@ -112,7 +121,10 @@ class Experts(ShardedLayer):
     Attributes:
         gate_up: [num_experts, 2 * intermediate, hidden], gate first.
         down: [num_experts, hidden, intermediate].
+        packed: quantised matrices instead of these two, which are then empty.
     """
+
+    packed: tuple[PackedExperts, PackedExperts] | None = None
 
     def __init__(self, num_experts: int, hidden: int, intermediate: int, parallel: Parallel) -> None:
         super().__init__()

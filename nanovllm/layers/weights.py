@@ -1,9 +1,12 @@
 """How a layer tells the loader which part of which checkpoint tensor fills which of its parameters."""
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
+
+FLOATS = ("F64", "F32", "F16", "BF16")
 
 
 @dataclass(frozen=True)
@@ -15,12 +18,24 @@ class WeightTarget:
         shape: the shape that the checkpoint's whole tensor must have.
         slices: the part of that tensor which belongs here: this rank's shard. An int takes a dimension away.
         plus: 1 for a norm that multiplies by 1 + weight; else 0.
+        dtypes: the number formats that it may have in the checkpoint, as safetensors names them.
     """
 
     view: Tensor
     shape: tuple[int, ...]
     slices: tuple[slice | int, ...]
     plus: float = 0.0
+    dtypes: tuple[str, ...] = FLOATS
+
+    def fill(self, source: Any, copy: Callable[[Tensor, Tensor], object]) -> None:
+        """Copy the slices of source, a tensor or a slice object of safetensors, by copy(place, values)."""
+        if self.view.dim() < 3:
+            copy(self.view, source[self.slices])
+            if self.plus:
+                self.view.add_(self.plus)
+            return
+        for i, matrix in enumerate(self.view):  # one expert at a time: a tensor that is read is in memory twice
+            copy(matrix, source[i, *self.slices[1:]])
 
 
 NamedTargets = Iterator[tuple[str, WeightTarget]]

@@ -105,8 +105,8 @@ def load_model_config(data: dict[str, Any], source: str) -> "PretrainedConfig":
     auto_map = data.get("auto_map") or {}
     if not isinstance(auto_map, dict) or any(str(name).startswith("AutoModel") for name in auto_map):
         raise ValueError(f"{source} has an auto_map: it needs code of its own, and code from models is never run here")
-    if data.get("quantization_config") or data.get("compression_config"):
-        raise ValueError(f"{source} has a quantization_config; only unquantised weights are supported")
+    if compression := data.get("compression_config"):  # its name in older files
+        data = {**data, "quantization_config": {"quant_method": "compressed-tensors", **compression}}
     config_class = getattr(transformers, FAMILIES[architecture].config_class)
     if data.get("model_type", config_class.model_type) != config_class.model_type:
         raise refuse(

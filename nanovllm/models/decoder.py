@@ -132,8 +132,13 @@ class SparseMLP(nn.Module):
     def forward(self, x: Tensor, slots: Tensor) -> Tensor:
         """x [num_tokens, hidden] -> the same shape; slots [num_tokens], -1 for padding, which goes to no expert."""
         routing = self.backend.route(self.gate(x), self.k, self.normalize, slots)
-        gate_up = self.backend.grouped_linear(x, self.experts.gate_up, routing, gather=True)
-        y = self.backend.grouped_linear(self.backend.silu_and_mul(gate_up), self.experts.down, routing, gather=False)
+        experts = self.experts
+        if experts.packed is not None:
+            gate_up, down = experts.packed
+            y = down.multiply(self.backend.silu_and_mul(gate_up.multiply(x, routing, True)), routing, False)
+        else:
+            hidden = self.backend.silu_and_mul(self.backend.grouped_linear(x, experts.gate_up, routing, gather=True))
+            y = self.backend.grouped_linear(hidden, experts.down, routing, gather=False)
         return self.parallel.all_reduce(self.backend.combine(y, routing))
 
 
@@ -299,4 +304,4 @@ class Decoder(nn.Module):
             return number < stage.num_layers and not stage.first <= number < stage.end
         if name == "model.norm.weight":
             return not stage.is_last
-        return not stage.is_first and name in ("model.embed_tokens.weight", "lm_head.weight")
+        return not stage.is_first and name.startswith(("model.embed_tokens.", "lm_head."))

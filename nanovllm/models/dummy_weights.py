@@ -5,24 +5,38 @@ from collections.abc import Callable
 import torch
 
 from nanovllm.models.decoder import Decoder
+from nanovllm.models.loader import Quantizer
 
 
-def fill_randomly(model: Decoder, *, seed: int, std: float, check: Callable[[], None] = lambda: None) -> None:
+def fill_randomly(
+    model: Decoder,
+    *,
+    seed: int,
+    std: float,
+    check: Callable[[], None] = lambda: None,
+    quantizer: Quantizer | None = None,
+) -> None:
     """Fill matrices with normal numbers, norms with ones, and biases with zeros.
 
     Args:
         check: called before each parameter. It raises an exception if loading is to end.
+        quantizer: quantises the same numbers.
         seed: of the numbers. Each rank has one of its own.
         std: the standard deviation of the numbers.
     """
-    parameters = list(model.parameters())
-    generator = torch.Generator(device=parameters[0].device).manual_seed(seed)
-    for parameter in parameters:
+    biases = [target.view for name, target in model.weight_targets() if name.endswith(".bias")]
+    device = model.cos_sin.device
+    generator = torch.Generator(device=device).manual_seed(seed)
+    filling = None if quantizer is None else quantizer.begin(model)
+    for name, parameter in list(model.named_parameters()):
         check()
-        if parameter.dim() > 1:
-            parameter.data.normal_(0.0, std, generator=generator)
-        else:
+        if parameter.dim() == 1:
             parameter.data.fill_(1.0)
-    for name, target in model.weight_targets():
-        if name.endswith(".bias"):
-            target.view.zero_()
+        elif filling is not None and parameter.is_meta:
+            values = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+            values.normal_(0.0, std, generator=generator)
+            filling.fill(name.rpartition(".")[0], values, parameter)
+        else:
+            parameter.data.normal_(0.0, std, generator=generator)
+    for bias in biases:
+        bias.zero_()

@@ -12,8 +12,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
-from nanovllm.layers.weights import WeightTarget
-from nanovllm.models.config import is_headless, read_json
+from nanovllm.layers.weights import NamedTargets, WeightTarget
+from nanovllm.models.config import Shape, is_headless, read_json
 from nanovllm.models.decoder import Decoder
 from nanovllm.utils.checks import quote
 from nanovllm.utils.pinned import PinnedCopier
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 logger = logging.getLogger(__name__)
-
-DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 class Adapter(Protocol):
@@ -34,6 +32,33 @@ class Adapter(Protocol):
 
     def merge(self, name: str, source: Any) -> Any:
         """Return what is read instead of `source`, a tensor's slice object of safetensors."""
+
+
+class Quantizer(Protocol):
+    """Gives a model quantised matrices. quantized/loading.py has one.
+
+    The model is made on torch's meta device, so that no matrix is ever in memory with 16 bits for each weight.
+
+    Attributes:
+        name: the format's, as the option `quantization` has it.
+    """
+
+    name: str
+
+    def count_bytes(self, shape: Shape, itemsize: int) -> int:
+        """Return the memory of a model's weights, if those that are not quantised take `itemsize` bytes each."""
+
+    def announce(self, shape: Shape) -> None:
+        """Log what a user should know of the format. `shape` is the whole model's."""
+
+    def allocate(self, model: Decoder) -> None:
+        """Allocate what is not quantised."""
+
+    def find_targets(self, model: Decoder, names: Collection[str]) -> NamedTargets:
+        """Yield what `model.weight_targets` yields, with other targets where a matrix is quantised."""
+
+    def begin(self, model: Decoder) -> Any:
+        """Return a `Filling`, for weights that come from elsewhere than a checkpoint."""
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
@@ -76,12 +101,14 @@ def load_weights(
     show_progress: bool = False,
     check: Callable[[], None] = lambda: None,
     adapter: Adapter | None = None,
+    quantizer: Quantizer | None = None,
 ) -> None:
     """Fill the model from the folder's safetensors, one tensor at a time. Each rank reads only its own share.
 
     Args:
         check: called before each tensor. It raises an exception if loading is to end.
         adapter: is merged into the weights as they are read.
+        quantizer: has allocated the model, and quantises matrices as they are read.
 
     Raises:
         ValueError: a file cannot be read, or a tensor is missing, unexpected, in two files, or of another shape.
@@ -91,7 +118,7 @@ def load_weights(
     names = name_canonically(found)
     found = set(names.values())
     targets: dict[str, list[WeightTarget]] = {}
-    for name, target in model.weight_targets(found):
+    for name, target in model.weight_targets(found) if quantizer is None else quantizer.find_targets(model, found):
         targets.setdefault(name, []).append(target)
     _check_cover(model, chain.from_iterable(targets.values()))
     if missing := targets.keys() - found:
@@ -106,7 +133,7 @@ def load_weights(
         raise ValueError(f"{folder} has {len(unexpected)} tensors that the model does not: {name_some(unexpected)}")
     if adapter is not None:
         adapter.check_names(targets.keys() | elsewhere)
-    device = next(model.parameters()).device
+    device = model.cos_sin.device
     copy = PinnedCopier(device).copy if device.type == "cuda" else Tensor.copy_
     for path in tqdm(files, desc="Loading weights", unit="file", disable=not show_progress or len(files) == 1):
         with _open(path) as file:
@@ -168,27 +195,24 @@ def _open(path: Path) -> Iterator[Any]:
 
 def _fill(target: WeightTarget, source: Any, what: str, copy: Callable[[Tensor, Tensor], object]) -> None:
     dtype = source.get_dtype()
-    if dtype not in DTYPES:
-        raise ValueError(f"{what} is {dtype}; only unquantised weights are supported: {', '.join(DTYPES)}")
+    if dtype not in target.dtypes:
+        raise ValueError(f"{what} is {dtype}; config.json asks for one of {', '.join(target.dtypes)}")
     shape = tuple(source.get_shape())
-    if shape != target.shape:
+    if (shape or (1,)) != target.shape:  # a number may be stored without dimensions
         raise ValueError(f"{what} has shape {list(shape)}; config.json asks for {list(target.shape)}")
-    if target.view.dim() < 3:
-        copy(target.view, source[target.slices])
-        if target.plus:
-            target.view.add_(target.plus)
-        return
-    for i, matrix in enumerate(target.view):  # one expert at a time: a tensor that is read is in memory twice
-        copy(matrix, source[i, *target.slices[1:]])
+    target.fill(source, copy)
 
 
 def _check_cover(model: Decoder, targets: Iterable[WeightTarget]) -> None:
-    """Raise a RuntimeError unless the targets cover every parameter exactly once: filling them fills the model."""
+    """Raise a RuntimeError unless the targets cover every parameter exactly once: filling them fills the model.
+
+    A quantiser keeps count of its matrices itself. They are on the meta device.
+    """
     covered: dict[int, int] = {}
     for target in targets:
         storage = target.view.untyped_storage().data_ptr()
         covered[storage] = covered.get(storage, 0) + target.view.numel()
-    for parameter in model.parameters():
+    for parameter in (parameter for parameter in model.parameters() if not parameter.is_meta):
         storage = parameter.untyped_storage().data_ptr()
         padding = getattr(parameter, "padding", 0)
         if covered.get(storage, 0) != parameter.numel() - padding:

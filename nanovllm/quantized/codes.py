@@ -1,5 +1,6 @@
 """The one form of quantised weights: whole numbers, scales, and zeros. All formats are converted to it at load."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
@@ -8,6 +9,9 @@ from torch import Tensor
 
 CHUNK = 2**22
 """Elements that are quantised at a time, so that float32 copies stay small."""
+
+SMALLEST_GROUP = 32
+"""Columns of the smallest group that a rank's share of a matrix may have."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,41 @@ class Codes:
         """Return the matrix of some rows only: those of a slice (a view), or those at indices [n] (a copy)."""
         zeros = None if self.zeros is None else self.zeros[..., index, :]
         return replace(self, codes=self.codes[..., index, :], scales=self.scales[..., index, :], zeros=zeros)
+
+    def take_expert(self, index: int) -> "Codes":
+        """Return the matrix of one expert (a view)."""
+        zeros = None if self.zeros is None else self.zeros[index]
+        return replace(self, codes=self.codes[index], scales=self.scales[index], zeros=zeros)
+
+    def take_columns(self, start: int, length: int) -> "Codes":
+        """Return the matrix of the columns from start to start + length - 1 only.
+
+        A slice that cuts a group keeps its scales: the new groups are smaller, and several have the same scale. It is
+        one of several ranks' equal slices.
+
+        Raises:
+            ValueError: the smaller groups would have less than SMALLEST_GROUP columns, or the columns are permuted.
+        """
+        if start == 0 and length == self.in_features:
+            return self
+        if self.order is not None:
+            raise ValueError(
+                "its columns are in an order of their own (desc_act or actorder), which ranks cannot share: set "
+                "tensor_parallel_size to 1, or use pipeline_parallel_size"
+            )
+        per_byte = 8 // self.bits
+        codes = self.codes[..., start // per_byte : (start + length) // per_byte]
+        if self.scales.shape[-1] == 1:
+            return replace(self, codes=codes, group_size=length)
+        size = math.gcd(start, length, self.group_size)  # the same on all ranks: they start at multiples of length
+        if size < SMALLEST_GROUP:
+            raise ValueError(
+                f"ranks with {length} columns each cut its groups of {self.group_size} into groups of {size}, and the "
+                f"smallest possible are {SMALLEST_GROUP}: change tensor_parallel_size, or use pipeline_parallel_size"
+            )
+        groups = torch.arange(start, start + length, size, device=codes.device) // self.group_size
+        zeros = None if self.zeros is None else self.zeros[..., groups]
+        return replace(self, codes=codes, scales=self.scales[..., groups], zeros=zeros, group_size=size)
 
     def _spread(self, values: Tensor) -> Tensor:
         """Repeat values [out, groups] for the elements of each group, [out, in]."""

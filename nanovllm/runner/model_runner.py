@@ -19,6 +19,7 @@ from nanovllm.layers.parallel import Parallel
 from nanovllm.models.config import Shape
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.families import make_decoder
+from nanovllm.models.loader import Quantizer
 from nanovllm.runner.cuda_graphs import CudaGraphs, smallest_that_holds
 from nanovllm.runner.device import DeviceTables, Staging
 from nanovllm.runner.kv_memory import check_free_memory
@@ -69,8 +70,14 @@ class ModelRunner:
         hf_config: "PretrainedConfig",
         read_weights: Callable[[Decoder], None],
         parallel: Parallel,
+        quantizer: Quantizer | None = None,
     ) -> None:
-        """Load the model. `read_weights` fills its parameters. ValueError for a bad checkpoint or too little memory."""
+        """Load the model. ValueError for a bad checkpoint or too little memory.
+
+        Args:
+            read_weights: fills the model's parameters.
+            quantizer: gives it quantised matrices; None for a model without them.
+        """
         # It is the first attribute, because Python deletes attributes in order. If a runner is deleted without close(),
         # its graphs must go before the process group (in `parallel`) that they use.
         self.graphs: CudaGraphs | None = None
@@ -83,6 +90,7 @@ class ModelRunner:
         self.hf_config = hf_config
         self.shape = Shape.from_config(hf_config, parallel.stage).shard(parallel.size)
         self.backend = BACKENDS[config.attention_backend]()
+        self.quantizer = quantizer
         self._read_weights = read_weights
         self.load_model()
         self.tables = DeviceTables(config.max_num_seqs, config.max_blocks_per_seq, self.device)
@@ -265,11 +273,20 @@ class ModelRunner:
 
     def load_model(self) -> None:
         """Make the model and read its weights: when the runner is made, and after `free_model`."""
-        num_bytes = self.shape.num_parameters * self.dtype.itemsize
-        check_free_memory(num_bytes, self.device, "the weights", "choose a smaller model, or a smaller dtype")
-        with torch.device(self.device), default_dtype(self.dtype):
+        quantizer = self.quantizer
+        itemsize = self.dtype.itemsize
+        if quantizer is None:
+            num_bytes = self.shape.num_parameters * itemsize
+            advice = 'choose a smaller model, a smaller dtype, or quantization="int8"'
+        else:
+            num_bytes = quantizer.count_bytes(self.shape, itemsize)
+            advice = "choose a smaller model"
+        check_free_memory(num_bytes, self.device, "the weights", advice)
+        with torch.device(self.device if quantizer is None else "meta"), default_dtype(self.dtype):
             self.model = make_decoder(self.hf_config, self.backend, self.parallel, self.config.max_model_len)
-        self.backend.prepare_weights(self.model.parameters())
+        if quantizer is not None:
+            quantizer.allocate(self.model)
+        self.backend.prepare_weights(parameter for parameter in self.model.parameters() if not parameter.is_meta)
         self._read_weights(self.model)
         self.backend.pack_weights(self.model.modules())
 

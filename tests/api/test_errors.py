@@ -394,7 +394,7 @@ def test_only_what_is_close_is_suggested(random_model: Path) -> None:
 
 
 VLLM_REFUSED: dict[str, Any] = {
-    **{"data_parallel_size": 2, "quantization": "awq", "kv_cache_dtype": "fp8", "skip_tokenizer_init": True},
+    **{"data_parallel_size": 2, "kv_cache_dtype": "fp8", "skip_tokenizer_init": True},
     **{"enable_lora": True, "hf_overrides": {"rope_theta": 1}, "enable_expert_parallel": True},
     **{"tokenizer": "another/tokenizer", "generation_config": "vllm", "cpu_offload_gb": 4, "task": "embed"},
 }
@@ -532,7 +532,10 @@ UNSUPPORTED: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "no architecture": ({"architectures": None}, "architecture.*Qwen3ForCausalLM"),
     "architectures of another type": ({"architectures": 5}, "architecture"),
-    "quantization": ({"quantization_config": {"quant_method": "awq", "bits": 4}}, "quantization_config"),
+    "quantization": (
+        {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+        "bitsandbytes.*not supported.*int8",
+    ),
     "sliding window": (
         {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1, "layer_types": None},
         "last 16 tokens.*sliding_window.*max_model_len",

@@ -132,7 +132,6 @@ def test_a_name_that_vllm_has_not_gets_no_advice(llm: LLM) -> None:
 
 REFUSED = {
     "LLM": {
-        "quantization": "awq",
         "enable_lora": True,
         "hf_overrides": {"a": 1},
         "task": "embed",

@@ -1,6 +1,7 @@
 """The form of quantised weights, beside straightforward loops."""
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -73,6 +74,28 @@ def test_weights_are_those_of_the_formula(
     )
     for expert in experts.dequantize():
         assert np.array_equal(expert.numpy(), expected)
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from((8, 4)), st.integers(1, 3), st.sampled_from((64, 96)), st.booleans())
+@settings(max_examples=30, deadline=None)
+def test_slices_of_columns_keep_their_scales(seed: int, bits: int, num_groups: int, size: int, zeros: bool) -> None:
+    codes = draw_codes(seed, bits, 3, num_groups, size, zeros, False)
+    weights = codes.dequantize()
+    total = codes.in_features
+    for ranks in (1, 2, 3):
+        if total % (ranks * 32):
+            continue
+        length = total // ranks
+        parts = [codes.take_columns(rank * length, length) for rank in range(ranks)]
+        assert torch.equal(torch.cat([part.dequantize() for part in parts], 1), weights)
+        assert len({part.group_size for part in parts}) == 1
+    if num_groups > 1:
+        with pytest.raises(ValueError, match="into groups of 16"):
+            codes.take_columns(16, 16)
+    shuffled = draw_codes(seed, bits, 3, num_groups, size, zeros, True)
+    assert shuffled.take_columns(0, total) is shuffled
+    with pytest.raises(ValueError, match="columns are in an order of their own"):
+        shuffled.take_columns(0, total // 2)
 
 
 @given(st.lists(st.tuples(st.integers(0, 15), st.integers(0, 15)), min_size=1))

@@ -1,0 +1,315 @@
+"""The formats of quantised checkpoints: which one a model has, and how its tensors become codes."""
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from nanovllm.quantized.codes import Codes
+from nanovllm.quantized.formats import INT8, Format, RawTensor, RawTensors
+from nanovllm.quantized.unpack import ScaledFloats, unpack_awq, unpack_compressed, unpack_gptq
+from nanovllm.utils.checks import as_integer, quote
+from nanovllm.utils.integers import ceil_div
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+Config = Mapping[str, Any]
+"""The quantization_config of a config.json."""
+
+FLOATS = ("F32", "F16", "BF16")
+INTEGERS = ("I32", "I64")
+
+
+@dataclass(frozen=True)
+class Awq(Format):
+    """AWQ's "gemm" (Lin et al. 2023, https://arxiv.org/abs/2306.00978)."""
+
+    suffixes: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales")
+
+    def list_tensors(self, prefix: str, names: Collection[str], out: int, size: int) -> RawTensors:
+        if out % 8:
+            raise ValueError(f"{prefix}: AWQ packs 8 outputs in a word, and {out} is not a multiple of 8")
+        groups = self.count_groups(size)
+        return {
+            "qweight": RawTensor((size, out // 8), ("I32",)),
+            "qzeros": RawTensor((groups, out // 8), ("I32",)),
+            "scales": RawTensor((groups, out), FLOATS),
+        }
+
+    def convert(self, tensors: Mapping[str, Tensor], out: int, size: int) -> Codes:
+        return unpack_awq(tensors["qweight"], tensors["qzeros"], tensors["scales"], self.group_size or size)
+
+
+@dataclass(frozen=True)
+class Gptq(Format):
+    """GPTQ (Frantar et al. 2022, https://arxiv.org/abs/2210.17323), as auto-gptq and gptqmodel save it.
+
+    Attributes:
+        is_v1: whether the stored zeros are one less than the zeros: checkpoint_format "gptq", not "gptq_v2".
+    """
+
+    is_v1: bool = True
+
+    suffixes: ClassVar[tuple[str, ...]] = ("qweight", "qzeros", "scales", "g_idx")
+
+    def list_tensors(self, prefix: str, names: Collection[str], out: int, size: int) -> RawTensors:
+        per_word = 32 // self.bits
+        if out % per_word or size % per_word:
+            raise ValueError(f"{prefix}: GPTQ packs {per_word} numbers in a word; {out} x {size} cannot be packed")
+        groups = self.count_groups(size)
+        tensors = {
+            "qweight": RawTensor((size // per_word, out), ("I32",)),
+            "qzeros": RawTensor((groups, out // per_word), ("I32",)),
+            "scales": RawTensor((groups, out), FLOATS),
+        }
+        if f"{prefix}.g_idx" in names:
+            tensors["g_idx"] = RawTensor((size,), INTEGERS)
+        return tensors
+
+    def convert(self, tensors: Mapping[str, Tensor], out: int, size: int) -> Codes:
+        words = (tensors["qweight"], tensors["qzeros"], tensors["scales"], tensors.get("g_idx"))
+        return unpack_gptq(*words, bits=self.bits, group_size=self.group_size or size, is_v1=self.is_v1)
+
+
+@dataclass(frozen=True)
+class PackQuantized(Format):
+    """compressed-tensors' pack-quantized."""
+
+    has_order: bool = False
+
+    suffixes: ClassVar[tuple[str, ...]] = ("weight_packed", "weight_scale", "weight_shape")
+
+    def list_tensors(self, prefix: str, names: Collection[str], out: int, size: int) -> RawTensors:
+        if self.bits == 4 and size % 2:
+            raise ValueError(f"{prefix}: rows of {size} weights of 4 bits are not supported: the number must be even")
+        per_word = 32 // self.bits
+        groups = self.count_groups(size)
+        tensors = {
+            "weight_packed": RawTensor((out, ceil_div(size, per_word)), ("I32",)),
+            "weight_scale": RawTensor((out, groups), FLOATS),
+            "weight_shape": RawTensor((2,), INTEGERS),
+        }
+        if self.has_zeros:
+            tensors["weight_zero_point"] = RawTensor((ceil_div(out, per_word), groups), ("I32",))
+        if self.has_order:
+            tensors["weight_g_idx"] = RawTensor((size,), INTEGERS)
+        return tensors
+
+    def convert(self, tensors: Mapping[str, Tensor], out: int, size: int) -> Codes:
+        if (stated := tensors["weight_shape"].tolist()) != [out, size]:
+            raise ValueError(f"weight_shape is {stated}; config.json asks for {[out, size]}")
+        return unpack_compressed(
+            tensors["weight_packed"],
+            tensors["weight_scale"],
+            tensors.get("weight_zero_point"),
+            tensors.get("weight_g_idx"),
+            (out, size),
+            self.bits,
+            self.group_size or size,
+        )
+
+
+@dataclass(frozen=True)
+class IntQuantized(Format):
+    """compressed-tensors' int-quantized: int8 with a scale for each row. Activations are not quantised here."""
+
+    suffixes: ClassVar[tuple[str, ...]] = ("weight_scale", "weight_zero_point")
+
+    def list_tensors(self, prefix: str, names: Collection[str], out: int, size: int) -> RawTensors:
+        groups = self.count_groups(size)
+        tensors = {"weight": RawTensor((out, size), ("I8",)), "weight_scale": RawTensor((out, groups), FLOATS)}
+        if self.has_zeros:
+            tensors["weight_zero_point"] = RawTensor((out, groups), ("I8",))
+        return tensors
+
+    def convert(self, tensors: Mapping[str, Tensor], out: int, size: int) -> Codes:
+        zeros = tensors.get("weight_zero_point")
+        scales = tensors["weight_scale"].to(torch.float32)
+        zeros = None if zeros is None else zeros.to(torch.int16)
+        return Codes(8, tensors["weight"], scales, zeros, self.group_size or size)
+
+
+@dataclass(frozen=True)
+class ScaledFloat8(Format):
+    """FP8 with scales for blocks, rows or whole matrices. The weights are kept with 16 bits.
+
+    Attributes:
+        block: rows and columns that share a scale; 0 stands for all of them.
+    """
+
+    block: tuple[int, int] = (0, 0)
+
+    gives_floats: ClassVar[bool] = True
+    suffixes: ClassVar[tuple[str, ...]] = ("weight_scale_inv", "weight_scale")
+    """Both names are in use for the same factors."""
+
+    def list_tensors(self, prefix: str, names: Collection[str], out: int, size: int) -> RawTensors:
+        suffix = next(suffix for suffix in self.suffixes if f"{prefix}.{suffix}" in names)
+        shape = self._shape_of_scales(out, size) if any(self.block) else (1,)
+        tensors = {
+            "weight": RawTensor((out, size), ("F8_E4M3",)),
+            suffix: RawTensor(shape, (*FLOATS, "F8_E8M0")),
+        }
+        if f"{prefix}.input_scale" in names:  # of activations, which are not quantised here
+            tensors["input_scale"] = RawTensor((1,), FLOATS)
+        return tensors
+
+    def dequantize(self, tensors: Mapping[str, Tensor], out: int, size: int) -> ScaledFloats:
+        rows, columns = self.block
+        scales = next(tensors[suffix] for suffix in self.suffixes if suffix in tensors)
+        return ScaledFloats(
+            tensors["weight"], scales.reshape(self._shape_of_scales(out, size)), (rows or out, columns or size)
+        )
+
+    def _shape_of_scales(self, out: int, size: int) -> tuple[int, int]:
+        rows, columns = self.block
+        return ceil_div(out, rows or out), ceil_div(size, columns or size)
+
+
+def find_format(asked: str | None, hf_config: "PretrainedConfig") -> Format | None:
+    """Return the format of a model's weights; None if they are not quantised.
+
+    Args:
+        asked: the option `quantization`.
+
+    Raises:
+        ValueError: the checkpoint has a format that is not read here, or another one than `asked`.
+    """
+    data = getattr(hf_config, "quantization_config", None)
+    if not data:
+        if asked in (None, "int8"):
+            return None if asked is None else INT8
+        raise ValueError(
+            f"quantization is {quote(asked)}, and the checkpoint's config.json has no quantization_config: leave the "
+            'option out, or use quantization="int8"'
+        )
+    method = data.get("quant_method") if isinstance(data, Mapping) else None
+    if method not in _READERS:
+        raise ValueError(
+            f"config.json says that the checkpoint is quantised by {quote(method)}, which is not supported: use the "
+            f'original checkpoint with quantization="int8", or one quantised by {", ".join(_READERS)}'
+        )
+    try:
+        format = _READERS[method](data)
+    except ValueError as error:
+        raise ValueError(
+            f"config.json: quantization_config of {method}: {error}. The original checkpoint with "
+            'quantization="int8" would do instead'
+        ) from None
+    if asked in (None, method):
+        return format
+    if asked == "int8" and format.gives_floats:
+        return replace(format, name="int8", bits=8, quantizes_head=True)
+    if asked == "int8":
+        raise ValueError(
+            f'quantization is "int8", and the checkpoint is quantised already, with {format.bits} bits ({method}): '
+            "leave the option out"
+        )
+    raise ValueError(f"quantization is {quote(asked)}, and the checkpoint is {quote(method)}: leave the option out")
+
+
+def describe_format(format: Format, dtype: str) -> str:
+    """Return how the weights are stored, for a table: "int8", "4 bits (awq, groups of 128)", "bfloat16, from fp8".
+
+    Args:
+        dtype: of what is not quantised.
+    """
+    if format.bits == 16:
+        return f"{dtype}, from {format.name} with 8 bits"
+    if format.quantizes_head:
+        return format.name
+    groups = "rows" if format.group_size is None else f"groups of {format.group_size}"
+    return f"{format.bits} bits ({format.name}, {groups}), embeddings in {dtype}"
+
+
+def _check(data: Config, name: str, default: Any, accepted: Collection[Any]) -> Any:
+    """Return an entry of a quantization_config; ValueError if it is not one of the accepted values."""
+    value = data.get(name, default)
+    if not any(value == one and isinstance(value, type(one)) for one in accepted):
+        raise ValueError(f"{name} is {quote(value)}; supported are {', '.join(map(quote, accepted))}")
+    return value
+
+
+def _read_group_size(data: Config) -> int | None:
+    """Return group_size; None for whole rows, which configurations write as -1 or null."""
+    value = data.get("group_size")
+    return None if value in (None, -1) else as_integer(value, "group_size", 8)
+
+
+def _read_awq(data: Config) -> Format:
+    _check(data, "bits", 4, (4,))
+    if str(version := data.get("version", "gemm")).lower() != "gemm":
+        raise ValueError(f"version is {quote(version)}; supported is 'gemm'")
+    return Awq("awq", bits=4, group_size=_read_group_size(data), has_zeros=True)
+
+
+def _read_gptq(data: Config) -> Format:
+    bits = _check(data, "bits", None, (4, 8))
+    layout = _check(data, "checkpoint_format", "gptq", ("gptq", "gptq_v2"))
+    _check(data, "pack_dtype", "int32", ("int32",))
+    _check(data, "is_marlin_format", False, (False,))
+    dynamic = data.get("dynamic") or {}
+    # An entry that begins with "-:" names modules that are not quantised. The tensors' names say so, too.
+    if overrides := sorted(key for key in dynamic if not str(key).startswith("-:")):
+        raise ValueError(f"dynamic has {quote(overrides[0])}: layers with settings of their own are not supported")
+    has_zeros = not data.get("sym", True)
+    return Gptq("gptq", bits, _read_group_size(data), has_zeros=has_zeros, is_v1=layout == "gptq")
+
+
+def _read_fp8(data: Config) -> Format:
+    _check(data, "fmt", "e4m3", ("e4m3", "float8_e4m3fn"))
+    return ScaledFloat8("fp8", bits=16, block=_read_block(data.get("weight_block_size")))
+
+
+def _read_block(block: Any) -> tuple[int, int]:
+    """Return the rows and columns that share a scale; (0, 0) if all do."""
+    if block is None:
+        return 0, 0
+    if not isinstance(block, list) or len(block) != 2:
+        raise ValueError(f"the size of a block is {quote(block)}; it must be a list of two integers")
+    rows, columns = (as_integer(size, "the size of a block", 1) for size in block)
+    return rows, columns
+
+
+def _read_compressed(data: Config) -> Format:
+    for name in ("kv_cache_scheme", "transform_config"):
+        if data.get(name):
+            raise ValueError(f"{name} is not supported")
+    if (sparsity := data.get("sparsity_config")) and sparsity.get("format", "dense") != "dense":
+        raise ValueError("sparsity_config is not supported")
+    groups = list((data.get("config_groups") or {}).values())
+    schemes = [group.get("weights") for group in groups if isinstance(group, Mapping)]
+    if not schemes or any(scheme != schemes[0] or not isinstance(scheme, Mapping) for scheme in schemes):
+        raise ValueError("config_groups must have weights, and the same in all groups")
+    scheme: Config = groups[0]["weights"]
+    layouts = ("pack-quantized", "int-quantized", "float-quantized", "naive-quantized")
+    layout = _check({"format": groups[0].get("format") or data.get("format")}, "format", None, layouts)
+    kind = _check(scheme, "type", "int", ("int", "float"))
+    strategy = scheme.get("strategy") or ("channel" if scheme.get("group_size") is None else "group")
+    if kind == "float":
+        _check(scheme, "num_bits", None, (8,))
+        _check({"format": layout}, "format", None, ("float-quantized", "naive-quantized"))
+        _check({"strategy": strategy}, "strategy", None, ("tensor", "channel", "block"))
+        block = {"tensor": (0, 0), "channel": (1, 0), "block": _read_block(scheme.get("block_structure"))}[strategy]
+        return ScaledFloat8("compressed-tensors", bits=16, block=block)
+    _check({"strategy": strategy}, "strategy", None, ("channel", "group"))
+    size = _read_group_size(scheme) if strategy == "group" else None
+    has_zeros = not scheme.get("symmetric", True)
+    if layout == "pack-quantized":
+        bits = _check(scheme, "num_bits", None, (4, 8))
+        has_order = scheme.get("actorder") in ("group", True)
+        return PackQuantized("compressed-tensors", bits, size, has_zeros, has_order=has_order)
+    _check(scheme, "num_bits", None, (8,))
+    return IntQuantized("compressed-tensors", 8, size, has_zeros)
+
+
+_READERS: Mapping[Any, Callable[[Config], Format]] = {
+    "awq": _read_awq,
+    "gptq": _read_gptq,
+    "compressed-tensors": _read_compressed,
+    "fp8": _read_fp8,
+}
+"""By quant_method."""

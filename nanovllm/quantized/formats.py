@@ -1,0 +1,118 @@
+"""The interface of a format of quantised weights, and the format that is made at load."""
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from nanovllm.models.config import Shape
+from nanovllm.quantized.codes import Codes, pack_int4, quantize_int8
+from nanovllm.utils.integers import ceil_div
+
+
+@dataclass(frozen=True)
+class RawTensor:
+    """The shape that a tensor of a checkpoint must have, and the number formats that it may have."""
+
+    shape: tuple[int, ...]
+    dtypes: tuple[str, ...]
+
+
+ROUTER = 4
+"""The index of routers, which are never quantised, in `Shape.matrices`."""
+
+RawTensors = dict[str, RawTensor]
+"""{suffix of a name, such as "qweight": the tensor}, of all that make one matrix."""
+
+
+class FloatMatrix(Protocol):
+    """A matrix whose rows are dequantised when they are asked for."""
+
+    def __getitem__(self, slices: tuple[slice, slice]) -> Tensor:
+        """Return some rows and columns, float32."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a model's matrices are quantised.
+
+    Attributes:
+        name: its value of the option `quantization`.
+        bits: of a code; 16 if the weights are dequantised while they are read.
+        group_size: elements of a row that share a scale; None: the whole row.
+        has_zeros: whether codes may have other zeros than the middle of their range.
+        quantizes_head: whether the LM head is always quantised, too. A checkpoint's own tensors say it for the others.
+    """
+
+    name: str
+    bits: int
+    group_size: int | None = None
+    has_zeros: bool = False
+    quantizes_head: bool = False
+
+    gives_floats: ClassVar[bool] = False
+    """Whether a checkpoint's matrices are read by `dequantize` and not by `convert`."""
+    suffixes: ClassVar[tuple[str, ...]] = ()
+    """Suffixes of names of which each shows that a matrix of the checkpoint is quantised."""
+
+    def find_tensors(self, prefix: str, names: Collection[str], out: int, size: int) -> RawTensors:
+        """Return the tensors that make the matrix [out, size] called `prefix`; {} if it is not quantised.
+
+        Args:
+            names: of all tensors of the checkpoint.
+        """
+        if not any(f"{prefix}.{suffix}" in names for suffix in self.suffixes):
+            return {}
+        return self.list_tensors(prefix, names, out, size)
+
+    def list_tensors(self, prefix: str, names: Collection[str], out: int, size: int) -> RawTensors:
+        """Return the tensors that make a quantised matrix."""
+        raise NotImplementedError
+
+    def convert(self, tensors: Mapping[str, Tensor], out: int, size: int) -> Codes:
+        """Convert the tensors of one matrix, in the shapes of `list_tensors`. ValueError if they contradict them."""
+        raise NotImplementedError
+
+    def dequantize(self, tensors: Mapping[str, Tensor], out: int, size: int) -> "FloatMatrix":
+        """Return the weights that the tensors of one matrix mean, for a format whose weights are kept in 16 bits."""
+        raise NotImplementedError
+
+    def count_groups(self, size: int) -> int:
+        """Return how many scales a row of `size` elements has."""
+        return 1 if self.group_size is None else ceil_div(size, self.group_size)
+
+    def round(self, weight: Tensor) -> Codes:
+        """Quantise weights [..., out, in] by rounding. Dummy weights get their codes in this way."""
+        if self.group_size is None and self.bits == 8:
+            return quantize_int8(weight)
+        size = weight.shape[-1]
+        group_size = min(self.group_size or size, size)
+        groups = torch.nn.functional.pad(weight.float(), (0, -size % group_size))
+        groups = groups.view(*weight.shape[:-1], -1, group_size)
+        most = 2 ** (self.bits - 1) - 1
+        scales = groups.abs().amax(-1) / most
+        codes = torch.where(scales[..., None] > 0, groups / scales[..., None], 0).round_().clamp_(-most, most)
+        codes = codes.flatten(-2)[..., :size].to(torch.int8)
+        return Codes(self.bits, codes if self.bits == 8 else pack_int4(codes + 8), scales, None, group_size)
+
+    def count_bytes(self, shape: Shape, itemsize: int) -> int:
+        """Return the memory of a model's weights, if those that are not quantised take `itemsize` bytes each."""
+        total = shape.num_parameters * itemsize
+        if self.bits == 16:
+            return total
+        matrices = [*shape.matrices[:ROUTER], *shape.matrices[ROUTER + 1 :]]
+        experts = shape.sparse_layers * shape.experts
+        matrices += [(experts, shape.hidden, 2 * shape.expert_intermediate)]
+        matrices += [(experts, shape.expert_intermediate, shape.hidden)]
+        if self.quantizes_head and shape.has_embedding:
+            matrices.append((1, shape.hidden, shape.vocab))
+        for count, size, out in matrices:
+            row = size * self.bits // 8 + self.count_groups(size) * (4 + 2 * self.has_zeros)
+            total += count * out * (row - size * itemsize)
+        return total
+
+
+INT8 = Format("int8", bits=8, quantizes_head=True)
+"""Made at load: see `quantize_int8`."""

@@ -1,0 +1,456 @@
+"""Fills a model with quantised matrices: each is quantised, or converted, as it is read."""
+
+import logging
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm.backends.base import Backend
+from nanovllm.backends.cpu_backend import CpuBackend
+from nanovllm.config import ResolvedConfig
+from nanovllm.layers.embedding import LMHead, VocabParallelEmbedding
+from nanovllm.layers.linear import Experts, MatrixModule, PackedExperts, PackedMatrix
+from nanovllm.layers.weights import NamedTargets, WeightTarget
+from nanovllm.models.config import Shape
+from nanovllm.models.decoder import Decoder, SparseMLP
+from nanovllm.quantized.checkpoints import find_format
+from nanovllm.quantized.codes import CHUNK, Codes, quantize_int8
+from nanovllm.quantized.formats import INT8, Format, RawTensors
+from nanovllm.quantized.torch_matrix import TorchExperts, TorchMatrix
+from nanovllm.utils.checks import quote
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+logger = logging.getLogger(__name__)
+
+Copy = Callable[[Tensor, Tensor], object]
+
+
+def make_matrix(codes: Codes, backend: Backend, dtype: torch.dtype) -> PackedMatrix:
+    """Return the form in which a backend multiplies a quantised matrix. Nobody else keeps the codes."""
+    if backend.name in ("triton", "flash_attn"):
+        from nanovllm.quantized.triton_matrix import TritonMatrix
+
+        return TritonMatrix(codes, dtype)
+    if isinstance(backend, CpuBackend):
+        from nanovllm.quantized.cpu_matrix import CpuMatrix
+
+        return CpuMatrix(codes, dtype, backend.scratch)
+    return TorchMatrix(codes, dtype)
+
+
+def make_experts(codes: Codes, backend: Backend, dtype: torch.dtype) -> PackedExperts:
+    """Return the form in which a backend multiplies the quantised matrices of experts."""
+    if backend.name in ("triton", "flash_attn"):
+        from nanovllm.quantized.triton_matrix import TritonExperts
+
+        return TritonExperts(codes)
+    if isinstance(backend, CpuBackend):
+        from nanovllm.quantized.cpu_matrix import CpuExperts
+
+        return CpuExperts(codes, dtype, backend.scratch)
+    return TorchExperts(codes, dtype)
+
+
+class ModelQuantizer:
+    """The `Quantizer` of one rank's model. loader.py, dummy_weights.py and renewal.py fill matrices through it."""
+
+    def __init__(self, config: ResolvedConfig, hf_config: "PretrainedConfig") -> None:
+        """ValueError if the checkpoint's format is not supported, or not the one that the option asks for."""
+        format = find_format(config.quantization, hf_config)
+        if format is None:
+            raise ValueError("neither config.json nor the option quantization asks for quantised weights")
+        if config.lora is not None and format is not INT8:
+            raise ValueError(
+                f"lora is {quote(config.lora)}, and the checkpoint is quantised already: an adapter can be merged only "
+                'into a checkpoint of 16 or 32 bits; quantization="int8" quantises the merged weights'
+            )
+        self.format = format
+        self.name = format.name
+        self._config = config
+        self._hf_config = hf_config
+        self._device = torch.device(config.device)
+
+    def count_bytes(self, shape: Shape, itemsize: int) -> int:
+        return self.format.count_bytes(shape, itemsize)
+
+    def announce(self, shape: Shape) -> None:
+        """Log what a user should know of the format. `shape` is the whole model's."""
+        if self.format.bits == 16:
+            dtype = self._config.dtype
+            num_bytes = self.count_bytes(shape, getattr(torch, dtype).itemsize)
+            int8_bytes = INT8.count_bytes(shape, getattr(torch, dtype).itemsize)
+            logger.warning(
+                "the checkpoint's FP8 weights become %s while they are read, and take %.2f GiB in all; "
+                'quantization="int8" takes %.2f GiB',
+                *(dtype, num_bytes / 2**30, int8_bytes / 2**30),
+            )
+        elif self._config.attention_backend == "torch":
+            logger.warning(
+                "plain torch multiplies quantised weights slowly: it dequantises each matrix in every step. The "
+                'backends "cpu" and "triton" have kernels for them'
+            )
+
+    def allocate(self, model: Decoder) -> None:
+        """Allocate all but the matrices that may be quantised. Those stay on the meta device until they are filled."""
+        left = {id(value) for module in find_matrices(model, self.format).values() for value in find_weights(module)}
+        memory: dict[int, nn.Parameter] = {}  # embedding and LM head may share a parameter
+        for module in model.modules():
+            for name, value in list(module.named_parameters(recurse=False)):
+                if id(value) not in left:
+                    if id(value) not in memory:
+                        memory[id(value)] = materialize(value, self._device)
+                    setattr(module, name, memory[id(value)])
+        model.cos_sin = model.make_angles(self._hf_config, self._config.max_model_len).to(self._device)
+
+    def begin(self, model: Decoder) -> "Filling":
+        """Return what fills the matrices of a model once. Several may be begun, and not all need to be finished."""
+        return Filling(self.format, model, self._device)
+
+    def find_targets(self, model: Decoder, names: Collection[str]) -> NamedTargets:
+        filling = self.begin(model)
+        filling.allocate_others(names)
+        for _, name, target in filling.find_targets(names):
+            yield name, target
+
+
+def find_matrices(model: Decoder, format: Format) -> dict[str, MatrixModule | Experts]:
+    """Return {path: module} of the modules whose matrices may be quantised: all but routers and embeddings.
+
+    An embedding that is tied to the LM head may be, if the format quantises the head. It stands for both of them.
+    """
+    found: dict[str, MatrixModule | Experts] = {}
+    if format.bits == 16:
+        return found
+    routers = {module.gate for module in model.modules() if isinstance(module, SparseMLP)}
+    for path, module in model.named_modules():
+        if isinstance(module, VocabParallelEmbedding):
+            if not model.tied if isinstance(module, LMHead) else model.tied and format.quantizes_head:
+                found[path] = module
+        elif isinstance(module, MatrixModule | Experts) and module not in routers:
+            found[path] = module
+    return found
+
+
+def find_weights(module: MatrixModule | Experts) -> list[nn.Parameter]:
+    """Return the matrices of a module, without its bias."""
+    return [module.gate_up, module.down] if isinstance(module, Experts) else [module.weight]
+
+
+def materialize(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """Return an uninitialised parameter on the device like one on the meta device. Rows of padding are zero."""
+    padding = getattr(parameter, "padding", None)
+    make = torch.zeros if padding else torch.empty
+    made = nn.Parameter(make(parameter.shape, dtype=parameter.dtype, device=device), requires_grad=False)
+    if padding is not None:
+        made.padding = padding  # type: ignore[attr-defined]
+    return made
+
+
+def view_rows(values: Tensor, view: Tensor) -> Tensor:
+    """Return the part of values [..., out, n] that belongs to a view of a parameter [..., out, in].
+
+    Args:
+        view: whole rows of the parameter.
+    """
+    size = view.shape[-1]
+    n = values.shape[-1]
+    strides = (stride // size * n for stride in view.stride()[:-1])
+    return values.as_strided((*view.shape[:-1], n), (*strides, 1), view.storage_offset() // size * n)
+
+
+class Assembly:
+    """The codes of one parameter, which the parts of it fill."""
+
+    def __init__(self, parameter: nn.Parameter, device: torch.device) -> None:
+        self._shape = parameter.shape
+        self._device = device
+        self.codes: Codes | None = None
+        self.missing = parameter.numel() - getattr(parameter, "padding", 0)
+        """Elements of the parameter that have not come."""
+
+    def put(self, view: Tensor, part: Codes) -> None:
+        """Copy the codes of a part.
+
+        Args:
+            view: the place of the part in the parameter, or in one expert's matrix.
+
+        Raises:
+            ValueError: other parts of the parameter have another format, or other groups.
+        """
+        codes = self.codes
+        if codes is None:
+            codes = self.codes = self._make_like(part)
+        alike = (part.bits, part.group_size, part.zeros is None) == (codes.bits, codes.group_size, codes.zeros is None)
+        if not alike or not _are_equal(part.order, codes.order):
+            raise ValueError("its format, its groups or the order of its columns differ from those of its neighbours")
+        for values, own in ((part.codes, codes.codes), (part.scales, codes.scales), (part.zeros, codes.zeros)):
+            if values is not None and own is not None:
+                view_rows(own, view).copy_(values)
+        self.missing -= view.numel()
+
+    def finish(self) -> Codes:
+        """Return the codes, all of whose parts have come."""
+        codes = self.codes
+        if codes is None or self.missing > 0:
+            raise RuntimeError(f"{self.missing} elements of a quantised matrix have not been filled")
+        if codes.zeros is not None and bool((codes.zeros == (0 if codes.bits == 8 else 8)).all()):
+            return replace(codes, zeros=None)
+        return codes
+
+    def _make_like(self, part: Codes) -> Codes:
+        """Return codes for the whole parameter, all zero, in the format of a part."""
+
+        def zeros(values: Tensor) -> Tensor:
+            return torch.zeros(*self._shape[:-1], values.shape[-1], dtype=values.dtype, device=self._device)
+
+        return Codes(
+            part.bits,
+            zeros(part.codes),
+            zeros(part.scales),
+            None if part.zeros is None else zeros(part.zeros),
+            part.group_size,
+            part.order,
+        )
+
+
+def _are_equal(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is b or (a is not None and b is not None and torch.equal(a, b))
+
+
+class Filling:
+    """Fills the matrices of one model. `attach` packs the matrices of a module that is complete."""
+
+    def __init__(self, format: Format, model: Decoder, device: torch.device) -> None:
+        """
+        Args:
+            model: tells shapes. Its matrices are on the meta device.
+            device: of the codes.
+        """
+        self.format = format
+        self.device = device
+        self._model = model
+        self._modules = find_matrices(model, format)
+        self._assemblies: dict[int, Assembly] = {}
+        """{id of a parameter: its codes}, for the parameters of which a part has come."""
+
+    def find_targets(self, names: Collection[str], attaches: bool = True) -> Iterator[tuple[str, str, WeightTarget]]:
+        """Yield what `Decoder.module_targets` yields, with other targets where a matrix is quantised.
+
+        Args:
+            attaches: whether a module of the model is packed as soon as it is complete.
+        """
+        for path, name, target in self._model.module_targets(names):
+            inner = target
+            if path in self._modules and target.view.dim() > 1:
+                place = (target.view, target.shape, target.slices)
+                inner = RoundedTarget(*place, filling=self, path=path, attaches=attaches)
+            tensors = self._find_tensors(name, target, names)
+            if not tensors:
+                yield path, name, inner
+                continue
+            prefix = name.removesuffix(".weight")
+            matrix = RawMatrix(self, path, prefix, inner, frozenset(tensors))
+            view = target.view
+            for suffix, tensor in tensors.items():
+                raw = RawTarget(view, tensor.shape, (), dtypes=tensor.dtypes, matrix=matrix, suffix=suffix)
+                view = view[:0]  # together they cover the matrix once
+                yield path, f"{prefix}.{suffix}", raw
+
+    def allocate_others(self, names: Collection[str]) -> None:
+        """Allocate the matrices that are not quantised in a checkpoint with tensors of these names.
+
+        Raises:
+            ValueError: of several matrices that are multiplied as one, only some are quantised.
+        """
+        if self.format.quantizes_head:
+            return  # all matrices are quantised
+        quantized: dict[str, dict[str, bool]] = {path: {} for path in self._modules}
+        for path, name, target in self._model.module_targets(names):
+            if path in self._modules and target.view.dim() > 1:
+                quantized[path][name] = bool(self._find_tensors(name, target, names))
+        for path, found in quantized.items():
+            if len(set(found.values())) > 1:
+                some = next(name for name, is_quantized in found.items() if not is_quantized)
+                raise ValueError(
+                    f"{some} is not quantised, and others are that are multiplied with it as one matrix: "
+                    "such checkpoints are not supported"
+                )
+            if not any(found.values()):
+                module = self._modules.pop(path)
+                for name, value in list(module.named_parameters(recurse=False)):
+                    if value.is_meta:
+                        setattr(module, name, materialize(value, self.device))
+                self._model.backend.prepare_weights(module.parameters(recurse=False))
+
+    def _find_tensors(self, name: str, target: WeightTarget, names: Collection[str]) -> RawTensors:
+        if not name.endswith(".weight") or target.view.dim() != 2:
+            return {}
+        return self.format.find_tensors(name.removesuffix(".weight"), names, *target.shape)
+
+    def is_quantized(self, path: str) -> bool:
+        """Return whether the matrices of the module at `path` become codes."""
+        return path in self._modules
+
+    def fill(self, path: str, values: Tensor, parameter: nn.Parameter) -> None:
+        """Round the values of a whole parameter to codes: of dummy weights, which have no checkpoint."""
+        self.put(path, parameter, self.format.round(values))
+        self.attach_if_complete(path)
+
+    def put(self, path: str, view: Tensor, part: Codes) -> None:
+        """Take the codes for a view of a parameter. ValueError if they do not go with those that have come."""
+        weights = find_weights(self._modules[path])
+        parameter = next(weight for weight in weights if view is weight or view._base is weight)
+        if id(parameter) not in self._assemblies:
+            self._assemblies[id(parameter)] = Assembly(parameter, self.device)
+        self._assemblies[id(parameter)].put(view, part)
+
+    def attach_if_complete(self, path: str) -> None:
+        """Pack the matrices of a module of the model if all their parts have come."""
+        assemblies = [self._assemblies.get(id(weight)) for weight in find_weights(self._modules[path])]
+        if all(assembly is not None and assembly.missing <= 0 for assembly in assemblies):
+            self.attach(path, self._model.get_submodule(path), self._model)
+
+    def attach(self, path: str, module: nn.Module, model: Decoder) -> None:
+        """Pack the matrices of the module at `path`, whose codes have all come.
+
+        Args:
+            module: gets them; it belongs to `model`.
+        """
+        weights = find_weights(self._modules[path])
+        dtype = weights[0].dtype
+        codes = [self._assemblies.pop(id(weight)).finish() for weight in weights]
+        empty = nn.Parameter(torch.empty(0, dtype=dtype, device=self.device), requires_grad=False)
+        if isinstance(module, Experts):
+            gate_up = make_experts(codes[0], model.backend, dtype)
+            module.packed = (gate_up, make_experts(codes[1], model.backend, dtype))
+            module.gate_up = module.down = empty
+            return
+        matrix = make_matrix(codes.pop(), model.backend, dtype)
+        is_shared = model.tied and module is model.embed_tokens
+        for owner in (module, model.lm_head) if is_shared else (module,):
+            assert isinstance(owner, MatrixModule)
+            owner.packed = matrix
+            owner.weight = empty
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundedTarget(WeightTarget):
+    """A place for codes, which are made of a tensor of 16 or 32 bits by rounding.
+
+    The scale is that of the whole row, also where ranks share it. So whole rows are read, a few at a time.
+    """
+
+    filling: Filling
+    path: str
+    attaches: bool
+
+    def fill(self, source: Any, copy: Copy) -> None:
+        if self.view.dim() == 2:
+            self._fill_matrix(self.view, lambda rows: source[rows, :])
+        else:
+            for i, matrix in enumerate(self.view):
+                self._fill_matrix(matrix, partial(_read_expert, source, i))
+        if self.attaches:
+            self.filling.attach_if_complete(self.path)
+
+    def _fill_matrix(self, view: Tensor, read: Callable[[slice], Tensor]) -> None:
+        rows, columns = find_place(self)
+        first, end, _ = rows.indices(self.shape[-2])
+        start, stop, _ = columns.indices(self.shape[-1])
+        for begin, count in split_rows(end - first, self.shape[-1]):
+            values = read(slice(first + begin, first + begin + count)).to(self.filling.device)
+            part = quantize_int8(values).take_columns(start, stop - start)
+            self.filling.put(self.path, view[begin : begin + count], part)
+
+
+def find_place(target: WeightTarget) -> tuple[slice, slice]:
+    """Return the rows and columns of the checkpoint's matrix, or of each expert's, that belong to a target."""
+    rows, columns = target.slices[-2:]
+    assert isinstance(rows, slice) and isinstance(columns, slice)
+    return rows, columns
+
+
+def _read_expert(source: Any, index: int, rows: slice) -> Tensor:
+    values: Tensor = source[index, rows, :]
+    return values
+
+
+def split_rows(num_rows: int, size: int) -> Iterator[tuple[int, int]]:
+    """Yield (first, count) of a few rows of a matrix at a time: rows of `size` elements, about CHUNK elements.
+
+    A matrix without rows, as the last of many ranks may have of the vocabulary, has one part without rows.
+    """
+    height = max(1, CHUNK // max(1, size))
+    for first in range(0, max(1, num_rows), height):
+        yield first, min(height, num_rows - first)
+
+
+class RawMatrix:
+    """The tensors of one matrix of a quantised checkpoint, until all of them have come."""
+
+    def __init__(
+        self, filling: Filling, path: str, prefix: str, target: WeightTarget, lacking: Collection[str]
+    ) -> None:
+        """
+        Args:
+            path: of the module.
+            prefix: the matrix's name in the checkpoint.
+            target: where the matrix goes.
+            lacking: the suffixes of all its tensors.
+        """
+        self._filling = filling
+        self._path = path
+        self._prefix = prefix
+        self._target = target
+        self._lacking = set(lacking)
+        self._tensors: dict[str, Tensor] = {}
+
+    def take(self, suffix: str, tensor: Tensor, copy: Copy) -> None:
+        """Take one tensor. The last one fills the target."""
+        self._tensors[suffix] = tensor.to(self._filling.device)
+        self._lacking.discard(suffix)
+        if not self._lacking:
+            tensors = self._tensors
+            self._tensors = {}
+            try:
+                self._fill(tensors, copy)
+            except ValueError as error:
+                raise ValueError(f"{self._prefix}: {error}") from None
+
+    def _fill(self, tensors: dict[str, Tensor], copy: Copy) -> None:
+        target = self._target
+        format = self._filling.format
+        out, size = target.shape
+        if format.gives_floats:
+            source = format.dequantize(tensors, out, size)
+            if isinstance(target, RoundedTarget):
+                target.fill(source, copy)
+                return
+            rows, columns = find_place(target)
+            first, end, _ = rows.indices(out)
+            for begin, count in split_rows(end - first, size):
+                values = source[first + begin : first + begin + count, columns]
+                copy(target.view[begin : begin + count], values)
+            return
+        codes = format.convert(tensors, out, size)
+        rows, columns = find_place(target)
+        start, stop, _ = columns.indices(size)
+        self._filling.put(self._path, target.view, codes.take_rows(rows).take_columns(start, stop - start))
+        self._filling.attach_if_complete(self._path)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RawTarget(WeightTarget):
+    """A place for one of the tensors of a `RawMatrix`."""
+
+    matrix: RawMatrix
+    suffix: str
+
+    def fill(self, source: Any, copy: Copy) -> None:
+        self.matrix.take(self.suffix, source[...], copy)

@@ -1,0 +1,151 @@
+"""Turns the packed words of checkpoints into codes. Every function here undoes what a library's packing did."""
+
+import torch
+from torch import Tensor
+
+from nanovllm.quantized.codes import Codes, pack_int4
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+"""AWQ's order of outputs within a word: bits 4i to 4i + 3 of word j hold output 8j + AWQ_ORDER[i]."""
+
+Numbers = Tensor
+"""uint8: codes as a checkpoint stores them, 0 to 15 or 0 to 255."""
+
+
+def unpack_words(words: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Numbers:
+    """Unpack int32 [rows, n] to uint8 [rows, n * 32 / bits], the lowest bits of a word first.
+
+    Args:
+        order: of the results of one word: its i-th bits give the result order[i].
+    """
+    per_word = 32 // bits
+    out = torch.empty(*words.shape, per_word, dtype=torch.uint8, device=words.device)
+    for i in range(per_word):
+        out[..., i if order is None else order[i]] = (words >> bits * i) & (2**bits - 1)
+    return out.flatten(-2)
+
+
+def make_codes(
+    numbers: Numbers, scales: Tensor, zeros: Tensor | None, bits: int, group_size: int, order: Tensor | None = None
+) -> Codes:
+    """Return the codes for numbers as a checkpoint stores them. Those of 8 bits are shifted by 128, zeros included.
+
+    Args:
+        numbers: [out, in].
+        scales: [out, groups].
+        zeros: [out, groups]; None if they are the middle of the range.
+    """
+    if zeros is not None:
+        zeros = zeros.to(torch.int16) - (128 if bits == 8 else 0)
+    codes = pack_int4(numbers) if bits == 4 else (numbers ^ 128).view(torch.int8)
+    return Codes(bits, codes, scales.to(torch.float32), zeros, group_size, order)
+
+
+def unpack_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor, group_size: int) -> Codes:
+    """Convert AWQ's tensors.
+
+    Args:
+        qweight: int32 [in, out / 8].
+        qzeros: int32 [groups, out / 8].
+        scales: [groups, out].
+    """
+    numbers = unpack_words(qweight, 4, AWQ_ORDER).T
+    zeros = unpack_words(qzeros, 4, AWQ_ORDER).T
+    return make_codes(numbers, scales.T.contiguous(), zeros.contiguous(), 4, group_size)
+
+
+def unpack_gptq(
+    qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None, bits: int, group_size: int, is_v1: bool
+) -> Codes:
+    """Convert GPTQ's tensors.
+
+    Args:
+        qweight: int32 [in * bits / 32, out], packed along the inputs.
+        qzeros: int32 [groups, out * bits / 32], packed along the outputs.
+        scales: [groups, out].
+        g_idx: int32 [in], the group of each input; None if they are in order.
+        is_v1: whether the words of zeros had one subtracted from each zero when they were packed, borrows and all.
+
+    Raises:
+        ValueError: g_idx has groups of other sizes.
+    """
+    numbers = unpack_words(qweight.T.contiguous(), bits)
+    if is_v1:
+        ones = sum(1 << i for i in range(0, 32, bits))
+        qzeros = qzeros + ones  # wraps around, as the subtraction did
+    zeros = unpack_words(qzeros, bits).T.contiguous()
+    order = None if g_idx is None else find_order(g_idx, group_size)
+    if order is not None:
+        numbers = numbers[:, order]
+    return make_codes(numbers, scales.T.contiguous(), zeros, bits, group_size, order)
+
+
+def find_order(g_idx: Tensor, group_size: int) -> Tensor | None:
+    """Return the order of the columns that sorts them by group, int64 [in]; None if they are sorted.
+
+    Args:
+        g_idx: int32 [in], the group of each column.
+
+    Raises:
+        ValueError: a group has another number of columns than group_size.
+    """
+    sorted_groups, order = torch.sort(g_idx.long(), stable=True)
+    expected = torch.arange(len(g_idx), device=g_idx.device) // group_size
+    if not torch.equal(sorted_groups, expected):
+        raise ValueError(f"g_idx has groups of other sizes than {group_size}, which is not supported")
+    return None if torch.equal(g_idx.long(), expected) else order
+
+
+def unpack_compressed(
+    packed: Tensor,
+    scales: Tensor,
+    packed_zeros: Tensor | None,
+    g_idx: Tensor | None,
+    shape: tuple[int, int],
+    bits: int,
+    group_size: int,
+) -> Codes:
+    """Convert the tensors of compressed-tensors' pack-quantized.
+
+    Args:
+        packed: int32 [out, ceil(in * bits / 32)], packed along the inputs.
+        scales: [out, groups].
+        packed_zeros: int32 [ceil(out * bits / 32), groups], packed along the outputs; None if the zeros are the middle.
+        g_idx: [in], the group of each input; None if they are in order.
+        shape: (out, in).
+
+    Raises:
+        ValueError: g_idx has groups of other sizes.
+    """
+    out, size = shape
+    numbers = unpack_words(packed, bits)[:, :size]
+    zeros = None
+    if packed_zeros is not None:
+        zeros = unpack_words(packed_zeros.T.contiguous(), bits).T[:out].contiguous()
+    order = None if g_idx is None else find_order(g_idx, group_size)
+    if order is not None:
+        numbers = numbers[:, order]
+    return make_codes(numbers, scales, zeros, bits, group_size, order)
+
+
+class ScaledFloats:
+    """FP8 weights times their scales, [out, in]. Rows are dequantised when they are asked for."""
+
+    def __init__(self, weight: Tensor, scales: Tensor, block: tuple[int, int]) -> None:
+        """
+        Args:
+            weight: float8 [out, in].
+            scales: [ceil(out / block[0]), ceil(in / block[1])], of any floating type.
+            block: rows and columns that share a scale.
+        """
+        self._weight = weight
+        self._scales = scales.to(torch.float32)
+        self._block = block
+
+    def __getitem__(self, slices: tuple[slice, slice]) -> Tensor:
+        """Return some rows and columns, float32."""
+        part = self._weight[slices].to(torch.float32)
+        index = []
+        for places, size, block in zip(slices, self._weight.shape, self._block, strict=True):
+            index.append(torch.arange(*places.indices(size), device=part.device) // block)
+        return part.mul_(self._scales[index[0]][:, index[1]])

@@ -1,0 +1,306 @@
+"""Quantised checkpoints: the tokens of an engine whose checkpoint has the values that they mean."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.quantized import (
+    CHECKPOINTS,
+    GPTQ,
+    GREEDY,
+    PROMPTS,
+    group,
+    pack_compressed,
+    pack_rows,
+    run,
+    save_quantised,
+    scheme,
+)
+from helpers.tiny import SMALL, edit_json, save_random
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+from transformers import PretrainedConfig, Qwen2ForCausalLM, Qwen3MoeForCausalLM
+
+from nanovllm import LLM
+from nanovllm.quantized.checkpoints import find_format
+from nanovllm.quantized.formats import Format
+from nanovllm.quantized.unpack import find_order, unpack_awq, unpack_compressed, unpack_gptq
+
+GOLDEN = Path(__file__).parent / "golden"
+CODED = [name for name in CHECKPOINTS if not name.startswith("fp8")]
+OPTIONS = SMALL | {"device": "cpu", "attention_backend": "torch"}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+
+
+def read(config: dict[str, object]) -> Format:
+    found = find_format(None, PretrainedConfig(quantization_config=config))
+    assert found is not None
+    return found
+
+
+GOLDEN_FORMATS = {
+    "awq": CHECKPOINTS["awq"][0],
+    "gptq_4": CHECKPOINTS["gptq"][0],
+    "gptq_8": CHECKPOINTS["gptq 8 bits"][0],
+    "gptq_v2_desc_act": CHECKPOINTS["gptq_v2"][0],
+    "pack_4": CHECKPOINTS["packed"][0],
+    "pack_4_zeros": CHECKPOINTS["packed with zeros"][0],
+    "pack_8": CHECKPOINTS["packed 8 bits"][0],
+    "int_8": CHECKPOINTS["int8 w8a8"][0],
+    "float_8": CHECKPOINTS["fp8 rows"][0],
+    "float_8_block": CHECKPOINTS["fp8 rows"][0]
+    | scheme(type="float", num_bits=8, strategy="block", block_structure=[16, 32]),
+}
+
+
+@pytest.mark.parametrize("name", GOLDEN_FORMATS)
+def test_a_file_of_the_library_means_what_the_library_says(name: str) -> None:
+    tensors = load_file(GOLDEN / f"{name}.safetensors")
+    expected = tensors.pop("dequantized")
+    out, size = expected.shape
+    format = read(GOLDEN_FORMATS[name])
+    names = {f"x.{suffix}" for suffix in tensors}
+    assert format.find_tensors("x", names, out, size).keys() == tensors.keys()
+    for suffix, raw in format.find_tensors("x", names, out, size).items():
+        assert tuple(tensors[suffix].shape) == raw.shape
+    if format.gives_floats:
+        weights = format.dequantize(tensors, out, size)[:, :]
+    else:
+        weights = format.convert(tensors, out, size).dequantize()
+    assert torch.allclose(weights, expected, rtol=2e-3, atol=1e-6)  # the libraries multiply in float16 or bfloat16
+
+
+@given(
+    st.integers(0, 2**32 - 1),
+    st.sampled_from((4, 8)),
+    st.sampled_from((8, 16)),
+    st.integers(1, 3),
+    st.booleans(),
+    st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_what_loops_pack_is_unpacked(
+    seed: int, bits: int, out: int, num_groups: int, symmetric: bool, shuffle: bool
+) -> None:
+    size = 16
+    weight = torch.randn(out, size * num_groups, generator=torch.Generator().manual_seed(seed))
+    made = group(weight, bits, size, symmetric, shuffle)
+    scales = made.scales.T
+    words = pack_rows(made.numbers.T.reshape(-1, 32 // bits, out).transpose(1, 2).flatten(0, 1), bits).view(-1, out)
+    for is_v1 in (True, False):
+        zeros = pack_rows(made.zeros.T - int(is_v1), bits)
+        codes = unpack_gptq(words, zeros, scales, made.groups, bits=bits, group_size=size, is_v1=is_v1)
+        assert torch.equal(codes.dequantize(), made.mean())
+        assert (codes.order is None) == (find_order(made.groups, size) is None)
+    packed = pack_rows(made.numbers, bits)
+    packed_zeros = pack_rows(made.zeros.T, bits).T
+    shape = (out, size * num_groups)
+    codes = unpack_compressed(packed, made.scales, packed_zeros, made.groups, shape, bits, size)
+    assert torch.equal(codes.dequantize(), made.mean())
+    if symmetric:
+        codes = unpack_compressed(packed, made.scales, None, made.groups, shape, bits, size)
+        assert torch.equal(codes.dequantize(), made.mean())
+    if bits == 4 and not shuffle:
+        order = (0, 2, 4, 6, 1, 3, 5, 7)
+        codes = unpack_awq(pack_rows(made.numbers.T, 4, order), pack_rows(made.zeros.T, 4, order), scales, size)
+        assert torch.equal(codes.dequantize(), made.mean())
+
+
+def test_zeros_of_gptq_that_borrowed_are_whole_again() -> None:
+    """A zero of 0 is stored as -1, which takes one from its neighbour's bits. Adding to the word gives it back."""
+    zeros = torch.tensor([[0, 3, 0, 0, 15, 1, 0, 8]])
+    word = sum((int(zero) - 1) << 4 * i for i, zero in enumerate(zeros[0])) % 2**32
+    qzeros = torch.tensor([[word - 2**32 if word >= 2**31 else word]], dtype=torch.int32)
+    codes = unpack_gptq(torch.zeros(1, 8, dtype=torch.int32), qzeros, torch.ones(1, 8), None, 4, 8, is_v1=True)
+    assert codes.zeros is not None
+    assert codes.zeros.flatten().tolist() == zeros[0].tolist()
+
+
+def test_groups_of_other_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="g_idx has groups of other sizes than 4"):
+        find_order(torch.tensor([0, 0, 0, 1, 1, 1, 1, 1], dtype=torch.int32), 4)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_tokens_are_those_of_the_unpacked_weights(name: str, tmp_path: Path) -> None:
+    save_random(tmp_path / "model")
+    quantised, means = save_quantised(tmp_path / "model", tmp_path, *CHECKPOINTS[name])
+    expected = run(means)
+    assert run(quantised) == expected
+    assert run(tmp_path / "model") != expected, "the test would not notice other weights"
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq desc_act", "packed with zeros", "fp8 blocks"])
+@pytest.mark.parametrize("family", ["biases", "experts"])
+def test_other_families(name: str, family: str, tmp_path: Path) -> None:
+    changes = {"model_class": Qwen2ForCausalLM, "head_dim": ...} if family == "biases" else MOE
+    model_class = Qwen2ForCausalLM if family == "biases" else Qwen3MoeForCausalLM
+    save_random(tmp_path / "model", **changes | {"model_class": model_class, "tie_word_embeddings": False})
+    quantised, means = save_quantised(tmp_path / "model", tmp_path, *CHECKPOINTS[name])
+    assert run(quantised) == run(means)
+
+
+@pytest.mark.parametrize("name", ["awq", "packed with zeros", "int8 w8a8", "fp8 blocks"])
+def test_ranks_and_stages(name: str, tmp_path: Path) -> None:
+    save_random(tmp_path / "model", intermediate_size=128)
+    quantised, means = save_quantised(tmp_path / "model", tmp_path, *CHECKPOINTS[name])
+    expected = run(means)
+    assert run(quantised, tensor_parallel_size=2) == expected
+    assert run(quantised, pipeline_parallel_size=2) == expected
+
+
+def test_ranks_that_cut_groups_keep_the_groups_scales(tmp_path: Path) -> None:
+    save_random(tmp_path / "model", intermediate_size=192)
+    config, _ = CHECKPOINTS["packed with zeros"]
+    wide = config | scheme(num_bits=4, strategy="group", group_size=64, symmetric=False)
+    quantised, means = save_quantised(
+        tmp_path / "model", tmp_path, wide, lambda weight: pack_compressed(weight, 64, symmetric=False)
+    )
+    assert run(quantised, tensor_parallel_size=2) == run(means)
+
+
+def test_ranks_that_cannot_share_are_refused_by_name(tmp_path: Path) -> None:
+    for name, sizes, message in (
+        ("packed", 96, "down_proj: ranks with 48 columns each cut its groups of 32 into groups of 16"),
+        ("gptq desc_act", 128, "its columns are in an order of their own"),
+    ):
+        save_random(tmp_path / name, intermediate_size=sizes)
+        quantised, _ = save_quantised(tmp_path / name, tmp_path / f"{name} made", *CHECKPOINTS[name])
+        with pytest.raises(ValueError, match=message):
+            LLM(str(quantised), tensor_parallel_size=2, **OPTIONS)
+
+
+def test_fp8_becomes_int8_if_asked(tmp_path: Path) -> None:
+    save_random(tmp_path / "model")
+    quantised, means = save_quantised(tmp_path / "model", tmp_path, *CHECKPOINTS["fp8 blocks"])
+    assert run(quantised, quantization="int8") == run(means, quantization="int8")
+    with LLM(str(quantised), quantization="int8", **OPTIONS) as llm:
+        assert llm.engine.runner.model.layers[0].mlp.down_proj.packed is not None
+
+
+def test_fp8_says_what_memory_it_takes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    save_random(tmp_path / "model")
+    quantised, _ = save_quantised(tmp_path / "model", tmp_path, *CHECKPOINTS["fp8 blocks"])
+    with LLM(str(quantised), **OPTIONS):
+        pass
+    assert "FP8 weights become float32 while they are read, and take" in caplog.text
+
+
+def test_layers_that_are_not_quantised_stay_as_they_are(tmp_path: Path) -> None:
+    save_random(tmp_path / "model")
+    config, pack = CHECKPOINTS["awq"]
+    dense = [0]
+
+    def pack_most(weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        if weight.shape[0] == 64 and weight.shape[1] == 128:  # o_proj
+            dense[0] += 1
+            return {"weight": weight}, weight
+        return pack(weight)
+
+    quantised, means = save_quantised(tmp_path / "model", tmp_path, config, pack_most)
+    assert dense[0] == 2
+    assert run(quantised) == run(means)
+
+
+def test_who_sleeps_wakes_up_quantised(tmp_path: Path) -> None:
+    save_random(tmp_path / "model")
+    quantised, _ = save_quantised(tmp_path / "model", tmp_path, *CHECKPOINTS["awq"])
+    with LLM(str(quantised), **OPTIONS) as llm:
+        before = [output["token_ids"] for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)]
+        llm.sleep(2)
+        llm.wake_up()
+        assert [output["token_ids"] for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)] == before
+        with pytest.raises(RuntimeError, match=r"checkpoint is quantised \(awq\); new weights are for engines without"):
+            llm.load_weights(load_file(tmp_path / "model" / "model.safetensors").items())
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_dummy_weights_need_config_json_alone(name: str, tmp_path: Path) -> None:
+    save_random(tmp_path)
+    edit_json(tmp_path / "config.json", quantization_config=CHECKPOINTS[name][0])
+    (tmp_path / "model.safetensors").unlink()
+    with LLM(str(tmp_path), load_format="dummy", **OPTIONS) as llm:
+        assert [len(output["token_ids"]) for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)] == [16] * 4
+        assert (llm.engine.runner.model.layers[0].mlp.down_proj.packed is None) == (name not in CODED)
+
+
+DAMAGE = {
+    "lacks": (lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.qzeros"), "lacks 1 tensors: .*up_proj.qzeros"),
+    "left over": (
+        lambda tensors: tensors.update({"model.layers.1.mlp.up_proj.g_idx": torch.zeros(64)}),
+        "has 1 tensors that the model does not: .*up_proj.g_idx",
+    ),
+    "misshapen": (
+        lambda tensors: tensors.update({"model.layers.0.self_attn.o_proj.scales": torch.zeros(3, 64)}),
+        r"o_proj.scales has shape \[3, 64\]; config.json asks for \[4, 64\]",
+    ),
+    "another type": (
+        lambda tensors: tensors.update({"model.layers.0.self_attn.o_proj.qzeros": torch.zeros(4, 8)}),
+        "o_proj.qzeros is F32; config.json asks for one of I32",
+    ),
+    "mixed": (
+        lambda tensors: (
+            [tensors.pop(f"model.layers.0.self_attn.q_proj.{suffix}") for suffix in ("qweight", "qzeros", "scales")]
+            and tensors.update({"model.layers.0.self_attn.q_proj.weight": torch.zeros(128, 64)})
+        ),
+        "layers.0.self_attn.q_proj.weight is not quantised, and others are",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+def test_a_tensor_that_does_not_fit_is_named(name: str, tmp_path: Path) -> None:
+    save_random(tmp_path / "model")
+    quantised, _ = save_quantised(tmp_path / "model", tmp_path, *CHECKPOINTS["awq"])
+    change, message = DAMAGE[name]
+    tensors = load_file(quantised / "model.safetensors")
+    change(tensors)
+    save_file(tensors, quantised / "model.safetensors")
+    with pytest.raises(ValueError, match=message):
+        LLM(str(quantised), **OPTIONS)
+
+
+def test_a_shape_that_contradicts_config_json_is_named(tmp_path: Path) -> None:
+    save_random(tmp_path / "model")
+    quantised, _ = save_quantised(tmp_path / "model", tmp_path, *CHECKPOINTS["packed"])
+    tensors = load_file(quantised / "model.safetensors")
+    tensors["model.layers.0.mlp.down_proj.weight_shape"] = torch.tensor([64, 88])
+    save_file(tensors, quantised / "model.safetensors")
+    with pytest.raises(ValueError, match=r"layers.0.mlp.down_proj: weight_shape is \[64, 88\]"):
+        LLM(str(quantised), **OPTIONS)
+
+
+REFUSED = {
+    "bits is 3": GPTQ | {"bits": 3},
+    "checkpoint_format is 'marlin'": GPTQ | {"checkpoint_format": "marlin"},
+    "dynamic has": GPTQ | {"dynamic": {"+:.*up_proj": {"bits": 8}}},
+    "version is 'gemv'": CHECKPOINTS["awq"][0] | {"version": "gemv"},
+    "format is 'nvfp4-pack-quantized'": CHECKPOINTS["packed"][0] | {"format": "nvfp4-pack-quantized"},
+    "num_bits is 3": CHECKPOINTS["packed"][0] | scheme(num_bits=3, strategy="channel"),
+    "strategy is 'tensor'": CHECKPOINTS["packed"][0] | scheme(num_bits=4, strategy="tensor"),
+    "kv_cache_scheme": CHECKPOINTS["packed"][0] | {"kv_cache_scheme": {"num_bits": 8}},
+    "fmt is 'e5m2'": CHECKPOINTS["fp8 blocks"][0] | {"fmt": "e5m2"},
+    "config_groups must have": {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+    "group_size is 'x'": CHECKPOINTS["awq"][0] | {"group_size": "x"},
+    "the size of a block is": CHECKPOINTS["fp8 blocks"][0] | {"weight_block_size": 128},
+}
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_is_not_read_is_refused_by_name(message: str) -> None:
+    with pytest.raises(ValueError, match=f"quantization_config of .*: {message}"):
+        read(REFUSED[message])
+
+
+def test_the_option_must_agree_with_the_checkpoint(tmp_path: Path) -> None:
+    save_random(tmp_path / "model")
+    edit_json(tmp_path / "model" / "config.json", quantization_config=CHECKPOINTS["awq"][0])
+    for option in ("awq", "awq_marlin", None):
+        LLM(str(tmp_path / "model"), quantization=option, load_format="dummy", **OPTIONS).exit()
+    with pytest.raises(ValueError, match="quantization is 'gptq', and the checkpoint is 'awq': leave the option out"):
+        LLM(str(tmp_path / "model"), quantization="gptq_marlin", **OPTIONS)
+    with pytest.raises(ValueError, match=r'"int8", and the checkpoint is quantised already, with 4 bits \(awq\)'):
+        LLM(str(tmp_path / "model"), quantization="int8", **OPTIONS)
+    with pytest.raises(ValueError, match="lora is 'folder', and the checkpoint is quantised already"):
+        LLM(str(tmp_path / "model"), lora="folder", **OPTIONS)
