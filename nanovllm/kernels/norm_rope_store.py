@@ -16,7 +16,8 @@ class NormRope(NamedTuple):
     """The weights and angles with which a layer norms and rotates its heads.
 
     Attributes:
-        q_weight, k_weight: [head_dim], of the norms. Both are None in models that do not norm heads.
+        q_weight, k_weight: [head_dim], of the norms, as `rms_norm` takes them. Both are None in models that do not norm
+            heads.
         eps: of the norms.
         cos_sin: float32 [max_position, head_dim]: head_dim/2 cosines, then head_dim/2 sines.
     """
@@ -116,10 +117,13 @@ def _norm_rope_store_kernel(
         q_second = tl.load(q_weight_ptr + HALF + dim).to(tl.float32)[None, :]
         k_first = tl.load(k_weight_ptr + dim).to(tl.float32)[None, :]
         k_second = tl.load(k_weight_ptr + HALF + dim).to(tl.float32)[None, :]
-        first = (first * inverse).to(dtype).to(tl.float32) * tl.where(is_q, q_first, k_first)
-        second = (second * inverse).to(dtype).to(tl.float32) * tl.where(is_q, q_second, k_second)
-        first = first.to(dtype).to(tl.float32)
-        second = second.to(dtype).to(tl.float32)
+        first *= inverse
+        second *= inverse
+        if q_weight_ptr.dtype.element_ty != tl.float32:
+            first = first.to(dtype).to(tl.float32)
+            second = second.to(dtype).to(tl.float32)
+        first = (first * tl.where(is_q, q_first, k_first)).to(dtype).to(tl.float32)
+        second = (second * tl.where(is_q, q_second, k_second)).to(dtype).to(tl.float32)
 
     position = tl.load(positions_ptr + token).to(tl.int64)
     cos = tl.load(cos_sin_ptr + position * (2 * HALF) + dim)[None, :]

@@ -215,14 +215,15 @@ def _split_kernel(
                 _merge(out_row, *partials, first, num_parts, head, num_heads, GROUP, MEMBERS, PARTS, HEAD_DIM)
 
 
-def key_tile(block_size: int, itemsize: int) -> int:
-    """Return the keys in a tile: a power of two within a block, up to 64 (32 for float32, for its shared memory)."""
-    return min(64 if itemsize < 4 else 32, block_size & -block_size)
+def key_tile(head_dim: int, block_size: int, itemsize: int) -> int:
+    """Return the keys in a tile: a power of two within a block, and up to 16 KiB of K (64 keys at head_dim 128)."""
+    most = 64 if itemsize < 4 else 32
+    return min(most if head_dim <= 128 else most // 2, block_size & -block_size)
 
 
-def share_config(num_seqs: int, num_programs: int, block_size: int, itemsize: int) -> dict[str, int]:
+def share_config(num_seqs: int, num_programs: int, head_dim: int, block_size: int, itemsize: int) -> dict[str, int]:
     """MAX_SEQS takes few values, so few batch sizes compile anything."""
-    tile = key_tile(block_size, itemsize)
+    tile = key_tile(head_dim, block_size, itemsize)
     return {
         "MIN_TILES": MIN_SHARE // tile,
         "TILE": tile,
@@ -245,7 +246,7 @@ def split_config(group: int, head_dim: int, block_size: int, itemsize: int) -> d
         "ROWS": max(16, members),  # tl.dot takes no fewer than 16 rows
         "HEAD_DIM": head_dim,
         "BLOCK_SIZE": block_size,
-        "TILE": key_tile(block_size, itemsize),
+        "TILE": key_tile(head_dim, block_size, itemsize),
         "num_warps": 4,
         "num_stages": 3 if itemsize < 4 else 2,
         "maxnreg": 168,
@@ -283,7 +284,7 @@ def decode_metadata(seq_lens: Tensor, block_tables: Tensor, cache: KVCache, num_
         partial_out=torch.empty(max_items, num_heads, head_dim, dtype=torch.float32, device=device),
         partial_lse=torch.empty(max_items, num_heads, dtype=torch.float32, device=device),
     )
-    config = share_config(num_seqs, num_programs, block_size, itemsize)
+    config = share_config(num_seqs, num_programs, head_dim, block_size, itemsize)
     lists = (made.items, made.first_item, made.share_begins, made.arrivals)
     launch(_share_kernel, (1,), (seq_lens, *lists, num_seqs, num_kv_heads, num_programs), config)
     return made

@@ -14,7 +14,7 @@ from nanovllm.kernels.triton_shim import next_power_of_2, shared_memory_kib, tl,
 
 
 @triton.jit
-def _find_sequence(cu_seqlens_ptr, num_seqs, tile, TOKENS: tl.constexpr, SEARCH: tl.constexpr):
+def find_sequence(cu_seqlens_ptr, num_seqs, tile, TOKENS: tl.constexpr, SEARCH: tl.constexpr):
     """Return the sequence that a tile belongs to, and the tile's first token within it.
 
     Sequence i has the tiles from cu_seqlens[i] // TOKENS + i on. They are always enough, and at most one too many, so
@@ -87,7 +87,7 @@ def _prefill_kernel(
     # each other, because what they read of a page is adjacent.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     head = program % num_kv_heads
-    seq, first_token = _find_sequence(cu_seqlens_ptr, num_seqs, program // num_kv_heads, TOKENS, SEARCH)
+    seq, first_token = find_sequence(cu_seqlens_ptr, num_seqs, program // num_kv_heads, TOKENS, SEARCH)
     query_begin = tl.load(cu_seqlens_ptr + seq)
     query_len = tl.load(cu_seqlens_ptr + seq + 1) - query_begin
     if first_token >= query_len:
@@ -146,7 +146,7 @@ def prefill_config(group: int, head_dim: int, block_size: int, itemsize: int, sh
         "TOKENS": rows // padded_group,
         "HEAD_DIM": head_dim,
         "BLOCK_SIZE": block_size,
-        "TILE": key_tile(block_size, itemsize),
+        "TILE": key_tile(head_dim, block_size, itemsize),
         "num_warps": 8 if rows == 128 else 4,
         "num_stages": 3 if itemsize < 4 else 2,
     }

@@ -42,7 +42,8 @@ def _rms_norm_kernel(
     PDL: tl.constexpr,
 ):
     # Grid (rows,).
-    # A program owns one row: it adds the residual (if ADD), norms in float32, rounds, and scales by the weight.
+    # A program owns one row: it adds the residual (if ADD), norms in float32, rounds, and scales by the weight. A
+    # float32 weight scales before the rounding.
     # Rows of padding are like any other; their values stay in them.
     wait_for_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -56,7 +57,9 @@ def _rms_norm_kernel(
         tl.store(sum_ptr + row * size + column, x.to(dtype), mask=inside)
     normed = x * tl.rsqrt(tl.sum(x * x, 0) / size + eps)
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * size + column, (normed.to(dtype).to(tl.float32) * weight).to(dtype), mask=inside)
+    if weight_ptr.dtype.element_ty != tl.float32:
+        normed = normed.to(dtype).to(tl.float32)
+    tl.store(out_ptr + row * size + column, (normed * weight).to(dtype), mask=inside)
 
 
 def rms_norm_config(size: int, add: bool) -> dict[str, int]:

@@ -4,7 +4,7 @@ A program of its own, because Triton's compiler and its interpreter cannot share
 very functions that the wrappers call, so what is compiled here cannot drift from what is launched.
 
     python tests/helpers/compile_kernels.py ARCH...       all configurations for those architectures (80, 89, 90, 100)
-    python tests/helpers/compile_kernels.py --quick ARCH  the attention kernels of one model, and one of each other
+    python tests/helpers/compile_kernels.py --quick ARCH  the kernels of one model of each kind
 """
 
 import argparse
@@ -25,8 +25,11 @@ from triton.compiler import ASTSource
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from nanovllm.kernels import (
+    causal_conv,
     combine,
     edit_logits,
+    gated_delta,
+    gated_rms_norm,
     grouped_linear,
     norm_rope_store,
     paged_decode,
@@ -51,6 +54,8 @@ class Model(NamedTuple):
     qk_norm: bool = True
     expert_size: int = 0
     """Of each of 128 experts, of which a token has 8."""
+    value_heads: int = 0
+    """Of linear attention, beside 16 key heads. All have 128 elements. Its models have norms with float32 weights."""
 
 
 MODELS = {
@@ -66,6 +71,9 @@ MODELS = {
     "Qwen2.5 7B": Model(3584, 28, 4, qk_norm=False),
     "Llama 3.2 1B": Model(2048, 32, 8, 64, qk_norm=False),
     "30B-A3B": Model(2048, 32, 4, expert_size=768),
+    "Qwen3.5 0.8B": Model(1024, 8, 2, 256, value_heads=16),
+    "Qwen3.5 4B": Model(2560, 16, 4, 256, value_heads=32),
+    "Qwen3.5 27B": Model(5120, 24, 4, 256, value_heads=48),
 }
 VOCAB_SIZE = 151_936
 BLOCK_SIZES = (64, 256)  # the defaults: triton's own, and flash_attn's (which uses the small kernels)
@@ -77,8 +85,7 @@ FORMATS = ((8, 1024, False), (4, 128, True), (4, 128, False), (4, 32, False), (8
 # Types by argument name: pointers first, then scalars; anything else is an int32.
 _TYPES = {
     "*fp32": """cos_sin partial_out partial_lse temperature top_p min_p temperatures top_ps min_ps chunk_max
-        chunk_weight part_weight threshold weights penalties values log_sums
-        scales""",
+        chunk_weight part_weight threshold weights penalties values log_sums scales recurrent a_log dt_bias""",
     "*i32": """seq_lens items first_item share_begins arrivals block_tables cu_seqlens positions top_k top_ks
         chunk_argmax listed places tokens offsets experts rows indices masks counts num_computed num_scheduled
         planned_ids tables last_token token_ids checked num_above zeros""",
@@ -103,9 +110,10 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], shared_kib:
         return Launch(kernel, tuple(config.items()), tuple(types.items()))
 
     for model in models.values():
+        wide = "*fp32" if model.value_heads else "*bf16"
         for size in (model.hidden_size, model.head_dim):
             for add in (False, True):
-                yield launch(rms_norm._rms_norm_kernel, rms_norm.rms_norm_config(size, add))
+                yield launch(rms_norm._rms_norm_kernel, rms_norm.rms_norm_config(size, add), weight_ptr=wide)
         for block_size in block_sizes:
             for ranks in (n for n in (1, 2, 4, 8) if model.num_kv_heads % n == 0):
                 heads = model.num_heads // ranks
@@ -114,13 +122,23 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], shared_kib:
                 yield launch(
                     norm_rope_store._norm_rope_store_kernel,
                     norm_rope_store.norm_rope_store_config(heads + 2 * kv_heads, *shape, model.qk_norm),
+                    q_weight_ptr=wide,
+                    k_weight_ptr=wide,
                 )
             group = model.num_heads // model.num_kv_heads
             yield launch(paged_decode._split_kernel, paged_decode.split_config(group, *shape, 2))
             yield launch(paged_prefill._prefill_kernel, paged_prefill.prefill_config(group, *shape, 2, shared_kib))
             for num_seqs in (1, 512, 1024):
                 yield launch(step_inputs._step_inputs_kernel, step_inputs.step_inputs_config(num_seqs, block_size))
-                yield launch(paged_decode._share_kernel, paged_decode.share_config(num_seqs, 49, block_size, 2))
+                yield launch(paged_decode._share_kernel, paged_decode.share_config(num_seqs, 49, *shape, 2))
+        if model.value_heads:
+            yield launch(causal_conv._causal_conv_kernel, causal_conv.causal_conv_config(4))
+            config = gated_rms_norm.gated_rms_norm_config(model.value_heads, 128)
+            yield launch(gated_rms_norm._gated_rms_norm_kernel, config)
+            yield launch(silu_and_mul._sigmoid_and_mul_kernel, silu_and_mul.silu_and_mul_config())
+            for ranks in (1, 2, 4, 8):
+                config = gated_delta.gated_delta_config(16 // ranks, model.value_heads // ranks, 128, 128)
+                yield launch(gated_delta._gated_delta_kernel, config)
         if model.expert_size:
             yield launch(route._choose_experts_kernel, route.choose_experts_config(128, 8, True))
             yield launch(route._sort_pairs_kernel, route.sort_pairs_config(8))
@@ -220,7 +238,7 @@ def main() -> None:
     args = parser.parse_args()
     results = []
     for arch in args.arch:
-        models = {name: MODELS[name] for name in ("0.6B", "30B-A3B")} if args.quick else MODELS
+        models = {name: MODELS[name] for name in ("0.6B", "30B-A3B", "Qwen3.5 0.8B")} if args.quick else MODELS
         block_sizes = BLOCK_SIZES[:1] if args.quick else BLOCK_SIZES
         for launch in dict.fromkeys(launches(models, block_sizes, SHARED_KIB[arch])):
             results.append(compile_launch(launch, arch))

@@ -4,28 +4,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.backends import AttentionMetadata, Backend
 from nanovllm.backends.torch_backend import TorchBackend
 from nanovllm.kernels.gated_delta import RowState
 
+CPU = torch.device("cpu")
 EPS = 1e-6
 
 
-def delta_metadata(query_lens: Sequence[int], seq_lens: Sequence[int], rows: Sequence[int]) -> AttentionMetadata:
+def delta_metadata(
+    query_lens: Sequence[int], seq_lens: Sequence[int], rows: Sequence[int], device: torch.device = CPU
+) -> AttentionMetadata:
     """The metadata of a step, as far as linear attention reads it."""
     lens = torch.tensor(query_lens, dtype=torch.int32)
     decodes = next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens))
     return AttentionMetadata(
         num_decodes=decodes,
-        cu_seqlens_q=torch.cat((torch.zeros(1, dtype=torch.int32), lens.cumsum(0, dtype=torch.int32))),
-        seq_lens=torch.tensor(seq_lens, dtype=torch.int32),
-        block_tables=torch.zeros(len(lens), 1, dtype=torch.int32),
-        slot_mapping=torch.zeros(int(lens.sum()), dtype=torch.int64),
+        cu_seqlens_q=F.pad(lens.cumsum(0, dtype=torch.int32), (1, 0)).to(device),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
+        block_tables=torch.zeros(len(lens), 1, dtype=torch.int32, device=device),
+        slot_mapping=torch.zeros(int(lens.sum()), dtype=torch.int64, device=device),
         query_lens_cpu=lens.numpy(),
         seq_lens_cpu=torch.tensor(seq_lens, dtype=torch.int32).numpy(),
-        rows=torch.tensor(rows, dtype=torch.int32),
+        rows=torch.tensor(rows, dtype=torch.int32, device=device),
     )
 
 
@@ -39,10 +43,10 @@ class DeltaLayer:
     value_dim: int
     width: int
     dtype: torch.dtype
-    seed: int = 0
+    device: torch.device = CPU
 
     def draw(self, *shape: int, seed: int = 0) -> Tensor:
-        return torch.randn(*shape, generator=torch.Generator().manual_seed(1009 * self.seed + seed))
+        return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(self.device)
 
     @property
     def channels(self) -> int:
@@ -55,8 +59,9 @@ class DeltaLayer:
 
     def new_state(self, rows: int) -> RowState:
         """A state full of NaN: a new sequence must not look at it."""
-        conv = torch.full((rows, self.width - 1, self.channels), float("nan"), dtype=self.dtype)
-        return RowState(conv, torch.full((rows, self.value_heads, self.key_dim, self.value_dim), float("nan")))
+        conv = torch.empty(rows, self.width - 1, self.channels, dtype=self.dtype, device=self.device)
+        recurrent = torch.empty(rows, self.value_heads, self.key_dim, self.value_dim, device=self.device)
+        return RowState(conv.fill_(float("nan")), recurrent.fill_(float("nan")))
 
     def run(
         self,
@@ -95,7 +100,7 @@ def run_in_chunks(
             pieces = [prompts[i][start : start + chunk] for i in present]
             lens = [len(piece) for piece in pieces]
             rows = [len(prompts) - 1 - i for i in present]
-            metadata = delta_metadata(lens, [start + n for n in lens], rows)
+            metadata = delta_metadata(lens, [start + n for n in lens], rows, layer.device)
             *_, out = layer.run(backend, torch.cat(pieces), state, metadata)
             for i, piece in zip(present, out.split(lens), strict=True):
                 outputs[i].append(piece)
@@ -117,7 +122,8 @@ def assert_delta_is_the_reference(
         present = [i for i in range(count) if lens[i]]
         for i in present:
             done[i] += lens[i]
-        metadata = delta_metadata([lens[i] for i in present], [done[i] for i in present], [count - i for i in present])
+        planned = ([lens[i] for i in present], [done[i] for i in present], [count - i for i in present])
+        metadata = delta_metadata(*planned, layer.device)
         inputs = layer.inputs(sum(lens), seed=100 * number)
         expected = layer.run(reference, inputs, states[0], metadata)
         found = layer.run(backend, inputs, states[1], metadata, expected)

@@ -22,6 +22,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEAD_DIMS = (32, 64, 128)
 GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
 BLOCK_SIZES = (16, 64, 256)
+WIDE_SHAPES = [(256, 4, 64, torch.float32), (256, 6, 16, torch.float16)]
+"""Heads of 256, which Qwen3.5 has, by group, block size and dtype. Few: the interpreter takes seconds for each."""
 HALF = torch.float16  # Triton's interpreter does no arithmetic in bfloat16
 
 

@@ -1,13 +1,18 @@
 """The operators of linear attention: C++ and Triton beside their plain-torch references, and bits in any company."""
 
+import importlib.util
 from collections.abc import Iterator
 
 import pytest
 import torch
 from helpers.cpu_checks import BF16, FP32, rounding
-from helpers.delta_cases import DeltaLayer, assert_delta_is_the_reference, run_in_chunks
+from helpers.delta_cases import DeltaLayer, assert_delta_is_the_reference, delta_metadata, run_in_chunks
+from helpers.kernel_cases import DEVICE, HALF, poisoned_memory
 
 from nanovllm.backends.cpu_backend import CpuBackend
+from nanovllm.backends.triton_backend import TritonBackend
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 
 STEPS = ([5, 0, 40, 1], [1, 3, 1, 1], [1, 1, 1, 1], [2, 70, 1, 0], [1, 1, 1, 1])
 """Tokens of each of four sequences in each step: prompts in pieces shorter than the convolution, and decodes."""
@@ -69,3 +74,46 @@ def test_extreme_gates_keep_or_forget(gate: float, backend: CpuBackend) -> None:
     inputs[:, -2:] = gate
     (out,) = run_in_chunks(layer, backend, [inputs], 7, together=True)
     assert torch.isfinite(out).all()
+
+
+# ---- Triton, in its interpreter or on a GPU
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("key_heads", "value_heads", "key_dim", "value_dim", "width", "dtype"),
+    [(2, 4, 32, 32, 4, FP32), (1, 2, 128, 128, 4, HALF), (1, 3, 24, 40, 2, FP32), (1, 1, 16, 16, 1, HALF)],
+)
+def test_tritons_kernels_are_the_references(
+    key_heads: int, value_heads: int, key_dim: int, value_dim: int, width: int, dtype: torch.dtype
+) -> None:
+    layer = DeltaLayer(key_heads, value_heads, key_dim, value_dim, width, dtype, DEVICE)
+    with poisoned_memory():
+        # Sums of up to 128 terms in another order, and one rounding to the dtype and its neighbour.
+        tolerance = 2e-5 if dtype == FP32 else 4 * torch.finfo(HALF).eps
+        assert_delta_is_the_reference(layer, TritonBackend(), STEPS, tolerance)
+
+
+@needs_triton
+def test_padding_of_a_graph_shares_the_last_row_and_touches_no_other() -> None:
+    """A decode of three sequences, padded to five as a graph's: of length 1 in the last row, without tokens before."""
+    layer = DeltaLayer(1, 2, 32, 32, 4, FP32, DEVICE)
+    results = []
+    for padding in (0, 2):
+        state = layer.new_state(6)
+        layer.run(TritonBackend(), layer.inputs(9), state, delta_metadata([3] * 3, [3] * 3, [0, 1, 2], DEVICE))
+        planned = ([1] * (3 + padding), [4] * 3 + [1] * padding, [0, 1, 2] + [5] * padding)
+        inputs = torch.cat((layer.inputs(3, seed=1), layer.inputs(padding, seed=2)))
+        *_, out = layer.run(TritonBackend(), inputs, state, delta_metadata(*planned, DEVICE))
+        assert torch.isfinite(out).all()
+        results.append((out[:3], state.conv[:5], state.recurrent[:5]))
+    for alone, padded in zip(*results, strict=True):
+        assert torch.equal(alone.nan_to_num(7.0), padded.nan_to_num(7.0))
+
+
+@needs_triton
+def test_tritons_gate_is_the_reference() -> None:
+    x, gate = (20 * torch.randn(5, 3 * 80, generator=torch.Generator().manual_seed(i)).to(DEVICE, HALF) for i in (1, 2))
+    apart = gate[:, 80:160]
+    found = TritonBackend().sigmoid_and_mul(x[:, :80].contiguous(), apart)
+    torch.testing.assert_close(found, x[:, :80] * torch.sigmoid(apart), rtol=2e-3, atol=1e-6)

@@ -34,14 +34,16 @@ def compile_all(*arguments: str) -> list[dict[str, Any]]:
 
 def check(compiled: list[dict[str, Any]]) -> None:
     kernels = {result["kernel"] for result in compiled}
-    assert len(kernels) == 18, kernels
+    assert len(kernels) == 22, kernels
     for result in compiled:
         assert result["shared"] <= SHARED_KIB[result["arch"]] * 1024, result
         check_waits_first(result)
         if result["kernel"] == "_prefill_kernel":
             continue
         # What a step of decodes launches reads nothing two bytes at a time, and logits sixteen.
-        assert result["narrow_loads"] == 0, result
+        # But for the two gates of a head, of this token and of the next one.
+        most = 4 if result["kernel"] == "_gated_delta_kernel" else 0
+        assert result["narrow_loads"] <= most, result
         assert result["wide_loads"] >= 2 or "logits_ptr" not in result["types"], result
         if result["arch"] == 90:
             # Triton 3.6 has two registers too few for the split with groups of 8, whose registers are limited.
