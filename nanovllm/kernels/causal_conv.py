@@ -92,10 +92,10 @@ def _causal_conv_kernel(
         at = token + (j - (WIDTH - 1))  # below 0: a token of an earlier step
         is_here = (at >= 0) & (token < count)
         value = tl.load(x + at.to(tl.int64) * x_stride, mask=inside & is_here, other=0.0).to(tl.float32)
-        kept = tl.load(state + (at + (WIDTH - 1)) * size, mask=inside & (at < 0) & (at >= oldest), other=0.0).to(
-            tl.float32
-        )
-        total += (value + kept) * tl.load(weight_ptr + j * size + channel, mask=inside, other=0.0).to(tl.float32)
+        is_before = (at < 0) & (at >= oldest)
+        kept = tl.load(state + (at + (WIDTH - 1)) * size, mask=inside & is_before, other=0.0).to(tl.float32)
+        weight = tl.load(weight_ptr + j * size + channel, mask=inside, other=0.0).to(tl.float32)
+        total += (value + kept) * weight
     total = total.to(dtype).to(tl.float32)
     out = out_ptr + (begin + token).to(tl.int64) * size + channel
     tl.store(out, (total / (1.0 + tl.exp(-total))).to(dtype), mask=inside & (token < count))
