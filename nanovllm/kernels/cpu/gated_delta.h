@@ -104,6 +104,7 @@ void delta_token(const DeltaInputs& in, const typename T::element* v, float* s, 
                  int64_t key_dim) {
     constexpr int64_t COLUMNS = VECTORS * LANES, N = VECTORS * PARTS;
     alignas(64) float by_k[COLUMNS], by_q[COLUMNS], change[COLUMNS];
+    const float decay = in.decay;
     rf k_sums[N]{}, q_sums[N]{}, d[N];
     for (int64_t i = 0; i < key_dim; ++i)
         for (int64_t n = 0; n < N; ++n) {
@@ -116,15 +117,15 @@ void delta_token(const DeltaInputs& in, const typename T::element* v, float* s, 
         store(by_q + n * PART_LANES, q_sums[n]);
     }
     for (int64_t c = 0; c < COLUMNS; c += LANES) {
-        const vf difference = in.beta * (T::widen(v + c) - in.decay * load<vf>(by_k + c));
+        const vf difference = in.beta * (T::widen(v + c) - decay * load<vf>(by_k + c));
         store(change + c, difference);
-        T::narrow(out + c, in.decay * load<vf>(by_q + c) + in.qk * difference);
+        T::narrow(out + c, decay * load<vf>(by_q + c) + in.qk * difference);
     }
     for (int64_t n = 0; n < N; ++n) d[n] = load<rf>(change + n * PART_LANES);
     for (int64_t i = 0; i < key_dim; ++i)
         for (int64_t n = 0; n < N; ++n) {
             float* part = s + i * COLUMNS + n * PART_LANES;
-            store(part, in.decay * load<rf>(part) + in.k[i] * d[n]);
+            store(part, decay * load<rf>(part) + in.k[i] * d[n]);
         }
 }
 
