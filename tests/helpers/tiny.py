@@ -143,7 +143,7 @@ def save_reciter(
     each token's successor; every other token is followed by itself.
 
     Args:
-        head_dim: of its attention; the Triton kernels take 32, 64 and 128.
+        head_dim: of its attention; the Triton kernels take 32, 64, 128 and 256.
         cycles: what to recite instead.
         more_tokens: texts that are a token each, and not special.
     """

@@ -172,7 +172,7 @@ def test_triton_runs_on_the_cpu_in_its_interpreter_only(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("name", ["triton", "flash_attn"])
 def test_shapes_without_kernels_are_refused_with_their_numbers(name: str, flash_attn: None, hopper: None) -> None:
     assert chosen(name, GPU, BF16, None, (128, 5)) == name
-    with pytest.raises(ValueError, match=r"head_dim of 32, 64, 128, not 96"):
+    with pytest.raises(ValueError, match=r"head_dim of 32, 64, 128, 256, not 96"):
         chosen(name, GPU, BF16, None, (96, 2))
     with pytest.raises(ValueError, match=r"query heads per KV head of 1, 2, 3, 4, 5, 6, 7, 8, 16, not 9"):
         chosen(name, GPU, BF16, None, (128, 9))
