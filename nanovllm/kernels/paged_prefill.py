@@ -137,9 +137,16 @@ def _prefill_kernel(
 
 
 def prefill_config(group: int, head_dim: int, block_size: int, itemsize: int, shared_kib: int) -> dict[str, int]:
-    """Return 128 rows (tokens x padded group) and 8 warps; 64 and 4 for float32, or where shared memory is small."""
+    """Return 128 rows (tokens x padded group) and 8 warps; fewer for float32, or where shared memory is small.
+
+    Heads of 256 take all registers of a thread. Only Hopper and later, which multiply from shared memory, have enough
+    for 128 rows of them; others spill unless there are 32.
+    """
+    is_wide = head_dim > 128
     padded_group = next_power_of_2(group)
-    rows = 128 if itemsize < 4 and shared_kib >= 160 else 64
+    rows = 32 if is_wide else 64
+    if itemsize < 4 and shared_kib >= (200 if is_wide else 160):
+        rows = 128
     return {
         "GROUP": group,
         "PADDED_GROUP": padded_group,
