@@ -58,7 +58,7 @@ def _gated_rms_norm_kernel(
 
 
 def gated_rms_norm_config(heads: int, dim: int) -> dict[str, int]:
-    """Up to 4 heads and one warp: at 128 elements a head, a thread has 16 of them, and reads 4 of the weight at once."""
+    """Up to 4 heads and one warp: at 128 elements a head, a thread has 16 of them, and reads 4 of the weight."""
     return {"HEADS": min(4, next_power_of_2(heads)), "BLOCK": next_power_of_2(dim), "num_warps": 1}
 
 
