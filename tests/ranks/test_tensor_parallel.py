@@ -27,6 +27,7 @@ from safetensors import safe_open
 from nanovllm import LLM, SamplingParams
 from nanovllm.distributed import follower_group, follower_process
 from nanovllm.distributed.collectives import GroupParallel
+from nanovllm.distributed.follower_group import FollowerGroup
 from nanovllm.distributed.leader import ThreadShare
 from nanovllm.engine.plan import HEADER
 from nanovllm.models import loader
@@ -590,6 +591,18 @@ def test_collectives_over_gloo_compute_what_they_say(tmp_path: Path) -> None:
     total = [10.0, 12.0, 14.0]
     assert found[0] == (total, [0.0, 1.0, 2.0, 10.0, 11.0, 12.0], [0.0, 1.0, 2.0], 6)
     assert found[1] == (total, None, [0.0, 1.0, 2.0], 6)
+
+
+def test_a_step_that_is_read_while_another_is_launched_does_not_end_the_launch() -> None:
+    """If the launch then fails, the followers are in the middle of a step, and must be killed."""
+    group = object.__new__(FollowerGroup)
+    group._in_step = False
+    group._failure = None
+    with group.guard():
+        with group.guard():
+            pass
+        assert group._in_step
+    assert not group._in_step
 
 
 @pytest.mark.gpu
