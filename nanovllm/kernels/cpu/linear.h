@@ -180,9 +180,10 @@ inline void multiply(const typename T::left* x, int64_t rows, int64_t k, const u
     }
 }
 
-// Returns how many rows are multiplied by one panel after another, because their left side stays in the L2 cache.
-template <class T> inline int64_t rows_together(int64_t in) {
-    const int64_t blocks = (in / T::PER_UNIT * T::STEPS + DEPTH - 1) / DEPTH;
+// Returns how many rows are multiplied by one panel after another: their left side, of `steps` a row, stays in the L2
+// cache.
+inline int64_t rows_together(int64_t steps) {
+    const int64_t blocks = (steps + DEPTH - 1) / DEPTH;
     return std::clamp(L2_LEFT / (blocks * DEPTH), LEAST_ROWS, MOST_ROWS);
 }
 
@@ -196,7 +197,7 @@ void multiply_panels(const typename T::element* x, const uint32_t* packed, const
     static thread_local std::vector<typename T::left> left;
     const int64_t k = in / T::PER_UNIT, blocks = (k * T::STEPS + DEPTH - 1) / DEPTH;
     const int64_t together = rows <= FEW_TILE_ROWS ? 2 : 1;
-    row_pieces(rows, rows_together<T>(in), [&](int64_t first, int64_t count) {
+    row_pieces(rows, rows_together(k * T::STEPS), [&](int64_t first, int64_t count) {
         if (panels.is_first || count < rows) {
             left.resize(std::max<size_t>(left.size(), blocks * count * LEFT_ROW));
             put_left<T>(x + first * in, count, in, left.data());
@@ -215,7 +216,7 @@ template <class T>
 void linear(const void* x, const uint32_t* packed, const void* bias, void* y, int64_t rows, int64_t in, int64_t out) {
     using E = typename T::element;
     const int64_t panels = (out + PANEL - 1) / PANEL;
-    row_pieces(rows, rows_together<T>(in), [&](int64_t first, int64_t count) {
+    row_pieces(rows, rows_together(in / T::PER_UNIT * T::STEPS), [&](int64_t first, int64_t count) {
         const int64_t piece = count * in * out > LEAST_SHARED ? (quarter(panels) + 1) / 2 * 2 : panels;
         share(panels, piece, [&](Span some) {
             multiply_panels<T>((const E*)x + first * in, packed, (const E*)bias, (E*)y + first * out, count, in, out,

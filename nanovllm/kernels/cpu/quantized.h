@@ -326,7 +326,7 @@ void multiply_code_panels(const typename Q::left::element* x, const Quantized& m
     static thread_local std::vector<float> input_sums;
     const int64_t blocks = (m.chunks<Q>() * Q::STEPS + DEPTH - 1) / DEPTH;
     const int64_t together = rows <= FEW_TILE_ROWS ? 2 : 1;
-    row_pieces(rows, std::clamp(L2_LEFT / (blocks * DEPTH), LEAST_ROWS, MOST_ROWS), [&](int64_t first, int64_t count) {
+    row_pieces(rows, rows_together(m.chunks<Q>() * Q::STEPS), [&](int64_t first, int64_t count) {
         if (panels.is_first || count < rows) {
             left.resize(std::max<size_t>(left.size(), blocks * count * LEFT_ROW));
             put_left<P>(x + first * m.in, count, m.in, left.data());
@@ -341,14 +341,16 @@ void multiply_code_panels(const typename Q::left::element* x, const Quantized& m
     });
 }
 
-// Computes y[rows][out] = x[rows][in] W^T + bias. Each thread owns some panels of W.
+// Computes y[rows][out] = x[rows][in] W^T + bias. Each thread owns some panels of W. See `linear` for the rows.
 template <class Q>
 void linear_codes(const void* x, const Quantized& m, const void* bias, void* y, int64_t rows) {
     using E = typename Q::left::element;
     const int64_t panels = m.panels();
-    const int64_t piece = rows * m.in * m.out > LEAST_SHARED ? (quarter(panels) + 1) / 2 * 2 : panels;
-    share(panels, piece, [&](Span some) {
-        multiply_code_panels<Q>((const E*)x, m, (const E*)bias, (E*)y, rows, some);
+    row_pieces(rows, rows_together(m.chunks<Q>() * Q::STEPS), [&](int64_t first, int64_t count) {
+        const int64_t piece = count * m.in * m.out > LEAST_SHARED ? (quarter(panels) + 1) / 2 * 2 : panels;
+        share(panels, piece, [&](Span some) {
+            multiply_code_panels<Q>((const E*)x + first * m.in, m, (const E*)bias, (E*)y + first * m.out, count, some);
+        });
     });
 }
 
