@@ -440,9 +440,10 @@ def test_embeddings_of_prompts_have_the_bits_of_one_rank(llm: LLM, model: Path) 
 
 def test_a_pipeline_keeps_as_many_steps_in_flight_as_it_has_stages_and_records_no_graphs(model: Path) -> None:
     hf_config = read_config(str(model))
-    for stages in (1, 3):
+    for stages, budget in ((1, 2048), (3, 128)):
         config = resolve(EngineConfig(str(model), pipeline_parallel_size=stages, device="cpu"), hf_config)
         assert config.depth == stages and config.num_ranks == stages and not config.use_graphs
+        assert config.max_num_batched_tokens == budget, "a prompt keeps all stages busy if it is many chunks"
 
 
 def test_a_later_stage_can_measure_its_largest_step_without_the_others(model: Path) -> None:
