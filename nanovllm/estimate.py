@@ -85,9 +85,10 @@ class Estimate:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the KV cache holds, in whole blocks."""
+        """Tokens that the KV cache holds, in whole blocks. For a stage of a pipeline without keys and values the number
+        is so large that the other stages decide."""
         size = self.config.block_size
-        return max(self.kv_budget, 0) // (self.kv_bytes_per_token * size) * size
+        return max(self.kv_budget, 0) // (max(self.kv_bytes_per_token, 1) * size) * size
 
     @property
     def num_sequences(self) -> float:

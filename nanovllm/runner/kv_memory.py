@@ -112,6 +112,8 @@ def count_blocks(
         most = config.max_num_seqs * config.max_blocks_per_seq * block_bytes
         room = cpu_cache_budget() // ranks
         budget = min(max(room - state_bytes, room // 2), most)
+    if not block_bytes:  # a stage of a pipeline whose layers have no keys and values: the other stages decide
+        return config.max_num_seqs * config.max_blocks_per_seq
     return blocks_that_fit(budget, block_bytes, config.block_size, config.max_model_len)
 
 

@@ -159,10 +159,13 @@ def test_new_weights_replace_the_old_ones(folder: Path, model: PreTrainedModel, 
 
 
 @pytest.mark.parametrize("ranks", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
-def test_two_ranks_say_the_same(ranks: dict[str, int], folder: Path, model: PreTrainedModel) -> None:
+def test_two_ranks_say_the_same(ranks: dict[str, Any], folder: Path, model: PreTrainedModel) -> None:
+    """The first stage has no keys and values, so the second one decides how many blocks there are."""
     prompts = draw_prompts(LENGTHS[:9])
-    with LLM(folder, **OPTIONS, **ranks) as llm:
+    options = OPTIONS | ranks | {"num_kvcache_blocks": None, "kvcache_memory_bytes": 1 << 20}
+    with LLM(folder, **options) as llm:
         answers = say(llm, prompts)
+        assert 20 < llm.stats()["num_blocks"] < 1000
     check_greedy(model, prompts, answers)
 
 
@@ -262,6 +265,8 @@ def test_an_estimate_counts_the_states() -> None:
     small = estimate(config, EngineConfig("qwen3.5-0.8b"), 8 << 30)
     assert small.config.max_num_seqs < 512 and small.fits
     assert f"states of {small.config.max_num_seqs} sequences" in small.describe()
+    stages = estimate(config, EngineConfig("qwen3.5-0.8b", pipeline_parallel_size=8), 8 << 30)
+    assert stages.fits and stages.kv_bytes_per_token > 0, "the first stages have no keys and values"
 
 
 # ---- compiled kernels
