@@ -12,6 +12,6 @@ BACKENDS: dict[str, type[Backend]] = {b.name: b for b in (FlashAttnBackend, Trit
 """Every backend by its name. resolve.py decides which of them "auto" takes."""
 
 LayerCache = KVCache | RowState
-"""What a layer keeps of the tokens that it has seen."""
+"""Holds what a layer keeps of the tokens that it has seen."""
 
 __all__ = ["BACKENDS", "AttentionMetadata", "Backend", "CacheSize", "KVCache", "LayerCache", "RowState"]

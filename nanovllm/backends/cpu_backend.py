@@ -60,7 +60,7 @@ class CpuBackend(Backend):
 
     @property
     def scratch(self) -> "Scratch":
-        """What lends memory to the operators' results. Quantised matrices borrow from it, too."""
+        """Lends memory to the operators' results. Quantised matrices borrow from it, too."""
         return self._scratch
 
     @classmethod

@@ -23,7 +23,7 @@ L2_EPS = 1e-6
 
 
 class RowState(NamedTuple):
-    """What one layer keeps of each row between steps. The last row is the padding's.
+    """Holds what one layer keeps of each row between steps. The last row is the padding's.
 
     Attributes:
         conv: [rows, width - 1, channels] in the model's dtype, the last inputs of the convolution.

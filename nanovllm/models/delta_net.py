@@ -64,7 +64,7 @@ class DeltaShape:
 
     @property
     def channels(self) -> int:
-        """What the convolution reads of a token: queries, keys and values."""
+        """The convolution reads this of a token: queries, keys and values."""
         return 2 * self.keys + self.values
 
     @property
