@@ -58,15 +58,10 @@ def resolve(config: EngineConfig, hf_config: "PretrainedConfig") -> ResolvedConf
         "max_num_seqs": config.max_num_seqs or DEFAULT_NUM_SEQS,
         "enable_prefix_caching": config.enable_prefix_caching is not False,
     }
-    if row_bytes := shape.row_bytes(dtype.itemsize):
+    if shape.delta is not None:
         check_state_options(config)
-        resolved["enable_prefix_caching"] = False
-        if config.max_num_seqs is None:
-            # Ranks on a CPU share its memory. On GPUs each has its own share of the weights and the states.
-            ranks = config.num_ranks if is_cuda else 1
-            weights = shape.num_parameters * dtype.itemsize // ranks
-            room = measure_room(device, config.gpu_memory_utilization, weights)
-            resolved["max_num_seqs"] = fit_rows(room, row_bytes // ranks)
+        num_seqs = config.max_num_seqs or count_rows_that_fit(config, shape, device, dtype)
+        resolved |= {"enable_prefix_caching": False, "max_num_seqs": num_seqs}
     if stages > 1:
         resolved["depth"] = stages
     return ResolvedConfig(**{**vars(config), **resolved})
@@ -87,12 +82,14 @@ def check_state_options(config: EngineConfig) -> None:
     logger.info("prefix caching is off: the model keeps a state for each sequence")
 
 
-def measure_room(device: torch.device, utilization: float, weight_bytes: int) -> int:
-    """Return the bytes that the states and the KV cache may take together, before the weights are loaded."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return min(free, int(total * utilization)) - weight_bytes
-    return cpu_cache_budget()
+def count_rows_that_fit(config: EngineConfig, shape: Shape, device: torch.device, dtype: torch.dtype) -> int:
+    """Return the max_num_seqs of a model with a state per row, by the memory that is free before it is loaded."""
+    if device.type != "cuda":
+        return fit_rows(cpu_cache_budget(), shape.row_bytes(dtype.itemsize))  # ranks on a CPU share its memory
+    free, total = torch.cuda.mem_get_info(device)
+    weights = shape.num_parameters * dtype.itemsize // config.num_ranks
+    room = min(free, int(total * config.gpu_memory_utilization)) - weights
+    return fit_rows(room, shape.row_bytes(dtype.itemsize) // config.num_ranks)
 
 
 def fit_rows(room: int, row_bytes: int) -> int:

@@ -48,6 +48,10 @@ FAMILIES = {
 }
 """By architecture, as config.json names it."""
 
+LINEAR_SIZES = (
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    "linear_conv_kernel_dim",
+)
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 
 
@@ -158,8 +162,7 @@ def _check(config: "PretrainedConfig", source: str) -> None:
         fail("partial_rotary_factor other than 1 is not supported")
     sizes = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "intermediate_size"]
     if family.is_hybrid:
-        sizes += ["linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"]
-        sizes += ["linear_conv_kernel_dim"]
+        sizes += LINEAR_SIZES
     for name in (*sizes, "max_position_embeddings"):
         if getattr(config, name) < 1:
             fail(f"{name} is {getattr(config, name)}; it must be at least 1")

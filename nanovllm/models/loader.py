@@ -123,11 +123,10 @@ def load_weights(
     _check_cover(model, chain.from_iterable(targets.values()))
     if missing := targets.keys() - found:
         raise ValueError(f"{folder} lacks {len(missing)} tensors: {name_some(missing)}")
-    elsewhere = {name for name in found if model.belongs_elsewhere(name)}
-    if unread := {name for name in found if name.startswith(model.unread)}:
-        elsewhere |= unread
-        if show_progress:
-            logger.info("%s: %d tensors are not read: %s", folder, len(unread), name_some(unread))
+    unread = {name for name in found if name.startswith(model.unread)}
+    if unread and show_progress:
+        logger.info("%s: %d tensors are not read: %s", folder, len(unread), name_some(unread))
+    elsewhere = unread.union(name for name in found if model.belongs_elsewhere(name))
     # Some checkpoints hold a tied head, too.
     if unexpected := found - targets.keys() - elsewhere - {"lm_head.weight"}:
         raise ValueError(f"{folder} has {len(unexpected)} tensors that the model does not: {name_some(unexpected)}")
