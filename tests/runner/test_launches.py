@@ -60,6 +60,22 @@ def test_experts_need_no_value_on_the_host_either() -> None:
     assert operators.counts == {"linear": 3 * layers + 1, "embedding": 1, "index_put_": 1}
 
 
+@pytest.mark.parametrize("num_seqs", [1, 64])
+def test_a_state_per_row_needs_no_value_on_the_host_either(num_seqs: int) -> None:
+    """Qwen3.5-0.8B: 18 layers with a state, and 6 with keys and values, whose output has a gate."""
+    with pretend_runner("qwen3.5-0.8b", max_num_seqs=64) as runner:
+        head = make_graphs(runner).inputs(num_seqs)
+        with noted() as launches, Operators() as operators:
+            runner.sample_decoded(*runner.decode(head))
+    counts = Counter(launch.kernel.__name__ for launch in launches)
+    in_states = dict.fromkeys(("_causal_conv_kernel", "_gated_delta_kernel", "_gated_rms_norm_kernel"), 18)
+    in_attention = dict.fromkeys(("_norm_rope_store_kernel", "_split_kernel", "_sigmoid_and_mul_kernel"), 6)
+    in_all = {"_silu_and_mul_kernel": 24, "_rms_norm_kernel": 2 * 24 + 1}
+    assert counts == ONCE | in_states | in_attention | in_all
+    # In a layer, two products of the MLP, and two with a state or three with attention; the LM head.
+    assert operators.counts == {"linear": 18 * 4 + 6 * 5 + 1, "embedding": 1, "index_put_": 1}
+
+
 def test_a_mixed_step_waits_for_nothing_and_copies_nothing() -> None:
     plan = unscored_plan([1, 1, 100, 198])
     with pretend_runner() as runner:
