@@ -102,9 +102,10 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
 class Company:
     """Runs requests together, in engines of any options, and sees the logits of each."""
 
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, **options: Any) -> None:
         self._folder = folder
         self._dtype = dtype
+        self._options = options
         alone = {"num_kvcache_blocks": BLOCKS_ALONE, "kvcache_block_size": 16}
         self.cases: list[Case] = []
         for prompt, params in requests():
@@ -117,7 +118,8 @@ class Company:
         """(token ids of each, logits of each sampled token by seed, statistics)."""
         seen: dict[tuple[int, int], Tensor] = {}
         dtype = str(self._dtype).removeprefix("torch.")
-        with LLM(self._folder, device="cpu", dtype=dtype, attention_backend="cpu", max_model_len=160, **options) as llm:
+        options |= {"device": "cpu", "dtype": dtype, "attention_backend": "cpu", "max_model_len": 160}
+        with LLM(self._folder, **options, **self._options) as llm:
             backend = llm.engine.runner.backend
             sample = backend.sample
 
@@ -144,6 +146,14 @@ class Company:
             for n, (got, expected) in enumerate(zip(logits[case.params.seed], case.logits, strict=True)):
                 assert torch.equal(got, expected), (i, n)
         return stats
+
+
+def test_quantised_weights_leave_a_request_its_bits(tmp_path: Path) -> None:
+    save_random(tmp_path)
+    company = Company(tmp_path, torch.bfloat16, quantization="int8")
+    company.check(list(range(64)), num_kvcache_blocks=1000, kvcache_block_size=16)
+    stats = company.check(list(range(64)), num_kvcache_blocks=11, max_num_batched_tokens=40, kvcache_block_size=16)
+    assert stats["num_preemptions"] > 0
 
 
 @pytest.fixture(scope="module", params=DTYPES, ids=str)
