@@ -14,6 +14,7 @@ token most likely. Results are kept in a file, window by window: run the command
 """
 
 import argparse
+import hashlib
 import importlib
 import json
 import math
@@ -96,10 +97,11 @@ def main(arguments: list[str] | None = None) -> None:
     results = args.results or Path(f"quality-{folder.name}.jsonl")
     with open_llm(folder, Format({"dtype": "float32"}), args.window) as reference:
         windows = make_windows(reference, args)
-        key = {"model": folder.name, "window": args.window, "num_windows": len(windows)}
-        key |= {"chats": args.chats, "text": [path.name for path in args.text]}
+        mark = hashlib.sha256(repr(windows).encode()).hexdigest()[:12]
+        key = {"model": folder.name, "windows": mark}
         done = read_results(results, key)
-        bar = tqdm(total=len(windows) * len(formats), initial=sum(map(len, done.values())), desc="Windows")
+        num_done = sum(len(done.get(name, {})) for name in formats)
+        bar = tqdm(total=len(windows) * len(formats), initial=num_done, desc="Windows")
         with bar, results.open("a") as file:
             for name, format in formats.items():
                 left = [i for i in range(len(windows)) if i not in done.setdefault(name, {})]
@@ -287,7 +289,7 @@ def print_table(results: dict[str, list[Tally]]) -> None:
         divergence = sum(tally.divergence for tally in tallies) / count
         same = sum(tally.num_same for tally in tallies) / count
         rise = 100 * math.expm1(loss - base)
-        print(f"| {name} | {math.exp(loss):.4f} | {rise:+.2f} % | {divergence:.5f} | {100 * same:.2f} % |")
+        print(f"| {name} | {math.exp(loss):.4f} | {rise:+.2f} % | {divergence:.6f} | {100 * same:.2f} % |")
     print(f"\n{count:,} tokens were scored.")
 
 

@@ -79,7 +79,7 @@ def test_perplexity_is_of_the_mean_over_tokens(capsys: pytest.CaptureFixture[str
     ]
     print_table({"some": tallies})
     assert "| the reference, float32 | 4.0000 |" in (out := capsys.readouterr().out)
-    assert "| some | 5.0000 | +25.00 % | 0.10000 | 75.00 % |" in out
+    assert "| some | 5.0000 | +25.00 % | 0.100000 | 75.00 % |" in out
 
 
 def test_text_ships_with_python_and_the_repository() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from helpers.kernel_cases import DEVICE
 from helpers.tiny import save_random
+from transformers import Qwen3MoeForCausalLM
 
 from nanovllm import LLM, SamplingParams
 
@@ -34,4 +35,15 @@ def test_tokens_on_triton_are_those_on_torch(tmp_path: Path, changes: dict[str, 
     """
     save_random(tmp_path, seed=1, **changes)
     options = {"kvcache_block_size": 16, "max_num_batched_tokens": 24, "max_num_seqs": 4}
+    assert generate(tmp_path, "triton", **options) == generate(tmp_path, "torch", **options)
+
+
+@pytest.mark.parametrize("has_experts", [False, True])
+def test_quantised_tokens_on_triton_are_those_on_torch(tmp_path: Path, has_experts: bool) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [0]}
+    if has_experts:
+        save_random(tmp_path, seed=1, model_class=Qwen3MoeForCausalLM, **experts)
+    else:
+        save_random(tmp_path, seed=1)
+    options = {"kvcache_block_size": 16, "max_num_batched_tokens": 24, "max_num_seqs": 4, "quantization": "int8"}
     assert generate(tmp_path, "triton", **options) == generate(tmp_path, "torch", **options)

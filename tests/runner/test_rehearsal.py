@@ -148,6 +148,13 @@ def test_experts(experts: Path) -> None:
     assert tokens(serve(experts)) == tokens(expect(experts))
 
 
+@pytest.mark.parametrize("kind", ["dense", "experts"])
+def test_quantised_weights(kind: str, request: pytest.FixtureRequest) -> None:
+    """Embedding, head, projections and experts are int8. Decodes run as graphs, with default options."""
+    model = request.getfixturevalue(kind)
+    assert tokens(serve(model, quantization="int8")) == tokens(expect(model, quantization="int8"))
+
+
 def test_drafts_of_a_model(dense: Path, tmp_path: Path) -> None:
     save_random(tmp_path, seed=1, **TINY | {"num_hidden_layers": 1})
     config = {"method": "draft_model", "model": str(tmp_path), "num_speculative_tokens": 2}
