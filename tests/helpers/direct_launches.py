@@ -263,6 +263,7 @@ def missing_kernels() -> dict[str, list[str]]:
         "log-probabilities in float32": missing(serve_logprobs, "qwen3-0.6b", dtype="float32"),
         "experts": missing(serve_prompts, "qwen3-30b-a3b"),
         "experts, few sequences": missing(serve_prompts, "qwen3-30b-a3b", max_num_seqs=4),
+        "states": missing(serve_prompts, "qwen3.5-0.8b"),
         "drafts": missing(serve_drafts, "qwen3-8b", draft="qwen3-0.6b"),
         "drafts by experts": missing(serve_drafts, "qwen3-0.6b", draft="qwen3-30b-a3b"),
         "int8": missing(serve_prompts, "qwen3-0.6b", quantized=(8, None)),
