@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 from helpers.kernel_cases import DEVICE
+from helpers.quantized import CHECKPOINTS, save_quantised
 from helpers.tiny import save_random
-from transformers import Qwen3MoeForCausalLM
+from transformers import Qwen2ForCausalLM, Qwen3MoeForCausalLM
 
 from nanovllm import LLM, SamplingParams
 
@@ -47,3 +48,12 @@ def test_quantised_tokens_on_triton_are_those_on_torch(tmp_path: Path, has_exper
         save_random(tmp_path, seed=1)
     options = {"kvcache_block_size": 16, "max_num_batched_tokens": 24, "max_num_seqs": 4, "quantization": "int8"}
     assert generate(tmp_path, "triton", **options) == generate(tmp_path, "torch", **options)
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq desc_act", pytest.param("gptq 8 bits", marks=pytest.mark.slow)])
+def test_tokens_of_quantised_checkpoints_on_triton_are_those_on_torch(tmp_path: Path, name: str) -> None:
+    """Groups with zeros, and columns that are sorted by their group. Qwen2's projections have a bias."""
+    save_random(tmp_path / "whole", seed=1, model_class=Qwen2ForCausalLM, num_hidden_layers=1)
+    quantised, means = save_quantised(tmp_path / "whole", tmp_path, *CHECKPOINTS[name])
+    options = {"kvcache_block_size": 16, "max_num_batched_tokens": 24, "max_num_seqs": 4}
+    assert generate(quantised, "triton", **options) == generate(means, "torch", **options)
