@@ -9,9 +9,11 @@ from itertools import product
 
 import pytest
 import torch
+from helpers.delta_cases import DeltaLayer, assert_delta_is_the_reference
 from helpers.kernel_cases import (
     DEVICE,
     GROUPS,
+    WIDE_SHAPES,
     AttentionCase,
     assert_attends,
     assert_same_tokens,
@@ -72,7 +74,9 @@ def backend_called(name: str) -> Backend:
 # ---- attention
 
 
-@pytest.mark.parametrize(("head_dim", "group", "block_size", "dtype"), pairwise_shapes(*DTYPES))
+@pytest.mark.parametrize(
+    ("head_dim", "group", "block_size", "dtype"), [*pairwise_shapes(*DTYPES), *WIDE_SHAPES, (256, 4, 64, BF16)]
+)
 def test_triton_attention_is_the_reference_for_every_pair_of_values(
     head_dim: int, group: int, block_size: int, dtype: torch.dtype
 ) -> None:
@@ -119,6 +123,15 @@ def test_a_captured_decode_replays_for_any_lengths_and_tables(name: str) -> None
         real = ~expected.isnan()
         torch.testing.assert_close(got[real], expected[real], atol=attention_tolerance(BF16), rtol=0)
         assert torch.isfinite(got).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(16, 16, 128, 128), (16, 32, 128, 128), (2, 6, 48, 40)], ids=str)
+def test_linear_attention_is_the_reference(heads: tuple[int, int, int, int], dtype: torch.dtype) -> None:
+    layer = DeltaLayer(*heads, width=4, dtype=dtype, device=DEVICE)
+    # Sums of up to 128 terms in another order, and a rounding to the dtype's neighbour.
+    tolerance = 2e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
+    assert_delta_is_the_reference(layer, backend_called("triton"), ([70, 0, 5], [1, 40, 1], [1, 1, 1]), tolerance)
 
 
 def copy_into(static: AttentionCase, case: AttentionCase) -> None:
