@@ -187,7 +187,7 @@ def find_format(asked: str | None, hf_config: "PretrainedConfig") -> Format | No
             'option out, or use quantization="int8"'
         )
     method = data.get("quant_method") if isinstance(data, Mapping) else None
-    if method not in _READERS:
+    if not isinstance(method, str) or method not in _READERS:
         raise ValueError(
             f"config.json says that the checkpoint is quantised by {quote(method)}, which is not supported: use the "
             f'original checkpoint with quantization="int8", or one quantised by {", ".join(_READERS)}'
@@ -233,6 +233,16 @@ def _check(data: Config, name: str, default: Any, accepted: Collection[Any]) -> 
     return value
 
 
+def _read_mapping(data: Config, name: str) -> Config:
+    """Return an entry that is a JSON object; {} if it is missing or null."""
+    value = data.get(name)
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ValueError(f"{name} is {quote(value)}; it must be an object")
+    return value
+
+
 def _read_group_size(data: Config) -> int | None:
     """Return group_size; None for whole rows, which configurations write as -1 or null."""
     value = data.get("group_size")
@@ -251,9 +261,9 @@ def _read_gptq(data: Config) -> Format:
     layout = _check(data, "checkpoint_format", "gptq", ("gptq", "gptq_v2"))
     _check(data, "pack_dtype", "int32", ("int32",))
     _check(data, "is_marlin_format", False, (False,))
-    dynamic = data.get("dynamic") or {}
+    dynamic = _read_mapping(data, "dynamic")
     # An entry that begins with "-:" names modules that are not quantised. The tensors' names say so, too.
-    if overrides := sorted(key for key in dynamic if not str(key).startswith("-:")):
+    if overrides := sorted(key for key in dynamic if not key.startswith("-:")):
         raise ValueError(f"dynamic has {quote(overrides[0])}: layers with settings of their own are not supported")
     has_zeros = not data.get("sym", True)
     return Gptq("gptq", bits, _read_group_size(data), has_zeros=has_zeros, is_v1=layout == "gptq")
@@ -278,10 +288,10 @@ def _read_compressed(data: Config) -> Format:
     for name in ("kv_cache_scheme", "transform_config"):
         if data.get(name):
             raise ValueError(f"{name} is not supported")
-    if (sparsity := data.get("sparsity_config")) and sparsity.get("format", "dense") != "dense":
+    if _read_mapping(data, "sparsity_config").get("format", "dense") != "dense":
         raise ValueError("sparsity_config is not supported")
-    groups = list((data.get("config_groups") or {}).values())
-    schemes = [group.get("weights") for group in groups if isinstance(group, Mapping)]
+    groups = list(_read_mapping(data, "config_groups").values())
+    schemes = [group.get("weights") if isinstance(group, Mapping) else None for group in groups]
     if not schemes or any(scheme != schemes[0] or not isinstance(scheme, Mapping) for scheme in schemes):
         raise ValueError("config_groups must have weights, and the same in all groups")
     scheme: Config = groups[0]["weights"]

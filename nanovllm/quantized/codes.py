@@ -86,7 +86,8 @@ class Codes:
     def take_expert(self, index: int) -> "Codes":
         """Return the matrix of one expert (a view)."""
         zeros = None if self.zeros is None else self.zeros[index]
-        return replace(self, codes=self.codes[index], scales=self.scales[index], zeros=zeros)
+        order = None if self.order is None else self.order[index]
+        return replace(self, codes=self.codes[index], scales=self.scales[index], zeros=zeros, order=order)
 
     def take_columns(self, start: int, length: int) -> "Codes":
         """Return the matrix of the columns from start to start + length - 1 only.

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+UNKNOWN = -1
+"""The place of a column in an order that has not come."""
+
 Copy = Callable[[Tensor, Tensor], object]
 
 
@@ -187,7 +190,7 @@ class Assembly:
         if codes is None:
             codes = self.codes = self._make_like(part)
         alike = (part.bits, part.group_size, part.zeros is None) == (codes.bits, codes.group_size, codes.zeros is None)
-        if not alike or not _are_equal(part.order, codes.order):
+        if not alike or not self._takes_order(view, part.order):
             raise ValueError("its format, its groups or the order of its columns differ from those of its neighbours")
         for values, own in ((part.codes, codes.codes), (part.scales, codes.scales), (part.zeros, codes.zeros)):
             if values is not None and own is not None:
@@ -215,12 +218,20 @@ class Assembly:
             zeros(part.scales),
             None if part.zeros is None else zeros(part.zeros),
             part.group_size,
-            part.order,
+            None if part.order is None else part.order.new_full((*self._shape[:-2], self._shape[-1]), UNKNOWN),
         )
 
-
-def _are_equal(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is b or (a is not None and b is not None and torch.equal(a, b))
+    def _takes_order(self, view: Tensor, order: Tensor | None) -> bool:
+        """Note a part's order of columns. Return whether it is that of the other parts; each expert has its own."""
+        assert self.codes is not None
+        if order is None or self.codes.order is None:
+            return order is self.codes.order
+        own = self.codes.order
+        if own.dim() == 2:
+            own = own[view.storage_offset() // (self._shape[-2] * self._shape[-1])]
+        if own[0] == UNKNOWN:
+            own.copy_(order)
+        return torch.equal(own, order)
 
 
 class Filling:

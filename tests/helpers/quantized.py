@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import NamedTuple
+from zlib import crc32
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -86,7 +87,7 @@ def group(weight: Tensor, bits: int, size: int, symmetric: bool = True, shuffle:
     columns = weight.shape[1]
     groups = torch.arange(columns, dtype=torch.int32) // size
     if shuffle:
-        groups = groups[torch.randperm(columns, generator=torch.Generator().manual_seed(columns))]
+        groups = groups[torch.randperm(columns)]
     top = 2**bits - 1
     scales = []
     zeros = []
@@ -230,6 +231,7 @@ def save_quantised(folder: Path, target: Path, config: Mapping[str, object], pac
     def change(name: str, tensor: Tensor) -> dict[str, Tensor]:
         if tensor.dim() < 2 or any(part in name for part in ("embed_tokens", "lm_head", ".gate.")):
             return {name: tensor}
+        torch.manual_seed(crc32(name.rsplit(".", 2)[0].encode()))  # matrices of the same inputs are shuffled alike
         tensors, means[name] = pack(tensor)
         return {f"{name.removesuffix('.weight')}.{suffix}": value for suffix, value in tensors.items()}
 

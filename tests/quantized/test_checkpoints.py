@@ -1,5 +1,6 @@
 """Quantised checkpoints: the tokens of an engine whose checkpoint has the values that they mean."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -285,6 +286,45 @@ REFUSED = {
     "group_size is 'x'": CHECKPOINTS["awq"][0] | {"group_size": "x"},
     "the size of a block is": CHECKPOINTS["fp8 blocks"][0] | {"weight_block_size": 128},
 }
+
+
+HOSTILE = (
+    *(5, "awq", [1], {"quant_method": ["awq"]}, {"quant_method": None}, {"quant_method": "gptq", "bits": [4]}),
+    *(GPTQ | {"dynamic": [1]}, GPTQ | {"group_size": {}}, GPTQ | {"group_size": True}, GPTQ | {"group_size": 10**400}),
+    *(CHECKPOINTS["packed"][0] | {"config_groups": value} for value in ([1], {"a": 1}, {"a": {"weights": 1}}, 7)),
+    *(CHECKPOINTS["packed"][0] | {"sparsity_config": value} for value in ([1], 3, {"format": "sparse-24-bitmask"})),
+    *(CHECKPOINTS["packed"][0] | scheme(num_bits=value, strategy="channel") for value in ([], "4", None)),
+    CHECKPOINTS["packed"][0] | scheme(num_bits=4, strategy=["group"]),
+    *(CHECKPOINTS["fp8 blocks"][0] | {"weight_block_size": value} for value in ([1], [0, 1], ["a", "b"], [1, 2, 3])),
+)
+
+
+@pytest.mark.parametrize("config", HOSTILE, ids=lambda config: str(config)[:60])
+def test_a_configuration_that_makes_no_sense_is_a_value_error(config: object) -> None:
+    with pytest.raises(ValueError, match=r"config.json"):
+        read(config)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["awq", "packed with zeros", "int8"])
+def test_the_memory_of_the_weights_is_counted_to_the_byte(name: str, tmp_path: Path) -> None:
+    save_random(tmp_path, tie_word_embeddings=False)
+    if name != "int8":
+        edit_json(tmp_path / "config.json", quantization_config=CHECKPOINTS[name][0])
+    else:
+        edit_json(tmp_path / "config.json", architectures=["Qwen3MoeForCausalLM"], model_type="qwen3_moe", **MOE)
+    quantization = "int8" if name == "int8" else None
+    with LLM(str(tmp_path), load_format="dummy", quantization=quantization, **OPTIONS) as llm:
+        runner = llm.engine.runner
+        found = sum(parameter.nbytes for parameter in runner.model.parameters())
+        forms = {id(module.packed): module.packed for module in runner.model.modules() if hasattr(module, "packed")}
+        for form in forms.values():
+            for packed in form if isinstance(form, tuple) else [form]:
+                found += packed._codes.num_bytes if packed is not None else 0
+        format = runner.quantizer.format
+        zeros = 0
+        if format.has_zeros:  # dummy weights have none
+            zeros = format.count_bytes(runner.shape, 4) - replace(format, has_zeros=False).count_bytes(runner.shape, 4)
+        assert runner.quantizer.count_bytes(runner.shape, 4) - zeros == found
 
 
 @pytest.mark.parametrize("message", REFUSED)
