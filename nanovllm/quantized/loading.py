@@ -375,8 +375,9 @@ class RoundedTarget(WeightTarget):
         first, end, _ = rows.indices(self.shape[-2])
         start, stop, _ = columns.indices(self.shape[-1])
         for begin, count in split_rows(end - first, self.shape[-1]):
-            values = read(slice(first + begin, first + begin + count)).to(self.filling.device)
-            part = quantize_int8(values).take_columns(start, stop - start)
+            rows = slice(first + begin, first + begin + count)
+            values = read(rows) if count else torch.empty(0, self.shape[-1])
+            part = quantize_int8(values.to(self.filling.device)).take_columns(start, stop - start)
             self.filling.put(self.path, view[begin : begin + count], part)
 
 
@@ -447,7 +448,7 @@ class RawMatrix:
             first, end, _ = rows.indices(out)
             for begin, count in split_rows(end - first, size):
                 values = source[first + begin : first + begin + count, columns]
-                copy(target.view[begin : begin + count], values)
+                target.view[begin : begin + count].copy_(values)
             return
         codes = format.convert(tensors, out, size)
         rows, columns = find_place(target)
