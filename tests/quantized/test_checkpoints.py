@@ -307,7 +307,7 @@ def test_a_configuration_that_makes_no_sense_is_a_value_error(config: object) ->
 
 @pytest.mark.parametrize("name", ["awq", "packed with zeros", "int8"])
 def test_the_memory_of_the_weights_is_counted_to_the_byte(name: str, tmp_path: Path) -> None:
-    save_random(tmp_path, tie_word_embeddings=False)
+    save_random(tmp_path)
     if name != "int8":
         edit_json(tmp_path / "config.json", quantization_config=CHECKPOINTS[name][0])
     else:

@@ -12,7 +12,6 @@ from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3MoeForCausalLM
 
 from nanovllm import LLM
 from nanovllm.cli import main
-from nanovllm.jobs.job import Status
 from nanovllm.jobs.provenance import read_provenance
 from nanovllm.layers.linear import Experts, MatrixModule
 from nanovllm.quantized.codes import quantize_int8
@@ -218,17 +217,6 @@ def test_options_that_cannot_be_had_say_what_can(tiny: Path, tmp_path: Path) -> 
         edit_json(tmp_path / "config.json", quantization_config={"quant_method": method})
         with pytest.raises(ValueError, match=f"{method}.*not supported: use the original checkpoint"):
             LLM(str(tmp_path), load_format="dummy", **SMALL)
-
-
-def test_a_job_is_not_resumed_with_another_format(tiny: Path, tmp_path: Path) -> None:
-    """The format is an option that changes results, and a fact of the engine."""
-    lines = tmp_path / "in.jsonl"
-    lines.write_text(json.dumps({"custom_id": "a", "prompt": [1, 2, 3], "max_tokens": 4}) + "\n")
-    options = ["--dtype", "float32", "--max-model-len", "64", "--kvcache-memory-bytes", str(8 << 20), "--device", "cpu"]
-    command = ["run-batch", "-i", str(lines), "-o", str(tmp_path / "out.jsonl"), "--model", str(tiny), *options]
-    assert main([*command, "--quantization", "int8"]) == 0
-    assert main(command) == Status.USAGE
-    assert main([*command, "--quantization", "int8"]) == 0
 
 
 def test_the_format_is_told_beside_results(tiny: Path) -> None:
