@@ -23,16 +23,19 @@ from helpers.paths import ROOT, TESTS
 ROOMS = ("runner", "backends", "kernels", "distributed")
 LIST = Path(__file__).with_name("lines.txt")
 PYTEST = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib")
-HALF = "default or edits or ranks or bfloat16"
-"""Tests that take about half of the rehearsal's time."""
+RANKS = "ranks or stages or test_experts"
+OTHERS = "half_precision or flash or preemption or sleep"
+"""Tests that take about a third of the rehearsal's time, and another third."""
 REHEARSALS = (
-    (*PYTEST, "tests/runner/test_rehearsal.py", "-k", HALF),
-    (*PYTEST, "tests/runner/test_rehearsal.py", "-k", f"not ({HALF})"),
-    (*PYTEST, "tests/runner/test_launches.py", "tests/kernels/test_backends.py", "-k", "not direct and not compiled"),
+    (*PYTEST, "tests/runner/test_rehearsal.py", "-k", RANKS),
+    (*PYTEST, "tests/runner/test_rehearsal.py", "-k", f"not ({RANKS} or {OTHERS})"),
     (str(TESTS / "helpers" / "direct_launches.py"),),
+    (*PYTEST, "tests/runner/test_rehearsal.py", "-k", OTHERS),
     (str(TESTS / "helpers" / "compile_kernels.py"), "--quick", "90"),
+    (*PYTEST, "tests/runner/test_launches.py", "tests/kernels/test_backends.py", "-k", "not direct and not compiled"),
 )
-"""The rehearsal, and the compile tests: they run on fake tensors what cannot run in Triton's interpreter."""
+"""The rehearsal, and the compile tests: they run on fake tensors what cannot run in Triton's interpreter. As many
+run at a time as there are processors, so the longest come first."""
 
 
 def measure(folder: Path) -> dict[str, Any]:
