@@ -19,6 +19,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.config import Shape, load_model_config, read_json, take_text_config
+from nanovllm.models.decoder import Decoder
 from nanovllm.models.hub import find_folder, find_model
 from nanovllm.models.loader import Quantizer, has_lm_head, load_weights
 from nanovllm.outputs import Embedding, Score
@@ -182,7 +183,7 @@ def make_runner(
         read_weights = partial(
             load_weights, folder=weights, show_progress=show, check=check, adapter=adapter, quantizer=quantizer
         )
-    runner = ModelRunner(config, hf_config, read_weights, parallel, quantizer)
+    runner = ModelRunner(config, hf_config, read_weights, parallel, quantizer, find_decoder(hf_config))
     if config.draft is not None and (parallel.stage is None or parallel.number == 0):
         from nanovllm.drafts.draft_model import read_draft
 
@@ -190,6 +191,15 @@ def make_runner(
             parallel = Parallel(ranks_per_device=parallel.ranks_per_device)
         runner.draft = make_runner(*read_draft(config), parallel, check)
     return runner
+
+
+def find_decoder(hf_config: "PretrainedConfig") -> type[Decoder]:
+    """Return the decoder of a family. Most families share one, and differ in what `FAMILIES` says."""
+    if type(hf_config).__name__ == "Qwen3_5TextConfig":
+        from nanovllm.models.qwen3_5 import HybridDecoder
+
+        return HybridDecoder
+    return Decoder
 
 
 def make_quantizer(config: ResolvedConfig, hf_config: "PretrainedConfig") -> Quantizer | None:

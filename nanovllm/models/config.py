@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.layers.parallel import Parallel, Stage
 from nanovllm.models.config_keys import check_keys
-from nanovllm.models.delta_net import DeltaShape
+from nanovllm.models.delta_shape import DeltaShape
 from nanovllm.utils.checks import quote, refuse
 from nanovllm.utils.integers import ceil_div
 

@@ -18,7 +18,6 @@ from nanovllm.kernels.step_inputs import PlannedRows, StepInputs
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.config import Shape
 from nanovllm.models.decoder import Decoder
-from nanovllm.models.families import make_decoder
 from nanovllm.models.loader import Quantizer
 from nanovllm.runner.cuda_graphs import CudaGraphs, smallest_that_holds
 from nanovllm.runner.device import DeviceTables, Staging
@@ -71,12 +70,14 @@ class ModelRunner:
         read_weights: Callable[[Decoder], None],
         parallel: Parallel,
         quantizer: Quantizer | None = None,
+        decoder: type[Decoder] = Decoder,
     ) -> None:
         """Load the model. ValueError for a bad checkpoint or too little memory.
 
         Args:
             read_weights: fills the model's parameters.
             quantizer: gives it quantised matrices; None for a model without them.
+            decoder: the class of the model.
         """
         # It is the first attribute, because Python deletes attributes in order. If a runner is deleted without close(),
         # its graphs must go before the process group (in `parallel`) that they use.
@@ -91,6 +92,7 @@ class ModelRunner:
         self.shape = Shape.from_config(hf_config, parallel.stage).shard(parallel.size)
         self.backend = BACKENDS[config.attention_backend]()
         self.quantizer = quantizer
+        self.decoder = decoder
         self._read_weights = read_weights
         self.load_model()
         self.tables = DeviceTables(config.max_num_seqs, config.max_blocks_per_seq, self.device)
@@ -283,7 +285,7 @@ class ModelRunner:
             advice = "choose a smaller model"
         check_free_memory(num_bytes, self.device, "the weights", advice)
         with torch.device(self.device if quantizer is None else "meta"), default_dtype(self.dtype):
-            self.model = make_decoder(self.hf_config, self.backend, self.parallel, self.config.max_model_len)
+            self.model = self.decoder(self.hf_config, self.backend, self.parallel, self.config.max_model_len)
         if quantizer is not None:
             quantizer.allocate(self.model)
         self.backend.prepare_weights(parameter for parameter in self.model.parameters() if not parameter.is_meta)

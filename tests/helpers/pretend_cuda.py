@@ -20,6 +20,7 @@ from nanovllm.engine.plan import StepPlan
 from nanovllm.kernels import paged_decode, paged_prefill
 from nanovllm.kernels.launch import Launch, redirect_launches
 from nanovllm.layers.parallel import Parallel
+from nanovllm.load import find_decoder
 from nanovllm.models.config import load_model_config
 from nanovllm.models.shapes import preset_config
 from nanovllm.resolve import resolve
@@ -100,7 +101,9 @@ def pretend_runner(
         _Indexing(),
         torch.inference_mode(),
     ):
-        runner = ModelRunner(config, hf_config, lambda *arguments: None, parallel or Parallel())
+        runner = ModelRunner(
+            config, hf_config, lambda *arguments: None, parallel or Parallel(), decoder=find_decoder(hf_config)
+        )
         runner.caches = make_caches(runner, 100)
         yield runner
 

@@ -11,8 +11,8 @@ from nanovllm.cli import main
 from nanovllm.config import EngineConfig
 from nanovllm.estimate import estimate, parse_size, read_config
 from nanovllm.layers.parallel import Parallel
+from nanovllm.load import find_decoder
 from nanovllm.models.config import Shape
-from nanovllm.models.families import make_decoder
 from nanovllm.models.shapes import PRESETS, preset_config
 
 GIB = 1 << 30
@@ -29,7 +29,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
 def test_the_parameters_are_those_of_the_model_itself(name: str, ranks: int) -> None:
     config = read_config(name)
     with torch.device("meta"):
-        model = make_decoder(config, Backend(), Parallel(0, ranks), 16)
+        model = find_decoder(config)(config, Backend(), Parallel(0, ranks), 16)
     assert Shape.from_config(config).shard(ranks).num_parameters == sum(p.numel() for p in model.parameters())
 
 
@@ -58,7 +58,7 @@ def test_biases_and_shared_kv_heads_are_counted() -> None:
     config.vocab_size = 1001
     for ranks in (1, 4):
         with torch.device("meta"):
-            model = make_decoder(config, Backend(), Parallel(1, ranks), 16)
+            model = find_decoder(config)(config, Backend(), Parallel(1, ranks), 16)
         assert Shape.from_config(config).shard(ranks).num_parameters == sum(p.numel() for p in model.parameters())
 
 

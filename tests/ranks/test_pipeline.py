@@ -32,10 +32,10 @@ from nanovllm.estimate import read_config
 from nanovllm.jobs.job import Job, Status
 from nanovllm.jobs.run import run_job
 from nanovllm.layers.parallel import Parallel, Stage
+from nanovllm.load import find_decoder
 from nanovllm.models import loader
 from nanovllm.models.config import Shape
 from nanovllm.models.decoder import Decoder
-from nanovllm.models.families import make_decoder
 from nanovllm.models.shapes import PRESETS
 from nanovllm.resolve import resolve
 
@@ -380,7 +380,7 @@ def test_the_stages_of_a_model_have_its_parameters_and_rank_0_fewer_layers(name:
     assert sum(shape.layers for shape in shapes) == whole.layers
     assert shapes[0].layers == min(shape.layers for shape in shapes)
     with torch.device("meta"):
-        models = [make_decoder(config, Backend(), Parallel(stage=stage), 16) for stage in chosen]
+        models = [find_decoder(config)(config, Backend(), Parallel(stage=stage), 16) for stage in chosen]
     for model, shape in zip(models, shapes, strict=True):
         assert shape.num_parameters == sum(p.numel() for p in model.parameters())
 
