@@ -11,8 +11,8 @@ import torch
 
 from nanovllm.backends import Backend
 from nanovllm.layers.parallel import Parallel
+from nanovllm.load import find_decoder
 from nanovllm.models.config import load_model_config
-from nanovllm.models.families import make_decoder
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,8 @@ def write_checkpoint(config: dict[str, Any], dtype: torch.dtype, folder: Path, s
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     with torch.device("meta"):
-        model = make_decoder(load_model_config(config, "the shape"), Backend(), Parallel(), 1)
+        hf_config = load_model_config(config, "the shape")
+        model = find_decoder(hf_config)(hf_config, Backend(), Parallel(), 1)
     tensors = {
         name: (torch.zeros if name.endswith(".bias") else torch.ones)(target.shape, dtype=dtype)
         if len(target.shape) == 1
