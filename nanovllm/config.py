@@ -172,7 +172,7 @@ class EngineConfig:
                 f"{self.pipeline_parallel_size}; only one of them may be above 1"
             )
         check_integer("max_model_len", 1)
-        for name in ("max_num_seqs", "max_num_batched_tokens", "num_kvcache_blocks", "kvcache_memory_bytes"):
+        for name in ("max_num_batched_tokens", "num_kvcache_blocks", "kvcache_memory_bytes"):
             if getattr(self, name) is not None:
                 check_integer(name, 1, limit="at least 1, or None")
         for name, most in (("max_num_seqs", MAX_NUM_SEQS), ("max_num_batched_tokens", MAX_NUM_BATCHED_TOKENS)):

@@ -63,7 +63,7 @@ class InstantLLM:
         self.dies_after = dies_after
         self.error = error
         facts = {"seed": config.seed, "dtype": "float32", "device": "cpu", "attention_backend": "torch"}
-        facts |= {"lora": config.lora}
+        facts |= {"lora": config.lora, "quantization": config.quantization}
         self.engine = SimpleNamespace(config=SimpleNamespace(**facts), origin=origin)
         self.tokenizer = SimpleNamespace(apply_chat_template=lambda chat_template: None)
         self.requests: list[tuple[list[int], SamplingParams]] = []
