@@ -99,6 +99,8 @@ def test_another_input_or_option_is_refused_and_overwrite_starts_anew(
     before = out.read_bytes()
     assert run(source, out, seed=1) == Status.USAGE
     assert "options.seed was 0 and is 1" in log.text and "--overwrite" in log.text
+    assert run(source, out, quantization="int8") == Status.USAGE
+    assert "options.quantization was None and is 'int8'" in log.text
     write_lines(source, LINES[1:])
     assert run(source, out) == Status.USAGE
     assert "input.num_lines was 30 and is 29" in log.text
