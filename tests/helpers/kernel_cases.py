@@ -213,17 +213,24 @@ def sample_case(
 
 
 def assert_same_tokens(case: SampleCase, sampled: Sampled) -> None:
-    """The reference's tokens, exactly on the CPU.
+    """The reference's tokens, exactly on the CPU, and near them on a GPU."""
+    if case.logits.device.type != "cpu":
+        assert_tokens_near(case, sampled)
+        return
+    assert torch.equal(sampled.checked, sampled.token_ids)
+    assert torch.equal(sampled.token_ids, sample_reference(*case.arguments()).token_ids)
 
-    On a GPU exp is approximate and sums run in another order, about 1e-6 of the total; so u may fall on the other side
-    of a boundary between two tokens, or top-p take one token more or less. A differing token must then lie that near.
+
+def assert_tokens_near(case: SampleCase, sampled: Sampled) -> None:
+    """The reference's tokens, or such whose range of u ends where the sums' rounding may move it.
+
+    On a GPU exp is approximate, and everywhere sums may run in another order: about 1e-6 of the total. So u may fall on
+    the other side of a boundary between two tokens, or top-p take one token more or less. A differing token must then
+    lie that near. The exact cases of the CPU tests have seeds for which no u lies there; random seeds find such.
     """
     expected = sample_reference(*case.arguments()).token_ids
     tokens = sampled.token_ids
     assert torch.equal(sampled.checked, tokens)
-    if case.logits.device.type == "cpu":
-        assert torch.equal(tokens, expected)
-        return
     values = case.values
     uniforms = uniform_reference(values.seeds, values.positions.long())
     for row in (tokens != expected).nonzero().flatten().tolist():
