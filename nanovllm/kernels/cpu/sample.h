@@ -101,16 +101,17 @@ template <class T> int32_t sample_row(const typename T::element* logits, const R
         const vf z = z_of(i), w = exp(z);
         return select((z >= threshold) & (w >= request.min_p), w, vf{});
     };
+    // A chunk has up to 4,096 tokens, so the sum from token to token is a double: in float its error would be 1e-5 of it.
     std::vector<float> sums;
-    float total = 0;
+    double total = 0;
     for (int64_t start = 0; start < vocab; start += SAMPLE_CHUNK) {
         vf partial{};
         for (int64_t i = start; i < std::min(vocab, start + SAMPLE_CHUNK); i += LANES) partial += weight(i);
         sums.push_back(sum(partial));
         total += sums.back();
     }
-    const float target = uniform(request.seed, request.position) * total;
-    float before = 0;
+    const double target = uniform(request.seed, request.position) * total;
+    double before = 0;
     size_t chunk = 0;
     while (chunk + 1 < sums.size() && before + sums[chunk] <= target) before += sums[chunk++];
     const int64_t start = (int64_t)chunk * SAMPLE_CHUNK;
