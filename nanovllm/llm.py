@@ -14,7 +14,7 @@ from nanovllm.config import EngineConfig, EngineOptions
 from nanovllm.engine.hooks import StepObserver
 from nanovllm.engine.output import read_text
 from nanovllm.engine.sequence import Request
-from nanovllm.load import embed_prompts, load_engine, make_renewal, score_pairs, share_engine
+from nanovllm.load import embed_prompts, load_engine, make_renewal, render_conversations, score_pairs, share_engine
 from nanovllm.outputs import Embedding, Output, Score
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import (
@@ -24,7 +24,6 @@ from nanovllm.text.prompts import (
     list_conversations,
     list_prompts,
     name_errors,
-    render_conversations,
     tokenise_prompts,
 )
 from nanovllm.utils.ahead import work_ahead

@@ -277,6 +277,13 @@ def find_eos_token_ids(config: Mapping[str, Any], tokenizer: Tokenizer | None, v
     return frozenset(i for i in known if 0 <= i < vocab_size)
 
 
+def render_conversations(conversations: Any, tokenizer: Tokenizer | None, options: Mapping[str, Any]) -> list[str]:
+    """Write conversations as the texts of prompts: see `LLM.chat`."""
+    from nanovllm.text.conversations import render_conversations
+
+    return render_conversations(conversations, tokenizer, options)
+
+
 def score_pairs(llm: Any, prompts: Any, continuations: Any, show: bool) -> list[Score]:
     """Score continuations: see `LLM.score`."""
     from nanovllm.score import score_pairs

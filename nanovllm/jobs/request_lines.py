@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.sequence import derive_seed
 from nanovllm.jobs.source import Line
-from nanovllm.text.prompts import join_parts
+from nanovllm.text.conversations import join_parts
 from nanovllm.utils.checks import as_integer, quote, refuse_unknown
 
 if TYPE_CHECKING:

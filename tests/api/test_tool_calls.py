@@ -12,7 +12,7 @@ from nanovllm import LLM, EngineConfig, SamplingParams
 from nanovllm.jobs.job import Job
 from nanovllm.jobs.run import run_job
 from nanovllm.parsing.tool_calls import split_tool_calls
-from nanovllm.text.prompts import read_conversation
+from nanovllm.text.conversations import read_conversation
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 1, "y": "é"}}\n</tool_call>'
 LLAMA = '{"name": "add", "parameters": {"x": 1, "y": "é"}}'

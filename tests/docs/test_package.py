@@ -74,7 +74,7 @@ as rank 0 does."""
 WINGS = (
     *("__main__", "chat", "cli", "diagnosis", "distributed", "doctor", "drafts", "edits", "embedding", "estimate"),
     *("jobs", "lm_eval", "lora", "models.dummy_weights", "models.shapes", "parsing", "quantized", "ray"),
-    *("renewal", "score", "sharing", "view"),
+    *("renewal", "score", "sharing", "text.conversations", "view"),
 )
 """Every other file belongs to the spine: generating on one device takes it."""
 
