@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.hybrids import save_hub_form
 from helpers.tiny import BLOCK, draw_prompts, edit_json, greedy, save_random
 from safetensors.torch import load_file, save_file
-from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3_5ForCausalLM, Qwen3ForCausalLM
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.jobs.provenance import read_provenance
@@ -74,6 +75,34 @@ def test_compiled_kernels_and_bfloat16_round_once(tmp_path: Path) -> None:
     options: dict[str, Any] = {"attention_backend": "cpu", "dtype": "bfloat16"}
     one = say(tmp_path / "model", lora=tmp_path / "adapter", **options)
     assert one == say(tmp_path / "merged", **options)
+
+
+DELTA = ["in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "out_proj"]
+
+
+@pytest.mark.parametrize("targets", [[*LINEAR, *DELTA], "all-linear"], ids=["the text model", "all-linear"])
+def test_an_adapter_of_the_form_on_the_hub(targets: list[str] | str, tmp_path: Path) -> None:
+    """Its names have "language_model." in them. The part for pictures is not read, nor what is to change it."""
+    model = save_hub_form(tmp_path / "model")
+    plain = [greedy(model, prompt, 20) for prompt in PROMPTS]
+    merged = save_adapter(model, tmp_path / "adapter", target_modules=targets)
+    names = load_file(tmp_path / "adapter" / "adapter_model.safetensors").keys()
+    assert "base_model.model.model.language_model.layers.0.linear_attn.in_proj_qkv.lora_A.weight" in names
+    assert any("visual" in name for name in names) == (targets == "all-linear")
+    expected = [greedy(merged, prompt, 20) for prompt in PROMPTS]
+    assert expected != plain
+    assert say(tmp_path / "model", lora=str(tmp_path / "adapter")) == expected
+
+
+@pytest.mark.parametrize("is_hub_form", [True, False], ids=["of the whole, for the text model", "the other way round"])
+def test_an_adapter_fits_both_forms_of_a_model(is_hub_form: bool, tmp_path: Path) -> None:
+    """An adapter that was made for the whole model is merged into its text model alone, and the other way round."""
+    whole = save_hub_form(tmp_path / "whole")
+    text = Qwen3_5ForCausalLM.from_pretrained(tmp_path / "whole", tie_word_embeddings=True)
+    text.save_pretrained(tmp_path / "text")
+    merged = save_adapter(whole if is_hub_form else text, tmp_path / "adapter", target_modules=[*LINEAR, *DELTA])
+    expected = [greedy(merged, prompt, 20) for prompt in PROMPTS]
+    assert say(tmp_path / ("text" if is_hub_form else "whole"), lora=str(tmp_path / "adapter")) == expected
 
 
 @pytest.mark.slow

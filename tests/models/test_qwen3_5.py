@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.hybrids import save_hub_form, save_hybrid
 from helpers.tiny import CROWDED, VOCAB_SIZE, draw_prompts, logits_of, save_random
 from safetensors.torch import load_file, save_file
-from transformers import PreTrainedModel, Qwen3_5Config, Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration
+from transformers import PreTrainedModel
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends import RowState
@@ -18,14 +19,6 @@ from nanovllm.config import EngineConfig
 from nanovllm.estimate import estimate, read_config
 from nanovllm.resolve import fit_rows
 
-TINY: dict[str, Any] = {
-    "num_hidden_layers": 4,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 32,
-    "max_position_embeddings": 512,
-}
 VARIANTS: dict[str, dict[str, Any]] = {
     "two value heads a key head": {},
     "one, untied": {"linear_num_value_heads": 2, "tie_word_embeddings": False},
@@ -44,21 +37,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 OPTIONS = {**CROWDED, "max_model_len": 320, "num_kvcache_blocks": 24}
 LENGTHS = [1, 2, 3, 4, 5, 17, 63, 64, 65, 90, 130, 300]
-
-
-def draw_weights(model: PreTrainedModel) -> None:
-    """Let some heads remember hundreds of tokens, and others a few."""
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("A_log"):
-                parameter.uniform_(-6, 0.5)
-
-
-def save(folder: Path, **changes: Any) -> PreTrainedModel:
-    model = save_random(folder, model_class=Qwen3_5ForCausalLM, **TINY | changes)
-    draw_weights(model)
-    model.save_pretrained(folder)
-    return model
 
 
 def say(llm: LLM, prompts: list[list[int]], count: int = 12, **params: Any) -> list[list[int]]:
@@ -80,12 +58,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(folder: Path) -> PreTrainedModel:
-    return save(folder)
+    return save_hybrid(folder)
 
 
 @pytest.mark.parametrize("changes", VARIANTS.values(), ids=VARIANTS)
 def test_tokens_are_transformers(changes: dict[str, Any], tmp_path: Path) -> None:
-    model = save(tmp_path, **changes)
+    model = save_hybrid(tmp_path, **changes)
     prompts = draw_prompts(LENGTHS)
     with LLM(tmp_path, **OPTIONS) as llm:
         answers = say(llm, prompts, 30)
@@ -147,7 +125,9 @@ def test_several_completions_embeddings_and_sleep(folder: Path, model: PreTraine
 
 
 def test_new_weights_replace_the_old_ones(folder: Path, model: PreTrainedModel, tmp_path: Path) -> None:
-    other = save(tmp_path, linear_num_value_heads=4, vocab_size=VOCAB_SIZE, tie_word_embeddings=True, rms_norm_eps=1e-6)
+    other = save_hybrid(
+        tmp_path, linear_num_value_heads=4, vocab_size=VOCAB_SIZE, tie_word_embeddings=True, rms_norm_eps=1e-6
+    )
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(1.25)
@@ -172,17 +152,7 @@ def test_two_ranks_say_the_same(ranks: dict[str, Any], folder: Path, model: PreT
 @pytest.mark.parametrize("is_tied", [True, False])
 def test_the_form_on_the_hub_loads(is_tied: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The text model is nested beside one for pictures, and beside a head that predicts several tokens."""
-    torch.manual_seed(0)
-    text = TINY | {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "head_dim": 32, "num_attention_heads": 4}
-    text |= {"num_key_value_heads": 2, "intermediate_size": 96}
-    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
-    config = Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=is_tied)
-    model = Qwen3_5ForConditionalGeneration(config).float().eval()
-    draw_weights(model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(4)
-    model.save_pretrained(tmp_path)
+    model = save_hub_form(tmp_path, is_tied)
     tensors = load_file(tmp_path / "model.safetensors")
     assert "model.language_model.embed_tokens.weight" in tensors and "model.visual.patch_embed.proj.weight" in tensors
     tensors["mtp.fc.weight"] = torch.ones(2, 2)

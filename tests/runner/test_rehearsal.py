@@ -24,13 +24,17 @@ from helpers.rehearsal.card import current_card
 from helpers.rehearsal.flash_attn import make_module
 from helpers.rehearsal.timeline import has_passed
 from safetensors.torch import load_file
-from transformers import Qwen3MoeForCausalLM
+from transformers import Qwen3_5ForCausalLM, Qwen3MoeForCausalLM
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
+from nanovllm.backends import RowState
 from nanovllm.drafts.speculation import Speculation
 from nanovllm.edits import editing
 from nanovllm.outputs import Output
+from nanovllm.runner import startup
 from nanovllm.runner.cuda_graphs import CudaGraphs
+from nanovllm.runner.kv_memory import GpuMemory
+from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.step_handle import StepHandle
 
 pytestmark = pytest.mark.slow
@@ -47,6 +51,13 @@ PARAMS = [
 ]
 TINY: dict[str, Any] = {"vocab_size": 200, "hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
 EXPERTS: dict[str, Any] = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+HYBRID: dict[str, Any] = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 
 
 def draw(lengths: list[int]) -> list[list[int]]:
@@ -68,6 +79,14 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model whose first layer is dense and whose second one has experts."""
     folder = tmp_path_factory.mktemp("experts")
     save_random(folder, model_class=Qwen3MoeForCausalLM, mlp_only_layers=[0], **TINY, **EXPERTS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose first layer keeps a state for each row, and whose second one keeps keys and values."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    save_random(folder, model_class=Qwen3_5ForCausalLM, **TINY, **HYBRID)
     return folder
 
 
@@ -153,6 +172,50 @@ def test_quantised_weights(kind: str, request: pytest.FixtureRequest) -> None:
     """Embedding, head, projections and experts are int8. Decodes run as graphs, with default options."""
     model = request.getfixturevalue(kind)
     assert tokens(serve(model, quantization="int8")) == tokens(expect(model, quantization="int8"))
+
+
+def test_states_of_rows(hybrid: Path) -> None:
+    """Prompts come in chunks, decodes run as graphs, a sequence is preempted, and two rows serve five prompts.
+
+    Before the first step the rows hold what is no number, so a new sequence that read them would show it.
+    """
+    prompts = draw([28, 30, 3, 1, 20])
+    params = [SamplingParams(0, count, ignore_eos=True) for count in (7, 5, 4, 3, 2)]
+    options: dict[str, Any] = {"num_kvcache_blocks": 4, "kvcache_block_size": 16}
+    with rehearse() as card, LLM(str(hybrid), dtype="float32", **OPTIONS | options) as llm:
+        config = llm.engine.config
+        assert (config.use_graphs, config.depth, config.attention_backend) == (True, 2, "triton")
+        states = [cache for cache in llm.engine.runner.caches if isinstance(cache, RowState)]  # type: ignore[attr-defined]
+        assert [len(state.recurrent) for state in states] == [3]
+        for tensor in states[0]:
+            tensor.fill_(torch.nan)
+        found = llm.generate(prompts, params, use_tqdm=False)
+        stats = llm.stats()
+        assert stats["num_preemptions"] > 0 and stats["num_cached_tokens"] == 0
+        assert card.num_launches > 0
+    assert tokens(found) == tokens(expect(hybrid, params, prompts))
+
+
+def test_a_start_counts_the_states(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """States are measured apart from activations. Keys and values get what both leave of the card."""
+    measured: list[GpuMemory] = []
+    measure = startup.measure_memory
+
+    def note(runner: ModelRunner) -> GpuMemory:
+        measured.append(measure(runner))
+        return measured[-1]
+
+    monkeypatch.setattr(startup, "measure_memory", note)
+    params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
+    with rehearse() as card, LLM(str(hybrid), dtype="float32", enforce_eager=True, **OPTIONS) as llm:
+        (memory,) = measured
+        assert memory.states == 3 * (2 * 16 * 16 + 3 * (2 * 16 + 2 * 16)) * 4
+        assert "states 0.00 GiB" in memory.describe() and memory.activations > 0
+        cache = llm.stats()["num_blocks"] * llm.engine.config.block_size * 2 * 32 * 4
+        assert 0 <= memory.left_for_cache(llm.engine.config.gpu_memory_utilization) - cache < 1 << 16
+        assert cache + memory.states < card.memory.allocated < 0.9 * card.memory.total
+        found = llm.generate(PROMPTS[:1], params, use_tqdm=False)
+    assert tokens(found) == tokens(expect(hybrid, params, PROMPTS[:1]))
 
 
 def test_drafts_of_a_model(dense: Path, tmp_path: Path) -> None:
@@ -310,7 +373,9 @@ def test_preemption_an_abort_and_a_failed_step(dense: Path) -> None:
     assert tokens(found) == tokens(expect(dense, params, prompts))
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("dense", "bfloat16"), ("experts", "bfloat16"), ("dense", "float16")])
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("dense", "bfloat16"), ("experts", "bfloat16"), ("hybrid", "bfloat16"), ("dense", "float16")]
+)
 def test_half_precision(kind: str, dtype: str, request: pytest.FixtureRequest) -> None:
     model = request.getfixturevalue(kind)
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, logprobs=9)

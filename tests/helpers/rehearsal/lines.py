@@ -24,7 +24,7 @@ ROOMS = ("runner", "backends", "kernels", "distributed")
 LIST = Path(__file__).with_name("lines.txt")
 PYTEST = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib")
 RANKS = "ranks or stages or test_experts"
-OTHERS = "half_precision or flash or preemption or sleep"
+OTHERS = "half_precision or flash or preemption or sleep or states"
 """Tests that take about a third of the rehearsal's time, and another third."""
 REHEARSALS = (
     (*PYTEST, "tests/runner/test_rehearsal.py", "-k", RANKS),

@@ -1,0 +1,50 @@
+"""Tiny checkpoints of Qwen3.5, whose layers are Gated DeltaNets and gated attention."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, Qwen3_5Config, Qwen3_5ForCausalLM, Qwen3_5ForConditionalGeneration
+
+from helpers.tiny import VOCAB_SIZE, save_random
+
+TINY_HYBRID: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 32,
+    "max_position_embeddings": 512,
+}
+
+
+def save_hybrid(folder: Path, **changes: Any) -> PreTrainedModel:
+    """Write a random text model to folder, and return transformers' model of it."""
+    model = save_random(folder, model_class=Qwen3_5ForCausalLM, **TINY_HYBRID | changes)
+    _draw_decays(model)
+    model.save_pretrained(folder)
+    return model
+
+
+def save_hub_form(folder: Path, is_tied: bool = True) -> PreTrainedModel:
+    """Write a random model as the hub has it to folder: the text model beside one for pictures. Return the model."""
+    torch.manual_seed(0)
+    text = TINY_HYBRID | {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "head_dim": 32, "num_attention_heads": 4}
+    text |= {"num_key_value_heads": 2, "intermediate_size": 96}
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
+    config = Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=is_tied)
+    model = Qwen3_5ForConditionalGeneration(config).float().eval()
+    _draw_decays(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4)
+    model.save_pretrained(folder)
+    return model
+
+
+def _draw_decays(model: PreTrainedModel) -> None:
+    """Let some heads remember hundreds of tokens, and others a few."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("A_log"):
+                parameter.uniform_(-6, 0.5)
