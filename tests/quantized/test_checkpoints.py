@@ -23,15 +23,28 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import PretrainedConfig, Qwen2ForCausalLM, Qwen3MoeForCausalLM
 
+from benchmarks.evidence.bench_loading import measure
+from benchmarks.random_checkpoint import write_random_checkpoint
 from nanovllm import LLM
+from nanovllm.estimate import read_config
+from nanovllm.models.config import Shape
+from nanovllm.models.shapes import preset_config
 from nanovllm.quantized.checkpoints import find_format
+from nanovllm.quantized.cpu_matrix import quantized_library
 from nanovllm.quantized.formats import Format
 from nanovllm.quantized.unpack import find_order, unpack_awq, unpack_compressed, unpack_gptq
 
 GOLDEN = Path(__file__).parent / "golden"
 CODED = [name for name in CHECKPOINTS if not name.startswith("fp8")]
+PLAIN = ["packed with zeros", "int8 w8a8"]
+"""Formats whose ranks are tested plainly; the others are slow tests."""
+OTHERS = [name for name in CHECKPOINTS if name not in PLAIN]
 OPTIONS = SMALL | {"device": "cpu", "attention_backend": "torch"}
 MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+FAMILIES = {
+    "biases": {"model_class": Qwen2ForCausalLM, "head_dim": ..., "num_attention_heads": 2, "num_key_value_heads": 1},
+    "experts": {"model_class": Qwen3MoeForCausalLM, **MOE},
+}
 
 
 def read(config: dict[str, object]) -> Format:
@@ -123,32 +136,44 @@ def test_groups_of_other_sizes_are_refused() -> None:
         find_order(torch.tensor([0, 0, 0, 1, 1, 1, 1, 1], dtype=torch.int32), 4)
 
 
+@pytest.fixture(params=["torch", "cpu"])
+def kernels(request: pytest.FixtureRequest) -> str:
+    """The backend that multiplies quantised weights; the oracle is always plain torch."""
+    name: str = request.param
+    if name == "cpu":
+        try:
+            quantized_library()
+        except RuntimeError as error:
+            pytest.skip(str(error))
+    return name
+
+
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_tokens_are_those_of_the_unpacked_weights(name: str, tmp_path: Path) -> None:
+def test_tokens_are_those_of_the_unpacked_weights(name: str, kernels: str, tmp_path: Path) -> None:
     save_random(tmp_path / "model")
     quantised, means = save_quantised(tmp_path / "model", tmp_path, *CHECKPOINTS[name])
     expected = run(means)
-    assert run(quantised) == expected
+    assert run(quantised, attention_backend=kernels) == expected
     assert run(tmp_path / "model") != expected, "the test would not notice other weights"
 
 
 @pytest.mark.parametrize("name", ["awq", "gptq desc_act", "packed with zeros", "fp8 blocks"])
-@pytest.mark.parametrize("family", ["biases", "experts"])
-def test_other_families(name: str, family: str, tmp_path: Path) -> None:
-    changes = {"model_class": Qwen2ForCausalLM, "head_dim": ...} if family == "biases" else MOE
-    model_class = Qwen2ForCausalLM if family == "biases" else Qwen3MoeForCausalLM
-    save_random(tmp_path / "model", **changes | {"model_class": model_class, "tie_word_embeddings": False})
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_families(name: str, family: str, kernels: str, tmp_path: Path) -> None:
+    save_random(tmp_path / "model", tie_word_embeddings=False, **FAMILIES[family])
     quantised, means = save_quantised(tmp_path / "model", tmp_path, *CHECKPOINTS[name])
-    assert run(quantised) == run(means)
+    assert run(quantised, attention_backend=kernels) == run(means)
 
 
-@pytest.mark.parametrize("name", ["awq", "packed with zeros", "int8 w8a8", "fp8 blocks"])
-def test_ranks_and_stages(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [*PLAIN, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
+@pytest.mark.parametrize("kernels", ["cpu"], indirect=True)
+def test_ranks_and_stages(name: str, kernels: str, tmp_path: Path) -> None:
     save_random(tmp_path / "model", intermediate_size=128)
     quantised, means = save_quantised(tmp_path / "model", tmp_path, *CHECKPOINTS[name])
     expected = run(means)
-    assert run(quantised, tensor_parallel_size=2) == expected
-    assert run(quantised, pipeline_parallel_size=2) == expected
+    assert run(quantised, attention_backend=kernels, pipeline_parallel_size=2) == expected
+    if name != "gptq desc_act":  # refused: see test_ranks_that_cannot_share_are_refused_by_name
+        assert run(quantised, attention_backend=kernels, tensor_parallel_size=2) == expected
 
 
 def test_ranks_that_cut_groups_keep_the_groups_scales(tmp_path: Path) -> None:
@@ -170,6 +195,21 @@ def test_ranks_that_cannot_share_are_refused_by_name(tmp_path: Path) -> None:
         quantised, _ = save_quantised(tmp_path / name, tmp_path / f"{name} made", *CHECKPOINTS[name])
         with pytest.raises(ValueError, match=message):
             LLM(str(quantised), tensor_parallel_size=2, **OPTIONS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["int8", "awq", "gptq-8", "w4a16", "w8a8"])
+def test_loading_never_holds_the_model_in_16_bits(name: str, tmp_path: Path) -> None:
+    """The most anonymous memory is the quantised size, twice the largest matrix, and 64 MB."""
+    config = preset_config("qwen3-0.6b") | {"num_hidden_layers": 8, "vocab_size": 4096, "intermediate_size": 4096}
+    write_random_checkpoint(config, "bfloat16" if name == "int8" else name, tmp_path)
+    hf_config = read_config(str(tmp_path))
+    format = find_format("int8" if name == "int8" else None, hf_config)
+    assert format is not None
+    shape = Shape.from_config(hf_config)
+    limit = format.count_bytes(shape, 2) + 2 * (2 * shape.hidden * 2 * 4096) + 64 * 10**6
+    assert limit < 2 * shape.num_parameters, "the test would not notice a copy in bfloat16"
+    assert measure(tmp_path, "auto", name)["most"] < limit
 
 
 def test_fp8_becomes_int8_if_asked(tmp_path: Path) -> None:
