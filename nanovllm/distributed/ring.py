@@ -28,7 +28,7 @@ T = TypeVar("T")
 def make_anonymous_file() -> int:
     """Return a descriptor of memory without a name: only who inherits it can map it, and no file can be left behind."""
     if hasattr(os, "memfd_create"):
-        fd = os.memfd_create("nanovllm-plans")
+        fd: int = os.memfd_create("nanovllm-plans")
         os.fchmod(fd, 0o600)
         return fd
     with tempfile.TemporaryFile() as file:
