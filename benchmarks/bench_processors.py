@@ -3,10 +3,10 @@
     python benchmarks/bench_processors.py --march x86-64-v3 cascadelake native
     python benchmarks/bench_processors.py --blocks 16 32 64
 
-All products of 12 of Qwen3-0.6B's layers, with bfloat16 also with weights of 8 and 4 bits (groups of 128), and the
-attention of its 28; best of seven, in turn. A cell is milliseconds,
-and what share that makes of two rates measured just before: at which memory is read, and at which the same column
-computes float32 products of 256 rows.
+All products of 12 of Qwen3-0.6B's layers, with bfloat16 also with weights of 8 and 4 bits (groups of 128) and in whole
+numbers (int8-dynamic), and the attention of its 28; best of seven, in turn. A cell is milliseconds, and what share that
+makes of two rates measured just before: at which memory is read, and at which the same column computes float32 products
+of 256 rows.
 """
 
 import argparse
@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 from unittest import mock
 
 import torch
@@ -25,6 +26,7 @@ from nanovllm.backends.cpu_backend import CpuBackend, Scratch
 from nanovllm.kernels import cpu_library
 from nanovllm.quantized.codes import Codes
 from nanovllm.quantized.cpu_matrix import CpuMatrix, QuantizedLibrary
+from nanovllm.quantized.dynamic_cpu import DynamicCpuMatrix, DynamicLibrary
 
 LAYERS = 12
 HEADS = 16
@@ -34,7 +36,15 @@ SHAPES = [(1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024)]
 """(in, out) of a layer's matrices."""
 
 
-def build(march: str) -> tuple[CpuBackend, QuantizedLibrary]:
+class Built(NamedTuple):
+    """The kernels for one processor."""
+
+    backend: CpuBackend
+    quantized: QuantizedLibrary
+    dynamic: DynamicLibrary
+
+
+def build(march: str) -> Built:
     flags = [f"-march={march}" if flag == "-march=native" else flag for flag in cpu_library.FLAGS]
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -44,8 +54,9 @@ def build(march: str) -> tuple[CpuBackend, QuantizedLibrary]:
         compiler = os.environ.get("CXX", "g++")
         library = cpu_library._load(compiler, cpu_library.CpuLibrary)
         quantized = cpu_library._load(compiler, QuantizedLibrary)
+        dynamic = cpu_library._load(compiler, DynamicLibrary)
     with mock.patch("nanovllm.backends.cpu_backend.cpu_library", lambda: library):
-        return CpuBackend(), quantized
+        return Built(CpuBackend(), quantized, dynamic)
 
 
 def best_of(works: dict[str, Callable[[], object]], repeat: int = 7) -> dict[str, float]:
@@ -79,25 +90,29 @@ def products(backends: dict[str, CpuBackend], dtype: torch.dtype, rows: int, rep
     return best_of({**works, "torch": run_torch}, repeat)
 
 
-def quantized_products(libraries: dict[str, QuantizedLibrary], bits: int, rows: int) -> dict[str, float]:
+def quantized_products(built: dict[str, Built], bits: int, rows: int, dynamic: bool = False) -> dict[str, float]:
     inputs = {size: torch.ones(rows, size, dtype=torch.bfloat16) for size, _ in SHAPES}
     group = {8: 10**6, 4: 128}[bits]
+    make = DynamicCpuMatrix if dynamic else CpuMatrix
 
-    def pack() -> list[CpuMatrix]:
-        packed = []
+    def pack() -> list[CpuMatrix | DynamicCpuMatrix]:
+        packed: list[CpuMatrix | DynamicCpuMatrix] = []
         for size, out in SHAPES * LAYERS:
             codes = torch.ones(out, size * bits // 8, dtype=torch.int8 if bits == 8 else torch.uint8)
             scales = torch.ones(out, max(1, size // group))
-            packed.append(CpuMatrix(Codes(bits, codes, scales, None, group), torch.bfloat16, Scratch()))
+            packed.append(make(Codes(bits, codes, scales, None, group), torch.bfloat16, Scratch()))
         return packed
 
-    def run(matrices: list[CpuMatrix]) -> None:
+    def run(matrices: list[CpuMatrix | DynamicCpuMatrix]) -> None:
         for i, matrix in enumerate(matrices):
             matrix.multiply(inputs[SHAPES[i % len(SHAPES)][0]], None)
 
     works: dict[str, Callable[[], object]] = {}
-    for march, library in libraries.items():
-        with mock.patch("nanovllm.quantized.cpu_matrix.quantized_library", lambda library=library: library):
+    for march, libraries in built.items():
+        with (
+            mock.patch("nanovllm.quantized.cpu_matrix.quantized_library", lambda one=libraries: one.quantized),
+            mock.patch("nanovllm.quantized.dynamic_cpu.dynamic_library", lambda one=libraries: one.dynamic),
+        ):
             works[march] = partial(run, pack())
     return best_of(works)
 
@@ -151,10 +166,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--march", nargs="+", default=["native"], help="processors, by the compiler's names")
     parser.add_argument("--blocks", nargs="+", type=int, default=[64], help="block sizes of the KV cache")
+    parser.add_argument("--rows", nargs="+", type=int, default=[1, 8, 32, 256], help="rows of the products")
     args = parser.parse_args()
     built = {march: build(march) for march in args.march}
-    backends = {march: backend for march, (backend, _) in built.items()}
-    libraries = {march: library for march, (_, library) in built.items()}
+    backends = {march: libraries.backend for march, libraries in built.items()}
     memory = read_rate()
     num_weights = LAYERS * sum(size * out for size, out in SHAPES)
     arithmetic = {m: 2e3 * 256 * num_weights / ms for m, ms in products(backends, torch.float32, 256, 3).items()}
@@ -171,12 +186,16 @@ def main() -> None:
     print(f"| ms, % of reading, % of arithmetic | {' | '.join(arithmetic)} |\n| --- |{' --- |' * len(arithmetic)}")
     for dtype in (torch.float32, torch.bfloat16):
         name = str(dtype).removeprefix("torch.")
-        for rows in (1, 8, 32):
+        for rows in args.rows:
             found = products(backends, dtype, rows)
             show(f"{name}, products, rows: {rows}", found, num_weights * dtype.itemsize, 2 * rows * num_weights)
-            for bits in (8, 4) if dtype == torch.bfloat16 else ():
-                found = quantized_products(libraries, bits, rows)
+            if dtype != torch.bfloat16:
+                continue
+            for bits in (8, 4):
+                found = quantized_products(built, bits, rows)
                 show(f"{bits} bits, products, rows: {rows}", found, num_weights * bits / 8, 2 * rows * num_weights)
+            found = quantized_products(built, 8, rows, dynamic=True)
+            show(f"int8-dynamic, products, rows: {rows}", found, num_weights, 2 * rows * num_weights)
         for num_seqs, length in ((18, 130), (32, 256)):
             times = attention(backends, dtype, num_seqs, length, args.blocks)
             keys = 28 * num_seqs * length * DIM

@@ -73,11 +73,13 @@ class KernelLibrary:
         source: the C++ file of `SOURCES` that has the kernels. The library's file has its name, too.
         typed: the functions that are there once for each dtype.
         untyped: the functions that move bytes of any dtype.
+        flags: of the compiler, in addition to FLAGS.
     """
 
     source: ClassVar[str]
     typed: ClassVar[Mapping[str, Signature]]
     untyped: ClassVar[Mapping[str, Signature]] = {}
+    flags: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
@@ -197,7 +199,9 @@ def _load(compiler: str, kind: type[AnyLibrary]) -> AnyLibrary:
     """Load a library from the cache folder, or compile it there (elsewhere if the folder cannot be written)."""
     sources = sorted(SOURCES.glob("*"))
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
-    key = "\0".join((*(source.read_text() for source in sources), version, " ".join(FLAGS), _processor()))
+    key = "\0".join(
+        (*(source.read_text() for source in sources), version, " ".join((*FLAGS, *kind.flags)), _processor())
+    )
     folder = cache_folder()
     target = folder / f"cpu_{Path(kind.source).stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     if target.is_file():
@@ -213,7 +217,7 @@ def _load(compiler: str, kind: type[AnyLibrary]) -> AnyLibrary:
         is_kept = False
     with scratch:
         built = Path(scratch.name) / target.name
-        command = [compiler, *_usable_flags(compiler), str(SOURCES / kind.source), "-o", str(built)]
+        command = [compiler, *_usable_flags(compiler), *kind.flags, str(SOURCES / kind.source), "-o", str(built)]
         subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
         if is_kept:
             # Another process may be loading the file: replace is atomic, so nobody reads half of it.

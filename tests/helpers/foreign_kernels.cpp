@@ -1,7 +1,11 @@
 // Runs one CPU kernel on arguments from a file and writes the buffers back: so that kernels built for another processor
 // can be called through an emulator. The file: for each argument of the kernel its size in bytes, and its content.
+#ifdef DYNAMIC
+#include "dynamic.cpp"
+#else
 #include "kernels.cpp"
 #include "quantized.cpp"
+#endif
 
 #include <cstdio>
 #include <map>
@@ -28,12 +32,16 @@ template <class... Types> void run(void (*kernel)(Types...), Arguments& argument
     {#name "_bfloat16", [](Arguments& a) { run(name##_bfloat16, a); }}, \
     {#name "_float32", [](Arguments& a) { run(name##_float32, a); }}
 const std::map<std::string, void (*)(Arguments&)> KERNELS = {
+#ifdef DYNAMIC
+    KERNEL(linear_dynamic), KERNEL(dynamic_rows), {"pack_dynamic", [](Arguments& a) { run(pack_dynamic, a); }}};
+#else
     KERNEL(linear), KERNEL(attend), KERNEL(add_rms_norm), KERNEL(silu_and_mul), KERNEL(norm_rope_store), KERNEL(sample),
     KERNEL(grouped_linear), KERNEL(route), KERNEL(combine), KERNEL(causal_conv), KERNEL(gated_delta),
     KERNEL(gated_rms_norm), KERNEL(sigmoid_and_mul),
     KERNEL(pack_codes), KERNEL(weight_rows), KERNEL(linear_codes), KERNEL(grouped_codes),
     {"edit_logits", [](Arguments& a) { run(edit_logits, a); }},
     {"pack", [](Arguments& a) { run(pack, a); }}, {"packed_rows", [](Arguments& a) { run(packed_rows, a); }}};
+#endif
 
 int main(int, char** argv) {
     Arguments arguments;

@@ -9,33 +9,38 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.cpu_library import _SUFFIXES, FLAGS, PANEL, SOURCES, CpuLibrary, _units_per_row
+from nanovllm.kernels.cpu_library import _SUFFIXES, FLAGS, PANEL, SOURCES, CpuLibrary, KernelLibrary, _units_per_row
 from nanovllm.quantized.cpu_matrix import QuantizedLibrary
+from nanovllm.quantized.dynamic_cpu import DynamicLibrary
 
 COMPILER = "aarch64-linux-gnu-g++"
 EMULATOR = "qemu-aarch64"
 THREADS = 2
-SIGNATURES = {**CpuLibrary.typed, **QuantizedLibrary.typed}
+SIGNATURES = {**CpuLibrary.typed, **QuantizedLibrary.typed, **DynamicLibrary.typed, **DynamicLibrary.untyped}
 HAS_EMULATOR = shutil.which(COMPILER) is not None and shutil.which(EMULATOR) is not None
 
 
 class ForeignLibrary:
-    """Stands for both libraries, with kernels for 64-bit Arm, for a processor by the compiler's name."""
+    """Stands for a library with kernels for 64-bit Arm, for a processor by the compiler's name.
 
-    def __init__(self, folder: Path, march: str) -> None:
+    A DynamicLibrary has a program of its own, as it is compiled with flags of its own. All others are one program.
+    """
+
+    def __init__(self, folder: Path, march: str, kind: type[KernelLibrary] = CpuLibrary) -> None:
         self._program = folder / "kernels"
         self._file = folder / "arguments"
         flags = [flag for flag in FLAGS if flag not in ("-march=native", "-fPIC", "-shared")]
         source = Path(__file__).with_suffix(".cpp")
+        flags += [*kind.flags, *(["-DDYNAMIC"] if kind is DynamicLibrary else [])]
         flags += [f"-march={march}", "-static", "-I", str(SOURCES)]
         subprocess.run([COMPILER, *flags, str(source), "-o", str(self._program)], check=True)
 
-    def call(self, name: str, dtype: torch.dtype, *arguments: Tensor | float | None) -> None:
+    def call(self, name: str, dtype: torch.dtype | None, *arguments: Tensor | float | None) -> None:
         if name == "edit_logits":  # of float32 alone
             return self._run(name, "ppppppqq", arguments)
         pointers, integers, _ = SIGNATURES[name]
         kinds = "p" * pointers + "q" * integers + "f" * (len(arguments) - pointers - integers)
-        return self._run(f"{name}_{_SUFFIXES[dtype]}", kinds, arguments)
+        return self._run(name if dtype is None else f"{name}_{_SUFFIXES[dtype]}", kinds, arguments)
 
     def pack(self, weight: Tensor, in_place: bool = False) -> Tensor:
         out_features, in_features = weight.shape

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from helpers.cpu_checks import BF16, CPU, FP32, attend_after_storing, rounding
 from helpers.delta_cases import DeltaLayer, assert_delta_is_the_reference
+from helpers.dynamic_checks import check_dynamic_products
 from helpers.kernel_cases import assert_tokens_near, attention_tolerance, edit_case, sample_case
 from helpers.quantized_checks import FORMATS, check_quantized_experts, check_quantized_products
 from nanovllm.backends import cpu_backend
@@ -31,8 +32,9 @@ from nanovllm.backends.torch_backend import TorchBackend
 from nanovllm.kernels.cpu_library import FLAGS, PANEL, SOURCES, CpuLibrary
 from nanovllm.kernels.edit_logits import edit_logits_reference
 from nanovllm.kernels.route import route_reference
-from nanovllm.quantized import cpu_matrix
+from nanovllm.quantized import cpu_matrix, dynamic_cpu
 from nanovllm.quantized.cpu_matrix import QuantizedLibrary
+from nanovllm.quantized.dynamic_cpu import DynamicLibrary
 
 COMPILER = os.environ.get("CXX") or "g++"
 SANITIZERS = ["-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
@@ -51,11 +53,12 @@ def find_runtime() -> str | None:
 
 
 def build(folder: Path) -> Path:
-    """Build both libraries in a folder. Return the path of the first one."""
+    """Build the libraries in a folder. Return the path of the one that every model needs."""
     flags = [flag for flag in FLAGS if flag != "-O3"]
-    for kind in (QuantizedLibrary, CpuLibrary):
+    for kind in (QuantizedLibrary, DynamicLibrary, CpuLibrary):
         target = (folder / kind.source).with_suffix(".so")
-        subprocess.run([COMPILER, *flags, *SANITIZERS, str(SOURCES / kind.source), "-o", str(target)], check=True)
+        command = [COMPILER, *flags, *kind.flags, *SANITIZERS, str(SOURCES / kind.source), "-o", str(target)]
+        subprocess.run(command, check=True)
     return target
 
 
@@ -180,6 +183,11 @@ class Fuzzer:
         check_quantized_products(name, dtype, 2 * draw.randrange(1, 330), draw.randrange(1, 140))
         check_quantized_experts(name, dtype, 2 * draw.randrange(1, 60), draw.randrange(1, 70))
 
+    def check_dynamic(self, dtype: torch.dtype) -> None:
+        draw = self.draw_quantized
+        rows = (1, draw.randrange(2, 13), draw.randrange(13, 280))
+        check_dynamic_products(draw.randrange(1, 700), draw.randrange(1, 140), dtype, rows, draw.randrange(2**30))
+
     def check_linear_attention(self, dtype: torch.dtype) -> None:
         group = self.draw.randrange(1, 4)
         key_heads = self.draw.randrange(1, 4)
@@ -209,6 +217,7 @@ class Fuzzer:
             self.check_attention,
             self.check_experts,
             self.check_quantized,
+            self.check_dynamic,
             self.check_linear_attention,
             self.check_sampling,
         ]
@@ -230,6 +239,7 @@ class Fuzzer:
 def main(path: str, task: str, seconds: str = "1", seed: str = "0") -> None:
     library = Watched(Path(path))
     quantized = QuantizedLibrary(Path(path).with_name("quantized.so"))
+    dynamic = DynamicLibrary(Path(path).with_name("dynamic.so"))
     maps = Path("/proc/self/maps").read_text()
     assert path in maps and "libasan" in maps, "the instrumented library is not the one in use"
     print(f"loaded {path}", flush=True)
@@ -243,6 +253,8 @@ def main(path: str, task: str, seconds: str = "1", seed: str = "0") -> None:
         cpu_backend.cpu_library = lambda: library  # type: ignore[assignment]
         cpu_matrix.cpu_library = lambda: library  # type: ignore[assignment]
         cpu_matrix.quantized_library = lambda: quantized  # type: ignore[assignment]
+        dynamic_cpu.cpu_library = lambda: library  # type: ignore[assignment]
+        dynamic_cpu.dynamic_library = lambda: dynamic  # type: ignore[assignment]
         print(Fuzzer(library, int(seed)).run(float(seconds)), flush=True)
 
 

@@ -1,6 +1,7 @@
 """The CPU kernels built for other processors than this one compute what the references do."""
 
 import platform
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ from helpers.cpu_checks import (
     check_sampled_tokens,
     check_small_operators,
 )
+from helpers.dynamic_checks import check_dynamic_products
 from helpers.foreign_kernels import HAS_EMULATOR, ForeignLibrary
 from helpers.quantized_checks import FORMATS, check_quantized_experts, check_quantized_products
 
 from nanovllm.backends.cpu_backend import CpuBackend
 from nanovllm.kernels import cpu_library
 from nanovllm.quantized.cpu_matrix import QuantizedLibrary
+from nanovllm.quantized.dynamic_cpu import DynamicLibrary
 
 pytestmark = pytest.mark.slow
 
@@ -30,8 +33,14 @@ NEEDS: dict[str, set[str]] = {
     "cascadelake": {"avx512f", "avx512_vnni"},
     "armv8-a": set(),
     "armv8.6-a+bf16": set(),  # it has a dot product of bfloat16
+    "x86-64": set(),
+    "skylake-avx512": {"avx512f", "avx512bw", "avx512dq", "avx512cd", "avx512vl"},
+    "armv8.2-a+dotprod": set(),
 }
 """Features that a processor needs to run code built for another."""
+
+EVERYTHING = ("x86-64-v3", "cascadelake", "armv8-a", "armv8.6-a+bf16")
+"""The processors for which all kernels are built. For the others it is only those that multiply in whole numbers."""
 
 
 def missing(processor: str) -> str | None:
@@ -43,7 +52,7 @@ def missing(processor: str) -> str | None:
     return f"this processor lacks {', '.join(sorted(unknown))}" if unknown else None
 
 
-@pytest.fixture(scope="module", params=NEEDS)
+@pytest.fixture(scope="module", params=EVERYTHING)
 def libraries(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     """Both libraries, built for a processor: run by this one where it can, else by an emulator."""
     if reason := missing(request.param):
@@ -52,11 +61,17 @@ def libraries(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     if request.param.startswith("arm"):
         library = ForeignLibrary(folder, request.param)
         return library, library
+    built, quantized = build(folder, request.param, [cpu_library.CpuLibrary, QuantizedLibrary])
+    return built, quantized
+
+
+def build(folder: Path, processor: str, kinds: Sequence[type[cpu_library.KernelLibrary]]) -> list[Any]:
+    """Build libraries for another x86-64 processor."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
-        flags = [f"-march={request.param}" if flag == "-march=native" else flag for flag in cpu_library.FLAGS]
+        flags = [f"-march={processor}" if flag == "-march=native" else flag for flag in cpu_library.FLAGS]
         patch.setattr(cpu_library, "FLAGS", flags)
-        return cpu_library._load("g++", cpu_library.CpuLibrary), cpu_library._load("g++", QuantizedLibrary)
+        return [cpu_library._load("g++", kind) for kind in kinds]
 
 
 @pytest.fixture
@@ -112,3 +127,23 @@ def test_edited_logits_are_the_references(backend: CpuBackend) -> None:
 def test_quantised_products_are_those_of_the_weights(name: str, dtype: Any) -> None:
     check_quantized_products(name, dtype, 208, 50)
     check_quantized_experts(name, dtype, 64, 40)
+
+
+@pytest.mark.parametrize("processor", NEEDS)
+def test_products_in_whole_numbers_have_the_same_bits_on_every_processor(
+    processor: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are those of plain torch. Tiles, instructions and widths of vectors differ."""
+    if reason := missing(processor):
+        pytest.skip(reason)
+    if processor.startswith("arm"):
+        library: Any = ForeignLibrary(tmp_path, processor, DynamicLibrary)
+        sizes = [(1, 13), (300,)]
+    else:
+        (library,) = build(tmp_path, processor, [DynamicLibrary])
+        sizes = [(*range(1, 27), 300)]
+    monkeypatch.setattr("nanovllm.quantized.dynamic_cpu.dynamic_library", lambda: library)
+    for rows in sizes:
+        for dtype in (BF16, FP32):
+            check_dynamic_products(208, 50, dtype, rows)
+            check_dynamic_products(390, 130, dtype, rows)

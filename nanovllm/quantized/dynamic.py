@@ -1,0 +1,72 @@
+"""Products in whole numbers: int8 weights times activations that are rounded to int8 while a product runs.
+
+This is the plain-torch form. The C++ kernels of kernels/cpu/dynamic.h compute the same bits, and are compared with it.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from nanovllm.quantized.codes import Codes
+from nanovllm.utils.integers import ceil_div
+
+GROUP = 128
+"""Inputs in a row of the activations that share a scale, as in kernels/cpu/dynamic.h."""
+
+TINY = 2.0**-100
+"""A group counts as zeros if no magnitude in it is larger: the reciprocal of a smaller one may be infinite."""
+
+
+def round_inputs(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Round activations x [n, in] to whole numbers, in float32.
+
+    For each row and group of GROUP inputs: scale = max |x| / 127, and code = round(x * (127 / max |x|)), ties to even.
+    Every operation is rounded by itself. A group with a NaN or an infinity gets the scale NaN.
+
+    Returns:
+        Codes from -127 to 127, float32 [n, groups, GROUP], padded with zeros; and scales, float32 [n, groups].
+    """
+    n, size = x.shape
+    padded = F.pad(x.to(torch.float32), (0, -size % GROUP)).view(n, ceil_div(size, GROUP), GROUP)
+    most = padded.abs().amax(2)
+    largest = torch.full_like(most, 127)  # with a number instead, torch may multiply by a reciprocal
+    inverse = torch.where(most >= TINY, largest / most, 0)
+    codes = (padded * inverse.unsqueeze(2)).round_()
+    scales = torch.where(most >= TINY, most / largest, 0).masked_fill_(~most.isfinite(), torch.nan)
+    return codes.masked_fill_(~most.isfinite().unsqueeze(2), 0), scales
+
+
+def multiply_rounded(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply rounded activations x [n, in] by a matrix: x W^T + bias, [n, out].
+
+    The sum of a group is below 2^24, so float32 holds it and all its partial sums exactly, whatever their order.
+
+    Args:
+        codes: int8 [out, in], from -127 to 127.
+        scales: float32 [out].
+    """
+    inputs, input_scales = round_inputs(x)
+    total = x.new_zeros(len(x), len(codes), dtype=torch.float32)
+    for group in range(inputs.shape[1]):
+        weights = codes[:, group * GROUP : (group + 1) * GROUP].to(torch.float32)
+        sums = inputs[:, group, : weights.shape[1]] @ weights.T
+        total += sums.mul_(input_scales[:, group, None])
+    total *= scales
+    return (total if bias is None else total.add_(bias)).to(x.dtype)
+
+
+class DynamicMatrix:
+    """A `PackedMatrix` of int8 codes [out, in] with one scale a row, in plain torch: slow, and for every device."""
+
+    def __init__(self, codes: Codes, dtype: torch.dtype) -> None:
+        """dtype is that of the rows of an embedding."""
+        self._codes = codes
+        self._dtype = dtype
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [n, in] -> x W^T + bias [n, out]."""
+        return multiply_rounded(x, self._codes.codes, self._codes.scales[:, 0], bias)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """Return the weights of the rows [n, in] at indices [n], rounded to the dtype."""
+        return self._codes.take_rows(indices.long()).dequantize().to(self._dtype)

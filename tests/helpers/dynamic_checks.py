@@ -1,0 +1,39 @@
+"""Checks of the C++ kernels that multiply in whole numbers, for any build of them: bit for bit against plain torch."""
+
+import torch
+from torch import Tensor
+
+from nanovllm.backends.cpu_backend import Scratch
+from nanovllm.quantized.codes import quantize_int8
+from nanovllm.quantized.dynamic import DynamicMatrix
+from nanovllm.quantized.dynamic_cpu import DynamicCpuMatrix
+
+ROWS = (1, 2, 3, 6, 7, 12, 13, 25, 65)
+"""Numbers of rows around the sizes of tiles."""
+
+
+def draw_inputs(rows: int, size: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    """Draw activations with rows of zeros, of outliers, and of magnitudes near the ends of float32's range."""
+    x = torch.randn(rows, size, generator=generator)
+    x[:, 0] *= 50
+    for row, factor in enumerate((1e30, 0.0, 1e-28, 1.0, 1e-33, 1e-42)):
+        x[row::7] *= factor
+    return x.to(dtype)
+
+
+def check_dynamic_products(
+    in_features: int, out_features: int, dtype: torch.dtype, rows: tuple[int, ...] = ROWS, seed: int = 0
+) -> None:
+    """Products and rows have the bits of plain torch, whatever the number of rows beside a row."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = quantize_int8(torch.randn(out_features, in_features, generator=generator))
+    x = draw_inputs(max(rows), in_features, dtype, generator)
+    bias = torch.randn(out_features, generator=generator).to(dtype)
+    plain = DynamicMatrix(codes, dtype)
+    packed = DynamicCpuMatrix(codes, dtype, Scratch())
+    indices = torch.arange(0, out_features, 1 + out_features // 40)
+    assert torch.equal(packed.rows(indices), plain.rows(indices))
+    assert torch.equal(packed.multiply(x[: rows[0]], None), plain.multiply(x[: rows[0]], None))
+    expected = plain.multiply(x, bias)
+    for count in rows:
+        assert torch.equal(packed.multiply(x[:count], bias), expected[:count])
