@@ -14,6 +14,7 @@ from nanovllm.models.config import Shape, limit_length, load_model_config, read_
 from nanovllm.models.hub import as_path, download, find_folder
 from nanovllm.models.shapes import PRESETS, preset_config
 from nanovllm.quantized.checkpoints import describe_format, find_format
+from nanovllm.quantized.formats import Format
 from nanovllm.runner.kv_memory import GpuMemory
 from nanovllm.utils.checks import quote
 
@@ -160,7 +161,8 @@ def _resolve(hf_config: "PretrainedConfig", config: EngineConfig, gpu_memory: in
     shape = Shape.from_config(hf_config)
     item = DTYPE_BYTES[str(resolved["dtype"])]
     if shape.delta is not None and config.max_num_seqs is None:
-        room = int(gpu_memory * config.gpu_memory_utilization) - shape.num_parameters * item // config.num_ranks
+        weights = count_weights(find_format(config.quantization, hf_config), shape, item)
+        room = int(gpu_memory * config.gpu_memory_utilization) - weights // config.num_ranks
         resolved["max_num_seqs"] = fit_rows(room, shape.row_bytes(item) // config.num_ranks)
     return ResolvedConfig(**{**vars(config), **resolved})
 
@@ -184,13 +186,18 @@ def _estimate(hf_config: "PretrainedConfig", config: ResolvedConfig, gpu_memory:
     named = config.dtype if format is None else describe_format(format, config.dtype)
 
     def estimate_share(one: Shape) -> Estimate:
-        weights = one.num_parameters * item if format is None else format.count_bytes(one, item)
+        weights = count_weights(format, one, item)
         states = one.row_bytes(item) * (config.max_num_seqs + 1)
         taken = replace(memory, weights=weights, states=states)
         return Estimate(config, shape.num_parameters, taken, one.kv_bytes(item), named)
 
     estimates = [estimate_share(one) for one in shares]
     return min(estimates, key=lambda one: one.num_tokens)  # all stages have as many blocks as the poorest
+
+
+def count_weights(format: Format | None, shape: Shape, itemsize: int) -> int:
+    """Return the bytes of a model's weights. `format` is None if none is quantised."""
+    return shape.count_bytes(itemsize) if format is None else format.count_bytes(shape, itemsize)
 
 
 def _advise(hf_config: "PretrainedConfig", estimated: Estimate) -> list[str]:

@@ -68,7 +68,7 @@ def _load_engine(asked: EngineConfig) -> LLMEngine:
     can_generate = has_lm_head(hf_config, weights)
     if not can_generate:
         hf_config.tie_word_embeddings = True  # then the decoder allocates no head
-    config = resolve(asked, hf_config)
+    config = resolve(asked, hf_config, find_byte_counter(asked, hf_config))
     if (quantizer := make_quantizer(config, hf_config)) is not None:  # a format that cannot be read is refused here
         quantizer.announce(Shape.from_config(hf_config))
         config = replace(config, quantization=quantizer.name)
@@ -202,9 +202,24 @@ def find_decoder(hf_config: "PretrainedConfig") -> type[Decoder]:
     return Decoder
 
 
+def find_byte_counter(asked: EngineConfig, hf_config: "PretrainedConfig") -> Callable[[Shape, int], int]:
+    """Return what counts the memory of a model's weights: in their own format if they are quantised."""
+    if not is_quantized(asked, hf_config):
+        return Shape.count_bytes
+    from nanovllm.quantized.checkpoints import find_format
+
+    format = find_format(asked.quantization, hf_config)
+    return Shape.count_bytes if format is None else format.count_bytes
+
+
+def is_quantized(asked: EngineConfig | ResolvedConfig, hf_config: "PretrainedConfig") -> bool:
+    """Return whether the options or config.json ask for quantised matrices."""
+    return asked.quantization is not None or bool(getattr(hf_config, "quantization_config", None))
+
+
 def make_quantizer(config: ResolvedConfig, hf_config: "PretrainedConfig") -> Quantizer | None:
     """Return what gives the model quantised matrices; None if neither its options nor its config.json ask for any."""
-    if config.quantization is None and not getattr(hf_config, "quantization_config", None):
+    if not is_quantized(config, hf_config):
         return None
     from nanovllm.quantized.loading import ModelQuantizer
 

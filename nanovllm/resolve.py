@@ -1,6 +1,7 @@
 """Turns every "auto" into a value for one model on this machine, and refuses what cannot run here."""
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -27,8 +28,13 @@ SMALLEST_BUDGET = 128
 """With fewer tokens a step would multiply more slowly."""
 
 
-def resolve(config: EngineConfig, hf_config: "PretrainedConfig") -> ResolvedConfig:
+def resolve(
+    config: EngineConfig, hf_config: "PretrainedConfig", count_bytes: Callable[[Shape, int], int] = Shape.count_bytes
+) -> ResolvedConfig:
     """Turn every "auto" into a value.
+
+    Args:
+        count_bytes: returns the memory of a model's weights, if those that are not quantised take so many bytes each.
 
     Raises:
         ValueError: an option asks for something that cannot run here; the message says why.
@@ -60,7 +66,9 @@ def resolve(config: EngineConfig, hf_config: "PretrainedConfig") -> ResolvedConf
     }
     if shape.delta is not None:
         check_state_options(config)
-        num_seqs = config.max_num_seqs or count_rows_that_fit(config, shape, device, dtype)
+        weights = count_bytes(shape, dtype.itemsize) // config.num_ranks
+        row_bytes = shape.row_bytes(dtype.itemsize)
+        num_seqs = config.max_num_seqs or count_rows_that_fit(config, device, weights, row_bytes)
         resolved |= {"enable_prefix_caching": False, "max_num_seqs": num_seqs}
     if stages > 1:
         resolved["depth"] = stages
@@ -82,14 +90,18 @@ def check_state_options(config: EngineConfig) -> None:
     logger.info("prefix caching is off: the model keeps a state for each sequence")
 
 
-def count_rows_that_fit(config: EngineConfig, shape: Shape, device: torch.device, dtype: torch.dtype) -> int:
-    """Return the max_num_seqs of a model with a state per row, by the memory that is free before it is loaded."""
+def count_rows_that_fit(config: EngineConfig, device: torch.device, weights: int, row_bytes: int) -> int:
+    """Return the max_num_seqs of a model with a state per row, by the memory that is free before it is loaded.
+
+    Args:
+        weights: bytes of one rank's weights.
+        row_bytes: of a row's state, of all ranks.
+    """
     if device.type != "cuda":
-        return fit_rows(cpu_cache_budget(), shape.row_bytes(dtype.itemsize))  # ranks on a CPU share its memory
+        return fit_rows(cpu_cache_budget(), row_bytes)  # ranks on a CPU share its memory
     free, total = torch.cuda.mem_get_info(device)
-    weights = shape.num_parameters * dtype.itemsize // config.num_ranks
     room = min(free, int(total * config.gpu_memory_utilization)) - weights
-    return fit_rows(room, shape.row_bytes(dtype.itemsize) // config.num_ranks)
+    return fit_rows(room, row_bytes // config.num_ranks)
 
 
 def fit_rows(room: int, row_bytes: int) -> int:

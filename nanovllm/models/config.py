@@ -364,6 +364,10 @@ class Shape:
         vocabulary = self.vocab * self.hidden * (1 if self.tied else 2) * self.has_embedding
         return matrices + experts + vocabulary + vectors
 
+    def count_bytes(self, itemsize: int) -> int:
+        """Return the memory of the weights if none is quantised."""
+        return self.num_parameters * itemsize
+
     def kv_bytes(self, itemsize: int) -> int:
         """Return the bytes of one token's keys and values, in all layers."""
         return 2 * self.attention_layers * self.kv_heads * self.head_dim * itemsize

@@ -99,7 +99,7 @@ class Format:
 
     def count_bytes(self, shape: Shape, itemsize: int) -> int:
         """Return the memory of a model's weights, if those that are not quantised take `itemsize` bytes each."""
-        total = shape.num_parameters * itemsize
+        total = shape.count_bytes(itemsize)
         if self.bits == 16:
             return total
         matrices = [*shape.matrices[:ROUTER], *shape.matrices[ROUTER + 1 :]]

@@ -300,8 +300,8 @@ class Filling:
                 self._model.backend.prepare_weights(module.parameters(recurse=False))
 
     def _find_tensors(self, name: str, target: WeightTarget, names: Collection[str]) -> RawTensors:
-        if not name.endswith(".weight") or target.view.dim() != 2:
-            return {}
+        if not name.endswith(".weight") or target.view.dim() != 2 or len(target.shape) != 2:
+            return {}  # a convolution's weights are a matrix here, but not in the checkpoint
         return self.format.find_tensors(name.removesuffix(".weight"), names, *target.shape)
 
     def is_quantized(self, path: str) -> bool:

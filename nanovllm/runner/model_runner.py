@@ -278,7 +278,7 @@ class ModelRunner:
         quantizer = self.quantizer
         itemsize = self.dtype.itemsize
         if quantizer is None:
-            num_bytes = self.shape.num_parameters * itemsize
+            num_bytes = self.shape.count_bytes(itemsize)
             advice = 'choose a smaller model, a smaller dtype, or quantization="int8"'
         else:
             num_bytes = quantizer.count_bytes(self.shape, itemsize)

@@ -30,7 +30,7 @@ def round_rows(weight: Tensor) -> Tensor:
 
 def is_quantised(name: str, is_tied: bool) -> bool:
     """Whether int8 at load quantises the tensor of this name."""
-    if "norm" in name or name.endswith((".bias", ".gate.weight")):
+    if "norm" in name or name.endswith((".bias", ".gate.weight", ".conv1d.weight", ".A_log", ".dt_bias")):
         return False
     return is_tied if "embed_tokens" in name else True
 

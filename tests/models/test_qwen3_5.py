@@ -17,7 +17,10 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.backends import RowState
 from nanovllm.config import EngineConfig
 from nanovllm.estimate import estimate, read_config
-from nanovllm.resolve import fit_rows
+from nanovllm.load import find_byte_counter
+from nanovllm.models.config import Shape
+from nanovllm.quantized.formats import INT8
+from nanovllm.resolve import count_rows_that_fit, fit_rows
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "two value heads a key head": {},
@@ -239,6 +242,24 @@ def test_an_estimate_counts_the_states() -> None:
     assert stages.fits and stages.kv_bytes_per_token > 0, "the first stages have no keys and values"
 
 
+def test_quantised_weights_leave_room_for_more_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU with 12 GiB free, the 4B takes 8 GiB in bfloat16, and half of that in int8."""
+    config = read_config("qwen3.5-4b")
+    shape = Shape.from_config(config)
+    dense = EngineConfig("qwen3.5-4b")
+    int8 = EngineConfig("qwen3.5-4b", quantization="int8")
+    assert find_byte_counter(dense, config)(shape, 2) == 2 * shape.num_parameters
+    weights = find_byte_counter(int8, config)(shape, 2)
+    assert weights == INT8.count_bytes(shape, 2) < 1.1 * shape.num_parameters
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (12 << 30, 24 << 30))
+    rows = count_rows_that_fit(int8, torch.device("cuda"), weights, shape.row_bytes(2))
+    assert rows == fit_rows((12 << 30) - weights, shape.row_bytes(2))
+    assert rows > count_rows_that_fit(dense, torch.device("cuda"), 2 * shape.num_parameters, shape.row_bytes(2))
+    estimates = [estimate(config, options, 12 << 30) for options in (dense, int8)]
+    assert estimates[1].memory.weights == weights
+    assert estimates[0].config.max_num_seqs < estimates[1].config.max_num_seqs < 512
+
+
 # ---- compiled kernels
 
 
@@ -250,14 +271,17 @@ def test_compiled_kernels_say_the_same(backend: str, folder: Path, model: PreTra
     check_greedy(model, prompts, answers)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_request_has_the_same_bits_in_any_company(dtype: str, folder: Path, model: PreTrainedModel) -> None:
+@pytest.mark.parametrize(("dtype", "quantization"), [("float32", None), ("bfloat16", None), ("bfloat16", "int8")])
+def test_a_request_has_the_same_bits_in_any_company(
+    dtype: str, quantization: str | None, folder: Path, model: PreTrainedModel
+) -> None:
     """With the CPU kernels log-probabilities of prompts and outputs are equal: alone, together, preempted, chunked."""
     prompts = draw_prompts(LENGTHS[1:])
     params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=20, logprobs=2, prompt_logprobs=1)
 
     def run(some: list[list[int]], **options: Any) -> list[tuple[Any, ...]]:
-        with LLM(folder, **OPTIONS | {"attention_backend": "cpu", "dtype": dtype} | options) as llm:
+        ours = OPTIONS | {"attention_backend": "cpu", "dtype": dtype, "quantization": quantization}
+        with LLM(folder, **ours | options) as llm:
             outputs = llm.generate(some, params, use_tqdm=False)
         return [(output["token_ids"], output["logprobs"], output["prompt_logprobs"]) for output in outputs]
 

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.hybrids import TINY_HYBRID
 from helpers.quantized import GREEDY, PROMPTS, run, save_rounded
 from helpers.tiny import SMALL, edit_json, save_random
 from safetensors.torch import load_file, save_file
-from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3MoeForCausalLM
+from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3_5ForCausalLM, Qwen3MoeForCausalLM
 
 from nanovllm import LLM
 from nanovllm.cli import main
@@ -29,6 +30,7 @@ FAMILIES = {
     "qwen2": {"model_class": Qwen2ForCausalLM, "head_dim": ...},
     "llama": {"model_class": LlamaForCausalLM, "attention_bias": True},
     "moe": {"model_class": Qwen3MoeForCausalLM, **MOE},
+    "qwen3_5": {"model_class": Qwen3_5ForCausalLM, **TINY_HYBRID},
 }
 
 

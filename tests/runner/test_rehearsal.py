@@ -167,7 +167,7 @@ def test_experts(experts: Path) -> None:
     assert tokens(serve(experts)) == tokens(expect(experts))
 
 
-@pytest.mark.parametrize("kind", ["dense", "experts"])
+@pytest.mark.parametrize("kind", ["dense", "experts", "hybrid"])
 def test_quantised_weights(kind: str, request: pytest.FixtureRequest) -> None:
     """Embedding, head, projections and experts are int8. Decodes run as graphs, with default options."""
     model = request.getfixturevalue(kind)
