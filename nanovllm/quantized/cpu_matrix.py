@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from nanovllm.backends.cpu_backend import Scratch
-from nanovllm.kernels.cpu_library import PANEL, KernelLibrary, cpu_library, open_library
+from nanovllm.kernels.cpu_library import PANEL, KernelLibrary, open_library
 from nanovllm.kernels.route import Routing
 from nanovllm.quantized.codes import Codes
+from nanovllm.quantized.huge_pages import huge_pages
 from nanovllm.utils.integers import ceil_div
 
 CHUNK = 64
@@ -75,8 +76,7 @@ class PackedCodes:
             self.format = WHOLE_INT8 if codes.codes.numel() and codes.codes.min() == -128 else INT8
         size = ceil_div(self.out_features, PANEL) * ceil_div(self.in_features, inputs) * CHUNK
         matrices = codes.codes.reshape(-1, *codes.codes.shape[-2:]).contiguous()
-        packed = torch.empty(len(matrices), size, dtype=torch.uint8)
-        cpu_library().advise_huge_pages(packed)
+        packed = huge_pages.empty(len(matrices) * size).view(len(matrices), size)
         for matrix, target in zip(matrices, packed, strict=True):
             self.call("pack_codes", matrix, target, self.out_features, self.in_features)
         zeros = None
@@ -155,4 +155,4 @@ def _by_panel(values: Tensor) -> Tensor:
     panels = ceil_div(out, PANEL)
     padded = values.new_zeros(*first, panels * PANEL, groups)
     padded[..., :out, :] = values
-    return padded.view(*first, panels, PANEL, groups).transpose(-1, -2).contiguous()
+    return huge_pages.copy(padded.view(*first, panels, PANEL, groups).transpose(-1, -2))

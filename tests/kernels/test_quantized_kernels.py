@@ -1,7 +1,9 @@
 """The C++ kernels for quantised matrices compute what the dequantised weights give, with the same bits in any batch."""
 
+import gc
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from helpers.quantized_checks import (
 from nanovllm.backends.cpu_backend import Scratch
 from nanovllm.quantized.codes import quantize_int8
 from nanovllm.quantized.cpu_matrix import CpuMatrix, quantized_library
+from nanovllm.quantized.huge_pages import BLOCK, HUGE_PAGE, LINE, HugePages
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -84,6 +87,28 @@ def test_groups_that_the_kernels_cannot_cut_are_refused() -> None:
     codes = draw_codes((32, 64), "int4", torch.Generator())
     with pytest.raises(ValueError, match="a multiple of 4 inputs, not 6"):
         CpuMatrix(replace(codes, group_size=6), FP32, Scratch())
+
+
+def test_packed_matrices_share_blocks_that_end_with_them() -> None:
+    pages = HugePages()
+    sizes = [100, 64, 0, 3 * 2**20, BLOCK, 1, BLOCK + 5, 2**20]
+    lent = [pages.empty(size) for size in sizes]
+    for i, tensor in enumerate(lent):
+        assert tensor.shape == (sizes[i],) and tensor.data_ptr() % LINE == 0
+        tensor.fill_(i)
+    assert all(bool((tensor == i).all()) for i, tensor in enumerate(lent)), "two of them overlap"
+    assert lent[1].data_ptr() == lent[0].data_ptr() + 2 * LINE
+    assert lent[0].data_ptr() % HUGE_PAGE == 0
+    values = torch.randn(3, 70, 5).transpose(1, 2)
+    assert torch.equal(pages.copy(values), values)
+    assert pages._block is not None
+    block = pages._block()
+    assert block is not None
+    freed = weakref.ref(block)
+    del block, lent, tensor
+    gc.collect()
+    assert freed() is None
+    assert pages.empty(10).shape == (10,)
 
 
 def test_without_a_compiler_the_error_says_what_to_choose(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
