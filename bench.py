@@ -29,9 +29,9 @@ from benchmarks.bench_workload import Workload, make_workload
 from benchmarks.measuring import Recorder, commit
 from nanovllm import LLM, EngineConfig, SamplingParams
 from nanovllm.estimate import read_config
+from nanovllm.load import resolve_options
 from nanovllm.models.config import Shape
 from nanovllm.models.shapes import PRESETS, preset_config
-from nanovllm.resolve import resolve
 
 CPU_PRESET = {"num_seqs": 32, "input_len": [16, 128], "output_len": [16, 128], "dtype": "bfloat16"}
 
@@ -244,7 +244,7 @@ def main(arguments: list[str] | None = None) -> None:
     hf_config = read_config(args.model)
     names = ("model", "dtype", "device", "attention_backend", "tensor_parallel_size", "pipeline_parallel_size")
     names += ("max_num_seqs",)
-    resolved = resolve(EngineConfig(**{name: getattr(args, name) for name in names}), hf_config)
+    resolved = resolve_options(EngineConfig(**{name: getattr(args, name) for name in names}), hf_config)
     args.max_num_seqs = resolved.max_num_seqs
     device = torch.device(resolved.device)
     dtype = getattr(torch, resolved.dtype)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from nanovllm.config import EngineConfig
+from nanovllm.drafts.options import read_speculative_config
 from nanovllm.jobs import ray_guard
 from nanovllm.jobs.job import STATUS_HELP, Status
 from nanovllm.jobs.source import MAX_LINE_BYTES
@@ -297,7 +298,10 @@ def _doctor(options: argparse.Namespace) -> int:
 
 def _read_engine_config(options: argparse.Namespace) -> EngineConfig:
     given = {name: value for name, value in vars(options).items() if name in _ENGINE_FIELDS and name != "model"}
-    return EngineConfig.from_options(options.model, given)
+    config = EngineConfig.from_options(options.model, given)
+    if config.speculative_config is not None:  # an engine checks it when it is loaded, and a job has files by then
+        read_speculative_config(config.speculative_config)
+    return config
 
 
 def _add_engine_option(parser: Any, name: str) -> None:

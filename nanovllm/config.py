@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field
 from typing import Any, TypedDict
 
-from nanovllm.utils.checks import INT64_MAX, as_bool, as_choice, as_integer, quote, refuse, refuse_unknown
+from nanovllm.utils.checks import INT64_MAX, as_bool, as_choice, as_integer, refuse, refuse_unknown
 from nanovllm.utils.integers import ceil_div
 from nanovllm.vllm_names import REST, translate_options
 
@@ -20,6 +20,7 @@ QUANTIZATIONS = ("int8", "awq", "gptq", "compressed-tensors", "fp8")
 REASONING_PARSERS = ("qwen3", "deepseek_r1")
 TOOL_CALL_PARSERS = ("hermes", "llama3_json")
 
+DEFAULT_NUM_SEQS = 512
 MAX_NUM_SEQS = 1 << 16
 MAX_NUM_BATCHED_TOKENS = 1 << 24
 """Upper bounds of the options: the tables on host and device are made for so many rows or tokens, used or not."""
@@ -184,8 +185,6 @@ class EngineConfig:
         if not isinstance(use, (int, float)) or isinstance(use, bool) or not 0 < use <= 1:
             raise refuse(use, "gpu_memory_utilization", "above 0 and at most 1")
         check_integer("seed", -(2**63), limit="a signed 64-bit integer")
-        if self.speculative_config is not None:
-            put("speculative_config", read_speculative_config(self.speculative_config))
         for name in ("enforce_eager", "overlap"):
             as_bool(getattr(self, name), name)
         if self.enable_prefix_caching is not None:
@@ -215,9 +214,9 @@ class EngineConfig:
 class ResolvedConfig(EngineConfig):
     """An EngineConfig for one model on one machine. All values are plain, so that it travels as JSON.
 
-    Of the options, dtype, device, attention_backend and distributed_backend are no longer "auto", and max_model_len is
-    one that the model allows. `device` has its number, as in "cuda:0". The fields below replace the options
-    kvcache_block_size, enforce_eager and overlap, which keep what the user asked for.
+    Of the options, dtype, device and attention_backend are no longer "auto", nor is distributed_backend for several
+    ranks, and max_model_len is one that the model allows. `device` has its number, as in "cuda:0". The fields below
+    replace the options kvcache_block_size, enforce_eager and overlap, which keep what the user asked for.
 
     Attributes:
         max_num_seqs, max_num_batched_tokens, enable_prefix_caching: no longer None.
@@ -274,55 +273,3 @@ class EngineOptions(TypedDict, total=False):
     tool_call_parser: str | None
     trace: str | None
     seed: int
-
-
-# ---- speculative_config
-
-METHODS = ("ngram", "draft_model")
-MAX_NUM_DRAFTS = 64
-LOOKUP = 5
-"""The default of prompt_lookup_max and prompt_lookup_min, as in vLLM."""
-
-_KEYS = {
-    "ngram": ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min"),
-    "draft_model": ("method", "num_speculative_tokens", "model"),
-}
-
-
-def read_speculative_config(value: Any) -> dict[str, Any]:
-    """Check the option speculative_config, which has vLLM's keys, and fill in its defaults.
-
-    Returns:
-        A dict of plain values, so that it travels as JSON.
-
-    Raises:
-        ValueError: a key or a value is wrong; the message says which.
-    """
-    if not isinstance(value, Mapping):
-        raise refuse(value, "speculative_config", 'a dict, as {"method": "ngram", "num_speculative_tokens": 8}')
-    given = {str(key): entry for key, entry in value.items() if entry is not None}
-    method = given.setdefault("method", "draft_model" if "model" in given else "ngram")
-    as_choice(method, "speculative_config: method", METHODS)
-    if unknown := given.keys() - set(_KEYS[method]):
-        raise ValueError(
-            f'speculative_config has the key {quote(min(unknown))}; with method "{method}" it may have '
-            + ", ".join(_KEYS[method])
-        )
-    if "num_speculative_tokens" not in given:
-        raise ValueError(f"speculative_config lacks num_speculative_tokens; it must be from 1 to {MAX_NUM_DRAFTS}")
-
-    def integer(name: str, low: int, high: int) -> int:
-        return as_integer(given[name], f"speculative_config: {name}", low, high)
-
-    given["num_speculative_tokens"] = integer("num_speculative_tokens", 1, MAX_NUM_DRAFTS)
-    if method == "draft_model":
-        if not isinstance(given.get("model"), str) or not given["model"]:
-            raise refuse(given.get("model"), "speculative_config: model", "a folder or a name")
-        return given
-    # If only one of the two bounds is given, the other takes its value.
-    longest = given.get("prompt_lookup_max", given.get("prompt_lookup_min", LOOKUP))
-    given.setdefault("prompt_lookup_min", longest)
-    given["prompt_lookup_max"] = longest
-    given["prompt_lookup_max"] = integer("prompt_lookup_max", 1, MAX_NUM_DRAFTS)
-    given["prompt_lookup_min"] = integer("prompt_lookup_min", 1, given["prompt_lookup_max"])
-    return given

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from nanovllm.config import EngineConfig, ResolvedConfig
+from nanovllm.config import DEFAULT_NUM_SEQS, EngineConfig, ResolvedConfig
 from nanovllm.diagnosis import explain
 from nanovllm.distributed.stages import choose_stages
 from nanovllm.models.config import Shape, limit_length, load_model_config, read_json
@@ -143,16 +143,19 @@ def estimate(hf_config: "PretrainedConfig", config: EngineConfig, gpu_memory: in
 
 def _resolve(hf_config: "PretrainedConfig", config: EngineConfig, gpu_memory: int) -> ResolvedConfig:
     """Return the configuration with the values that "auto" has on a GPU. Of the block sizes it takes the larger one."""
-    from nanovllm.resolve import DEFAULT_NUM_SEQS, default_budget, fit_rows
+    from nanovllm.distributed.options import shrink_budget
+    from nanovllm.models.states import fit_rows
+    from nanovllm.resolve import TOKEN_BUDGETS
 
+    stages = config.pipeline_parallel_size
+    budget = TOKEN_BUDGETS["cuda"] if stages == 1 else shrink_budget(TOKEN_BUDGETS["cuda"], stages)
     own_dtype = str(hf_config.dtype or "float32").removeprefix("torch.")
     resolved = {
         "device": "cuda:0",
         "dtype": own_dtype if config.dtype == "auto" else config.dtype,
         "block_size": 256 if config.kvcache_block_size == "auto" else config.kvcache_block_size,
         "max_model_len": limit_length(hf_config, config.max_model_len),
-        "max_num_batched_tokens": config.max_num_batched_tokens
-        or default_budget("cuda", config.pipeline_parallel_size),
+        "max_num_batched_tokens": config.max_num_batched_tokens or budget,
         "use_graphs": not config.enforce_eager,
         "depth": 2,
         "max_num_seqs": config.max_num_seqs or DEFAULT_NUM_SEQS,

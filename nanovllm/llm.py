@@ -14,7 +14,15 @@ from nanovllm.config import EngineConfig, EngineOptions
 from nanovllm.engine.hooks import StepObserver
 from nanovllm.engine.output import read_text
 from nanovllm.engine.sequence import Request
-from nanovllm.load import embed_prompts, load_engine, make_renewal, render_conversations, score_pairs, share_engine
+from nanovllm.load import (
+    embed_prompts,
+    explain_missing,
+    load_engine,
+    make_renewal,
+    render_conversations,
+    score_pairs,
+    share_engine,
+)
 from nanovllm.outputs import Embedding, Output, Score
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import (
@@ -29,7 +37,6 @@ from nanovllm.text.prompts import (
 from nanovllm.utils.ahead import work_ahead
 from nanovllm.utils.checks import quote, refuse
 from nanovllm.utils.progress import ProgressBar
-from nanovllm.vllm_names import explain_missing
 
 logger = logging.getLogger(__name__)
 

@@ -60,6 +60,10 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
 
 def _load_engine(asked: EngineConfig) -> LLMEngine:
     check_room()
+    if asked.speculative_config is not None:
+        from nanovllm.drafts.options import read_speculative_config
+
+        asked = replace(asked, speculative_config=read_speculative_config(asked.speculative_config))
     folder, source, data = find_config(asked.model, asked.revision, asked.load_format)
     weights = None if asked.load_format == "dummy" else folder
     if weights is not None:
@@ -68,7 +72,7 @@ def _load_engine(asked: EngineConfig) -> LLMEngine:
     can_generate = has_lm_head(hf_config, weights)
     if not can_generate:
         hf_config.tie_word_embeddings = True  # then the decoder allocates no head
-    config = resolve(asked, hf_config, find_byte_counter(asked, hf_config))
+    config = resolve_options(asked, hf_config)
     if (quantizer := make_quantizer(config, hf_config)) is not None:  # a format that cannot be read is refused here
         quantizer.announce(Shape.from_config(hf_config))
         config = replace(config, quantization=quantizer.name)
@@ -130,6 +134,25 @@ def find_config(model: str, revision: str | None, load_format: str) -> tuple[Pat
             return None, f"preset {model.lower()}", shape
     folder = find_model(model, revision)
     return folder, str(folder / "config.json"), take_text_config(read_json(folder / "config.json"))
+
+
+def resolve_options(asked: EngineConfig, hf_config: "PretrainedConfig") -> ResolvedConfig:
+    """Turn every "auto" into a value: for one device, then for several ranks, and for a state per row.
+
+    Raises:
+        ValueError: an option asks for something that cannot run here; the message says why.
+    """
+    config = resolve(asked, hf_config)
+    if config.num_ranks > 1:
+        from nanovllm.distributed.options import resolve_ranks
+
+        config = resolve_ranks(asked, config)
+    shape = Shape.from_config(hf_config)
+    if shape.delta is not None:
+        from nanovllm.models.states import resolve_states
+
+        config = resolve_states(asked, config, shape, make_quantizer(config, hf_config))
+    return config
 
 
 def load_runner(
@@ -202,24 +225,9 @@ def find_decoder(hf_config: "PretrainedConfig") -> type[Decoder]:
     return Decoder
 
 
-def find_byte_counter(asked: EngineConfig, hf_config: "PretrainedConfig") -> Callable[[Shape, int], int]:
-    """Return what counts the memory of a model's weights: in their own format if they are quantised."""
-    if not is_quantized(asked, hf_config):
-        return Shape.count_bytes
-    from nanovllm.quantized.checkpoints import find_format
-
-    format = find_format(asked.quantization, hf_config)
-    return Shape.count_bytes if format is None else format.count_bytes
-
-
-def is_quantized(asked: EngineConfig | ResolvedConfig, hf_config: "PretrainedConfig") -> bool:
-    """Return whether the options or config.json ask for quantised matrices."""
-    return asked.quantization is not None or bool(getattr(hf_config, "quantization_config", None))
-
-
 def make_quantizer(config: ResolvedConfig, hf_config: "PretrainedConfig") -> Quantizer | None:
     """Return what gives the model quantised matrices; None if neither its options nor its config.json ask for any."""
-    if not is_quantized(config, hf_config):
+    if config.quantization is None and not getattr(hf_config, "quantization_config", None):
         return None
     from nanovllm.quantized.loading import ModelQuantizer
 
@@ -290,6 +298,13 @@ def find_eos_token_ids(config: Mapping[str, Any], tokenizer: Tokenizer | None, v
         ids.append(tokenizer.transformers.eos_token_id)
     known = (as_integer(i, "the model's eos_token_id") for i in ids if i is not None)
     return frozenset(i for i in known if 0 <= i < vocab_size)
+
+
+def explain_missing(name: str) -> AttributeError:
+    """Return the error for an attribute that an LLM does not have."""
+    from nanovllm.diagnosis import explain_missing
+
+    return explain_missing(name)
 
 
 def render_conversations(conversations: Any, tokenizer: Tokenizer | None, options: Mapping[str, Any]) -> list[str]:

@@ -1,17 +1,15 @@
 """Turns every "auto" into a value for one model on this machine, and refuses what cannot run here."""
 
 import logging
-from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from nanovllm.backends import BACKENDS, Backend
-from nanovllm.config import EngineConfig, ResolvedConfig
+from nanovllm.config import DEFAULT_NUM_SEQS, EngineConfig, ResolvedConfig
 from nanovllm.models.config import Shape, limit_length
 from nanovllm.utils.checks import quote
 from nanovllm.utils.machine import has_native_bfloat16
-from nanovllm.utils.memory import cpu_cache_budget
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -21,20 +19,12 @@ logger = logging.getLogger(__name__)
 WORTH_COMPILING = 100_000_000
 """attention_backend="auto" spends the seconds that the CPU kernels take to compile on models of so many parameters."""
 
-DEFAULT_NUM_SEQS = 512
 TOKEN_BUDGETS = {"cuda": 16384, "cpu": 2048}
 """The default max_num_batched_tokens on each type of device."""
-SMALLEST_BUDGET = 128
-"""With fewer tokens a step would multiply more slowly."""
 
 
-def resolve(
-    config: EngineConfig, hf_config: "PretrainedConfig", count_bytes: Callable[[Shape, int], int] = Shape.count_bytes
-) -> ResolvedConfig:
-    """Turn every "auto" into a value.
-
-    Args:
-        count_bytes: returns the memory of a model's weights, if those that are not quantised take so many bytes each.
+def resolve(config: EngineConfig, hf_config: "PretrainedConfig") -> ResolvedConfig:
+    """Turn every "auto" into a value, for one device. `load.resolve_options` adds what ranks and states change.
 
     Raises:
         ValueError: an option asks for something that cannot run here; the message says why.
@@ -46,86 +36,21 @@ def resolve(
     work = Work(device, read_dtype(hf_config), share.head_dim, share.group, block_size, shape.num_parameters)
     dtype = resolve_dtype(config.dtype, config.attention_backend, work)
     backend = resolve_backend(config.attention_backend, work._replace(dtype=dtype))
-    stages = config.pipeline_parallel_size
-    distributed = resolve_distributed_backend(config.distributed_backend, device, config.num_ranks, stages > 1)
-    # A CUDA graph cannot capture work of the host: gloo sends through it, and plain torch reads lengths there.
-    through_host = backend.name == "torch" or (config.num_ranks > 1 and distributed == "gloo")
     is_cuda = device.type == "cuda"
     resolved = {
         "device": str(device),
         "dtype": str(dtype).removeprefix("torch."),
         "attention_backend": backend.name,
-        "distributed_backend": distributed,
-        "use_graphs": is_cuda and not config.enforce_eager and not through_host,
+        # A CUDA graph cannot capture work of the host, where plain torch reads lengths.
+        "use_graphs": is_cuda and not config.enforce_eager and backend.name != "torch",
         "block_size": block_size or backend.default_block_size,
-        "max_num_batched_tokens": config.max_num_batched_tokens or default_budget(device.type, stages),
+        "max_num_batched_tokens": config.max_num_batched_tokens or TOKEN_BUDGETS[device.type],
         "max_model_len": limit_length(hf_config, config.max_model_len),
         "depth": 2 if config.overlap and is_cuda and config.speculative_config is None else 1,
         "max_num_seqs": config.max_num_seqs or DEFAULT_NUM_SEQS,
         "enable_prefix_caching": config.enable_prefix_caching is not False,
     }
-    if shape.delta is not None:
-        check_state_options(config)
-        weights = count_bytes(shape, dtype.itemsize) // config.num_ranks
-        row_bytes = shape.row_bytes(dtype.itemsize)
-        num_seqs = config.max_num_seqs or count_rows_that_fit(config, device, weights, row_bytes)
-        resolved |= {"enable_prefix_caching": False, "max_num_seqs": num_seqs}
-    if stages > 1:
-        resolved["depth"] = stages
     return ResolvedConfig(**{**vars(config), **resolved})
-
-
-def check_state_options(config: EngineConfig) -> None:
-    """Raise a ValueError for an option that a model with a state per row cannot have. Log what is off."""
-    if config.enable_prefix_caching:
-        raise ValueError(
-            "enable_prefix_caching is True, and this model keeps a state for each sequence, which has no blocks that "
-            "another sequence could take over: set it to False, or leave it out"
-        )
-    if config.speculative_config is not None:
-        raise ValueError(
-            "speculative_config asks for drafts, and this model keeps a state for each sequence, which cannot take "
-            "back the tokens of a wrong draft: leave it out"
-        )
-    logger.info("prefix caching is off: the model keeps a state for each sequence")
-
-
-def count_rows_that_fit(config: EngineConfig, device: torch.device, weights: int, row_bytes: int) -> int:
-    """Return the max_num_seqs of a model with a state per row, by the memory that is free before it is loaded.
-
-    Args:
-        weights: bytes of one rank's weights.
-        row_bytes: of a row's state, of all ranks.
-    """
-    if device.type != "cuda":
-        return fit_rows(cpu_cache_budget(), row_bytes)  # ranks on a CPU share its memory
-    free, total = torch.cuda.mem_get_info(device)
-    room = min(free, int(total * config.gpu_memory_utilization)) - weights
-    return fit_rows(room, row_bytes // config.num_ranks)
-
-
-def fit_rows(room: int, row_bytes: int) -> int:
-    """Return the max_num_seqs for states of row_bytes each: 512, or as many as half of the room holds.
-
-    The other half is for keys and values. One row more is there for padding.
-    """
-    num_seqs = min(DEFAULT_NUM_SEQS, max(room // 2 // row_bytes - 1, 1))
-    total = (num_seqs + 1) * row_bytes
-    logger.info(
-        "max_num_seqs is %d: the state of a sequence takes %.1f MiB, and all of them %.2f GiB of memory",
-        *(num_seqs, row_bytes / 2**20, total / 2**30),
-    )
-    return num_seqs
-
-
-def default_budget(device_type: str, stages: int) -> int:
-    """Return the default max_num_batched_tokens.
-
-    In a pipeline it is smaller. While one stage computes a chunk, the others need chunks of their own. And they have
-    nothing to do while the first chunks come and the last ones go.
-    """
-    budget = TOKEN_BUDGETS[device_type]
-    return budget if stages == 1 else max(budget // (8 * stages), SMALLEST_BUDGET)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -240,24 +165,3 @@ def why_cannot(backend: type[Backend], work: Work) -> str | None:
             named = f"{known[0]} to {known[-1]}" if isinstance(known, range) else ", ".join(map(str, known))
             return f"it has kernels for {what} of {named}, not {value}"
     return backend.why_cannot(work.device)
-
-
-def resolve_distributed_backend(name: str, device: torch.device, size: int, is_pipeline: bool = False) -> str:
-    """Return the library through which the ranks talk: for "auto" NCCL on CUDA and gloo on a CPU, or in a pipeline.
-
-    Raises:
-        ValueError: NCCL cannot run here; the message names an alternative.
-    """
-    if name == "auto":
-        name = "nccl" if device.type == "cuda" and not is_pipeline else "gloo"
-    if name == "nccl" and is_pipeline:
-        raise ValueError('distributed_backend="nccl" has no links for pipeline_parallel_size; use "gloo" or "auto"')
-    if name == "nccl" and size > 1:
-        if device.type != "cuda":
-            raise ValueError('distributed_backend="nccl" needs CUDA devices; on a CPU use "gloo" or "auto"')
-        if (count := torch.cuda.device_count()) < size:
-            raise ValueError(
-                f"tensor_parallel_size is {size}, and NCCL wants a GPU for each rank: there are {count}; change it, "
-                'or let ranks share a GPU with distributed_backend="gloo"'
-            )
-    return name

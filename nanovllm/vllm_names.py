@@ -89,32 +89,6 @@ ADVICE: Mapping[str, str] = {
 }
 """Advice for names of which another value than the accepted ones was given."""
 
-METHODS: Mapping[str, str] = {
-    "beam_search": "generate(prompts, SamplingParams(n=8, logprobs=0)) samples completions, with log-probabilities",
-    "encode": "get_tokenizer().encode gives token ids; hidden states are not given out",
-    "classify": "score(prompts, labels) tells how likely each label is",
-    "reward": "reward models, which end in a head of their own, are not run",
-    "collective_rpc": "the ranks take no calls: make the change in this process, or in the model's folder",
-    "apply_model": "llm.engine.runner.model is the model of one device; several ranks take no calls",
-    "llm_engine": "`llm.engine` is the engine, with methods of its own; add_request, step and is_finished are llm's",
-    "get_metrics": "stats() has the counts",
-    "start_profile": "LLM(model, trace='steps.json') writes what every step did",
-    "stop_profile": "LLM(model, trace='steps.json') writes what every step did",
-    "preprocess_chat": "render_chat(messages) returns the prompt and its token ids",
-    "abort_request": "leave the iterator of stream() early: requests that still run are aborted",
-}
-"""Methods and attributes of vLLM's LLM that ours does not have, each with what to do instead.
-
-A method that ours has is never looked up here, so that its entry does no harm.
-"""
-
-
-def explain_missing(name: str) -> AttributeError:
-    """Return the error for an attribute that an LLM does not have."""
-    advice = METHODS.get(name)
-    return AttributeError(f"LLM has no attribute {name!r}" + (f": {advice}" if advice else ""), name=name)
-
-
 SYNONYMS: Mapping[str, Mapping[Any, Any]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "load_format": {"safetensors": "auto", "hf": "auto"},

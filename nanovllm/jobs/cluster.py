@@ -23,7 +23,7 @@ import ray
 from ray.data import DataContext, Datasource, ReadTask
 from ray.data.block import BlockMetadata
 
-from nanovllm.config import EngineConfig
+from nanovllm.config import DEFAULT_NUM_SEQS, EngineConfig
 from nanovllm.jobs.compact_sets import DigestSet, LineSet
 from nanovllm.jobs.job import Job, Status
 from nanovllm.jobs.open_job import OpenJob
@@ -34,7 +34,6 @@ from nanovllm.jobs.run import answer_lines, supervise
 from nanovllm.jobs.source import InputDigest, Line, Reading, Source
 from nanovllm.llm import LLM
 from nanovllm.ray import MAX_BATCHES, actors
-from nanovllm.resolve import DEFAULT_NUM_SEQS
 from nanovllm.sharing import EngineThread
 
 logger = logging.getLogger(__name__)

@@ -15,8 +15,9 @@ from helpers.tiny import make_tokenizer
 import nanovllm
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.config import EngineConfig
+from nanovllm.diagnosis import METHODS
 from nanovllm.sampling_params import GuidedDecodingParams
-from nanovllm.vllm_names import ADVICE, METHODS, OPTIONS, SAMPLING, STRUCTURED, drop_harmless
+from nanovllm.vllm_names import ADVICE, OPTIONS, SAMPLING, STRUCTURED, drop_harmless
 
 PAGE = (ROOT / "docs" / "porting.md").read_text()
 MARK = "†"

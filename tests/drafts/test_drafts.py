@@ -230,7 +230,7 @@ def test_what_is_wrong_with_the_option_is_named(given: Any, message: str) -> Non
 
 
 def test_bounds_default_as_vllm_s() -> None:
-    from nanovllm.config import read_speculative_config
+    from nanovllm.drafts.options import read_speculative_config
 
     def bounds(**given: int) -> tuple[int, int]:
         config = read_speculative_config({"num_speculative_tokens": 4, **given})

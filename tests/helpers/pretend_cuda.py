@@ -20,10 +20,9 @@ from nanovllm.engine.plan import StepPlan
 from nanovllm.kernels import paged_decode, paged_prefill
 from nanovllm.kernels.launch import Launch, redirect_launches
 from nanovllm.layers.parallel import Parallel
-from nanovllm.load import find_decoder
+from nanovllm.load import find_decoder, resolve_options
 from nanovllm.models.config import load_model_config
 from nanovllm.models.shapes import preset_config
-from nanovllm.resolve import resolve
 from nanovllm.runner import model_runner
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.startup import make_caches
@@ -91,7 +90,7 @@ def pretend_runner(
     asked = EngineConfig(
         model=model, load_format="dummy", device="cpu", attention_backend="torch", dtype=dtype, **options
     )
-    config = replace(resolve(asked, hf_config), device=DEVICE, attention_backend="triton")
+    config = replace(resolve_options(asked, hf_config), device=DEVICE, attention_backend="triton")
     with (
         mock.patch.object(paged_decode, "num_multiprocessors", lambda device: 132),
         mock.patch.object(paged_decode, "shared_memory_kib", lambda device: 227),

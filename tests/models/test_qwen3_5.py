@@ -17,10 +17,10 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.backends import RowState
 from nanovllm.config import EngineConfig
 from nanovllm.estimate import estimate, read_config
-from nanovllm.load import find_byte_counter
+from nanovllm.load import make_quantizer, resolve_options
 from nanovllm.models.config import Shape
+from nanovllm.models.states import count_rows_that_fit, fit_rows
 from nanovllm.quantized.formats import INT8
-from nanovllm.resolve import count_rows_that_fit, fit_rows
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "two value heads a key head": {},
@@ -248,8 +248,10 @@ def test_quantised_weights_leave_room_for_more_states(monkeypatch: pytest.Monkey
     shape = Shape.from_config(config)
     dense = EngineConfig("qwen3.5-4b")
     int8 = EngineConfig("qwen3.5-4b", quantization="int8")
-    assert find_byte_counter(dense, config)(shape, 2) == 2 * shape.num_parameters
-    weights = find_byte_counter(int8, config)(shape, 2)
+    assert make_quantizer(resolve_options(dense, config), config) is None
+    quantizer = make_quantizer(resolve_options(int8, config), config)
+    assert quantizer is not None
+    weights = quantizer.count_bytes(shape, 2)
     assert weights == INT8.count_bytes(shape, 2) < 1.1 * shape.num_parameters
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (12 << 30, 24 << 30))
     rows = count_rows_that_fit(int8, torch.device("cuda"), weights, shape.row_bytes(2))

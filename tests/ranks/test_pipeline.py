@@ -32,12 +32,11 @@ from nanovllm.estimate import read_config
 from nanovllm.jobs.job import Job, Status
 from nanovllm.jobs.run import run_job
 from nanovllm.layers.parallel import Parallel, Stage
-from nanovllm.load import find_decoder
+from nanovllm.load import find_decoder, resolve_options
 from nanovllm.models import loader
 from nanovllm.models.config import Shape
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.shapes import PRESETS
-from nanovllm.resolve import resolve
 
 CPU = torch.device("cpu")
 NUM_LAYERS = 5
@@ -441,7 +440,7 @@ def test_embeddings_of_prompts_have_the_bits_of_one_rank(llm: LLM, model: Path) 
 def test_a_pipeline_keeps_as_many_steps_in_flight_as_it_has_stages_and_records_no_graphs(model: Path) -> None:
     hf_config = read_config(str(model))
     for stages, budget in ((1, 2048), (3, 128)):
-        config = resolve(EngineConfig(str(model), pipeline_parallel_size=stages, device="cpu"), hf_config)
+        config = resolve_options(EngineConfig(str(model), pipeline_parallel_size=stages, device="cpu"), hf_config)
         assert config.depth == stages and config.num_ranks == stages and not config.use_graphs
         assert config.max_num_batched_tokens == budget, "a prompt keeps all stages busy if it is many chunks"
 

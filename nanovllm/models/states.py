@@ -1,0 +1,79 @@
+"""Resolves the options of a model that keeps a state for each row: what it cannot do, and how many rows fit."""
+
+import logging
+from dataclasses import replace
+
+import torch
+
+from nanovllm.config import DEFAULT_NUM_SEQS, EngineConfig, ResolvedConfig
+from nanovllm.models.config import Shape
+from nanovllm.models.loader import Quantizer
+from nanovllm.utils.memory import cpu_cache_budget
+
+logger = logging.getLogger(__name__)
+
+
+def resolve_states(
+    asked: EngineConfig, config: ResolvedConfig, shape: Shape, quantizer: Quantizer | None
+) -> ResolvedConfig:
+    """Return the configuration of a model with a state per row.
+
+    Args:
+        asked: the user's options.
+        config: the same, resolved for a model without states.
+        shape: the whole model's.
+        quantizer: knows the memory of the weights; None if none is quantised.
+
+    Raises:
+        ValueError: an option asks for what a state cannot do.
+    """
+    check_state_options(asked)
+    itemsize = getattr(torch, config.dtype).itemsize
+    weights = shape.count_bytes(itemsize) if quantizer is None else quantizer.count_bytes(shape, itemsize)
+    num_seqs = asked.max_num_seqs or count_rows_that_fit(
+        config, torch.device(config.device), weights // config.num_ranks, shape.row_bytes(itemsize)
+    )
+    return replace(config, enable_prefix_caching=False, max_num_seqs=num_seqs)
+
+
+def check_state_options(config: EngineConfig) -> None:
+    """Raise a ValueError for an option that a model with a state per row cannot have. Log what is off."""
+    if config.enable_prefix_caching:
+        raise ValueError(
+            "enable_prefix_caching is True, and this model keeps a state for each sequence, which has no blocks that "
+            "another sequence could take over: set it to False, or leave it out"
+        )
+    if config.speculative_config is not None:
+        raise ValueError(
+            "speculative_config asks for drafts, and this model keeps a state for each sequence, which cannot take "
+            "back the tokens of a wrong draft: leave it out"
+        )
+    logger.info("prefix caching is off: the model keeps a state for each sequence")
+
+
+def count_rows_that_fit(config: EngineConfig, device: torch.device, weights: int, row_bytes: int) -> int:
+    """Return the max_num_seqs of a model with a state per row, by the memory that is free before it is loaded.
+
+    Args:
+        weights: bytes of one rank's weights.
+        row_bytes: of a row's state, of all ranks.
+    """
+    if device.type != "cuda":
+        return fit_rows(cpu_cache_budget(), row_bytes)  # ranks on a CPU share its memory
+    free, total = torch.cuda.mem_get_info(device)
+    room = min(free, int(total * config.gpu_memory_utilization)) - weights
+    return fit_rows(room, row_bytes // config.num_ranks)
+
+
+def fit_rows(room: int, row_bytes: int) -> int:
+    """Return the max_num_seqs for states of row_bytes each: 512, or as many as half of the room holds.
+
+    The other half is for keys and values. One row more is there for padding.
+    """
+    num_seqs = min(DEFAULT_NUM_SEQS, max(room // 2 // row_bytes - 1, 1))
+    total = (num_seqs + 1) * row_bytes
+    logger.info(
+        "max_num_seqs is %d: the state of a sequence takes %.1f MiB, and all of them %.2f GiB of memory",
+        *(num_seqs, row_bytes / 2**20, total / 2**30),
+    )
+    return num_seqs
