@@ -57,7 +57,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--max-num-seqs", type=int, help="as the option of LLM")
     add("--max-num-batched-tokens", type=int, help="default: each engine's own")
     add("--attention-backend", default="auto")
-    add("--quantization", metavar="NAME", help="int8, or another of LLM's names; other engines ignore it")
+    add("--quantization", metavar="NAME", help="int8, int8-dynamic, or another of LLM's names; other engines ignore it")
     add("--speculative-config", type=json.loads, metavar="JSON", help="as LLM's option; other engines ignore it")
     add(
         "--set",
@@ -248,7 +248,9 @@ def main(arguments: list[str] | None = None) -> None:
     args.max_num_seqs = resolved.max_num_seqs
     device = torch.device(resolved.device)
     dtype = getattr(torch, resolved.dtype)
-    model = Model(Shape.from_config(hf_config), dtype.itemsize, 1 if args.quantization == "int8" else None)
+    model = Model(
+        Shape.from_config(hf_config), dtype.itemsize, 1 if args.quantization in ("int8", "int8-dynamic") else None
+    )
     vocab = model.shape.vocab
     lengths = tuple(args.input_len), tuple(args.output_len)
     workload = make_workload(args.num_seqs, *lengths, vocab, args.shared_prefix, args.seed)

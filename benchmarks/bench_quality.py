@@ -63,6 +63,8 @@ FORMATS = {
     "bfloat16": Format({"dtype": "bfloat16"}),
     "int8, computed in bfloat16": Format({"dtype": "bfloat16", "quantization": "int8"}),
     "int8, computed in float32": Format({"dtype": "float32", "quantization": "int8"}),
+    "int8-dynamic, in bfloat16": Format({"dtype": "bfloat16", "quantization": "int8-dynamic"}),
+    "int8-dynamic, in float32": Format({"dtype": "float32", "quantization": "int8-dynamic"}),
     "int8 without the head, in float32": Format({"dtype": "float32"}, "int8"),
     "int4 by rounding, groups of 32, in float32": Format({"dtype": "float32"}, 32),
     "int4 by rounding, groups of 128, in float32": Format({"dtype": "float32"}, 128),

@@ -186,6 +186,8 @@ def _estimate(hf_config: "PretrainedConfig", config: ResolvedConfig, gpu_memory:
     activations = widest * item + 3 * config.max_num_seqs * shape.vocab * 4
     memory = GpuMemory(gpu_memory, others=0, weights=0, activations=activations, graphs=0)
     format = find_format(config.quantization, hf_config)
+    if format is not None:
+        format.check_backend("triton")
     named = config.dtype if format is None else describe_format(format, config.dtype)
 
     def estimate_share(one: Shape) -> Estimate:

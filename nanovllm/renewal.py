@@ -58,10 +58,10 @@ class Renewal:
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], finish: bool) -> None:
         """Replace weights: see `LLM.load_weights`."""
         as_bool(finish, "finish")
-        if (format := self._engine.config.quantization) not in (None, "int8"):
+        if (format := self._engine.config.quantization) not in (None, "int8", "int8-dynamic"):
             raise RuntimeError(
                 f"the engine's checkpoint is quantised ({format}); new weights are for engines without quantization, "
-                'or with quantization="int8": make another engine instead'
+                'or with quantization="int8" or "int8-dynamic": make another engine instead'
             )
         self._check_idle(but_for=(LOADING, REPLACED))
         tensors = list(named_tensors)

@@ -68,7 +68,7 @@ def find_draft(
         }
         like_model |= {"pipeline_parallel_size": 1}  # rank 0 of a pipeline has the whole draft model
         like_model |= dict.fromkeys(("revision", "lora", "speculative_config"))
-        if asked.quantization != "int8" or getattr(hf_config, "quantization_config", None):
+        if asked.quantization not in ("int8", "int8-dynamic") or getattr(hf_config, "quantization_config", None):
             like_model["quantization"] = None  # a checkpoint has its own format, or none
         wanted = replace(asked, model=name, enforce_eager=True, **like_model)
         own = resolve(wanted, hf_config)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.quantized.codes import Codes
-from nanovllm.quantized.formats import INT8, Format, RawTensor, RawTensors
+from nanovllm.quantized.formats import MADE_AT_LOAD, Format, RawTensor, RawTensors
 from nanovllm.quantized.unpack import ScaledFloats, unpack_awq, unpack_compressed, unpack_gptq
 from nanovllm.utils.checks import as_integer, quote
 from nanovllm.utils.integers import ceil_div
@@ -180,8 +180,10 @@ def find_format(asked: str | None, hf_config: "PretrainedConfig") -> Format | No
     """
     data = getattr(hf_config, "quantization_config", None)
     if not data:
-        if asked in (None, "int8"):
-            return None if asked is None else INT8
+        if asked is None:
+            return None
+        if asked in MADE_AT_LOAD:
+            return MADE_AT_LOAD[asked]
         raise ValueError(
             f"quantization is {quote(asked)}, and the checkpoint's config.json has no quantization_config: leave the "
             'option out, or use quantization="int8"'
@@ -201,11 +203,12 @@ def find_format(asked: str | None, hf_config: "PretrainedConfig") -> Format | No
         ) from None
     if asked in (None, method):
         return format
-    if asked == "int8" and format.gives_floats:
-        return replace(format, name="int8", bits=8, quantizes_head=True)
-    if asked == "int8":
+    if asked in MADE_AT_LOAD and format.gives_floats:
+        rounds_inputs = MADE_AT_LOAD[asked].rounds_inputs
+        return replace(format, name=asked, bits=8, quantizes_head=True, rounds_inputs=rounds_inputs)
+    if asked in MADE_AT_LOAD:
         raise ValueError(
-            f'quantization is "int8", and the checkpoint is quantised already, with {format.bits} bits ({method}): '
+            f'quantization is "{asked}", and the checkpoint is quantised already, with {format.bits} bits ({method}): '
             "leave the option out"
         )
     raise ValueError(f"quantization is {quote(asked)}, and the checkpoint is {quote(method)}: leave the option out")

@@ -1,7 +1,7 @@
 """The interface of a format of quantised weights, and the format that is made at load."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nanovllm.models.config import Shape
 from nanovllm.quantized.codes import Codes, pack_int4, quantize_int8
+from nanovllm.utils.checks import quote
 from nanovllm.utils.integers import ceil_div
 
 
@@ -44,6 +45,7 @@ class Format:
         group_size: elements of a row that share a scale; None: the whole row.
         has_zeros: whether codes may have other zeros than the middle of their range.
         quantizes_head: whether the LM head is always quantised, too. A checkpoint's own tensors say it for the others.
+        rounds_inputs: whether activations are rounded, too, while they are multiplied: see quantized/dynamic.py.
     """
 
     name: str
@@ -51,6 +53,7 @@ class Format:
     group_size: int | None = None
     has_zeros: bool = False
     quantizes_head: bool = False
+    rounds_inputs: bool = False
 
     gives_floats: ClassVar[bool] = False
     """Whether a checkpoint's matrices are read by `dequantize` and not by `convert`."""
@@ -78,6 +81,14 @@ class Format:
     def dequantize(self, tensors: Mapping[str, Tensor], out: int, size: int) -> "FloatMatrix":
         """Return the weights that the tensors of one matrix mean, for a format whose weights are kept in 16 bits."""
         raise NotImplementedError
+
+    def check_backend(self, name: str) -> None:
+        """Raise a ValueError if the backend of this name cannot multiply matrices of this format."""
+        if self.rounds_inputs and name in ("triton", "flash_attn"):
+            raise ValueError(
+                f"quantization is {quote(self.name)}, for which there are kernels on a CPU only: on a GPU use "
+                'quantization="int8", or attention_backend="torch", which is slow'
+            )
 
     def count_groups(self, size: int) -> int:
         """Return how many scales a row of `size` elements has."""
@@ -116,3 +127,8 @@ class Format:
 
 INT8 = Format("int8", bits=8, quantizes_head=True)
 """Made at load: see `quantize_int8`."""
+
+INT8_DYNAMIC = replace(INT8, name="int8-dynamic", rounds_inputs=True)
+"""The same codes. Experts are multiplied as with INT8."""
+
+MADE_AT_LOAD = {format.name: format for format in (INT8, INT8_DYNAMIC)}

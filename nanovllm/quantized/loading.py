@@ -19,7 +19,8 @@ from nanovllm.models.config import Shape
 from nanovllm.models.decoder import Decoder, SparseMLP
 from nanovllm.quantized.checkpoints import find_format
 from nanovllm.quantized.codes import CHUNK, Codes, quantize_int8
-from nanovllm.quantized.formats import INT8, Format, RawTensors
+from nanovllm.quantized.dynamic import DynamicMatrix
+from nanovllm.quantized.formats import INT8, MADE_AT_LOAD, Format, RawTensors
 from nanovllm.quantized.torch_matrix import TorchExperts, TorchMatrix
 from nanovllm.utils.checks import quote
 
@@ -47,6 +48,15 @@ def make_matrix(codes: Codes, backend: Backend, dtype: torch.dtype) -> PackedMat
     return TorchMatrix(codes, dtype)
 
 
+def make_dynamic_matrix(codes: Codes, backend: Backend, dtype: torch.dtype) -> PackedMatrix:
+    """Return the form in which a backend multiplies a matrix in whole numbers. Nobody else keeps the codes."""
+    if isinstance(backend, CpuBackend):
+        from nanovllm.quantized.dynamic_cpu import DynamicCpuMatrix
+
+        return DynamicCpuMatrix(codes, dtype, backend.scratch)
+    return DynamicMatrix(codes, dtype)
+
+
 def make_experts(codes: Codes, backend: Backend, dtype: torch.dtype) -> PackedExperts:
     """Return the form in which a backend multiplies the quantised matrices of experts."""
     if backend.name in ("triton", "flash_attn"):
@@ -68,11 +78,12 @@ class ModelQuantizer:
         format = find_format(config.quantization, hf_config)
         if format is None:
             raise ValueError("neither config.json nor the option quantization asks for quantised weights")
-        if config.lora is not None and format is not INT8:
+        if config.lora is not None and format not in MADE_AT_LOAD.values():
             raise ValueError(
                 f"lora is {quote(config.lora)}, and the checkpoint is quantised already: an adapter can be merged only "
                 'into a checkpoint of 16 or 32 bits; quantization="int8" quantises the merged weights'
             )
+        format.check_backend(config.attention_backend)
         self.format = format
         self.name = format.name
         self._config = config
@@ -93,6 +104,10 @@ class ModelQuantizer:
                 'quantization="int8" takes %.2f GiB',
                 *(dtype, num_bytes / 2**30, int8_bytes / 2**30),
             )
+        elif self.format.rounds_inputs:
+            warn_of_slow_integers(self._config.attention_backend)
+            if shape.experts:
+                logger.info('the experts are multiplied as with quantization="int8": their inputs are not rounded')
         elif self._config.attention_backend == "torch":
             logger.warning(
                 "plain torch multiplies quantised weights slowly: it dequantises each matrix in every step. The "
@@ -120,6 +135,23 @@ class ModelQuantizer:
         filling.allocate_others(names)
         for _, name, target in filling.find_targets(names):
             yield name, target
+
+
+def warn_of_slow_integers(attention_backend: str) -> None:
+    """Log it if a backend has no fast way to multiply in whole numbers."""
+    if attention_backend == "torch":
+        logger.warning(
+            "plain torch multiplies in int8 slowly: it converts each matrix to float32 in every step. The backend "
+            '"cpu" has kernels for it'
+        )
+        return
+    from nanovllm.quantized.dynamic_cpu import dynamic_library
+
+    if not dynamic_library().multiplies_bytes:
+        logger.warning(
+            "this processor has no instruction that multiplies bytes (AVX-512 VNNI, AVX-VNNI or Arm's dot product): "
+            'quantization="int8-dynamic" gives the same numbers as with one, more slowly'
+        )
 
 
 def find_matrices(model: Decoder, format: Format) -> dict[str, MatrixModule | Experts]:
@@ -342,7 +374,8 @@ class Filling:
             module.packed = (gate_up, make_experts(codes[1], model.backend, dtype))
             module.gate_up = module.down = empty
             return
-        matrix = make_matrix(codes.pop(), model.backend, dtype)
+        make = make_dynamic_matrix if self.format.rounds_inputs else make_matrix
+        matrix = make(codes.pop(), model.backend, dtype)
         is_shared = model.tied and module is model.embed_tokens
         for owner in (module, model.lm_head) if is_shared else (module,):
             assert isinstance(owner, MatrixModule)

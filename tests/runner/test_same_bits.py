@@ -148,9 +148,10 @@ class Company:
         return stats
 
 
-def test_quantised_weights_leave_a_request_its_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("quantization", ["int8", "int8-dynamic"])
+def test_quantised_weights_leave_a_request_its_bits(quantization: str, tmp_path: Path) -> None:
     save_random(tmp_path)
-    company = Company(tmp_path, torch.bfloat16, quantization="int8")
+    company = Company(tmp_path, torch.bfloat16, quantization=quantization)
     company.check(list(range(64)), num_kvcache_blocks=1000, kvcache_block_size=16)
     stats = company.check(list(range(64)), num_kvcache_blocks=11, max_num_batched_tokens=40, kvcache_block_size=16)
     assert stats["num_preemptions"] > 0

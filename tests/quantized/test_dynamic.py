@@ -1,0 +1,221 @@
+"""int8-dynamic: the rule of rounding, and the tokens of an engine beside transformers with inputs rounded by hand."""
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from helpers.quantized import AWQ, FP8, GREEDY, PROMPTS, run, save_rounded
+from helpers.tiny import SMALL, greedy, save_random
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import LlamaForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
+
+from nanovllm import LLM
+from nanovllm.backends.cpu_backend import CpuBackend
+from nanovllm.cli import main
+from nanovllm.jobs.provenance import read_provenance
+from nanovllm.layers.linear import Experts
+from nanovllm.quantized.checkpoints import find_format
+from nanovllm.quantized.codes import quantize_int8
+from nanovllm.quantized.dynamic import GROUP, multiply_rounded, round_inputs
+from nanovllm.quantized.formats import INT8_DYNAMIC
+from nanovllm.quantized.torch_matrix import TorchExperts
+
+DYNAMIC = {"quantization": "int8-dynamic"}
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4, "head_dim": 64}
+"""A shape whose matrices two ranks cut between groups."""
+
+
+# ---- the rule
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.integers(1, 300),
+    seed=st.integers(0, 2**30),
+    exponents=st.lists(st.integers(-140, 120), min_size=3, max_size=3),
+)
+def test_each_group_is_rounded_to_its_own_127_steps(size: int, seed: int, exponents: list[int]) -> None:
+    """Compared with a loop over single float32 numbers, each operation of which is rounded."""
+    generator = np.random.default_rng(seed)
+    x = generator.standard_normal(size, dtype=np.float32)
+    for group, exponent in enumerate(exponents):
+        x[group * GROUP : (group + 1) * GROUP] *= np.float32(2.0**exponent)
+    codes, scales = round_inputs(torch.from_numpy(x)[None])
+    assert codes.shape == (1, -(-size // GROUP), GROUP) and codes.abs().max() <= 127
+    for group in range(codes.shape[1]):
+        values = x[group * GROUP : (group + 1) * GROUP]
+        most = np.abs(values).max()
+        is_tiny = most < np.float32(2.0**-100)
+        inverse = np.float32(0) if is_tiny else np.float32(127) / most
+        expected = [float(np.rint(value * inverse)) for value in values]
+        assert codes[0, group].tolist() == expected + [0.0] * (GROUP - len(expected))
+        assert scales[0, group].item() == (0 if is_tiny else float(most / np.float32(127)))
+
+
+def test_ties_go_to_even_codes() -> None:
+    x = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 126.5]])
+    codes, scales = round_inputs(x)
+    assert codes[0, 0, :8].tolist() == [127, 0, 2, 2, 0, -2, -2, 126]
+    assert scales.tolist() == [[1.0]]
+
+
+def test_products_are_those_of_the_rounded_inputs() -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = quantize_int8(torch.randn(50, 300, generator=generator))
+    x = torch.randn(9, 300, generator=generator)
+    bias = torch.randn(50, generator=generator)
+    found = multiply_rounded(x, weight.codes, weight.scales[:, 0], bias)
+    expected = round_by_hand(x).double() @ weight.dequantize().double().T + bias
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
+    plain = x.double() @ weight.dequantize().double().T + bias
+    assert (expected - plain).norm() < 0.01 * plain.norm()
+
+
+@pytest.mark.parametrize("broken", [torch.nan, torch.inf, -torch.inf])
+def test_a_broken_number_breaks_its_row_alone(broken: float) -> None:
+    weight = quantize_int8(torch.randn(20, 300))
+    x = torch.randn(3, 300)
+    x[1, 200] = broken
+    y = multiply_rounded(x, weight.codes, weight.scales[:, 0], None)
+    assert y[1].isnan().all() and y[[0, 2]].isfinite().all()
+
+
+# ---- the engine
+
+
+def round_by_hand(x: Tensor) -> Tensor:
+    """What the codes of x [..., in] mean, float32."""
+    parts = []
+    for part in x.float().split(128, -1):
+        most = part.abs().amax(-1, keepdim=True)
+        parts.append(torch.round(part * (127 / most)) * (most / 127))
+    return torch.cat(parts, -1)
+
+
+def run_by_hand(folder: Path, scratch: Path, model_class: type = Qwen3ForCausalLM) -> list[list[int]]:
+    """The tokens of transformers with rounded weights, every linear layer of which rounds its input."""
+    model = model_class.from_pretrained(save_rounded(folder, scratch), dtype=torch.float32).eval()
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Linear) and not name.endswith(".gate"):
+            module.register_forward_pre_hook(lambda _, inputs: (round_by_hand(inputs[0]),))
+    return [greedy(model, prompt, GREEDY.max_tokens or 0) for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wide")
+    save_random(folder, **WIDE)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(wide: Path, tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
+    return run_by_hand(wide, tmp_path_factory.mktemp("rounded") / "model")
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_tokens_are_those_of_inputs_rounded_by_hand(wide: Path, expected: list[list[int]], backend: str) -> None:
+    if backend == "cpu" and (reason := CpuBackend.why_cannot(torch.device("cpu"))):
+        pytest.skip(reason)
+    assert run(wide, attention_backend=backend, **DYNAMIC) == expected
+
+
+def test_an_untied_head_and_biases_are_multiplied_so_too(tmp_path: Path) -> None:
+    options = {"model_class": LlamaForCausalLM, "attention_bias": True, "tie_word_embeddings": False}
+    save_random(tmp_path / "model", **options)
+    expected = run_by_hand(tmp_path / "model", tmp_path / "rounded", LlamaForCausalLM)
+    assert run(tmp_path / "model", **DYNAMIC) == expected
+
+
+def test_experts_are_multiplied_as_with_int8(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    save_random(tmp_path / "moe", model_class=Qwen3MoeForCausalLM, **sizes)
+    caplog.set_level(logging.INFO, "nanovllm")
+    expected = run_by_hand(tmp_path / "moe", tmp_path / "rounded", Qwen3MoeForCausalLM)
+    assert run(tmp_path / "moe", **DYNAMIC) == expected
+    assert "experts are multiplied as with" in caplog.text
+    with LLM(str(tmp_path / "moe"), **SMALL, device="cpu", **DYNAMIC) as llm:
+        experts = [module for module in llm.engine.runner.model.modules() if isinstance(module, Experts)]
+        assert experts and all(isinstance(module.packed[0], TorchExperts) for module in experts)
+
+
+def test_ranks_that_cut_between_groups_give_the_tokens_of_one(wide: Path, expected: list[list[int]]) -> None:
+    assert run(wide, tensor_parallel_size=2, **DYNAMIC) == expected
+
+
+def test_ranks_that_cut_a_group_round_groups_of_their_own(tmp_path: Path) -> None:
+    """The numbers are others, and about as good."""
+    save_random(tmp_path)
+    alone = run(tmp_path, **DYNAMIC)
+    shared = run(tmp_path, tensor_parallel_size=2, **DYNAMIC)
+    assert [tokens[0] for tokens in shared] == [tokens[0] for tokens in alone]
+
+
+def test_stages_of_a_pipeline_give_the_tokens_of_one(wide: Path, expected: list[list[int]]) -> None:
+    assert run(wide, pipeline_parallel_size=2, **DYNAMIC) == expected
+
+
+def test_a_draft_model_rounds_its_inputs_too(wide: Path, expected: list[list[int]]) -> None:
+    config = {"method": "draft_model", "model": str(wide), "num_speculative_tokens": 3}
+    assert run(wide, speculative_config=config, **DYNAMIC) == expected
+
+
+def test_new_weights_are_multiplied_so_too(wide: Path, expected: list[list[int]], tmp_path: Path) -> None:
+    save_random(tmp_path / "old", seed=3, **WIDE)
+    with LLM(str(tmp_path / "old"), **SMALL, device="cpu", **DYNAMIC) as llm:
+        llm.load_weights(load_file(wide / "model.safetensors").items())
+        assert [output["token_ids"] for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)] == expected
+        llm.sleep(1)
+        llm.wake_up()
+        assert [output["token_ids"] for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)] == expected
+
+
+# ---- what a user is told
+
+
+def test_the_format_is_told_beside_results(wide: Path) -> None:
+    with LLM(str(wide), **SMALL, device="cpu", **DYNAMIC) as llm:
+        assert read_provenance(llm.engine)["quantization"] == "int8-dynamic"
+
+
+def test_on_a_gpu_int8_is_named_instead(caplog: pytest.LogCaptureFixture) -> None:
+    for backend in ("triton", "flash_attn"):
+        with pytest.raises(ValueError, match=r"int8-dynamic.*on a CPU only: on a GPU use .*int8"):
+            INT8_DYNAMIC.check_backend(backend)
+    INT8_DYNAMIC.check_backend("torch")
+    assert main(["estimate", "qwen3-8b", "--gpu-memory", "24GB", "--quantization", "int8-dynamic"]) != 0
+    assert 'on a GPU use quantization="int8"' in caplog.text
+
+
+def test_only_checkpoints_of_floats_are_rounded() -> None:
+    found = find_format("int8-dynamic", SimpleNamespace(quantization_config=FP8))
+    assert found.name == "int8-dynamic" and found.rounds_inputs and found.bits == 8
+    with pytest.raises(ValueError, match='"int8-dynamic", and the checkpoint is quantised already, with 4 bits'):
+        find_format("int8-dynamic", SimpleNamespace(quantization_config=AWQ))
+
+
+@pytest.mark.parametrize(("has_instruction", "count"), [(True, 0), (False, 1)])
+def test_a_processor_without_the_instruction_is_told_once(
+    wide: Path, has_instruction: bool, count: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if reason := CpuBackend.why_cannot(torch.device("cpu")):
+        pytest.skip(reason)
+    from nanovllm.quantized import dynamic_cpu
+
+    library = dynamic_cpu.dynamic_library()
+    told = SimpleNamespace(call=library.call, multiplies_bytes=has_instruction)
+    monkeypatch.setattr(dynamic_cpu, "dynamic_library", lambda: told)
+    with LLM(str(wide), **SMALL, attention_backend="cpu", **DYNAMIC) as llm:
+        llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False)
+    assert caplog.text.count("no instruction that multiplies bytes") == count
+
+
+def test_plain_torch_says_that_it_is_slow(wide: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run(wide, **DYNAMIC)
+    assert "multiplies in int8 slowly" in caplog.text
