@@ -4,7 +4,7 @@ resolve.py chooses one backend at start-up, and every layer calls that object. S
 runs.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import ClassVar
 
 import torch
@@ -78,7 +78,11 @@ class Backend:
         """
         num_blocks, block_size, num_kv_heads, head_dim = shape
         stored = (num_blocks, num_kv_heads, block_size, head_dim)
-        return KVCache(*(torch.zeros(stored, dtype=dtype, device=device).transpose(1, 2) for _ in KVCache._fields))
+        return KVCache(*(self.zeros(stored, dtype, device).transpose(1, 2) for _ in KVCache._fields))
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return the zeros of a side of a layer's cache."""
+        return torch.zeros(shape, dtype=dtype, device=device)
 
     def prepare_weights(self, weights: Iterable[Tensor]) -> None:
         """Called on the empty parameters before weights are loaded."""

@@ -4,7 +4,7 @@ import ctypes
 import math
 import mmap
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -12,18 +12,11 @@ from torch import Tensor, nn
 from nanovllm.backends.base import Backend
 from nanovllm.backends.torch_backend import pack_matrices
 from nanovllm.kernels.attention import AttentionMetadata, KVCache
-from nanovllm.kernels.causal_conv import causal_conv_reference
-from nanovllm.kernels.combine import combine_reference
 from nanovllm.kernels.cpu_library import PANEL, CpuLibrary, cpu_library
 from nanovllm.kernels.edit_logits import MaskAndPenalties
-from nanovllm.kernels.gated_delta import gated_delta_reference
-from nanovllm.kernels.gated_rms_norm import gated_rms_norm_reference
-from nanovllm.kernels.grouped_linear import grouped_linear_reference
 from nanovllm.kernels.norm_rope_store import NormRope
-from nanovllm.kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
 from nanovllm.kernels.route import Routing
 from nanovllm.kernels.sample import Sampled, SamplingValues
-from nanovllm.kernels.silu_and_mul import sigmoid_and_mul_reference, silu_and_mul_reference
 from nanovllm.layers.linear import Experts
 from nanovllm.utils.integers import ceil_div
 
@@ -56,12 +49,8 @@ class CpuBackend(Backend):
 
     def __init__(self) -> None:
         self._library = cpu_library()
-        self._scratch = Scratch()
-
-    @property
-    def scratch(self) -> "Scratch":
+        self.scratch = Scratch()
         """Lends memory to the operators' results. Quantised matrices borrow from it, too."""
-        return self._scratch
 
     @classmethod
     def why_cannot(cls, device: torch.device) -> str | None:
@@ -74,10 +63,8 @@ class CpuBackend(Backend):
             return str(error)
         return None
 
-    def allocate_cache(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> KVCache:
-        num_blocks, block_size, num_kv_heads, head_dim = shape
-        stored = (num_blocks, num_kv_heads, block_size, head_dim)
-        return KVCache(*(self._library.zeros(stored, dtype).transpose(1, 2) for _ in KVCache._fields))
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self._library.zeros(shape, dtype)
 
     def prepare_weights(self, weights: Iterable[Tensor]) -> None:
         for weight in weights:
@@ -85,7 +72,7 @@ class CpuBackend(Backend):
 
     def pack_weights(self, modules: Iterable[nn.Module]) -> None:
         modules = list(modules)
-        pack_matrices(modules, lambda weight: NativeMatrix(self._library, weight, self._scratch, in_place=True))
+        pack_matrices(modules, lambda weight: NativeMatrix(self._library, weight, self.scratch, in_place=True))
         for module in modules:
             if isinstance(module, Experts) and module.packed is None:
                 for weight in (module.gate_up, module.down):
@@ -96,15 +83,15 @@ class CpuBackend(Backend):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.shape[1] % LANES:
-            return rms_norm_reference(x, weight, eps)
-        y = self._scratch.empty(*x.shape, dtype=x.dtype)
+            return super().rms_norm(x, weight, eps)
+        y = self.scratch.empty(*x.shape, dtype=x.dtype)
         self._library.call("add_rms_norm", x.dtype, x, None, weight, y, None, *x.shape, _is_wide(weight), eps)
         return y
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         if x.shape[1] % LANES:
-            return add_rms_norm_reference(x, residual, weight, eps)
-        y, total = (self._scratch.empty(*x.shape, dtype=x.dtype) for _ in range(2))
+            return super().add_rms_norm(x, residual, weight, eps)
+        y, total = (self.scratch.empty(*x.shape, dtype=x.dtype) for _ in range(2))
         self._library.call("add_rms_norm", x.dtype, x, residual, weight, y, total, *x.shape, _is_wide(weight), eps)
         return y, total
 
@@ -112,23 +99,23 @@ class CpuBackend(Backend):
         rows = gate_up.shape[0]
         size = gate_up.shape[1] // 2
         if size % LANES:
-            return silu_and_mul_reference(gate_up)
-        y = self._scratch.empty(rows, size, dtype=gate_up.dtype)
+            return super().silu_and_mul(gate_up)
+        y = self.scratch.empty(rows, size, dtype=gate_up.dtype)
         self._library.call("silu_and_mul", y.dtype, gate_up, y, rows, size)
         return y
 
     def sigmoid_and_mul(self, x: Tensor, gate: Tensor) -> Tensor:
         if x.shape[1] % LANES:
-            return sigmoid_and_mul_reference(x, gate)
-        y = self._scratch.empty(*x.shape, dtype=x.dtype)
+            return super().sigmoid_and_mul(x, gate)
+        y = self.scratch.empty(*x.shape, dtype=x.dtype)
         self._library.call("sigmoid_and_mul", x.dtype, x, gate, y, *x.shape, gate.stride(0))
         return y
 
     def causal_conv(self, x: Tensor, weight: Tensor, state: Tensor, metadata: AttentionMetadata) -> Tensor:
         width, channels = weight.shape
         if channels % LANES or width > MAX_CONV_WIDTH:
-            return causal_conv_reference(x, weight, state, metadata)
-        y = self._scratch.empty(*x.shape, dtype=x.dtype)
+            return super().causal_conv(x, weight, state, metadata)
+        y = self.scratch.empty(*x.shape, dtype=x.dtype)
         sequences = (metadata.cu_seqlens_q, metadata.seq_lens, metadata.rows)
         sizes = (len(metadata.seq_lens), channels, width, x.stride(0))
         self._library.call("causal_conv", x.dtype, x, weight, state, y, *sequences, *sizes)
@@ -139,9 +126,9 @@ class CpuBackend(Backend):
     ) -> Tensor:
         value_heads, key_dim, value_dim = state.shape[1:]
         if key_dim % LANES or value_dim % LANES or key_dim > MAX_KEY_DIM:
-            return gated_delta_reference(qkv, gates, a_log, dt_bias, state, metadata)
+            return super().gated_delta(qkv, gates, a_log, dt_bias, state, metadata)
         key_heads = (qkv.shape[1] - value_heads * value_dim) // (2 * key_dim)
-        out = self._scratch.empty(qkv.shape[0], value_heads, value_dim, dtype=qkv.dtype)
+        out = self.scratch.empty(qkv.shape[0], value_heads, value_dim, dtype=qkv.dtype)
         sequences = (metadata.cu_seqlens_q, metadata.seq_lens, metadata.rows)
         sizes = (len(metadata.seq_lens), key_heads, value_heads, key_dim, value_dim, gates.stride(0))
         self._library.call("gated_delta", qkv.dtype, qkv, gates, a_log, dt_bias, state, *sequences, out, *sizes)
@@ -150,8 +137,8 @@ class CpuBackend(Backend):
     def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
         tokens, heads, dim = x.shape
         if dim % LANES:
-            return gated_rms_norm_reference(x, gate, weight, eps)
-        y = self._scratch.empty(tokens, heads * dim, dtype=x.dtype)
+            return super().gated_rms_norm(x, gate, weight, eps)
+        y = self.scratch.empty(tokens, heads * dim, dtype=x.dtype)
         self._library.call("gated_rms_norm", x.dtype, x, gate, weight, y, *x.shape, gate.stride(0), eps)
         return y
 
@@ -169,9 +156,9 @@ class CpuBackend(Backend):
 
     def grouped_linear(self, x: Tensor, weight: Tensor, routing: Routing, gather: bool) -> Tensor:
         if not _packs_in_place(weight):
-            return grouped_linear_reference(x, weight, routing, gather)
+            return super().grouped_linear(x, weight, routing, gather)
         rows = x[routing.tokens] if gather else x
-        y = self._scratch.empty(len(rows), weight.shape[1], dtype=x.dtype)
+        y = self.scratch.empty(len(rows), weight.shape[1], dtype=x.dtype)
         num_experts, out_size, in_size = weight.shape
         self._library.call("grouped_linear", x.dtype, rows, weight, routing.offsets, y, num_experts, in_size, out_size)
         return y
@@ -180,7 +167,7 @@ class CpuBackend(Backend):
         tokens, k = routing.places.shape
         size = y.shape[1]
         if size % LANES:
-            return combine_reference(y, routing)
+            return super().combine(y, routing)
         out = y.new_empty(tokens, size)
         weights = routing.weights.contiguous()
         places = routing.places.contiguous()
@@ -191,7 +178,7 @@ class CpuBackend(Backend):
         block_size, num_kv_heads, dim = cache.keys.shape[1:]
         tokens = qkv.shape[0]
         num_heads = qkv.shape[1] // dim - 2 * num_kv_heads
-        q = self._scratch.empty(tokens, num_heads, dim, dtype=qkv.dtype)
+        q = self.scratch.empty(tokens, num_heads, dim, dtype=qkv.dtype)
         inputs = (qkv, norms.q_weight, norms.k_weight, norms.cos_sin, positions.to(torch.int32), slots)
         is_wide = norms.q_weight is not None and _is_wide(norms.q_weight)
         sizes = (tokens, num_heads, num_kv_heads, dim, block_size, is_wide, norms.eps)
@@ -202,7 +189,7 @@ class CpuBackend(Backend):
         block_size, num_kv_heads, dim = cache.keys.shape[1:]
         q = q.contiguous()
         tables = metadata.block_tables.contiguous()
-        out = self._scratch.empty(*q.shape, dtype=q.dtype)
+        out = self.scratch.empty(*q.shape, dtype=q.dtype)
         inputs = (q, *cache, tables, metadata.cu_seqlens_q, metadata.seq_lens)
         sizes = (*tables.shape, num_kv_heads, q.shape[1] // num_kv_heads, dim, block_size, scale)
         self._library.call("attend", q.dtype, *inputs, out, *sizes)

@@ -1,14 +1,13 @@
 """Plain torch. It needs nothing else and runs everywhere; every other backend is compared with it."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from nanovllm.backends.base import Backend
-from nanovllm.kernels.attention import KVCache
 from nanovllm.layers.embedding import LMHead, VocabParallelEmbedding
 from nanovllm.layers.linear import MatrixModule, PackedMatrix
 
@@ -21,18 +20,13 @@ class TorchBackend(Backend):
 
     name = "torch"
 
-    def allocate_cache(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> KVCache:
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         if device.type != "cpu":
-            return super().allocate_cache(shape, dtype, device)
-        num_blocks, block_size, num_kv_heads, head_dim = shape
-
-        def zeros() -> Tensor:
-            # torch.zeros writes every page, which takes seconds for gigabytes. Pages of numpy's zeros are made when
-            # they are first touched.
-            memory = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8))
-            return memory.view(dtype).view(num_blocks, num_kv_heads, block_size, head_dim).transpose(1, 2)
-
-        return KVCache(zeros(), zeros())
+            return super().zeros(shape, dtype, device)
+        # torch.zeros writes every page, which takes seconds for gigabytes. Pages of numpy's zeros are made when they
+        # are first touched.
+        memory = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8))
+        return memory.view(dtype).view(*shape)
 
     def pack_weights(self, modules: Iterable[nn.Module]) -> None:
         matrices = [module for module in modules if isinstance(module, MatrixModule)]

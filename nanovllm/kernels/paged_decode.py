@@ -129,13 +129,13 @@ def _split_kernel(
     k_cache_ptr,
     v_cache_ptr,
     out_ptr,
-    partial_out_ptr,
-    partial_lse_ptr,
     block_tables_ptr,
     items_ptr,
     first_item_ptr,
     share_begins_ptr,
     arrivals_ptr,
+    partial_out_ptr,
+    partial_lse_ptr,
     scale_log2,
     num_seqs,
     q_stride,
@@ -302,20 +302,6 @@ def paged_decode(
     block_size, num_kv_heads = cache.keys.shape[1:3]
     config = split_config(num_heads // num_kv_heads, head_dim, block_size, cache.keys.element_size())
     strides = (q.stride(0), block_tables.stride(0), *cache.keys.stride()[:3])
-    args = (
-        q,
-        *cache,
-        out,
-        metadata.partial_out,
-        metadata.partial_lse,
-        block_tables,
-        metadata.items,
-        metadata.first_item,
-        metadata.share_begins,
-        metadata.arrivals,
-        scale * math.log2(math.e),
-        num_seqs,
-        *strides,
-    )
+    args = (q, *cache, out, block_tables, *metadata, scale * math.log2(math.e), num_seqs, *strides)
     num_programs = len(metadata.share_begins) - 1
     launch(_split_kernel, (num_kv_heads, num_programs), args, config)

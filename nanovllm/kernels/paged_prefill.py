@@ -178,21 +178,10 @@ def paged_prefill(
     num_heads, head_dim = q.shape[1:]
     block_size, num_kv_heads = cache.keys.shape[1:3]
     num_seqs = seq_lens.shape[0]
-    config = prefill_config(
-        num_heads // num_kv_heads, head_dim, block_size, cache.keys.element_size(), shared_memory_kib(q.device)
-    )
+    itemsize = cache.keys.element_size()
+    config = prefill_config(num_heads // num_kv_heads, head_dim, block_size, itemsize, shared_memory_kib(q.device))
     strides = (q.stride(0), block_tables.stride(0), *cache.keys.stride()[:3])
-    args = (
-        q,
-        *cache,
-        out,
-        cu_seqlens_q,
-        seq_lens,
-        block_tables,
-        scale * math.log2(math.e),
-        num_seqs,
-        num_kv_heads,
-        *strides,
-    )
+    sequences = (cu_seqlens_q, seq_lens, block_tables)
+    args = (q, *cache, out, *sequences, scale * math.log2(math.e), num_seqs, num_kv_heads, *strides)
     num_tiles = num_tokens // config["TOKENS"] + num_seqs
     launch(_prefill_kernel, (num_tiles * num_kv_heads,), args, config)

@@ -318,7 +318,7 @@ def sample(logits: Tensor, values: SamplingValues) -> Sampled:
     stride = logits.stride(0)
     inputs = (logits, values.temperature, *chunk_stats, *part_stats, stride, vocab_size)
     launch(_stats_kernel, (n, num_chunks), inputs, stats_config())
-    filter_rows(logits, *values[:4], *part_stats, chunk_weight, threshold, CHUNK)
+    filter_rows(logits, values[:4], part_stats, chunk_weight, threshold)
     args = (logits, *values, *chunk_stats, threshold, *sampled, stride, vocab_size, num_chunks)
     launch(_draw_kernel, (n,), args, draw_config(num_chunks))
     return sampled

@@ -10,6 +10,8 @@ from the stats kernel. They alone give a lower bound of the threshold. The searc
 reaches that bound: about k of them for top-k, and all of them only if the distribution is flat.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -294,32 +296,21 @@ def filter_config(num_chunks: int, chunk: int, dtype: torch.dtype) -> dict[str, 
 
 
 def filter_rows(
-    logits: Tensor,
-    temperature: Tensor,
-    top_k: Tensor,
-    top_p: Tensor,
-    min_p: Tensor,
-    part_max: Tensor,
-    part_weight: Tensor,
-    chunk_weight: Tensor,
-    threshold: Tensor,
-    chunk: int,
+    logits: Tensor, filters: Sequence[Tensor], parts: Sequence[Tensor], chunk_weight: Tensor, threshold: Tensor
 ) -> None:
     """Write the threshold of each row with a filter, and the weights of its chunks without the tokens that it drops.
 
     Args:
         logits: [n, vocab].
-        temperature, top_k, top_p, min_p: [n], as in `SamplingValues`.
-        part_max: [n, num_chunks * chunk / PART], of the logits' dtype: the maximum of each part.
-        part_weight: the same shape, float32: the weight of each part relative to its maximum. It is overwritten.
+        filters: temperature, top_k, top_p and min_p, each [n], as in `SamplingValues`.
+        parts: the maximum of each part [n, all parts], in the logits' dtype; and its weight relative to
+            its maximum, float32 of the same shape, which is overwritten.
         chunk_weight: float32 [n, num_chunks], written.
         threshold: float32 [n], written: the lowest z that is kept.
-        chunk: tokens in a chunk.
     """
     num_chunks = chunk_weight.shape[1]
-    listed = torch.empty(part_max.shape, dtype=torch.int32, device=logits.device)
-    filters = (temperature, top_k, top_p, min_p)
+    listed = torch.empty(parts[0].shape, dtype=torch.int32, device=logits.device)
     sizes = (logits.stride(0), logits.shape[1], num_chunks)
-    config = filter_config(num_chunks, chunk, logits.dtype)
-    args = (logits, *filters, part_max, part_weight, listed, chunk_weight, threshold, *sizes)
+    config = filter_config(num_chunks, PART * parts[0].shape[1] // num_chunks, logits.dtype)
+    args = (logits, *filters, *parts, listed, chunk_weight, threshold, *sizes)
     launch(_filter_kernel, (logits.shape[0],), args, config)
