@@ -21,7 +21,11 @@ import numpy as np
 from benchmarks.rivals.worker import CannotRun, Engine, main
 
 TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-ARCHITECTURES = {"Qwen2ForCausalLM": gguf.MODEL_ARCH.QWEN2, "Qwen3ForCausalLM": gguf.MODEL_ARCH.QWEN3}
+ARCHITECTURES = {
+    "Qwen2ForCausalLM": gguf.MODEL_ARCH.QWEN2,
+    "Qwen3ForCausalLM": gguf.MODEL_ARCH.QWEN3,
+    "Qwen3_5ForCausalLM": gguf.MODEL_ARCH.QWEN35,
+}
 BATCH_TOKENS = 2048
 """n_batch, llama.cpp's own default."""
 ERROR = 4
@@ -104,15 +108,21 @@ def export(folder: Path, exports: Path, kind: str) -> Path:
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")  # token ids go in and come out
+    is_hybrid = architecture == gguf.MODEL_ARCH.QWEN35
+    if is_hybrid:
+        add_hybrid_sizes(writer, config, head_dim)
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     matrices = gguf.GGMLQuantizationType[kind]
     for name, values in read_tensors(folder):
         if name == "lm_head.weight" and config["tie_word_embeddings"]:
             continue
+        if is_hybrid:
+            name, values = convert_hybrid(name, values, config)
         target = names.get_name(name, (".weight", ".bias"))
         if target is None:
             raise CannotRun(f"the export to GGUF does not know the tensor {name}")
-        chosen = matrices if values.ndim == 2 else gguf.GGMLQuantizationType.F32
+        is_matrix = values.ndim == 2 and "conv1d" not in name
+        chosen = matrices if is_matrix else gguf.GGMLQuantizationType.F32
         writer.add_tensor(target, gguf.quants.quantize(values, chosen), raw_dtype=chosen)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -120,6 +130,60 @@ def export(folder: Path, exports: Path, kind: str) -> Path:
     writer.close()
     partial.rename(path)
     return path
+
+
+def add_hybrid_sizes(writer: gguf.GGUFWriter, config: dict[str, Any], head_dim: int) -> None:
+    """Write what llama.cpp must know of a model with linear attention. It has one size for heads of keys and values."""
+    key_dim = config["linear_key_head_dim"]
+    value_dim = config["linear_value_head_dim"]
+    if key_dim != value_dim:
+        raise CannotRun(f"llama.cpp has no linear attention with keys of {key_dim} elements and values of {value_dim}")
+    rope = config["rope_parameters"]
+    writer.add_rope_dimension_count(int(head_dim * rope["partial_rotary_factor"]))
+    writer.add_rope_dimension_sections([*rope.get("mrope_section", (11, 11, 10)), 0])  # all alike for text
+    writer.add_ssm_conv_kernel(config["linear_conv_kernel_dim"])
+    writer.add_ssm_state_size(key_dim)
+    writer.add_ssm_group_count(config["linear_num_key_heads"])
+    writer.add_ssm_time_step_rank(config["linear_num_value_heads"])
+    writer.add_ssm_inner_size(value_dim * config["linear_num_value_heads"])
+    is_linear = [kind == "linear_attention" for kind in list_kinds(config)]
+    writer.add_array(f"{writer.arch}.attention.recurrent_layers", is_linear)
+
+
+def list_kinds(config: dict[str, Any]) -> list[str]:
+    """Return the kind of each layer. By default each fourth one has full attention."""
+    interval = config.get("full_attention_interval", 4)
+    kinds = ["linear_attention", "full_attention"]
+    default = [kinds[(i + 1) % interval == 0] for i in range(config["num_hidden_layers"])]
+    return config.get("layer_types") or default
+
+
+def convert_hybrid(name: str, values: np.ndarray, config: dict[str, Any]) -> tuple[str, np.ndarray]:
+    """Return the name and the values that llama.cpp expects for a tensor of a model with linear attention.
+
+    It multiplies by a norm's weights as they are, so 1 is added to those that the model adds 1 to. It reads -exp(A_log)
+    in place of A_log. It pairs value head i with key head i modulo their number, so the key heads' value heads take
+    turns.
+    """
+    name = name.replace(".dt_bias", ".dt_proj.bias")
+    if name.endswith("norm.weight") and "linear_attn" not in name:
+        return name, values + 1
+    if "linear_attn" not in name or name.endswith("norm.weight"):
+        return name, values
+    if name.endswith("A_log"):
+        values = -np.exp(values)
+    key_heads = config["linear_num_key_heads"]
+    value_heads = config["linear_num_value_heads"]
+    heads = np.arange(value_heads).reshape(key_heads, -1).T.reshape(-1)
+    dim = config["linear_value_head_dim"]
+    columns = (heads[:, None] * dim + np.arange(dim)).reshape(-1)
+    num_keys = 2 * key_heads * config["linear_key_head_dim"]
+    if "out_proj" in name:
+        return name, values[:, columns]
+    if "in_proj_qkv" in name or "conv1d" in name:
+        values = values.reshape(len(values), -1)  # a convolution has an axis of one input channel
+        return name, np.concatenate((values[:num_keys], values[num_keys:][columns]))
+    return name, values[columns if "in_proj_z" in name else heads]
 
 
 class Sequence:
