@@ -2,6 +2,7 @@
 
     python benchmarks/evidence/bench_pair.py --before CHECKOUT                       prompts, a batch, one sequence
     python benchmarks/evidence/bench_pair.py --before CHECKOUT --model tiny-qwen3 --dtype float32 --work 32x16x24
+    python benchmarks/evidence/bench_pair.py --before CHECKOUT --model tiny-qwen3 --regex '[a-z ]{400}' --work 32x16x24
 
 A machine that drifts drifts for both. Each round changes who comes first. For each work the table has the seconds and
 the processor time of one call of `generate`. With OMP_NUM_THREADS=1 the processor time hardly depends on what else
@@ -24,12 +25,20 @@ WORK = ["8x64x1", "32x4x9", "1x16x16"]
 
 def answer_calls(args: argparse.Namespace) -> None:
     """Load the model; then, for each line of stdin, do every work and print its times. Runs in a child."""
-    from nanovllm import LLM, SamplingParams
+    from nanovllm import LLM, SamplingParams, StructuredOutputsParams
+
+    structured = None if args.regex is None else StructuredOutputsParams(regex=args.regex)
 
     def measure(work: str) -> tuple[float, float]:
         num_seqs, num_prompt_tokens, num_tokens = map(int, work.split("x"))
         prompts = [[10 + (7 * i + 13 * j) % 900 for j in range(num_prompt_tokens)] for i in range(num_seqs)]
-        params = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, logprobs=args.logprobs)
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=num_tokens,
+            ignore_eos=structured is None,
+            logprobs=args.logprobs,
+            structured_outputs=structured,
+        )
         start = time.perf_counter()
         start_processor = time.process_time()
         llm.generate(prompts, params, use_tqdm=False)
@@ -84,6 +93,7 @@ def main() -> None:
     add("--model", default="qwen3-0.6b", help="a folder, tiny-qwen3, or a shape")
     add("--dtype", default="bfloat16")
     add("--logprobs", type=int, help="as in SamplingParams")
+    add("--regex", help="outputs must match it, so every step has masks; let it be long, since they end where it does")
     add("--work", nargs="+", default=WORK, metavar="SEQSxPROMPTxTOKENS", help="sequences, prompt tokens, output tokens")
     add("--seconds", type=float, default=110, help="begin no further round after this time, counted from loading")
     add("--child", action="store_true", help=argparse.SUPPRESS)

@@ -1,5 +1,6 @@
 """bench.py --compare: what workers are told, what becomes of their answers, what is said where one cannot run."""
 
+import importlib
 import json
 import os
 import signal
@@ -8,8 +9,10 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.paths import ROOT
@@ -247,3 +250,49 @@ def test_a_worker_prints_one_document(
         else:
             assert document == {"cannot_run": "it has no x"}
     assert ran == [vars(WORKLOAD.warm_up(50)), vars(WORKLOAD)]
+
+
+@pytest.fixture
+def exporter(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The worker of llama.cpp, without its packages."""
+    names = SimpleNamespace(QWEN2=2, QWEN3=3, QWEN35=35)
+    monkeypatch.setitem(sys.modules, "gguf", SimpleNamespace(MODEL_ARCH=names, GGUFWriter=None))
+    monkeypatch.setitem(sys.modules, "llama_cpp", SimpleNamespace(llama_log_callback=lambda function: function))
+    monkeypatch.delitem(sys.modules, "benchmarks.rivals.llama_cpp", raising=False)
+    yield importlib.import_module("benchmarks.rivals.llama_cpp")
+    sys.modules.pop("benchmarks.rivals.llama_cpp")
+
+
+def test_llama_cpp_finds_the_key_head_of_each_value_head(exporter: Any) -> None:
+    """It pairs value head i with key head i modulo their number. Every tensor has the value heads in the same order."""
+    config = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 4}
+    config |= {"linear_value_head_dim": 3}
+    heads = np.arange(6, dtype=np.float32)
+    values = np.repeat(heads, 3)[:, None]  # [value heads * value dim, 1], each the number of its head
+    keys = np.full((16, 1), -1, np.float32)
+
+    def convert(name: str, tensor: np.ndarray) -> np.ndarray:
+        found: np.ndarray = exporter.convert_hybrid(f"model.layers.0.linear_attn.{name}", tensor, config)[1]
+        return found
+
+    order = convert("in_proj_b.weight", heads[:, None])[:, 0]
+    assert [head // 3 for head in order.tolist()] == [0, 1, 0, 1, 0, 1]
+    assert sorted(order) == heads.tolist()
+    rows = np.repeat(order, 3)
+    assert np.array_equal(convert("in_proj_z.weight", values)[:, 0], rows)
+    assert np.array_equal(convert("out_proj.weight", values.T)[0], rows)
+    for name, tensor in (("in_proj_qkv.weight", values), ("conv1d.weight", values[:, None])):
+        found = convert(name, np.concatenate((keys.reshape(16, *tensor.shape[1:]), tensor)))
+        assert found.shape == (16 + 18, 1) and (found[:16] == -1).all() and np.array_equal(found[16:, 0], rows)
+    assert np.array_equal(convert("A_log", heads), -np.exp(order))
+    assert np.array_equal(convert("norm.weight", heads), heads)
+    assert np.array_equal(exporter.convert_hybrid("model.norm.weight", heads, config)[1], heads + 1)
+    assert exporter.convert_hybrid("model.layers.0.linear_attn.dt_bias", heads, config)[0].endswith(".dt_proj.bias")
+
+
+def test_layers_have_the_kinds_that_the_configuration_names(exporter: Any) -> None:
+    assert exporter.list_kinds({"num_hidden_layers": 5}) == ["linear_attention"] * 3 + [
+        "full_attention",
+        "linear_attention",
+    ]
+    assert exporter.list_kinds({"num_hidden_layers": 1, "layer_types": ["full_attention"]}) == ["full_attention"]
