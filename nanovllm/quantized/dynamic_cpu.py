@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from nanovllm.backends.cpu_backend import Scratch
-from nanovllm.kernels.cpu_library import PANEL, KernelLibrary, cpu_library, open_library
+from nanovllm.kernels.cpu_library import PANEL, KernelLibrary, open_library
 from nanovllm.quantized.codes import Codes
+from nanovllm.quantized.huge_pages import huge_pages
 from nanovllm.utils.integers import ceil_div
 
 STEP = 4
@@ -64,8 +65,7 @@ class DynamicCpuMatrix:
         self._sizes = (codes.in_features, codes.out_features)
         in_features, out_features = self._sizes
         columns = ceil_div(out_features, PANEL) * PANEL
-        self._packed = torch.empty(columns * ceil_div(in_features, STEP) * STEP, dtype=torch.uint8)
-        cpu_library().advise_huge_pages(self._packed)
+        self._packed = huge_pages.empty(columns * ceil_div(in_features, STEP) * STEP)
         self._library.call("pack_dynamic", None, codes.codes.contiguous(), self._packed, out_features, in_features)
         self._scales = torch.zeros(columns, dtype=torch.float32)
         self._scales[:out_features] = codes.scales[:, 0]
