@@ -143,16 +143,13 @@ class EngineConfig:
         def check_integer(name: str, low: int, high: int = INT64_MAX, limit: str = "") -> None:
             put(name, as_integer(getattr(self, name), name, low, high, limit))
 
-        if self.trace is not None:
-            if not isinstance(self.trace, (str, os.PathLike)):
-                raise refuse(self.trace, "trace", "a path, or None")
-            put("trace", os.fspath(self.trace))
-        if self.lora is not None:
-            if not isinstance(self.lora, (str, os.PathLike)):
-                raise refuse(self.lora, "lora", "a folder, or None")
-            put("lora", os.fspath(self.lora))
-            if self.load_format == "dummy":
-                raise refuse(self.lora, "lora", 'None with load_format="dummy", which reads no weights')
+        for name, kind in (("trace", "a path"), ("lora", "a folder")):
+            if (path := getattr(self, name)) is not None:
+                if not isinstance(path, (str, os.PathLike)):
+                    raise refuse(path, name, f"{kind}, or None")
+                put(name, os.fspath(path))
+        if self.lora is not None and self.load_format == "dummy":
+            raise refuse(self.lora, "lora", 'None with load_format="dummy", which reads no weights')
         if self.revision is not None and not isinstance(self.revision, str):
             raise refuse(self.revision, "revision", "the name of a branch, a tag or a commit, or None")
         put("dtype", as_choice(str(self.dtype).removeprefix("torch."), "dtype", DTYPES))

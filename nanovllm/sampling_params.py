@@ -1,12 +1,11 @@
 """The parameters of one request: how its tokens are sampled, when it ends, and which form its output must have."""
 
-import json as jsonlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
-from nanovllm.utils.checks import as_bool, as_integer, as_list, as_number, quote, refuse
+from nanovllm.utils.checks import as_bool, as_integer, as_list, as_number, refuse
 from nanovllm.vllm_names import SAMPLING, STRUCTURED, check_names
 
 _MAX_N = 16384  # vLLM's limit
@@ -83,24 +82,6 @@ class StructuredOutputsParams:
         if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
             raise refuse(value, "structured_outputs", "a StructuredOutputsParams, or a dict of its attributes")
         return cls(**value)
-
-    @property
-    def kind(self) -> str:
-        """The name of the attribute that is given."""
-        return next(name for name in KINDS if getattr(self, name) is not None)
-
-    @property
-    def text(self) -> str:
-        """The given value as text; a schema or a list is written as JSON. ValueError if that is not possible."""
-        value = getattr(self, self.kind)
-        try:
-            text = value if isinstance(value, str) else jsonlib.dumps(value, ensure_ascii=False, allow_nan=False)
-            text.encode()  # fails if half of a surrogate pair is in it
-        except (TypeError, ValueError, RecursionError) as error:
-            raise ValueError(
-                f"structured_outputs.{self.kind} is {quote(value)}; it is not Unicode JSON: {error}"
-            ) from None
-        return text
 
 
 GuidedDecodingParams = StructuredOutputsParams

@@ -5,6 +5,7 @@ its grammar, byte by byte, and walks through the vocabulary to tell which tokens
 token before it. So the masks of a step are made once the step before it is read: see `LateEdits` in logit_edits.py.
 """
 
+import json
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
@@ -17,8 +18,9 @@ from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmas
 
 from nanovllm.edits.compiler import compile_grammar, read_grammar
 from nanovllm.engine.plan import IntArray
-from nanovllm.sampling_params import StructuredOutputsParams
+from nanovllm.sampling_params import KINDS, StructuredOutputsParams
 from nanovllm.text.tokenizer import Tokenizer
+from nanovllm.utils.checks import quote
 
 MOST_KEPT = 256
 MOST_BYTES_KEPT = 256 << 20
@@ -32,6 +34,22 @@ LONGEST_ERROR = 500
 """Characters of an error: it may repeat a part of the grammar."""
 
 _executor = LLExecutor()
+
+
+def read_value(params: StructuredOutputsParams) -> tuple[str, str]:
+    """Return the name of the attribute that is given, and its value as text: a schema or a list is written as JSON.
+
+    Raises:
+        ValueError: the value cannot be written as JSON, or is not Unicode.
+    """
+    kind = next(name for name in KINDS if getattr(params, name) is not None)
+    value = getattr(params, kind)
+    try:
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text.encode()  # fails if half of a surrogate pair is in it
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"structured_outputs.{kind} is {quote(value)}; it is not Unicode JSON: {error}") from None
+    return kind, text
 
 
 def fill_masks(masks: IntArray, places: Seq[tuple[LLMatcher, int, list[int]]]) -> None:
@@ -79,7 +97,7 @@ class Grammars:
             ValueError: the grammar is bad or too large, or llguidance would not keep a part of it.
         """
         params = StructuredOutputsParams.convert(params)
-        key = params.kind, params.text
+        key = read_value(params)
         with self._lock:
             if key not in self._kept:
                 self._keep(key, self._compile(*key))

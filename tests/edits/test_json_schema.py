@@ -22,7 +22,7 @@ import jsonschema
 
 from nanovllm import StructuredOutputsParams
 from nanovllm.edits import compiler, json_schema
-from nanovllm.edits.grammars import Grammars, fill_masks
+from nanovllm.edits.grammars import Grammars, fill_masks, read_value
 from nanovllm.edits.json_schema import read_schema, walk_schema
 from nanovllm.text.tokenizer import Tokenizer
 
@@ -184,7 +184,7 @@ def test_exactly_one_of_five_is_given_and_vllms_other_fields_are_refused_by_name
     given: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ValueError, match=words):
-        assert StructuredOutputsParams(**given).text
+        read_value(StructuredOutputsParams(**given))
     for harmless in ({"structural_tag": None}, {"disable_any_whitespace": False}):
         assert StructuredOutputsParams(regex="a", **harmless) == StructuredOutputsParams(regex="a")
     with pytest.raises(TypeError, match="did you mean 'regex'"):
