@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from nanovllm.distributed.links import Link, list_links
 from nanovllm.layers.parallel import Parallel
 from nanovllm.utils.integers import ceil_div
 
@@ -30,10 +31,15 @@ class FolderStore(dist.Store):  # type: ignore[misc, name-defined]  # torch give
     entry, the others read for ever, and hold Python's lock meanwhile.
     """
 
-    def __init__(self, folder: Path, timeout: timedelta) -> None:
+    def __init__(self, folder: Path, timeout: timedelta, prefix: str = "") -> None:
+        """
+        Args:
+            prefix: begins each file's name, so that several groups can meet in a folder.
+        """
         super().__init__()
         self._folder = folder
         self._timeout = timeout
+        self._prefix = prefix
 
     def set(self, key: str, value: str | bytes) -> None:
         """Store a value; raises an OSError if the folder is gone, which means that a rank has died."""
@@ -60,7 +66,7 @@ class FolderStore(dist.Store):  # type: ignore[misc, name-defined]  # torch give
         return all(self._path(key).exists() for key in keys)
 
     def _path(self, key: str) -> Path:
-        return self._folder / quote(key, safe="")
+        return self._folder / quote(self._prefix + key, safe="")
 
 
 class PeerLostError(RuntimeError):
@@ -80,9 +86,11 @@ class GroupParallel(Parallel):
     Collectives run on the current stream (`asyncOp = False`): with a stream of their own, which is torch's default, a
     captured CUDA graph would have a second branch at every collective. With gloo, tensors of a GPU are copied to the
     host and back, which a CUDA graph cannot capture.
+
+    In a pipeline the ranks also send to each other, one to one: over NCCL by links (links.py), over gloo in this group.
     """
 
-    def __init__(self, rank: int, size: int, backend: str, device: torch.device) -> None:
+    def __init__(self, rank: int, size: int, backend: str, device: torch.device, is_pipeline: bool = False) -> None:
         """
         Args:
             backend: "nccl" or "gloo".
@@ -93,6 +101,9 @@ class GroupParallel(Parallel):
         self._backend = backend
         self._device = device
         self._group: Any = None  # ProcessGroupGloo or ProcessGroupNCCL
+        self._has_links = is_pipeline and backend == "nccl"
+        self._links: dict[tuple[int, int], Link] = {}
+        """This rank's links, by sender and receiver."""
         self._sum_options = _on_current_stream(dist.AllreduceOptions())
         self._minimum_options = _on_current_stream(dist.AllreduceOptions())
         self._minimum_options.reduceOp = dist.ReduceOp.MIN
@@ -109,26 +120,39 @@ class GroupParallel(Parallel):
             PeerLostError: a rank did not come.
         """
         try:
-            self._group = self._make_group(meeting)
+            self._group = self._make_group(FolderStore(meeting, CONNECT_TIMEOUT), self.rank, self.size)
+            # The first collective opens the connections: do that here, not in the first step.
+            self.all_reduce(torch.zeros(1, device=self._device))
+            if self._has_links:
+                self._connect_links(meeting)
         except RuntimeError as error:
             raise PeerLostError(f"rank {self.rank} could not meet its peers: {error}") from error
-        # The first collective opens the connections: do that here, not in the first step.
-        self.all_reduce(torch.zeros(1, device=self._device))
 
-    def _make_group(self, meeting: Path) -> Any:
-        store = FolderStore(meeting, CONNECT_TIMEOUT)
+    def _connect_links(self, meeting: Path) -> None:
+        x = torch.zeros(1, device=self._device)
+        for ends in list_links(self.size):
+            if self.rank in ends:
+                store = FolderStore(meeting, CONNECT_TIMEOUT, "link {} {} ".format(*ends))
+                link = Link(self._make_group(store, ends.index(self.rank), 2), self._device)
+                self._links[ends] = link
+                if self.rank == ends[0]:
+                    link.send(x)
+                else:
+                    link.receive(x.shape, x.dtype)
+
+    def _make_group(self, store: FolderStore, rank: int, size: int) -> Any:
         if self._backend == "gloo":
             gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=LOOPBACK)]
             gloo._timeout = TIMEOUT
-            return dist.ProcessGroupGloo(store, self.rank, self.size, gloo)
+            return dist.ProcessGroupGloo(store, rank, size, gloo)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")  # all ranks are on this machine
         # Rank 0 raises failures itself: torch's watchdog would end the process instead.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         torch.cuda.set_device(self._device)
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = TIMEOUT
-        return dist.ProcessGroupNCCL(store, self.rank, self.size, nccl)
+        return dist.ProcessGroupNCCL(store, rank, size, nccl)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         if self.sends_nothing:
@@ -155,10 +179,17 @@ class GroupParallel(Parallel):
         self._finish(lambda: self._group.broadcast([near], self._broadcast_options))
         return near.to(x.device)
 
-    def start_send(self, x: Tensor, rank: int) -> tuple[Any, Tensor]:
-        """Start to send x to another rank, and return at once; `end_send` takes what this returns."""
+    def start_send(self, x: Tensor, rank: int) -> tuple[Any, Tensor] | None:
+        """Start to send x to another rank, and return at once.
+
+        Returns:
+            What `end_send` takes; None if there is nothing to wait for, as with NCCL, where only streams wait.
+        """
         near = self._make_reachable(x)
         try:
+            if self._has_links:
+                self._links[self.rank, rank].send(near)
+                return None
             return self._group.send([near], rank, 0), near
         except RuntimeError as error:
             raise PeerLostError(f"rank {self.rank} lost its peers: {error}") from error
@@ -167,9 +198,17 @@ class GroupParallel(Parallel):
         """Wait until the receiver has taken what `start_send` sends."""
         self._finish(lambda: sent[0])
 
-    def receive(self, x: Tensor, rank: int) -> None:
-        """Wait for the next tensor that another rank sends here, and write it into x, which is on the host."""
+    def receive(self, shape: tuple[int, ...], dtype: torch.dtype, rank: int) -> Tensor:
+        """Return the next tensor that another rank sends here: the host waits for gloo's, the current stream for
+        NCCL's."""
+        if self._has_links:
+            try:
+                return self._links[rank, self.rank].receive(shape, dtype)
+            except RuntimeError as error:
+                raise PeerLostError(f"rank {self.rank} lost its peers: {error}") from error
+        x = torch.empty(shape, dtype=dtype)
         self._finish(lambda: self._group.recv([x], rank, 0))
+        return x.to(self._device)
 
     def minimum(self, value: int) -> int:
         x = torch.tensor([value], dtype=torch.int64, device="cpu" if self._backend == "gloo" else self._device)
@@ -194,15 +233,23 @@ class GroupParallel(Parallel):
 
     def abort(self) -> None:
         """Make the collectives under way end, whatever they computed; any thread may call it."""
-        group = self._group  # close() may let go of it meanwhile
-        if group is not None and self._backend == "nccl":
-            group.abort()
+        groups = self._list_groups()  # close() may let go of them meanwhile
+        if self._backend == "nccl":
+            for group in groups:
+                group.abort()
 
     def close(self) -> None:
         """Leave the group. CUDA graphs that hold its collectives must have been released before."""
-        if self._group is not None:
-            self._group.shutdown()
-            self._group = None
+        groups = self._list_groups()
+        self._links = {}
+        self._group = None
+        for group in groups:
+            group.shutdown()
+
+    def _list_groups(self) -> list[Any]:
+        """Return the groups that this rank is in, those of its links first."""
+        groups = [link.group for link in self._links.values()]
+        return [*groups, self._group] if self._group is not None else groups
 
 
 def _on_current_stream(options: Any) -> Any:

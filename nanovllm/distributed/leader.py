@@ -97,7 +97,8 @@ class LeadingRunner:
         size = config.num_ranks
         device = torch.device(config.device)
         self._pid = os.getpid()
-        self._parallel = GroupParallel(0, size, config.distributed_backend, device)
+        is_pipeline = config.pipeline_parallel_size > 1
+        self._parallel = GroupParallel(0, size, config.distributed_backend, device, is_pipeline)
         parallel = make_parallel(config, hf_config, self._parallel)
         with ExitStack() as stack:  # what it holds is undone if loading fails, else by close()
             if device.type == "cpu":
@@ -108,7 +109,7 @@ class LeadingRunner:
             try:
                 self.local = make_runner(parallel, self._followers.raise_failure)
                 self._first: ModelRunner | FirstStage = self.local
-                if config.pipeline_parallel_size > 1:
+                if is_pipeline:
                     spans = self._followers.spans if config.trace is not None else None
                     self._first = FirstStage(self.local, self._parallel, spans)
                 self._followers.wait_until("loaded")

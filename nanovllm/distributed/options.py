@@ -1,10 +1,13 @@
 """Resolves the options of an engine with several ranks: how they talk, and how a pipeline is kept busy."""
 
+import logging
 from dataclasses import replace
 
 import torch
 
 from nanovllm.config import EngineConfig, ResolvedConfig
+
+logger = logging.getLogger(__name__)
 
 SMALLEST_BUDGET = 128
 """With fewer tokens a step would multiply more slowly."""
@@ -23,10 +26,10 @@ def resolve_ranks(asked: EngineConfig, config: ResolvedConfig) -> ResolvedConfig
     stages = config.pipeline_parallel_size
     device = torch.device(config.device)
     backend = resolve_distributed_backend(config.distributed_backend, device, config.num_ranks, stages > 1)
-    # A CUDA graph cannot capture work of the host, through which gloo sends.
-    config = replace(config, distributed_backend=backend, use_graphs=config.use_graphs and backend != "gloo")
+    config = replace(config, distributed_backend=backend)
     if stages == 1:
-        return config
+        # A CUDA graph cannot capture work of the host, through which gloo sends. Stages send between their graphs.
+        return replace(config, use_graphs=config.use_graphs and backend != "gloo")
     budget = asked.max_num_batched_tokens or shrink_budget(config.max_num_batched_tokens, stages)
     return replace(config, depth=stages, max_num_batched_tokens=budget)
 
@@ -41,21 +44,27 @@ def shrink_budget(budget: int, stages: int) -> int:
 
 
 def resolve_distributed_backend(name: str, device: torch.device, size: int, is_pipeline: bool) -> str:
-    """Return the library through which the ranks talk: for "auto" NCCL on CUDA and gloo on a CPU, or in a pipeline.
+    """Return the library through which the ranks talk: for "auto" NCCL on CUDA and gloo on a CPU.
+
+    The stages of a pipeline may share a GPU: then "auto" is gloo, too.
 
     Raises:
         ValueError: NCCL cannot run here; the message names an alternative.
     """
+    is_cuda = device.type == "cuda"
+    num_devices = torch.cuda.device_count() if is_cuda else 0
     if name == "auto":
-        name = "nccl" if device.type == "cuda" and not is_pipeline else "gloo"
+        name = "nccl" if is_cuda else "gloo"
+        if is_cuda and is_pipeline and num_devices < size:
+            logger.info("%d stages share %d GPUs: their hidden states go through the host, by gloo", size, num_devices)
+            name = "gloo"
     if name == "nccl":
-        if is_pipeline:
-            raise ValueError('distributed_backend="nccl" has no links for pipeline_parallel_size; use "gloo" or "auto"')
-        if device.type != "cuda":
+        if not is_cuda:
             raise ValueError('distributed_backend="nccl" needs CUDA devices; on a CPU use "gloo" or "auto"')
-        if (count := torch.cuda.device_count()) < size:
+        if num_devices < size:
+            option = "pipeline_parallel_size" if is_pipeline else "tensor_parallel_size"
             raise ValueError(
-                f"tensor_parallel_size is {size}, and NCCL wants a GPU for each rank: there are {count}; change it, "
+                f"{option} is {size}, and NCCL wants a GPU for each rank: there are {num_devices}; change it, "
                 'or let ranks share a GPU with distributed_backend="gloo"'
             )
     return name

@@ -117,7 +117,8 @@ def follow(start: dict[str, Any], send: Callable[..., None]) -> None:
     device = torch.device(config.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    group = GroupParallel(start["rank"], config.num_ranks, config.distributed_backend, device)
+    is_pipeline = config.pipeline_parallel_size > 1
+    group = GroupParallel(start["rank"], config.num_ranks, config.distributed_backend, device, is_pipeline)
     folder = None if start["folder"] is None else Path(start["folder"])
     hf_config = load_model_config(start["hf_config"], "rank 0")
     runner = make_runner(config, hf_config, folder, make_parallel(config, hf_config, group))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from nanovllm.engine.plan import NUM_PER_SEQ, make_padding
+from nanovllm.engine.plan import NUM_PER_SEQ, StepPlan, make_padding
 from nanovllm.kernels.sample import SamplingValues
 
 T = TypeVar("T")
@@ -29,12 +29,14 @@ Sample = Callable[[Tensor, Tensor, SamplingValues], Tensor]
 
 
 class Captured(NamedTuple):
-    """The two graphs of a step of one size, the model's and the sampler's, and the tensors that each writes."""
+    """The two graphs of a step of one size, the model's and the sampler's, and the tensors that each writes.
+
+    `sampler` is None in those stages of a pipeline that sample nothing.
+    """
 
     model: torch.cuda.CUDAGraph
     decoded: Decoded
-    sampler: torch.cuda.CUDAGraph
-    sampled: Tensor
+    sampler: tuple[torch.cuda.CUDAGraph, Tensor] | None
 
 
 def graph_batch_sizes(max_num_seqs: int) -> list[int]:
@@ -85,7 +87,7 @@ class CudaGraphs:
         self._graphs: dict[int, Captured] = {}
 
     def capture(
-        self, decode: Decode, sample: Sample, sizes: list[int] | None = None, show_progress: bool = False
+        self, decode: Decode, sample: Sample | None, sizes: list[int] | None = None, show_progress: bool = False
     ) -> None:
         """Capture the graphs of sizes, by default of all. All inputs are padding: no sequence is touched."""
         stream = _capture_stream(torch.cuda.current_device())
@@ -95,11 +97,13 @@ class CudaGraphs:
             inputs.copy_(torch.from_numpy(make_padding(size, self.padding_row)))
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
-                sample(*decode(inputs))  # compiles kernels and warms libraries up, outside the capture
+                decoded = decode(inputs)  # compiles kernels and warms libraries up, outside the capture
+                if sample is not None:
+                    sample(*decoded)
             torch.cuda.synchronize()
             model, decoded = self._capture(stream, functools.partial(decode, inputs))
-            sampler, sampled = self._capture(stream, functools.partial(sample, *decoded))
-            self._graphs[size] = Captured(model, decoded, sampler, sampled)
+            sampler = None if sample is None else self._capture(stream, functools.partial(sample, *decoded))
+            self._graphs[size] = Captured(model, decoded, sampler)
         torch.cuda.synchronize()
 
     def _capture(self, stream: Any, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
@@ -110,6 +114,10 @@ class CudaGraphs:
             result = work()
         self._pool = self._pool or graph.pool()
         return graph, result
+
+    def pad(self, plan: StepPlan) -> StepPlan:
+        """Return a plan of decodes, padded to the size of the smallest graph that holds it."""
+        return plan.pad(smallest_that_holds(self.sizes, plan.num_seqs), self.padding_row)
 
     def inputs(self, size: int) -> Tensor:
         """Return the part of the staging buffer that a graph of that size reads: int32 [HEAD, size]."""
@@ -123,14 +131,17 @@ class CudaGraphs:
 
     def replay_sampler(self, size: int) -> Tensor:
         """Sample from the outputs of `replay`; returns token ids int32 [size], which live until the next replay."""
-        captured = self._graphs[size]
-        captured.sampler.replay()
-        return captured.sampled
+        sampler = self._graphs[size].sampler
+        assert sampler is not None
+        graph, sampled = sampler
+        graph.replay()
+        return sampled
 
     def release(self) -> None:
         """Free the graphs. This comes before the memory they point into is freed, and before a process group ends."""
         for captured in self._graphs.values():
             captured.model.reset()  # now, even if an exception's traceback still holds it
-            captured.sampler.reset()
+            if captured.sampler is not None:
+                captured.sampler[0].reset()
         self._graphs.clear()
         self._pool = None

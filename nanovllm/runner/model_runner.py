@@ -19,7 +19,7 @@ from nanovllm.layers.parallel import Parallel
 from nanovllm.models.config import Shape
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.loader import Quantizer
-from nanovllm.runner.cuda_graphs import CudaGraphs, smallest_that_holds
+from nanovllm.runner.cuda_graphs import CudaGraphs
 from nanovllm.runner.device import DeviceTables, Staging
 from nanovllm.runner.kv_memory import check_free_memory
 from nanovllm.runner.logprobs import embed_targets, find_targets, score_targets, start_logprobs
@@ -42,7 +42,8 @@ class Front(NamedTuple):
         hidden: [num_tokens, hidden].
         targets: int32 [num_scored in all], on the device.
         scored: [num_scored in all], the row of `hidden` that each target needs; None without targets.
-        sampled: int [n], which row of `hidden` gives the logits of each sample; None if the plan samples nothing.
+        sampled: int [n], which row of `hidden` gives the logits of each sample; None if the plan samples nothing, and
+            after a CUDA graph, where every row does.
         rows: int32 [n], the row that gets each sample.
         values: how each is sampled.
         num_logprobs: int32 [num_seqs], -1 for a sequence that wants none.
@@ -108,16 +109,17 @@ class ModelRunner:
             return self.draft.launch(plan)
         with self.computing(plan.num_tokens):
             stopwatch = Stopwatch(self.device)
-            graphs = self._choose_graphs(plan)
+            graphs = self.choose_graphs(plan)
             if graphs is not None:
-                plan = plan.pad(smallest_that_holds(graphs.sizes, plan.num_seqs), self.tables.padding_row)
+                plan = graphs.pad(plan)
             packed = self.staging.send(plan.arrays())
             stopwatch.start()
             self.tables.update(plan, packed[plan.head_size :])
             if graphs is None:
                 result = self.finish(self.start(plan, packed), edits)
             else:
-                result = self._replay(graphs, plan, edits)
+                is_edited = bool(self.tables.sampling_cpu["is_edited"][plan.rows].any())
+                result = self.finish_replay(graphs, self.replay(graphs, plan), edits, is_edited)
             if self.parallel.rank > 0:
                 result = DeviceResult()  # nobody reads the results of other ranks
             return StepHandle(plan, result, stopwatch)
@@ -131,11 +133,8 @@ class ModelRunner:
 
         Args:
             packed: int32, the plan's arrays on the device.
-            x: [num_tokens, hidden], from the stage before; None without a pipeline, and in its first stage. In a later
-                stage None stands for zeros, so that memory can be measured without the other stages.
+            x: [num_tokens, hidden], from the stage before; None without a pipeline, and in its first stage.
         """
-        if x is None and not self.model.stage.is_first:
-            x = torch.zeros(plan.num_tokens, self.shape.hidden, dtype=self.dtype, device=self.device)
         sizes = [NUM_PER_SEQ * plan.num_seqs, plan.num_tokens, len(plan.targets)]
         per_seq, token_ids, targets = torch.split(packed[: plan.head_size], sizes)
         rows, num_computed, num_scheduled, *_ = per_seq.view(NUM_PER_SEQ, plan.num_seqs).unbind(0)
@@ -145,9 +144,11 @@ class ModelRunner:
         if plan.num_sampled.any():
             rows, last, values = choose_samples(plan, rows, inputs)
         scored = find_targets(plan) if len(targets) else None
-        asked = self.tables.sampling_cpu
-        counts = (asked[name][plan.rows] for name in ("num_logprobs", "num_prompt_logprobs"))
-        return Front(plan, hidden, targets, scored, last, rows, values, *counts)
+        return Front(plan, hidden, targets, scored, last, rows, values, *self._read_counts(plan))
+
+    def _read_counts(self, plan: StepPlan) -> list[IntArray]:
+        """Return how many log-probabilities each sequence asks for, of its output and of its prompt."""
+        return [self.tables.sampling_cpu[name][plan.rows] for name in ("num_logprobs", "num_prompt_logprobs")]
 
     def finish(self, front: Front, edits: StepEdits | None = None) -> DeviceResult:
         """Run the second half of a step: logits, scores and samples. Of a pipeline's stages only the first has it."""
@@ -175,8 +176,11 @@ class ModelRunner:
     ) -> tuple[StepInputs, Tensor]:
         """Compute the hidden states of all tokens, [num_tokens, hidden]. Returns the step's inputs, too.
 
-        The plan is None when a CUDA graph is recorded: then every sequence computes one token. `start` explains x.
+        The plan is None when a CUDA graph is recorded: then every sequence computes one token. `start` explains x. In
+        a later stage of a pipeline None stands for zeros, so that it can prepare without the other stages.
         """
+        if x is None and not self.model.stage.is_first:
+            x = torch.zeros(len(planned.token_ids), self.shape.hidden, dtype=self.dtype, device=self.device)
         inputs = self.backend.step_inputs(planned, self.tables.row_tables, self.config.block_size)
         metadata = AttentionMetadata(
             num_decodes=len(planned.rows) if plan is None else plan.num_decodes,
@@ -194,7 +198,7 @@ class ModelRunner:
 
     # ---- steps that only decode, with CUDA graphs
 
-    def _choose_graphs(self, plan: StepPlan) -> CudaGraphs | None:
+    def choose_graphs(self, plan: StepPlan) -> CudaGraphs | None:
         """Return the graphs if they can run the plan. They can if it only decodes, and is not larger than the largest.
 
         A step that also scores prompt tokens runs eagerly, because their number varies.
@@ -204,38 +208,47 @@ class ModelRunner:
             return None
         return self.graphs
 
-    def _replay(self, graphs: CudaGraphs, plan: StepPlan, edits: StepEdits | None) -> DeviceResult:
-        """Run a step that only decodes as CUDA graphs. The plan is padded to the size of a graph."""
+    def replay(self, graphs: CudaGraphs, plan: StepPlan) -> Front:
+        """Do what `start` does as a CUDA graph, for a plan that only decodes and is padded to the size of a graph."""
         hidden, rows, values = graphs.replay(plan.num_seqs)
-        # Only rank 0 is given `edits`, and all ranks must choose the same branch. Sampling ends with a broadcast
-        # between the ranks. If one rank did it inside the graph and another outside, the broadcasts would not match,
-        # and both would wait for ever. So the choice is made by what every rank knows.
-        if self.tables.sampling_cpu["is_edited"][plan.rows].any():
-            sampled = self.sample_decoded(hidden, rows, values, edits)
+        return Front(plan, hidden, rows[:0], None, None, rows, values, *self._read_counts(plan))
+
+    def finish_replay(self, graphs: CudaGraphs, front: Front, edits: StepEdits | None, is_edited: bool) -> DeviceResult:
+        """Do what `finish` does after `replay`, with a CUDA graph unless the logits of a sequence are edited.
+
+        Args:
+            is_edited: whether one has edits. Only rank 0 is given `edits`, and all ranks must choose the same branch.
+                Sampling ends with a broadcast between the ranks. If one rank did it inside the graph and another
+                outside, the broadcasts would not match, and both would wait for ever. So this is what every rank knows.
+        """
+        hidden = front.hidden
+        if is_edited:
+            sampled = self.sample_decoded(hidden, front.rows, front.values, edits)
         else:
-            sampled = graphs.replay_sampler(plan.num_seqs)
+            sampled = graphs.replay_sampler(front.plan.num_seqs)
         # Graphs do not keep logits, which would take gigabytes for all sizes. The few that are needed are computed
         # again.
         logprobs = start_logprobs(
-            plan,
-            self.tables.sampling_cpu["num_logprobs"][plan.rows],
+            front.plan,
+            front.num_logprobs,
             sampled,
             lambda some: self.model.compute_logits(hidden[some]),
             self.backend.token_logprobs,
         )
         return DeviceResult(sampled, logprobs)
 
-    def decode(self, head: Tensor) -> tuple[Tensor, Tensor, SamplingValues]:
+    def decode(self, head: Tensor, x: Tensor | None = None) -> tuple[Tensor, Tensor, SamplingValues]:
         """Compute a step that only decodes. All inputs are tensors on the device, so that a CUDA graph can record it.
 
         Args:
             head: int32 [NUM_PER_SEQ + 1, n], a plan's arrays up to token_ids: see `make_padding`.
+            x: [n, hidden], from the stage before: see `start`.
 
         Returns:
             The arguments of `sample_decoded`: hidden states [n, hidden], rows int32 [n], and their sampling values.
         """
         rows, num_computed, num_scheduled, *_, token_ids = head.unbind(0)
-        inputs, hidden = self.forward(PlannedRows(rows, num_computed, num_scheduled, token_ids), None)
+        inputs, hidden = self.forward(PlannedRows(rows, num_computed, num_scheduled, token_ids), None, x)
         return hidden, rows, inputs.sampling
 
     def sample_decoded(

@@ -19,7 +19,7 @@ from nanovllm.kernels.launch import compile_launches
 from nanovllm.kernels.sample import SamplingValues
 from nanovllm.layers.linear import MatrixModule
 from nanovllm.models.decoder import Decoder
-from nanovllm.runner.cuda_graphs import CudaGraphs
+from nanovllm.runner.cuda_graphs import CudaGraphs, Decode, Sample
 from nanovllm.runner.kv_memory import GpuMemory, count_blocks, measure_others
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.utils.integers import ceil_div
@@ -66,7 +66,7 @@ def fill_cache(runner: ModelRunner, num_blocks: int) -> None:
     if runner.config.use_graphs:
         runner.graphs = make_graphs(runner)
         with runner.on_device(), torch.inference_mode():
-            runner.graphs.capture(runner.decode, runner.sample_decoded, show_progress=runner.parallel.rank == 0)
+            runner.graphs.capture(*bind_halves(runner), show_progress=runner.parallel.number == 0)
 
 
 def count_block_bytes(runner: ModelRunner) -> int:
@@ -92,21 +92,25 @@ def make_graphs(runner: ModelRunner) -> CudaGraphs:
     return CudaGraphs(runner.staging.buffer, runner.config.max_num_seqs, runner.tables.padding_row)
 
 
+def bind_halves(runner: ModelRunner) -> tuple[Decode, Sample | None]:
+    """Return the two halves of a decode step as the graphs of a runner record them."""
+    return runner.parallel.bind_halves(runner.decode, runner.sample_decoded)
+
+
 @torch.inference_mode()
 def compile_kernels(runner: ModelRunner) -> None:
     """Compile the Triton kernels that steps will launch, several at a time.
 
     Runs steps on fake tensors, which have shapes but no values, to learn which kernels are needed. flash-attn cannot
     work on fake tensors, so with it only the kernels that read logits are compiled here, and the others in the first
-    steps. Each rank compiles for its own share of the model. Only rank 0 has logits. The stages of a pipeline compile
-    in their first steps.
+    steps. Each rank compiles for its own share of the model. Only rank 0 has logits.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     has_kernels = runner.backend.name in ("triton", "flash_attn")
-    if runner.device.type != "cuda" or not has_kernels or runner.parallel.stage is not None:
+    if runner.device.type != "cuda" or not has_kernels:
         return
-    leads = runner.parallel.rank == 0
+    leads = runner.parallel.number == 0
     runner.parallel.sends_nothing = True
     try:
         with compile_launches(show_progress=leads), FakeTensorMode(allow_non_fake_inputs=True):
@@ -142,8 +146,11 @@ def launch_steps(runner: ModelRunner) -> None:
         for plan in plans:
             unscored = replace(plan, num_scored=np.zeros_like(plan.num_scored), targets=plan.targets[:0])
             runner.compute(unscored, runner.staging.buffer[: unscored.head_size])
+        decode, sample = bind_halves(runner)
         for size in sizes:
-            runner.sample_decoded(*runner.decode(graphs.inputs(size)))
+            decoded = decode(graphs.inputs(size))
+            if sample is not None:
+                sample(*decoded)
     runner.caches = []
 
 
@@ -206,6 +213,7 @@ def _measure_largest_step(runner: ModelRunner) -> int:
     plan.rows[:] = runner.tables.padding_row
     runner.launch(plan).result()
     num_bytes = torch.cuda.max_memory_allocated(runner.device)
+    num_bytes += runner.parallel.num_transfers * plan.num_tokens * runner.shape.hidden * runner.dtype.itemsize
     if runner.parallel.number == 0:
         num_edited = min(config.max_num_seqs * (1 + config.num_speculative_tokens), config.max_num_batched_tokens)
         edits = EDIT_BYTES * num_edited + COUNT_BYTES * config.max_num_seqs
@@ -218,7 +226,7 @@ def _measure_graphs(runner: ModelRunner) -> int:
     torch.cuda.empty_cache()
     before = torch.cuda.mem_get_info(runner.device)[0]
     trial = make_graphs(runner)
-    trial.capture(runner.decode, runner.sample_decoded, trial.sizes[-2:])
+    trial.capture(*bind_halves(runner), trial.sizes[-2:])
     per_graph = (before - torch.cuda.mem_get_info(runner.device)[0]) // len(trial.sizes[-2:])
     trial.release()
     # The largest pays for the pool that all share; each of the others adds its own nodes.

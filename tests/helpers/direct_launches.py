@@ -7,9 +7,9 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -21,18 +21,22 @@ import torch
 import triton
 
 from helpers.pretend_cuda import DEVICE, PretendDriver, noted, pretend_runner, unscored_plan
+from nanovllm.distributed import pipeline
 from nanovllm.distributed.collectives import GroupParallel
+from nanovllm.distributed.pipeline import FirstStage, PipelineStage, StageParallel, count_wanted
+from nanovllm.distributed.stage_inputs import StageInputs
 from nanovllm.edits import logit_edits
 from nanovllm.edits.logit_edits import LogitEdits, PenaltyCounts
 from nanovllm.engine.plan import StepPlan
 from nanovllm.kernels.launch import Launch, compile_launches, launch
 from nanovllm.kernels.rms_norm import add_rms_norm
 from nanovllm.layers.linear import MatrixModule
+from nanovllm.layers.parallel import Stage
 from nanovllm.quantized.codes import Codes
 from nanovllm.quantized.triton_matrix import TritonMatrix
 from nanovllm.runner import logprobs, sampler
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.runner.startup import compile_kernels, make_caches, make_graphs
+from nanovllm.runner.startup import bind_halves, compile_kernels, make_caches, make_graphs
 from nanovllm.utils.integers import ceil_div
 
 NUM_LAUNCHES = 196
@@ -134,7 +138,7 @@ def fake_copies() -> Iterator[None]:
         return torch.empty(values.shape, dtype=torch.from_numpy(values[:0]).dtype, device=device)
 
     with ExitStack() as patches:
-        for module in (logit_edits, logprobs, sampler):
+        for module in (logit_edits, logprobs, pipeline, sampler):
             patches.enter_context(mock.patch.object(module, "to_device", to_device))
         patches.enter_context(mock.patch.object(logprobs, "start_copy", lambda values: values))
         yield
@@ -211,6 +215,50 @@ def serve_as_a_rank(runner: ModelRunner) -> None:
         serve_edits(runner)
 
 
+def one_stage_of_three(rank: int) -> StageParallel:
+    """A stage whose links carry tensors without values."""
+    ends = [0, 9, 19, 28]
+    group: Any = SimpleNamespace(rank=rank, size=3, ranks_per_device=1)
+    group.start_send = lambda x, rank: None
+    group.receive = lambda shape, dtype, rank: torch.empty(shape, dtype=dtype, device=DEVICE)
+    return StageParallel(group, Stage(ends[rank], ends[rank + 1], ends[-1]))
+
+
+def serve_as_a_stage(runner: ModelRunner) -> None:
+    """Prompts, decodes by graphs, and on rank 0 also scores, log-probabilities and edits."""
+    parallel = runner.parallel
+    assert isinstance(parallel, StageParallel) and parallel.inputs is not None
+    group = parallel._group
+    is_first = runner.model.stage.is_first
+    stage = FirstStage(runner, group, None) if is_first else PipelineStage(runner, group, None)
+    vocab = runner.hf_config.vocab_size
+    plans = [unscored_plan([1] * decodes + [n]) for n in (2, 17, 65, 129, 513, 2000) for decodes in (0, 2)]
+
+    def send(parts: list[Any]) -> torch.Tensor:
+        return torch.zeros(sum(map(len, parts)), dtype=torch.int32, device=DEVICE)
+
+    with mock.patch.object(runner.staging, "send", send), mock.patch.object(runner, "on_device", nullcontext):
+        for plan in (*plans, unscored_plan([1]), StepPlan.largest(3, 300, 1000)):
+            for count in (-1, 3):
+                runner.tables.sampling_cpu["num_prompt_logprobs"] = max(count, 0)
+                runner.tables.sampling_cpu["num_logprobs"] = count
+                half = stage.run(plan)
+                if isinstance(stage, FirstStage):
+                    hidden = group.receive((count_wanted(plan), runner.shape.hidden), runner.dtype, 2)
+                    stage._finish(half, hidden, None)
+        decode, sample = bind_halves(runner)
+        graphs = make_graphs(runner)
+        for size in graphs.sizes:
+            hidden, rows, values = decode(graphs.inputs(size))
+            if sample is None:
+                continue
+            sample(hidden, rows, values)
+            front = half.front._replace(hidden=hidden, rows=rows, values=values)
+            filled = parallel.inputs.fill(parallel.inputs.keep(front, size), hidden)
+            edits = make_edits(size, vocab, has_masks=True, has_penalties=size % 2 == 0)
+            runner.sample_decoded(filled.hidden, filled.rows, filled.values, edits)
+
+
 def quantize(runner: ModelRunner, bits: int, group_size: int | None) -> None:
     """Give every matrix but an untied embedding codes without values. Those of 4 bits have zeros."""
     for module in runner.model.modules():
@@ -242,6 +290,10 @@ def missing(
         stack.enter_context(fake_copies())
         if quantized is not None:
             quantize(runner, *quantized)
+        if isinstance(runner.parallel, StageParallel):
+            num_seqs = runner.config.max_num_seqs
+            inputs = StageInputs(num_seqs, runner.shape.hidden, runner.dtype, runner.device, row=num_seqs)
+            runner.parallel.inputs = inputs
         with wanted() as ahead:
             compile_kernels(runner)
         for one in (runner, runner.draft):
@@ -271,6 +323,12 @@ def missing_kernels() -> dict[str, list[str]]:
         "int4 by group, few sequences": missing(serve_prompts, "qwen3-8b", quantized=(4, 128), max_num_seqs=4),
         "rank 0 of two": missing(serve_as_a_rank, "qwen3-0.6b", parallel=one_rank_of_two(0)),
         "rank 1 of two": missing(serve_as_a_rank, "qwen3-30b-a3b", parallel=one_rank_of_two(1)),
+        "the first stage": missing(serve_as_a_stage, "qwen3-0.6b", parallel=one_stage_of_three(0)),
+        "the first stage, odd sizes": missing(
+            serve_as_a_stage, "qwen3-0.6b", parallel=one_stage_of_three(0), max_num_seqs=7
+        ),
+        "a stage between": missing(serve_as_a_stage, "qwen3-0.6b", parallel=one_stage_of_three(1)),
+        "the last stage": missing(serve_as_a_stage, "qwen3-0.6b", parallel=one_stage_of_three(2)),
     }
 
 

@@ -421,7 +421,7 @@ def test_a_tensor_that_no_stage_has_is_refused(model: Path, tmp_path: Path) -> N
         ),
         (
             {"pipeline_parallel_size": 2, "distributed_backend": "nccl"},
-            'distributed_backend="nccl" has no links for pipeline_parallel_size',
+            'distributed_backend="nccl" needs CUDA devices; on a CPU use "gloo"',
         ),
     ],
 )

@@ -186,13 +186,13 @@ def test_ranks_that_all_send_before_they_receive_do_not_wait_for_each_other(tmp_
         group = GroupParallel(rank, 3, "gloo", torch.device("cpu"))
         group.connect(tmp_path)
         sent = [group.start_send(torch.full((4 << 20,), 10.0 * rank + i), (rank + 1) % 3) for i in range(3)]
-        x = torch.empty(4 << 20)
         received = []
         for _ in sent:
-            group.receive(x, (rank - 1) % 3)
+            x = group.receive((4 << 20,), torch.float32, (rank - 1) % 3)
             received.append(float(x[0]))
             assert torch.equal(x, x[:1].expand_as(x))
         for one in sent:
+            assert one is not None
             group.end_send(one)
         found[rank] = received
         group.close()

@@ -245,8 +245,42 @@ def serve_drafts(model: Path, config: dict[str, Any], params: Any, prompts: Any)
     return found
 
 
-def test_two_stages_of_a_pipeline(dense: Path) -> None:
-    """The stages share a card, run eagerly, and send over gloo."""
+@pytest.mark.parametrize(("stages", "num_devices"), [(2, 1), (2, 2), (3, 3)])
+def test_stages_of_a_pipeline(stages: int, num_devices: int, tmp_path: Path) -> None:
+    """Stages that share a card send over gloo, and those with a card each over NCCL. Decodes run as graphs.
+
+    Sequences are preempted, prompts are cut into chunks, and rows are edited, scored, or want log-probabilities. The
+    graphs are of three sizes.
+    """
+    save_random(tmp_path, **TINY | {"num_hidden_layers": 3})
+    kinds: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {"temperature": 1, "seed": 5, "logprobs": 2},
+        {"temperature": 0.8, "top_p": 0.9, "seed": 6, "repetition_penalty": 1.2, "logit_bias": {9: 2.0}},
+        {"temperature": 0, "prompt_logprobs": 1},
+    ]
+    params = [SamplingParams(max_tokens=8 - i, ignore_eos=True, **kinds[i % 4]) for i in range(6)]
+    prompts = draw([28, 30, 3, 18, 1, 2])
+    options = {"max_num_seqs": 4, "num_kvcache_blocks": 5, "kvcache_block_size": 16, "enable_prefix_caching": False}
+    expected = expect(tmp_path, params, prompts, **options)
+    with rehearse(num_devices=num_devices) as card:
+        with LLM(str(tmp_path), pipeline_parallel_size=stages, **OPTIONS | {"dtype": "float32"} | options) as llm:
+            config = llm.engine.config
+            assert config.use_graphs and config.distributed_backend == ("gloo" if num_devices == 1 else "nccl")
+            found = llm.generate(prompts, params, use_tqdm=False)
+            assert llm.stats()["num_preemptions"] > 0
+        del llm
+        gc.collect()
+        assert card.memory.allocated == 0
+    assert tokens(found) == tokens(expected)
+    for output, wanted in zip(found, expected, strict=True):
+        assert str(output.prompt_logprobs).count("logprob") == str(wanted.prompt_logprobs).count("logprob")
+        for values, wanted_values in zip(output.logprobs or [], wanted.logprobs or [], strict=True):
+            assert values == pytest.approx(wanted_values, abs=1e-3)
+
+
+def test_stages_start_with_default_memory(dense: Path) -> None:
+    """Each stage measures its largest step and its graphs, without the others."""
     assert tokens(serve(dense, pipeline_parallel_size=2)) == tokens(expect(dense))
 
 

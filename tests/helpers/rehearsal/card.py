@@ -38,6 +38,9 @@ class CardTensor(Tensor):
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return current_card().call(function, args, kwargs or {})
 
+    def record_stream(self, stream: Any) -> None:  # torch's own takes no other class of streams than its own
+        self._memory.record(stream)
+
 
 class PinnedTensor(Tensor):
     """Pinned memory of the host."""
@@ -121,11 +124,16 @@ class Card:
 
     def use(self, memories: Iterable[Memory]) -> Time:
         """Add a piece of work that uses memory to the current stream; returns the time after it."""
+        self.check_complaints()
         stream = self.stream
         time = stream.work()
         for memory in memories:
             memory.use(stream, self.timeline, time)
         return time
+
+    def check_complaints(self) -> None:
+        if self.memory.complaints:
+            raise RehearsalError(self.memory.complaints.pop())
 
     def wait(self, what: str) -> None:
         """Have the host wait for the current stream, as it must to read a value."""
@@ -367,7 +375,10 @@ class Card:
             num_bytes = x.untyped_storage().nbytes()
             graph = self.local.graph
             counted = self.memory
-            memory = Memory(num_bytes, counted, counted.pools[0], 0) if graph is None else graph.allocate(num_bytes)
+            if graph is None:
+                memory = Memory(num_bytes, counted, counted.pools[0], 0, self.stream)
+            else:
+                memory = graph.allocate(num_bytes)
         made = x.as_subclass(kind)
         made._memory = memory  # type: ignore[attr-defined]
         return made

@@ -143,3 +143,4 @@ def rehearse(
             stack.callback(function.cache_clear)
         stack.enter_context(Calls())
         yield card
+        card.check_complaints()

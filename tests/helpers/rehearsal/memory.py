@@ -25,21 +25,37 @@ class Pool:
 class Memory:
     """One allocation. Every tensor that lies in it refers to it; when the last one goes, the bytes are free again."""
 
-    def __init__(self, num_bytes: int, counted: "CountedMemory | None", pool: Pool | None, captured_by: int) -> None:
+    def __init__(
+        self,
+        num_bytes: int,
+        counted: "CountedMemory | None",
+        pool: Pool | None,
+        captured_by: int,
+        stream: Stream | None = None,
+    ) -> None:
         """
         Args:
             counted: None for pinned memory of the host, which no device counts.
             captured_by: the number of the graph in whose capture this is allocated; 0 for none.
+            stream: the current one. Once the memory is free, the next tensor of this stream may get it.
         """
         self.captured_by = captured_by
         self.pool = pool
         self.stale: str | None = None
         """Why the values must not be read; None if they may."""
         self._uses: Time = {}
+        self._recorded: set[int] = set()
         if counted is not None and pool is not None:
             size = -(-num_bytes // GRANULE) * GRANULE
             counted.take(size, pool)
             weakref.finalize(self, counted.give_back, size, pool).atexit = False
+            if stream is not None and not captured_by:
+                note_end = weakref.finalize(self, counted.note_end, stream, self._uses, self._recorded)
+                note_end.atexit = False
+
+    def record(self, stream: Stream) -> None:
+        """Do what Tensor.record_stream does: this memory is free only when the stream's work so far has ended."""
+        self._recorded.add(stream.number)
 
     def use(self, stream: Stream, timeline: Timeline, time: Time) -> None:
         """Note that a piece of work on a stream, which ends at `time`, uses this memory."""
@@ -51,7 +67,8 @@ class Memory:
                     f"stream {stream.number} uses a tensor while stream {number} may still work on it: "
                     "no event, wait or synchronisation puts one after the other"
                 )
-        self._uses = {stream.number: time[stream.number]}
+        self._uses.clear()
+        self._uses[stream.number] = time[stream.number]
 
 
 class CountedMemory:
@@ -68,6 +85,19 @@ class CountedMemory:
         self.pools = [Pool()]
         """The first is the one for tensors outside captures."""
         self.peak = 0
+        self.complaints: list[str] = []
+        """What was done to memory that was freed; the next call raises it."""
+
+    def note_end(self, stream: Stream, uses: Time, recorded: set[int]) -> None:
+        """Complain if memory of a stream is freed while another one may still work on it.
+
+        torch gives it to the stream's next tensor at once, unless `record_stream` has named the other stream.
+        """
+        late = [number for number, count in uses.items() if stream.knows().get(number, 0) < count]
+        for number in set(late) - recorded:
+            self.complaints.append(
+                f"a tensor of stream {stream.number} is freed while stream {number} may still work on it: record_stream"
+            )
 
     @property
     def allocated(self) -> int:

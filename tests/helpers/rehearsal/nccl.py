@@ -1,5 +1,6 @@
 """Stands in for torch's NCCL group: gloo carries the tensors, and the rules are NCCL's on the current stream."""
 
+from collections import deque
 from typing import Any
 
 import torch.distributed as dist
@@ -19,6 +20,9 @@ class PretendNccl:
         gloo._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
         gloo._timeout = options._timeout
         self._group = dist.ProcessGroupGloo(store, rank, size, gloo)
+        self._rank = rank
+        self._sent: deque[tuple[Any, Any]] = deque(maxlen=16)
+        """Broadcasts that may be under way, with what they send."""
 
     def _do(self, name: str, tensors: Any, options: Any) -> None:
         """Run a collective on the current stream."""
@@ -34,7 +38,16 @@ class PretendNccl:
         self._do("gather", (outputs, inputs), options)
 
     def broadcast(self, tensors: Any, options: Any) -> None:
-        self._do("broadcast", (tensors,), options)
+        """Broadcast. The host does not wait for one that it sends, nor for the receivers."""
+        if self._rank != options.rootRank or cards.current_card().local.graph is not None:
+            self._do("broadcast", (tensors,), options)
+            return
+
+        def send(host: Any) -> None:
+            copies = [tensor.clone() for tensor in host]
+            self._sent.append((self._group.broadcast(copies, options), copies))
+
+        cards.current_card().launch(send, (tensors,))
 
     def abort(self) -> None:
         self._group.abort()

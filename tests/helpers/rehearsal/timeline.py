@@ -64,6 +64,12 @@ class Stream:
         """Return the time after all work that the stream has been given."""
         return {**self._known, self.number: self._count}
 
+    def knows(self) -> Time:
+        """Return the time before the stream's next piece of work."""
+        time = self.now()
+        merge(time, self._timeline.host)
+        return time
+
     def work(self) -> Time:
         """Add a piece of work, and return the time after it. It comes after all that the host has waited for."""
         merge(self._known, self._timeline.host)
