@@ -261,8 +261,15 @@ def test_stages_of_a_pipeline(stages: int, num_devices: int, tmp_path: Path) -> 
     ]
     params = [SamplingParams(max_tokens=8 - i, ignore_eos=True, **kinds[i % 4]) for i in range(6)]
     prompts = draw([28, 30, 3, 18, 1, 2])
-    options = {"max_num_seqs": 4, "num_kvcache_blocks": 5, "kvcache_block_size": 16, "enable_prefix_caching": False}
+    options: dict[str, Any] = {
+        "max_num_seqs": 4,
+        "num_kvcache_blocks": 5,
+        "kvcache_block_size": 16,
+        "enable_prefix_caching": False,
+    }
     expected = expect(tmp_path, params, prompts, **options)
+    if stages == 3:
+        options["trace"] = str(tmp_path / "run.json")
     with rehearse(num_devices=num_devices) as card:
         with LLM(str(tmp_path), pipeline_parallel_size=stages, **OPTIONS | {"dtype": "float32"} | options) as llm:
             config = llm.engine.config
