@@ -3,6 +3,7 @@
 team_checks.cpp calls it as engines do, under sanitizers. A machine that lacks what Linux has still runs the engine.
 """
 
+import json
 import mmap
 import os
 import resource
@@ -140,6 +141,54 @@ def test_no_step_with_the_cpu_kernels_has_two_pools(
         torch.set_num_threads(3)  # the engine took the physical cores
         llm.generate([[5] * 50], SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
     assert set(seen) == {(1, 3)} and torch.get_num_threads() == 3
+
+
+COUNT_WAKE_UPS = """
+import json, os, sys, time
+from pathlib import Path
+import torch
+from nanovllm import LLM, SamplingParams
+
+def count():
+    time.sleep(0.3)  # idle threads spin first, and then sleep
+    tasks = Path("/proc/self/task").iterdir()
+    return {task.name: (task / "status").read_text().partition("voluntary_")[2] for task in tasks}
+
+def find_woken(work):
+    before = count()
+    work()
+    after = count()
+    return {thread for thread in after if after[thread] != before.get(thread)} - {str(os.getpid())}
+
+def compute_in_torch():
+    torch.ones(1 << 22).exp_()
+
+model, options, seed = sys.argv[1], json.loads(sys.argv[2]), 3
+with LLM(model, max_model_len=1024, num_kvcache_blocks=16, dtype="float32", **options) as llm:
+    torch.set_num_threads(3)
+    compute_in_torch()  # torch makes its threads
+    pool = find_woken(compute_in_torch) & find_woken(compute_in_torch)
+    params = [SamplingParams(temperature=t, seed=seed, max_tokens=4, ignore_eos=True) for t in (0, 1.0)]
+    params.append(SamplingParams(max_tokens=4, ignore_eos=True, logprobs=3, prompt_logprobs=1, presence_penalty=0.5))
+    woken = find_woken(lambda: llm.generate([[5 + i] * 400 for i in range(3)], params, use_tqdm=False))
+    print(json.dumps([len(pool), len(pool & woken), len(pool & find_woken(compute_in_torch))]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc, which counts the wake-ups of a thread")
+def test_no_operator_of_torch_wakes_torchs_threads_beside_the_cpu_kernels(random_model: Path) -> None:
+    """A step of 1,200 tokens is long enough for torch to wake its threads, and with plain torch it does."""
+    counts = {}
+    for backend in ("cpu", "torch"):
+        options = json.dumps({"attention_backend": backend})
+        command = [sys.executable, "-c", COUNT_WAKE_UPS, str(random_model), options]
+        environment = {**os.environ, "OMP_NUM_THREADS": "3", "GOMP_SPINCOUNT": "0"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        counts[backend] = json.loads(done.stdout)
+    # The threads that torch has, those that the engine woke, and those that torch alone wakes afterwards.
+    assert counts == {"cpu": [2, 0, 2], "torch": [2, 2, 2]}
 
 
 def test_neighbours_are_noticed_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
