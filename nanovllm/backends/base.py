@@ -31,8 +31,8 @@ class Backend:
     faster.
 
     Each operator is a class attribute that holds the reference function. There is no wrapper method, which would repeat
-    the arguments. A subclass whose operator needs an object of its own, such as the loaded CPU
-    library, replaces the attribute by a method.
+    the arguments. A subclass whose operator needs an object of its own, such as the loaded CPU library, replaces the
+    attribute by a method.
 
     Attributes:
         name: its name in the option `attention_backend`.
@@ -81,7 +81,7 @@ class Backend:
         return KVCache(*(self.zeros(stored, dtype, device).transpose(1, 2) for _ in KVCache._fields))
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return the zeros of a side of a layer's cache."""
+        """Return zeros for the keys, or for the values, of one layer. `allocate_cache` calls it for each of the two."""
         return torch.zeros(shape, dtype=dtype, device=device)
 
     def prepare_weights(self, weights: Iterable[Tensor]) -> None:

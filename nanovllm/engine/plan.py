@@ -37,7 +37,6 @@ HEADER = 6
 NUM_PER_SEQ = 5
 """How many arrays of a plan have one element per sequence: rows to num_scored. They come first, then token_ids."""
 
-
 EMBED = -1
 """The target of a prompt that is embedded: the hidden state of its last token is wanted, and no score."""
 

@@ -183,8 +183,8 @@ class Sequence:
     def is_only_scored(self) -> bool:
         """True if the sequence ends when its prompt is scored or embedded.
 
-        A last prompt token that is scored is only a target: its score comes from the token before, so it is never
-        computed.
+        The last token of a prompt that is scored is never computed: its score comes from the logits of the token
+        before it.
         """
         return self.params.max_tokens == 0
 
@@ -213,8 +213,8 @@ class Sequence:
         """
         token_id = self.token_ids[-1]
         grammar = self.grammar
-        # Token id -1: the logits were not a valid distribution. consume_token() returns True
-        # for the end-of-sequence token even if the matcher has failed, so is_error() is checked, too.
+        # Token id -1: the logits were not a valid distribution. consume_token() returns True for the end-of-sequence
+        # token even if the matcher has failed, so is_error() is checked, too.
         if token_id < 0 or (grammar is not None and (not grammar.consume_token(token_id) or grammar.is_error())):
             self.token_ids.pop()
             # The bad token may have an entry in logprobs, so the list is cut to the length of the output.

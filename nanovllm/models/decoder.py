@@ -239,8 +239,9 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Compute the hidden states of all tokens, [num_tokens, hidden], after the last norm.
 
-        A stage of a pipeline that is not the last one returns them as the next stage takes them: x + residual. That
-        stage's first norm rounds this sum in the same way when it adds the two itself, so no bit changes.
+        A stage of a pipeline that is not the last one has no last norm. It returns x + residual, which the next stage
+        takes as its x. Without a pipeline the next layer's norm adds the two, and rounds the sum in the same way. So no
+        bit changes.
 
         Args:
             token_ids, positions: [num_tokens].

@@ -51,8 +51,8 @@ class DeviceTables:
             row, index, block = packed[: 3 * num_entries].view(num_entries, 3).unbind(1)
             self.row_tables.block_tables[row, index] = block
         if num_rows:
-            # ROW_SAMPLING came as int32. `view` interprets an int32 as the float that
-            # has these bits. A seed comes as two halves.
+            # ROW_SAMPLING came as int32. `view` interprets an int32 as the float that has these bits. A seed comes as
+            # two halves.
             fields = packed[3 * num_entries :].view(num_rows, ROW_SAMPLING.itemsize // 4).unbind(1)
             row, temperature, top_k, top_p, min_p, seed_low, seed_high, *_ = fields
             self.row_tables.temperature[row] = temperature.view(torch.float32)
