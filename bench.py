@@ -17,6 +17,7 @@ import os
 import platform
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from nanovllm.estimate import read_config
 from nanovllm.load import resolve_options
 from nanovllm.models.config import Shape
 from nanovllm.models.shapes import PRESETS, preset_config
+from nanovllm.quantized.checkpoints import find_format
 
 CPU_PRESET = {"num_seqs": 32, "input_len": [16, 128], "output_len": [16, 128], "dtype": "bfloat16"}
 
@@ -248,9 +250,10 @@ def main(arguments: list[str] | None = None) -> None:
     args.max_num_seqs = resolved.max_num_seqs
     device = torch.device(resolved.device)
     dtype = getattr(torch, resolved.dtype)
-    model = Model(
-        Shape.from_config(hf_config), dtype.itemsize, 1 if args.quantization in ("int8", "int8-dynamic") else None
-    )
+    model = Model(Shape.from_config(hf_config), dtype.itemsize)
+    if format := find_format(args.quantization, hf_config):
+        num_bytes = format.count_bytes(model.shape, dtype.itemsize)
+        model = replace(model, quantized_itemsize=num_bytes / model.shape.num_parameters)
     vocab = model.shape.vocab
     lengths = tuple(args.input_len), tuple(args.output_len)
     workload = make_workload(args.num_seqs, *lengths, vocab, args.shared_prefix, args.seed)

@@ -23,21 +23,21 @@ class Model:
 
     Attributes:
         itemsize: the bytes of one element of its activations and cache, and of its weights unless these are quantised.
-        quantized_itemsize: the bytes of one quantised weight; None if they are not quantised.
+        quantized_itemsize: the bytes of a weight, if some are quantised: the mean of all. None if none are.
     """
 
     shape: Shape
     itemsize: int
-    quantized_itemsize: int | None = None
+    quantized_itemsize: float | None = None
 
     @property
-    def weight_itemsize(self) -> int:
+    def weight_itemsize(self) -> float:
         return self.quantized_itemsize or self.itemsize
 
     @property
     def weight_bytes(self) -> int:
-        """The bytes of all weights. Norms and biases, which are not quantised, are too few to count apart."""
-        return self.shape.num_parameters * self.weight_itemsize
+        """The bytes of all weights."""
+        return round(self.shape.num_parameters * self.weight_itemsize)
 
     @property
     def kv_bytes_per_token(self) -> int:
