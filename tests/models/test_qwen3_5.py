@@ -76,7 +76,8 @@ def test_tokens_are_transformers(changes: dict[str, Any], tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("budget", [1, 7, 64])
 def test_chunks_of_any_length_carry_the_state_on(budget: int, folder: Path, model: PreTrainedModel) -> None:
-    prompts = draw_prompts([1, 6, 7, 8, 65, 100], seed=budget)
+    longest = 100 if budget == 1 else 300  # one token a step takes seconds
+    prompts = draw_prompts([1, 6, 7, 8, 65, longest], seed=budget)
     with LLM(folder, **OPTIONS | {"max_num_batched_tokens": budget}) as llm:
         answers = say(llm, prompts)
     check_greedy(model, prompts, answers)
