@@ -90,7 +90,7 @@ def test_a_broken_number_breaks_its_row_alone(broken: float) -> None:
 
 
 def round_by_hand(x: Tensor) -> Tensor:
-    """What the codes of x [..., in] mean, float32."""
+    """Return the values that the codes of x [..., in] stand for, float32."""
     parts = []
     for part in x.float().split(128, -1):
         most = part.abs().amax(-1, keepdim=True)

@@ -86,7 +86,7 @@ class CountedMemory:
         """The first is the one for tensors outside captures."""
         self.peak = 0
         self.complaints: list[str] = []
-        """What was done to memory that was freed; the next call raises it."""
+        """Uses of memory after it was freed; the next call raises them."""
 
     def note_end(self, stream: Stream, uses: Time, recorded: set[int]) -> None:
         """Complain if memory of a stream is freed while another one may still work on it.
