@@ -51,11 +51,12 @@ fi
 case ${1:-} in
   1)
     step versions 60 "$python" -c 'import torch, triton; print(torch.__version__, triton.__version__, torch.cuda.get_device_name())'
-    step memory 120 "$python" -m pytest -q -m gpu tests/gpu/test_gpu_features.py -k default_memory
+    step memory 120 "$python" -m pytest -q -m gpu tests/gpu/test_gpu_features.py -k test_default_memory
     step graphs 240 "$python" -m pytest -q -x -m gpu tests/gpu/test_gpu_engine.py -k "graph_equals or waits_for"
     step kernels 300 "$python" -m pytest -q -m gpu -n 12 tests/gpu/test_gpu_kernels.py
     step engine 240 "$python" -m pytest -q -m gpu tests/gpu/test_gpu_engine.py -k "not graph_equals and not waits_for"
-    step features 240 "$python" -m pytest -q -m gpu tests/gpu/test_gpu_features.py -k "not default_memory"
+    step features 240 "$python" -m pytest -q -m gpu tests/gpu/test_gpu_features.py -k "not default_memory and not stages"
+    step stages 150 "$python" -m pytest -q -m gpu tests/gpu/test_gpu_features.py -k stages
     ;;
   2)
     step bench_kernels 240 "$python" benchmarks/bench_kernels.py --backends triton --batches 1 64 256 --contexts 1024 4096

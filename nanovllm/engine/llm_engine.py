@@ -112,6 +112,8 @@ class LLMEngine:
         self._num_seqs = 0
         self._in_flight: deque[InFlight] = deque()
         self._running = False
+        self._kept_error: Exception | None = None
+        """The error of a step that had ended requests before. They are returned first; the next call raises it."""
         self._pid = os.getpid()
         self.last_read: ScheduledStep | None = None
         """The most recent step that was read."""
@@ -128,8 +130,10 @@ class LLMEngine:
     def check_free(self) -> None:
         """Raise a RuntimeError if no step may run now.
 
-        The engine may be closed, it may belong to another process, or a `run` may be unfinished.
+        The engine may be closed, it may belong to another process, or a `run` may be unfinished. The error of a failed
+        step is raised here if that step returned what had ended before.
         """
+        self._raise_kept()
         if self.closed:
             raise RuntimeError("the engine is closed")
         if os.getpid() != self._pid:
@@ -210,7 +214,7 @@ class LLMEngine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_unfinished or bool(self._in_flight)
+        return self.scheduler.has_unfinished or bool(self._in_flight) or self._kept_error is not None
 
     def run(self, requests: Iterable[Request | None]) -> Generator[list[tuple[int, Sequence]], None, None]:
         """Run requests. After each step, yield a list: (number, sequence) of each request that the step ended.
@@ -245,8 +249,10 @@ class LLMEngine:
                 except KeyboardInterrupt as error:
                     interrupt = error
                 yield [(numbers.pop(seq), seq) for seq in finished]
+                self._raise_kept()
         finally:
             self._running = False
+            self._kept_error = None
             if not self.closed:
                 with hold:  # a Ctrl-C that comes now must not stop this call halfway
                     self.abort_all()
@@ -261,8 +267,10 @@ class LLMEngine:
 
         Returns:
             The lead of each request that ended. After an exception the engine has no requests, and its prefix cache is
-            empty. The engine is closed if the runner cannot go on.
+            empty. The engine is closed if the runner cannot go on. If requests had ended before the exception, they are
+            returned, and the next call raises it.
         """
+        self._raise_kept()
         scheduler = self.scheduler
         finished: list[Sequence] = []
         try:
@@ -289,9 +297,18 @@ class LLMEngine:
             if not self._in_flight:
                 raise RuntimeError(f"nothing can run: {self.stats()}, waiting: {list(scheduler.waiting)[:3]}")
             return finished + self._read_oldest()
-        except BaseException:
+        except BaseException as error:
             self._recover()
-            raise
+            if not finished or not isinstance(error, Exception):
+                raise
+            self._kept_error = error
+            return finished
+
+    def _raise_kept(self) -> None:
+        error = self._kept_error
+        self._kept_error = None
+        if error is not None:
+            raise error
 
     def _read_oldest(self) -> list[Sequence]:
         """Read the oldest step in flight and append its tokens. Return the lead of each request that ended."""

@@ -95,6 +95,53 @@ def test_a_sequence_at_its_limit_asks_for_no_computation_while_its_last_token_is
     assert engine.runner.num_rows_computed == 4
 
 
+class ReadingEditor:
+    """Reads all steps in flight within the launch of every step, as masks of grammars make it do."""
+
+    def collect(self, step, read_tokens):
+        return read_tokens
+
+
+@pytest.mark.parametrize("way", ["run", "step"])
+@pytest.mark.parametrize("closes", [False, True])
+def test_what_a_step_ended_is_returned_even_if_its_launch_then_fails(way, closes):
+    """The launch reads the steps before it. What ended there has its answer, and the error comes after that."""
+    engine = make_engine(depth=2)
+    engine._editor = ReadingEditor()
+    engine.scheduler.edited_rows.add(0)
+    launch = engine.runner.launch
+    if closes:
+        engine.runner.reason_to_close = lambda: "nothing can be trusted"
+
+    def read_and_launch(plan, read_tokens):
+        read_tokens()
+        if ended:
+            raise RuntimeError("the launch failed")
+        return launch(plan)
+
+    ended = []
+    read_oldest = engine._read_oldest
+    engine._read_oldest = lambda: [ended.append(seq) or seq for seq in read_oldest()]
+    engine.runner.launch = read_and_launch
+    requests = [engine.prepare([number, 3], SamplingParams(max_tokens=length)) for number, length in ((1, 2), (2, 9))]
+    found = []
+    with pytest.raises(RuntimeError, match="the launch failed"):
+        if way == "run":
+            for some in engine.run(requests):
+                found += [seq for _, seq in some]
+        else:
+            for request in requests:
+                engine.add(request)
+            while engine.has_work:
+                found += engine.step()
+    assert [seq.seq_id for seq in found] == [0] and found[0].finish_reason == "length"
+    assert found[0].output_token_ids == expected_tokens([1, 3], requests[0].params, found[0].seed, frozenset(), 32)[0]
+    assert engine.closed == closes and not engine.has_work
+    if not closes:
+        engine.runner.launch = lambda plan, edits: launch(plan)
+        assert sum(len(some) for some in engine.run(requests)) == 2
+
+
 def test_equal_prefixes_in_one_step_are_computed_once():
     engine = make_engine(block_size=4, num_blocks=64, max_num_seqs=8, max_num_batched_tokens=256)
     prompt = [*range(12), 1]

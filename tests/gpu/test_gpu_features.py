@@ -163,9 +163,31 @@ def test_grammars_and_edits_give_the_same_tokens() -> None:
     assert tokens(serve("tiny-qwen3", "triton", params, prompts, dtype="float32")) == tokens(expected)
 
 
-def test_two_stages_that_share_the_card_say_the_same(random_model: Path) -> None:
+@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+def test_two_stages_say_the_same(backend: str, enforce_eager: bool, random_model: Path) -> None:
+    """Decodes run as graphs. gloo's stages share a card; NCCL's have a card each, and a stream for each link."""
+    if backend == "nccl" and torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    params = [
+        SamplingParams(i % 2, 40, seed=i, ignore_eos=True, logprobs=9, presence_penalty=float(i % 3 == 2))
+        for i in range(len(PROMPTS))
+    ]
+    expected = serve(random_model, "torch", params, dtype="float32")
+    options = {"pipeline_parallel_size": 2, "distributed_backend": backend, "enforce_eager": enforce_eager}
+    options |= {"attention_backend": "triton", "dtype": "float32"}
+    with LLM(random_model, **OPTIONS | options) as llm:
+        assert llm.engine.config.use_graphs != enforce_eager
+        found = llm.generate(PROMPTS, params, use_tqdm=False)
+        assert tokens(llm.generate(PROMPTS, params, use_tqdm=False)) == tokens(found)
+    assert_same_tokens(found, expected, "float32")
+
+
+def test_stages_start_with_default_memory(random_model: Path) -> None:
+    """Each stage measures its largest step and its graphs, without the others."""
+    options = {"dtype": "float32", "num_kvcache_blocks": None, "pipeline_parallel_size": 2}
     expected = serve(random_model, "torch", dtype="float32")
-    assert_same_tokens(serve(random_model, "triton", pipeline_parallel_size=2, dtype="float32"), expected, "float32")
+    assert_same_tokens(serve(random_model, "triton", **options), expected, "float32")
 
 
 def test_new_weights_are_those_of_the_next_tokens(random_model: Path, tmp_path: Path) -> None:

@@ -261,6 +261,34 @@ def test_a_prefix_is_found_in_blocks_whose_plan_is_in_flight(llm: LLM) -> None:
         assert output["token_ids"] == seq.output_token_ids
 
 
+def test_forgotten_prefixes_are_computed_again_by_every_stage(llm: LLM) -> None:
+    """Blocks that were found before are written anew. While requests run, nothing can be forgotten."""
+    prompt = draw_prompts([36])[0]
+    params = SamplingParams(temperature=0.0, max_tokens=3, logprobs=1)
+
+    def say() -> tuple[Any, int]:
+        before = llm.stats()["num_cached_tokens"]
+        output = llm.generate([prompt], params, use_tqdm=False)[0]
+        return read(output), llm.stats()["num_cached_tokens"] - before
+
+    first, cached = say()
+    assert cached == 0
+    assert say() == (first, 32)
+    assert llm.reset_prefix_cache()
+    for runner in llm.engine.runner.runners:
+        for cache in runner.caches:
+            cache.keys.fill_(float("nan"))
+            cache.values.fill_(float("nan"))
+    assert say() == (first, 0)
+    assert say() == (first, 32)
+    stream = llm.stream(make_requests())
+    next(stream)
+    assert len(llm.engine._in_flight) == 2
+    with pytest.raises(RuntimeError, match="is open"):
+        llm.reset_prefix_cache()
+    stream.close()  # type: ignore[attr-defined]
+
+
 @pytest.mark.parametrize("num_outputs", [1, 4])
 def test_leaving_with_steps_in_flight_leaves_the_engine_whole(num_outputs: int, llm: LLM) -> None:
     expected = generate(llm)

@@ -302,6 +302,25 @@ def test_two_ranks(backend: str, experts: Path) -> None:
     assert tokens(found) == tokens(expect(experts / "two"))
 
 
+@pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size"])
+def test_new_weights_on_two_ranks(option: str, tmp_path: Path) -> None:
+    """Each rank takes its share of each tensor; graphs that were captured before read it. Both wake up with it."""
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    for seed, name in ((0, "old"), (3, "new")):
+        save_random(tmp_path / name, seed=seed, **TINY | {"num_key_value_heads": 2})
+    new_weights = load_file(tmp_path / "new" / "model.safetensors")
+    with rehearse(num_devices=2), LLM(str(tmp_path / "old"), dtype="float32", **{option: 2}, **OPTIONS) as llm:
+        assert llm.engine.config.use_graphs
+        found = llm.generate(PROMPTS, params, use_tqdm=False)
+        llm.load_weights(new_weights.items())
+        found_new = llm.generate(PROMPTS, params, use_tqdm=False)
+        llm.sleep(1)
+        llm.wake_up()
+        again = llm.generate(PROMPTS, params, use_tqdm=False)
+    assert tokens(found) == tokens(expect(tmp_path / "old", params))
+    assert tokens(found_new) == tokens(again) == tokens(expect(tmp_path / "new", params))
+
+
 def test_edits_and_grammars(speller: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Edited rows beside others: the model's graph runs, and the sampler's does not.
 
