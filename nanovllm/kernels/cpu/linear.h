@@ -15,6 +15,10 @@ static_assert(2 * FEW_TILE_ROWS <= MAX_TILE_ROWS, "few rows x twice the columns 
 // would compete for the same few sets of the L1 cache, so each row gets 16 steps of padding.
 constexpr int64_t DEPTH = 256, LEFT_ROW = DEPTH + 16;
 
+// A product sums up so many steps before the next tile. With small registers a tile has few rows, so a panel's columns
+// are read again for many pieces of rows: they and the left side must fit an L1 cache of 32 KiB together.
+constexpr int64_t SUMMED = REGISTER < 64 ? DEPTH / 2 : DEPTH;
+
 // Limits how many rows are multiplied by one panel before the next panel is read: their left side must stay in half of
 // a small L2 cache. L2_LEFT counts the steps of all rows.
 constexpr int64_t LEAST_SHARED = 1 << 17;  // multiplications below which the other threads cost more than they save
@@ -161,12 +165,14 @@ inline void multiply(const typename T::left* x, int64_t rows, int64_t k, const u
     const int64_t width = num_panels * PANEL;
     const Target target = {(const char*)y, ldy * (int64_t)sizeof(*y), columns * (int64_t)sizeof(*y)};
     alignas(64) float sums[MOST_ROWS * PANEL];
-    for (int64_t i = 0, units; i < k; i += units, x += rows * LEFT_ROW) {
-        units = std::min(DEPTH / T::STEPS, k - i);
+    constexpr int64_t DEEP = DEPTH / T::STEPS;  // units of a block
+    for (int64_t i = 0, units; i < k; i += units) {
+        units = std::min(SUMMED / T::STEPS, k - i);
+        const auto* left = x + i / DEEP * rows * LEFT_ROW + i % DEEP * T::STEPS;
         const uint32_t* part = panel + i * PANEL;
         // The next part is prefetched meanwhile; during the last part of these panels, the first of the next ones.
         const uint32_t* ahead = i + units < k ? part + units * PANEL : panel + num_panels * k * PANEL;
-        tiles<T>(rows, 2 * (int)num_panels, x, {part, PANEL, LANES, ahead, PANEL, k * PANEL, k * PANEL}, units, sums,
+        tiles<T>(rows, 2 * (int)num_panels, left, {part, PANEL, LANES, ahead, PANEL, k * PANEL, k * PANEL}, units, sums,
                  width, i > 0, i > 0 ? Target{} : target);
     }
     for (int64_t r = 0; r < rows; ++r) {
