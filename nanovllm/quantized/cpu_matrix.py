@@ -9,7 +9,7 @@ from nanovllm.backends.cpu_backend import Scratch
 from nanovllm.kernels.cpu_library import PANEL, KernelLibrary, open_library
 from nanovllm.kernels.route import Routing
 from nanovllm.quantized.codes import Codes
-from nanovllm.quantized.huge_pages import huge_pages
+from nanovllm.quantized.huge_pages import huge_pages, return_freed_memory
 from nanovllm.utils.integers import ceil_div
 
 CHUNK = 64
@@ -83,6 +83,7 @@ class PackedCodes:
         if codes.zeros is not None:
             zeros = _by_panel(codes.zeros.float() - (8 if codes.bits == 4 else 0))
         self.tensors = (packed, _by_panel(codes.scales), zeros)
+        return_freed_memory()
 
     def call(self, name: str, *arguments: Tensor | int | None) -> None:
         """Run the kernel of that name."""

@@ -1,5 +1,6 @@
 """Memory in huge pages for the packed matrices of the CPU kernels."""
 
+import ctypes
 import mmap
 import threading
 import weakref
@@ -64,3 +65,10 @@ class HugePages:
 
 huge_pages = HugePages()
 """Of this process."""
+
+
+def return_freed_memory() -> None:
+    """Give freed memory back to the system. glibc keeps freed pieces below 32 MB, and packed matrices lie elsewhere."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
