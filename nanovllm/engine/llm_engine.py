@@ -14,6 +14,7 @@ Words that the files of engine/ use (docs/architecture.md has more):
     target      a prompt token that a step scores: the step computes the token's log-probability
 """
 
+import itertools
 import logging
 import os
 from collections import deque
@@ -229,15 +230,13 @@ class LLMEngine:
         hold = HoldInterrupt(on_second=self.close)
         interrupt: KeyboardInterrupt | None = None
         numbers: dict[Sequence, int] = {}
-        num_taken = 0
+        count = itertools.count()
         try:
             incoming = iter(requests)
             while interrupt is None:
-                # next() also returns None if the iterable has ended. The loop treats both cases in the same way,
-                # because asking an ended iterable again does no harm.
+                # next() also returns None if the iterable has ended. To ask it again does no harm.
                 while len(self.scheduler.waiting) < 2 * self.config.max_num_seqs and (request := next(incoming, None)):
-                    numbers[self.add(request)] = num_taken
-                    num_taken += 1
+                    numbers[self.add(request)] = next(count)
                 if not numbers:
                     return
                 if self.closed:
@@ -275,16 +274,8 @@ class LLMEngine:
         finished: list[Sequence] = []
         try:
             clock = Clock()
-            step = scheduler.schedule()
+            step = self._plan(clock)
             if step is not None:
-                clock.span("schedule")
-                if scheduler.speculation is not None:
-                    scheduler.speculation.write_drafts(step)
-                    clock.span("draft")
-                planned_at = clock.spans[0][1]  # the first span is (name, start, duration) of schedule()
-                for observer in self.observers:
-                    observer.planned(self.num_steps + 1, planned_at, step)
-                clock.resume()
                 edits = None
                 if scheduler.edited_rows:
                     edits = self.editor.collect(step, lambda: finished.extend(self._read_all(clock)))
@@ -304,7 +295,24 @@ class LLMEngine:
             self._kept_error = error
             return finished
 
+    def _plan(self, clock: Clock) -> ScheduledStep | None:
+        """Return the next step, with its drafts; None if there is none. Observers hear of it."""
+        step = self.scheduler.schedule()
+        if step is None:
+            return None
+        clock.span("schedule")
+        speculation = self.scheduler.speculation
+        if speculation is not None:
+            speculation.write_drafts(step)
+            clock.span("draft")
+        planned_at = clock.spans[0][1]  # the first span is (name, start, duration) of schedule()
+        for observer in self.observers:
+            observer.planned(self.num_steps + 1, planned_at, step)
+        clock.resume()
+        return step
+
     def _raise_kept(self) -> None:
+        """Raise the error of an earlier step that had ended requests, once."""
         error = self._kept_error
         self._kept_error = None
         if error is not None:
