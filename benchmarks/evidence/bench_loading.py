@@ -3,9 +3,10 @@
     python benchmarks/evidence/bench_loading.py qwen3-0.6b --formats bfloat16 int8 awq w8a16
 
 A shape's checkpoints are written first, with random weights, into a folder that is removed at the end. "int8" is the
-checkpoint in bfloat16 with quantization="int8"; the other formats are the checkpoint's own. Each load is a process of
-its own, with a KV cache of one sequence of 64 tokens. Memory is RssAnon of /proc/self/status, 500 times a second; pages
-of the checkpoint that are mapped do not count. It is given above what the process held before it loaded.
+checkpoint in bfloat16 with quantization="int8", and so is "int8-dynamic"; the other formats are the checkpoint's own.
+Each load is a process of its own, with a KV cache of one sequence of 64 tokens. Memory is RssAnon of /proc/self/status,
+500 times a second; pages of the checkpoint that are mapped do not count. It is given above what the process held before
+it loaded.
 """
 
 import argparse
@@ -22,6 +23,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from benchmarks.random_checkpoint import CONFIGS, write_random_checkpoint
 from nanovllm.models.shapes import PRESETS, preset_config
+
+AT_LOAD = ("int8", "int8-dynamic")
+"""Formats that are made while a bfloat16 checkpoint is read."""
 
 
 def read_anonymous() -> int:
@@ -58,8 +62,8 @@ def load(folder: str, options: dict[str, object]) -> None:
 def measure(folder: Path, backend: str, format_name: str) -> dict[str, float]:
     """Load a checkpoint in a process of its own. Return its seconds, and the bytes that it held at most and held."""
     asked = {"attention_backend": backend, "dtype": "bfloat16"}
-    if format_name == "int8":
-        asked["quantization"] = "int8"
+    if format_name in AT_LOAD:
+        asked["quantization"] = format_name
     command = [sys.executable, __file__, str(folder), "--load", json.dumps(asked)]
     answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     row: dict[str, float] = json.loads(answer.splitlines()[-1])
@@ -69,7 +73,7 @@ def measure(folder: Path, backend: str, format_name: str) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("shape", help="a shape such as qwen3-0.6b")
-    parser.add_argument("--formats", nargs="+", choices=["int8", *CONFIGS], default=["bfloat16", "int8"])
+    parser.add_argument("--formats", nargs="+", choices=[*AT_LOAD, *CONFIGS], default=["bfloat16", "int8"])
     parser.add_argument("--attention-backend", default="auto")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--load", help=argparse.SUPPRESS)
@@ -84,7 +88,7 @@ def main() -> None:
         print(f"{'format':>14} {'files, GB':>9} {'seconds':>8} {'most, GB':>9} {'held, GB':>9}")
         folders = {}
         for name in options.formats:
-            stored = "bfloat16" if name == "int8" else name
+            stored = "bfloat16" if name in AT_LOAD else name
             folders[name] = Path(parent) / stored
             if not folders[name].exists():
                 write_random_checkpoint(preset_config(options.shape), stored, folders[name])

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.backends.cpu_backend import Scratch
-from nanovllm.kernels.cpu_library import PANEL, KernelLibrary, open_library
+from nanovllm.kernels.cpu_library import PANEL, AnyLibrary, KernelLibrary, open_library
 from nanovllm.kernels.route import Routing
 from nanovllm.quantized.codes import Codes
 from nanovllm.quantized.huge_pages import huge_pages, return_freed_memory
@@ -39,16 +39,24 @@ class QuantizedLibrary(KernelLibrary):
 
 @functools.cache
 def quantized_library() -> QuantizedLibrary:
-    """Return the library, which is compiled when a process first asks for it.
+    """Return the library, which is compiled when a process first asks for it. Raises what `open_for` raises."""
+    return open_for("multiply quantised weights", QuantizedLibrary)
+
+
+def open_for(work: str, kind: type[AnyLibrary]) -> AnyLibrary:
+    """Return a library, compiled if need be.
+
+    Args:
+        work: what the library does.
 
     Raises:
         RuntimeError: it cannot be compiled here; the message says why, and what to choose instead.
     """
     try:
-        return open_library(QuantizedLibrary)
+        return open_library(kind)
     except RuntimeError as error:
         raise RuntimeError(
-            f'attention_backend="cpu" cannot multiply quantised weights here: {error}. attention_backend="torch" can'
+            f'attention_backend="cpu" cannot {work} here: {error}. attention_backend="torch" can'
         ) from error
 
 

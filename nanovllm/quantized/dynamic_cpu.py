@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from nanovllm.backends.cpu_backend import Scratch
-from nanovllm.kernels.cpu_library import PANEL, KernelLibrary, open_library
+from nanovllm.kernels.cpu_library import PANEL, KernelLibrary
 from nanovllm.quantized.codes import Codes
-from nanovllm.quantized.huge_pages import huge_pages
+from nanovllm.quantized.cpu_matrix import open_for
+from nanovllm.quantized.huge_pages import huge_pages, return_freed_memory
 from nanovllm.utils.integers import ceil_div
 
 STEP = 4
@@ -36,17 +37,8 @@ class DynamicLibrary(KernelLibrary):
 
 @functools.cache
 def dynamic_library() -> DynamicLibrary:
-    """Return the library, which is compiled when a process first asks for it.
-
-    Raises:
-        RuntimeError: it cannot be compiled here; the message says why, and what to choose instead.
-    """
-    try:
-        return open_library(DynamicLibrary)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f'attention_backend="cpu" cannot multiply in int8 here: {error}. attention_backend="torch" can'
-        ) from error
+    """Return the library, which is compiled when a process first asks for it. Raises what `open_for` raises."""
+    return open_for("multiply in int8", DynamicLibrary)
 
 
 class DynamicCpuMatrix:
@@ -69,6 +61,7 @@ class DynamicCpuMatrix:
         self._library.call("pack_dynamic", None, codes.codes.contiguous(), self._packed, out_features, in_features)
         self._scales = torch.zeros(columns, dtype=torch.float32)
         self._scales[:out_features] = codes.scales[:, 0]
+        return_freed_memory()
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [n, in] -> x W^T + bias [n, out]."""

@@ -12,6 +12,7 @@ from nanovllm.kernels.grouped_linear import grouped_linear_reference
 from nanovllm.kernels.route import Routing
 from nanovllm.quantized.codes import Codes, pack_int4, quantize_int8
 from nanovllm.quantized.cpu_matrix import CpuExperts, CpuMatrix
+from nanovllm.quantized.dynamic_cpu import DynamicCpuMatrix
 from nanovllm.utils.integers import ceil_div
 
 FORMATS = {
@@ -54,6 +55,20 @@ def assert_products_alike(found: Tensor, x: Tensor, weights: Tensor, bias: Tenso
     terms = x.double().square() @ weights.double().square().T
     tolerance = 4 * rounding(found.dtype) * (expected.abs() + terms.sqrt()) + 1e-6
     assert ((found.double() - expected).abs() <= tolerance).all()
+
+
+def assert_rows_keep_their_bits(matrix: CpuMatrix | DynamicCpuMatrix, x: Tensor) -> None:
+    """The products of x [520, in] have the same bits with fewer rows and with any number of threads."""
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        whole = matrix.multiply(x, None)
+        for count in (1, 2, 5):
+            torch.set_num_threads(count)
+            for rows in (1, 8, 33, 520):
+                assert torch.equal(matrix.multiply(x[-rows:], None), whole[-rows:])
+    finally:
+        torch.set_num_threads(threads)
 
 
 def check_quantized_products(name: str, dtype: torch.dtype, in_features: int, out_features: int) -> None:

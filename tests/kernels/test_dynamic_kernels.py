@@ -11,6 +11,7 @@ import pytest
 import torch
 from helpers.cpu_checks import BF16, FP32
 from helpers.dynamic_checks import check_dynamic_products, draw_inputs
+from helpers.quantized_checks import assert_rows_keep_their_bits
 
 from nanovllm.backends.cpu_backend import Scratch
 from nanovllm.quantized.codes import quantize_int8
@@ -38,16 +39,7 @@ def test_a_row_has_the_same_bits_whatever_the_threads_and_the_rows_beside_it(dty
     generator = torch.Generator().manual_seed(5)
     matrix = DynamicCpuMatrix(quantize_int8(torch.randn(2080, 1536, generator=generator)), dtype, Scratch())
     x = draw_inputs(520, 1536, dtype, generator)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        whole = matrix.multiply(x, None)
-        for count in (1, 2, 5):
-            torch.set_num_threads(count)
-            for rows in (1, 8, 33, 520):
-                assert torch.equal(matrix.multiply(x[-rows:], None), whole[-rows:])
-    finally:
-        torch.set_num_threads(threads)
+    assert_rows_keep_their_bits(matrix, x)
 
 
 def test_the_largest_sums_are_exact() -> None:

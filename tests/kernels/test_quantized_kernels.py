@@ -13,6 +13,7 @@ from helpers.cpu_checks import BF16, FP32
 from helpers.quantized_checks import (
     FORMATS,
     assert_products_alike,
+    assert_rows_keep_their_bits,
     check_quantized_experts,
     check_quantized_products,
     draw_codes,
@@ -53,16 +54,7 @@ def test_a_row_has_the_same_bits_whatever_the_threads_and_the_rows_beside_it(nam
     generator = torch.Generator().manual_seed(5)
     matrix = CpuMatrix(draw_codes((2080, 1536), name, generator), dtype, Scratch())
     x = torch.randn(520, 1536, generator=generator).to(dtype)
-    threads = torch.get_num_threads()
-    try:
-        torch.set_num_threads(1)
-        whole = matrix.multiply(x, None)
-        for count in (1, 2, 5):
-            torch.set_num_threads(count)
-            for rows in (1, 8, 33, 520):
-                assert torch.equal(matrix.multiply(x[-rows:], None), whole[-rows:])
-    finally:
-        torch.set_num_threads(threads)
+    assert_rows_keep_their_bits(matrix, x)
 
 
 def test_a_row_of_zeros_gives_zeros_and_a_broken_one_reaches_no_other_row() -> None:

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import PretrainedConfig, Qwen2ForCausalLM, Qwen3MoeForCausalLM
 
-from benchmarks.evidence.bench_loading import measure
+from benchmarks.evidence.bench_loading import AT_LOAD, measure
 from benchmarks.random_checkpoint import write_random_checkpoint
 from nanovllm import LLM
 from nanovllm.estimate import read_config
@@ -198,13 +198,13 @@ def test_ranks_that_cannot_share_are_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["int8", "awq", "gptq-8", "w4a16", "w8a8"])
+@pytest.mark.parametrize("name", ["int8", "int8-dynamic", "awq", "gptq-8", "w4a16", "w8a8"])
 def test_loading_never_holds_the_model_in_16_bits(name: str, tmp_path: Path) -> None:
     """The most anonymous memory is the quantised size, twice the largest matrix, and 128 MB."""
     config = preset_config("qwen3-0.6b") | {"num_hidden_layers": 12, "vocab_size": 4096, "intermediate_size": 4096}
-    write_random_checkpoint(config, "bfloat16" if name == "int8" else name, tmp_path)
+    write_random_checkpoint(config, "bfloat16" if name in AT_LOAD else name, tmp_path)
     hf_config = read_config(str(tmp_path))
-    format = find_format("int8" if name == "int8" else None, hf_config)
+    format = find_format(name if name in AT_LOAD else None, hf_config)
     assert format is not None
     shape = Shape.from_config(hf_config)
     limit = format.count_bytes(shape, 2) + 2 * (2 * shape.hidden * 2 * 4096) + 128 * 10**6

@@ -465,11 +465,11 @@ def test_embeddings_of_prompts_have_the_bits_of_one_rank(llm: LLM, model: Path) 
     assert str(llm.embed(prompts, use_tqdm=False)) == str(expected)
 
 
-def test_a_pipeline_keeps_as_many_steps_in_flight_as_it_has_stages_and_records_no_graphs(model: Path) -> None:
+def test_a_pipeline_keeps_as_many_steps_in_flight_as_it_has_stages(model: Path) -> None:
     hf_config = read_config(str(model))
     for stages, budget in ((1, 2048), (3, 128)):
         config = resolve_options(EngineConfig(str(model), pipeline_parallel_size=stages, device="cpu"), hf_config)
-        assert config.depth == stages and config.num_ranks == stages and not config.use_graphs
+        assert config.depth == stages and config.num_ranks == stages
         assert config.max_num_batched_tokens == budget, "a prompt keeps all stages busy if it is many chunks"
 
 

@@ -203,12 +203,3 @@ def test_ranks_that_all_send_before_they_receive_do_not_wait_for_each_other(tmp_
     for thread in threads:
         thread.join(300)
     assert found == {rank: [10.0 * ((rank - 1) % 3) + i for i in range(3)] for rank in range(3)}
-
-
-@pytest.mark.gpu
-def test_two_stages_share_a_gpu(model: Path) -> None:
-    options = OPTIONS | {"device": "cuda", "attention_backend": "auto", "num_kvcache_blocks": 24}
-    with LLM(str(model), **options) as llm:
-        alone = strip(generate(llm))
-    with LLM(str(model), pipeline_parallel_size=2, **options) as llm:
-        assert strip(generate(llm)) == alone
