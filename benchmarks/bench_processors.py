@@ -22,8 +22,9 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.backends import AttentionMetadata, KVCache
-from nanovllm.backends.cpu_backend import CpuBackend, Scratch
+from nanovllm.backends.cpu_backend import CpuBackend
 from nanovllm.kernels import cpu_library
+from nanovllm.kernels.scratch import Scratch
 from nanovllm.quantized.codes import Codes
 from nanovllm.quantized.cpu_matrix import CpuMatrix, QuantizedLibrary
 from nanovllm.quantized.dynamic_cpu import DynamicCpuMatrix, DynamicLibrary

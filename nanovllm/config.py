@@ -96,7 +96,7 @@ class EngineConfig:
         "reuse the KV cache of equal prefixes, in whole blocks. None means yes, except for models that keep a state "
         "for each sequence",
     )
-    enforce_eager: bool = _pace(False, "run without CUDA graphs")
+    enforce_eager: bool = _pace(False, "run decodes without CUDA graphs, and on a CPU without recorded steps")
     attention_backend: str = _results(
         "auto",
         "flash_attn, triton, cpu (C++ kernels, compiled on first use) or torch. auto takes the first of them that runs "

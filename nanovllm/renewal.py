@@ -141,6 +141,9 @@ class RankRenewal:
             case "write":
                 assert tensor is not None
                 self.load.write(command["name"], tensor)
+                for runner in runners:
+                    if runner.recorded is not None:
+                        runner.recorded.forget()
             case "forget":
                 self._load = None
             case "sleep":
@@ -157,6 +160,7 @@ def _free_memory(runner: ModelRunner, level: int) -> None:
     if runner.graphs is not None:
         runner.graphs.release()
         runner.graphs = None
+    runner.recorded = None
     runner.caches = []
     if level == 2:
         runner.free_model()

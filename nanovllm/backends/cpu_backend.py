@@ -1,9 +1,5 @@
 """Our C++ kernels for the CPU, compiled on first use; and the packed weights and the memory that they work on."""
 
-import ctypes
-import math
-import mmap
-import weakref
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -17,8 +13,8 @@ from nanovllm.kernels.edit_logits import MaskAndPenalties
 from nanovllm.kernels.norm_rope_store import NormRope
 from nanovllm.kernels.route import Routing
 from nanovllm.kernels.sample import Sampled, SamplingValues
+from nanovllm.kernels.scratch import Scratch
 from nanovllm.layers.linear import Experts
-from nanovllm.utils.integers import ceil_div
 
 LANES = 16
 """float32 numbers in a vector, as in kernels/cpu/."""
@@ -28,12 +24,6 @@ MAX_CONV_WIDTH = 8
 
 MAX_KEY_DIM = 256
 """Size of a key of `gated_delta`, MAX_HEAD_DIM in kernels/cpu/vectors.h."""
-
-SMALLEST_LOAN = 32 << 20
-"""Bytes of the smallest tensor whose memory Scratch lends. glibc's malloc keeps smaller blocks by itself."""
-
-HUGE_PAGE = 2 << 20
-"""Bytes of a huge page on x86-64."""
 
 
 class CpuBackend(Backend):
@@ -219,7 +209,7 @@ def _packs_in_place(weight: Tensor) -> bool:
 class NativeMatrix:
     """A matrix [out, in], packed for the `linear` kernel. It gives single rows, too: a tied embedding needs no copy."""
 
-    def __init__(self, library: CpuLibrary, weight: Tensor, scratch: "Scratch", in_place: bool = False) -> None:
+    def __init__(self, library: CpuLibrary, weight: Tensor, scratch: Scratch, in_place: bool = False) -> None:
         self._library = library
         self._scratch = scratch
         self._out, self._in = weight.shape
@@ -232,38 +222,3 @@ class NativeMatrix:
 
     def rows(self, indices: Tensor) -> Tensor:
         return self._library.packed_rows(self._packed, indices.to(torch.int32), self._in)
-
-
-class Scratch:
-    """Lends memory to the tensors that operators return, and takes it back when the last view of one is gone.
-
-    glibc's malloc gives every block of 32 MiB or more back to the system when it is freed. The next step would get new
-    memory, which the system clears page by page while a kernel writes it.
-    """
-
-    def __init__(self) -> None:
-        self._free: list[mmap.mmap] = []
-
-    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor, as torch.empty does.
-
-        The smallest free memory that fits is lent. If none fits, new memory takes the place of the largest that is
-        free, so this object never keeps more pieces than were lent at once.
-        """
-        count = math.prod(shape)
-        size = count * dtype.itemsize
-        if size < SMALLEST_LOAN or not hasattr(mmap, "MADV_HUGEPAGE"):
-            return torch.empty(shape, dtype=dtype)
-        fitting = [memory for memory in self._free if len(memory) >= size]
-        if fitting:
-            memory = min(fitting, key=len)
-            self._free.remove(memory)
-        else:
-            if self._free:
-                self._free.remove(max(self._free, key=len))
-            memory = mmap.mmap(-1, ceil_div(size, HUGE_PAGE) * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            memory.madvise(mmap.MADV_HUGEPAGE)
-        # All views of the tensor share this ctypes array. When it is collected, nobody reads the memory any more.
-        loan = (ctypes.c_char * len(memory)).from_buffer(memory)
-        weakref.finalize(loan, self._free.append, memory).atexit = False
-        return torch.frombuffer(loan, dtype=dtype, count=count).view(shape)

@@ -15,10 +15,12 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -69,6 +71,35 @@ _PLAIN = frozenset((int, float, bool, type(None)))
 _SUFFIXES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
+Call = tuple["_Function", list[Any]]
+"""A function, and its arguments after the number of threads: addresses and numbers."""
+
+
+class _OfThisThread(threading.local):
+    calls: list[Call] | None = None
+
+
+_of_this_thread = _OfThisThread()
+
+
+@contextmanager
+def record_calls() -> Iterator[list[Call]]:
+    """Within, every call of a kernel by this thread is added to the list. `repeat_calls` makes them again."""
+    calls: list[Call] = []
+    _of_this_thread.calls = calls
+    try:
+        yield calls
+    finally:
+        _of_this_thread.calls = None
+
+
+def repeat_calls(calls: list[Call]) -> None:
+    """Make recorded calls again. All that they read and write must still lie where it lay."""
+    threads = num_threads()
+    for function, arguments in calls:
+        function(threads, *arguments)
+
+
 class KernelLibrary:
     """Compiled kernels. Tensors must be contiguous and on the CPU; the caller checks their shapes.
 
@@ -107,8 +138,10 @@ class KernelLibrary:
         # ctypes refuses too few arguments by itself, but passes a surplus one on.
         if len(arguments) != len(function.argtypes) - 1:
             raise TypeError(f"{name} takes {len(function.argtypes) - 1} arguments, not {len(arguments)}")
-        addresses = [a if type(a) in _PLAIN else a.data_ptr() for a in arguments]  # type: ignore[union-attr]
+        addresses: list[Any] = [a if type(a) in _PLAIN else a.data_ptr() for a in arguments]  # type: ignore[union-attr]
         function(num_threads(), *addresses)
+        if _of_this_thread.calls is not None:
+            _of_this_thread.calls.append((function, addresses))
 
 
 class CpuLibrary(KernelLibrary):

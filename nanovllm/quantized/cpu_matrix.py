@@ -5,9 +5,9 @@ import functools
 import torch
 from torch import Tensor
 
-from nanovllm.backends.cpu_backend import Scratch
 from nanovllm.kernels.cpu_library import PANEL, AnyLibrary, KernelLibrary, open_library
 from nanovllm.kernels.route import Routing
+from nanovllm.kernels.scratch import Scratch
 from nanovllm.quantized.codes import Codes
 from nanovllm.quantized.huge_pages import huge_pages, return_freed_memory
 from nanovllm.utils.integers import ceil_div

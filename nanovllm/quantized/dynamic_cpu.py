@@ -6,8 +6,8 @@ import functools
 import torch
 from torch import Tensor
 
-from nanovllm.backends.cpu_backend import Scratch
 from nanovllm.kernels.cpu_library import PANEL, KernelLibrary
+from nanovllm.kernels.scratch import Scratch
 from nanovllm.quantized.codes import Codes
 from nanovllm.quantized.cpu_matrix import open_for
 from nanovllm.quantized.huge_pages import huge_pages, return_freed_memory

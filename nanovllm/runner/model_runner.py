@@ -23,6 +23,7 @@ from nanovllm.runner.cuda_graphs import CudaGraphs
 from nanovllm.runner.device import DeviceTables, Staging
 from nanovllm.runner.kv_memory import check_free_memory
 from nanovllm.runner.logprobs import embed_targets, find_targets, score_targets, start_logprobs
+from nanovllm.runner.recorded_steps import RecordedSteps
 from nanovllm.runner.sampler import Sampler, choose_samples
 from nanovllm.runner.step_handle import DeviceResult, StepHandle, Stopwatch
 from nanovllm.utils.machine import FEW_TOKENS, SMALL_MODEL, default_dtype, one_thread, torch_in_one_thread
@@ -83,7 +84,8 @@ class ModelRunner:
         # It is the first attribute, because Python deletes attributes in order. If a runner is deleted without close(),
         # its graphs must go before the process group (in `parallel`) that they use.
         self.graphs: CudaGraphs | None = None
-        self.caches: list[LayerCache] = []  # startup.py fills it, and `graphs`, after the model is loaded
+        self.recorded: RecordedSteps | None = None
+        self.caches: list[LayerCache] = []  # startup.py fills it, `graphs` and `recorded`, after the model is loaded
         self.draft: ModelRunner | None = None  # runs the draft model; load.py sets it if there is one
         self.config = config
         self.parallel = parallel
@@ -194,6 +196,8 @@ class ModelRunner:
         )
         if (cache := next((cache for cache in self.caches if isinstance(cache, KVCache)), None)) is not None:
             metadata = self.backend.prepare_attention(metadata, cache, self.shape.heads)
+        if self.recorded is not None:
+            return inputs, self.recorded(inputs.token_ids, inputs.positions, self.caches, metadata)
         return inputs, self.model(inputs.token_ids, inputs.positions, self.caches, metadata, x)
 
     # ---- steps that only decode, with CUDA graphs
@@ -320,6 +324,7 @@ class ModelRunner:
             if self.graphs is not None:
                 self.graphs.release()
         self.graphs = None
+        self.recorded = None
         self.caches = []
         if hasattr(self, "model"):
             self.free_model()

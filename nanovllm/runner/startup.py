@@ -22,6 +22,7 @@ from nanovllm.models.decoder import Decoder
 from nanovllm.runner.cuda_graphs import CudaGraphs, Decode, Sample
 from nanovllm.runner.kv_memory import GpuMemory, count_blocks, measure_others
 from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.recorded_steps import RecordedSteps
 from nanovllm.utils.integers import ceil_div
 
 logger = logging.getLogger(__name__)
@@ -60,9 +61,12 @@ def make_cache(runner: ModelRunner) -> int:
 
 def fill_cache(runner: ModelRunner, num_blocks: int) -> None:
     """Allocate the KV cache of a runner, and of its draft model, and capture the graphs that read it."""
-    runner.caches = make_caches(runner, num_blocks)
-    if runner.draft is not None:
-        runner.draft.caches = make_caches(runner.draft, num_blocks)
+    config = runner.config
+    records = runner.backend.name == "cpu" and config.num_ranks == 1 and not config.enforce_eager
+    for each in (runner, runner.draft):
+        if each is not None:
+            each.caches = make_caches(each, num_blocks)
+            each.recorded = RecordedSteps(each.model) if records else None
     if runner.config.use_graphs:
         runner.graphs = make_graphs(runner)
         with runner.on_device(), torch.inference_mode():

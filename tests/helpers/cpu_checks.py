@@ -10,7 +10,7 @@ from torch import Tensor
 from helpers.delta_cases import DeltaLayer, assert_delta_is_the_reference
 from helpers.kernel_cases import assert_same_tokens, attention_tolerance, decode_lengths, mixed_lengths, sample_case
 from nanovllm.backends import AttentionMetadata, Backend
-from nanovllm.backends.cpu_backend import CpuBackend, NativeMatrix, Scratch
+from nanovllm.backends.cpu_backend import CpuBackend, NativeMatrix
 from nanovllm.backends.torch_backend import TorchBackend
 from nanovllm.kernels.combine import combine_reference
 from nanovllm.kernels.cpu_library import PANEL
@@ -18,6 +18,7 @@ from nanovllm.kernels.edit_logits import MaskAndPenalties
 from nanovllm.kernels.grouped_linear import grouped_linear_reference
 from nanovllm.kernels.norm_rope_store import NormRope
 from nanovllm.kernels.route import route_reference
+from nanovllm.kernels.scratch import Scratch
 from nanovllm.layers.linear import Experts
 from nanovllm.layers.parallel import Parallel
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from nanovllm.backends.cpu_backend import Scratch
+from nanovllm.kernels.scratch import Scratch
 from nanovllm.quantized.codes import quantize_int8
 from nanovllm.quantized.dynamic import DynamicMatrix
 from nanovllm.quantized.dynamic_cpu import DynamicCpuMatrix

@@ -27,11 +27,12 @@ from helpers.dynamic_checks import check_dynamic_products
 from helpers.kernel_cases import assert_tokens_near, attention_tolerance, edit_case, sample_case
 from helpers.quantized_checks import FORMATS, check_quantized_experts, check_quantized_products
 from nanovllm.backends import cpu_backend
-from nanovllm.backends.cpu_backend import CpuBackend, NativeMatrix, Scratch
+from nanovllm.backends.cpu_backend import CpuBackend, NativeMatrix
 from nanovllm.backends.torch_backend import TorchBackend
 from nanovllm.kernels.cpu_library import FLAGS, PANEL, SOURCES, CpuLibrary
 from nanovllm.kernels.edit_logits import edit_logits_reference
 from nanovllm.kernels.route import route_reference
+from nanovllm.kernels.scratch import Scratch
 from nanovllm.quantized import cpu_matrix, dynamic_cpu
 from nanovllm.quantized.cpu_matrix import QuantizedLibrary
 from nanovllm.quantized.dynamic_cpu import DynamicLibrary

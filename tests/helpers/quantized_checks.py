@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from helpers.cpu_checks import rounding
-from nanovllm.backends.cpu_backend import Scratch
 from nanovllm.kernels.grouped_linear import grouped_linear_reference
 from nanovllm.kernels.route import Routing
+from nanovllm.kernels.scratch import Scratch
 from nanovllm.quantized.codes import Codes, pack_int4, quantize_int8
 from nanovllm.quantized.cpu_matrix import CpuExperts, CpuMatrix
 from nanovllm.quantized.dynamic_cpu import DynamicCpuMatrix

@@ -13,7 +13,7 @@ from helpers.cpu_checks import BF16, FP32
 from helpers.dynamic_checks import check_dynamic_products, draw_inputs
 from helpers.quantized_checks import assert_rows_keep_their_bits
 
-from nanovllm.backends.cpu_backend import Scratch
+from nanovllm.kernels.scratch import Scratch
 from nanovllm.quantized.codes import quantize_int8
 from nanovllm.quantized.dynamic_cpu import DynamicCpuMatrix, dynamic_library
 

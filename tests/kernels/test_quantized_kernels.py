@@ -19,7 +19,7 @@ from helpers.quantized_checks import (
     draw_codes,
 )
 
-from nanovllm.backends.cpu_backend import Scratch
+from nanovllm.kernels.scratch import Scratch
 from nanovllm.quantized.codes import quantize_int8
 from nanovllm.quantized.cpu_matrix import CpuMatrix, quantized_library
 from nanovllm.quantized.huge_pages import BLOCK, HUGE_PAGE, LINE, HugePages

@@ -5,7 +5,7 @@ import mmap
 import pytest
 import torch
 
-from nanovllm.backends.cpu_backend import SMALLEST_LOAN, Scratch
+from nanovllm.kernels.scratch import SMALLEST_LOAN, Scratch
 
 pytestmark = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="memory is lent on Linux")
 

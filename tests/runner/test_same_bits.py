@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.backends.cpu_backend import CpuBackend, NativeMatrix, Scratch
+from nanovllm.backends.cpu_backend import CpuBackend, NativeMatrix
 from nanovllm.kernels.cpu_library import cpu_library
+from nanovllm.kernels.scratch import Scratch
 from nanovllm.kernels.token_logprobs import token_logprobs_reference
 from nanovllm.runner.logprobs import Logprobs
 

@@ -1,0 +1,95 @@
+"""Memory that the results of CPU kernels borrow."""
+
+import ctypes
+import math
+import mmap
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from nanovllm.utils.integers import ceil_div
+
+SMALLEST_LOAN = 32 << 20
+"""Bytes of the smallest tensor whose memory is lent. glibc's malloc keeps smaller blocks by itself."""
+
+HUGE_PAGE = 2 << 20
+"""Bytes of a huge page on x86-64."""
+
+SMALLEST_PIECE = 64 << 10
+"""Bytes of the smallest piece of memory that `borrow_from` lends. Most results of a small step fit into it."""
+
+
+class Scratch:
+    """Lends memory to the tensors that operators return, and takes it back when the last view of one is gone.
+
+    glibc's malloc gives every block of 32 MiB or more back to the system when it is freed. The next step would get new
+    memory, which the system clears page by page while a kernel writes it.
+    """
+
+    def __init__(self, keeps_all: bool = False) -> None:
+        """
+        Args:
+            keeps_all: keep every piece of memory as long as this object lives, so that its address stays valid.
+        """
+        self._free: list[mmap.mmap] = []
+        self._keeps_all = keeps_all
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Return an uninitialised tensor, as torch.empty does."""
+        if _of_this_thread.lender is not None:
+            return _of_this_thread.lender.lend(*shape, dtype=dtype)
+        if math.prod(shape) * dtype.itemsize < SMALLEST_LOAN or not hasattr(mmap, "MADV_HUGEPAGE"):
+            return torch.empty(shape, dtype=dtype)
+        return self.lend(*shape, dtype=dtype)
+
+    def lend(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Return an uninitialised tensor of at least one element.
+
+        The smallest free memory that fits is lent. If none fits, new memory takes the place of the largest that is
+        free, so this object never keeps more pieces than were lent at once. If it keeps all, new memory is added.
+        """
+        count = math.prod(shape)
+        size = count * dtype.itemsize
+        fitting = [memory for memory in self._free if len(memory) >= size]
+        if fitting:
+            memory = min(fitting, key=len)
+            self._free.remove(memory)
+        else:
+            if self._free and not self._keeps_all:
+                self._free.remove(max(self._free, key=len))
+            memory = _allocate(size)
+        # All views of the tensor share this ctypes array. When it is collected, nobody reads the memory any more.
+        loan = (ctypes.c_char * len(memory)).from_buffer(memory)
+        weakref.finalize(loan, self._free.append, memory).atexit = False
+        return torch.frombuffer(loan, dtype=dtype, count=count).view(shape)
+
+
+def _allocate(size: int) -> mmap.mmap:
+    """Return new memory of at least `size` bytes: whole huge pages, or a power of two that is smaller than one."""
+    if size <= HUGE_PAGE // 2:
+        return mmap.mmap(-1, max(SMALLEST_PIECE, 1 << (size - 1).bit_length()))
+    memory = mmap.mmap(-1, ceil_div(size, HUGE_PAGE) * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+class _OfThisThread(threading.local):
+    lender: Scratch | None = None
+
+
+_of_this_thread = _OfThisThread()
+
+
+@contextmanager
+def borrow_from(lender: Scratch) -> Iterator[None]:
+    """Within, all results of this thread, even small ones, borrow from `lender`, whichever Scratch is asked."""
+    _of_this_thread.lender = lender
+    try:
+        yield
+    finally:
+        _of_this_thread.lender = None

@@ -1,0 +1,146 @@
+"""With the CPU kernels a decode step is recorded once, and its calls are repeated: nobody can tell from the results."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.hybrids import save_hybrid
+from helpers.tiny import CROWDED, draw_prompts, save_random
+from transformers import Qwen3MoeForCausalLM
+
+from nanovllm import LLM, SamplingParams
+from nanovllm.backends.cpu_backend import CpuBackend
+from nanovllm.kernels.cpu_library import record_calls, repeat_calls
+from nanovllm.kernels.scratch import Scratch, borrow_from
+from nanovllm.models.decoder import Decoder
+from nanovllm.runner.recorded_steps import MOST_SEQS, RecordedSteps
+
+if reason := CpuBackend.why_cannot(torch.device("cpu")):
+    pytest.skip(reason, allow_module_level=True)
+
+EXPERTS: dict[str, Any] = {
+    "model_class": Qwen3MoeForCausalLM,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+
+
+def open_llm(folder: Path, **options: Any) -> LLM:
+    return LLM(folder, **CROWDED | {"attention_backend": "cpu"} | options)
+
+
+def answer(llm: LLM, num_requests: int = 20) -> list[dict[str, Any]]:
+    """Return the outputs, with the log-probabilities of five tokens, of requests of every kind."""
+    lengths = [1 + 7 * i % 61 for i in range(num_requests)]
+    kinds: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 1.2, "top_k": 50}, {"presence_penalty": 0.5}]
+    params = [SamplingParams(seed=i, max_tokens=3 + i % 17, logprobs=5, **kinds[i % 3]) for i in range(num_requests)]
+    outputs = llm.generate(draw_prompts(lengths), params, use_tqdm=False)
+    return [{key: value for key, value in output.items() if key != "metrics"} for output in outputs]
+
+
+def find_recorded(llm: LLM) -> RecordedSteps:
+    recorded = llm.engine.runner.recorded  # type: ignore[attr-defined]
+    assert isinstance(recorded, RecordedSteps)
+    return recorded
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("save", "options"),
+    [
+        (save_random, {}),
+        (lambda folder: save_random(folder, tie_word_embeddings=False), {}),
+        (save_hybrid, {}),
+        (save_random, {"quantization": "int8"}),
+        (save_random, {"quantization": "int8-dynamic"}),
+        (save_random, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
+    ],
+    ids=["tied", "untied", "hybrid", "int8", "int8-dynamic", "drafts"],
+)
+def test_repeated_steps_give_the_very_numbers_of_eager_ones(
+    save: Callable[[Path], object], options: dict[str, Any], dtype: str, tmp_path: Path
+) -> None:
+    save(tmp_path)
+    with open_llm(tmp_path, dtype=dtype, enforce_eager=True, **options) as llm:
+        assert llm.engine.runner.recorded is None  # type: ignore[attr-defined]
+        expected = answer(llm)
+    with open_llm(tmp_path, dtype=dtype, **options) as llm:
+        for _ in range(2):
+            assert answer(llm) == expected
+        assert len(find_recorded(llm)._steps) > 2
+
+
+def test_python_runs_the_model_once_for_each_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_random(tmp_path)
+    sizes: list[int] = []
+    forward = Decoder.forward
+
+    def watch(model: Decoder, token_ids: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        sizes.append(len(token_ids))
+        return forward(model, token_ids, *arguments)
+
+    monkeypatch.setattr(Decoder, "forward", watch)
+    with open_llm(tmp_path, max_num_seqs=MOST_SEQS + 1, num_kvcache_blocks=800, max_num_batched_tokens=2048) as llm:
+        for num_requests in (3, MOST_SEQS, MOST_SEQS + 1):
+            for times_run in (2, 1):  # the prompts, and one decode step that is recorded
+                sizes.clear()
+                params = SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+                llm.generate(draw_prompts([9] * num_requests), params, use_tqdm=False)
+                assert len(sizes) == (5 if num_requests > MOST_SEQS else times_run)
+
+
+def test_a_model_that_needs_torch_s_operators_is_not_recorded(tmp_path: Path) -> None:
+    """A step that finds it out has run once: its tokens and its states are those of the eager step."""
+    save_random(tmp_path, **EXPERTS)
+    with open_llm(tmp_path, enforce_eager=True) as llm:
+        expected = answer(llm)
+    with open_llm(tmp_path) as llm:
+        assert answer(llm) == expected
+        assert not find_recorded(llm)._steps
+
+
+def test_a_hybrid_whose_step_cannot_be_recorded_carries_its_states_on_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_hybrid(tmp_path)
+    with open_llm(tmp_path, enforce_eager=True) as llm:
+        expected = answer(llm)
+    multiply = CpuBackend.silu_and_mul
+    monkeypatch.setattr(CpuBackend, "silu_and_mul", lambda backend, x: multiply(backend, x) * 1)
+    with open_llm(tmp_path) as llm:
+        assert answer(llm) == expected
+        assert not find_recorded(llm)._steps
+
+
+def test_new_weights_and_a_new_cache_make_new_recordings(tmp_path: Path) -> None:
+    folders = [tmp_path / "first", tmp_path / "second"]
+    states = [save_random(folder, seed=seed).state_dict() for seed, folder in enumerate(folders)]
+    expected = []
+    for folder in folders:
+        with open_llm(folder, enforce_eager=True) as llm:
+            expected.append(answer(llm))
+    with open_llm(folders[0]) as llm:
+        for level in (1, 2):
+            assert answer(llm) == expected[0]
+            llm.sleep(level=level)
+            llm.wake_up()
+        assert answer(llm) == expected[0]
+        llm.load_weights(states[1].items())
+        assert answer(llm) == expected[1]
+
+
+def test_calls_are_recorded_in_one_thread_and_only_within_the_block() -> None:
+    backend = CpuBackend()
+    memory = Scratch(keeps_all=True)
+    x = torch.randn(3, 64)
+    with borrow_from(memory), record_calls() as calls:
+        y = backend.silu_and_mul(x)
+        z = backend.silu_and_mul(y)
+    backend.silu_and_mul(x)
+    assert len(calls) == 2
+    x.copy_(torch.randn(3, 64))
+    repeat_calls(calls)
+    assert torch.equal(z, backend.silu_and_mul(backend.silu_and_mul(x)))
