@@ -47,6 +47,8 @@ def answer_calls(args: argparse.Namespace) -> None:
     is_shape = args.model != "tiny-qwen3" and not Path(args.model).is_dir()
     options: dict[str, Any] = {"max_model_len": 512}
     options |= {"max_num_seqs": 64, "num_kvcache_blocks": 200, "enable_prefix_caching": False}
+    if args.quantization is not None:
+        options["quantization"] = args.quantization
     with LLM(args.model, load_format="dummy" if is_shape else "auto", dtype=args.dtype, **options) as llm:
         for work in args.work:
             measure(work)
@@ -92,6 +94,7 @@ def main() -> None:
     add("--before", type=Path, required=True, help="the other checkout")
     add("--model", default="qwen3-0.6b", help="a folder, tiny-qwen3, or a shape")
     add("--dtype", default="bfloat16")
+    add("--quantization", help="as the option of LLM, such as int8")
     add("--logprobs", type=int, help="as in SamplingParams")
     add("--regex", help="outputs must match it, so every step has masks; let it be long, since they end where it does")
     add("--work", nargs="+", default=WORK, metavar="SEQSxPROMPTxTOKENS", help="sequences, prompt tokens, output tokens")
