@@ -134,12 +134,12 @@ class CpuBackend(Backend):
 
     def route(self, logits: Tensor, k: int, normalize: bool, slots: Tensor) -> Routing:
         tokens, experts = logits.shape
-        pairs = torch.empty(2, tokens * k, dtype=torch.int32)
+        pairs = self.scratch.empty(2, tokens * k, dtype=torch.int32)
         routing = Routing(
-            weights=torch.empty(tokens, k, dtype=torch.float32),
+            weights=self.scratch.empty(tokens, k, dtype=torch.float32),
             places=pairs[0].view(tokens, k),
             tokens=pairs[1],
-            offsets=torch.empty(experts + 1, dtype=torch.int32),
+            offsets=self.scratch.empty(experts + 1, dtype=torch.int32),
         )
         self._library.call("route", logits.dtype, logits.contiguous(), slots, *routing, tokens, experts, k, normalize)
         return routing
@@ -147,7 +147,7 @@ class CpuBackend(Backend):
     def grouped_linear(self, x: Tensor, weight: Tensor, routing: Routing, gather: bool) -> Tensor:
         if not _packs_in_place(weight):
             return super().grouped_linear(x, weight, routing, gather)
-        rows = x[routing.tokens] if gather else x
+        rows = gather_rows(self._library, x, routing.tokens, self.scratch) if gather else x
         y = self.scratch.empty(len(rows), weight.shape[1], dtype=x.dtype)
         num_experts, out_size, in_size = weight.shape
         self._library.call("grouped_linear", x.dtype, rows, weight, routing.offsets, y, num_experts, in_size, out_size)
@@ -158,7 +158,7 @@ class CpuBackend(Backend):
         size = y.shape[1]
         if size % LANES:
             return super().combine(y, routing)
-        out = y.new_empty(tokens, size)
+        out = self.scratch.empty(tokens, size, dtype=y.dtype)
         weights = routing.weights.contiguous()
         places = routing.places.contiguous()
         self._library.call("combine", y.dtype, y, weights, places, out, tokens, k, size)
@@ -204,6 +204,14 @@ def _is_wide(weight: Tensor) -> bool:
 def _packs_in_place(weight: Tensor) -> bool:
     """Return whether the experts' matrices weight [num_experts, out, in] take no more memory packed than unpacked."""
     return weight.shape[1] % PANEL == 0 and weight.shape[2] % 2 == 0
+
+
+def gather_rows(library: CpuLibrary, x: Tensor, indices: Tensor, scratch: Scratch) -> Tensor:
+    """Return the rows of x [n, size] at indices int32 [m], in memory that `scratch` lends: [m, size]."""
+    x = x.contiguous()
+    rows = scratch.empty(len(indices), x.shape[1], dtype=x.dtype)
+    library.call("gather_rows", None, x, indices, rows, len(indices), x.shape[1] * x.element_size())
+    return rows
 
 
 class NativeMatrix:

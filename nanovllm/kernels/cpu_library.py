@@ -64,7 +64,13 @@ _SIGNATURES = {  # one function for each dtype
     "gated_rms_norm": (4, 4, 1),
     "sample": (9, 2, 0),
 }
-_OF_ANY_DTYPE = {"pack": (2, 2, 0), "packed_rows": (3, 2, 0), "advise_huge_pages": (1, 1, 0), "touch_pages": (1, 1, 0)}
+_OF_ANY_DTYPE = {
+    "pack": (2, 2, 0),
+    "packed_rows": (3, 2, 0),
+    "gather_rows": (3, 2, 0),
+    "advise_huge_pages": (1, 1, 0),
+    "touch_pages": (1, 1, 0),
+}
 _PLAIN = frozenset((int, float, bool, type(None)))
 """Types that ctypes takes as they are. Looking one up takes a third of the time of isinstance."""
 

@@ -5,7 +5,8 @@ import functools
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.cpu_library import PANEL, AnyLibrary, KernelLibrary, open_library
+from nanovllm.backends.cpu_backend import gather_rows
+from nanovllm.kernels.cpu_library import PANEL, AnyLibrary, KernelLibrary, cpu_library, open_library
 from nanovllm.kernels.route import Routing
 from nanovllm.kernels.scratch import Scratch
 from nanovllm.quantized.codes import Codes
@@ -148,7 +149,7 @@ class CpuExperts:
     def multiply(self, x: Tensor, routing: Routing, gather: bool) -> Tensor:
         """Multiply pairs by the matrices of their experts. See `grouped_linear_reference`."""
         codes = self._codes
-        rows = x[routing.tokens] if gather else x.contiguous()
+        rows = gather_rows(cpu_library(), x, routing.tokens, self._scratch) if gather else x.contiguous()
         y = self._scratch.empty(len(rows), codes.out_features, dtype=x.dtype)
         if codes.order is not None:
             order = codes.order.repeat_interleave(routing.offsets.diff(), 0)  # [pairs, in], without those of padding

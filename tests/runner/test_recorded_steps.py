@@ -54,11 +54,13 @@ def find_recorded(llm: LLM) -> RecordedSteps:
         (save_random, {}),
         (lambda folder: save_random(folder, tie_word_embeddings=False), {}),
         (save_hybrid, {}),
+        (lambda folder: save_random(folder, **EXPERTS), {}),
+        (lambda folder: save_random(folder, **EXPERTS), {"quantization": "int8"}),
         (save_random, {"quantization": "int8"}),
         (save_random, {"quantization": "int8-dynamic"}),
         (save_random, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
     ],
-    ids=["tied", "untied", "hybrid", "int8", "int8-dynamic", "drafts"],
+    ids=["tied", "untied", "hybrid", "experts", "int8-experts", "int8", "int8-dynamic", "drafts"],
 )
 def test_repeated_steps_give_the_very_numbers_of_eager_ones(
     save: Callable[[Path], object], options: dict[str, Any], dtype: str, tmp_path: Path
@@ -93,8 +95,8 @@ def test_python_runs_the_model_once_for_each_size(tmp_path: Path, monkeypatch: p
 
 
 def test_a_model_that_needs_torch_s_operators_is_not_recorded(tmp_path: Path) -> None:
-    """A step that finds it out has run once: its tokens and its states are those of the eager step."""
-    save_random(tmp_path, **EXPERTS)
+    """The C++ kernels multiply no experts of 40 features. A step that finds it out has run once, and is right."""
+    save_random(tmp_path, **EXPERTS | {"moe_intermediate_size": 40})
     with open_llm(tmp_path, enforce_eager=True) as llm:
         expected = answer(llm)
     with open_llm(tmp_path) as llm:

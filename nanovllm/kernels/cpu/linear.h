@@ -259,6 +259,14 @@ void pack(int64_t threads, const uint32_t* weight, uint32_t* packed, int64_t out
     });
 }
 
+// Copies the rows of `from` at `indices`, of so many bytes each.
+void gather_rows(int64_t threads, const char* from, const int32_t* indices, char* rows, int64_t count, int64_t bytes) {
+    num_threads = threads;
+    share(count, quarter_unless_small(count, count * bytes / 4), [&](Span some) {
+        for (int64_t r = some.begin; r < some.end; ++r) std::memcpy(rows + r * bytes, from + indices[r] * bytes, bytes);
+    });
+}
+
 // Copies rows of the matrix as it was before packing. An embedding that shares its weight with the LM head needs them.
 void packed_rows(int64_t threads, const uint32_t* packed, const int32_t* indices, uint32_t* rows, int64_t count,
                  int64_t units) {
