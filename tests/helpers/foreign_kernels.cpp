@@ -40,7 +40,8 @@ const std::map<std::string, void (*)(Arguments&)> KERNELS = {
     KERNEL(gated_rms_norm), KERNEL(sigmoid_and_mul),
     KERNEL(pack_codes), KERNEL(weight_rows), KERNEL(linear_codes), KERNEL(grouped_codes),
     {"edit_logits", [](Arguments& a) { run(edit_logits, a); }},
-    {"pack", [](Arguments& a) { run(pack, a); }}, {"packed_rows", [](Arguments& a) { run(packed_rows, a); }}};
+    {"pack", [](Arguments& a) { run(pack, a); }}, {"packed_rows", [](Arguments& a) { run(packed_rows, a); }},
+    {"gather_rows", [](Arguments& a) { run(gather_rows, a); }}};
 #endif
 
 int main(int, char** argv) {

@@ -9,14 +9,25 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.cpu_library import _SUFFIXES, FLAGS, PANEL, SOURCES, CpuLibrary, KernelLibrary, _units_per_row
+from nanovllm.kernels.cpu_library import (
+    _SUFFIXES,
+    FLAGS,
+    PANEL,
+    SOURCES,
+    CpuLibrary,
+    KernelLibrary,
+    Signature,
+    _units_per_row,
+)
 from nanovllm.quantized.cpu_matrix import QuantizedLibrary
 from nanovllm.quantized.dynamic_cpu import DynamicLibrary
 
 COMPILER = "aarch64-linux-gnu-g++"
 EMULATOR = "qemu-aarch64"
 THREADS = 2
-SIGNATURES = {**CpuLibrary.typed, **QuantizedLibrary.typed, **DynamicLibrary.typed, **DynamicLibrary.untyped}
+SIGNATURES: dict[str, Signature] = {}
+for library in (CpuLibrary, QuantizedLibrary, DynamicLibrary):
+    SIGNATURES |= {**library.typed, **library.untyped}
 HAS_EMULATOR = shutil.which(COMPILER) is not None and shutil.which(EMULATOR) is not None
 
 
