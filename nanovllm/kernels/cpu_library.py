@@ -92,15 +92,15 @@ _of_this_thread = _OfThisThread()
 def record_calls() -> Iterator[list[Call]]:
     """Within, every call of a kernel by this thread is added to the list. `repeat_calls` makes them again."""
     calls: list[Call] = []
-    _of_this_thread.calls = calls
     try:
+        _of_this_thread.calls = calls
         yield calls
     finally:
         _of_this_thread.calls = None
 
 
 def repeat_calls(calls: list[Call]) -> None:
-    """Make recorded calls again. All that they read and write must still lie where it lay."""
+    """Make recorded calls again. All that they read and write must still be at the same addresses."""
     threads = num_threads()
     for function, arguments in calls:
         function(threads, *arguments)

@@ -37,6 +37,7 @@ class Scratch:
         """
         self._free: list[mmap.mmap] = []
         self._keeps_all = keeps_all
+        self._kept: list[mmap.mmap] = []  # with keeps_all every piece, lent or free
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor, as torch.empty does."""
@@ -50,10 +51,12 @@ class Scratch:
         """Return an uninitialised tensor of at least one element.
 
         The smallest free memory that fits is lent. If none fits, new memory takes the place of the largest that is
-        free, so this object never keeps more pieces than were lent at once. If it keeps all, new memory is added.
+        free, so this object never keeps more pieces than were lent at once. With `keeps_all` nothing is dropped.
         """
         count = math.prod(shape)
         size = count * dtype.itemsize
+        if self._keeps_all:
+            size = max(SMALLEST_PIECE, 1 << (size - 1).bit_length())  # few sizes, so that pieces fit others, too
         fitting = [memory for memory in self._free if len(memory) >= size]
         if fitting:
             memory = min(fitting, key=len)
@@ -62,6 +65,8 @@ class Scratch:
             if self._free and not self._keeps_all:
                 self._free.remove(max(self._free, key=len))
             memory = _allocate(size)
+            if self._keeps_all:
+                self._kept.append(memory)
         # All views of the tensor share this ctypes array. When it is collected, nobody reads the memory any more.
         loan = (ctypes.c_char * len(memory)).from_buffer(memory)
         weakref.finalize(loan, self._free.append, memory).atexit = False
@@ -69,11 +74,11 @@ class Scratch:
 
 
 def _allocate(size: int) -> mmap.mmap:
-    """Return new memory of at least `size` bytes: whole huge pages, or a power of two that is smaller than one."""
-    if size <= HUGE_PAGE // 2:
-        return mmap.mmap(-1, max(SMALLEST_PIECE, 1 << (size - 1).bit_length()))
-    memory = mmap.mmap(-1, ceil_div(size, HUGE_PAGE) * HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    """Return new memory of at least `size` bytes, in huge pages if it fills one."""
+    is_large = size >= HUGE_PAGE
+    size = ceil_div(size, HUGE_PAGE) * HUGE_PAGE if is_large else size
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if is_large and hasattr(mmap, "MADV_HUGEPAGE"):
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
@@ -87,9 +92,9 @@ _of_this_thread = _OfThisThread()
 
 @contextmanager
 def borrow_from(lender: Scratch) -> Iterator[None]:
-    """Within, all results of this thread, even small ones, borrow from `lender`, whichever Scratch is asked."""
-    _of_this_thread.lender = lender
+    """Within, all results of this thread, even small ones, borrow from `lender`, also if another Scratch is asked."""
     try:
+        _of_this_thread.lender = lender
         yield
     finally:
         _of_this_thread.lender = None

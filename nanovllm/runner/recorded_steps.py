@@ -30,11 +30,13 @@ class RecordedSteps:
     """Runs a model like the model itself, but records its first decode step of each size, and then repeats the calls.
 
     Python prepares a few hundred calls of kernels in a step: for a small model that takes longer than the kernels. What
-    it prepares depends on the number of sequences alone. So calls are recorded with their addresses, as a CUDA graph
-    records launches. All results of a recorded step borrow from one `Scratch`, which the steps share, because only one
-    runs at a time. Its hidden states must be read before the next one runs.
+    it prepares depends on the number of sequences alone, but for the addresses of inputs and results. So recorded steps
+    have places of their own for these, and each step's inputs are copied there. The steps share the memory of their
+    results, because only one runs at a time. Only the hidden states of each size keep memory of their own. They must be
+    read before the next step of this size runs.
 
-    A step that calls an operator of torch cannot be repeated: the operator would not run. Then nothing is recorded.
+    Operators of torch are not recorded. If a step calls one, it cannot be repeated, and no step is recorded from then
+    on.
     """
 
     def __init__(self, model: Decoder) -> None:
@@ -71,19 +73,25 @@ class RecordedSteps:
         return hidden
 
     def forget(self) -> None:
-        """Forget all steps, because weights or caches lie somewhere else now."""
+        """Forget all steps, because weights are at other addresses now."""
         self._steps.clear()
 
 
 class _TorchWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Watches whether torch itself computes, or only makes views of tensors.
+    """Watches whether torch itself computes or copies, or only makes views of tensors.
 
     Attributes:
-        computes: whether it did.
+        computes: whether it did more than that.
     """
 
     computes = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        # In inference mode `contiguous`, `to` and `reshape` come whole. Only their parts show whether they copy.
+        with self:
+            result = func.decompose(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
         self.computes = self.computes or not func.is_view
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)

@@ -5,7 +5,7 @@ import mmap
 import pytest
 import torch
 
-from nanovllm.kernels.scratch import SMALLEST_LOAN, Scratch
+from nanovllm.kernels.scratch import SMALLEST_LOAN, Scratch, borrow_from
 
 pytestmark = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="memory is lent on Linux")
 
@@ -30,3 +30,15 @@ def test_a_larger_tensor_takes_the_place_of_memory_that_is_too_small() -> None:
     for rows in (ROWS, 2 * ROWS, 4 * ROWS):
         scratch.empty(rows, 1024, dtype=torch.float32).zero_()
         assert [len(memory) for memory in scratch._free] == [4096 * rows]
+
+
+def test_a_scratch_that_keeps_all_frees_nothing_even_what_is_never_given_back() -> None:
+    """An exception that a signal raises while memory is given back would lose it."""
+    kept = Scratch(keeps_all=True)
+    with borrow_from(kept):
+        lent = [Scratch().empty(rows, 5, dtype=torch.float32) for rows in (1, 100, 10_000, 1_000_000)]
+    assert Scratch().empty(1, 5, dtype=torch.float32).data_ptr() not in [one.data_ptr() for one in lent]
+    places = [one.data_ptr() for one in lent]
+    del lent
+    kept._free.clear()
+    assert [torch.frombuffer(memory, dtype=torch.int8).data_ptr() for memory in kept._kept] == places

@@ -104,14 +104,19 @@ def test_a_model_that_needs_torch_s_operators_is_not_recorded(tmp_path: Path) ->
         assert not find_recorded(llm)._steps
 
 
-def test_a_hybrid_whose_step_cannot_be_recorded_carries_its_states_on_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "change",
+    [lambda y: y * 1, lambda y: y.double().to(y.dtype), lambda y: y.t().contiguous().t().contiguous()],
+    ids=["computes", "converts", "copies"],
+)
+def test_a_step_that_torch_takes_part_in_is_not_recorded_and_carries_states_on_once(
+    change: Callable[[torch.Tensor], torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_hybrid(tmp_path)
     with open_llm(tmp_path, enforce_eager=True) as llm:
         expected = answer(llm)
     multiply = CpuBackend.silu_and_mul
-    monkeypatch.setattr(CpuBackend, "silu_and_mul", lambda backend, x: multiply(backend, x) * 1)
+    monkeypatch.setattr(CpuBackend, "silu_and_mul", lambda backend, x: change(multiply(backend, x)))
     with open_llm(tmp_path) as llm:
         assert answer(llm) == expected
         assert not find_recorded(llm)._steps
