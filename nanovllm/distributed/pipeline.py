@@ -24,8 +24,8 @@ from nanovllm.engine.plan import StageSpan, StepPlan, StepResult
 from nanovllm.layers.parallel import Parallel, Stage
 from nanovllm.runner.cuda_graphs import CudaGraphs, graph_batch_sizes
 from nanovllm.runner.device import to_device
-from nanovllm.runner.model_runner import Front, ModelRunner
-from nanovllm.runner.step_handle import DeviceResult, StepHandle, Stopwatch
+from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.step_handle import DeviceResult, Front, StepHandle, Stopwatch
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

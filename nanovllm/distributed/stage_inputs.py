@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.sample import SamplingValues
-from nanovllm.runner.model_runner import Front
+from nanovllm.runner.step_handle import Front
 from nanovllm.utils.integers import ceil_div
 
 ALIGNMENT = 4

@@ -2,11 +2,9 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm.backends import BACKENDS, AttentionMetadata, KVCache, LayerCache
@@ -25,41 +23,12 @@ from nanovllm.runner.kv_memory import check_free_memory
 from nanovllm.runner.logprobs import embed_targets, find_targets, score_targets, start_logprobs
 from nanovllm.runner.recorded_steps import RecordedSteps
 from nanovllm.runner.sampler import Sampler, choose_samples
-from nanovllm.runner.step_handle import DeviceResult, StepHandle, Stopwatch
+from nanovllm.runner.step_handle import DeviceResult, Front, StepHandle, Stopwatch
 from nanovllm.utils.machine import FEW_TOKENS, SMALL_MODEL, default_dtype, one_thread, torch_in_one_thread
 from nanovllm.utils.spin import Neighbours
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-
-class Front(NamedTuple):
-    """The first half of a step, up to the hidden states, and all that the second half needs of it.
-
-    In a pipeline other steps begin between the two halves, and a row may have a new owner by then. So the second half
-    reads no table of rows.
-
-    Attributes:
-        hidden: [num_tokens, hidden].
-        targets: int32 [num_scored in all], on the device.
-        scored: [num_scored in all], the row of `hidden` that each target needs; None without targets.
-        sampled: int [n], which row of `hidden` gives the logits of each sample; None if the plan samples nothing, and
-            after a CUDA graph, where every row does.
-        rows: int32 [n], the row that gets each sample.
-        values: how each is sampled.
-        num_logprobs: int32 [num_seqs], -1 for a sequence that wants none.
-        num_prompt_logprobs: int32 [num_seqs], -1 for a sequence that wants none.
-    """
-
-    plan: StepPlan
-    hidden: Tensor
-    targets: Tensor
-    scored: NDArray[np.intp] | None
-    sampled: Tensor | None
-    rows: Tensor
-    values: SamplingValues
-    num_logprobs: IntArray
-    num_prompt_logprobs: IntArray
 
 
 class ModelRunner:

@@ -1,4 +1,4 @@
-"""A step that was launched: its results on the device, its times, and the handle that waits for both."""
+"""A step under way: its first half, its results on the device, its times, and the handle that waits for both."""
 
 from typing import Any, NamedTuple
 
@@ -7,11 +7,41 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanovllm.engine.plan import EMBED, StepPlan, StepResult
+from nanovllm.engine.plan import EMBED, IntArray, StepPlan, StepResult
+from nanovllm.kernels.sample import SamplingValues
 from nanovllm.outputs import Logprob
 from nanovllm.runner.device import start_copy
 from nanovllm.runner.logprobs import Logprobs
 from nanovllm.utils.clock import Clock
+
+
+class Front(NamedTuple):
+    """The first half of a step, up to the hidden states, and all that the second half needs of it.
+
+    In a pipeline other steps begin between the two halves, and a row may have a new owner by then. So the second half
+    reads no table of rows.
+
+    Attributes:
+        hidden: [num_tokens, hidden].
+        targets: int32 [num_scored in all], on the device.
+        scored: [num_scored in all], the row of `hidden` that each target needs; None without targets.
+        sampled: int [n], which row of `hidden` gives the logits of each sample; None if the plan samples nothing, and
+            after a CUDA graph, where every row does.
+        rows: int32 [n], the row that gets each sample.
+        values: how each is sampled.
+        num_logprobs: int32 [num_seqs], -1 for a sequence that wants none.
+        num_prompt_logprobs: int32 [num_seqs], -1 for a sequence that wants none.
+    """
+
+    plan: StepPlan
+    hidden: Tensor
+    targets: Tensor
+    scored: NDArray[np.intp] | None
+    sampled: Tensor | None
+    rows: Tensor
+    values: SamplingValues
+    num_logprobs: IntArray
+    num_prompt_logprobs: IntArray
 
 
 class DeviceResult(NamedTuple):

@@ -34,7 +34,7 @@ from nanovllm.kernels.cpu_library import CpuLibrary, cpu_library
 from nanovllm.kernels.norm_rope_store import NormRope
 from nanovllm.kernels.sample import SamplingValues
 from nanovllm.resolve import Work, resolve_backend
-from nanovllm.runner.model_runner import Front
+from nanovllm.runner.step_handle import Front
 from nanovllm.utils.machine import limit_threads, physical_cores
 
 GRID = list(itertools.product((32, 64, 96, 128, 256), (1, 2, 4, 7, 8, 48), (16, 64, 256)))
