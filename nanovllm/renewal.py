@@ -141,9 +141,8 @@ class RankRenewal:
             case "write":
                 assert tensor is not None
                 self.load.write(command["name"], tensor)
-                for runner in runners:
-                    if runner.recorded is not None:
-                        runner.recorded.forget()
+                if self._runner.recorded is not None:
+                    self._runner.recorded.forget()
             case "forget":
                 self._load = None
             case "sleep":

@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.cpu_library import cpu_library
+from nanovllm.kernels.scratch import HUGE_PAGE
 from nanovllm.utils.integers import ceil_div
-
-HUGE_PAGE = 2**21
-"""Bytes of a huge page on x86-64."""
 
 BLOCK = 2**26
 """Bytes of address space that are asked for at a time. Only what is written to becomes memory."""

@@ -60,7 +60,7 @@ def make_cache(runner: ModelRunner) -> int:
 
 
 def fill_cache(runner: ModelRunner, num_blocks: int) -> None:
-    """Allocate the KV cache of a runner, and of its draft model, and capture the graphs that read it."""
+    """Allocate the KV cache of a runner and of its draft model, and prepare what repeats steps: graphs, or records."""
     config = runner.config
     records = runner.backend.name == "cpu" and config.num_ranks == 1 and not config.enforce_eager
     for each in (runner, runner.draft):
