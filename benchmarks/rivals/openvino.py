@@ -73,11 +73,13 @@ def load(spec: dict[str, Any], mode: str) -> Engine:
     bits = next((bits for bits in (8, 4) if mode.startswith(f"int{bits}")), 16)
     decides = mode.endswith("defaults")
     path = export(Path(spec["model"]), Path(spec["exports"]), bits)
+    properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": spec["threads"]}
     stored = computed = cached = SHORT[spec["dtype"]]
     if stored == "bf16" and not computes_in_bfloat16():
         computed = "f32"
         cached = "f16"
-    properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": spec["threads"]}
+        # Its default here, too. But it does not read ONEDNN_MAX_CPU_ISA, which its kernels obey.
+        properties["INFERENCE_PRECISION_HINT"] = "f32"
     if not decides:
         properties |= {"INFERENCE_PRECISION_HINT": computed, "KV_CACHE_PRECISION": cached}
         if bits < 16:
