@@ -119,10 +119,9 @@ def causal_conv(x: Tensor, weight: Tensor, state: Tensor, metadata: AttentionMet
     num_tokens, channels = x.shape
     num_seqs = len(metadata.seq_lens)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if num_tokens:
-        config = causal_conv_config(len(weight))
-        grid = (num_tokens // config["TOKENS"] + num_seqs, ceil_div(channels, config["BLOCK"]))
-        sequences = (metadata.cu_seqlens_q, metadata.seq_lens, metadata.rows)
-        args = (x, weight, state, out, *sequences, num_seqs, x.stride(0), channels)
-        launch(_causal_conv_kernel, grid, args, config)
+    config = causal_conv_config(len(weight))
+    grid = (num_tokens // config["TOKENS"] + num_seqs, ceil_div(channels, config["BLOCK"]))
+    sequences = (metadata.cu_seqlens_q, metadata.seq_lens, metadata.rows)
+    args = (x, weight, state, out, *sequences, num_seqs, x.stride(0), channels)
+    launch(_causal_conv_kernel, grid, args, config)
     return out

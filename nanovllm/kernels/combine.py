@@ -60,9 +60,8 @@ def combine(y: Tensor, routing: Routing) -> Tensor:
     num_tokens, k = routing.places.shape
     size = y.shape[1]
     out = torch.empty(num_tokens, size, dtype=y.dtype, device=y.device)
-    if num_tokens:
-        config = combine_config(k)
-        grid = (num_tokens, ceil_div(size, config["BLOCK"]))
-        inputs = (y, routing.weights, routing.places, out, routing.offsets, size, len(routing.offsets) - 1)
-        launch(_combine_experts_kernel, grid, inputs, config)
+    config = combine_config(k)
+    grid = (num_tokens, ceil_div(size, config["BLOCK"]))
+    inputs = (y, routing.weights, routing.places, out, routing.offsets, size, len(routing.offsets) - 1)
+    launch(_combine_experts_kernel, grid, inputs, config)
     return out

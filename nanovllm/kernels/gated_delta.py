@@ -206,10 +206,9 @@ def gated_delta(
     num_tokens = qkv.shape[0]
     key_heads = (qkv.shape[1] - value_heads * value_dim) // (2 * key_dim)
     out = torch.empty(num_tokens, value_heads, value_dim, dtype=qkv.dtype, device=qkv.device)
-    if num_tokens:
-        config = gated_delta_config(key_heads, value_heads, key_dim, value_dim)
-        grid = (len(metadata.seq_lens) * value_heads, ceil_div(value_dim, config["COLUMNS"]))
-        sequences = (metadata.cu_seqlens_q, metadata.seq_lens, metadata.rows)
-        args = (qkv, gates, a_log, dt_bias, state, out, *sequences, L2_EPS, gates.stride(0))
-        launch(_gated_delta_kernel, grid, args, config)
+    config = gated_delta_config(key_heads, value_heads, key_dim, value_dim)
+    grid = (len(metadata.seq_lens) * value_heads, ceil_div(value_dim, config["COLUMNS"]))
+    sequences = (metadata.cu_seqlens_q, metadata.seq_lens, metadata.rows)
+    args = (qkv, gates, a_log, dt_bias, state, out, *sequences, L2_EPS, gates.stride(0))
+    launch(_gated_delta_kernel, grid, args, config)
     return out

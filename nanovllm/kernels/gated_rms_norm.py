@@ -66,8 +66,7 @@ def gated_rms_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tenso
     """gated_rms_norm_reference in one kernel. x is contiguous."""
     num_tokens, heads, dim = x.shape
     out = torch.empty(num_tokens, heads * dim, dtype=x.dtype, device=x.device)
-    if num_tokens:
-        config = gated_rms_norm_config(heads, dim)
-        grid = (num_tokens, ceil_div(heads, config["HEADS"]))
-        launch(_gated_rms_norm_kernel, grid, (x, gate, weight, out, eps, heads, gate.stride(0), dim), config)
+    config = gated_rms_norm_config(heads, dim)
+    grid = (num_tokens, ceil_div(heads, config["HEADS"]))
+    launch(_gated_rms_norm_kernel, grid, (x, gate, weight, out, eps, heads, gate.stride(0), dim), config)
     return out

@@ -120,10 +120,9 @@ def grouped_linear(x: Tensor, weight: Tensor, routing: Routing, gather: bool) ->
     num_tokens, k = routing.weights.shape
     pairs = num_tokens * k
     y = torch.empty(pairs, out_size, dtype=x.dtype, device=x.device)
-    if pairs:
-        config = grouped_linear_config(num_tokens, num_experts, gather, x.element_size())
-        most_tiles = min(pairs, ceil_div(pairs, config["BLOCK_M"]) + num_experts)
-        grid = (most_tiles * ceil_div(out_size, config["BLOCK_N"]),)
-        sizes = (in_size, out_size, num_experts)
-        launch(_grouped_linear_kernel, grid, (x, weight, y, routing.tokens, routing.offsets, *sizes), config)
+    config = grouped_linear_config(num_tokens, num_experts, gather, x.element_size())
+    most_tiles = min(pairs, ceil_div(pairs, config["BLOCK_M"]) + num_experts)
+    grid = (most_tiles * ceil_div(out_size, config["BLOCK_N"]),)
+    sizes = (in_size, out_size, num_experts)
+    launch(_grouped_linear_kernel, grid, (x, weight, y, routing.tokens, routing.offsets, *sizes), config)
     return y

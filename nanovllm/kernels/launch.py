@@ -54,7 +54,11 @@ def launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], config: di
     At each launch Triton derives anew which variant of a kernel it needs. Here a key says it: the constexprs, the
     pointers' types, and the numbers that the kernel is specialised on. Triton launches by itself where a pointer is no
     multiple of 16, which is rare, or where its version is unknown. Its launch hooks, for profilers, are not called.
+
+    A grid without programs, such as that of a step without tokens, launches nothing.
     """
+    if 0 in grid:
+        return  # CUDA refuses such a grid
     device = args[0].get_device()
     config = {**config, **_dependent_launches(device)}
     receive = _receiver.get()

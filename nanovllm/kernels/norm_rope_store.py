@@ -162,12 +162,11 @@ def norm_rope_store(qkv: Tensor, norms: NormRope, positions: Tensor, cache: KVCa
     num_tokens = qkv.shape[0]
     all_heads = qkv.shape[1] // head_dim
     num_heads = all_heads - 2 * num_kv_heads
-    if num_tokens:
-        config = norm_rope_store_config(all_heads, head_dim, block_size, norms.q_weight is not None)
-        grid = (num_tokens, ceil_div(all_heads, config["HEADS"]))
-        strides = (qkv.stride(0), *cache.keys.stride()[:3])
-        weights = (qkv if norms.q_weight is None else norms.q_weight, qkv if norms.k_weight is None else norms.k_weight)
-        sizes = (norms.eps, num_heads, num_kv_heads)
-        args = (qkv, *weights, norms.cos_sin, positions, slots, *cache, *strides, *sizes)
-        launch(_norm_rope_store_kernel, grid, args, config)
+    config = norm_rope_store_config(all_heads, head_dim, block_size, norms.q_weight is not None)
+    grid = (num_tokens, ceil_div(all_heads, config["HEADS"]))
+    strides = (qkv.stride(0), *cache.keys.stride()[:3])
+    weights = (qkv if norms.q_weight is None else norms.q_weight, qkv if norms.k_weight is None else norms.k_weight)
+    sizes = (norms.eps, num_heads, num_kv_heads)
+    args = (qkv, *weights, norms.cos_sin, positions, slots, *cache, *strides, *sizes)
+    launch(_norm_rope_store_kernel, grid, args, config)
     return qkv[:, : num_heads * head_dim].view(num_tokens, num_heads, head_dim)

@@ -272,15 +272,14 @@ def quantized_linear(x: Tensor, weight: CodedWeight, bias: Tensor | None) -> Ten
     num_rows = x.shape[0]
     out_size = weight.codes.shape[0]
     y = torch.empty(num_rows, out_size, dtype=x.dtype, device=x.device)
-    if num_rows:
-        config = format_config(weight.bits, weight.in_size, weight.group_size, weight.zeros is not None)
-        config |= {"HAS_BIAS": bias is not None} | tile_config(num_rows, TILES, x.element_size())
-        grid = (ceil_div(num_rows, config["BLOCK_M"]) * ceil_div(out_size, config["BLOCK_N"]),)
-        # If zeros or a bias are missing, another tensor takes their place as argument. The kernel does not read it.
-        zeros = weight.scales if weight.zeros is None else weight.zeros
-        pointers = (x, weight.codes, weight.scales, zeros, x if bias is None else bias, y)
-        sizes = (weight.in_size, weight.codes.shape[1], out_size, num_rows)
-        launch(_quantized_linear_kernel, grid, (*pointers, *sizes), config)
+    config = format_config(weight.bits, weight.in_size, weight.group_size, weight.zeros is not None)
+    config |= {"HAS_BIAS": bias is not None} | tile_config(num_rows, TILES, x.element_size())
+    grid = (ceil_div(num_rows, config["BLOCK_M"]) * ceil_div(out_size, config["BLOCK_N"]),)
+    # If zeros or a bias are missing, another tensor takes their place as argument. The kernel does not read it.
+    zeros = weight.scales if weight.zeros is None else weight.zeros
+    pointers = (x, weight.codes, weight.scales, zeros, x if bias is None else bias, y)
+    sizes = (weight.in_size, weight.codes.shape[1], out_size, num_rows)
+    launch(_quantized_linear_kernel, grid, (*pointers, *sizes), config)
     return y
 
 
@@ -290,14 +289,13 @@ def grouped_quantized(x: Tensor, weight: CodedWeight, routing: Routing, gather: 
     num_tokens, k = routing.weights.shape
     pairs = num_tokens * k
     y = torch.empty(pairs, out_size, dtype=x.dtype, device=x.device)
-    if pairs:
-        config = format_config(weight.bits, weight.in_size, weight.group_size, weight.zeros is not None)
-        config |= {"GATHER": gather, "EXPERTS": next_power_of_2(num_experts)}
-        config |= tile_config(num_tokens, GROUPED_TILES, x.element_size())
-        most_tiles = min(pairs, ceil_div(pairs, config["BLOCK_M"]) + num_experts)
-        grid = (most_tiles * ceil_div(out_size, config["BLOCK_N"]),)
-        zeros = weight.scales if weight.zeros is None else weight.zeros
-        pointers = (x, weight.codes, weight.scales, zeros, y, routing.tokens, routing.offsets)
-        sizes = (weight.in_size, packed_size, out_size, weight.scales.shape[1], num_experts)
-        launch(_grouped_quantized_kernel, grid, (*pointers, *sizes), config)
+    config = format_config(weight.bits, weight.in_size, weight.group_size, weight.zeros is not None)
+    config |= {"GATHER": gather, "EXPERTS": next_power_of_2(num_experts)}
+    config |= tile_config(num_tokens, GROUPED_TILES, x.element_size())
+    most_tiles = min(pairs, ceil_div(pairs, config["BLOCK_M"]) + num_experts)
+    grid = (most_tiles * ceil_div(out_size, config["BLOCK_N"]),)
+    zeros = weight.scales if weight.zeros is None else weight.zeros
+    pointers = (x, weight.codes, weight.scales, zeros, y, routing.tokens, routing.offsets)
+    sizes = (weight.in_size, packed_size, out_size, weight.scales.shape[1], num_experts)
+    launch(_grouped_quantized_kernel, grid, (*pointers, *sizes), config)
     return y

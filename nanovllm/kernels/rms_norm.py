@@ -72,9 +72,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """rms_norm_reference in one kernel. x [num_tokens, size], weight [size] -> the shape of x."""
     num_tokens, size = x.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    if num_tokens:
-        args = (x, x, weight, out, out, x.stride(0), 0, size, eps)
-        launch(_rms_norm_kernel, (num_tokens,), args, rms_norm_config(size, add=False))
+    args = (x, x, weight, out, out, x.stride(0), 0, size, eps)
+    launch(_rms_norm_kernel, (num_tokens,), args, rms_norm_config(size, add=False))
     return out
 
 
@@ -83,7 +82,6 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     num_tokens, size = x.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     total = torch.empty_like(out)
-    if num_tokens:
-        args = (x, residual, weight, out, total, x.stride(0), residual.stride(0), size, eps)
-        launch(_rms_norm_kernel, (num_tokens,), args, rms_norm_config(size, add=True))
+    args = (x, residual, weight, out, total, x.stride(0), residual.stride(0), size, eps)
+    launch(_rms_norm_kernel, (num_tokens,), args, rms_norm_config(size, add=True))
     return out, total

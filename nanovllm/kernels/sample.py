@@ -306,8 +306,6 @@ def sample(logits: Tensor, values: SamplingValues) -> Sampled:
         return torch.empty(n, *shape, dtype=dtype, device=logits.device)
 
     sampled = Sampled(empty(torch.int32), empty(torch.int32))
-    if n == 0:
-        return sampled
     num_parts = num_chunks * (CHUNK // PART)
     chunk_max = empty(torch.float32, num_chunks)
     chunk_argmax = empty(torch.int32, num_chunks)

@@ -63,10 +63,9 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     num_tokens = gate_up.shape[0]
     size = gate_up.shape[1] // 2
     out = torch.empty(num_tokens, size, dtype=gate_up.dtype, device=gate_up.device)
-    if num_tokens:
-        config = silu_and_mul_config()
-        grid = (num_tokens, ceil_div(size, config["BLOCK"]))
-        launch(_silu_and_mul_kernel, grid, (gate_up, out, gate_up.stride(0), size), config)
+    config = silu_and_mul_config()
+    grid = (num_tokens, ceil_div(size, config["BLOCK"]))
+    launch(_silu_and_mul_kernel, grid, (gate_up, out, gate_up.stride(0), size), config)
     return out
 
 
@@ -74,8 +73,7 @@ def sigmoid_and_mul(x: Tensor, gate: Tensor) -> Tensor:
     """sigmoid_and_mul_reference in one kernel. x is contiguous."""
     num_tokens, size = x.shape
     out = torch.empty_like(x)
-    if num_tokens:
-        config = silu_and_mul_config()
-        grid = (num_tokens, ceil_div(size, config["BLOCK"]))
-        launch(_sigmoid_and_mul_kernel, grid, (x, gate, out, gate.stride(0), size), config)
+    config = silu_and_mul_config()
+    grid = (num_tokens, ceil_div(size, config["BLOCK"]))
+    launch(_sigmoid_and_mul_kernel, grid, (x, gate, out, gate.stride(0), size), config)
     return out

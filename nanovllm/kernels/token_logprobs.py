@@ -103,7 +103,6 @@ def token_logprobs(logits: Tensor, token_ids: Tensor) -> TokenLogprobs:
     n, vocab_size = logits.shape
     dtypes = (torch.float32, torch.float32, torch.int32)
     made = TokenLogprobs(*(torch.empty(n, dtype=dtype, device=logits.device) for dtype in dtypes))
-    if n:
-        args = (logits, token_ids, *made, logits.stride(0), vocab_size)
-        launch(_token_logprobs_kernel, (n,), args, token_logprobs_config())
+    args = (logits, token_ids, *made, logits.stride(0), vocab_size)
+    launch(_token_logprobs_kernel, (n,), args, token_logprobs_config())
     return made
