@@ -15,7 +15,7 @@ KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
 @check_names(STRUCTURED)
-@dataclass(init=False, slots=True)
+@dataclass(slots=True)
 class StructuredOutputsParams:
     """A form that the output of a request must have. Exactly one of the attributes is given.
 
@@ -34,45 +34,33 @@ class StructuredOutputsParams:
         TypeError: a name is unknown; the message names the nearest known one.
     """
 
-    json: str | Mapping[str, Any] | None
-    regex: str | None
-    choice: Sequence[str] | None
-    grammar: str | None
-    json_object: bool | None
+    json: str | Mapping[str, Any] | type | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
 
-    def __init__(
-        self,
-        json: str | Mapping[str, Any] | type | None = None,
-        regex: str | None = None,
-        choice: Sequence[str] | None = None,
-        grammar: str | None = None,
-        json_object: bool | None = None,
-    ) -> None:
-        given = dict(zip(KINDS, (json, regex, choice, grammar, json_object), strict=True))
-        names = [name for name, value in given.items() if value is not None]
+    def __post_init__(self) -> None:
+        names = [name for name in KINDS if getattr(self, name) is not None]
         if len(names) != 1:
             raise ValueError(f"structured_outputs has {' and '.join(names) or 'none'} of {', '.join(KINDS)}; give one")
-        if isinstance(json, type) and hasattr(json, "model_json_schema"):
-            json = json.model_json_schema()
-        if json is not None and not isinstance(json, str | Mapping):
+        if isinstance(self.json, type) and hasattr(self.json, "model_json_schema"):
+            self.json = self.json.model_json_schema()
+        if self.json is not None and not isinstance(self.json, str | Mapping):
             raise refuse(
-                json, "structured_outputs.json", "a schema, as a dict or its text, or a pydantic model's class"
+                self.json, "structured_outputs.json", "a schema, as a dict or its text, or a pydantic model's class"
             )
-        for name, text in (("regex", regex), ("grammar", grammar)):
+        for name, text in (("regex", self.regex), ("grammar", self.grammar)):
             if text is not None and (not isinstance(text, str) or not text):
                 raise refuse(text, f"structured_outputs.{name}", "a string, and not empty")
-        if choice is not None:
+        if self.choice is not None:
             limit = "a list of different strings, none of them empty"
-            choice = as_list(choice, "structured_outputs.choice", limit)
+            choice = as_list(self.choice, "structured_outputs.choice", limit)
             if not choice or not all(isinstance(c, str) and c for c in choice) or len({*choice}) < len(choice):
                 raise refuse(choice, "structured_outputs.choice", limit)
-        if json_object is not None and json_object is not True:
-            raise refuse(json_object, "structured_outputs.json_object", "True, or left out")
-        self.json = json
-        self.regex = regex
-        self.choice = choice
-        self.grammar = grammar
-        self.json_object = json_object
+            self.choice = choice
+        if self.json_object is not None and self.json_object is not True:
+            raise refuse(self.json_object, "structured_outputs.json_object", "True, or left out")
 
     @classmethod
     def convert(cls, value: Any) -> "StructuredOutputsParams":
