@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from nanovllm.utils.cgroups import list_cgroups
+
 
 def has_native_bfloat16(device: torch.device) -> bool:
     """Return whether the device computes bfloat16 in hardware."""
@@ -39,35 +41,18 @@ def physical_cores(of_one_socket: bool = False) -> int:
     return max(Counter(socket for socket, _ in cores).values()) if of_one_socket else len(cores)
 
 
-CGROUPS = Path("/sys/fs/cgroup")
-OWN_CGROUPS = Path("/proc/self/cgroup")
-
-
 def cpu_quota() -> float:
     """Return how many cores' time the control groups of this process may use; infinity if they set no limit.
 
     Containers limit processor time in this way: `docker run --cpus 1.5`, or Kubernetes' `limits`.
     """
-    try:
-        lines = OWN_CGROUPS.read_text().splitlines()
-    except OSError:
-        return math.inf
-    quota = math.inf
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        if controllers and "cpu" not in controllers.split(","):
-            continue
-        mount = CGROUPS / "cpu" if controllers else CGROUPS  # of version 1 or 2
-        inner = Path(path.lstrip("/"))
-        for folder in (inner, *inner.parents):  # the limit of an outer group holds, too
-            quota = min(quota, _read_quota(mount / folder))
-    return quota
+    return min((_read_quota(folder, version) for folder, version in list_cgroups("cpu")), default=math.inf)
 
 
-def _read_quota(folder: Path) -> float:
+def _read_quota(folder: Path, version: int) -> float:
     """Return the limit that one control group sets, in cores."""
     try:
-        if (folder / "cpu.max").is_file():
+        if version == 2:
             limit, period = (folder / "cpu.max").read_text().split()
         else:
             limit, period = ((folder / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period"))

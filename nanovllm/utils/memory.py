@@ -2,13 +2,18 @@
 
 import os
 import resource
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from nanovllm.utils.cgroups import list_cgroups
+
 PROCESS = Path("/proc/self")
 MACHINE = Path("/proc/meminfo")
-CGROUPS = Path("/sys/fs/cgroup")
+CGROUP_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    2: ("memory.max", "memory.current", ""),
+}
+"""For each version of control groups: the files of the limit and of the use, and how names in memory.stat begin."""
 
 ROOM = 256 << 20
 """Bytes that libraries take beside weights and KV cache, for example for the stacks of their threads. Where a limit
@@ -64,46 +69,25 @@ def _read_limits() -> dict[str, tuple[int, int]]:
             limit = resource.getrlimit(kind)[0]
             if limit != resource.RLIM_INFINITY:
                 limits[name] = (limit, used)
-    cgroups = list(_read_cgroups())
+    cgroups = []
+    for folder, version in list_cgroups("memory"):
+        with suppress(OSError, ValueError, KeyError):  # no limit ("max"), or no such file
+            cgroups.append(_read_cgroup(folder, version))
     if cgroups:
         limits["cgroup"] = min(cgroups, key=lambda group: group[0] - group[1])
     return limits
 
 
-def _read_cgroups() -> Iterator[tuple[int, int]]:
-    """Yield (limit, used) of the process's cgroup and of those around it, as far as they have a limit.
+def _read_cgroup(folder: Path, version: int) -> tuple[int, int]:
+    """Return (limit, used) in bytes of one control group; raises a ValueError if it has no limit.
 
-    Each line of /proc/self/cgroup is ID:CONTROLLERS:PATH, without controllers for version 2. Within a container the
-    path may be the host's; the container then sees its own cgroup as the root. What the kernel can drop, the cache of
-    files, does not count as used. See the kernel's cgroup-v2.rst and cgroup-v1/memory.rst.
+    What the kernel can drop, the cache of files, does not count as used. See the kernel's cgroup-v2.rst and
+    cgroup-v1/memory.rst.
     """
-    try:
-        lines = (PROCESS / "cgroup").read_text().splitlines()
-    except OSError:
-        return
-    for line in lines:
-        _, _, rest = line.partition(":")
-        controllers, separator, path = rest.partition(":")
-        if separator and controllers == "":
-            root = CGROUPS
-            names = ("memory.max", "memory.current", "")
-        elif "memory" in controllers.split(","):
-            root = CGROUPS / "memory"
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
-        else:
-            continue
-        folder = root / path.strip("/")
-        for group in (folder, *folder.parents):
-            if group.is_relative_to(root):
-                with suppress(OSError, ValueError, KeyError):  # no limit ("max"), or no such file
-                    yield _read_cgroup(group, *names)
-
-
-def _read_cgroup(group: Path, limit: str, used: str, prefix: str) -> tuple[int, int]:
-    """Return (limit, used) in bytes; raises a ValueError if there is no limit."""
-    num_bytes = int((group / limit).read_text())
+    limit, used, prefix = CGROUP_FILES[version]
+    num_bytes = int((folder / limit).read_text())
     if num_bytes >= 1 << 62:  # version 1 has no word for "no limit"
         raise ValueError
-    counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
     droppable = int(counts[f"{prefix}inactive_file"]) + int(counts[f"{prefix}active_file"])
-    return num_bytes, int((group / used).read_text()) - droppable
+    return num_bytes, int((folder / used).read_text()) - droppable

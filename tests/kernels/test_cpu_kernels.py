@@ -330,7 +330,7 @@ def test_threads_are_by_default_the_physical_cores_of_one_socket_among_those_all
     threads = [16]
     allowed = set(range(16))
     monkeypatch.setattr("nanovllm.utils.machine.CPUS", tmp_path)
-    monkeypatch.setattr("nanovllm.utils.machine.OWN_CGROUPS", tmp_path / "none")
+    monkeypatch.setattr("nanovllm.utils.cgroups.OWN_CGROUPS", tmp_path / "none")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: allowed, raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
     monkeypatch.setattr(torch, "set_num_threads", lambda count: threads.append(count))

@@ -26,7 +26,7 @@ from nanovllm.distributed.ring import make_anonymous_file
 from nanovllm.kernels import cpu_library
 from nanovllm.kernels.scratch import Scratch
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.utils import machine, spin
+from nanovllm.utils import cgroups, machine, spin
 from nanovllm.utils.machine import cpu_quota, limit_threads, num_threads, physical_cores, torch_in_one_thread
 from nanovllm.utils.memory import free_memory
 
@@ -224,8 +224,8 @@ def test_a_containers_quota_of_processor_time_limits_the_threads(
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     (tmp_path / "own").write_text(own)
-    monkeypatch.setattr(machine, "CGROUPS", tmp_path)
-    monkeypatch.setattr(machine, "OWN_CGROUPS", tmp_path / "own")
+    monkeypatch.setattr(cgroups, "CGROUPS", tmp_path)
+    monkeypatch.setattr(cgroups, "OWN_CGROUPS", tmp_path / "own")
     assert cpu_quota() == (float("inf") if quota is None else quota)
     found = [8]
     monkeypatch.setattr(machine, "physical_cores", lambda of_one_socket: 4)
@@ -255,7 +255,7 @@ def test_a_compiler_without_march_gets_mcpu_and_one_without_both_gets_neither(
 def test_the_engine_runs_without_what_only_linux_has(random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on macOS: no /proc, no control groups, no affinity, no memfd, no huge pages, no counts of single threads."""
     missing = Path("/does/not/exist")
-    for module, name in ((machine, "CGROUPS"), (machine, "OWN_CGROUPS"), (machine, "CPUS")):
+    for module, name in ((cgroups, "CGROUPS"), (cgroups, "OWN_CGROUPS"), (machine, "CPUS")):
         monkeypatch.setattr(module, name, missing)
     for module, name in (
         (os, "sched_getaffinity"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from nanovllm import LLM
-from nanovllm.utils import memory
+from nanovllm.utils import cgroups, memory
 from nanovllm.utils.memory import find_memory_limits, free_memory
 
 GIB = 1 << 30
@@ -20,7 +20,9 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine with 64 GiB free whose process has no cgroup yet."""
     for name in ("PROCESS", "CGROUPS"):
         (tmp_path / name).mkdir()
-        monkeypatch.setattr(memory, name, tmp_path / name)
+    monkeypatch.setattr(memory, "PROCESS", tmp_path / "PROCESS")
+    monkeypatch.setattr(cgroups, "CGROUPS", tmp_path / "CGROUPS")
+    monkeypatch.setattr(cgroups, "OWN_CGROUPS", tmp_path / "PROCESS" / "cgroup")
     monkeypatch.setattr(memory, "MACHINE", tmp_path / "meminfo")
     (tmp_path / "meminfo").write_text(f"MemTotal: {128 << 20} kB\nMemAvailable: {64 << 20} kB\n")
     (tmp_path / "PROCESS" / "cgroup").write_text("")
