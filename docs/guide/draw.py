@@ -23,6 +23,7 @@ from matplotlib.figure import Figure
 
 from docs.guide import from_nothing as engine
 from nanovllm import LLM, SamplingParams
+from nanovllm.distributed.ring import pack_plan
 from nanovllm.kernels.sample import uniform_reference
 from nanovllm.view.page import Recording, read_recording, write_page
 
@@ -230,7 +231,7 @@ class Watch:
 
     def planned(self, number: int, at: float, step: Any) -> None:
         self._since = time.process_time()
-        self.plans.append((step.plan.pack().nbytes, step.plan.num_tokens))
+        self.plans.append((pack_plan(step.plan).nbytes, step.plan.num_tokens))
 
     def finished(self, *_: object) -> None:
         self.seconds.append(time.process_time() - self._since)

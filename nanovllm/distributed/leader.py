@@ -24,6 +24,7 @@ from nanovllm.distributed.collectives import GroupParallel
 from nanovllm.distributed.commands import announce, broadcast_command
 from nanovllm.distributed.follower_group import FollowerGroup
 from nanovllm.distributed.pipeline import FirstStage, make_parallel
+from nanovllm.distributed.ring import pack_plan
 from nanovllm.engine.hooks import Handle, StepEdits
 from nanovllm.engine.plan import StepPlan, StepResult
 from nanovllm.layers.parallel import Parallel
@@ -141,7 +142,7 @@ class LeadingRunner:
         with self._followers.guard():
             since = time.perf_counter()
             if not (plan.for_draft_model and self.local.parallel.stage):
-                self._followers.send(plan.pack())
+                self._followers.send(pack_plan(plan))
             command_seconds = time.perf_counter() - since
             return LeadingHandle(self._first.launch(plan, edits), self._followers, command_seconds)
 

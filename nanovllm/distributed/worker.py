@@ -135,6 +135,7 @@ def obey(ring: "Ring", runner: "ModelRunner", group: "GroupParallel", send: Call
     """Run the plans and commands of rank 0, in their order, until it sends an empty message."""
     from nanovllm.distributed.commands import COMMAND, receive_command
     from nanovllm.distributed.pipeline import PipelineStage
+    from nanovllm.distributed.ring import unpack_plan
     from nanovllm.engine.plan import StepPlan
     from nanovllm.renewal import RankRenewal
 
@@ -147,4 +148,4 @@ def obey(ring: "Ring", runner: "ModelRunner", group: "GroupParallel", send: Call
         if packed[0] == COMMAND:
             renewal.run(*receive_command(packed, group, runner.device))
         else:
-            run(StepPlan.unpack(packed))
+            run(unpack_plan(packed))

@@ -3,7 +3,7 @@ data."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,8 +32,6 @@ ROW_SAMPLING = np.dtype(
 """The sampling values of a row. A plan carries them once, when a sequence moves in. Every field has 4 bytes, so an
 array of them can be packed as int32."""
 
-HEADER = 6
-"""How many counts stand at the beginning of a packed plan."""
 NUM_PER_SEQ = 5
 """How many arrays of a plan have one element per sequence: rows to num_scored. They come first, then token_ids."""
 
@@ -129,25 +127,10 @@ class StepPlan:
         head = make_padding(num_seqs, row)  # np.pad takes a hundred times as long
         for padded, values in zip(head, arrays, strict=False):  # only the arrays of the head have padding
             padded[: self.num_seqs] = values
-        return StepPlan._from_arrays([*head, *arrays[len(head) :]])
-
-    def pack(self) -> IntArray:
-        """Return the plan as one int32 array: a header of counts, then its arrays one after another."""
-        counts = (self.num_seqs, self.num_tokens, len(self.targets), len(self.block_entries), len(self.new_rows))
-        return np.concatenate((np.array((*counts, self.for_draft_model), np.int32), *self.arrays()))
+        return StepPlan.from_arrays([*head, *arrays[len(head) :]])
 
     @staticmethod
-    def unpack(packed: IntArray) -> "StepPlan":
-        """Return the plan that `pack` packed; its arrays are views of `packed`."""
-        num_seqs, num_tokens, num_targets, num_entries, num_new_rows, for_draft_model = packed[:HEADER].tolist()
-        rest = [num_tokens, num_targets, 3 * num_entries, num_new_rows * ROW_SAMPLING.itemsize // 4]
-        lengths = [num_seqs] * NUM_PER_SEQ + rest
-        ends = (HEADER + np.cumsum(lengths)).tolist()
-        parts = [packed[end - n : end] for end, n in zip(ends, lengths, strict=True)]
-        return replace(StepPlan._from_arrays(parts), for_draft_model=bool(for_draft_model))
-
-    @staticmethod
-    def _from_arrays(arrays: Seq[IntArray]) -> "StepPlan":
+    def from_arrays(arrays: Seq[IntArray]) -> "StepPlan":
         """Make a plan from arrays in the order of `arrays()`."""
         *rest, entries, new_rows = arrays
         parts: list[NDArray[Any]] = [*rest, entries.reshape(-1, 3), new_rows.view(ROW_SAMPLING)]
@@ -169,16 +152,16 @@ class StepPlan:
         num_scored = num_scheduled - num_sampled
         per_seq = [zeros(num_seqs), zeros(num_seqs), num_scheduled, num_sampled, num_scored]
         targets = zeros(int(num_scored.sum()))
-        return StepPlan._from_arrays([*per_seq, zeros(num_tokens), targets, zeros(0), zeros(0)])
+        return StepPlan.from_arrays([*per_seq, zeros(num_tokens), targets, zeros(0), zeros(0)])
 
     @staticmethod
-    def max_packed_size(config: ResolvedConfig) -> int:
-        """Return how many int32 elements the largest plan of a configuration has.
+    def max_size(config: ResolvedConfig) -> int:
+        """Return how many int32 elements the arrays of the largest plan of a configuration have.
 
         Each token has an id and may have a target. Each sequence may have new entries for all of its blocks.
         """
         per_seq = NUM_PER_SEQ + 3 * config.max_blocks_per_seq + ROW_SAMPLING.itemsize // 4
-        return HEADER + 2 * config.max_num_batched_tokens + config.max_num_seqs * per_seq
+        return 2 * config.max_num_batched_tokens + config.max_num_seqs * per_seq
 
 
 class StageSpan(NamedTuple):

@@ -68,7 +68,7 @@ class ModelRunner:
         self._read_weights = read_weights
         self.load_model()
         self.tables = DeviceTables(config.max_num_seqs, config.max_blocks_per_seq, self.device)
-        self.staging = Staging(StepPlan.max_packed_size(config), self.device)
+        self.staging = Staging(StepPlan.max_size(config), self.device)
         self.sampler = Sampler(self.backend, self.tables, parallel)
         self._is_small = self.device.type == "cpu" and self.shape.num_parameters <= SMALL_MODEL
         self._neighbours = Neighbours()

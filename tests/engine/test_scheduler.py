@@ -10,6 +10,7 @@ from helpers.integrity import check_scheduler
 from helpers.traces import run_trace, traces
 from hypothesis import given, settings
 
+from nanovllm.distributed.ring import HEADER, pack_plan, unpack_plan
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -185,11 +186,11 @@ def test_a_plan_survives_packing():
     for prompt in ([1, 2, 3], [4], [5] * 9):
         engine.add(engine.prepare(prompt, SamplingParams(temperature=0.5, top_p=0.25, seed=2**40 + 3, logprobs=2)))
     plan = engine.scheduler.schedule().plan
-    unpacked = type(plan).unpack(plan.pack())
+    unpacked = unpack_plan(pack_plan(plan))
     for name in plan.__slots__:
         assert np.array_equal(getattr(plan, name), getattr(unpacked, name))
     config = SimpleNamespace(max_num_seqs=4, max_num_batched_tokens=64, max_blocks_per_seq=8)
-    assert len(plan.pack()) <= plan.max_packed_size(config)
+    assert len(pack_plan(plan)) <= HEADER + plan.max_size(config)
 
 
 @pytest.mark.parametrize(("asked", "sent"), [(0.0, 0.0), (2e-39, 0.0), (1e-29, 1e-29), (1e200, 1e30)])

@@ -7,6 +7,7 @@ import numpy as np
 import xxhash
 
 from nanovllm.config import ResolvedConfig
+from nanovllm.distributed.ring import pack_plan, unpack_plan
 from nanovllm.drafts.costs import StepCosts
 from nanovllm.edits.editing import Editing
 from nanovllm.engine.block_manager import BlockManager, prefix_digest
@@ -68,7 +69,7 @@ class FakeRunner:
         self.num_rows_computed = self.num_tokens_computed = self.num_scored = 0
 
     def launch(self, plan: StepPlan, *edits: None) -> FakeHandle:
-        plan = StepPlan.unpack(plan.pack())
+        plan = unpack_plan(pack_plan(plan))
         self._check(plan)
         self.num_rows_computed += plan.num_seqs
         self.num_tokens_computed += plan.num_tokens

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from nanovllm.config import ResolvedConfig
 from nanovllm.distributed.pipeline import FirstStage, PipelineStage, StageParallel
+from nanovllm.distributed.ring import pack_plan, unpack_plan
 from nanovllm.distributed.stages import choose_stages
 from nanovllm.engine.hooks import Handle, StepEdits
 from nanovllm.engine.plan import IntArray, StepPlan
@@ -83,7 +84,7 @@ class LocalPipeline:
         for queue in self.queues:
             while len(queue) > self.num_slots:
                 self.go_on()
-            queue.append(plan.pack())
+            queue.append(pack_plan(plan))
         handle = self.first.launch(plan, edits)
         self.unfinished.append(plan)
         self.most_unfinished = max(self.most_unfinished, len(self.unfinished))
@@ -100,7 +101,7 @@ class LocalPipeline:
         ready = self.find_ready()
         assert ready, "each rank waits for another"
         rank = self.order.choice(ready)
-        self.others[rank - 1].run(StepPlan.unpack(self.queues[rank - 1].popleft()))
+        self.others[rank - 1].run(unpack_plan(self.queues[rank - 1].popleft()))
 
     def reason_to_close(self) -> str:
         return "the stages no longer agree"

@@ -29,7 +29,7 @@ from nanovllm.distributed import follower_group, follower_process
 from nanovllm.distributed.collectives import GroupParallel
 from nanovllm.distributed.follower_group import FollowerGroup
 from nanovllm.distributed.leader import ThreadShare
-from nanovllm.engine.plan import HEADER
+from nanovllm.distributed.ring import HEADER
 from nanovllm.models import loader
 from nanovllm.outputs import Output
 

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm import LLM
+from nanovllm.distributed.ring import HEADER, pack_plan
 from nanovllm.engine.plan import StepPlan
 from nanovllm.kernels.step_inputs import PlannedRows, step_inputs_reference
 from nanovllm.runner.cuda_graphs import graph_batch_sizes, smallest_that_holds
@@ -158,7 +159,7 @@ def test_the_largest_step_spends_the_whole_budget_within_the_limits(max_num_seqs
     assert plan.num_tokens == min(budget, plan.num_seqs * max_len)
     assert plan.num_seqs <= max_num_seqs and plan.num_scheduled.max() <= max_len
     config = SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=budget, max_blocks_per_seq=1)
-    assert len(plan.pack()) <= StepPlan.max_packed_size(config)
+    assert len(pack_plan(plan)) <= HEADER + StepPlan.max_size(config)
 
 
 @pytest.fixture
