@@ -31,7 +31,7 @@ from benchmarks.measuring import Recorder, commit
 from nanovllm import LLM, EngineConfig, SamplingParams
 from nanovllm.estimate import read_config
 from nanovllm.load import resolve_options
-from nanovllm.models.config import Shape
+from nanovllm.models.hybrid import make_shape
 from nanovllm.models.shapes import PRESETS, preset_config
 from nanovllm.quantized.checkpoints import find_format
 
@@ -250,7 +250,7 @@ def main(arguments: list[str] | None = None) -> None:
     args.max_num_seqs = resolved.max_num_seqs
     device = torch.device(resolved.device)
     dtype = getattr(torch, resolved.dtype)
-    model = Model(Shape.from_config(hf_config), dtype.itemsize)
+    model = Model(make_shape(hf_config), dtype.itemsize)
     if format := find_format(args.quantization, hf_config):
         num_bytes = format.count_bytes(model.shape, dtype.itemsize)
         model = replace(model, quantized_itemsize=num_bytes / model.shape.num_parameters)

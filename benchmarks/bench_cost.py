@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from nanovllm.models.config import Shape
+from nanovllm.models.hybrid import HybridShape
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ def step_cost(model: Model, machine: Machine, work: Iterable[tuple[int, int]], n
     keys_met = sum(scheduled * computed + scheduled * (scheduled + 1) // 2 for computed, scheduled in sequences)
     flops = 4 * shape.attention_layers * shape.heads * shape.head_dim * keys_met
     operator((keys_read + n) * model.kv_bytes_per_token, flops)
-    if shape.delta is not None:
+    if isinstance(shape, HybridShape):
         # A step reads and writes the state of each of its sequences once. A token takes four products with it.
         state = shape.delta.value_heads * shape.delta.key_dim * shape.delta.value_dim
         operator(2 * len(sequences) * shape.row_bytes(size), 8 * n * shape.delta.layers * state)

@@ -15,6 +15,7 @@ from nanovllm.backends import BACKENDS
 from nanovllm.estimate import read_config
 from nanovllm.kernels.cpu_library import cache_folder
 from nanovllm.models.config import Shape
+from nanovllm.models.hybrid import make_shape
 from nanovllm.resolve import Work, list_candidates, read_dtype, resolve_device, resolve_dtype, why_cannot
 from nanovllm.utils.machine import limit_threads, physical_cores
 from nanovllm.utils.memory import find_memory_limits, free_memory
@@ -41,7 +42,7 @@ def describe(model: str) -> str:
         ("versions", describe_versions()),
         ("machine", describe_machine()),
         ("memory", describe_memory()),
-        (f"backends for {model}", describe_backends(Shape.from_config(config), read_dtype(config))),
+        (f"backends for {model}", describe_backends(make_shape(config), read_dtype(config))),
     )
     lines = []
     for title, facts in sections:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 from nanovllm.config import DEFAULT_NUM_SEQS, EngineConfig, ResolvedConfig
 from nanovllm.diagnosis import explain
 from nanovllm.distributed.stages import choose_stages
-from nanovllm.models.config import Shape, limit_length, load_model_config, read_json
+from nanovllm.models.config import Shape, find_family, limit_length, load_model_config, read_json
 from nanovllm.models.hub import as_path, download, find_folder
+from nanovllm.models.hybrid import check_hybrid, make_shape
 from nanovllm.models.shapes import PRESETS, preset_config
 from nanovllm.quantized.checkpoints import describe_format, find_format
 from nanovllm.quantized.formats import Format
@@ -58,7 +59,10 @@ def _read_config(model: str) -> "PretrainedConfig":
         return load_model_config(preset_config(shape), f"preset {shape}")
     if not path.is_file():
         path = (find_folder(model) or download(model, ["config.json"])) / "config.json"
-    return load_model_config(read_json(path), str(path))
+    config = load_model_config(read_json(path), str(path))
+    if find_family(config).is_hybrid:
+        check_hybrid(config, str(path))
+    return config
 
 
 @dataclass(frozen=True)
@@ -161,9 +165,9 @@ def _resolve(hf_config: "PretrainedConfig", config: EngineConfig, gpu_memory: in
         "max_num_seqs": config.max_num_seqs or DEFAULT_NUM_SEQS,
         "enable_prefix_caching": True,
     }
-    shape = Shape.from_config(hf_config)
+    shape = make_shape(hf_config)
     item = DTYPE_BYTES[str(resolved["dtype"])]
-    if shape.delta is not None and config.max_num_seqs is None:
+    if find_family(hf_config).is_hybrid and config.max_num_seqs is None:
         weights = count_weights(find_format(config.quantization, hf_config), shape, item)
         room = int(gpu_memory * config.gpu_memory_utilization) - weights // config.num_ranks
         resolved["max_num_seqs"] = fit_rows(room, shape.row_bytes(item) // config.num_ranks)
@@ -171,13 +175,13 @@ def _resolve(hf_config: "PretrainedConfig", config: EngineConfig, gpu_memory: in
 
 
 def _estimate(hf_config: "PretrainedConfig", config: ResolvedConfig, gpu_memory: int) -> Estimate:
-    shape = Shape.from_config(hf_config)
+    shape = make_shape(hf_config)
     item = DTYPE_BYTES[config.dtype]
     if config.pipeline_parallel_size == 1:
         shares = [shape.shard(config.tensor_parallel_size)]
     else:
         stages = choose_stages(hf_config, config.pipeline_parallel_size)
-        shares = [Shape.from_config(hf_config, stage) for stage in stages]
+        shares = [make_shape(hf_config, stage) for stage in stages]
     # A layer needs most memory in its MLP: x, the residual, and gate, up and their product, for each of a token's
     # experts. Sampling needs the logits in float32, and two copies of them.
     mine = shares[0]

@@ -18,7 +18,7 @@ from nanovllm.engine.hooks import LogitEditor, Runner, StepObserver
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.layers.parallel import Parallel
-from nanovllm.models.config import Shape, load_model_config, read_json, take_text_config
+from nanovllm.models.config import find_family, load_model_config, read_json, take_text_config
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hub import find_folder, find_model
 from nanovllm.models.loader import Quantizer, has_lm_head, load_weights
@@ -69,12 +69,16 @@ def _load_engine(asked: EngineConfig) -> LLMEngine:
     if weights is not None:
         read_ahead(sorted(weights.glob("*.safetensors")))  # while transformers is imported
     hf_config = load_model_config(data, source)
+    if find_family(hf_config).is_hybrid:
+        from nanovllm.models.hybrid import check_hybrid
+
+        check_hybrid(hf_config, source)
     can_generate = has_lm_head(hf_config, weights)
     if not can_generate:
         hf_config.tie_word_embeddings = True  # then the decoder allocates no head
     config = resolve_options(asked, hf_config)
     if (quantizer := make_quantizer(config, hf_config)) is not None:  # a format that cannot be read is refused here
-        quantizer.announce(Shape.from_config(hf_config))
+        quantizer.announce(find_decoder(hf_config).shape_class.from_config(hf_config))
         config = replace(config, quantization=quantizer.name)
     if config.device == "cpu":
         limit_threads()
@@ -142,13 +146,13 @@ def resolve_options(asked: EngineConfig, hf_config: "PretrainedConfig") -> Resol
     Raises:
         ValueError: an option asks for something that cannot run here; the message says why.
     """
-    config = resolve(asked, hf_config)
+    shape = find_decoder(hf_config).shape_class.from_config(hf_config)
+    config = resolve(asked, hf_config, shape)
     if config.num_ranks > 1:
         from nanovllm.distributed.options import resolve_ranks
 
         config = resolve_ranks(asked, config)
-    shape = Shape.from_config(hf_config)
-    if shape.delta is not None:
+    if find_family(hf_config).is_hybrid:
         from nanovllm.models.states import resolve_states
 
         config = resolve_states(asked, config, shape, make_quantizer(config, hf_config))
@@ -218,7 +222,7 @@ def make_runner(
 
 def find_decoder(hf_config: "PretrainedConfig") -> type[Decoder]:
     """Return the decoder of a family. Most families share one, and differ in what `FAMILIES` says."""
-    if type(hf_config).__name__ == "Qwen3_5TextConfig":
+    if find_family(hf_config).is_hybrid:
         from nanovllm.models.qwen3_5 import HybridDecoder
 
         return HybridDecoder

@@ -23,7 +23,7 @@ TOKEN_BUDGETS = {"cuda": 16384, "cpu": 2048}
 """The default max_num_batched_tokens on each type of device."""
 
 
-def resolve(config: EngineConfig, hf_config: "PretrainedConfig") -> ResolvedConfig:
+def resolve(config: EngineConfig, hf_config: "PretrainedConfig", shape: Shape) -> ResolvedConfig:
     """Turn every "auto" into a value, for one device. `load.resolve_options` adds what ranks and states change.
 
     Raises:
@@ -31,7 +31,6 @@ def resolve(config: EngineConfig, hf_config: "PretrainedConfig") -> ResolvedConf
     """
     device = resolve_device(config.device)
     block_size = None if config.kvcache_block_size == "auto" else int(config.kvcache_block_size)
-    shape = Shape.from_config(hf_config)
     share = shape.shard(config.tensor_parallel_size)
     work = Work(device, read_dtype(hf_config), share.head_dim, share.group, block_size, shape.num_parameters)
     dtype = resolve_dtype(config.dtype, config.attention_backend, work)

@@ -40,7 +40,7 @@ def measure(args: argparse.Namespace) -> None:
     from benchmarks.bench_processors import read_rate
     from nanovllm.estimate import read_config
     from nanovllm.kernels.cpu_library import cpu_library
-    from nanovllm.models.config import Shape
+    from nanovllm.models.hybrid import make_shape
     from nanovllm.models.shapes import PRESETS
 
     dtype = getattr(torch, args.dtype)
@@ -55,7 +55,7 @@ def measure(args: argparse.Namespace) -> None:
         seconds = min(seconds, time.perf_counter() - since)
     reads = read_rate()
     computes = 2 * 512 * 1024 * 6144 / seconds
-    model = Model(Shape.from_config(read_config(args.model)), dtype.itemsize)
+    model = Model(make_shape(read_config(args.model)), dtype.itemsize)
     load_format = "dummy" if args.model in PRESETS else "auto"
     options = {"dtype": args.dtype, "attention_backend": "cpu", "max_model_len": 64, "kvcache_memory_bytes": 2 << 30}
     params = nanovllm.SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from nanovllm.layers.parallel import Stage
-from nanovllm.models.config import Shape
+from nanovllm.models.hybrid import make_shape
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -49,6 +49,6 @@ def choose_stages(hf_config: "PretrainedConfig", num_stages: int) -> list[Stage]
         raise ValueError(
             f"pipeline_parallel_size is {num_stages}, and the model has {num_layers} layers: set it to at most that"
         )
-    shapes = [Shape.from_config(hf_config, Stage(i, i + 1, num_layers)) for i in range(num_layers)]
+    shapes = [make_shape(hf_config, Stage(i, i + 1, num_layers)) for i in range(num_layers)]
     bare = (replace(shape, has_embedding=False, has_norm=False) for shape in shapes)
     return split_layers([shape.num_parameters for shape in bare], shapes[0].vocab * shapes[0].hidden // 4, num_stages)

@@ -28,7 +28,7 @@ from nanovllm.engine.hooks import Handle, Runner
 from nanovllm.engine.plan import ROW_SAMPLING, IntArray, StepPlan
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import ScheduledStep
-from nanovllm.models.config import Shape, load_model_config
+from nanovllm.models.config import Shape, find_family, load_model_config
 from nanovllm.resolve import resolve
 from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.utils.checks import quote
@@ -58,7 +58,7 @@ def find_draft(
     try:
         folder, source, data = find_config(name, None, asked.load_format)
         hf_config = load_model_config(data, source)
-        if Shape.from_config(hf_config).delta is not None:
+        if find_family(hf_config).is_hybrid:
             raise ValueError("it keeps a state for each sequence, which cannot take back the tokens of a wrong draft")
         like_model: dict[str, Any] = {name: getattr(config, name) for name in ("dtype", "device", "attention_backend")}
         like_model |= {
@@ -71,7 +71,7 @@ def find_draft(
         if asked.quantization not in ("int8", "int8-dynamic") or getattr(hf_config, "quantization_config", None):
             like_model["quantization"] = None  # a checkpoint has its own format, or none
         wanted = replace(asked, model=name, enforce_eager=True, **like_model)
-        own = resolve(wanted, hf_config)
+        own = resolve(wanted, hf_config, Shape.from_config(hf_config))
         if own.max_model_len < config.max_model_len:
             raise ValueError(
                 f"it is made for {own.max_model_len} tokens, and max_model_len is {config.max_model_len}: set that to "

@@ -3,14 +3,12 @@
 import json
 import math
 import re
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 from nanovllm.layers.parallel import Parallel, Stage
 from nanovllm.models.config_keys import check_keys
-from nanovllm.models.delta_shape import DeltaShape
 from nanovllm.utils.checks import quote, refuse
 from nanovllm.utils.integers import ceil_div
 
@@ -48,10 +46,6 @@ FAMILIES = {
 }
 """By architecture, as config.json names it."""
 
-LINEAR_SIZES = (
-    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
-    "linear_conv_kernel_dim",
-)
 ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 
 
@@ -160,9 +154,7 @@ def _check(config: "PretrainedConfig", source: str) -> None:
             fail(f"{name} of the rope parameters is {value}; it must be finite")
     if rope.get("partial_rotary_factor", 1.0) != 1.0 and not family.is_hybrid:
         fail("partial_rotary_factor other than 1 is not supported")
-    sizes = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "intermediate_size"]
-    if family.is_hybrid:
-        sizes += LINEAR_SIZES
+    sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "intermediate_size")
     for name in (*sizes, "max_position_embeddings"):
         if getattr(config, name) < 1:
             fail(f"{name} is {getattr(config, name)}; it must be at least 1")
@@ -179,20 +171,6 @@ def _check(config: "PretrainedConfig", source: str) -> None:
         fail(f"{heads} attention heads cannot share {kv_heads} key-value heads evenly")
     if config.head_dim % 2:
         fail(f"head_dim is {config.head_dim}; the rotation pairs its elements, so it must be even")
-    if family.is_hybrid:
-        _check_hybrid(config, fail)
-
-
-def _check_hybrid(config: "PretrainedConfig", fail: Callable[[str], None]) -> None:
-    """Check what only a family with a state per row has."""
-    if len(config.layer_types) != config.num_hidden_layers:
-        fail(f"layer_types names {len(config.layer_types)} layers, and num_hidden_layers is {config.num_hidden_layers}")
-    dim = find_rotary_dim(config)
-    if dim % 2 or not 2 <= dim <= config.head_dim:
-        fail(f"partial_rotary_factor rotates {dim} elements of a head of {config.head_dim}; it must be an even number")
-    value_heads = config.linear_num_value_heads
-    if value_heads % config.linear_num_key_heads:
-        fail(f"{value_heads} value heads cannot share {config.linear_num_key_heads} key heads evenly")
 
 
 def find_family(config: "PretrainedConfig") -> Family:
@@ -203,12 +181,6 @@ def find_family(config: "PretrainedConfig") -> Family:
 def find_rotary_dim(config: "PretrainedConfig") -> int:
     """Return how many elements of a head rotate: the first ones."""
     return int(config.head_dim * (config.rope_parameters or {}).get("partial_rotary_factor", 1.0))
-
-
-def find_linear_layers(config: "PretrainedConfig") -> frozenset[int]:
-    """Return the indices of the layers that have a state per row in place of keys and values."""
-    kinds = getattr(config, "layer_types", None) or ()
-    return frozenset(i for i, kind in enumerate(kinds) if kind == "linear_attention")
 
 
 def find_sparse_layers(config: "PretrainedConfig") -> frozenset[int]:
@@ -261,23 +233,24 @@ class Shape:
     experts: int = 0
     experts_per_token: int = 0
     expert_intermediate: int = 0
-    delta: DeltaShape | None = None
-    """The layers that have a Gated DeltaNet in place of attention; None if the family has none."""
     has_embedding: bool = True
     """Whether the embedding and the LM head are counted; of a pipeline's stages only the first has them."""
     has_norm: bool = True
     """Whether the final norm is counted; of a pipeline's stages only the last has it."""
 
-    @staticmethod
-    def from_config(config: "PretrainedConfig", stage: Stage | None = None) -> "Shape":
-        """Return the shape of the whole model, or of one stage of a pipeline."""
+    @classmethod
+    def from_config(cls, config: "PretrainedConfig", stage: Stage | None = None, **more: Any) -> Self:
+        """Return the shape of the whole model, or of one stage of a pipeline.
+
+        Args:
+            more: the values that a subclass has in addition. The shape of a hybrid is a `HybridShape` (hybrid.py).
+        """
         stage = stage or Stage(0, config.num_hidden_layers, config.num_hidden_layers)
         family = find_family(config)
         bias = bool(getattr(config, "attention_bias", False))
-        own = range(stage.first, stage.end)
-        num_sparse = len(find_sparse_layers(config).intersection(own))
-        num_linear = len(find_linear_layers(config).intersection(own))
-        return Shape(
+        assert cls is not Shape or not family.is_hybrid
+        num_sparse = len(find_sparse_layers(config).intersection(range(stage.first, stage.end)))
+        return cls(
             hidden=config.hidden_size,
             layers=stage.end - stage.first,
             heads=config.num_attention_heads,
@@ -293,12 +266,12 @@ class Shape:
             experts=config.num_experts if num_sparse else 0,
             experts_per_token=config.num_experts_per_tok if num_sparse else 0,
             expert_intermediate=config.moe_intermediate_size if num_sparse else 0,
-            delta=DeltaShape.from_config(config, num_linear) if family.is_hybrid else None,
             has_embedding=stage.is_first,
             has_norm=stage.is_last,
+            **more,
         )
 
-    def shard(self, size: int) -> "Shape":
+    def shard(self, size: int) -> Self:
         """Return the shape of each rank's share. Several ranks may hold the same KV head; the vocabulary is padded.
 
         Args:
@@ -316,7 +289,6 @@ class Shape:
             intermediate=first.shard(self.intermediate, "intermediate_size")[1],
             vocab=ceil_div(self.vocab, size),
             expert_intermediate=first.shard(self.expert_intermediate, "moe_intermediate_size")[1],
-            delta=self.delta and self.delta.shard(size),
         )
 
     @property
@@ -327,25 +299,20 @@ class Shape:
     @property
     def attention_layers(self) -> int:
         """How many layers have keys and values."""
-        return self.layers - (self.delta.layers if self.delta else 0)
+        return self.layers
 
     @property
     def matrices(self) -> tuple[tuple[int, int, int], ...]:
-        """(layers, in features, out features) of the matrices of every token: qkv, o, gate and up, down, router.
-
-        Those of DeltaNet layers come last. Where a family has them, attention has a gate, as wide as the queries.
-        """
+        """(layers, in features, out features) of the matrices of every token: qkv, o, gate and up, down, router."""
         queries = self.heads * self.head_dim
         keys = self.kv_heads * self.head_dim
         dense = self.layers - self.sparse_layers
-        gates = queries if self.delta else 0
         return (
-            (self.attention_layers, self.hidden, queries + 2 * keys + gates),
+            (self.attention_layers, self.hidden, queries + 2 * keys),
             (self.attention_layers, queries, self.hidden),
             (dense, self.hidden, 2 * self.intermediate),
             (dense, self.intermediate, self.hidden),
             (self.sparse_layers, self.hidden, self.experts),
-            *(self.delta.matrices if self.delta else ()),
         )
 
     @property
@@ -360,7 +327,6 @@ class Shape:
         biases = self.matrices[0][2] * self.qkv_bias + self.hidden * self.o_bias
         vectors = self.attention_layers * (2 * self.head_dim * self.qk_norm + biases)
         vectors += self.hidden * (2 * self.layers + self.has_norm)
-        vectors += self.delta.num_vectors if self.delta else 0
         vocabulary = self.vocab * self.hidden * (1 if self.tied else 2) * self.has_embedding
         return matrices + experts + vocabulary + vectors
 
@@ -374,4 +340,4 @@ class Shape:
 
     def row_bytes(self, itemsize: int) -> int:
         """Return the bytes of the state of one row, in all layers; 0 for most families."""
-        return self.delta.row_bytes(itemsize) if self.delta else 0
+        return 0

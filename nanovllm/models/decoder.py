@@ -192,13 +192,15 @@ class Decoder(nn.Module):
     A stage of a pipeline has only its own layers. `Stage` says which stage has the embedding, the head and the norm.
 
     Attributes:
-        layer_class: of its layers. A family that differs in more than `Family` says has classes of its own.
+        layer_class, shape_class: of its layers and of its sizes. A family that differs in more than `Family` says has
+            classes of its own.
         norm_plus: what is added to the weights of norms when they are read. If it is 1, they stay in float32, because
             the sum would lose bits in the model's dtype.
         unread: how the names of tensors begin that a checkpoint may have and that the model does not read.
     """
 
     layer_class: type[Layer] = Layer
+    shape_class: type[Shape] = Shape
     norm_plus = 0.0
     unread: tuple[str, ...] = ()
     cos_sin: Tensor

@@ -13,7 +13,7 @@ from nanovllm.backends import AttentionMetadata, Backend, CacheSize, RowState
 from nanovllm.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
 from nanovllm.layers.parallel import Parallel
 from nanovllm.layers.weights import NamedTargets, ShardedLayer, WeightTarget, make_whole_target
-from nanovllm.models.delta_shape import DeltaShape
+from nanovllm.models.hybrid import DeltaShape
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -14,9 +14,10 @@ from nanovllm.kernels.norm_rope_store import NormRope
 from nanovllm.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
 from nanovllm.layers.parallel import Parallel
 from nanovllm.layers.weights import NamedTargets, ShardedLayer, WeightTarget
-from nanovllm.models.config import Shape, find_rotary_dim
+from nanovllm.models.config import find_rotary_dim
 from nanovllm.models.decoder import Decoder, Layer, make_norm, make_rotary_table
 from nanovllm.models.delta_net import DeltaNet
+from nanovllm.models.hybrid import HybridShape
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -46,7 +47,7 @@ class GatedAttention(ShardedLayer):
         self.backend = backend
         self.eps = config.rms_norm_eps
         self.scale = config.head_dim**-0.5
-        whole = Shape.from_config(config)
+        whole = HybridShape.from_config(config)
         mine = whole.shard(parallel.size)
         self.kv_heads = mine.kv_heads
         self.head_dim = dim = whole.head_dim
@@ -102,6 +103,7 @@ class HybridDecoder(Decoder):
     """The model of one rank. Its norms multiply by 1 + weight."""
 
     layer_class = HybridLayer
+    shape_class = HybridShape
     norm_plus = 1.0
     unread = ("model.visual.", "mtp.")
 

@@ -14,7 +14,6 @@ from nanovllm.engine.plan import NUM_PER_SEQ, IntArray, StepPlan
 from nanovllm.kernels.sample import SamplingValues
 from nanovllm.kernels.step_inputs import PlannedRows, StepInputs
 from nanovllm.layers.parallel import Parallel
-from nanovllm.models.config import Shape
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.loader import Quantizer
 from nanovllm.runner.cuda_graphs import CudaGraphs
@@ -61,7 +60,7 @@ class ModelRunner:
         self.device = torch.device(config.device)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.hf_config = hf_config
-        self.shape = Shape.from_config(hf_config, parallel.stage).shard(parallel.size)
+        self.shape = decoder.shape_class.from_config(hf_config, parallel.stage).shard(parallel.size)
         self.backend = BACKENDS[config.attention_backend]()
         self.quantizer = quantizer
         self.decoder = decoder

@@ -13,8 +13,9 @@ from helpers.tiny import save_random
 from transformers import GraniteForCausalLM
 
 from nanovllm import LLM
-from nanovllm.models.config import FAMILIES, Family, Shape, load_model_config
+from nanovllm.models.config import FAMILIES, Family, load_model_config
 from nanovllm.models.config_keys import HARMLESS, KNOWN, READ, TRANSLATED, _log_once
+from nanovllm.models.hybrid import make_shape
 
 # ---- configurations as their authors published them
 
@@ -337,7 +338,7 @@ def granite_as_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_are_understood_without_a_warning(name: str, caplog: pytest.LogCaptureFixture) -> None:
     data, billions = PUBLISHED[name]
-    shape = Shape.from_config(load_model_config(data, name))
+    shape = make_shape(load_model_config(data, name))
     assert shape.num_parameters / 1e9 == pytest.approx(billions, rel=0.05)
     assert not caplog.records
 

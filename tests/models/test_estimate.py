@@ -12,7 +12,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.estimate import estimate, parse_size, read_config
 from nanovllm.layers.parallel import Parallel
 from nanovllm.load import find_decoder
-from nanovllm.models.config import Shape
+from nanovllm.models.hybrid import make_shape
 from nanovllm.models.shapes import PRESETS, preset_config
 
 GIB = 1 << 30
@@ -30,7 +30,7 @@ def test_the_parameters_are_those_of_the_model_itself(name: str, ranks: int) -> 
     config = read_config(name)
     with torch.device("meta"):
         model = find_decoder(config)(config, Backend(), Parallel(0, ranks), 16)
-    assert Shape.from_config(config).shard(ranks).num_parameters == sum(p.numel() for p in model.parameters())
+    assert make_shape(config).shard(ranks).num_parameters == sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_the_parameters_are_those_of_the_model_itself(name: str, ranks: int) -> 
     ],
 )
 def test_published_models_have_as_many_parameters_as_their_cards_say(name: str, parameters: int) -> None:
-    assert Shape.from_config(read_config(name)).num_parameters == parameters
+    assert make_shape(read_config(name)).num_parameters == parameters
 
 
 def test_biases_and_shared_kv_heads_are_counted() -> None:
@@ -59,7 +59,7 @@ def test_biases_and_shared_kv_heads_are_counted() -> None:
     for ranks in (1, 4):
         with torch.device("meta"):
             model = find_decoder(config)(config, Backend(), Parallel(1, ranks), 16)
-        assert Shape.from_config(config).shard(ranks).num_parameters == sum(p.numel() for p in model.parameters())
+        assert make_shape(config).shard(ranks).num_parameters == sum(p.numel() for p in model.parameters())
 
 
 def test_the_table_of_a_model_that_fits(capsys: pytest.CaptureFixture[str]) -> None:

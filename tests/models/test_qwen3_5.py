@@ -18,7 +18,7 @@ from nanovllm.backends import RowState
 from nanovllm.config import EngineConfig
 from nanovllm.estimate import estimate, read_config
 from nanovllm.load import make_quantizer, resolve_options
-from nanovllm.models.config import Shape
+from nanovllm.models.hybrid import make_shape
 from nanovllm.models.states import count_rows_that_fit, fit_rows
 from nanovllm.quantized.formats import INT8
 
@@ -246,7 +246,7 @@ def test_an_estimate_counts_the_states() -> None:
 def test_quantised_weights_leave_room_for_more_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU with 12 GiB free, the 4B takes 8 GiB in bfloat16, and half of that in int8."""
     config = read_config("qwen3.5-4b")
-    shape = Shape.from_config(config)
+    shape = make_shape(config)
     dense = EngineConfig("qwen3.5-4b")
     int8 = EngineConfig("qwen3.5-4b", quantization="int8")
     assert make_quantizer(resolve_options(dense, config), config) is None

@@ -34,8 +34,8 @@ from nanovllm.jobs.run import run_job
 from nanovllm.layers.parallel import Parallel, Stage
 from nanovllm.load import find_decoder, resolve_options
 from nanovllm.models import loader
-from nanovllm.models.config import Shape
 from nanovllm.models.decoder import Decoder
+from nanovllm.models.hybrid import make_shape
 from nanovllm.models.shapes import PRESETS
 
 CPU = torch.device("cpu")
@@ -401,8 +401,8 @@ def test_no_other_split_has_a_lighter_heaviest_stage(weights: list[int], head: i
 def test_the_stages_of_a_model_have_its_parameters_and_rank_0_fewer_layers(name: str, stages: int) -> None:
     config = read_config(name)
     chosen = choose_stages(config, stages)
-    whole = Shape.from_config(config)
-    shapes = [Shape.from_config(config, stage) for stage in chosen]
+    whole = make_shape(config)
+    shapes = [make_shape(config, stage) for stage in chosen]
     assert sum(shape.num_parameters for shape in shapes) == whole.num_parameters
     assert sum(shape.layers for shape in shapes) == whole.layers
     assert shapes[0].layers == min(shape.layers for shape in shapes)
