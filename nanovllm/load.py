@@ -18,7 +18,7 @@ from nanovllm.engine.hooks import LogitEditor, Runner, StepObserver
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.layers.parallel import Parallel
-from nanovllm.models.config import find_family, load_model_config, read_json, take_text_config
+from nanovllm.models.config import find_family, find_sparse_layers, load_model_config, read_json, take_text_config
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hub import find_folder, find_model
 from nanovllm.models.loader import Quantizer, has_lm_head, load_weights
@@ -226,6 +226,10 @@ def find_decoder(hf_config: "PretrainedConfig") -> type[Decoder]:
         from nanovllm.models.qwen3_5 import HybridDecoder
 
         return HybridDecoder
+    if find_sparse_layers(hf_config):
+        from nanovllm.models.qwen3_moe import SparseDecoder
+
+        return SparseDecoder
     return Decoder
 
 

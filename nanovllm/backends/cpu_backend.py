@@ -14,7 +14,7 @@ from nanovllm.kernels.norm_rope_store import NormRope
 from nanovllm.kernels.route import Routing
 from nanovllm.kernels.sample import Sampled, SamplingValues
 from nanovllm.kernels.scratch import Scratch
-from nanovllm.layers.linear import Experts
+from nanovllm.layers.weights import ShardedLayer
 
 LANES = 16
 """float32 numbers in a vector, as in kernels/cpu/."""
@@ -64,10 +64,8 @@ class CpuBackend(Backend):
         modules = list(modules)
         pack_matrices(modules, lambda weight: NativeMatrix(self._library, weight, self.scratch, in_place=True))
         for module in modules:
-            if isinstance(module, Experts) and module.packed is None:
-                for weight in (module.gate_up, module.down):
-                    if not _packs_in_place(weight):
-                        continue
+            if isinstance(module, ShardedLayer):
+                for weight in filter(_packs_in_place, module.list_stacks()):
                     for matrix in weight:
                         self._library.pack(matrix, in_place=True)
 

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm.kernels.route import Routing
 from nanovllm.layers.parallel import Parallel
 from nanovllm.layers.weights import NamedTargets, ShardedLayer, WeightTarget
 
@@ -22,14 +21,6 @@ class PackedMatrix(Protocol):
 
     def rows(self, indices: Tensor) -> Tensor | None:
         """Return the matrix's rows [n, in] at indices [n]; None if this form cannot give them."""
-        ...
-
-
-class PackedExperts(Protocol):
-    """The matrices [num_experts, out, in] of experts, in a form of their own."""
-
-    def multiply(self, x: Tensor, routing: Routing, gather: bool) -> Tensor:
-        """See `grouped_linear_reference`, which has the same arguments and result."""
         ...
 
 
@@ -111,43 +102,3 @@ class RowParallelLinear(MatrixModule):
         yield f"{path}.weight", WeightTarget(self.weight, (out_features, self.in_features), source)
         if self.bias is not None:
             yield f"{path}.bias", WeightTarget(self.bias, (out_features,), (slice(None),))
-
-
-class Experts(ShardedLayer):
-    """The matrices of E SwiGLU MLPs. Each rank holds its share of the intermediate features of every expert.
-
-    A backend may pack them after loading; then their elements are in its own order.
-
-    Attributes:
-        gate_up: [num_experts, 2 * intermediate, hidden], gate first.
-        down: [num_experts, hidden, intermediate].
-        packed: quantised matrices instead of these two, which are then empty.
-    """
-
-    packed: tuple[PackedExperts, PackedExperts] | None = None
-
-    def __init__(self, num_experts: int, hidden: int, intermediate: int, parallel: Parallel) -> None:
-        super().__init__()
-        self.intermediate = intermediate
-        self.start, length = parallel.shard(intermediate, "moe_intermediate_size")
-        self.gate_up = nn.Parameter(torch.empty(num_experts, 2 * length, hidden), requires_grad=False)
-        self.down = nn.Parameter(torch.empty(num_experts, hidden, length), requires_grad=False)
-
-    def weight_targets(self, path: str, names: Collection[str]) -> NamedTargets:
-        """See `ShardedLayer`. Either one tensor holds gate and up of all experts, gate first, or each has its own."""
-        num_experts, hidden, length = self.down.shape
-        size = self.intermediate
-        mine = slice(self.start, self.start + length)
-        everything = slice(None)
-        gates, ups = self.gate_up.view(num_experts, 2, length, hidden).unbind(1)
-        if (fused := f"{path}.gate_up_proj") in names:
-            mine_of_up = slice(size + self.start, size + self.start + length)
-            for view, rows in ((gates, mine), (ups, mine_of_up)):
-                yield fused, WeightTarget(view, (num_experts, 2 * size, hidden), (everything, rows, everything))
-            shape = (num_experts, hidden, size)
-            yield f"{path}.down_proj", WeightTarget(self.down, shape, (everything, everything, mine))
-            return
-        for i, (gate, up, down) in enumerate(zip(gates, ups, self.down, strict=True)):
-            for name, view in (("gate_proj", gate), ("up_proj", up)):
-                yield f"{path}.{i}.{name}.weight", WeightTarget(view, (size, hidden), (mine, everything))
-            yield f"{path}.{i}.down_proj.weight", WeightTarget(down, (hidden, size), (everything, mine))

@@ -45,6 +45,10 @@ NamedTargets = Iterator[tuple[str, WeightTarget]]
 class ShardedLayer(nn.Module):
     """A layer that may hold only a part of each parameter on each rank."""
 
+    def list_stacks(self) -> tuple[nn.Parameter, ...]:
+        """Return parameters [n, out, in] of n matrices each. A backend may pack each matrix in place after loading."""
+        return ()
+
     def weight_targets(self, path: str, names: Collection[str]) -> NamedTargets:
         """Yield (checkpoint name, target) of every tensor that the layer needs.
 

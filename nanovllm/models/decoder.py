@@ -1,7 +1,7 @@
-"""The decoder of Qwen3 and Qwen3-MoE (https://arxiv.org/abs/2505.09388), Qwen2, Llama and Mistral.
+"""The decoder of Qwen3 (https://arxiv.org/abs/2505.09388), Qwen2, Llama and Mistral.
 
 It computes the same numbers as transformers. The families differ in biases, and in norms of queries and keys.
-`FAMILIES` in config.py says which family has which.
+`FAMILIES` in config.py says which family has which. qwen3_moe.py and qwen3_5.py replace parts of it.
 """
 
 import re
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from nanovllm.backends import AttentionMetadata, Backend, CacheSize, KVCache, LayerCache
 from nanovllm.kernels.norm_rope_store import NormRope
 from nanovllm.layers.embedding import LMHead, VocabParallelEmbedding
-from nanovllm.layers.linear import ColumnParallelLinear, Experts, Part, RowParallelLinear
+from nanovllm.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
 from nanovllm.layers.parallel import Parallel, Stage
 from nanovllm.layers.weights import NamedTargets, ShardedLayer, WeightTarget, make_whole_target
-from nanovllm.models.config import Shape, find_rotary_dim, find_sparse_layers
+from nanovllm.models.config import Shape, find_rotary_dim
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -107,39 +107,8 @@ class MLP(nn.Module):
         self.down_proj = RowParallelLinear(size, config.hidden_size, False, parallel, "down_proj")
 
     def forward(self, x: Tensor, slots: Tensor) -> Tensor:
-        """x [num_tokens, hidden] -> [num_tokens, hidden]. Only `SparseMLP` uses slots."""
+        """x [num_tokens, hidden] -> [num_tokens, hidden]. Only a mixture of experts uses slots."""
         return self.down_proj(self.backend.silu_and_mul(self.gate_up_proj(x)))  # type: ignore[no-any-return]
-
-
-class SparseMLP(nn.Module):
-    """Mixture of experts: for each token a router chooses k of E experts, and their outputs are summed with weights.
-
-    It computes the same numbers as transformers' modeling_qwen3_moe.
-    """
-
-    def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel) -> None:
-        super().__init__()
-        self.backend = backend
-        self.parallel = parallel
-        self.k: int = config.num_experts_per_tok
-        self.normalize = bool(config.norm_topk_prob)
-        num_experts: int = config.num_experts
-        hidden: int = config.hidden_size
-        parts = [Part("gate", num_experts, 0, num_experts)]  # each rank holds the whole router
-        self.gate = ColumnParallelLinear(hidden, parts, bias=False)
-        self.experts = Experts(num_experts, hidden, config.moe_intermediate_size, parallel)
-
-    def forward(self, x: Tensor, slots: Tensor) -> Tensor:
-        """x [num_tokens, hidden] -> the same shape; slots [num_tokens], -1 for padding, which goes to no expert."""
-        routing = self.backend.route(self.gate(x), self.k, self.normalize, slots)
-        experts = self.experts
-        if experts.packed is not None:
-            gate_up, down = experts.packed
-            y = down.multiply(self.backend.silu_and_mul(gate_up.multiply(x, routing, True)), routing, False)
-        else:
-            hidden = self.backend.silu_and_mul(self.backend.grouped_linear(x, experts.gate_up, routing, gather=True))
-            y = self.backend.grouped_linear(hidden, experts.down, routing, gather=False)
-        return self.parallel.all_reduce(self.backend.combine(y, routing))
 
 
 class Layer(nn.Module):
@@ -159,13 +128,17 @@ class Layer(nn.Module):
         self.backend = backend
         self.eps = config.rms_norm_eps
         self.self_attn = self.make_attention(config, index, parallel)
-        self.mlp = (SparseMLP if index in find_sparse_layers(config) else MLP)(config, backend, parallel)
+        self.mlp = self.make_mlp(config, index, parallel)
         self.input_layernorm = make_norm(config.hidden_size, self.norm_dtype)
         self.post_attention_layernorm = make_norm(config.hidden_size, self.norm_dtype)
 
     def make_attention(self, config: "PretrainedConfig", index: int, parallel: Parallel) -> nn.Module:
         """Return this layer's attention, or what another family has in its place. It has the methods of `Attention`."""
         return Attention(config, self.backend, parallel)
+
+    def make_mlp(self, config: "PretrainedConfig", index: int, parallel: Parallel) -> nn.Module:
+        """Return this layer's MLP, or what another family has in its place. It has the `forward` of `MLP`."""
+        return MLP(config, self.backend, parallel)
 
     def forward(
         self,

@@ -13,10 +13,11 @@ from nanovllm.backends.base import Backend
 from nanovllm.backends.cpu_backend import CpuBackend
 from nanovllm.config import ResolvedConfig
 from nanovllm.layers.embedding import LMHead, VocabParallelEmbedding
-from nanovllm.layers.linear import Experts, MatrixModule, PackedExperts, PackedMatrix
+from nanovllm.layers.linear import MatrixModule, PackedMatrix
 from nanovllm.layers.weights import NamedTargets, WeightTarget
 from nanovllm.models.config import Shape
-from nanovllm.models.decoder import Decoder, SparseMLP
+from nanovllm.models.decoder import Decoder
+from nanovllm.models.qwen3_moe import Experts, PackedExperts, SparseMLP
 from nanovllm.quantized.checkpoints import find_format
 from nanovllm.quantized.codes import CHUNK, Codes, quantize_int8
 from nanovllm.quantized.dynamic import DynamicMatrix

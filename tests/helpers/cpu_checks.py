@@ -19,8 +19,8 @@ from nanovllm.kernels.grouped_linear import grouped_linear_reference
 from nanovllm.kernels.norm_rope_store import NormRope
 from nanovllm.kernels.route import route_reference
 from nanovllm.kernels.scratch import Scratch
-from nanovllm.layers.linear import Experts
 from nanovllm.layers.parallel import Parallel
+from nanovllm.models.qwen3_moe import Experts
 
 BF16 = torch.bfloat16
 FP32 = torch.float32

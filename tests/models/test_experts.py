@@ -18,8 +18,8 @@ from nanovllm.kernels.combine import combine, combine_reference
 from nanovllm.kernels.grouped_linear import grouped_linear, grouped_linear_reference
 from nanovllm.kernels.route import Routing, route, route_reference
 from nanovllm.kernels.triton_shim import tl
-from nanovllm.layers.linear import Experts
 from nanovllm.layers.parallel import Parallel
+from nanovllm.models.qwen3_moe import Experts
 
 SHAPE = {
     "num_hidden_layers": 3,

@@ -19,7 +19,7 @@ from nanovllm import LLM
 from nanovllm.backends.cpu_backend import CpuBackend
 from nanovllm.cli import main
 from nanovllm.jobs.provenance import read_provenance
-from nanovllm.layers.linear import Experts
+from nanovllm.models.qwen3_moe import Experts
 from nanovllm.quantized.checkpoints import find_format
 from nanovllm.quantized.codes import quantize_int8
 from nanovllm.quantized.dynamic import GROUP, multiply_rounded, round_inputs

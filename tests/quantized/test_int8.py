@@ -14,7 +14,8 @@ from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3_5ForCausalLM,
 from nanovllm import LLM
 from nanovllm.cli import main
 from nanovllm.jobs.provenance import read_provenance
-from nanovllm.layers.linear import Experts, MatrixModule
+from nanovllm.layers.linear import MatrixModule
+from nanovllm.models.qwen3_moe import Experts
 from nanovllm.quantized.codes import quantize_int8
 
 MOE = {
