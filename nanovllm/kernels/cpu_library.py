@@ -15,10 +15,10 @@ import platform
 import shutil
 import subprocess
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -81,22 +81,19 @@ Call = tuple["_Function", list[Any]]
 """A function, and its arguments after the number of threads: addresses and numbers."""
 
 
-class _OfThisThread(threading.local):
-    calls: list[Call] | None = None
-
-
-_of_this_thread = _OfThisThread()
+_recorded: ContextVar[list[Call] | None] = ContextVar("recorded", default=None)
+"""The list to which this thread's calls are added, if they are recorded."""
 
 
 @contextmanager
 def record_calls() -> Iterator[list[Call]]:
     """Within, every call of a kernel by this thread is added to the list. `repeat_calls` makes them again."""
     calls: list[Call] = []
+    token = _recorded.set(calls)
     try:
-        _of_this_thread.calls = calls
         yield calls
     finally:
-        _of_this_thread.calls = None
+        _recorded.reset(token)
 
 
 def repeat_calls(calls: list[Call]) -> None:
@@ -146,8 +143,8 @@ class KernelLibrary:
             raise TypeError(f"{name} takes {len(function.argtypes) - 1} arguments, not {len(arguments)}")
         addresses: list[Any] = [a if type(a) in _PLAIN else a.data_ptr() for a in arguments]  # type: ignore[union-attr]
         function(num_threads(), *addresses)
-        if _of_this_thread.calls is not None:
-            _of_this_thread.calls.append((function, addresses))
+        if (calls := _recorded.get()) is not None:
+            calls.append((function, addresses))
 
 
 class CpuLibrary(KernelLibrary):

@@ -3,10 +3,10 @@
 import ctypes
 import math
 import mmap
-import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import torch
 from torch import Tensor
@@ -41,8 +41,8 @@ class Scratch:
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
         """Return an uninitialised tensor, as torch.empty does."""
-        if _of_this_thread.lender is not None:
-            return _of_this_thread.lender.lend(*shape, dtype=dtype)
+        if (lender := _lender.get()) is not None:
+            return lender.lend(*shape, dtype=dtype)
         if math.prod(shape) * dtype.itemsize < SMALLEST_LOAN or not hasattr(mmap, "MADV_HUGEPAGE"):
             return torch.empty(shape, dtype=dtype)
         return self.lend(*shape, dtype=dtype)
@@ -83,18 +83,15 @@ def _allocate(size: int) -> mmap.mmap:
     return memory
 
 
-class _OfThisThread(threading.local):
-    lender: Scratch | None = None
-
-
-_of_this_thread = _OfThisThread()
+_lender: ContextVar[Scratch | None] = ContextVar("lender", default=None)
+"""The Scratch that all results of this thread borrow from, if `borrow_from` says so."""
 
 
 @contextmanager
 def borrow_from(lender: Scratch) -> Iterator[None]:
     """Within, all results of this thread, even small ones, borrow from `lender`, also if another Scratch is asked."""
+    token = _lender.set(lender)
     try:
-        _of_this_thread.lender = lender
         yield
     finally:
-        _of_this_thread.lender = None
+        _lender.reset(token)

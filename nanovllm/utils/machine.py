@@ -2,10 +2,10 @@
 
 import math
 import os
-import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 import torch
@@ -78,16 +78,13 @@ FEW_TOKENS = 32
 """A step of so few tokens of so small a model gains nothing by threads, and loses much on a busy machine."""
 
 
-class _OfThisThread(threading.local):
-    num_threads: int | None = None
-
-
-_of_this_thread = _OfThisThread()
+_num_threads: ContextVar[int | None] = ContextVar("num_threads", default=None)
+"""How many threads the CPU kernels have in this thread's steps, where it is not as many as torch has."""
 
 
 def num_threads() -> int:
     """Return how many threads share the work of a CPU kernel: as many as torch has."""
-    return _of_this_thread.num_threads or torch.get_num_threads()
+    return _num_threads.get() or torch.get_num_threads()
 
 
 @contextmanager
@@ -97,14 +94,13 @@ def torch_in_one_thread() -> Iterator[None]:
     Torch's threads and those of the kernels would keep each other from running while they wait for work.
     """
     before = torch.get_num_threads()
-    outer = _of_this_thread.num_threads
-    _of_this_thread.num_threads = num_threads()
+    token = _num_threads.set(num_threads())
     torch.set_num_threads(1)
     try:
         yield
     finally:
         torch.set_num_threads(before)
-        _of_this_thread.num_threads = outer
+        _num_threads.reset(token)
 
 
 @contextmanager
