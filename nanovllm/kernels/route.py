@@ -45,18 +45,14 @@ def route_reference(logits: Tensor, k: int, normalize: bool, slots: Tensor) -> R
     experts = experts[:, :k].where(slots.unsqueeze(1) >= 0, num_experts)
     if normalize:
         weights = weights / weights.sum(-1, keepdim=True)
-    return sort_pairs(weights.to(logits.dtype).float(), experts, num_experts)
-
-
-def sort_pairs(weights: Tensor, experts: Tensor, num_experts: int) -> Routing:
-    """Sort the pairs of tokens and their experts int [num_tokens, k]. Nothing here waits for the device."""
+    # The pairs are sorted without waiting for the device.
     ordered, order = experts.flatten().sort(stable=True)
     places = torch.empty_like(order, dtype=torch.int32)
     places[order] = torch.arange(len(order), dtype=torch.int32, device=order.device)
     first = torch.arange(num_experts + 1, dtype=ordered.dtype, device=ordered.device)
     offsets = torch.searchsorted(ordered, first, out_int32=True)
-    tokens = (order // experts.shape[1]).to(torch.int32)
-    return Routing(weights, places.view(experts.shape), tokens, offsets)
+    tokens = (order // k).to(torch.int32)
+    return Routing(weights.to(logits.dtype).float(), places.view(experts.shape), tokens, offsets)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

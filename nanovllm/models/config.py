@@ -95,7 +95,8 @@ def load_model_config(data: dict[str, Any], source: str) -> "PretrainedConfig":
     architectures = data.get("architectures") or []
     if not isinstance(architectures, list):
         raise ValueError(f"{source}: architectures is {quote(architectures)}; it must be a list")
-    names = [_name_causal(name) for name in architectures if isinstance(name, str)]
+    # Without its LM head the architecture Qwen3ForCausalLM is called Qwen3Model.
+    names = [re.sub("Model$", "ForCausalLM", name) for name in architectures if isinstance(name, str)]
     architecture = next((name for name in names if name in FAMILIES), None)
     if architecture is None:
         named = ", ".join(map(quote, architectures)) or "no architecture"
@@ -119,11 +120,6 @@ def load_model_config(data: dict[str, Any], source: str) -> "PretrainedConfig":
     _check(config, source)
     check_keys(data, config, source)
     return config
-
-
-def _name_causal(architecture: str) -> str:
-    """Return an architecture's name with its LM head: "Qwen3ForCausalLM" for "Qwen3Model", which has none."""
-    return re.sub("Model$", "ForCausalLM", architecture)
 
 
 def is_headless(config: "PretrainedConfig") -> bool:

@@ -53,12 +53,6 @@ class GpuMemory:
         return ", ".join(f"{name} {value / 2**30:.2f} GiB" for name, value in parts.items())
 
 
-def measure_others(device: torch.device) -> int:
-    """Return the bytes of the GPU that other processes hold, and CUDA itself: all but this process's allocator."""
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free - torch.cuda.memory_reserved(device)
-
-
 def check_free_memory(num_bytes: int, device: torch.device, what: str, advice: str) -> None:
     """Raise a ValueError if `what`, which takes num_bytes, is larger than the device's free memory."""
     if device.type == "cuda":

@@ -20,7 +20,7 @@ from nanovllm.kernels.sample import SamplingValues
 from nanovllm.layers.linear import MatrixModule
 from nanovllm.models.decoder import Decoder
 from nanovllm.runner.cuda_graphs import CudaGraphs, Decode, Sample
-from nanovllm.runner.kv_memory import GpuMemory, count_blocks, measure_others
+from nanovllm.runner.kv_memory import GpuMemory, count_blocks
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.recorded_steps import RecordedSteps
 from nanovllm.utils.integers import ceil_div
@@ -194,7 +194,6 @@ def measure_memory(runner: ModelRunner) -> GpuMemory:
     """Measure how much of the GPU the largest step and the graphs take, with a cache of a single block."""
     gc.collect()  # an engine that was dropped without close() may still hold its cache
     torch.cuda.empty_cache()
-    total = torch.cuda.mem_get_info(runner.device)[1]
     weights = torch.cuda.memory_allocated(runner.device)
     runner.caches = make_caches(runner, 1)
     states = count_state_bytes(runner)
@@ -203,7 +202,9 @@ def measure_memory(runner: ModelRunner) -> GpuMemory:
     runner.caches = []
     torch.cuda.empty_cache()
     runner.parallel.minimum(0)  # ranks on the same GPU have given back their activations, too
-    return GpuMemory(total, measure_others(runner.device), weights, activations, graphs, states)
+    free, total = torch.cuda.mem_get_info(runner.device)
+    others = total - free - torch.cuda.memory_reserved(runner.device)
+    return GpuMemory(total, others, weights, activations, graphs, states)
 
 
 def _measure_largest_step(runner: ModelRunner) -> int:
