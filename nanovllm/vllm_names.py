@@ -104,7 +104,7 @@ def translate_options(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: an option would change something that we cannot do.
     """
-    options = rename(drop_harmless(given, {**OPTIONS, "tokenizer": (None, model)}, "LLM"), "LLM")
+    options = translate_names(given, {**OPTIONS, "tokenizer": (None, model)}, "LLM")
     for name in options.keys() & SYNONYMS.keys():
         value = options[name]
         if isinstance(value, Hashable):
@@ -112,32 +112,28 @@ def translate_options(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def drop_harmless(given: Mapping[str, Any], table: Mapping[str, tuple[Any, ...]], what: str) -> dict[str, Any]:
-    """Return `given` without the names in `table`.
+def translate_names(given: Mapping[str, Any], harmless: Mapping[str, tuple[Any, ...]], what: str) -> dict[str, Any]:
+    """Return `given` with our names for vLLM's, and without the harmless names.
 
     Args:
-        table: for each name, the values that change nothing here.
+        harmless: for each name, the values that change nothing here.
         what: the class that the names are for, as the message calls it.
 
     Raises:
-        ValueError: a name in the table has another value.
+        ValueError: a harmless name has another value, or both names for the same are given.
     """
-    for name in given.keys() & table.keys():
-        accepted = table[name]
+    for name in given.keys() & harmless.keys():
+        accepted = harmless[name]
         if ANY not in accepted and not any(given[name] == value for value in accepted):
             values = " or ".join(map(repr, accepted))
             advice = ADVICE.get(name, f"give {values}, which changes nothing")
             raise ValueError(f"{what}: {name}, which vLLM has, is not supported here as {quote(given[name])}: {advice}")
-    return {name: value for name, value in given.items() if name not in table}
-
-
-def rename(given: dict[str, Any], what: str) -> dict[str, Any]:
-    """Return `given` with our names for vLLM's. ValueError if both names are given."""
-    for name in given.keys() & RENAMED.keys():
-        value = given.pop(name)
-        if value is not None and given.setdefault(RENAMED[name], value) is not value:
+    ours = {name: value for name, value in given.items() if name not in harmless}
+    for name in ours.keys() & RENAMED.keys():
+        value = ours.pop(name)
+        if value is not None and ours.setdefault(RENAMED[name], value) is not value:
             raise ValueError(f"{what}: {name} and {RENAMED[name]} are the same: give one of them")
-    return given
+    return ours
 
 
 def check_names(harmless: Mapping[str, tuple[Any, ...]]) -> Callable[[type[T]], type[T]]:
@@ -148,7 +144,7 @@ def check_names(harmless: Mapping[str, tuple[Any, ...]]) -> Callable[[type[T]], 
 
         @wraps(init)
         def checked(self: T, *args: Any, **kwargs: Any) -> None:
-            kwargs = rename(drop_harmless(kwargs, harmless, cls.__name__), cls.__name__)
+            kwargs = translate_names(kwargs, harmless, cls.__name__)
             refuse_unknown(kwargs, cls.__dataclass_fields__, cls.__name__)  # type: ignore[attr-defined]
             init(self, *args, **kwargs)
 
