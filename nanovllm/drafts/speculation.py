@@ -44,15 +44,12 @@ class Drafter(Protocol):
 
     def offer(self, seqs: Seq[Sequence], limits: IntArray) -> IntArray:
         """Return how many drafts it has for each sequence: at most its limit, 0 if it has no guess."""
-        ...
 
     def write_drafts(self, step: ScheduledStep) -> None:
         """See `Speculator.write_drafts`."""
-        ...
 
     def note_end(self, seq: Sequence) -> None:
         """See `Speculator.note_end`."""
-        ...
 
 
 class DraftRecord:

@@ -17,11 +17,9 @@ class PackedMatrix(Protocol):
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [n, in] -> x W^T + bias [n, out]."""
-        ...
 
     def rows(self, indices: Tensor) -> Tensor | None:
         """Return the matrix's rows [n, in] at indices [n]; None if this form cannot give them."""
-        ...
 
 
 class MatrixModule(ShardedLayer):

@@ -26,7 +26,6 @@ class PackedExperts(Protocol):
 
     def multiply(self, x: Tensor, routing: Routing, gather: bool) -> Tensor:
         """See `grouped_linear_reference`, which has the same arguments and result."""
-        ...
 
 
 class Experts(ShardedLayer):
