@@ -89,11 +89,11 @@ _recorded: ContextVar[list[Call] | None] = ContextVar("recorded", default=None)
 def record_calls() -> Iterator[list[Call]]:
     """Within, every call of a kernel by this thread is added to the list. `repeat_calls` makes them again."""
     calls: list[Call] = []
-    token = _recorded.set(calls)
     try:
+        _recorded.set(calls)
         yield calls
     finally:
-        _recorded.reset(token)
+        _recorded.set(None)
 
 
 def repeat_calls(calls: list[Call]) -> None:

@@ -90,8 +90,8 @@ _lender: ContextVar[Scratch | None] = ContextVar("lender", default=None)
 @contextmanager
 def borrow_from(lender: Scratch) -> Iterator[None]:
     """Within, all results of this thread, even small ones, borrow from `lender`, also if another Scratch is asked."""
-    token = _lender.set(lender)
     try:
+        _lender.set(lender)
         yield
     finally:
-        _lender.reset(token)
+        _lender.set(None)
