@@ -274,14 +274,14 @@ inline void multiply_codes(const typename Q::left::left* x, const float* input_s
                            int64_t panel, int64_t panels, const typename Q::left::element* bias,
                            typename Q::left::element* y, int64_t columns) {
     using P = typename Q::left;
-    constexpr int64_t DEEP = DEPTH / Q::STEPS;  // chunks of a block
+    constexpr int64_t DEEP = DEPTH / Q::STEPS, PART = SUMMED / Q::STEPS;  // chunks of a block, and chunks summed at a time
     alignas(64) float sums[MOST_ROWS * PANEL], totals[MOST_ROWS * PANEL];
     const int64_t chunks = m.chunks<Q>(), width = panels * PANEL, group = std::max<int64_t>(m.group / Q::INPUTS, 1);
     const uint8_t* first = m.codes + panel * chunks * CHUNK;
     for (int64_t i = 0, end; i < chunks; i = end) {
         const int64_t g = m.group < m.in ? i / group : 0, group_end = m.group < m.in ? (g + 1) * group : chunks;
         const bool add = i > g * group;
-        end = std::min({chunks, group_end, (i / DEEP + 1) * DEEP});
+        end = std::min({chunks, group_end, (i / PART + 1) * PART});
         const auto* left = x + i / DEEP * rows * LEFT_ROW + i % DEEP * Q::STEPS;
         // Beyond the end of these panels come the first chunks of the next ones.
         const int64_t ahead = i + AHEAD < chunks ? i + AHEAD : i + AHEAD + (panels - 1) * chunks;
