@@ -2,10 +2,12 @@
 
 import ast
 import json
-import os
 import re
 import subprocess
 import sys
+from code import InteractiveConsole
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -24,23 +26,22 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.M | re.S)
 LINK = re.compile(r"(!?)\[[^\]]*\]\(([^)\s]+)\)")
 
 
-def type_chapter(chapter: Path, folder: Path) -> list[list[str]]:
-    """Pipe a chapter's blocks to `python -i`, as a reader pastes them; return the lines that each of them prints."""
-    end = "print(chr(0))\n"
-    typed = "".join(experiment.code + end for experiment in find_experiments(chapter.read_text()))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-i", "-q"],
-        input=typed,
-        cwd=folder,
-        env=environment,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        timeout=300,
-    )
-    assert "Error" not in done.stderr and "Traceback" not in done.stderr, done.stderr
-    return [printed.splitlines() for printed in done.stdout.removesuffix("\0\n").split("\0\n")]
+def type_chapter(chapter: Path) -> list[list[str]]:
+    """Type a chapter's blocks into an interactive console, line by line; return the lines that each of them prints.
+
+    The console is Python's own, in this process, which has imported torch already.
+    """
+    console = InteractiveConsole({"__name__": "__main__"})
+    all_printed = []
+    said = StringIO()
+    for experiment in find_experiments(chapter.read_text()):
+        printed = StringIO()
+        with redirect_stdout(printed), redirect_stderr(said):
+            needs_more = [console.push(line) for line in experiment.code.splitlines()]
+        assert not needs_more[-1], f"a block that goes on:\n{experiment.code}"
+        all_printed.append(printed.getvalue().splitlines())
+    assert "Error" not in said.getvalue() and "Traceback" not in said.getvalue(), said.getvalue()
+    return all_printed
 
 
 def compare(printed: list[str], expected: list[str], code: str) -> None:
@@ -56,9 +57,10 @@ def test_there_are_ten_chapters_and_the_first_page_names_them_in_order():
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda chapter: chapter.stem)
-def test_every_block_of_a_chapter_can_be_pasted_and_prints_what_the_chapter_says(chapter, tmp_path):
+def test_every_block_of_a_chapter_can_be_pasted_and_prints_what_the_chapter_says(chapter, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     experiments = find_experiments(chapter.read_text())
-    all_printed = type_chapter(chapter, tmp_path)
+    all_printed = type_chapter(chapter)
     exact = 0
     for experiment, printed in zip(experiments, all_printed, strict=True):
         lines = experiment.code.rstrip().splitlines()
