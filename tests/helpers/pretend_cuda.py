@@ -91,10 +91,17 @@ class Operators(TorchDispatchMode):
 
 @contextmanager
 def pretend_runner(
-    model: str = "qwen3-0.6b", *, dtype: str = "bfloat16", parallel: Parallel | None = None, **options: Any
+    model: str = "qwen3-0.6b",
+    *,
+    dtype: str = "bfloat16",
+    num_layers: int | None = None,
+    parallel: Parallel | None = None,
+    **options: Any,
 ) -> Iterator[ModelRunner]:
     """A runner on the Triton backend whose tensors are all fake; an operator that needs a value raises."""
-    hf_config = load_model_config(preset_config(model), model)
+    shape = preset_config(model)
+    shape["num_hidden_layers"] = num_layers or shape["num_hidden_layers"]
+    hf_config = load_model_config(shape, model)
     asked = EngineConfig(
         model=model, load_format="dummy", device="cpu", attention_backend="torch", dtype=dtype, **options
     )
