@@ -95,6 +95,10 @@ _POINTERS = {f"{name}_ptr": kind for kind, names in _TYPES.items() for name in n
 _FLOATS = ("eps", "scale_log2")
 
 
+COUNTED = ("_choose_experts_kernel", "_sort_pairs_kernel")
+"""Kernels whose instructions are counted."""
+
+
 class Launch(NamedTuple):
     """One kernel with one set of constexprs and options, and pointer types that differ from the usual."""
 
@@ -203,8 +207,9 @@ def compile_launch(launch: Launch, arch: int) -> dict[str, Any]:
     constexprs = {(names.index(name),): value for name, value in config.items()}
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constexprs, attrs=attrs)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    usage = inspect_binary(compiled.asm["cubin"])
-    result = {"kernel": launch.kernel.fn.__name__, "arch": arch, "config": dict(launch.config)}
+    name = launch.kernel.fn.__name__
+    usage = inspect_binary(compiled.asm["cubin"], counts=name in COUNTED)
+    result = {"kernel": name, "arch": arch, "config": dict(launch.config)}
     ptx = compiled.asm["ptx"]
     loads = re.findall(r"\bld\.global\S*\.[bu](\d+)", ptx)
     usage |= {
@@ -216,19 +221,25 @@ def compile_launch(launch: Launch, arch: int) -> dict[str, Any]:
     return {**result, "types": overrides, "shared": compiled.metadata.shared, **usage}
 
 
-def inspect_binary(cubin: bytes) -> dict[str, int]:
-    """Return registers and bytes of stack of a thread, and the number of instructions, by Triton's own cuobjdump."""
+def inspect_binary(cubin: bytes, counts: bool) -> dict[str, int]:
+    """Return registers and bytes of stack of a thread, by Triton's own cuobjdump, and the number of instructions.
+
+    They are counted on request: to take a kernel apart takes half a second.
+    """
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+    def ask(option: str) -> str:
+        return subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
+
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        usage, code = (
-            subprocess.run([tool, option, file.name], capture_output=True, text=True, check=True).stdout
-            for option in ("-res-usage", "-sass")
-        )
+        usage = ask("-res-usage")
+        code = ask("-sass") if counts else ""
     found = {name.lower(): int(re.search(rf"{name}:(\d+)", usage)[1]) for name in ("REG", "STACK")}  # type: ignore[index]
-    instructions = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?!NOP)", code, re.MULTILINE)
-    return {**found, "instructions": len(instructions)}
+    if counts:
+        found["instructions"] = len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?!NOP)", code, re.MULTILINE))
+    return found
 
 
 def main() -> None:

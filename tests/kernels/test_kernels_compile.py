@@ -17,9 +17,6 @@ SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227}
 """Shared memory that one program may use (CUDA C++ Programming Guide, "Compute capabilities")."""
 
 
-SLOW = pytest.mark.slow
-
-
 def compile_all(*arguments: str) -> list[dict[str, Any]]:
     """In a process of its own: here Triton may be in its interpreter, and cannot be in both."""
     script = TESTS / "helpers" / "compile_kernels.py"
@@ -90,17 +87,16 @@ def check_pipelined(compiled: list[dict[str, Any]]) -> None:
             assert at_once * (result["shared"] + 1024) <= (SHARED_KIB[result["arch"]] + 1) * 1024, result
 
 
-@pytest.mark.parametrize("arch", [80, pytest.param(89, marks=SLOW), 90, pytest.param(100, marks=SLOW)])
-def test_kernels_of_the_smallest_model_compile_within_shared_memory_and_without_spills(arch: int) -> None:
-    compiled = compile_all("--quick", str(arch))
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(("--quick", "90"), id="few-90"),
+        *(pytest.param((arch,), id=f"all-{arch}", marks=pytest.mark.slow) for arch in ("80", "89", "90", "100")),
+    ],
+)
+def test_kernels_compile_within_shared_memory_and_without_spills(arguments: tuple[str, ...]) -> None:
+    """Those of one model of each kind, which are among those of every model."""
+    compiled = compile_all(*arguments)
     check(compiled)
     check_routing_is_short(compiled)
-    check_pipelined(compiled)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("arch", [80, 89, 90, 100])
-def test_kernels_of_every_model_compile_within_shared_memory_and_without_spills(arch: int) -> None:
-    compiled = compile_all(str(arch))
-    check(compiled)
     check_pipelined(compiled)
