@@ -144,7 +144,7 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_whatever_a_draft_model_says_tokens_are_the_model_s(
     ranks: int, random_model: Path, other_model: Path, expected: list[Any]
 ) -> None:

@@ -105,7 +105,7 @@ def check_answers(results: Path, ids: list[str]) -> None:
             assert answers[custom_id]["error"] is None
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_ends_a_job_that_compiles_one_large_grammar_after_the_other(
     number: signal.Signals, tmp_path: Path
 ) -> None:

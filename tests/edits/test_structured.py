@@ -382,7 +382,9 @@ def plain() -> list[Output]:
         {"kvcache_memory_bytes": 64 << 20},
         {"kvcache_block_size": 16, "num_kvcache_blocks": 32, "max_model_len": 512, "max_num_batched_tokens": 48},
         {"attention_backend": "cpu", "kvcache_memory_bytes": 64 << 20},
-        pytest.param({"tensor_parallel_size": 2, "kvcache_memory_bytes": 64 << 20}, id="two ranks"),
+        pytest.param(
+            {"tensor_parallel_size": 2, "kvcache_memory_bytes": 64 << 20}, id="two ranks", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_seeded_requests_give_the_same_through_preemption_chunks_cache_backends_and_ranks(

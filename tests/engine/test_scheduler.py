@@ -15,7 +15,7 @@ from nanovllm.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-@settings(max_examples=700, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(trace=traces())
 def test_every_request_gets_its_own_tokens_and_everything_is_freed(depth, trace):
     config, requests = trace

@@ -36,7 +36,7 @@ from nanovllm.quantized.unpack import find_order, unpack_awq, unpack_compressed,
 
 GOLDEN = Path(__file__).parent / "golden"
 CODED = [name for name in CHECKPOINTS if not name.startswith("fp8")]
-PLAIN = ["packed with zeros", "int8 w8a8"]
+PLAIN = ["packed with zeros"]
 """Formats whose ranks are tested plainly; the others are slow tests."""
 OTHERS = [name for name in CHECKPOINTS if name not in PLAIN]
 OPTIONS = SMALL | {"device": "cpu", "attention_backend": "torch"}
