@@ -24,7 +24,9 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 
 def say(llm: LLM) -> list[list[int]]:
-    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    # Triton's interpreter takes a second for each step.
+    max_tokens = 3 if llm.engine.config.attention_backend == "triton" else 16
+    params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
     return [output["token_ids"] for output in llm.generate(PROMPTS, params, use_tqdm=False)]
 
 
@@ -226,8 +228,7 @@ def test_two_ranks_take_their_shares(backend: str, dtype: str, folders: tuple[Pa
         assert say(llm) == expected
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("tied", "dtype"), [(True, "float32"), (False, "bfloat16")])
 def test_the_stages_of_a_pipeline_take_their_layers(tied: bool, dtype: str, tmp_path: Path) -> None:
     for seed in (0, 1):
         save_random(tmp_path / str(seed), seed=seed, tie_word_embeddings=tied, num_hidden_layers=3)
