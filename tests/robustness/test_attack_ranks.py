@@ -99,8 +99,11 @@ print("tried", len(sys.argv) - 1)
 """Tries each port in a process of its own. gloo's sockets answer nothing, and may keep one waiting."""
 
 
-def test_no_port_takes_a_stranger_s_keys_and_all_are_on_loopback(model: Path) -> None:
+def test_no_port_takes_a_stranger_s_keys_and_the_folder_where_ranks_meet_is_private(model: Path, scratch: Path) -> None:
+    """All ports are on loopback. The folder goes with the ranks."""
     with LLM(str(model), tensor_parallel_size=2, **OPTIONS) as llm:
+        (folder,) = scratch.iterdir()
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and folder.stat().st_uid == os.getuid()
         expected = llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
         found = set(listeners([os.getpid(), *llm.engine.runner.pids]))
         assert {address for address, _ in found} <= {"0100007F"}  # 127.0.0.1
@@ -108,12 +111,6 @@ def test_no_port_takes_a_stranger_s_keys_and_all_are_on_loopback(model: Path) ->
         said = subprocess.run(command, capture_output=True, text=True, timeout=100).stdout
         assert f"tried {len(found)}" in said and "taken by" not in said, said
         assert llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False) == expected
-
-
-def test_the_folder_where_ranks_meet_is_private_and_goes_with_them(model: Path, scratch: Path) -> None:
-    with LLM(str(model), tensor_parallel_size=2, **OPTIONS):
-        (folder,) = scratch.iterdir()
-        assert stat.S_IMODE(folder.stat().st_mode) == 0o700 and folder.stat().st_uid == os.getuid()
     assert not list(scratch.iterdir())
 
 
@@ -129,29 +126,6 @@ def test_the_folder_is_gone_if_a_start_fails(model: Path, scratch: Path) -> None
     with pytest.raises(ValueError, match="KV cache has 1 blocks"):
         LLM(str(model), tensor_parallel_size=2, **OPTIONS | {"num_kvcache_blocks": 1, "kvcache_block_size": 16})
     assert not list(scratch.iterdir())
-
-
-SCRIPT = """
-import sys, time
-from nanovllm import LLM
-llm = LLM(sys.argv[1], tensor_parallel_size=2, dtype="float32", device="cpu", max_model_len=64, max_num_seqs=4)
-print("ready", flush=True)
-time.sleep(1000)
-"""
-
-
-@pytest.mark.parametrize("when", [pytest.param("starting", marks=pytest.mark.slow), "running"])
-def test_the_folder_is_gone_once_rank_0_has_been_killed(when: str, model: Path, tmp_path: Path) -> None:
-    environment = os.environ | {"TMPDIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-c", SCRIPT, str(model)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        if when == "running":
-            assert process.stdout is not None and process.stdout.readline() == "ready\n"
-        else:
-            children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-            wait_for(lambda: list(tmp_path.glob("nanovllm-*")) and children.read_text(), 60)
-        process.kill()
-    wait_for(lambda: not list(tmp_path.glob("nanovllm-*")), 10)
 
 
 def test_followers_import_from_folders_with_a_colon(
