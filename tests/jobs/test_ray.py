@@ -215,7 +215,7 @@ def test_the_process_that_works_ends_with_the_command(tmp_path: Path) -> None:
 
 # ---- with a cluster
 
-NUM_LINES = 240
+NUM_LINES = 128
 
 
 def make_line(number: int) -> Any:
@@ -224,7 +224,7 @@ def make_line(number: int) -> Any:
         return b'{"custom_id": "torn'
     custom_id = "id-3" if number == 100 else f"id-{number}"
     sampling = [{"temperature": 0}, {"seed": number}, {}][number % 3]
-    return openai_line(custom_id, prompt=f"Question {number}:", max_tokens=40, ignore_eos=True, **sampling)
+    return openai_line(custom_id, prompt=f"Question {number}:", max_tokens=12, ignore_eos=True, **sampling)
 
 
 @pytest.fixture(scope="module")
@@ -305,7 +305,6 @@ def test_anybodys_pipeline_may_use_the_engine_and_its_batches_overlap(cluster: s
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_job_on_a_cluster_of_its_own_shows_nothing_of_rays_insides(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in", [{"prompt": "x", "max_tokens": 2}])
     command = [sys.executable, "-m", "nanovllm", "run-batch", "--ray", "-i", str(source), "-o", str(tmp_path / "out")]
@@ -324,6 +323,7 @@ def test_the_pages_example_prints_what_it_shows(cluster: str, capsys: pytest.Cap
     assert [line.rstrip() for line in printed if "->" in line] == shown.splitlines()
 
 
+@pytest.mark.slow
 def test_a_pool_that_leaves_no_cpu_for_reading_is_warned_of(cluster: str, caplog: pytest.LogCaptureFixture) -> None:
     actors(replicas=1)
     assert not caplog.text

@@ -195,7 +195,8 @@ def test_held_out_questions_get_exact_answers(generate: Generate, skill: str) ->
 @pytest.mark.parametrize("generate", ["nanovllm"], indirect=True)  # transformers answers the fewer ones above, slowly
 @pytest.mark.parametrize("skill", REQUIRED)
 def test_many_held_out_questions_get_exact_answers(generate: Generate, skill: str) -> None:
-    share, wrong = exact_share(generate, data.evaluation_set(skill, 1000, seed=2))
+    """As many as the model's README reports."""
+    share, wrong = exact_share(generate, data.evaluation_set(skill, 400, seed=2))
     assert share >= REQUIRED[skill], wrong
 
 

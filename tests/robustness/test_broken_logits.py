@@ -97,8 +97,11 @@ def poison(llm: LLM, token_id: int, value: float) -> torch.Tensor:
     return before
 
 
-@pytest.mark.parametrize("backend", ["torch", "cpu", pytest.param("triton", marks=pytest.mark.slow)], indirect=True)
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize(
+    ("backend", "depth"),
+    [("torch", 1), ("torch", 2), ("cpu", 1), ("cpu", 2), pytest.param("triton", 2, marks=pytest.mark.slow)],
+    indirect=["backend"],
+)
 def test_a_broken_request_ends_with_its_tokens_so_far_and_the_others_go_on(
     untied: Path, backend: Backend, depth: int, caplog: pytest.LogCaptureFixture
 ) -> None:
