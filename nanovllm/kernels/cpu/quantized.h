@@ -325,9 +325,9 @@ void multiply_code_panels(const typename Q::left::element* x, const Quantized& m
     static thread_local std::vector<typename P::left> left;
     static thread_local std::vector<float> input_sums;
     const int64_t blocks = (m.chunks<Q>() * Q::STEPS + DEPTH - 1) / DEPTH;
-    // Two panels at a time hide the latency of the multiply-add. A single row with a single step in a chunk waits for
-    // memory instead, and one stream is read faster than two.
-    const bool is_stream = rows == 1 && Q::STEPS == 1;
+    // Two panels at a time hide the latency of the multiply-add. For a single row the sums of one panel hide it, too, if
+    // they are in 2 registers for each step of a chunk. Then the row waits for memory, and one stream is read faster.
+    const bool is_stream = rows == 1 && 2 * Q::STEPS <= REGISTERS;
     const int64_t together = rows <= FEW_TILE_ROWS && !is_stream ? 2 : 1;
     row_pieces(rows, rows_together(m.chunks<Q>() * Q::STEPS), [&](int64_t first, int64_t count) {
         if (panels.is_first || count < rows) {
