@@ -129,7 +129,7 @@ def test_attention_equals_the_reference_over_a_grid(
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-@pytest.mark.parametrize("vocab_size", [50, 4096, 20001])
+@pytest.mark.parametrize("vocab_size", [50, 4096, 20001, 151936])
 def test_sampled_tokens_are_the_references(backend: CpuBackend, vocab_size: int, dtype: torch.dtype) -> None:
     check_sampled_tokens(backend, vocab_size, dtype)
 

@@ -32,8 +32,8 @@ void attend_rows(const typename T::element* q, const uint32_t* k_cache, const ui
     std::fill_n(maxima, rows, -INFINITY);
     std::fill_n(totals, rows, 0.0f);
     std::fill_n(sums, rows * dim, 0.0f);
-    vi lane;
-    for (int i = 0; i < LANES; ++i) lane[i] = i;
+    vf lane;
+    for (int i = 0; i < LANES; ++i) lane[i] = (float)i;
     const auto keys_at = [=](int64_t key) {  // returns the start of the group of 16 keys that holds `key`
         const int64_t at = cache_tile(blocks[key / block_size], head, num_kv_heads, tile_units);
         return k_cache + at + key % block_size / LANES * LANES * dim_units;
@@ -51,10 +51,11 @@ void attend_rows(const typename T::element* q, const uint32_t* k_cache, const ui
         }
         for (int64_t r = 0; r < rows; ++r) {
             float* score = scores + r * KEY_TILE;
-            const int32_t visible = (int32_t)std::min<int64_t>(position + r / group + 1 - start, padded);
+            const float visible = (float)std::min<int64_t>(position + r / group + 1 - start, padded);
             vf top = splat(-INFINITY);
             for (int64_t v = 0; v < padded; v += LANES) {
-                vf s = select(lane + (int32_t)v < visible, load<vf>(score + v) * scale, splat(-INFINITY));
+                const vf scaled = load<vf>(score + v) * scale;
+                const vf s = select_less(lane + (float)v, visible, scaled, splat(-INFINITY));
                 store(score + v, s);
                 top = maximum(top, s);
             }

@@ -128,8 +128,8 @@ constexpr int64_t AHEAD = 2;               // how many groups ahead of its reads
 template <class P> inline void narrow(typename P::element* p, vf v) {
     if constexpr (sizeof(*p) == 4) store(p, v);
     else {
-        const vi u = (vi)v, rounded = u + 0x7fff + ((u >> 16) & 1), is_nan = v != v;
-        store(p, __builtin_convertvector(((is_nan & 0x7fc00000) | (~is_nan & rounded)) >> 16, vh));
+        const vi u = (vi)v, rounded = u + 0x7fff + ((u >> 16) & 1), nan = is_nan(v);
+        store(p, __builtin_convertvector(((nan & 0x7fc00000) | (~nan & rounded)) >> 16, vh));
     }
 }
 

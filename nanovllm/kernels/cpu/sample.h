@@ -2,6 +2,7 @@
 #pragma once
 
 #include <functional>
+#include <iterator>
 #include <vector>
 
 #include "team.h"
@@ -27,49 +28,84 @@ float uniform(uint64_t seed, uint32_t position) {
 
 struct Request { float temperature; int32_t top_k; float top_p, min_p; uint64_t seed; uint32_t position; };
 
+constexpr int64_t SPAN = 64;  // tokens of which the filters know the largest z
+constexpr int64_t FEW = 256;  // candidates that top-p looks at first
+
+// The z of all tokens of a row, and the largest z of each span.
+struct Spans {
+    std::vector<float> z, maxima, sorted;
+
+    template <class Z> void fill(Z z_of, int64_t vocab) {
+        const int64_t padded = (vocab + SPAN - 1) / SPAN * SPAN;
+        z.resize(padded), maxima.clear();
+        std::fill(z.begin() + vocab / LANES * LANES, z.end(), -INFINITY);
+        for (int64_t i = 0; i < vocab; i += LANES) store(&z[i], z_of(i));
+        for (int64_t i = 0; i < padded; i += SPAN) {
+            vf top = load<vf>(&z[i]);
+            for (int64_t j = LANES; j < SPAN; j += LANES) top = maximum(top, load<vf>(&z[i + j]));
+            maxima.push_back(largest(top));
+        }
+    }
+
+    // Fills `candidates` with the z of at least the k largest tokens. The k-th largest of the maxima is a lower bound of
+    // the k-th largest z, because k tokens reach it. Tokens below it are left out, whole spans at a time.
+    void collect(int64_t k, int64_t vocab, std::vector<float>& candidates) {
+        float bound = -INFINITY;
+        if (k <= (int64_t)maxima.size()) {
+            sorted = maxima;
+            std::nth_element(sorted.begin(), sorted.begin() + k - 1, sorted.end(), std::greater<float>());
+            bound = sorted[k - 1];
+        }
+        candidates.clear();
+        for (int64_t i = 0; i < vocab; i += SPAN)
+            if (maxima[i / SPAN] >= bound)
+                std::copy_if(&z[i], &z[i] + std::min(SPAN, vocab - i), std::back_inserter(candidates),
+                             [=](float x) { return x >= bound; });
+    }
+
+    // Sums exp(z) of the tokens from `threshold` up, in double: in float the error would be too large.
+    double weigh(int64_t vocab, float threshold) const {
+        alignas(64) float weights[LANES];
+        double sums[LANES] = {}, total = 0;
+        for (int64_t i = 0; i < vocab; i += LANES) {
+            const vf some = load<vf>(&z[i]);
+            store(weights, select_less(some, threshold, vf{}, exp(some)));
+            for (int j = 0; j < LANES; ++j) sums[j] += weights[j];
+        }
+        for (double sum : sums) total += sum;
+        return total;
+    }
+};
+
 // Returns the lowest z that top-k and top-p keep, or -infinity if the request asks for neither. z_of(i) returns the z
-// of 16 tokens from i on.
-//
-// For a small k the function looks only at candidates. It takes the maximum of each span of 64 tokens; the k-th largest
-// of these maxima is a lower bound of the k-th largest z, because k tokens reach it. Tokens below it are dropped.
+// of 16 tokens from i on. Neither filter sorts the vocabulary, as long as few tokens decide.
 template <class Z> float lowest_kept(Z z_of, int64_t vocab, const Request& request) {
     const bool by_rank = request.top_k > 0 && request.top_k < vocab, by_mass = request.top_p < 1;
     if (!by_rank && !by_mass) return -INFINITY;
-    constexpr int64_t SPAN = 64;
-    static thread_local std::vector<float> z, spans, kept;
-    spans.clear(), kept.clear(), z.resize((vocab + LANES - 1) / LANES * LANES);
-    for (int64_t i = 0; i < vocab; i += LANES) store(&z[i], z_of(i));
-    float bound = -INFINITY;
-    if (by_rank && request.top_k <= vocab / SPAN) {
-        for (int64_t i = 0; i + SPAN <= vocab; i += SPAN) {
-            vf top = load<vf>(&z[i]);
-            for (int64_t j = LANES; j < SPAN; j += LANES) top = maximum(top, load<vf>(&z[i + j]));
-            spans.push_back(largest(top));
-        }
-        const auto kth = spans.begin() + request.top_k - 1;
-        std::nth_element(spans.begin(), kth, spans.end(), std::greater<float>());
-        bound = *kth;
-    }
-    for (int64_t i = 0; i < vocab; ++i)
-        if (z[i] >= bound) kept.push_back(z[i]);
+    static thread_local Spans spans;
+    static thread_local std::vector<float> candidates, weights;
+    spans.fill(z_of, vocab);
     float threshold = -INFINITY;
     if (by_rank) {
-        const auto kth = kept.begin() + request.top_k - 1;
-        std::nth_element(kept.begin(), kth, kept.end(), std::greater<float>());
+        spans.collect(request.top_k, vocab, candidates);
+        const auto kth = candidates.begin() + request.top_k - 1;
+        std::nth_element(candidates.begin(), kth, candidates.end(), std::greater<float>());
         threshold = *kth;
-        kept.erase(std::remove_if(kept.begin(), kept.end(), [=](float x) { return x < threshold; }), kept.end());
     }
     if (!by_mass) return threshold;
-    std::sort(kept.begin(), kept.end(), std::greater<float>());
-    const size_t count = kept.size();
-    kept.resize((count + LANES - 1) / LANES * LANES, -INFINITY);
-    std::vector<float> weights(kept.size());
-    double total = 0, mass = 0;
-    for (size_t i = 0; i < kept.size(); i += LANES) store(&weights[i], exp(load<vf>(&kept[i])));
-    for (float w : weights) total += w;
-    for (size_t i = 0; i < count; ++i)
-        if ((mass += weights[i]) >= request.top_p * total) return kept[i];
-    return kept[count - 1];
+    const double goal = request.top_p * spans.weigh(vocab, threshold);
+    for (int64_t k = by_rank ? request.top_k : FEW;; k *= 8) {
+        spans.collect(k, vocab, candidates);
+        std::sort(candidates.begin(), candidates.end(), std::greater<float>());
+        const size_t count = candidates.size();
+        candidates.resize((count + LANES - 1) / LANES * LANES, -INFINITY);
+        weights.resize(candidates.size());
+        for (size_t i = 0; i < count; i += LANES) store(&weights[i], exp(load<vf>(&candidates[i])));
+        double mass = 0;
+        for (size_t i = 0; i < count && candidates[i] >= threshold; ++i)
+            if ((mass += weights[i]) >= goal) return candidates[i];
+        if (by_rank || (int64_t)count == vocab) return std::max(candidates[count - 1], threshold);
+    }
 }
 
 // Returns the sampled token, or -1 if the logits define no distribution: one is NaN or +infinity, or none is finite.
@@ -80,15 +116,15 @@ template <class T> int32_t sample_row(const typename T::element* logits, const R
     for (int64_t i = whole; i < vocab; ++i) tail[i - whole] = T::to_float(logits[i]);
     const auto at = [&](int64_t i) { return i < whole ? T::widen(logits + i) : load<vf>(tail); };
     vf tops = splat(-INFINITY);
-    vi below{-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1};
+    vi nans{};
     for (int64_t i = 0; i < padded; i += LANES) {
         const vf x = at(i);
         tops = maximum(tops, x);
-        below &= x < INFINITY;
+        nans |= is_nan(x);
     }
     const float top = largest(tops);
-    const bool is_below = std::all_of((int32_t*)&below, (int32_t*)(&below + 1), [](int32_t lane) { return lane; });
-    if (!is_below || top == -INFINITY) return -1;
+    const bool has_nan = std::any_of((int32_t*)&nans, (int32_t*)(&nans + 1), [](int32_t lane) { return lane; });
+    if (has_nan || std::isinf(top)) return -1;
     if (request.temperature <= 0) {
         int64_t best = 0;
         while (largest(at(best)) != top) best += LANES;
@@ -99,7 +135,7 @@ template <class T> int32_t sample_row(const typename T::element* logits, const R
     const float threshold = lowest_kept(z_of, vocab, request);
     const auto weight = [&](int64_t i) {
         const vf z = z_of(i), w = exp(z);
-        return select((z >= threshold) & (w >= request.min_p), w, vf{});
+        return select_less(z, threshold, vf{}, select_less(w, request.min_p, vf{}, w));
     };
     // A chunk has up to 4,096 tokens, so the sum from token to token is a double: in float its error would be 1e-5 of it.
     std::vector<float> sums;

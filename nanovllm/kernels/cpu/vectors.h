@@ -18,6 +18,9 @@ using std::int64_t;
 using std::uint16_t;
 using std::uint32_t;
 
+// A call would pass vectors through memory.
+#define ALWAYS_INLINE inline __attribute__((always_inline))
+
 namespace {
 
 constexpr int LANES = 16, MAX_HEAD_DIM = 256;
@@ -42,8 +45,24 @@ constexpr int PARTS = 64 / REGISTER, PART_LANES = LANES / PARTS;
 template <class V> inline V load(const void* p) { V v; std::memcpy(&v, p, sizeof v); return v; }
 template <class V> inline void store(void* p, V v) { std::memcpy(p, &v, sizeof v); }
 inline vf splat(float x) { return vf{} + x; }
-inline vf select(vi mask, vf a, vf b) { return mask ? a : b; }
-inline vf maximum(vf a, vf b) { return select(a > b, a, b); }
+
+// Returns body(a register of each vector), for all registers. Comparisons need it: compilers compare vectors that are
+// wider than a register lane by lane, which takes ten times as long. They keep a union in registers, but not a copy.
+union Registers { vf whole; rf parts[PARTS]; };
+template <class Body, class... Vectors> ALWAYS_INLINE vf by_register(Body body, Vectors... vectors) {
+    Registers result;
+    for (int p = 0; p < PARTS; ++p) result.parts[p] = body(Registers{vectors}.parts[p]...);
+    return result.whole;
+}
+ALWAYS_INLINE vf maximum(vf a, vf b) {
+    return by_register([](rf x, rf y) { return x > y ? x : y; }, a, b);
+}
+// Returns `yes` in the lanes where a < limit, else `no`.
+ALWAYS_INLINE vf select_less(vf a, float limit, vf yes, vf no) {
+    return by_register([=](rf x, rf y, rf n) { return x < limit ? y : n; }, a, yes, no);
+}
+// Returns -1 in the lanes that are NaN, else 0. The magnitude of a NaN, as a whole number, is above infinity's.
+inline vi is_nan(vf v) { return (0x7f800000 - ((vi)v & 0x7fffffff)) >> 31; }
 
 // Combines the 16 lanes into one number: the two halves first, then the halves of the result, and so on. The halves are
 // loaded as vectors from a copy in memory, because compilers make slow code of single lanes and of vectors whose
@@ -62,7 +81,7 @@ inline float largest(vf v) { return reduce(v, [](auto a, auto b) { return a > b 
 
 // Computes exp(x) for x <= 88, to about 2 units in the last place, as 2^n times a polynomial in the remainder (Cody and
 // Waite 1980). It returns 0 below -87.
-inline vf exp(vf x) {
+ALWAYS_INLINE vf exp(vf x) {
     const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
     vf n = (x * 1.44269504f + magic) - magic;
     vf r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
@@ -70,7 +89,7 @@ inline vf exp(vf x) {
     p = (p * r + 1.6666665e-1f) * r + 0.5f;
     vf y = p * r * r + r + 1.0f;
     vi exponent = (__builtin_convertvector(n, vi) + 127) << 23;
-    return select(x < -87.0f, vf{}, y * (vf)exponent);
+    return select_less(x, -87.0f, vf{}, y * (vf)exponent);
 }
 
 // Float and BFloat16 say how a product multiplies its elements. It takes a unit of its right side in STEPS steps, each
@@ -127,8 +146,8 @@ struct BFloat16 {
         store(p, _mm512_cvtneps_pbh((__m512)v));
 #else
         vi u = (vi)v, rounded = u + 0x7fff + ((u >> 16) & 1);
-        vi is_nan = v != v;
-        store(p, __builtin_convertvector(((is_nan & 0x7fc00000) | (~is_nan & rounded)) >> 16, vh));
+        const vi nan = is_nan(v);
+        store(p, __builtin_convertvector(((nan & 0x7fc00000) | (~nan & rounded)) >> 16, vh));
 #endif
     }
     static inline float to_float(element x) {
