@@ -62,50 +62,62 @@ struct Spans {
                 std::copy_if(&z[i], &z[i] + std::min(SPAN, vocab - i), std::back_inserter(candidates),
                              [=](float x) { return x >= bound; });
     }
-
-    // Sums exp(z) of the tokens from `threshold` up, in double: in float the error would be too large.
-    double weigh(int64_t vocab, float threshold) const {
-        alignas(64) float weights[LANES];
-        double sums[LANES] = {}, total = 0;
-        for (int64_t i = 0; i < vocab; i += LANES) {
-            const vf some = load<vf>(&z[i]);
-            store(weights, select_less(some, threshold, vf{}, exp(some)));
-            for (int j = 0; j < LANES; ++j) sums[j] += weights[j];
-        }
-        for (double sum : sums) total += sum;
-        return total;
-    }
 };
 
+// Sums exp(z) of n numbers, in double: in float the error would be too large.
+inline double sum_exp(const float* z, int64_t n) {
+    alignas(64) float tail[LANES], weights[LANES];
+    double sums[LANES] = {}, total = 0;
+    for (int64_t i = 0; i < n; i += LANES) {
+        const bool is_whole = i + LANES <= n;
+        if (!is_whole) std::fill(std::copy(z + i, z + n, tail), tail + LANES, -INFINITY);
+        store(weights, exp(load<vf>(is_whole ? z + i : tail)));
+        for (int j = 0; j < LANES; ++j) sums[j] += weights[j];
+    }
+    for (double sum : sums) total += sum;
+    return total;
+}
+
+// Returns the largest of the numbers z for which exp of all numbers from it up sums to `goal`; the lowest if none does.
+// This is quickselect with weights: it keeps the part in which the answer lies, and the goal that is left there.
+inline float find_mass(std::vector<float>& z, double goal) {
+    for (auto first = z.begin(), last = z.end();;) {
+        const float pivot = first[(last - first) / 2];
+        const auto equal = std::partition(first, last, [=](float x) { return x > pivot; });
+        const double above = sum_exp(&*first, equal - first);
+        if (above >= goal) {
+            last = equal;
+            continue;
+        }
+        const auto below = std::partition(equal, last, [=](float x) { return x == pivot; });
+        const double found = above + (double)(below - equal) * exp(splat(pivot))[0];
+        if (found >= goal || below == last) return pivot;
+        goal -= found;
+        first = below;
+    }
+}
+
 // Returns the lowest z that top-k and top-p keep, or -infinity if the request asks for neither. z_of(i) returns the z
-// of 16 tokens from i on. Neither filter sorts the vocabulary, as long as few tokens decide.
+// of 16 tokens from i on. Where few tokens decide, only these are looked at.
 template <class Z> float lowest_kept(Z z_of, int64_t vocab, const Request& request) {
     const bool by_rank = request.top_k > 0 && request.top_k < vocab, by_mass = request.top_p < 1;
     if (!by_rank && !by_mass) return -INFINITY;
     static thread_local Spans spans;
-    static thread_local std::vector<float> candidates, weights;
+    static thread_local std::vector<float> candidates;
     spans.fill(z_of, vocab);
-    float threshold = -INFINITY;
+    spans.collect(by_rank ? request.top_k : std::min(FEW, vocab), vocab, candidates);
     if (by_rank) {
-        spans.collect(request.top_k, vocab, candidates);
         const auto kth = candidates.begin() + request.top_k - 1;
         std::nth_element(candidates.begin(), kth, candidates.end(), std::greater<float>());
-        threshold = *kth;
+        const float threshold = *kth;
+        if (!by_mass) return threshold;
+        const auto is_tie = [=](float x) { return x == threshold; };
+        candidates.erase(std::partition(kth, candidates.end(), is_tie), candidates.end());
+        return find_mass(candidates, request.top_p * sum_exp(candidates.data(), (int64_t)candidates.size()));
     }
-    if (!by_mass) return threshold;
-    const double goal = request.top_p * spans.weigh(vocab, threshold);
-    for (int64_t k = by_rank ? request.top_k : FEW;; k *= 8) {
-        spans.collect(k, vocab, candidates);
-        std::sort(candidates.begin(), candidates.end(), std::greater<float>());
-        const size_t count = candidates.size();
-        candidates.resize((count + LANES - 1) / LANES * LANES, -INFINITY);
-        weights.resize(candidates.size());
-        for (size_t i = 0; i < count; i += LANES) store(&weights[i], exp(load<vf>(&candidates[i])));
-        double mass = 0;
-        for (size_t i = 0; i < count && candidates[i] >= threshold; ++i)
-            if ((mass += weights[i]) >= goal) return candidates[i];
-        if (by_rank || (int64_t)count == vocab) return std::max(candidates[count - 1], threshold);
-    }
+    const double goal = request.top_p * sum_exp(spans.z.data(), vocab);
+    if (sum_exp(candidates.data(), (int64_t)candidates.size()) < goal) spans.collect(vocab, vocab, candidates);
+    return find_mass(candidates, goal);
 }
 
 // Returns the sampled token, or -1 if the logits define no distribution: one is NaN or +infinity, or none is finite.
