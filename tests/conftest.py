@@ -37,6 +37,11 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ["TRITON_INTERPRET"] = "1"
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that take minutes start first. As the last ones they would keep one process busy, and the others idle."""
+    items.sort(key=lambda item: item.get_closest_marker("longest") is None)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With -n 2 each process takes half of the tests, in order, and so shares set-up. The first to be done takes more.

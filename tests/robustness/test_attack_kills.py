@@ -161,6 +161,7 @@ def engines() -> list[int]:
     return pids
 
 
+@pytest.mark.longest
 @pytest.mark.slow
 def test_a_job_on_two_nodes_survives_the_loss_of_its_driver_of_engines_and_of_nodes(
     cluster: Any, tmp_path: Path

@@ -41,6 +41,7 @@ def test_every_listed_name_has_a_reason_and_is_there() -> None:
             assert text == "end" or text in source, name
 
 
+@pytest.mark.longest
 @pytest.mark.slow
 def test_every_line_runs_or_is_listed(tmp_path: Path) -> None:
     missing = lines.name_missing(lines.measure(tmp_path))
