@@ -14,6 +14,8 @@ from nanovllm.kernels.norm_rope_store import NormRope
 from nanovllm.kernels.route import Routing
 from nanovllm.kernels.sample import Sampled, SamplingValues
 from nanovllm.kernels.scratch import Scratch
+from nanovllm.kernels.step_inputs import PlannedRows, RowTables, StepInputs, empty_step_inputs
+from nanovllm.kernels.token_logprobs import TokenLogprobs
 from nanovllm.layers.weights import ShardedLayer
 
 LANES = 16
@@ -183,12 +185,25 @@ class CpuBackend(Backend):
         self._library.call("attend", q.dtype, *inputs, out, *sizes)
         return out
 
+    def step_inputs(self, planned: PlannedRows, tables: RowTables, block_size: int) -> StepInputs:
+        made = empty_step_inputs(planned, tables)
+        sizes = (len(planned.rows), len(tables.last_token) - 1, tables.block_tables.shape[1], block_size)
+        self._library.call("step_inputs", None, *planned, *tables, *made[:6], *made.sampling[:5], *sizes)
+        return made
+
     def sample(self, logits: Tensor, values: SamplingValues) -> Sampled:
         logits = logits.contiguous()
         sampled = Sampled(*(torch.empty(len(logits), dtype=torch.int32) for _ in Sampled._fields))
         values = values._replace(positions=values.positions.to(torch.int32))
         self._library.call("sample", logits.dtype, logits, *values, *sampled, *logits.shape)
         return sampled
+
+    def token_logprobs(self, logits: Tensor, token_ids: Tensor) -> TokenLogprobs:
+        n = len(logits)
+        found = TokenLogprobs(torch.empty(n), torch.empty(n), torch.empty(n, dtype=torch.int32))
+        inputs = (logits.contiguous(), token_ids.to(torch.int32))
+        self._library.call("token_logprobs", logits.dtype, *inputs, *found, *logits.shape)
+        return found
 
     def edit_logits(self, logits: Tensor, edits: MaskAndPenalties) -> None:
         self._library.call("edit_logits", logits.dtype, logits, *edits, len(edits.indices), logits.shape[1])

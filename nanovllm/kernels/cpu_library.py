@@ -63,13 +63,15 @@ _SIGNATURES = {  # one function for each dtype
     "gated_delta": (9, 6, 0),
     "gated_rms_norm": (4, 4, 1),
     "sample": (9, 2, 0),
+    "token_logprobs": (5, 2, 0),
 }
-_OF_ANY_DTYPE = {
+_WITHOUT_DTYPE = {
     "pack": (2, 2, 0),
     "packed_rows": (3, 2, 0),
     "gather_rows": (3, 2, 0),
     "advise_huge_pages": (1, 1, 0),
     "touch_pages": (1, 1, 0),
+    "step_inputs": (22, 4, 0),
 }
 _PLAIN = frozenset((int, float, bool, type(None)))
 """Types that ctypes takes as they are. Looking one up takes a third of the time of isinstance."""
@@ -109,7 +111,7 @@ class KernelLibrary:
     Attributes:
         source: the C++ file of `SOURCES` that has the kernels. The library's file has its name, too.
         typed: the functions that are there once for each dtype.
-        untyped: the functions that move bytes of any dtype.
+        untyped: the functions that are there once: dtypes do not matter to them.
         flags: of the compiler, in addition to FLAGS.
     """
 
@@ -132,7 +134,7 @@ class KernelLibrary:
         """Declare the functions that are neither typed nor untyped."""
 
     def call(self, name: str, dtype: torch.dtype | None, *arguments: Tensor | float | None) -> None:
-        """Run the kernel for dtype (None: a function that moves bytes of any). A tensor becomes its address, None null.
+        """Run the kernel for dtype (None: a function without one). A tensor becomes its address, None null.
 
         Raises:
             TypeError: a wrong number of arguments. C++ would read, or free, memory that is not its own.
@@ -152,7 +154,7 @@ class CpuLibrary(KernelLibrary):
 
     source = "kernels.cpp"
     typed = _SIGNATURES
-    untyped = _OF_ANY_DTYPE
+    untyped = _WITHOUT_DTYPE
 
     def declare_others(self, library: ctypes.CDLL) -> None:
         # Logits are edited in float32, whatever the model's dtype.

@@ -165,8 +165,8 @@ def step_inputs_config(num_seqs: int, block_size: int) -> dict[str, int]:
     return {"BLOCK_SIZE": block_size, "MAX_SEQS": max_seqs, "BLOCK": 256, "num_warps": 4}
 
 
-def step_inputs(planned: PlannedRows, tables: RowTables, block_size: int) -> StepInputs:
-    """Do what `step_inputs_reference` does, in one kernel."""
+def empty_step_inputs(planned: PlannedRows, tables: RowTables) -> StepInputs:
+    """Return the inputs of a step, not filled yet. A kernel fills them."""
     num_seqs = len(planned.rows)
     num_tokens = len(planned.token_ids)
 
@@ -175,17 +175,22 @@ def step_inputs(planned: PlannedRows, tables: RowTables, block_size: int) -> Ste
 
     seq_lens = empty(num_seqs)
     sampling = SamplingValues(*[*(empty(num_seqs, dtype=column.dtype) for column in tables[2:]), seq_lens])
-    width = tables.block_tables.shape[1]
-    made = StepInputs(
+    return StepInputs(
         token_ids=empty(num_tokens),
         positions=empty(num_tokens),
         slots=empty(num_tokens, dtype=torch.int64),
         cu_seqlens=empty(num_seqs + 1),
         seq_lens=seq_lens,
-        block_tables=empty(num_seqs, width),
+        block_tables=empty(num_seqs, tables.block_tables.shape[1]),
         sampling=sampling,
     )
-    sizes = (num_seqs, len(tables.last_token) - 1, width)
-    args = (*planned, *tables, *made[:6], *sampling[:5], *sizes)
+
+
+def step_inputs(planned: PlannedRows, tables: RowTables, block_size: int) -> StepInputs:
+    """Do what `step_inputs_reference` does, in one kernel."""
+    num_seqs = len(planned.rows)
+    made = empty_step_inputs(planned, tables)
+    sizes = (num_seqs, len(tables.last_token) - 1, tables.block_tables.shape[1])
+    args = (*planned, *tables, *made[:6], *made.sampling[:5], *sizes)
     launch(_step_inputs_kernel, (num_seqs,), args, step_inputs_config(num_seqs, block_size))
     return made

@@ -32,9 +32,9 @@ def choose_samples(plan: StepPlan, rows: Tensor, inputs: StepInputs) -> tuple[Te
         whose logits each uses [n]; and their sampling values.
     """
     last = inputs.cu_seqlens[1:] - 1
-    num_samples = 1 + plan.num_drafts
-    if num_samples.sum() == plan.num_seqs:
+    if plan.num_sampled.max() <= 1:  # without drafts
         return rows, last, inputs.sampling
+    num_samples = 1 + plan.num_drafts
     # With drafts: for each sample its sequence, and how many samples of the same sequence follow it. A sample with k
     # followers comes k tokens before the sequence's last token, and its position is k lower.
     sequences = np.repeat(np.arange(plan.num_seqs), num_samples)

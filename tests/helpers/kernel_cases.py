@@ -1,7 +1,7 @@
 """Inputs for the kernels' tests, poisoned wherever a kernel must not look; used on the CPU and on a GPU alike."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
@@ -16,6 +16,8 @@ from nanovllm.backends.torch_backend import TorchBackend
 from nanovllm.kernels.attention import attend_reference
 from nanovllm.kernels.edit_logits import MaskAndPenalties
 from nanovllm.kernels.sample import Sampled, SamplingValues, filter_reference, sample_reference, uniform_reference
+from nanovllm.kernels.step_inputs import PlannedRows, RowTables, StepInputs, step_inputs_reference
+from nanovllm.kernels.token_logprobs import TokenLogprobs, token_logprobs_reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -244,6 +246,63 @@ def assert_tokens_near(case: SampleCase, sampled: Sampled) -> None:
         token = int(tokens[row])
         end = float(shares[: token + 1].sum())
         assert end - float(shares[token]) - slack <= float(uniforms[row]) <= end + slack, (row, token)
+
+
+def check_token_logprobs(
+    compute: Callable[[Tensor, Tensor], TokenLogprobs],
+    vocab_size: int,
+    dtype: torch.dtype,
+    device: torch.device = DEVICE,
+) -> None:
+    """The reference's log-probabilities, of ordinary rows and of broken ones."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (
+        8 * torch.randn(70, vocab_size + 3, generator=generator).to(device, dtype)[:, :vocab_size]
+    )  # rows lie apart
+    logits[1] -= 300  # below what exp takes without its row's maximum
+    logits[2, : vocab_size // 2] = -torch.inf  # whole blocks, in the longest rows
+    logits[3] += 300
+    token_ids = torch.arange(70, dtype=torch.int32, device=device) * 977 % vocab_size
+    token_ids[4] = -1  # padding
+    logits[5, -1] = torch.nan
+    logits[6, 0] = torch.inf
+    logits[7] = -torch.inf
+    # Logarithms of sums of up to 9,001 terms in another order: 1e-6 relative in the sum, beside logits of up to 330.
+    for ours, theirs in zip(compute(logits, token_ids), token_logprobs_reference(logits, token_ids), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=4e-6, equal_nan=True)
+
+
+def check_step_inputs(
+    make: Callable[[PlannedRows, RowTables, int], StepInputs], scheduled: list[int], device: torch.device = DEVICE
+) -> None:
+    """The reference's inputs of a step that computes so many tokens of each sequence. The first row is padding."""
+    num_seqs = len(scheduled)
+    num_rows = 9
+    generator = torch.Generator().manual_seed(0)
+    temperature, top_p, min_p = (torch.rand(num_rows, generator=generator).to(device) for _ in range(3))
+    integers = torch.randint(0, 1000, (3, num_rows), generator=generator).to(device)
+    tables = RowTables(
+        torch.randint(0, 99, (num_rows, 50), generator=generator, dtype=torch.int32).to(device),
+        integers[0].int(),
+        temperature,
+        integers[1].int(),
+        top_p,
+        min_p,
+        integers[2] << 40,
+    )
+    rows = torch.randperm(num_rows - 1, generator=generator)[:num_seqs].int()
+    rows[0] = num_rows - 1
+    token_ids = torch.randint(0, 1000, (sum(scheduled),), generator=generator, dtype=torch.int32)
+    token_ids[:2] = -1
+    computed = torch.randint(0, 200, (num_seqs,), generator=generator, dtype=torch.int32)
+    arrays = rows, computed, torch.tensor(scheduled, dtype=torch.int32), token_ids
+    planned = PlannedRows(*(array.to(device) for array in arrays))
+    got = make(planned, tables, 16)
+    expected = step_inputs_reference(planned, tables, 16)
+    for name, ours, theirs in zip(got._fields[:-1], got, expected, strict=False):
+        assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype, name
+    for name, ours, theirs in zip(got.sampling._fields, got.sampling, expected.sampling, strict=True):
+        assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype, name
 
 
 def edit_case(vocab_size: int, seed: int = 0) -> tuple[Tensor, MaskAndPenalties]:

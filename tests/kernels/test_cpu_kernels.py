@@ -23,6 +23,7 @@ from helpers.cpu_checks import (
     check_small_operators,
     rounding,
 )
+from helpers.kernel_cases import check_step_inputs, check_token_logprobs
 from helpers.tiny import draw_prompts
 from torch import Tensor
 
@@ -132,6 +133,17 @@ def test_attention_equals_the_reference_over_a_grid(
 @pytest.mark.parametrize("vocab_size", [50, 4096, 20001, 151936])
 def test_sampled_tokens_are_the_references(backend: CpuBackend, vocab_size: int, dtype: torch.dtype) -> None:
     check_sampled_tokens(backend, vocab_size, dtype)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("vocab_size", [1, 700, 9001])
+def test_log_probabilities_are_the_references(backend: CpuBackend, vocab_size: int, dtype: torch.dtype) -> None:
+    check_token_logprobs(backend.token_logprobs, vocab_size, dtype, CPU)
+
+
+@pytest.mark.parametrize("scheduled", [[1] * 5, [1, 1, 1, 300, 7], [600]])
+def test_step_inputs_are_the_references(backend: CpuBackend, scheduled: list[int]) -> None:
+    check_step_inputs(backend.step_inputs, scheduled, CPU)
 
 
 def test_impossible_tokens_are_never_drawn(backend: CpuBackend) -> None:

@@ -15,6 +15,8 @@ from helpers.kernel_cases import (
     assert_same_tokens,
     attention_case,
     attention_tolerance,
+    check_step_inputs,
+    check_token_logprobs,
     decode_lengths,
     mixed_lengths,
     pairwise_shapes,
@@ -45,8 +47,8 @@ from nanovllm.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_
 from nanovllm.kernels.sample import CHUNK, filter_reference, sample
 from nanovllm.kernels.sample_filter import PART, filter_rows
 from nanovllm.kernels.silu_and_mul import silu_and_mul, silu_and_mul_reference
-from nanovllm.kernels.step_inputs import PlannedRows, RowTables, step_inputs, step_inputs_reference
-from nanovllm.kernels.token_logprobs import token_logprobs, token_logprobs_reference
+from nanovllm.kernels.step_inputs import step_inputs
+from nanovllm.kernels.token_logprobs import token_logprobs
 
 DTYPES = (torch.float32, HALF)
 
@@ -318,29 +320,7 @@ def test_sampled_tokens_are_the_references_for_many_seeds(seed: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("vocab_size", [1, 700, 9001])
 def test_log_probabilities_are_the_references(vocab_size: int, dtype: torch.dtype) -> None:
-    logits = 8 * randn(70, vocab_size + 3, dtype=dtype)[:, :vocab_size]  # rows lie apart
-    logits[1] -= 300  # below what exp takes without its row's maximum
-    logits[2, : vocab_size // 2] = -torch.inf  # whole blocks, in the longest rows
-    logits[3] += 300
-    token_ids = torch.arange(70, dtype=torch.int32, device=DEVICE) * 977 % vocab_size
-    token_ids[4] = -1  # padding
-    got = token_logprobs(logits, token_ids)
-    expected = token_logprobs_reference(logits, token_ids)
-    # Logarithms of sums of up to 9,001 terms in another order: 1e-6 relative in the sum, beside logits of up to 330.
-    for ours, theirs in zip(got, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=4e-6)
-
-
-def test_log_probabilities_of_broken_rows_are_as_broken_as_the_references() -> None:
-    logits = randn(4, 9001)
-    logits[0, 5000] = torch.nan
-    logits[1, 5000] = torch.inf
-    logits[2] = -torch.inf
-    token_ids = torch.tensor([1, 2, 3, 9000], dtype=torch.int32, device=DEVICE)
-    got = token_logprobs(logits, token_ids)
-    expected = token_logprobs_reference(logits, token_ids)
-    for ours, theirs in zip(got, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=4e-6, equal_nan=True)
+    check_token_logprobs(token_logprobs, vocab_size, dtype)
 
 
 def test_log_probabilities_of_no_rows_are_none() -> None:
@@ -352,35 +332,7 @@ def test_log_probabilities_of_no_rows_are_none() -> None:
 
 @pytest.mark.parametrize("scheduled", [[1] * 5, [1, 1, 1, 300, 7], [600]])
 def test_step_inputs_are_the_references(scheduled: list[int]) -> None:
-    num_seqs = len(scheduled)
-    num_tokens = sum(scheduled)
-    num_rows = 9
-    width = 50
-    generator = torch.Generator().manual_seed(0)
-    floats = (torch.rand(num_rows, generator=generator) for _ in range(3))
-    temperature, top_p, min_p = (values.to(DEVICE) for values in floats)
-    integers = torch.randint(0, 1000, (3, num_rows), generator=generator).to(DEVICE)
-    tables = RowTables(
-        torch.randint(0, 99, (num_rows, width), generator=generator, dtype=torch.int32).to(DEVICE),
-        integers[0].int(),
-        temperature,
-        integers[1].int(),
-        top_p,
-        min_p,
-        integers[2] << 40,
-    )
-    rows = torch.randperm(num_rows - 1, generator=generator)[:num_seqs].int()
-    rows[0] = num_rows - 1  # padding
-    token_ids = torch.randint(0, 1000, (num_tokens,), generator=generator, dtype=torch.int32)
-    token_ids[:2] = -1
-    computed = torch.randint(0, 200, (num_seqs,), generator=generator, dtype=torch.int32)
-    arrays = rows, computed, torch.tensor(scheduled, dtype=torch.int32), token_ids
-    planned = PlannedRows(*(array.to(DEVICE) for array in arrays))
-    got, expected = (make(planned, tables, 16) for make in (step_inputs, step_inputs_reference))
-    for name, ours, theirs in zip(got._fields[:-1], got, expected, strict=False):
-        assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype, name
-    for name, ours, theirs in zip(got.sampling._fields, got.sampling, expected.sampling, strict=True):
-        assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype, name
+    check_step_inputs(step_inputs, scheduled)
 
 
 # ---- together

@@ -1,4 +1,4 @@
-// Samples tokens by the rule that is stated in sample.py.
+// Samples tokens by the rule that is stated in sample.py, and computes log-probabilities of given tokens.
 #pragma once
 
 #include <functional>
@@ -25,6 +25,47 @@ float uniform(uint64_t seed, uint32_t position) {
     }
     return ((float)(c[0] >> 9) + 0.5f) * 0x1p-23f;
 }
+
+// A row of logits, read 16 at a time.
+template <class T> struct LogitsRow {
+    const typename T::element* logits;
+    int64_t vocab;
+    alignas(64) float tail[LANES];  // the last tokens; -infinity beyond the vocabulary
+    LogitsRow(const typename T::element* from, int64_t size) : logits(from), vocab(size) {
+        std::fill_n(tail, LANES, -INFINITY);
+        std::transform(from + whole(), from + size, tail, T::to_float);
+    }
+    int64_t whole() const { return vocab / LANES * LANES; }
+    vf at(int64_t i) const { return i < whole() ? T::widen(logits + i) : load<vf>(tail); }
+
+    // Returns the highest logit; NaN if one is NaN.
+    float top() const {
+        vf tops = splat(-INFINITY);
+        vi nans{};
+        for (int64_t i = 0; i < vocab; i += LANES) {
+            const vf x = at(i);
+            tops = maximum(tops, x);
+            nans |= is_nan(x);
+        }
+        const bool has_nan = std::any_of((int32_t*)&nans, (int32_t*)(&nans + 1), [](int32_t lane) { return lane; });
+        return has_nan ? NAN : largest(tops);
+    }
+};
+
+// Sums exp(x) in double: over a vocabulary the error of float would be too large.
+struct ExpSum {
+    double lanes[LANES] = {};
+    void add(vf x) {
+        alignas(64) float weights[LANES];
+        store(weights, exp(x));
+        for (int j = 0; j < LANES; ++j) lanes[j] += weights[j];
+    }
+    double total() const {
+        double sum = 0;
+        for (double lane : lanes) sum += lane;
+        return sum;
+    }
+};
 
 struct Request { float temperature; int32_t top_k; float top_p, min_p; uint64_t seed; uint32_t position; };
 
@@ -64,18 +105,12 @@ struct Spans {
     }
 };
 
-// Sums exp(z) of n numbers, in double: in float the error would be too large.
+// Sums exp(z) of n numbers.
 inline double sum_exp(const float* z, int64_t n) {
-    alignas(64) float tail[LANES], weights[LANES];
-    double sums[LANES] = {}, total = 0;
-    for (int64_t i = 0; i < n; i += LANES) {
-        const bool is_whole = i + LANES <= n;
-        if (!is_whole) std::fill(std::copy(z + i, z + n, tail), tail + LANES, -INFINITY);
-        store(weights, exp(load<vf>(is_whole ? z + i : tail)));
-        for (int j = 0; j < LANES; ++j) sums[j] += weights[j];
-    }
-    for (double sum : sums) total += sum;
-    return total;
+    ExpSum sum;
+    const LogitsRow<Float> row(z, n);
+    for (int64_t i = 0; i < n; i += LANES) sum.add(row.at(i));
+    return sum.total();
 }
 
 // Returns the largest of the numbers z for which exp of all numbers from it up sums to `goal`; the lowest if none does.
@@ -122,28 +157,16 @@ template <class Z> float lowest_kept(Z z_of, int64_t vocab, const Request& reque
 
 // Returns the sampled token, or -1 if the logits define no distribution: one is NaN or +infinity, or none is finite.
 template <class T> int32_t sample_row(const typename T::element* logits, const Request& request, int64_t vocab) {
-    const int64_t whole = vocab / LANES * LANES, padded = (vocab + LANES - 1) / LANES * LANES;
-    alignas(64) float tail[LANES];  // the last tokens; -infinity beyond the vocabulary
-    std::fill_n(tail, LANES, -INFINITY);
-    for (int64_t i = whole; i < vocab; ++i) tail[i - whole] = T::to_float(logits[i]);
-    const auto at = [&](int64_t i) { return i < whole ? T::widen(logits + i) : load<vf>(tail); };
-    vf tops = splat(-INFINITY);
-    vi nans{};
-    for (int64_t i = 0; i < padded; i += LANES) {
-        const vf x = at(i);
-        tops = maximum(tops, x);
-        nans |= is_nan(x);
-    }
-    const float top = largest(tops);
-    const bool has_nan = std::any_of((int32_t*)&nans, (int32_t*)(&nans + 1), [](int32_t lane) { return lane; });
-    if (has_nan || std::isinf(top)) return -1;
+    const LogitsRow<T> row(logits, vocab);
+    const float top = row.top();
+    if (!std::isfinite(top)) return -1;
     if (request.temperature <= 0) {
         int64_t best = 0;
-        while (largest(at(best)) != top) best += LANES;
+        while (largest(row.at(best)) != top) best += LANES;
         while (T::to_float(logits[best]) != top) ++best;
         return (int32_t)best;
     }
-    const auto z_of = [&](int64_t i) { return (at(i) - top) / request.temperature; };
+    const auto z_of = [&](int64_t i) { return (row.at(i) - top) / request.temperature; };
     const float threshold = lowest_kept(z_of, vocab, request);
     const auto weight = [&](int64_t i) {
         const vf z = z_of(i), w = exp(z);
@@ -188,6 +211,30 @@ void sample(const void* logits_, const float* temperature, const int32_t* top_k,
                                      min_p[r],       (uint64_t)seeds[r], (uint32_t)positions[r]};
             checked[r] = sample_row<T>(logits + r * vocab, request, vocab);
             tokens[r] = std::max(checked[r], 0);
+        }
+    });
+}
+
+// Computes the three arrays of `TokenLogprobs` in token_logprobs.py, each [rows], from logits [rows][vocab]. A token of
+// -1 counts as 0.
+template <class T>
+void token_logprobs(const void* logits_, const int32_t* tokens, float* values, float* log_sums, int32_t* num_above,
+                    int64_t rows, int64_t vocab) {
+    share(rows, 1, [&](Span some) {
+        for (int64_t r = some.begin; r < some.end; ++r) {
+            const auto* logits = (const typename T::element*)logits_ + r * vocab;
+            const LogitsRow<T> row(logits, vocab);
+            const float top = row.top(), own = T::to_float(logits[std::max(tokens[r], 0)]);
+            ExpSum weights;
+            vf above{};
+            for (int64_t i = 0; i < vocab; i += LANES) {
+                const vf x = row.at(i);
+                weights.add(x - top);
+                above += by_register([=](rf v) { return v > own ? rf{} + 1.0f : rf{}; }, x);
+            }
+            log_sums[r] = std::isfinite(top) ? top + (float)std::log(weights.total()) : top;
+            values[r] = own - log_sums[r];
+            num_above[r] = (int32_t)sum(above);
         }
     });
 }
