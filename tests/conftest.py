@@ -38,7 +38,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that take minutes start first. As the last ones they would keep one process busy, and the others idle."""
+    """Tests that take minutes come first: one process runs them while the others do the rest.
+
+    As the last ones they would leave the others idle.
+    """
     items.sort(key=lambda item: item.get_closest_marker("longest") is None)
 
 

@@ -3,9 +3,10 @@
     python benchmarks/evidence/bench_decode.py --quantization none int8 --num-seqs 1 8 32
 
 One process has an engine for each quantization. In each round the threads read as many bytes as the weights of the
-first engine have, and then every engine makes one step. "of the floor" is the median, over the rounds, of the time in
-which that round's rate reads a step's weights, divided by the time of the step. It says nothing where arithmetic is the
-limit. "x first" compares the medians with the first engine's. The last line is one JSON document.
+first engine have, and then every engine makes one step; each round begins with another engine. "of the floor" is the
+median, over the rounds, of the time in which that round's rate reads all weights, divided by the time of the step. It
+says nothing where arithmetic is the limit, and where a step does not read all weights, as of a model with experts.
+"x first" compares the medians with the first engine's. The last line is one JSON document.
 """
 
 import argparse
@@ -32,7 +33,7 @@ FIRST_STEPS = 4
 
 
 def count_weights(llm: LLM) -> int:
-    """Return the bytes of the weights that a decode step reads."""
+    """Return the bytes of the weights."""
     runner: Any = llm.engine.runner
     shape = runner.shape
     itemsize = runner.dtype.itemsize
@@ -57,12 +58,13 @@ def measure(llms: dict[str, LLM], parts: list[Tensor], num_seqs: int, rounds: in
             llm.step()
     seconds: dict[str, list[float]] = {name: [] for name in llms}
     rates = []
-    with ThreadPoolExecutor(len(parts)) as pool:
-        for _ in range(rounds):
+    names = list(llms)
+    with ThreadPoolExecutor(len(parts), initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        for i in range(rounds):
             rates.append(read(pool, parts))
-            for name, llm in llms.items():
+            for name in names[i % len(names) :] + names[: i % len(names)]:
                 since = time.perf_counter()
-                llm.step()
+                llms[name].step()
                 seconds[name].append(time.perf_counter() - since)
     for llm in llms.values():
         while not llm.is_finished():
@@ -80,7 +82,10 @@ def main() -> None:
     add("--rounds", type=int, default=100, help="of each number of sequences")
     args = parser.parse_args()
     options: dict[str, Any] = {"dtype": args.dtype, "max_num_seqs": max(args.num_seqs), "kvcache_memory_bytes": 1 << 30}
-    options |= {"load_format": "dummy" if args.model in PRESETS else "auto", "max_model_len": 512}
+    options |= {
+        "load_format": "dummy" if args.model in PRESETS else "auto",
+        "max_model_len": INPUT_LEN + args.rounds + 8,
+    }
     options |= {"enable_prefix_caching": False}
     llms = {
         name: LLM(args.model, quantization=None if name == "none" else name, **options) for name in args.quantization

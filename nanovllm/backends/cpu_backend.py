@@ -200,8 +200,8 @@ class CpuBackend(Backend):
 
     def token_logprobs(self, logits: Tensor, token_ids: Tensor) -> TokenLogprobs:
         n = len(logits)
-        found = TokenLogprobs(torch.empty(n), torch.empty(n), torch.empty(n, dtype=torch.int32))
-        inputs = (logits.contiguous(), token_ids.to(torch.int32))
+        found = TokenLogprobs(*(torch.empty(n, dtype=t) for t in (torch.float32, torch.float32, torch.int32)))
+        inputs = (logits.contiguous(), token_ids.to(torch.int32).contiguous())
         self._library.call("token_logprobs", logits.dtype, *inputs, *found, *logits.shape)
         return found
 

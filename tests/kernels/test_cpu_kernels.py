@@ -146,6 +146,17 @@ def test_step_inputs_are_the_references(backend: CpuBackend, scheduled: list[int
     check_step_inputs(backend.step_inputs, scheduled, CPU)
 
 
+@pytest.mark.parametrize("top_k", [0, 5])
+def test_a_top_p_that_is_zero_in_float32_keeps_the_likeliest_token(backend: CpuBackend, top_k: int) -> None:
+    logits = torch.randn(3, 20001, generator=torch.Generator().manual_seed(0))
+    ones = torch.ones(3)
+    tops = torch.full((3,), 1e-300, dtype=torch.float64).float()
+    values = SamplingValues(
+        ones, torch.full((3,), top_k, dtype=torch.int32), tops, 0 * ones, torch.arange(3), torch.arange(3)
+    )
+    assert torch.equal(backend.sample(logits, values).token_ids, logits.argmax(1).int())
+
+
 def test_impossible_tokens_are_never_drawn(backend: CpuBackend) -> None:
     logits = torch.full((1, 5000), -torch.inf)
     logits[0, [17, 4999]] = 0.0

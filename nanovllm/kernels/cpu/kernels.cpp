@@ -86,7 +86,8 @@ void edit_logits(int64_t threads, float* logits, const int32_t* indices, const u
 }
 
 // Makes the inputs of a step from a plan and the tables of all rows, as step_inputs.py says. The planned id -1 stands for
-// the row's last token. A token of the padding row gets the slot -1.
+// the row's last token. A token of the padding row gets the slot -1. The planned ids are as many as num_scheduled sums
+// to.
 void step_inputs(int64_t, const int32_t* rows, const int32_t* num_computed, const int32_t* num_scheduled,
                  const int32_t* planned_ids, const int32_t* tables, const int32_t* last_token,
                  const float* temperatures, const int32_t* top_ks, const float* top_ps, const float* min_ps,

@@ -26,23 +26,23 @@ float uniform(uint64_t seed, uint32_t position) {
     return ((float)(c[0] >> 9) + 0.5f) * 0x1p-23f;
 }
 
-// A row of logits, read 16 at a time.
-template <class T> struct LogitsRow {
-    const typename T::element* logits;
-    int64_t vocab;
-    alignas(64) float tail[LANES];  // the last tokens; -infinity beyond the vocabulary
-    LogitsRow(const typename T::element* from, int64_t size) : logits(from), vocab(size) {
+// A row of numbers that is read 16 at a time.
+template <class T> struct PaddedRow {
+    const typename T::element* numbers;
+    int64_t size;
+    alignas(64) float tail[LANES];  // the last numbers; -infinity beyond them
+    PaddedRow(const typename T::element* from, int64_t count) : numbers(from), size(count) {
         std::fill_n(tail, LANES, -INFINITY);
-        std::transform(from + whole(), from + size, tail, T::to_float);
+        std::transform(from + whole(), from + count, tail, T::to_float);
     }
-    int64_t whole() const { return vocab / LANES * LANES; }
-    vf at(int64_t i) const { return i < whole() ? T::widen(logits + i) : load<vf>(tail); }
+    int64_t whole() const { return size / LANES * LANES; }
+    vf at(int64_t i) const { return i < whole() ? T::widen(numbers + i) : load<vf>(tail); }
 
-    // Returns the highest logit; NaN if one is NaN.
+    // Returns the highest number; NaN if one is NaN.
     float top() const {
         vf tops = splat(-INFINITY);
         vi nans{};
-        for (int64_t i = 0; i < vocab; i += LANES) {
+        for (int64_t i = 0; i < size; i += LANES) {
             const vf x = at(i);
             tops = maximum(tops, x);
             nans |= is_nan(x);
@@ -69,27 +69,28 @@ struct ExpSum {
 
 struct Request { float temperature; int32_t top_k; float top_p, min_p; uint64_t seed; uint32_t position; };
 
-constexpr int64_t SPAN = 64;  // tokens of which the filters know the largest z
-constexpr int64_t FEW = 256;  // candidates that top-p looks at first
+constexpr int64_t STRETCH = 64;  // tokens in a row of which the filters know the largest z
+constexpr int64_t FEW = 256;     // top-p looks at so many candidates first, or at a few more
 
-// The z of all tokens of a row, and the largest z of each span.
-struct Spans {
+// The z of all tokens of a row, and the largest z of each stretch.
+struct Stretches {
     std::vector<float> z, maxima, sorted;
 
     template <class Z> void fill(Z z_of, int64_t vocab) {
-        const int64_t padded = (vocab + SPAN - 1) / SPAN * SPAN;
+        const int64_t padded = (vocab + STRETCH - 1) / STRETCH * STRETCH;
         z.resize(padded), maxima.clear();
         std::fill(z.begin() + vocab / LANES * LANES, z.end(), -INFINITY);
         for (int64_t i = 0; i < vocab; i += LANES) store(&z[i], z_of(i));
-        for (int64_t i = 0; i < padded; i += SPAN) {
+        for (int64_t i = 0; i < padded; i += STRETCH) {
             vf top = load<vf>(&z[i]);
-            for (int64_t j = LANES; j < SPAN; j += LANES) top = maximum(top, load<vf>(&z[i + j]));
+            for (int64_t j = LANES; j < STRETCH; j += LANES) top = maximum(top, load<vf>(&z[i + j]));
             maxima.push_back(largest(top));
         }
     }
 
-    // Fills `candidates` with the z of at least the k largest tokens. The k-th largest of the maxima is a lower bound of
-    // the k-th largest z, because k tokens reach it. Tokens below it are left out, whole spans at a time.
+    // Fills `candidates` with the k largest z, and a few more. The k-th largest of the maxima is a lower bound of the
+    // k-th largest z, because k tokens reach it. Tokens below it are left out, whole stretches at a time. If there are
+    // fewer than k stretches, all tokens are candidates.
     void collect(int64_t k, int64_t vocab, std::vector<float>& candidates) {
         float bound = -INFINITY;
         if (k <= (int64_t)maxima.size()) {
@@ -98,9 +99,9 @@ struct Spans {
             bound = sorted[k - 1];
         }
         candidates.clear();
-        for (int64_t i = 0; i < vocab; i += SPAN)
-            if (maxima[i / SPAN] >= bound)
-                std::copy_if(&z[i], &z[i] + std::min(SPAN, vocab - i), std::back_inserter(candidates),
+        for (int64_t i = 0; i < vocab; i += STRETCH)
+            if (maxima[i / STRETCH] >= bound)
+                std::copy_if(&z[i], &z[i] + std::min(STRETCH, vocab - i), std::back_inserter(candidates),
                              [=](float x) { return x >= bound; });
     }
 };
@@ -108,19 +109,20 @@ struct Spans {
 // Sums exp(z) of n numbers.
 inline double sum_exp(const float* z, int64_t n) {
     ExpSum sum;
-    const LogitsRow<Float> row(z, n);
+    const PaddedRow<Float> row(z, n);
     for (int64_t i = 0; i < n; i += LANES) sum.add(row.at(i));
     return sum.total();
 }
 
-// Returns the largest of the numbers z for which exp of all numbers from it up sums to `goal`; the lowest if none does.
-// This is quickselect with weights: it keeps the part in which the answer lies, and the goal that is left there.
+// Returns the largest of the numbers z for which exp of all numbers from it up sums to `goal` or more; the lowest if
+// there is none. It changes the order of z, which may not be empty. This is quickselect with weights: it keeps the part
+// in which the answer lies, and the goal that is left there.
 inline float find_mass(std::vector<float>& z, double goal) {
     for (auto first = z.begin(), last = z.end();;) {
         const float pivot = first[(last - first) / 2];
         const auto equal = std::partition(first, last, [=](float x) { return x > pivot; });
         const double above = sum_exp(&*first, equal - first);
-        if (above >= goal) {
+        if (above >= goal && equal > first) {  // a top-p that is 0 in float makes a goal of 0
             last = equal;
             continue;
         }
@@ -133,14 +135,14 @@ inline float find_mass(std::vector<float>& z, double goal) {
 }
 
 // Returns the lowest z that top-k and top-p keep, or -infinity if the request asks for neither. z_of(i) returns the z
-// of 16 tokens from i on. Where few tokens decide, only these are looked at.
+// of 16 tokens from i on. Where few tokens decide, only these are put in order.
 template <class Z> float lowest_kept(Z z_of, int64_t vocab, const Request& request) {
     const bool by_rank = request.top_k > 0 && request.top_k < vocab, by_mass = request.top_p < 1;
     if (!by_rank && !by_mass) return -INFINITY;
-    static thread_local Spans spans;
+    static thread_local Stretches stretches;
     static thread_local std::vector<float> candidates;
-    spans.fill(z_of, vocab);
-    spans.collect(by_rank ? request.top_k : std::min(FEW, vocab), vocab, candidates);
+    stretches.fill(z_of, vocab);
+    stretches.collect(by_rank ? request.top_k : std::min(FEW, vocab), vocab, candidates);
     if (by_rank) {
         const auto kth = candidates.begin() + request.top_k - 1;
         std::nth_element(candidates.begin(), kth, candidates.end(), std::greater<float>());
@@ -150,14 +152,14 @@ template <class Z> float lowest_kept(Z z_of, int64_t vocab, const Request& reque
         candidates.erase(std::partition(kth, candidates.end(), is_tie), candidates.end());
         return find_mass(candidates, request.top_p * sum_exp(candidates.data(), (int64_t)candidates.size()));
     }
-    const double goal = request.top_p * sum_exp(spans.z.data(), vocab);
-    if (sum_exp(candidates.data(), (int64_t)candidates.size()) < goal) spans.collect(vocab, vocab, candidates);
+    const double goal = request.top_p * sum_exp(stretches.z.data(), vocab);
+    if (sum_exp(candidates.data(), (int64_t)candidates.size()) < goal) stretches.collect(vocab, vocab, candidates);
     return find_mass(candidates, goal);
 }
 
 // Returns the sampled token, or -1 if the logits define no distribution: one is NaN or +infinity, or none is finite.
 template <class T> int32_t sample_row(const typename T::element* logits, const Request& request, int64_t vocab) {
-    const LogitsRow<T> row(logits, vocab);
+    const PaddedRow<T> row(logits, vocab);
     const float top = row.top();
     if (!std::isfinite(top)) return -1;
     if (request.temperature <= 0) {
@@ -223,7 +225,7 @@ void token_logprobs(const void* logits_, const int32_t* tokens, float* values, f
     share(rows, 1, [&](Span some) {
         for (int64_t r = some.begin; r < some.end; ++r) {
             const auto* logits = (const typename T::element*)logits_ + r * vocab;
-            const LogitsRow<T> row(logits, vocab);
+            const PaddedRow<T> row(logits, vocab);
             const float top = row.top(), own = T::to_float(logits[std::max(tokens[r], 0)]);
             ExpSum weights;
             vf above{};

@@ -18,7 +18,7 @@ using std::int64_t;
 using std::uint16_t;
 using std::uint32_t;
 
-// A call would pass vectors through memory.
+// For functions of vectors: a call that is not inlined passes them through memory.
 #define ALWAYS_INLINE inline __attribute__((always_inline))
 
 namespace {
@@ -46,8 +46,8 @@ template <class V> inline V load(const void* p) { V v; std::memcpy(&v, p, sizeof
 template <class V> inline void store(void* p, V v) { std::memcpy(p, &v, sizeof v); }
 inline vf splat(float x) { return vf{} + x; }
 
-// Returns body(a register of each vector), for all registers. Comparisons need it: compilers compare vectors that are
-// wider than a register lane by lane, which takes ten times as long. They keep a union in registers, but not a copy.
+// Returns body(a register of each vector), for all registers. Compilers compare vectors that are wider than a register
+// lane by lane, which takes ten times as long. So comparisons use this. The union stays in registers; memcpy would not.
 union Registers { vf whole; rf parts[PARTS]; };
 template <class Body, class... Vectors> ALWAYS_INLINE vf by_register(Body body, Vectors... vectors) {
     Registers result;
@@ -90,6 +90,12 @@ ALWAYS_INLINE vf exp(vf x) {
     vf y = p * r * r + r + 1.0f;
     vi exponent = (__builtin_convertvector(n, vi) + 127) << 23;
     return select_less(x, -87.0f, vf{}, y * (vf)exponent);
+}
+
+// Rounds to bfloat16, to nearest and ties to even.
+inline vh round_to_bfloat16(vf v) {
+    const vi u = (vi)v, rounded = u + 0x7fff + ((u >> 16) & 1), nan = is_nan(v);
+    return __builtin_convertvector(((nan & 0x7fc00000) | (~nan & rounded)) >> 16, vh);
 }
 
 // Float and BFloat16 say how a product multiplies its elements. It takes a unit of its right side in STEPS steps, each
@@ -145,9 +151,7 @@ struct BFloat16 {
 #ifdef __AVX512BF16__
         store(p, _mm512_cvtneps_pbh((__m512)v));
 #else
-        vi u = (vi)v, rounded = u + 0x7fff + ((u >> 16) & 1);
-        const vi nan = is_nan(v);
-        store(p, __builtin_convertvector(((nan & 0x7fc00000) | (~nan & rounded)) >> 16, vh));
+        store(p, round_to_bfloat16(v));
 #endif
     }
     static inline float to_float(element x) {
