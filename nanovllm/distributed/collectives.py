@@ -125,7 +125,7 @@ class GroupParallel(Parallel):
             self.all_reduce(torch.zeros(1, device=self._device))
             if self._has_links:
                 self._connect_links(meeting)
-        except RuntimeError as error:
+        except (OSError, RuntimeError) as error:  # an OSError: the folder is gone
             raise PeerLostError(f"rank {self.rank} could not meet its peers: {error}") from error
 
     def _connect_links(self, meeting: Path) -> None:

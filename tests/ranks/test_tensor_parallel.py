@@ -26,7 +26,7 @@ from safetensors import safe_open
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.distributed import follower_group, follower_process
-from nanovllm.distributed.collectives import GroupParallel
+from nanovllm.distributed.collectives import GroupParallel, PeerLostError
 from nanovllm.distributed.follower_group import FollowerGroup
 from nanovllm.distributed.leader import ThreadShare
 from nanovllm.distributed.ring import HEADER
@@ -372,6 +372,13 @@ def test_a_rank_that_cannot_start_fails_all(model: Path, tmp_path: Path, monkeyp
         LLM(str(model), tensor_parallel_size=4, **CROWDED)
     assert "Traceback" in str(error.value) and "has no safetensors files" in str(error.value)
     wait_for(lambda: set(list_children(os.getpid())) <= before)
+
+
+def test_a_rank_that_finds_the_meeting_folder_gone_has_lost_its_peers(tmp_path: Path) -> None:
+    """A rank that fails removes the folder. The others must not be called the cause, although they may fail first."""
+    group = GroupParallel(1, 2, "gloo", torch.device("cpu"))
+    with pytest.raises(PeerLostError, match="rank 1 could not meet its peers"):
+        group.connect(tmp_path / "gone")
 
 
 def test_what_rank_0_cannot_do_is_its_own_error(model: Path) -> None:
