@@ -151,6 +151,9 @@ def resolve_backend(name: str, work: Work) -> type[Backend]:
 
 def why_cannot(backend: type[Backend], work: Work) -> str | None:
     """Return the reason why the backend cannot run this work on this machine; None if it can."""
+    if backend.device_type not in (None, work.device.type):
+        needed = {"cuda": "a CUDA device", "cpu": "the CPU"}[backend.device_type]
+        return f"it needs {needed}, not {work.device.type}"
     sizes = backend.block_sizes
     if work.block_size is not None and work.block_size not in sizes:
         return f"kvcache_block_size is {work.block_size}; it must be a power of two from {sizes[0]} to {sizes[-1]}"

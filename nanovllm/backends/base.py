@@ -36,12 +36,14 @@ class Backend:
 
     Attributes:
         name: its name in the option `attention_backend`.
+        device_type: the only type of torch.device that it runs on; None if it runs on several.
         dtypes, head_dims, groups, block_sizes: the values that its kernels support; None supports all. A group is the
             number of query heads that share a KV head.
         default_block_size: tokens in a block of the KV cache if the user does not choose.
     """
 
     name: ClassVar[str]
+    device_type: ClassVar[str | None] = None
     dtypes: ClassVar[Collection[torch.dtype]] = (torch.bfloat16, torch.float16, torch.float32)
     head_dims: ClassVar[Collection[int] | None] = None
     groups: ClassVar[Collection[int] | None] = None

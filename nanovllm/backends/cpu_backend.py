@@ -35,6 +35,7 @@ class CpuBackend(Backend):
     """
 
     name = "cpu"
+    device_type = "cpu"
     dtypes = (torch.bfloat16, torch.float32)
     head_dims = tuple(range(2 * LANES, 256 + 1, 2 * LANES))
     groups = range(1, 48 + 1)
@@ -47,8 +48,6 @@ class CpuBackend(Backend):
     @classmethod
     def why_cannot(cls, device: torch.device) -> str | None:
         """Compile the kernels, unless they lie in the user's cache folder; return why that fails, if it does."""
-        if device.type != "cpu":
-            return f"it needs the CPU, not {device.type}"
         try:
             cpu_library()
         except RuntimeError as error:

@@ -14,6 +14,7 @@ class FlashAttnBackend(TritonBackend):
     """In storage tokens come before heads, and blocks have a multiple of 256 tokens: flash-attn asks for both."""
 
     name = "flash_attn"
+    device_type = "cuda"
     dtypes = (torch.float16, torch.bfloat16)
     block_sizes = (256, 512, 1024, 2048, 4096)
     default_block_size = 256
@@ -26,8 +27,6 @@ class FlashAttnBackend(TritonBackend):
 
     @classmethod
     def why_cannot(cls, device: torch.device) -> str | None:
-        if device.type != "cuda":
-            return f"it needs a CUDA device, not {device.type}"
         major, minor = torch.cuda.get_device_capability(device)
         if major < 8:
             return f"it needs a GPU of compute capability 8.0 or more, not {major}.{minor}"
