@@ -20,7 +20,7 @@ from nanovllm.kernels.grouped_linear import grouped_linear_reference
 from nanovllm.kernels.norm_rope_store import norm_rope_store_reference
 from nanovllm.kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
 from nanovllm.kernels.route import route_reference
-from nanovllm.kernels.sample import sample_reference
+from nanovllm.kernels.sample import sample_reference, store_samples_reference
 from nanovllm.kernels.silu_and_mul import sigmoid_and_mul_reference, silu_and_mul_reference
 from nanovllm.kernels.step_inputs import step_inputs_reference
 from nanovllm.kernels.token_logprobs import token_logprobs_reference
@@ -65,6 +65,7 @@ class Backend:
     gated_rms_norm = staticmethod(gated_rms_norm_reference)
     edit_logits = staticmethod(edit_logits_reference)
     sample = staticmethod(sample_reference)
+    store_samples = staticmethod(store_samples_reference)
     token_logprobs = staticmethod(token_logprobs_reference)
 
     @classmethod

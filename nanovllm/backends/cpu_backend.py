@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.backends.base import Backend
@@ -16,6 +17,7 @@ from nanovllm.kernels.sample import Sampled, SamplingValues
 from nanovllm.kernels.scratch import Scratch
 from nanovllm.kernels.step_inputs import PlannedRows, RowTables, StepInputs, empty_step_inputs
 from nanovllm.kernels.token_logprobs import TokenLogprobs
+from nanovllm.layers.embedding import LMHead, VocabParallelEmbedding
 from nanovllm.layers.weights import ShardedLayer
 
 LANES = 16
@@ -65,6 +67,9 @@ class CpuBackend(Backend):
         modules = list(modules)
         pack_matrices(modules, lambda weight: NativeMatrix(self._library, weight, self.scratch, in_place=True))
         for module in modules:
+            is_embedding = isinstance(module, VocabParallelEmbedding) and not isinstance(module, LMHead)
+            if is_embedding and module.packed is None:
+                module.packed = PlainRows(self._library, module.weight.data, self.scratch)
             if isinstance(module, ShardedLayer):
                 for weight in filter(_packs_in_place, module.list_stacks()):
                     for matrix in weight:
@@ -185,17 +190,20 @@ class CpuBackend(Backend):
         return out
 
     def step_inputs(self, planned: PlannedRows, tables: RowTables, block_size: int) -> StepInputs:
-        made = empty_step_inputs(planned, tables)
+        made = empty_step_inputs(planned, tables, self.scratch.empty)
         sizes = (len(planned.rows), len(tables.last_token) - 1, tables.block_tables.shape[1], block_size)
         self._library.call("step_inputs", None, *planned, *tables, *made[:6], *made.sampling[:5], *sizes)
         return made
 
     def sample(self, logits: Tensor, values: SamplingValues) -> Sampled:
         logits = logits.contiguous()
-        sampled = Sampled(*(torch.empty(len(logits), dtype=torch.int32) for _ in Sampled._fields))
+        sampled = Sampled(*(self.scratch.empty(len(logits), dtype=torch.int32) for _ in Sampled._fields))
         values = values._replace(positions=values.positions.to(torch.int32))
         self._library.call("sample", logits.dtype, logits, *values, *sampled, *logits.shape)
         return sampled
+
+    def store_samples(self, token_ids: Tensor, rows: Tensor, last_token: Tensor) -> None:
+        self._library.call("store_samples", None, token_ids, rows, last_token, len(rows))
 
     def token_logprobs(self, logits: Tensor, token_ids: Tensor) -> TokenLogprobs:
         n = len(logits)
@@ -241,4 +249,21 @@ class NativeMatrix:
         return y
 
     def rows(self, indices: Tensor) -> Tensor:
-        return self._library.packed_rows(self._packed, indices.to(torch.int32), self._in)
+        rows = self._scratch.empty(len(indices), self._in, dtype=self._packed.dtype)
+        self._library.packed_rows(self._packed, indices.to(torch.int32), rows)
+        return rows
+
+
+class PlainRows:
+    """The matrix [out, in] of an embedding that shares it with no LM head: rows are looked up, nothing is multiplied."""
+
+    def __init__(self, library: CpuLibrary, weight: Tensor, scratch: Scratch) -> None:
+        self._library = library
+        self._weight = weight
+        self._scratch = scratch
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, self._weight, bias)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        return gather_rows(self._library, self._weight, indices.to(torch.int32), self._scratch)

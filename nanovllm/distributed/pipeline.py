@@ -22,9 +22,9 @@ from nanovllm.distributed.stages import choose_stages
 from nanovllm.engine.hooks import Handle, StepEdits
 from nanovllm.engine.plan import StageSpan, StepPlan, StepResult
 from nanovllm.layers.parallel import Parallel, Stage
-from nanovllm.runner.cuda_graphs import CudaGraphs, graph_batch_sizes
+from nanovllm.runner.cuda_graphs import graph_batch_sizes
 from nanovllm.runner.device import to_device
-from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.model_runner import Graphs, ModelRunner
 from nanovllm.runner.step_handle import DeviceResult, Front, StepHandle, Stopwatch
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Half(NamedTuple):
 
     plan: StepPlan
     front: Front
-    graphs: CudaGraphs | None
+    graphs: Graphs | None
 
 
 class PipelineStage:
@@ -127,7 +127,7 @@ class PipelineStage:
             self.note("layers", since, self._num_plans)
         return half
 
-    def _replay(self, graphs: CudaGraphs, padded: StepPlan, num_tokens: int, x: Tensor | None) -> Front:
+    def _replay(self, graphs: Graphs, padded: StepPlan, num_tokens: int, x: Tensor | None) -> Front:
         """Run the layers of a plan that only decodes as a CUDA graph; returns copies of what the graph has written."""
         inputs = self.inputs
         if x is not None:

@@ -13,9 +13,11 @@ import mmap
 import os
 import platform
 import shutil
+import struct
 import subprocess
 import tempfile
 import time
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -72,6 +74,8 @@ _WITHOUT_DTYPE = {
     "advise_huge_pages": (1, 1, 0),
     "touch_pages": (1, 1, 0),
     "step_inputs": (22, 4, 0),
+    "store_samples": (3, 1, 0),
+    "repeat": (1, 1, 0),
 }
 _PLAIN = frozenset((int, float, bool, type(None)))
 """Types that ctypes takes as they are. Looking one up takes a third of the time of isinstance."""
@@ -79,30 +83,55 @@ _PLAIN = frozenset((int, float, bool, type(None)))
 _SUFFIXES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
-Call = tuple["_Function", list[Any]]
-"""A function, and its arguments after the number of threads: addresses and numbers."""
+class RecordedCalls:
+    """Calls of kernels, in the order in which they were made. `repeat` makes them again, in C++."""
+
+    def __init__(self) -> None:
+        self._words: list[array[int]] = []
+        self._calls = array("q")
+        """Two words for each call: the address of the function that makes it again, and that of its arguments."""
+
+    def __len__(self) -> int:
+        return len(self._words)
+
+    def add(self, function: "_Function", arguments: list[Any]) -> None:
+        """Add a call.
+
+        Args:
+            function: the kernel.
+            arguments: what it was given after the number of threads: addresses and numbers.
+        """
+        kinds = function.argtypes[1:]
+        words = array("q", [_to_word(kind, a) for kind, a in zip(kinds, arguments, strict=True)])
+        self._words.append(words)
+        address = ctypes.cast(function.again, ctypes.c_void_p).value  # type: ignore[attr-defined]
+        self._calls.extend((address or 0, words.buffer_info()[0]))
+
+    def repeat(self) -> None:
+        """Make the calls again. All that they read and write must still be at the same addresses."""
+        cpu_library().repeat(self._calls)
 
 
-_recorded: ContextVar[list[Call] | None] = ContextVar("recorded", default=None)
-"""The list to which this thread's calls are added, if they are recorded."""
+def _to_word(kind: type, argument: float | None) -> int:
+    """Return the 64 bits that cpu/recorded.h makes an argument of."""
+    if kind is ctypes.c_float:
+        return int.from_bytes(struct.pack("<f", argument), "little")
+    return int(argument or 0)
+
+
+_recorded: ContextVar[RecordedCalls | None] = ContextVar("recorded", default=None)
+"""To these calls this thread's calls are added, if they are recorded."""
 
 
 @contextmanager
-def record_calls() -> Iterator[list[Call]]:
-    """Within, every call of a kernel by this thread is added to the list. `repeat_calls` makes them again."""
-    calls: list[Call] = []
+def record_calls() -> Iterator[RecordedCalls]:
+    """Within, every call of a kernel by this thread is recorded."""
+    calls = RecordedCalls()
     try:
         _recorded.set(calls)
         yield calls
     finally:
         _recorded.set(None)
-
-
-def repeat_calls(calls: list[Call]) -> None:
-    """Make recorded calls again. All that they read and write must still be at the same addresses."""
-    threads = num_threads()
-    for function, arguments in calls:
-        function(threads, *arguments)
 
 
 class KernelLibrary:
@@ -146,7 +175,7 @@ class KernelLibrary:
         addresses: list[Any] = [a if type(a) in _PLAIN else a.data_ptr() for a in arguments]  # type: ignore[union-attr]
         function(num_threads(), *addresses)
         if (calls := _recorded.get()) is not None:
-            calls.append((function, addresses))
+            calls.add(function, addresses)
 
 
 class CpuLibrary(KernelLibrary):
@@ -174,11 +203,13 @@ class CpuLibrary(KernelLibrary):
         self.call("pack", None, weight, packed, out_features, _units_per_row(weight))
         return packed
 
-    def packed_rows(self, packed: Tensor, indices: Tensor, in_features: int) -> Tensor:
-        """Return rows [n, in_features] of the packed matrix, at indices int32 [n]."""
-        rows = torch.empty(len(indices), in_features, dtype=packed.dtype)
+    def packed_rows(self, packed: Tensor, indices: Tensor, rows: Tensor) -> None:
+        """Write the rows of the packed matrix at indices int32 [n] to rows [n, in]."""
         self.call("packed_rows", None, packed, indices, rows, len(indices), _units_per_row(rows))
-        return rows
+
+    def repeat(self, calls: "array[int]") -> None:
+        """Make recorded calls again: see `RecordedCalls`."""
+        self._functions["repeat", None](num_threads(), calls.buffer_info()[0], len(calls) // 2)
 
     def advise_huge_pages(self, tensor: Tensor) -> None:
         """Ask for huge pages, which are faster to stream, for a large tensor that is not written to yet."""
@@ -205,6 +236,8 @@ def _declare(library: ctypes.CDLL, name: str, signature: Signature) -> "_Functio
     threads = [ctypes.c_int64]
     function.argtypes = threads + [ctypes.c_void_p] * pointers + [ctypes.c_int64] * integers + [ctypes.c_float] * floats
     function.restype = None
+    # Functions that no step calls have none.
+    function.again = getattr(library, f"{name}_again", None)  # type: ignore[attr-defined]
     return function
 
 

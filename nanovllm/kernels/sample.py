@@ -73,6 +73,14 @@ class Sampled(NamedTuple):
     checked: Tensor
 
 
+def store_samples_reference(token_ids: Tensor, rows: Tensor, last_token: Tensor) -> None:
+    """Write token_ids int32 [n] to the places `rows` int32 [n] of last_token, where the rows' next decodes read them.
+
+    If a row is there more than once, it keeps one of its tokens.
+    """
+    last_token[rows] = token_ids
+
+
 def uniform_reference(seeds: Tensor, positions: Tensor) -> Tensor:
     """Return (m + 0.5) / 2**23, float32 [n], where m is the upper 23 bits of the first word of Philox4x32-10.
 

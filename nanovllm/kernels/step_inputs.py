@@ -1,5 +1,7 @@
 """Makes the inputs of a step on the device, from a plan and from the device's tables of the resident sequences."""
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -165,13 +167,17 @@ def step_inputs_config(num_seqs: int, block_size: int) -> dict[str, int]:
     return {"BLOCK_SIZE": block_size, "MAX_SEQS": max_seqs, "BLOCK": 256, "num_warps": 4}
 
 
-def empty_step_inputs(planned: PlannedRows, tables: RowTables) -> StepInputs:
-    """Return the inputs of a step, not filled yet. A kernel fills them."""
+def empty_step_inputs(planned: PlannedRows, tables: RowTables, make_empty: Callable[..., Tensor]) -> StepInputs:
+    """Return the inputs of a step, not filled yet. A kernel fills them.
+
+    Args:
+        make_empty: returns an uninitialised tensor on the device, as torch.empty does.
+    """
     num_seqs = len(planned.rows)
     num_tokens = len(planned.token_ids)
 
     def empty(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=planned.rows.device)
+        return make_empty(*shape, dtype=dtype)
 
     seq_lens = empty(num_seqs)
     sampling = SamplingValues(*[*(empty(num_seqs, dtype=column.dtype) for column in tables[2:]), seq_lens])
@@ -189,7 +195,7 @@ def empty_step_inputs(planned: PlannedRows, tables: RowTables) -> StepInputs:
 def step_inputs(planned: PlannedRows, tables: RowTables, block_size: int) -> StepInputs:
     """Do what `step_inputs_reference` does, in one kernel."""
     num_seqs = len(planned.rows)
-    made = empty_step_inputs(planned, tables)
+    made = empty_step_inputs(planned, tables, functools.partial(torch.empty, device=planned.rows.device))
     sizes = (num_seqs, len(tables.last_token) - 1, tables.block_tables.shape[1])
     args = (*planned, *tables, *made[:6], *made.sampling[:5], *sizes)
     launch(_step_inputs_kernel, (num_seqs,), args, step_inputs_config(num_seqs, block_size))

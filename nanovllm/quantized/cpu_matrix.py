@@ -125,7 +125,7 @@ class CpuMatrix:
     def rows(self, indices: Tensor) -> Tensor:
         """Return the weights of the rows [n, in] at indices [n], rounded to the dtype."""
         codes = self._codes
-        y = torch.empty(len(indices), codes.in_features, dtype=codes.dtype)
+        y = self._scratch.empty(len(indices), codes.in_features, dtype=codes.dtype)
         codes.call("weight_rows", *codes.tensors, indices.to(torch.int32), y, len(indices), *codes.sizes)
         if codes.order is None:
             return y

@@ -73,7 +73,7 @@ class DynamicCpuMatrix:
 
     def rows(self, indices: Tensor) -> Tensor:
         """Return the weights of the rows [n, in] at indices [n], rounded to the dtype."""
-        y = torch.empty(len(indices), self._sizes[0], dtype=self._dtype)
+        y = self._scratch.empty(len(indices), self._sizes[0], dtype=self._dtype)
         places = indices.to(torch.int32)
         self._library.call(
             "dynamic_rows", self._dtype, self._packed, self._scales, places, y, len(indices), *self._sizes

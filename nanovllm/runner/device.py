@@ -117,8 +117,11 @@ def to_device(values: NDArray[np.generic], device: torch.device) -> Tensor:
 
 
 def start_copy(values: Tensor) -> Tensor:
-    """Start a copy to the host and return it. Its values may be read when the device has ended the step."""
+    """Start a copy to the host and return it. Its values may be read when the device has ended the step.
+
+    A graph, or a recorded step, writes its results to the same place each time.
+    """
     if not values.is_cuda:
-        return values
+        return values.clone()
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     return host.copy_(values, non_blocking=True)

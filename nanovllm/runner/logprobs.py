@@ -89,7 +89,7 @@ def start_logprobs(
     plan: StepPlan,
     counts: IntArray,
     token_ids: Tensor,
-    make_logits: MakeLogits,
+    logits: Tensor | None,
     token_logprobs: ComputeTokenLogprobs,
 ) -> tuple[Logprobs, NDArray[np.intp]] | None:
     """Compute the log-probabilities of the sampled tokens whose sequences ask for them; None if none does.
@@ -97,7 +97,7 @@ def start_logprobs(
     Args:
         counts: int32 [num_seqs], how many of the most likely tokens each sequence asks for; -1: no log-probabilities.
         token_ids: int32 [n], all that the step sampled, 1 + num_drafts of each sequence.
-        make_logits: gives the raw logits that some of token_ids were sampled from.
+        logits: [n, vocab], the raw logits that token_ids were sampled from; None on ranks other than 0.
 
     Returns:
         The log-probabilities, and which of token_ids they belong to.
@@ -109,7 +109,7 @@ def start_logprobs(
     if not len(asking):
         return None
     indices = to_device(asking, token_ids.device)
-    pieces = _pair_logits(indices, token_ids[indices], make_logits)
+    pieces = _pair_logits(indices, token_ids[indices], lambda some: None if logits is None else logits[some])
     return Logprobs(pieces, counts[asking], token_logprobs), asking
 
 

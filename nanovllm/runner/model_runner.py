@@ -29,6 +29,8 @@ from nanovllm.utils.spin import Neighbours
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+Graphs = CudaGraphs | RecordedSteps
+
 
 class ModelRunner:
     """One rank: the model, its KV cache, and the device's tables. Steps run in the order of their launch."""
@@ -136,9 +138,7 @@ class ModelRunner:
             return DeviceResult(scores=scores, embeddings=embeddings)
         logits = self.model.compute_logits(hidden[front.sampled])
         sampled = self.sampler.sample(logits, front.rows, front.values, edits)
-        logprobs = start_logprobs(
-            plan, front.num_logprobs, sampled, lambda some: None if logits is None else logits[some], token_logprobs
-        )
+        logprobs = start_logprobs(plan, front.num_logprobs, sampled, logits, token_logprobs)
         return DeviceResult(sampled, logprobs, scores, embeddings)
 
     def forward(
@@ -146,8 +146,8 @@ class ModelRunner:
     ) -> tuple[StepInputs, Tensor]:
         """Compute the hidden states of all tokens, [num_tokens, hidden]. Returns the step's inputs, too.
 
-        The plan is None when a CUDA graph is recorded: then every sequence computes one token. `start` explains x. In
-        a later stage of a pipeline None stands for zeros, so that it can prepare without the other stages.
+        The plan is None when a step is recorded: then every sequence computes one token. `start` explains x. In a
+        later stage of a pipeline None stands for zeros, so that it can prepare without the other stages.
         """
         if x is None and not self.model.stage.is_first:
             x = torch.zeros(len(planned.token_ids), self.shape.hidden, dtype=self.dtype, device=self.device)
@@ -164,50 +164,53 @@ class ModelRunner:
         )
         if (cache := next((cache for cache in self.caches if isinstance(cache, KVCache)), None)) is not None:
             metadata = self.backend.prepare_attention(metadata, cache, self.shape.heads)
-        if self.recorded is not None:
-            return inputs, self.recorded(inputs.token_ids, inputs.positions, self.caches, metadata)
         return inputs, self.model(inputs.token_ids, inputs.positions, self.caches, metadata, x)
 
-    # ---- steps that only decode, with CUDA graphs
+    # ---- steps that only decode: CUDA graphs, and recorded steps on a CPU
 
-    def choose_graphs(self, plan: StepPlan) -> CudaGraphs | None:
+    def choose_graphs(self, plan: StepPlan) -> Graphs | None:
         """Return the graphs if they can run the plan. They can if it only decodes, and is not larger than the largest.
 
         A step that also scores prompt tokens runs eagerly, because their number varies.
         """
+        graphs = self.graphs if self.recorded is None else self.recorded
         only_decodes = plan.num_decodes == plan.num_seqs and not len(plan.targets)
-        if self.graphs is None or not only_decodes or plan.num_seqs > self.graphs.sizes[-1]:
+        if graphs is None or not only_decodes or plan.num_seqs > graphs.sizes[-1]:
             return None
-        return self.graphs
+        return graphs
 
-    def replay(self, graphs: CudaGraphs, plan: StepPlan) -> Front:
-        """Do what `start` does as a CUDA graph, for a plan that only decodes and is padded to the size of a graph."""
-        hidden, rows, values = graphs.replay(plan.num_seqs)
+    def replay(self, graphs: Graphs, plan: StepPlan) -> Front:
+        """Do what `start` does, for a plan that only decodes and is padded to the size of a graph."""
+        size = plan.num_seqs
+        decoded = graphs.replay(size)
+        if decoded is None:
+            assert isinstance(graphs, RecordedSteps)
+            with graphs.record("model", size) as recording:
+                decoded = self.decode(graphs.inputs(size))
+                recording.result = decoded
+        hidden, rows, values = decoded
         return Front(plan, hidden, rows[:0], None, None, rows, values, *self._read_counts(plan))
 
-    def finish_replay(self, graphs: CudaGraphs, front: Front, edits: StepEdits | None, is_edited: bool) -> DeviceResult:
-        """Do what `finish` does after `replay`, with a CUDA graph unless the logits of a sequence are edited.
+    def finish_replay(self, graphs: Graphs, front: Front, edits: StepEdits | None, is_edited: bool) -> DeviceResult:
+        """Do what `finish` does after `replay`. It does so eagerly if logits are edited, or log-probabilities wanted:
+        graphs do not keep logits, which would take gigabytes for all sizes.
 
         Args:
             is_edited: whether one has edits. Only rank 0 is given `edits`, and all ranks must choose the same branch.
                 Sampling ends with a broadcast between the ranks. If one rank did it inside the graph and another
                 outside, the broadcasts would not match, and both would wait for ever. So this is what every rank knows.
         """
-        hidden = front.hidden
-        if is_edited:
-            sampled = self.sample_decoded(hidden, front.rows, front.values, edits)
-        else:
-            sampled = graphs.replay_sampler(front.plan.num_seqs)
-        # Graphs do not keep logits, which would take gigabytes for all sizes. The few that are needed are computed
-        # again.
-        logprobs = start_logprobs(
-            front.plan,
-            front.num_logprobs,
-            sampled,
-            lambda some: self.model.compute_logits(hidden[some]),
-            self.backend.token_logprobs,
-        )
-        return DeviceResult(sampled, logprobs)
+        size = front.plan.num_seqs
+        if is_edited or front.num_logprobs.max() >= 0:
+            every_row = torch.arange(len(front.hidden), device=self.device)
+            return self.finish(front._replace(sampled=every_row), edits)
+        sampled = graphs.replay_sampler(size)
+        if sampled is None:
+            assert isinstance(graphs, RecordedSteps)
+            with graphs.record("sampler", size) as recording:
+                sampled = self.sample_decoded(front.hidden, front.rows, front.values)
+                recording.result = sampled
+        return DeviceResult(sampled)
 
     def decode(self, head: Tensor, x: Tensor | None = None) -> tuple[Tensor, Tensor, SamplingValues]:
         """Compute a step that only decodes. All inputs are tensors on the device, so that a CUDA graph can record it.

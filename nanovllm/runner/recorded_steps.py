@@ -1,80 +1,102 @@
 """Decode steps on a CPU, recorded: the kernels of a step are called again, without the Python between them."""
 
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nanovllm.backends import AttentionMetadata, LayerCache
-from nanovllm.kernels.cpu_library import Call, record_calls, repeat_calls
+from nanovllm.engine.plan import StepPlan
+from nanovllm.kernels.cpu_library import RecordedCalls, record_calls
 from nanovllm.kernels.scratch import Scratch, borrow_from
-from nanovllm.models.decoder import Decoder
+from nanovllm.runner.cuda_graphs import HEAD, Decoded
+
+Half = Literal["model", "sampler"]
 
 MOST_SEQS = 64
 """The most sequences of a recorded step. In a larger one the Python between the kernels takes next to nothing."""
 
-PLACES = ("cu_seqlens_q", "seq_lens", "block_tables", "slot_mapping", "rows")
-"""The tensors of `AttentionMetadata` that the kernels read."""
 
+@dataclass
+class Recording:
+    """The calls of half a step, and the tensors that they write: always at the same addresses."""
 
-class RecordedStep(NamedTuple):
-    """A step of n sequences. The calls read `inputs` and write `hidden` [n, hidden], always at the same addresses."""
-
-    inputs: tuple[Tensor, ...]
-    calls: list[Call]
-    hidden: Tensor
+    calls: RecordedCalls
+    result: Any = None
 
 
 class RecordedSteps:
-    """Runs a model like the model itself, but records its first decode step of each size, and then repeats the calls.
+    """What `CudaGraphs` are on a GPU: decode steps of each size, from the staging buffer to the sampled tokens.
 
     Python prepares a few hundred calls of kernels in a step: for a small model that takes longer than the kernels. What
-    it prepares depends on the number of sequences alone, but for the addresses of inputs and results. So recorded steps
-    have places of their own for these, and each step's inputs are copied there. The steps share the memory of their
-    results, because only one runs at a time. Only the hidden states of each size keep memory of their own. They must be
-    read before the next step of this size runs.
+    it prepares depends on the number of sequences alone. So the first step of each size is recorded while it runs, as
+    two halves, the model's and the sampler's. Later steps repeat the calls, in C++.
+
+    Steps share the memory of what they compute, because only one runs at a time. Only the results of each half keep
+    memory of their own. They must be read before the next step of this size runs.
 
     Operators of torch are not recorded. If a step calls one, it cannot be repeated, and no step is recorded from then
     on.
+
+    Attributes:
+        sizes: the last of them is the most sequences of a step; 0 if no step can be recorded.
     """
 
-    def __init__(self, model: Decoder) -> None:
-        self._model = model
+    def __init__(self, buffer: Tensor, max_num_seqs: int) -> None:
+        """
+        Args:
+            buffer: the staging buffer, where the inputs of each step begin.
+        """
+        self._buffer = buffer
+        self.sizes = [min(max_num_seqs, MOST_SEQS)]
         self._scratch = Scratch(keeps_all=True)
-        self._steps: dict[int, RecordedStep] = {}
-        self._can_record = True
+        self._recordings: dict[tuple[Half, int], Recording] = {}
 
-    def __call__(
-        self, token_ids: Tensor, positions: Tensor, caches: list[LayerCache], meta: AttentionMetadata
-    ) -> Tensor:
-        """Do what `Decoder.forward` does. The caches are the same ones in every call."""
-        num_seqs = len(meta.seq_lens)
-        if not self._can_record or meta.num_decodes != num_seqs or num_seqs > MOST_SEQS:
-            return self._model(token_ids, positions, caches, meta)  # type: ignore[no-any-return]
-        assert self._model.embed_tokens is not None
-        x = self._model.embed_tokens(token_ids)
-        inputs = (x, positions, *(getattr(meta, name) for name in PLACES))
-        step = self._steps.get(num_seqs)
-        if step is not None:
-            for target, value in zip(step.inputs, inputs, strict=True):
-                target.copy_(value)
-            repeat_calls(step.calls)
-            return step.hidden
-        kept = tuple(value.clone() for value in inputs)
-        x, positions, *places = kept
-        meta = replace(meta, **dict(zip(PLACES, places, strict=True)))
+    def pad(self, plan: StepPlan) -> StepPlan:
+        """Return the plan: each size has a recording of its own."""
+        return plan
+
+    def replay(self, size: int) -> Decoded | None:
+        """Run the model on what the staging buffer holds. None if it is not recorded: see `record`."""
+        decoded: Decoded | None = self._repeat("model", size)
+        return decoded
+
+    def replay_sampler(self, size: int) -> Tensor | None:
+        """Sample from the results of `replay`; returns token ids int32 [size]. None if it is not recorded."""
+        sampled: Tensor | None = self._repeat("sampler", size)
+        return sampled
+
+    def _repeat(self, half: Half, size: int) -> Any:
+        recording = self._recordings.get((half, size))
+        if recording is None:
+            return None
+        recording.calls.repeat()
+        return recording.result
+
+    @contextmanager
+    def record(self, half: Half, size: int) -> Iterator[Recording]:
+        """Within, the caller runs half a step, reading from `inputs` or from the results of the other half.
+
+        It puts the result into the recording.
+        """
         with borrow_from(self._scratch), record_calls() as calls, _TorchWatch() as watch:  # type: ignore[no-untyped-call]
-            hidden: Tensor = self._model(token_ids, positions, caches, meta, x)
+            recording = Recording(calls)
+            yield recording
         if watch.computes:
-            self._can_record = False
-        else:
-            self._steps[num_seqs] = RecordedStep(kept, calls, hidden)
-        return hidden
+            self.sizes = [0]
+            self.forget()
+        elif self.sizes != [0]:
+            self._recordings[half, size] = recording
+
+    def inputs(self, size: int) -> Tensor:
+        """Return the part of the staging buffer that a step of that size reads: see `CudaGraphs.inputs`."""
+        return self._buffer[: HEAD * size].view(HEAD, size)
 
     def forget(self) -> None:
-        """Forget all steps, because weights are at other addresses now."""
-        self._steps.clear()
+        """Forget all recordings, because weights are at other addresses now."""
+        self._recordings.clear()
 
 
 class _TorchWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]

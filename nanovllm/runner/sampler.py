@@ -73,5 +73,5 @@ class Sampler:
             token_ids, checked = self._backend.sample(logits, values)
         else:
             token_ids, checked = edits.sample(self._backend, logits, values)
-        self._tables.row_tables.last_token[rows] = self._parallel.broadcast(token_ids)
+        self._backend.store_samples(self._parallel.broadcast(token_ids), rows, self._tables.row_tables.last_token)
         return checked

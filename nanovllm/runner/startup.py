@@ -66,7 +66,7 @@ def fill_cache(runner: ModelRunner, num_blocks: int) -> None:
     for each in (runner, runner.draft):
         if each is not None:
             each.caches = make_caches(each, num_blocks)
-            each.recorded = RecordedSteps(each.model) if records else None
+            each.recorded = RecordedSteps(each.staging.buffer, config.max_num_seqs) if records else None
     if runner.config.use_graphs:
         runner.graphs = make_graphs(runner)
         with runner.on_device(), torch.inference_mode():

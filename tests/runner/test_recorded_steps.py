@@ -12,7 +12,7 @@ from transformers import Qwen3MoeForCausalLM
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends.cpu_backend import CpuBackend
-from nanovllm.kernels.cpu_library import record_calls, repeat_calls
+from nanovllm.kernels.cpu_library import record_calls
 from nanovllm.kernels.scratch import Scratch, borrow_from
 from nanovllm.models.decoder import Decoder
 from nanovllm.runner.recorded_steps import MOST_SEQS, RecordedSteps
@@ -72,7 +72,7 @@ def test_repeated_steps_give_the_very_numbers_of_eager_ones(
     with open_llm(tmp_path, dtype=dtype, **options) as llm:
         for _ in range(2):
             assert answer(llm) == expected
-        assert len(find_recorded(llm)._steps) > 2
+        assert len(find_recorded(llm)._recordings) > 2
 
 
 def test_python_runs_the_model_once_for_each_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +101,7 @@ def test_a_model_that_needs_torch_s_operators_is_not_recorded(tmp_path: Path) ->
         expected = answer(llm)
     with open_llm(tmp_path) as llm:
         assert answer(llm) == expected
-        assert not find_recorded(llm)._steps
+        assert not find_recorded(llm)._recordings
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_a_step_that_torch_takes_part_in_is_not_recorded_and_carries_states_on_o
     monkeypatch.setattr(CpuBackend, "silu_and_mul", lambda backend, x: change(multiply(backend, x)))
     with open_llm(tmp_path) as llm:
         assert answer(llm) == expected
-        assert not find_recorded(llm)._steps
+        assert not find_recorded(llm)._recordings
 
 
 def test_new_weights_and_a_new_cache_make_new_recordings(tmp_path: Path) -> None:
@@ -149,5 +149,5 @@ def test_calls_are_recorded_in_one_thread_and_only_within_the_block() -> None:
     backend.silu_and_mul(x)
     assert len(calls) == 2
     x.copy_(torch.randn(3, 64))
-    repeat_calls(calls)
+    calls.repeat()
     assert torch.equal(z, backend.silu_and_mul(backend.silu_and_mul(x)))

@@ -2,6 +2,7 @@
 // asks for it. dynamic.h says how. The first parameter of every function says how many threads share its work.
 
 #include "dynamic.h"
+#include "recorded.h"
 
 namespace {
 
@@ -69,7 +70,9 @@ void pack_dynamic(int64_t threads, const uint8_t* codes, uint8_t* packed, int64_
     void name##_float32(int64_t threads, __VA_ARGS__) {  \
         num_threads = threads;                           \
         name<Float> arguments;                           \
-    }
+    }                                                    \
+    AGAIN(name##_bfloat16)                               \
+    AGAIN(name##_float32)
 
 EXPORT_DYNAMIC(linear_dynamic, (x, {codes, scales, in, out}, bias, y, rows), const void* x, const uint8_t* codes,
                const float* scales, const void* bias, void* y, int64_t rows, int64_t in, int64_t out)

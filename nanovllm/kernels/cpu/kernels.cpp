@@ -14,6 +14,7 @@
 #include "gated_delta.h"
 #include "linear.h"
 #include "operators.h"
+#include "recorded.h"
 #include "sample.h"
 
 #ifdef __linux__
@@ -26,7 +27,9 @@ extern "C" {
 // parameter of every function says how many threads share its work.
 #define EXPORT(name, arguments, ...)                                                                         \
     void name##_bfloat16(int64_t threads, __VA_ARGS__) { num_threads = threads, name<BFloat16> arguments; } \
-    void name##_float32(int64_t threads, __VA_ARGS__) { num_threads = threads, name<Float> arguments; }
+    void name##_float32(int64_t threads, __VA_ARGS__) { num_threads = threads, name<Float> arguments; }     \
+    AGAIN(name##_bfloat16)                                                                                  \
+    AGAIN(name##_float32)
 
 EXPORT(linear, (x, packed, bias, y, rows, in, out),
        const void* x, const uint32_t* packed, const void* bias, void* y, int64_t rows, int64_t in, int64_t out)
@@ -113,6 +116,25 @@ void step_inputs(int64_t, const int32_t* rows, const int32_t* num_computed, cons
         }
     }
     cu_seqlens[num_seqs] = t;
+}
+
+// Writes each token to its row's place in last_token. Of several tokens of a row the last one stays.
+void store_samples(int64_t, const int32_t* tokens, const int32_t* rows, int32_t* last_token, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) last_token[rows[i]] = tokens[i];
+}
+
+AGAIN(packed_rows)
+AGAIN(gather_rows)
+AGAIN(step_inputs)
+AGAIN(store_samples)
+
+// Makes recorded calls one after another. calls [count][2]: the address of a function that AGAIN defines, and that of
+// its words.
+void repeat(int64_t threads, const Word* calls, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) {
+        const auto again = from_word<void (*)(int64_t, const Word*)>(calls[2 * i]);
+        again(threads, from_word<const Word*>(calls[2 * i + 1]));
+    }
 }
 
 // Asks the system for huge pages. A step reads each weight once from end to end, and with 4 KiB pages the processor

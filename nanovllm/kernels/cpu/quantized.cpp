@@ -4,6 +4,7 @@
 // parameter of every function says how many threads share its work.
 
 #include "quantized.h"
+#include "recorded.h"
 
 namespace {
 
@@ -69,7 +70,9 @@ extern "C" {
     void name##_float32(int64_t threads, __VA_ARGS__, int64_t format) {                           \
         num_threads = threads;                                                                    \
         with_format<Float>(format, [&](auto chosen) { name<decltype(chosen)> arguments; });       \
-    }
+    }                                                                                             \
+    AGAIN(name##_bfloat16)                                                                        \
+    AGAIN(name##_float32)
 
 EXPORT_CODES(pack_codes, (codes, packed, out, in), const uint8_t* codes, uint8_t* packed, int64_t out, int64_t in)
 EXPORT_CODES(weight_rows, ({codes, scales, zeros, in, out, group}, indices, y, count),
