@@ -28,7 +28,7 @@ class Recording:
 
 
 class RecordedSteps:
-    """What `CudaGraphs` are on a GPU: decode steps of each size, from the staging buffer to the sampled tokens.
+    """Repeats decode steps on a CPU, as `CudaGraphs` do on a GPU: from the staging buffer to the sampled tokens.
 
     Python prepares a few hundred calls of kernels in a step: for a small model that takes longer than the kernels. What
     it prepares depends on the number of sequences alone. So the first step of each size is recorded while it runs, as
