@@ -54,6 +54,7 @@ class RowTable:
         self.resident: dict[int, Sequence] = {}
         """{row: sequence}. The dict keeps the order of admission."""
         self._order: Rows | None = None
+        self._sequences: list[Sequence] = []
         self._free = list(range(num_rows - 1, -1, -1))
 
     @property
@@ -66,16 +67,17 @@ class RowTable:
         leaves."""
         if self._order is None:
             self._order = np.fromiter(self.resident, np.intp, len(self.resident))
+            self._sequences = list(self.resident.values())
         return self._order
 
     def sequences(self, rows: Rows) -> list[Sequence]:
         """Return the sequence of each of the rows.
 
         In most steps all residents decode, and the scheduler passes the same array object that `order` returned. Then
-        the values of `resident` are the answer, and no row needs to be looked up.
+        no row needs to be looked up. The list is kept with the array, so nobody may change it.
         """
         if rows is self._order:
-            return list(self.resident.values())
+            return self._sequences
         return [self.resident[row] for row in rows.tolist()]
 
     def move_in(self, seq: Sequence, num_cached: int) -> None:
@@ -133,12 +135,14 @@ class BlockTables:
         """
         num_lacking = ends - self.room[rows]
         short = (num_lacking > 0).nonzero()[0]
+        if not len(short):  # as in most steps
+            return {}
         lacking = zip(rows[short].tolist(), num_lacking[short].tolist(), strict=True)
         return {row: self._manager.blocks_for(num_tokens) for row, num_tokens in lacking}
 
     def can_grow(self, missing: dict[int, int]) -> bool:
         """Return whether the pool has the blocks that are missing."""
-        return self._manager.can_take(sum(missing.values()), [])
+        return not missing or self._manager.can_take(sum(missing.values()), [])
 
     def grow(self, missing: dict[int, int]) -> None:
         """Take the blocks that are missing."""
