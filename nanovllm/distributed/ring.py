@@ -5,7 +5,6 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
@@ -42,7 +41,7 @@ def unpack_plan(packed: IntArray) -> StepPlan:
     lengths = [num_seqs] * NUM_PER_SEQ + rest
     ends = (HEADER + np.cumsum(lengths)).tolist()
     parts = [packed[end - n : end] for end, n in zip(ends, lengths, strict=True)]
-    return replace(StepPlan.from_arrays(parts), for_draft_model=bool(for_draft_model))
+    return StepPlan.from_arrays(parts)._replace(for_draft_model=bool(for_draft_model))
 
 
 def make_anonymous_file() -> int:

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -126,7 +126,7 @@ def time_steps(
     def measure(size: int) -> None:
         plan = StepPlan.largest(ceil_div(size, 1 + num_drafts), size, 1 + num_drafts, num_drafts)
         plan.rows[:] = config.max_num_seqs  # the padding row: nothing is stored
-        plan = replace(plan, for_draft_model=for_draft_model)
+        plan = plan._replace(for_draft_model=for_draft_model)
         spent = 0.0
         while spent < ROUND:
             since = time.perf_counter()

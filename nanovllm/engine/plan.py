@@ -55,8 +55,7 @@ def make_padding(num_seqs: int, row: int) -> IntArray:
     return head
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(NamedTuple):
     """One step's work. Decodes (num_scheduled == 1) come first, then longer rows, each in order of admission.
 
     A resident sequence owns one row of the device's tables from admission to release. The runner is not told when a row
@@ -90,7 +89,7 @@ class StepPlan:
     targets: IntArray
     block_entries: IntArray
     new_rows: NDArray[Any]
-    for_draft_model: bool = field(default=False, kw_only=True)
+    for_draft_model: bool = False
 
     @property
     def num_seqs(self) -> int:
@@ -133,8 +132,7 @@ class StepPlan:
     def from_arrays(arrays: Seq[IntArray]) -> "StepPlan":
         """Make a plan from arrays in the order of `arrays()`."""
         *rest, entries, new_rows = arrays
-        parts: list[NDArray[Any]] = [*rest, entries.reshape(-1, 3), new_rows.view(ROW_SAMPLING)]
-        return StepPlan(*parts)
+        return StepPlan._make([*rest, entries.reshape(-1, 3), new_rows.view(ROW_SAMPLING), False])
 
     @staticmethod
     def largest(max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, num_drafts: int = 0) -> "StepPlan":

@@ -226,7 +226,8 @@ class Scheduler:
             num_scheduled = num_scheduled[decodes_first]
         # The plan has the ids of tokens with an index below `num_sent` (see RowTable). A row beyond that computes one
         # token, which the device sampled in an earlier step: -1 stands for it.
-        token_ids = np.full(num_tokens, -1, np.int32)
+        token_ids = np.empty(num_tokens, np.int32)
+        token_ids.fill(-1)  # np.full takes twice as long
         is_sent = num_computed < table.num_sent[rows]
         if np.count_nonzero(is_sent):
             firsts = num_scheduled.cumsum() - num_scheduled

@@ -4,7 +4,6 @@ import math
 from array import array
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -25,8 +24,7 @@ class Scored(NamedTuple):
     is_last: bool
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledStep:
+class ScheduledStep(NamedTuple):
     """A plan and the sequences that receive its results. `seqs` receive the sampled tokens, `scored` the scores.
 
     The results are read one or more steps after the step was planned. Meanwhile a sequence may have ended or been

@@ -4,7 +4,6 @@ import gc
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -148,7 +147,7 @@ def launch_steps(runner: ModelRunner) -> None:
     with keep_one_layer_of_each_kind(runner.model):
         runner.caches = make_caches(runner, 1)
         for plan in plans:
-            unscored = replace(plan, num_scored=np.zeros_like(plan.num_scored), targets=plan.targets[:0])
+            unscored = plan._replace(num_scored=np.zeros_like(plan.num_scored), targets=plan.targets[:0])
             runner.compute(unscored, runner.staging.buffer[: unscored.head_size])
         decode, sample = bind_halves(runner)
         for size in sizes:
