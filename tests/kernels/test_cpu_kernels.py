@@ -33,7 +33,7 @@ from nanovllm.backends.torch_backend import OneDnnMatrix
 from nanovllm.engine.plan import StepPlan
 from nanovllm.kernels.cpu_library import CpuLibrary, cpu_library
 from nanovllm.kernels.norm_rope_store import NormRope
-from nanovllm.kernels.sample import SamplingValues
+from nanovllm.kernels.sample import SamplingValues, store_samples_reference
 from nanovllm.resolve import Work, resolve_backend
 from nanovllm.runner.step_handle import Front
 from nanovllm.utils.machine import limit_threads, physical_cores
@@ -144,6 +144,19 @@ def test_log_probabilities_are_the_references(backend: CpuBackend, vocab_size: i
 @pytest.mark.parametrize("scheduled", [[1] * 5, [1, 1, 1, 300, 7], [600]])
 def test_step_inputs_are_the_references(backend: CpuBackend, scheduled: list[int]) -> None:
     check_step_inputs(backend.step_inputs, scheduled, CPU)
+
+
+def test_samples_are_stored_where_their_rows_read_them(backend: CpuBackend) -> None:
+    tokens = torch.tensor([11, 12, 13, 14], dtype=torch.int32)
+    rows = torch.tensor(
+        [4, 0, 8, 4], dtype=torch.int32
+    )  # drafts: a row may have several samples, and keeps any of them
+    for store in (backend.store_samples, store_samples_reference):
+        last_token = torch.full((9,), -1, dtype=torch.int32)
+        store(tokens, rows, last_token)
+        assert last_token[4] in (11, 14)
+        last_token[4] = -1
+        assert last_token.tolist() == [12, -1, -1, -1, -1, -1, -1, -1, 13]
 
 
 @pytest.mark.parametrize("top_k", [0, 5])
