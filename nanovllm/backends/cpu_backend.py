@@ -255,7 +255,7 @@ class NativeMatrix:
 
 
 class PlainRows:
-    """The matrix [out, in] of an embedding that shares it with no LM head. Its rows are only looked up."""
+    """The matrix [out, in] of an embedding that shares no packed one with the LM head. Its rows are only looked up."""
 
     def __init__(self, library: CpuLibrary, weight: Tensor, scratch: Scratch) -> None:
         self._library = library

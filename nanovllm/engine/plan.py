@@ -42,7 +42,7 @@ EMBED = -1
 def make_padding(num_seqs: int, row: int) -> IntArray:
     """Return the first arrays of a plan of num_seqs dummy sequences. Each computes one token, with id 0.
 
-    A CUDA graph (a recorded step) has a fixed number of sequences. A step with fewer is filled up with these. All of
+    A CUDA graph has a fixed number of sequences. A step with fewer is filled up with these. All of
     them use one row that belongs to no sequence.
 
     Returns:

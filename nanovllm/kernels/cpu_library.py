@@ -84,9 +84,14 @@ _SUFFIXES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
 class RecordedCalls:
-    """Calls of kernels, in the order in which they were made. `repeat` makes them again, in C++."""
+    """Calls of kernels, in the order in which they were made. `repeat` makes them again, in C++.
+
+    Attributes:
+        can_repeat: False if C++ cannot make one of the calls again, because AGAIN does not name its kernel.
+    """
 
     def __init__(self) -> None:
+        self.can_repeat = True
         self._words: list[array[int]] = []
         self._calls = array("q")
         """Two words for each call: the address of the function that makes it again, and that of its arguments."""
@@ -101,11 +106,14 @@ class RecordedCalls:
             function: the kernel.
             arguments: what it was given after the number of threads: addresses and numbers.
         """
+        address = ctypes.cast(function.again, ctypes.c_void_p).value  # type: ignore[attr-defined]
+        if address is None:
+            self.can_repeat = False
+            return
         kinds = function.argtypes[1:]
         words = array("q", [_to_word(kind, a) for kind, a in zip(kinds, arguments, strict=True)])
         self._words.append(words)
-        address = ctypes.cast(function.again, ctypes.c_void_p).value  # type: ignore[attr-defined]
-        self._calls.extend((address or 0, words.buffer_info()[0]))
+        self._calls.extend((address, words.buffer_info()[0]))
 
     def repeat(self) -> None:
         """Make the calls again. All that they read and write must still be at the same addresses."""
@@ -120,7 +128,7 @@ def _to_word(kind: type, argument: float | None) -> int:
 
 
 _recorded: ContextVar[RecordedCalls | None] = ContextVar("recorded", default=None)
-"""To these calls this thread's calls are added, if they are recorded."""
+"""Where this thread's calls are recorded; None if they are not."""
 
 
 @contextmanager
@@ -236,7 +244,7 @@ def _declare(library: ctypes.CDLL, name: str, signature: Signature) -> "_Functio
     threads = [ctypes.c_int64]
     function.argtypes = threads + [ctypes.c_void_p] * pointers + [ctypes.c_int64] * integers + [ctypes.c_float] * floats
     function.restype = None
-    # Functions that no step calls have none.
+    # A function that no recorded step calls has none.
     function.again = getattr(library, f"{name}_again", None)  # type: ignore[attr-defined]
     return function
 

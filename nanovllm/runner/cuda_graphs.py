@@ -71,7 +71,8 @@ def _capture_stream(device: int) -> Any:
 class CudaGraphs:
     """Decode steps of each batch size as CUDA graphs, from the staging buffer to hidden states and sampled tokens.
 
-    A step is two graphs, the model's and the sampler's: where logits are edited, the second is left out.
+    A step is two graphs, the model's and the sampler's. The second is left out where logits are edited or
+    log-probabilities wanted.
 
     A graph of size n reads its inputs from the first HEAD * n values of the staging buffer, whose address never
     changes: the first arrays of a plan that was padded to n. All graphs share one pool of memory. They are captured
@@ -82,6 +83,7 @@ class CudaGraphs:
     def __init__(self, buffer: Tensor, max_num_seqs: int, padding_row: int) -> None:
         self._buffer = buffer
         self.sizes = graph_batch_sizes(max_num_seqs)
+        self.most_seqs = self.sizes[-1]
         self.padding_row = padding_row
         self._pool: Any = None  # torch's pool handles have no public type
         self._graphs: dict[int, Captured] = {}

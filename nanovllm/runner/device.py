@@ -79,7 +79,7 @@ class Staging:
             make_event: returns an object with the methods of torch.cuda.Event.
         """
         self.buffer = torch.zeros(size, dtype=torch.int32, device=device)
-        """int32 [size] on the device, always at the same address, because CUDA graphs read from there."""
+        """int32 [size] on the device, always at the same address: CUDA graphs and recorded steps read from there."""
         self._direct = device.type == "cpu"
         if not self._direct:
             pin = device.type == "cuda"

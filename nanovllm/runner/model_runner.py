@@ -175,12 +175,15 @@ class ModelRunner:
         """
         graphs = self.graphs if self.recorded is None else self.recorded
         only_decodes = plan.num_decodes == plan.num_seqs and not len(plan.targets)
-        if graphs is None or not only_decodes or plan.num_seqs > graphs.sizes[-1]:
+        if graphs is None or not only_decodes or plan.num_seqs > graphs.most_seqs:
             return None
         return graphs
 
     def replay(self, graphs: Graphs, plan: StepPlan) -> Front:
-        """Do what `start` does, for a plan that only decodes and is padded to the size of a graph."""
+        """Do what `start` does, for a plan that `pad` of the graphs has returned.
+
+        On a CPU the first step of each size runs here as Python, and is recorded.
+        """
         size = plan.num_seqs
         decoded = graphs.replay(size)
         if decoded is None:
@@ -192,13 +195,18 @@ class ModelRunner:
         return Front(plan, hidden, rows[:0], None, None, rows, values, *self._read_counts(plan))
 
     def finish_replay(self, graphs: Graphs, front: Front, edits: StepEdits | None, is_edited: bool) -> DeviceResult:
-        """Do what `finish` does after `replay`. It does so eagerly if logits are edited, or log-probabilities wanted:
-        graphs do not keep logits, which would take gigabytes for all sizes.
+        """Do what `finish` does after `replay`.
+
+        A step runs `finish` itself if logits are edited, or if log-probabilities are wanted, which need the logits:
+        graphs do not keep them, because those of all sizes would take gigabytes.
+
+        All ranks must choose the same branch. Sampling ends with a broadcast between the ranks. If one rank did it
+        inside the graph and another outside, the broadcasts would not match, and both would wait for ever. So the
+        branch depends on what every rank knows.
 
         Args:
-            is_edited: whether one has edits. Only rank 0 is given `edits`, and all ranks must choose the same branch.
-                Sampling ends with a broadcast between the ranks. If one rank did it inside the graph and another
-                outside, the broadcasts would not match, and both would wait for ever. So this is what every rank knows.
+            edits: of the logits; None on ranks other than 0.
+            is_edited: whether a sequence has edits.
         """
         size = front.plan.num_seqs
         if is_edited or front.num_logprobs.max() >= 0:
@@ -226,11 +234,9 @@ class ModelRunner:
         inputs, hidden = self.forward(PlannedRows(rows, num_computed, num_scheduled, token_ids), None, x)
         return hidden, rows, inputs.sampling
 
-    def sample_decoded(
-        self, hidden: Tensor, rows: Tensor, values: SamplingValues, edits: StepEdits | None = None
-    ) -> Tensor:
+    def sample_decoded(self, hidden: Tensor, rows: Tensor, values: SamplingValues) -> Tensor:
         """Sample a token for each of the decodes, int32 [n]. This is a CUDA graph of its own, after `decode`."""
-        return self.sampler.sample(self.model.compute_logits(hidden), rows, values, edits)
+        return self.sampler.sample(self.model.compute_logits(hidden), rows, values)
 
     # ---- the device
 

@@ -34,14 +34,14 @@ class RecordedSteps:
     it prepares depends on the number of sequences alone. So the first step of each size is recorded while it runs, as
     two halves, the model's and the sampler's. Later steps repeat the calls, in C++.
 
-    Steps share the memory of what they compute, because only one runs at a time. Only the results of each half keep
-    memory of their own. They must be read before the next step of this size runs.
+    Steps share the memory of what they compute, because only one runs at a time. So results must be read before the
+    next step runs, of whatever size.
 
-    Operators of torch are not recorded. If a step calls one, it cannot be repeated, and no step is recorded from then
-    on.
+    Operators of torch are not recorded. If a step calls one, or a kernel that C++ cannot call again, it cannot be
+    repeated, and no step is recorded from then on.
 
     Attributes:
-        sizes: the last of them is the most sequences of a step; 0 if no step can be recorded.
+        most_seqs: of a step; 0 if no step can be recorded.
     """
 
     def __init__(self, buffer: Tensor, max_num_seqs: int) -> None:
@@ -50,7 +50,7 @@ class RecordedSteps:
             buffer: the staging buffer, where the inputs of each step begin.
         """
         self._buffer = buffer
-        self.sizes = [min(max_num_seqs, MOST_SEQS)]
+        self.most_seqs = min(max_num_seqs, MOST_SEQS)
         self._scratch = Scratch(keeps_all=True)
         self._recordings: dict[tuple[Half, int], Recording] = {}
 
@@ -84,10 +84,10 @@ class RecordedSteps:
         with borrow_from(self._scratch), record_calls() as calls, _TorchWatch() as watch:  # type: ignore[no-untyped-call]
             recording = Recording(calls)
             yield recording
-        if watch.computes:
-            self.sizes = [0]
+        if watch.computes or not calls.can_repeat:
+            self.most_seqs = 0
             self.forget()
-        elif self.sizes != [0]:
+        elif self.most_seqs:
             self._recordings[half, size] = recording
 
     def inputs(self, size: int) -> Tensor:
@@ -95,7 +95,7 @@ class RecordedSteps:
         return self._buffer[: HEAD * size].view(HEAD, size)
 
     def forget(self) -> None:
-        """Forget all recordings, because weights are at other addresses now."""
+        """Forget all recordings: after weights have moved, or after a half that torch took part in."""
         self._recordings.clear()
 
 

@@ -26,7 +26,7 @@ class Front(NamedTuple):
         targets: int32 [num_scored in all], on the device.
         scored: [num_scored in all], the row of `hidden` that each target needs; None without targets.
         sampled: int [n], which row of `hidden` gives the logits of each sample; None if the plan samples nothing, and
-            after a CUDA graph, where every row does.
+            after `ModelRunner.replay`, where every row does.
         rows: int32 [n], the row that gets each sample.
         values: how each is sampled.
         num_logprobs: int32 [num_seqs], -1 for a sequence that wants none.

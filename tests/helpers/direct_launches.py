@@ -30,6 +30,7 @@ from nanovllm.edits.logit_edits import LogitEdits, PenaltyCounts
 from nanovllm.engine.plan import StepPlan
 from nanovllm.kernels.launch import Launch, compile_launches, launch
 from nanovllm.kernels.rms_norm import add_rms_norm
+from nanovllm.kernels.sample import SamplingValues
 from nanovllm.layers.linear import MatrixModule
 from nanovllm.layers.parallel import Stage
 from nanovllm.quantized.codes import Codes
@@ -37,6 +38,7 @@ from nanovllm.quantized.triton_matrix import TritonMatrix
 from nanovllm.runner import logprobs, sampler
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.startup import bind_halves, compile_kernels, make_caches, make_graphs
+from nanovllm.runner.step_handle import Front
 from nanovllm.utils.integers import ceil_div
 
 NUM_LAUNCHES = 196
@@ -160,6 +162,19 @@ def make_edits(num_rows: int, vocab: int, has_masks: bool, has_penalties: bool) 
     return LogitEdits(indices, indices, masks, bias_index, bias, penalties, (), PenaltyCounts(num_rows))
 
 
+def make_front(runner: ModelRunner, hidden: torch.Tensor, rows: torch.Tensor, values: SamplingValues) -> Front:
+    """Return what `ModelRunner.replay` returns for decodes."""
+    plan = unscored_plan([1] * len(rows))
+    return Front(plan, hidden, rows[:0], None, None, rows, values, *runner._read_counts(plan))
+
+
+def finish_replayed(runner: ModelRunner, size: int, edits: LogitEdits | None) -> None:
+    """Run a decode step whose second half is eager, because of edits or log-probabilities."""
+    graphs = make_graphs(runner)
+    front = make_front(runner, *runner.decode(graphs.inputs(size)))
+    runner.finish_replay(graphs, front, edits, is_edited=edits is not None)
+
+
 def serve_edits(runner: ModelRunner) -> None:
     """Steps with masks (of a grammar too), with penalties, with both, and with a bias alone; eager and replayed."""
     vocab = runner.model.lm_head.vocab_size
@@ -168,7 +183,7 @@ def serve_edits(runner: ModelRunner) -> None:
         for has_penalties in (False, True):
             edits = make_edits(2, vocab, has_masks, has_penalties)
             run_step(runner, plan, edits)
-            runner.sample_decoded(*runner.decode(make_graphs(runner).inputs(48)), edits)
+            finish_replayed(runner, 48, edits)
 
 
 def serve_logprobs(runner: ModelRunner) -> None:
@@ -180,6 +195,7 @@ def serve_logprobs(runner: ModelRunner) -> None:
         runner.tables.sampling_cpu["num_logprobs"] = count
         run_step(runner, scored)
         run_step(runner, sampled)
+        finish_replayed(runner, 48, None)
 
 
 def serve_prompts(runner: ModelRunner) -> None:
@@ -255,10 +271,10 @@ def serve_as_a_stage(runner: ModelRunner) -> None:
             if sample is None:
                 continue
             sample(hidden, rows, values)
-            front = half.front._replace(hidden=hidden, rows=rows, values=values)
+            front = make_front(runner, hidden, rows, values)
             filled = parallel.inputs.fill(parallel.inputs.keep(front, size), hidden)
             edits = make_edits(size, vocab, has_masks=True, has_penalties=size % 2 == 0)
-            runner.sample_decoded(filled.hidden, filled.rows, filled.values, edits)
+            runner.finish_replay(graphs, filled, edits, is_edited=True)
 
 
 def quantize(runner: ModelRunner, bits: int, group_size: int | None) -> None:

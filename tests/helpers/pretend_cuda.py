@@ -135,8 +135,7 @@ def noted() -> Iterator[list[Launch]]:
 def unscored_plan(num_scheduled: list[int]) -> StepPlan:
     """A plan of so many tokens for each sequence, all sampled."""
     plan = StepPlan.largest(len(num_scheduled), sum(num_scheduled), sum(num_scheduled))
-    return replace(
-        plan,
+    return plan._replace(
         num_scheduled=np.array(num_scheduled, np.int32),
         num_scored=np.zeros_like(plan.num_sampled),
         targets=plan.targets[:0],

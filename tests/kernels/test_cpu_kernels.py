@@ -148,9 +148,7 @@ def test_step_inputs_are_the_references(backend: CpuBackend, scheduled: list[int
 
 def test_samples_are_stored_where_their_rows_read_them(backend: CpuBackend) -> None:
     tokens = torch.tensor([11, 12, 13, 14], dtype=torch.int32)
-    rows = torch.tensor(
-        [4, 0, 8, 4], dtype=torch.int32
-    )  # drafts: a row may have several samples, and keeps any of them
+    rows = torch.tensor([4, 0, 8, 4], dtype=torch.int32)  # with drafts a row may come twice, and keeps either token
     for store in (backend.store_samples, store_samples_reference):
         last_token = torch.full((9,), -1, dtype=torch.int32)
         store(tokens, rows, last_token)

@@ -13,6 +13,7 @@ from transformers import Qwen3MoeForCausalLM
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends.cpu_backend import CpuBackend
 from nanovllm.kernels.cpu_library import record_calls
+from nanovllm.kernels.edit_logits import MaskAndPenalties
 from nanovllm.kernels.scratch import Scratch, borrow_from
 from nanovllm.models.decoder import Decoder
 from nanovllm.runner.recorded_steps import MOST_SEQS, RecordedSteps
@@ -162,3 +163,13 @@ def test_calls_are_recorded_in_one_thread_and_only_within_the_block() -> None:
     x.copy_(torch.randn(3, 64))
     calls.repeat()
     assert torch.equal(z, backend.silu_and_mul(backend.silu_and_mul(x)))
+
+
+def test_a_kernel_that_cannot_be_called_again_is_noticed() -> None:
+    backend = CpuBackend()
+    rows = torch.zeros(1, dtype=torch.int32)
+    with record_calls() as calls:
+        backend.silu_and_mul(torch.randn(3, 64))
+        assert calls.can_repeat
+        backend.edit_logits(torch.zeros(1, 64), MaskAndPenalties(rows, None, rows, None, None))
+    assert not calls.can_repeat
