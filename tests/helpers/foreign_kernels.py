@@ -62,10 +62,8 @@ class ForeignLibrary:
     def zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype)
 
-    def packed_rows(self, packed: Tensor, indices: Tensor, in_features: int) -> Tensor:
-        rows = torch.empty(len(indices), in_features, dtype=packed.dtype)
+    def packed_rows(self, packed: Tensor, indices: Tensor, rows: Tensor) -> None:
         self._run("packed_rows", "pppqq", (packed, indices, rows, len(indices), _units_per_row(rows)))
-        return rows
 
     def _run(self, name: str, kinds: str, arguments: tuple[Tensor | float | None, ...]) -> None:
         contents = []
