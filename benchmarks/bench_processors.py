@@ -72,7 +72,7 @@ def best_of(works: dict[str, Callable[[], object]], repeat: int = 7) -> dict[str
 
 
 def products(backends: dict[str, CpuBackend], dtype: torch.dtype, rows: int, repeat: int = 7) -> dict[str, float]:
-    library = next(iter(backends.values()))._library
+    library = next(iter(backends.values())).library
     weights = [torch.full((out, size), 0.01, dtype=dtype) for _ in range(LAYERS) for size, out in SHAPES]
     packed = [library.pack(weight) for weight in weights]  # in the same order by all
     inputs = {size: torch.ones(rows, size, dtype=dtype) for size, _ in SHAPES}
@@ -81,7 +81,7 @@ def products(backends: dict[str, CpuBackend], dtype: torch.dtype, rows: int, rep
     def ours(backend: CpuBackend) -> None:
         for weight, panels in zip(weights, packed, strict=True):
             out, size = weight.shape
-            backend._library.call("linear", dtype, inputs[size], panels, None, outputs[out], rows, size, out)
+            backend.library.call("linear", dtype, inputs[size], panels, None, outputs[out], rows, size, out)
 
     def run_torch() -> None:
         for weight in weights:

@@ -14,6 +14,7 @@ import torch
 
 from nanovllm.backends import AttentionMetadata
 from nanovllm.backends.cpu_backend import CpuBackend
+from nanovllm.models.hybrid_operators import CpuHybridOperators
 
 LAYERS = 18
 HEADS = 16
@@ -52,7 +53,7 @@ def make_metadata(num_seqs: int, length: int, before: int) -> AttentionMetadata:
     )
 
 
-def measure(backend: CpuBackend, num_seqs: int, length: int, rate: float) -> None:
+def measure(operators: CpuHybridOperators, num_seqs: int, length: int, rate: float) -> None:
     """Print a row of the table: milliseconds of all layers, by operator, and the floor of the states' bytes."""
     dtype = torch.bfloat16
     tokens = num_seqs * length
@@ -63,12 +64,12 @@ def measure(backend: CpuBackend, num_seqs: int, length: int, rate: float) -> Non
     qkv, z, gates = x.split((CHANNELS, HEADS * DIM, 2 * HEADS), dim=1)
     weight = torch.full((WIDTH, CHANNELS), 0.25, dtype=dtype)
     ones = torch.ones(HEADS)
-    mixed = backend.causal_conv(qkv, weight, conv, metadata)
-    out = backend.gated_delta(mixed, gates, ones, ones, states[0], metadata)
-    delta = best_ms(lambda: [backend.gated_delta(mixed, gates, ones, ones, state, metadata) for state in states])
-    convolution = best_ms(lambda: [backend.causal_conv(qkv, weight, conv, metadata) for _ in states])
+    mixed = operators.causal_conv(qkv, weight, conv, metadata)
+    out = operators.gated_delta(mixed, gates, ones, ones, states[0], metadata)
+    delta = best_ms(lambda: [operators.gated_delta(mixed, gates, ones, ones, state, metadata) for state in states])
+    convolution = best_ms(lambda: [operators.causal_conv(qkv, weight, conv, metadata) for _ in states])
     norm = torch.ones(DIM, dtype=dtype)
-    norms = best_ms(lambda: [backend.gated_rms_norm(out, z, norm, 1e-6) for _ in states])
+    norms = best_ms(lambda: [operators.gated_rms_norm(out, z, norm, 1e-6) for _ in states])
     floor = 2 * LAYERS * num_seqs * states[0][0].nbytes / rate
     cells = (f"{delta:.2f}", f"{floor:.2f}", f"{convolution:.2f}", f"{norms:.2f}", f"{1000 * delta / tokens:.0f}")
     print(f"| {num_seqs} x {length} | {' | '.join(cells)} |", flush=True)
@@ -76,13 +77,13 @@ def measure(backend: CpuBackend, num_seqs: int, length: int, rate: float) -> Non
 
 @torch.inference_mode()
 def main() -> None:
-    backend = CpuBackend()
+    operators = CpuHybridOperators(CpuBackend())
     rate = rewrite_rate()
     print(f"{torch.get_num_threads()} threads; {rate / 1e6:.1f} GB/s read and written in place\n")
     print("| sequences x tokens | gated delta, ms | floor, ms | convolution, ms | norm, ms | us a token |")
     print("| --- |" + " --- |" * 5)
     for num_seqs, length in ((1, 1), (8, 1), (32, 1), (1, 512), (8, 64)):
-        measure(backend, num_seqs, length, rate)
+        measure(operators, num_seqs, length, rate)
     print(f"\n{rewrite_rate() / 1e6:.1f} GB/s afterwards")
 
 

@@ -14,6 +14,7 @@ from nanovllm.layers.parallel import Parallel
 from nanovllm.layers.weights import WeightTarget
 from nanovllm.models.loader import name_canonically, name_some
 from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.recorded_steps import RecordedSteps
 from nanovllm.runner.startup import fill_cache
 from nanovllm.utils.checks import as_bool, quote, refuse
 from nanovllm.utils.machine import default_dtype
@@ -141,8 +142,8 @@ class RankRenewal:
             case "write":
                 assert tensor is not None
                 self.load.write(command["name"], tensor)
-                if self._runner.recorded is not None:
-                    self._runner.recorded.forget()
+                if isinstance(self._runner.graphs, RecordedSteps):
+                    self._runner.graphs.release()
             case "forget":
                 self._load = None
             case "sleep":
@@ -159,7 +160,6 @@ def _free_memory(runner: ModelRunner, level: int) -> None:
     if runner.graphs is not None:
         runner.graphs.release()
         runner.graphs = None
-    runner.recorded = None
     runner.caches = []
     if level == 2:
         runner.free_model()

@@ -1,17 +1,18 @@
 """The four backends, which compute a model's operators: torch, compiled CPU kernels, Triton kernels, flash-attn."""
 
+from torch import Tensor
+
 from nanovllm.backends.base import Backend
 from nanovllm.backends.cpu_backend import CpuBackend
 from nanovllm.backends.flash_attn_backend import FlashAttnBackend
 from nanovllm.backends.torch_backend import TorchBackend
 from nanovllm.backends.triton_backend import TritonBackend
 from nanovllm.kernels.attention import AttentionMetadata, CacheSize, KVCache
-from nanovllm.kernels.gated_delta import RowState
 
 BACKENDS: dict[str, type[Backend]] = {b.name: b for b in (FlashAttnBackend, TritonBackend, CpuBackend, TorchBackend)}
 """Every backend by its name. resolve.py decides which of them "auto" takes."""
 
-LayerCache = KVCache | RowState
-"""Holds what a layer keeps of the tokens that it has seen."""
+LayerCache = tuple[Tensor, ...]
+"""Holds what a layer keeps of the tokens that it has seen. A layer of attention has a KVCache."""
 
-__all__ = ["BACKENDS", "AttentionMetadata", "Backend", "CacheSize", "KVCache", "LayerCache", "RowState"]
+__all__ = ["BACKENDS", "AttentionMetadata", "Backend", "CacheSize", "KVCache", "LayerCache"]

@@ -11,17 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.kernels.attention import AttentionMetadata, KVCache, attend_reference
-from nanovllm.kernels.causal_conv import causal_conv_reference
 from nanovllm.kernels.combine import combine_reference
 from nanovllm.kernels.edit_logits import edit_logits_reference
-from nanovllm.kernels.gated_delta import gated_delta_reference
-from nanovllm.kernels.gated_rms_norm import gated_rms_norm_reference
 from nanovllm.kernels.grouped_linear import grouped_linear_reference
 from nanovllm.kernels.norm_rope_store import norm_rope_store_reference
 from nanovllm.kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
 from nanovllm.kernels.route import route_reference
 from nanovllm.kernels.sample import sample_reference, store_samples_reference
-from nanovllm.kernels.silu_and_mul import sigmoid_and_mul_reference, silu_and_mul_reference
+from nanovllm.kernels.silu_and_mul import silu_and_mul_reference
 from nanovllm.kernels.step_inputs import step_inputs_reference
 from nanovllm.kernels.token_logprobs import token_logprobs_reference
 
@@ -59,10 +56,6 @@ class Backend:
     combine = staticmethod(combine_reference)
     norm_rope_store = staticmethod(norm_rope_store_reference)
     attend = staticmethod(attend_reference)
-    sigmoid_and_mul = staticmethod(sigmoid_and_mul_reference)
-    causal_conv = staticmethod(causal_conv_reference)
-    gated_delta = staticmethod(gated_delta_reference)
-    gated_rms_norm = staticmethod(gated_rms_norm_reference)
     edit_logits = staticmethod(edit_logits_reference)
     sample = staticmethod(sample_reference)
     store_samples = staticmethod(store_samples_reference)

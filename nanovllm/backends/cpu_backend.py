@@ -23,12 +23,6 @@ from nanovllm.layers.weights import ShardedLayer
 LANES = 16
 """float32 numbers in a vector, as in kernels/cpu/."""
 
-MAX_CONV_WIDTH = 8
-"""Inputs in a sum of `causal_conv`, as in kernels/cpu/gated_delta.h."""
-
-MAX_KEY_DIM = 256
-"""Size of a key of `gated_delta`, MAX_HEAD_DIM in kernels/cpu/vectors.h."""
-
 
 class CpuBackend(Backend):
     """Calls the kernels of kernels/cpu/. A width that a kernel does not know goes to its reference, call by call.
@@ -43,9 +37,9 @@ class CpuBackend(Backend):
     groups = range(1, 48 + 1)
 
     def __init__(self) -> None:
-        self._library = cpu_library()
+        self.library = cpu_library()
         self.scratch = Scratch()
-        """Lends memory to the operators' results. Quantised matrices borrow from it, too."""
+        """Lends memory to the operators' results. Quantised matrices and hybrids borrow from it, too."""
 
     @classmethod
     def why_cannot(cls, device: torch.device) -> str | None:
@@ -57,36 +51,36 @@ class CpuBackend(Backend):
         return None
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        return self._library.zeros(shape, dtype)
+        return self.library.zeros(shape, dtype)
 
     def prepare_weights(self, weights: Iterable[Tensor]) -> None:
         for weight in weights:
-            self._library.advise_huge_pages(weight)
+            self.library.advise_huge_pages(weight)
 
     def pack_weights(self, modules: Iterable[nn.Module]) -> None:
         modules = list(modules)
-        pack_matrices(modules, lambda weight: NativeMatrix(self._library, weight, self.scratch, in_place=True))
+        pack_matrices(modules, lambda weight: NativeMatrix(self.library, weight, self.scratch, in_place=True))
         for module in modules:
             is_embedding = isinstance(module, VocabParallelEmbedding) and not isinstance(module, LMHead)
             if is_embedding and module.packed is None:
-                module.packed = PlainRows(self._library, module.weight.data, self.scratch)
+                module.packed = PlainRows(self.library, module.weight.data, self.scratch)
             if isinstance(module, ShardedLayer):
                 for weight in filter(_packs_in_place, module.list_stacks()):
                     for matrix in weight:
-                        self._library.pack(matrix, in_place=True)
+                        self.library.pack(matrix, in_place=True)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if x.shape[1] % LANES:
             return super().rms_norm(x, weight, eps)
         y = self.scratch.empty(*x.shape, dtype=x.dtype)
-        self._library.call("add_rms_norm", x.dtype, x, None, weight, y, None, *x.shape, _is_wide(weight), eps)
+        self.library.call("add_rms_norm", x.dtype, x, None, weight, y, None, *x.shape, _is_wide(weight), eps)
         return y
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         if x.shape[1] % LANES:
             return super().add_rms_norm(x, residual, weight, eps)
         y, total = (self.scratch.empty(*x.shape, dtype=x.dtype) for _ in range(2))
-        self._library.call("add_rms_norm", x.dtype, x, residual, weight, y, total, *x.shape, _is_wide(weight), eps)
+        self.library.call("add_rms_norm", x.dtype, x, residual, weight, y, total, *x.shape, _is_wide(weight), eps)
         return y, total
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
@@ -95,45 +89,7 @@ class CpuBackend(Backend):
         if size % LANES:
             return super().silu_and_mul(gate_up)
         y = self.scratch.empty(rows, size, dtype=gate_up.dtype)
-        self._library.call("silu_and_mul", y.dtype, gate_up, y, rows, size)
-        return y
-
-    def sigmoid_and_mul(self, x: Tensor, gate: Tensor) -> Tensor:
-        if x.shape[1] % LANES:
-            return super().sigmoid_and_mul(x, gate)
-        y = self.scratch.empty(*x.shape, dtype=x.dtype)
-        self._library.call("sigmoid_and_mul", x.dtype, x, gate, y, *x.shape, gate.stride(0))
-        return y
-
-    def causal_conv(self, x: Tensor, weight: Tensor, state: Tensor, metadata: AttentionMetadata) -> Tensor:
-        width, channels = weight.shape
-        if channels % LANES or width > MAX_CONV_WIDTH:
-            return super().causal_conv(x, weight, state, metadata)
-        y = self.scratch.empty(*x.shape, dtype=x.dtype)
-        sequences = (metadata.cu_seqlens_q, metadata.seq_lens, metadata.rows)
-        sizes = (len(metadata.seq_lens), channels, width, x.stride(0))
-        self._library.call("causal_conv", x.dtype, x, weight, state, y, *sequences, *sizes)
-        return y
-
-    def gated_delta(
-        self, qkv: Tensor, gates: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, metadata: AttentionMetadata
-    ) -> Tensor:
-        value_heads, key_dim, value_dim = state.shape[1:]
-        if key_dim % LANES or value_dim % LANES or key_dim > MAX_KEY_DIM:
-            return super().gated_delta(qkv, gates, a_log, dt_bias, state, metadata)
-        key_heads = (qkv.shape[1] - value_heads * value_dim) // (2 * key_dim)
-        out = self.scratch.empty(qkv.shape[0], value_heads, value_dim, dtype=qkv.dtype)
-        sequences = (metadata.cu_seqlens_q, metadata.seq_lens, metadata.rows)
-        sizes = (len(metadata.seq_lens), key_heads, value_heads, key_dim, value_dim, gates.stride(0))
-        self._library.call("gated_delta", qkv.dtype, qkv, gates, a_log, dt_bias, state, *sequences, out, *sizes)
-        return out
-
-    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-        tokens, heads, dim = x.shape
-        if dim % LANES:
-            return super().gated_rms_norm(x, gate, weight, eps)
-        y = self.scratch.empty(tokens, heads * dim, dtype=x.dtype)
-        self._library.call("gated_rms_norm", x.dtype, x, gate, weight, y, *x.shape, gate.stride(0), eps)
+        self.library.call("silu_and_mul", y.dtype, gate_up, y, rows, size)
         return y
 
     def route(self, logits: Tensor, k: int, normalize: bool, slots: Tensor) -> Routing:
@@ -145,16 +101,16 @@ class CpuBackend(Backend):
             tokens=pairs[1],
             offsets=self.scratch.empty(experts + 1, dtype=torch.int32),
         )
-        self._library.call("route", logits.dtype, logits.contiguous(), slots, *routing, tokens, experts, k, normalize)
+        self.library.call("route", logits.dtype, logits.contiguous(), slots, *routing, tokens, experts, k, normalize)
         return routing
 
     def grouped_linear(self, x: Tensor, weight: Tensor, routing: Routing, gather: bool) -> Tensor:
         if not _packs_in_place(weight):
             return super().grouped_linear(x, weight, routing, gather)
-        rows = gather_rows(self._library, x, routing.tokens, self.scratch) if gather else x
+        rows = gather_rows(self.library, x, routing.tokens, self.scratch) if gather else x
         y = self.scratch.empty(len(rows), weight.shape[1], dtype=x.dtype)
         num_experts, out_size, in_size = weight.shape
-        self._library.call("grouped_linear", x.dtype, rows, weight, routing.offsets, y, num_experts, in_size, out_size)
+        self.library.call("grouped_linear", x.dtype, rows, weight, routing.offsets, y, num_experts, in_size, out_size)
         return y
 
     def combine(self, y: Tensor, routing: Routing) -> Tensor:
@@ -165,7 +121,7 @@ class CpuBackend(Backend):
         out = self.scratch.empty(tokens, size, dtype=y.dtype)
         weights = routing.weights.contiguous()
         places = routing.places.contiguous()
-        self._library.call("combine", y.dtype, y, weights, places, out, tokens, k, size)
+        self.library.call("combine", y.dtype, y, weights, places, out, tokens, k, size)
         return out
 
     def norm_rope_store(self, qkv: Tensor, norms: NormRope, positions: Tensor, cache: KVCache, slots: Tensor) -> Tensor:
@@ -176,7 +132,7 @@ class CpuBackend(Backend):
         inputs = (qkv, norms.q_weight, norms.k_weight, norms.cos_sin, positions.to(torch.int32), slots)
         is_wide = norms.q_weight is not None and _is_wide(norms.q_weight)
         sizes = (tokens, num_heads, num_kv_heads, dim, block_size, is_wide, norms.eps)
-        self._library.call("norm_rope_store", q.dtype, *inputs, q, *cache, *sizes)
+        self.library.call("norm_rope_store", q.dtype, *inputs, q, *cache, *sizes)
         return q
 
     def attend(self, q: Tensor, cache: KVCache, metadata: AttentionMetadata, scale: float) -> Tensor:
@@ -186,34 +142,34 @@ class CpuBackend(Backend):
         out = self.scratch.empty(*q.shape, dtype=q.dtype)
         inputs = (q, *cache, tables, metadata.cu_seqlens_q, metadata.seq_lens)
         sizes = (*tables.shape, num_kv_heads, q.shape[1] // num_kv_heads, dim, block_size, scale)
-        self._library.call("attend", q.dtype, *inputs, out, *sizes)
+        self.library.call("attend", q.dtype, *inputs, out, *sizes)
         return out
 
     def step_inputs(self, planned: PlannedRows, tables: RowTables, block_size: int) -> StepInputs:
         made = empty_step_inputs(planned, tables, self.scratch.empty)
         sizes = (len(planned.rows), len(tables.last_token) - 1, tables.block_tables.shape[1], block_size)
-        self._library.call("step_inputs", None, *planned, *tables, *made[:6], *made.sampling[:5], *sizes)
+        self.library.call("step_inputs", None, *planned, *tables, *made[:6], *made.sampling[:5], *sizes)
         return made
 
     def sample(self, logits: Tensor, values: SamplingValues) -> Sampled:
         logits = logits.contiguous()
         sampled = Sampled(*(self.scratch.empty(len(logits), dtype=torch.int32) for _ in Sampled._fields))
         values = values._replace(positions=values.positions.to(torch.int32))
-        self._library.call("sample", logits.dtype, logits, *values, *sampled, *logits.shape)
+        self.library.call("sample", logits.dtype, logits, *values, *sampled, *logits.shape)
         return sampled
 
     def store_samples(self, token_ids: Tensor, rows: Tensor, last_token: Tensor) -> None:
-        self._library.call("store_samples", None, token_ids, rows, last_token, len(rows))
+        self.library.call("store_samples", None, token_ids, rows, last_token, len(rows))
 
     def token_logprobs(self, logits: Tensor, token_ids: Tensor) -> TokenLogprobs:
         n = len(logits)
         found = TokenLogprobs(*(torch.empty(n, dtype=t) for t in (torch.float32, torch.float32, torch.int32)))
         inputs = (logits.contiguous(), token_ids.to(torch.int32).contiguous())
-        self._library.call("token_logprobs", logits.dtype, *inputs, *found, *logits.shape)
+        self.library.call("token_logprobs", logits.dtype, *inputs, *found, *logits.shape)
         return found
 
     def edit_logits(self, logits: Tensor, edits: MaskAndPenalties) -> None:
-        self._library.call("edit_logits", logits.dtype, logits, *edits, len(edits.indices), logits.shape[1])
+        self.library.call("edit_logits", logits.dtype, logits, *edits, len(edits.indices), logits.shape[1])
 
 
 def _is_wide(weight: Tensor) -> bool:

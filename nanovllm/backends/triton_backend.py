@@ -7,11 +7,8 @@ from torch import Tensor
 
 from nanovllm.backends.base import Backend
 from nanovllm.kernels.attention import AttentionMetadata, KVCache
-from nanovllm.kernels.causal_conv import causal_conv
 from nanovllm.kernels.combine import combine
 from nanovllm.kernels.edit_logits import edit_logits
-from nanovllm.kernels.gated_delta import gated_delta
-from nanovllm.kernels.gated_rms_norm import gated_rms_norm
 from nanovllm.kernels.grouped_linear import grouped_linear
 from nanovllm.kernels.norm_rope_store import norm_rope_store
 from nanovllm.kernels.paged_decode import decode_metadata, paged_decode
@@ -19,7 +16,7 @@ from nanovllm.kernels.paged_prefill import paged_prefill
 from nanovllm.kernels.rms_norm import add_rms_norm, rms_norm
 from nanovllm.kernels.route import route
 from nanovllm.kernels.sample import sample
-from nanovllm.kernels.silu_and_mul import sigmoid_and_mul, silu_and_mul
+from nanovllm.kernels.silu_and_mul import silu_and_mul
 from nanovllm.kernels.step_inputs import step_inputs
 from nanovllm.kernels.token_logprobs import token_logprobs
 from nanovllm.kernels.triton_shim import HAS_TRITON, INTERPRETED
@@ -39,10 +36,6 @@ class TritonBackend(Backend):
     grouped_linear = staticmethod(grouped_linear)
     combine = staticmethod(combine)
     norm_rope_store = staticmethod(norm_rope_store)
-    sigmoid_and_mul = staticmethod(sigmoid_and_mul)
-    causal_conv = staticmethod(causal_conv)
-    gated_delta = staticmethod(gated_delta)
-    gated_rms_norm = staticmethod(gated_rms_norm)
     edit_logits = staticmethod(edit_logits)
     sample = staticmethod(sample)
     token_logprobs = staticmethod(token_logprobs)

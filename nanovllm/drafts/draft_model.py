@@ -174,6 +174,7 @@ class ModelDrafter:
             self._num_computed[new_rows["row"]] = np.iinfo(np.int32).max
             new_rows = new_rows.copy()
             new_rows["num_logprobs"] = -1  # none are wanted for drafts
+            new_rows["is_edited"] = False
         starts = np.minimum(self._num_computed[plan.rows], plan.num_computed)
         order = np.argsort(ends - starts > 1, kind="stable")  # decodes first
         plan_ends = plan.num_scheduled.cumsum()

@@ -1,5 +1,4 @@
-"""Products with an activated gate: SwiGLU's silu(gate) * up (Shazeer 2020, https://arxiv.org/abs/2002.05202), and
-x * sigmoid(gate)."""
+"""SwiGLU's product with an activated gate, silu(gate) * up (Shazeer 2020, https://arxiv.org/abs/2002.05202)."""
 
 import torch
 import torch.nn.functional as F
@@ -14,11 +13,6 @@ def silu_and_mul_reference(gate_up: Tensor) -> Tensor:
     """Return silu(gate) * up [num_tokens, size] of gate_up [num_tokens, 2 * size], whose first half is the gate."""
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up
-
-
-def sigmoid_and_mul_reference(x: Tensor, gate: Tensor) -> Tensor:
-    """Return x * sigmoid(gate), all [num_tokens, size]. The rows of gate may lie apart in memory."""
-    return x * torch.sigmoid(gate)
 
 
 @triton.jit
@@ -37,22 +31,6 @@ def _silu_and_mul_kernel(gate_up_ptr, out_ptr, stride, size, BLOCK: tl.constexpr
     tl.store(out_ptr + row * size + column, (silu.to(dtype).to(tl.float32) * up).to(dtype), mask=inside)
 
 
-@triton.jit
-def _sigmoid_and_mul_kernel(x_ptr, gate_ptr, out_ptr, gate_stride, size, BLOCK: tl.constexpr, PDL: tl.constexpr):
-    # Grid (num_tokens, size / BLOCK).
-    # A program owns BLOCK columns of one row. It computes in float32 and rounds after the sigmoid, as the reference.
-    # Rows of padding are like any other; their values stay in them.
-    wait_for_predecessor(PDL)
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < size
-    dtype = out_ptr.dtype.element_ty
-    gate = tl.load(gate_ptr + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
-    x = tl.load(x_ptr + row * size + column, mask=inside, other=0.0).to(tl.float32)
-    sigmoid = 1.0 / (1.0 + tl.exp(-gate))
-    tl.store(out_ptr + row * size + column, (sigmoid.to(dtype).to(tl.float32) * x).to(dtype), mask=inside)
-
-
 def silu_and_mul_config() -> dict[str, int]:
     """Eight elements of each half a thread."""
     return {"BLOCK": 1024, "num_warps": 4}
@@ -66,14 +44,4 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     config = silu_and_mul_config()
     grid = (num_tokens, ceil_div(size, config["BLOCK"]))
     launch(_silu_and_mul_kernel, grid, (gate_up, out, gate_up.stride(0), size), config)
-    return out
-
-
-def sigmoid_and_mul(x: Tensor, gate: Tensor) -> Tensor:
-    """sigmoid_and_mul_reference in one kernel. x is contiguous."""
-    num_tokens, size = x.shape
-    out = torch.empty_like(x)
-    config = silu_and_mul_config()
-    grid = (num_tokens, ceil_div(size, config["BLOCK"]))
-    launch(_sigmoid_and_mul_kernel, grid, (x, gate, out, gate.stride(0), size), config)
     return out

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from nanovllm.backends import AttentionMetadata, Backend, CacheSize, RowState
+from nanovllm.backends import AttentionMetadata, Backend, CacheSize
+from nanovllm.kernels.gated_delta import RowState
 from nanovllm.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
 from nanovllm.layers.parallel import Parallel
 from nanovllm.layers.weights import NamedTargets, ShardedLayer, WeightTarget, make_whole_target
 from nanovllm.models.hybrid import DeltaShape
+from nanovllm.models.hybrid_operators import choose_hybrid_operators
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -27,7 +29,7 @@ class DeltaNet(ShardedLayer):
 
     def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel) -> None:
         super().__init__()
-        self.backend = backend
+        self.operators = choose_hybrid_operators(backend)
         self.eps = config.rms_norm_eps
         self.whole = whole = DeltaShape.from_config(config, 1)
         self.shape = mine = whole.shard(parallel.size)
@@ -72,9 +74,9 @@ class DeltaNet(ShardedLayer):
         mine = self.shape
         sizes = [mine.channels, mine.values, 2 * mine.value_heads]
         qkv, z, gates = self.in_proj(x).split(sizes, dim=1)
-        qkv = self.backend.causal_conv(qkv, self.conv, state.conv, meta)
-        out = self.backend.gated_delta(qkv, gates, self.a_log, self.dt_bias, state.recurrent, meta)
-        return self.out_proj(self.backend.gated_rms_norm(out, z, self.norm, self.eps))  # type: ignore[no-any-return]
+        qkv = self.operators.causal_conv(qkv, self.conv, state.conv, meta)
+        out = self.operators.gated_delta(qkv, gates, self.a_log, self.dt_bias, state.recurrent, meta)
+        return self.out_proj(self.operators.gated_rms_norm(out, z, self.norm, self.eps))  # type: ignore[no-any-return]
 
     def weight_targets(self, path: str, names: Collection[str]) -> NamedTargets:
         whole = self.whole

@@ -18,6 +18,7 @@ from nanovllm.models.config import find_rotary_dim
 from nanovllm.models.decoder import Decoder, Layer, make_norm, make_rotary_table
 from nanovllm.models.delta_net import DeltaNet
 from nanovllm.models.hybrid import HybridShape
+from nanovllm.models.hybrid_operators import choose_hybrid_operators
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -45,6 +46,7 @@ class GatedAttention(ShardedLayer):
     def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel) -> None:
         super().__init__()
         self.backend = backend
+        self.operators = choose_hybrid_operators(backend)
         self.eps = config.rms_norm_eps
         self.scale = config.head_dim**-0.5
         whole = HybridShape.from_config(config)
@@ -78,7 +80,7 @@ class GatedAttention(ShardedLayer):
         norms = NormRope(self.q_norm, self.k_norm, self.eps, cos_sin)
         q = self.backend.norm_rope_store(self.qkv_proj(x), norms, positions, cache, meta.slot_mapping)
         out = self.backend.attend(q, cache, meta, self.scale).flatten(1)
-        return self.o_proj(self.backend.sigmoid_and_mul(out, self.gate_proj(x)))  # type: ignore[no-any-return]
+        return self.o_proj(self.operators.sigmoid_and_mul(out, self.gate_proj(x)))  # type: ignore[no-any-return]
 
     def weight_targets(self, path: str, names: Collection[str]) -> NamedTargets:
         for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 Graphs = CudaGraphs | RecordedSteps
+"""What repeats decode steps: on a GPU, or on a CPU."""
 
 
 class ModelRunner:
@@ -53,9 +54,8 @@ class ModelRunner:
         """
         # It is the first attribute, because Python deletes attributes in order. If a runner is deleted without close(),
         # its graphs must go before the process group (in `parallel`) that they use.
-        self.graphs: CudaGraphs | None = None
-        self.recorded: RecordedSteps | None = None
-        self.caches: list[LayerCache] = []  # startup.py fills it, `graphs` and `recorded`, after the model is loaded
+        self.graphs: Graphs | None = None
+        self.caches: list[LayerCache] = []  # startup.py fills it, and `graphs`, after the model is loaded
         self.draft: ModelRunner | None = None  # runs the draft model; load.py sets it if there is one
         self.config = config
         self.parallel = parallel
@@ -173,7 +173,7 @@ class ModelRunner:
 
         A step that also scores prompt tokens runs eagerly, because their number varies.
         """
-        graphs = self.graphs if self.recorded is None else self.recorded
+        graphs = self.graphs
         only_decodes = plan.num_decodes == plan.num_seqs and not len(plan.targets)
         if graphs is None or not only_decodes or plan.num_seqs > graphs.most_seqs:
             return None
@@ -301,7 +301,6 @@ class ModelRunner:
             if self.graphs is not None:
                 self.graphs.release()
         self.graphs = None
-        self.recorded = None
         self.caches = []
         if hasattr(self, "model"):
             self.free_model()

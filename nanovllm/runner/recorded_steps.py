@@ -86,7 +86,7 @@ class RecordedSteps:
             yield recording
         if watch.computes or not calls.can_repeat:
             self.most_seqs = 0
-            self.forget()
+            self.release()
         elif self.most_seqs:
             self._recordings[half, size] = recording
 
@@ -94,7 +94,7 @@ class RecordedSteps:
         """Return the part of the staging buffer that a step of that size reads: see `CudaGraphs.inputs`."""
         return self._buffer[: HEAD * size].view(HEAD, size)
 
-    def forget(self) -> None:
+    def release(self) -> None:
         """Forget all recordings: after weights have moved, or after a half that torch took part in."""
         self._recordings.clear()
 

@@ -65,11 +65,12 @@ def fill_cache(runner: ModelRunner, num_blocks: int) -> None:
     for each in (runner, runner.draft):
         if each is not None:
             each.caches = make_caches(each, num_blocks)
-            each.recorded = RecordedSteps(each.staging.buffer, config.max_num_seqs) if records else None
-    if runner.config.use_graphs:
-        runner.graphs = make_graphs(runner)
+            each.graphs = RecordedSteps(each.staging.buffer, config.max_num_seqs) if records else None
+    if config.use_graphs:
+        graphs = make_graphs(runner)
+        runner.graphs = graphs
         with runner.on_device(), torch.inference_mode():
-            runner.graphs.capture(*bind_halves(runner), show_progress=runner.parallel.number == 0)
+            graphs.capture(*bind_halves(runner), show_progress=runner.parallel.number == 0)
 
 
 def count_block_bytes(runner: ModelRunner) -> int:

@@ -45,6 +45,7 @@ from nanovllm.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_
 from nanovllm.kernels.route import route, route_reference
 from nanovllm.kernels.sample import SamplingValues, sample, uniform_reference
 from nanovllm.kernels.silu_and_mul import silu_and_mul, silu_and_mul_reference
+from nanovllm.models.hybrid_operators import TritonHybridOperators
 from nanovllm.quantized.triton_matrix import TritonMatrix
 
 pytestmark = [
@@ -131,7 +132,7 @@ def test_linear_attention_is_the_reference(heads: tuple[int, int, int, int], dty
     layer = DeltaLayer(*heads, width=4, dtype=dtype, device=DEVICE)
     # Sums of up to 128 terms in another order, and a rounding to the dtype's neighbour.
     tolerance = 2e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
-    assert_delta_is_the_reference(layer, backend_called("triton"), ([70, 0, 5], [1, 40, 1], [1, 1, 1]), tolerance)
+    assert_delta_is_the_reference(layer, TritonHybridOperators(), ([70, 0, 5], [1, 40, 1], [1, 1, 1]), tolerance)
 
 
 def copy_into(static: AttentionCase, case: AttentionCase) -> None:

@@ -39,6 +39,7 @@ from nanovllm.kernels import (
     route,
     sample,
     sample_filter,
+    sigmoid_and_mul,
     silu_and_mul,
     step_inputs,
     token_logprobs,
@@ -139,7 +140,7 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], shared_kib:
             yield launch(causal_conv._causal_conv_kernel, causal_conv.causal_conv_config(4))
             config = gated_rms_norm.gated_rms_norm_config(model.value_heads, 128)
             yield launch(gated_rms_norm._gated_rms_norm_kernel, config)
-            yield launch(silu_and_mul._sigmoid_and_mul_kernel, silu_and_mul.silu_and_mul_config())
+            yield launch(sigmoid_and_mul._sigmoid_and_mul_kernel, sigmoid_and_mul.sigmoid_and_mul_config())
             for ranks in (1, 2, 4, 8):
                 config = gated_delta.gated_delta_config(16 // ranks, model.value_heads // ranks, 128, 128)
                 yield launch(gated_delta._gated_delta_kernel, config)

@@ -19,7 +19,9 @@ from nanovllm.kernels.grouped_linear import grouped_linear_reference
 from nanovllm.kernels.norm_rope_store import NormRope
 from nanovllm.kernels.route import route_reference
 from nanovllm.kernels.scratch import Scratch
+from nanovllm.kernels.sigmoid_and_mul import sigmoid_and_mul_reference
 from nanovllm.layers.parallel import Parallel
+from nanovllm.models.hybrid_operators import CpuHybridOperators
 from nanovllm.models.qwen3_moe import Experts
 
 BF16 = torch.bfloat16
@@ -67,8 +69,8 @@ def check_small_operators(backend: CpuBackend, dtype: torch.dtype) -> None:
         torch.testing.assert_close(backend.rms_norm(x, wide, 1e-6), reference.rms_norm(x, wide, 1e-6), **close)
         gate_up = 30 * torch.randn(5, 2 * size).to(dtype)
         gate = gate_up[:, size:]  # its rows lie apart
-        found, expected = (side.sigmoid_and_mul(x, gate) for side in (backend, reference))
-        torch.testing.assert_close(found, expected, **close)
+        found = CpuHybridOperators(backend).sigmoid_and_mul(x, gate)
+        torch.testing.assert_close(found, sigmoid_and_mul_reference(x, gate), **close)
         torch.testing.assert_close(backend.silu_and_mul(gate_up), reference.silu_and_mul(gate_up), **close)
 
 
@@ -163,7 +165,8 @@ def check_experts(backend: CpuBackend, dtype: torch.dtype) -> None:
 def check_linear_attention(backend: CpuBackend, dtype: torch.dtype) -> None:
     """A convolution, the gated delta rule and its norm equal plain torch, step after step."""
     layer = DeltaLayer(2, 4, 64, 48, 4, dtype)
-    assert_delta_is_the_reference(layer, backend, ([9, 0, 20], [1, 2, 1], [1, 1, 1]), 4 * rounding(dtype))
+    steps = ([9, 0, 20], [1, 2, 1], [1, 1, 1])
+    assert_delta_is_the_reference(layer, CpuHybridOperators(backend), steps, 4 * rounding(dtype))
 
 
 def check_edited_logits(backend: CpuBackend) -> None:

@@ -1,4 +1,4 @@
-"""A layer of linear attention with random weights, run step by step on any backend."""
+"""A layer of linear attention with random weights, run step by step with any operators."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.backends import AttentionMetadata, Backend
-from nanovllm.backends.torch_backend import TorchBackend
+from nanovllm.backends import AttentionMetadata
 from nanovllm.kernels.gated_delta import RowState
+from nanovllm.models.hybrid_operators import HybridOperators
 
 CPU = torch.device("cpu")
 EPS = 1e-6
@@ -65,7 +65,7 @@ class DeltaLayer:
 
     def run(
         self,
-        backend: Backend,
+        operators: HybridOperators,
         inputs: Tensor,
         state: RowState,
         metadata: AttentionMetadata,
@@ -78,14 +78,14 @@ class DeltaLayer:
         a_log = self.draw(self.value_heads, seed=2).abs().log()
         dt_bias = self.draw(self.value_heads, seed=3)
         norm = self.draw(self.value_dim, seed=4).to(self.dtype)
-        mixed = backend.causal_conv(qkv, weight, state.conv, metadata)
+        mixed = operators.causal_conv(qkv, weight, state.conv, metadata)
         delta_inputs = (given[0] if given else mixed, gates, a_log, dt_bias)
-        out = backend.gated_delta(*delta_inputs, state.recurrent, metadata)
-        return mixed, out, backend.gated_rms_norm(given[1] if given else out, z, norm, EPS)
+        out = operators.gated_delta(*delta_inputs, state.recurrent, metadata)
+        return mixed, out, operators.gated_rms_norm(given[1] if given else out, z, norm, EPS)
 
 
 def run_in_chunks(
-    layer: DeltaLayer, backend: Backend, prompts: Sequence[Tensor], chunk: int, together: bool
+    layer: DeltaLayer, operators: HybridOperators, prompts: Sequence[Tensor], chunk: int, together: bool
 ) -> list[Tensor]:
     """Take each prompt's inputs [tokens, ...] through the layer, `chunk` tokens a step; return its outputs.
 
@@ -101,20 +101,20 @@ def run_in_chunks(
             lens = [len(piece) for piece in pieces]
             rows = [len(prompts) - 1 - i for i in present]
             metadata = delta_metadata(lens, [start + n for n in lens], rows, layer.device)
-            *_, out = layer.run(backend, torch.cat(pieces), state, metadata)
+            *_, out = layer.run(operators, torch.cat(pieces), state, metadata)
             for i, piece in zip(present, out.split(lens), strict=True):
                 outputs[i].append(piece)
     return [torch.cat(pieces) for pieces in outputs]
 
 
 def assert_delta_is_the_reference(
-    layer: DeltaLayer, backend: Backend, steps: Sequence[Sequence[int]], tolerance: float
+    layer: DeltaLayer, operators: HybridOperators, steps: Sequence[Sequence[int]], tolerance: float
 ) -> None:
     """Run steps, whose i-th number is how many tokens sequence i has in it, on both sides; compare all outputs.
 
     Each operator gets the reference's inputs, so that no rounding of the one before is compared with them.
     """
-    reference = TorchBackend()
+    reference = HybridOperators()
     count = len(steps[0]) if steps else 0
     states = [layer.new_state(count + 1) for _ in range(2)]
     done = [0] * count
@@ -126,7 +126,7 @@ def assert_delta_is_the_reference(
         metadata = delta_metadata(*planned, layer.device)
         inputs = layer.inputs(sum(lens), seed=100 * number)
         expected = layer.run(reference, inputs, states[0], metadata)
-        found = layer.run(backend, inputs, states[1], metadata, expected)
+        found = layer.run(operators, inputs, states[1], metadata, expected)
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one.float(), other.float(), rtol=tolerance, atol=tolerance)
         assert torch.equal(states[0].conv.nan_to_num(), states[1].conv.nan_to_num())

@@ -33,6 +33,7 @@ from nanovllm.kernels.cpu_library import FLAGS, PANEL, SOURCES, CpuLibrary
 from nanovllm.kernels.edit_logits import edit_logits_reference
 from nanovllm.kernels.route import route_reference
 from nanovllm.kernels.scratch import Scratch
+from nanovllm.models.hybrid_operators import CpuHybridOperators
 from nanovllm.quantized import cpu_matrix, dynamic_cpu
 from nanovllm.quantized.cpu_matrix import QuantizedLibrary
 from nanovllm.quantized.dynamic_cpu import DynamicLibrary
@@ -197,7 +198,8 @@ class Fuzzer:
         sequences = self.draw.randrange(1, 5)
         lens = [0, 1, 1, 2, 3, self.draw.randrange(4, 60)]
         steps = [[self.draw.choice(lens) for _ in range(sequences)] for _ in range(3)]
-        assert_delta_is_the_reference(layer, self.backend, [s for s in steps if any(s)], 4 * rounding(dtype))
+        operators = CpuHybridOperators(self.backend)
+        assert_delta_is_the_reference(layer, operators, [s for s in steps if any(s)], 4 * rounding(dtype))
 
     def check_sampling(self, dtype: torch.dtype) -> None:
         vocab_size = self.draw.choice([1, 2, 17, self.draw.randrange(3, 200), self.draw.randrange(200, 9000)])

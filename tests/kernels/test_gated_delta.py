@@ -10,7 +10,7 @@ from helpers.delta_cases import DeltaLayer, assert_delta_is_the_reference, delta
 from helpers.kernel_cases import DEVICE, HALF, poisoned_memory
 
 from nanovllm.backends.cpu_backend import CpuBackend
-from nanovllm.backends.triton_backend import TritonBackend
+from nanovllm.models.hybrid_operators import CpuHybridOperators, TritonHybridOperators
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 
@@ -22,8 +22,8 @@ SHORT_STEPS = ([5, 0, 12], [1, 2, 1], [0, 1, 1])
 
 
 @pytest.fixture
-def backend() -> CpuBackend:
-    return CpuBackend()
+def operators() -> CpuHybridOperators:
+    return CpuHybridOperators(CpuBackend())
 
 
 @pytest.fixture(autouse=True)
@@ -39,43 +39,51 @@ def threads() -> Iterator[None]:
     [(2, 4, 32, 32, 4), (1, 1, 128, 128, 4), (2, 2, 16, 48, 2), (1, 3, 48, 16, 8), (1, 2, 8, 24, 4), (2, 2, 32, 32, 1)],
 )
 def test_the_cpu_kernels_are_the_references(
-    key_heads: int, value_heads: int, key_dim: int, value_dim: int, width: int, dtype: torch.dtype, backend: CpuBackend
+    key_heads: int,
+    value_heads: int,
+    key_dim: int,
+    value_dim: int,
+    width: int,
+    dtype: torch.dtype,
+    operators: CpuHybridOperators,
 ) -> None:
     layer = DeltaLayer(key_heads, value_heads, key_dim, value_dim, width, dtype)
-    assert_delta_is_the_reference(layer, backend, STEPS, 4 * rounding(dtype))
+    assert_delta_is_the_reference(layer, operators, STEPS, 4 * rounding(dtype))
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_a_sequence_has_the_same_bits_in_any_batch_chunks_and_threads(dtype: torch.dtype, backend: CpuBackend) -> None:
+def test_a_sequence_has_the_same_bits_in_any_batch_chunks_and_threads(
+    dtype: torch.dtype, operators: CpuHybridOperators
+) -> None:
     layer = DeltaLayer(2, 4, 128, 64, 4, dtype)
     prompts = [layer.inputs(tokens, seed=i) for i, tokens in enumerate((65, 1, 130, 20, 3))]
     torch.set_num_threads(1)
-    expected = run_in_chunks(layer, backend, prompts, 1000, together=False)
+    expected = run_in_chunks(layer, operators, prompts, 1000, together=False)
     assert not any(out.isnan().any() for out in expected)
     for chunk, together, num_threads in ((1, True, 2), (7, True, 3), (64, True, 2), (1000, True, 2), (7, False, 3)):
         torch.set_num_threads(num_threads)
-        found = run_in_chunks(layer, backend, prompts, chunk, together)
+        found = run_in_chunks(layer, operators, prompts, chunk, together)
         for one, other in zip(found, expected, strict=True):
             assert torch.equal(one, other), (chunk, together, num_threads)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
-def test_the_gate_is_the_reference(dtype: torch.dtype, backend: CpuBackend) -> None:
+def test_the_gate_is_the_reference(dtype: torch.dtype, operators: CpuHybridOperators) -> None:
     x, gate = (20 * torch.randn(7, 3 * 64, generator=torch.Generator().manual_seed(i)).to(dtype) for i in range(2))
     gate[3, 70] = float("nan")
     apart = gate[:, 64:128]
-    found = backend.sigmoid_and_mul(x[:, :64].contiguous(), apart)
+    found = operators.sigmoid_and_mul(x[:, :64].contiguous(), apart)
     expected = x[:, :64] * torch.sigmoid(apart)
     torch.testing.assert_close(found, expected, rtol=2 * rounding(dtype), atol=1e-6, equal_nan=True)
 
 
 @pytest.mark.parametrize("gate", [-300.0, 300.0])
-def test_extreme_gates_keep_or_forget(gate: float, backend: CpuBackend) -> None:
+def test_extreme_gates_keep_or_forget(gate: float, operators: CpuHybridOperators) -> None:
     """With b = -300 a token changes nothing; with a = 300 it forgets all that was before it. Nothing overflows."""
     layer = DeltaLayer(1, 1, 32, 32, 4, FP32)
     inputs = layer.inputs(30)
     inputs[:, -2:] = gate
-    (out,) = run_in_chunks(layer, backend, [inputs], 7, together=True)
+    (out,) = run_in_chunks(layer, operators, [inputs], 7, together=True)
     assert torch.isfinite(out).all()
 
 
@@ -94,7 +102,7 @@ def test_tritons_kernels_are_the_references(
     with poisoned_memory():
         # Sums of up to 128 terms in another order, and one rounding to the dtype and its neighbour.
         tolerance = 2e-5 if dtype == FP32 else 4 * torch.finfo(HALF).eps
-        assert_delta_is_the_reference(layer, TritonBackend(), SHORT_STEPS, tolerance)
+        assert_delta_is_the_reference(layer, TritonHybridOperators(), SHORT_STEPS, tolerance)
 
 
 @needs_triton
@@ -104,10 +112,10 @@ def test_padding_of_a_graph_shares_the_last_row_and_touches_no_other() -> None:
     results = []
     for padding in (0, 2):
         state = layer.new_state(6)
-        layer.run(TritonBackend(), layer.inputs(9), state, delta_metadata([3] * 3, [3] * 3, [0, 1, 2], DEVICE))
+        layer.run(TritonHybridOperators(), layer.inputs(9), state, delta_metadata([3] * 3, [3] * 3, [0, 1, 2], DEVICE))
         planned = ([1] * (3 + padding), [4] * 3 + [1] * padding, [0, 1, 2] + [5] * padding)
         inputs = torch.cat((layer.inputs(3, seed=1), layer.inputs(padding, seed=2)))
-        *_, out = layer.run(TritonBackend(), inputs, state, delta_metadata(*planned, DEVICE))
+        *_, out = layer.run(TritonHybridOperators(), inputs, state, delta_metadata(*planned, DEVICE))
         assert torch.isfinite(out).all()
         results.append((out[:3], state.conv[:5], state.recurrent[:5]))
     for alone, padded in zip(*results, strict=True):
@@ -118,5 +126,5 @@ def test_padding_of_a_graph_shares_the_last_row_and_touches_no_other() -> None:
 def test_tritons_gate_is_the_reference() -> None:
     x, gate = (20 * torch.randn(5, 3 * 80, generator=torch.Generator().manual_seed(i)).to(DEVICE, HALF) for i in (1, 2))
     apart = gate[:, 80:160]
-    found = TritonBackend().sigmoid_and_mul(x[:, :80].contiguous(), apart)
+    found = TritonHybridOperators().sigmoid_and_mul(x[:, :80].contiguous(), apart)
     torch.testing.assert_close(found, x[:, :80] * torch.sigmoid(apart), rtol=2e-3, atol=1e-6)

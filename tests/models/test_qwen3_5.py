@@ -14,9 +14,9 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.backends import RowState
 from nanovllm.config import EngineConfig
 from nanovllm.estimate import estimate, read_config
+from nanovllm.kernels.gated_delta import RowState
 from nanovllm.load import make_quantizer, resolve_options
 from nanovllm.models.hybrid import make_shape
 from nanovllm.models.states import count_rows_that_fit, fit_rows

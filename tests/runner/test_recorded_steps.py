@@ -53,7 +53,7 @@ def answer(llm: LLM, num_requests: int = 20) -> list[dict[str, Any]]:
 
 
 def find_recorded(llm: LLM) -> RecordedSteps:
-    recorded = llm.engine.runner.recorded  # type: ignore[attr-defined]
+    recorded = llm.engine.runner.graphs  # type: ignore[attr-defined]
     assert isinstance(recorded, RecordedSteps)
     return recorded
 
@@ -78,7 +78,7 @@ def test_repeated_steps_give_the_very_numbers_of_eager_ones(
 ) -> None:
     save(tmp_path)
     with open_llm(tmp_path, dtype=dtype, enforce_eager=True, **options) as llm:
-        assert llm.engine.runner.recorded is None  # type: ignore[attr-defined]
+        assert llm.engine.runner.graphs is None  # type: ignore[attr-defined]
         expected = answer(llm)
     with open_llm(tmp_path, dtype=dtype, **options) as llm:
         for _ in range(2):

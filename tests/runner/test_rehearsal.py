@@ -27,9 +27,9 @@ from safetensors.torch import load_file
 from transformers import Qwen3_5ForCausalLM, Qwen3MoeForCausalLM
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
-from nanovllm.backends import RowState
 from nanovllm.drafts.speculation import Speculation
 from nanovllm.edits import editing
+from nanovllm.kernels.gated_delta import RowState
 from nanovllm.outputs import Output
 from nanovllm.runner import startup
 from nanovllm.runner.cuda_graphs import CudaGraphs
