@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 Graphs = CudaGraphs | RecordedSteps
-"""What repeats decode steps: on a GPU, or on a CPU."""
+"""These repeat decode steps, on a GPU and on a CPU."""
 
 
 class ModelRunner:
