@@ -183,7 +183,7 @@ def test_any_pipeline_gives_the_bits_of_one_rank(runs: Runs, **options: Any) -> 
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
 @given(**ANY)
 def test_many_pipelines_give_the_bits_of_one_rank(runs: Runs, **options: Any) -> None:
     check_any(runs, **options)
