@@ -313,7 +313,7 @@ class LLM:
             ValueError: the request is not valid.
         """
         request = self.prepare(prompt, sampling_params)
-        thread = self.__dict__.setdefault("_thread", share_engine(self.engine))  # of two threads the first one's stays
+        thread = self.__dict__.setdefault("_thread", share_engine(self.engine))  # two callers get the same one
         return thread.submit(request)  # type: ignore[no-any-return]
 
     def stream_tokens(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:

@@ -63,7 +63,7 @@ class Backend:
 
     @classmethod
     def why_cannot(cls, device: torch.device) -> str | None:
-        """Return why this backend cannot run on this machine, as a sentence "it needs ..."; None if it can."""
+        """Return why this backend cannot run on this machine, as a clause of an error message; None if it can."""
         return None
 
     def allocate_cache(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> KVCache:
@@ -93,7 +93,7 @@ class Backend:
         part of the graph.
 
         Args:
-            cache: the cache of any layer. Only its shape is used.
+            cache: that of any layer of attention; without such a layer this is not called. Only its shape is used.
             num_heads: number of query heads.
         """
         return metadata

@@ -33,7 +33,7 @@ class StepCosts:
 
     Attributes:
         num_tokens: ascending, the sizes that were measured.
-        plain: seconds of a step of each size, without drafts.
+        plain: seconds of a step of each size, without drafts. It may be repeated, as a CUDA graph or a recorded step.
         verified: seconds of a step of each size, with drafts.
         drafting: seconds of a pass of the draft model over as many sequences; 0 if there is none.
     """
@@ -102,7 +102,7 @@ def measure_costs(runner: Runner, config: ResolvedConfig, max_drafts: int) -> St
     sizes = [size for size in SIZES if size <= limit]
     decodes = [min(size, config.max_num_seqs) for size in sizes]
     verified = time_steps(runner, config, sizes, max_drafts)
-    plain = time_steps(runner, config, decodes, 0) if config.use_graphs else verified
+    plain = verified if config.enforce_eager else time_steps(runner, config, decodes, 0)
     drafting = np.zeros(len(sizes))
     if config.draft is not None:
         drafting = time_steps(runner, config, decodes, 0, for_draft_model=True)

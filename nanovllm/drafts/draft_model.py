@@ -90,7 +90,7 @@ def find_draft(
 
 
 def read_draft(config: ResolvedConfig) -> tuple[ResolvedConfig, "PretrainedConfig", Path | None]:
-    """Return what a rank loads the draft model from: its configuration, its config.json's, and its folder, if any."""
+    """Return what a rank loads the draft model from: its options, its transformers configuration, its folder."""
     draft = config.draft or {}
     own = ResolvedConfig(**draft["config"] | {"device": config.device})
     folder = None if draft["folder"] is None else Path(draft["folder"])

@@ -103,7 +103,7 @@ class NgramDrafter:
             most: agreement is counted up to so many tokens.
 
         Returns:
-            The text, the index of the last token that agrees, and how many agree: 0 if none of `shortest` do.
+            The text, the index of the last token that agrees, and how many agree: 0 if fewer than `shortest` do.
         """
         text = seq.token_ids
         last = len(text) - 1

@@ -98,7 +98,7 @@ class Speculation:
     # ---- before the step
 
     def plan_drafts(self, rows: Rows, ends: IntArray, num_running: int) -> IntArray:
-        """See `Speculator.plan_drafts`. The drafts of a row follow its last known token; its blocks are taken here.
+        """See `Speculator.plan_drafts`. The drafts of a row follow its last known token; their blocks are taken here.
 
         Drafts yield to sequences: those that were admitted to the step have their tokens and blocks first, and while
         one waits for blocks, drafts take none. Whether drafts pay is judged without the admitted sequences: beside a

@@ -158,8 +158,8 @@ class BlockManager:
     def forget_all(self) -> None:
         """Forget the whole prefix cache.
 
-        After a failed step KV may be wrong. The engine first ends all sequences, so that they give their blocks back,
-        and then calls this.
+        All sequences must have ended, and given their blocks back. The engine calls this after a failed step, when KV
+        may be wrong; `LLM` calls it when weights change, and for the user.
         """
         self._blank.extend(self._evictable)
         self._evictable.clear()

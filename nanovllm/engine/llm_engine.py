@@ -57,7 +57,8 @@ class LLMEngine:
 
     `run` takes requests and calls `step` until all requests have ended. At depth 1 the host launches a step and waits
     for its result. At depth 2 the host plans and launches step N + 1 while the device runs step N, so it reads tokens
-    one step later. The code is the same; at depth 2 `_in_flight` has one more entry.
+    one step later. The code is the same; at depth 2 `_in_flight` has one more entry. In a pipeline the depth is the
+    number of stages.
     """
 
     def __init__(
@@ -131,8 +132,8 @@ class LLMEngine:
     def check_free(self) -> None:
         """Raise a RuntimeError if no step may run now.
 
-        The engine may be closed, it may belong to another process, or a `run` may be unfinished. The error of a failed
-        step is raised here if that step returned what had ended before.
+        The engine may be closed, it may belong to another process, or a `run` may be unfinished. If a step failed after
+        requests had ended, it returned these, and its error is raised here.
         """
         self._raise_kept()
         if self.closed:
@@ -312,7 +313,7 @@ class LLMEngine:
         return step
 
     def _raise_kept(self) -> None:
-        """Raise the error of an earlier step that had ended requests, once."""
+        """Raise the error that an earlier step kept, and forget it."""
         error = self._kept_error
         self._kept_error = None
         if error is not None:

@@ -114,7 +114,7 @@ class StepPlan(NamedTuple):
         return NUM_PER_SEQ * self.num_seqs + self.num_tokens + len(self.targets)
 
     def arrays(self) -> list[IntArray]:
-        """Return all fields as int32 [n] arrays, in the order in which they go to the device and to the other ranks."""
+        """Return all arrays as int32 [n], in the order in which they go to the device and to the other ranks."""
         per_seq = [self.rows, self.num_computed, self.num_scheduled, self.num_sampled, self.num_scored]
         entries = self.block_entries.reshape(-1)
         new_rows = self.new_rows.view(np.int32)

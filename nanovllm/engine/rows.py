@@ -182,8 +182,8 @@ class BlockTables:
             seq = self._table.resident[row]
             first = int(self._next_full[row]) // size - 1
             # `all` stops at the first block that cannot be registered: no later one could be found without it.
-            are_found = all(self._manager.register(seq, index) for index in range(first, num_full))
-            self._next_full[row] = (num_full + 1) * size if are_found else NEVER
+            are_registered = all(self._manager.register(seq, index) for index in range(first, num_full))
+            self._next_full[row] = (num_full + 1) * size if are_registered else NEVER
 
 
 def pack_sampling(seqs: Seq[Sequence], vocab_size: int) -> NDArray[Any]:

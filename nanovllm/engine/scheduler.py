@@ -25,13 +25,13 @@ class Scheduler:
 
     There are no separate prefill and decode steps. Every step computes tokens that are not computed yet, until its
     token budget (max_num_batched_tokens) is spent. Running sequences come first, in order of admission; then waiting
-    sequences are admitted, in order. Drafts get what is left of the budget. Three things follow:
+    sequences are admitted, in order. Drafts get what is left of the budget. Without a pipeline, three things follow:
 
     * A sequence is admitted only if, in that step, all sequences before it compute all of their tokens. So afterwards
       only the last one may have an unfinished prompt. Each other one needs one token per step, drafts not counted.
     * So at most one prompt is cut in a step: the last one, which is computed in chunks.
     * A sequence is admitted only if a token of the budget is left after all running sequences. So there are never more
-      running sequences than tokens in the budget. A row gets none only if its last token is still in flight.
+      running sequences than tokens in the budget. A row gets no token only if its last one is still in flight.
 
     In a pipeline a sequence is in one step in flight at most, unless the steps are chunks of its prompt. So each step
     leaves some running sequences to the others: `_choose_ready` says which.

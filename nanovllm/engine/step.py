@@ -92,14 +92,14 @@ def choose_targets(
 
     Args:
         scoring: {row: sequence}, the sequences with prompt tokens that are not scored yet, and those that are only
-            scored. A sequence that will also generate tokens is removed when its last target is chosen.
+            scored. A sequence that will also generate tokens is removed when all of its prompt is computed.
         num_sampled: int32 [num_seqs], how many tokens each row samples. It becomes 0 for sequences that are only
             scored.
 
     Returns:
         num_sampled: 0 for sequences that are only scored, else as given.
         num_scored: int32 [num_seqs], how many targets each row has.
-        scored: the sequences that have targets.
+        scored: the sequences of `scoring` that are in the step, with their numbers of targets.
         targets: int32, the token ids of all targets.
     """
     num_sampled = num_sampled.copy()

@@ -82,9 +82,9 @@ class AttentionMetadata:
         block_tables: int32 [num_seqs, max_blocks]; entries after a sequence's blocks are any valid block numbers.
         slot_mapping: int64 [num_tokens], where K and V of each token are stored; -1 for padding.
         query_lens_cpu, seq_lens_cpu: int32 [num_seqs] on the host (NumPy). Backends choose the sizes of their launches
-            by them. None when a CUDA graph records the step; every sequence is a decode then.
+            by them. None when a step is captured or recorded; every sequence is a decode then.
         decodes, prefills: made by `Backend.prepare_attention` from the other attributes.
-        rows: int32 [num_seqs], the rows whose state layers of linear attention carry on; None in models without any.
+        rows: int32 [num_seqs], the row of each sequence. Layers of linear attention keep their states in these.
     """
 
     num_decodes: int

@@ -1,7 +1,7 @@
 """Compiles the C++ kernels in cpu/ on first use, and calls them through ctypes.
 
-The library is compiled for exactly this machine, in a few seconds. It is kept in the user's cache folder, under a name
-that is a hash of the sources, the compiler and the processor.
+Each library is compiled for exactly this machine, in a few seconds. It is kept in the user's cache folder, under a name
+with a hash of the sources, the compiler, its flags and the processor.
 """
 
 import ctypes
@@ -121,7 +121,7 @@ class RecordedCalls:
 
 
 def _to_word(kind: type, argument: float | None) -> int:
-    """Return the 64 bits that cpu/recorded.h makes an argument of."""
+    """Return an argument as the 64 bits that cpu/recorded.h reads."""
     if kind is ctypes.c_float:
         return int.from_bytes(struct.pack("<f", argument), "little")
     return int(argument or 0)
@@ -143,7 +143,7 @@ def record_calls() -> Iterator[RecordedCalls]:
 
 
 class KernelLibrary:
-    """Compiled kernels. Tensors must be contiguous and on the CPU; the caller checks their shapes.
+    """Compiled kernels. Tensors are on the CPU, and contiguous where a kernel takes no stride; the caller checks that.
 
     Attributes:
         source: the C++ file of `SOURCES` that has the kernels. The library's file has its name, too.
@@ -187,7 +187,7 @@ class KernelLibrary:
 
 
 class CpuLibrary(KernelLibrary):
-    """The kernels that every model needs."""
+    """The kernels of kernels.cpp: all but those of quantised matrices."""
 
     source = "kernels.cpp"
     typed = _SIGNATURES
@@ -225,7 +225,7 @@ class CpuLibrary(KernelLibrary):
         self._functions["advise_huge_pages", None](1, storage.data_ptr(), storage.nbytes())
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a large tensor of zeros. All threads bring in its pages now, which the system gives zeroed."""
+        """Return a large tensor of zeros. All threads touch its pages now; the system gives pages of zeros."""
         memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         zeros = torch.frombuffer(memory, dtype=dtype).view(*shape)
         self.advise_huge_pages(zeros)
@@ -244,7 +244,7 @@ def _declare(library: ctypes.CDLL, name: str, signature: Signature) -> "_Functio
     threads = [ctypes.c_int64]
     function.argtypes = threads + [ctypes.c_void_p] * pointers + [ctypes.c_int64] * integers + [ctypes.c_float] * floats
     function.restype = None
-    # A function that no recorded step calls has none.
+    # A function that no recorded step calls has no name_again.
     function.again = getattr(library, f"{name}_again", None)  # type: ignore[attr-defined]
     return function
 
@@ -293,14 +293,14 @@ def _load(compiler: str, kind: type[AnyLibrary]) -> AnyLibrary:
     start = time.perf_counter()
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        scratch = tempfile.TemporaryDirectory(dir=folder)
+        build_folder = tempfile.TemporaryDirectory(dir=folder)
         is_kept = True
     except OSError as error:
         logger.warning("the CPU kernels are compiled anew by each process: %s cannot be written (%s)", folder, error)
-        scratch = tempfile.TemporaryDirectory()
+        build_folder = tempfile.TemporaryDirectory()
         is_kept = False
-    with scratch:
-        built = Path(scratch.name) / target.name
+    with build_folder:
+        built = Path(build_folder.name) / target.name
         command = [compiler, *_usable_flags(compiler), *kind.flags, str(SOURCES / kind.source), "-o", str(built)]
         subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
         if is_kept:

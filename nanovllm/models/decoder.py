@@ -169,7 +169,7 @@ class Decoder(nn.Module):
             classes of its own.
         norm_plus: what is added to the weights of norms when they are read. If it is 1, they stay in float32, because
             the sum would lose bits in the model's dtype.
-        unread: how the names of tensors begin that a checkpoint may have and that the model does not read.
+        unread: prefixes of tensors' names. A checkpoint may have such tensors; the model does not read them.
     """
 
     layer_class: type[Layer] = Layer

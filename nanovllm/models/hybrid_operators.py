@@ -11,10 +11,10 @@ from nanovllm.kernels.gated_rms_norm import gated_rms_norm, gated_rms_norm_refer
 from nanovllm.kernels.sigmoid_and_mul import sigmoid_and_mul, sigmoid_and_mul_reference
 
 MAX_CONV_WIDTH = 8
-"""Inputs in a sum of `causal_conv`, as in kernels/cpu/gated_delta.h."""
+"""The most inputs in a sum of `causal_conv`, as in kernels/cpu/gated_delta.h."""
 
 MAX_KEY_DIM = 256
-"""Size of a key of `gated_delta`, MAX_HEAD_DIM in kernels/cpu/vectors.h."""
+"""The largest key of `gated_delta`, MAX_HEAD_DIM in kernels/cpu/vectors.h."""
 
 
 class HybridOperators:

@@ -64,7 +64,7 @@ class DeviceTables:
 
 
 class Staging:
-    """Copies each step's arrays from the host to a fixed place on the device, through two pinned buffers in turn.
+    """Copies each step's arrays from the host to a fixed place on the device: a GPU has two pinned buffers for that.
 
     Pinned memory is host memory that the device reads directly, while the host goes on. So a copy may still be running
     when the next step is prepared; that step uses the other buffer. A buffer is written again two steps later, after

@@ -95,7 +95,7 @@ class RecordedSteps:
         return self._buffer[: HEAD * size].view(HEAD, size)
 
     def release(self) -> None:
-        """Forget all recordings: after weights have moved, or after a half that torch took part in."""
+        """Forget all recordings: weights have moved or go, or a half cannot be repeated."""
         self._recordings.clear()
 
 

@@ -16,10 +16,10 @@ from nanovllm.runner.device import DeviceTables, to_device
 def choose_samples(plan: StepPlan, rows: Tensor, inputs: StepInputs) -> tuple[Tensor, Tensor, SamplingValues]:
     """Choose the tokens after which the step samples: the last one of each sequence, and those followed by a draft.
 
-    The runner always samples at least once per sequence, to keep shapes simple. Some samples are not wanted
-    (num_sampled is 0): after a chunk that does not end a prompt, and after a prompt that is only scored. `StepHandle`
-    in step_handle.py drops them. `Sampler.sample` writes them to the row's last_token, too. That does no harm,
-    because the row's next plan has the real token id, not -1.
+    If one sequence samples, the runner samples at least once for each, to keep shapes simple. Some samples are not
+    wanted (num_sampled is 0): after a chunk that does not end a prompt, and after a prompt that is only scored.
+    `StepHandle` in step_handle.py drops them. `Sampler.sample` writes them to the row's last_token, too. That does no
+    harm, because the row's next plan has the real token id, not -1.
 
     After a step with drafts the row's next plan has the real id, too. Several samples were written then, and the device
     does not know which of them is valid.

@@ -1,4 +1,7 @@
-"""Prepares a runner whose model is loaded: compiles kernels, measures memory, makes the KV cache and CUDA graphs."""
+"""Prepares a runner whose model is loaded: compiles kernels, measures memory, makes the KV cache and CUDA graphs.
+
+On a CPU it makes recorded steps in place of the graphs.
+"""
 
 import gc
 import logging
@@ -59,13 +62,13 @@ def make_cache(runner: ModelRunner) -> int:
 
 
 def fill_cache(runner: ModelRunner, num_blocks: int) -> None:
-    """Allocate the KV cache of a runner and of its draft model, and prepare what repeats steps: graphs, or records."""
+    """Allocate the KV cache of a runner and of its draft model, and make what repeats steps: graphs, or recordings."""
     config = runner.config
-    records = runner.backend.name == "cpu" and config.num_ranks == 1 and not config.enforce_eager
+    is_recorded = runner.backend.name == "cpu" and config.num_ranks == 1 and not config.enforce_eager
     for each in (runner, runner.draft):
         if each is not None:
             each.caches = make_caches(each, num_blocks)
-            each.graphs = RecordedSteps(each.staging.buffer, config.max_num_seqs) if records else None
+            each.graphs = RecordedSteps(each.staging.buffer, config.max_num_seqs) if is_recorded else None
     if config.use_graphs:
         graphs = make_graphs(runner)
         runner.graphs = graphs
@@ -114,16 +117,16 @@ def compile_kernels(runner: ModelRunner) -> None:
     has_kernels = runner.backend.name in ("triton", "flash_attn")
     if runner.device.type != "cuda" or not has_kernels:
         return
-    leads = runner.parallel.number == 0
+    is_rank_0 = runner.parallel.number == 0
     runner.parallel.sends_nothing = True
     try:
-        with compile_launches(show_progress=leads), FakeTensorMode(allow_non_fake_inputs=True):
+        with compile_launches(show_progress=is_rank_0), FakeTensorMode(allow_non_fake_inputs=True):
             if runner.backend.name == "triton":
                 # Steps come first because they have the kernels that take longest to compile.
                 launch_steps(runner)
                 if runner.draft is not None:
                     launch_steps(runner.draft)
-            if leads:
+            if is_rank_0:
                 with torch.device(runner.device):
                     launch_logits_kernels(runner)
     finally:
@@ -159,7 +162,7 @@ def launch_steps(runner: ModelRunner) -> None:
 
 
 def launch_logits_kernels(runner: ModelRunner) -> None:
-    """Launch what reads the model's logits, also the float32 copies that edits and the likeliest tokens are made of."""
+    """Launch the kernels that read logits: in the model's dtype, and in float32 for edits and log-probabilities."""
     backend = runner.backend
     vocab = runner.hf_config.vocab_size  # of all ranks: rank 0 gathers their logits
     ids = torch.empty(2, dtype=torch.int32)
@@ -201,7 +204,7 @@ def measure_memory(runner: ModelRunner) -> GpuMemory:
     graphs = _measure_graphs(runner) if runner.config.use_graphs else 0
     runner.caches = []
     torch.cuda.empty_cache()
-    runner.parallel.minimum(0)  # ranks on the same GPU have given back their activations, too
+    runner.parallel.minimum(0)  # waits until ranks on the same GPU have given back their activations, too
     free, total = torch.cuda.mem_get_info(runner.device)
     others = total - free - torch.cuda.memory_reserved(runner.device)
     return GpuMemory(total, others, weights, activations, graphs, states)

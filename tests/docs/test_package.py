@@ -73,8 +73,8 @@ as rank 0 does."""
 
 WINGS = (
     *("__main__", "chat", "cli", "diagnosis", "distributed", "doctor", "drafts", "edits", "embedding", "estimate"),
-    *("jobs", "lm_eval", "lora", "models.delta_net", "models.dummy_weights", "models.hybrid", "models.qwen3_5"),
-    *("models.qwen3_moe", "models.shapes", "models.states", "parsing"),
+    *("jobs", "lm_eval", "lora", "models.delta_net", "models.dummy_weights", "models.hybrid"),
+    *("models.hybrid_operators", "models.qwen3_5", "models.qwen3_moe", "models.shapes", "models.states", "parsing"),
     *("quantized", "ray", "renewal", "score", "sharing", "text.conversations", "view"),
 )
 """Every other file belongs to the spine: generating on one device takes it."""
