@@ -20,7 +20,7 @@ SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 ROUND = 0.01
 """Seconds for which a step is repeated in one round of measuring; it runs at least once."""
 LONG = 0.2
-"""A step that takes so many seconds is measured in one round, not in two."""
+"""A step that takes so many seconds is measured in one round, not in two, and with drafts alone."""
 WORTHWHILE = 1.02
 """Drafts are verified only if they are expected to make so many times the tokens a second of a step without them."""
 
@@ -33,7 +33,7 @@ class StepCosts:
 
     Attributes:
         num_tokens: ascending, the sizes that were measured.
-        plain: seconds of a step of each size, without drafts. It may be repeated, as a CUDA graph or a recorded step.
+        plain: seconds of a step of each size, without drafts. It may run as a CUDA graph or a recorded step.
         verified: seconds of a step of each size, with drafts.
         drafting: seconds of a pass of the draft model over as many sequences; 0 if there is none.
     """
@@ -102,7 +102,10 @@ def measure_costs(runner: Runner, config: ResolvedConfig, max_drafts: int) -> St
     sizes = [size for size in SIZES if size <= limit]
     decodes = [min(size, config.max_num_seqs) for size in sizes]
     verified = time_steps(runner, config, sizes, max_drafts)
-    plain = verified if config.enforce_eager else time_steps(runner, config, decodes, 0)
+    plain = verified.copy()
+    num_short = int(np.searchsorted(verified, LONG))  # to repeat a longer step makes it hardly faster
+    if num_short and not config.enforce_eager:
+        plain[:num_short] = time_steps(runner, config, decodes[:num_short], 0)
     drafting = np.zeros(len(sizes))
     if config.draft is not None:
         drafting = time_steps(runner, config, decodes, 0, for_draft_model=True)

@@ -24,7 +24,7 @@ from helpers.traces import run_trace, traces
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.drafts.costs import StepCosts, choose_num_drafts, time_steps
+from nanovllm.drafts.costs import StepCosts, choose_num_drafts, measure_costs, time_steps
 from nanovllm.drafts.draft_model import ModelDrafter
 from nanovllm.drafts.ngrams import NgramDrafter
 from nanovllm.drafts.speculation import Speculation
@@ -272,6 +272,29 @@ def test_a_disturbed_start_makes_no_row_dearer_than_further_ones(monkeypatch: py
     monkeypatch.setattr("nanovllm.drafts.costs.time", SimpleNamespace(perf_counter=lambda: now))
     found = time_steps(Runner(), SimpleNamespace(max_num_seqs=8), [1, 2, 3, 4, 6, 8, 12, 16, 24, 32], 3)
     assert (1000 * found).round(6).tolist() == [11, 13, 13, 14, 16, 18, 22, 26, 34, 42]
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_a_step_without_drafts_is_priced_as_it_runs(eager: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs and recorded steps make it faster. A step of more than 0.2 s is measured with drafts alone."""
+    now = 0.0
+
+    class Runner:
+        """Takes 10 ms for each token; half of that for a step that only decodes, if it may be repeated."""
+
+        def launch(self, plan: StepPlan) -> Any:
+            nonlocal now
+            only_decodes = plan.num_tokens == plan.num_seqs
+            now += 0.01 * plan.num_tokens * (0.5 if only_decodes and not eager else 1)
+            return SimpleNamespace(result=lambda: None)
+
+    monkeypatch.setattr("nanovllm.drafts.costs.time", SimpleNamespace(perf_counter=lambda: now))
+    config = SimpleNamespace(max_num_seqs=64, max_num_batched_tokens=100, enforce_eager=eager, draft=None)
+    costs = measure_costs(Runner(), config, 3)  # type: ignore[arg-type]
+    share = 1 if eager else 0.5
+    at = costs.num_tokens.tolist().index
+    assert costs.plain[at(12)] == pytest.approx(0.12 * share) and costs.verified[at(12)] == pytest.approx(0.12)
+    assert costs.plain[at(32)] == costs.verified[at(32)] == pytest.approx(0.32)
 
 
 def test_rejected_drafts_stop_a_sequence_which_tries_again_later() -> None:
