@@ -158,8 +158,8 @@ class BlockManager:
     def forget_all(self) -> None:
         """Forget the whole prefix cache.
 
-        All sequences must have ended, and given their blocks back. The engine calls this after a failed step, when KV
-        may be wrong; `LLM` calls it when weights change, and for the user.
+        All sequences must have ended, and given their blocks back. This runs after a failed step, when KV may be wrong,
+        when weights change, and when the user asks for it.
         """
         self._blank.extend(self._evictable)
         self._evictable.clear()

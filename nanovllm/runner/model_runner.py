@@ -242,7 +242,7 @@ class ModelRunner:
 
     @contextmanager
     def computing(self, num_tokens: int) -> Iterator[None]:
-        """Within, this thread computes a step of so many tokens: on this runner's GPU, or with threads that pay."""
+        """Within, this thread computes a step of so many tokens: on the GPU, or with as many CPU threads as pay off."""
         with self.on_device(), torch.inference_mode(), self._choose_threads(num_tokens):
             yield
 
