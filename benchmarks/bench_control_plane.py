@@ -14,6 +14,7 @@ import numpy as np
 
 from nanovllm import SamplingParams
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.plan import StepResult
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 
@@ -44,7 +45,7 @@ def microseconds_per_token(num_running: int, num_waiting: int, num_steps: int, b
         start = time.perf_counter()
         batch = scheduler.schedule()
         assert batch is not None and len(batch.seqs) == num_running
-        scheduler.update(batch, tokens)
+        scheduler.update(batch, StepResult(tokens))
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds[1:]) / num_running * 1e6
 

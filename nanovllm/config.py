@@ -12,13 +12,16 @@ from nanovllm.utils.checks import INT64_MAX, as_bool, as_choice, as_integer, ref
 from nanovllm.utils.integers import ceil_div
 from nanovllm.vllm_names import REST, translate_options
 
-DTYPES = ("auto", "float32", "float16", "bfloat16")
-BACKENDS = ("auto", "flash_attn", "triton", "cpu", "torch")
-DISTRIBUTED_BACKENDS = ("auto", "nccl", "gloo")
-LOAD_FORMATS = ("auto", "dummy")
-QUANTIZATIONS = ("int8", "int8-dynamic", "awq", "gptq", "compressed-tensors", "fp8")
-REASONING_PARSERS = ("qwen3", "deepseek_r1")
-TOOL_CALL_PARSERS = ("hermes", "llama3_json")
+CHOICES: Mapping[str, tuple[str, ...]] = {
+    "dtype": ("auto", "float32", "float16", "bfloat16"),
+    "attention_backend": ("auto", "flash_attn", "triton", "cpu", "torch"),
+    "distributed_backend": ("auto", "nccl", "gloo"),
+    "load_format": ("auto", "dummy"),
+    "quantization": ("int8", "int8-dynamic", "awq", "gptq", "compressed-tensors", "fp8"),
+    "reasoning_parser": ("qwen3", "deepseek_r1"),
+    "tool_call_parser": ("hermes", "llama3_json"),
+}
+"""The values of options that take one of a few words. Where the default is None, None is allowed, too."""
 
 DEFAULT_NUM_SEQS = 512
 MAX_NUM_SEQS = 1 << 16
@@ -152,17 +155,11 @@ class EngineConfig:
             raise refuse(self.lora, "lora", 'None with load_format="dummy", which reads no weights')
         if self.revision is not None and not isinstance(self.revision, str):
             raise refuse(self.revision, "revision", "the name of a branch, a tag or a commit, or None")
-        put("dtype", as_choice(str(self.dtype).removeprefix("torch."), "dtype", DTYPES))
-        as_choice(self.attention_backend, "attention_backend", BACKENDS)
-        as_choice(self.distributed_backend, "distributed_backend", DISTRIBUTED_BACKENDS)
-        as_choice(self.load_format, "load_format", LOAD_FORMATS)
-        for name, choices in (
-            ("quantization", QUANTIZATIONS),
-            ("reasoning_parser", REASONING_PARSERS),
-            ("tool_call_parser", TOOL_CALL_PARSERS),
-        ):
-            if getattr(self, name) is not None:
-                as_choice(getattr(self, name), name, choices)
+        put("dtype", str(self.dtype).removeprefix("torch."))
+        for name, choices in CHOICES.items():
+            value = getattr(self, name)
+            if value is not getattr(EngineConfig, name):  # the default
+                as_choice(value, name, choices)
         put("device", str(self.device))
         check_integer("tensor_parallel_size", 1, 8)
         check_integer("pipeline_parallel_size", 1, 8)
@@ -172,10 +169,12 @@ class EngineConfig:
                 f"{self.pipeline_parallel_size}; only one of them may be above 1"
             )
         check_integer("max_model_len", 1)
-        for name in ("max_num_batched_tokens", "num_kvcache_blocks", "kvcache_memory_bytes"):
-            if getattr(self, name) is not None:
-                check_integer(name, 1, limit="at least 1, or None")
-        for name, most in (("max_num_seqs", MAX_NUM_SEQS), ("max_num_batched_tokens", MAX_NUM_BATCHED_TOKENS)):
+        for name, most in (
+            ("max_num_seqs", MAX_NUM_SEQS),
+            ("max_num_batched_tokens", MAX_NUM_BATCHED_TOKENS),
+            ("num_kvcache_blocks", INT64_MAX),
+            ("kvcache_memory_bytes", INT64_MAX),
+        ):
             if getattr(self, name) is not None:
                 check_integer(name, 1, most)
         if self.kvcache_block_size != "auto":

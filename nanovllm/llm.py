@@ -6,13 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
 from contextlib import closing
-from functools import cached_property, partial
+from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 from nanovllm.config import EngineConfig, EngineOptions
 from nanovllm.engine.hooks import StepObserver
-from nanovllm.engine.output import read_text
 from nanovllm.engine.sequence import Request
 from nanovllm.load import (
     embed_prompts,
@@ -22,19 +21,19 @@ from nanovllm.load import (
     render_conversations,
     score_pairs,
     share_engine,
+    stream_outputs,
+    stream_pieces,
 )
 from nanovllm.outputs import Embedding, Output, Score
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import (
     Message,
     Prompt,
-    iterate_prompts,
     list_conversations,
     list_prompts,
     name_errors,
     tokenise_prompts,
 )
-from nanovllm.utils.ahead import work_ahead
 from nanovllm.utils.checks import quote, refuse
 from nanovllm.utils.progress import ProgressBar
 
@@ -285,17 +284,7 @@ class LLM:
         Raises:
             ValueError: a prompt is not valid. The message has its number. Earlier requests that still run are aborted.
         """
-        prepare = partial(self.prepare, sampling_params=sampling_params)
-        num_ahead = 2 * self.engine.config.max_num_seqs
-        with closing(work_ahead(iterate_prompts(requests), prepare, num_ahead)) as preparing:
-
-            def wait_for_each() -> Iterator[Request]:
-                for i, (_, future) in enumerate(preparing):
-                    with name_errors("prompt", i):
-                        request = future.result()
-                    yield request
-
-            yield from self.run_requests(wait_for_each())
+        return stream_outputs(self, requests, sampling_params)
 
     def submit(self, prompt: Item, sampling_params: SamplingParams | None = None) -> "Future[Output]":
         """Queue one request and return at once. Several threads may call this at the same time.
@@ -324,26 +313,7 @@ class LLM:
         Raises:
             RuntimeError: the request ended with an error. The text before the error was yielded.
         """
-        tokenizer = self.engine.tokenizer
-        request = self.prepare(prompt, sampling_params)
-        if tokenizer is None:
-            raise ValueError("this model has no tokenizer, so its tokens have no text: use generate()")
-        if request.params.n > 1 or not request.params.detokenize:
-            raise ValueError("stream_tokens gives the text of one completion: n must be 1, and detokenize True")
-        num_held = max((len(stop) - 1 for stop in request.params.stop or ()), default=0)
-        given = ""
-        with closing(self.engine.run([request])) as run:
-            for ended in run:
-                for _, seq in ended:
-                    yield read_text(seq, tokenizer)[len(given) :]
-                    if seq.error is not None:
-                        raise RuntimeError(seq.error)
-                    return
-                for seq in self.engine.scheduler.running:
-                    text = read_text(seq, tokenizer).rstrip("\ufffd")  # decoders end in U+FFFD for half a character
-                    if piece := text[len(given) : max(len(text) - num_held, 0)]:
-                        given += piece
-                        yield piece
+        return stream_pieces(self, prompt, sampling_params)
 
     # ---- the loop of the project nano-vLLM, with which this class is compatible: the caller calls step()
 

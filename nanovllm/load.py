@@ -4,7 +4,7 @@ A wing is a room that an engine can do without: nothing of it is imported before
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -22,16 +22,16 @@ from nanovllm.models.config import find_family, find_sparse_layers, load_model_c
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.hub import find_folder, find_model
 from nanovllm.models.loader import Quantizer, has_lm_head, load_weights
-from nanovllm.outputs import Embedding, Score
+from nanovllm.outputs import Embedding, Output, Score
 from nanovllm.resolve import resolve
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.startup import make_cache
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.tokenizer import Tokenizer
-from nanovllm.utils.ahead import read_ahead
 from nanovllm.utils.checks import as_integer
 from nanovllm.utils.machine import limit_threads
 from nanovllm.utils.memory import check_room
+from nanovllm.utils.read_ahead import read_ahead
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -246,28 +246,25 @@ def make_scheduler(
     config: ResolvedConfig, runner: Runner, num_blocks: int, vocab_size: int, tokenizer: Tokenizer | None
 ) -> tuple[Scheduler, list[StepObserver]]:
     """Return the scheduler, with a speculator if drafts are asked for, and the trace as observer if there is one."""
-    manager = BlockManager(num_blocks, config.block_size, config.enable_prefix_caching)
-    trace = None
-    if config.trace is not None:
-        from nanovllm.view.trace import Trace
-
-        trace = Trace(config.trace, config.device, tokenizer)
-        manager = trace.record(manager)
     scheduler = Scheduler(
-        manager,
+        BlockManager(num_blocks, config.block_size, config.enable_prefix_caching),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         vocab_size=vocab_size,
-        num_stages=config.pipeline_parallel_size,
     )
+    if config.pipeline_parallel_size > 1:
+        from nanovllm.distributed.stages import choose_ready
+
+        scheduler.choose_ready = partial(choose_ready, num_stages=config.pipeline_parallel_size)
     if config.speculative_config is not None:
         from nanovllm.drafts.speculation import start_speculation
 
         scheduler.speculation = start_speculation(config, runner, scheduler, vocab_size)
-    if trace is None:
+    if config.trace is None:
         return scheduler, []
-    trace.watch(scheduler)
-    return scheduler, [trace]
+    from nanovllm.view.trace import Trace
+
+    return scheduler, [Trace(config.trace, config.device, scheduler, tokenizer)]
 
 
 def share_engine(engine: LLMEngine) -> "EngineThread":
@@ -341,3 +338,17 @@ def embed_prompts(llm: Any, prompts: Any, **options: Any) -> list[Embedding]:
     from nanovllm.embedding import embed_prompts
 
     return embed_prompts(llm, prompts, **options)
+
+
+def stream_outputs(llm: Any, requests: Any, sampling_params: SamplingParams | None) -> Iterator[tuple[int, Output]]:
+    """Run requests and yield (index, output) as each one ends: see `LLM.stream`."""
+    from nanovllm.streaming import stream_outputs
+
+    return stream_outputs(llm, requests, sampling_params)
+
+
+def stream_pieces(llm: Any, prompt: Any, sampling_params: SamplingParams | None) -> Iterator[str]:
+    """Complete one prompt and yield its text piece by piece: see `LLM.stream_tokens`."""
+    from nanovllm.streaming import stream_pieces
+
+    return stream_pieces(llm, prompt, sampling_params)

@@ -78,7 +78,8 @@ GuidedDecodingParams = StructuredOutputsParams
 
 def _as_token_id(key: Any) -> int:
     """Read a key of logit_bias. In JSON such a key is always a string."""
-    return int(key) if isinstance(key, str) and key.isdecimal() else as_integer(key, "a token id of logit_bias")
+    is_number = isinstance(key, str) and key.isdecimal() and len(key) < 20  # int() refuses thousands of digits
+    return int(key) if is_number else as_integer(key, "a token id of logit_bias")
 
 
 @check_names(SAMPLING)

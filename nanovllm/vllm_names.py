@@ -1,6 +1,6 @@
 """Names in scripts for vLLM that are not ours: translated, ignored if harmless, or refused with what to do instead."""
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -107,7 +107,7 @@ def translate_options(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     options = translate_names(given, {**OPTIONS, "tokenizer": (None, model)}, "LLM")
     for name in options.keys() & SYNONYMS.keys():
         value = options[name]
-        if isinstance(value, Hashable):
+        if isinstance(value, str | int):
             options[name] = SYNONYMS[name].get(value, value)
     return options
 

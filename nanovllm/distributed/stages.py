@@ -1,11 +1,15 @@
-"""Chooses which layers each stage of a pipeline computes."""
+"""Chooses which layers each stage of a pipeline computes, and which rows the next step may compute."""
 
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+
+from nanovllm.engine.rows import Rows, RowTable
 from nanovllm.layers.parallel import Stage
 from nanovllm.models.hybrid import make_shape
+from nanovllm.utils.integers import ceil_div
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -52,3 +56,22 @@ def choose_stages(hf_config: "PretrainedConfig", num_stages: int) -> list[Stage]
     shapes = [make_shape(hf_config, Stage(i, i + 1, num_layers)) for i in range(num_layers)]
     bare = (replace(shape, has_embedding=False, has_norm=False) for shape in shapes)
     return split_layers([shape.num_parameters for shape in bare], shapes[0].vocab * shapes[0].hidden // 4, num_stages)
+
+
+def choose_ready(table: RowTable, num_stages: int) -> Rows:
+    """Choose the running rows that the next step of a pipeline may compute; return them in order of admission.
+
+    A row whose next token is in flight waits until the host has read it. Of the rows that need one token, a step takes
+    at most ceil(running / stages). With more, all rows could be in one step, and only one stage would work.
+
+    Args:
+        table: the scheduler's.
+        num_stages: as many steps in flight keep all stages busy.
+    """
+    rows = table.order
+    num_left = np.minimum(table.num_tokens[rows], table.num_needed[rows]) - table.num_computed[rows]
+    is_ready = (table.num_known[rows] == table.num_tokens[rows]) & (num_left > 0)
+    decodes = is_ready & (num_left == 1)
+    is_ready &= ~decodes | (decodes.cumsum() <= ceil_div(len(rows), num_stages))
+    ready: Rows = rows[is_ready]
+    return ready

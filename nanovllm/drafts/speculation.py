@@ -10,7 +10,6 @@ logits have the same bits in a step of any size. (Leviathan et al. 2023, https:/
 distribution.)
 """
 
-from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from typing import Any, Protocol
 
@@ -21,12 +20,11 @@ from nanovllm.drafts.costs import StepCosts, choose_num_drafts, measure_costs
 from nanovllm.drafts.draft_model import ModelDrafter
 from nanovllm.drafts.ngrams import NgramDrafter
 from nanovllm.engine.hooks import Runner
-from nanovllm.engine.plan import IntArray
+from nanovllm.engine.plan import IntArray, StepResult
 from nanovllm.engine.rows import Rows
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import ScheduledStep
-from nanovllm.outputs import Logprob
 
 MISSES = 3
 """After so many steps in a row without a right draft, a sequence gets no drafts for a while."""
@@ -164,9 +162,7 @@ class Speculation:
 
     # ---- after the step
 
-    def update(
-        self, step: ScheduledStep, token_ids: IntArray, logprobs: Mapping[int, dict[int, Logprob]]
-    ) -> list[Sequence]:
+    def update(self, step: ScheduledStep, result: StepResult) -> list[Sequence]:
         """See `Speculator.update`: append the draws that agree with the drafts, and the first one that differs.
 
             computed by the step   c d e f      c was known, d e f are drafts
@@ -179,6 +175,8 @@ class Speculation:
         table = scheduler.table
         rows = step.rows
         plan = step.plan
+        token_ids = result.token_ids
+        logprobs = result.logprobs
         # By sequence: how many draws it has, the first of them, and how many are kept.
         is_sampled = plan.num_sampled > 0
         counts = plan.num_sampled[is_sampled]

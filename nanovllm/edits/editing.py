@@ -1,6 +1,7 @@
 """The engine's `LogitEditor`: edits of logits, read from requests and collected for each step."""
 
 from collections.abc import Callable, Collection, Iterable
+from threading import Lock
 from typing import TYPE_CHECKING
 
 from nanovllm.edits.logit_edits import LateEdits, LogitEdits, PenaltyCounts, collect_edits, lacks_tokens
@@ -36,6 +37,7 @@ class Editing:
         self._max_model_len = max_model_len
         self._eos_token_ids = frozenset(eos_token_ids)
         self._counts = PenaltyCounts(max_num_seqs)
+        self._lock = Lock()
         self.grammars: Grammars | None = None
         """Made when the first request asks for structured output."""
 
@@ -53,6 +55,13 @@ class Editing:
             words = spell(params.bad_words or (), self._tokenizer, self._max_model_len)
             words = [word for word in words if max(word) < self._vocab_size]  # others cannot come
         if params.structured_outputs is not None:
+            matcher = self._find_grammars().compile(params.structured_outputs)
+        stop_ids = self._eos_token_ids | set(params.stop_token_ids or ())
+        return RowEdits(params, words, stop_ids, self._vocab_size, matcher, self._thinking)
+
+    def _find_grammars(self) -> "Grammars":
+        """Return the grammars of this engine. Several threads may ask; the first one makes them."""
+        with self._lock:
             if self.grammars is None:
                 try:
                     from nanovllm.edits.grammars import Grammars
@@ -60,9 +69,7 @@ class Editing:
                     advice = "pip install 'nano-vllm[guided]'"
                     raise ValueError(f"structured_outputs needs llguidance: {advice} ({why})") from None
                 self.grammars = Grammars(self._tokenizer, self._vocab_size, self._eos_token_ids)
-            matcher = self.grammars.compile(params.structured_outputs)
-        stop_ids = self._eos_token_ids | set(params.stop_token_ids or ())
-        return RowEdits(params, words, stop_ids, self._vocab_size, matcher, self._thinking)
+            return self.grammars
 
     def collect(self, step: ScheduledStep, read_tokens: Callable[[], None]) -> "LogitEdits | LateEdits | None":
         """Return the edits of the step that was planned last; None if there are none. See `LogitEditor.collect`."""

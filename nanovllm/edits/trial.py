@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from llguidance import LLTokenizer
 
 from nanovllm.edits.compiler import compile_grammar, read_grammar
-from nanovllm.utils.ahead import is_unwanted
+from nanovllm.utils.work_ahead import is_unwanted
 
 SECONDS = 0.75
 """Processor time of a compile. The process of the engine then compiles the grammar again, and no signal ends that."""

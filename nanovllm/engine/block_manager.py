@@ -1,7 +1,7 @@
 """Manages the blocks (pages) of the KV cache: gives them out, shares them between equal prefixes, evicts them."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 
 import xxhash
@@ -40,17 +40,12 @@ class BlockManager:
     used; wrong KV is never used. Both entries are removed when the block is given out again.
     """
 
-    def __init__(
-        self,
-        num_blocks: int,
-        block_size: int,
-        enable_prefix_caching: bool = True,
-        digest: Callable[[bytes, bytes], bytes] = prefix_digest,
-    ) -> None:
+    _digest = staticmethod(prefix_digest)
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self._digest = digest
         self._references = [0] * num_blocks
         self._blank = list(range(num_blocks - 1, -1, -1))
         self._evictable: OrderedDict[int, None] = OrderedDict()

@@ -9,14 +9,14 @@
 load.py makes them and hands them in.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from nanovllm.engine.plan import IntArray, StepPlan, StepResult
 from nanovllm.engine.rows import Rows
 from nanovllm.engine.sequence import RequestEdits, Sequence
 from nanovllm.engine.step import ScheduledStep
-from nanovllm.outputs import Logprob, Output
+from nanovllm.outputs import Output
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.clock import Clock
 
@@ -111,10 +111,8 @@ class Speculator(Protocol):
     def write_drafts(self, step: ScheduledStep) -> None:
         """Write the drafts into the plan, whose token_ids have room for as many as `plan_drafts` asked for."""
 
-    def update(
-        self, step: ScheduledStep, token_ids: IntArray, logprobs: Mapping[int, dict[int, Logprob]]
-    ) -> list[Sequence]:
-        """Do for a step with drafts what `Scheduler.update` does for the others, with the same arguments."""
+    def update(self, step: ScheduledStep, result: StepResult) -> list[Sequence]:
+        """Do for the tokens of a step with drafts what `Scheduler.update` does for those of the others."""
 
     def note_end(self, seq: Sequence) -> None:
         """Learn that a sequence has ended. The engine calls it once for each, when its last token is appended."""

@@ -22,6 +22,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Lock
 
 from nanovllm.config import ResolvedConfig
 from nanovllm.engine.hooks import Handle, LogitEditor, OutputParser, Runner, StepObserver
@@ -110,6 +111,7 @@ class LLMEngine:
         stay in memory as long as the request."""
         self._make_editor = make_editor
         self._editor: LogitEditor | None = None
+        self._editor_lock = Lock()
         self._num_requests = 0
         self._num_seqs = 0
         self._in_flight: deque[InFlight] = deque()
@@ -122,10 +124,11 @@ class LLMEngine:
 
     @property
     def editor(self) -> LogitEditor:
-        """The object that makes edits of logits. The first access creates it."""
-        if self._editor is None:
-            self._editor = self._make_editor()
-        return self._editor
+        """The object that makes edits of logits. The first access creates it, in whichever thread prepares requests."""
+        with self._editor_lock:
+            if self._editor is None:
+                self._editor = self._make_editor()
+            return self._editor
 
     # ---- requests
 
@@ -324,9 +327,7 @@ class LLMEngine:
         launched, result = self._await_oldest()
         self.last_read = launched.step
         speculation = self.scheduler.speculation
-        finished = self.scheduler.update(
-            launched.step, result.token_ids, result.logprobs, result.scores, result.embeddings
-        )
+        finished = self.scheduler.update(launched.step, result)
         for seq in finished:
             if speculation is not None:
                 speculation.note_end(seq)

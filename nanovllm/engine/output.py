@@ -15,11 +15,7 @@ def make_output(seq: Sequence, tokenizer: Tokenizer | None, parser: OutputParser
         seq: the first completion; with n > 1, seq.others are the rest.
         parser: adds keys to each completion; None: there is only text.
     """
-    seqs = [seq, *seq.others]
-    outputs = [_make_single(one, tokenizer) for one in seqs]
-    if parser is not None:
-        for one, single in zip(seqs, outputs, strict=True):
-            parser.parse(one, single)
+    outputs = [_make_single(one, tokenizer, parser) for one in (seq, *seq.others)]
     output = outputs[0]
     output.request_id = str(seq.seq_id)
     if seq.others:
@@ -29,7 +25,7 @@ def make_output(seq: Sequence, tokenizer: Tokenizer | None, parser: OutputParser
     return output
 
 
-def _make_single(seq: Sequence, tokenizer: Tokenizer | None) -> Output:
+def _make_single(seq: Sequence, tokenizer: Tokenizer | None, parser: OutputParser | None) -> Output:
     output = Output(
         text=read_text(seq, tokenizer),
         token_ids=seq.output_token_ids,
@@ -49,6 +45,8 @@ def _make_single(seq: Sequence, tokenizer: Tokenizer | None) -> Output:
         output["embedding"] = seq.embedding
     if seq.error is not None:
         output["error"] = seq.error
+    if parser is not None:
+        parser.parse(seq, output)
     return output
 
 

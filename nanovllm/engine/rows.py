@@ -112,7 +112,7 @@ class BlockTables:
     """
 
     def __init__(self, block_manager: BlockManager, table: RowTable) -> None:
-        self._manager = block_manager
+        self.manager = block_manager
         self._table = table
         self.room = np.zeros(table.num_rows, np.int32)
         """How many tokens fit into the row's blocks."""
@@ -138,34 +138,34 @@ class BlockTables:
         if not len(short):  # as in most steps
             return {}
         lacking = zip(rows[short].tolist(), num_lacking[short].tolist(), strict=True)
-        return {row: self._manager.blocks_for(num_tokens) for row, num_tokens in lacking}
+        return {row: self.manager.blocks_for(num_tokens) for row, num_tokens in lacking}
 
     def can_grow(self, missing: dict[int, int]) -> bool:
         """Return whether the pool has the blocks that are missing."""
-        return not missing or self._manager.can_take(sum(missing.values()), [])
+        return not missing or self.manager.can_take(sum(missing.values()), [])
 
     def grow(self, missing: dict[int, int]) -> None:
         """Take the blocks that are missing."""
         for row, count in missing.items():
-            self._extend(self._table.resident[row], self._manager.take(count))
+            self._extend(self._table.resident[row], self.manager.take(count))
 
     def start(self, seq: Sequence, hits: list[int], num_new: int) -> None:
         """Give first blocks to a sequence that has just moved in: `hits`, found in the prefix cache, and num_new
         others."""
-        self._manager.reference(hits)
-        self._extend(seq, hits + self._manager.take(num_new))
-        can_be_found = self._manager.enable_prefix_caching
-        self._next_full[seq.row] = (len(hits) + 1) * self._manager.block_size if can_be_found else NEVER
+        self.manager.reference(hits)
+        self._extend(seq, hits + self.manager.take(num_new))
+        can_be_found = self.manager.enable_prefix_caching
+        self._next_full[seq.row] = (len(hits) + 1) * self.manager.block_size if can_be_found else NEVER
 
     def release(self, seq: Sequence) -> None:
         """Give back all blocks of a sequence. Call it before the row is released."""
-        self._manager.release(seq.block_table)
+        self.manager.release(seq.block_table)
         seq.block_table = []
 
     def _extend(self, seq: Sequence, blocks: list[int]) -> None:
         self._new_entries.extend((seq.row, index, block) for index, block in enumerate(blocks, len(seq.block_table)))
         seq.block_table.extend(blocks)
-        self.room[seq.row] = len(seq.block_table) * self._manager.block_size
+        self.room[seq.row] = len(seq.block_table) * self.manager.block_size
 
     def register(self, rows: Rows, ends: IntArray) -> None:
         """Make blocks findable by prefix: those that are full of tokens whose ids are known, up to each row's `ends`.
@@ -174,7 +174,7 @@ class BlockTables:
         values are stored before attention reads them, so even another sequence of the same step may use the blocks. A
         block with a placeholder cannot be found, because the id of that token is not known.
         """
-        size = self._manager.block_size
+        size = self.manager.block_size
         known = np.minimum(ends, self._table.num_known[rows])
         for i in (known >= self._next_full[rows]).nonzero()[0].tolist():
             row = int(rows[i])
@@ -182,7 +182,7 @@ class BlockTables:
             seq = self._table.resident[row]
             first = int(self._next_full[row]) // size - 1
             # `all` stops at the first block that cannot be registered: no later one could be found without it.
-            are_registered = all(self._manager.register(seq, index) for index in range(first, num_full))
+            are_registered = all(self.manager.register(seq, index) for index in range(first, num_full))
             self._next_full[row] = (num_full + 1) * size if are_registered else NEVER
 
 

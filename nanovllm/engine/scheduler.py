@@ -4,20 +4,21 @@
 appends the sampled tokens to the sequences. llm_engine.py explains the words.
 """
 
+import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from itertools import islice
 
 import numpy as np
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.hooks import Speculator
-from nanovllm.engine.plan import FloatArray, IntArray, StepPlan
+from nanovllm.engine.plan import IntArray, StepPlan, StepResult
 from nanovllm.engine.rows import BlockTables, Rows, RowTable, pack_sampling
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import NO_TARGETS, ScheduledStep, Scored, choose_targets
 from nanovllm.outputs import FinishReason, Logprob
-from nanovllm.utils.integers import ceil_div
 
 
 class Scheduler:
@@ -34,7 +35,7 @@ class Scheduler:
       running sequences than tokens in the budget. A row gets no token only if its last one is still in flight.
 
     In a pipeline a sequence is in one step in flight at most, unless the steps are chunks of its prompt. So each step
-    leaves some running sequences to the others: `_choose_ready` says which.
+    leaves some running sequences to the others: `choose_ready` says which.
 
     A step that preempts a sequence admits nobody. The preempted sequence is now the first in the queue, and a moment
     ago there were no blocks for it. Such a step verifies no drafts either, because drafts take blocks, too.
@@ -47,16 +48,13 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         vocab_size: int,
-        num_stages: int = 1,
     ) -> None:
-        """
-        Args:
-            num_stages: stages of a pipeline, and so the steps in flight that keep them all busy; 1 without one.
-        """
         self.block_manager = block_manager
-        self.num_stages = num_stages
         self.speculation: Speculator | None = None
         """load.py sets this later, because a speculator needs the scheduler when it is made."""
+        self.choose_ready: Callable[[RowTable], Rows] | None = None
+        """In a pipeline, load.py sets this. It chooses the running rows that the next step may compute, and returns them
+        in order of admission."""
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[Sequence] = deque()
         self.table = RowTable(max_num_seqs)
@@ -117,7 +115,7 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         has_preempted = False
         while True:
-            rows = table.order if self.num_stages == 1 else self._choose_ready()
+            rows = table.order if self.choose_ready is None else self.choose_ready(table)
             num_computed = table.num_computed[rows]
             ends = np.minimum(table.num_tokens[rows], table.num_needed[rows])
             num_scheduled = ends - num_computed
@@ -138,21 +136,6 @@ class Scheduler:
             rows = rows[is_scheduled]
             ends = ends[is_scheduled]
         return rows, ends, has_preempted
-
-    def _choose_ready(self) -> Rows:
-        """Choose the running rows that the next step of a pipeline may compute; return them in order of admission.
-
-        A row whose next token is in flight waits until the host has read it. Of the rows that need one token, a step
-        takes at most ceil(running / stages). With more, all rows could be in one step, and only one stage would work.
-        """
-        table = self.table
-        rows = table.order
-        num_left = np.minimum(table.num_tokens[rows], table.num_needed[rows]) - table.num_computed[rows]
-        is_ready = (table.num_known[rows] == table.num_tokens[rows]) & (num_left > 0)
-        decodes = is_ready & (num_left == 1)
-        is_ready &= ~decodes | (decodes.cumsum() <= ceil_div(len(rows), self.num_stages))
-        ready: Rows = rows[is_ready]
-        return ready
 
     def _admit(self, rows: Rows, ends: IntArray) -> tuple[Rows, IntArray, list[Sequence]]:
         """Admit waiting sequences, in order, until rows, blocks or the budget run out.
@@ -262,21 +245,8 @@ class Scheduler:
 
     # ---- update
 
-    def update(
-        self,
-        step: ScheduledStep,
-        token_ids: IntArray,
-        logprobs: Mapping[int, dict[int, Logprob]] = {},
-        scores: Seq[dict[int, Logprob]] = (),
-        embeddings: Seq[FloatArray] = (),
-    ) -> list[Sequence]:
+    def update(self, step: ScheduledStep, result: StepResult) -> list[Sequence]:
         """Append the tokens and scores of a step to its sequences.
-
-        Args:
-            token_ids: int32 [sum of num_sampled]. A -1 means that the logits were not a valid distribution; it ends the
-                sequence.
-            logprobs: {index in token_ids: {token id: log-probability}}, for requests that asked for log-probabilities.
-            scores, embeddings: see `StepResult`.
 
         Returns:
             The sequences that have ended with this step. They no longer have rows or blocks.
@@ -284,11 +254,12 @@ class Scheduler:
         table = self.table
         rows = step.rows
         seqs = step.seqs
-        finished = self._add_scores(step, scores, embeddings) if step.scored else []
+        token_ids = result.token_ids
+        finished = self._add_scores(step, result) if step.scored else []
         if self.speculation is not None and len(token_ids) > len(seqs):
-            return finished + self.speculation.update(step, token_ids, logprobs)
+            return finished + self.speculation.update(step, result)
         # This comes before the next `if`, which changes `seqs`: the keys of logprobs are indices of the whole list.
-        for i, values in logprobs.items():
+        for i, values in result.logprobs.items():
             if seqs[i].finish_reason is None:
                 seqs[i].logprobs.append(values)
         if table.num_releases > step.num_releases:
@@ -312,16 +283,32 @@ class Scheduler:
             self.release(seq)
         return finished + ended
 
-    def _add_scores(
-        self, step: ScheduledStep, scores: Seq[dict[int, Logprob]], embeddings: Seq[FloatArray]
-    ) -> list[Sequence]:
-        """Give the sequences of a step their scores or embeddings. Return those that have ended now."""
-        ended = step.share_scores(scores, embeddings)
-        for seq, reason in ended:
-            if reason == "error":
+    def _add_scores(self, step: ScheduledStep, result: StepResult) -> list[Sequence]:
+        """Give the sequences that a step scores their scores or embeddings, even those that were preempted meanwhile.
+
+        Returns the sequences that have ended now.
+        """
+        ended: list[Sequence] = []
+        scores = iter(result.scores)
+        embeddings = iter(result.embeddings)
+        for seq, num_targets, is_last in step.scored:
+            own: list[dict[int, Logprob]] = []
+            if seq.params.embed:
+                seq.embedding = next(embeddings)
+                is_good = bool(np.isfinite(seq.embedding).all())
+            else:
+                own.extend(islice(scores, num_targets))
+                is_good = not any(math.isnan(logprob) for logprobs in own for logprob in logprobs.values())
+            if seq.finish_reason is not None:
+                continue
+            if is_good:
+                seq.prompt_logprobs.extend(own)
+            else:
                 self.block_manager.forget(seq)
-            self.end(seq, reason)
-        return [seq for seq, _ in ended]
+            if is_last or not is_good:
+                self.end(seq, "length" if is_good else "error")
+                ended.append(seq)
+        return ended
 
     def _deliver_late(self, seq: Sequence, token_id: int) -> bool:
         """Handle a token for a sequence that lost its row after the step was planned.

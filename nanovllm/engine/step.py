@@ -1,6 +1,5 @@
 """A planned step, the sequences that receive its results, and the prompt tokens that it scores."""
 
-import math
 from array import array
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
@@ -8,10 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nanovllm.engine.plan import EMBED, FloatArray, IntArray, StepPlan
+from nanovllm.engine.plan import EMBED, IntArray, StepPlan
 from nanovllm.engine.rows import Rows
 from nanovllm.engine.sequence import Sequence
-from nanovllm.outputs import FinishReason, Logprob
 
 NO_TARGETS = np.empty(0, np.int32)
 
@@ -51,35 +49,6 @@ class ScheduledStep(NamedTuple):
         counts = plan.num_sampled[sampled].tolist()
         for seq, end, count in zip(self.seqs, ends, counts, strict=True):
             yield seq, plan.token_ids[end - count : end]
-
-    def share_scores(
-        self, scores: Seq[dict[int, Logprob]], embeddings: Seq[FloatArray]
-    ) -> list[tuple[Sequence, FinishReason]]:
-        """Append to each sequence's prompt_logprobs the scores of its own targets, even if it was preempted meanwhile.
-        Give each sequence that is embedded its embedding.
-
-        Returns the sequences that have ended now, and why.
-        """
-        ended: list[tuple[Sequence, FinishReason]] = []
-        remaining = iter(embeddings)
-        start = 0
-        for seq, num_targets, is_last in self.scored:
-            if seq.params.embed:
-                seq.embedding = next(remaining)
-                if seq.finish_reason is None:
-                    ended.append((seq, "length" if np.isfinite(seq.embedding).all() else "error"))
-                continue
-            own = scores[start : start + num_targets]
-            start += num_targets
-            if seq.finish_reason is not None:
-                continue
-            if any(math.isnan(logprob) for logprobs in own for logprob in logprobs.values()):
-                ended.append((seq, "error"))
-                continue
-            seq.prompt_logprobs.extend(own)
-            if is_last:
-                ended.append((seq, "length"))
-        return ended
 
 
 def choose_targets(

@@ -23,7 +23,7 @@ from nanovllm.jobs.request_lines import LineError, RequestLine, prepare_request,
 from nanovllm.jobs.result_lines import ResultLine, make_error_line, make_result_line
 from nanovllm.jobs.results_file import OutputError
 from nanovllm.jobs.source import InputError, Line, Reading
-from nanovllm.utils.ahead import work_ahead
+from nanovllm.utils.work_ahead import work_ahead
 
 if TYPE_CHECKING:
     from nanovllm.engine.sequence import Request

@@ -1,5 +1,6 @@
 """Runs plans on the device of one rank: sends a plan there, computes the model, samples."""
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import TYPE_CHECKING
@@ -23,7 +24,7 @@ from nanovllm.runner.logprobs import embed_targets, find_targets, score_targets,
 from nanovllm.runner.recorded_steps import RecordedSteps
 from nanovllm.runner.sampler import Sampler, choose_samples
 from nanovllm.runner.step_handle import DeviceResult, Front, StepHandle, Stopwatch
-from nanovllm.utils.machine import FEW_TOKENS, SMALL_MODEL, default_dtype, one_thread, torch_in_one_thread
+from nanovllm.utils.machine import FEW_TOKENS, SMALL_MODEL, default_dtype, torch_in_one_thread
 from nanovllm.utils.spin import Neighbours
 
 if TYPE_CHECKING:
@@ -250,8 +251,9 @@ class ModelRunner:
         """Choose the threads that compute a step on a CPU. The CPU kernels have a team of their own."""
         if self.backend.name == "cpu":
             return torch_in_one_thread()
-        is_alone = not self._neighbours.are_busy()
-        return one_thread() if self._is_small and (num_tokens <= FEW_TOKENS or not is_alone) else nullcontext()
+        is_busy = self._neighbours.are_busy()
+        gains_nothing = self._is_small and (num_tokens <= FEW_TOKENS or is_busy)
+        return torch_in_one_thread() if gains_nothing and "OMP_NUM_THREADS" not in os.environ else nullcontext()
 
     def on_device(self) -> AbstractContextManager[object]:
         """Make this runner's GPU the current one. Kernels and events go to the current GPU."""

@@ -71,15 +71,6 @@ def list_conversations(messages: Any) -> list[Sequence[Message]]:
     return [messages] if isinstance(messages[0], Mapping) else list(messages)
 
 
-def iterate_prompts(requests: Any) -> Iterable[Any]:
-    """Return the prompts as an iterable. A generator is returned as it is, so that it is read lazily.
-
-    Anything else is read by `list_prompts`.
-    """
-    is_lazy = isinstance(requests, Iterable) and not isinstance(requests, Sequence | Mapping)
-    return requests if is_lazy and not hasattr(requests, "tolist") else list_prompts(requests)
-
-
 # ---- from prompts to token ids
 
 

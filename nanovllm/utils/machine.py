@@ -104,18 +104,6 @@ def torch_in_one_thread() -> Iterator[None]:
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """Let torch and the CPU kernels compute in the caller's thread alone, unless OMP_NUM_THREADS is set."""
-    before = torch.get_num_threads()
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-@contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
     """Make new tensors within the block of this dtype."""
     before = torch.get_default_dtype()

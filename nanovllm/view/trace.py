@@ -92,10 +92,12 @@ class RecordedBlocks:
 class Trace:
     """Writes the trace of one engine. It is a `StepObserver`."""
 
-    def __init__(self, path: str, device: str, tokenizer: Tokenizer | None = None) -> None:
+    def __init__(self, path: str, device: str, scheduler: Scheduler, tokenizer: Tokenizer | None = None) -> None:
         """
         Args:
             device: the engine's.
+            scheduler: the engine's. Its queues are recorded, and what it does to blocks: from now on it has
+                RecordedBlocks in place of its block manager.
             tokenizer: gives the text of tokens.
 
         Raises:
@@ -118,6 +120,10 @@ class Trace:
         """The changes of blocks since the last event that tells them."""
         self._shortages: list[int] = []
         """How many blocks were lacking, each time that the scheduler was refused some since the last planned step."""
+        recorded = cast(BlockManager, RecordedBlocks(scheduler.block_manager, self._block_log, self._shortages))
+        scheduler.block_manager = recorded
+        scheduler.blocks.manager = recorded
+        self._scheduler = scheduler
         self._live: dict[int, Sequence] = {}
         """The requests that have not ended, by number."""
         self._num_written: dict[int, int] = {}
@@ -133,14 +139,6 @@ class Trace:
         for thread, name in ((HOST, "host"), (DEVICE, "device")):
             self._lines.append(_format_event("thread_name", "M", thread, json.dumps({"name": name})))
         self._flush()
-
-    def record(self, manager: BlockManager) -> BlockManager:
-        """Return what the engine must use in place of its block manager."""
-        return cast(BlockManager, RecordedBlocks(manager, self._block_log, self._shortages))
-
-    def watch(self, scheduler: Scheduler) -> None:
-        """Set the engine's scheduler, whose queues are recorded. To be called before the first step."""
-        self._scheduler = scheduler
 
     # ---- called by the engine
 

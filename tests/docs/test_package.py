@@ -52,7 +52,7 @@ ROOMS = (
     ("score",),
     ("distributed.worker",),
     ("load",),
-    ("diagnosis", "view", "embedding", "lora", "sharing"),
+    ("diagnosis", "view", "embedding", "lora", "sharing", "streaming"),
     ("distributed",),
     ("edits", "renewal"),
     ("parsing",),
@@ -75,7 +75,7 @@ WINGS = (
     *("__main__", "chat", "cli", "diagnosis", "distributed", "doctor", "drafts", "edits", "embedding", "estimate"),
     *("jobs", "lm_eval", "lora", "models.delta_net", "models.dummy_weights", "models.hybrid"),
     *("models.hybrid_operators", "models.qwen3_5", "models.qwen3_moe", "models.shapes", "models.states", "parsing"),
-    *("quantized", "ray", "renewal", "score", "sharing", "text.conversations", "view"),
+    *("quantized", "ray", "renewal", "score", "sharing", "streaming", "text.conversations", "utils.work_ahead", "view"),
 )
 """Every other file belongs to the spine: generating on one device takes it."""
 

@@ -48,7 +48,8 @@ def let_go(manager, seq):
 )
 def test_any_order_of_holding_and_releasing_keeps_every_block_in_one_place(seed, num_blocks, block_size, digest):
     rng = random.Random(seed)
-    manager = BlockManager(num_blocks, block_size, digest=digest)
+    manager = BlockManager(num_blocks, block_size)
+    manager._digest = digest
     held = []
     for _ in range(40):
         if held and rng.random() < 0.5:
@@ -113,7 +114,8 @@ def test_equal_tokens_behind_another_prefix_are_no_hit():
 
 
 def test_a_digest_held_by_other_content_ends_registration():
-    manager = BlockManager(8, 1, digest=lambda parent, tokens: b"same")
+    manager = BlockManager(8, 1)
+    manager._digest = lambda parent, tokens: b"same"
     first = make_seq([1, 2])
     first.block_table = manager.take(2)
     assert manager.register(first, 0)

@@ -1,12 +1,14 @@
 """Plans for a pipeline: steps in flight have no sequence in common, and share the decodes among them."""
 
 from collections import deque
+from functools import partial
 
 import pytest
 from helpers.fakes import FakeRunner, expected_scores, expected_tokens, make_engine
 from helpers.traces import run_trace, traces
 from hypothesis import given, settings
 
+from nanovllm.distributed.stages import choose_ready
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -44,7 +46,7 @@ class PipelinedRunner(FakeRunner):
 
 def prepare(num_stages):
     def prepare_engine(engine):
-        engine.scheduler.num_stages = num_stages
+        engine.scheduler.choose_ready = partial(choose_ready, num_stages=num_stages)
         engine.runner.__class__ = PipelinedRunner
         engine.runner.num_stages = num_stages
 
@@ -70,7 +72,7 @@ def test_preemption_and_aborts_with_steps_in_flight_disturb_nobody(stages, trace
     config, requests = trace
 
     def prepare_engine(engine):
-        engine.scheduler.num_stages = stages
+        engine.scheduler.choose_ready = partial(choose_ready, num_stages=stages)
 
     seqs, engine = run_trace(config, requests, stages, prepare_engine)
     check(seqs, requests, config)

@@ -235,10 +235,8 @@ def make_engine(
         trace=trace,
         seed=0,
     )
-    recorder = Trace(trace, "cpu") if trace is not None else None
-    manager = BlockManager(num_blocks, block_size, caching, digest)
-    if recorder is not None:
-        manager = recorder.record(manager)
+    manager = BlockManager(num_blocks, block_size, caching)
+    manager._digest = digest
     scheduler = Scheduler(
         manager,
         max_num_seqs=max_num_seqs,
@@ -246,10 +244,7 @@ def make_engine(
         vocab_size=VOCAB,
     )
     runner = FakeRunner(num_blocks, block_size, max_num_seqs, max_num_batched_tokens)
-    observers = []
-    if recorder is not None:
-        recorder.watch(scheduler)
-        observers.append(recorder)
+    observers = [] if trace is None else [Trace(trace, "cpu", scheduler)]
     return LLMEngine(
         config,
         runner,

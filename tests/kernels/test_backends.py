@@ -14,7 +14,7 @@ from nanovllm.backends import triton_backend as triton_backend_module
 from nanovllm.backends.flash_attn_backend import FlashAttnBackend
 from nanovllm.backends.torch_backend import TorchBackend
 from nanovllm.backends.triton_backend import TritonBackend
-from nanovllm.config import BACKENDS as NAMES
+from nanovllm.config import CHOICES
 from nanovllm.resolve import WORTH_COMPILING, Work, resolve_backend, resolve_device, resolve_dtype, why_cannot
 
 CPU = torch.device("cpu")
@@ -54,7 +54,7 @@ def chosen(
 
 
 def test_the_options_names_are_the_backends() -> None:
-    assert ("auto", *BACKENDS) == NAMES
+    assert ("auto", *BACKENDS) == CHOICES["attention_backend"]
 
 
 def test_auto_takes_flash_attn_where_it_can_run(flash_attn: None, hopper: None) -> None:

@@ -8,7 +8,8 @@ from threading import enumerate as threads
 
 import pytest
 
-from nanovllm.utils import ahead
+from nanovllm.utils.read_ahead import read_ahead
+from nanovllm.utils.work_ahead import is_unwanted, work_ahead
 
 
 def wait() -> None:
@@ -37,19 +38,19 @@ def test_files_are_read_to_their_end_up_to_a_limit(
     files = [tmp_path / name for name in "abc"]
     for file in files:
         file.write_bytes(bytes(1000))
-    ahead.read_ahead(files)
+    read_ahead(files)
     wait()
     assert sum(sent) == 3000
     sent.clear()
-    monkeypatch.setattr(ahead, "READ_AHEAD", 1500)
-    ahead.read_ahead(files)
+    monkeypatch.setattr("nanovllm.utils.read_ahead.READ_AHEAD", 1500)
+    read_ahead(files)
     wait()
     assert sum(sent) == 1500
 
 
 @pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_what_cannot_be_read_ahead_is_left_to_whoever_reads_it(tmp_path: Path) -> None:
-    ahead.read_ahead([tmp_path / "missing.safetensors", tmp_path])
+    read_ahead([tmp_path / "missing.safetensors", tmp_path])
     wait()
 
 
@@ -58,12 +59,12 @@ def test_work_in_hand_learns_that_nobody_waits_for_it_any_more_and_the_rest_is_n
 
     def work(number: int) -> None:
         begun.append(number)
-        while not ahead.is_unwanted():
+        while not is_unwanted():
             time.sleep(0.001)
 
-    tasks = ahead.work_ahead(range(5), work, 2)
+    tasks = work_ahead(range(5), work, 2)
     assert next(tasks)[0] == 0
-    assert not ahead.is_unwanted(), "this thread has no work of that kind"
+    assert not is_unwanted(), "this thread has no work of that kind"
     tasks.close()
     assert begun == [0]
-    assert [task.result() for _, task in ahead.work_ahead("ab", lambda _: ahead.is_unwanted(), 1)] == [False, False]
+    assert [task.result() for _, task in work_ahead("ab", lambda _: is_unwanted(), 1)] == [False, False]

@@ -1,12 +1,9 @@
-"""Threads that work ahead: on the items that come next, and on files that will be read."""
+"""A thread that works ahead on the items that come next."""
 
-import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
-from pathlib import Path
-from threading import Event, Thread, local
+from threading import Event, local
 from typing import TypeVar
 
 S = TypeVar("S")
@@ -43,26 +40,3 @@ def work_ahead(items: Iterable[S], work: Callable[[S], T], count: int) -> Genera
     finally:
         closed.set()
         pool.shutdown(cancel_futures=True)
-
-
-READ_AHEAD = 4 << 30
-"""Bytes that a fast disk reads while Python imports."""
-
-
-def read_ahead(files: Iterable[Path]) -> None:
-    """Have the operating system read files into its cache, in a thread that nobody waits for. Errors are ignored.
-
-    It sends the files to /dev/null, which copies nothing and does not hold Python's lock.
-    """
-
-    def read() -> None:
-        left = READ_AHEAD
-        with suppress(OSError), open(os.devnull, "wb") as nowhere:
-            for path in files:
-                with path.open("rb") as file:
-                    at = 0
-                    while sent := os.sendfile(nowhere.fileno(), file.fileno(), at, left):
-                        at += sent
-                        left -= sent
-
-    Thread(target=read, daemon=True, name="read ahead").start()
