@@ -68,7 +68,7 @@ def launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], config: di
     if INTERPRETED or not LAUNCHES_DIRECTLY:
         kernel[grid](*args, **config)
         return
-    pointers, aligned, numbers, constexprs = _parameters(kernel)
+    pointers, aligned, numbers, constexprs = get_parameters(kernel)
     bits = 0  # of all addresses: a multiple of 16 if each of them is one
     for i in aligned:
         bits |= args[i].data_ptr()
@@ -88,7 +88,7 @@ def launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], config: di
     run(grid[0], second, 1, stream, function, metadata, None, None, None, *args, *constants)  # None: no launch hooks
 
 
-class _Parameters(NamedTuple):
+class Parameters(NamedTuple):
     """How many pointers come first, which arguments make a variant by address or by value, and the constexprs."""
 
     num_pointers: int
@@ -98,12 +98,12 @@ class _Parameters(NamedTuple):
 
 
 @cache
-def _parameters(kernel: Any) -> _Parameters:
+def get_parameters(kernel: Any) -> Parameters:
     params = [param for param in kernel.params if not param.is_constexpr]
     pointers = sum(param.name.endswith("_ptr") for param in params)
     aligned = [i for i in range(pointers) if not params[i].do_not_specialize_on_alignment]
     numbers = [i for i in range(pointers, len(params)) if not params[i].do_not_specialize]
-    return _Parameters(pointers, aligned, numbers, [param.name for param in kernel.params if param.is_constexpr])
+    return Parameters(pointers, aligned, numbers, [param.name for param in kernel.params if param.is_constexpr])
 
 
 @contextmanager
@@ -125,7 +125,7 @@ def compile_launches(show_progress: bool) -> Iterator[None]:
     begun: set[tuple[Any, ...]] = set()
 
     def begin(one: Launch) -> None:
-        pointers, _, numbers, _ = _parameters(one.kernel)
+        pointers, _, numbers, _ = get_parameters(one.kernel)
         types = tuple(arg.dtype for arg in one.args[:pointers])
         key = (one.kernel.__name__, *one.config.values(), *types, *(one.args[i] for i in numbers))
         if key in begun:

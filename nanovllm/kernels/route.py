@@ -171,7 +171,8 @@ def route(logits: Tensor, k: int, normalize: bool, slots: Tensor) -> Routing:
     num_pairs = num_tokens * k
     if not 0 < num_pairs <= MOST_PAIRS:
         return route_reference(logits, k, normalize, slots)
-    places, tokens, experts = torch.empty(3, num_tokens, k, dtype=torch.int32, device=logits.device).unbind()
+    # A tensor each: parts of one would begin at any address, and Triton would compile a variant for each alignment.
+    places, tokens, experts = (torch.empty(num_tokens, k, dtype=torch.int32, device=logits.device) for _ in range(3))
     weights = torch.empty(num_tokens, k, dtype=torch.float32, device=logits.device)
     offsets = torch.empty(num_experts + 1, dtype=torch.int32, device=logits.device)
     config = choose_experts_config(num_experts, k, normalize)

@@ -48,7 +48,8 @@ def token_logprobs_reference(logits: Tensor, token_ids: Tensor) -> TokenLogprobs
     return TokenLogprobs(torch.cat(values), torch.cat(log_sums), torch.cat(num_above))
 
 
-@triton.jit
+# The targets of a prompt are a part of the step's staging buffer, which begins at any address.
+@triton.jit(do_not_specialize_on_alignment=["token_ids_ptr"])
 def _token_logprobs_kernel(
     logits_ptr,
     token_ids_ptr,

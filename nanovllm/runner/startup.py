@@ -7,6 +7,7 @@ import gc
 import logging
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from contextvars import copy_context
 from typing import Any
 
 import numpy as np
@@ -47,7 +48,7 @@ def make_cache(runner: ModelRunner) -> int:
     """
     config = runner.config
     with runner.on_device():
-        compile_kernels(runner)
+        copy_context().run(compile_kernels, runner)  # Triton 3.6 leaves a mark in its context where a compile fails
         block_bytes = count_block_bytes(runner)
         ranks = runner.parallel.ranks_per_device
         states = count_state_bytes(runner)

@@ -1,7 +1,7 @@
 """A CUDA device that is not there: fake tensors that say they are on it, and a driver that launches nothing."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -96,10 +96,15 @@ def pretend_runner(
     dtype: str = "bfloat16",
     num_layers: int | None = None,
     parallel: Parallel | None = None,
+    changes: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Iterator[ModelRunner]:
-    """A runner on the Triton backend whose tensors are all fake; an operator that needs a value raises."""
-    shape = preset_config(model)
+    """A runner on the Triton backend whose tensors are all fake; an operator that needs a value raises.
+
+    Args:
+        changes: other values for the preset's config.json.
+    """
+    shape = preset_config(model) | dict(changes or {})
     shape["num_hidden_layers"] = num_layers or shape["num_hidden_layers"]
     hf_config = load_model_config(shape, model)
     asked = EngineConfig(
