@@ -52,9 +52,7 @@ class TritonBackend(Backend):
         decodes = metadata.num_decodes
         if not decodes:
             return metadata
-        seq_lens = metadata.seq_lens[:decodes]
-        block_tables = metadata.block_tables[:decodes]
-        return replace(metadata, decodes=decode_metadata(seq_lens, block_tables, cache, num_heads))
+        return replace(metadata, decodes=decode_metadata(metadata.seq_lens[:decodes], cache, num_heads))
 
     def attend(self, q: Tensor, cache: KVCache, metadata: AttentionMetadata, scale: float) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -53,8 +53,8 @@ class Scheduler:
         self.speculation: Speculator | None = None
         """load.py sets this later, because a speculator needs the scheduler when it is made."""
         self.choose_ready: Callable[[RowTable], Rows] | None = None
-        """In a pipeline, load.py sets this. It chooses the running rows that the next step may compute, and returns them
-        in order of admission."""
+        """In a pipeline, load.py sets this. It chooses the running rows that the next step may compute. They come in
+        order of admission."""
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[Sequence] = deque()
         self.table = RowTable(max_num_seqs)

@@ -81,23 +81,14 @@ def _share_kernel(
 
 
 @triton.jit
-def _merge(
-    out_row,
-    partial_out_ptr,
-    partial_lse_ptr,
-    first,
-    num_parts,
-    head,
-    num_heads,
-    GROUP: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    PARTS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-):
+def _merge(out_row, partials, first, num_parts, head, num_heads, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr):
     """Merge a sequence's chunks, PARTS at a time, in their order: it makes no difference which program ended last.
 
     At most the first of several chunks has no keys, so `new_highest` is finite (PARTS is at least 2).
     """
+    partial_out_ptr, partial_lse_ptr = partials
+    MEMBERS: tl.constexpr = triton.next_power_of_2(GROUP)
+    PARTS: tl.constexpr = 2 if MEMBERS > 8 else 16 // MEMBERS
     member = head * GROUP + tl.arange(0, MEMBERS)
     is_query = tl.arange(0, MEMBERS) < GROUP
     dim = tl.arange(0, HEAD_DIM)
@@ -123,6 +114,23 @@ def _merge(
     tl.store(out_row + member[:, None] * HEAD_DIM + dim[None, :], merged, mask=is_query[:, None])
 
 
+@triton.jit
+def accumulate(q, k, v, scale_log2, allowed, highest, total, acc, MASKED: tl.constexpr):
+    """Add one tile of keys to the online softmax (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867).
+
+    The first tile has a key for every row, so `highest` is finite after it.
+    """
+    scores = tl.dot(q, k, input_precision="ieee") * scale_log2
+    if MASKED:
+        scores = tl.where(allowed, scores, float("-inf"))
+    new_highest = tl.maximum(highest, tl.max(scores, 1))
+    weights = tl.exp2(scores - new_highest[:, None])
+    shrink = tl.exp2(highest - new_highest)
+    total = total * shrink + tl.sum(weights, 1)
+    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    return new_highest, total, acc
+
+
 @triton.jit(do_not_specialize=["num_seqs"])
 def _split_kernel(
     q_ptr,
@@ -144,9 +152,6 @@ def _split_kernel(
     token_stride,
     head_stride,
     GROUP: tl.constexpr,
-    MEMBERS: tl.constexpr,
-    PARTS: tl.constexpr,
-    ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     TILE: tl.constexpr,
@@ -159,6 +164,7 @@ def _split_kernel(
     head = tl.program_id(0)
     program = tl.program_id(1)
     num_heads = (tl.num_programs(0) * GROUP).to(tl.int64)
+    ROWS: tl.constexpr = 16  # tl.dot takes no fewer, and a group has no more
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, HEAD_DIM)
     key = tl.arange(0, TILE)
@@ -185,17 +191,9 @@ def _split_kernel(
             page = tl.load(table_ptr + (start + TILE) // BLOCK_SIZE, mask=start + TILE < end, other=0)
             valid = start + key < end
             k = tl.load(k_cache_ptr + place + k_offset)
-            scores = tl.dot(q, k, input_precision="ieee") * scale_log2
-            scores = tl.where(valid[None, :], scores, float("-inf"))
-            # A tile is never empty, so `new_highest` is finite and no difference is -inf - -inf.
-            new_highest = tl.maximum(highest, tl.max(scores, 1))
-            weights = tl.exp2(scores - new_highest[:, None])
-            shrink = tl.exp2(highest - new_highest)
-            total = total * shrink + tl.sum(weights, 1)
             # Masked, because 0 * NaN from a stale slot would be NaN.
             v = tl.load(v_cache_ptr + place + v_offset, mask=valid[:, None], other=0.0)
-            acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-            highest = new_highest
+            highest, total, acc = accumulate(q, k, v, scale_log2, valid[None, :], highest, total, acc, MASKED=True)
 
         out = acc / tl.where(total > 0.0, total, 1.0)[:, None]  # zeros where there are no keys
         out_row = out_ptr + seq * num_heads * HEAD_DIM
@@ -212,7 +210,7 @@ def _split_kernel(
                 tl.store(arrival_ptr, 0)
                 first = tl.load(first_item_ptr + seq)
                 partials = (partial_out_ptr, partial_lse_ptr)
-                _merge(out_row, *partials, first, num_parts, head, num_heads, GROUP, MEMBERS, PARTS, HEAD_DIM)
+                _merge(out_row, partials, first, num_parts, head, num_heads, GROUP, HEAD_DIM)
 
 
 def key_tile(head_dim: int, block_size: int, itemsize: int) -> int:
@@ -238,12 +236,8 @@ def split_config(group: int, head_dim: int, block_size: int, itemsize: int) -> d
 
     At most 168 registers a thread let three programs share its registers, too.
     """
-    members = next_power_of_2(group)
     return {
         "GROUP": group,
-        "MEMBERS": members,
-        "PARTS": max(2, 16 // members),
-        "ROWS": max(16, members),  # tl.dot takes no fewer than 16 rows
         "HEAD_DIM": head_dim,
         "BLOCK_SIZE": block_size,
         "TILE": key_tile(head_dim, block_size, itemsize),
@@ -263,7 +257,7 @@ def programs_at_once(config: dict[str, int], itemsize: int, shared_kib: int) -> 
     return min(max(shared_kib * 1024 // (buffers + 8192), 1), 3)
 
 
-def decode_metadata(seq_lens: Tensor, block_tables: Tensor, cache: KVCache, num_heads: int) -> DecodeMetadata:
+def decode_metadata(seq_lens: Tensor, cache: KVCache, num_heads: int) -> DecodeMetadata:
     """Share this step's decodes among programs, on the device.
 
     seq_lens int32 [num_seqs]; block_tables int32 [num_seqs, max_blocks] (its width bounds the lengths).

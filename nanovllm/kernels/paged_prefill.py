@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nanovllm.kernels.attention import KVCache
 from nanovllm.kernels.launch import launch, wait_for_predecessor
-from nanovllm.kernels.paged_decode import key_tile
+from nanovllm.kernels.paged_decode import accumulate, key_tile
 from nanovllm.kernels.triton_shim import next_power_of_2, shared_memory_kib, tl, triton
 
 
@@ -29,23 +29,6 @@ def find_sequence(cu_seqlens_ptr, num_seqs, tile, TOKENS: tl.constexpr, SEARCH: 
     seq = tl.sum(found, 0) - 1
     first_token = tl.load(cu_seqlens_ptr + seq) - origin
     return seq, (tile - first_token // TOKENS - seq) * TOKENS
-
-
-@triton.jit
-def _accumulate(q, k, v, scale_log2, allowed, highest, total, acc, MASKED: tl.constexpr):
-    """Add one tile of keys to the online softmax (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867).
-
-    The first tile has a key for every row, so `highest` is finite after it.
-    """
-    scores = tl.dot(q, k, input_precision="ieee") * scale_log2
-    if MASKED:
-        scores = tl.where(allowed, scores, float("-inf"))
-    new_highest = tl.maximum(highest, tl.max(scores, 1))
-    weights = tl.exp2(scores - new_highest[:, None])
-    shrink = tl.exp2(highest - new_highest)
-    total = total * shrink + tl.sum(weights, 1)
-    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-    return new_highest, total, acc
 
 
 @triton.jit(
@@ -122,7 +105,7 @@ def _prefill_kernel(
         page = tl.load(table_ptr + (start + TILE) // BLOCK_SIZE, mask=start + TILE < end, other=0)
         k = tl.load(k_tile_ptr + place)
         v = tl.load(v_tile_ptr + place)
-        highest, total, acc = _accumulate(q, k, v, scale_log2, True, highest, total, acc, MASKED=False)
+        highest, total, acc = accumulate(q, k, v, scale_log2, True, highest, total, acc, MASKED=False)
     for start in tl.range(diagonal, end, TILE):
         place = page.to(tl.int64) * page_stride + (start % BLOCK_SIZE) * token_stride
         page = tl.load(table_ptr + (start + TILE) // BLOCK_SIZE, mask=start + TILE < end, other=0)
@@ -130,7 +113,7 @@ def _prefill_kernel(
         # Slots beyond the sequence may be stale, and 0 * NaN is NaN.
         v = tl.load(v_tile_ptr + place, mask=(start + key < seq_len)[:, None], other=0.0)
         allowed = (start + key)[None, :] <= position
-        highest, total, acc = _accumulate(q, k, v, scale_log2, allowed, highest, total, acc, MASKED=True)
+        highest, total, acc = accumulate(q, k, v, scale_log2, allowed, highest, total, acc, MASKED=True)
 
     out_row = out_ptr + token_row * (num_kv_heads * GROUP * HEAD_DIM)
     tl.store(out_row + offset, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_query)

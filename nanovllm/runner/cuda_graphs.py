@@ -3,7 +3,7 @@
 import bisect
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +13,8 @@ from nanovllm.engine.plan import NUM_PER_SEQ, StepPlan, make_padding
 from nanovllm.kernels.sample import SamplingValues
 
 T = TypeVar("T")
+Half = Literal["model", "sampler"]
+"""The halves of a step. They are repeated apart, because logits may be edited between them."""
 HEAD = NUM_PER_SEQ + 1
 """How many rows a graph's inputs have: the arrays of a plan with one element per sequence, and token_ids."""
 MOST_SEQS = 1024
@@ -26,17 +28,6 @@ Decode = Callable[[Tensor], Decoded]
 """Runs the model on inputs int32 [HEAD, n]: see `ModelRunner.decode`."""
 Sample = Callable[[Tensor, Tensor, SamplingValues], Tensor]
 """Samples from what was decoded; returns token ids int32 [n]."""
-
-
-class Captured(NamedTuple):
-    """The two graphs of a step of one size, the model's and the sampler's, and the tensors that each writes.
-
-    `sampler` is None in those stages of a pipeline that sample nothing.
-    """
-
-    model: torch.cuda.CUDAGraph
-    decoded: Decoded
-    sampler: tuple[torch.cuda.CUDAGraph, Tensor] | None
 
 
 def graph_batch_sizes(max_num_seqs: int) -> list[int]:
@@ -86,7 +77,8 @@ class CudaGraphs:
         self.most_seqs = self.sizes[-1]
         self.padding_row = padding_row
         self._pool: Any = None  # torch's pool handles have no public type
-        self._graphs: dict[int, Captured] = {}
+        self._graphs: dict[tuple[Half, int], tuple[torch.cuda.CUDAGraph, Any]] = {}
+        """{half and size of a step: its graph, and the tensors that the graph writes}."""
 
     def capture(
         self, decode: Decode, sample: Sample | None, sizes: list[int] | None = None, show_progress: bool = False
@@ -103,19 +95,20 @@ class CudaGraphs:
                 if sample is not None:
                     sample(*decoded)
             torch.cuda.synchronize()
-            model, decoded = self._capture(stream, functools.partial(decode, inputs))
-            sampler = None if sample is None else self._capture(stream, functools.partial(sample, *decoded))
-            self._graphs[size] = Captured(model, decoded, sampler)
+            decoded = self._capture(("model", size), stream, functools.partial(decode, inputs))
+            if sample is not None:
+                self._capture(("sampler", size), stream, functools.partial(sample, *decoded))
         torch.cuda.synchronize()
 
-    def _capture(self, stream: Any, work: Callable[[], T]) -> tuple[torch.cuda.CUDAGraph, T]:
-        """Capture some work; returns its graph, and its result, which each replay writes anew."""
+    def _capture(self, key: tuple[Half, int], stream: Any, work: Callable[[], T]) -> T:
+        """Capture some work; returns its result, which each replay writes anew."""
         graph = torch.cuda.CUDAGraph()
         # thread_local: other threads, NCCL's and those of a second engine, may call CUDA meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             result = work()
         self._pool = self._pool or graph.pool()
-        return graph, result
+        self._graphs[key] = graph, result
+        return result
 
     def pad(self, plan: StepPlan) -> StepPlan:
         """Return a plan of decodes, padded to the size of the smallest graph that holds it."""
@@ -125,25 +118,18 @@ class CudaGraphs:
         """Return the part of the staging buffer that a graph of that size reads: int32 [HEAD, size]."""
         return self._buffer[: HEAD * size].view(HEAD, size)
 
-    def replay(self, size: int) -> Decoded:
-        """Run the model of that size on what the staging buffer holds. The outputs live until the next replay."""
-        captured = self._graphs[size]
-        captured.model.replay()
-        return captured.decoded
+    def run(self, half: Half, size: int, work: Callable[[], Any]) -> Any:
+        """Run half a step of that size: the model on what the staging buffer holds, the sampler on its results.
 
-    def replay_sampler(self, size: int) -> Tensor:
-        """Sample from the outputs of `replay`; returns token ids int32 [size], which live until the next replay."""
-        sampler = self._graphs[size].sampler
-        assert sampler is not None
-        graph, sampled = sampler
+        Returns what `work` returned when it was captured: it is written anew, and lives until the next replay.
+        """
+        graph, result = self._graphs[half, size]
         graph.replay()
-        return sampled
+        return result
 
     def release(self) -> None:
         """Free the graphs. This comes before the memory they point into is freed, and before a process group ends."""
-        for captured in self._graphs.values():
-            captured.model.reset()  # now, even if an exception's traceback still holds it
-            if captured.sampler is not None:
-                captured.sampler[0].reset()
+        for graph, _ in self._graphs.values():
+            graph.reset()  # now, even if an exception's traceback still holds it
         self._graphs.clear()
         self._pool = None

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -186,13 +187,7 @@ class ModelRunner:
         On a CPU the first step of each size runs here as Python, and is recorded.
         """
         size = plan.num_seqs
-        decoded = graphs.replay(size)
-        if decoded is None:
-            assert isinstance(graphs, RecordedSteps)
-            with graphs.record("model", size) as recording:
-                decoded = self.decode(graphs.inputs(size))
-                recording.result = decoded
-        hidden, rows, values = decoded
+        hidden, rows, values = graphs.run("model", size, partial(self.decode, graphs.inputs(size)))
         return Front(plan, hidden, rows[:0], None, None, rows, values, *self._read_counts(plan))
 
     def finish_replay(self, graphs: Graphs, front: Front, edits: StepEdits | None, is_edited: bool) -> DeviceResult:
@@ -209,17 +204,11 @@ class ModelRunner:
             edits: of the logits; None on ranks other than 0.
             is_edited: whether a sequence has edits.
         """
-        size = front.plan.num_seqs
         if is_edited or front.num_logprobs.max() >= 0:
             every_row = torch.arange(len(front.hidden), device=self.device)
             return self.finish(front._replace(sampled=every_row), edits)
-        sampled = graphs.replay_sampler(size)
-        if sampled is None:
-            assert isinstance(graphs, RecordedSteps)
-            with graphs.record("sampler", size) as recording:
-                sampled = self.sample_decoded(front.hidden, front.rows, front.values)
-                recording.result = sampled
-        return DeviceResult(sampled)
+        sample = partial(self.sample_decoded, front.hidden, front.rows, front.values)
+        return DeviceResult(graphs.run("sampler", front.plan.num_seqs, sample))
 
     def decode(self, head: Tensor, x: Tensor | None = None) -> tuple[Tensor, Tensor, SamplingValues]:
         """Compute a step that only decodes. All inputs are tensors on the device, so that a CUDA graph can record it.

@@ -1,9 +1,7 @@
 """Decode steps on a CPU, recorded: the kernels of a step are called again, without the Python between them."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -11,20 +9,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nanovllm.engine.plan import StepPlan
 from nanovllm.kernels.cpu_library import RecordedCalls, record_calls
 from nanovllm.kernels.scratch import Scratch, borrow_from
-from nanovllm.runner.cuda_graphs import HEAD, Decoded
-
-Half = Literal["model", "sampler"]
+from nanovllm.runner.cuda_graphs import HEAD, Half
 
 MOST_SEQS = 64
 """The most sequences of a recorded step. In a larger one the Python between the kernels takes next to nothing."""
-
-
-@dataclass
-class Recording:
-    """The calls of half a step, and the tensors that they write: always at the same addresses."""
-
-    calls: RecordedCalls
-    result: Any = None
 
 
 class RecordedSteps:
@@ -52,43 +40,30 @@ class RecordedSteps:
         self._buffer = buffer
         self.most_seqs = min(max_num_seqs, MOST_SEQS)
         self._scratch = Scratch(keeps_all=True)
-        self._recordings: dict[tuple[Half, int], Recording] = {}
+        self._recordings: dict[tuple[Half, int], tuple[RecordedCalls, Any]] = {}
+        """{half and size of a step: its calls, and the tensors that they write, always at the same addresses}."""
 
     def pad(self, plan: StepPlan) -> StepPlan:
         """Return the plan: each size has a recording of its own."""
         return plan
 
-    def replay(self, size: int) -> Decoded | None:
-        """Run the model on what the staging buffer holds. None if it is not recorded: see `record`."""
-        decoded: Decoded | None = self._repeat("model", size)
-        return decoded
+    def run(self, half: Half, size: int, work: Callable[[], Any]) -> Any:
+        """Repeat half a step of that size, which reads from `inputs` or from the other half's results.
 
-    def replay_sampler(self, size: int) -> Tensor | None:
-        """Sample from the results of `replay`; returns token ids int32 [size]. None if it is not recorded."""
-        sampled: Tensor | None = self._repeat("sampler", size)
-        return sampled
-
-    def _repeat(self, half: Half, size: int) -> Any:
-        recording = self._recordings.get((half, size))
-        if recording is None:
-            return None
-        recording.calls.repeat()
-        return recording.result
-
-    @contextmanager
-    def record(self, half: Half, size: int) -> Iterator[Recording]:
-        """Within, the caller runs half a step, reading from `inputs` or from the results of the other half.
-
-        It puts the result into the recording.
+        The first time `work` runs it, and is recorded. Returns what `work` has returned.
         """
+        if (half, size) in self._recordings:
+            calls, result = self._recordings[half, size]
+            calls.repeat()
+            return result
         with borrow_from(self._scratch), record_calls() as calls, _TorchWatch() as watch:  # type: ignore[no-untyped-call]
-            recording = Recording(calls)
-            yield recording
+            result = work()
         if watch.computes or not calls.can_repeat:
             self.most_seqs = 0
             self.release()
         elif self.most_seqs:
-            self._recordings[half, size] = recording
+            self._recordings[half, size] = calls, result
+        return result
 
     def inputs(self, size: int) -> Tensor:
         """Return the part of the staging buffer that a step of that size reads: see `CudaGraphs.inputs`."""

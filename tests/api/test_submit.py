@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.engine.hooks import LogitEditor
 
 PROMPTS = ["a", "c", "A", "0", "ab", "x", "xyz", "m"]
 PARAMS = [SamplingParams(temperature=1, max_tokens=8 + i, seed=i, ignore_eos=True) for i in range(len(PROMPTS))]
@@ -29,6 +30,25 @@ def test_many_threads_get_what_each_would_get_alone(llm: LLM) -> None:
             futures = list(threads.map(llm.submit, PROMPTS, PARAMS))
         assert [future.result(timeout=60).token_ids for future in futures] == expected
     assert (llm.stats()["num_steps"] - num_steps) < 3 * sum(map(len, expected)), "they share steps"
+
+
+def test_threads_that_ask_for_edits_at_the_same_moment_share_one_editor(llm: LLM) -> None:
+    """A second one would count penalties anew for rows that the first one knows."""
+    engine = llm.engine
+    make_editor = engine._make_editor
+    made = []
+
+    def make_slowly() -> LogitEditor:
+        time.sleep(0.1)
+        made.append(make_editor())
+        return made[-1]
+
+    engine._make_editor = make_slowly
+    params = SamplingParams(temperature=0, max_tokens=4, frequency_penalty=1.0)
+    with ThreadPoolExecutor(4) as threads:
+        futures = list(threads.map(lambda prompt: llm.submit(prompt, params), PROMPTS[:4]))
+    assert all(future.result(timeout=60).finish_reason == "length" for future in futures)
+    assert made == [engine.editor]
 
 
 def test_tasks_of_an_event_loop_get_what_each_would_get_alone(llm: LLM) -> None:

@@ -22,10 +22,11 @@ MOST_LINES = 40
 def find_way(attention_backend: str) -> list[tuple[str, str]]:
     """(file, function) of each frame of the package on the stack where `Backend.attend` begins, outermost first.
 
-    `attend` itself is the last one. Of all calls of a run, the one with the most frames.
+    `attend` itself is the last one. Of all calls of a run, the one with the most frames. Steps are eager: a recorded
+    one passes through one function more, once for each size.
     """
     ways: list[list[tuple[str, str]]] = []
-    options: dict[str, Any] = {"max_model_len": 64, "num_kvcache_blocks": 8, "device": "cpu"}
+    options: dict[str, Any] = {"max_model_len": 64, "num_kvcache_blocks": 8, "device": "cpu", "enforce_eager": True}
     with LLM("tiny-qwen3", attention_backend=attention_backend, **options) as llm:
         backend = llm.engine.runner.backend  # type: ignore[attr-defined]
         attend = backend.attend

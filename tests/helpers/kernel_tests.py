@@ -81,7 +81,7 @@ def check_shares(made: DecodeMetadata, seq_lens: list[int], tile: int) -> list[i
 def test_programs_share_the_keys_equally_and_the_last_of_a_sequence_merges_it() -> None:
     lengths = [300] * 15 + [2100]
     case = attention_case([1] * 16, lengths, 32, 2, 64, torch.float32)
-    made = decode_metadata(case.metadata.seq_lens, case.metadata.block_tables, case.cache, num_heads=4)
+    made = decode_metadata(case.metadata.seq_lens, case.cache, num_heads=4)
     counts = check_shares(made, lengths, key_tile(64, 64, 4))
     assert min(counts) > 0
     if DEVICE.type == "cpu":
