@@ -44,7 +44,7 @@ def test_threads_that_ask_for_edits_at_the_same_moment_share_one_editor(llm: LLM
         return made[-1]
 
     engine._make_editor = make_slowly
-    params = SamplingParams(temperature=0, max_tokens=4, frequency_penalty=1.0)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, frequency_penalty=1.0)
     with ThreadPoolExecutor(4) as threads:
         futures = list(threads.map(lambda prompt: llm.submit(prompt, params), PROMPTS[:4]))
     assert all(future.result(timeout=60).finish_reason == "length" for future in futures)
