@@ -39,13 +39,13 @@ def microseconds_per_token(num_running: int, num_waiting: int, num_steps: int, b
         prompt = rng.integers(1000, VOCAB, length).tolist()
         eos = frozenset({1, 2})
         scheduler.add(Sequence(i, prompt, params, max_model_len=max_len, eos_token_ids=eos))
-    tokens = rng.integers(1000, VOCAB, num_running).astype(np.int32)
+    result = StepResult(rng.integers(1000, VOCAB, num_running).astype(np.int32))
     seconds = []
     for _ in range(num_steps):
         start = time.perf_counter()
         batch = scheduler.schedule()
         assert batch is not None and len(batch.seqs) == num_running
-        scheduler.update(batch, StepResult(tokens))
+        scheduler.update(batch, result)
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds[1:]) / num_running * 1e6
 

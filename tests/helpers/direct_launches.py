@@ -34,8 +34,9 @@ from nanovllm.kernels.rms_norm import add_rms_norm
 from nanovllm.kernels.sample import SamplingValues
 from nanovllm.layers.linear import MatrixModule
 from nanovllm.layers.parallel import Stage
+from nanovllm.models.qwen3_moe import Experts
 from nanovllm.quantized.codes import Codes
-from nanovllm.quantized.triton_matrix import TritonMatrix
+from nanovllm.quantized.triton_matrix import TritonExperts, TritonMatrix
 from nanovllm.runner import logprobs, sampler
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.startup import bind_halves, compile_kernels, make_caches, make_graphs
@@ -301,13 +302,20 @@ def serve_as_a_stage(runner: ModelRunner) -> None:
 
 def quantize(runner: ModelRunner, bits: int, group_size: int | None) -> None:
     """Give every matrix but an untied embedding codes without values. Those of 4 bits have zeros."""
+
+    def make_codes(*shape: int) -> Codes:
+        *outs, size = shape
+        dtype = torch.int8 if bits == 8 else torch.uint8
+        codes = torch.empty(*outs, size * bits // 8, dtype=dtype, device=DEVICE)
+        scales = torch.empty(*outs, ceil_div(size, group_size or size), device=DEVICE)
+        zeros = torch.empty(scales.shape, dtype=torch.int16, device=DEVICE) if bits == 4 else None
+        return Codes(bits, codes, scales, zeros, group_size or size)
+
     for module in runner.model.modules():
-        if isinstance(module, MatrixModule) and (module is not runner.model.embed_tokens or runner.model.tied):
-            out, size = module.weight.shape
-            codes = torch.empty(out, size * bits // 8, dtype=torch.int8 if bits == 8 else torch.uint8, device=DEVICE)
-            scales = torch.empty(out, ceil_div(size, group_size or size), device=DEVICE)
-            zeros = torch.empty(scales.shape, dtype=torch.int16, device=DEVICE) if bits == 4 else None
-            module.packed = TritonMatrix(Codes(bits, codes, scales, zeros, group_size or size), runner.dtype)
+        if isinstance(module, Experts):
+            module.packed = tuple(TritonExperts(make_codes(*stack.shape)) for stack in module.list_stacks())
+        elif isinstance(module, MatrixModule) and (module is not runner.model.embed_tokens or runner.model.tied):
+            module.packed = TritonMatrix(make_codes(*module.weight.shape), runner.dtype)
 
 
 def missing(
@@ -362,6 +370,8 @@ def missing_kernels() -> dict[str, list[str]]:
         "int8": missing(serve_prompts, "qwen3-0.6b", quantized=(8, None)),
         "int8, log-probabilities": missing(serve_logprobs, "qwen3-0.6b", quantized=(8, None)),
         "int4 by group, few sequences": missing(serve_prompts, "qwen3-8b", quantized=(4, 128), max_num_seqs=4),
+        "experts, int8": missing(serve_prompts, "qwen3-30b-a3b", quantized=(8, None)),
+        "experts, int4 by group": missing(serve_prompts, "qwen3-30b-a3b", quantized=(4, 128)),
         "rank 0 of two": missing(serve_as_a_rank, "qwen3-0.6b", parallel=one_rank_of_two(0)),
         "rank 1 of two": missing(serve_as_a_rank, "qwen3-30b-a3b", parallel=one_rank_of_two(1)),
         "the first stage": missing(serve_as_a_stage, "qwen3-0.6b", parallel=one_stage_of_three(0)),
