@@ -41,6 +41,7 @@ class BlockManager:
     """
 
     _digest = staticmethod(prefix_digest)
+    """Hashes a block. A hit compares contents, too, so a bad hash costs hits and nothing else."""
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
         self.num_blocks = num_blocks
