@@ -15,7 +15,7 @@ from nanovllm.layers.weights import WeightTarget
 from nanovllm.models.loader import name_canonically, name_some
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.recorded_steps import RecordedSteps
-from nanovllm.runner.startup import fill_cache
+from nanovllm.runner.startup import capture_graphs, fill_cache
 from nanovllm.utils.checks import as_bool, quote, refuse
 from nanovllm.utils.machine import default_dtype
 
@@ -123,6 +123,8 @@ class RankRenewal:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self._load: WeightLoad | None = None
+        self._lacks_graphs = False
+        """Whether the CUDA graphs were released, and are to be captured at the end of the load."""
 
     @property
     def load(self) -> "WeightLoad":
@@ -142,10 +144,12 @@ class RankRenewal:
             case "write":
                 assert tensor is not None
                 self.load.write(command["name"], tensor)
-                if isinstance(self._runner.graphs, RecordedSteps):
-                    self._runner.graphs.release()
+                self._release_graphs()
             case "forget":
                 self._load = None
+                if self._lacks_graphs:
+                    self._lacks_graphs = False
+                    capture_graphs(self._runner)
             case "sleep":
                 for runner in runners:
                     _free_memory(runner, command["level"])
@@ -153,6 +157,19 @@ class RankRenewal:
                 for runner in runners if command["level"] == 2 else ():
                     runner.load_model()
                 fill_cache(self._runner, command["num_blocks"])
+
+    def _release_graphs(self) -> None:
+        """Free what repeats steps, if new weights lie in other memory than the old ones.
+
+        Recorded steps are recorded anew as steps come. CUDA graphs are captured at the end of the load. Without
+        quantisation a GPU's weights are written in place, and its graphs stay.
+        """
+        graphs = self._runner.graphs
+        if isinstance(graphs, RecordedSteps):
+            graphs.release()
+        elif graphs is not None and self._runner.quantizer is not None and not self._lacks_graphs:
+            graphs.release()
+            self._lacks_graphs = True
 
 
 def _free_memory(runner: ModelRunner, level: int) -> None:

@@ -71,10 +71,15 @@ def fill_cache(runner: ModelRunner, num_blocks: int) -> None:
             each.caches = make_caches(each, num_blocks)
             each.graphs = RecordedSteps(each.staging.buffer, config.max_num_seqs) if is_recorded else None
     if config.use_graphs:
-        graphs = make_graphs(runner)
-        runner.graphs = graphs
-        with runner.on_device(), torch.inference_mode():
-            graphs.capture(*bind_halves(runner), show_progress=runner.parallel.number == 0)
+        capture_graphs(runner)
+
+
+def capture_graphs(runner: ModelRunner) -> None:
+    """Capture the graphs of all batch sizes. They read the weights and the cache where these lie now."""
+    graphs = make_graphs(runner)
+    runner.graphs = graphs
+    with runner.on_device(), torch.inference_mode():
+        graphs.capture(*bind_halves(runner), show_progress=runner.parallel.number == 0)
 
 
 def count_block_bytes(runner: ModelRunner) -> int:

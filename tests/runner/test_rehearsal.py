@@ -389,12 +389,16 @@ def test_embeddings(dense: Path) -> None:
         assert embedding["embedding"] == pytest.approx(wanted["embedding"], abs=1e-4)
 
 
-def test_sleep_and_new_weights(dense: Path, tmp_path: Path) -> None:
-    """Asleep an engine leaves the card's memory to others; awake it has its graphs again. It is closed asleep."""
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_sleep_and_new_weights(quantization: str | None, dense: Path, tmp_path: Path) -> None:
+    """Asleep an engine leaves the card's memory to others; awake it has its graphs again. It is closed asleep.
+
+    New quantised weights lie in other memory than the old ones, which the graphs must not read.
+    """
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
     save_random(tmp_path, seed=3, **TINY)
     new_weights = load_file(tmp_path / "model.safetensors")
-    with rehearse() as card, LLM(str(dense), dtype="float32", **OPTIONS) as llm:
+    with rehearse() as card, LLM(str(dense), dtype="float32", quantization=quantization, **OPTIONS) as llm:
         llm.sleep(2)
         assert card.memory.reserved < card.memory.total / 4
         llm.wake_up()
@@ -402,8 +406,8 @@ def test_sleep_and_new_weights(dense: Path, tmp_path: Path) -> None:
         llm.load_weights(new_weights.items())
         found_new = llm.generate(PROMPTS, params, use_tqdm=False)
         llm.sleep(2)
-    assert tokens(found) == tokens(expect(dense, params, PROMPTS[:1]))
-    assert tokens(found_new) == tokens(expect(tmp_path, params))
+    assert tokens(found) == tokens(expect(dense, params, PROMPTS[:1], quantization=quantization))
+    assert tokens(found_new) == tokens(expect(tmp_path, params, quantization=quantization))
 
 
 def test_preemption_an_abort_and_a_failed_step(dense: Path) -> None:
