@@ -150,6 +150,8 @@ class RankRenewal:
                 if self._lacks_graphs:
                     self._lacks_graphs = False
                     capture_graphs(self._runner)
+                if self._runner.device.type == "cuda":
+                    torch.cuda.synchronize(self._runner.device)  # the next step may come from another thread's stream
             case "sleep":
                 for runner in runners:
                     _free_memory(runner, command["level"])

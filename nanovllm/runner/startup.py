@@ -72,6 +72,8 @@ def fill_cache(runner: ModelRunner, num_blocks: int) -> None:
             each.graphs = RecordedSteps(each.staging.buffer, config.max_num_seqs) if is_recorded else None
     if config.use_graphs:
         capture_graphs(runner)
+    if runner.device.type == "cuda":
+        torch.cuda.synchronize(runner.device)  # the first step may come from another thread's stream
 
 
 def capture_graphs(runner: ModelRunner) -> None:
@@ -241,7 +243,8 @@ def _measure_graphs(runner: ModelRunner) -> int:
     before = torch.cuda.mem_get_info(runner.device)[0]
     trial = make_graphs(runner)
     trial.capture(*bind_halves(runner), trial.sizes[-2:])
-    per_graph = (before - torch.cuda.mem_get_info(runner.device)[0]) // len(trial.sizes[-2:])
+    taken = before - torch.cuda.mem_get_info(runner.device)[0]  # below 0 if another rank has freed more meanwhile
+    per_graph = max(taken, 0) // len(trial.sizes[-2:])
     trial.release()
     # The largest pays for the pool that all share; each of the others adds its own nodes.
     return 2 * per_graph + len(trial.sizes) * GRAPH_NODES_BYTES

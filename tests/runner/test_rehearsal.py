@@ -32,7 +32,6 @@ from nanovllm.edits import editing
 from nanovllm.kernels.gated_delta import RowState
 from nanovllm.outputs import Output
 from nanovllm.runner import startup
-from nanovllm.runner.cuda_graphs import CudaGraphs
 from nanovllm.runner.kv_memory import GpuMemory
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.step_handle import StepHandle
@@ -344,7 +343,7 @@ def test_edits_and_grammars(speller: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
         monkeypatch.setattr(owner, method, noted)
 
-    note(CudaGraphs, "replay", "model")
+    note(ModelRunner, "replay", "model")
     note(StepHandle, "result", "read")
     note(editing, "collect_edits", "masks")
     params = [
@@ -408,6 +407,25 @@ def test_sleep_and_new_weights(quantization: str | None, dense: Path, tmp_path: 
         llm.sleep(2)
     assert tokens(found) == tokens(expect(dense, params, PROMPTS[:1], quantization=quantization))
     assert tokens(found_new) == tokens(expect(tmp_path, params, quantization=quantization))
+
+
+def test_a_start_and_new_weights_on_a_stream_are_read_from_another_thread(dense: Path, tmp_path: Path) -> None:
+    """`submit` has a thread of its own, whose steps run on the default stream."""
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    save_random(tmp_path, seed=3, **TINY)
+    new_weights = load_file(tmp_path / "model.safetensors")
+    prompt = [5, 6, 7]
+    with rehearse():
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            llm = LLM(str(dense), dtype="float32", enforce_eager=True, **OPTIONS)
+        found = [llm.submit(prompt, params).result(timeout=300)]
+        with torch.cuda.stream(stream):
+            llm.load_weights(new_weights.items())
+        found_new = [llm.submit(prompt, params).result(timeout=300)]
+        llm.close()
+    assert tokens(found) == tokens(expect(dense, params, [prompt]))
+    assert tokens(found_new) == tokens(expect(tmp_path, params, [prompt]))
 
 
 def test_preemption_an_abort_and_a_failed_step(dense: Path) -> None:
