@@ -239,16 +239,13 @@ def test_a_step_of_graphs_leaves_its_sampler_out_only_where_logits_are_edited(
         graphs = runner.graphs = StandInGraphs(
             runner.staging.buffer, runner.config.max_num_seqs, runner.tables.padding_row
         )
-        captured: list[int] = []
-        graphs.decode = runner.decode
-        graphs.sample = lambda *decoded: (captured.append(1), runner.sample_decoded(*decoded))[1]
         assert tokens(llm, params, prompts) == alone
-        between = len(captured)
+        between = graphs.halves_run["sampler"]
         plain = SamplingParams(0, 10, ignore_eos=True)
         tokens(llm, plain)
-        assert len(captured) - between >= 9
+        assert graphs.halves_run["sampler"] - between >= 9
         tokens(llm, [*[plain] * 3, replace(plain, presence_penalty=1.0)])
-        assert len(captured) - between < 15
+        assert graphs.halves_run["sampler"] - between < 15
         runner.graphs = None
 
 

@@ -1,5 +1,7 @@
 """CUDA graphs without CUDA."""
 
+from collections import Counter
+
 from nanovllm.runner.cuda_graphs import CudaGraphs
 
 
@@ -9,7 +11,9 @@ class StandInGraphs(CudaGraphs):
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.sizes_run = set()
+        self.halves_run = Counter()
 
     def run(self, half, size, work):
         self.sizes_run.add(size)
+        self.halves_run[half] += 1
         return work()
