@@ -206,6 +206,7 @@ def test_wrong_levels_and_unfinished_requests_are_refused(folders: tuple[Path, P
                 action()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("backend", "dtype"),
     [("cpu", "float32"), pytest.param("torch", "bfloat16", marks=pytest.mark.slow)],
@@ -228,6 +229,7 @@ def test_two_ranks_take_their_shares(backend: str, dtype: str, folders: tuple[Pa
         assert say(llm) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tied", "dtype"), [(True, "float32"), (False, "bfloat16")])
 def test_the_stages_of_a_pipeline_take_their_layers(tied: bool, dtype: str, tmp_path: Path) -> None:
     for seed in (0, 1):
@@ -261,6 +263,7 @@ def test_the_stages_of_a_pipeline_take_their_layers(tied: bool, dtype: str, tmp_
         assert say(llm) == expected
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_during_a_load_is_an_error(folders: tuple[Path, Path]) -> None:
     import os
     import signal

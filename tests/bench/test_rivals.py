@@ -131,6 +131,7 @@ def count_group(group: int) -> int:
     return count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
 def test_a_comparison_that_a_signal_ends_takes_its_rival_along(number: signal.Signals, tmp_path: Path) -> None:
     """As `timeout 60 python bench.py --compare ...` does; the rival has a child of its own."""

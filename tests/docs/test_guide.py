@@ -56,6 +56,7 @@ def test_there_are_ten_chapters_and_the_first_page_names_them_in_order():
     assert re.findall(r"\]\((\d-[\w-]+\.md)\)", (GUIDE / "index.md").read_text()) == [c.name for c in CHAPTERS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda chapter: chapter.stem)
 def test_every_block_of_a_chapter_can_be_pasted_and_prints_what_the_chapter_says(chapter, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -201,7 +201,7 @@ DEPTHS = dict.fromkeys(VARIANTS, (1, 2)) | {"ranks": (2,)}
 @pytest.mark.parametrize(
     ("options", "depth"),
     [
-        pytest.param(options, depth, id=f"{name}-{depth}")
+        pytest.param(options, depth, id=f"{name}-{depth}", marks=[pytest.mark.slow] if name == "ranks" else [])
         for name, options in VARIANTS.items()
         for depth in DEPTHS[name]
     ],
@@ -218,6 +218,7 @@ def test_tokens_are_those_of_the_rule_however_requests_are_run(
         assert not llm.engine.scheduler.edited_rows
 
 
+@pytest.mark.slow
 def test_tokens_are_those_of_the_rule_in_triton(folder: Path, alone: list[list[int]]) -> None:
     pytest.importorskip("triton")
     some = [0, 8, 9, 18]

@@ -76,6 +76,7 @@ def run_batch(source: Path, results: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(command, stderr=subprocess.DEVNULL)
 
 
+@pytest.mark.slow
 def test_a_job_answers_all_other_lines_and_is_resumed(tmp_path: Path) -> None:
     """One job with all of them, each between two good lines."""
     lines = [openai_line("first", prompt="a", max_tokens=3)]
@@ -105,6 +106,7 @@ def check_answers(results: Path, ids: list[str]) -> None:
             assert answers[custom_id]["error"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_ends_a_job_that_compiles_one_large_grammar_after_the_other(
     number: signal.Signals, tmp_path: Path

@@ -376,6 +376,7 @@ def plain() -> list[Output]:
         return [llm.generate(p, params, use_tqdm=False)[0] for p, params in zip(MANY, mixed(), strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

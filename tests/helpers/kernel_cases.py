@@ -37,6 +37,14 @@ def pairwise_shapes(*dtypes: torch.dtype) -> list[tuple[int, int, int, torch.dty
     ]
 
 
+def few_shapes(*dtypes: torch.dtype) -> list[tuple[int, int, int, torch.dtype]]:
+    """(head_dim, group, block_size, dtype) such that every group occurs once, and every other value several times."""
+    return [
+        (HEAD_DIMS[i % 3], group, BLOCK_SIZES[(i + i // 3) % 3], dtypes[i % len(dtypes)])
+        for i, group in enumerate(GROUPS)
+    ]
+
+
 def all_shapes() -> list[tuple[int, int, int, torch.dtype]]:
     return list(product(HEAD_DIMS, GROUPS, BLOCK_SIZES, (torch.float32, HALF)))
 

@@ -102,6 +102,7 @@ def test_killed_at_random_moments_it_loses_nothing_and_repeats_nothing(
     assert_same(results, undisturbed)
 
 
+@pytest.mark.slow
 def test_interrupted_and_terminated_it_says_so_and_resumes(source: Path, undisturbed: Path, tmp_path: Path) -> None:
     results = tmp_path / "out.jsonl"
     for number, status in ((signal.SIGINT, Status.INTERRUPTED), (signal.SIGTERM, Status.TERMINATED)):

@@ -255,6 +255,7 @@ def test_the_library_is_compiled_once(cache: Path, library: CpuLibrary, monkeypa
     assert len(list(cache.rglob("*.so"))) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compiler")
 def test_where_the_cache_cannot_be_written_each_process_compiles_and_says_so(
     library: CpuLibrary, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
@@ -279,6 +280,7 @@ def test_what_lies_in_a_cache_that_cannot_be_written_is_used(
     assert works(cpu_library())
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compiler")
 def test_another_processor_with_the_same_home_has_kernels_of_its_own(
     cache: Path, library: CpuLibrary, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
@@ -297,6 +299,7 @@ def test_another_processor_with_the_same_home_has_kernels_of_its_own(
     cpu_library.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compiler")
 def test_two_processes_that_compile_at_once_both_run_and_leave_one_library(tmp_path: Path) -> None:
     code = "from nanovllm.kernels.cpu_library import cpu_library; print(len(cpu_library()._functions))"

@@ -81,6 +81,7 @@ def test_without_a_compiler_the_error_says_what_to_choose(monkeypatch: pytest.Mo
         dynamic_library.__wrapped__()
 
 
+@pytest.mark.slow
 def test_nobody_else_waits_for_this_library() -> None:
     code = (
         "import sys, nanovllm.llm, nanovllm.quantized.loading; print('nanovllm.quantized.dynamic_cpu' in sys.modules)"

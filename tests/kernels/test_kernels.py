@@ -18,6 +18,7 @@ from helpers.kernel_cases import (
     check_step_inputs,
     check_token_logprobs,
     decode_lengths,
+    few_shapes,
     mixed_lengths,
     pairwise_shapes,
     poisoned_memory,
@@ -151,14 +152,14 @@ def test_norm_rope_store_is_its_reference_and_touches_no_other_slot(
 # ---- attention
 
 
-@pytest.mark.parametrize(("head_dim", "group", "block_size", "dtype"), pairwise_shapes(*DTYPES) + WIDE_SHAPES)
+@pytest.mark.parametrize(("head_dim", "group", "block_size", "dtype"), few_shapes(*DTYPES) + WIDE_SHAPES)
 def test_decode_is_the_reference(head_dim: int, group: int, block_size: int, dtype: torch.dtype) -> None:
     lengths = decode_lengths(block_size)
     case = attention_case([1] * len(lengths), lengths, head_dim, group, block_size, dtype)
     assert_attends(case, TritonBackend(), attention_tolerance(dtype))
 
 
-@pytest.mark.parametrize(("head_dim", "group", "block_size", "dtype"), pairwise_shapes(*DTYPES) + WIDE_SHAPES)
+@pytest.mark.parametrize(("head_dim", "group", "block_size", "dtype"), few_shapes(*DTYPES) + WIDE_SHAPES)
 def test_mixed_step_is_the_reference(head_dim: int, group: int, block_size: int, dtype: torch.dtype) -> None:
     query_lens, seq_lens = mixed_lengths(block_size)
     case = attention_case(query_lens, seq_lens, head_dim, group, block_size, dtype)

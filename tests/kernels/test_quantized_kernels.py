@@ -110,6 +110,7 @@ def test_without_a_compiler_the_error_says_what_to_choose(monkeypatch: pytest.Mo
         quantized_library.__wrapped__()
 
 
+@pytest.mark.slow
 def test_nobody_else_waits_for_this_library() -> None:
     code = "import sys, nanovllm.llm; print('nanovllm.quantized.cpu_matrix' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)

@@ -43,7 +43,7 @@ def test_products_are_those_of_the_dequantised_matrix(
     assert_close(quantized_linear_reference(x, transpose_scales(codes), bias), expected.to(dtype))
 
 
-@pytest.mark.parametrize("num_rows", [1, 16, 17, 65, 150])
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 65, pytest.param(150, marks=pytest.mark.slow)])
 def test_a_row_has_the_same_bits_whatever_the_tile(num_rows: int) -> None:
     """In the interpreter numpy multiplies tiles of any height row by row, so what differs could only be our order."""
     codes = make_codes((40, 192), 4, 64, True)

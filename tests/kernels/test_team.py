@@ -109,6 +109,7 @@ with LLM(sys.argv[1], dtype="float32", attention_backend="cpu", max_model_len=64
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_call_whose_threads_are_at_work(random_model: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "3"}
     command = [sys.executable, "-c", GENERATE_FOR_EVER, str(random_model)]

@@ -39,6 +39,7 @@ def test_tokens_on_triton_are_those_on_torch(tmp_path: Path, changes: dict[str, 
     assert generate(tmp_path, "triton", **options) == generate(tmp_path, "torch", **options)
 
 
+@pytest.mark.slow
 def test_quantised_tokens_on_triton_are_those_on_torch(tmp_path: Path) -> None:
     """The first layer is dense, and the second one has experts."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "mlp_only_layers": [0]}
@@ -47,6 +48,7 @@ def test_quantised_tokens_on_triton_are_those_on_torch(tmp_path: Path) -> None:
     assert generate(tmp_path, "triton", **options) == generate(tmp_path, "torch", **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["awq", "gptq desc_act", pytest.param("gptq 8 bits", marks=pytest.mark.slow)])
 def test_tokens_of_quantised_checkpoints_on_triton_are_those_on_torch(tmp_path: Path, name: str) -> None:
     """Groups with zeros, and columns that are sorted by their group. Qwen2's projections have a bias."""

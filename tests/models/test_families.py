@@ -94,6 +94,7 @@ def test_compiled_kernels_say_the_same(model_class: type[PreTrainedModel], backe
     assert [output["token_ids"] for output in outputs] == [greedy(model, prompt, 4) for prompt in prompts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model_class",
     [Qwen2ForCausalLM, *(pytest.param(c, marks=pytest.mark.slow) for c in (LlamaForCausalLM, MistralForCausalLM))],

@@ -142,6 +142,7 @@ def test_new_weights_replace_the_old_ones(folder: Path, model: PreTrainedModel, 
         check_greedy(other, prompts, say(llm, prompts))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}], ids=str)
 def test_two_ranks_say_the_same(ranks: dict[str, Any], folder: Path, model: PreTrainedModel) -> None:
     """The first stage has no keys and values, so the second one decides how many blocks there are."""

@@ -165,6 +165,7 @@ def test_other_families(name: str, family: str, kernels: str, tmp_path: Path) ->
     assert run(quantised, attention_backend=kernels) == run(means)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*PLAIN, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 @pytest.mark.parametrize("kernels", ["cpu"], indirect=True)
 def test_ranks_and_stages(name: str, kernels: str, tmp_path: Path) -> None:
@@ -176,6 +177,7 @@ def test_ranks_and_stages(name: str, kernels: str, tmp_path: Path) -> None:
         assert run(quantised, attention_backend=kernels, tensor_parallel_size=2) == expected
 
 
+@pytest.mark.slow
 def test_ranks_that_cut_groups_keep_the_groups_scales(tmp_path: Path) -> None:
     save_random(tmp_path / "model", intermediate_size=192)
     config, _ = CHECKPOINTS["packed with zeros"]

@@ -145,10 +145,12 @@ def test_experts_are_multiplied_as_with_int8(tmp_path: Path, caplog: pytest.LogC
         assert experts and all(isinstance(module.packed[0], TorchExperts) for module in experts)
 
 
+@pytest.mark.slow
 def test_ranks_that_cut_between_groups_give_the_tokens_of_one(wide: Path, expected: list[list[int]]) -> None:
     assert run(wide, tensor_parallel_size=2, **DYNAMIC) == expected
 
 
+@pytest.mark.slow
 def test_ranks_that_cut_a_group_round_groups_of_their_own(tmp_path: Path) -> None:
     """The numbers are others, and about as good."""
     save_random(tmp_path)
@@ -157,6 +159,7 @@ def test_ranks_that_cut_a_group_round_groups_of_their_own(tmp_path: Path) -> Non
     assert [tokens[0] for tokens in shared] == [tokens[0] for tokens in alone]
 
 
+@pytest.mark.slow
 def test_stages_of_a_pipeline_give_the_tokens_of_one(wide: Path, expected: list[list[int]]) -> None:
     assert run(wide, pipeline_parallel_size=2, **DYNAMIC) == expected
 

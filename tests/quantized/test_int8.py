@@ -77,15 +77,18 @@ def test_no_matrix_is_left_in_the_model(folder: Path) -> None:
             assert model.embed_tokens.packed is model.lm_head.packed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_use_the_scales_of_whole_rows(tiny: Path, expected: list[list[int]], size: int) -> None:
     assert run(tiny, quantization="int8", tensor_parallel_size=size) == expected
 
 
+@pytest.mark.slow
 def test_stages_of_a_pipeline_quantise_their_layers(tiny: Path, expected: list[list[int]]) -> None:
     assert run(tiny, quantization="int8", pipeline_parallel_size=2) == expected
 
 
+@pytest.mark.slow
 def test_experts_are_shared_by_ranks(tmp_path: Path) -> None:
     save_random(tmp_path / "moe", model_class=Qwen3MoeForCausalLM, **MOE)
     alone = run(tmp_path / "moe", quantization="int8")

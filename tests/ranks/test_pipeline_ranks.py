@@ -96,6 +96,7 @@ def test_two_processes_give_the_bits_of_one(two: LLM, expected: list[Any]) -> No
     check_scheduler(two.engine.scheduler)
 
 
+@pytest.mark.slow
 def test_leaving_and_ctrl_c_with_steps_in_flight_leave_two_processes_whole(
     two: LLM, expected: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -153,6 +154,7 @@ def expect_the_end(llm: LLM, message: str) -> None:
         llm.generate([[1]], use_tqdm=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_stage_that_dies_while_the_others_wait_for_it_is_named(rank: int, model: Path) -> None:
     """Rank 0 waits for rank 2, and rank 2 for rank 1: with p = 3 these are all links but the first."""

@@ -204,6 +204,7 @@ def test_a_follower_killed_while_rank_0_waits_for_it_fails_rank_0(model: Path) -
     expect_the_end(llm, f"rank 1 of 2 failed: its process {victim} was killed by SIGKILL")
 
 
+@pytest.mark.slow
 def test_an_abort_that_waits_for_the_graphs_does_not_keep_rank_0_from_freeing_them(model: Path) -> None:
     """NCCL's abort returns only when no CUDA graph holds its collectives; close() is what frees the graphs."""
     llm = start_two(model)
@@ -231,6 +232,7 @@ def test_a_follower_that_raises_fails_rank_0_with_its_traceback(model: Path) -> 
     assert "worker.py" in message and "IndexError" in message
 
 
+@pytest.mark.slow
 def test_a_follower_killed_between_requests_fails_the_next_one(model: Path) -> None:
     llm = start_two(model)
     (victim,) = llm.engine.runner.pids
@@ -238,6 +240,7 @@ def test_a_follower_killed_between_requests_fails_the_next_one(model: Path) -> N
     expect_the_end(llm, "rank 1 of 2 failed: .* was killed by SIGKILL")
 
 
+@pytest.mark.slow
 def test_a_follower_that_is_stopped_fails_rank_0_by_its_silence(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = start_two(model)
     monkeypatch.setattr(follower_process, "SILENCE", 2)
@@ -271,6 +274,7 @@ def test_ranks_that_were_stopped_go_on(model: Path) -> None:
         process.kill()
 
 
+@pytest.mark.slow
 def test_followers_are_heard_over_large_descriptors_too(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = 1200
@@ -292,6 +296,7 @@ def test_followers_are_heard_over_large_descriptors_too(model: Path, monkeypatch
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
+@pytest.mark.slow
 def test_a_follower_killed_while_the_ranks_connect_is_named(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(list_children(os.getpid()))
     connect = GroupParallel.connect
@@ -359,6 +364,7 @@ def test_a_follower_killed_while_rank_0_loads_fails_rank_0(model: Path, monkeypa
     assert set(list_children(os.getpid())) <= before
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_start_fails_all(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(list_children(os.getpid()))
     make_start_message = follower_group.make_start_message
@@ -381,6 +387,7 @@ def test_a_rank_that_finds_the_meeting_folder_gone_has_lost_its_peers(tmp_path: 
         group.connect(tmp_path / "gone")
 
 
+@pytest.mark.slow
 def test_what_rank_0_cannot_do_is_its_own_error(model: Path) -> None:
     before = set(list_children(os.getpid()))
     with pytest.raises(ValueError, match="the KV cache has 3 blocks of 16 tokens"):
@@ -420,6 +427,7 @@ def script(model: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["starting", "generating"])
 def test_rank_0_killed_leaves_no_process_no_segment_and_no_folder(
     when: str, script: subprocess.Popen[str], tmp_path: Path
@@ -507,6 +515,7 @@ def test_five_engines_one_after_another_leave_nothing_behind(model: Path) -> Non
     assert found[1:] == [found[1]] * 4
 
 
+@pytest.mark.slow
 def test_a_rank_0_that_raises_in_a_step_ends_all_at_once(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     llm = start_two(model)
     pids = llm.engine.runner.pids

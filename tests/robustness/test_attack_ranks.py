@@ -99,6 +99,7 @@ print("tried", len(sys.argv) - 1)
 """Tries each port in a process of its own. gloo's sockets answer nothing, and may keep one waiting."""
 
 
+@pytest.mark.slow
 def test_no_port_takes_a_stranger_s_keys_and_the_folder_where_ranks_meet_is_private(model: Path, scratch: Path) -> None:
     """All ports are on loopback. The folder goes with the ranks."""
     with LLM(str(model), tensor_parallel_size=2, **OPTIONS) as llm:
@@ -114,6 +115,7 @@ def test_no_port_takes_a_stranger_s_keys_and_the_folder_where_ranks_meet_is_priv
     assert not list(scratch.iterdir())
 
 
+@pytest.mark.slow
 def test_the_folder_is_gone_once_a_follower_has_died(model: Path, scratch: Path) -> None:
     llm = LLM(str(model), tensor_parallel_size=2, **OPTIONS)
     os.kill(llm.engine.runner.pids[0], signal.SIGKILL)
@@ -122,12 +124,14 @@ def test_the_folder_is_gone_once_a_follower_has_died(model: Path, scratch: Path)
         llm.generate([[1, 2, 3]], GREEDY, use_tqdm=False)
 
 
+@pytest.mark.slow
 def test_the_folder_is_gone_if_a_start_fails(model: Path, scratch: Path) -> None:
     with pytest.raises(ValueError, match="KV cache has 1 blocks"):
         LLM(str(model), tensor_parallel_size=2, **OPTIONS | {"num_kvcache_blocks": 1, "kvcache_block_size": 16})
     assert not list(scratch.iterdir())
 
 
+@pytest.mark.slow
 def test_followers_import_from_folders_with_a_colon(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -167,6 +167,7 @@ WEIGHTS = (GIB, "qwen3-0.6b", "the weights would take 1.11 GiB, and 0.9")
 CACHE = (GIB, "tiny-qwen3", "GiB are free: lower kvcache_memory_bytes")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "place", "room", "model", "words"),
     [

@@ -51,6 +51,7 @@ def run(environment: dict[str, str], *command: str, folder: Path = ROOT) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_example_prints_the_same(
     environment: dict[str, str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

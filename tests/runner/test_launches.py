@@ -132,19 +132,23 @@ def directly() -> dict[str, object]:
     return found
 
 
+@pytest.mark.slow
 def test_a_direct_launch_is_triton_s_own_to_the_last_argument(directly: dict[str, object]) -> None:
     assert directly["equal"] and directly["unaligned_equal"]
 
 
+@pytest.mark.slow
 def test_a_direct_launch_calls_fewer_functions_than_triton_s(directly: dict[str, int]) -> None:
     """The time that this saves is printed by benchmarks/bench_small_costs.py."""
     assert 0 < directly["direct_calls"] < 0.75 * directly["triton_calls"], directly
 
 
+@pytest.mark.slow
 def test_all_kernels_are_compiled_before_the_first_step(directly: dict[str, object]) -> None:
     assert directly["compiled_ahead"] >= 10 and directly["compiled_by_steps"] == 0, directly
 
 
+@pytest.mark.slow
 def test_nothing_is_compiled_while_serving(directly: dict[str, dict[str, list[str]]]) -> None:
     """Edits, masks, log-probabilities, scores, prompts and batches of any size, drafts, quantised: all is ready.
 

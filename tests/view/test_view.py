@@ -255,6 +255,7 @@ def browser():
     driver.quit()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("depth", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_every_step_of_the_page_shows_what_the_engine_met(browser, tmp_path, depth):
     engine, met, _ = run_small(tmp_path / "run.json", depth=depth)
