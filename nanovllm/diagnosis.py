@@ -8,9 +8,11 @@ import difflib
 import errno
 import json
 import re
+import sysconfig
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from subprocess import CalledProcessError
 
 from nanovllm.models.hub import BOX, ModelNotFoundError, as_path
 from nanovllm.models.shapes import PRESETS
@@ -35,7 +37,7 @@ def explain(error: Exception, model: str) -> ValueError | None:
         error: the exception that ended `LLM(model)`.
         model: what the user called the model.
     """
-    advice = advise_on_memory(error)
+    advice = advise_on_memory(error) or advise_on_compiler(error)
     if not advice and isinstance(error, ValueError):
         with suppress(OSError, ValueError, AttributeError):  # a file that cannot be read: the first error says enough
             advice = advise_on_model(error, model)
@@ -242,6 +244,24 @@ def advise_on_memory(error: Exception) -> str:
         + '. Lower kvcache_memory_bytes or max_num_batched_tokens, take dtype="bfloat16" or a smaller model, or raise '
         "the limit"
     )
+
+
+def advise_on_compiler(error: Exception) -> str:
+    """Return what Triton lacks, if the error says that it could not compile C; else "".
+
+    Triton calls each kernel, and the GPU's driver, through a small library that it compiles on first use. If the
+    compiler fails, the error has only its command: its message is on stderr.
+    """
+    header = Path(sysconfig.get_path("include"), "Python.h")
+    if "Failed to find C compiler" in str(error):
+        lacking = "there is no C compiler: install gcc"
+    elif not isinstance(error, CalledProcessError) or "-shared" not in error.cmd:
+        return ""
+    elif not header.is_file():
+        lacking = f"{header} is missing: install Python's headers, for example the package python3-dev"
+    else:
+        lacking = "the compiler's own message is above"
+    return f'Triton compiles a small C library, and {lacking}. attention_backend="torch" needs no compiler, but is slow'
 
 
 # ---- methods

@@ -50,7 +50,7 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
     """
     try:
         return _load_engine(asked)
-    except (ValueError, OSError, RuntimeError, MemoryError) as error:
+    except Exception as error:
         from nanovllm.diagnosis import explain
 
         if explained := explain(error, asked.model):

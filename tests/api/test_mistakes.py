@@ -1,9 +1,11 @@
 """A model that cannot be loaded: the error says what the thing is, and what to do."""
 
+import inspect
 import json
 import os
 import shutil
 import struct
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -269,6 +271,41 @@ def hub_download() -> Callable[..., str]:
     from huggingface_hub import snapshot_download
 
     return snapshot_download
+
+
+# ---- Triton's compiler of C
+
+
+def test_without_a_c_compiler_the_error_says_what_triton_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    words = "Failed to find C compiler"
+    assert words in inspect.getsource(pytest.importorskip("triton.runtime.build"))
+    monkeypatch.setattr("nanovllm.load._load_engine", raiser(RuntimeError(f"{words}. Please specify via CC")))
+    message = fail("tiny-qwen3")
+    assert "there is no C compiler: install gcc" in message and 'attention_backend="torch"' in message
+
+
+@pytest.mark.parametrize(
+    ("folder_of_headers", "advice"),
+    [("/nowhere", "/nowhere/Python.h is missing: install Python's headers"), (None, "own message is above")],
+)
+def test_of_a_c_compiler_that_fails_it_is_said_what_it_lacks(
+    folder_of_headers: str | None, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr("sysconfig.get_path", lambda name: folder_of_headers or str(tmp_path))
+    error = subprocess.CalledProcessError(1, ["gcc", "main.c", "-O3", "-shared", "-fPIC"])
+    monkeypatch.setattr("nanovllm.load._load_engine", raiser(error))
+    message = fail("tiny-qwen3")
+    assert "gcc" in message and advice in message
+    other = subprocess.CalledProcessError(1, ["git", "pull"])
+    assert explain(other, "tiny-qwen3") is None
+
+
+def raiser(error: Exception) -> Callable[..., None]:
+    def load(*_: object) -> None:
+        raise error
+
+    return load
 
 
 # ---- advice comes only where it belongs
