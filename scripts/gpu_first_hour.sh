@@ -52,9 +52,7 @@ case ${1:-} in
   1)
     step versions 60 "$python" -c 'import torch, triton; print(torch.__version__, triton.__version__, torch.cuda.get_device_name())'
     # Triton compiles its launchers with them.
-    step compiler 10 "$python" -c 'import os, shutil, sysconfig
-print(os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or exit("no C compiler is found"))
-print(open(sysconfig.get_path("include") + "/Python.h").name)'
+    step compiler 10 "$python" -c 'import os, shutil, sysconfig; print(os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang") or exit("no C compiler is found"), open(sysconfig.get_path("include") + "/Python.h").name)'
     step memory 120 "$python" -m pytest -q -m gpu tests/gpu/test_gpu_features.py -k test_default_memory
     step graphs 240 "$python" -m pytest -q -x -m gpu tests/gpu/test_gpu_engine.py -k "graph_equals or waits_for"
     step kernels 300 "$python" -m pytest -q -m gpu -n 12 tests/gpu/test_gpu_kernels.py

@@ -86,6 +86,7 @@ def test_the_loop_of_steps_returns_one_completion_and_refuses_to_lose_others(llm
     assert llm.is_finished()
 
 
+@pytest.mark.slow
 def test_few_completions_wait_beyond_those_that_run(llm: LLM) -> None:
     """A prompt is taken in while fewer than twice max_num_seqs sequences wait, however many its own are."""
     most = 2 * llm.engine.config.max_num_seqs

@@ -106,6 +106,7 @@ def evaluate(model: Any, folder: Path, names: list[str], **options: Any) -> dict
     return lm_eval.simple_evaluate(model=model, tasks=names, task_manager=manager, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chat", [False, True], ids=["plain", "chat template"])
 def test_every_number_is_that_of_the_hf_backend(chat: bool, hf: HFLM, ours: NanoVLLM, tasks: Path) -> None:
     names = ["sums", "answers", "cut"] if chat else ["sums", "texts", "answers", "cut"]

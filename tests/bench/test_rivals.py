@@ -65,6 +65,7 @@ def test_medians_and_ratios_are_of_the_runs_and_each_engine_has_its_turn(stand_i
     assert turns.read_text() == "a b a b a b "
 
 
+@pytest.mark.slow
 def test_what_cannot_run_is_one_sentence_and_the_others_go_on(
     stand_in: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

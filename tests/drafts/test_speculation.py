@@ -88,7 +88,7 @@ def check_trace(trace: Any, prepare: Callable[[LLMEngine], None]) -> LLMEngine:
     return engine
 
 
-@pytest.mark.parametrize("share", [1.0, 0.0, 0.5, 0.9])
+@pytest.mark.parametrize("share", [1.0, 0.0, 0.5, pytest.param(0.9, marks=pytest.mark.slow)])
 @settings(max_examples=200, deadline=None)
 @given(trace=traces(), most=st.integers(1, 9), seed=st.integers(0, 1000))
 def test_whatever_is_drafted_every_request_gets_its_own_tokens(share: float, trace: Any, most: int, seed: int) -> None:
@@ -117,6 +117,7 @@ class TwoModels(FakeRunner):
         return self.draft.launch(plan) if plan.for_draft_model else super().launch(plan, edits)
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(trace=traces(), most=st.integers(1, 6))
 def test_a_draft_model_that_knows_all_is_always_right_whatever_happens_to_its_cache(trace: Any, most: int) -> None:

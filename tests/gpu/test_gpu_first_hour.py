@@ -78,8 +78,8 @@ def test_every_step_chooses_tests_and_options_that_exist(tmp_path: Path) -> None
         result = subprocess.run(["bash", SCRIPT, number], env=environment, capture_output=True, text=True, check=False)
         assert result.returncode == 0 and "failed" not in result.stdout, result
     calls = [line.split("\037")[:-1] for line in (tmp_path / "calls").read_text().splitlines()]
-    assert len(calls) == 13
-    assert len(list((tmp_path / "out").glob("*.log"))) == 13
+    assert len(calls) == 14
+    assert len(list((tmp_path / "out").glob("*.log"))) == 14
     remaining = {f"tests/gpu/{name}": read_tests(name) for name in ("test_gpu_engine.py", "test_gpu_features.py")}
     for call in calls:
         script = next((ROOT / part for part in call if part.endswith(".py")), None)

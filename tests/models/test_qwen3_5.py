@@ -267,7 +267,7 @@ def test_quantised_weights_leave_room_for_more_states(monkeypatch: pytest.Monkey
 # ---- compiled kernels
 
 
-@pytest.mark.parametrize("backend", ["cpu", "triton"])
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("triton", marks=pytest.mark.slow)])
 def test_compiled_kernels_say_the_same(backend: str, folder: Path, model: PreTrainedModel) -> None:
     prompts = draw_prompts([1, 9])
     with LLM(folder, **OPTIONS | {"attention_backend": backend, "max_num_batched_tokens": 6}) as llm:

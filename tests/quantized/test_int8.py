@@ -122,7 +122,8 @@ def test_new_weights_are_quantised(tmp_path: Path) -> None:
         assert [output["token_ids"] for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False)] == before
 
 
-@pytest.mark.parametrize("family", [pytest.param("qwen2", marks=pytest.mark.slow), "moe"])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen2", "moe"])
 def test_new_weights_of_modules_with_several_parts(family: str, tmp_path: Path) -> None:
     for seed, name in enumerate(("old", "new")):
         save_random(tmp_path / name, seed=seed, **FAMILIES[family])

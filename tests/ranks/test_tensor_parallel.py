@@ -217,6 +217,7 @@ def test_an_abort_that_waits_for_the_graphs_does_not_keep_rank_0_from_freeing_th
     assert freed.is_set()
 
 
+@pytest.mark.slow
 def test_a_follower_that_raises_fails_rank_0_with_its_traceback(model: Path) -> None:
     llm = start_two(model)
     others = llm.engine.runner._followers

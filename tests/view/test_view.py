@@ -406,6 +406,7 @@ def test_a_chosen_request_is_legible_among_faded_blocks_in_both_themes(page):
         page.click("theme")
 
 
+@pytest.mark.slow
 def test_a_request_says_what_it_does_and_that_it_has_ended(page):
     script = "return [...requests.values()].map(({ id, end, reason, notes }) => [id, notes[0][0], end, reason])"
     for number, arrives, end, reason in page.browser.execute_script(script):
