@@ -506,6 +506,7 @@ def test_five_engines_one_after_another_leave_nothing_behind(model: Path) -> Non
     def counts() -> tuple[int, int, int]:
         return len(os.listdir("/proc/self/fd")), threading.active_count(), len(list_children(os.getpid()))
 
+    gc.collect()  # what earlier tests left in cycles would otherwise be freed while this one counts
     found = []
     for _ in range(5):
         with start_two(model) as llm:
