@@ -27,6 +27,7 @@ void attend_rows(const typename T::element* q, const uint32_t* k_cache, const ui
     alignas(64) typename T::left queries[QUERY_ROWS * LEFT_ROW], weights[QUERY_ROWS * LEFT_ROW];
     alignas(64) float scores[QUERY_ROWS * KEY_TILE], sums[QUERY_ROWS * MAX_HEAD_DIM];
     float maxima[QUERY_ROWS], totals[QUERY_ROWS];
+    const AmxRegisters<T> registers(rows);
     for (int64_t t = 0; t < tokens; ++t)
         put_left<T>(q + t * stride + head * group * dim, group, dim, queries + t * group * LEFT_ROW);
     std::fill_n(maxima, rows, -INFINITY);

@@ -230,11 +230,39 @@ inline void code_tile_of(int64_t rows, int64_t panels, const typename Q::left::l
     }
 }
 
+#ifdef WITH_AMX
+// Does the same as `code_tiles` for one panel, by AMX. The first 32 rows widen the columns, and keep them for the others.
+template <class Q>
+inline void amx_code_tiles(int64_t rows, const uint32_t* a, const uint8_t* b, int64_t chunks, float* c, bool add,
+                           const uint8_t* ahead) {
+    alignas(64) float kept[DEPTH * PANEL];
+    const auto widen = [&](int64_t unit, int64_t end) {
+        for (int64_t i = unit / Q::STEPS; i * Q::STEPS < end; ++i) {
+            __builtin_prefetch(ahead + i * CHUNK, 0, 2);
+#pragma GCC unroll 24
+            for (int step = 0; step < Q::STEPS; ++step)
+                for (int v = 0; v < REGISTERS; ++v)
+                    store(kept + ((i * Q::STEPS + step) * REGISTERS + v) * LANES, Q::right(b + i * CHUNK, step, v));
+        }
+    };
+    const auto* columns = (const uint32_t*)kept;
+    const int64_t k = chunks * Q::STEPS;
+    amx_block_of(rows, 2, a, LEFT_ROW, columns, PANEL, LANES, k, c, PANEL, add, widen);
+    for (int64_t r = 2 * AMX_ROWS; r < rows; r += 2 * AMX_ROWS)
+        amx_block_of(rows - r, 2, a + r * LEFT_ROW, LEFT_ROW, columns, PANEL, LANES, k, c + r * PANEL, PANEL, add,
+                     [](int64_t, int64_t) {});
+}
+#endif
+
 // Does the same for any number of rows, and at most DEPTH steps. Too many rows for one tile are cut into pieces: the
 // first piece keeps the widened columns for the others, and the pieces share the prefetching between them.
 template <class Q>
 inline void code_tiles(int64_t rows, int64_t panels, const typename Q::left::left* a, const uint8_t* b, int64_t panel,
                        int64_t chunks, float* c, bool add, const uint8_t* ahead) {
+#ifdef WITH_AMX
+    if constexpr (IN_PAIRS<typename Q::left>)
+        if (uses_amx<typename Q::left>()) return amx_code_tiles<Q>(rows, a, b, chunks, c, add, ahead);
+#endif
     if (rows <= MAX_TILE_ROWS)
         return code_tile_of<Q, false>(rows, panels, a, b, panel, chunks, c, add, {ahead});
     alignas(64) float kept[DEPTH * PANEL];
@@ -328,10 +356,11 @@ void multiply_code_panels(const typename Q::left::element* x, const Quantized& m
     // Two panels at a time hide the latency of the multiply-add. For a single row the sums of one panel hide it, too, if
     // they are in 2 registers for each step of a chunk. Then the row waits for memory, and one stream is read faster.
     const bool is_stream = rows == 1 && 2 * Q::STEPS <= REGISTERS;
-    const int64_t together = rows <= FEW_TILE_ROWS && !is_stream ? 2 : 1;
+    const int64_t together = rows <= FEW_TILE_ROWS && !is_stream && !uses_amx<P>() ? 2 : 1;
+    const AmxRegisters<P> registers(rows);
     row_pieces(rows, rows_together(m.chunks<Q>() * Q::STEPS), [&](int64_t first, int64_t count) {
         if (panels.is_first || count < rows) {
-            left.resize(std::max<size_t>(left.size(), blocks * count * LEFT_ROW));
+            left.resize(std::max<size_t>(left.size(), (blocks * count + AMX_ROWS) * LEFT_ROW));
             put_left<P>(x + first * m.in, count, m.in, left.data());
             input_sums.resize(std::max<size_t>(input_sums.size(), count * m.groups()));
             if (m.zeros) sum_groups<P>(x + first * m.in, count, m, input_sums.data());

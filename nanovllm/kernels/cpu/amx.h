@@ -1,0 +1,134 @@
+// Products of bfloat16 by AMX, the matrix unit of Intel's processors since Sapphire Rapids.
+//
+// It has eight registers of 16 rows x 64 bytes. One instruction multiplies a register of 16 rows x 16 units by one of
+// 16 units x 16 columns, and adds to a register of 16 rows x 16 float32 sums. It sums the products of the lower halves of
+// the units, and those of the upper halves, each from 0 on and in order. Then it adds the two, and that to the sum. So a
+// row's sums do not depend on the rows beside it.
+#pragma once
+
+#include "vectors.h"
+
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
+#define WITH_AMX
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace {
+
+constexpr int64_t AMX_ROWS = 16, AMX_UNITS = 16;
+
+// Returns `rows` as products by AMX need memory for them: more than 16 rows are computed 16 at a time.
+inline int64_t with_padding_rows(int64_t rows) {
+    return rows <= AMX_ROWS ? rows : (rows + AMX_ROWS - 1) / AMX_ROWS * AMX_ROWS;
+}
+
+#ifdef WITH_AMX
+
+// Whether the system lets this process use AMX. It saves 8 KiB more for each thread then, so it wants to be asked.
+inline bool request_amx() {
+    constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+}
+const bool IS_AMX_ALLOWED = request_amx();
+
+// Whether products with left sides of T are computed by AMX.
+template <class T> inline bool uses_amx() { return sizeof(typename T::element) == 2 && IS_AMX_ALLOWED; }
+
+// Says that memory is read and written here. GCC does not know it of the instructions for these registers.
+inline void access_memory() { asm volatile("" ::: "memory"); }
+
+// Sets the registers up for products of `rows` rows, and releases them at the end of the block.
+template <class T> class AmxRegisters {
+  public:
+    explicit AmxRegisters(int64_t rows) {
+        if (!uses_amx<T>()) return;
+        struct alignas(64) { uint8_t palette, start, unused[14]; uint16_t bytes[16]; uint8_t rows[16]; } layout = {};
+        layout.palette = 1;
+        for (int i = 0; i < 8; ++i) {
+            layout.bytes[i] = 64;
+            layout.rows[i] = (uint8_t)(i < 6 ? std::min(rows, AMX_ROWS) : AMX_UNITS);  // the last two hold columns
+        }
+        access_memory();
+        _tile_loadconfig(&layout);
+    }
+    ~AmxRegisters() {
+        if (uses_amx<T>()) _tile_release();
+    }
+    AmxRegisters(const AmxRegisters&) = delete;
+    AmxRegisters& operator=(const AmxRegisters&) = delete;
+};
+
+// Computes c[16 or, if TALL, 32 rows][16 or, if WIDE, 32 columns] = (or, with `add`, +=) a[rows][k] x b[k][columns],
+// where k counts units. Rows of a are `a_row` units apart, rows of b `b_row` units, and those of c `ldc` floats. The second
+// 16 columns of b are `b_vector` units from the first ones. A TALL block's rows from `rows` on are padding. The block calls
+// prepare(i, end) before it needs the units i to `end` of b, while the matrix unit is still at work on those before.
+template <bool TALL, bool WIDE, class Prepare>
+inline void amx_block(int64_t rows, const uint32_t* a, int64_t a_row, const uint32_t* b, int64_t b_row, int64_t b_vector,
+                      int64_t k, float* c, int64_t ldc, bool add, Prepare prepare) {
+    const int64_t c_bytes = ldc * 4;
+    float* c_below = c + AMX_ROWS * ldc;
+    const auto multiply = [](const uint32_t* left, int64_t left_row, const uint32_t* right, int64_t right_row,
+                             int64_t vector) {
+        const int64_t left_bytes = left_row * 4, right_bytes = right_row * 4;
+        _tile_loadd(6, right, right_bytes);
+        _tile_loadd(4, left, left_bytes);
+        _tile_dpbf16ps(0, 4, 6);
+        if (WIDE) _tile_loadd(7, right + vector, right_bytes);
+        if (WIDE) _tile_dpbf16ps(1, 4, 7);
+        if (TALL) _tile_loadd(5, left + AMX_ROWS * left_row, left_bytes);
+        if (TALL) _tile_dpbf16ps(2, 5, 6);
+        if (TALL && WIDE) _tile_dpbf16ps(3, 5, 7);
+    };
+    prepare(0, std::min(AMX_UNITS, k));
+    access_memory();
+    if (add) {
+        _tile_loadd(0, c, c_bytes);
+        if (WIDE) _tile_loadd(1, c + LANES, c_bytes);
+        if (TALL) _tile_loadd(2, c_below, c_bytes);
+        if (TALL && WIDE) _tile_loadd(3, c_below + LANES, c_bytes);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    int64_t i = 0;
+    for (; i + AMX_UNITS <= k; i += AMX_UNITS) {
+        if (i + AMX_UNITS < k) prepare(i + AMX_UNITS, std::min(i + 2 * AMX_UNITS, k));
+        access_memory();
+        multiply(a + i, a_row, b + i * b_row, b_row, b_vector);
+    }
+    if (i < k) {  // zeros complete the last units: whatever follows in memory could be NaN
+        alignas(64) uint32_t left[2 * AMX_ROWS * AMX_UNITS] = {}, right[AMX_UNITS * 2 * LANES] = {};
+        for (int64_t r = 0; r < std::min(rows, 2 * AMX_ROWS); ++r)
+            std::copy(a + r * a_row + i, a + r * a_row + k, left + r * AMX_UNITS);
+        for (int64_t u = i; u < k; ++u) {
+            std::copy_n(b + u * b_row, LANES, right + (u - i) * 2 * LANES);
+            if (WIDE) std::copy_n(b + u * b_row + b_vector, LANES, right + (u - i) * 2 * LANES + LANES);
+        }
+        access_memory();
+        multiply(left, AMX_UNITS, right, 2 * LANES, LANES);
+    }
+    _tile_stored(0, c, c_bytes);
+    if (WIDE) _tile_stored(1, c + LANES, c_bytes);
+    if (TALL) _tile_stored(2, c_below, c_bytes);
+    if (TALL && WIDE) _tile_stored(3, c_below + LANES, c_bytes);
+    access_memory();
+}
+
+// Calls the `amx_block` for `rows` rows, of which it computes at most 32, and 1 or 2 vectors of 16 columns.
+template <class... Arguments> inline void amx_block_of(int64_t rows, int vectors, Arguments... arguments) {
+    const bool is_tall = rows > AMX_ROWS;
+    if (vectors > 1) is_tall ? amx_block<true, true>(rows, arguments...) : amx_block<false, true>(rows, arguments...);
+    else is_tall ? amx_block<true, false>(rows, arguments...) : amx_block<false, false>(rows, arguments...);
+}
+
+#else
+
+template <class T> constexpr bool uses_amx() { return false; }
+template <class T> struct AmxRegisters { explicit AmxRegisters(int64_t) {} };
+
+#endif
+
+}  // namespace
