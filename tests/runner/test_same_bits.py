@@ -17,7 +17,9 @@ from torch import Tensor
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends.cpu_backend import CpuBackend, NativeMatrix
+from nanovllm.kernels.attention import AttentionMetadata
 from nanovllm.kernels.cpu_library import cpu_library
+from nanovllm.kernels.norm_rope_store import NormRope
 from nanovllm.kernels.scratch import Scratch
 from nanovllm.kernels.token_logprobs import token_logprobs_reference
 from nanovllm.runner.logprobs import Logprobs
@@ -54,6 +56,33 @@ def test_a_row_of_a_product_has_the_same_bits_among_any_number(
         torch.set_num_threads(num_threads)
         for rows in (*range(1, 27), 96, 97, 200):
             assert torch.equal(matrix.multiply(x[:rows], None), alone[:rows]), rows
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_attention_has_the_same_bits_in_blocks_of_any_size(dtype: torch.dtype) -> None:
+    backend = CpuBackend()
+    lens = torch.tensor([[1, 90, 33], [150, 90, 200]], dtype=torch.int32)
+    num_queries, num_keys = (int(n) for n in lens.sum(dim=1))
+    torch.manual_seed(0)
+    q = torch.randn(num_queries, 6, 128).to(dtype)
+    qkv = torch.randn(num_keys, 10 * 128).to(dtype)
+    norms = NormRope(None, None, 1e-6, torch.ones(num_keys, 128))
+    positions = torch.cat([torch.arange(int(n)) for n in lens[1]])
+
+    def attend(block_size: int) -> Tensor:
+        width = 256 // block_size
+        tables = torch.randperm(3 * width).int().view(3, width)
+        sequences = torch.arange(3).repeat_interleave(lens[1])
+        slots = tables[sequences, positions // block_size].long() * block_size + positions % block_size
+        cache = backend.allocate_cache((3 * width, block_size, 2, 128), dtype, CPU)
+        backend.norm_rope_store(qkv, norms, positions, cache, slots)
+        cu_seqlens = torch.nn.functional.pad(lens[0].cumsum(0, dtype=torch.int32), (1, 0))
+        counts = (lens[0].numpy(), lens[1].numpy())
+        return backend.attend(q, cache, AttentionMetadata(0, cu_seqlens, lens[1], tables, slots, *counts), 0.1).clone()
+
+    expected = attend(64)
+    for block_size in (16, 32, 128, 256):
+        assert torch.equal(attend(block_size), expected), block_size
 
 
 def test_a_row_has_the_same_log_probabilities_among_any_number(threads: None) -> None:

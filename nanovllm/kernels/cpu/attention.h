@@ -28,6 +28,10 @@ void attend_rows(const typename T::element* q, const uint32_t* k_cache, const ui
     alignas(64) float scores[QUERY_ROWS * KEY_TILE], sums[QUERY_ROWS * MAX_HEAD_DIM];
     float maxima[QUERY_ROWS], totals[QUERY_ROWS];
     const AmxRegisters<T> registers(rows);
+    // The sums of AMX depend on where its pieces of 32 values begin, so values of shorter blocks are put together.
+    const bool is_gathered = uses_amx<T>() && run < AMX_UNITS * T::PER_UNIT;
+    alignas(64) uint32_t gathered[KEY_TILE / T::PER_UNIT * MAX_HEAD_DIM];
+    const auto units_of = [](int64_t keys) { return (keys + T::PER_UNIT - 1) / T::PER_UNIT; };
     for (int64_t t = 0; t < tokens; ++t)
         put_left<T>(q + t * stride + head * group * dim, group, dim, queries + t * group * LEFT_ROW);
     std::fill_n(maxima, rows, -INFINITY);
@@ -78,12 +82,18 @@ void attend_rows(const typename T::element* q, const uint32_t* k_cache, const ui
             }
             totals[r] += sum(total);
         }
-        for (int64_t first = 0; first < keys; first += run) {
+        const auto add_values = [&](int64_t first, int64_t count, const uint32_t* values) {
             const int64_t next = std::min(start + KEY_TILE + first, num_keys - 1);
-            const Columns v_run = {values_at(start + first), dim, LANES, keys_at(next)};
-            const int64_t key_units = (std::min(keys - first, run) + T::PER_UNIT - 1) / T::PER_UNIT;
-            product<T>(rows, weights + first / PER_LEFT, v_run, key_units, sums, dim, dim, true);
+            const Columns columns = {values, dim, LANES, keys_at(next)};
+            product<T>(rows, weights + first / PER_LEFT, columns, units_of(count), sums, dim, dim, true);
+        };
+        for (int64_t first = 0; first < keys; first += run) {
+            const int64_t count = std::min(keys - first, run);
+            const uint32_t* values = values_at(start + first);
+            if (is_gathered) std::memcpy(gathered + units_of(first) * dim, values, units_of(count) * dim * sizeof(*values));
+            else add_values(first, count, values);
         }
+        if (is_gathered) add_values(0, keys, gathered);
     }
     for (int64_t r = 0; r < rows; ++r) {
         E* to = out + r / group * stride + (head * group + r % group) * dim;
