@@ -20,10 +20,14 @@ constexpr int64_t DEPTH = 256, LEFT_ROW = DEPTH + 16;
 // are read again for many pieces of rows: they and the left side must fit an L1 cache of 32 KiB together.
 constexpr int64_t SUMMED = REGISTER < 64 ? DEPTH / 2 : DEPTH;
 
+// The same for AMX: a panel's columns are read again for every 32 rows, and the L1 cache holds them beside these rows.
+constexpr int64_t AMX_SUMMED = DEPTH / 2;
+
 // Limits how many rows are multiplied by one panel before the next panel is read: their left side must stay in half of
 // a small L2 cache. L2_LEFT counts the steps of all rows.
 constexpr int64_t LEAST_SHARED = 1 << 17;  // multiplications below which the other threads cost more than they save
-constexpr int64_t L2_LEFT = 1 << 17, LEAST_ROWS = 64, MOST_ROWS = 256;
+// Processors that have AMX have a larger one.
+constexpr int64_t L2_LEFT = 1 << 17, AMX_L2_LEFT = 1 << 18, LEAST_ROWS = 64, MOST_ROWS = 256;
 
 // Describes columns in memory. The distance from one summed unit to the next is `row` units, from 16 columns to the
 // next 16 `vector` units, and from 32 columns to the next 32 `pair` units. While one summed unit is read, a tile
@@ -95,6 +99,8 @@ template <class Body> inline void row_pieces(int64_t rows, int64_t most, Body bo
     }
 }
 
+constexpr int64_t FEW_LINES = 64;  // of a product: they stay in the L1 cache until they are written
+
 // The memory that a product is written to in the end: `bytes` of each row, and `row` bytes from one row to the next. It
 // is prefetched tile by tile, because prefetching all of it at once would delay every other read.
 struct Target {
@@ -115,13 +121,10 @@ inline void amx_tiles(int64_t rows, int vectors, const uint32_t* a, Columns b, i
     for (int v = 0; v < vectors; v += 2, b.at += b.pair, b.ahead += b.ahead_pair) {
         const uint32_t* ahead = b.ahead;
         for (int64_t r = 0; r < rows; r += 2 * AMX_ROWS, ahead += k * b.ahead_row) {
-            target.fetch(r, std::min(rows - r, 2 * AMX_ROWS));
+            if (rows <= FEW_LINES) target.fetch(r, std::min(rows - r, 2 * AMX_ROWS));
             amx_block_of(rows - r, vectors - v, a + r * LEFT_ROW, LEFT_ROW, b.at, b.row, b.vector, k,
                          c + r * ldc + v * LANES, ldc, add, [=](int64_t i, int64_t end) {
-                for (; i < end; ++i) {
-                    __builtin_prefetch(ahead + i * b.ahead_row, 0, 2);
-                    __builtin_prefetch(ahead + i * b.ahead_row + LANES, 0, 2);
-                }
+                for (int64_t at = i * b.ahead_row; at < end * b.ahead_row; at += LANES) __builtin_prefetch(ahead + at, 0, 2);
             });
         }
     }
@@ -185,6 +188,23 @@ inline void put_left(const typename T::element* x, int64_t rows, int64_t in, typ
         }
 }
 
+// Rounds `columns` sums, at most those of two panels, and writes them to y. `rows` is how many rows are written together.
+// By AMX, many rows take less time than to read the lines that their results replace. So whole lines go to memory.
+template <class T>
+inline void write_row(const float* sums, typename T::element* y, int64_t columns, int64_t rows) {
+#ifdef WITH_AMX
+    if constexpr (T::PER_UNIT == 2)
+        if (uses_amx<T>() && columns == PANEL && rows > FEW_LINES && (uintptr_t)y % sizeof(vf) == 0) {
+            const __m512bh line = _mm512_cvtne2ps_pbh(load<__m512>(sums + LANES), load<__m512>(sums));
+            return _mm512_stream_si512((__m512i*)y, (__m512i)line);
+        }
+#endif
+    typename T::element line[2 * PANEL];
+    for (int64_t v = 0; v < columns; v += LANES) T::narrow(line + v, load<vf>(sums + v));
+    if (columns == PANEL) std::memcpy(y, line, sizeof(line) / 2);
+    else std::memcpy(y, line, columns * sizeof(*line));
+}
+
 // Computes y[rows][columns] = x times num_panels panels of k units, + bias unless that is null. x is in the blocks that
 // put_left makes. `columns` is at most PANEL num_panels; smaller where the matrix ends within the last panel.
 template <class T>
@@ -195,7 +215,7 @@ inline void multiply(const typename T::left* x, int64_t rows, int64_t k, const u
     alignas(64) float sums[MOST_ROWS * PANEL];
     constexpr int64_t DEEP = DEPTH / T::STEPS;  // units of a block
     for (int64_t i = 0, units; i < k; i += units) {
-        units = std::min(SUMMED / T::STEPS, k - i);
+        units = std::min((uses_amx<T>() ? AMX_SUMMED : SUMMED) / T::STEPS, k - i);
         const auto* left = x + i / DEEP * rows * LEFT_ROW + i % DEEP * T::STEPS;
         const uint32_t* part = panel + i * PANEL;
         // The next part is prefetched meanwhile; during the last part of these panels, the first of the next ones.
@@ -207,18 +227,22 @@ inline void multiply(const typename T::left* x, int64_t rows, int64_t k, const u
         float* of_row = sums + r * width;
         if (bias)
             for (int64_t v = 0; v < columns; ++v) of_row[v] += T::to_float(bias[v]);
-        typename T::element line[2 * PANEL];
-        for (int64_t v = 0; v < width; v += LANES) T::narrow(line + v, load<vf>(of_row + v));
-        if (columns == PANEL) std::memcpy(y + r * ldy, line, sizeof(line) / 2);
-        else std::memcpy(y + r * ldy, line, columns * sizeof(*line));
+        write_row<T>(of_row, y + r * ldy, columns, rows);
     }
 }
 
 // Returns how many rows are multiplied by one panel after another: their left side, of `steps` a row, stays in the L2
 // cache.
-inline int64_t rows_together(int64_t steps) {
-    const int64_t blocks = (steps + DEPTH - 1) / DEPTH;
-    return std::clamp(L2_LEFT / (blocks * DEPTH), LEAST_ROWS, MOST_ROWS);
+template <class T> inline int64_t rows_together(int64_t steps) {
+    const int64_t blocks = (steps + DEPTH - 1) / DEPTH, most = uses_amx<T>() ? AMX_L2_LEFT : L2_LEFT;
+    return std::clamp(most / (blocks * DEPTH), LEAST_ROWS, MOST_ROWS);
+}
+
+// Returns the start of a cache line, with room for `size` elements, in memory that `owner` holds.
+template <class E> inline E* cache_lines(std::vector<E>& owner, size_t size) {
+    constexpr size_t LINE = 64;
+    owner.resize(std::max(owner.size(), size + LINE / sizeof(E)));
+    return (E*)(((uintptr_t)owner.data() + LINE - 1) / LINE * LINE);
 }
 
 // One thread computes the columns of some panels of y[rows][out] = x[rows][in] W^T + bias. It takes as many rows at a
@@ -232,14 +256,12 @@ void multiply_panels(const typename T::element* x, const uint32_t* packed, const
     const int64_t k = in / T::PER_UNIT, blocks = (k * T::STEPS + DEPTH - 1) / DEPTH;
     const int64_t together = rows <= FEW_TILE_ROWS ? 2 : 1;
     const AmxRegisters<T> registers(rows);
-    row_pieces(rows, rows_together(k * T::STEPS), [&](int64_t first, int64_t count) {
-        if (panels.is_first || count < rows) {
-            left.resize(std::max<size_t>(left.size(), (blocks * count + AMX_ROWS) * LEFT_ROW));
-            put_left<T>(x + first * in, count, in, left.data());
-        }
+    row_pieces(rows, rows_together<T>(k * T::STEPS), [&](int64_t first, int64_t count) {
+        auto* rows_left = cache_lines(left, (blocks * count + AMX_ROWS) * LEFT_ROW);
+        if (panels.is_first || count < rows) put_left<T>(x + first * in, count, in, rows_left);
         for (int64_t p = panels.begin; p < panels.end; p += together) {
             const int64_t n = std::min(together, panels.end - p), column = p * PANEL;
-            multiply<T>(left.data(), count, k, packed + column * k, n, bias ? bias + column : nullptr,
+            multiply<T>(rows_left, count, k, packed + column * k, n, bias ? bias + column : nullptr,
                         y + first * out + column, out, std::min(n * PANEL, out - column));
         }
     });
@@ -251,7 +273,7 @@ template <class T>
 void linear(const void* x, const uint32_t* packed, const void* bias, void* y, int64_t rows, int64_t in, int64_t out) {
     using E = typename T::element;
     const int64_t panels = (out + PANEL - 1) / PANEL;
-    row_pieces(rows, rows_together(in / T::PER_UNIT * T::STEPS), [&](int64_t first, int64_t count) {
+    row_pieces(rows, rows_together<T>(in / T::PER_UNIT * T::STEPS), [&](int64_t first, int64_t count) {
         const int64_t piece = count * in * out > LEAST_SHARED ? (quarter(panels) + 1) / 2 * 2 : panels;
         share(panels, piece, [&](Span some) {
             multiply_panels<T>((const E*)x + first * in, packed, (const E*)bias, (E*)y + first * out, count, in, out,

@@ -48,13 +48,13 @@ constexpr uint16_t to_bfloat16(int number) {  // exact up to 256
     return (uint16_t)((number < 0) << 15 | exponent << 7 | ((magnitude << 7 >> (exponent - 127)) & 127));
 }
 
-// The lower and upper bytes of the bfloat16 numbers 0 to 127, and the bfloat16 and float32 numbers of 4 signed bits.
+// The lower and upper bytes of the bfloat16 numbers 0 to 63, and the bfloat16 and float32 numbers of 4 signed bits.
 struct Tables {
-    alignas(64) uint8_t low[128] = {}, high[128] = {};
+    alignas(64) uint8_t low[64] = {}, high[64] = {};
     alignas(64) uint16_t nibble_bfloat16[32] = {};
     alignas(64) float nibble_floats[16] = {};
     constexpr Tables() {
-        for (int i = 0; i < 128; ++i) low[i] = (uint8_t)to_bfloat16(i), high[i] = (uint8_t)(to_bfloat16(i) >> 8);
+        for (int i = 0; i < 64; ++i) low[i] = (uint8_t)to_bfloat16(i), high[i] = (uint8_t)(to_bfloat16(i) >> 8);
         for (int i = 0; i < 32; ++i) nibble_bfloat16[i] = to_bfloat16(((i & 15) ^ 8) - 8);
         for (int i = 0; i < 16; ++i) nibble_floats[i] = (float)((i ^ 8) - 8);
     }
@@ -107,10 +107,12 @@ template <class P, bool WHOLE> struct Int8 {
 #ifdef __AVX512VBMI__
         if constexpr (LOOKED_UP) {
             const __m512i c = load<__m512i>(chunk), sign = _mm512_set1_epi8(-128);
-            const __m512i low =
-                _mm512_permutex2var_epi8(load<__m512i>(TABLES.low), c, load<__m512i>(TABLES.low + 64));
-            const __m512i magnitude =
-                _mm512_permutex2var_epi8(load<__m512i>(TABLES.high), c, load<__m512i>(TABLES.high + 64));
+            // From 64 to 127, the upper byte is 0x42 and the lower one twice the number. A table has the others: looking
+            // up in 64 bytes takes one instruction, in 128 it takes three.
+            const __m512i twice = _mm512_add_epi8(c, c), upper = _mm512_set1_epi8(0x42);
+            const __mmask64 is_below = ~_mm512_movepi8_mask(twice);
+            const __m512i low = _mm512_mask_permutexvar_epi8(twice, is_below, c, load<__m512i>(TABLES.low));
+            const __m512i magnitude = _mm512_mask_permutexvar_epi8(upper, is_below, c, load<__m512i>(TABLES.high));
             const __m512i high = _mm512_ternarylogic_epi32(magnitude, c, sign, 0xF8);  // magnitude | (c & sign)
             return (rf)(v ? _mm512_unpackhi_epi8(low, high) : _mm512_unpacklo_epi8(low, high));
         }
@@ -358,7 +360,7 @@ void multiply_code_panels(const typename Q::left::element* x, const Quantized& m
     const bool is_stream = rows == 1 && 2 * Q::STEPS <= REGISTERS;
     const int64_t together = rows <= FEW_TILE_ROWS && !is_stream && !uses_amx<P>() ? 2 : 1;
     const AmxRegisters<P> registers(rows);
-    row_pieces(rows, rows_together(m.chunks<Q>() * Q::STEPS), [&](int64_t first, int64_t count) {
+    row_pieces(rows, rows_together<typename Q::left>(m.chunks<Q>() * Q::STEPS), [&](int64_t first, int64_t count) {
         if (panels.is_first || count < rows) {
             left.resize(std::max<size_t>(left.size(), (blocks * count + AMX_ROWS) * LEFT_ROW));
             put_left<P>(x + first * m.in, count, m.in, left.data());
@@ -378,7 +380,7 @@ template <class Q>
 void linear_codes(const void* x, const Quantized& m, const void* bias, void* y, int64_t rows) {
     using E = typename Q::left::element;
     const int64_t panels = m.panels();
-    row_pieces(rows, rows_together(m.chunks<Q>() * Q::STEPS), [&](int64_t first, int64_t count) {
+    row_pieces(rows, rows_together<typename Q::left>(m.chunks<Q>() * Q::STEPS), [&](int64_t first, int64_t count) {
         const int64_t piece = count * m.in * m.out > LEAST_SHARED ? (quarter(panels) + 1) / 2 * 2 : panels;
         share(panels, piece, [&](Span some) {
             multiply_code_panels<Q>((const E*)x + first * m.in, m, (const E*)bias, (E*)y + first * m.out, count, some);
