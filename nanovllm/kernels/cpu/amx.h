@@ -60,23 +60,23 @@ template <class T> class AmxRegisters {
 };
 
 // Computes c[16 or, if TALL, 32 rows][16 or, if WIDE, 32 columns] = (or, with `add`, +=) a[rows][k] x b[k][columns],
-// where k counts units. Rows of a are `a_row` units apart, rows of b `b_row` units, and those of c `ldc` floats. The second
-// 16 columns of b are `b_vector` units from the first ones. A TALL block's rows from `rows` on are padding. The block calls
-// prepare(i, end) before it needs the units i to `end` of b, while the matrix unit is still at work on those before.
-template <bool TALL, bool WIDE, class Prepare>
-inline void amx_block(int64_t rows, const uint32_t* a, int64_t a_row, const uint32_t* b, int64_t b_row, int64_t b_vector,
+// where k counts units. left(i) and right(i) return the addresses of a's and b's units from i on, 16 of them. Rows of a
+// are `left_row` units apart, those of b `right_row`, and the second 16 columns of b are `right_vector` from the first
+// ones. Rows of c are `ldc` floats apart. A TALL block's rows from `rows` on are padding. The block calls
+// prepare(i, end) before it needs the units i to `end` of b, while the matrix unit is still at work on earlier ones.
+template <bool TALL, bool WIDE, class Left, class Right, class Prepare>
+inline void amx_block(int64_t rows, Left left, int64_t left_row, Right right, int64_t right_row, int64_t right_vector,
                       int64_t k, float* c, int64_t ldc, bool add, Prepare prepare) {
     const int64_t c_bytes = ldc * 4;
     float* c_below = c + AMX_ROWS * ldc;
-    const auto multiply = [](const uint32_t* left, int64_t left_row, const uint32_t* right, int64_t right_row,
-                             int64_t vector) {
-        const int64_t left_bytes = left_row * 4, right_bytes = right_row * 4;
-        _tile_loadd(6, right, right_bytes);
-        _tile_loadd(4, left, left_bytes);
+    const auto multiply = [](const uint32_t* a, int64_t a_row, const uint32_t* b, int64_t b_row, int64_t b_vector) {
+        const int64_t a_bytes = a_row * 4, b_bytes = b_row * 4;
+        _tile_loadd(6, b, b_bytes);
+        _tile_loadd(4, a, a_bytes);
         _tile_dpbf16ps(0, 4, 6);
-        if (WIDE) _tile_loadd(7, right + vector, right_bytes);
+        if (WIDE) _tile_loadd(7, b + b_vector, b_bytes);
         if (WIDE) _tile_dpbf16ps(1, 4, 7);
-        if (TALL) _tile_loadd(5, left + AMX_ROWS * left_row, left_bytes);
+        if (TALL) _tile_loadd(5, a + AMX_ROWS * a_row, a_bytes);
         if (TALL) _tile_dpbf16ps(2, 5, 6);
         if (TALL && WIDE) _tile_dpbf16ps(3, 5, 7);
     };
@@ -97,18 +97,18 @@ inline void amx_block(int64_t rows, const uint32_t* a, int64_t a_row, const uint
     for (; i + AMX_UNITS <= k; i += AMX_UNITS) {
         if (i + AMX_UNITS < k) prepare(i + AMX_UNITS, std::min(i + 2 * AMX_UNITS, k));
         access_memory();
-        multiply(a + i, a_row, b + i * b_row, b_row, b_vector);
+        multiply(left(i), left_row, right(i), right_row, right_vector);
     }
     if (i < k) {  // zeros complete the last units: whatever follows in memory could be NaN
-        alignas(64) uint32_t left[2 * AMX_ROWS * AMX_UNITS] = {}, right[AMX_UNITS * 2 * LANES] = {};
+        alignas(64) uint32_t a[2 * AMX_ROWS * AMX_UNITS] = {}, b[AMX_UNITS * 2 * LANES] = {};
         for (int64_t r = 0; r < std::min(rows, 2 * AMX_ROWS); ++r)
-            std::copy(a + r * a_row + i, a + r * a_row + k, left + r * AMX_UNITS);
-        for (int64_t u = i; u < k; ++u) {
-            std::copy_n(b + u * b_row, LANES, right + (u - i) * 2 * LANES);
-            if (WIDE) std::copy_n(b + u * b_row + b_vector, LANES, right + (u - i) * 2 * LANES + LANES);
+            std::copy_n(left(i) + r * left_row, k - i, a + r * AMX_UNITS);
+        for (int64_t u = 0; u < k - i; ++u) {
+            std::copy_n(right(i) + u * right_row, LANES, b + u * 2 * LANES);
+            if (WIDE) std::copy_n(right(i) + u * right_row + right_vector, LANES, b + u * 2 * LANES + LANES);
         }
         access_memory();
-        multiply(left, AMX_UNITS, right, 2 * LANES, LANES);
+        multiply(a, AMX_UNITS, b, 2 * LANES, LANES);
     }
     _tile_stored(0, c, c_bytes);
     if (WIDE) _tile_stored(1, c + LANES, c_bytes);
@@ -117,7 +117,8 @@ inline void amx_block(int64_t rows, const uint32_t* a, int64_t a_row, const uint
     access_memory();
 }
 
-// Calls the `amx_block` for `rows` rows, of which it computes at most 32, and 1 or 2 vectors of 16 columns.
+// Calls the `amx_block` for `rows` rows, of which it computes at most AMX_BLOCK_ROWS, and 1 or 2 vectors of 16 columns.
+constexpr int64_t AMX_BLOCK_ROWS = 2 * AMX_ROWS;
 template <class... Arguments> inline void amx_block_of(int64_t rows, int vectors, Arguments... arguments) {
     const bool is_tall = rows > AMX_ROWS;
     if (vectors > 1) is_tall ? amx_block<true, true>(rows, arguments...) : amx_block<false, true>(rows, arguments...);

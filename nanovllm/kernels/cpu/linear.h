@@ -116,18 +116,33 @@ struct Target {
 // Does the same as `tiles`, by AMX. The columns are read once for 32 rows; these share the prefetching between them.
 inline void amx_tiles(int64_t rows, int vectors, const uint32_t* a, Columns b, int64_t k, float* c, int64_t ldc,
                       bool add, Target target) {
-    const int64_t pieces = (rows + 2 * AMX_ROWS - 1) / (2 * AMX_ROWS);
+    const int64_t pieces = (rows + AMX_BLOCK_ROWS - 1) / AMX_BLOCK_ROWS;
     b.ahead_row = (b.ahead_row + pieces - 1) / pieces;
     for (int v = 0; v < vectors; v += 2, b.at += b.pair, b.ahead += b.ahead_pair) {
         const uint32_t* ahead = b.ahead;
-        for (int64_t r = 0; r < rows; r += 2 * AMX_ROWS, ahead += k * b.ahead_row) {
-            if (rows <= FEW_LINES) target.fetch(r, std::min(rows - r, 2 * AMX_ROWS));
-            amx_block_of(rows - r, vectors - v, a + r * LEFT_ROW, LEFT_ROW, b.at, b.row, b.vector, k,
-                         c + r * ldc + v * LANES, ldc, add, [=](int64_t i, int64_t end) {
-                for (int64_t at = i * b.ahead_row; at < end * b.ahead_row; at += LANES) __builtin_prefetch(ahead + at, 0, 2);
-            });
+        for (int64_t r = 0; r < rows; r += AMX_BLOCK_ROWS, ahead += k * b.ahead_row) {
+            if (rows <= FEW_LINES) target.fetch(r, std::min(rows - r, AMX_BLOCK_ROWS));
+            const uint32_t* first = a + r * LEFT_ROW;
+            const auto left = [=](int64_t i) { return first + i; };
+            const auto right = [=](int64_t i) { return b.at + i * b.row; };
+            const auto prefetch = [=](int64_t i, int64_t end) {
+                for (i *= b.ahead_row; i < end * b.ahead_row; i += LANES) __builtin_prefetch(ahead + i, 0, 2);
+            };
+            amx_block_of(rows - r, vectors - v, left, LEFT_ROW, right, b.row, b.vector, k, c + r * ldc + v * LANES, ldc,
+                         add, prefetch);
         }
     }
+}
+
+// Computes sums[rows][PANEL] = x times a panel of k units, for at most AMX_BLOCK_ROWS rows. The sums stay in registers.
+inline void amx_panel(int64_t rows, const uint32_t* x, const uint32_t* panel, int64_t k, float* sums) {
+    constexpr int64_t AHEAD_UNITS = 128;
+    const auto left = [=](int64_t i) { return x + i / DEPTH * rows * LEFT_ROW + i % DEPTH; };
+    const auto right = [=](int64_t i) { return panel + i * PANEL; };
+    const auto prefetch = [=](int64_t i, int64_t end) {
+        for (i *= PANEL; i < end * PANEL; i += LANES) __builtin_prefetch(panel + AHEAD_UNITS * PANEL + i, 0, 2);
+    };
+    amx_block_of(rows, 2, left, LEFT_ROW, right, PANEL, LANES, k, sums, PANEL, false, prefetch);
 }
 #endif
 
@@ -214,7 +229,15 @@ inline void multiply(const typename T::left* x, int64_t rows, int64_t k, const u
     const Target target = {(const char*)y, ldy * (int64_t)sizeof(*y), columns * (int64_t)sizeof(*y)};
     alignas(64) float sums[MOST_ROWS * PANEL];
     constexpr int64_t DEEP = DEPTH / T::STEPS;  // units of a block
-    for (int64_t i = 0, units; i < k; i += units) {
+    const bool is_one_block = uses_amx<T>() && rows <= AMX_BLOCK_ROWS;
+#ifdef WITH_AMX
+    if constexpr (T::PER_UNIT == 2)
+        if (is_one_block) {
+            target.fetch(0, rows);
+            amx_panel(rows, x, panel, k, sums);
+        }
+#endif
+    for (int64_t i = 0, units; i < k && !is_one_block; i += units) {
         units = std::min((uses_amx<T>() ? AMX_SUMMED : SUMMED) / T::STEPS, k - i);
         const auto* left = x + i / DEEP * rows * LEFT_ROW + i % DEEP * T::STEPS;
         const uint32_t* part = panel + i * PANEL;
@@ -254,7 +277,7 @@ void multiply_panels(const typename T::element* x, const uint32_t* packed, const
                      typename T::element* y, int64_t rows, int64_t in, int64_t out, Span panels) {
     static thread_local std::vector<typename T::left> left;
     const int64_t k = in / T::PER_UNIT, blocks = (k * T::STEPS + DEPTH - 1) / DEPTH;
-    const int64_t together = rows <= FEW_TILE_ROWS ? 2 : 1;
+    const int64_t together = rows <= FEW_TILE_ROWS && !uses_amx<T>() ? 2 : 1;
     const AmxRegisters<T> registers(rows);
     row_pieces(rows, rows_together<T>(k * T::STEPS), [&](int64_t first, int64_t count) {
         auto* rows_left = cache_lines(left, (blocks * count + AMX_ROWS) * LEFT_ROW);

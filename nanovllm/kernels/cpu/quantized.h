@@ -233,26 +233,31 @@ inline void code_tile_of(int64_t rows, int64_t panels, const typename Q::left::l
 }
 
 #ifdef WITH_AMX
-// Does the same as `code_tiles` for one panel, by AMX. The first 32 rows widen the columns, and keep them for the others.
-template <class Q>
-inline void amx_code_tiles(int64_t rows, const uint32_t* a, const uint8_t* b, int64_t chunks, float* c, bool add,
+// Computes c[rows][PANEL] = (or, with `add`, +=) a x the codes of a panel, by AMX. left(i) returns the address of a's units
+// from i on. The first AMX_BLOCK_ROWS rows widen the columns, and keep them for the others, if there are any: then the
+// panel has at most DEPTH units.
+template <class Q, class Left>
+inline void amx_code_tiles(int64_t rows, Left left, const uint8_t* b, int64_t chunks, float* c, bool add,
                            const uint8_t* ahead) {
-    alignas(64) float kept[DEPTH * PANEL];
+    alignas(64) uint32_t kept[DEPTH * PANEL];
+    constexpr int64_t FEW_KEPT = 4 * AMX_UNITS;  // so few stay in the L1 cache
+    const int64_t num_kept = rows <= AMX_BLOCK_ROWS ? FEW_KEPT : DEPTH, k = chunks * Q::STEPS;
+    const auto right = [&](int64_t i) { return kept + i % num_kept * PANEL; };
     const auto widen = [&](int64_t unit, int64_t end) {
+        uint32_t* to = kept + unit % num_kept * PANEL;
         for (int64_t i = unit / Q::STEPS; i * Q::STEPS < end; ++i) {
             __builtin_prefetch(ahead + i * CHUNK, 0, 2);
 #pragma GCC unroll 24
             for (int step = 0; step < Q::STEPS; ++step)
-                for (int v = 0; v < REGISTERS; ++v)
-                    store(kept + ((i * Q::STEPS + step) * REGISTERS + v) * LANES, Q::right(b + i * CHUNK, step, v));
+                for (int v = 0; v < REGISTERS; ++v, to += LANES) store(to, Q::right(b + i * CHUNK, step, v));
         }
     };
-    const auto* columns = (const uint32_t*)kept;
-    const int64_t k = chunks * Q::STEPS;
-    amx_block_of(rows, 2, a, LEFT_ROW, columns, PANEL, LANES, k, c, PANEL, add, widen);
-    for (int64_t r = 2 * AMX_ROWS; r < rows; r += 2 * AMX_ROWS)
-        amx_block_of(rows - r, 2, a + r * LEFT_ROW, LEFT_ROW, columns, PANEL, LANES, k, c + r * PANEL, PANEL, add,
+    amx_block_of(rows, 2, left, LEFT_ROW, right, PANEL, LANES, k, c, PANEL, add, widen);
+    for (int64_t r = AMX_BLOCK_ROWS; r < rows; r += AMX_BLOCK_ROWS) {
+        const auto below = [=](int64_t i) { return left(i) + r * LEFT_ROW; };
+        amx_block_of(rows - r, 2, below, LEFT_ROW, right, PANEL, LANES, k, c + r * PANEL, PANEL, add,
                      [](int64_t, int64_t) {});
+    }
 }
 #endif
 
@@ -263,7 +268,8 @@ inline void code_tiles(int64_t rows, int64_t panels, const typename Q::left::lef
                        int64_t chunks, float* c, bool add, const uint8_t* ahead) {
 #ifdef WITH_AMX
     if constexpr (IN_PAIRS<typename Q::left>)
-        if (uses_amx<typename Q::left>()) return amx_code_tiles<Q>(rows, a, b, chunks, c, add, ahead);
+        if (uses_amx<typename Q::left>())
+            return amx_code_tiles<Q>(rows, [=](int64_t i) { return a + i; }, b, chunks, c, add, ahead);
 #endif
     if (rows <= MAX_TILE_ROWS)
         return code_tile_of<Q, false>(rows, panels, a, b, panel, chunks, c, add, {ahead});
@@ -308,7 +314,16 @@ inline void multiply_codes(const typename Q::left::left* x, const float* input_s
     alignas(64) float sums[MOST_ROWS * PANEL], totals[MOST_ROWS * PANEL];
     const int64_t chunks = m.chunks<Q>(), width = panels * PANEL, group = std::max<int64_t>(m.group / Q::INPUTS, 1);
     const uint8_t* first = m.codes + panel * chunks * CHUNK;
-    for (int64_t i = 0, end; i < chunks; i = end) {
+    const bool is_one_block = uses_amx<P>() && rows <= AMX_BLOCK_ROWS && m.group >= m.in;
+#ifdef WITH_AMX
+    if constexpr (IN_PAIRS<P>)
+        if (is_one_block) {
+            const auto left = [=](int64_t i) { return x + i / DEPTH * rows * LEFT_ROW + i % DEPTH; };
+            amx_code_tiles<Q>(rows, left, first, chunks, sums, false, first + AHEAD * CHUNK);
+            add_group<Q>(m, 0, panel, 1, rows, sums, input_sums, totals);
+        }
+#endif
+    for (int64_t i = 0, end; i < chunks && !is_one_block; i = end) {
         const int64_t g = m.group < m.in ? i / group : 0, group_end = m.group < m.in ? (g + 1) * group : chunks;
         const bool add = i > g * group;
         end = std::min({chunks, group_end, (i / PART + 1) * PART});
