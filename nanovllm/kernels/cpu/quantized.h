@@ -310,8 +310,10 @@ inline void multiply_codes(const typename Q::left::left* x, const float* input_s
                            int64_t panel, int64_t panels, const typename Q::left::element* bias,
                            typename Q::left::element* y, int64_t columns) {
     using P = typename Q::left;
-    constexpr int64_t DEEP = DEPTH / Q::STEPS, PART = SUMMED / Q::STEPS;  // chunks of a block, and chunks summed at a time
-    alignas(64) float sums[MOST_ROWS * PANEL], totals[MOST_ROWS * PANEL];
+    constexpr int64_t DEEP = DEPTH / Q::STEPS;  // chunks of a block
+    const int64_t part = (uses_amx<P>() ? AMX_SUMMED : SUMMED) / Q::STEPS;  // chunks summed at a time
+    alignas(64) float sums[MOST_ROWS * PANEL], several[MOST_ROWS * PANEL];
+    float* totals = m.group < m.in ? several : sums;  // a single group's sums become the totals where they are
     const int64_t chunks = m.chunks<Q>(), width = panels * PANEL, group = std::max<int64_t>(m.group / Q::INPUTS, 1);
     const uint8_t* first = m.codes + panel * chunks * CHUNK;
     const bool is_one_block = uses_amx<P>() && rows <= AMX_BLOCK_ROWS && m.group >= m.in;
@@ -326,7 +328,7 @@ inline void multiply_codes(const typename Q::left::left* x, const float* input_s
     for (int64_t i = 0, end; i < chunks && !is_one_block; i = end) {
         const int64_t g = m.group < m.in ? i / group : 0, group_end = m.group < m.in ? (g + 1) * group : chunks;
         const bool add = i > g * group;
-        end = std::min({chunks, group_end, (i / PART + 1) * PART});
+        end = std::min({chunks, group_end, (i / part + 1) * part});
         const auto* left = x + i / DEEP * rows * LEFT_ROW + i % DEEP * Q::STEPS;
         // Beyond the end of these panels come the first chunks of the next ones.
         const int64_t ahead = i + AHEAD < chunks ? i + AHEAD : i + AHEAD + (panels - 1) * chunks;
@@ -337,11 +339,9 @@ inline void multiply_codes(const typename Q::left::left* x, const float* input_s
     float offsets[2 * PANEL] = {};
     if (bias) std::transform(bias, bias + columns, offsets, P::to_float);
     for (int64_t r = 0; r < rows; ++r) {
-        typename P::element line[2 * PANEL];
-        for (int64_t v = 0; v < width; v += LANES)
-            P::narrow(line + v, load<vf>(totals + r * width + v) + load<vf>(offsets + v));
-        if (columns == PANEL) std::memcpy(y + r * m.out, line, sizeof(line) / 2);
-        else std::memcpy(y + r * m.out, line, columns * sizeof(*line));
+        float* of_row = totals + r * width;
+        for (int64_t v = 0; v < width; v += LANES) store(of_row + v, load<vf>(of_row + v) + load<vf>(offsets + v));
+        write_row<P>(of_row, y + r * m.out, columns, rows);
     }
 }
 
