@@ -17,6 +17,7 @@
 namespace {
 
 constexpr int64_t AMX_ROWS = 16, AMX_UNITS = 16;
+constexpr int64_t AMX_BLOCK_ROWS = 2 * AMX_ROWS;  // rows that are multiplied by the same columns before the next ones
 
 // Returns `rows` as products by AMX need memory for them: more than 16 rows are computed 16 at a time.
 inline int64_t with_padding_rows(int64_t rows) {
@@ -118,7 +119,6 @@ inline void amx_block(int64_t rows, Left left, int64_t left_row, Right right, in
 }
 
 // Calls the `amx_block` for `rows` rows, of which it computes at most AMX_BLOCK_ROWS, and 1 or 2 vectors of 16 columns.
-constexpr int64_t AMX_BLOCK_ROWS = 2 * AMX_ROWS;
 template <class... Arguments> inline void amx_block_of(int64_t rows, int vectors, Arguments... arguments) {
     const bool is_tall = rows > AMX_ROWS;
     if (vectors > 1) is_tall ? amx_block<true, true>(rows, arguments...) : amx_block<false, true>(rows, arguments...);
