@@ -64,7 +64,7 @@ openvino)
     ;;
 llama-cpp)
     export CMAKE_ARGS="-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF"
-    install --no-binary "$package" "$package==$version"
+    install --no-cache-dir --no-binary "$package" "$package==$version" # a kept wheel may be another compiler's
     install "gguf==0.19.0" # writes models in llama.cpp's format
     ;;
 esac

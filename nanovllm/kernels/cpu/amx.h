@@ -1,14 +1,15 @@
-// Products of bfloat16 by AMX, the matrix unit of Intel's processors since Sapphire Rapids.
+// Products by AMX, the matrix unit of Intel's processors since Sapphire Rapids.
 //
 // It has eight registers of 16 rows x 64 bytes. One instruction multiplies a register of 16 rows x 16 units by one of
-// 16 units x 16 columns, and adds to a register of 16 rows x 16 float32 sums. It sums the products of the lower halves of
-// the units, and those of the upper halves, each from 0 on and in order. Then it adds the two, and that to the sum. So a
-// row's sums do not depend on the rows beside it.
+// 16 units x 16 columns, and adds to a register of 16 rows x 16 sums. A unit is two bfloat16 numbers or four bytes. With
+// bytes the sums are exact. With bfloat16 it sums the products of the lower halves of the units, and those of the upper
+// halves, each from 0 on and in order. Then it adds the two, and that to the float32 sum. So a row's sums do not depend on
+// the rows beside it.
 #pragma once
 
 #include "vectors.h"
 
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__) && defined(__linux__)
 #define WITH_AMX
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -19,9 +20,12 @@ namespace {
 constexpr int64_t AMX_ROWS = 16, AMX_UNITS = 16;
 constexpr int64_t AMX_BLOCK_ROWS = 2 * AMX_ROWS;  // rows that are multiplied by the same columns before the next ones
 
-// Returns `rows` as products by AMX need memory for them: more than 16 rows are computed 16 at a time.
-inline int64_t with_padding_rows(int64_t rows) {
-    return rows <= AMX_ROWS ? rows : (rows + AMX_ROWS - 1) / AMX_ROWS * AMX_ROWS;
+constexpr int64_t FEW_LINES = 64;  // of a product: they stay in the L1 cache until they are written
+
+// Returns whether `count` elements of each of `rows` rows of y should go to memory past the caches. By AMX the products of
+// many rows take less time than reading the lines that they replace, and the lines of some rows drive each other out.
+template <class E> inline bool goes_past_caches(const E* y, int64_t count, int64_t rows) {
+    return count * sizeof(E) == sizeof(vf) && rows > FEW_LINES && (uintptr_t)y % sizeof(vf) == 0;
 }
 
 #ifdef WITH_AMX
@@ -39,25 +43,31 @@ template <class T> inline bool uses_amx() { return sizeof(typename T::element) =
 // Says that memory is read and written here. GCC does not know it of the instructions for these registers.
 inline void access_memory() { asm volatile("" ::: "memory"); }
 
-// Sets the registers up for products of `rows` rows, and releases them at the end of the block.
-template <class T> class AmxRegisters {
+// Sets the registers up for products of `rows` rows, and releases them at the end of the block; nothing if not `is_used`.
+// Registers 0 to 5 have as many rows, at most 16, and 6 and 7 have the 16 units of columns.
+class AmxRegisters {
   public:
-    explicit AmxRegisters(int64_t rows) {
-        if (!uses_amx<T>()) return;
+    AmxRegisters(int64_t rows, bool is_used) : is_used_(is_used) {
+        if (!is_used) return;
         struct alignas(64) { uint8_t palette, start, unused[14]; uint16_t bytes[16]; uint8_t rows[16]; } layout = {};
         layout.palette = 1;
         for (int i = 0; i < 8; ++i) {
             layout.bytes[i] = 64;
-            layout.rows[i] = (uint8_t)(i < 6 ? std::min(rows, AMX_ROWS) : AMX_UNITS);  // the last two hold columns
+            layout.rows[i] = (uint8_t)(i < 6 ? std::min(rows, AMX_ROWS) : AMX_UNITS);
         }
         access_memory();
         _tile_loadconfig(&layout);
     }
     ~AmxRegisters() {
-        if (uses_amx<T>()) _tile_release();
+        if (!is_used_) return;
+        _tile_release();
+        _mm_sfence();  // other threads must see what went past the caches
     }
     AmxRegisters(const AmxRegisters&) = delete;
     AmxRegisters& operator=(const AmxRegisters&) = delete;
+
+  private:
+    bool is_used_;
 };
 
 // Computes c[16 or, if TALL, 32 rows][16 or, if WIDE, 32 columns] = (or, with `add`, +=) a[rows][k] x b[k][columns],
@@ -127,8 +137,9 @@ template <class... Arguments> inline void amx_block_of(int64_t rows, int vectors
 
 #else
 
+constexpr bool IS_AMX_ALLOWED = false;
 template <class T> constexpr bool uses_amx() { return false; }
-template <class T> struct AmxRegisters { explicit AmxRegisters(int64_t) {} };
+struct AmxRegisters { AmxRegisters(int64_t, bool) {} };
 
 #endif
 

@@ -27,7 +27,7 @@ void attend_rows(const typename T::element* q, const uint32_t* k_cache, const ui
     alignas(64) typename T::left queries[QUERY_ROWS * LEFT_ROW], weights[QUERY_ROWS * LEFT_ROW];
     alignas(64) float scores[QUERY_ROWS * KEY_TILE], sums[QUERY_ROWS * MAX_HEAD_DIM];
     float maxima[QUERY_ROWS], totals[QUERY_ROWS];
-    const AmxRegisters<T> registers(rows);
+    const AmxRegisters registers(rows, uses_amx<T>());
     // The sums of AMX depend on where its pieces of 32 values begin, so values of shorter blocks are put together.
     const bool is_gathered = uses_amx<T>() && run < AMX_UNITS * T::PER_UNIT;
     alignas(64) uint32_t gathered[KEY_TILE / T::PER_UNIT * MAX_HEAD_DIM];

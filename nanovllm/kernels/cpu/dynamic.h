@@ -19,6 +19,7 @@
 #include <arm_neon.h>
 #endif
 
+#include "amx.h"
 #include "team.h"
 #include "vectors.h"
 
@@ -142,19 +143,22 @@ struct Matrix {
 };
 
 // Holds rounded rows: codes [groups][rows][LEFT_ROW], and of each group and row the scale and what the shift of the
-// weights adds to a sum, with the sign turned.
+// weights adds to a sum, with the sign turned. AMX reads up to 15 rows beyond the last one.
 struct Rounded {
-    std::vector<uint32_t> codes;
+    uint32_t* codes;
     std::vector<float> scales;
     std::vector<int32_t> offsets;
     int64_t rows;
 
     void resize(int64_t groups, int64_t count) {
         rows = count;
-        codes.resize(std::max<size_t>(codes.size(), groups * rows * LEFT_ROW));
+        codes = cache_lines(memory_, (groups * rows + AMX_ROWS) * LEFT_ROW);
         scales.resize(std::max<size_t>(scales.size(), groups * rows));
         offsets.resize(std::max<size_t>(offsets.size(), groups * rows));
     }
+
+  private:
+    std::vector<uint32_t> memory_;
 };
 
 // Rounds one row's group of at most GROUP values, which are padded with zeros. The scale is max |x| / 127, and a code is
@@ -288,25 +292,99 @@ inline void sum_groups(const Rounded& x, const Matrix& m, int64_t panel, int64_t
     }
 }
 
+#ifdef WITH_AMX
+static_assert(Dot::SHIFT == 128 && LEFT_ROW * 4 == GROUP && GROUP_STEPS % AMX_UNITS == 0, "what AMX multiplies");
+
+// Adds the sums of one group, of `rows` rows of a panel, which are in `sums`, to totals as `tile` does.
+inline void add_amx_sums(const int32_t* sums, int64_t rows, const float* scales, const int32_t* offsets, bool is_first,
+                         float* totals) {
+    for (int64_t r = 0; r < rows; ++r)
+        for (int64_t v = 0; v < PANEL; v += LANES) {
+            float* total = totals + r * PANEL + v;
+            const vf sum = __builtin_convertvector(load<vi>(sums + r * PANEL + v) + offsets[r], vf) * scales[r];
+            store(total, is_first ? sum : load<vf>(total) + sum);
+        }
+}
+
+// Does the same as sum_groups for one panel, by AMX.
+inline void amx_sum_groups(const Rounded& x, const Matrix& m, int64_t panel, float* totals) {
+    constexpr int64_t BYTES = STEP_BYTES, LEFT_BYTES = LEFT_ROW * 4;
+    const uint8_t* codes = m.codes + panel * m.panel_bytes();
+    const int64_t blocks = (x.rows + AMX_BLOCK_ROWS - 1) / AMX_BLOCK_ROWS;
+    const int64_t ahead_bytes = (GROUP_STEPS * BYTES / blocks + 63) / 64 * 64;  // the blocks share the prefetching
+    alignas(64) uint8_t rest[AMX_UNITS * BYTES];
+    alignas(64) int32_t sums[AMX_BLOCK_ROWS * PANEL];
+    for (int64_t g = 0; g < m.groups(); ++g)
+        for (int64_t r = 0; r < x.rows; r += AMX_BLOCK_ROWS) {
+            const uint8_t* ahead = codes + (g + AHEAD) * GROUP_STEPS * BYTES + r / AMX_BLOCK_ROWS * ahead_bytes;
+            for (int64_t i = 0; i < ahead_bytes; i += 64) __builtin_prefetch(ahead + i, 0, 2);
+            const bool is_tall = x.rows - r > AMX_ROWS;
+            const int64_t first = g * GROUP_STEPS, last = std::min(first + GROUP_STEPS, m.steps());
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
+            for (int64_t i = first; i < last; i += AMX_UNITS) {
+                const uint8_t* right = codes + i * BYTES;
+                if (last - i < AMX_UNITS) {  // the rest of the units is multiplied by codes of 0
+                    std::memcpy(rest, right, (last - i) * BYTES);
+                    right = rest;
+                }
+                const uint32_t* left = x.codes + (g * x.rows + r) * LEFT_ROW + i - first;
+                access_memory();
+                _tile_loadd(6, right, BYTES);
+                _tile_loadd(4, left, LEFT_BYTES);
+                _tile_dpbsud(0, 4, 6);
+                _tile_loadd(7, right + BYTES / 2, BYTES);
+                _tile_dpbsud(1, 4, 7);
+                if (!is_tall) continue;
+                _tile_loadd(5, left + AMX_ROWS * LEFT_ROW, LEFT_BYTES);
+                _tile_dpbsud(2, 5, 6);
+                _tile_dpbsud(3, 5, 7);
+            }
+            _tile_stored(0, sums, BYTES);
+            _tile_stored(1, sums + LANES, BYTES);
+            if (is_tall) _tile_stored(2, sums + AMX_ROWS * PANEL, BYTES);
+            if (is_tall) _tile_stored(3, sums + AMX_ROWS * PANEL + LANES, BYTES);
+            access_memory();
+            const int64_t at = g * x.rows + r;
+            add_amx_sums(sums, std::min(x.rows - r, AMX_BLOCK_ROWS), &x.scales[at], &x.offsets[at], g == 0,
+                         totals + r * PANEL);
+        }
+}
+#endif
+
 // Computes y[rows][out] = x W^T + bias in the columns of some panels. `bias` may be null.
 template <class P>
 void multiply_panels(const Rounded& x, const Matrix& m, const typename P::element* bias, typename P::element* y,
                      Span some) {
     alignas(64) float totals[MOST_ROWS * PANEL];
-    const int64_t together = x.rows <= FEW_ROWS ? 2 : 1;
+    const int64_t together = x.rows <= FEW_ROWS && !IS_AMX_ALLOWED ? 2 : 1;
+    const AmxRegisters registers(x.rows, IS_AMX_ALLOWED);
     for (int64_t p = some.begin, n; p < some.end; p += n) {
         n = std::min(together, some.end - p);
-        sum_groups(x, m, p, n, totals);
+#ifdef WITH_AMX
+        if (IS_AMX_ALLOWED) amx_sum_groups(x, m, p, totals);
+        else
+#endif
+            sum_groups(x, m, p, n, totals);
         const int64_t width = n * PANEL, column = p * PANEL, columns = std::min(width, m.out - column);
         float biases[2 * PANEL] = {};
         if (bias) std::transform(bias + column, bias + column + columns, biases, P::to_float);
         for (int64_t r = 0; r < x.rows; ++r) {
-            typename P::element line[2 * PANEL];
+            alignas(64) typename P::element line[2 * PANEL];
             for (int64_t v = 0; v < width; v += LANES) {
                 const vf product = load<vf>(totals + r * width + v) * load<vf>(m.scales + column + v);
                 narrow<P>(line + v, bias ? product + load<vf>(biases + v) : product);
             }
-            std::memcpy(y + r * m.out + column, line, columns * sizeof(*line));
+            auto* to = y + r * m.out + column;
+#ifdef WITH_AMX
+            if (IS_AMX_ALLOWED && goes_past_caches(to, columns, x.rows)) {
+                _mm512_stream_si512((__m512i*)to, load<__m512i>(line));
+                continue;
+            }
+#endif
+            std::memcpy(to, line, columns * sizeof(*line));
         }
     }
 }

@@ -99,8 +99,6 @@ template <class Body> inline void row_pieces(int64_t rows, int64_t most, Body bo
     }
 }
 
-constexpr int64_t FEW_LINES = 64;  // of a product: they stay in the L1 cache until they are written
-
 // The memory that a product is written to in the end: `bytes` of each row, and `row` bytes from one row to the next. It
 // is prefetched tile by tile, because prefetching all of it at once would delay every other read.
 struct Target {
@@ -147,7 +145,7 @@ inline void amx_panel(int64_t rows, const uint32_t* x, const uint32_t* panel, in
 #endif
 
 // Computes c[rows][16 vectors] = (or, with `add`, +=) a x b, for any number of rows and at most DEPTH steps. With AMX, a
-// and c have room for with_padding_rows(rows).
+// and c have room for a multiple of 16 rows, if there are more than 16.
 template <class T>
 inline void tiles(int64_t rows, int vectors, const typename T::left* a, Columns b, int64_t k, float* c, int64_t ldc,
                   bool add, Target target = {}) {
@@ -203,13 +201,12 @@ inline void put_left(const typename T::element* x, int64_t rows, int64_t in, typ
         }
 }
 
-// Rounds `columns` sums, at most those of two panels, and writes them to y. `rows` is how many rows are written together.
-// By AMX, many rows take less time than to read the lines that their results replace. So whole lines go to memory.
+// Rounds `columns` sums, at most those of two panels, and writes them to y, which has `rows` rows.
 template <class T>
 inline void write_row(const float* sums, typename T::element* y, int64_t columns, int64_t rows) {
 #ifdef WITH_AMX
     if constexpr (T::PER_UNIT == 2)
-        if (uses_amx<T>() && columns == PANEL && rows > FEW_LINES && (uintptr_t)y % sizeof(vf) == 0) {
+        if (uses_amx<T>() && goes_past_caches(y, columns, rows)) {
             const __m512bh line = _mm512_cvtne2ps_pbh(load<__m512>(sums + LANES), load<__m512>(sums));
             return _mm512_stream_si512((__m512i*)y, (__m512i)line);
         }
@@ -261,13 +258,6 @@ template <class T> inline int64_t rows_together(int64_t steps) {
     return std::clamp(most / (blocks * DEPTH), LEAST_ROWS, MOST_ROWS);
 }
 
-// Returns the start of a cache line, with room for `size` elements, in memory that `owner` holds.
-template <class E> inline E* cache_lines(std::vector<E>& owner, size_t size) {
-    constexpr size_t LINE = 64;
-    owner.resize(std::max(owner.size(), size + LINE / sizeof(E)));
-    return (E*)(((uintptr_t)owner.data() + LINE - 1) / LINE * LINE);
-}
-
 // One thread computes the columns of some panels of y[rows][out] = x[rows][in] W^T + bias. It takes as many rows at a
 // time as stay in the L2 cache, and multiplies them by one panel after another. Few rows are multiplied by two panels at
 // a time, which hides the latency of the multiply-add. If all rows are taken at once, the left side of the thread's first
@@ -278,7 +268,7 @@ void multiply_panels(const typename T::element* x, const uint32_t* packed, const
     static thread_local std::vector<typename T::left> left;
     const int64_t k = in / T::PER_UNIT, blocks = (k * T::STEPS + DEPTH - 1) / DEPTH;
     const int64_t together = rows <= FEW_TILE_ROWS && !uses_amx<T>() ? 2 : 1;
-    const AmxRegisters<T> registers(rows);
+    const AmxRegisters registers(rows, uses_amx<T>());
     row_pieces(rows, rows_together<T>(k * T::STEPS), [&](int64_t first, int64_t count) {
         auto* rows_left = cache_lines(left, (blocks * count + AMX_ROWS) * LEFT_ROW);
         if (panels.is_first || count < rows) put_left<T>(x + first * in, count, in, rows_left);

@@ -374,17 +374,17 @@ void multiply_code_panels(const typename Q::left::element* x, const Quantized& m
     // they are in 2 registers for each step of a chunk. Then the row waits for memory, and one stream is read faster.
     const bool is_stream = rows == 1 && 2 * Q::STEPS <= REGISTERS;
     const int64_t together = rows <= FEW_TILE_ROWS && !is_stream && !uses_amx<P>() ? 2 : 1;
-    const AmxRegisters<P> registers(rows);
+    const AmxRegisters registers(rows, uses_amx<P>());
     row_pieces(rows, rows_together<typename Q::left>(m.chunks<Q>() * Q::STEPS), [&](int64_t first, int64_t count) {
+        auto* rows_left = cache_lines(left, (blocks * count + AMX_ROWS) * LEFT_ROW);
         if (panels.is_first || count < rows) {
-            left.resize(std::max<size_t>(left.size(), (blocks * count + AMX_ROWS) * LEFT_ROW));
-            put_left<P>(x + first * m.in, count, m.in, left.data());
+            put_left<P>(x + first * m.in, count, m.in, rows_left);
             input_sums.resize(std::max<size_t>(input_sums.size(), count * m.groups()));
             if (m.zeros) sum_groups<P>(x + first * m.in, count, m, input_sums.data());
         }
         for (int64_t p = panels.begin; p < panels.end; p += together) {
             const int64_t n = std::min(together, panels.end - p), column = p * PANEL;
-            multiply_codes<Q>(left.data(), input_sums.data(), count, m, p, n, bias ? bias + column : nullptr,
+            multiply_codes<Q>(rows_left, input_sums.data(), count, m, p, n, bias ? bias + column : nullptr,
                               y + first * m.out + column, std::min(n * PANEL, m.out - column));
         }
     });

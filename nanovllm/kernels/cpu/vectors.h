@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <vector>
 
 #ifdef __AVX512BF16__
 #include <immintrin.h>
@@ -161,6 +162,13 @@ struct BFloat16 {
         return f;
     }
 };
+
+// Returns the start of a cache line, with room for `size` elements, in memory that `owner` holds.
+template <class E> inline E* cache_lines(std::vector<E>& owner, size_t size) {
+    constexpr size_t LINE = 64;
+    owner.resize(std::max(owner.size(), size + LINE / sizeof(E)));
+    return (E*)(((uintptr_t)owner.data() + LINE - 1) / LINE * LINE);
+}
 
 // Rounds v to the format T and converts it back to float32.
 template <class T> inline vf round_to(vf v) {
