@@ -306,51 +306,60 @@ inline void add_amx_sums(const int32_t* sums, int64_t rows, const float* scales,
         }
 }
 
-// Does the same as sum_groups for one panel, by AMX.
-inline void amx_sum_groups(const Rounded& x, const Matrix& m, int64_t panel, float* totals) {
+// Multiplies a group of x's rows from r on, at most AMX_BLOCK_ROWS, by a panel's codes, and stores the sums.
+template <bool TALL> inline void amx_group(const Rounded& x, const Matrix& m, const uint8_t* codes, int64_t g, int64_t r,
+                                           int32_t* sums) {
     constexpr int64_t BYTES = STEP_BYTES, LEFT_BYTES = LEFT_ROW * 4;
+    const int64_t first = g * GROUP_STEPS, last = std::min(first + GROUP_STEPS, m.steps());
+    const uint32_t* left = x.codes + (g * x.rows + r) * LEFT_ROW;
+    alignas(64) uint8_t rest[AMX_UNITS * BYTES];
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t i = first; i < last; i += AMX_UNITS, left += AMX_UNITS) {
+        const uint8_t* right = codes + i * BYTES;
+        if (last - i < AMX_UNITS) {  // the rest of the units is multiplied by codes of 0
+            std::memcpy(rest, right, (last - i) * BYTES);
+            right = rest;
+        }
+        access_memory();
+        _tile_loadd(6, right, BYTES);
+        _tile_loadd(4, left, LEFT_BYTES);
+        _tile_dpbsud(0, 4, 6);
+        _tile_loadd(7, right + BYTES / 2, BYTES);
+        _tile_dpbsud(1, 4, 7);
+        if (TALL) _tile_loadd(5, left + AMX_ROWS * LEFT_ROW, LEFT_BYTES);
+        if (TALL) _tile_dpbsud(2, 5, 6);
+        if (TALL) _tile_dpbsud(3, 5, 7);
+    }
+    _tile_stored(0, sums, BYTES);
+    _tile_stored(1, sums + LANES, BYTES);
+    if (TALL) _tile_stored(2, sums + AMX_ROWS * PANEL, BYTES);
+    if (TALL) _tile_stored(3, sums + AMX_ROWS * PANEL + LANES, BYTES);
+    access_memory();
+}
+
+// Does the same as sum_groups for one panel, by AMX. The sums of a block are added while the next block is multiplied.
+inline void amx_sum_groups(const Rounded& x, const Matrix& m, int64_t panel, float* totals) {
     const uint8_t* codes = m.codes + panel * m.panel_bytes();
     const int64_t blocks = (x.rows + AMX_BLOCK_ROWS - 1) / AMX_BLOCK_ROWS;
-    const int64_t ahead_bytes = (GROUP_STEPS * BYTES / blocks + 63) / 64 * 64;  // the blocks share the prefetching
-    alignas(64) uint8_t rest[AMX_UNITS * BYTES];
-    alignas(64) int32_t sums[AMX_BLOCK_ROWS * PANEL];
-    for (int64_t g = 0; g < m.groups(); ++g)
-        for (int64_t r = 0; r < x.rows; r += AMX_BLOCK_ROWS) {
-            const uint8_t* ahead = codes + (g + AHEAD) * GROUP_STEPS * BYTES + r / AMX_BLOCK_ROWS * ahead_bytes;
-            for (int64_t i = 0; i < ahead_bytes; i += 64) __builtin_prefetch(ahead + i, 0, 2);
-            const bool is_tall = x.rows - r > AMX_ROWS;
-            const int64_t first = g * GROUP_STEPS, last = std::min(first + GROUP_STEPS, m.steps());
-            _tile_zero(0);
-            _tile_zero(1);
-            _tile_zero(2);
-            _tile_zero(3);
-            for (int64_t i = first; i < last; i += AMX_UNITS) {
-                const uint8_t* right = codes + i * BYTES;
-                if (last - i < AMX_UNITS) {  // the rest of the units is multiplied by codes of 0
-                    std::memcpy(rest, right, (last - i) * BYTES);
-                    right = rest;
-                }
-                const uint32_t* left = x.codes + (g * x.rows + r) * LEFT_ROW + i - first;
-                access_memory();
-                _tile_loadd(6, right, BYTES);
-                _tile_loadd(4, left, LEFT_BYTES);
-                _tile_dpbsud(0, 4, 6);
-                _tile_loadd(7, right + BYTES / 2, BYTES);
-                _tile_dpbsud(1, 4, 7);
-                if (!is_tall) continue;
-                _tile_loadd(5, left + AMX_ROWS * LEFT_ROW, LEFT_BYTES);
-                _tile_dpbsud(2, 5, 6);
-                _tile_dpbsud(3, 5, 7);
-            }
-            _tile_stored(0, sums, BYTES);
-            _tile_stored(1, sums + LANES, BYTES);
-            if (is_tall) _tile_stored(2, sums + AMX_ROWS * PANEL, BYTES);
-            if (is_tall) _tile_stored(3, sums + AMX_ROWS * PANEL + LANES, BYTES);
-            access_memory();
-            const int64_t at = g * x.rows + r;
-            add_amx_sums(sums, std::min(x.rows - r, AMX_BLOCK_ROWS), &x.scales[at], &x.offsets[at], g == 0,
-                         totals + r * PANEL);
-        }
+    const int64_t ahead_bytes = (GROUP_STEPS * STEP_BYTES / blocks + 63) / 64 * 64;  // the blocks share the prefetching
+    alignas(64) int32_t sums[2][AMX_BLOCK_ROWS * PANEL];
+    const auto add = [&](int64_t block) {
+        const int64_t g = block / blocks, r = block % blocks * AMX_BLOCK_ROWS, at = g * x.rows + r;
+        add_amx_sums(sums[block % 2], std::min(x.rows - r, AMX_BLOCK_ROWS), &x.scales[at], &x.offsets[at], g == 0,
+                     totals + r * PANEL);
+    };
+    for (int64_t block = 0; block < m.groups() * blocks; ++block) {
+        const int64_t g = block / blocks, r = block % blocks * AMX_BLOCK_ROWS;
+        const uint8_t* ahead = codes + (g + AHEAD) * GROUP_STEPS * STEP_BYTES + block % blocks * ahead_bytes;
+        for (int64_t i = 0; i < ahead_bytes; i += 64) __builtin_prefetch(ahead + i, 0, 2);
+        if (x.rows - r > AMX_ROWS) amx_group<true>(x, m, codes, g, r, sums[block % 2]);
+        else amx_group<false>(x, m, codes, g, r, sums[block % 2]);
+        if (block > 0) add(block - 1);
+    }
+    if (m.groups() > 0) add(m.groups() * blocks - 1);
 }
 #endif
 
