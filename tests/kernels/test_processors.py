@@ -36,10 +36,12 @@ NEEDS: dict[str, set[str]] = {
     "x86-64": set(),
     "skylake-avx512": {"avx512f", "avx512bw", "avx512dq", "avx512cd", "avx512vl"},
     "armv8.2-a+dotprod": set(),
+    "cooperlake": {"avx512f", "avx512_vnni", "avx512_bf16"},
+    "native without AMX": {"amx_bf16", "amx_int8"},
 }
 """Features that a processor needs to run code built for another."""
 
-EVERYTHING = ("x86-64-v3", "cascadelake", "armv8-a", "armv8.6-a+bf16")
+EVERYTHING = ("x86-64-v3", "cascadelake", "armv8-a", "armv8.6-a+bf16", "cooperlake", "native without AMX")
 """The processors for which all kernels are built. For the others it is only those that multiply in whole numbers."""
 
 
@@ -69,7 +71,10 @@ def build(folder: Path, processor: str, kinds: Sequence[type[cpu_library.KernelL
     """Build libraries for another x86-64 processor."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder))
-        flags = [f"-march={processor}" if flag == "-march=native" else flag for flag in cpu_library.FLAGS]
+        name = processor.removesuffix(" without AMX")
+        flags = [f"-march={name}" if flag == "-march=native" else flag for flag in cpu_library.FLAGS]
+        if name != processor:
+            flags += ["-mno-amx-tile", "-mno-amx-bf16", "-mno-amx-int8"]
         patch.setattr(cpu_library, "FLAGS", flags)
         return [cpu_library._load("g++", kind) for kind in kinds]
 
