@@ -196,6 +196,12 @@ class CpuLibrary(KernelLibrary):
     def declare_others(self, library: ctypes.CDLL) -> None:
         # Logits are edited in float32, whatever the model's dtype.
         self._functions["edit_logits", torch.float32] = _declare(library, "edit_logits", (6, 2, 0))
+        library.is_amx_refused.restype = ctypes.c_int64
+        if library.is_amx_refused():
+            logger.warning(
+                "the system does not let this process use AMX, the processor's matrix unit (a thread's signal stack is "
+                "too small for it): bfloat16 is multiplied more slowly, and sums have other bits than with AMX"
+            )
 
     def pack(self, weight: Tensor, in_place: bool = False) -> Tensor:
         """Return the flat tensor of the panels of weight [out, in].

@@ -84,3 +84,4 @@ def test_the_kernels_ask_for_amx_and_do_without_where_it_is_refused(signal_stack
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == expected.split()
+    assert ("does not let this process use AMX" in done.stderr) == (signal_stack == "small")

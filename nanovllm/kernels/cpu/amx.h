@@ -1,15 +1,16 @@
 // Products by AMX, the matrix unit of Intel's processors since Sapphire Rapids.
 //
-// It has eight registers of 16 rows x 64 bytes. One instruction multiplies a register of 16 rows x 16 units by one of
-// 16 units x 16 columns, and adds to a register of 16 rows x 16 sums. A unit is two bfloat16 numbers or four bytes. With
-// bytes the sums are exact. With bfloat16 it sums the products of the lower halves of the units, and those of the upper
-// halves, each from 0 on and in order. Then it adds the two, and that to the float32 sum. So a row's sums do not depend on
-// the rows beside it.
+// AMX has eight registers of 16 rows x 64 bytes. One instruction multiplies a register of 16 rows x 16 units by one
+// of 16 units x 16 columns, and adds to a register of 16 rows x 16 sums. A unit is two bfloat16 numbers or four bytes.
+// With bytes the sums are exact. With bfloat16 the instruction sums the products of the lower halves of the units, and
+// those of the upper halves, each from 0 on and in order. Then it adds the two, and the result to the float32 sum. So a
+// row's sums do not depend on the rows beside it.
 #pragma once
 
 #include "vectors.h"
 
-#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__) && defined(__linux__)
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__) && defined(__AVX512BF16__) && defined(__AVX512VNNI__) && \
+    defined(__linux__)
 #define WITH_AMX
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -20,17 +21,10 @@ namespace {
 constexpr int64_t AMX_ROWS = 16, AMX_UNITS = 16;
 constexpr int64_t AMX_BLOCK_ROWS = 2 * AMX_ROWS;  // rows that are multiplied by the same columns before the next ones
 
-constexpr int64_t FEW_LINES = 64;  // of a product: they stay in the L1 cache until they are written
-
-// Returns whether `count` elements of each of `rows` rows of y should go to memory past the caches. By AMX the products of
-// many rows take less time than reading the lines that they replace, and the lines of some rows drive each other out.
-template <class E> inline bool goes_past_caches(const E* y, int64_t count, int64_t rows) {
-    return count * sizeof(E) == sizeof(vf) && rows > FEW_LINES && (uintptr_t)y % sizeof(vf) == 0;
-}
-
 #ifdef WITH_AMX
 
-// Whether the system lets this process use AMX. It saves 8 KiB more for each thread then, so it wants to be asked.
+// Asks whether this process may use AMX: the system must save 8 KiB more for each of its threads then. It says no if a
+// thread's stack for signals is too small for that.
 inline bool request_amx() {
     constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
     return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
@@ -43,8 +37,18 @@ template <class T> inline bool uses_amx() { return sizeof(typename T::element) =
 // Says that memory is read and written here. GCC does not know it of the instructions for these registers.
 inline void access_memory() { asm volatile("" ::: "memory"); }
 
-// Sets the registers up for products of `rows` rows, and releases them at the end of the block; nothing if not `is_used`.
-// Registers 0 to 5 have as many rows, at most 16, and 6 and 7 have the 16 units of columns.
+// Returns whether the results of `rows` rows are written past the caches: `count` elements of each row, at y and below
+// it, where rows are `ldy` elements apart. A store to a line that is not in a cache reads the line first, and for many
+// rows that takes longer than the product. So their lines go to memory, if they are whole. ~AmxRegisters makes them
+// visible to other threads.
+template <class E> inline bool goes_past_caches(const E* y, int64_t ldy, int64_t count, int64_t rows) {
+    constexpr int64_t LINE = 64, FEW_LINES = 64;  // few lines stay in the L1 cache until they are written
+    const bool are_whole = count * 2 == LINE && (uintptr_t)y % LINE == 0 && ldy * 2 % LINE == 0;
+    return IS_AMX_ALLOWED && sizeof(E) == 2 && rows > FEW_LINES && are_whole;
+}
+
+// Sets the registers up for products of `rows` rows, and releases them at the end of the block. Registers 0 to 5 have
+// as many rows, at most 16, and 6 and 7 have the 16 units of columns. Does nothing if not `is_used`.
 class AmxRegisters {
   public:
     AmxRegisters(int64_t rows, bool is_used) : is_used_(is_used) {
@@ -57,11 +61,12 @@ class AmxRegisters {
         }
         access_memory();
         _tile_loadconfig(&layout);
+        access_memory();
     }
     ~AmxRegisters() {
         if (!is_used_) return;
         _tile_release();
-        _mm_sfence();  // other threads must see what went past the caches
+        _mm_sfence();  // other threads see what goes_past_caches before they read it
     }
     AmxRegisters(const AmxRegisters&) = delete;
     AmxRegisters& operator=(const AmxRegisters&) = delete;
@@ -71,10 +76,11 @@ class AmxRegisters {
 };
 
 // Computes c[16 or, if TALL, 32 rows][16 or, if WIDE, 32 columns] = (or, with `add`, +=) a[rows][k] x b[k][columns],
-// where k counts units. left(i) and right(i) return the addresses of a's and b's units from i on, 16 of them. Rows of a
-// are `left_row` units apart, those of b `right_row`, and the second 16 columns of b are `right_vector` from the first
-// ones. Rows of c are `ldc` floats apart. A TALL block's rows from `rows` on are padding. The block calls
-// prepare(i, end) before it needs the units i to `end` of b, while the matrix unit is still at work on earlier ones.
+// where k counts units. left(i) and right(i) return the addresses of 16 units of a and b from i on. Rows of a are
+// `left_row` units apart, those of b `right_row`, and the second 16 columns of b are `right_vector` from the first ones.
+// Rows of c are `ldc` floats apart. Rows from `rows` on are padding: a and c have memory for as many as the registers
+// have. The block calls prepare(i, end) before it needs the units i to `end` of b, while AMX still multiplies earlier
+// ones.
 template <bool TALL, bool WIDE, class Left, class Right, class Prepare>
 inline void amx_block(int64_t rows, Left left, int64_t left_row, Right right, int64_t right_row, int64_t right_vector,
                       int64_t k, float* c, int64_t ldc, bool add, Prepare prepare) {
@@ -111,8 +117,8 @@ inline void amx_block(int64_t rows, Left left, int64_t left_row, Right right, in
         multiply(left(i), left_row, right(i), right_row, right_vector);
     }
     if (i < k) {  // zeros complete the last units: whatever follows in memory could be NaN
-        alignas(64) uint32_t a[2 * AMX_ROWS * AMX_UNITS] = {}, b[AMX_UNITS * 2 * LANES] = {};
-        for (int64_t r = 0; r < std::min(rows, 2 * AMX_ROWS); ++r)
+        alignas(64) uint32_t a[AMX_BLOCK_ROWS * AMX_UNITS] = {}, b[AMX_UNITS * 2 * LANES] = {};
+        for (int64_t r = 0; r < std::min(rows, AMX_BLOCK_ROWS); ++r)
             std::copy_n(left(i) + r * left_row, k - i, a + r * AMX_UNITS);
         for (int64_t u = 0; u < k - i; ++u) {
             std::copy_n(right(i) + u * right_row, LANES, b + u * 2 * LANES);
@@ -128,7 +134,7 @@ inline void amx_block(int64_t rows, Left left, int64_t left_row, Right right, in
     access_memory();
 }
 
-// Calls the `amx_block` for `rows` rows, of which it computes at most AMX_BLOCK_ROWS, and 1 or 2 vectors of 16 columns.
+// Calls the `amx_block` for the first AMX_BLOCK_ROWS of `rows` rows, and 1 or 2 vectors of 16 columns.
 template <class... Arguments> inline void amx_block_of(int64_t rows, int vectors, Arguments... arguments) {
     const bool is_tall = rows > AMX_ROWS;
     if (vectors > 1) is_tall ? amx_block<true, true>(rows, arguments...) : amx_block<false, true>(rows, arguments...);
@@ -139,6 +145,7 @@ template <class... Arguments> inline void amx_block_of(int64_t rows, int vectors
 
 constexpr bool IS_AMX_ALLOWED = false;
 template <class T> constexpr bool uses_amx() { return false; }
+template <class E> constexpr bool goes_past_caches(const E*, int64_t, int64_t, int64_t) { return false; }
 struct AmxRegisters { AmxRegisters(int64_t, bool) {} };
 
 #endif

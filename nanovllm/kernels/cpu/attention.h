@@ -90,7 +90,7 @@ void attend_rows(const typename T::element* q, const uint32_t* k_cache, const ui
         for (int64_t first = 0; first < keys; first += run) {
             const int64_t count = std::min(keys - first, run);
             const uint32_t* values = values_at(start + first);
-            if (is_gathered) std::memcpy(gathered + units_of(first) * dim, values, units_of(count) * dim * sizeof(*values));
+            if (is_gathered) std::copy_n(values, units_of(count) * dim, gathered + units_of(first) * dim);
             else add_values(first, count, values);
         }
         if (is_gathered) add_values(0, keys, gathered);

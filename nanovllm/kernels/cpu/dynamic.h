@@ -307,8 +307,8 @@ inline void add_amx_sums(const int32_t* sums, int64_t rows, const float* scales,
 }
 
 // Multiplies a group of x's rows from r on, at most AMX_BLOCK_ROWS, by a panel's codes, and stores the sums.
-template <bool TALL> inline void amx_group(const Rounded& x, const Matrix& m, const uint8_t* codes, int64_t g, int64_t r,
-                                           int32_t* sums) {
+template <bool TALL>
+inline void amx_group(const Rounded& x, const Matrix& m, const uint8_t* codes, int64_t g, int64_t r, int32_t* sums) {
     constexpr int64_t BYTES = STEP_BYTES, LEFT_BYTES = LEFT_ROW * 4;
     const int64_t first = g * GROUP_STEPS, last = std::min(first + GROUP_STEPS, m.steps());
     const uint32_t* left = x.codes + (g * x.rows + r) * LEFT_ROW;
@@ -319,7 +319,7 @@ template <bool TALL> inline void amx_group(const Rounded& x, const Matrix& m, co
     _tile_zero(3);
     for (int64_t i = first; i < last; i += AMX_UNITS, left += AMX_UNITS) {
         const uint8_t* right = codes + i * BYTES;
-        if (last - i < AMX_UNITS) {  // the rest of the units is multiplied by codes of 0
+        if (last - i < AMX_UNITS) {  // the other units may be anything: they are multiplied by codes of 0
             std::memcpy(rest, right, (last - i) * BYTES);
             right = rest;
         }
@@ -378,6 +378,7 @@ void multiply_panels(const Rounded& x, const Matrix& m, const typename P::elemen
 #endif
             sum_groups(x, m, p, n, totals);
         const int64_t width = n * PANEL, column = p * PANEL, columns = std::min(width, m.out - column);
+        const bool is_past = goes_past_caches(y + column, m.out, columns, x.rows);
         float biases[2 * PANEL] = {};
         if (bias) std::transform(bias + column, bias + column + columns, biases, P::to_float);
         for (int64_t r = 0; r < x.rows; ++r) {
@@ -388,12 +389,10 @@ void multiply_panels(const Rounded& x, const Matrix& m, const typename P::elemen
             }
             auto* to = y + r * m.out + column;
 #ifdef WITH_AMX
-            if (IS_AMX_ALLOWED && goes_past_caches(to, columns, x.rows)) {
-                _mm512_stream_si512((__m512i*)to, load<__m512i>(line));
-                continue;
-            }
+            if (is_past) _mm512_stream_si512((__m512i*)to, load<__m512i>(line));
+            else
 #endif
-            std::memcpy(to, line, columns * sizeof(*line));
+                std::memcpy(to, line, columns * sizeof(*line));
         }
     }
 }

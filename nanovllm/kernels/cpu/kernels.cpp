@@ -1,8 +1,8 @@
 // The kernels for CPUs: products with packed matrices, attention over the paged cache, and the operators between them.
 //
 // This is plain C++ with the vector extensions of GCC and Clang. Python calls it through ctypes; it needs no headers of
-// torch, so it compiles in seconds. `cpu_library.py` builds it with -march=native. It uses AVX-512 BF16, or
-// Arm's dot product of bfloat16, where the processor has it; elsewhere the same code runs more slowly.
+// torch, so it compiles in seconds. `cpu_library.py` builds it with -march=native. It uses AMX,
+// AVX-512 BF16 or Arm's dot product of bfloat16 where the processor has them; elsewhere the same code runs more slowly.
 //
 // Products and attention repeat one step: 16 float32 sums += (a unit of A, broadcast) x (16 units of B). A *unit* is 32
 // bits along the summed dimension: two bfloat16 numbers or one float32 number. So B is stored as rows of units,
@@ -22,6 +22,15 @@
 #endif
 
 extern "C" {
+
+// Returns whether the system refuses AMX to this process, although the processor has it.
+int64_t is_amx_refused() {
+#ifdef WITH_AMX
+    return !IS_AMX_ALLOWED;
+#else
+    return 0;
+#endif
+}
 
 // Defines name_bfloat16 and name_float32, which call the template `name` for that type. Here and below, the first
 // parameter of every function says how many threads share its work.

@@ -21,12 +21,16 @@ constexpr int64_t DEPTH = 256, LEFT_ROW = DEPTH + 16;
 constexpr int64_t SUMMED = REGISTER < 64 ? DEPTH / 2 : DEPTH;
 
 // The same for AMX: a panel's columns are read again for every 32 rows, and the L1 cache holds them beside these rows.
+// A sum has the same bits in one piece as in several, because each piece but the last has whole AMX_UNITS. Where a
+// group of inputs that share a scale has not, its bits depend on this number.
 constexpr int64_t AMX_SUMMED = DEPTH / 2;
+static_assert(AMX_SUMMED % AMX_UNITS == 0 && DEPTH % AMX_SUMMED == 0, "");
+
+// Multiplications below which the other threads cost more than they save.
+constexpr int64_t LEAST_SHARED = 1 << 17;
 
 // Limits how many rows are multiplied by one panel before the next panel is read: their left side must stay in half of
-// a small L2 cache. L2_LEFT counts the steps of all rows.
-constexpr int64_t LEAST_SHARED = 1 << 17;  // multiplications below which the other threads cost more than they save
-// Processors that have AMX have a larger one.
+// a small L2 cache. L2_LEFT counts the steps of all rows. Processors that have AMX have a larger L2 cache.
 constexpr int64_t L2_LEFT = 1 << 17, AMX_L2_LEFT = 1 << 18, LEAST_ROWS = 64, MOST_ROWS = 256;
 
 // Describes columns in memory. The distance from one summed unit to the next is `row` units, from 16 columns to the
@@ -111,41 +115,42 @@ struct Target {
 };
 
 #ifdef WITH_AMX
-// Does the same as `tiles`, by AMX. The columns are read once for 32 rows; these share the prefetching between them.
+// Does the same as `tiles` for 1 or 2 vectors, by AMX. The columns are read once for AMX_BLOCK_ROWS rows. These blocks
+// share the prefetching between them.
 inline void amx_tiles(int64_t rows, int vectors, const uint32_t* a, Columns b, int64_t k, float* c, int64_t ldc,
                       bool add, Target target) {
-    const int64_t pieces = (rows + AMX_BLOCK_ROWS - 1) / AMX_BLOCK_ROWS;
-    b.ahead_row = (b.ahead_row + pieces - 1) / pieces;
-    for (int v = 0; v < vectors; v += 2, b.at += b.pair, b.ahead += b.ahead_pair) {
-        const uint32_t* ahead = b.ahead;
-        for (int64_t r = 0; r < rows; r += AMX_BLOCK_ROWS, ahead += k * b.ahead_row) {
-            if (rows <= FEW_LINES) target.fetch(r, std::min(rows - r, AMX_BLOCK_ROWS));
-            const uint32_t* first = a + r * LEFT_ROW;
-            const auto left = [=](int64_t i) { return first + i; };
-            const auto right = [=](int64_t i) { return b.at + i * b.row; };
-            const auto prefetch = [=](int64_t i, int64_t end) {
-                for (i *= b.ahead_row; i < end * b.ahead_row; i += LANES) __builtin_prefetch(ahead + i, 0, 2);
-            };
-            amx_block_of(rows - r, vectors - v, left, LEFT_ROW, right, b.row, b.vector, k, c + r * ldc + v * LANES, ldc,
-                         add, prefetch);
-        }
+    const int64_t blocks = (rows + AMX_BLOCK_ROWS - 1) / AMX_BLOCK_ROWS;
+    b.ahead_row = (b.ahead_row + blocks - 1) / blocks;
+    for (int64_t r = 0; r < rows; r += AMX_BLOCK_ROWS, b.ahead += k * b.ahead_row) {
+        target.fetch(r, std::min(rows - r, AMX_BLOCK_ROWS));
+        const uint32_t* first = a + r * LEFT_ROW;
+        const auto left = [=](int64_t i) { return first + i; };
+        const auto right = [=](int64_t i) { return b.at + i * b.row; };
+        const auto prefetch = [=](int64_t i, int64_t end) {
+            for (i *= b.ahead_row; i < end * b.ahead_row; i += LANES) __builtin_prefetch(b.ahead + i, 0, 2);
+        };
+        amx_block_of(rows - r, vectors, left, LEFT_ROW, right, b.row, b.vector, k, c + r * ldc, ldc, add, prefetch);
     }
+}
+
+// Returns a function that finds the units from i on in the blocks that put_left makes of `rows` rows.
+inline auto left_units(const uint32_t* x, int64_t rows) {
+    return [=](int64_t i) { return x + i / DEPTH * rows * LEFT_ROW + i % DEPTH; };
 }
 
 // Computes sums[rows][PANEL] = x times a panel of k units, for at most AMX_BLOCK_ROWS rows. The sums stay in registers.
 inline void amx_panel(int64_t rows, const uint32_t* x, const uint32_t* panel, int64_t k, float* sums) {
     constexpr int64_t AHEAD_UNITS = 128;
-    const auto left = [=](int64_t i) { return x + i / DEPTH * rows * LEFT_ROW + i % DEPTH; };
     const auto right = [=](int64_t i) { return panel + i * PANEL; };
     const auto prefetch = [=](int64_t i, int64_t end) {
         for (i *= PANEL; i < end * PANEL; i += LANES) __builtin_prefetch(panel + AHEAD_UNITS * PANEL + i, 0, 2);
     };
-    amx_block_of(rows, 2, left, LEFT_ROW, right, PANEL, LANES, k, sums, PANEL, false, prefetch);
+    amx_block_of(rows, 2, left_units(x, rows), LEFT_ROW, right, PANEL, LANES, k, sums, PANEL, false, prefetch);
 }
 #endif
 
-// Computes c[rows][16 vectors] = (or, with `add`, +=) a x b, for any number of rows and at most DEPTH steps. With AMX, a
-// and c have room for a multiple of 16 rows, if there are more than 16.
+// Computes c[rows][16 vectors] = (or, with `add`, +=) a x b, for any number of rows and at most DEPTH steps. With AMX,
+// `vectors` is 1 or 2, and a and c have memory for a multiple of 16 rows, if there are more than 16.
 template <class T>
 inline void tiles(int64_t rows, int vectors, const typename T::left* a, Columns b, int64_t k, float* c, int64_t ldc,
                   bool add, Target target = {}) {
@@ -175,7 +180,8 @@ inline void tiles(int64_t rows, int vectors, const typename T::left* a, Columns 
 template <class T>
 inline void product(int64_t rows, const typename T::left* a, Columns b, int64_t k, float* c, int64_t ldc,
                     int64_t columns, bool add) {
-    const int most = rows <= FEW_TILE_ROWS ? 4 : 2;  // more columns for few rows hide the latency of FMA
+    // More columns for few rows hide the latency of FMA.
+    const int most = rows <= FEW_TILE_ROWS && !uses_amx<T>() ? 4 : 2;
     for (int64_t n = 0, vectors; n < columns; n += vectors * LANES) {
         vectors = columns - n >= most * LANES ? most : columns - n > LANES ? 2 : 1;
         const Columns part = {b.at + n / LANES * b.vector, b.row,        b.vector, b.ahead + n * k, vectors * LANES,
@@ -201,15 +207,14 @@ inline void put_left(const typename T::element* x, int64_t rows, int64_t in, typ
         }
 }
 
-// Rounds `columns` sums, at most those of two panels, and writes them to y, which has `rows` rows.
+// Rounds `columns` sums, at most those of two panels, and writes them to y; past the caches if `is_past`.
 template <class T>
-inline void write_row(const float* sums, typename T::element* y, int64_t columns, int64_t rows) {
+inline void write_row(const float* sums, typename T::element* y, int64_t columns, bool is_past) {
 #ifdef WITH_AMX
-    if constexpr (T::PER_UNIT == 2)
-        if (uses_amx<T>() && goes_past_caches(y, columns, rows)) {
-            const __m512bh line = _mm512_cvtne2ps_pbh(load<__m512>(sums + LANES), load<__m512>(sums));
-            return _mm512_stream_si512((__m512i*)y, (__m512i)line);
-        }
+    if (is_past) {
+        const __m512bh line = _mm512_cvtne2ps_pbh(load<__m512>(sums + LANES), load<__m512>(sums));
+        return _mm512_stream_si512((__m512i*)y, (__m512i)line);
+    }
 #endif
     typename T::element line[2 * PANEL];
     for (int64_t v = 0; v < columns; v += LANES) T::narrow(line + v, load<vf>(sums + v));
@@ -223,18 +228,21 @@ template <class T>
 inline void multiply(const typename T::left* x, int64_t rows, int64_t k, const uint32_t* panel, int64_t num_panels,
                      const typename T::element* bias, typename T::element* y, int64_t ldy, int64_t columns) {
     const int64_t width = num_panels * PANEL;
-    const Target target = {(const char*)y, ldy * (int64_t)sizeof(*y), columns * (int64_t)sizeof(*y)};
+    const bool is_past = goes_past_caches(y, ldy, columns, rows);
+    const int64_t fetched = is_past ? 0 : columns * (int64_t)sizeof(*y);
+    const Target target = {(const char*)y, ldy * (int64_t)sizeof(*y), fetched};
     alignas(64) float sums[MOST_ROWS * PANEL];
     constexpr int64_t DEEP = DEPTH / T::STEPS;  // units of a block
-    const bool is_one_block = uses_amx<T>() && rows <= AMX_BLOCK_ROWS;
+    int64_t i = 0;
 #ifdef WITH_AMX
     if constexpr (T::PER_UNIT == 2)
-        if (is_one_block) {
+        if (uses_amx<T>() && rows <= AMX_BLOCK_ROWS) {
             target.fetch(0, rows);
             amx_panel(rows, x, panel, k, sums);
+            i = k;
         }
 #endif
-    for (int64_t i = 0, units; i < k && !is_one_block; i += units) {
+    for (int64_t units; i < k; i += units) {
         units = std::min((uses_amx<T>() ? AMX_SUMMED : SUMMED) / T::STEPS, k - i);
         const auto* left = x + i / DEEP * rows * LEFT_ROW + i % DEEP * T::STEPS;
         const uint32_t* part = panel + i * PANEL;
@@ -247,7 +255,7 @@ inline void multiply(const typename T::left* x, int64_t rows, int64_t k, const u
         float* of_row = sums + r * width;
         if (bias)
             for (int64_t v = 0; v < columns; ++v) of_row[v] += T::to_float(bias[v]);
-        write_row<T>(of_row, y + r * ldy, columns, rows);
+        write_row<T>(of_row, y + r * ldy, columns, is_past);
     }
 }
 
@@ -259,9 +267,9 @@ template <class T> inline int64_t rows_together(int64_t steps) {
 }
 
 // One thread computes the columns of some panels of y[rows][out] = x[rows][in] W^T + bias. It takes as many rows at a
-// time as stay in the L2 cache, and multiplies them by one panel after another. Few rows are multiplied by two panels at
-// a time, which hides the latency of the multiply-add. If all rows are taken at once, the left side of the thread's first
-// piece serves its later ones.
+// time as stay in the L2 cache, and multiplies them by one panel after another. Few rows are multiplied by two panels
+// at a time, which hides the latency of the multiply-add; AMX does not need that. If all rows are taken at once, the
+// left side of the thread's first piece serves its later ones.
 template <class T>
 void multiply_panels(const typename T::element* x, const uint32_t* packed, const typename T::element* bias,
                      typename T::element* y, int64_t rows, int64_t in, int64_t out, Span panels) {

@@ -4,8 +4,9 @@
 // panel; the formats below say where each one lies. Scales and zeros are [out / PANEL][groups][PANEL]: a group is some
 // inputs in a row that share them. An element of a product is the sum over groups of
 //     scale (sum of x code - zero (sum of x)),
-// where the inner sums add from the first input of the group to the last. No order depends on how many rows are
-// computed together. So each element has the same bits for one row as for many, and for any number of threads.
+// where the inner sums add from the first input of the group to the last; by AMX, as amx.h says. No order depends on
+// how many rows are computed together. So each element has the same bits for one row as for many, and for any number of
+// threads.
 #pragma once
 
 #include <type_traits>
@@ -107,7 +108,7 @@ template <class P, bool WHOLE> struct Int8 {
 #ifdef __AVX512VBMI__
         if constexpr (LOOKED_UP) {
             const __m512i c = load<__m512i>(chunk), sign = _mm512_set1_epi8(-128);
-            // From 64 to 127, the upper byte is 0x42 and the lower one twice the number. A table has the others: looking
+            // From 64 to 127, the upper byte is 0x42 and the lower one twice the number. A table has the others: to look
             // up in 64 bytes takes one instruction, in 128 it takes three.
             const __m512i twice = _mm512_add_epi8(c, c), upper = _mm512_set1_epi8(0x42);
             const __mmask64 is_below = ~_mm512_movepi8_mask(twice);
@@ -233,9 +234,10 @@ inline void code_tile_of(int64_t rows, int64_t panels, const typename Q::left::l
 }
 
 #ifdef WITH_AMX
-// Computes c[rows][PANEL] = (or, with `add`, +=) a x the codes of a panel, by AMX. left(i) returns the address of a's units
-// from i on. The first AMX_BLOCK_ROWS rows widen the columns, and keep them for the others, if there are any: then the
-// panel has at most DEPTH units.
+// Computes c[rows][PANEL] = (or, with `add`, +=) a x the codes of a panel, by AMX. left(i) returns the address of a's
+// units from i on. The first AMX_BLOCK_ROWS rows widen the columns, just before they multiply them. If there are more
+// rows, all widened columns are kept for them, and there are at most DEPTH units. Else FEW_KEPT units are kept: those
+// that are multiplied, and those that are widened meanwhile.
 template <class Q, class Left>
 inline void amx_code_tiles(int64_t rows, Left left, const uint8_t* b, int64_t chunks, float* c, bool add,
                            const uint8_t* ahead) {
@@ -316,16 +318,16 @@ inline void multiply_codes(const typename Q::left::left* x, const float* input_s
     float* totals = m.group < m.in ? several : sums;  // a single group's sums become the totals where they are
     const int64_t chunks = m.chunks<Q>(), width = panels * PANEL, group = std::max<int64_t>(m.group / Q::INPUTS, 1);
     const uint8_t* first = m.codes + panel * chunks * CHUNK;
-    const bool is_one_block = uses_amx<P>() && rows <= AMX_BLOCK_ROWS && m.group >= m.in;
+    int64_t i = 0;
 #ifdef WITH_AMX
     if constexpr (IN_PAIRS<P>)
-        if (is_one_block) {
-            const auto left = [=](int64_t i) { return x + i / DEPTH * rows * LEFT_ROW + i % DEPTH; };
-            amx_code_tiles<Q>(rows, left, first, chunks, sums, false, first + AHEAD * CHUNK);
+        if (uses_amx<P>() && rows <= AMX_BLOCK_ROWS && m.group >= m.in) {
+            amx_code_tiles<Q>(rows, left_units(x, rows), first, chunks, sums, false, first + AHEAD * CHUNK);
             add_group<Q>(m, 0, panel, 1, rows, sums, input_sums, totals);
+            i = chunks;
         }
 #endif
-    for (int64_t i = 0, end; i < chunks && !is_one_block; i = end) {
+    for (int64_t end; i < chunks; i = end) {
         const int64_t g = m.group < m.in ? i / group : 0, group_end = m.group < m.in ? (g + 1) * group : chunks;
         const bool add = i > g * group;
         end = std::min({chunks, group_end, (i / part + 1) * part});
@@ -338,10 +340,11 @@ inline void multiply_codes(const typename Q::left::left* x, const float* input_s
     }
     float offsets[2 * PANEL] = {};
     if (bias) std::transform(bias, bias + columns, offsets, P::to_float);
+    const bool is_past = goes_past_caches(y, m.out, columns, rows);
     for (int64_t r = 0; r < rows; ++r) {
         float* of_row = totals + r * width;
         for (int64_t v = 0; v < width; v += LANES) store(of_row + v, load<vf>(of_row + v) + load<vf>(offsets + v));
-        write_row<P>(of_row, y + r * m.out, columns, rows);
+        write_row<P>(of_row, y + r * m.out, columns, is_past);
     }
 }
 
