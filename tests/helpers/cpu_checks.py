@@ -44,7 +44,8 @@ def check_packed_products(library: Any, dtype: torch.dtype, in_features: int, ou
     own = weight.clone()
     assert torch.equal(library.pack(own, in_place=True), packed := library.pack(weight))
     assert out_features % PANEL or torch.equal(own.view(-1), packed)
-    for rows in (*range(1, 14), 24, 25, 700):
+    matrix.multiply(torch.full((300, in_features), torch.nan, dtype=dtype), None)  # it must leave nothing in paddings
+    for rows in (*range(1, 14), 17, 24, 25, 33, 65, 700):
         x = torch.randn(rows, in_features).to(dtype)
         for b in (None, bias):
             expected = F.linear(x.double(), weight.double(), None if b is None else b.double())

@@ -22,6 +22,8 @@ FORMATS = {
     "int4": (4, 32, False),
     "int4, zeros": (4, 128, True),
     "int4, one scale a row": (4, 10**6, True),
+    "int8, groups of 36": (8, 36, False),
+    "int4, groups of 300 and zeros": (4, 300, True),
 }
 """bits, group_size (None: quantize_int8 makes the codes; more than a row has: the whole row), whether with zeros"""
 
@@ -82,9 +84,10 @@ def check_quantized_products(name: str, dtype: torch.dtype, in_features: int, ou
     assert torch.equal(matrix.rows(torch.arange(out_features)), weights.to(dtype))
     x = torch.randn(300, in_features, generator=generator).to(dtype)
     bias = torch.randn(out_features, generator=generator).to(dtype)
+    matrix.multiply(torch.full_like(x, torch.nan), None)  # it must leave nothing where smaller products have padding
     whole = matrix.multiply(x, None)
     assert_products_alike(whole, x, weights)
-    for rows in (1, 2, 3, 6, 7, 12, 13, 25, 65):
+    for rows in (1, 2, 3, 6, 7, 12, 13, 17, 25, 33, 65):
         assert torch.equal(matrix.multiply(x[:rows], None), whole[:rows])
     assert_products_alike(matrix.multiply(x[:5], bias), x[:5], weights, bias)
 
@@ -92,7 +95,7 @@ def check_quantized_products(name: str, dtype: torch.dtype, in_features: int, ou
 def check_quantized_experts(name: str, dtype: torch.dtype, in_features: int, out_features: int) -> None:
     """Each pair is multiplied by the matrix of its expert, with the bits of that expert's matrix alone."""
     generator = torch.Generator().manual_seed(in_features)
-    counts = [0, 3, 1, 0, 14, 7]
+    counts = [0, 3, 1, 0, 14, 17, 33, 300]
     codes = draw_codes((len(counts), out_features, in_features), name, generator)
     if "zeros" in name:
         codes = replace(codes, order=torch.rand(len(counts), in_features, generator=generator).argsort(1))

@@ -44,7 +44,7 @@ def threads() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("in_features", "out_features"), [(1024, 160), (96, 50)])
+@pytest.mark.parametrize(("in_features", "out_features"), [(1024, 160), (96, 50), (208, 50)])
 def test_a_row_of_a_product_has_the_same_bits_among_any_number(
     in_features: int, out_features: int, dtype: torch.dtype, threads: None
 ) -> None:
@@ -54,7 +54,7 @@ def test_a_row_of_a_product_has_the_same_bits_among_any_number(
     alone = torch.cat([matrix.multiply(row, None) for row in x.split(1)])
     for num_threads in (1, 2, 3):
         torch.set_num_threads(num_threads)
-        for rows in (*range(1, 27), 96, 97, 200):
+        for rows in (*range(1, 34), 64, 65, 96, 97, 200):
             assert torch.equal(matrix.multiply(x[:rows], None), alone[:rows]), rows
 
 
