@@ -8,7 +8,12 @@
 
 namespace {
 
+// AMX is faster with more rows and keys at a time.
+#ifdef WITH_AMX
+constexpr int QUERY_ROWS = 64, KEY_TILE = 128;
+#else
 constexpr int QUERY_ROWS = 48, KEY_TILE = 64;
+#endif
 static_assert(MAX_HEAD_DIM <= DEPTH && KEY_TILE <= DEPTH, "a product here is one block deep");
 
 // Computes softmax(scale q K^T) V for one KV head and for `tokens` query tokens of one sequence, whose first token is
@@ -26,7 +31,7 @@ void attend_rows(const typename T::element* q, const uint32_t* k_cache, const ui
     const int64_t run = std::min<int64_t>(block_size, KEY_TILE);  // how many keys of a tile lie in one block
     alignas(64) typename T::left queries[QUERY_ROWS * LEFT_ROW], weights[QUERY_ROWS * LEFT_ROW];
     alignas(64) float scores[QUERY_ROWS * KEY_TILE], sums[QUERY_ROWS * MAX_HEAD_DIM];
-    float maxima[QUERY_ROWS], totals[QUERY_ROWS];
+    float maxima[QUERY_ROWS], before[QUERY_ROWS], totals[QUERY_ROWS];
     const AmxRegisters registers(rows, uses_amx<T>());
     // The sums of AMX depend on where its pieces of 32 values begin, so values of shorter blocks are put together.
     const bool is_gathered = uses_amx<T>() && run < AMX_UNITS * T::PER_UNIT;
@@ -54,6 +59,8 @@ void attend_rows(const typename T::element* q, const uint32_t* k_cache, const ui
             const Columns k_run = {keys_at(start + first), LANES, LANES * dim_units, values_at(start + first)};
             product<T>(rows, queries, k_run, dim_units, scores + first, KEY_TILE, std::min(padded - first, run), false);
         }
+        // Two loops: the processor computes the maxima of several rows side by side.
+        std::copy_n(maxima, rows, before);
         for (int64_t r = 0; r < rows; ++r) {
             float* score = scores + r * KEY_TILE;
             const float visible = (float)std::min<int64_t>(position + r / group + 1 - start, padded);
@@ -64,21 +71,23 @@ void attend_rows(const typename T::element* q, const uint32_t* k_cache, const ui
                 store(score + v, s);
                 top = maximum(top, s);
             }
-            const float before = maxima[r], now = std::max(before, largest(top));
+            maxima[r] = std::max(maxima[r], largest(top));
+        }
+        for (int64_t r = 0; r < rows; ++r) {
+            const float* score = scores + r * KEY_TILE;
             vf total{};
             for (int64_t v = 0; v < padded; v += LANES) {
-                vf w = exp(load<vf>(score + v) - now);  // `now` is finite, because every query sees key 0
+                vf w = exp(load<vf>(score + v) - maxima[r]);  // it is finite, because every query sees key 0
                 total += w;
                 E rounded[LANES];
                 T::narrow(rounded, w);
                 T::put_left(weights + r * LEFT_ROW + v / PER_LEFT, rounded);
             }
-            if (now > before) {
-                const float rescale = std::exp(before - now);
+            if (maxima[r] > before[r]) {
+                const float rescale = std::exp(before[r] - maxima[r]);
                 totals[r] *= rescale;
                 float* of_row = sums + r * dim;
                 for (int64_t d = 0; d < dim; d += LANES) store(of_row + d, load<vf>(of_row + d) * rescale);
-                maxima[r] = now;
             }
             totals[r] += sum(total);
         }
