@@ -29,9 +29,9 @@ from benchmarks.bench_cost import Cost, Machine, Model, ideal_steps, measure_mac
 from benchmarks.bench_workload import Workload, make_workload
 from benchmarks.measuring import Recorder, commit
 from nanovllm import LLM, EngineConfig, SamplingParams
-from nanovllm.estimate import read_config
+from nanovllm.commands.estimate import read_config
 from nanovllm.load import resolve_options
-from nanovllm.models.hybrid import make_shape
+from nanovllm.models.qwen3_5.sizes import make_shape
 from nanovllm.models.shapes import PRESETS, preset_config
 from nanovllm.quantized.checkpoints import find_format
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from nanovllm.models.config import Shape
-from nanovllm.models.hybrid import HybridShape
+from nanovllm.models.qwen3_5.sizes import HybridShape
 
 
 @dataclass(frozen=True)

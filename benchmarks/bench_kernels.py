@@ -27,10 +27,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.measuring import commit
 from nanovllm.backends import AttentionMetadata, Backend
-from nanovllm.kernels import launch as launch_module
-from nanovllm.kernels.norm_rope_store import NormRope
-from nanovllm.kernels.sample import SamplingValues
-from nanovllm.resolve import Work, resolve_backend
+from nanovllm.backends.gpu import launch as launch_module
+from nanovllm.ops.norm_rope_store import NormRope
+from nanovllm.ops.sample import SamplingValues
+from nanovllm.runner.resolve import Work, resolve_backend
 from nanovllm.utils.integers import ceil_div
 
 DTYPE = torch.bfloat16

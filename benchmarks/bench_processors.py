@@ -22,12 +22,12 @@ import torch
 import torch.nn.functional as F
 
 from nanovllm.backends import AttentionMetadata, KVCache
-from nanovllm.backends.cpu_backend import CpuBackend
-from nanovllm.kernels import cpu_library
-from nanovllm.kernels.scratch import Scratch
+from nanovllm.backends.cpu import library as cpu_library
+from nanovllm.backends.cpu.backend import CpuBackend
+from nanovllm.backends.cpu.dynamic import DynamicCpuMatrix, DynamicLibrary
+from nanovllm.backends.cpu.quantized import CpuMatrix, QuantizedLibrary
+from nanovllm.backends.cpu.scratch import Scratch
 from nanovllm.quantized.codes import Codes
-from nanovllm.quantized.cpu_matrix import CpuMatrix, QuantizedLibrary
-from nanovllm.quantized.dynamic_cpu import DynamicCpuMatrix, DynamicLibrary
 
 LAYERS = 12
 HEADS = 16
@@ -56,7 +56,7 @@ def build(march: str) -> Built:
         library = cpu_library._load(compiler, cpu_library.CpuLibrary)
         quantized = cpu_library._load(compiler, QuantizedLibrary)
         dynamic = cpu_library._load(compiler, DynamicLibrary)
-    with mock.patch("nanovllm.backends.cpu_backend.cpu_library", lambda: library):
+    with mock.patch("nanovllm.backends.cpu.backend.cpu_library", lambda: library):
         return Built(CpuBackend(), quantized, dynamic)
 
 
@@ -111,8 +111,8 @@ def quantized_products(built: dict[str, Built], bits: int, rows: int, dynamic: b
     works: dict[str, Callable[[], object]] = {}
     for march, libraries in built.items():
         with (
-            mock.patch("nanovllm.quantized.cpu_matrix.quantized_library", lambda one=libraries: one.quantized),
-            mock.patch("nanovllm.quantized.dynamic_cpu.dynamic_library", lambda one=libraries: one.dynamic),
+            mock.patch("nanovllm.backends.cpu.quantized.quantized_library", lambda one=libraries: one.quantized),
+            mock.patch("nanovllm.backends.cpu.dynamic.dynamic_library", lambda one=libraries: one.dynamic),
         ):
             works[march] = partial(run, pack())
     return best_of(works)

@@ -13,8 +13,8 @@ from collections.abc import Callable
 import torch
 
 from nanovllm.backends import AttentionMetadata
-from nanovllm.backends.cpu_backend import CpuBackend
-from nanovllm.models.hybrid_operators import CpuHybridOperators
+from nanovllm.backends.cpu.backend import CpuBackend
+from nanovllm.models.qwen3_5.operators import CpuHybridOperators
 
 LAYERS = 18
 HEADS = 16

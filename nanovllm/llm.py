@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 
 from nanovllm.config import EngineConfig, EngineOptions
-from nanovllm.engine.hooks import StepObserver
+from nanovllm.engine.interfaces import StepObserver
 from nanovllm.engine.sequence import Request
 from nanovllm.load import (
     embed_prompts,

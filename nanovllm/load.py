@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import EngineConfig, ResolvedConfig
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.hooks import LogitEditor, Runner, StepObserver
+from nanovllm.engine.interfaces import LogitEditor, Runner, StepObserver
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.layers.parallel import Parallel
@@ -23,8 +23,8 @@ from nanovllm.models.decoder import Decoder
 from nanovllm.models.hub import find_folder, find_model
 from nanovllm.models.loader import Quantizer, has_lm_head, load_weights
 from nanovllm.outputs import Embedding, Output, Score
-from nanovllm.resolve import resolve
 from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.resolve import resolve
 from nanovllm.runner.startup import make_cache
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.tokenizer import Tokenizer
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from nanovllm.parsing.parser import AnswerParser
-    from nanovllm.sharing import EngineThread
+    from nanovllm.uses.sharing import EngineThread
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
     try:
         return _load_engine(asked)
     except Exception as error:
-        from nanovllm.diagnosis import explain
+        from nanovllm.models.diagnosis import explain
 
         if explained := explain(error, asked.model):
             raise explained from error
@@ -70,7 +70,7 @@ def _load_engine(asked: EngineConfig) -> LLMEngine:
         read_ahead(sorted(weights.glob("*.safetensors")))  # while transformers is imported
     hf_config = load_model_config(data, source)
     if find_family(hf_config).is_hybrid:
-        from nanovllm.models.hybrid import check_hybrid
+        from nanovllm.models.qwen3_5.sizes import check_hybrid
 
         check_hybrid(hf_config, source)
     can_generate = has_lm_head(hf_config, weights)
@@ -153,7 +153,7 @@ def resolve_options(asked: EngineConfig, hf_config: "PretrainedConfig") -> Resol
 
         config = resolve_ranks(asked, config)
     if find_family(hf_config).is_hybrid:
-        from nanovllm.models.states import resolve_states
+        from nanovllm.models.qwen3_5.states import resolve_states
 
         config = resolve_states(asked, config, shape, make_quantizer(config, hf_config))
     return config
@@ -203,7 +203,7 @@ def make_runner(
     else:
         adapter = None
         if config.lora is not None:
-            from nanovllm.lora import Adapter
+            from nanovllm.models.lora import Adapter
 
             adapter = Adapter(config.lora)
         show = parallel.number == 0
@@ -223,11 +223,11 @@ def make_runner(
 def find_decoder(hf_config: "PretrainedConfig") -> type[Decoder]:
     """Return the decoder of a family. Most families share one, and differ in what `FAMILIES` says."""
     if find_family(hf_config).is_hybrid:
-        from nanovllm.models.qwen3_5 import HybridDecoder
+        from nanovllm.models.qwen3_5.decoder import HybridDecoder
 
         return HybridDecoder
     if find_sparse_layers(hf_config):
-        from nanovllm.models.qwen3_moe import SparseDecoder
+        from nanovllm.models.qwen3_moe.decoder import SparseDecoder
 
         return SparseDecoder
     return Decoder
@@ -269,7 +269,7 @@ def make_scheduler(
 
 def share_engine(engine: LLMEngine) -> "EngineThread":
     """Return a queue in front of the engine, for several threads."""
-    from nanovllm.sharing import EngineThread
+    from nanovllm.uses.sharing import EngineThread
 
     return EngineThread(engine)
 
@@ -307,7 +307,7 @@ def find_eos_token_ids(config: Mapping[str, Any], tokenizer: Tokenizer | None, v
 
 def explain_missing(name: str) -> AttributeError:
     """Return the error for an attribute that an LLM does not have."""
-    from nanovllm.diagnosis import explain_missing
+    from nanovllm.models.diagnosis import explain_missing
 
     return explain_missing(name)
 
@@ -321,34 +321,34 @@ def render_conversations(conversations: Any, tokenizer: Tokenizer | None, option
 
 def score_pairs(llm: Any, prompts: Any, continuations: Any, show: bool) -> list[Score]:
     """Score continuations: see `LLM.score`."""
-    from nanovllm.score import score_pairs
+    from nanovllm.uses.score import score_pairs
 
     return score_pairs(llm, prompts, continuations, show)
 
 
 def make_renewal(engine: LLMEngine) -> Any:
     """Return what replaces the weights of an engine and lets it sleep: a `Renewal`."""
-    from nanovllm.renewal import Renewal
+    from nanovllm.runner.renewal import Renewal
 
     return Renewal(engine)
 
 
 def embed_prompts(llm: Any, prompts: Any, **options: Any) -> list[Embedding]:
     """Embed every prompt: see `LLM.embed`."""
-    from nanovllm.embedding import embed_prompts
+    from nanovllm.uses.embedding import embed_prompts
 
     return embed_prompts(llm, prompts, **options)
 
 
 def stream_outputs(llm: Any, requests: Any, sampling_params: SamplingParams | None) -> Iterator[tuple[int, Output]]:
     """Run requests and yield (index, output) as each one ends: see `LLM.stream`."""
-    from nanovllm.streaming import stream_outputs
+    from nanovllm.uses.streaming import stream_outputs
 
     return stream_outputs(llm, requests, sampling_params)
 
 
 def stream_pieces(llm: Any, prompt: Any, sampling_params: SamplingParams | None) -> Iterator[str]:
     """Complete one prompt and yield its text piece by piece: see `LLM.stream_tokens`."""
-    from nanovllm.streaming import stream_pieces
+    from nanovllm.uses.streaming import stream_pieces
 
     return stream_pieces(llm, prompt, sampling_params)

@@ -27,12 +27,12 @@ try:
 except ImportError as error:
     raise ImportError("Ray Data is not installed: pip install 'nano-vllm[ray]'") from error
 
-from nanovllm.embedding import read_embedding
 from nanovllm.engine.sequence import Request
 from nanovllm.llm import LLM
 from nanovllm.outputs import Output
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.sharing import EngineThread
+from nanovllm.uses.embedding import read_embedding
+from nanovllm.uses.sharing import EngineThread
 from nanovllm.utils.checks import refuse
 
 logger = logging.getLogger(__name__)

@@ -90,8 +90,8 @@ class SamplingParams:
     The values are checked here, and once more by each request, which takes a copy.
 
     The logits are changed in this order: masks, biases, penalties, temperature, top-k, then top-p on the tokens that
-    are left; min-p is relative to the most likely token. `nanovllm/kernels/edit_logits.py` and
-    `nanovllm/kernels/sample.py` state the rules exactly.
+    are left; min-p is relative to the most likely token. `nanovllm/edits/edit_logits.py` and
+    `nanovllm/ops/sample.py` state the rules exactly.
 
     Attributes:
         temperature: divides the logits; 0 always takes the most likely token. Finite.

@@ -16,7 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.kernels import launch
+from nanovllm.backends.gpu import launch
 
 STEPS = 10
 

@@ -19,9 +19,10 @@ import torch
 from helpers.kernel_cases import assert_attends, assert_same_tokens, attention_case, attention_tolerance, sample_case
 
 from benchmarks.bench_kernels import DTYPE, MODELS, VOCAB_SIZE, Bench, microseconds, num_sets, randn, time_attention
-from nanovllm.backends.triton_backend import TritonBackend
-from nanovllm.kernels import paged_decode, sample_filter
-from nanovllm.kernels.sample import SamplingValues, sample
+from nanovllm.backends.gpu import paged_decode, sample_filter
+from nanovllm.backends.gpu.sample import sample
+from nanovllm.backends.gpu.triton_backend import TritonBackend
+from nanovllm.ops.sample import SamplingValues
 
 # (keys in a tile, warps, stages): those that compile for sm_90 without a spill; then programs of a multiprocessor.
 SPLITS = [(64, 4, 3), (64, 8, 3), (32, 4, 4), (32, 4, 3), (64, 4, 4)]

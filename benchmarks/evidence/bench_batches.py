@@ -38,9 +38,9 @@ def measure(args: argparse.Namespace) -> None:
 
     from benchmarks.bench_cost import Machine, Model, step_cost
     from benchmarks.bench_processors import read_rate
-    from nanovllm.estimate import read_config
-    from nanovllm.kernels.cpu_library import cpu_library
-    from nanovllm.models.hybrid import make_shape
+    from nanovllm.backends.cpu.library import cpu_library
+    from nanovllm.commands.estimate import read_config
+    from nanovllm.models.qwen3_5.sizes import make_shape
     from nanovllm.models.shapes import PRESETS
 
     dtype = getattr(torch, args.dtype)

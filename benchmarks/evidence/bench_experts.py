@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from benchmarks.bench_cost import measure_machine
 from benchmarks.measuring import Recorder, commit
 from nanovllm import LLM, SamplingParams
-from nanovllm.estimate import read_config
+from nanovllm.commands.estimate import read_config
 from nanovllm.models.config import Shape
 from nanovllm.models.shapes import preset_config
 

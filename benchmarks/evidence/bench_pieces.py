@@ -11,7 +11,7 @@ import time
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.cpu_library import cpu_library
+from nanovllm.backends.cpu.library import cpu_library
 
 ROWS = 2048
 MATRICES = {"qkv": (1024, 4096), "o": (2048, 1024), "gate and up": (1024, 6144), "down": (3072, 1024)}

@@ -28,11 +28,11 @@ sys.path.insert(0, str(ROOT))
 STEPS = (
     # what, and which function of which module takes that long; one that is named twice counts once
     ("transformers: import, configuration", "nanovllm.load", "load_model_config"),
-    ("kernels: loaded, or compiled", "nanovllm.kernels.cpu_library", "_load"),
+    ("kernels: loaded, or compiled", "nanovllm.backends.cpu.library", "_load"),
     ("+ transformers: import, tokenizer", "nanovllm.load", "Tokenizer.find"),
     ("an empty model", "nanovllm.runner.model_runner", "Decoder"),
     ("weights read", "nanovllm.load", "load_weights"),
-    ("weights packed", "nanovllm.backends.cpu_backend", "CpuBackend.pack_weights"),
+    ("weights packed", "nanovllm.backends.cpu.backend", "CpuBackend.pack_weights"),
     ("pages of the KV cache touched", "nanovllm.runner.startup", "make_caches"),
 )
 
@@ -67,7 +67,7 @@ def start(args: argparse.Namespace, begun: float) -> None:
         __import__(module)
     lap("import torch")
     from nanovllm import LLM, SamplingParams
-    from nanovllm.backends import cpu_backend  # noqa: F401
+    from nanovllm.backends.cpu import backend as cpu_backend  # noqa: F401
 
     lap("import the engine")
     seconds: dict[str, float] = {}
@@ -99,7 +99,7 @@ def find_folder(args: argparse.Namespace) -> Path:
     import torch
 
     from benchmarks.bench_workload import write_checkpoint
-    from nanovllm.kernels.cpu_library import cache_folder
+    from nanovllm.backends.cpu.library import cache_folder
     from nanovllm.models.hub import PATTERNS, find_model
     from nanovllm.models.shapes import PRESETS, preset_config
 

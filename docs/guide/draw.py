@@ -24,7 +24,7 @@ from matplotlib.figure import Figure
 from docs.guide import from_nothing as engine
 from nanovllm import LLM, SamplingParams
 from nanovllm.distributed.ring import pack_plan
-from nanovllm.kernels.sample import uniform_reference
+from nanovllm.ops.sample import uniform_reference
 from nanovllm.view.page import Recording, read_recording, write_page
 
 DECODE = "#0072b2"

@@ -3,11 +3,11 @@
 from torch import Tensor
 
 from nanovllm.backends.base import Backend
-from nanovllm.backends.cpu_backend import CpuBackend
-from nanovllm.backends.flash_attn_backend import FlashAttnBackend
+from nanovllm.backends.cpu.backend import CpuBackend
+from nanovllm.backends.gpu.flash_attn_backend import FlashAttnBackend
+from nanovllm.backends.gpu.triton_backend import TritonBackend
 from nanovllm.backends.torch_backend import TorchBackend
-from nanovllm.backends.triton_backend import TritonBackend
-from nanovllm.kernels.attention import AttentionMetadata, CacheSize, KVCache
+from nanovllm.ops.attention import AttentionMetadata, CacheSize, KVCache
 
 BACKENDS: dict[str, type[Backend]] = {b.name: b for b in (FlashAttnBackend, TritonBackend, CpuBackend, TorchBackend)}
 """Every backend by its name. resolve.py decides which of them "auto" takes."""

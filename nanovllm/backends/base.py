@@ -10,17 +10,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor, nn
 
-from nanovllm.kernels.attention import AttentionMetadata, KVCache, attend_reference
-from nanovllm.kernels.combine import combine_reference
-from nanovllm.kernels.edit_logits import edit_logits_reference
-from nanovllm.kernels.grouped_linear import grouped_linear_reference
-from nanovllm.kernels.norm_rope_store import norm_rope_store_reference
-from nanovllm.kernels.rms_norm import add_rms_norm_reference, rms_norm_reference
-from nanovllm.kernels.route import route_reference
-from nanovllm.kernels.sample import sample_reference, store_samples_reference
-from nanovllm.kernels.silu_and_mul import silu_and_mul_reference
-from nanovllm.kernels.step_inputs import step_inputs_reference
-from nanovllm.kernels.token_logprobs import token_logprobs_reference
+from nanovllm.edits.edit_logits import edit_logits_reference
+from nanovllm.models.qwen3_moe.ops import combine_reference, grouped_linear_reference, route_reference
+from nanovllm.ops.attention import AttentionMetadata, KVCache, attend_reference
+from nanovllm.ops.norm_rope_store import norm_rope_store_reference
+from nanovllm.ops.rms_norm import add_rms_norm_reference, rms_norm_reference
+from nanovllm.ops.sample import sample_reference, store_samples_reference
+from nanovllm.ops.silu_and_mul import silu_and_mul_reference
+from nanovllm.ops.step_inputs import step_inputs_reference
+from nanovllm.ops.token_logprobs import token_logprobs_reference
 
 
 class Backend:

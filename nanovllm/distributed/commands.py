@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nanovllm.engine.plan import IntArray
 from nanovllm.layers.parallel import Parallel
-from nanovllm.renewal import Command
+from nanovllm.runner.renewal import Command
 
 COMMAND = -1
 """The first element of a message that announces a command. A plan begins with its number of sequences."""

@@ -25,11 +25,11 @@ from nanovllm.distributed.commands import announce, broadcast_command
 from nanovllm.distributed.follower_group import FollowerGroup
 from nanovllm.distributed.pipeline import FirstStage, make_parallel
 from nanovllm.distributed.ring import pack_plan
-from nanovllm.engine.hooks import Handle, StepEdits
+from nanovllm.engine.interfaces import Handle, StepEdits
 from nanovllm.engine.plan import StepPlan, StepResult
 from nanovllm.layers.parallel import Parallel
-from nanovllm.renewal import Command
 from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.renewal import Command
 from nanovllm.runner.startup import make_cache
 from nanovllm.utils.machine import physical_cores
 

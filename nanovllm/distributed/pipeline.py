@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanovllm.backends.gpu.cuda_graphs import graph_batch_sizes
 from nanovllm.config import ResolvedConfig
 from nanovllm.distributed.collectives import GroupParallel
 from nanovllm.distributed.stage_inputs import StageInputs
 from nanovllm.distributed.stages import choose_stages
-from nanovllm.engine.hooks import Handle, StepEdits
+from nanovllm.engine.interfaces import Handle, StepEdits
 from nanovllm.engine.plan import StageSpan, StepPlan, StepResult
 from nanovllm.layers.parallel import Parallel, Stage
-from nanovllm.runner.cuda_graphs import graph_batch_sizes
 from nanovllm.runner.device import to_device
 from nanovllm.runner.model_runner import Graphs, ModelRunner
 from nanovllm.runner.step_handle import DeviceResult, Front, StepHandle, Stopwatch

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.sample import SamplingValues
+from nanovllm.ops.sample import SamplingValues
 from nanovllm.runner.step_handle import Front
 from nanovllm.utils.integers import ceil_div
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from nanovllm.engine.rows import Rows, RowTable
 from nanovllm.layers.parallel import Stage
-from nanovllm.models.hybrid import make_shape
+from nanovllm.models.qwen3_5.sizes import make_shape
 from nanovllm.utils.integers import ceil_div
 
 if TYPE_CHECKING:

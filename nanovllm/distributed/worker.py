@@ -137,7 +137,7 @@ def obey(ring: "Ring", runner: "ModelRunner", group: "GroupParallel", send: Call
     from nanovllm.distributed.pipeline import PipelineStage
     from nanovllm.distributed.ring import unpack_plan
     from nanovllm.engine.plan import StepPlan
-    from nanovllm.renewal import RankRenewal
+    from nanovllm.runner.renewal import RankRenewal
 
     run: Callable[[StepPlan], object] = runner.launch
     if runner.parallel.stage is not None:

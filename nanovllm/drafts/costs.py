@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanovllm.config import ResolvedConfig
-from nanovllm.engine.hooks import Runner
+from nanovllm.engine.interfaces import Runner
 from nanovllm.engine.plan import IntArray, StepPlan
 from nanovllm.utils.integers import ceil_div
 

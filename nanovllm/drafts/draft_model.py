@@ -24,12 +24,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nanovllm.config import EngineConfig, ResolvedConfig
-from nanovllm.engine.hooks import Handle, Runner
+from nanovllm.engine.interfaces import Handle, Runner
 from nanovllm.engine.plan import ROW_SAMPLING, IntArray, StepPlan
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import ScheduledStep
 from nanovllm.models.config import Shape, find_family, load_model_config
-from nanovllm.resolve import resolve
+from nanovllm.runner.resolve import resolve
 from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.utils.checks import quote
 

@@ -19,7 +19,7 @@ from nanovllm.config import ResolvedConfig
 from nanovllm.drafts.costs import StepCosts, choose_num_drafts, measure_costs
 from nanovllm.drafts.draft_model import ModelDrafter
 from nanovllm.drafts.ngrams import NgramDrafter
-from nanovllm.engine.hooks import Runner
+from nanovllm.engine.interfaces import Runner
 from nanovllm.engine.plan import IntArray, StepResult
 from nanovllm.engine.rows import Rows
 from nanovllm.engine.scheduler import Scheduler

@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm.edits.after_thinking import AfterThinking, Place
+from nanovllm.edits.edit_logits import MaskAndPenalties
 from nanovllm.edits.row_edits import RowEdits
 from nanovllm.engine.plan import IntArray
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import ScheduledStep
-from nanovllm.kernels.edit_logits import MaskAndPenalties
-from nanovllm.kernels.sample import Sampled, SamplingValues
+from nanovllm.ops.sample import Sampled, SamplingValues
 from nanovllm.runner.device import to_device
 from nanovllm.utils.integers import ceil_div
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from threading import Lock
 
 from nanovllm.config import ResolvedConfig
-from nanovllm.engine.hooks import Handle, LogitEditor, OutputParser, Runner, StepObserver
+from nanovllm.engine.interfaces import Handle, LogitEditor, OutputParser, Runner, StepObserver
 from nanovllm.engine.output import make_output
 from nanovllm.engine.plan import StepResult
 from nanovllm.engine.scheduler import Scheduler

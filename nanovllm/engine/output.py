@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from nanovllm.engine.hooks import OutputParser
+from nanovllm.engine.interfaces import OutputParser
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import Completion, Logprob, Output
 from nanovllm.text.tokenizer import Tokenizer

@@ -13,7 +13,7 @@ from itertools import islice
 import numpy as np
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.hooks import Speculator
+from nanovllm.engine.interfaces import Speculator
 from nanovllm.engine.plan import IntArray, StepPlan, StepResult
 from nanovllm.engine.rows import BlockTables, Rows, RowTable, pack_sampling
 from nanovllm.engine.sequence import Sequence

@@ -35,7 +35,7 @@ class GrammarMatcher(Protocol):
 
 
 class RequestEdits(Protocol):
-    """The edits of logits that one request asks for. A `LogitEditor` (engine/hooks.py) makes this object."""
+    """The edits of logits that one request asks for. A `LogitEditor` (engine/interfaces.py) makes this object."""
 
     @property
     def allows_drafts(self) -> bool:

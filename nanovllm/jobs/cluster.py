@@ -34,7 +34,7 @@ from nanovllm.jobs.run import answer_lines, supervise
 from nanovllm.jobs.source import InputDigest, Line, Reading, Source
 from nanovllm.llm import LLM
 from nanovllm.ray import MAX_BATCHES, actors
-from nanovllm.sharing import EngineThread
+from nanovllm.uses.sharing import EngineThread
 
 logger = logging.getLogger(__name__)
 

@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nanovllm.embedding import EMBED, check_dimensions, read_embedding
 from nanovllm.jobs.request_lines import LineError, RequestLine
 from nanovllm.jobs.result_lines import ResultLine, Usage, make_error_line, make_success_line
 from nanovllm.text.prompts import name_errors
+from nanovllm.uses.embedding import EMBED, check_dimensions, read_embedding
 from nanovllm.utils.checks import quote, refuse, refuse_unknown
 
 if TYPE_CHECKING:

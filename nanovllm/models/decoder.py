@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.backends import AttentionMetadata, Backend, CacheSize, KVCache, LayerCache
-from nanovllm.kernels.norm_rope_store import NormRope
 from nanovllm.layers.embedding import LMHead, VocabParallelEmbedding
 from nanovllm.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
 from nanovllm.layers.parallel import Parallel, Stage
 from nanovllm.layers.weights import NamedTargets, ShardedLayer, WeightTarget, make_whole_target
 from nanovllm.models.config import Shape, find_rotary_dim
+from nanovllm.ops.norm_rope_store import NormRope
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -12,11 +12,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from tqdm import tqdm
 
+from nanovllm.backends.gpu.pinned import PinnedCopier
 from nanovllm.layers.weights import NamedTargets, WeightTarget
 from nanovllm.models.config import Shape, is_headless, read_json
 from nanovllm.models.decoder import Decoder
 from nanovllm.utils.checks import quote
-from nanovllm.utils.pinned import PinnedCopier
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -1,6 +1,6 @@
 """Products in whole numbers: int8 weights times activations that are rounded to int8 while a product runs.
 
-This is the plain-torch form. The C++ kernels of kernels/cpu/dynamic.h compute the same bits, and are compared with it.
+This is the plain-torch form. The C++ kernels of backends/cpu/dynamic.h compute the same bits, and are compared with it.
 """
 
 import torch
@@ -11,7 +11,7 @@ from nanovllm.quantized.codes import Codes
 from nanovllm.utils.integers import ceil_div
 
 GROUP = 128
-"""Inputs in a row of the activations that share a scale, as in kernels/cpu/dynamic.h."""
+"""Inputs in a row of the activations that share a scale, as in backends/cpu/dynamic.h."""
 
 TINY = 2.0**-100
 """A group counts as zeros if no magnitude in it is larger: the reciprocal of a smaller one may be infinite."""

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.backends.base import Backend
-from nanovllm.backends.cpu_backend import CpuBackend
+from nanovllm.backends.cpu.backend import CpuBackend
 from nanovllm.config import ResolvedConfig
 from nanovllm.layers.embedding import LMHead, VocabParallelEmbedding
 from nanovllm.layers.linear import MatrixModule, PackedMatrix
 from nanovllm.layers.weights import NamedTargets, WeightTarget
 from nanovllm.models.config import Shape
 from nanovllm.models.decoder import Decoder
-from nanovllm.models.qwen3_moe import Experts, PackedExperts, SparseMLP
+from nanovllm.models.qwen3_moe.decoder import Experts, PackedExperts, SparseMLP
 from nanovllm.quantized.checkpoints import find_format
 from nanovllm.quantized.codes import CHUNK, Codes, quantize_int8
 from nanovllm.quantized.dynamic import DynamicMatrix
@@ -39,11 +39,11 @@ Copy = Callable[[Tensor, Tensor], object]
 def make_matrix(codes: Codes, backend: Backend, dtype: torch.dtype) -> PackedMatrix:
     """Return the form in which a backend multiplies a quantised matrix. Nobody else keeps the codes."""
     if backend.name in ("triton", "flash_attn"):
-        from nanovllm.quantized.triton_matrix import TritonMatrix
+        from nanovllm.backends.gpu.quantized import TritonMatrix
 
         return TritonMatrix(codes, dtype)
     if isinstance(backend, CpuBackend):
-        from nanovllm.quantized.cpu_matrix import CpuMatrix
+        from nanovllm.backends.cpu.quantized import CpuMatrix
 
         return CpuMatrix(codes, dtype, backend.scratch)
     return TorchMatrix(codes, dtype)
@@ -52,7 +52,7 @@ def make_matrix(codes: Codes, backend: Backend, dtype: torch.dtype) -> PackedMat
 def make_dynamic_matrix(codes: Codes, backend: Backend, dtype: torch.dtype) -> PackedMatrix:
     """Return the form in which a backend multiplies a matrix in whole numbers. Nobody else keeps the codes."""
     if isinstance(backend, CpuBackend):
-        from nanovllm.quantized.dynamic_cpu import DynamicCpuMatrix
+        from nanovllm.backends.cpu.dynamic import DynamicCpuMatrix
 
         return DynamicCpuMatrix(codes, dtype, backend.scratch)
     return DynamicMatrix(codes, dtype)
@@ -61,11 +61,11 @@ def make_dynamic_matrix(codes: Codes, backend: Backend, dtype: torch.dtype) -> P
 def make_experts(codes: Codes, backend: Backend, dtype: torch.dtype) -> PackedExperts:
     """Return the form in which a backend multiplies the quantised matrices of experts."""
     if backend.name in ("triton", "flash_attn"):
-        from nanovllm.quantized.triton_matrix import TritonExperts
+        from nanovllm.backends.gpu.quantized import TritonExperts
 
         return TritonExperts(codes)
     if isinstance(backend, CpuBackend):
-        from nanovllm.quantized.cpu_matrix import CpuExperts
+        from nanovllm.backends.cpu.quantized import CpuExperts
 
         return CpuExperts(codes, dtype, backend.scratch)
     return TorchExperts(codes, dtype)
@@ -146,7 +146,7 @@ def warn_of_slow_integers(attention_backend: str) -> None:
             '"cpu" has kernels for it'
         )
         return
-    from nanovllm.quantized.dynamic_cpu import dynamic_library
+    from nanovllm.backends.cpu.dynamic import dynamic_library
 
     if not dynamic_library().multiplies_bytes:
         logger.warning(

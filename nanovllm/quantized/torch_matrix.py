@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels.route import Routing
+from nanovllm.models.qwen3_moe.ops import Routing
 from nanovllm.quantized.codes import CHUNK, Codes
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm.engine.plan import ROW_SAMPLING, IntArray, StepPlan
-from nanovllm.kernels.step_inputs import RowTables
+from nanovllm.ops.step_inputs import RowTables
 
 
 class DeviceTables:

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm.engine.plan import EMBED, IntArray, StepPlan
-from nanovllm.kernels.token_logprobs import ROWS_AT_A_TIME, TokenLogprobs
 from nanovllm.models.decoder import Decoder
+from nanovllm.ops.token_logprobs import ROWS_AT_A_TIME, TokenLogprobs
 from nanovllm.outputs import Logprob, make_logprobs
 from nanovllm.runner.device import start_copy, to_device
 

@@ -10,19 +10,19 @@ import torch
 from torch import Tensor
 
 from nanovllm.backends import BACKENDS, AttentionMetadata, KVCache, LayerCache
+from nanovllm.backends.cpu.recorded_steps import RecordedSteps
+from nanovllm.backends.gpu.cuda_graphs import CudaGraphs
 from nanovllm.config import ResolvedConfig
-from nanovllm.engine.hooks import StepEdits
+from nanovllm.engine.interfaces import StepEdits
 from nanovllm.engine.plan import NUM_PER_SEQ, IntArray, StepPlan
-from nanovllm.kernels.sample import SamplingValues
-from nanovllm.kernels.step_inputs import PlannedRows, StepInputs
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.loader import Quantizer
-from nanovllm.runner.cuda_graphs import CudaGraphs
+from nanovllm.ops.sample import SamplingValues
+from nanovllm.ops.step_inputs import PlannedRows, StepInputs
 from nanovllm.runner.device import DeviceTables, Staging
 from nanovllm.runner.kv_memory import check_free_memory
 from nanovllm.runner.logprobs import embed_targets, find_targets, score_targets, start_logprobs
-from nanovllm.runner.recorded_steps import RecordedSteps
 from nanovllm.runner.sampler import Sampler, choose_samples
 from nanovllm.runner.step_handle import DeviceResult, Front, StepHandle, Stopwatch
 from nanovllm.utils.machine import FEW_TOKENS, SMALL_MODEL, default_dtype, torch_in_one_thread

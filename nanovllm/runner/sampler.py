@@ -5,11 +5,11 @@ import torch
 from torch import Tensor
 
 from nanovllm.backends import Backend
-from nanovllm.engine.hooks import StepEdits
+from nanovllm.engine.interfaces import StepEdits
 from nanovllm.engine.plan import StepPlan
-from nanovllm.kernels.sample import SamplingValues
-from nanovllm.kernels.step_inputs import StepInputs
 from nanovllm.layers.parallel import Parallel
+from nanovllm.ops.sample import SamplingValues
+from nanovllm.ops.step_inputs import StepInputs
 from nanovllm.runner.device import DeviceTables, to_device
 
 

@@ -15,17 +15,17 @@ import torch
 from torch import nn
 
 from nanovllm.backends import CacheSize, LayerCache
+from nanovllm.backends.cpu.recorded_steps import RecordedSteps
+from nanovllm.backends.gpu.cuda_graphs import CudaGraphs, Decode, Sample
+from nanovllm.backends.gpu.grouped_linear import TILES
+from nanovllm.backends.gpu.launch import compile_launches
+from nanovllm.edits.edit_logits import MaskAndPenalties
 from nanovllm.engine.plan import StepPlan
-from nanovllm.kernels.edit_logits import MaskAndPenalties
-from nanovllm.kernels.grouped_linear import TILES
-from nanovllm.kernels.launch import compile_launches
-from nanovllm.kernels.sample import SamplingValues
 from nanovllm.layers.linear import MatrixModule
 from nanovllm.models.decoder import Decoder
-from nanovllm.runner.cuda_graphs import CudaGraphs, Decode, Sample
+from nanovllm.ops.sample import SamplingValues
 from nanovllm.runner.kv_memory import GpuMemory, count_blocks
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.runner.recorded_steps import RecordedSteps
 from nanovllm.utils.integers import ceil_div
 
 logger = logging.getLogger(__name__)

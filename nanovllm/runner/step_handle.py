@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm.engine.plan import EMBED, IntArray, StepPlan, StepResult
-from nanovllm.kernels.sample import SamplingValues
+from nanovllm.ops.sample import SamplingValues
 from nanovllm.outputs import Logprob
 from nanovllm.runner.device import start_copy
 from nanovllm.runner.logprobs import Logprobs

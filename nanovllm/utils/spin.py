@@ -1,7 +1,7 @@
 """Bounds how long torch's idle threads wait for work without sleeping, and notices when that harms.
 
 libgomp reads the bound from the environment, when torch is loaded. The threads of the CPU kernels have rules of their
-own (kernels/cpu/team.h).
+own (backends/cpu/team.h).
 """
 
 import os

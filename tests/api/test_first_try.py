@@ -16,8 +16,8 @@ from helpers.paths import ROOT
 
 from nanovllm import LLM, SamplingParams, __version__
 from nanovllm.backends import BACKENDS
-from nanovllm.cli import main
-from nanovllm.doctor import describe
+from nanovllm.commands.cli import main
+from nanovllm.commands.doctor import describe
 
 # ---- chat
 
@@ -105,7 +105,7 @@ def test_an_answer_is_written_while_it_is_computed_and_ctrl_c_ends_only_it() -> 
 
 
 def test_chat_is_short() -> None:
-    assert len((ROOT / "nanovllm" / "chat.py").read_text().splitlines()) <= 60
+    assert len((ROOT / "nanovllm" / "commands" / "chat.py").read_text().splitlines()) <= 60
 
 
 # ---- the page
@@ -165,7 +165,7 @@ def test_the_backend_that_is_chosen_is_the_one_that_runs() -> None:
 
 
 def test_a_reason_is_given_for_each_backend_that_cannot_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from nanovllm.kernels.cpu_library import cpu_library
+    from nanovllm.backends.cpu.library import cpu_library
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setenv("CXX", "no-such-compiler")
@@ -189,7 +189,7 @@ def test_a_model_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize("command", ["chat", "doctor"])
 def test_both_have_help_without_torch(command: str) -> None:
     code = (
-        "import sys; from nanovllm.cli import main\n"
+        "import sys; from nanovllm.commands.cli import main\n"
         f"try: main([{command!r}, '--help'])\n"
         "except SystemExit: print([m for m in ('torch', 'numpy', 'transformers') if m in sys.modules])"
     )

@@ -15,7 +15,7 @@ from helpers.tiny import make_tokenizer
 import nanovllm
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.config import EngineConfig
-from nanovllm.diagnosis import METHODS
+from nanovllm.models.diagnosis import METHODS
 from nanovllm.sampling_params import GuidedDecodingParams
 from nanovllm.vllm_names import ADVICE, OPTIONS, SAMPLING, STRUCTURED, translate_names
 

@@ -15,9 +15,9 @@ from helpers.rehearsal import rehearse
 
 from benchmarks import bench_kernels
 from benchmarks.bench_kernels import Bench, Model, Times, time_both
-from nanovllm.kernels import launch as launch_module
-from nanovllm.kernels.launch import Launch
-from nanovllm.kernels.rms_norm import rms_norm
+from nanovllm.backends.gpu import launch as launch_module
+from nanovllm.backends.gpu.launch import Launch
+from nanovllm.backends.gpu.rms_norm import rms_norm
 
 READ_GBS = 200.0
 COPY_GBS = 100.0

@@ -289,7 +289,7 @@ def test_a_wheel_holds_every_file_of_the_package_and_no_other(tmp_path: Path) ->
     packed = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     package = tmp_path / "nanovllm"
     assert packed == {str(path.relative_to(tmp_path)) for path in package.rglob("*") if path.is_file()}
-    for name in ("py.typed", "view/page.js", "kernels/cpu/kernels.cpp", "assets/tiny-qwen3/model.safetensors"):
+    for name in ("py.typed", "view/page.js", "backends/cpu/kernels.cpp", "assets/tiny-qwen3/model.safetensors"):
         assert f"nanovllm/{name}" in packed
 
 

@@ -12,7 +12,7 @@ from helpers.tiny import SMALL, draw_prompts, save_random
 from helpers.variants import REQUESTS, VARIANTS, tokens
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.backends.cpu_backend import CpuBackend
+from nanovllm.backends.cpu.backend import CpuBackend
 from nanovllm.drafts.draft_model import ModelDrafter
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import ScheduledStep

@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends import BACKENDS
+from nanovllm.edits.edit_logits import edit_logits_reference
 from nanovllm.edits.editing import spell
-from nanovllm.kernels.edit_logits import edit_logits_reference
-from nanovllm.kernels.sample import SamplingValues, sample_reference
+from nanovllm.ops.sample import SamplingValues, sample_reference
 from nanovllm.runner.step_handle import StepHandle
 
 TOKENIZER = make_tokenizer()
@@ -403,7 +403,7 @@ def test_an_engine_of_which_nobody_asks_for_edits_loads_nothing_of_them(folder: 
         "print([name for name in sys.modules if 'edit' in name and 'nanovllm' in name])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "['nanovllm.kernels.edit_logits']"
+    assert done.stdout.strip() == "['nanovllm.backends.gpu.edit_logits']"
 
 
 # ---- what comes back

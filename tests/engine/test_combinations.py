@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from nanovllm import LLM, Output, SamplingParams
-from nanovllm.backends.cpu_backend import CpuBackend
+from nanovllm.backends.cpu.backend import CpuBackend
 
 pytestmark = pytest.mark.slow
 if reason := CpuBackend.why_cannot(torch.device("cpu")):

@@ -12,7 +12,7 @@ import torch
 
 import nanovllm
 from nanovllm import LLM, SamplingParams
-from nanovllm.backends.cpu_backend import CpuBackend
+from nanovllm.backends.cpu.backend import CpuBackend
 
 PACKAGE = Path(nanovllm.__file__).parent
 MOST_FRAMES = 12

@@ -27,7 +27,7 @@ def compile_into(cache: Path) -> bool:
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from nanovllm.kernels.silu_and_mul import _silu_and_mul_kernel as kernel
+from nanovllm.backends.gpu.silu_and_mul import _silu_and_mul_kernel as kernel
 
 def listen(cache_hit, **others):
     print(cache_hit)

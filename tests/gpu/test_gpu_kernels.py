@@ -39,14 +39,20 @@ from helpers.kernel_tests import (  # noqa: F401
 from helpers.quantized_cases import FORMATS, make_codes
 
 from nanovllm.backends import BACKENDS, Backend
-from nanovllm.kernels.edit_logits import MaskAndPenalties, edit_logits, edit_logits_reference
-from nanovllm.kernels.norm_rope_store import NormRope, norm_rope_store, norm_rope_store_reference
-from nanovllm.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
-from nanovllm.kernels.route import route, route_reference
-from nanovllm.kernels.sample import SamplingValues, sample, uniform_reference
-from nanovllm.kernels.silu_and_mul import silu_and_mul, silu_and_mul_reference
-from nanovllm.models.hybrid_operators import TritonHybridOperators
-from nanovllm.quantized.triton_matrix import TritonMatrix
+from nanovllm.backends.gpu.edit_logits import edit_logits
+from nanovllm.backends.gpu.norm_rope_store import norm_rope_store
+from nanovllm.backends.gpu.quantized import TritonMatrix
+from nanovllm.backends.gpu.rms_norm import add_rms_norm, rms_norm
+from nanovllm.backends.gpu.route import route
+from nanovllm.backends.gpu.sample import sample
+from nanovllm.backends.gpu.silu_and_mul import silu_and_mul
+from nanovllm.edits.edit_logits import MaskAndPenalties, edit_logits_reference
+from nanovllm.models.qwen3_5.operators import TritonHybridOperators
+from nanovllm.models.qwen3_moe.ops import route_reference
+from nanovllm.ops.norm_rope_store import NormRope, norm_rope_store_reference
+from nanovllm.ops.rms_norm import add_rms_norm_reference, rms_norm_reference
+from nanovllm.ops.sample import SamplingValues, uniform_reference
+from nanovllm.ops.silu_and_mul import silu_and_mul_reference
 
 pytestmark = [
     pytest.mark.gpu,

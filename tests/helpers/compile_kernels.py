@@ -24,7 +24,7 @@ from triton.compiler import ASTSource
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from nanovllm.kernels import (
+from nanovllm.backends.gpu import (
     causal_conv,
     combine,
     edit_logits,

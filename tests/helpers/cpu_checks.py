@@ -10,19 +10,17 @@ from torch import Tensor
 from helpers.delta_cases import DeltaLayer, assert_delta_is_the_reference
 from helpers.kernel_cases import assert_same_tokens, attention_tolerance, decode_lengths, mixed_lengths, sample_case
 from nanovllm.backends import AttentionMetadata, Backend
-from nanovllm.backends.cpu_backend import CpuBackend, NativeMatrix
+from nanovllm.backends.cpu.backend import CpuBackend, NativeMatrix
+from nanovllm.backends.cpu.library import PANEL
+from nanovllm.backends.cpu.scratch import Scratch
 from nanovllm.backends.torch_backend import TorchBackend
-from nanovllm.kernels.combine import combine_reference
-from nanovllm.kernels.cpu_library import PANEL
-from nanovllm.kernels.edit_logits import MaskAndPenalties
-from nanovllm.kernels.grouped_linear import grouped_linear_reference
-from nanovllm.kernels.norm_rope_store import NormRope
-from nanovllm.kernels.route import route_reference
-from nanovllm.kernels.scratch import Scratch
-from nanovllm.kernels.sigmoid_and_mul import sigmoid_and_mul_reference
+from nanovllm.edits.edit_logits import MaskAndPenalties
 from nanovllm.layers.parallel import Parallel
-from nanovllm.models.hybrid_operators import CpuHybridOperators
-from nanovllm.models.qwen3_moe import Experts
+from nanovllm.models.qwen3_5.operators import CpuHybridOperators
+from nanovllm.models.qwen3_5.ops import sigmoid_and_mul_reference
+from nanovllm.models.qwen3_moe.decoder import Experts
+from nanovllm.models.qwen3_moe.ops import combine_reference, grouped_linear_reference, route_reference
+from nanovllm.ops.norm_rope_store import NormRope
 
 BF16 = torch.bfloat16
 FP32 = torch.float32

@@ -21,6 +21,10 @@ import torch
 import triton
 
 from helpers.pretend_cuda import DEVICE, PretendDriver, noted, pretend_runner, unscored_plan
+from nanovllm.backends.gpu import launch as kernel_launches
+from nanovllm.backends.gpu.launch import Launch, compile_launches, launch, redirect_launches
+from nanovllm.backends.gpu.quantized import TritonExperts, TritonMatrix
+from nanovllm.backends.gpu.rms_norm import add_rms_norm
 from nanovllm.distributed import pipeline
 from nanovllm.distributed.collectives import GroupParallel
 from nanovllm.distributed.pipeline import FirstStage, PipelineStage, StageParallel, count_wanted
@@ -28,15 +32,11 @@ from nanovllm.distributed.stage_inputs import StageInputs
 from nanovllm.edits import logit_edits
 from nanovllm.edits.logit_edits import LogitEdits, PenaltyCounts
 from nanovllm.engine.plan import StepPlan
-from nanovllm.kernels import launch as kernel_launches
-from nanovllm.kernels.launch import Launch, compile_launches, launch, redirect_launches
-from nanovllm.kernels.rms_norm import add_rms_norm
-from nanovllm.kernels.sample import SamplingValues
 from nanovllm.layers.linear import MatrixModule
 from nanovllm.layers.parallel import Stage
-from nanovllm.models.qwen3_moe import Experts
+from nanovllm.models.qwen3_moe.decoder import Experts
+from nanovllm.ops.sample import SamplingValues
 from nanovllm.quantized.codes import Codes
-from nanovllm.quantized.triton_matrix import TritonExperts, TritonMatrix
 from nanovllm.runner import logprobs, sampler
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.startup import bind_halves, compile_kernels, make_caches, make_graphs

@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.scratch import Scratch
+from nanovllm.backends.cpu.dynamic import DynamicCpuMatrix
+from nanovllm.backends.cpu.scratch import Scratch
 from nanovllm.quantized.codes import quantize_int8
 from nanovllm.quantized.dynamic import DynamicMatrix
-from nanovllm.quantized.dynamic_cpu import DynamicCpuMatrix
 
 ROWS = (1, 2, 3, 6, 7, 12, 13, 25, 65)
 """Numbers of rows around the sizes of tiles."""

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nanovllm.kernels.cpu_library import (
+from nanovllm.backends.cpu.dynamic import DynamicLibrary
+from nanovllm.backends.cpu.library import (
     _SUFFIXES,
     FLAGS,
     PANEL,
@@ -19,8 +20,7 @@ from nanovllm.kernels.cpu_library import (
     Signature,
     _units_per_row,
 )
-from nanovllm.quantized.cpu_matrix import QuantizedLibrary
-from nanovllm.quantized.dynamic_cpu import DynamicLibrary
+from nanovllm.backends.cpu.quantized import QuantizedLibrary
 
 COMPILER = "aarch64-linux-gnu-g++"
 EMULATOR = "qemu-aarch64"

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from nanovllm.runner.cuda_graphs import CudaGraphs
+from nanovllm.backends.gpu.cuda_graphs import CudaGraphs
 
 
 class StandInGraphs(CudaGraphs):

@@ -26,17 +26,18 @@ from helpers.delta_cases import DeltaLayer, assert_delta_is_the_reference
 from helpers.dynamic_checks import check_dynamic_products
 from helpers.kernel_cases import assert_tokens_near, attention_tolerance, edit_case, sample_case
 from helpers.quantized_checks import FORMATS, check_quantized_experts, check_quantized_products
-from nanovllm.backends import cpu_backend
-from nanovllm.backends.cpu_backend import CpuBackend, NativeMatrix
+from nanovllm.backends.cpu import backend as cpu_backend
+from nanovllm.backends.cpu import dynamic as dynamic_cpu
+from nanovllm.backends.cpu import quantized as cpu_matrix
+from nanovllm.backends.cpu.backend import CpuBackend, NativeMatrix
+from nanovllm.backends.cpu.dynamic import DynamicLibrary
+from nanovllm.backends.cpu.library import FLAGS, PANEL, SOURCES, CpuLibrary
+from nanovllm.backends.cpu.quantized import QuantizedLibrary
+from nanovllm.backends.cpu.scratch import Scratch
 from nanovllm.backends.torch_backend import TorchBackend
-from nanovllm.kernels.cpu_library import FLAGS, PANEL, SOURCES, CpuLibrary
-from nanovllm.kernels.edit_logits import edit_logits_reference
-from nanovllm.kernels.route import route_reference
-from nanovllm.kernels.scratch import Scratch
-from nanovllm.models.hybrid_operators import CpuHybridOperators
-from nanovllm.quantized import cpu_matrix, dynamic_cpu
-from nanovllm.quantized.cpu_matrix import QuantizedLibrary
-from nanovllm.quantized.dynamic_cpu import DynamicLibrary
+from nanovllm.edits.edit_logits import edit_logits_reference
+from nanovllm.models.qwen3_5.operators import CpuHybridOperators
+from nanovllm.models.qwen3_moe.ops import route_reference
 
 COMPILER = os.environ.get("CXX") or "g++"
 SANITIZERS = ["-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]

@@ -13,11 +13,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanovllm.backends import AttentionMetadata, Backend, KVCache
 from nanovllm.backends.torch_backend import TorchBackend
-from nanovllm.kernels.attention import attend_reference
-from nanovllm.kernels.edit_logits import MaskAndPenalties
-from nanovllm.kernels.sample import Sampled, SamplingValues, filter_reference, sample_reference, uniform_reference
-from nanovllm.kernels.step_inputs import PlannedRows, RowTables, StepInputs, step_inputs_reference
-from nanovllm.kernels.token_logprobs import TokenLogprobs, token_logprobs_reference
+from nanovllm.edits.edit_logits import MaskAndPenalties
+from nanovllm.ops.attention import attend_reference
+from nanovllm.ops.sample import Sampled, SamplingValues, filter_reference, sample_reference, uniform_reference
+from nanovllm.ops.step_inputs import PlannedRows, RowTables, StepInputs, step_inputs_reference
+from nanovllm.ops.token_logprobs import TokenLogprobs, token_logprobs_reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 

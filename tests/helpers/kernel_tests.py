@@ -21,12 +21,14 @@ from helpers.kernel_cases import (
 
 pytest.importorskip("triton")
 
-from nanovllm.backends.triton_backend import TritonBackend
-from nanovllm.kernels.attention import DecodeMetadata, KVCache
-from nanovllm.kernels.norm_rope_store import NormRope, norm_rope_store
-from nanovllm.kernels.paged_decode import MIN_SHARE, decode_metadata, key_tile, paged_decode
-from nanovllm.kernels.sample import CHUNK, draw_uniform, sample, uniform_reference
-from nanovllm.kernels.triton_shim import tl, triton
+from nanovllm.backends.gpu.norm_rope_store import norm_rope_store
+from nanovllm.backends.gpu.paged_decode import MIN_SHARE, decode_metadata, key_tile, paged_decode
+from nanovllm.backends.gpu.sample import draw_uniform, sample
+from nanovllm.backends.gpu.triton_backend import TritonBackend
+from nanovllm.backends.gpu.triton_shim import tl, triton
+from nanovllm.ops.attention import DecodeMetadata, KVCache
+from nanovllm.ops.norm_rope_store import NormRope
+from nanovllm.ops.sample import CHUNK, uniform_reference
 
 
 def test_slots_beyond_two_to_the_31_elements_are_reached() -> None:

@@ -15,10 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nanovllm.backends.gpu import paged_decode, paged_prefill
+from nanovllm.backends.gpu.launch import Launch, redirect_launches
 from nanovllm.config import EngineConfig
 from nanovllm.engine.plan import StepPlan
-from nanovllm.kernels import paged_decode, paged_prefill
-from nanovllm.kernels.launch import Launch, redirect_launches
 from nanovllm.layers.parallel import Parallel
 from nanovllm.load import find_decoder, resolve_options
 from nanovllm.models.config import load_model_config

@@ -7,12 +7,11 @@ import torch
 from torch import Tensor
 
 from helpers.cpu_checks import rounding
-from nanovllm.kernels.grouped_linear import grouped_linear_reference
-from nanovllm.kernels.route import Routing
-from nanovllm.kernels.scratch import Scratch
+from nanovllm.backends.cpu.dynamic import DynamicCpuMatrix
+from nanovllm.backends.cpu.quantized import CpuExperts, CpuMatrix
+from nanovllm.backends.cpu.scratch import Scratch
+from nanovllm.models.qwen3_moe.ops import Routing, grouped_linear_reference
 from nanovllm.quantized.codes import Codes, pack_int4, quantize_int8
-from nanovllm.quantized.cpu_matrix import CpuExperts, CpuMatrix
-from nanovllm.quantized.dynamic_cpu import DynamicCpuMatrix
 from nanovllm.utils.integers import ceil_div
 
 FORMATS = {

@@ -13,7 +13,7 @@ from nanovllm.config import ResolvedConfig
 from nanovllm.distributed.pipeline import FirstStage, PipelineStage, StageParallel
 from nanovllm.distributed.ring import pack_plan, unpack_plan
 from nanovllm.distributed.stages import choose_stages
-from nanovllm.engine.hooks import Handle, StepEdits
+from nanovllm.engine.interfaces import Handle, StepEdits
 from nanovllm.engine.plan import IntArray, StepPlan
 from nanovllm.runner.startup import make_cache
 

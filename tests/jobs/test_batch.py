@@ -16,7 +16,7 @@ from helpers.batch_jobs import InstantLLM, openai_line, read_answers, run, texts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nanovllm.cli import main
+from nanovllm.commands.cli import main
 from nanovllm.config import EngineConfig
 from nanovllm.engine.sequence import derive_seed
 from nanovllm.jobs.compact_sets import DigestSet, LineSet

@@ -24,7 +24,7 @@ pytest.importorskip("ray.data")
 import ray
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.cli import main
+from nanovllm.commands.cli import main
 from nanovllm.config import EngineConfig
 from nanovllm.jobs import ray_guard
 from nanovllm.jobs.cluster import check_room, lines_per_part, parts_in_flight, read_parts, run_on_ray
@@ -32,7 +32,7 @@ from nanovllm.jobs.job import Job, Status
 from nanovllm.jobs.run import run_job
 from nanovllm.jobs.source import Reading, Source
 from nanovllm.ray import RayLLM, actors
-from nanovllm.sharing import EngineThread
+from nanovllm.uses.sharing import EngineThread
 
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",

@@ -14,9 +14,9 @@ from helpers.cpu_checks import BF16
 from helpers.paths import ROOT, TESTS
 from torch import Tensor
 
-from nanovllm.backends.cpu_backend import NativeMatrix
-from nanovllm.kernels.cpu_library import _processor, cpu_library
-from nanovllm.kernels.scratch import Scratch
+from nanovllm.backends.cpu.backend import NativeMatrix
+from nanovllm.backends.cpu.library import _processor, cpu_library
+from nanovllm.backends.cpu.scratch import Scratch
 
 if not {"amx_tile", "amx_bf16", "amx_int8"} <= set(_processor().split()):
     pytest.skip("needs a processor that has AMX", allow_module_level=True)
@@ -64,7 +64,7 @@ import torch
 from helpers.cpu_checks import check_packed_products
 from helpers.dynamic_checks import check_dynamic_products
 from helpers.quantized_checks import check_quantized_products
-from nanovllm.kernels.cpu_library import cpu_library
+from nanovllm.backends.cpu.library import cpu_library
 
 for dtype in (torch.bfloat16, torch.float32):
     check_packed_products(cpu_library(), dtype, 208, 50)

@@ -10,12 +10,12 @@ from helpers.kernel_cases import assert_attends, attention_case, attention_toler
 pytest.importorskip("triton")
 
 from nanovllm.backends import BACKENDS
-from nanovllm.backends import triton_backend as triton_backend_module
-from nanovllm.backends.flash_attn_backend import FlashAttnBackend
+from nanovllm.backends.gpu import triton_backend as triton_backend_module
+from nanovllm.backends.gpu.flash_attn_backend import FlashAttnBackend
+from nanovllm.backends.gpu.triton_backend import TritonBackend
 from nanovllm.backends.torch_backend import TorchBackend
-from nanovllm.backends.triton_backend import TritonBackend
 from nanovllm.config import CHOICES
-from nanovllm.resolve import WORTH_COMPILING, Work, resolve_backend, resolve_device, resolve_dtype, why_cannot
+from nanovllm.runner.resolve import WORTH_COMPILING, Work, resolve_backend, resolve_device, resolve_dtype, why_cannot
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
@@ -97,7 +97,7 @@ def test_on_a_cpu_auto_takes_the_compiled_kernels_for_models_that_are_worth_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     asked = []
-    monkeypatch.setattr("nanovllm.backends.cpu_backend.cpu_library", lambda: asked.append(1))
+    monkeypatch.setattr("nanovllm.backends.cpu.backend.cpu_library", lambda: asked.append(1))
     small, large = (Work(CPU, BF16, 128, 2, 64, n) for n in (WORTH_COMPILING - 1, WORTH_COMPILING))
     assert resolve_backend("auto", small).name == "torch"
     for odd in (
@@ -119,8 +119,8 @@ def test_auto_takes_the_models_bfloat16_wherever_something_computes_it(
     native: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Plain torch would emulate it where the processor does not know it; our kernels read half the bytes and widen."""
-    monkeypatch.setattr("nanovllm.backends.cpu_backend.cpu_library", lambda: None)
-    monkeypatch.setattr("nanovllm.resolve.has_native_bfloat16", lambda device: native or device.type == "cuda")
+    monkeypatch.setattr("nanovllm.backends.cpu.backend.cpu_library", lambda: None)
+    monkeypatch.setattr("nanovllm.runner.resolve.has_native_bfloat16", lambda device: native or device.type == "cuda")
     large = Work(CPU, BF16, 128, 2, 64, WORTH_COMPILING)
     small = large._replace(num_parameters=WORTH_COMPILING - 1)
     odd = large._replace(head_dim=100)

@@ -28,13 +28,13 @@ from helpers.tiny import draw_prompts
 from torch import Tensor
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.backends.cpu_backend import CpuBackend
+from nanovllm.backends.cpu.backend import CpuBackend
+from nanovllm.backends.cpu.library import CpuLibrary, cpu_library
 from nanovllm.backends.torch_backend import OneDnnMatrix
 from nanovllm.engine.plan import StepPlan
-from nanovllm.kernels.cpu_library import CpuLibrary, cpu_library
-from nanovllm.kernels.norm_rope_store import NormRope
-from nanovllm.kernels.sample import SamplingValues, store_samples_reference
-from nanovllm.resolve import Work, resolve_backend
+from nanovllm.ops.norm_rope_store import NormRope
+from nanovllm.ops.sample import SamplingValues, store_samples_reference
+from nanovllm.runner.resolve import Work, resolve_backend
 from nanovllm.runner.step_handle import Front
 from nanovllm.utils.machine import limit_threads, physical_cores
 
@@ -289,7 +289,7 @@ def test_another_processor_with_the_same_home_has_kernels_of_its_own(
     (tmp_path / "nanovllm").symlink_to(cache / "nanovllm")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     before = set(cache.rglob("*.so"))
-    monkeypatch.setattr("nanovllm.kernels.cpu_library._processor", lambda: "flags: of another")
+    monkeypatch.setattr("nanovllm.backends.cpu.library._processor", lambda: "flags: of another")
     cpu_library.cache_clear()
     with caplog.at_level(logging.INFO):
         cpu_library()
@@ -302,7 +302,7 @@ def test_another_processor_with_the_same_home_has_kernels_of_its_own(
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compiler")
 def test_two_processes_that_compile_at_once_both_run_and_leave_one_library(tmp_path: Path) -> None:
-    code = "from nanovllm.kernels.cpu_library import cpu_library; print(len(cpu_library()._functions))"
+    code = "from nanovllm.backends.cpu.library import cpu_library; print(len(cpu_library()._functions))"
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     both = [
         subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)

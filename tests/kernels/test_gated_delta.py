@@ -9,8 +9,8 @@ from helpers.cpu_checks import BF16, FP32, rounding
 from helpers.delta_cases import DeltaLayer, assert_delta_is_the_reference, delta_metadata, run_in_chunks
 from helpers.kernel_cases import DEVICE, HALF, poisoned_memory
 
-from nanovllm.backends.cpu_backend import CpuBackend
-from nanovllm.models.hybrid_operators import CpuHybridOperators, TritonHybridOperators
+from nanovllm.backends.cpu.backend import CpuBackend
+from nanovllm.models.qwen3_5.operators import CpuHybridOperators, TritonHybridOperators
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 

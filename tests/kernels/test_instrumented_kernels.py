@@ -35,7 +35,7 @@ def test_the_library_is_instrumented(fault: str, report: str, library: Path) -> 
     done = start(library, fault)
     assert done.returncode == FAULT, (done.returncode, done.stderr[-2000:])
     assert f"loaded {library}" in done.stdout
-    assert report in done.stderr and "nanovllm/kernels/cpu/" in done.stderr, done.stderr[-3000:]
+    assert report in done.stderr and "nanovllm/backends/cpu/" in done.stderr, done.stderr[-3000:]
 
 
 def test_kernels_with_random_shapes_stay_within_their_tensors(library: Path) -> None:

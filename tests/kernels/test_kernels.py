@@ -38,18 +38,22 @@ from helpers.kernel_tests import (  # noqa: F401
     test_uniforms_are_the_references_bit_for_bit,
 )
 
+from nanovllm.backends.gpu import paged_decode as paged_decode_module
+from nanovllm.backends.gpu.norm_rope_store import norm_rope_store
+from nanovllm.backends.gpu.paged_decode import decode_metadata, key_tile
+from nanovllm.backends.gpu.rms_norm import add_rms_norm, rms_norm
+from nanovllm.backends.gpu.sample import sample
+from nanovllm.backends.gpu.sample_filter import PART, filter_rows
+from nanovllm.backends.gpu.silu_and_mul import silu_and_mul
+from nanovllm.backends.gpu.step_inputs import step_inputs
+from nanovllm.backends.gpu.token_logprobs import token_logprobs
+from nanovllm.backends.gpu.triton_backend import TritonBackend
 from nanovllm.backends.torch_backend import TorchBackend
-from nanovllm.backends.triton_backend import TritonBackend
-from nanovllm.kernels import paged_decode as paged_decode_module
-from nanovllm.kernels.attention import KVCache
-from nanovllm.kernels.norm_rope_store import NormRope, norm_rope_store, norm_rope_store_reference
-from nanovllm.kernels.paged_decode import decode_metadata, key_tile
-from nanovllm.kernels.rms_norm import add_rms_norm, add_rms_norm_reference, rms_norm, rms_norm_reference
-from nanovllm.kernels.sample import CHUNK, filter_reference, sample
-from nanovllm.kernels.sample_filter import PART, filter_rows
-from nanovllm.kernels.silu_and_mul import silu_and_mul, silu_and_mul_reference
-from nanovllm.kernels.step_inputs import step_inputs
-from nanovllm.kernels.token_logprobs import token_logprobs
+from nanovllm.ops.attention import KVCache
+from nanovllm.ops.norm_rope_store import NormRope, norm_rope_store_reference
+from nanovllm.ops.rms_norm import add_rms_norm_reference, rms_norm_reference
+from nanovllm.ops.sample import CHUNK, filter_reference
+from nanovllm.ops.silu_and_mul import silu_and_mul_reference
 
 DTYPES = (torch.float32, HALF)
 

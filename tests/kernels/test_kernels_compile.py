@@ -11,7 +11,7 @@ from helpers.paths import TESTS
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels.paged_decode import programs_at_once
+from nanovllm.backends.gpu.paged_decode import programs_at_once
 
 SHARED_KIB = {80: 163, 89: 99, 90: 227, 100: 227}
 """Shared memory that one program may use (CUDA C++ Programming Guide, "Compute capabilities")."""

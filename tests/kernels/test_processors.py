@@ -21,10 +21,10 @@ from helpers.dynamic_checks import check_dynamic_products
 from helpers.foreign_kernels import HAS_EMULATOR, ForeignLibrary
 from helpers.quantized_checks import FORMATS, check_quantized_experts, check_quantized_products
 
-from nanovllm.backends.cpu_backend import CpuBackend
-from nanovllm.kernels import cpu_library
-from nanovllm.quantized.cpu_matrix import QuantizedLibrary
-from nanovllm.quantized.dynamic_cpu import DynamicLibrary
+from nanovllm.backends.cpu import library as cpu_library
+from nanovllm.backends.cpu.backend import CpuBackend
+from nanovllm.backends.cpu.dynamic import DynamicLibrary
+from nanovllm.backends.cpu.quantized import QuantizedLibrary
 
 pytestmark = pytest.mark.slow
 
@@ -81,13 +81,13 @@ def build(folder: Path, processor: str, kinds: Sequence[type[cpu_library.KernelL
 
 @pytest.fixture
 def library(libraries: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr("nanovllm.quantized.cpu_matrix.quantized_library", lambda: libraries[1])
+    monkeypatch.setattr("nanovllm.backends.cpu.quantized.quantized_library", lambda: libraries[1])
     return libraries[0]
 
 
 @pytest.fixture
 def backend(library: Any, monkeypatch: pytest.MonkeyPatch) -> CpuBackend:
-    monkeypatch.setattr("nanovllm.backends.cpu_backend.cpu_library", lambda: library)
+    monkeypatch.setattr("nanovllm.backends.cpu.backend.cpu_library", lambda: library)
     return CpuBackend()
 
 
@@ -147,7 +147,7 @@ def test_products_in_whole_numbers_have_the_same_bits_on_every_processor(
     else:
         (library,) = build(tmp_path, processor, [DynamicLibrary])
         sizes = [(*range(1, 27), 300)]
-    monkeypatch.setattr("nanovllm.quantized.dynamic_cpu.dynamic_library", lambda: library)
+    monkeypatch.setattr("nanovllm.backends.cpu.dynamic.dynamic_library", lambda: library)
     for rows in sizes:
         for dtype in (BF16, FP32):
             check_dynamic_products(208, 50, dtype, rows)

@@ -19,10 +19,10 @@ from helpers.quantized_checks import (
     draw_codes,
 )
 
-from nanovllm.kernels.scratch import Scratch
+from nanovllm.backends.cpu.huge_pages import BLOCK, HUGE_PAGE, LINE, HugePages
+from nanovllm.backends.cpu.quantized import CpuMatrix, quantized_library
+from nanovllm.backends.cpu.scratch import Scratch
 from nanovllm.quantized.codes import quantize_int8
-from nanovllm.quantized.cpu_matrix import CpuMatrix, quantized_library
-from nanovllm.quantized.huge_pages import BLOCK, HUGE_PAGE, LINE, HugePages
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -112,6 +112,6 @@ def test_without_a_compiler_the_error_says_what_to_choose(monkeypatch: pytest.Mo
 
 @pytest.mark.slow
 def test_nobody_else_waits_for_this_library() -> None:
-    code = "import sys, nanovllm.llm; print('nanovllm.quantized.cpu_matrix' in sys.modules)"
+    code = "import sys, nanovllm.llm; print('nanovllm.backends.cpu.quantized' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     assert done.stdout.strip() == "False"

@@ -7,14 +7,10 @@ from helpers.quantized_cases import FORMATS, make_codes
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels.quantized_linear import (
-    format_config,
-    grouped_quantized,
-    grouped_quantized_reference,
-    quantized_linear_reference,
-)
-from nanovllm.kernels.route import Routing, route_reference
-from nanovllm.quantized.triton_matrix import TritonExperts, TritonMatrix, transpose_scales
+from nanovllm.backends.gpu.quantized import TritonExperts, TritonMatrix, transpose_scales
+from nanovllm.backends.gpu.quantized_linear import format_config, grouped_quantized
+from nanovllm.models.qwen3_moe.ops import Routing, route_reference
+from nanovllm.quantized.coded_weight import grouped_quantized_reference, quantized_linear_reference
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ import mmap
 import pytest
 import torch
 
-from nanovllm.kernels.scratch import SMALLEST_LOAN, Scratch, borrow_from
+from nanovllm.backends.cpu.scratch import SMALLEST_LOAN, Scratch, borrow_from
 
 pytestmark = pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="memory is lent on Linux")
 

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.backends.cpu_backend import CpuBackend, NativeMatrix
+from nanovllm.backends.cpu import library as cpu_library
+from nanovllm.backends.cpu.backend import CpuBackend, NativeMatrix
+from nanovllm.backends.cpu.scratch import Scratch
 from nanovllm.distributed.ring import make_anonymous_file
-from nanovllm.kernels import cpu_library
-from nanovllm.kernels.scratch import Scratch
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.utils import cgroups, machine, spin
 from nanovllm.utils.machine import cpu_quota, limit_threads, num_threads, physical_cores, torch_in_one_thread

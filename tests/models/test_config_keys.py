@@ -15,7 +15,7 @@ from transformers import GraniteForCausalLM
 from nanovllm import LLM
 from nanovllm.models.config import FAMILIES, Family, load_model_config
 from nanovllm.models.config_keys import HARMLESS, KNOWN, READ, TRANSLATED, _log_once
-from nanovllm.models.hybrid import make_shape
+from nanovllm.models.qwen3_5.sizes import make_shape
 
 # ---- configurations as their authors published them
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from nanovllm.backends import Backend
-from nanovllm.cli import main
+from nanovllm.commands.cli import main
+from nanovllm.commands.estimate import estimate, parse_size, read_config
 from nanovllm.config import EngineConfig
-from nanovllm.estimate import estimate, parse_size, read_config
 from nanovllm.layers.parallel import Parallel
 from nanovllm.load import find_decoder
-from nanovllm.models.hybrid import make_shape
+from nanovllm.models.qwen3_5.sizes import make_shape
 from nanovllm.models.shapes import PRESETS, preset_config
 
 GIB = 1 << 30

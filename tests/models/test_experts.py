@@ -13,13 +13,14 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel, Qwen3MoeForCausalLM
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.backends.cpu_backend import CpuBackend
-from nanovllm.kernels.combine import combine, combine_reference
-from nanovllm.kernels.grouped_linear import grouped_linear, grouped_linear_reference
-from nanovllm.kernels.route import Routing, route, route_reference
-from nanovllm.kernels.triton_shim import tl
+from nanovllm.backends.cpu.backend import CpuBackend
+from nanovllm.backends.gpu.combine import combine
+from nanovllm.backends.gpu.grouped_linear import grouped_linear
+from nanovllm.backends.gpu.route import route
+from nanovllm.backends.gpu.triton_shim import tl
 from nanovllm.layers.parallel import Parallel
-from nanovllm.models.qwen3_moe import Experts
+from nanovllm.models.qwen3_moe.decoder import Experts
+from nanovllm.models.qwen3_moe.ops import Routing, combine_reference, grouped_linear_reference, route_reference
 
 SHAPE = {
     "num_hidden_layers": 3,

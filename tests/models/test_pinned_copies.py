@@ -14,7 +14,7 @@ from helpers.rehearsal.card import Card
 from helpers.tiny import save_random
 
 from nanovllm import LLM
-from nanovllm.utils.pinned import PinnedCopier
+from nanovllm.backends.gpu.pinned import PinnedCopier
 
 CUDA = torch.device("cuda:0")
 

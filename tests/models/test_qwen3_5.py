@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.commands.estimate import estimate, read_config
 from nanovllm.config import EngineConfig
-from nanovllm.estimate import estimate, read_config
-from nanovllm.kernels.gated_delta import RowState
 from nanovllm.load import make_quantizer, resolve_options
-from nanovllm.models.hybrid import make_shape
-from nanovllm.models.states import count_rows_that_fit, fit_rows
+from nanovllm.models.qwen3_5.ops import RowState
+from nanovllm.models.qwen3_5.sizes import make_shape
+from nanovllm.models.qwen3_5.states import count_rows_that_fit, fit_rows
 from nanovllm.quantized.formats import INT8
 
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -26,11 +26,11 @@ from transformers import PretrainedConfig, Qwen2ForCausalLM, Qwen3MoeForCausalLM
 from benchmarks.evidence.bench_loading import AT_LOAD, measure
 from benchmarks.random_checkpoint import write_random_checkpoint
 from nanovllm import LLM
-from nanovllm.estimate import read_config
+from nanovllm.backends.cpu.quantized import quantized_library
+from nanovllm.commands.estimate import read_config
 from nanovllm.models.config import Shape
 from nanovllm.models.shapes import preset_config
 from nanovllm.quantized.checkpoints import find_format
-from nanovllm.quantized.cpu_matrix import quantized_library
 from nanovllm.quantized.formats import Format
 from nanovllm.quantized.unpack import find_order, unpack_awq, unpack_compressed, unpack_gptq
 

@@ -16,10 +16,10 @@ from torch import Tensor
 from transformers import LlamaForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
 from nanovllm import LLM
-from nanovllm.backends.cpu_backend import CpuBackend
-from nanovllm.cli import main
+from nanovllm.backends.cpu.backend import CpuBackend
+from nanovllm.commands.cli import main
 from nanovllm.jobs.provenance import read_provenance
-from nanovllm.models.qwen3_moe import Experts
+from nanovllm.models.qwen3_moe.decoder import Experts
 from nanovllm.quantized.checkpoints import find_format
 from nanovllm.quantized.codes import quantize_int8
 from nanovllm.quantized.dynamic import GROUP, multiply_rounded, round_inputs
@@ -209,7 +209,7 @@ def test_a_processor_without_the_instruction_is_told_once(
 ) -> None:
     if reason := CpuBackend.why_cannot(torch.device("cpu")):
         pytest.skip(reason)
-    from nanovllm.quantized import dynamic_cpu
+    from nanovllm.backends.cpu import dynamic as dynamic_cpu
 
     library = dynamic_cpu.dynamic_library()
     told = SimpleNamespace(call=library.call, multiplies_bytes=has_instruction)

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, Qwen2ForCausalLM, Qwen3_5ForCausalLM, Qwen3MoeForCausalLM
 
 from nanovllm import LLM
-from nanovllm.cli import main
+from nanovllm.commands.cli import main
 from nanovllm.jobs.provenance import read_provenance
 from nanovllm.layers.linear import MatrixModule
-from nanovllm.models.qwen3_moe import Experts
+from nanovllm.models.qwen3_moe.decoder import Experts
 from nanovllm.quantized.codes import quantize_int8
 
 MOE = {

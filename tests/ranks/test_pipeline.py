@@ -25,17 +25,17 @@ from torch import Tensor
 
 from nanovllm import LLM, EngineConfig, Output, SamplingParams
 from nanovllm.backends import Backend
-from nanovllm.backends.cpu_backend import CpuBackend
+from nanovllm.backends.cpu.backend import CpuBackend
+from nanovllm.commands.estimate import read_config
 from nanovllm.distributed.stages import choose_stages, split_layers
 from nanovllm.engine.plan import StepPlan
-from nanovllm.estimate import read_config
 from nanovllm.jobs.job import Job, Status
 from nanovllm.jobs.run import run_job
 from nanovllm.layers.parallel import Parallel, Stage
 from nanovllm.load import find_decoder, resolve_options
 from nanovllm.models import loader
 from nanovllm.models.decoder import Decoder
-from nanovllm.models.hybrid import make_shape
+from nanovllm.models.qwen3_5.sizes import make_shape
 from nanovllm.models.shapes import PRESETS
 
 CPU = torch.device("cpu")

@@ -16,8 +16,8 @@ from helpers.integrity import check_scheduler
 from helpers.tiny import draw_prompts, save_random
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.backends.cpu_backend import CpuBackend
-from nanovllm.cli import main
+from nanovllm.backends.cpu.backend import CpuBackend
+from nanovllm.commands.cli import main
 from nanovllm.distributed.collectives import GroupParallel
 
 SOON = 50.0

@@ -24,7 +24,7 @@ from helpers.integrity import check_scheduler
 from helpers.paths import BOX_MODEL, ROOT
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.cli import main
+from nanovllm.commands.cli import main
 from nanovllm.jobs.job import Status
 
 VALUES: list[Any] = [

@@ -16,10 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm import LLM
+from nanovllm.backends.gpu.cuda_graphs import graph_batch_sizes, smallest_that_holds
 from nanovllm.distributed.ring import HEADER, pack_plan
 from nanovllm.engine.plan import StepPlan
-from nanovllm.kernels.step_inputs import PlannedRows, step_inputs_reference
-from nanovllm.runner.cuda_graphs import graph_batch_sizes, smallest_that_holds
+from nanovllm.ops.step_inputs import PlannedRows, step_inputs_reference
 from nanovllm.runner.device import DeviceTables, Staging
 from nanovllm.runner.kv_memory import GpuMemory, blocks_that_fit
 from nanovllm.runner.startup import measure_memory
@@ -236,7 +236,7 @@ def test_a_trace_that_cannot_be_written_is_refused(tmp_path):
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_steps_with_more_sequences_than_the_largest_graph_run_eagerly(random_model, depth, monkeypatch):
-    monkeypatch.setattr("nanovllm.runner.cuda_graphs.MOST_SEQS", 4)
+    monkeypatch.setattr("nanovllm.backends.gpu.cuda_graphs.MOST_SEQS", 4)
     options = {"dtype": "float32", "max_model_len": 128, "max_num_seqs": 9, "num_kvcache_blocks": 90}
     prompts = [[i, 7, 9] for i in range(9)]
     params = [SamplingParams(i % 2, 4 + 3 * i, seed=i, ignore_eos=True) for i in range(9)]

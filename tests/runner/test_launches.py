@@ -19,12 +19,12 @@ pytest.importorskip("triton")
 
 from helpers.pretend_cuda import DEVICE, Operators, noted, pretend_runner, unscored_plan
 
+from nanovllm.backends.gpu import paged_decode, paged_prefill
+from nanovllm.backends.gpu.combine import combine
+from nanovllm.backends.gpu.grouped_linear import grouped_linear
 from nanovllm.config import MAX_NUM_SEQS
-from nanovllm.kernels import paged_decode, paged_prefill
-from nanovllm.kernels.attention import KVCache
-from nanovllm.kernels.combine import combine
-from nanovllm.kernels.grouped_linear import grouped_linear
-from nanovllm.kernels.route import Routing
+from nanovllm.models.qwen3_moe.ops import Routing
+from nanovllm.ops.attention import KVCache
 from nanovllm.runner.startup import make_graphs
 
 LAYERS = 28

@@ -11,12 +11,12 @@ from helpers.tiny import CROWDED, draw_prompts, save_random
 from transformers import Qwen3MoeForCausalLM
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.backends.cpu_backend import CpuBackend
-from nanovllm.kernels.cpu_library import record_calls
-from nanovllm.kernels.edit_logits import MaskAndPenalties
-from nanovllm.kernels.scratch import Scratch, borrow_from
+from nanovllm.backends.cpu.backend import CpuBackend
+from nanovllm.backends.cpu.library import record_calls
+from nanovllm.backends.cpu.recorded_steps import MOST_SEQS, RecordedSteps
+from nanovllm.backends.cpu.scratch import Scratch, borrow_from
+from nanovllm.edits.edit_logits import MaskAndPenalties
 from nanovllm.models.decoder import Decoder
-from nanovllm.runner.recorded_steps import MOST_SEQS, RecordedSteps
 
 if reason := CpuBackend.why_cannot(torch.device("cpu")):
     pytest.skip(reason, allow_module_level=True)

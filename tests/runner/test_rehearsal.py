@@ -29,7 +29,7 @@ from transformers import Qwen3_5ForCausalLM, Qwen3MoeForCausalLM
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.drafts.speculation import Speculation
 from nanovllm.edits import editing
-from nanovllm.kernels.gated_delta import RowState
+from nanovllm.models.qwen3_5.ops import RowState
 from nanovllm.outputs import Output
 from nanovllm.runner import startup
 from nanovllm.runner.kv_memory import GpuMemory

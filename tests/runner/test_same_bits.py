@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.backends.cpu_backend import CpuBackend, NativeMatrix
-from nanovllm.kernels.attention import AttentionMetadata
-from nanovllm.kernels.cpu_library import cpu_library
-from nanovllm.kernels.norm_rope_store import NormRope
-from nanovllm.kernels.scratch import Scratch
-from nanovllm.kernels.token_logprobs import token_logprobs_reference
+from nanovllm.backends.cpu.backend import CpuBackend, NativeMatrix
+from nanovllm.backends.cpu.library import cpu_library
+from nanovllm.backends.cpu.scratch import Scratch
+from nanovllm.ops.attention import AttentionMetadata
+from nanovllm.ops.norm_rope_store import NormRope
+from nanovllm.ops.token_logprobs import token_logprobs_reference
 from nanovllm.runner.logprobs import Logprobs
 
 CPU = torch.device("cpu")

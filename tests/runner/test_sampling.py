@@ -14,7 +14,7 @@ from helpers.tiny import draw_prompts, logits_of, save_random
 from torch import Tensor
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.kernels.sample import CHUNK, SamplingValues, sample_reference, uniform_reference
+from nanovllm.ops.sample import CHUNK, SamplingValues, sample_reference, uniform_reference
 
 
 def draw(

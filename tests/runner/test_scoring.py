@@ -18,7 +18,7 @@ from transformers import Qwen3ForCausalLM
 from nanovllm import LLM, EngineConfig, SamplingParams
 from nanovllm.jobs.job import Job
 from nanovllm.jobs.run import run_job
-from nanovllm.kernels.token_logprobs import TokenLogprobs, token_logprobs_reference
+from nanovllm.ops.token_logprobs import TokenLogprobs, token_logprobs_reference
 from nanovllm.runner.logprobs import LOGITS_AT_A_TIME, Logprobs
 from nanovllm.text.tokenizer import Tokenizer
 

@@ -15,7 +15,7 @@ from helpers.paths import ROOT
 from helpers.window import Page, record_a_hundred_thousand_events, run_small, start_browser
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.cli import main
+from nanovllm.commands.cli import main
 from nanovllm.view import trace as trace_module
 from nanovllm.view.page import CHAPTERS, find_first_difference, find_guide, read_recording, render_page, write_page
 

@@ -17,9 +17,9 @@ from helpers.rehearsal.graphs import Graph, capture
 from helpers.rehearsal.interpreter import extended
 from helpers.rehearsal.nccl import PretendNccl
 from helpers.rehearsal.timeline import Event, RehearsalError, Stream
+from nanovllm.backends.gpu import cuda_graphs, triton_shim
 from nanovllm.distributed import follower_process
-from nanovllm.kernels import triton_shim
-from nanovllm.runner import cuda_graphs, startup
+from nanovllm.runner import startup
 from nanovllm.runner.device import Staging
 
 COMMAND = "import sys; fd, *sys.path = sys.argv[1:]; from helpers.rehearsal.follower import main; main(int(fd))"

@@ -6,7 +6,7 @@ They are named by function, or "(module)" outside of any, and text, so that an e
     runner/device.py to_device: tensor = ...        the line never runs
     runner/device.py to_device: if x: -> return y   the line runs, and is never followed by the other one ("end": of the
                                                     function)
-    kernels/cpu_library.py                          only in the list: some of the file never runs
+    backends/cpu/library.py                          only in the list: some of the file never runs
     ~ runner/device.py to_device: tensor = ...      only in the list: whether it runs depends on time
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 
 from helpers.paths import ROOT, TESTS
 
-ROOMS = ("runner", "backends", "kernels", "distributed")
+ROOMS = ("runner", "backends", "distributed")
 LIST = Path(__file__).with_name("lines.txt")
 PYTEST = ("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib")
 RANKS = "ranks or stages or test_experts"

@@ -1,0 +1,225 @@
+"""Our C++ kernels for the CPU, compiled on first use; and the packed weights and the memory that they work on."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from nanovllm.backends.base import Backend
+from nanovllm.backends.cpu.library import PANEL, CpuLibrary, cpu_library
+from nanovllm.backends.cpu.scratch import Scratch
+from nanovllm.backends.torch_backend import pack_matrices
+from nanovllm.edits.edit_logits import MaskAndPenalties
+from nanovllm.layers.embedding import LMHead, VocabParallelEmbedding
+from nanovllm.layers.weights import ShardedLayer
+from nanovllm.models.qwen3_moe.ops import Routing
+from nanovllm.ops.attention import AttentionMetadata, KVCache
+from nanovllm.ops.norm_rope_store import NormRope
+from nanovllm.ops.sample import Sampled, SamplingValues
+from nanovllm.ops.step_inputs import PlannedRows, RowTables, StepInputs, empty_step_inputs
+from nanovllm.ops.token_logprobs import TokenLogprobs
+
+LANES = 16
+"""float32 numbers in a vector, as in backends/cpu/."""
+
+
+class CpuBackend(Backend):
+    """Calls the kernels of backends/cpu/. A width that a kernel does not know goes to its reference, call by call.
+
+    The cache has the usual shape and strides, but the kernels order the elements of a (block, head) tile themselves.
+    """
+
+    name = "cpu"
+    device_type = "cpu"
+    dtypes = (torch.bfloat16, torch.float32)
+    head_dims = tuple(range(2 * LANES, 256 + 1, 2 * LANES))
+    groups = range(1, 48 + 1)
+
+    def __init__(self) -> None:
+        self.library = cpu_library()
+        self.scratch = Scratch()
+        """Lends memory to the operators' results. Quantised matrices and hybrids borrow from it, too."""
+
+    @classmethod
+    def why_cannot(cls, device: torch.device) -> str | None:
+        """Compile the kernels, unless they lie in the user's cache folder; return why that fails, if it does."""
+        try:
+            cpu_library()
+        except RuntimeError as error:
+            return str(error)
+        return None
+
+    def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return self.library.zeros(shape, dtype)
+
+    def prepare_weights(self, weights: Iterable[Tensor]) -> None:
+        for weight in weights:
+            self.library.advise_huge_pages(weight)
+
+    def pack_weights(self, modules: Iterable[nn.Module]) -> None:
+        modules = list(modules)
+        pack_matrices(modules, lambda weight: NativeMatrix(self.library, weight, self.scratch, in_place=True))
+        for module in modules:
+            is_embedding = isinstance(module, VocabParallelEmbedding) and not isinstance(module, LMHead)
+            if is_embedding and module.packed is None:
+                module.packed = PlainRows(self.library, module.weight.data, self.scratch)
+            if isinstance(module, ShardedLayer):
+                for weight in filter(_packs_in_place, module.list_stacks()):
+                    for matrix in weight:
+                        self.library.pack(matrix, in_place=True)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        if x.shape[1] % LANES:
+            return super().rms_norm(x, weight, eps)
+        y = self.scratch.empty(*x.shape, dtype=x.dtype)
+        self.library.call("add_rms_norm", x.dtype, x, None, weight, y, None, *x.shape, _is_wide(weight), eps)
+        return y
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        if x.shape[1] % LANES:
+            return super().add_rms_norm(x, residual, weight, eps)
+        y, total = (self.scratch.empty(*x.shape, dtype=x.dtype) for _ in range(2))
+        self.library.call("add_rms_norm", x.dtype, x, residual, weight, y, total, *x.shape, _is_wide(weight), eps)
+        return y, total
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        rows = gate_up.shape[0]
+        size = gate_up.shape[1] // 2
+        if size % LANES:
+            return super().silu_and_mul(gate_up)
+        y = self.scratch.empty(rows, size, dtype=gate_up.dtype)
+        self.library.call("silu_and_mul", y.dtype, gate_up, y, rows, size)
+        return y
+
+    def route(self, logits: Tensor, k: int, normalize: bool, slots: Tensor) -> Routing:
+        tokens, experts = logits.shape
+        pairs = self.scratch.empty(2, tokens * k, dtype=torch.int32)
+        routing = Routing(
+            weights=self.scratch.empty(tokens, k, dtype=torch.float32),
+            places=pairs[0].view(tokens, k),
+            tokens=pairs[1],
+            offsets=self.scratch.empty(experts + 1, dtype=torch.int32),
+        )
+        self.library.call("route", logits.dtype, logits.contiguous(), slots, *routing, tokens, experts, k, normalize)
+        return routing
+
+    def grouped_linear(self, x: Tensor, weight: Tensor, routing: Routing, gather: bool) -> Tensor:
+        if not _packs_in_place(weight):
+            return super().grouped_linear(x, weight, routing, gather)
+        rows = gather_rows(self.library, x, routing.tokens, self.scratch) if gather else x
+        y = self.scratch.empty(len(rows), weight.shape[1], dtype=x.dtype)
+        num_experts, out_size, in_size = weight.shape
+        self.library.call("grouped_linear", x.dtype, rows, weight, routing.offsets, y, num_experts, in_size, out_size)
+        return y
+
+    def combine(self, y: Tensor, routing: Routing) -> Tensor:
+        tokens, k = routing.places.shape
+        size = y.shape[1]
+        if size % LANES:
+            return super().combine(y, routing)
+        out = self.scratch.empty(tokens, size, dtype=y.dtype)
+        weights = routing.weights.contiguous()
+        places = routing.places.contiguous()
+        self.library.call("combine", y.dtype, y, weights, places, out, tokens, k, size)
+        return out
+
+    def norm_rope_store(self, qkv: Tensor, norms: NormRope, positions: Tensor, cache: KVCache, slots: Tensor) -> Tensor:
+        block_size, num_kv_heads, dim = cache.keys.shape[1:]
+        tokens = qkv.shape[0]
+        num_heads = qkv.shape[1] // dim - 2 * num_kv_heads
+        q = self.scratch.empty(tokens, num_heads, dim, dtype=qkv.dtype)
+        inputs = (qkv, norms.q_weight, norms.k_weight, norms.cos_sin, positions.to(torch.int32), slots)
+        is_wide = norms.q_weight is not None and _is_wide(norms.q_weight)
+        sizes = (tokens, num_heads, num_kv_heads, dim, block_size, is_wide, norms.eps)
+        self.library.call("norm_rope_store", q.dtype, *inputs, q, *cache, *sizes)
+        return q
+
+    def attend(self, q: Tensor, cache: KVCache, metadata: AttentionMetadata, scale: float) -> Tensor:
+        block_size, num_kv_heads, dim = cache.keys.shape[1:]
+        q = q.contiguous()
+        tables = metadata.block_tables.contiguous()
+        out = self.scratch.empty(*q.shape, dtype=q.dtype)
+        inputs = (q, *cache, tables, metadata.cu_seqlens_q, metadata.seq_lens)
+        sizes = (*tables.shape, num_kv_heads, q.shape[1] // num_kv_heads, dim, block_size, scale)
+        self.library.call("attend", q.dtype, *inputs, out, *sizes)
+        return out
+
+    def step_inputs(self, planned: PlannedRows, tables: RowTables, block_size: int) -> StepInputs:
+        made = empty_step_inputs(planned, tables, self.scratch.empty)
+        sizes = (len(planned.rows), len(tables.last_token) - 1, tables.block_tables.shape[1], block_size)
+        self.library.call("step_inputs", None, *planned, *tables, *made[:6], *made.sampling[:5], *sizes)
+        return made
+
+    def sample(self, logits: Tensor, values: SamplingValues) -> Sampled:
+        logits = logits.contiguous()
+        sampled = Sampled(*(self.scratch.empty(len(logits), dtype=torch.int32) for _ in Sampled._fields))
+        values = values._replace(positions=values.positions.to(torch.int32))
+        self.library.call("sample", logits.dtype, logits, *values, *sampled, *logits.shape)
+        return sampled
+
+    def store_samples(self, token_ids: Tensor, rows: Tensor, last_token: Tensor) -> None:
+        self.library.call("store_samples", None, token_ids, rows, last_token, len(rows))
+
+    def token_logprobs(self, logits: Tensor, token_ids: Tensor) -> TokenLogprobs:
+        n = len(logits)
+        found = TokenLogprobs(*(torch.empty(n, dtype=t) for t in (torch.float32, torch.float32, torch.int32)))
+        inputs = (logits.contiguous(), token_ids.to(torch.int32).contiguous())
+        self.library.call("token_logprobs", logits.dtype, *inputs, *found, *logits.shape)
+        return found
+
+    def edit_logits(self, logits: Tensor, edits: MaskAndPenalties) -> None:
+        self.library.call("edit_logits", logits.dtype, logits, *edits, len(edits.indices), logits.shape[1])
+
+
+def _is_wide(weight: Tensor) -> bool:
+    """Return whether a norm's weight is float32. Beside a bfloat16 x it then scales before the rounding."""
+    return weight.dtype == torch.float32
+
+
+def _packs_in_place(weight: Tensor) -> bool:
+    """Return whether the experts' matrices weight [num_experts, out, in] take no more memory packed than unpacked."""
+    return weight.shape[1] % PANEL == 0 and weight.shape[2] % 2 == 0
+
+
+def gather_rows(library: CpuLibrary, x: Tensor, indices: Tensor, scratch: Scratch) -> Tensor:
+    """Return the rows of x [n, size] at indices int32 [m], in memory that `scratch` lends: [m, size]."""
+    x = x.contiguous()
+    rows = scratch.empty(len(indices), x.shape[1], dtype=x.dtype)
+    library.call("gather_rows", None, x, indices, rows, len(indices), x.shape[1] * x.element_size())
+    return rows
+
+
+class NativeMatrix:
+    """A matrix [out, in], packed for the `linear` kernel. It gives single rows, too: a tied embedding needs no copy."""
+
+    def __init__(self, library: CpuLibrary, weight: Tensor, scratch: Scratch, in_place: bool = False) -> None:
+        self._library = library
+        self._scratch = scratch
+        self._out, self._in = weight.shape
+        self._packed = library.pack(weight.contiguous(), in_place)
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        y = self._scratch.empty(x.shape[0], self._out, dtype=x.dtype)
+        self._library.call("linear", x.dtype, x.contiguous(), self._packed, bias, y, x.shape[0], self._in, self._out)
+        return y
+
+    def rows(self, indices: Tensor) -> Tensor:
+        rows = self._scratch.empty(len(indices), self._in, dtype=self._packed.dtype)
+        self._library.packed_rows(self._packed, indices.to(torch.int32), rows)
+        return rows
+
+
+class PlainRows:
+    """The matrix [out, in] of an embedding that shares no packed one with the LM head. Its rows are only looked up."""
+
+    def __init__(self, library: CpuLibrary, weight: Tensor, scratch: Scratch) -> None:
+        self._library = library
+        self._weight = weight
+        self._scratch = scratch
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return F.linear(x, self._weight, bias)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        return gather_rows(self._library, self._weight, indices.to(torch.int32), self._scratch)

@@ -1,0 +1,168 @@
+"""Quantised matrices that the C++ kernels of backends/cpu/quantized.cpp multiply."""
+
+import functools
+
+import torch
+from torch import Tensor
+
+from nanovllm.backends.cpu.backend import gather_rows
+from nanovllm.backends.cpu.huge_pages import huge_pages, return_freed_memory
+from nanovllm.backends.cpu.library import PANEL, AnyLibrary, KernelLibrary, cpu_library, open_library
+from nanovllm.backends.cpu.scratch import Scratch
+from nanovllm.models.qwen3_moe.ops import Routing
+from nanovllm.quantized.codes import Codes
+from nanovllm.utils.integers import ceil_div
+
+CHUNK = 64
+"""Bytes of a panel's codes that belong together, as in cpu/quantized.h."""
+
+INT8 = 0
+"""The number of a format in cpu/quantized.cpp: 8 bits, without the code -128, which is slower."""
+
+WHOLE_INT8 = 1
+"""8 bits, with the code -128."""
+
+INT4 = 2
+"""4 bits."""
+
+
+class QuantizedLibrary(KernelLibrary):
+    """The kernels of quantised matrices."""
+
+    source = "quantized.cpp"
+    typed = {  # noqa: RUF012 (the base class declares it)
+        "pack_codes": (2, 3, 0),
+        "weight_rows": (5, 5, 0),
+        "linear_codes": (6, 5, 0),
+        "grouped_codes": (6, 5, 0),
+    }
+
+
+@functools.cache
+def quantized_library() -> QuantizedLibrary:
+    """Return the library, which is compiled when a process first asks for it. Raises what `open_for` raises."""
+    return open_for("multiply quantised weights", QuantizedLibrary)
+
+
+def open_for(work: str, kind: type[AnyLibrary]) -> AnyLibrary:
+    """Return a library, compiled if need be.
+
+    Args:
+        work: what the library does.
+
+    Raises:
+        RuntimeError: it cannot be compiled here; the message says why, and what to choose instead.
+    """
+    try:
+        return open_library(kind)
+    except RuntimeError as error:
+        raise RuntimeError(
+            f'attention_backend="cpu" cannot {work} here: {error}. attention_backend="torch" can'
+        ) from error
+
+
+class PackedCodes:
+    """A matrix [out, in], or experts [num_experts, out, in], in the form that the kernels read.
+
+    Args:
+        codes: they are copied.
+        dtype: of inputs and outputs, torch.bfloat16 or torch.float32. The order of the codes depends on it.
+    """
+
+    def __init__(self, codes: Codes, dtype: torch.dtype) -> None:
+        self.library = quantized_library()
+        self.dtype = dtype
+        self.out_features = codes.out_features
+        self.in_features = codes.in_features
+        self.order = codes.order
+        inputs = CHUNK * 8 // (PANEL * codes.bits)  # of a chunk
+        group = codes.group_size
+        if group < self.in_features and group % inputs:
+            raise ValueError(f"the CPU kernels take groups of a multiple of {inputs} inputs, not {group}")
+        self.sizes = (self.in_features, self.out_features, min(group, self.in_features))
+        self.format = INT4
+        if codes.bits == 8:
+            self.format = WHOLE_INT8 if codes.codes.numel() and codes.codes.min() == -128 else INT8
+        size = ceil_div(self.out_features, PANEL) * ceil_div(self.in_features, inputs) * CHUNK
+        matrices = codes.codes.reshape(-1, *codes.codes.shape[-2:]).contiguous()
+        packed = huge_pages.empty(len(matrices) * size).view(len(matrices), size)
+        for matrix, target in zip(matrices, packed, strict=True):
+            self.call("pack_codes", matrix, target, self.out_features, self.in_features)
+        zeros = None
+        if codes.zeros is not None:
+            zeros = _by_panel(codes.zeros.float() - (8 if codes.bits == 4 else 0))
+        self.tensors = (packed, _by_panel(codes.scales), zeros)
+        return_freed_memory()
+
+    def call(self, name: str, *arguments: Tensor | int | None) -> None:
+        """Run the kernel of that name."""
+        self.library.call(name, self.dtype, *arguments, self.format)
+
+    def reorder(self, x: Tensor) -> Tensor:
+        """Return x [n, in] with its columns in the codes' order."""
+        return x.contiguous() if self.order is None else x[:, self.order]
+
+
+class CpuMatrix:
+    """A quantised matrix [out, in]. It gives single rows, too: a tied embedding needs no copy.
+
+    Args:
+        codes, dtype: see `PackedCodes`.
+        scratch: lends memory to the outputs.
+    """
+
+    def __init__(self, codes: Codes, dtype: torch.dtype, scratch: Scratch) -> None:
+        self._codes = PackedCodes(codes, dtype)
+        self._scratch = scratch
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x [n, in] -> x W^T + bias [n, out]."""
+        codes = self._codes
+        y = self._scratch.empty(len(x), codes.out_features, dtype=x.dtype)
+        codes.call("linear_codes", codes.reorder(x), *codes.tensors, bias, y, len(x), *codes.sizes)
+        return y
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """Return the weights of the rows [n, in] at indices [n], rounded to the dtype."""
+        codes = self._codes
+        y = self._scratch.empty(len(indices), codes.in_features, dtype=codes.dtype)
+        codes.call("weight_rows", *codes.tensors, indices.to(torch.int32), y, len(indices), *codes.sizes)
+        if codes.order is None:
+            return y
+        in_order = torch.empty_like(y)
+        in_order[:, codes.order] = y
+        return in_order
+
+
+class CpuExperts:
+    """The quantised matrices of experts, [num_experts, out, in].
+
+    Args:
+        codes, dtype: see `PackedCodes`.
+        scratch: lends memory to the outputs.
+    """
+
+    def __init__(self, codes: Codes, dtype: torch.dtype, scratch: Scratch) -> None:
+        self._codes = PackedCodes(codes, dtype)
+        self._scratch = scratch
+
+    def multiply(self, x: Tensor, routing: Routing, gather: bool) -> Tensor:
+        """Multiply pairs by the matrices of their experts. See `grouped_linear_reference`."""
+        codes = self._codes
+        rows = gather_rows(cpu_library(), x, routing.tokens, self._scratch) if gather else x.contiguous()
+        y = self._scratch.empty(len(rows), codes.out_features, dtype=x.dtype)
+        if codes.order is not None:
+            order = codes.order.repeat_interleave(routing.offsets.diff(), 0)  # [pairs, in], without those of padding
+            rows = rows[: len(order)].gather(1, order)
+        num_experts = len(codes.tensors[0])
+        codes.call("grouped_codes", rows, *codes.tensors, routing.offsets, y, num_experts, *codes.sizes)
+        return y
+
+
+def _by_panel(values: Tensor) -> Tensor:
+    """Reorder values [..., out, groups] to [..., panels, groups, PANEL], padded with zeros."""
+    *first, out, groups = values.shape
+    panels = ceil_div(out, PANEL)
+    padded = values.new_zeros(*first, panels * PANEL, groups)
+    padded[..., :out, :] = values
+    return huge_pages.copy(padded.view(*first, panels, PANEL, groups).transpose(-1, -2))

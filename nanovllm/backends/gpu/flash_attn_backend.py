@@ -1,0 +1,79 @@
+"""Attention by the flash-attn package (Dao 2023, https://arxiv.org/abs/2307.08691). The rest is our Triton kernels."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from nanovllm.backends.gpu.triton_backend import TritonBackend
+from nanovllm.ops.attention import AttentionMetadata, KVCache, PrefillMetadata
+
+
+class FlashAttnBackend(TritonBackend):
+    """In storage tokens come before heads, and blocks have a multiple of 256 tokens: flash-attn asks for both."""
+
+    name = "flash_attn"
+    device_type = "cuda"
+    dtypes = (torch.float16, torch.bfloat16)
+    block_sizes = (256, 512, 1024, 2048, 4096)
+    default_block_size = 256
+
+    def __init__(self) -> None:
+        from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+
+        self._varlen = flash_attn_varlen_func
+        self._with_kvcache = flash_attn_with_kvcache
+
+    @classmethod
+    def why_cannot(cls, device: torch.device) -> str | None:
+        major, minor = torch.cuda.get_device_capability(device)
+        if major < 8:
+            return f"it needs a GPU of compute capability 8.0 or more, not {major}.{minor}"
+        try:
+            from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache  # noqa: F401
+        except ImportError as error:
+            return f'flash-attn does not import ({error}); install it with: pip install "nano-vllm[flash-attn]"'
+        return super().why_cannot(device)
+
+    def allocate_cache(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> KVCache:
+        return KVCache(*(torch.zeros(shape, dtype=dtype, device=device) for _ in KVCache._fields))
+
+    def prepare_attention(self, metadata: AttentionMetadata, cache: KVCache, num_heads: int) -> AttentionMetadata:
+        decodes = metadata.num_decodes
+        if metadata.seq_lens.shape[0] == decodes:
+            return metadata
+        if metadata.query_lens_cpu is None or metadata.seq_lens_cpu is None:
+            raise RuntimeError("a step that holds prefills needs query_lens_cpu and seq_lens_cpu")
+        prefills = PrefillMetadata(
+            cu_seqlens_q=metadata.cu_seqlens_q[decodes:] - decodes,  # every decode has one query token
+            cu_seqlens_k=pad(metadata.seq_lens[decodes:].cumsum(0, dtype=torch.int32), (1, 0)),
+            max_seqlen_q=int(metadata.query_lens_cpu[decodes:].max()),
+            max_seqlen_k=int(metadata.seq_lens_cpu[decodes:].max()),
+        )
+        return replace(metadata, prefills=prefills)
+
+    def attend(self, q: Tensor, cache: KVCache, metadata: AttentionMetadata, scale: float) -> Tensor:
+        decodes = metadata.num_decodes
+        parts = []
+        if decodes:
+            attended = self._with_kvcache(
+                q[:decodes].unsqueeze(1),  # one query token a sequence
+                *cache,
+                cache_seqlens=metadata.seq_lens[:decodes],
+                block_table=metadata.block_tables[:decodes],
+                softmax_scale=scale,
+                causal=True,
+            )
+            parts.append(attended.squeeze(1))
+        if metadata.prefills is not None:
+            attended = self._varlen(
+                q[decodes:],
+                *cache,
+                **metadata.prefills._asdict(),
+                softmax_scale=scale,
+                causal=True,
+                block_table=metadata.block_tables[decodes:],
+            )
+            parts.append(attended)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)

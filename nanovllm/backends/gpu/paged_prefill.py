@@ -1,0 +1,170 @@
+"""Causal attention of several query tokens a sequence, to its prefix in the paged cache and to each other.
+
+The reference is `attend_reference` in attention.py.
+"""
+
+import math
+
+from torch import Tensor
+
+from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
+from nanovllm.backends.gpu.paged_decode import accumulate, key_tile
+from nanovllm.backends.gpu.triton_shim import next_power_of_2, shared_memory_kib, tl, triton
+from nanovllm.ops.attention import KVCache
+
+
+@triton.jit
+def find_sequence(cu_seqlens_ptr, num_seqs, tile, TOKENS: tl.constexpr, SEARCH: tl.constexpr):
+    """Return the sequence that a tile belongs to, and the tile's first token within it.
+
+    Sequence i has the tiles from cu_seqlens[i] // TOKENS + i on. They are always enough, and at most one too many, so
+    the host need not make a table.
+    """
+    origin = tl.load(cu_seqlens_ptr)
+    found = tl.zeros([SEARCH], tl.int32)
+    for start in range(0, num_seqs, SEARCH):
+        seq = start + tl.arange(0, SEARCH)
+        first_token = tl.load(cu_seqlens_ptr + seq, mask=seq < num_seqs, other=0) - origin
+        found += ((first_token // TOKENS + seq <= tile) & (seq < num_seqs)).to(tl.int32)
+    seq = tl.sum(found, 0) - 1
+    first_token = tl.load(cu_seqlens_ptr + seq) - origin
+    return seq, (tile - first_token // TOKENS - seq) * TOKENS
+
+
+@triton.jit(
+    do_not_specialize=["num_seqs", "num_kv_heads"],
+    # In a mixed step these begin behind the decodes, at any address. Triton must not compile a variant for each.
+    do_not_specialize_on_alignment=["cu_seqlens_ptr", "seq_lens_ptr", "block_tables_ptr"],
+)
+def _prefill_kernel(
+    q_ptr,
+    k_cache_ptr,
+    v_cache_ptr,
+    out_ptr,
+    cu_seqlens_ptr,
+    seq_lens_ptr,
+    block_tables_ptr,
+    scale_log2,
+    num_seqs,
+    num_kv_heads,
+    q_stride,
+    table_stride,
+    page_stride,
+    token_stride,
+    head_stride,
+    GROUP: tl.constexpr,
+    PADDED_GROUP: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # Grid ((num_tokens / TOKENS + num_seqs) x num_kv_heads,): one dimension, because the second one ends at 65,535.
+    # A program owns TOKENS query tokens of one sequence x the query heads of one KV head: K and V serve all of them.
+    # Tiles beyond a sequence's tokens do nothing; rows that pad the group or the last tile are computed, never stored.
+    wait_for_predecessor(PDL)
+    ROWS: tl.constexpr = TOKENS * PADDED_GROUP
+    SEARCH: tl.constexpr = 128
+    # Backwards: the last tiles of a long prompt have the most keys, so they start first. The heads of a tile follow
+    # each other, because what they read of a page is adjacent.
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
+    head = program % num_kv_heads
+    seq, first_token = find_sequence(cu_seqlens_ptr, num_seqs, program // num_kv_heads, TOKENS, SEARCH)
+    query_begin = tl.load(cu_seqlens_ptr + seq)
+    query_len = tl.load(cu_seqlens_ptr + seq + 1) - query_begin
+    if first_token >= query_len:
+        return
+    seq_len = tl.load(seq_lens_ptr + seq)
+    row = tl.arange(0, ROWS)
+    dim = tl.arange(0, HEAD_DIM)
+    key = tl.arange(0, TILE)
+    token = first_token + row // PADDED_GROUP
+    member = row % PADDED_GROUP
+    is_query = ((token < query_len) & (member < GROUP))[:, None]
+    token_row = (query_begin + token).to(tl.int64)[:, None]
+    offset = (head * GROUP + member)[:, None] * HEAD_DIM + dim[None, :]
+    q = tl.load(q_ptr + token_row * q_stride + offset, mask=is_query, other=0.0)
+    position = (seq_len - query_len + token)[:, None]
+
+    k_tile_ptr = k_cache_ptr + head * head_stride + key[None, :] * token_stride + dim[:, None]
+    v_tile_ptr = v_cache_ptr + head * head_stride + key[:, None] * token_stride + dim[None, :]
+    table_ptr = block_tables_ptr + seq.to(tl.int64) * table_stride
+    highest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, HEAD_DIM], tl.float32)
+
+    # Every query of the tile sees the keys in [0, diagonal), so they need no mask. Some see those in [diagonal, end).
+    first_position = seq_len - query_len + first_token
+    diagonal = (first_position + 1) // TILE * TILE
+    end = tl.minimum(first_position + TOKENS, seq_len)
+    # The page's number is loaded one tile ahead, as in paged_decode.py.
+    page = tl.load(table_ptr)
+    for start in tl.range(0, diagonal, TILE):
+        place = page.to(tl.int64) * page_stride + (start % BLOCK_SIZE) * token_stride
+        page = tl.load(table_ptr + (start + TILE) // BLOCK_SIZE, mask=start + TILE < end, other=0)
+        k = tl.load(k_tile_ptr + place)
+        v = tl.load(v_tile_ptr + place)
+        highest, total, acc = accumulate(q, k, v, scale_log2, True, highest, total, acc, MASKED=False)
+    for start in tl.range(diagonal, end, TILE):
+        place = page.to(tl.int64) * page_stride + (start % BLOCK_SIZE) * token_stride
+        page = tl.load(table_ptr + (start + TILE) // BLOCK_SIZE, mask=start + TILE < end, other=0)
+        k = tl.load(k_tile_ptr + place)
+        # Slots beyond the sequence may be stale, and 0 * NaN is NaN.
+        v = tl.load(v_tile_ptr + place, mask=(start + key < seq_len)[:, None], other=0.0)
+        allowed = (start + key)[None, :] <= position
+        highest, total, acc = accumulate(q, k, v, scale_log2, allowed, highest, total, acc, MASKED=True)
+
+    out_row = out_ptr + token_row * (num_kv_heads * GROUP * HEAD_DIM)
+    tl.store(out_row + offset, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_query)
+
+
+def prefill_config(group: int, head_dim: int, block_size: int, itemsize: int, shared_kib: int) -> dict[str, int]:
+    """Return 128 rows (tokens x padded group) and 8 warps; fewer for float32, or where shared memory is small.
+
+    Heads of 256 take all registers of a thread. Only Hopper and later, which multiply from shared memory, have enough
+    for 128 rows of them; others spill unless there are 32.
+    """
+    is_wide = head_dim > 128
+    padded_group = next_power_of_2(group)
+    rows = 32 if is_wide else 64
+    if itemsize < 4 and shared_kib >= (200 if is_wide else 160):
+        rows = 128
+    return {
+        "GROUP": group,
+        "PADDED_GROUP": padded_group,
+        "TOKENS": rows // padded_group,
+        "HEAD_DIM": head_dim,
+        "BLOCK_SIZE": block_size,
+        "TILE": key_tile(head_dim, block_size, itemsize),
+        "num_warps": 8 if rows == 128 else 4,
+        "num_stages": 3 if itemsize < 4 else 2,
+    }
+
+
+def paged_prefill(
+    q: Tensor,
+    cache: KVCache,
+    cu_seqlens_q: Tensor,
+    seq_lens: Tensor,
+    block_tables: Tensor,
+    num_tokens: int,
+    scale: float,
+    out: Tensor,
+) -> None:
+    """Attend the last query tokens of each sequence to all of its keys up to themselves.
+
+    q [all_tokens, num_heads, head_dim], the heads of a token adjacent; out like q, contiguous. cu_seqlens_q int32
+    [num_seqs + 1] indexes q's tokens and need not begin at 0; num_tokens is its last value less its first. seq_lens
+    int32 [num_seqs]; block_tables int32 [num_seqs, max_blocks]; cache as for paged_decode.
+    """
+    num_heads, head_dim = q.shape[1:]
+    block_size, num_kv_heads = cache.keys.shape[1:3]
+    num_seqs = seq_lens.shape[0]
+    itemsize = cache.keys.element_size()
+    config = prefill_config(num_heads // num_kv_heads, head_dim, block_size, itemsize, shared_memory_kib(q.device))
+    strides = (q.stride(0), block_tables.stride(0), *cache.keys.stride()[:3])
+    sequences = (cu_seqlens_q, seq_lens, block_tables)
+    args = (q, *cache, out, *sequences, scale * math.log2(math.e), num_seqs, num_kv_heads, *strides)
+    num_tiles = num_tokens // config["TOKENS"] + num_seqs
+    launch(_prefill_kernel, (num_tiles * num_kv_heads,), args, config)

@@ -1,0 +1,316 @@
+"""Filters by top-k, top-p and min-p without a sort: a search finds the lowest value that is kept.
+
+The rule and its reference are in `sample.py`. The kept tokens are those whose z is at least a threshold, which is the z
+of some token. The search works on integers: the bits of a float, read as an integer (with those of negatives flipped),
+have the order of the floats. It narrows an interval of such integers. Each pass counts or weighs the tokens above
+several marks at once. So the threshold is exact, and ties are kept.
+
+Of 150,000 tokens few are near the threshold. A row is cut into parts of PART tokens, whose maxima and weights are known
+from the stats kernel. They alone give a lower bound of the threshold. The search looks only into parts whose maximum
+reaches that bound: about k of them for top-k, and all of them only if the distribution is flat.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
+from nanovllm.backends.gpu.triton_shim import next_power_of_2, tl, triton
+
+PART = 64
+
+_UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
+"""How many low bits are zero in every float32 that was converted from this dtype."""
+
+
+@triton.jit
+def weigh(x, row_max, temperature):
+    """Return z and exp(z) of logits. The division is exact (IEEE), so that the same logits tie as in the reference."""
+    z = tl.div_rn(x - row_max, temperature)
+    return z, tl.exp(z)
+
+
+@triton.jit
+def is_broken(row_max):
+    """Return whether a row is no distribution. `_stats_kernel` has turned NaN into +inf."""
+    return (row_max == float("inf")) | (row_max == float("-inf"))
+
+
+@triton.jit
+def is_filtered(top_k, top_p, min_p, vocab_size):
+    """Return whether a row has any filter."""
+    return ((top_k > 0) & (top_k < vocab_size)) | (top_p < 1.0) | (min_p > 0.0)
+
+
+@triton.jit
+def _order_key(x, SHIFT: tl.constexpr):
+    """Return an int32 that has the order of the float32 x. SHIFT drops the low bits that a 16-bit dtype leaves zero."""
+    bits = x.to(tl.int32, bitcast=True)
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
+
+
+@triton.jit
+def _from_order_key(key, SHIFT: tl.constexpr):
+    """Return the float32 whose order key this is."""
+    ordered = key.to(tl.int32) << SHIFT
+    bits = ordered ^ ((ordered >> 31) & 0x7FFFFFFF)
+    return ((bits >> SHIFT) << SHIFT).to(tl.float32, bitcast=True)
+
+
+# Both searches below look for the largest order key in [low, high) such that the tokens at or above it weigh (or
+# number) at least `goal`. If by rounding not even the tokens at or above low do, the result is low. low and high are
+# int64, because an interval of float32 keys is wider than int32. Each pass keeps one of MARKS + 1 parts of the
+# interval, so the whole range takes 7 passes for bfloat16 and 14 for float32. Counts are exact in float32, because a
+# vocabulary is far below 2**24.
+
+
+@triton.jit
+def _place_marks(low, high, MARKS: tl.constexpr):
+    """Return the keys to try, at even distances above low, and the distance."""
+    step = tl.maximum((high - low) // (MARKS + 1), 1)
+    return low + step * (tl.arange(0, MARKS) + 1), step
+
+
+@triton.jit
+def _narrow(low, high, tried, step, above, goal, MARKS: tl.constexpr):
+    """Return the interval between the last mark that has enough above it, and the next mark."""
+    enough = (above >= goal) & (tried < high)  # higher marks have less above them: the marks with enough come first
+    passed = tl.sum(enough.to(tl.int64), 0)
+    high = tl.where(passed < MARKS, tl.minimum(high, low + step * (passed + 1)), high)
+    return low + step * passed, high
+
+
+@triton.jit
+def _find_bound(
+    maxima,
+    most,
+    weights,
+    row_max,
+    temperature,
+    low,
+    high,
+    goal,
+    BY_WEIGHT: tl.constexpr,
+    SHIFT: tl.constexpr,
+    MARKS: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """Return a lower bound of the threshold's key, from facts about whole parts.
+
+    In a part whose maximum reaches a mark, the tokens at or above the mark weigh at least as much as the maximum. They
+    also weigh at least as much as the whole part without PART - 1 tokens just below the mark.
+
+    Args:
+        maxima: the largest logit of each part.
+        most: the weights of those.
+        weights: the weights of whole parts.
+    """
+    keys = _order_key(maxima, SHIFT)
+    while high - low > 1:
+        tried, step = _place_marks(low, high, MARKS)
+        tried_key = tl.minimum(tried, high).to(tl.int32)
+        if BY_WEIGHT:
+            _, at_mark = weigh(_from_order_key(tried_key, SHIFT), row_max, temperature)
+            worth = tl.maximum(most[None, :], weights[None, :] - (PART - 1) * at_mark[:, None])
+        else:
+            worth = tl.full([1, 1], 1.0, tl.float32)
+        above = tl.sum(tl.where(keys[None, :] >= tried_key[:, None], worth, 0.0), 1)
+        low, high = _narrow(low, high, tried, step, above, goal, MARKS)
+    return low
+
+
+@triton.jit
+def _load_parts(row_ptr, listed_ptr, start, num_listed, vocab_size, PARTS: tl.constexpr, PART: tl.constexpr):
+    """Load PARTS of the listed parts, from `start` on. Returns their numbers and their logits [PARTS, PART].
+
+    Where there is no token, the logit is -inf.
+    """
+    place = start + tl.arange(0, PARTS)
+    part = tl.load(listed_ptr + place, mask=place < num_listed, other=0)
+    token = part[:, None] * PART + tl.arange(0, PART)[None, :]
+    exists = (place < num_listed)[:, None] & (token < vocab_size)
+    return part, tl.load(row_ptr + token, mask=exists, other=float("-inf")).to(tl.float32)
+
+
+@triton.jit
+def _find_threshold(
+    row_ptr,
+    listed_ptr,
+    num_listed,
+    vocab_size,
+    row_max,
+    temperature,
+    low,
+    high,
+    goal,
+    BY_WEIGHT: tl.constexpr,
+    SHIFT: tl.constexpr,
+    MARKS: tl.constexpr,
+    PARTS: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """Return the threshold's key, searched among the tokens of the listed parts."""
+    while high - low > 1:
+        tried, step = _place_marks(low, high, MARKS)
+        tried_key = tl.minimum(tried, high).to(tl.int32)
+        above = tl.zeros([MARKS, PARTS * PART], tl.float32)
+        for start in range(0, num_listed, PARTS):
+            _, x = _load_parts(row_ptr, listed_ptr, start, num_listed, vocab_size, PARTS, PART)
+            x = tl.reshape(x, [PARTS * PART])
+            if BY_WEIGHT:
+                _, worth = weigh(x, row_max, temperature)
+            else:
+                worth = tl.full([PARTS * PART], 1.0, tl.float32)
+            above += tl.where(_order_key(x, SHIFT)[None, :] >= tried_key[:, None], worth[None, :], 0.0)
+        low, high = _narrow(low, high, tried, step, tl.sum(above, 1), goal, MARKS)
+    return low
+
+
+@triton.jit
+def _weigh_kept(
+    row_ptr,
+    listed_ptr,
+    num_listed,
+    vocab_size,
+    row_max,
+    temperature,
+    floor,
+    min_p,
+    kept_ptr,
+    STORE: tl.constexpr,
+    PARTS: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """Return the weight of the listed parts' tokens that floor and min_p keep. If STORE, write each part's, too."""
+    total = tl.zeros([PARTS, PART], tl.float32)
+    for start in range(0, num_listed, PARTS):
+        part, x = _load_parts(row_ptr, listed_ptr, start, num_listed, vocab_size, PARTS, PART)
+        z, weight = weigh(x, row_max, temperature)
+        weight = tl.where((z >= floor) & (weight >= min_p), weight, 0.0)
+        total += weight
+        if STORE:
+            tl.store(kept_ptr + part, tl.sum(weight, 1), mask=start + tl.arange(0, PARTS) < num_listed)
+    return tl.sum(tl.sum(total, 1), 0)
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def _filter_kernel(
+    logits_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    part_max_ptr,
+    part_weight_ptr,
+    listed_ptr,
+    chunk_weight_ptr,
+    threshold_ptr,
+    row_stride,
+    vocab_size,
+    num_chunks,
+    SHIFT: tl.constexpr,
+    MARKS: tl.constexpr,
+    PARTS: tl.constexpr,
+    PART: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # Grid (num_rows,).
+    # A program owns one row: it finds the lowest z that top-k and top-p keep, and weighs each chunk's kept tokens.
+    # Rows that are greedy, broken or without a filter end at once. Padding may be filtered, which only costs time.
+    wait_for_predecessor(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    temperature = tl.load(temperature_ptr + row)
+    top_k = tl.load(top_k_ptr + row)
+    top_p = tl.load(top_p_ptr + row)
+    min_p = tl.load(min_p_ptr + row)
+    if (temperature <= 0.0) | (is_filtered(top_k, top_p, min_p, vocab_size) == 0):
+        return
+    IN_CHUNK: tl.constexpr = CHUNK // PART
+    num_parts = num_chunks * IN_CHUNK
+    row_ptr = logits_ptr + row * row_stride
+    listed_ptr += row * num_parts
+    part_weight_ptr += row * num_parts
+    part = tl.arange(0, CHUNKS * IN_CHUNK)
+    exists = part < num_parts
+    maxima = tl.load(part_max_ptr + row * num_parts + part, mask=exists, other=float("-inf")).to(tl.float32)
+    row_max = tl.max(maxima, 0)
+    if is_broken(row_max):
+        return
+    z_max, most = weigh(maxima, row_max, temperature)
+    weights = tl.load(part_weight_ptr + part, mask=exists, other=0.0) * most
+    total = tl.sum(weights, 0)
+    by_count = (top_k > 0) & (top_k < vocab_size)
+    count = top_k.to(tl.float32)
+    floor = tl.full([], float("-inf"), tl.float32)
+    low = _order_key(floor, SHIFT).to(tl.int64)
+    high = _order_key(row_max, SHIFT).to(tl.int64) + 1
+    if by_count:
+        low = _find_bound(maxima, most, weights, row_max, temperature, low, high, count, False, SHIFT, MARKS, PART)
+    elif top_p < 1.0:  # the goal is a little higher than needed, because these sums are rounded
+        goal = (top_p + 1e-5) * total
+        low = _find_bound(maxima, most, weights, row_max, temperature, low, high, goal, True, SHIFT, MARKS, PART)
+
+    # Parts below the bound do not count. Nor do parts that min-p drops, except with top-k: then top-p weighs all tokens
+    # that top-k keeps.
+    # Parts are compared by z, because different logits may have the same z.
+    z_low = tl.div_rn(_from_order_key(low, SHIFT) - row_max, temperature)
+    least = tl.where(by_count, 0.0, min_p * 0.9999)
+    chosen = exists & (z_max >= z_low) & (most >= least)
+    num_listed = tl.sum(chosen.to(tl.int32), 0)
+    tl.store(listed_ptr + tl.cumsum(chosen.to(tl.int32), 0) - 1, part, mask=chosen)
+    tl.store(part_weight_ptr + part, tl.zeros_like(most), mask=exists)
+    tl.debug_barrier()  # every thread reads the whole list
+
+    listed = (row_ptr, listed_ptr, num_listed, vocab_size, row_max, temperature)
+    if by_count:
+        low = _find_threshold(*listed, low, high, count, False, SHIFT, MARKS, PARTS, PART)
+        floor = tl.div_rn(_from_order_key(low, SHIFT) - row_max, temperature)
+    if top_p < 1.0:
+        if by_count:
+            total = _weigh_kept(*listed, floor, 0.0, part_weight_ptr, False, PARTS, PART)
+        low = _find_threshold(*listed, low, high, top_p * total, True, SHIFT, MARKS, PARTS, PART)
+        floor = tl.maximum(floor, tl.div_rn(_from_order_key(low, SHIFT) - row_max, temperature))
+    tl.store(threshold_ptr + row, floor)
+    _weigh_kept(*listed, floor, min_p, part_weight_ptr, True, PARTS, PART)
+    tl.debug_barrier()
+    chunk = tl.arange(0, CHUNKS)
+    inside = chunk[:, None] * IN_CHUNK + tl.arange(0, IN_CHUNK)[None, :]
+    kept = tl.load(part_weight_ptr + inside, mask=(chunk < num_chunks)[:, None], other=0.0)
+    tl.store(chunk_weight_ptr + row * num_chunks + chunk, tl.sum(kept, 1), mask=chunk < num_chunks)
+
+
+def filter_config(num_chunks: int, chunk: int, dtype: torch.dtype) -> dict[str, int]:
+    """Return the constants to compile with. A small top-k looks into about 64 parts, so PARTS is 64."""
+    return {
+        "SHIFT": _UNUSED_BITS[dtype],
+        "MARKS": 4,
+        "PARTS": 64,
+        "PART": PART,
+        "CHUNKS": next_power_of_2(num_chunks),
+        "CHUNK": chunk,
+        "num_warps": 16,
+    }
+
+
+def filter_rows(
+    logits: Tensor, filters: Sequence[Tensor], parts: Sequence[Tensor], chunk_weight: Tensor, threshold: Tensor
+) -> None:
+    """Write the threshold of each row with a filter, and the weights of its chunks without the tokens that it drops.
+
+    Args:
+        logits: [n, vocab].
+        filters: temperature, top_k, top_p and min_p, each [n], as in `SamplingValues`.
+        parts: the maximum of each part [n, all parts], in the logits' dtype; and its weight relative to
+            its maximum, float32 of the same shape, which is overwritten.
+        chunk_weight: float32 [n, num_chunks], written.
+        threshold: float32 [n], written: the lowest z that is kept.
+    """
+    num_chunks = chunk_weight.shape[1]
+    listed = torch.empty(parts[0].shape, dtype=torch.int32, device=logits.device)
+    sizes = (logits.stride(0), logits.shape[1], num_chunks)
+    config = filter_config(num_chunks, PART * parts[0].shape[1] // num_chunks, logits.dtype)
+    args = (logits, *filters, *parts, listed, chunk_weight, threshold, *sizes)
+    launch(_filter_kernel, (logits.shape[0],), args, config)

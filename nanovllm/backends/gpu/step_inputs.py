@@ -1,0 +1,100 @@
+"""Makes the inputs of a step on the device, from a plan and from the device's tables of the resident sequences."""
+
+import functools
+
+import torch
+
+from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
+from nanovllm.backends.gpu.triton_shim import next_power_of_2, tl, triton
+from nanovllm.ops.step_inputs import PlannedRows, RowTables, StepInputs, empty_step_inputs
+
+
+@triton.jit(
+    do_not_specialize=["num_seqs", "padding_row"],
+    # Triton would compile the kernel again for each alignment of an address. These arrays lie side by side in one
+    # buffer, so their alignments vary.
+    do_not_specialize_on_alignment=["rows_ptr", "num_computed_ptr", "num_scheduled_ptr", "planned_ids_ptr"],
+)
+def _step_inputs_kernel(
+    rows_ptr,
+    num_computed_ptr,
+    num_scheduled_ptr,
+    planned_ids_ptr,
+    tables_ptr,
+    last_token_ptr,
+    temperatures_ptr,
+    top_ks_ptr,
+    top_ps_ptr,
+    min_ps_ptr,
+    all_seeds_ptr,
+    token_ids_ptr,
+    positions_ptr,
+    slots_ptr,
+    cu_seqlens_ptr,
+    seq_lens_ptr,
+    block_tables_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    seeds_ptr,
+    num_seqs,
+    padding_row,
+    table_width,
+    BLOCK_SIZE: tl.constexpr,
+    MAX_SEQS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # Grid (num_seqs,).
+    # A program owns one sequence: its tokens, BLOCK at a time, and its row of each table.
+    # Tokens of the padding row get slot -1, so that they are not stored.
+    wait_for_predecessor(PDL)
+    seq = tl.program_id(0)
+    row = tl.load(rows_ptr + seq).to(tl.int64)
+    computed = tl.load(num_computed_ptr + seq)
+    scheduled = tl.load(num_scheduled_ptr + seq)
+    other = tl.arange(0, MAX_SEQS)
+    first = tl.sum(tl.load(num_scheduled_ptr + other, mask=other < seq, other=0), 0)
+    tl.store(cu_seqlens_ptr + seq, first)
+    if seq == num_seqs - 1:
+        tl.store(cu_seqlens_ptr + num_seqs, first + scheduled)
+    tl.store(seq_lens_ptr + seq, computed + scheduled)
+    tl.store(temperature_ptr + seq, tl.load(temperatures_ptr + row))
+    tl.store(top_k_ptr + seq, tl.load(top_ks_ptr + row))
+    tl.store(top_p_ptr + seq, tl.load(top_ps_ptr + row))
+    tl.store(min_p_ptr + seq, tl.load(min_ps_ptr + row))
+    tl.store(seeds_ptr + seq, tl.load(all_seeds_ptr + row))
+
+    table_ptr = tables_ptr + row * table_width
+    for start in range(0, table_width, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        block = tl.load(table_ptr + index, mask=index < table_width)
+        tl.store(block_tables_ptr + seq.to(tl.int64) * table_width + index, block, mask=index < table_width)
+    sampled = tl.load(last_token_ptr + row)
+    for start in range(0, scheduled, BLOCK):
+        index = start + tl.arange(0, BLOCK)
+        exists = index < scheduled
+        planned_id = tl.load(planned_ids_ptr + first + index, mask=exists)
+        tl.store(token_ids_ptr + first + index, tl.where(planned_id < 0, sampled, planned_id), mask=exists)
+        position = computed + index
+        tl.store(positions_ptr + first + index, position, mask=exists)
+        block = tl.load(table_ptr + position // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
+        slot = tl.where(row == padding_row, -1, block * BLOCK_SIZE + position % BLOCK_SIZE)
+        tl.store(slots_ptr + first + index, slot, mask=exists)
+
+
+def step_inputs_config(num_seqs: int, block_size: int) -> dict[str, int]:
+    """Return the constants to compile with. MAX_SEQS has few values, so that few batch sizes compile a new kernel."""
+    max_seqs = max(256, next_power_of_2(num_seqs))
+    return {"BLOCK_SIZE": block_size, "MAX_SEQS": max_seqs, "BLOCK": 256, "num_warps": 4}
+
+
+def step_inputs(planned: PlannedRows, tables: RowTables, block_size: int) -> StepInputs:
+    """Do what `step_inputs_reference` does, in one kernel."""
+    num_seqs = len(planned.rows)
+    made = empty_step_inputs(planned, tables, functools.partial(torch.empty, device=planned.rows.device))
+    sizes = (num_seqs, len(tables.last_token) - 1, tables.block_tables.shape[1])
+    args = (*planned, *tables, *made[:6], *made.sampling[:5], *sizes)
+    launch(_step_inputs_kernel, (num_seqs,), args, step_inputs_config(num_seqs, block_size))
+    return made

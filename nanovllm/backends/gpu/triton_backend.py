@@ -1,0 +1,68 @@
+"""Our own Triton kernels. They need torch, triton and a CUDA device (or, for tests, Triton's interpreter)."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from nanovllm.backends.base import Backend
+from nanovllm.backends.gpu.combine import combine
+from nanovllm.backends.gpu.edit_logits import edit_logits
+from nanovllm.backends.gpu.grouped_linear import grouped_linear
+from nanovllm.backends.gpu.norm_rope_store import norm_rope_store
+from nanovllm.backends.gpu.paged_decode import decode_metadata, paged_decode
+from nanovllm.backends.gpu.paged_prefill import paged_prefill
+from nanovllm.backends.gpu.rms_norm import add_rms_norm, rms_norm
+from nanovllm.backends.gpu.route import route
+from nanovllm.backends.gpu.sample import sample
+from nanovllm.backends.gpu.silu_and_mul import silu_and_mul
+from nanovllm.backends.gpu.step_inputs import step_inputs
+from nanovllm.backends.gpu.token_logprobs import token_logprobs
+from nanovllm.backends.gpu.triton_shim import HAS_TRITON, INTERPRETED
+from nanovllm.ops.attention import AttentionMetadata, KVCache
+
+
+class TritonBackend(Backend):
+    name = "triton"
+    head_dims = (32, 64, 128, 256)
+    groups = (1, 2, 3, 4, 5, 6, 7, 8, 16)
+    block_sizes = (16, 32, 64, 128, 256)
+
+    step_inputs = staticmethod(step_inputs)
+    rms_norm = staticmethod(rms_norm)
+    add_rms_norm = staticmethod(add_rms_norm)
+    silu_and_mul = staticmethod(silu_and_mul)
+    route = staticmethod(route)
+    grouped_linear = staticmethod(grouped_linear)
+    combine = staticmethod(combine)
+    norm_rope_store = staticmethod(norm_rope_store)
+    edit_logits = staticmethod(edit_logits)
+    sample = staticmethod(sample)
+    token_logprobs = staticmethod(token_logprobs)
+
+    @classmethod
+    def why_cannot(cls, device: torch.device) -> str | None:
+        if device.type != "cuda" and not INTERPRETED:
+            return f"it needs a CUDA device, not {device.type} (or, for tests, TRITON_INTERPRET=1 set before the start)"
+        if not HAS_TRITON:
+            return "triton is not installed (pip install triton)"
+        return None
+
+    def prepare_attention(self, metadata: AttentionMetadata, cache: KVCache, num_heads: int) -> AttentionMetadata:
+        decodes = metadata.num_decodes
+        if not decodes:
+            return metadata
+        return replace(metadata, decodes=decode_metadata(metadata.seq_lens[:decodes], cache, num_heads))
+
+    def attend(self, q: Tensor, cache: KVCache, metadata: AttentionMetadata, scale: float) -> Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        decodes = metadata.num_decodes
+        seq_lens = metadata.seq_lens
+        block_tables = metadata.block_tables
+        if decodes:
+            assert metadata.decodes is not None, "prepare_attention was not called"
+            paged_decode(q[:decodes], cache, block_tables[:decodes], metadata.decodes, scale, out[:decodes])
+        if seq_lens.shape[0] > decodes:
+            prefills = (metadata.cu_seqlens_q[decodes:], seq_lens[decodes:], block_tables[decodes:])
+            paged_prefill(q, cache, *prefills, num_tokens=q.shape[0] - decodes, scale=scale, out=out)
+        return out

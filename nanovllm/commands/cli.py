@@ -1,0 +1,349 @@
+"""The command `nanovllm`. Each subcommand imports what it needs when it runs, so that `--help` answers at once."""
+
+import argparse
+import json
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NoReturn
+
+from nanovllm.config import EngineConfig
+from nanovllm.drafts.options import read_speculative_config
+from nanovllm.jobs import ray_guard
+from nanovllm.jobs.job import STATUS_HELP, Status
+from nanovllm.jobs.source import MAX_LINE_BYTES
+from nanovllm.utils.checks import as_integer
+from nanovllm.version import __version__
+
+_ENGINE_FIELDS = {field.name: field for field in fields(EngineConfig)}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Answers a wrong command with one line. argparse would list all options."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(int(Status.USAGE), f"{self.prog}: {message}; see {self.prog} --help\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command, and return its exit status."""
+    parser = _Parser("nanovllm", description="Offline inference of Qwen, Llama and Mistral models.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_chat(commands)
+    _add_run_batch(commands)
+    _add_estimate(commands)
+    _add_view(commands)
+    _add_eval(commands)
+    _add_doctor(commands)
+    options, others = parser.parse_known_args(arguments)
+    if others and options.run is not _eval:
+        parser.error(f"unrecognized arguments: {' '.join(others)}")
+    options.others = others
+    _set_up_logging()
+    try:
+        status: int = options.run(options)
+    except KeyboardInterrupt:
+        return int(Status.INTERRUPTED)
+    except ValueError as error:
+        logging.getLogger(__name__).error("%s", error)
+        return int(Status.USAGE)
+    return int(status)
+
+
+def run() -> NoReturn:
+    """Run the command of this process, and end the process with its status.
+
+    After Ctrl-C or SIGTERM the interpreter's clean-up is left out. By then all is closed that this package opened, and
+    to take torch and transformers to pieces lasts up to seconds on a busy machine.
+    """
+    pipe = ray_guard.enter_child()
+    arguments = sys.argv[1:]
+    needs_child = pipe is None and ray_guard.works_on_ray(arguments)
+    status = ray_guard.run_in_child(arguments) if needs_child else main()
+    if pipe is not None:
+        ray_guard.report_end(pipe, status)
+    if status in (Status.INTERRUPTED, Status.TERMINATED):
+        logging.shutdown()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):  # its reader may have gone, or it may be closed
+                stream.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
+def _set_up_logging() -> None:
+    """Send what this package logs to stderr. Other packages are left alone."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("%(levelname)s %(message)s"))
+    logger = logging.getLogger("nanovllm")
+    logger.handlers = [handler]
+    logger.setLevel(logging.INFO)
+
+
+def _add_chat(commands: Any) -> None:
+    parser = commands.add_parser(
+        "chat",
+        help="talk to a model in the terminal",
+        description="Talk to a model in the terminal. Ctrl-C stops an answer, Ctrl-D ends the conversation, and /new "
+        "starts another one.",
+    )
+    parser.add_argument("model", help=_help("model"))
+    parser.add_argument("--system", metavar="TEXT", help="the system prompt (default: none)")
+    parser.add_argument("--temperature", type=float, metavar="T", help="0 always takes the likeliest token")
+    parser.add_argument(
+        "--max-tokens", type=int, metavar="N", help="most tokens of an answer (default: what --max-model-len leaves)"
+    )
+    engine = parser.add_argument_group("engine options")
+    for name in _ENGINE_FIELDS:
+        if name not in ("model", "max_num_seqs"):
+            _add_engine_option(engine, name)
+    parser.set_defaults(run=_chat, max_num_seqs=1)
+
+
+def _chat(options: argparse.Namespace) -> int:
+    from nanovllm.commands.chat import chat
+
+    changes: dict[str, float | None] = {"max_tokens": options.max_tokens}
+    if options.temperature is not None:
+        changes["temperature"] = options.temperature
+    return chat(_read_engine_config(options), options.system, changes)
+
+
+def _add_run_batch(commands: Any) -> None:
+    parser = commands.add_parser(
+        "run-batch",
+        help="answer a file of requests",
+        description="Answer a file of requests. A line has OpenAI's batch format, or is "
+        '{"prompt": ...} or {"messages": ...}.\n'
+        "After a crash, the same command resumes the job.",
+        epilog="exit status:\n" + "\n".join(f"  {status.value:3}  {text}" for status, text in STATUS_HELP.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add(
+        "-i",
+        "--input-file",
+        required=True,
+        metavar="PATH",
+        help='file of requests, one per line, or a folder of such files; gzip is unpacked; "-" is stdin',
+    )
+    add(
+        "-o",
+        "--output-file",
+        required=True,
+        metavar="FILE",
+        help='file of results, in the order in which they end; "-" is stdout',
+    )
+    add("--overwrite", action="store_true", help="start anew: throw away what the output file holds")
+    add("--accept-changes", action="store_true", help="resume even if options or the engine differ from before")
+    add(
+        "--max-line-bytes",
+        type=int,
+        default=MAX_LINE_BYTES,
+        metavar="N",
+        help=f"answer longer lines by an error (default: {MAX_LINE_BYTES})",
+    )
+    add("--served-model-name", metavar="NAME", help='the only "model" that lines may ask for (default: --model)')
+    add("--stats", metavar="FILE", help="write the summary to this file, as JSON")
+    add("--model", required=True, help=_help("model"))
+    cluster = parser.add_argument_group("on a Ray cluster")
+    cluster.add_argument("--ray", action="store_true", help="run on a cluster; needs the extra nano-vllm[ray]")
+    cluster.add_argument("--replicas", type=int, default=1, metavar="N", help="number of engines (default: 1)")
+    cluster.add_argument(
+        "--ray-address",
+        metavar="ADDRESS",
+        help="of the cluster (default: RAY_ADDRESS, or a new cluster of this machine alone)",
+    )
+    engine = parser.add_argument_group("engine options")
+    for name in _ENGINE_FIELDS:
+        if name != "model":
+            _add_engine_option(engine, name)
+    parser.set_defaults(run=_run_batch)
+
+
+def _run_batch(options: argparse.Namespace) -> int:
+    from nanovllm.jobs.job import Job
+    from nanovllm.jobs.run import run_job
+
+    job = Job(
+        input=options.input_file,
+        output=options.output_file,
+        config=_read_engine_config(options),
+        model_name=options.served_model_name or options.model,
+        overwrite=options.overwrite,
+        stats=options.stats,
+        max_line_bytes=as_integer(options.max_line_bytes, "--max-line-bytes", 1),
+        accept_changes=options.accept_changes,
+    )
+    if not options.ray:
+        if options.replicas != 1 or options.ray_address is not None:
+            raise ValueError("--replicas and --ray-address are for a Ray cluster: add --ray")
+        return run_job(job)
+    try:
+        from nanovllm.jobs.cluster import run_on_ray
+    except ImportError as error:
+        raise ValueError(f"--ray needs Ray Data: pip install 'nano-vllm[ray]' ({error})") from error
+    return run_on_ray(job, options.replicas, options.ray_address)
+
+
+def _add_estimate(commands: Any) -> None:
+    parser = commands.add_parser(
+        "estimate",
+        help="tell whether a model fits into a GPU",
+        description="Tell from config.json alone whether a model fits into a GPU, and how many tokens of KV cache.",
+        epilog="exit status: 0 if one sequence of --max-model-len fits, 1 if not, 2 for a wrong option",
+    )
+    add = parser.add_argument
+    add("model", help="a folder, a config.json, a Hugging Face id, or a shape such as qwen3-8b")
+    add(
+        "--gpu-memory",
+        required=True,
+        metavar="SIZE",
+        help="memory of one GPU, such as 80GB (which means 80 GiB), or in bytes",
+    )
+    sizes = ("kvcache_block_size", "max_num_seqs", "max_num_batched_tokens")
+    for name in (
+        "max_model_len",
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "dtype",
+        "quantization",
+        "gpu_memory_utilization",
+        *sizes,
+    ):
+        _add_engine_option(parser, name)
+    parser.set_defaults(run=_estimate)
+
+
+def _estimate(options: argparse.Namespace) -> int:
+    from nanovllm.commands.estimate import estimate, parse_size, read_config
+
+    estimated = estimate(read_config(options.model), _read_engine_config(options), parse_size(options.gpu_memory))
+    sys.stdout.write(estimated.describe() + "\n")
+    return 0 if estimated.fits else 1
+
+
+def _add_view(commands: Any) -> None:
+    parser = commands.add_parser(
+        "view",
+        help="look at a run, step by step, in a browser",
+        description="Turn a trace, which the option trace records, into one page for a browser. It shows the steps, "
+        "the KV blocks with their owners, and the life of each request. With two traces, it shows both runs side by "
+        "side, step by step.",
+    )
+    parser.add_argument("trace", type=Path, metavar="RUN.json", help="the file that the option trace recorded")
+    parser.add_argument("other", type=Path, nargs="?", metavar="OTHER.json", help="a second run, to compare")
+    parser.add_argument(
+        "-o", "--output", type=Path, metavar="FILE", help="the page to write (default: the trace's name, with .html)"
+    )
+    parser.set_defaults(run=_view)
+
+
+def _view(options: argparse.Namespace) -> int:
+    from nanovllm.view.page import write_page
+
+    output = options.output or options.trace.with_suffix(".html")
+    recording = write_page(options.trace, output, options.other)
+    sys.stdout.write(f"{output}: {recording.num_steps} steps; open it in a browser\n")
+    return 0
+
+
+def _add_eval(commands: Any) -> None:
+    parser = commands.add_parser(
+        "eval",
+        help="evaluate a model with lm-evaluation-harness",
+        description="Evaluate a model with lm-evaluation-harness; needs the extra nano-vllm[eval].",
+        usage="nanovllm eval --model MODEL [NAME=VALUE ...] --tasks TASK [...]",
+        epilog="NAME=VALUE sets an option of LLM, such as dtype=float32. All else goes to the harness: see lm-eval run "
+        "--help.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--model", required=True, help=_help("model"))
+    parser.set_defaults(run=_eval)
+
+
+def _eval(options: argparse.Namespace) -> int:
+    try:
+        from nanovllm.lm_eval import run_harness
+    except ImportError as error:
+        raise ValueError(str(error)) from error
+    run_harness(options.model, options.others)
+    return 0
+
+
+def _add_doctor(commands: Any) -> None:
+    parser = commands.add_parser(
+        "doctor",
+        help="describe this machine, for a bug report",
+        description="Print what a bug report needs: versions, processor, threads, compiler, memory, and which backend "
+        "runs a model here, with the reason.",
+    )
+    parser.add_argument(
+        "model", nargs="?", default="qwen3-0.6b", help="a folder, an id or a shape (default: the shape qwen3-0.6b)"
+    )
+    parser.set_defaults(run=_doctor)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from nanovllm.commands.doctor import describe
+
+    sys.stdout.write(describe(options.model) + "\n")
+    return 0
+
+
+def _read_engine_config(options: argparse.Namespace) -> EngineConfig:
+    given = {name: value for name, value in vars(options).items() if name in _ENGINE_FIELDS and name != "model"}
+    config = EngineConfig.from_options(options.model, given)
+    if config.speculative_config is not None:  # an engine checks it when it is loaded, and a job has files by then
+        read_speculative_config(config.speculative_config)
+    return config
+
+
+def _add_engine_option(parser: Any, name: str) -> None:
+    """Add an option of EngineConfig, with its help text. EngineConfig gives options that are absent their defaults."""
+    field = _ENGINE_FIELDS[name]
+    if field.type in (bool, bool | None):
+        kind: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+    else:
+        type_, metavar = _TYPES[str(field.type)]
+        kind = {"type": type_, "metavar": metavar or _METAVARS.get(name) or name.split("_")[-1].upper()}
+    parser.add_argument(f"--{name.replace('_', '-')}", default=argparse.SUPPRESS, help=_help(name), **kind)
+
+
+def _integer_or_name(text: str) -> int | str:
+    return int(text) if text.isdigit() else text
+
+
+def _json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from error
+
+
+_TYPES: dict[str, tuple[Any, str | None]] = {
+    str(str): (str, None),
+    str(str | None): (str, None),
+    str(int): (int, "N"),
+    str(float): (float, "SHARE"),
+    str(int | None): (int, "N"),
+    str(int | str): (_integer_or_name, "N"),
+    str(Mapping[str, Any] | None): (_json, "JSON"),
+}
+"""For each type of a field: the function that reads its argument, and the argument's name in --help.
+
+The name None means: the last word of the field's name."""
+_METAVARS = {"trace": "FILE"}
+
+
+def _help(name: str) -> str:
+    field = _ENGINE_FIELDS[name]
+    text = str(field.metadata["help"])
+    if name != "model":
+        text += f" (default: {field.default})"
+    return text.replace("%", "%%")

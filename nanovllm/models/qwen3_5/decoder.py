@@ -1,0 +1,123 @@
+"""The decoder of Qwen3.5, 3.6 and 3.8: of four layers three are Gated DeltaNets, and one is gated attention.
+
+It computes the same numbers as transformers' modeling_qwen3_5. Pictures and multi-token prediction are not read.
+"""
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm.backends import AttentionMetadata, Backend, CacheSize, KVCache
+from nanovllm.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
+from nanovllm.layers.parallel import Parallel
+from nanovllm.layers.weights import NamedTargets, ShardedLayer, WeightTarget
+from nanovllm.models.config import find_rotary_dim
+from nanovllm.models.decoder import Decoder, Layer, make_norm, make_rotary_table
+from nanovllm.models.qwen3_5.delta_net import DeltaNet
+from nanovllm.models.qwen3_5.operators import choose_hybrid_operators
+from nanovllm.models.qwen3_5.sizes import HybridShape
+from nanovllm.ops.norm_rope_store import NormRope
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+def pair_halves(head_dim: int, rotary_dim: int) -> list[tuple[int, int]]:
+    """Return the order in which a head's elements are stored here, as (first element, count).
+
+    The family rotates the first rotary_dim elements of a head, and pairs i with i + rotary_dim / 2. The kernels pair i
+    with i + head_dim / 2. So the elements are moved when the weights are loaded, and where nothing rotates the angle
+    is 0. Attention's scores do not change, because queries and keys have the same order.
+    """
+    half = rotary_dim // 2
+    rest = head_dim // 2 - half  # unrotated elements in each half of a head
+    pieces = [(0, half), (rotary_dim, rest), (half, half), (rotary_dim + rest, rest)]
+    return [(first, count) for first, count in pieces if count]
+
+
+class GatedAttention(ShardedLayer):
+    """Grouped-query attention on normed heads of which a part rotates. A sigmoid of a gate scales its output.
+
+    In a checkpoint q_proj has, for each head, the query and then the gate.
+    """
+
+    def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel) -> None:
+        super().__init__()
+        self.backend = backend
+        self.operators = choose_hybrid_operators(backend)
+        self.eps = config.rms_norm_eps
+        self.scale = config.head_dim**-0.5
+        whole = HybridShape.from_config(config)
+        mine = whole.shard(parallel.size)
+        self.kv_heads = mine.kv_heads
+        self.head_dim = dim = whole.head_dim
+        self.pieces = pair_halves(dim, find_rotary_dim(config))
+        first = parallel.rank * whole.heads // parallel.size
+        first_kv = parallel.rank * whole.kv_heads // parallel.size  # several ranks may hold the same KV head
+        heads = range(first, first + mine.heads)
+        queries = 2 * whole.heads * dim
+        keys = whole.kv_heads * dim
+        parts = [Part("q_proj", queries, 2 * dim * head + at, count) for head in heads for at, count in self.pieces]
+        for head in range(first_kv, first_kv + mine.kv_heads):
+            parts += [Part("k_proj", keys, dim * head + at, count) for at, count in self.pieces]
+        parts.append(Part("v_proj", keys, first_kv * dim, mine.kv_heads * dim))
+        gates = [Part("q_proj", queries, dim * (2 * head + 1), dim) for head in heads]
+        self.qkv_proj = ColumnParallelLinear(config.hidden_size, parts, whole.qkv_bias)
+        self.gate_proj = ColumnParallelLinear(config.hidden_size, gates, whole.qkv_bias)
+        self.o_proj = RowParallelLinear(whole.heads * dim, config.hidden_size, whole.o_bias, parallel, "o_proj")
+        self.q_norm = make_norm(dim, torch.float32)
+        self.k_norm = make_norm(dim, torch.float32)
+
+    def make_cache(self, size: CacheSize, dtype: torch.dtype, device: torch.device) -> KVCache:
+        """Return the blocks of this layer, empty."""
+        shape = (size.num_blocks, size.block_size, self.kv_heads, self.head_dim)
+        return self.backend.allocate_cache(shape, dtype, device)
+
+    def forward(self, x: Tensor, cos_sin: Tensor, positions: Tensor, cache: KVCache, meta: AttentionMetadata) -> Tensor:
+        """x [num_tokens, hidden] -> [num_tokens, hidden]; the tokens' keys and values are stored in the cache first."""
+        norms = NormRope(self.q_norm, self.k_norm, self.eps, cos_sin)
+        q = self.backend.norm_rope_store(self.qkv_proj(x), norms, positions, cache, meta.slot_mapping)
+        out = self.backend.attend(q, cache, meta, self.scale).flatten(1)
+        return self.o_proj(self.operators.sigmoid_and_mul(out, self.gate_proj(x)))  # type: ignore[no-any-return]
+
+    def weight_targets(self, path: str, names: Collection[str]) -> NamedTargets:
+        for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
+            end = 0
+            for first, count in self.pieces:
+                end += count
+                source = (slice(first, first + count),)
+                yield f"{path}.{name}.weight", WeightTarget(norm[end - count : end], (self.head_dim,), source, plus=1)
+
+
+class HybridLayer(Layer):
+    """A DeltaNet or gated attention, and an MLP."""
+
+    norm_dtype = torch.float32
+
+    def make_attention(self, config: "PretrainedConfig", index: int, parallel: Parallel) -> nn.Module:
+        is_linear = config.layer_types[index] == "linear_attention"
+        return (DeltaNet if is_linear else GatedAttention)(config, self.backend, parallel)
+
+
+class HybridDecoder(Decoder):
+    """The model of one rank. Its norms multiply by 1 + weight."""
+
+    layer_class = HybridLayer
+    shape_class = HybridShape
+    norm_plus = 1.0
+    unread = ("model.visual.", "mtp.")
+
+    def make_angles(self, config: "PretrainedConfig", num_positions: int) -> Tensor:
+        """Return cosines and sines, float32 [num_positions, head_dim]. What does not rotate has the angle 0."""
+        angles = make_rotary_table(config, num_positions)
+        missing = (config.head_dim - angles.shape[1]) // 2
+        cos, sin = angles.chunk(2, dim=1)
+        return torch.cat((cos, cos.new_ones(num_positions, missing), sin, sin.new_zeros(num_positions, missing)), dim=1)
+
+    def _name_in_checkpoint(self, path: str) -> str:
+        name = super()._name_in_checkpoint(path)
+        if path.startswith("layers.") and isinstance(self.layers[int(path.split(".")[1])].self_attn, DeltaNet):
+            return name.replace(".self_attn", ".linear_attn")
+        return name

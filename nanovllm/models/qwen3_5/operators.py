@@ -1,0 +1,94 @@
+"""The operators that only hybrids have, linear attention's and a gate's: plain torch, Triton kernels, C++ kernels."""
+
+from torch import Tensor
+
+from nanovllm.backends import AttentionMetadata, Backend
+from nanovllm.backends.cpu.backend import LANES, CpuBackend
+from nanovllm.backends.gpu.causal_conv import causal_conv
+from nanovllm.backends.gpu.gated_delta import gated_delta
+from nanovllm.backends.gpu.gated_rms_norm import gated_rms_norm
+from nanovllm.backends.gpu.sigmoid_and_mul import sigmoid_and_mul
+from nanovllm.backends.gpu.triton_backend import TritonBackend
+from nanovllm.models.qwen3_5.ops import (
+    causal_conv_reference,
+    gated_delta_reference,
+    gated_rms_norm_reference,
+    sigmoid_and_mul_reference,
+)
+
+MAX_CONV_WIDTH = 8
+"""The most inputs in a sum of `causal_conv`, as in backends/cpu/gated_delta.h."""
+
+MAX_KEY_DIM = 256
+"""The largest key of `gated_delta`, MAX_HEAD_DIM in backends/cpu/vectors.h."""
+
+
+class HybridOperators:
+    """Computes each operator with its plain-torch reference. As in `Backend`, a subclass replaces attributes."""
+
+    causal_conv = staticmethod(causal_conv_reference)
+    gated_delta = staticmethod(gated_delta_reference)
+    gated_rms_norm = staticmethod(gated_rms_norm_reference)
+    sigmoid_and_mul = staticmethod(sigmoid_and_mul_reference)
+
+
+class TritonHybridOperators(HybridOperators):
+    """Launches our Triton kernels."""
+
+    causal_conv = staticmethod(causal_conv)
+    gated_delta = staticmethod(gated_delta)
+    gated_rms_norm = staticmethod(gated_rms_norm)
+    sigmoid_and_mul = staticmethod(sigmoid_and_mul)
+
+
+class CpuHybridOperators(HybridOperators):
+    """Calls C++ kernels of the CPU backend's library. A width that a kernel does not know goes to its reference."""
+
+    def __init__(self, backend: CpuBackend) -> None:
+        self._library = backend.library
+        self._scratch = backend.scratch
+
+    def causal_conv(self, x: Tensor, weight: Tensor, state: Tensor, metadata: AttentionMetadata) -> Tensor:
+        width, channels = weight.shape
+        if channels % LANES or width > MAX_CONV_WIDTH:
+            return super().causal_conv(x, weight, state, metadata)
+        y = self._scratch.empty(*x.shape, dtype=x.dtype)
+        sequences = (metadata.cu_seqlens_q, metadata.seq_lens, metadata.rows)
+        sizes = (len(metadata.seq_lens), channels, width, x.stride(0))
+        self._library.call("causal_conv", x.dtype, x, weight, state, y, *sequences, *sizes)
+        return y
+
+    def gated_delta(
+        self, qkv: Tensor, gates: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, metadata: AttentionMetadata
+    ) -> Tensor:
+        value_heads, key_dim, value_dim = state.shape[1:]
+        if key_dim % LANES or value_dim % LANES or key_dim > MAX_KEY_DIM:
+            return super().gated_delta(qkv, gates, a_log, dt_bias, state, metadata)
+        key_heads = (qkv.shape[1] - value_heads * value_dim) // (2 * key_dim)
+        out = self._scratch.empty(qkv.shape[0], value_heads, value_dim, dtype=qkv.dtype)
+        sequences = (metadata.cu_seqlens_q, metadata.seq_lens, metadata.rows)
+        sizes = (len(metadata.seq_lens), key_heads, value_heads, key_dim, value_dim, gates.stride(0))
+        self._library.call("gated_delta", qkv.dtype, qkv, gates, a_log, dt_bias, state, *sequences, out, *sizes)
+        return out
+
+    def gated_rms_norm(self, x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
+        tokens, heads, dim = x.shape
+        if dim % LANES:
+            return super().gated_rms_norm(x, gate, weight, eps)
+        y = self._scratch.empty(tokens, heads * dim, dtype=x.dtype)
+        self._library.call("gated_rms_norm", x.dtype, x, gate, weight, y, *x.shape, gate.stride(0), eps)
+        return y
+
+    def sigmoid_and_mul(self, x: Tensor, gate: Tensor) -> Tensor:
+        if x.shape[1] % LANES:
+            return super().sigmoid_and_mul(x, gate)
+        y = self._scratch.empty(*x.shape, dtype=x.dtype)
+        self._library.call("sigmoid_and_mul", x.dtype, x, gate, y, *x.shape, gate.stride(0))
+        return y
+
+
+def choose_hybrid_operators(backend: Backend) -> HybridOperators:
+    """Return the operators for a backend: each layer of a hybrid calls this once, and keeps what it returns."""
+    if isinstance(backend, CpuBackend):
+        return CpuHybridOperators(backend)
+    return TritonHybridOperators() if isinstance(backend, TritonBackend) else HybridOperators()

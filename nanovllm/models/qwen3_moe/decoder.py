@@ -1,0 +1,113 @@
+"""The decoder of Qwen3's mixtures of experts: in some layers, or all, each token is computed by a few of many MLPs.
+
+It computes the same numbers as transformers' modeling_qwen3_moe.
+"""
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm.backends import Backend
+from nanovllm.layers.linear import ColumnParallelLinear, Part
+from nanovllm.layers.parallel import Parallel
+from nanovllm.layers.weights import NamedTargets, ShardedLayer, WeightTarget
+from nanovllm.models.config import find_sparse_layers
+from nanovllm.models.decoder import Decoder, Layer
+from nanovllm.models.qwen3_moe.ops import Routing
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+class PackedExperts(Protocol):
+    """The matrices [num_experts, out, in] of experts, in a form of their own."""
+
+    def multiply(self, x: Tensor, routing: Routing, gather: bool) -> Tensor:
+        """See `grouped_linear_reference`, which has the same arguments and result."""
+
+
+class Experts(ShardedLayer):
+    """The matrices of E SwiGLU MLPs. Each rank holds its share of the intermediate features of every expert.
+
+    A backend may pack them after loading; then their elements are in its own order.
+
+    Attributes:
+        gate_up: [num_experts, 2 * intermediate, hidden], gate first.
+        down: [num_experts, hidden, intermediate].
+        packed: quantised matrices instead of these two, which are then empty.
+    """
+
+    packed: tuple[PackedExperts, PackedExperts] | None = None
+
+    def __init__(self, num_experts: int, hidden: int, intermediate: int, parallel: Parallel) -> None:
+        super().__init__()
+        self.intermediate = intermediate
+        self.start, length = parallel.shard(intermediate, "moe_intermediate_size")
+        self.gate_up = nn.Parameter(torch.empty(num_experts, 2 * length, hidden), requires_grad=False)
+        self.down = nn.Parameter(torch.empty(num_experts, hidden, length), requires_grad=False)
+
+    def list_stacks(self) -> tuple[nn.Parameter, ...]:
+        return (self.gate_up, self.down) if self.packed is None else ()
+
+    def weight_targets(self, path: str, names: Collection[str]) -> NamedTargets:
+        """See `ShardedLayer`. Either one tensor holds gate and up of all experts, gate first, or each has its own."""
+        num_experts, hidden, length = self.down.shape
+        size = self.intermediate
+        mine = slice(self.start, self.start + length)
+        everything = slice(None)
+        gates, ups = self.gate_up.view(num_experts, 2, length, hidden).unbind(1)
+        if (fused := f"{path}.gate_up_proj") in names:
+            mine_of_up = slice(size + self.start, size + self.start + length)
+            for view, rows in ((gates, mine), (ups, mine_of_up)):
+                yield fused, WeightTarget(view, (num_experts, 2 * size, hidden), (everything, rows, everything))
+            shape = (num_experts, hidden, size)
+            yield f"{path}.down_proj", WeightTarget(self.down, shape, (everything, everything, mine))
+            return
+        for i, (gate, up, down) in enumerate(zip(gates, ups, self.down, strict=True)):
+            for name, view in (("gate_proj", gate), ("up_proj", up)):
+                yield f"{path}.{i}.{name}.weight", WeightTarget(view, (size, hidden), (mine, everything))
+            yield f"{path}.{i}.down_proj.weight", WeightTarget(down, (hidden, size), (everything, mine))
+
+
+class SparseMLP(nn.Module):
+    """Mixture of experts: for each token a router chooses k of E experts, and their outputs are summed with weights."""
+
+    def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel) -> None:
+        super().__init__()
+        self.backend = backend
+        self.parallel = parallel
+        self.k: int = config.num_experts_per_tok
+        self.normalize = bool(config.norm_topk_prob)
+        num_experts: int = config.num_experts
+        hidden: int = config.hidden_size
+        parts = [Part("gate", num_experts, 0, num_experts)]  # each rank holds the whole router
+        self.gate = ColumnParallelLinear(hidden, parts, bias=False)
+        self.experts = Experts(num_experts, hidden, config.moe_intermediate_size, parallel)
+
+    def forward(self, x: Tensor, slots: Tensor) -> Tensor:
+        """x [num_tokens, hidden] -> the same shape; slots [num_tokens], -1 for padding, which goes to no expert."""
+        routing = self.backend.route(self.gate(x), self.k, self.normalize, slots)
+        experts = self.experts
+        if experts.packed is not None:
+            gate_up, down = experts.packed
+            y = down.multiply(self.backend.silu_and_mul(gate_up.multiply(x, routing, True)), routing, False)
+        else:
+            hidden = self.backend.silu_and_mul(self.backend.grouped_linear(x, experts.gate_up, routing, gather=True))
+            y = self.backend.grouped_linear(hidden, experts.down, routing, gather=False)
+        return self.parallel.all_reduce(self.backend.combine(y, routing))
+
+
+class SparseLayer(Layer):
+    """Attention, and a mixture of experts or an MLP."""
+
+    def make_mlp(self, config: "PretrainedConfig", index: int, parallel: Parallel) -> nn.Module:
+        is_sparse = index in find_sparse_layers(config)
+        return SparseMLP(config, self.backend, parallel) if is_sparse else super().make_mlp(config, index, parallel)
+
+
+class SparseDecoder(Decoder):
+    """The model of one rank."""
+
+    layer_class = SparseLayer

@@ -1,0 +1,166 @@
+"""Samples one token per row. It draws a number u in (0, 1), adds the probabilities in order of token id, and takes the
+first token at which the sum exceeds u.
+
+Every backend follows the same rule:
+
+1. Temperature 0 takes the most likely token; of equal ones, the lowest id. Otherwise z = (logits - max) / temperature.
+2. top-k keeps the tokens whose z is at least the k-th largest z. Ties are kept. 0 is off.
+3. top-p adds the weights exp(z) of the tokens that top-k kept, from the most likely down, until the sum is at least
+   p times the total. Let t be the z of the token added last. All tokens with z >= t are kept. 1 is off.
+4. min-p keeps the tokens whose exp(z) is at least min_p. exp(z) is the probability relative to the most likely token.
+5. Philox4x32-10 makes a uniform number u in (0, 1) from the request's seed (the key) and the position of the sampled
+   token (the counter). It has no state, so a request draws the same numbers whatever else is in its batch, and also
+   after a preemption. (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".)
+6. The token is the first one whose cumulative weight exceeds u * total. It is found in two levels: first the chunk of
+   CHUNK tokens, then the token inside it.
+
+If the logits of a row hold a NaN, +inf or nothing finite, they are no distribution. Such a row is flagged as broken
+before all this, and gets some token of the vocabulary.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanovllm.utils.integers import ceil_div
+
+CHUNK = 4096
+"""Tokens of the vocabulary that are weighed together."""
+
+
+_MASK = 0xFFFFFFFF
+
+
+class SamplingValues(NamedTuple):
+    """The sampling parameters of n rows.
+
+    Attributes:
+        temperature, top_p, min_p: float32 [n].
+        top_k: int32 [n].
+        seeds: int64 [n].
+        positions: [n], the index in its sequence of the token that is to be sampled.
+    """
+
+    temperature: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    seeds: Tensor
+    positions: Tensor
+
+    def select(self, rows: Tensor) -> "SamplingValues":
+        """Return the values of some of the rows; `rows` has their indices, in any order."""
+        return SamplingValues(*(values[rows] for values in self))
+
+    def has_filter(self, vocab_size: int) -> Tensor:
+        """Return bool [n]: whether top-k, top-p or min-p is on in each row."""
+        return ((self.top_k > 0) & (self.top_k < vocab_size)) | (self.top_p < 1) | (self.min_p > 0)
+
+
+class Sampled(NamedTuple):
+    """The sampled tokens, int32 [n], twice.
+
+    Attributes:
+        token_ids: always a token of the vocabulary, so that the next step can compute with it.
+        checked: the same, but -1 where the row is broken. The host reads these.
+    """
+
+    token_ids: Tensor
+    checked: Tensor
+
+
+def store_samples_reference(token_ids: Tensor, rows: Tensor, last_token: Tensor) -> None:
+    """Write token_ids int32 [n] to the places `rows` int32 [n] of last_token, where the rows' next decodes read them.
+
+    If a row is there more than once, it keeps one of its tokens.
+    """
+    last_token[rows] = token_ids
+
+
+def uniform_reference(seeds: Tensor, positions: Tensor) -> Tensor:
+    """Return (m + 0.5) / 2**23, float32 [n], where m is the upper 23 bits of the first word of Philox4x32-10.
+
+    float32 holds m + 0.5 without rounding, so the result is never 0 or 1.
+
+    Args:
+        seeds: int64 [n], the 64 bits of the key.
+        positions: int64 [n], the low word of the counter.
+    """
+    counter = [positions & _MASK, *(torch.zeros_like(positions) for _ in range(3))]
+    key0 = seeds & _MASK
+    key1 = (seeds >> 32) & _MASK
+    for _ in range(10):
+        product0 = counter[0] * 0xD2511F53  # may overflow; its low 64 bits are right
+        product1 = counter[2] * 0xCD9E8D57
+        counter = [
+            ((product1 >> 32) & _MASK) ^ counter[1] ^ key0,
+            product1 & _MASK,
+            ((product0 >> 32) & _MASK) ^ counter[3] ^ key1,
+            product0 & _MASK,
+        ]
+        key0 = (key0 + 0x9E3779B9) & _MASK
+        key1 = (key1 + 0xBB67AE85) & _MASK
+    return ((counter[0] >> 9).to(torch.float32) + 0.5) * 2.0**-23
+
+
+def filter_reference(z: Tensor, values: SamplingValues) -> Tensor:
+    """Return bool [n, vocab]: the tokens that the filters keep, for z float32 [n, vocab] with maximum 0 in each row."""
+    vocab_size = z.shape[1]
+    top_p = values.top_p
+    k = torch.where((values.top_k > 0) & (values.top_k < vocab_size), values.top_k, vocab_size)
+    # Sorting 150,000 values takes 10 ms a row. If every row has a small k, the largest k values are enough: a token
+    # that ties with the k-th has the same z, so comparing with the threshold finds it, even if `descending` lacks it.
+    descending = z.topk(int(k.max()), dim=1).values
+    kth = descending.gather(1, (k - 1).unsqueeze(1).long())
+    threshold = kth
+    if bool((top_p < 1).any()):
+        weights = torch.where(descending >= kth, descending, -math.inf).exp()
+        cumulative = weights.cumsum(1)
+        total = torch.where(z >= kth, z, -math.inf).exp().sum(1, keepdim=True)
+        crossing = (cumulative < top_p.unsqueeze(1) * total).sum(1, keepdim=True)
+        crossing = crossing.clamp(max=descending.shape[1] - 1)
+        at_crossing = descending.gather(1, crossing)
+        threshold = torch.where(top_p.unsqueeze(1) < 1, torch.maximum(kth, at_crossing), kth)
+    return (z >= threshold) & (z.exp() >= values.min_p.unsqueeze(1))
+
+
+def _find_first_above(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Return for each row the first index whose cumulative weight exceeds target [n], and the sum of the
+    weights before that index.
+
+    Rounding may leave the target at or above the total. Then the index is the last one with a weight.
+    """
+    cumulative = weights.cumsum(1)
+    n = weights.shape[1]
+    last = n - 1 - (weights > 0).flip(1).to(torch.int8).argmax(1)
+    index = torch.minimum((cumulative <= target.unsqueeze(1)).sum(1), last)
+    before = cumulative.gather(1, (index - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
+    return index, torch.where(index > 0, before, torch.zeros_like(before))
+
+
+def sample_reference(logits: Tensor, values: SamplingValues) -> Sampled:
+    """Sample one token a row by the rule above. logits are [n, vocab], of any float dtype."""
+    highest, greedy = logits.max(1)  # NaN counts as the highest of all
+    token_ids = greedy.to(torch.int32)
+    is_finite = highest.isfinite()
+    random = ((values.temperature > 0) & is_finite).nonzero().squeeze(1)
+    if random.numel() == 0:
+        return Sampled(token_ids, torch.where(is_finite, token_ids, -1))
+    values = values.select(random)
+    z = (logits[random].float() - highest[random].float().unsqueeze(1)) / values.temperature.unsqueeze(1)
+    weights = z.exp()
+    filtered = values.has_filter(z.shape[1]).nonzero().squeeze(1)
+    if filtered.numel():
+        kept = filter_reference(z[filtered], values.select(filtered))
+        weights[filtered] = torch.where(kept, weights[filtered], 0.0)
+    n, vocab_size = weights.shape
+    num_chunks = ceil_div(vocab_size, CHUNK)
+    chunks = torch.nn.functional.pad(weights, (0, num_chunks * CHUNK - vocab_size)).view(n, num_chunks, CHUNK)
+    sums = chunks.sum(2)
+    target = uniform_reference(values.seeds, values.positions.long()) * sums.sum(1)
+    chunk, before = _find_first_above(sums, target)
+    inside, _ = _find_first_above(chunks[torch.arange(n), chunk], target - before)
+    token_ids[random] = (chunk * CHUNK + inside).to(torch.int32)
+    return Sampled(token_ids, torch.where(is_finite, token_ids, -1))

@@ -1,0 +1,329 @@
+"""New weights in a running engine, and an engine that sleeps: for reinforcement learning, and for many checkpoints."""
+
+import re
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from nanovllm.backends.cpu.recorded_steps import RecordedSteps
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.layers.linear import MatrixModule
+from nanovllm.layers.parallel import Parallel
+from nanovllm.layers.weights import WeightTarget
+from nanovllm.models.loader import name_canonically, name_some
+from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.startup import capture_graphs, fill_cache
+from nanovllm.utils.checks import as_bool, quote, refuse
+from nanovllm.utils.machine import default_dtype
+
+Command = dict[str, Any]
+"""Tells every rank what to do: "do", and its arguments. It travels as JSON."""
+
+LOADING = "new weights are being loaded: call load_weights() with finish=True first"
+ASLEEP = "the engine is asleep: call wake_up() first"
+REPLACED = "the weights that load_weights() had brought were freed by sleep(level=2): call load_weights() again first"
+
+
+class Renewal:
+    """Replaces the weights of an engine, and frees and restores its memory. `LLM` has a method for each of these.
+
+    It checks what is asked for, on rank 0, and has every rank do it.
+    """
+
+    def __init__(self, engine: LLMEngine) -> None:
+        self._engine = engine
+        is_alone = isinstance(engine.runner, ModelRunner)
+        runner: ModelRunner = engine.runner if is_alone else engine.runner.local  # type: ignore[assignment, attr-defined]
+        self._rank = RankRenewal(runner)
+        self._send: Callable[[Command, Tensor | None], None] | None = None
+        if not is_alone:
+            self._send = engine.runner.send_command  # type: ignore[attr-defined]
+        self._num_blocks = engine.scheduler.block_manager.num_blocks
+        self._level = 0
+        """The level of the sleep; 0 while the engine is awake."""
+        self._has_new_weights = False
+
+    def _command(self, command: Command, tensor: Tensor | None = None) -> None:
+        """Have every rank run a command. If one fails, no rank can go on, and the engine is closed."""
+        try:
+            if self._send is not None:
+                self._send(command, tensor)
+            self._rank.run(command, tensor)
+        except BaseException:
+            self._engine.close()
+            raise
+
+    def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], finish: bool) -> None:
+        """Replace weights: see `LLM.load_weights`."""
+        as_bool(finish, "finish")
+        if (format := self._engine.config.quantization) not in (None, "int8", "int8-dynamic"):
+            raise RuntimeError(
+                f"the engine's checkpoint is quantised ({format}); new weights are for engines without quantization, "
+                'or with quantization="int8" or "int8-dynamic": make another engine instead'
+            )
+        self._check_idle(but_for=(LOADING, REPLACED))
+        tensors = list(named_tensors)
+        load = self._rank.load
+        targets = load.check(tensors)
+        if finish and (lacking := load.find_lacking(targets)):
+            if load.has_written:
+                self._engine.close()
+                raise ValueError(f"{lacking}; the engine is closed, because other weights were replaced already")
+            self._command({"do": "forget"})
+            self._engine.refusal = REPLACED if self._engine.refusal == REPLACED else None
+            raise ValueError(lacking)
+        canonical = name_canonically(name for name, _ in tensors)
+        for name, tensor in tensors:
+            if targets[canonical[name]]:
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                command = {"do": "write", "name": canonical[name], "shape": list(tensor.shape), "dtype": dtype}
+                self._command(command, tensor)
+        self._engine.scheduler.block_manager.forget_all()
+        self._has_new_weights = self._has_new_weights or load.has_written
+        self._engine.refusal = None if finish else LOADING
+        if finish:
+            self._command({"do": "forget"})
+
+    def sleep(self, level: int) -> None:
+        """Free memory: see `LLM.sleep`."""
+        if level not in (1, 2) or isinstance(level, bool):
+            raise refuse(level, "level", "1 (frees the KV cache) or 2 (frees the weights, too)")
+        self._check_idle()
+        self._engine.scheduler.block_manager.forget_all()
+        self._command({"do": "sleep", "level": level})
+        self._level = level
+        self._engine.refusal = ASLEEP
+
+    def wake_up(self) -> None:
+        """Take the memory again: see `LLM.wake_up`."""
+        if self._engine.closed:
+            raise RuntimeError("the engine is closed")
+        if self._level:
+            self._command({"do": "wake_up", "level": self._level, "num_blocks": self._num_blocks})
+            self._engine.refusal = REPLACED if self._level == 2 and self._has_new_weights else None
+            self._level = 0
+
+    def _check_idle(self, but_for: tuple[str, ...] = ()) -> None:
+        """Raise a RuntimeError if the engine is not idle. The refusals in `but_for` do not count."""
+        refusal = self._engine.refusal
+        if refusal in but_for:
+            self._engine.refusal = None
+        try:
+            self._engine.check_idle()
+        finally:
+            self._engine.refusal = refusal
+
+
+class RankRenewal:
+    """The part of one rank: it runs the commands that `Renewal` sends to all of them."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self._runner = runner
+        self._load: WeightLoad | None = None
+        self._lacks_graphs = False
+        """Whether the CUDA graphs were released, and are to be captured at the end of the load."""
+
+    @property
+    def load(self) -> "WeightLoad":
+        """The load that has begun, or a new one."""
+        if self._load is None:
+            self._load = WeightLoad(self._runner)
+        return self._load
+
+    def run(self, command: Command, tensor: Tensor | None) -> None:
+        """Run one command.
+
+        Args:
+            tensor: the whole tensor of a "write". This rank takes its share.
+        """
+        runners = [runner for runner in (self._runner, self._runner.draft) if runner is not None]
+        match command["do"]:
+            case "write":
+                assert tensor is not None
+                self.load.write(command["name"], tensor)
+                self._release_graphs()
+            case "forget":
+                self._load = None
+                if self._lacks_graphs:
+                    self._lacks_graphs = False
+                    capture_graphs(self._runner)
+                if self._runner.device.type == "cuda":
+                    torch.cuda.synchronize(self._runner.device)  # the next step may come from another thread's stream
+            case "sleep":
+                for runner in runners:
+                    _free_memory(runner, command["level"])
+            case "wake_up":
+                for runner in runners if command["level"] == 2 else ():
+                    runner.load_model()
+                fill_cache(self._runner, command["num_blocks"])
+
+    def _release_graphs(self) -> None:
+        """Free what repeats steps, if new weights lie in other memory than the old ones.
+
+        Recorded steps are recorded anew as steps come. CUDA graphs are captured at the end of the load. Without
+        quantisation a GPU's weights are written in place, and its graphs stay.
+        """
+        graphs = self._runner.graphs
+        if isinstance(graphs, RecordedSteps):
+            graphs.release()
+        elif graphs is not None and self._runner.quantizer is not None and not self._lacks_graphs:
+            graphs.release()
+            self._lacks_graphs = True
+
+
+def _free_memory(runner: ModelRunner, level: int) -> None:
+    """Free the KV cache of a runner, and with level 2 its weights."""
+    if runner.graphs is not None:
+        runner.graphs.release()
+        runner.graphs = None
+    runner.caches = []
+    if level == 2:
+        runner.free_model()
+    if runner.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+class WeightLoad:
+    """One load of new weights. A module (a layer with its fused matrices) is replaced once all of its parts have come.
+
+    The real weights may be packed, so shapes and places come from a model without memory, on torch's meta device. A
+    module's parts are gathered in memory of their own. In a pipeline that model has the layers of all stages. So each
+    stage knows which modules are complete, and replaces those that it has.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.has_written = False
+        self._runner = runner
+        every_layer = Parallel(runner.parallel.rank, runner.parallel.size)
+        with torch.device("meta"), default_dtype(runner.dtype):
+            self._shapes = runner.decoder(runner.hf_config, runner.backend, every_layer, runner.config.max_model_len)
+        self._filling = None if runner.quantizer is None else runner.quantizer.begin(self._shapes)
+        """Gathers the codes of quantised matrices; None if the model has none."""
+        self._staged: dict[str, dict[str, Tensor]] = {}
+        """{path of a module: {name of a parameter: its new values}}, for modules that lack parts."""
+        self._come: dict[str, set[str]] = {}
+        """{path of a module: names of the tensors that have come}, for modules that lack parts."""
+        self._needed: dict[str, set[str]] = {}
+        """{path of a module: names of all tensors that fill it}."""
+        self._places: dict[str, list[tuple[str, WeightTarget]]] = {}
+        """{name of a tensor: [(path of a module, the place in it)]}."""
+
+    def check(self, tensors: list[tuple[str, Tensor]]) -> dict[str, list[tuple[str, WeightTarget]]]:
+        """Check the names and shapes of a call's tensors.
+
+        Returns:
+            {canonical name: [(path of the module, where the tensor goes)]}.
+
+        Raises:
+            ValueError: a name is unknown or comes twice, or a tensor has another shape or no floating-point values.
+        """
+        canonical = name_canonically(name for name, _ in tensors)
+        if len(canonical) < len(tensors):
+            raise ValueError("load_weights got two tensors with the same name")
+        names = set(canonical.values())
+        self._find_places(names)
+        targets = self._places
+        ignored = {"lm_head.weight"} if self._shapes.tied else set()
+        ignored |= {name for name in names if name.startswith(self._shapes.unread)}
+        if unknown := names - targets.keys() - ignored:
+            raise ValueError(f"the model has no weights called {name_some(unknown)}")
+        for name, tensor in tensors:
+            for _, target in targets.get(canonical[name], ()):
+                if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+                    raise ValueError(f"{name} is {quote(tensor)}; it must be a tensor of floating-point numbers")
+                if tuple(tensor.shape) != target.shape:
+                    raise ValueError(f"{name} has shape {list(tensor.shape)}; the model has {list(target.shape)}")
+        return {name: targets.get(name, []) for name in names}
+
+    def _find_places(self, names: set[str]) -> None:
+        """Find where each tensor of the model goes. The names that have come show in which form experts are stored."""
+        self._places.clear()
+        self._needed.clear()
+        names = names.union(*self._come.values())
+        find_targets = self._shapes.module_targets
+        if self._filling is not None:
+            find_targets = partial(self._filling.find_targets, attaches=False)
+        for path, name, target in find_targets(names):
+            self._places.setdefault(name, []).append((path, target))
+            self._needed.setdefault(path, set()).add(name)
+
+    def find_lacking(self, targets: dict[str, list[tuple[str, WeightTarget]]]) -> str | None:
+        """Return what is lacking once the tensors of `targets` have come, as a sentence; None if nothing is."""
+        come = {path: set(names) for path, names in self._come.items()}
+        for name, places in targets.items():
+            for path, _ in places:
+                come.setdefault(path, set()).add(name)
+        lacking = {name for path, names in come.items() for name in self._needed[path] - names}
+        return f"the load is not complete: {name_some(lacking)} must come, too" if lacking else None
+
+    @torch.no_grad()
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Write one checked tensor, and replace every module that has all of its parts now.
+
+        Args:
+            name: its canonical name.
+        """
+        if name not in self._places:  # on a follower, which has not checked the names
+            self._find_places({name})
+        is_mine = not self._runner.model.belongs_elsewhere(name)
+        for path, target in self._places[name]:
+            if is_mine:
+                self._gather(path, target, tensor)
+            self._come.setdefault(path, set()).add(name)
+        for path in {path for path, _ in self._places[name]}:
+            if self._come[path] == self._needed[path]:
+                self.has_written = True
+                del self._come[path]
+                if is_mine:
+                    self._replace(path)
+
+    def _gather(self, path: str, target: WeightTarget, tensor: Tensor) -> None:
+        """Copy a part of a module to the memory where the module's new parameters are gathered."""
+        shapes = dict(self._shapes.get_submodule(path).named_parameters(recurse=False))
+        if self._filling is not None and self._filling.is_quantized(path):
+            if target.view.dim() > 1:
+                target.fill(tensor, Tensor.copy_)
+                return
+            shapes = {name: shape for name, shape in shapes.items() if shape.dim() == 1}
+        if path not in self._staged:
+            device = self._runner.device
+            self._staged[path] = {name: torch.zeros_like(shape, device=device) for name, shape in shapes.items()}
+            self._runner.backend.prepare_weights(self._staged[path].values())
+        view = target.view
+        parameter = view if view._base is None else view._base
+        name = next(name for name, shape in shapes.items() if shape is parameter)
+        place = self._staged[path][name].as_strided(view.size(), view.stride(), view.storage_offset())
+        place.copy_(tensor[target.slices])
+        if target.plus:
+            place.add_(target.plus)
+
+    def _replace(self, path: str) -> None:
+        """Put a module's new parameters in the place of the old ones, and pack them if those were packed."""
+        staged = self._staged.pop(path, {})
+        model = self._runner.model
+        # A stage counts its layers from 0.
+        own_path = re.sub(r"(?<=^layers\.)\d+", lambda number: str(int(number[0]) - model.stage.first), path)
+        module = model.get_submodule(own_path)
+        if self._filling is not None and self._filling.is_quantized(path):
+            self._filling.attach(path, module, model)
+            if "bias" in staged:
+                module.get_parameter("bias").copy_(staged["bias"])
+            return
+        owners = [module]  # of the same weight
+        if model.tied and module is model.embed_tokens and model.lm_head is not None:
+            owners.append(model.lm_head)
+        matrices = [owner for owner in owners if isinstance(owner, MatrixModule)]
+        is_packed = any(matrix.packed is not None for matrix in matrices)
+        for name, values in staged.items():
+            if name == "weight" and is_packed:
+                weight = nn.Parameter(values, requires_grad=False)
+                for matrix in matrices:
+                    matrix.packed = None
+                    matrix.weight = weight
+            else:
+                module.get_parameter(name).copy_(values)
+        if is_packed or not matrices:  # experts are packed in place
+            self._runner.backend.pack_weights(owners)

@@ -1,0 +1,1 @@
+"""Uses of an engine that `LLM` offers beside `generate`: scores, embeddings, streams, many threads."""
