@@ -14,7 +14,7 @@ import torch
 
 from nanovllm.backends import AttentionMetadata
 from nanovllm.backends.cpu.backend import CpuBackend
-from nanovllm.models.qwen3_5.operators import CpuHybridOperators
+from nanovllm.backends.cpu.hybrids import CpuHybridOperators
 
 LAYERS = 18
 HEADS = 16

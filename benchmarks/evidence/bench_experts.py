@@ -13,6 +13,8 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -29,17 +31,17 @@ from nanovllm.models.config import Shape
 from nanovllm.models.shapes import preset_config
 
 
-def count_touched(backend: Any) -> list[int]:
+def count_touched(model: Any) -> list[int]:
     """Return a list that grows by one entry whenever a layer routes: the number of experts that got a token."""
     touched: list[int] = []
-    route = backend.route
 
-    def counting(*arguments: Any) -> Any:
+    def count(route: Callable[..., Any], *arguments: Any) -> Any:
         routing = route(*arguments)
         touched.append(int((routing.offsets.diff() > 0).sum()))
         return routing
 
-    backend.route = counting
+    for layer in model.layers:
+        layer.mlp.operators.route = partial(count, layer.mlp.operators.route)
     return touched
 
 
@@ -98,7 +100,7 @@ def main() -> None:
     print(f"commit {commit()}, {torch.get_num_threads()} threads, {shape.num_parameters / 1e9:.2f} B parameters")
     with llm, torch.inference_mode():
         runner: Any = llm.engine.runner
-        touched = count_touched(runner.backend)
+        touched = count_touched(runner.model)
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
         for batch in args.batches:
             rate = measure_machine(torch.device("cpu"), dtype).bandwidth

@@ -4,14 +4,13 @@ resolve.py chooses one backend at start-up, and every layer calls that object. S
 runs.
 """
 
-from collections.abc import Collection, Iterable, Sequence
-from typing import ClassVar
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from importlib import import_module
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from nanovllm.edits.edit_logits import edit_logits_reference
-from nanovllm.models.qwen3_moe.ops import combine_reference, grouped_linear_reference, route_reference
 from nanovllm.ops.attention import AttentionMetadata, KVCache, attend_reference
 from nanovllm.ops.norm_rope_store import norm_rope_store_reference
 from nanovllm.ops.rms_norm import add_rms_norm_reference, rms_norm_reference
@@ -31,6 +30,7 @@ class Backend:
 
     Attributes:
         name: its name in the option `attention_backend`.
+        kernels: the kernels that it runs: "torch" (none but torch's), "cpu" or "gpu". See `find_operators`.
         device_type: the only type of torch.device that it runs on; None if it runs on several.
         dtypes, head_dims, groups, block_sizes: the values that its kernels support; None supports all. A group is the
             number of query heads that share a KV head.
@@ -38,6 +38,7 @@ class Backend:
     """
 
     name: ClassVar[str]
+    kernels: ClassVar[str] = "torch"
     device_type: ClassVar[str | None] = None
     dtypes: ClassVar[Collection[torch.dtype]] = (torch.bfloat16, torch.float16, torch.float32)
     head_dims: ClassVar[Collection[int] | None] = None
@@ -49,12 +50,8 @@ class Backend:
     rms_norm = staticmethod(rms_norm_reference)
     add_rms_norm = staticmethod(add_rms_norm_reference)
     silu_and_mul = staticmethod(silu_and_mul_reference)
-    route = staticmethod(route_reference)
-    grouped_linear = staticmethod(grouped_linear_reference)
-    combine = staticmethod(combine_reference)
     norm_rope_store = staticmethod(norm_rope_store_reference)
     attend = staticmethod(attend_reference)
-    edit_logits = staticmethod(edit_logits_reference)
     sample = staticmethod(sample_reference)
     store_samples = staticmethod(store_samples_reference)
     token_logprobs = staticmethod(token_logprobs_reference)
@@ -63,6 +60,17 @@ class Backend:
     def why_cannot(cls, device: torch.device) -> str | None:
         """Return why this backend cannot run on this machine, as a clause of an error message; None if it can."""
         return None
+
+    def find_operators(self, table: Mapping[str, str]) -> Any:
+        """Return the operators that only a family of models or a wing has, in the form for this backend's kernels.
+
+        Args:
+            table: {kernels: the name of a module}. "torch" serves for kernels that are not in it.
+
+        Returns:
+            An object whose methods are the operators: what the module's `make_operators(backend)` returns.
+        """
+        return import_module(table.get(self.kernels, table["torch"])).make_operators(self)
 
     def allocate_cache(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> KVCache:
         """Return a zeroed cache of one layer. Its shape is [num_blocks, block_size, num_kv_heads, head_dim].

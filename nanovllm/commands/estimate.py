@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from nanovllm.backends import BACKENDS
 from nanovllm.config import DEFAULT_NUM_SEQS, EngineConfig, ResolvedConfig
 from nanovllm.distributed.stages import choose_stages
 from nanovllm.models.config import Shape, find_family, limit_length, load_model_config, read_json
@@ -16,6 +17,7 @@ from nanovllm.models.qwen3_5.sizes import check_hybrid, make_shape
 from nanovllm.models.shapes import PRESETS, preset_config
 from nanovllm.quantized.checkpoints import describe_format, find_format
 from nanovllm.quantized.formats import Format
+from nanovllm.quantized.torch_matrix import OPERATORS
 from nanovllm.runner.kv_memory import GpuMemory
 from nanovllm.utils.checks import quote
 
@@ -191,7 +193,7 @@ def _estimate(hf_config: "PretrainedConfig", config: ResolvedConfig, gpu_memory:
     memory = GpuMemory(gpu_memory, others=0, weights=0, activations=activations, graphs=0)
     format = find_format(config.quantization, hf_config)
     if format is not None:
-        format.check_backend("triton")
+        BACKENDS["triton"]().find_operators(OPERATORS).check(format)
     named = config.dtype if format is None else describe_format(format, config.dtype)
 
     def estimate_share(one: Shape) -> Estimate:

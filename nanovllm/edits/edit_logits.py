@@ -17,6 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+OPERATORS = {"torch": __name__, "cpu": "nanovllm.backends.cpu.edit_logits", "gpu": "nanovllm.backends.gpu.edit_logits"}
+"""The modules of the operator, for `Backend.find_operators`."""
+
 
 class MaskAndPenalties(NamedTuple):
     """The edits of m rows of logits. The mask may be missing, and so may the penalties with their counts.
@@ -40,7 +43,8 @@ class MaskAndPenalties(NamedTuple):
 def edit_logits_reference(logits: Tensor, edits: MaskAndPenalties) -> None:
     """Edit logits float32 [n, vocab] in place."""
     indices, masks, rows, counts, penalties = edits
-    for i in torch.arange(len(indices)).split(16):  # a few rows at a time, which bounds the memory for copies  # type: ignore[no-untyped-call]
+    # A few rows at a time, which bounds the memory for copies.
+    for i in torch.arange(len(indices)).split(16):  # type: ignore[no-untyped-call]
         x = logits[indices[i]]
         if masks is not None:
             bits = masks[i].unsqueeze(2) >> torch.arange(32, dtype=torch.int32, device=masks.device)
@@ -52,3 +56,14 @@ def edit_logits_reference(logits: Tensor, edits: MaskAndPenalties) -> None:
             x = torch.where(count > 0, torch.where(x > 0, x / repetition, x * repetition), x)
             x = x - frequency * (count >> 1) - presence * (count > 1)
         logits[indices[i]] = x
+
+
+class EditOperators:
+    """Edits logits with the plain-torch reference. A subclass has a kernel."""
+
+    edit_logits = staticmethod(edit_logits_reference)
+
+
+def make_operators(backend: object) -> EditOperators:
+    """Return the operators of plain torch."""
+    return EditOperators()

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from nanovllm.models.config import Shape
 from nanovllm.quantized.codes import Codes, pack_int4, quantize_int8
-from nanovllm.utils.checks import quote
 from nanovllm.utils.integers import ceil_div
 
 
@@ -81,14 +80,6 @@ class Format:
     def dequantize(self, tensors: Mapping[str, Tensor], out: int, size: int) -> "FloatMatrix":
         """Return the weights that the tensors of one matrix mean, for a format whose weights are kept in 16 bits."""
         raise NotImplementedError
-
-    def check_backend(self, name: str) -> None:
-        """Raise a ValueError if the backend of this name cannot multiply matrices of this format."""
-        if self.rounds_inputs and name in ("triton", "flash_attn"):
-            raise ValueError(
-                f"quantization is {quote(self.name)}, for which there are kernels on a CPU only: on a GPU use "
-                'quantization="int8", or attention_backend="torch", which is slow'
-            )
 
     def count_groups(self, size: int) -> int:
         """Return how many scales a row of `size` elements has."""

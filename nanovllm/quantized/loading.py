@@ -9,20 +9,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from nanovllm.backends.base import Backend
-from nanovllm.backends.cpu.backend import CpuBackend
+from nanovllm.backends import BACKENDS
 from nanovllm.config import ResolvedConfig
 from nanovllm.layers.embedding import LMHead, VocabParallelEmbedding
-from nanovllm.layers.linear import MatrixModule, PackedMatrix
+from nanovllm.layers.linear import MatrixModule
 from nanovllm.layers.weights import NamedTargets, WeightTarget
 from nanovllm.models.config import Shape
 from nanovllm.models.decoder import Decoder
-from nanovllm.models.qwen3_moe.decoder import Experts, PackedExperts, SparseMLP
+from nanovllm.models.qwen3_moe.decoder import Experts, SparseMLP
 from nanovllm.quantized.checkpoints import find_format
 from nanovllm.quantized.codes import CHUNK, Codes, quantize_int8
-from nanovllm.quantized.dynamic import DynamicMatrix
 from nanovllm.quantized.formats import INT8, MADE_AT_LOAD, Format, RawTensors
-from nanovllm.quantized.torch_matrix import TorchExperts, TorchMatrix
+from nanovllm.quantized.torch_matrix import OPERATORS, MatrixOperators
 from nanovllm.utils.checks import quote
 
 if TYPE_CHECKING:
@@ -34,41 +32,6 @@ UNKNOWN = -1
 """The place of a column in an order that has not come."""
 
 Copy = Callable[[Tensor, Tensor], object]
-
-
-def make_matrix(codes: Codes, backend: Backend, dtype: torch.dtype) -> PackedMatrix:
-    """Return the form in which a backend multiplies a quantised matrix. Nobody else keeps the codes."""
-    if backend.name in ("triton", "flash_attn"):
-        from nanovllm.backends.gpu.quantized import TritonMatrix
-
-        return TritonMatrix(codes, dtype)
-    if isinstance(backend, CpuBackend):
-        from nanovllm.backends.cpu.quantized import CpuMatrix
-
-        return CpuMatrix(codes, dtype, backend.scratch)
-    return TorchMatrix(codes, dtype)
-
-
-def make_dynamic_matrix(codes: Codes, backend: Backend, dtype: torch.dtype) -> PackedMatrix:
-    """Return the form in which a backend multiplies a matrix in whole numbers. Nobody else keeps the codes."""
-    if isinstance(backend, CpuBackend):
-        from nanovllm.backends.cpu.dynamic import DynamicCpuMatrix
-
-        return DynamicCpuMatrix(codes, dtype, backend.scratch)
-    return DynamicMatrix(codes, dtype)
-
-
-def make_experts(codes: Codes, backend: Backend, dtype: torch.dtype) -> PackedExperts:
-    """Return the form in which a backend multiplies the quantised matrices of experts."""
-    if backend.name in ("triton", "flash_attn"):
-        from nanovllm.backends.gpu.quantized import TritonExperts
-
-        return TritonExperts(codes)
-    if isinstance(backend, CpuBackend):
-        from nanovllm.backends.cpu.quantized import CpuExperts
-
-        return CpuExperts(codes, dtype, backend.scratch)
-    return TorchExperts(codes, dtype)
 
 
 class ModelQuantizer:
@@ -84,7 +47,8 @@ class ModelQuantizer:
                 f"lora is {quote(config.lora)}, and the checkpoint is quantised already: an adapter can be merged only "
                 'into a checkpoint of 16 or 32 bits; quantization="int8" quantises the merged weights'
             )
-        format.check_backend(config.attention_backend)
+        self._operators: MatrixOperators = BACKENDS[config.attention_backend]().find_operators(OPERATORS)
+        self._operators.check(format)
         self.format = format
         self.name = format.name
         self._config = config
@@ -105,15 +69,10 @@ class ModelQuantizer:
                 'quantization="int8" takes %.2f GiB',
                 *(dtype, num_bytes / 2**30, int8_bytes / 2**30),
             )
-        elif self.format.rounds_inputs:
-            warn_of_slow_integers(self._config.attention_backend)
-            if shape.experts:
-                logger.info('the experts are multiplied as with quantization="int8": their inputs are not rounded')
-        elif self._config.attention_backend == "torch":
-            logger.warning(
-                "plain torch multiplies quantised weights slowly: it dequantises each matrix in every step. The "
-                'backends "cpu" and "triton" have kernels for them'
-            )
+            return
+        if self.format.rounds_inputs and shape.experts:
+            logger.info('the experts are multiplied as with quantization="int8": their inputs are not rounded')
+        self._operators.warn(self.format)
 
     def allocate(self, model: Decoder) -> None:
         """Allocate all but the matrices that may be quantised. Those stay on the meta device until they are filled."""
@@ -136,23 +95,6 @@ class ModelQuantizer:
         filling.allocate_others(names)
         for _, name, target in filling.find_targets(names):
             yield name, target
-
-
-def warn_of_slow_integers(attention_backend: str) -> None:
-    """Log it if a backend has no fast way to multiply in whole numbers."""
-    if attention_backend == "torch":
-        logger.warning(
-            "plain torch multiplies in int8 slowly: it converts each matrix to float32 in every step. The backend "
-            '"cpu" has kernels for it'
-        )
-        return
-    from nanovllm.backends.cpu.dynamic import dynamic_library
-
-    if not dynamic_library().multiplies_bytes:
-        logger.warning(
-            "this processor has no instruction that multiplies bytes (AVX-512 VNNI, AVX-VNNI or Arm's dot product): "
-            'quantization="int8-dynamic" gives the same numbers as with one, more slowly'
-        )
 
 
 def find_matrices(model: Decoder, format: Format) -> dict[str, MatrixModule | Experts]:
@@ -274,7 +216,7 @@ class Filling:
         """
         Args:
             model: tells shapes. Its matrices are on the meta device.
-            device: of the codes.
+            device: the device that holds the codes.
         """
         self.format = format
         self.device = device
@@ -370,13 +312,14 @@ class Filling:
         dtype = weights[0].dtype
         codes = [self._assemblies.pop(id(weight)).finish() for weight in weights]
         empty = nn.Parameter(torch.empty(0, dtype=dtype, device=self.device), requires_grad=False)
+        operators: MatrixOperators = model.backend.find_operators(OPERATORS)
         if isinstance(module, Experts):
-            gate_up = make_experts(codes[0], model.backend, dtype)
-            module.packed = (gate_up, make_experts(codes[1], model.backend, dtype))
+            gate_up, down = (operators.make_experts(each, dtype) for each in codes)
+            module.packed = (gate_up, down)
             module.gate_up = module.down = empty
             return
-        make = make_dynamic_matrix if self.format.rounds_inputs else make_matrix
-        matrix = make(codes.pop(), model.backend, dtype)
+        make = operators.make_dynamic_matrix if self.format.rounds_inputs else operators.make_matrix
+        matrix = make(codes.pop(), dtype)
         is_shared = model.tied and module is model.embed_tokens
         for owner in (module, model.lm_head) if is_shared else (module,):
             assert isinstance(owner, MatrixModule)
@@ -445,7 +388,7 @@ class RawMatrix:
     ) -> None:
         """
         Args:
-            path: of the module.
+            path: the path of the module.
             prefix: the matrix's name in the checkpoint.
             target: where the matrix goes.
             lacking: the suffixes of all its tensors.

@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.backends import AttentionMetadata
-from nanovllm.models.qwen3_5.operators import HybridOperators
-from nanovllm.models.qwen3_5.ops import RowState
+from nanovllm.models.qwen3_5.ops import HybridOperators, RowState
 
 CPU = torch.device("cpu")
 EPS = 1e-6

@@ -16,7 +16,7 @@ from nanovllm.layers.weights import NamedTargets, ShardedLayer, WeightTarget
 from nanovllm.models.config import find_rotary_dim
 from nanovllm.models.decoder import Decoder, Layer, make_norm, make_rotary_table
 from nanovllm.models.qwen3_5.delta_net import DeltaNet
-from nanovllm.models.qwen3_5.operators import choose_hybrid_operators
+from nanovllm.models.qwen3_5.ops import OPERATORS, HybridOperators
 from nanovllm.models.qwen3_5.sizes import HybridShape
 from nanovllm.ops.norm_rope_store import NormRope
 
@@ -46,7 +46,7 @@ class GatedAttention(ShardedLayer):
     def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel) -> None:
         super().__init__()
         self.backend = backend
-        self.operators = choose_hybrid_operators(backend)
+        self.operators: HybridOperators = backend.find_operators(OPERATORS)
         self.eps = config.rms_norm_eps
         self.scale = config.head_dim**-0.5
         whole = HybridShape.from_config(config)

@@ -13,8 +13,7 @@ from nanovllm.backends import AttentionMetadata, Backend, CacheSize
 from nanovllm.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
 from nanovllm.layers.parallel import Parallel
 from nanovllm.layers.weights import NamedTargets, ShardedLayer, WeightTarget, make_whole_target
-from nanovllm.models.qwen3_5.operators import choose_hybrid_operators
-from nanovllm.models.qwen3_5.ops import RowState
+from nanovllm.models.qwen3_5.ops import OPERATORS, HybridOperators, RowState
 from nanovllm.models.qwen3_5.sizes import DeltaShape
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ class DeltaNet(ShardedLayer):
 
     def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel) -> None:
         super().__init__()
-        self.operators = choose_hybrid_operators(backend)
+        self.operators: HybridOperators = backend.find_operators(OPERATORS)
         self.eps = config.rms_norm_eps
         self.whole = whole = DeltaShape.from_config(config, 1)
         self.shape = mine = whole.shard(parallel.size)

@@ -15,7 +15,7 @@ from nanovllm.layers.parallel import Parallel
 from nanovllm.layers.weights import NamedTargets, ShardedLayer, WeightTarget
 from nanovllm.models.config import find_sparse_layers
 from nanovllm.models.decoder import Decoder, Layer
-from nanovllm.models.qwen3_moe.ops import Routing
+from nanovllm.models.qwen3_moe.ops import OPERATORS, ExpertOperators, Routing
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -77,6 +77,7 @@ class SparseMLP(nn.Module):
     def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel) -> None:
         super().__init__()
         self.backend = backend
+        self.operators: ExpertOperators = backend.find_operators(OPERATORS)
         self.parallel = parallel
         self.k: int = config.num_experts_per_tok
         self.normalize = bool(config.norm_topk_prob)
@@ -88,15 +89,16 @@ class SparseMLP(nn.Module):
 
     def forward(self, x: Tensor, slots: Tensor) -> Tensor:
         """x [num_tokens, hidden] -> the same shape; slots [num_tokens], -1 for padding, which goes to no expert."""
-        routing = self.backend.route(self.gate(x), self.k, self.normalize, slots)
+        operators = self.operators
+        routing = operators.route(self.gate(x), self.k, self.normalize, slots)
         experts = self.experts
         if experts.packed is not None:
             gate_up, down = experts.packed
             y = down.multiply(self.backend.silu_and_mul(gate_up.multiply(x, routing, True)), routing, False)
         else:
-            hidden = self.backend.silu_and_mul(self.backend.grouped_linear(x, experts.gate_up, routing, gather=True))
-            y = self.backend.grouped_linear(hidden, experts.down, routing, gather=False)
-        return self.parallel.all_reduce(self.backend.combine(y, routing))
+            hidden = self.backend.silu_and_mul(operators.grouped_linear(x, experts.gate_up, routing, gather=True))
+            y = operators.grouped_linear(hidden, experts.down, routing, gather=False)
+        return self.parallel.all_reduce(operators.combine(y, routing))
 
 
 class SparseLayer(Layer):
