@@ -144,7 +144,7 @@ class PipelineStage:
     def receive(self, num_rows: int, rank: int, number: int) -> Tensor:
         """Wait for [num_rows, hidden] of plan `number` from another rank. Over NCCL only the device waits."""
         since = time.perf_counter()
-        x = self._group.receive((num_rows, self._runner.shape.hidden), self._runner.dtype, rank)
+        x = self._group.receive((num_rows, self._runner.hf_config.hidden_size), self._runner.dtype, rank)
         self.note("receive", since, number)
         return x
 
@@ -230,7 +230,7 @@ class FirstStage(PipelineStage):
             half = self.run(plan)
             stopwatch.stop()
         if half.graphs is None:  # the hidden states are sent, so their memory is free for others
-            nothing = half.front.hidden.new_empty(0, self._runner.shape.hidden)
+            nothing = half.front.hidden.new_empty(0, self._runner.hf_config.hidden_size)
             half = half._replace(front=half.front._replace(hidden=nothing))
         handle = PipelineHandle(self, self._num_plans, half, edits, stopwatch)
         self._unread.append(handle)

@@ -1,14 +1,13 @@
 """Chooses which layers each stage of a pipeline computes, and which rows the next step may compute."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from nanovllm.engine.rows import Rows, RowTable
 from nanovllm.layers.parallel import Stage
-from nanovllm.models.qwen3_5.sizes import make_shape
+from nanovllm.models.sizes import Sizes
 from nanovllm.utils.integers import ceil_div
 
 if TYPE_CHECKING:
@@ -53,9 +52,9 @@ def choose_stages(hf_config: "PretrainedConfig", num_stages: int) -> list[Stage]
         raise ValueError(
             f"pipeline_parallel_size is {num_stages}, and the model has {num_layers} layers: set it to at most that"
         )
-    shapes = [make_shape(hf_config, Stage(i, i + 1, num_layers)) for i in range(num_layers)]
-    bare = (replace(shape, has_embedding=False, has_norm=False) for shape in shapes)
-    return split_layers([shape.num_parameters for shape in bare], shapes[0].vocab * shapes[0].hidden // 4, num_stages)
+    layers = Sizes(hf_config).model.layers
+    weights = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
+    return split_layers(weights, hf_config.vocab_size * hf_config.hidden_size // 4, num_stages)
 
 
 def choose_ready(table: RowTable, num_stages: int) -> Rows:

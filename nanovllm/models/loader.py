@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from nanovllm.backends.gpu.pinned import PinnedCopier
 from nanovllm.layers.weights import NamedTargets, WeightTarget
-from nanovllm.models.config import Shape, is_headless, read_json
+from nanovllm.models.config import is_headless, read_json
 from nanovllm.models.decoder import Decoder
 from nanovllm.utils.checks import quote
 
@@ -40,16 +40,16 @@ class Quantizer(Protocol):
     The model is made on torch's meta device, so that no matrix is ever in memory with 16 bits for each weight.
 
     Attributes:
-        name: the format's, as the option `quantization` has it.
+        name: the name of the format, as the option `quantization` has it.
     """
 
     name: str
 
-    def count_bytes(self, shape: Shape, itemsize: int) -> int:
+    def count_bytes(self, model: Decoder, itemsize: int) -> int:
         """Return the memory of a model's weights, if those that are not quantised take `itemsize` bytes each."""
 
-    def announce(self, shape: Shape) -> None:
-        """Log what a user should know of the format. `shape` is the whole model's."""
+    def announce(self, model: Decoder) -> None:
+        """Log what a user should know of the format. `model` is the whole one."""
 
     def allocate(self, model: Decoder) -> None:
         """Allocate what is not quantised."""

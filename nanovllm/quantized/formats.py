@@ -7,7 +7,6 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from nanovllm.models.config import Shape
 from nanovllm.quantized.codes import Codes, pack_int4, quantize_int8
 from nanovllm.utils.integers import ceil_div
 
@@ -19,9 +18,6 @@ class RawTensor:
     shape: tuple[int, ...]
     dtypes: tuple[str, ...]
 
-
-ROUTER = 4
-"""The index of routers, which are never quantised, in `Shape.matrices`."""
 
 RawTensors = dict[str, RawTensor]
 """{suffix of a name, such as "qweight": the tensor}, of all that make one matrix."""
@@ -98,22 +94,6 @@ class Format:
         codes = torch.where(scales[..., None] > 0, groups / scales[..., None], 0).round_().clamp_(-most, most)
         codes = codes.flatten(-2)[..., :size].to(torch.int8)
         return Codes(self.bits, codes if self.bits == 8 else pack_int4(codes + 8), scales, None, group_size)
-
-    def count_bytes(self, shape: Shape, itemsize: int) -> int:
-        """Return the memory of a model's weights, if those that are not quantised take `itemsize` bytes each."""
-        total = shape.count_bytes(itemsize)
-        if self.bits == 16:
-            return total
-        matrices = [*shape.matrices[:ROUTER], *shape.matrices[ROUTER + 1 :]]
-        experts = shape.sparse_layers * shape.experts
-        matrices += [(experts, shape.hidden, 2 * shape.expert_intermediate)]
-        matrices += [(experts, shape.expert_intermediate, shape.hidden)]
-        if self.quantizes_head and shape.has_embedding:
-            matrices.append((1, shape.hidden, shape.vocab))
-        for count, size, out in matrices:
-            row = size * self.bits // 8 + self.count_groups(size) * (4 + 2 * self.has_zeros)
-            total += count * out * (row - size * itemsize)
-        return total
 
 
 INT8 = Format("int8", bits=8, quantizes_head=True)

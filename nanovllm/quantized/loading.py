@@ -14,7 +14,6 @@ from nanovllm.config import ResolvedConfig
 from nanovllm.layers.embedding import LMHead, VocabParallelEmbedding
 from nanovllm.layers.linear import MatrixModule
 from nanovllm.layers.weights import NamedTargets, WeightTarget
-from nanovllm.models.config import Shape
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.qwen3_moe.decoder import Experts, SparseMLP
 from nanovllm.quantized.checkpoints import find_format
@@ -55,22 +54,23 @@ class ModelQuantizer:
         self._hf_config = hf_config
         self._device = torch.device(config.device)
 
-    def count_bytes(self, shape: Shape, itemsize: int) -> int:
-        return self.format.count_bytes(shape, itemsize)
+    def count_bytes(self, model: Decoder, itemsize: int) -> int:
+        return count_bytes(model, self.format, itemsize)
 
-    def announce(self, shape: Shape) -> None:
-        """Log what a user should know of the format. `shape` is the whole model's."""
+    def announce(self, model: Decoder) -> None:
+        """Log what a user should know of the format. `model` is the whole one."""
         if self.format.bits == 16:
             dtype = self._config.dtype
-            num_bytes = self.count_bytes(shape, getattr(torch, dtype).itemsize)
-            int8_bytes = INT8.count_bytes(shape, getattr(torch, dtype).itemsize)
+            itemsize = getattr(torch, dtype).itemsize
+            num_bytes = self.count_bytes(model, itemsize)
+            int8_bytes = count_bytes(model, INT8, itemsize)
             logger.warning(
                 "the checkpoint's FP8 weights become %s while they are read, and take %.2f GiB in all; "
                 'quantization="int8" takes %.2f GiB',
                 *(dtype, num_bytes / 2**30, int8_bytes / 2**30),
             )
             return
-        if self.format.rounds_inputs and shape.experts:
+        if self.format.rounds_inputs and any(isinstance(module, Experts) for module in model.modules()):
             logger.info('the experts are multiplied as with quantization="int8": their inputs are not rounded')
         self._operators.warn(self.format)
 
@@ -113,6 +113,23 @@ def find_matrices(model: Decoder, format: Format) -> dict[str, MatrixModule | Ex
         elif isinstance(module, MatrixModule | Experts) and module not in routers:
             found[path] = module
     return found
+
+
+def count_bytes(model: Decoder, format: Format, itemsize: int) -> int:
+    """Return the memory of a model's weights, if those that are not quantised take `itemsize` bytes each.
+
+    Args:
+        model: it may be on the meta device.
+    """
+    total = sum(parameter.numel() for parameter in model.parameters()) * itemsize
+    for module in find_matrices(model, format).values():
+        if isinstance(module, LMHead) and not format.quantizes_head:
+            continue  # a checkpoint may have it quantised, but few have
+        for weight in find_weights(module):
+            size = weight.shape[-1]
+            row = size * format.bits // 8 + format.count_groups(size) * (4 + 2 * format.has_zeros)
+            total += weight.numel() // size * (row - size * itemsize)
+    return total
 
 
 def find_weights(module: MatrixModule | Experts) -> list[nn.Parameter]:

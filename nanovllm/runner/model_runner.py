@@ -16,8 +16,10 @@ from nanovllm.config import ResolvedConfig
 from nanovllm.engine.interfaces import StepEdits
 from nanovllm.engine.plan import NUM_PER_SEQ, IntArray, StepPlan
 from nanovllm.layers.parallel import Parallel
+from nanovllm.models.config import find_decoder
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.loader import Quantizer
+from nanovllm.models.sizes import Sizes
 from nanovllm.ops.sample import SamplingValues
 from nanovllm.ops.step_inputs import PlannedRows, StepInputs
 from nanovllm.runner.device import DeviceTables, Staging
@@ -45,14 +47,12 @@ class ModelRunner:
         read_weights: Callable[[Decoder], None],
         parallel: Parallel,
         quantizer: Quantizer | None = None,
-        decoder: type[Decoder] = Decoder,
     ) -> None:
         """Load the model. ValueError for a bad checkpoint or too little memory.
 
         Args:
             read_weights: fills the model's parameters.
             quantizer: gives it quantised matrices; None for a model without them.
-            decoder: the class of the model.
         """
         # It is the first attribute, because Python deletes attributes in order. If a runner is deleted without close(),
         # its graphs must go before the process group (in `parallel`) that they use.
@@ -64,16 +64,15 @@ class ModelRunner:
         self.device = torch.device(config.device)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.hf_config = hf_config
-        self.shape = decoder.shape_class.from_config(hf_config, parallel.stage).shard(parallel.size)
+        self.sizes = Sizes(hf_config, parallel.size, parallel.stage)
         self.backend = BACKENDS[config.attention_backend]()
         self.quantizer = quantizer
-        self.decoder = decoder
         self._read_weights = read_weights
         self.load_model()
         self.tables = DeviceTables(config.max_num_seqs, config.max_blocks_per_seq, self.device)
         self.staging = Staging(StepPlan.max_size(config), self.device)
         self.sampler = Sampler(self.backend, self.tables, parallel)
-        self._is_small = self.device.type == "cpu" and self.shape.num_parameters <= SMALL_MODEL
+        self._is_small = self.device.type == "cpu" and self.sizes.num_parameters <= SMALL_MODEL
         self._neighbours = Neighbours()
 
     def launch(self, plan: StepPlan, edits: StepEdits | None = None) -> StepHandle:
@@ -152,7 +151,7 @@ class ModelRunner:
         later stage of a pipeline None stands for zeros, so that it can prepare without the other stages.
         """
         if x is None and not self.model.stage.is_first:
-            x = torch.zeros(len(planned.token_ids), self.shape.hidden, dtype=self.dtype, device=self.device)
+            x = torch.zeros(len(planned.token_ids), self.hf_config.hidden_size, dtype=self.dtype, device=self.device)
         inputs = self.backend.step_inputs(planned, self.tables.row_tables, self.config.block_size)
         metadata = AttentionMetadata(
             num_decodes=len(planned.rows) if plan is None else plan.num_decodes,
@@ -165,7 +164,8 @@ class ModelRunner:
             rows=planned.rows,
         )
         if (cache := next((cache for cache in self.caches if isinstance(cache, KVCache)), None)) is not None:
-            metadata = self.backend.prepare_attention(metadata, cache, self.shape.heads)
+            num_heads = self.hf_config.num_attention_heads // self.parallel.size
+            metadata = self.backend.prepare_attention(metadata, cache, num_heads)
         return inputs, self.model(inputs.token_ids, inputs.positions, self.caches, metadata, x)
 
     # ---- steps that only decode: CUDA graphs, and recorded steps on a CPU
@@ -261,16 +261,14 @@ class ModelRunner:
     def load_model(self) -> None:
         """Make the model and read its weights: when the runner is made, and after `free_model`."""
         quantizer = self.quantizer
-        itemsize = self.dtype.itemsize
+        advice = "choose a smaller model"
         if quantizer is None:
-            num_bytes = self.shape.count_bytes(itemsize)
-            advice = 'choose a smaller model, a smaller dtype, or quantization="int8"'
-        else:
-            num_bytes = quantizer.count_bytes(self.shape, itemsize)
-            advice = "choose a smaller model"
-        check_free_memory(num_bytes, self.device, "the weights", advice)
+            advice += ', a smaller dtype, or quantization="int8"'
+        check_free_memory(self.sizes.weight_bytes(self.dtype, quantizer), self.device, "the weights", advice)
         with torch.device(self.device if quantizer is None else "meta"), default_dtype(self.dtype):
-            self.model = self.decoder(self.hf_config, self.backend, self.parallel, self.config.max_model_len)
+            self.model: Decoder = find_decoder(self.hf_config)(
+                self.hf_config, self.backend, self.parallel, self.config.max_model_len
+            )
         if quantizer is not None:
             quantizer.allocate(self.model)
         self.backend.prepare_weights(parameter for parameter in self.model.parameters() if not parameter.is_meta)

@@ -13,6 +13,7 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.layers.linear import MatrixModule
 from nanovllm.layers.parallel import Parallel
 from nanovllm.layers.weights import WeightTarget
+from nanovllm.models.config import find_decoder
 from nanovllm.models.loader import name_canonically, name_some
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.startup import capture_graphs, fill_cache
@@ -199,7 +200,9 @@ class WeightLoad:
         self._runner = runner
         every_layer = Parallel(runner.parallel.rank, runner.parallel.size)
         with torch.device("meta"), default_dtype(runner.dtype):
-            self._shapes = runner.decoder(runner.hf_config, runner.backend, every_layer, runner.config.max_model_len)
+            self._shapes = find_decoder(runner.hf_config)(
+                runner.hf_config, runner.backend, every_layer, runner.config.max_model_len
+            )
         self._filling = None if runner.quantizer is None else runner.quantizer.begin(self._shapes)
         """Gathers the codes of quantised matrices; None if the model has none."""
         self._staged: dict[str, dict[str, Tensor]] = {}

@@ -83,13 +83,13 @@ def capture_graphs(runner: ModelRunner) -> None:
 
 def count_block_bytes(runner: ModelRunner) -> int:
     """Return the bytes of one block on this rank: keys and values of all layers, and those of the draft model."""
-    own = runner.shape.kv_bytes(runner.dtype.itemsize) * runner.config.block_size
+    own = runner.sizes.kv_bytes(runner.dtype) * runner.config.block_size
     return own + (count_block_bytes(runner.draft) if runner.draft is not None else 0)
 
 
 def count_state_bytes(runner: ModelRunner) -> int:
     """Return the bytes of the states of all rows on this rank, that of padding included; 0 for most models."""
-    return runner.shape.row_bytes(runner.dtype.itemsize) * (runner.config.max_num_seqs + 1)
+    return runner.sizes.row_bytes(runner.dtype) * (runner.config.max_num_seqs + 1)
 
 
 def make_caches(runner: ModelRunner, num_blocks: int) -> list[LayerCache]:
@@ -228,12 +228,12 @@ def _measure_largest_step(runner: ModelRunner) -> int:
     # Padding rows store nothing and read block 0: the shapes are real, the values are not.
     plan.rows[:] = runner.tables.padding_row
     runner.launch(plan).result()
-    num_bytes = torch.cuda.max_memory_allocated(runner.device)
-    num_bytes += runner.parallel.num_transfers * plan.num_tokens * runner.shape.hidden * runner.dtype.itemsize
+    num_bytes: int = torch.cuda.max_memory_allocated(runner.device)
+    num_bytes += runner.parallel.num_transfers * plan.num_tokens * runner.hf_config.hidden_size * runner.dtype.itemsize
     if runner.parallel.number == 0:
         num_edited = min(config.max_num_seqs * (1 + config.num_speculative_tokens), config.max_num_batched_tokens)
         edits = EDIT_BYTES * num_edited + COUNT_BYTES * config.max_num_seqs
-        num_bytes += edits * runner.shape.vocab * runner.parallel.size
+        num_bytes += edits * runner.hf_config.vocab_size
     return num_bytes
 
 

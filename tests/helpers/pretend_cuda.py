@@ -20,7 +20,7 @@ from nanovllm.backends.gpu.launch import Launch, redirect_launches
 from nanovllm.config import EngineConfig
 from nanovllm.engine.plan import StepPlan
 from nanovllm.layers.parallel import Parallel
-from nanovllm.load import find_decoder, resolve_options
+from nanovllm.load import resolve_options
 from nanovllm.models.config import load_model_config
 from nanovllm.models.shapes import preset_config
 from nanovllm.runner import model_runner
@@ -120,9 +120,7 @@ def pretend_runner(
         _Indexing(),
         torch.inference_mode(),
     ):
-        runner = ModelRunner(
-            config, hf_config, lambda *arguments: None, parallel or Parallel(), decoder=find_decoder(hf_config)
-        )
+        runner = ModelRunner(config, hf_config, lambda *arguments: None, parallel or Parallel())
         runner.caches = make_caches(runner, 100)
         yield runner
 
