@@ -20,7 +20,7 @@ from nanovllm.engine.scheduler import Scheduler
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.config import find_decoder, load_model_config, read_json, take_text_config
 from nanovllm.models.hub import find_folder, find_model
-from nanovllm.models.loader import Quantizer, has_lm_head, load_weights
+from nanovllm.models.loader import has_lm_head, load_weights
 from nanovllm.models.sizes import Sizes
 from nanovllm.outputs import Embedding, Output, Score
 from nanovllm.runner.model_runner import ModelRunner
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from nanovllm.parsing.parser import AnswerParser
+    from nanovllm.quantized.loading import ModelQuantizer
     from nanovllm.uses.sharing import EngineThread
 
 logger = logging.getLogger(__name__)
@@ -73,9 +74,6 @@ def _load_engine(asked: EngineConfig) -> LLMEngine:
     if not can_generate:
         hf_config.tie_word_embeddings = True  # then the decoder allocates no head
     config = resolve_options(asked, hf_config)
-    if (quantizer := make_quantizer(config, hf_config)) is not None:  # a format that cannot be read is refused here
-        quantizer.announce(Sizes(hf_config).model)
-        config = replace(config, quantization=quantizer.name)
     if config.device == "cpu":
         limit_threads()
     if config.speculative_config is not None and config.speculative_config["method"] == "draft_model":
@@ -148,7 +146,10 @@ def resolve_options(asked: EngineConfig, hf_config: "PretrainedConfig") -> Resol
         from nanovllm.distributed.options import resolve_ranks
 
         config = resolve_ranks(asked, config)
-    return find_decoder(hf_config).resolve_options(asked, config, sizes, make_quantizer(config, hf_config))
+    if (quantizer := make_quantizer(config, hf_config)) is not None:  # a format that cannot be read is refused here
+        quantizer.announce(sizes.model)
+        config = replace(config, quantization=quantizer.name)
+    return find_decoder(hf_config).resolve_options(asked, config, sizes, quantizer)
 
 
 def load_runner(
@@ -212,7 +213,7 @@ def make_runner(
     return runner
 
 
-def make_quantizer(config: ResolvedConfig, hf_config: "PretrainedConfig") -> Quantizer | None:
+def make_quantizer(config: ResolvedConfig, hf_config: "PretrainedConfig") -> "ModelQuantizer | None":
     """Return what gives the model quantised matrices; None if neither its options nor its config.json ask for any."""
     if config.quantization is None and not getattr(hf_config, "quantization_config", None):
         return None

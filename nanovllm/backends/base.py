@@ -29,7 +29,7 @@ class Backend:
     attribute by a method.
 
     Attributes:
-        name: its name in the option `attention_backend`.
+        name: the name in the option `attention_backend`.
         kernels: the kernels that it runs: "torch" (none but torch's), "cpu" or "gpu". See `find_operators`.
         device_type: the only type of torch.device that it runs on; None if it runs on several.
         dtypes, head_dims, groups, block_sizes: the values that its kernels support; None supports all. A group is the

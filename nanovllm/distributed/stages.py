@@ -18,8 +18,8 @@ def split_layers(layer_weights: Sequence[int], head_weight: int, num_stages: int
     """Split the layers of a model so that the heaviest stage is as light as possible; each stage gets at least one.
 
     Args:
-        layer_weights: of each layer, for example its bytes.
-        head_weight: of the LM head, which the first stage computes beside its layers.
+        layer_weights: the weight of each layer, for example its bytes.
+        head_weight: the weight of the LM head, which the first stage computes beside its layers.
         num_stages: at most as many as there are layers.
     """
     num_layers = len(layer_weights)

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from nanovllm.config import EngineConfig, ResolvedConfig
-    from nanovllm.models.loader import Quantizer
     from nanovllm.models.sizes import Sizes
+    from nanovllm.quantized.loading import ModelQuantizer
 
 
 def make_rotary_table(config: "PretrainedConfig", num_positions: int) -> Tensor:
@@ -241,13 +241,12 @@ class Decoder(nn.Module):
         if (config.rope_parameters or {}).get("partial_rotary_factor", 1.0) != 1.0:
             raise ValueError(f"{source}: partial_rotary_factor other than 1 is not supported")
 
-    @classmethod
+    @staticmethod
     def resolve_options(
-        cls,
         asked: "EngineConfig",
         config: "ResolvedConfig",
         sizes: "Sizes",
-        quantizer: "Quantizer | None",
+        quantizer: "ModelQuantizer | None",
         gpu_memory: int | None = None,
     ) -> "ResolvedConfig":
         """Resolve the options that the family has changed: most families change none.

@@ -12,7 +12,7 @@ from nanovllm.models.config import find_decoder
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-    from nanovllm.models.loader import Quantizer
+    from nanovllm.quantized.loading import ModelQuantizer
 
 
 class Sizes:
@@ -36,7 +36,7 @@ class Sizes:
             self.model = find_decoder(config)(config, Backend(), Parallel(0, size, stage=stage), max_model_len=1)
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
 
-    def weight_bytes(self, dtype: torch.dtype, quantizer: "Quantizer | None" = None) -> int:
+    def weight_bytes(self, dtype: torch.dtype, quantizer: "ModelQuantizer | None" = None) -> int:
         """Return the memory of the weights. `dtype` is the type of those that are not quantised."""
         if quantizer is not None:
             return quantizer.count_bytes(self.model, dtype.itemsize)

@@ -2,13 +2,16 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from nanovllm.quantized.codes import Codes, pack_int4, quantize_int8
 from nanovllm.utils.integers import ceil_div
+
+if TYPE_CHECKING:
+    from nanovllm.quantized.unpack import ScaledFloats
 
 
 @dataclass(frozen=True)
@@ -23,20 +26,13 @@ RawTensors = dict[str, RawTensor]
 """{suffix of a name, such as "qweight": the tensor}, of all that make one matrix."""
 
 
-class FloatMatrix(Protocol):
-    """A matrix whose rows are dequantised when they are asked for."""
-
-    def __getitem__(self, slices: tuple[slice, slice]) -> Tensor:
-        """Return some rows and columns, float32."""
-
-
 @dataclass(frozen=True)
 class Format:
     """How a model's matrices are quantised.
 
     Attributes:
-        name: its value of the option `quantization`.
-        bits: of a code; 16 if the weights are dequantised while they are read.
+        name: the value of the option `quantization` that means it.
+        bits: the bits of a code; 16 if the weights are dequantised while they are read.
         group_size: elements of a row that share a scale; None: the whole row.
         has_zeros: whether codes may have other zeros than the middle of their range.
         quantizes_head: whether the LM head is always quantised, too. A checkpoint's own tensors say it for the others.
@@ -59,7 +55,7 @@ class Format:
         """Return the tensors that make the matrix [out, size] called `prefix`; {} if it is not quantised.
 
         Args:
-            names: of all tensors of the checkpoint.
+            names: the names of all tensors of the checkpoint.
         """
         if not any(f"{prefix}.{suffix}" in names for suffix in self.suffixes):
             return {}
@@ -73,7 +69,7 @@ class Format:
         """Convert the tensors of one matrix, in the shapes of `list_tensors`. ValueError if they contradict them."""
         raise NotImplementedError
 
-    def dequantize(self, tensors: Mapping[str, Tensor], out: int, size: int) -> "FloatMatrix":
+    def dequantize(self, tensors: Mapping[str, Tensor], out: int, size: int) -> "ScaledFloats":
         """Return the weights that the tensors of one matrix mean, for a format whose weights are kept in 16 bits."""
         raise NotImplementedError
 

@@ -34,7 +34,13 @@ Copy = Callable[[Tensor, Tensor], object]
 
 
 class ModelQuantizer:
-    """The `Quantizer` of one rank's model. loader.py, dummy_weights.py and renewal.py fill matrices through it."""
+    """Gives one rank's model quantised matrices. loader.py, dummy_weights.py and renewal.py fill them through it.
+
+    The model is made on torch's meta device, so that no matrix is ever in memory with 16 bits for each weight.
+
+    Attributes:
+        name: the name of the format, as the option `quantization` has it.
+    """
 
     def __init__(self, config: ResolvedConfig, hf_config: "PretrainedConfig") -> None:
         """ValueError if the checkpoint's format is not supported, or not the one that the option asks for."""
@@ -55,6 +61,7 @@ class ModelQuantizer:
         self._device = torch.device(config.device)
 
     def count_bytes(self, model: Decoder, itemsize: int) -> int:
+        """Return the memory of a model's weights, if those that are not quantised take `itemsize` bytes each."""
         return count_bytes(model, self.format, itemsize)
 
     def announce(self, model: Decoder) -> None:
@@ -91,6 +98,7 @@ class ModelQuantizer:
         return Filling(self.format, model, self._device)
 
     def find_targets(self, model: Decoder, names: Collection[str]) -> NamedTargets:
+        """Yield what `model.weight_targets` yields, with other targets where a matrix is quantised."""
         filling = self.begin(model)
         filling.allocate_others(names)
         for _, name, target in filling.find_targets(names):

@@ -23,7 +23,7 @@ class GpuMemory:
         weights: parameters and tables.
         activations: the most that a step of max_num_batched_tokens adds, sampling included.
         graphs: kept by the captured graphs.
-        states: of all rows, in models that keep a state for each.
+        states: the states of all rows, in models that keep one for each.
     """
 
     total: int
@@ -80,7 +80,7 @@ def count_blocks(
     a quarter of the free memory, at most 4 GiB, and at most what max_num_seqs sequences of max_model_len need.
 
     Args:
-        state_bytes: of all rows on one rank; 0 for models without states.
+        state_bytes: the bytes of the states of all rows on one rank; 0 for models without states.
         ranks: how many share the device.
         measure: measures a GPU's memory; called only if it is needed.
 

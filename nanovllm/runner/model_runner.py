@@ -18,7 +18,6 @@ from nanovllm.engine.plan import NUM_PER_SEQ, IntArray, StepPlan
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.config import find_decoder
 from nanovllm.models.decoder import Decoder
-from nanovllm.models.loader import Quantizer
 from nanovllm.models.sizes import Sizes
 from nanovllm.ops.sample import SamplingValues
 from nanovllm.ops.step_inputs import PlannedRows, StepInputs
@@ -33,6 +32,8 @@ from nanovllm.utils.spin import Neighbours
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from nanovllm.quantized.loading import ModelQuantizer
+
 Graphs = CudaGraphs | RecordedSteps
 """These repeat decode steps, on a GPU and on a CPU."""
 
@@ -46,7 +47,7 @@ class ModelRunner:
         hf_config: "PretrainedConfig",
         read_weights: Callable[[Decoder], None],
         parallel: Parallel,
-        quantizer: Quantizer | None = None,
+        quantizer: "ModelQuantizer | None" = None,
     ) -> None:
         """Load the model. ValueError for a bad checkpoint or too little memory.
 

@@ -111,7 +111,7 @@ class Work(NamedTuple):
         head_dim: elements of a head.
         group: query heads per KV head, on one rank.
         block_size: tokens in a block of the KV cache; None if the backend is to choose.
-        num_parameters: of the whole model.
+        num_parameters: the parameters of the whole model.
     """
 
     device: torch.device

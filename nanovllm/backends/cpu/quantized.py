@@ -72,7 +72,7 @@ class PackedCodes:
 
     Args:
         codes: they are copied.
-        dtype: of inputs and outputs, torch.bfloat16 or torch.float32. The order of the codes depends on it.
+        dtype: the type of inputs and outputs, torch.bfloat16 or torch.float32. The order of the codes depends on it.
     """
 
     def __init__(self, codes: Codes, dtype: torch.dtype) -> None:

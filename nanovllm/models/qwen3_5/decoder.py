@@ -17,15 +17,11 @@ from nanovllm.models.config import find_rotary_dim
 from nanovllm.models.decoder import Decoder, Layer, find_biases, make_norm, make_rotary_table, share_heads
 from nanovllm.models.qwen3_5.delta_net import DeltaNet
 from nanovllm.models.qwen3_5.ops import OPERATORS, HybridOperators
+from nanovllm.models.qwen3_5.states import resolve_states
 from nanovllm.ops.norm_rope_store import NormRope
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
-
-    from nanovllm.config import EngineConfig, ResolvedConfig
-    from nanovllm.models.loader import Quantizer
-    from nanovllm.models.sizes import Sizes
-
 
 LINEAR_SIZES = (
     *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
@@ -113,6 +109,7 @@ class HybridDecoder(Decoder):
     layer_class = HybridLayer
     norm_plus = 1.0
     unread = ("model.visual.", "mtp.")
+    resolve_options = staticmethod(resolve_states)
 
     @classmethod
     def check_config(cls, config: "PretrainedConfig", source: str) -> None:
@@ -136,19 +133,6 @@ class HybridDecoder(Decoder):
         key_heads = config.linear_num_key_heads
         if value_heads % key_heads:
             raise ValueError(f"{source}: {value_heads} value heads cannot share {key_heads} key heads evenly")
-
-    @classmethod
-    def resolve_options(
-        cls,
-        asked: "EngineConfig",
-        config: "ResolvedConfig",
-        sizes: "Sizes",
-        quantizer: "Quantizer | None",
-        gpu_memory: int | None = None,
-    ) -> "ResolvedConfig":
-        from nanovllm.models.qwen3_5.states import resolve_states
-
-        return resolve_states(asked, config, sizes, quantizer, gpu_memory)
 
     def make_angles(self, config: "PretrainedConfig", num_positions: int) -> Tensor:
         """Return cosines and sines, float32 [num_positions, head_dim]. What does not rotate has the angle 0."""

@@ -2,13 +2,16 @@
 
 import logging
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from nanovllm.config import DEFAULT_NUM_SEQS, EngineConfig, ResolvedConfig
-from nanovllm.models.loader import Quantizer
 from nanovllm.models.sizes import Sizes
 from nanovllm.utils.memory import cpu_cache_budget
+
+if TYPE_CHECKING:
+    from nanovllm.quantized.loading import ModelQuantizer
 
 logger = logging.getLogger(__name__)
 
@@ -17,7 +20,7 @@ def resolve_states(
     asked: EngineConfig,
     config: ResolvedConfig,
     sizes: Sizes,
-    quantizer: Quantizer | None,
+    quantizer: "ModelQuantizer | None",
     gpu_memory: int | None = None,
 ) -> ResolvedConfig:
     """Return the configuration of a model with a state per row: see `Decoder.resolve_options`."""
