@@ -1,13 +1,10 @@
 """The memory at fixed addresses from which the CUDA graphs of a pipeline's stage read what other stages send."""
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from nanovllm.ops.sample import SamplingValues
-from nanovllm.runner.step_handle import Front
+from nanovllm.runner.head_inputs import HeadInputs
 from nanovllm.utils.integers import ceil_div
 
 ALIGNMENT = 4
@@ -17,8 +14,8 @@ ALIGNMENT = 4
 class StageInputs:
     """The inputs of a stage's graphs, beside the staging buffer. Each step's are copied here before its graph runs.
 
-    The first stage samples. Its back runs after the fronts of later steps, which write the front's outputs anew. So
-    `keep` copies what the back of a step needs, and `fill` writes that here when the back runs.
+    The first stage samples. The second part of a step runs after the first parts of later steps, which write the
+    outputs anew. So `keep` copies what the second part needs, and `fill` writes that here when it runs.
 
     Attributes:
         hidden: [num_seqs, hidden], of the stage before; in the first stage those of the last one.
@@ -28,7 +25,7 @@ class StageInputs:
         """
         Args:
             num_seqs: of the largest graph.
-            row: the one of padding, which the graphs write to while they are captured.
+            row: the row of padding, which the graphs write to while they are captured.
         """
         self.hidden = torch.zeros(num_seqs, hidden_size, dtype=dtype, device=device)
         width = ceil_div(num_seqs, ALIGNMENT) * ALIGNMENT
@@ -36,43 +33,36 @@ class StageInputs:
         self._sampling[0].fill_(row)
         self._seeds = torch.zeros(width, dtype=torch.int64, device=device)
 
-    def bind(
-        self, is_first: bool, decode: Callable[..., Any], sample: Callable[..., Any]
-    ) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
-        """Return the two halves of a decode step, `ModelRunner.decode` and `sample_decoded`, reading from here."""
-        if not is_first:
-            return lambda head: decode(head, self.hidden[: head.shape[1]]), None
-        return decode, lambda hidden, rows, values: sample(self.hidden[: len(rows)], *self._read(len(rows)))
-
-    def keep(self, front: Front, num_tokens: int) -> Front:
+    def keep(self, head: HeadInputs, num_tokens: int) -> HeadInputs:
         """Return a graph's outputs, copied: those of the first num_tokens, and how each row of the step is sampled."""
-        stacked = _stack(front)
-        rows, values = _split(stacked, front.values.seeds.clone())
-        return front._replace(hidden=front.hidden[:num_tokens].clone(), rows=rows, values=values)
+        stacked = _stack(head)
+        rows, values = _split(stacked, head.values.seeds.clone())
+        return head._replace(hidden=head.hidden[:num_tokens].clone(), rows=rows, values=values)
 
-    def fill(self, front: Front, hidden: Tensor) -> Front:
-        """Write here what `keep` has kept, and the hidden states that came for it; returns the front of what is here.
+    def fill(self, head: HeadInputs, hidden: Tensor) -> HeadInputs:
+        """Write here what `keep` has kept, and the hidden states that came for it; return what is here then.
 
         Args:
             hidden: [n, hidden], without the step's padding.
         """
-        size = len(front.rows)
+        size = len(head.rows)
         self.hidden[: len(hidden)].copy_(hidden)
-        self._sampling[:, :size].copy_(_stack(front))
-        self._seeds[:size].copy_(front.values.seeds)
-        rows, values = self._read(size)
-        return front._replace(hidden=self.hidden[:size], rows=rows, values=values)
+        self._sampling[:, :size].copy_(_stack(head))
+        self._seeds[:size].copy_(head.values.seeds)
+        rows, values = self.read(size)
+        return head._replace(hidden=self.hidden[:size], rows=rows, values=values)
 
-    def _read(self, size: int) -> tuple[Tensor, SamplingValues]:
+    def read(self, size: int) -> tuple[Tensor, SamplingValues]:
+        """Return the rows of the first `size` samples, and how each is sampled: views of the memory here."""
         return _split(self._sampling[:, :size], self._seeds[:size])
 
 
-def _stack(front: Front) -> Tensor:
+def _stack(head: HeadInputs) -> Tensor:
     """Return rows and sampling values but for seeds as int32 [6, n], which is one copy instead of six."""
-    values = front.values
+    values = head.values
     floats = (values.temperature, values.top_p, values.min_p)
     bits = (value.view(torch.int32) for value in floats)
-    return torch.stack([front.rows, values.top_k, values.positions, *bits])
+    return torch.stack([head.rows, values.top_k, values.positions, *bits])
 
 
 def _split(stacked: Tensor, seeds: Tensor) -> tuple[Tensor, SamplingValues]:

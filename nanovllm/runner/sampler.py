@@ -10,10 +10,12 @@ from nanovllm.engine.plan import StepPlan
 from nanovllm.layers.parallel import Parallel
 from nanovllm.ops.sample import SamplingValues
 from nanovllm.ops.step_inputs import StepInputs
-from nanovllm.runner.device import DeviceTables, to_device
+from nanovllm.runner.device import DeviceTables
 
 
-def choose_samples(plan: StepPlan, rows: Tensor, inputs: StepInputs) -> tuple[Tensor, Tensor, SamplingValues]:
+def choose_samples(
+    plan: StepPlan, rows: Tensor, inputs: StepInputs, backend: Backend
+) -> tuple[Tensor, Tensor | None, SamplingValues]:
     """Choose the tokens after which the step samples: the last one of each sequence, and those followed by a draft.
 
     If one sequence samples, the runner samples at least once for each, to keep shapes simple. Some samples are not
@@ -29,8 +31,10 @@ def choose_samples(plan: StepPlan, rows: Tensor, inputs: StepInputs) -> tuple[Te
 
     Returns:
         For n samples, sequence after sequence: their rows int32 [n]; the index, among the step's tokens, of the token
-        whose logits each uses [n]; and their sampling values.
+        whose logits each uses [n], or None if that is every token, in order; and their sampling values.
     """
+    if plan.num_tokens == plan.num_seqs:  # all sequences decode
+        return rows, None, inputs.sampling
     last = inputs.cu_seqlens[1:] - 1
     if plan.num_sampled.max() <= 1:  # without drafts
         return rows, last, inputs.sampling
@@ -39,7 +43,7 @@ def choose_samples(plan: StepPlan, rows: Tensor, inputs: StepInputs) -> tuple[Te
     # followers comes k tokens before the sequence's last token, and its position is k lower.
     sequences = np.repeat(np.arange(plan.num_seqs), num_samples)
     num_later = np.repeat(num_samples.cumsum(), num_samples) - 1 - np.arange(len(sequences))
-    chosen, back = to_device(np.stack((sequences, num_later)), rows.device).unbind(0)
+    chosen, back = backend.to_device(np.stack((sequences, num_later))).unbind(0)
     values = inputs.sampling.select(chosen)
     values = values._replace(positions=values.positions - back.int())
     return rows[chosen], last[chosen] - back, values
