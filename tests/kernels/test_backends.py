@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 from nanovllm.backends import NAMES, find_backend
 from nanovllm.backends.gpu import triton_backend as triton_backend_module
 from nanovllm.backends.gpu.flash_attn_backend import FlashAttnBackend
-from nanovllm.backends.gpu.triton_backend import TritonBackend
+from nanovllm.backends.gpu.triton_backend import TritonKernels
 from nanovllm.backends.torch_backend import TorchBackend
 from nanovllm.config import CHOICES
 from nanovllm.runner.resolve import WORTH_COMPILING, Work, resolve_backend, resolve_device, resolve_dtype, why_cannot
@@ -190,10 +190,11 @@ def test_shapes_without_kernels_are_refused_with_their_numbers(name: str, flash_
 def test_block_sizes_are_powers_of_two_within_what_the_backend_knows(
     name: str, good: tuple[int, ...], bad: tuple[int, ...], flash_attn: None, hopper: None
 ) -> None:
-    backend = find_backend(name, torch.device("cuda" if name == "flash_attn" else "cpu"))
-    work = Work(CPU if name == "cpu" else GPU, BF16, 128, 2)
+    device = CPU if name == "cpu" else GPU
+    backend = find_backend(name, device)
+    work = Work(device, BF16, 128, 2)
     for size in (backend.default_block_size, *good):
-        assert not (reason := why_cannot(backend, work._replace(block_size=size))), reason
+        assert not (reason := why_cannot(name, work._replace(block_size=size))), reason
     for size in bad:
         with pytest.raises(ValueError, match=f"kvcache_block_size is {size}; .*a power of two from {good[0]} to"):
             resolve_backend(name, work._replace(block_size=size))
@@ -209,7 +210,7 @@ def test_a_step_is_cut_into_chunks_once_for_all_layers(monkeypatch: pytest.Monke
     cut = triton_backend_module.decode_metadata
     monkeypatch.setattr(triton_backend_module, "decode_metadata", lambda *args: made.append(1) or cut(*args))
     case = attention_case([1, 1], [40, 7], 32, 2, 16, torch.float32)
-    backend = TritonBackend()
+    backend = TritonKernels()
     metadata = backend.prepare_attention(case.metadata, case.cache, case.q.shape[1])
     first, second = (backend.attend(case.q, case.cache, metadata, case.scale) for _ in range(2))
     assert len(made) == 1 and torch.equal(first, second)

@@ -17,13 +17,13 @@ from hypothesis import strategies as st
 
 from nanovllm import LLM
 from nanovllm.backends.gpu.cuda_graphs import graph_batch_sizes, smallest_that_holds
-from nanovllm.backends.gpu.memory import measure_memory
+from nanovllm.backends.gpu.memory import GpuMemory, measure_memory
 from nanovllm.backends.gpu.pinned import PinnedStaging
 from nanovllm.distributed.ring import HEADER, pack_plan
 from nanovllm.engine.plan import StepPlan
 from nanovllm.ops.step_inputs import PlannedRows, step_inputs_reference
 from nanovllm.runner.device import DeviceTables, Staging
-from nanovllm.runner.kv_memory import GpuMemory, blocks_that_fit
+from nanovllm.runner.kv_memory import blocks_that_fit
 from nanovllm.runner.steps import EAGER
 from nanovllm.sampling_params import SamplingParams
 
