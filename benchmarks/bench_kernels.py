@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.measuring import commit
 from nanovllm.backends import AttentionMetadata, Backend
 from nanovllm.backends.gpu import launch as launch_module
+from nanovllm.engine.plan import ROW_SAMPLING
 from nanovllm.ops.norm_rope_store import NormRope
-from nanovllm.ops.sample import SamplingValues
 from nanovllm.runner.resolve import Work, resolve_backend
 from nanovllm.utils.integers import ceil_div
 
@@ -192,6 +192,16 @@ def make_metadata(num_seqs: int, query_len: int, seq_len: int, block_size: int, 
     )
 
 
+def make_sampling(num_rows: int, temperature: float, top_k: int, top_p: float) -> Tensor:
+    """Return a table of packed sampling values, the same for all rows but for their seeds."""
+    table = np.zeros(num_rows, ROW_SAMPLING)
+    table["temperature"] = temperature
+    table["top_k"] = top_k
+    table["top_p"] = top_p
+    table["seed_low"] = np.arange(num_rows)
+    return torch.from_numpy(table.view(np.int32).reshape(num_rows, -1)).cuda()
+
+
 def time_attention(backend: Backend, model: Model, num_seqs: int, query_len: int, seq_len: int) -> tuple[Times, int]:
     """Return the times of a layer, and the bytes of K and V that it reads."""
     block_size = backend.default_block_size
@@ -275,18 +285,11 @@ def bench_sampler(bench: Bench, backend: Backend, batches: list[int]) -> None:
     for batch in batches:
         size = batch * VOCAB_SIZE * ITEMSIZE
         sets = [3 * randn(batch, VOCAB_SIZE) for _ in range(num_sets(size))]
-        seeds = torch.arange(batch, device="cuda")
-        positions = torch.zeros(batch, dtype=torch.int32, device="cuda")
+        rows = torch.arange(batch, dtype=torch.int32, device="cuda")
+        positions = torch.zeros_like(rows)
         for kind, (temperature, top_k, top_p) in kinds.items():
-            values = SamplingValues(
-                torch.full((batch,), temperature, device="cuda"),
-                torch.full((batch,), top_k, dtype=torch.int32, device="cuda"),
-                torch.full((batch,), top_p, device="cuda"),
-                torch.zeros(batch, device="cuda"),
-                seeds,
-                positions,
-            )
-            launches = [lambda x=x, v=values: backend.sample(x, v) for x in sets]
+            table = make_sampling(batch, temperature, top_k, top_p)
+            launches = [lambda x=x, table=table, rows=rows: backend.sample(x, table, rows, rows) for x in sets]
             bench.add_read("sample", "", f"{batch}, {kind}", time_both(launches), size)
         launches = [lambda x=x, ids=positions: backend.token_logprobs(x, ids) for x in sets]
         bench.add_read("token_logprobs", "", str(batch), time_both(launches), size)

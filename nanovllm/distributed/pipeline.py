@@ -119,6 +119,8 @@ class PipelineStage:
                 front = runner.start(plan, packed[: plan.head_size].clone(), x)
             else:
                 front = self._replay(graphs, padded, plan.num_tokens, x)
+            if stage.is_first:
+                front = front._replace(sampling=runner.tables.sampling[front.rows])
             half = Half(plan, front, graphs)
             if not stage.is_last:
                 self._send(front.hidden, self._group.rank + 1)

@@ -6,12 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.ops.sample import SamplingValues
+from nanovllm.engine.plan import SAMPLING_COLUMNS
 from nanovllm.runner.step_handle import Front
-from nanovllm.utils.integers import ceil_div
-
-ALIGNMENT = 4
-"""Arrays begin at a multiple of 4 elements (16 bytes). Triton compiles a kernel again for other addresses."""
 
 
 class StageInputs:
@@ -31,10 +27,9 @@ class StageInputs:
             row: the one of padding, which the graphs write to while they are captured.
         """
         self.hidden = torch.zeros(num_seqs, hidden_size, dtype=dtype, device=device)
-        width = ceil_div(num_seqs, ALIGNMENT) * ALIGNMENT
-        self._sampling = torch.zeros(6, width, dtype=torch.int32, device=device)
-        self._sampling[0].fill_(row)
-        self._seeds = torch.zeros(width, dtype=torch.int64, device=device)
+        self._rows = torch.full((num_seqs,), row, dtype=torch.int32, device=device)
+        self._positions = torch.zeros(num_seqs, dtype=torch.int32, device=device)
+        self._sampling = torch.zeros(num_seqs, len(SAMPLING_COLUMNS), dtype=torch.int32, device=device)
 
     def bind(
         self, is_first: bool, decode: Callable[..., Any], sample: Callable[..., Any]
@@ -42,41 +37,29 @@ class StageInputs:
         """Return the two halves of a decode step, `ModelRunner.decode` and `sample_decoded`, reading from here."""
         if not is_first:
             return lambda head: decode(head, self.hidden[: head.shape[1]]), None
-        return decode, lambda hidden, rows, values: sample(self.hidden[: len(rows)], *self._read(len(rows)))
+        return decode, lambda hidden, rows, positions: sample(*self._read(len(rows)))
 
     def keep(self, front: Front, num_tokens: int) -> Front:
-        """Return a graph's outputs, copied: those of the first num_tokens, and how each row of the step is sampled."""
-        stacked = _stack(front)
-        rows, values = _split(stacked, front.values.seeds.clone())
-        return front._replace(hidden=front.hidden[:num_tokens].clone(), rows=rows, values=values)
+        """Return a graph's outputs, copied: the hidden states of the first num_tokens, rows and positions."""
+        hidden = front.hidden[:num_tokens].clone()
+        return front._replace(hidden=hidden, rows=front.rows.clone(), positions=front.positions.clone())
 
     def fill(self, front: Front, hidden: Tensor) -> Front:
-        """Write here what `keep` has kept, and the hidden states that came for it; returns the front of what is here.
+        """Write here what the first half has kept, and the hidden states that came for it; returns the front of what is
+        here.
 
         Args:
             hidden: [n, hidden], without the step's padding.
         """
+        assert front.sampling is not None, "the first half has kept no sampling values"
         size = len(front.rows)
         self.hidden[: len(hidden)].copy_(hidden)
-        self._sampling[:, :size].copy_(_stack(front))
-        self._seeds[:size].copy_(front.values.seeds)
-        rows, values = self._read(size)
-        return front._replace(hidden=self.hidden[:size], rows=rows, values=values)
+        self._rows[:size].copy_(front.rows)
+        self._positions[:size].copy_(front.positions)
+        self._sampling[:size].copy_(front.sampling)
+        hidden, rows, positions, sampling = self._read(size)
+        return front._replace(hidden=hidden, rows=rows, positions=positions, sampling=sampling)
 
-    def _read(self, size: int) -> tuple[Tensor, SamplingValues]:
-        return _split(self._sampling[:, :size], self._seeds[:size])
-
-
-def _stack(front: Front) -> Tensor:
-    """Return rows and sampling values but for seeds as int32 [6, n], which is one copy instead of six."""
-    values = front.values
-    floats = (values.temperature, values.top_p, values.min_p)
-    bits = (value.view(torch.int32) for value in floats)
-    return torch.stack([front.rows, values.top_k, values.positions, *bits])
-
-
-def _split(stacked: Tensor, seeds: Tensor) -> tuple[Tensor, SamplingValues]:
-    """Return the rows and sampling values that were stacked, as views."""
-    rows, top_k, positions, *bits = stacked.unbind(0)
-    temperature, top_p, min_p = (value.view(torch.float32) for value in bits)
-    return rows, SamplingValues(temperature, top_k, top_p, min_p, seeds, positions)
+    def _read(self, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return the arguments of `ModelRunner.sample_decoded`."""
+        return self.hidden[:size], self._rows[:size], self._positions[:size], self._sampling[:size]

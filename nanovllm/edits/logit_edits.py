@@ -16,7 +16,7 @@ from nanovllm.edits.row_edits import RowEdits
 from nanovllm.engine.plan import IntArray
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import ScheduledStep
-from nanovllm.ops.sample import Sampled, SamplingValues
+from nanovllm.ops.sample import Sampled
 from nanovllm.runner.device import to_device
 from nanovllm.utils.integers import ceil_div
 
@@ -79,7 +79,7 @@ class LogitEdits:
     started: Seq[Started]
     counts: PenaltyCounts
 
-    def sample(self, backend: "Backend", logits: Tensor, values: SamplingValues) -> Sampled:
+    def sample(self, backend: "Backend", logits: Tensor, table: Tensor, rows: Tensor, positions: Tensor) -> Sampled:
         """Sample as `Backend.sample` does, from the edited logits, without waiting for the device.
 
         In float32, in which a row without edits gives the same token as without this.
@@ -90,17 +90,17 @@ class LogitEdits:
         if len(self.bias):
             logits.view(-1)[to_device(self.bias_index, device)] += to_device(self.bias, device)
         indices = to_device(self.indices, device)
-        rows = to_device(self.rows, device)
+        edited_rows = to_device(self.rows, device)
         masks = None if self.masks is None else to_device(self.masks, device)
         counts = penalties = None
         if self.penalties is not None:
             counts = self.counts.start(self.started, logits.shape[1], device)
             penalties = to_device(self.penalties, device)
         if masks is not None or counts is not None:
-            backend.edit_logits(logits, MaskAndPenalties(indices, masks, rows, counts, penalties))
-        sampled = backend.sample(logits, values)
+            backend.edit_logits(logits, MaskAndPenalties(indices, masks, edited_rows, counts, penalties))
+        sampled = backend.sample(logits, table, rows, positions)
         if counts is not None:
-            counts[rows, sampled.token_ids[indices]] += 2  # of rows without penalties, too: nobody reads theirs
+            counts[edited_rows, sampled.token_ids[indices]] += 2  # of rows without penalties, too: nobody reads theirs
         return sampled
 
 
@@ -114,11 +114,13 @@ class LateEdits:
         self._read_tokens = read_tokens
         self._collect = collect
 
-    def sample(self, backend: "Backend", logits: Tensor, values: SamplingValues) -> Sampled:
+    def sample(self, backend: "Backend", logits: Tensor, table: Tensor, rows: Tensor, positions: Tensor) -> Sampled:
         """Read the tokens, make the edits, and sample as `LogitEdits.sample` does."""
         self._read_tokens()
         edits = self._collect()
-        return backend.sample(logits, values) if edits is None else edits.sample(backend, logits, values)
+        if edits is None:
+            return backend.sample(logits, table, rows, positions)
+        return edits.sample(backend, logits, table, rows, positions)
 
 
 class _Edited(NamedTuple):

@@ -18,7 +18,6 @@ from nanovllm.engine.plan import NUM_PER_SEQ, IntArray, StepPlan
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.loader import Quantizer
-from nanovllm.ops.sample import SamplingValues
 from nanovllm.ops.step_inputs import PlannedRows, StepInputs
 from nanovllm.runner.device import DeviceTables, Staging
 from nanovllm.runner.kv_memory import check_free_memory
@@ -113,16 +112,17 @@ class ModelRunner:
         per_seq, token_ids, targets = torch.split(packed[: plan.head_size], sizes)
         rows, num_computed, num_scheduled, *_ = per_seq.view(NUM_PER_SEQ, plan.num_seqs).unbind(0)
         inputs, hidden = self.forward(PlannedRows(rows, num_computed, num_scheduled, token_ids), plan, x)
-        values = inputs.sampling
+        positions = inputs.seq_lens
         last = None
         if plan.num_sampled.any():
-            rows, last, values = choose_samples(plan, rows, inputs)
+            rows, last, positions = choose_samples(plan, rows, inputs)
         scored = find_targets(plan) if len(targets) else None
-        return Front(plan, hidden, targets, scored, last, rows, values, *self._read_counts(plan))
+        return Front(plan, hidden, targets, scored, last, rows, positions, *self._read_counts(plan))
 
-    def _read_counts(self, plan: StepPlan) -> list[IntArray]:
+    def _read_counts(self, plan: StepPlan) -> tuple[IntArray, IntArray]:
         """Return how many log-probabilities each sequence asks for, of its output and of its prompt."""
-        return [self.tables.sampling_cpu[name][plan.rows] for name in ("num_logprobs", "num_prompt_logprobs")]
+        values = self.tables.sampling_cpu[plan.rows]
+        return values["num_logprobs"], values["num_prompt_logprobs"]
 
     def finish(self, front: Front, edits: StepEdits | None = None) -> DeviceResult:
         """Run the second half of a step: logits, scores and samples. Of a pipeline's stages only the first has it."""
@@ -139,7 +139,7 @@ class ModelRunner:
         if front.sampled is None:
             return DeviceResult(scores=scores, embeddings=embeddings)
         logits = self.model.compute_logits(hidden[front.sampled])
-        sampled = self.sampler.sample(logits, front.rows, front.values, edits)
+        sampled = self.sampler.sample(logits, front.rows, front.positions, edits, front.sampling)
         logprobs = start_logprobs(plan, front.num_logprobs, sampled, logits, token_logprobs)
         return DeviceResult(sampled, logprobs, scores, embeddings)
 
@@ -153,7 +153,9 @@ class ModelRunner:
         """
         if x is None and not self.model.stage.is_first:
             x = torch.zeros(len(planned.token_ids), self.shape.hidden, dtype=self.dtype, device=self.device)
-        inputs = self.backend.step_inputs(planned, self.tables.row_tables, self.config.block_size)
+        inputs = self.backend.step_inputs(
+            planned, self.tables.block_tables, self.tables.last_token, self.config.block_size
+        )
         metadata = AttentionMetadata(
             num_decodes=len(planned.rows) if plan is None else plan.num_decodes,
             cu_seqlens_q=inputs.cu_seqlens,
@@ -187,8 +189,8 @@ class ModelRunner:
         On a CPU the first step of each size runs here as Python, and is recorded.
         """
         size = plan.num_seqs
-        hidden, rows, values = graphs.run("model", size, partial(self.decode, graphs.inputs(size)))
-        return Front(plan, hidden, rows[:0], None, None, rows, values, *self._read_counts(plan))
+        hidden, rows, positions = graphs.run("model", size, partial(self.decode, graphs.inputs(size)))
+        return Front(plan, hidden, rows[:0], None, None, rows, positions, *self._read_counts(plan))
 
     def finish_replay(self, graphs: Graphs, front: Front, edits: StepEdits | None, is_edited: bool) -> DeviceResult:
         """Do what `finish` does after `replay`.
@@ -207,10 +209,10 @@ class ModelRunner:
         if is_edited or front.num_logprobs.max() >= 0:
             every_row = torch.arange(len(front.hidden), device=self.device)
             return self.finish(front._replace(sampled=every_row), edits)
-        sample = partial(self.sample_decoded, front.hidden, front.rows, front.values)
+        sample = partial(self.sample_decoded, front.hidden, front.rows, front.positions, front.sampling)
         return DeviceResult(graphs.run("sampler", front.plan.num_seqs, sample))
 
-    def decode(self, head: Tensor, x: Tensor | None = None) -> tuple[Tensor, Tensor, SamplingValues]:
+    def decode(self, head: Tensor, x: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Compute a step that only decodes. All inputs are tensors on the device, so that a CUDA graph can record it.
 
         Args:
@@ -218,15 +220,18 @@ class ModelRunner:
             x: [n, hidden], from the stage before: see `start`.
 
         Returns:
-            The arguments of `sample_decoded`: hidden states [n, hidden], rows int32 [n], and their sampling values.
+            The arguments of `sample_decoded`: hidden states [n, hidden], rows int32 [n], and positions int32 [n].
         """
         rows, num_computed, num_scheduled, *_, token_ids = head.unbind(0)
         inputs, hidden = self.forward(PlannedRows(rows, num_computed, num_scheduled, token_ids), None, x)
-        return hidden, rows, inputs.sampling
+        return hidden, rows, inputs.seq_lens
 
-    def sample_decoded(self, hidden: Tensor, rows: Tensor, values: SamplingValues) -> Tensor:
-        """Sample a token for each of the decodes, int32 [n]. This is a CUDA graph of its own, after `decode`."""
-        return self.sampler.sample(self.model.compute_logits(hidden), rows, values)
+    def sample_decoded(self, hidden: Tensor, rows: Tensor, positions: Tensor, sampling: Tensor | None = None) -> Tensor:
+        """Sample a token for each of the decodes, int32 [n]. This is a CUDA graph of its own, after `decode`.
+
+        `Front` explains the arguments.
+        """
+        return self.sampler.sample(self.model.compute_logits(hidden), rows, positions, kept=sampling)
 
     # ---- the device
 

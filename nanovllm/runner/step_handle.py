@@ -8,7 +8,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm.engine.plan import EMBED, IntArray, StepPlan, StepResult
-from nanovllm.ops.sample import SamplingValues
 from nanovllm.outputs import Logprob
 from nanovllm.runner.device import start_copy
 from nanovllm.runner.logprobs import Logprobs
@@ -18,8 +17,8 @@ from nanovllm.utils.clock import Clock
 class Front(NamedTuple):
     """The first half of a step, up to the hidden states, and all that the second half needs of it.
 
-    In a pipeline other steps begin between the two halves, and a row may have a new owner by then. So the second half
-    reads no table of rows.
+    In a pipeline other steps begin between the two halves, and a row may have a new owner by then. So the first half
+    keeps what the second one needs of the rows' tables.
 
     Attributes:
         hidden: [num_tokens, hidden].
@@ -28,9 +27,10 @@ class Front(NamedTuple):
         sampled: int [n], which row of `hidden` gives the logits of each sample; None if the plan samples nothing, and
             after `ModelRunner.replay`, where every row does.
         rows: int32 [n], the row that gets each sample.
-        values: how each is sampled.
+        positions: int32 [n], the index in its sequence of each token that is sampled.
         num_logprobs: int32 [num_seqs], -1 for a sequence that wants none.
         num_prompt_logprobs: int32 [num_seqs], -1 for a sequence that wants none.
+        sampling: int32 [n, width], the packed sampling values of `rows`, which a pipeline keeps; None elsewhere.
     """
 
     plan: StepPlan
@@ -39,9 +39,10 @@ class Front(NamedTuple):
     scored: NDArray[np.intp] | None
     sampled: Tensor | None
     rows: Tensor
-    values: SamplingValues
+    positions: Tensor
     num_logprobs: IntArray
     num_prompt_logprobs: IntArray
+    sampling: Tensor | None = None
 
 
 class DeviceResult(NamedTuple):

@@ -22,6 +22,7 @@ from helpers.kernel_cases import (
     decode_lengths,
     edit_case,
     mixed_lengths,
+    pack_values,
     pairwise_shapes,
     poisoned_memory,
     sample_case,
@@ -51,7 +52,7 @@ from nanovllm.models.qwen3_5.operators import TritonHybridOperators
 from nanovllm.models.qwen3_moe.ops import route_reference
 from nanovllm.ops.norm_rope_store import NormRope, norm_rope_store_reference
 from nanovllm.ops.rms_norm import add_rms_norm_reference, rms_norm_reference
-from nanovllm.ops.sample import SamplingValues, uniform_reference
+from nanovllm.ops.sample import uniform_reference
 from nanovllm.ops.silu_and_mul import silu_and_mul_reference
 
 pytestmark = [
@@ -266,11 +267,9 @@ def test_samples_follow_the_distribution() -> None:
     """Chi-squared, 200,000 draws from 8 tokens: with 7 degrees of freedom it exceeds 40 about once in 800,000 times."""
     n = 200_000
     logits = torch.linspace(0, 2, 8, device=CUDA).repeat(n, 1)
-    ones = torch.ones(n, device=CUDA)
-    zeros = torch.zeros(n, device=CUDA)
-    seeds = torch.arange(n, device=CUDA)
-    assert len(uniform_reference(seeds, zeros.long()).unique()) > 0.98 * n
-    tokens = sample(logits, SamplingValues(ones, zeros.int(), ones, zeros, seeds, zeros.int())).token_ids
+    rows = torch.arange(n, dtype=torch.int32, device=CUDA)
+    assert len(uniform_reference(rows.long(), torch.zeros_like(rows).long()).unique()) > 0.98 * n
+    tokens = sample(logits, pack_values(n, rows.cpu()).to(CUDA), rows, torch.zeros_like(rows)).token_ids
     expected = logits[0].softmax(0) * n
     counts = torch.bincount(tokens, minlength=8)
     assert float(((counts - expected) ** 2 / expected).sum()) < 40

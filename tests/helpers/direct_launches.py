@@ -35,7 +35,6 @@ from nanovllm.engine.plan import StepPlan
 from nanovllm.layers.linear import MatrixModule
 from nanovllm.layers.parallel import Stage
 from nanovllm.models.qwen3_moe.decoder import Experts
-from nanovllm.ops.sample import SamplingValues
 from nanovllm.quantized.codes import Codes
 from nanovllm.runner import logprobs, sampler
 from nanovllm.runner.model_runner import ModelRunner
@@ -185,10 +184,10 @@ def make_edits(num_rows: int, vocab: int, has_masks: bool, has_penalties: bool) 
     return LogitEdits(indices, indices, masks, bias_index, bias, penalties, (), PenaltyCounts(num_rows))
 
 
-def make_front(runner: ModelRunner, hidden: torch.Tensor, rows: torch.Tensor, values: SamplingValues) -> Front:
+def make_front(runner: ModelRunner, hidden: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> Front:
     """Return what `ModelRunner.replay` returns for decodes."""
     plan = unscored_plan([1] * len(rows))
-    return Front(plan, hidden, rows[:0], None, None, rows, values, *runner._read_counts(plan))
+    return Front(plan, hidden, rows[:0], None, None, rows, positions, *runner._read_counts(plan))
 
 
 def finish_replayed(runner: ModelRunner, size: int, edits: LogitEdits | None) -> None:
@@ -290,11 +289,12 @@ def serve_as_a_stage(runner: ModelRunner) -> None:
         decode, sample = bind_halves(runner)
         graphs = make_graphs(runner)
         for size in graphs.sizes:
-            hidden, rows, values = decode(graphs.inputs(size))
+            hidden, rows, positions = decode(graphs.inputs(size))
             if sample is None:
                 continue
-            sample(hidden, rows, values)
-            front = make_front(runner, hidden, rows, values)
+            sample(hidden, rows, positions)
+            front = make_front(runner, hidden, rows, positions)
+            front = front._replace(sampling=runner.tables.sampling[rows])
             filled = parallel.inputs.fill(parallel.inputs.keep(front, size), hidden)
             edits = make_edits(size, vocab, has_masks=True, has_penalties=size % 2 == 0)
             runner.finish_replay(graphs, filled, edits, is_edited=True)

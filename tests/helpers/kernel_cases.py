@@ -8,15 +8,24 @@ from itertools import product
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from nanovllm.backends import AttentionMetadata, Backend, KVCache
 from nanovllm.backends.torch_backend import TorchBackend
 from nanovllm.edits.edit_logits import MaskAndPenalties
+from nanovllm.engine.plan import ROW_SAMPLING
 from nanovllm.ops.attention import attend_reference
-from nanovllm.ops.sample import Sampled, SamplingValues, filter_reference, sample_reference, uniform_reference
-from nanovllm.ops.step_inputs import PlannedRows, RowTables, StepInputs, step_inputs_reference
+from nanovllm.ops.sample import (
+    Sampled,
+    SamplingValues,
+    filter_reference,
+    sample_reference,
+    uniform_reference,
+    unpack_sampling,
+)
+from nanovllm.ops.step_inputs import PlannedRows, StepInputs, step_inputs_reference
 from nanovllm.ops.token_logprobs import TokenLogprobs, token_logprobs_reference
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -174,15 +183,31 @@ def attention_tolerance(dtype: torch.dtype) -> float:
     return 4e-6 if dtype == torch.float32 else 2 * 4 * torch.finfo(dtype).eps / 2
 
 
+def pack_values(count: int, seeds: ArrayLike = 0, **values: ArrayLike) -> Tensor:
+    """Pack sampling values of `count` rows as a plan does: int32 [count, width]. By default nothing is filtered."""
+    table = np.zeros(count, ROW_SAMPLING)
+    for name, value in {"temperature": 1, "top_p": 1, **values}.items():
+        table[name] = value
+    halves = np.broadcast_to(np.asarray(seeds, np.int64), count).astype("<i8").view("<u4").reshape(count, 2)
+    table["seed_low"], table["seed_high"] = halves.T
+    return torch.from_numpy(table.view(np.int32).reshape(count, -1))
+
+
 @dataclass(frozen=True)
 class SampleCase:
-    """Arguments of `sample`, one row for each kind of request."""
+    """Arguments of `sample`, one row of logits for each kind of request. The rows of the table have another order."""
 
     logits: Tensor
-    values: SamplingValues
+    table: Tensor
+    rows: Tensor
+    positions: Tensor
 
-    def arguments(self) -> tuple[Tensor, SamplingValues]:
-        return self.logits, self.values
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.logits, self.table, self.rows, self.positions
+
+    @property
+    def values(self) -> SamplingValues:
+        return unpack_sampling(self.table[self.rows])
 
 
 # temperature, top_k, top_p, min_p
@@ -215,11 +240,14 @@ def sample_case(
     logits = 3 * torch.randn(n, vocab_size, generator=generator)
     if ties:
         logits = logits.div(2).round() * 2
-    temperature, top_k, top_p, min_p = (torch.tensor(column, device=device) for column in zip(*_REQUESTS, strict=True))
-    seeds = torch.randint(-(2**63), 2**63 - 1, (n,), generator=generator).to(device)
+    temperature, top_k, top_p, min_p = (np.array(column) for column in zip(*_REQUESTS, strict=True))
+    seeds = torch.randint(-(2**63), 2**63 - 1, (n,), generator=generator)
+    values = pack_values(n, seeds, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    rows = torch.randperm(n + 2, generator=generator)[:n]
+    table = torch.full((n + 2, values.shape[1]), -1, dtype=torch.int32)
+    table[rows] = values
     positions = torch.arange(n, dtype=torch.int32, device=device) * 1009
-    values = SamplingValues(temperature, top_k.int(), top_p, min_p, seeds, positions)
-    return SampleCase(logits.to(device, dtype), values)
+    return SampleCase(logits.to(device, dtype), table.to(device), rows.to(device, torch.int32), positions)
 
 
 def assert_same_tokens(case: SampleCase, sampled: Sampled) -> None:
@@ -242,7 +270,7 @@ def assert_tokens_near(case: SampleCase, sampled: Sampled) -> None:
     tokens = sampled.token_ids
     assert torch.equal(sampled.checked, tokens)
     values = case.values
-    uniforms = uniform_reference(values.seeds, values.positions.long())
+    uniforms = uniform_reference(values.seeds, case.positions.long())
     for row in (tokens != expected).nonzero().flatten().tolist():
         assert values.temperature[row] > 0, "greedy tokens are exact"
         logits = case.logits[row : row + 1].float()
@@ -281,23 +309,16 @@ def check_token_logprobs(
 
 
 def check_step_inputs(
-    make: Callable[[PlannedRows, RowTables, int], StepInputs], scheduled: list[int], device: torch.device = DEVICE
+    make: Callable[[PlannedRows, Tensor, Tensor, int], StepInputs],
+    scheduled: list[int],
+    device: torch.device = DEVICE,
 ) -> None:
     """The reference's inputs of a step that computes so many tokens of each sequence. The first row is padding."""
     num_seqs = len(scheduled)
     num_rows = 9
     generator = torch.Generator().manual_seed(0)
-    temperature, top_p, min_p = (torch.rand(num_rows, generator=generator).to(device) for _ in range(3))
-    integers = torch.randint(0, 1000, (3, num_rows), generator=generator).to(device)
-    tables = RowTables(
-        torch.randint(0, 99, (num_rows, 50), generator=generator, dtype=torch.int32).to(device),
-        integers[0].int(),
-        temperature,
-        integers[1].int(),
-        top_p,
-        min_p,
-        integers[2] << 40,
-    )
+    block_tables = torch.randint(0, 99, (num_rows, 50), generator=generator, dtype=torch.int32).to(device)
+    last_token = torch.randint(0, 1000, (num_rows,), generator=generator, dtype=torch.int32).to(device)
     rows = torch.randperm(num_rows - 1, generator=generator)[:num_seqs].int()
     rows[0] = num_rows - 1
     token_ids = torch.randint(0, 1000, (sum(scheduled),), generator=generator, dtype=torch.int32)
@@ -305,11 +326,9 @@ def check_step_inputs(
     computed = torch.randint(0, 200, (num_seqs,), generator=generator, dtype=torch.int32)
     arrays = rows, computed, torch.tensor(scheduled, dtype=torch.int32), token_ids
     planned = PlannedRows(*(array.to(device) for array in arrays))
-    got = make(planned, tables, 16)
-    expected = step_inputs_reference(planned, tables, 16)
-    for name, ours, theirs in zip(got._fields[:-1], got, expected, strict=False):
-        assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype, name
-    for name, ours, theirs in zip(got.sampling._fields, got.sampling, expected.sampling, strict=True):
+    got = make(planned, block_tables, last_token, 16)
+    expected = step_inputs_reference(planned, block_tables, last_token, 16)
+    for name, ours, theirs in zip(got._fields, got, expected, strict=True):
         assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype, name
 
 

@@ -37,6 +37,7 @@ from nanovllm.models import loader
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.qwen3_5.sizes import make_shape
 from nanovllm.models.shapes import PRESETS
+from nanovllm.ops.sample import unpack_sampling
 
 CPU = torch.device("cpu")
 NUM_LAYERS = 5
@@ -102,10 +103,11 @@ class Runs:
             backend = getattr(runner, "local", runner).backend
             sample = backend.sample
 
-            def spy(logits: Tensor, values: Any) -> Any:
-                for row, seed, position in zip(logits, values.seeds.tolist(), values.positions.tolist(), strict=True):
+            def spy(logits: Tensor, table: Tensor, rows: Tensor, positions: Tensor) -> Any:
+                seeds = unpack_sampling(table[rows]).seeds
+                for row, seed, position in zip(logits, seeds.tolist(), positions.tolist(), strict=True):
                     self.logits[seed, position] = row.clone()
-                return sample(logits, values)
+                return sample(logits, table, rows, positions)
 
             backend.sample = spy
             if llm.engine.scheduler.speculation is not None:

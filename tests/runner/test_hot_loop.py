@@ -46,7 +46,7 @@ def test_a_start_captures_a_bounded_number_of_sizes():
 
 def test_padding_reads_a_row_of_nobody_and_stores_nothing():
     tables = DeviceTables(4, 8, torch.device("cpu"))
-    tables.row_tables.block_tables[:4] = torch.arange(1, 33).view(4, 8)
+    tables.block_tables[:4] = torch.arange(1, 33).view(4, 8)
     engine = make_engine(max_num_seqs=4, num_blocks=32)
     for _ in range(3):
         engine.add(engine.prepare([1], SamplingParams(seed=0)))
@@ -54,7 +54,8 @@ def test_padding_reads_a_row_of_nobody_and_stores_nothing():
     padded = plan.pad(8, tables.padding_row)
     assert padded.rows.tolist() == [*plan.rows.tolist(), *[tables.padding_row] * 5]
     planned = (padded.rows, padded.num_computed, padded.num_scheduled, padded.token_ids)
-    slots = step_inputs_reference(PlannedRows(*map(torch.from_numpy, planned)), tables.row_tables, 4).slots
+    rows = PlannedRows(*map(torch.from_numpy, planned))
+    slots = step_inputs_reference(rows, tables.block_tables, tables.last_token, 4).slots
     assert (slots[:3] >= 4).all() and (slots[3:] == -1).all()
     assert padded.num_tokens == padded.num_decodes == 8 and padded.num_sampled.sum() == 3
 
@@ -273,7 +274,7 @@ def test_the_step_that_graphs_capture_gives_the_tokens_of_the_eager_one(random_m
         runner.graphs = StandInGraphs(runner.staging.buffer, max_num_seqs, runner.tables.padding_row)
         llm.engine.depth = depth
         replayed = llm.generate(prompts, params, use_tqdm=False)
-        assert (runner.tables.row_tables.block_tables[runner.tables.padding_row] == 0).all()
+        assert (runner.tables.block_tables[runner.tables.padding_row] == 0).all()
         runner.graphs = None
     for one, other in zip(eager, replayed, strict=True):
         assert one["token_ids"] == other["token_ids"]

@@ -21,6 +21,7 @@ from nanovllm.backends.cpu.library import cpu_library
 from nanovllm.backends.cpu.scratch import Scratch
 from nanovllm.ops.attention import AttentionMetadata
 from nanovllm.ops.norm_rope_store import NormRope
+from nanovllm.ops.sample import unpack_sampling
 from nanovllm.ops.token_logprobs import token_logprobs_reference
 from nanovllm.runner.logprobs import Logprobs
 
@@ -153,10 +154,11 @@ class Company:
             backend = llm.engine.runner.backend
             sample = backend.sample
 
-            def spy(logits: Tensor, values: Any) -> Any:
-                for row, seed, position in zip(logits, values.seeds.tolist(), values.positions.tolist(), strict=True):
+            def spy(logits: Tensor, table: Tensor, rows: Tensor, positions: Tensor) -> Any:
+                seeds = unpack_sampling(table[rows]).seeds
+                for row, seed, position in zip(logits, seeds.tolist(), positions.tolist(), strict=True):
                     seen[seed, position] = row.clone()
-                return sample(logits, values)
+                return sample(logits, table, rows, positions)
 
             backend.sample = spy
             outputs = llm.generate([p for p, _ in given], [params for _, params in given], use_tqdm=False)

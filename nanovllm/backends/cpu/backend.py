@@ -16,8 +16,8 @@ from nanovllm.layers.weights import ShardedLayer
 from nanovllm.models.qwen3_moe.ops import Routing
 from nanovllm.ops.attention import AttentionMetadata, KVCache
 from nanovllm.ops.norm_rope_store import NormRope
-from nanovllm.ops.sample import Sampled, SamplingValues
-from nanovllm.ops.step_inputs import PlannedRows, RowTables, StepInputs, empty_step_inputs
+from nanovllm.ops.sample import Sampled
+from nanovllm.ops.step_inputs import PlannedRows, StepInputs, empty_step_inputs
 from nanovllm.ops.token_logprobs import TokenLogprobs
 
 LANES = 16
@@ -145,17 +145,18 @@ class CpuBackend(Backend):
         self.library.call("attend", q.dtype, *inputs, out, *sizes)
         return out
 
-    def step_inputs(self, planned: PlannedRows, tables: RowTables, block_size: int) -> StepInputs:
-        made = empty_step_inputs(planned, tables, self.scratch.empty)
-        sizes = (len(planned.rows), len(tables.last_token) - 1, tables.block_tables.shape[1], block_size)
-        self.library.call("step_inputs", None, *planned, *tables, *made[:6], *made.sampling[:5], *sizes)
+    def step_inputs(
+        self, planned: PlannedRows, block_tables: Tensor, last_token: Tensor, block_size: int
+    ) -> StepInputs:
+        made = empty_step_inputs(planned, block_tables.shape[1], self.scratch.empty)
+        sizes = (len(planned.rows), len(last_token) - 1, block_tables.shape[1], block_size)
+        self.library.call("step_inputs", None, *planned, block_tables, last_token, *made, *sizes)
         return made
 
-    def sample(self, logits: Tensor, values: SamplingValues) -> Sampled:
+    def sample(self, logits: Tensor, table: Tensor, rows: Tensor, positions: Tensor) -> Sampled:
         logits = logits.contiguous()
         sampled = Sampled(*(self.scratch.empty(len(logits), dtype=torch.int32) for _ in Sampled._fields))
-        values = values._replace(positions=values.positions.to(torch.int32))
-        self.library.call("sample", logits.dtype, logits, *values, *sampled, *logits.shape)
+        self.library.call("sample", logits.dtype, logits, table, rows, positions, *sampled, *logits.shape)
         return sampled
 
     def store_samples(self, token_ids: Tensor, rows: Tensor, last_token: Tensor) -> None:

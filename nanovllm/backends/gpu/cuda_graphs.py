@@ -10,7 +10,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from nanovllm.engine.plan import NUM_PER_SEQ, StepPlan, make_padding
-from nanovllm.ops.sample import SamplingValues
 
 T = TypeVar("T")
 Half = Literal["model", "sampler"]
@@ -22,11 +21,11 @@ MOST_SEQS = 1024
 
 A larger step runs eagerly: it has as many launches as a small one, beside far more work for the device.
 """
-Decoded = tuple[Tensor, Tensor, SamplingValues]
-"""Of n decodes: hidden states [n, hidden], rows int32 [n], and how each is sampled."""
+Decoded = tuple[Tensor, Tensor, Tensor]
+"""Of n decodes: hidden states [n, hidden], rows int32 [n], and positions int32 [n] of the tokens to sample."""
 Decode = Callable[[Tensor], Decoded]
 """Runs the model on inputs int32 [HEAD, n]: see `ModelRunner.decode`."""
-Sample = Callable[[Tensor, Tensor, SamplingValues], Tensor]
+Sample = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Samples from what was decoded; returns token ids int32 [n]."""
 
 
