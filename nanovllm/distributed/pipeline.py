@@ -40,7 +40,7 @@ class StageParallel(Parallel):
     def __init__(self, group: GroupParallel, stage: Stage, inputs: StageInputs | None = None) -> None:
         """
         Args:
-            inputs: of the stage's CUDA graphs; None without graphs.
+            inputs: the inputs of the stage's CUDA graphs; None without graphs.
         """
         super().__init__(ranks_per_device=group.ranks_per_device, stage=stage)
         self.number = group.rank
@@ -78,8 +78,8 @@ class Half(NamedTuple):
 
     Attributes:
         plan: as rank 0 sent it.
-        front: of the plan, or of the plan padded to the size of a CUDA graph.
-        graphs: that ran it; None if it ran eagerly.
+        front: the front of the plan, or of the plan padded to the size of a CUDA graph.
+        graphs: the graphs that ran it; None if it ran eagerly.
     """
 
     plan: StepPlan
@@ -111,7 +111,7 @@ class PipelineStage:
             graphs = runner.choose_graphs(plan)
             padded = plan if graphs is None else graphs.pad(plan)
             packed = runner.staging.send(padded.arrays())
-            runner.tables.update(padded, packed[padded.head_size :])
+            runner.device_rows.update(padded, packed[padded.head_size :])
             x = None if stage.is_first else self.receive(plan.num_tokens, self._group.rank - 1, self._num_plans)
             since = time.perf_counter()
             if graphs is None:
@@ -120,7 +120,7 @@ class PipelineStage:
             else:
                 front = self._replay(graphs, padded, plan.num_tokens, x)
             if stage.is_first:
-                front = front._replace(sampling=runner.tables.sampling[front.rows])
+                front = front._replace(sampling=runner.device_rows.sampling[front.rows])
             half = Half(plan, front, graphs)
             if not stage.is_last:
                 self._send(front.hidden, self._group.rank + 1)

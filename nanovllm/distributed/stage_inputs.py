@@ -17,14 +17,14 @@ class StageInputs:
     `keep` copies what the back of a step needs, and `fill` writes that here when the back runs.
 
     Attributes:
-        hidden: [num_seqs, hidden], of the stage before; in the first stage those of the last one.
+        hidden: [num_seqs, hidden], what the stage before has sent; in the first stage, what the last one has sent.
     """
 
     def __init__(self, num_seqs: int, hidden_size: int, dtype: torch.dtype, device: torch.device, row: int) -> None:
         """
         Args:
-            num_seqs: of the largest graph.
-            row: the one of padding, which the graphs write to while they are captured.
+            num_seqs: the number of sequences of the largest graph.
+            row: the row of padding, which the graphs write to while they are captured.
         """
         self.hidden = torch.zeros(num_seqs, hidden_size, dtype=dtype, device=device)
         self._rows = torch.full((num_seqs,), row, dtype=torch.int32, device=device)

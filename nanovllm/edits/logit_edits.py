@@ -67,7 +67,7 @@ class LogitEdits:
         bias_index: int64, indices into the flattened logits to which `bias` (float32) is added.
         penalties: float32 [m, 3], repetition, frequency and presence; None if no row has any.
         started: rows with penalties whose counts begin anew.
-        counts: of all rows with penalties, from step to step.
+        counts: the counts of all rows with penalties, which live from step to step.
     """
 
     indices: IntArray
@@ -127,9 +127,9 @@ class _Edited(NamedTuple):
     """An edited row of the step's logits.
 
     Attributes:
-        number: of its sequence in the plan.
-        num_output: tokens of output before the one that it samples.
-        logits_row: which row of the step's logits.
+        number: the number of its sequence in the plan.
+        num_output: how many tokens of output come before the one that it samples.
+        logits_row: which row of the step's logits it is.
     """
 
     number: int

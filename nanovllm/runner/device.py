@@ -12,7 +12,7 @@ from torch import Tensor
 from nanovllm.engine.plan import ROW_SAMPLING, SAMPLING_COLUMNS, IntArray, StepPlan
 
 
-class DeviceTables:
+class DeviceRows:
     """Block tables, last tokens and sampling values of rows 0..max_num_seqs-1, and of one extra row.
 
     Each resident sequence owns a row. A plan brings only what changes. Every step reads the rest here.

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from nanovllm.backends import BACKENDS, AttentionMetadata, KVCache, LayerCache
+from nanovllm.backends import BACKENDS, KVCache, LayerCache
 from nanovllm.backends.cpu.recorded_steps import RecordedSteps
 from nanovllm.backends.gpu.cuda_graphs import CudaGraphs
 from nanovllm.config import ResolvedConfig
@@ -18,8 +18,8 @@ from nanovllm.engine.plan import NUM_PER_SEQ, IntArray, StepPlan
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.loader import Quantizer
-from nanovllm.ops.step_inputs import PlannedRows, StepInputs
-from nanovllm.runner.device import DeviceTables, Staging
+from nanovllm.ops.step_inputs import DevicePlan, StepInputs
+from nanovllm.runner.device import DeviceRows, Staging
 from nanovllm.runner.kv_memory import check_free_memory
 from nanovllm.runner.logprobs import embed_targets, find_targets, score_targets, start_logprobs
 from nanovllm.runner.sampler import Sampler, choose_samples
@@ -69,9 +69,9 @@ class ModelRunner:
         self.decoder = decoder
         self._read_weights = read_weights
         self.load_model()
-        self.tables = DeviceTables(config.max_num_seqs, config.max_blocks_per_seq, self.device)
+        self.device_rows = DeviceRows(config.max_num_seqs, config.max_blocks_per_seq, self.device)
         self.staging = Staging(StepPlan.max_size(config), self.device)
-        self.sampler = Sampler(self.backend, self.tables, parallel)
+        self.sampler = Sampler(self.backend, self.device_rows, parallel)
         self._is_small = self.device.type == "cpu" and self.shape.num_parameters <= SMALL_MODEL
         self._neighbours = Neighbours()
 
@@ -87,11 +87,11 @@ class ModelRunner:
                 plan = graphs.pad(plan)
             packed = self.staging.send(plan.arrays())
             stopwatch.start()
-            self.tables.update(plan, packed[plan.head_size :])
+            self.device_rows.update(plan, packed[plan.head_size :])
             if graphs is None:
                 result = self.finish(self.start(plan, packed), edits)
             else:
-                is_edited = bool(self.tables.sampling_cpu["is_edited"][plan.rows].any())
+                is_edited = bool(self.device_rows.sampling_cpu["is_edited"][plan.rows].any())
                 result = self.finish_replay(graphs, self.replay(graphs, plan), edits, is_edited)
             if self.parallel.rank > 0:
                 result = DeviceResult()  # nobody reads the results of other ranks
@@ -111,7 +111,9 @@ class ModelRunner:
         sizes = [NUM_PER_SEQ * plan.num_seqs, plan.num_tokens, len(plan.targets)]
         per_seq, token_ids, targets = torch.split(packed[: plan.head_size], sizes)
         rows, num_computed, num_scheduled, *_ = per_seq.view(NUM_PER_SEQ, plan.num_seqs).unbind(0)
-        inputs, hidden = self.forward(PlannedRows(rows, num_computed, num_scheduled, token_ids), plan, x)
+        lens_cpu = (plan.num_scheduled, plan.num_computed + plan.num_scheduled)
+        planned = DevicePlan(rows, num_computed, num_scheduled, token_ids, plan.num_decodes, *lens_cpu)
+        inputs, hidden = self.forward(planned, x)
         positions = inputs.seq_lens
         last = None
         if plan.num_sampled.any():
@@ -121,7 +123,7 @@ class ModelRunner:
 
     def _read_counts(self, plan: StepPlan) -> tuple[IntArray, IntArray]:
         """Return how many log-probabilities each sequence asks for, of its output and of its prompt."""
-        values = self.tables.sampling_cpu[plan.rows]
+        values = self.device_rows.sampling_cpu[plan.rows]
         return values["num_logprobs"], values["num_prompt_logprobs"]
 
     def finish(self, front: Front, edits: StepEdits | None = None) -> DeviceResult:
@@ -143,32 +145,19 @@ class ModelRunner:
         logprobs = start_logprobs(plan, front.num_logprobs, sampled, logits, token_logprobs)
         return DeviceResult(sampled, logprobs, scores, embeddings)
 
-    def forward(
-        self, planned: PlannedRows, plan: StepPlan | None, x: Tensor | None = None
-    ) -> tuple[StepInputs, Tensor]:
+    def forward(self, planned: DevicePlan, x: Tensor | None = None) -> tuple[StepInputs, Tensor]:
         """Compute the hidden states of all tokens, [num_tokens, hidden]. Returns the step's inputs, too.
 
-        The plan is None when a step is recorded: then every sequence computes one token. `start` explains x. In a
-        later stage of a pipeline None stands for zeros, so that it can prepare without the other stages.
+        `start` explains x. In a later stage of a pipeline None stands for zeros, so that it can prepare without the
+        other stages.
         """
         if x is None and not self.model.stage.is_first:
             x = torch.zeros(len(planned.token_ids), self.shape.hidden, dtype=self.dtype, device=self.device)
-        inputs = self.backend.step_inputs(
-            planned, self.tables.block_tables, self.tables.last_token, self.config.block_size
-        )
-        metadata = AttentionMetadata(
-            num_decodes=len(planned.rows) if plan is None else plan.num_decodes,
-            cu_seqlens_q=inputs.cu_seqlens,
-            seq_lens=inputs.seq_lens,
-            block_tables=inputs.block_tables,
-            slot_mapping=inputs.slots,
-            query_lens_cpu=None if plan is None else plan.num_scheduled,
-            seq_lens_cpu=None if plan is None else plan.num_computed + plan.num_scheduled,
-            rows=planned.rows,
-        )
+        tables = (self.device_rows.block_tables, self.device_rows.last_token)
+        inputs = self.backend.step_inputs(planned, *tables, self.config.block_size)
         if (cache := next((cache for cache in self.caches if isinstance(cache, KVCache)), None)) is not None:
-            metadata = self.backend.prepare_attention(metadata, cache, self.shape.heads)
-        return inputs, self.model(inputs.token_ids, inputs.positions, self.caches, metadata, x)
+            inputs = self.backend.prepare_attention(inputs, cache, self.shape.heads)
+        return inputs, self.model(inputs, self.caches, x)
 
     # ---- steps that only decode: CUDA graphs, and recorded steps on a CPU
 
@@ -223,7 +212,7 @@ class ModelRunner:
             The arguments of `sample_decoded`: hidden states [n, hidden], rows int32 [n], and positions int32 [n].
         """
         rows, num_computed, num_scheduled, *_, token_ids = head.unbind(0)
-        inputs, hidden = self.forward(PlannedRows(rows, num_computed, num_scheduled, token_ids), None, x)
+        inputs, hidden = self.forward(DevicePlan(rows, num_computed, num_scheduled, token_ids, len(rows)), x)
         return hidden, rows, inputs.seq_lens
 
     def sample_decoded(self, hidden: Tensor, rows: Tensor, positions: Tensor, sampling: Tensor | None = None) -> Tensor:

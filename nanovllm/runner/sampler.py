@@ -11,16 +11,16 @@ from nanovllm.engine.interfaces import StepEdits
 from nanovllm.engine.plan import StepPlan
 from nanovllm.layers.parallel import Parallel
 from nanovllm.ops.step_inputs import StepInputs
-from nanovllm.runner.device import DeviceTables, to_device
+from nanovllm.runner.device import DeviceRows, to_device
 
 
 def choose_samples(plan: StepPlan, rows: Tensor, inputs: StepInputs) -> tuple[Tensor, Tensor, Tensor]:
     """Choose the tokens after which the step samples: the last one of each sequence, and those followed by a draft.
 
-    If one sequence samples, the runner samples at least once for each, to keep shapes simple. Some samples are not
-    wanted (num_sampled is 0): after a chunk that does not end a prompt, and after a prompt that is only scored.
-    `StepHandle` in step_handle.py drops them. `Sampler.sample` writes them to the row's last_token, too. That does no
-    harm, because the row's next plan has the real token id, not -1.
+    A step samples for every sequence, or for none: that keeps shapes simple. Some samples are not wanted (num_sampled
+    is 0): after a chunk that does not end a prompt, and after a prompt that is only scored. `StepHandle` in
+    step_handle.py drops them. `Sampler.sample` writes them to the row's last_token, too. That does no harm, because the
+    row's next plan has the real token id, not -1.
 
     After a step with drafts the row's next plan has the real id, too. Several samples were written then, and the device
     does not know which of them is valid.
@@ -47,9 +47,9 @@ def choose_samples(plan: StepPlan, rows: Tensor, inputs: StepInputs) -> tuple[Te
 class Sampler:
     """Samples tokens, and writes each to its row's last_token, where the row's next decode reads it."""
 
-    def __init__(self, backend: Backend, tables: DeviceTables, parallel: Parallel) -> None:
+    def __init__(self, backend: Backend, device_rows: DeviceRows, parallel: Parallel) -> None:
         self._backend = backend
-        self._tables = tables
+        self._device_rows = device_rows
         self._parallel = parallel
 
     def sample(
@@ -79,9 +79,9 @@ class Sampler:
         else:
             sample = self._backend.sample if edits is None else partial(edits.sample, self._backend)
             if kept is None:
-                token_ids, checked = sample(logits, self._tables.sampling, rows, positions)
+                token_ids, checked = sample(logits, self._device_rows.sampling, rows, positions)
             else:
                 every_row = torch.arange(len(kept), dtype=torch.int32, device=kept.device)
                 token_ids, checked = sample(logits, kept, every_row, positions)
-        self._backend.store_samples(self._parallel.broadcast(token_ids), rows, self._tables.last_token)
+        self._backend.store_samples(self._parallel.broadcast(token_ids), rows, self._device_rows.last_token)
         return checked

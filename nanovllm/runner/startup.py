@@ -103,7 +103,7 @@ def make_caches(runner: ModelRunner, num_blocks: int) -> list[LayerCache]:
 
 def make_graphs(runner: ModelRunner) -> CudaGraphs:
     """Return the graphs of a runner, none of them captured."""
-    return CudaGraphs(runner.staging.buffer, runner.config.max_num_seqs, runner.tables.padding_row)
+    return CudaGraphs(runner.staging.buffer, runner.config.max_num_seqs, runner.device_rows.padding_row)
 
 
 def bind_halves(runner: ModelRunner) -> tuple[Decode, Sample | None]:
@@ -224,7 +224,7 @@ def _measure_largest_step(runner: ModelRunner) -> int:
         config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len, config.num_speculative_tokens
     )
     # Padding rows store nothing and read block 0: the shapes are real, the values are not.
-    plan.rows[:] = runner.tables.padding_row
+    plan.rows[:] = runner.device_rows.padding_row
     runner.launch(plan).result()
     num_bytes = torch.cuda.max_memory_allocated(runner.device)
     num_bytes += runner.parallel.num_transfers * plan.num_tokens * runner.shape.hidden * runner.dtype.itemsize

@@ -237,7 +237,7 @@ def test_a_step_of_graphs_leaves_its_sampler_out_only_where_logits_are_edited(
         runner = llm.engine.runner
         llm.engine.depth = depth
         graphs = runner.graphs = StandInGraphs(
-            runner.staging.buffer, runner.config.max_num_seqs, runner.tables.padding_row
+            runner.staging.buffer, runner.config.max_num_seqs, runner.device_rows.padding_row
         )
         assert tokens(llm, params, prompts) == alone
         between = graphs.halves_run["sampler"]

@@ -213,8 +213,8 @@ def serve_logprobs(runner: ModelRunner) -> None:
     scored = StepPlan.largest(3, 300, 1000)
     sampled = unscored_plan([1, 1, 40])
     for count in (0, 3):
-        runner.tables.sampling_cpu["num_prompt_logprobs"] = count
-        runner.tables.sampling_cpu["num_logprobs"] = count
+        runner.device_rows.sampling_cpu["num_prompt_logprobs"] = count
+        runner.device_rows.sampling_cpu["num_logprobs"] = count
         run_step(runner, scored)
         run_step(runner, sampled)
         finish_replayed(runner, 48, None)
@@ -280,8 +280,8 @@ def serve_as_a_stage(runner: ModelRunner) -> None:
     with mock.patch.object(runner.staging, "send", send), mock.patch.object(runner, "on_device", nullcontext):
         for plan in (*plans, unscored_plan([1]), StepPlan.largest(3, 300, 1000)):
             for count in (-1, 3):
-                runner.tables.sampling_cpu["num_prompt_logprobs"] = max(count, 0)
-                runner.tables.sampling_cpu["num_logprobs"] = count
+                runner.device_rows.sampling_cpu["num_prompt_logprobs"] = max(count, 0)
+                runner.device_rows.sampling_cpu["num_logprobs"] = count
                 half = stage.run(plan)
                 if isinstance(stage, FirstStage):
                     hidden = group.receive((count_wanted(plan), runner.shape.hidden), runner.dtype, 2)
@@ -294,7 +294,7 @@ def serve_as_a_stage(runner: ModelRunner) -> None:
                 continue
             sample(hidden, rows, positions)
             front = make_front(runner, hidden, rows, positions)
-            front = front._replace(sampling=runner.tables.sampling[rows])
+            front = front._replace(sampling=runner.device_rows.sampling[rows])
             filled = parallel.inputs.fill(parallel.inputs.keep(front, size), hidden)
             edits = make_edits(size, vocab, has_masks=True, has_penalties=size % 2 == 0)
             runner.finish_replay(graphs, filled, edits, is_edited=True)

@@ -351,7 +351,7 @@ def test_triton_and_torch_backends_do_the_same_step() -> None:
         rows = torch.repeat_interleave(torch.arange(len(query_lens)), torch.tensor(query_lens))
         ends = torch.tensor(seq_lens)[rows] - torch.tensor([*torch.tensor(query_lens).cumsum(0)])[rows]
         positions = (ends + torch.arange(len(rows))).to(DEVICE)
-        blocks = case.metadata.block_tables[rows.to(DEVICE), positions // 16].long()
+        blocks = case.inputs.block_tables[rows.to(DEVICE), positions // 16].long()
         angle = torch.linspace(0, 3, 400 * 16).view(400, 16)
         cos_sin = torch.cat((angle.cos(), angle.sin()), dim=1).to(DEVICE)
         weight = randn(32, seed=4)

@@ -481,5 +481,5 @@ def test_a_later_stage_can_measure_its_largest_step_without_the_others(model: Pa
     with LLM(str(model), dtype="float32", pipeline_parallel_size=3, **OPTIONS) as llm:
         for runner in llm.engine.runner.runners[1:]:
             plan = StepPlan.largest(4, 40, 160)
-            plan.rows[:] = runner.tables.padding_row
+            plan.rows[:] = runner.device_rows.padding_row
             assert len(runner.launch(plan).result().token_ids) == 0

@@ -19,8 +19,8 @@ from nanovllm import LLM
 from nanovllm.backends.gpu.cuda_graphs import graph_batch_sizes, smallest_that_holds
 from nanovllm.distributed.ring import HEADER, pack_plan
 from nanovllm.engine.plan import StepPlan
-from nanovllm.ops.step_inputs import PlannedRows, step_inputs_reference
-from nanovllm.runner.device import DeviceTables, Staging
+from nanovllm.ops.step_inputs import DevicePlan, step_inputs_reference
+from nanovllm.runner.device import DeviceRows, Staging
 from nanovllm.runner.kv_memory import GpuMemory, blocks_that_fit
 from nanovllm.runner.startup import measure_memory
 from nanovllm.sampling_params import SamplingParams
@@ -45,7 +45,7 @@ def test_a_start_captures_a_bounded_number_of_sizes():
 
 
 def test_padding_reads_a_row_of_nobody_and_stores_nothing():
-    tables = DeviceTables(4, 8, torch.device("cpu"))
+    tables = DeviceRows(4, 8, torch.device("cpu"))
     tables.block_tables[:4] = torch.arange(1, 33).view(4, 8)
     engine = make_engine(max_num_seqs=4, num_blocks=32)
     for _ in range(3):
@@ -53,9 +53,9 @@ def test_padding_reads_a_row_of_nobody_and_stores_nothing():
     plan = engine.scheduler.schedule().plan
     padded = plan.pad(8, tables.padding_row)
     assert padded.rows.tolist() == [*plan.rows.tolist(), *[tables.padding_row] * 5]
-    planned = (padded.rows, padded.num_computed, padded.num_scheduled, padded.token_ids)
-    rows = PlannedRows(*map(torch.from_numpy, planned))
-    slots = step_inputs_reference(rows, tables.block_tables, tables.last_token, 4).slots
+    arrays = (padded.rows, padded.num_computed, padded.num_scheduled, padded.token_ids)
+    planned = DevicePlan(*map(torch.from_numpy, arrays), num_decodes=8)
+    slots = step_inputs_reference(planned, tables.block_tables, tables.last_token, 4).slots
     assert (slots[:3] >= 4).all() and (slots[3:] == -1).all()
     assert padded.num_tokens == padded.num_decodes == 8 and padded.num_sampled.sum() == 3
 
@@ -176,7 +176,7 @@ def runner(random_model, request):
 def test_the_largest_step_runs_on_rows_of_padding(runner, num_drafts):
     """The memory profile runs it before any sequence exists."""
     plan = StepPlan.largest(4, 64, 128, num_drafts)
-    plan.rows[:] = runner.tables.padding_row
+    plan.rows[:] = runner.device_rows.padding_row
     result = runner.launch(plan).result()
     assert len(result.token_ids) == 4 * (1 + num_drafts)
     assert [len(values) for values in result.scores] == [1] * (64 - 4 * (1 + num_drafts))
@@ -246,7 +246,7 @@ def test_steps_with_more_sequences_than_the_largest_graph_run_eagerly(random_mod
     eager = []
     with LLM(str(random_model), **options) as llm:
         runner = llm.engine.runner
-        graphs = StandInGraphs(runner.staging.buffer, 9, runner.tables.padding_row)
+        graphs = StandInGraphs(runner.staging.buffer, 9, runner.device_rows.padding_row)
         start = runner.start
         monkeypatch.setattr(runner, "start", lambda plan, *rest: (eager.append(plan), start(plan, *rest))[1])
         runner.graphs = graphs
@@ -271,10 +271,10 @@ def test_the_step_that_graphs_capture_gives_the_tokens_of_the_eager_one(random_m
         eager = llm.generate(prompts, params, use_tqdm=False)
     with LLM(str(random_model), **options, num_kvcache_blocks=40) as llm:
         runner = llm.engine.runner
-        runner.graphs = StandInGraphs(runner.staging.buffer, max_num_seqs, runner.tables.padding_row)
+        runner.graphs = StandInGraphs(runner.staging.buffer, max_num_seqs, runner.device_rows.padding_row)
         llm.engine.depth = depth
         replayed = llm.generate(prompts, params, use_tqdm=False)
-        assert (runner.tables.block_tables[runner.tables.padding_row] == 0).all()
+        assert (runner.device_rows.block_tables[runner.device_rows.padding_row] == 0).all()
         runner.graphs = None
     for one, other in zip(eager, replayed, strict=True):
         assert one["token_ids"] == other["token_ids"]

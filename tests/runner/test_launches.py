@@ -118,7 +118,7 @@ def test_the_largest_options_give_grids_that_cuda_takes() -> None:
 def test_the_host_s_values_are_all_that_a_step_s_shapes_need() -> None:
     """The guard of the tests above is one: a read of the device's values does raise."""
     with pretend_runner() as runner, pytest.raises(RuntimeError):
-        runner.tables.last_token.tolist()
+        runner.device_rows.last_token.tolist()
 
 
 @pytest.fixture(scope="module")

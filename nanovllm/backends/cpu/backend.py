@@ -14,10 +14,10 @@ from nanovllm.edits.edit_logits import MaskAndPenalties
 from nanovllm.layers.embedding import LMHead, VocabParallelEmbedding
 from nanovllm.layers.weights import ShardedLayer
 from nanovllm.models.qwen3_moe.ops import Routing
-from nanovllm.ops.attention import AttentionMetadata, KVCache
+from nanovllm.ops.attention import KVCache
 from nanovllm.ops.norm_rope_store import NormRope
 from nanovllm.ops.sample import Sampled
-from nanovllm.ops.step_inputs import PlannedRows, StepInputs, empty_step_inputs
+from nanovllm.ops.step_inputs import DevicePlan, StepInputs, empty_step_inputs
 from nanovllm.ops.token_logprobs import TokenLogprobs
 
 LANES = 16
@@ -135,22 +135,21 @@ class CpuBackend(Backend):
         self.library.call("norm_rope_store", q.dtype, *inputs, q, *cache, *sizes)
         return q
 
-    def attend(self, q: Tensor, cache: KVCache, metadata: AttentionMetadata, scale: float) -> Tensor:
+    def attend(self, q: Tensor, cache: KVCache, inputs: StepInputs, scale: float) -> Tensor:
         block_size, num_kv_heads, dim = cache.keys.shape[1:]
         q = q.contiguous()
-        tables = metadata.block_tables.contiguous()
+        tables = inputs.block_tables.contiguous()
         out = self.scratch.empty(*q.shape, dtype=q.dtype)
-        inputs = (q, *cache, tables, metadata.cu_seqlens_q, metadata.seq_lens)
         sizes = (*tables.shape, num_kv_heads, q.shape[1] // num_kv_heads, dim, block_size, scale)
-        self.library.call("attend", q.dtype, *inputs, out, *sizes)
+        self.library.call("attend", q.dtype, q, *cache, tables, inputs.cu_seqlens, inputs.seq_lens, out, *sizes)
         return out
 
-    def step_inputs(
-        self, planned: PlannedRows, block_tables: Tensor, last_token: Tensor, block_size: int
-    ) -> StepInputs:
+    def step_inputs(self, planned: DevicePlan, block_tables: Tensor, last_token: Tensor, block_size: int) -> StepInputs:
         made = empty_step_inputs(planned, block_tables.shape[1], self.scratch.empty)
         sizes = (len(planned.rows), len(last_token) - 1, block_tables.shape[1], block_size)
-        self.library.call("step_inputs", None, *planned, block_tables, last_token, *made, *sizes)
+        given = (planned.rows, planned.num_computed, planned.num_scheduled, planned.token_ids, block_tables, last_token)
+        results = (made.token_ids, made.positions, made.slots, made.cu_seqlens, made.seq_lens, made.block_tables)
+        self.library.call("step_inputs", None, *given, *results, *sizes)
         return made
 
     def sample(self, logits: Tensor, table: Tensor, rows: Tensor, positions: Tensor) -> Sampled:
