@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.backends.base import Backend
-from nanovllm.ops.attention import AttentionMetadata, CacheSize, KVCache
+from nanovllm.ops.attention import CacheSize, KVCache
 
 NAMES = ("flash_attn", "triton", "cpu", "torch")
 """The values of the option `attention_backend`, beside "auto"."""
@@ -46,7 +46,6 @@ def make_backend(name: str, device: torch.device | str = "cpu") -> Backend:
 
 __all__ = [
     "NAMES",
-    "AttentionMetadata",
     "Backend",
     "CacheSize",
     "KVCache",

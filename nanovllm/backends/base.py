@@ -15,12 +15,12 @@ from torch import Tensor, nn
 
 from nanovllm.edits.edit_logits import edit_logits_reference
 from nanovllm.models.qwen3_moe.ops import combine_reference, grouped_linear_reference, route_reference
-from nanovllm.ops.attention import AttentionMetadata, KVCache, attend_reference
+from nanovllm.ops.attention import KVCache, attend_reference
 from nanovllm.ops.norm_rope_store import norm_rope_store_reference
 from nanovllm.ops.rms_norm import add_rms_norm_reference, rms_norm_reference
 from nanovllm.ops.sample import sample_reference, store_samples_reference
 from nanovllm.ops.silu_and_mul import silu_and_mul_reference
-from nanovllm.ops.step_inputs import step_inputs_reference
+from nanovllm.ops.step_inputs import StepInputs, step_inputs_reference
 from nanovllm.ops.token_logprobs import token_logprobs_reference
 from nanovllm.runner.device import Staging
 from nanovllm.runner.steps import EAGER, Steps, Stopwatch
@@ -73,17 +73,17 @@ class Backend:
     store_samples = staticmethod(store_samples_reference)
     token_logprobs = staticmethod(token_logprobs_reference)
 
-    def prepare_attention(self, metadata: AttentionMetadata, cache: KVCache, num_heads: int) -> AttentionMetadata:
-        """Return the metadata with everything that `attend` needs in addition. It is the same for every layer.
+    def prepare_attention(self, inputs: StepInputs, cache: KVCache, num_heads: int) -> StepInputs:
+        """Return the inputs with everything that `attend` needs in addition, in `prepared`. All layers share it.
 
         The runner calls this once per step, before the first layer. If the step becomes a CUDA graph, this call is a
         part of the graph.
 
         Args:
-            cache: that of any layer of attention; without such a layer this is not called. Only its shape is used.
+            cache: the cache of any layer of attention; without such a layer this is not called. Only its shape is used.
             num_heads: number of query heads.
         """
-        return metadata
+        return inputs
 
     # ---- a step
 

@@ -25,7 +25,7 @@ from nanovllm.engine.plan import StageSpan, StepPlan, StepResult
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.loader import Quantizer
-from nanovllm.ops.step_inputs import PlannedRows, StepInputs
+from nanovllm.ops.step_inputs import DevicePlan, StepInputs
 from nanovllm.runner.head_inputs import HeadInputs
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.step_handle import DeviceResult, StepHandle
@@ -108,6 +108,8 @@ class StageRunner(ModelRunner):
                     self.inputs.hidden[: plan.num_tokens].copy_(self._received)
                 head = self.inputs.keep(self.run_layers(padded, packed, steps), plan.num_tokens)
             self._received = None
+            if self.stage.is_first:
+                head = head._replace(sampling=self.device_rows.sampling[head.rows])
             if not self.stage.is_last:
                 self._send(head.hidden, self._group.rank + 1)
             elif count_wanted(plan):
@@ -115,7 +117,7 @@ class StageRunner(ModelRunner):
             self.note("layers", since, self._num_plans)
         return head, steps
 
-    def forward(self, planned: PlannedRows, plan: StepPlan | None) -> tuple[StepInputs, Tensor]:
+    def forward(self, planned: DevicePlan) -> tuple[StepInputs, Tensor]:
         """See `ModelRunner.forward`. The model takes what the stage before has sent.
 
         A graph reads it from `inputs`. A step that only measures or compiles has received nothing: it takes zeros.
@@ -123,22 +125,22 @@ class StageRunner(ModelRunner):
         if not self.stage.is_first:
             num_tokens = len(planned.token_ids)
             x = self._received
-            if plan is None and self.inputs is not None:
+            if planned.seq_lens_cpu is None and self.inputs is not None:  # what is recorded has no lengths on the host
                 x = self.inputs.hidden[:num_tokens]
             elif x is None:
                 x = torch.zeros(num_tokens, self.shape.hidden, dtype=self.dtype, device=self.device)
             self.model.received = x
-        return super().forward(planned, plan)
+        return super().forward(planned)
 
     def run_head(self, head: HeadInputs, edits: StepEdits | None = None, steps: Steps = EAGER) -> DeviceResult:
         """See `ModelRunner.run_head`. Only the first stage has a head."""
         return super().run_head(head, edits, steps) if self.has_head else DeviceResult()
 
-    def sample_decodes(self, planned: PlannedRows, inputs: StepInputs, hidden: Tensor) -> Tensor:
+    def sample_decodes(self, inputs: StepInputs, hidden: Tensor) -> Tensor:
         """See `ModelRunner.sample_decodes`. The hidden states come from the last stage, when later steps have begun."""
         if self.inputs is None:
-            return super().sample_decodes(planned, inputs, hidden)
-        return self.sample(self.inputs.hidden[: len(planned.rows)], *self.inputs.read(len(planned.rows)))
+            return super().sample_decodes(inputs, hidden)
+        return self.sample(*self.inputs.read(len(inputs.rows)))
 
     def receive(self, num_rows: int, rank: int, number: int) -> Tensor:
         """Wait for [num_rows, hidden] of plan `number` from another rank. Over NCCL only the device waits."""

@@ -5,11 +5,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from nanovllm.backends import AttentionMetadata, Backend, LayerCache
+from nanovllm.backends import Backend, LayerCache
 from nanovllm.distributed.stages import Stage
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.config import Shape
 from nanovllm.models.decoder import Decoder
+from nanovllm.ops.step_inputs import StepInputs
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -49,11 +50,9 @@ def make_stage_decoder(decoder: type[Decoder], stage: Stage) -> type[Decoder]:
                 setattr(self, name, None)
             self.elsewhere = tuple(absent)
 
-        def forward(
-            self, token_ids: Tensor, positions: Tensor, caches: list[LayerCache], meta: AttentionMetadata
-        ) -> Any:
-            x = self.embed_tokens(token_ids) if stage.is_first else self.received
-            x, residual = self.run_layers(x, positions, caches, meta)
+        def forward(self, inputs: StepInputs, caches: list[LayerCache]) -> Any:
+            x = self.embed_tokens(inputs.token_ids) if stage.is_first else self.received
+            x, residual = self.run_layers(x, inputs, caches)
             if not stage.is_last:
                 return torch.add(x, residual)
             return self.backend.add_rms_norm(x, residual, self.norm, self.eps)[0]

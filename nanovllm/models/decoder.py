@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from nanovllm.backends import AttentionMetadata, Backend, CacheSize, KVCache, LayerCache
+from nanovllm.backends import Backend, CacheSize, KVCache, LayerCache
 from nanovllm.layers.embedding import LMHead, VocabParallelEmbedding
 from nanovllm.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
 from nanovllm.layers.parallel import Parallel
 from nanovllm.layers.weights import NamedTargets, ShardedLayer, WeightTarget, make_whole_target
 from nanovllm.models.config import Shape, find_rotary_dim
 from nanovllm.ops.norm_rope_store import NormRope
+from nanovllm.ops.step_inputs import StepInputs
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -84,12 +85,12 @@ class Attention(nn.Module):
         shape = (size.num_blocks, size.block_size, self.kv_heads, self.head_dim)
         return self.backend.allocate_cache(shape, dtype, device)
 
-    def forward(self, x: Tensor, cos_sin: Tensor, positions: Tensor, cache: KVCache, meta: AttentionMetadata) -> Tensor:
+    def forward(self, x: Tensor, cos_sin: Tensor, cache: KVCache, inputs: StepInputs) -> Tensor:
         """x [num_tokens, hidden] -> [num_tokens, hidden]; the tokens' keys and values are stored in the cache first."""
         qkv = self.qkv_proj(x)
         norms = NormRope(self.q_norm, self.k_norm, self.eps, cos_sin)
-        q = self.backend.norm_rope_store(qkv, norms, positions, cache, meta.slot_mapping)
-        out = self.backend.attend(q, cache, meta, self.scale)
+        q = self.backend.norm_rope_store(qkv, norms, inputs.positions, cache, inputs.slots)
+        out = self.backend.attend(q, cache, inputs, self.scale)
         return self.o_proj(out.flatten(1))  # type: ignore[no-any-return]
 
 
@@ -105,8 +106,12 @@ class MLP(nn.Module):
         self.gate_up_proj = ColumnParallelLinear(config.hidden_size, parts, bias=False)
         self.down_proj = RowParallelLinear(size, config.hidden_size, False, parallel, "down_proj")
 
-    def forward(self, x: Tensor, slots: Tensor) -> Tensor:
-        """x [num_tokens, hidden] -> [num_tokens, hidden]. Only a mixture of experts uses slots."""
+    def forward(self, x: Tensor, inputs: StepInputs) -> Tensor:
+        """x [num_tokens, hidden] -> [num_tokens, hidden].
+
+        Args:
+            inputs: the step's. An MLP does not read them; what another family has in its place may.
+        """
         return self.down_proj(self.backend.silu_and_mul(self.gate_up_proj(x)))  # type: ignore[no-any-return]
 
 
@@ -116,7 +121,7 @@ class Layer(nn.Module):
     A layer returns x and the residual as two tensors, not as their sum. The next norm adds them in its own operator.
 
     Attributes:
-        norm_dtype: of the weights of its norms; None for the model's.
+        norm_dtype: the dtype of its norms' weights; None for the model's dtype.
     """
 
     norm_dtype: torch.dtype | None = None
@@ -140,22 +145,16 @@ class Layer(nn.Module):
         return MLP(config, self.backend, parallel)
 
     def forward(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        cos_sin: Tensor,
-        positions: Tensor,
-        cache: LayerCache,
-        meta: AttentionMetadata,
+        self, x: Tensor, residual: Tensor | None, cos_sin: Tensor, cache: LayerCache, inputs: StepInputs
     ) -> tuple[Tensor, Tensor]:
         if residual is None:
             residual = x
             x = self.backend.rms_norm(x, self.input_layernorm, self.eps)
         else:
             x, residual = self.backend.add_rms_norm(x, residual, self.input_layernorm, self.eps)
-        x = self.self_attn(x, cos_sin, positions, cache, meta)
+        x = self.self_attn(x, cos_sin, cache, inputs)
         x, residual = self.backend.add_rms_norm(x, residual, self.post_attention_layernorm, self.eps)
-        return self.mlp(x, meta.slot_mapping), residual
+        return self.mlp(x, inputs), residual
 
 
 class Decoder(nn.Module):
@@ -202,24 +201,16 @@ class Decoder(nn.Module):
         """Return cosines and sines for the heads as the model stores them, float32 [num_positions, head_dim]."""
         return make_rotary_table(config, num_positions)
 
-    def forward(
-        self, token_ids: Tensor, positions: Tensor, caches: list[LayerCache], meta: AttentionMetadata
-    ) -> Tensor:
-        """Compute the hidden states of all tokens, [num_tokens, hidden], after the last norm.
-
-        Args:
-            token_ids, positions: [num_tokens].
-        """
-        x, residual = self.run_layers(self.embed_tokens(token_ids), positions, caches, meta)
+    def forward(self, inputs: StepInputs, caches: list[LayerCache]) -> Tensor:
+        """Compute the hidden states of all tokens, [num_tokens, hidden], after the last norm."""
+        x, residual = self.run_layers(self.embed_tokens(inputs.token_ids), inputs, caches)
         return self.backend.add_rms_norm(x, residual, self.norm, self.eps)[0]
 
-    def run_layers(
-        self, x: Tensor, positions: Tensor, caches: list[LayerCache], meta: AttentionMetadata
-    ) -> tuple[Tensor, Tensor]:
+    def run_layers(self, x: Tensor, inputs: StepInputs, caches: list[LayerCache]) -> tuple[Tensor, Tensor]:
         """x [num_tokens, hidden] -> x and residual after all layers of this rank. The next norm adds the two."""
         residual = None
         for layer, cache in zip(self.layers, caches, strict=True):
-            x, residual = layer(x, residual, self.cos_sin, positions, cache, meta)
+            x, residual = layer(x, residual, self.cos_sin, cache, inputs)
         assert residual is not None
         return x, residual
 

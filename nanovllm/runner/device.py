@@ -6,33 +6,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.engine.plan import NUM_PER_SEQ, ROW_SAMPLING, IntArray, StepPlan
-from nanovllm.ops.step_inputs import PlannedRows, RowTables
+from nanovllm.engine.plan import NUM_PER_SEQ, ROW_SAMPLING, SAMPLING_COLUMNS, IntArray, StepPlan
+from nanovllm.ops.step_inputs import DevicePlan
 
 
-class DeviceTables:
+class DeviceRows:
     """Block tables, last tokens and sampling values of rows 0..max_num_seqs-1, and of one extra row.
 
     Each resident sequence owns a row. A plan brings only what changes. Every step reads the rest here.
 
     The last row, `padding_row`, belongs to no sequence. When a step is padded to the size of a CUDA graph, the padding
     reads and writes this row. Its block table stays all zeros. Its slots are -1, so nothing is stored in the KV cache.
+
+    Attributes:
+        block_tables: int32 [num_rows, max_blocks].
+        last_token: int32 [num_rows], the token that was sampled last. It is the input of the row's next decode.
+        sampling: int32 [num_rows, width], the packed sampling values: see ROW_SAMPLING.
+        sampling_cpu: ROW_SAMPLING [num_rows], the host's copy of `sampling`, for decisions that the host makes.
     """
 
     def __init__(self, max_num_seqs: int, max_blocks_per_seq: int, device: torch.device) -> None:
         rows = max_num_seqs + 1
         self.padding_row = max_num_seqs
-        self.row_tables = RowTables(
-            block_tables=torch.zeros(rows, max_blocks_per_seq, dtype=torch.int32, device=device),
-            last_token=torch.zeros(rows, dtype=torch.int32, device=device),
-            temperature=torch.zeros(rows, dtype=torch.float32, device=device),
-            top_k=torch.zeros(rows, dtype=torch.int32, device=device),
-            top_p=torch.ones(rows, dtype=torch.float32, device=device),
-            min_p=torch.zeros(rows, dtype=torch.float32, device=device),
-            seeds=torch.zeros(rows, dtype=torch.int64, device=device),
-        )
+        self.block_tables = torch.zeros(rows, max_blocks_per_seq, dtype=torch.int32, device=device)
+        self.last_token = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.sampling = torch.zeros(rows, len(SAMPLING_COLUMNS), dtype=torch.int32, device=device)
         self.sampling_cpu = np.zeros(rows, ROW_SAMPLING)
-        """ROW_SAMPLING [num_rows]: the host's copy of these values, for decisions that the host makes."""
         self.sampling_cpu["num_logprobs"] = -1
         self.sampling_cpu["num_prompt_logprobs"] = -1
 
@@ -43,20 +42,12 @@ class DeviceTables:
             packed: int32, block_entries and new_rows on the device, one after the other.
         """
         num_entries = len(plan.block_entries)
-        num_rows = len(plan.new_rows)
         if num_entries:
             row, index, block = packed[: 3 * num_entries].view(num_entries, 3).unbind(1)
-            self.row_tables.block_tables[row, index] = block
-        if num_rows:
-            # ROW_SAMPLING came as int32. `view` interprets an int32 as the float that has these bits. A seed comes as
-            # two halves.
-            fields = packed[3 * num_entries :].view(num_rows, ROW_SAMPLING.itemsize // 4).unbind(1)
-            row, temperature, top_k, top_p, min_p, seed_low, seed_high, *_ = fields
-            self.row_tables.temperature[row] = temperature.view(torch.float32)
-            self.row_tables.top_k[row] = top_k
-            self.row_tables.top_p[row] = top_p.view(torch.float32)
-            self.row_tables.min_p[row] = min_p.view(torch.float32)
-            self.row_tables.seeds[row] = (seed_low.long() & 0xFFFFFFFF) | (seed_high.long() << 32)
+            self.block_tables[row, index] = block
+        if len(plan.new_rows):
+            new_rows = packed[3 * num_entries :].view(-1, len(SAMPLING_COLUMNS))
+            self.sampling[new_rows[:, SAMPLING_COLUMNS["row"]]] = new_rows
             self.sampling_cpu[plan.new_rows["row"]] = plan.new_rows
 
 
@@ -82,12 +73,18 @@ class Staging:
         return self.buffer[:size]
 
 
-def split_head(head: Tensor, num_seqs: int, num_tokens: int) -> PlannedRows:
-    """Return the arrays of a plan that make the inputs of its step.
+def split_head(head: Tensor, num_seqs: int, num_tokens: int, plan: StepPlan | None) -> DevicePlan:
+    """Return the part of a plan that says what the layers compute.
 
     Args:
         head: int32, the plan's arrays on the device. The result has views of it.
+        plan: its lengths choose the sizes of launches; None if every sequence computes one token, and the step is
+            recorded: then it must not depend on the numbers of one plan.
     """
     end = NUM_PER_SEQ * num_seqs
     rows, num_computed, num_scheduled, *_ = head[:end].view(NUM_PER_SEQ, num_seqs).unbind(0)
-    return PlannedRows(rows, num_computed, num_scheduled, head[end : end + num_tokens])
+    token_ids = head[end : end + num_tokens]
+    if plan is None:
+        return DevicePlan(rows, num_computed, num_scheduled, token_ids, num_seqs)
+    lengths = (plan.num_scheduled, plan.num_computed + plan.num_scheduled)
+    return DevicePlan(rows, num_computed, num_scheduled, token_ids, plan.num_decodes, *lengths)

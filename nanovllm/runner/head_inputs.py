@@ -7,14 +7,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm.engine.plan import StepPlan
-from nanovllm.ops.sample import SamplingValues
 
 
 class HeadInputs(NamedTuple):
     """The results of a step's layers, and all else that its second part needs.
 
-    Other steps may begin between the two parts, and a row may have a new owner by then. So the second part reads no
-    table of rows.
+    Other steps may begin between the two parts, and a row may have a new owner by then.
 
     Attributes:
         asked: ROW_SAMPLING [num_seqs], what each sequence of the plan asks for.
@@ -23,7 +21,9 @@ class HeadInputs(NamedTuple):
         scored: [num_scored in all], the row of `hidden` that each target needs.
         sampled: int [n], the row of `hidden` that each sample needs; None if each row has one sample.
         rows: int32 [n], the row that gets each sample.
-        values: the sampling values of each sample.
+        positions: int32 [n], the index in its sequence of each token that is sampled.
+        sampling: int32 [n, width], the packed sampling values of each sample, if a row may have a new owner when they
+            are needed; None if the device's table still has them.
     """
 
     plan: StepPlan
@@ -33,4 +33,5 @@ class HeadInputs(NamedTuple):
     scored: NDArray[np.intp]
     sampled: Tensor | None
     rows: Tensor
-    values: SamplingValues
+    positions: Tensor
+    sampling: Tensor | None = None

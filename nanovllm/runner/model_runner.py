@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from nanovllm.backends import AttentionMetadata, CacheSize, KVCache, LayerCache, make_backend
+from nanovllm.backends import CacheSize, KVCache, LayerCache, make_backend
 from nanovllm.config import ResolvedConfig
 from nanovllm.engine.interfaces import StepEdits
 from nanovllm.engine.plan import StepPlan
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.loader import Quantizer, allocate
-from nanovllm.ops.sample import SamplingValues
-from nanovllm.ops.step_inputs import PlannedRows, StepInputs
-from nanovllm.runner.device import DeviceTables, split_head
+from nanovllm.ops.step_inputs import DevicePlan, StepInputs
+from nanovllm.runner.device import DeviceRows, split_head
 from nanovllm.runner.head_inputs import HeadInputs
 from nanovllm.runner.kv_memory import check_free_memory
 from nanovllm.runner.logprobs import embed_targets, find_targets, score_targets, start_logprobs
@@ -72,9 +71,9 @@ class ModelRunner:
         self._read_weights = read_weights
         self.load_model()
         self.backend.limit_threads(self.shape.num_parameters)
-        self.tables = DeviceTables(config.max_num_seqs, config.max_blocks_per_seq, self.device)
+        self.device_rows = DeviceRows(config.max_num_seqs, config.max_blocks_per_seq, self.device)
         self.staging = self.backend.make_staging(StepPlan.max_size(config))
-        self.sampler = Sampler(self.backend, self.tables, parallel)
+        self.sampler = Sampler(self.backend, self.device_rows, parallel)
 
     # ---- a step
 
@@ -107,7 +106,7 @@ class ModelRunner:
             int32 [head_size], the plan's arrays up to its targets, in the staging buffer.
         """
         packed = self.staging.send(plan.arrays())
-        self.tables.update(plan, packed[plan.head_size :])
+        self.device_rows.update(plan, packed[plan.head_size :])
         return packed[: plan.head_size]
 
     def run_layers(self, plan: StepPlan, packed: Tensor, steps: Steps) -> HeadInputs:
@@ -116,12 +115,12 @@ class ModelRunner:
         Args:
             packed: the plan's arrays on the device: see `send`.
         """
-        planned = split_head(packed, plan.num_seqs, plan.num_tokens)
-        lengths = plan if steps is EAGER else None  # what is repeated must not depend on the numbers of one plan
-        inputs, hidden = steps.run("model", plan.num_seqs, partial(self.forward, planned, lengths))
-        rows, sampled, values = choose_samples(plan, planned.rows, inputs, self.backend)
-        asked = self.tables.sampling_cpu[plan.rows]
-        return HeadInputs(plan, asked, hidden, packed[-len(plan.targets) :], find_targets(plan), sampled, rows, values)
+        planned = split_head(packed, plan.num_seqs, plan.num_tokens, plan if steps is EAGER else None)
+        inputs, hidden = steps.run("model", plan.num_seqs, partial(self.forward, planned))
+        rows, sampled, positions = choose_samples(plan, inputs, self.backend)
+        asked = self.device_rows.sampling_cpu[plan.rows]
+        targets = packed[len(packed) - len(plan.targets) :]
+        return HeadInputs(plan, asked, hidden, targets, find_targets(plan), sampled, rows, positions)
 
     def run_head(self, head: HeadInputs, edits: StepEdits | None = None, steps: Steps = EAGER) -> DeviceResult:
         """Run the second part of a step: logits, scores and samples.
@@ -144,41 +143,29 @@ class ModelRunner:
         hidden = head.hidden if head.sampled is None else head.hidden[head.sampled]
         counts = head.asked["num_logprobs"]
         if not head.asked["is_edited"].any() and counts.max() < 0:
-            sampled = steps.run("sampler", plan.num_seqs, partial(self.sample, hidden, head.rows, head.values))
+            sampled = steps.run(
+                "sampler", plan.num_seqs, partial(self.sample, hidden, head.rows, head.positions, head.sampling)
+            )
             return DeviceResult(sampled, None, scores, embeddings)
         logits = self.model.compute_logits(hidden)
-        sampled = self.sampler.sample(logits, head.rows, head.values, edits)
+        sampled = self.sampler.sample(logits, head.rows, head.positions, edits, head.sampling)
         return DeviceResult(sampled, start_logprobs(plan, counts, sampled, logits, self.backend), scores, embeddings)
 
-    def sample(self, hidden: Tensor, rows: Tensor, values: SamplingValues) -> Tensor:
-        """Sample a token, int32 [n], after each of the hidden states [n, hidden]."""
-        return self.sampler.sample(self.model.compute_logits(hidden), rows, values)
+    def sample(self, hidden: Tensor, rows: Tensor, positions: Tensor, sampling: Tensor | None = None) -> Tensor:
+        """Sample a token, int32 [n], after each of the hidden states [n, hidden]. `HeadInputs` explains the others."""
+        return self.sampler.sample(self.model.compute_logits(hidden), rows, positions, kept=sampling)
 
-    def sample_decodes(self, planned: PlannedRows, inputs: StepInputs, hidden: Tensor) -> Tensor:
+    def sample_decodes(self, inputs: StepInputs, hidden: Tensor) -> Tensor:
         """Sample a token, int32 [n], for each of n decodes. This is what a CUDA graph records after `forward`."""
-        return self.sample(hidden, planned.rows, inputs.sampling)
+        return self.sample(hidden, inputs.rows, inputs.seq_lens)
 
-    def forward(self, planned: PlannedRows, plan: StepPlan | None) -> tuple[StepInputs, Tensor]:
-        """Compute the hidden states of all tokens, [num_tokens, hidden]. Returns the step's inputs, too.
-
-        Args:
-            plan: its lengths choose the sizes of launches; None if every sequence computes one token, and the step is
-                recorded.
-        """
-        inputs = self.backend.step_inputs(planned, self.tables.row_tables, self.config.block_size)
-        metadata = AttentionMetadata(
-            num_decodes=len(planned.rows) if plan is None else plan.num_decodes,
-            cu_seqlens_q=inputs.cu_seqlens,
-            seq_lens=inputs.seq_lens,
-            block_tables=inputs.block_tables,
-            slot_mapping=inputs.slots,
-            query_lens_cpu=None if plan is None else plan.num_scheduled,
-            seq_lens_cpu=None if plan is None else plan.num_computed + plan.num_scheduled,
-            rows=planned.rows,
-        )
+    def forward(self, planned: DevicePlan) -> tuple[StepInputs, Tensor]:
+        """Compute the hidden states of all tokens, [num_tokens, hidden]. Returns the step's inputs, too."""
+        tables = (self.device_rows.block_tables, self.device_rows.last_token)
+        inputs = self.backend.step_inputs(planned, *tables, self.config.block_size)
         if (cache := next((cache for cache in self.caches if isinstance(cache, KVCache)), None)) is not None:
-            metadata = self.backend.prepare_attention(metadata, cache, self.shape.heads)
-        return inputs, self.model(inputs.token_ids, inputs.positions, self.caches, metadata)
+            inputs = self.backend.prepare_attention(inputs, cache, self.shape.heads)
+        return inputs, self.model(inputs, self.caches)
 
     @contextmanager
     def computing(self) -> Iterator[None]:

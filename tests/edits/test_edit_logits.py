@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers.distributions import LEAST_P, chi_square_p, exact
 from helpers.graphs import StandInGraphs
-from helpers.kernel_cases import edit_case
+from helpers.kernel_cases import edit_case, pack_values
 from helpers.tiny import END, SMALL, draw_prompts, edit_json, logits_of, make_tokenizer, save_random
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -23,7 +23,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.backends import make_backend
 from nanovllm.edits.edit_logits import edit_logits_reference
 from nanovllm.edits.editing import spell
-from nanovllm.ops.sample import SamplingValues, sample_reference
+from nanovllm.ops.sample import sample_reference
 from nanovllm.runner.step_handle import StepHandle
 from nanovllm.runner.steps import EAGER
 
@@ -86,11 +86,10 @@ def expected(model: PreTrainedModel, prompt: list[int], params: SamplingParams) 
     output: list[int] = []
     while len(output) < (params.max_tokens or 0):
         x = edited(logits_of(model, prompt + output)[-1], prompt, output, params).unsqueeze(0)
-        chosen = (params.temperature, params.top_k, params.top_p, params.min_p, params.seed or 0)
-        kinds = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64)
-        values = [torch.tensor([value], dtype=kind) for value, kind in zip(chosen, kinds, strict=True)]
+        values = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+        table = pack_values(1, params.seed or 0, **values)
         position = torch.tensor([len(prompt) + len(output)])
-        output.append(int(sample_reference(x, SamplingValues(*values, position)).token_ids))
+        output.append(int(sample_reference(x, table, torch.zeros(1, dtype=torch.int32), position).token_ids))
         if output[-1] in (EOS, *(params.stop_token_ids or ())):
             break
     return output

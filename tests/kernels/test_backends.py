@@ -211,12 +211,12 @@ def test_a_step_is_cut_into_chunks_once_for_all_layers(monkeypatch: pytest.Monke
     monkeypatch.setattr(triton_backend_module, "decode_metadata", lambda *args: made.append(1) or cut(*args))
     case = attention_case([1, 1], [40, 7], 32, 2, 16, torch.float32)
     backend = TritonKernels()
-    metadata = backend.prepare_attention(case.metadata, case.cache, case.q.shape[1])
-    first, second = (backend.attend(case.q, case.cache, metadata, case.scale) for _ in range(2))
+    inputs = backend.prepare_attention(case.inputs, case.cache, case.q.shape[1])
+    first, second = (backend.attend(case.q, case.cache, inputs, case.scale) for _ in range(2))
     assert len(made) == 1 and torch.equal(first, second)
-    assert backend.prepare_attention(case.metadata, case.cache, case.q.shape[1]).decodes is not metadata.decodes
+    assert backend.prepare_attention(case.inputs, case.cache, case.q.shape[1]).prepared is not inputs.prepared
     with pytest.raises(AssertionError, match="prepare_attention was not called"):
-        backend.attend(case.q, case.cache, case.metadata, case.scale)
+        backend.attend(case.q, case.cache, case.inputs, case.scale)
 
 
 # ---- flash-attn
@@ -254,11 +254,11 @@ def test_flash_attn_needs_host_lengths_for_prefills(on_cpu: FlashAttnBackend) ->
 
     case = attention_case([2], [2], 64, 1, 256, BF16, backend=on_cpu, device=CPU)
     with pytest.raises(RuntimeError, match="seq_lens_cpu"):
-        on_cpu.prepare_attention(replace(case.metadata, query_lens_cpu=None), case.cache, case.q.shape[1])
+        on_cpu.prepare_attention(replace(case.inputs, query_lens_cpu=None), case.cache, case.q.shape[1])
 
 
 def test_caches_of_all_backends_are_zeroed_and_have_one_logical_shape(on_cpu: FlashAttnBackend) -> None:
-    for backend in (on_cpu, TritonBackend(), TorchBackend()):
+    for backend in (on_cpu, TritonKernels(), TorchBackend()):
         for side in backend.allocate_cache((3, 256, 2, 64), torch.float32, CPU):
             assert side.shape == (3, 256, 2, 64) and side.stride(-1) == 1 and not side.any()
 

@@ -38,6 +38,7 @@ from nanovllm.load import find_decoder, resolve_options
 from nanovllm.models import loader
 from nanovllm.models.qwen3_5.sizes import make_shape
 from nanovllm.models.shapes import PRESETS
+from nanovllm.ops.sample import unpack_sampling
 
 CPU = torch.device("cpu")
 NUM_LAYERS = 5
@@ -103,10 +104,11 @@ class Runs:
             backend = getattr(runner, "local", runner).backend
             sample = backend.sample
 
-            def spy(logits: Tensor, values: Any) -> Any:
-                for row, seed, position in zip(logits, values.seeds.tolist(), values.positions.tolist(), strict=True):
+            def spy(logits: Tensor, table: Tensor, rows: Tensor, positions: Tensor) -> Any:
+                seeds = unpack_sampling(table[rows]).seeds
+                for row, seed, position in zip(logits, seeds.tolist(), positions.tolist(), strict=True):
                     self.logits[seed, position] = row.clone()
-                return sample(logits, values)
+                return sample(logits, table, rows, positions)
 
             backend.sample = spy
             if llm.engine.scheduler.speculation is not None:
@@ -480,5 +482,5 @@ def test_a_later_stage_can_measure_its_largest_step_without_the_others(model: Pa
     with LLM(str(model), dtype="float32", pipeline_parallel_size=3, **OPTIONS) as llm:
         for runner in llm.engine.runner.runners[1:]:
             plan = StepPlan.largest(4, 40, 160)
-            plan.rows[:] = runner.tables.padding_row
+            plan.rows[:] = runner.device_rows.padding_row
             assert len(runner.launch(plan).result().token_ids) == 0

@@ -21,8 +21,8 @@ from nanovllm.backends.gpu.memory import GpuMemory, measure_memory
 from nanovllm.backends.gpu.pinned import PinnedStaging
 from nanovllm.distributed.ring import HEADER, pack_plan
 from nanovllm.engine.plan import StepPlan
-from nanovllm.ops.step_inputs import PlannedRows, step_inputs_reference
-from nanovllm.runner.device import DeviceTables, Staging
+from nanovllm.ops.step_inputs import DevicePlan, step_inputs_reference
+from nanovllm.runner.device import DeviceRows, Staging
 from nanovllm.runner.kv_memory import blocks_that_fit
 from nanovllm.runner.steps import EAGER
 from nanovllm.sampling_params import SamplingParams
@@ -47,16 +47,17 @@ def test_a_start_captures_a_bounded_number_of_sizes():
 
 
 def test_padding_reads_a_row_of_nobody_and_stores_nothing():
-    tables = DeviceTables(4, 8, torch.device("cpu"))
-    tables.row_tables.block_tables[:4] = torch.arange(1, 33).view(4, 8)
+    tables = DeviceRows(4, 8, torch.device("cpu"))
+    tables.block_tables[:4] = torch.arange(1, 33).view(4, 8)
     engine = make_engine(max_num_seqs=4, num_blocks=32)
     for _ in range(3):
         engine.add(engine.prepare([1], SamplingParams(seed=0)))
     plan = engine.scheduler.schedule().plan
     padded = plan.pad(8, tables.padding_row)
     assert padded.rows.tolist() == [*plan.rows.tolist(), *[tables.padding_row] * 5]
-    planned = (padded.rows, padded.num_computed, padded.num_scheduled, padded.token_ids)
-    slots = step_inputs_reference(PlannedRows(*map(torch.from_numpy, planned)), tables.row_tables, 4).slots
+    arrays = (padded.rows, padded.num_computed, padded.num_scheduled, padded.token_ids)
+    planned = DevicePlan(*map(torch.from_numpy, arrays), num_decodes=8)
+    slots = step_inputs_reference(planned, tables.block_tables, tables.last_token, 4).slots
     assert (slots[:3] >= 4).all() and (slots[3:] == -1).all()
     assert padded.num_tokens == padded.num_decodes == 8 and padded.num_sampled.sum() == 3
 
@@ -180,7 +181,7 @@ def runner(random_model, request):
 def test_the_largest_step_runs_on_rows_of_padding(runner, num_drafts):
     """The memory profile runs it before any sequence exists."""
     plan = StepPlan.largest(4, 64, 128, num_drafts)
-    plan.rows[:] = runner.tables.padding_row
+    plan.rows[:] = runner.device_rows.padding_row
     result = runner.launch(plan).result()
     assert len(result.token_ids) == 4 * (1 + num_drafts)
     assert [len(values) for values in result.scores] == [1] * (64 - 4 * (1 + num_drafts))
@@ -284,7 +285,7 @@ def test_the_step_that_graphs_capture_gives_the_tokens_of_the_eager_one(random_m
         runner.steps = StandInGraphs(runner)
         llm.engine.depth = depth
         replayed = llm.generate(prompts, params, use_tqdm=False)
-        assert (runner.tables.row_tables.block_tables[runner.tables.padding_row] == 0).all()
+        assert (runner.device_rows.block_tables[runner.device_rows.padding_row] == 0).all()
         runner.steps = EAGER
     for one, other in zip(eager, replayed, strict=True):
         assert one["token_ids"] == other["token_ids"]

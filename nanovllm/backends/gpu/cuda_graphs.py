@@ -81,7 +81,7 @@ class CudaGraphs(Steps):
         sizes = sorted(sizes or self.sizes, reverse=True)
         with self._runner.backend.on_device(), torch.inference_mode():
             for size in tqdm(sizes, desc="Capturing graphs", disable=not show_progress):
-                head = torch.from_numpy(make_padding(size, self._runner.tables.padding_row)).view(-1)
+                head = torch.from_numpy(make_padding(size, self._runner.device_rows.padding_row)).view(-1)
                 self._runner.staging.buffer[: len(head)].copy_(head)
                 stream.wait_stream(current)
                 with torch.cuda.stream(stream):
@@ -100,17 +100,17 @@ class CudaGraphs(Steps):
         """Yield each part of a decode step of that size, and what runs it. The caller runs one before it takes the
         next."""
         runner = self._runner
-        planned = split_head(runner.staging.buffer, size, size)
+        planned = split_head(runner.staging.buffer, size, size, None)
         results: list[Any] = []
 
         def run_model() -> Any:
-            results[:] = runner.forward(planned, None)
+            results[:] = runner.forward(planned)
             return tuple(results)
 
         yield "model", run_model
         if runner.has_head:
             inputs, hidden = results
-            yield "sampler", partial(runner.sample_decodes, planned, inputs, hidden)
+            yield "sampler", partial(runner.sample_decodes, inputs, hidden)
 
     def _capture(self, key: tuple[StepPart, int], stream: Any, work: Callable[[], T]) -> None:
         """Capture some work. Each replay writes its results anew."""
@@ -123,7 +123,7 @@ class CudaGraphs(Steps):
 
     def pad(self, plan: StepPlan) -> StepPlan:
         """Return a plan of decodes, padded to the size of the smallest graph that holds it."""
-        return plan.pad(smallest_that_holds(self.sizes, plan.num_seqs), self._runner.tables.padding_row)
+        return plan.pad(smallest_that_holds(self.sizes, plan.num_seqs), self._runner.device_rows.padding_row)
 
     def run(self, part: StepPart, size: int, work: Callable[[], Any]) -> Any:
         """Replay a part of a step: the model on what the staging buffer holds, the sampler on its results.

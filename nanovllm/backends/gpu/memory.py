@@ -85,7 +85,7 @@ def _measure_largest_step(runner: "ModelRunner") -> int:
         config.max_num_seqs, config.max_num_batched_tokens, config.max_model_len, config.num_speculative_tokens
     )
     # Padding rows store nothing and read block 0: the shapes are real, the values are not.
-    plan.rows[:] = runner.tables.padding_row
+    plan.rows[:] = runner.device_rows.padding_row
     runner.launch(plan).result()
     num_bytes = torch.cuda.max_memory_allocated(runner.device)
     num_bytes += runner.count_transfer_bytes(plan.num_tokens)

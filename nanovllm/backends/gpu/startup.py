@@ -12,10 +12,9 @@ from nanovllm.backends.gpu.cuda_graphs import CudaGraphs
 from nanovllm.backends.gpu.grouped_linear import TILES
 from nanovllm.backends.gpu.launch import compile_launches
 from nanovllm.edits.edit_logits import MaskAndPenalties
-from nanovllm.engine.plan import StepPlan
+from nanovllm.engine.plan import SAMPLING_COLUMNS, StepPlan
 from nanovllm.layers.linear import MatrixModule
 from nanovllm.models.decoder import Decoder
-from nanovllm.ops.sample import SamplingValues
 from nanovllm.runner.steps import EAGER
 from nanovllm.utils.integers import ceil_div
 
@@ -80,11 +79,10 @@ def launch_logits_kernels(runner: "ModelRunner") -> None:
     backend = runner.backend
     vocab = runner.hf_config.vocab_size  # of all ranks: rank 0 gathers their logits
     ids = torch.empty(2, dtype=torch.int32)
-    floats = torch.empty(2, dtype=torch.float32)
-    values = SamplingValues(floats, ids, floats, floats, ids.long(), ids)
+    sampling = torch.empty(2, len(SAMPLING_COLUMNS), dtype=torch.int32)
     for dtype in (runner.dtype, torch.float32):
         logits = torch.empty(2, vocab, dtype=dtype)
-        backend.sample(logits, values)
+        backend.sample(logits, sampling, ids, ids)
         backend.token_logprobs(logits, ids)
     masks = torch.empty(2, ceil_div(vocab, 32), dtype=torch.int32)
     counts = torch.empty(2, vocab, dtype=torch.int32)
