@@ -17,6 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -67,14 +68,14 @@ def measure_steps(llm: LLM, model: Model, batch: int, output_len: int, touched: 
 
 def measure_blocks(layers: Any, model: Model, batch: int, touched: list[int]) -> Any:
     """Like measure_steps, but run only the expert blocks of all layers, one after another."""
-    slots = torch.arange(batch)
+    inputs: Any = SimpleNamespace(slots=torch.arange(batch))
     found = []
     for _ in range(12):
         x = torch.randn(len(layers), batch, model.config.hidden_size).to(model.dtype)
         touched.clear()
         start = time.perf_counter()
         for layer, rows in zip(layers, x, strict=True):
-            layer.mlp(rows, slots)
+            layer.mlp(rows, inputs)
         seconds = time.perf_counter() - start
         routers = sum(mixture.gate.weight.numel() for mixture in model.mixtures)
         num_bytes = (sum(touched) * count_expert(model.mixtures[0]) + routers) * model.dtype.itemsize

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from nanovllm.backends.gpu.memory import GpuMemory
 from nanovllm.config import EngineConfig, ResolvedConfig
 from nanovllm.distributed.options import shrink_budget
+from nanovllm.distributed.stage_decoder import make_stage_decoder
 from nanovllm.distributed.stages import choose_stages
 from nanovllm.load import make_quantizer
 from nanovllm.models.config import find_decoder, load_model_config, read_json
@@ -19,7 +21,6 @@ from nanovllm.models.hub import as_path, download, find_folder
 from nanovllm.models.shapes import PRESETS, preset_config
 from nanovllm.models.sizes import Sizes
 from nanovllm.quantized.checkpoints import describe_format, find_format
-from nanovllm.runner.kv_memory import GpuMemory
 from nanovllm.runner.resolve import resolve
 from nanovllm.utils.checks import quote
 
@@ -161,7 +162,9 @@ def _estimate(hf_config: "PretrainedConfig", config: ResolvedConfig, gpu_memory:
     if config.pipeline_parallel_size == 1:
         shares = [Sizes(hf_config, config.tensor_parallel_size)]
     else:
-        shares = [Sizes(hf_config, stage=stage) for stage in choose_stages(hf_config, config.pipeline_parallel_size)]
+        stages = choose_stages(hf_config, config.pipeline_parallel_size)
+        decoders = [make_stage_decoder(find_decoder(hf_config), stage) for stage in stages]
+        shares = [Sizes(hf_config, decoder=decoder) for decoder in decoders]
     # A layer needs most memory in its MLP, beside x and the residual. Sampling needs the logits in float32, and two
     # copies of them.
     dtype = getattr(torch, config.dtype)

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanovllm.backends import Backend, CacheSize
-from nanovllm.layers.parallel import Parallel, Stage
+from nanovllm.layers.parallel import Parallel
 from nanovllm.models.config import find_decoder
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from nanovllm.models.decoder import Decoder
     from nanovllm.quantized.loading import ModelQuantizer
 
 
@@ -23,17 +24,17 @@ class Sizes:
         num_parameters: the number of its parameters. What is tied counts once, and padding counts.
     """
 
-    def __init__(self, config: "PretrainedConfig", size: int = 1, stage: Stage | None = None) -> None:
+    def __init__(self, config: "PretrainedConfig", size: int = 1, decoder: "type[Decoder] | None" = None) -> None:
         """
         Args:
             size: how many ranks share each layer.
-            stage: the layers that are counted; None for all.
+            decoder: the class of the model, or of one stage of it. None: what `find_decoder` finds.
 
         Raises:
             ValueError: so many ranks cannot share the model evenly.
         """
         with torch.device("meta"):
-            self.model = find_decoder(config)(config, Backend(), Parallel(0, size, stage=stage), max_model_len=1)
+            self.model = (decoder or find_decoder(config))(config, Backend(), Parallel(0, size), 1)
         self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
 
     def weight_bytes(self, dtype: torch.dtype, quantizer: "ModelQuantizer | None" = None) -> int:

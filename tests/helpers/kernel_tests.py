@@ -22,11 +22,11 @@ from helpers.kernel_cases import (
 pytest.importorskip("triton")
 
 from nanovllm.backends.gpu.norm_rope_store import norm_rope_store
-from nanovllm.backends.gpu.paged_decode import MIN_SHARE, decode_metadata, key_tile, paged_decode
+from nanovllm.backends.gpu.paged_decode import MIN_SHARE, DecodeMetadata, decode_metadata, key_tile, paged_decode
 from nanovllm.backends.gpu.sample import draw_uniform, sample
 from nanovllm.backends.gpu.triton_backend import TritonBackend
 from nanovllm.backends.gpu.triton_shim import tl, triton
-from nanovllm.ops.attention import DecodeMetadata, KVCache
+from nanovllm.ops.attention import KVCache
 from nanovllm.ops.norm_rope_store import NormRope
 from nanovllm.ops.sample import CHUNK, uniform_reference
 
@@ -50,7 +50,7 @@ def test_slots_beyond_two_to_the_31_elements_are_reached() -> None:
         norm_rope_store(qkv, norms, position, cache, slot + offset)
         assert torch.equal(cache.values[-1, offset], key[0]) and cache.keys[-1, offset].any()
     case = attention_case([1], [1], head_dim, 1, block_size, HALF, num_kv_heads=1)
-    case.metadata.block_tables[0, 0] = blocks - 1
+    case.inputs.block_tables[0, 0] = blocks - 1
     out = replace(case, cache=cache).attend(TritonBackend())
     assert torch.equal(out[0], key[0])  # the softmax over one key is 1
 
@@ -83,14 +83,14 @@ def check_shares(made: DecodeMetadata, seq_lens: list[int], tile: int) -> list[i
 def test_programs_share_the_keys_equally_and_the_last_of_a_sequence_merges_it() -> None:
     lengths = [300] * 15 + [2100]
     case = attention_case([1] * 16, lengths, 32, 2, 64, torch.float32)
-    made = decode_metadata(case.metadata.seq_lens, case.cache, num_heads=4)
+    made = decode_metadata(case.inputs.seq_lens, case.cache, num_heads=4)
     counts = check_shares(made, lengths, key_tile(64, 64, 4))
     assert min(counts) > 0
     if DEVICE.type == "cpu":
         assert len(counts) == 3, "in the interpreter two multiprocessors run three programs each, for two heads"
-    for _ in range(2):  # the layers share the metadata, so each must leave it as it was
+    for _ in range(2):  # the layers share it, so each must leave it as it was
         out = torch.empty_like(case.q, memory_format=torch.contiguous_format)
-        paged_decode(case.q, case.cache, case.metadata.block_tables, made, case.scale, out)
+        paged_decode(case.q, case.cache, case.inputs.block_tables, made, case.scale, out)
         torch.testing.assert_close(out, case.expected(), atol=attention_tolerance(torch.float32), rtol=0)
         assert not made.arrivals.any()
 

@@ -21,7 +21,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.plan import StepPlan
 from nanovllm.layers.parallel import Parallel
 from nanovllm.load import resolve_options
-from nanovllm.models.config import load_model_config
+from nanovllm.models.config import find_decoder, load_model_config
 from nanovllm.models.shapes import preset_config
 from nanovllm.runner import model_runner
 from nanovllm.runner.model_runner import ModelRunner
@@ -120,7 +120,9 @@ def pretend_runner(
         _Indexing(),
         torch.inference_mode(),
     ):
-        runner = ModelRunner(config, hf_config, lambda *arguments: None, parallel or Parallel())
+        runner = ModelRunner(
+            config, hf_config, lambda *arguments: None, parallel or Parallel(), decoder=find_decoder(hf_config)
+        )
         runner.caches = make_caches(runner, 100)
         yield runner
 

@@ -26,16 +26,18 @@ from torch import Tensor
 from nanovllm import LLM, EngineConfig, Output, SamplingParams
 from nanovllm.backends.cpu.backend import CpuBackend
 from nanovllm.commands.estimate import read_config
-from nanovllm.distributed.stages import choose_stages, split_layers
+from nanovllm.distributed.pipeline import StageRunner
+from nanovllm.distributed.stage_decoder import make_stage_decoder
+from nanovllm.distributed.stages import Stage, choose_stages, split_layers
 from nanovllm.engine.plan import StepPlan
 from nanovllm.jobs.job import Job, Status
 from nanovllm.jobs.run import run_job
-from nanovllm.layers.parallel import Stage
 from nanovllm.load import resolve_options
 from nanovllm.models import loader
-from nanovllm.models.decoder import Decoder
+from nanovllm.models.config import find_decoder
 from nanovllm.models.shapes import PRESETS
 from nanovllm.models.sizes import Sizes
+from nanovllm.ops.sample import unpack_sampling
 
 CPU = torch.device("cpu")
 NUM_LAYERS = 5
@@ -101,10 +103,11 @@ class Runs:
             backend = getattr(runner, "local", runner).backend
             sample = backend.sample
 
-            def spy(logits: Tensor, values: Any) -> Any:
-                for row, seed, position in zip(logits, values.seeds.tolist(), values.positions.tolist(), strict=True):
+            def spy(logits: Tensor, table: Tensor, rows: Tensor, positions: Tensor) -> Any:
+                seeds = unpack_sampling(table[rows]).seeds
+                for row, seed, position in zip(logits, seeds.tolist(), positions.tolist(), strict=True):
                     self.logits[seed, position] = row.clone()
-                return sample(logits, values)
+                return sample(logits, table, rows, positions)
 
             backend.sample = spy
             if llm.engine.scheduler.speculation is not None:
@@ -201,13 +204,12 @@ def test_plain_torch_gives_the_same_tokens_in_float32(model: Path) -> None:
 def test_the_comparison_notices_hidden_states_that_changed_on_a_link(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward = Decoder.forward
+    send = StageRunner._send
 
-    def change(self: Decoder, *args: Any) -> Tensor:
-        hidden = forward(self, *args)
-        return hidden if self.norm is not None else (hidden * 1.01).to(hidden.dtype)
+    def change(self: StageRunner, x: Tensor, rank: int) -> None:
+        send(self, (x * 1.01).to(x.dtype), rank)
 
-    monkeypatch.setattr(Decoder, "forward", change)
+    monkeypatch.setattr(StageRunner, "_send", change)
     with pytest.raises(AssertionError):
         runs.check([0, 2], pipeline_parallel_size=2)
 
@@ -401,7 +403,7 @@ def test_no_other_split_has_a_lighter_heaviest_stage(weights: list[int], head: i
 def test_the_stages_of_a_model_have_its_parameters_and_rank_0_fewer_layers(name: str, stages: int) -> None:
     config = read_config(name)
     chosen = choose_stages(config, stages)
-    parts = [Sizes(config, stage=stage) for stage in chosen]
+    parts = [Sizes(config, decoder=make_stage_decoder(find_decoder(config), stage)) for stage in chosen]
     assert sum(part.num_parameters for part in parts) == Sizes(config).num_parameters
     num_layers = [len(part.model.layers) for part in parts]
     assert sum(num_layers) == config.num_hidden_layers
@@ -418,7 +420,7 @@ def test_a_stage_reads_no_weights_of_another(model: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(loader, "_fill", note)
     with LLM(str(model), dtype="float32", pipeline_parallel_size=3, **OPTIONS) as llm:
-        stages: list[Stage] = [runner.model.stage for runner in llm.engine.runner.runners]
+        stages: list[Stage] = [runner.stage for runner in llm.engine.runner.runners]
         assert len(read_names) == len(set(read_names)), "a tensor was read twice"
         for number in range(NUM_LAYERS):
             assert f"model.layers.{number}.self_attn.o_proj.weight" in read_names
@@ -474,5 +476,5 @@ def test_a_later_stage_can_measure_its_largest_step_without_the_others(model: Pa
     with LLM(str(model), dtype="float32", pipeline_parallel_size=3, **OPTIONS) as llm:
         for runner in llm.engine.runner.runners[1:]:
             plan = StepPlan.largest(4, 40, 160)
-            plan.rows[:] = runner.tables.padding_row
+            plan.rows[:] = runner.device_rows.padding_row
             assert len(runner.launch(plan).result().token_ids) == 0

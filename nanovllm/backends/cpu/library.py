@@ -64,7 +64,7 @@ _SIGNATURES = {  # one function for each dtype
     "causal_conv": (7, 4, 0),
     "gated_delta": (9, 6, 0),
     "gated_rms_norm": (4, 4, 1),
-    "sample": (9, 2, 0),
+    "sample": (6, 2, 0),
     "token_logprobs": (5, 2, 0),
 }
 _WITHOUT_DTYPE = {
@@ -73,7 +73,7 @@ _WITHOUT_DTYPE = {
     "gather_rows": (3, 2, 0),
     "advise_huge_pages": (1, 1, 0),
     "touch_pages": (1, 1, 0),
-    "step_inputs": (22, 4, 0),
+    "step_inputs": (12, 4, 0),
     "store_samples": (3, 1, 0),
     "repeat": (1, 1, 0),
 }

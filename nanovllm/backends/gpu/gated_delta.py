@@ -12,7 +12,7 @@ from torch import Tensor
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
 from nanovllm.backends.gpu.triton_shim import next_power_of_2, tl, triton
 from nanovllm.models.qwen3_5.ops import L2_EPS
-from nanovllm.ops.attention import AttentionMetadata
+from nanovllm.ops.step_inputs import StepInputs
 from nanovllm.utils.integers import ceil_div
 
 
@@ -134,7 +134,7 @@ def gated_delta_config(key_heads: int, value_heads: int, key_dim: int, value_dim
 
 
 def gated_delta(
-    qkv: Tensor, gates: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, metadata: AttentionMetadata
+    qkv: Tensor, gates: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, inputs: StepInputs
 ) -> Tensor:
     """gated_delta_reference in one kernel. qkv is contiguous."""
     value_heads, key_dim, value_dim = state.shape[1:]
@@ -142,8 +142,8 @@ def gated_delta(
     key_heads = (qkv.shape[1] - value_heads * value_dim) // (2 * key_dim)
     out = torch.empty(num_tokens, value_heads, value_dim, dtype=qkv.dtype, device=qkv.device)
     config = gated_delta_config(key_heads, value_heads, key_dim, value_dim)
-    grid = (len(metadata.seq_lens) * value_heads, ceil_div(value_dim, config["COLUMNS"]))
-    sequences = (metadata.cu_seqlens_q, metadata.seq_lens, metadata.rows)
+    grid = (len(inputs.seq_lens) * value_heads, ceil_div(value_dim, config["COLUMNS"]))
+    sequences = (inputs.cu_seqlens, inputs.seq_lens, inputs.rows)
     args = (qkv, gates, a_log, dt_bias, state, out, *sequences, L2_EPS, gates.stride(0))
     launch(_gated_delta_kernel, grid, args, config)
     return out

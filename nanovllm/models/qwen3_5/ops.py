@@ -8,23 +8,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.ops.attention import AttentionMetadata
 from nanovllm.ops.rms_norm import rms_norm_reference
+from nanovllm.ops.step_inputs import StepInputs
 
 OPERATORS = {"torch": __name__, "cpu": "nanovllm.backends.cpu.hybrids", "gpu": "nanovllm.backends.gpu.hybrids"}
 """The modules of the operators, for `Backend.find_operators`."""
 
 
-def list_sequences(metadata: AttentionMetadata) -> Iterator[tuple[slice, int, bool]]:
+def list_sequences(inputs: StepInputs) -> Iterator[tuple[slice, int, bool]]:
     """Yield each sequence of the step: its tokens, its row, and whether it is new: no token is computed before them."""
-    assert metadata.rows is not None
-    lists = (metadata.rows, metadata.seq_lens, metadata.cu_seqlens_q)
+    lists = (inputs.rows, inputs.seq_lens, inputs.cu_seqlens)
     rows, seq_lens, bounds = (numbers.tolist() for numbers in lists)
     for (start, end), row, seq_len in zip(pairwise(bounds), rows, seq_lens, strict=True):
         yield slice(start, end), row, seq_len == end - start
 
 
-def causal_conv_reference(x: Tensor, weight: Tensor, state: Tensor, metadata: AttentionMetadata) -> Tensor:
+def causal_conv_reference(x: Tensor, weight: Tensor, state: Tensor, inputs: StepInputs) -> Tensor:
     """Return silu of the weighted sum of each token's input and of the width - 1 inputs before it, channel by channel.
 
     Before a new sequence's first token the inputs are zero. Those of others come from the state of their row. Every
@@ -40,13 +39,13 @@ def causal_conv_reference(x: Tensor, weight: Tensor, state: Tensor, metadata: At
     """
     width = len(weight)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    for tokens, row, is_new in list_sequences(metadata):
+    for tokens, row, is_new in list_sequences(inputs):
         before = torch.zeros_like(state[row]) if is_new else state[row]
-        inputs = torch.cat((before, x[tokens]))
-        windows = inputs.to(torch.float32).unfold(0, width, 1)  # [tokens, channels, width]
+        history = torch.cat((before, x[tokens]))
+        windows = history.to(torch.float32).unfold(0, width, 1)  # [tokens, channels, width]
         sums = (windows * weight.t().to(torch.float32)).sum(-1)
         out[tokens] = F.silu(sums.to(x.dtype))
-        state[row] = inputs[len(inputs) - (width - 1) :]
+        state[row] = history[len(history) - (width - 1) :]
     return out
 
 
@@ -68,7 +67,7 @@ class RowState(NamedTuple):
 
 
 def gated_delta_reference(
-    qkv: Tensor, gates: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, metadata: AttentionMetadata
+    qkv: Tensor, gates: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, inputs: StepInputs
 ) -> Tensor:
     """Apply the gated delta rule to each sequence of a step, token after token, in float32.
 
@@ -96,7 +95,7 @@ def gated_delta_reference(
     beta = b.sigmoid()
     decay = torch.exp(-a_log.exp()[:, None, None] * F.softplus(a + dt_bias[:, None, None]))
     out = torch.empty_like(v)
-    for tokens, row, is_new in list_sequences(metadata):
+    for tokens, row, is_new in list_sequences(inputs):
         s = torch.zeros_like(state[row]) if is_new else state[row]
         for t in range(tokens.start, tokens.stop):
             s = s * decay[t]

@@ -15,6 +15,7 @@ from nanovllm.layers.parallel import Parallel
 from nanovllm.layers.weights import NamedTargets, ShardedLayer, WeightTarget
 from nanovllm.models.decoder import Decoder, Layer
 from nanovllm.models.qwen3_moe.ops import OPERATORS, ExpertOperators, Routing
+from nanovllm.ops.step_inputs import StepInputs
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -95,10 +96,10 @@ class SparseMLP(nn.Module):
         self.gate = ColumnParallelLinear(hidden, parts, bias=False)
         self.experts = Experts(num_experts, hidden, config.moe_intermediate_size, parallel)
 
-    def forward(self, x: Tensor, slots: Tensor) -> Tensor:
-        """x [num_tokens, hidden] -> the same shape; slots [num_tokens], -1 for padding, which goes to no expert."""
+    def forward(self, x: Tensor, inputs: StepInputs) -> Tensor:
+        """x [num_tokens, hidden] -> the same shape. Padding, whose slot is -1, goes to no expert."""
         operators = self.operators
-        routing = operators.route(self.gate(x), self.k, self.normalize, slots)
+        routing = operators.route(self.gate(x), self.k, self.normalize, inputs.slots)
         experts = self.experts
         if experts.packed is not None:
             gate_up, down = experts.packed
