@@ -283,7 +283,7 @@ def test_a_step_s_model_runs_before_the_tokens_are_read_that_its_sampler_needs(
 
         monkeypatch.setattr(owner, method, noted)
 
-    note(llm.engine.runner, "start", "model")
+    note(llm.engine.runner, "run_layers", "model")
     note(llm.engine.runner.sampler, "sample", "sample")
     note(StepHandle, "result", "read")
     monkeypatch.setattr(llm.engine, "depth", 2)
