@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence as Seq
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
@@ -43,9 +44,10 @@ class StopStringMatcher:
         self.text += piece
         if self._num_free >= 0:
             return False
-        found = [(at, s) for s in self._stop if (at := self.text.find(s, max(0, known - len(s) + 1))) >= 0]
+        found = [(at + len(s), s) for s in self._stop if (at := self.text.find(s, max(0, known - len(s) + 1))) >= 0]
         if not found:
             return False
-        at, self.found = min(found)
-        self.text = self.text[: at + len(self.found) if self._is_included else at]
+        # Of several, the one that is complete first counts, wherever tokens meet. min() keeps the order of equal ones.
+        end, self.found = min(found, key=itemgetter(0))
+        self.text = self.text[: end if self._is_included else end - len(self.found)]
         return True

@@ -80,20 +80,24 @@ def test_stop_token_ids_end_it_also_where_eos_is_ignored(ignore_eos: bool, llm: 
         ("fgh", "bcde", 7),
         ("b", "", 1),
         (["q", "fg", "gh"], "bcde", 6),
-        (["hi", "efghi"], "bcd", 8),
+        (["hi", "efghi"], "bcdefg", 8),
+        (["efghi", "hi"], "bcd", 8),
         ("é", "bcdefghijklm", 14),
         ("mén", "bcdefghijkl", 15),
         ("y", "bcdefghijklménopqrstuvwx", 25),
         ("vwxy", "bcdefghijklménopqrstu", 25),
         (["xy", "wx"], "bcdefghijklménopqrstuv", 25),
         (["z", "y", "x"], "bcdefghijklménopqrstuvw", 25),
+        (["wxyz", "xy"], "bcdefghijklménopqrstuvw", 25),
+        (["y", "xy"], "bcdefghijklménopqrstuvwx", 25),
+        (["xy", "y"], "bcdefghijklménopqrstuvw", 25),
     ],
     ids=str,
 )
 def test_a_stop_string_ends_the_text_before_it_wherever_tokens_meet(
     stop: str | list[str], text: str, count: int, llm: LLM
 ) -> None:
-    """Of several that one token completes, the first in the text counts; token_ids keep the tokens of the match."""
+    """Of several, the first to be complete counts, then the first of the list; token_ids keep the match's tokens."""
     output = say(llm, "a", stop=stop)
     assert (output["text"], output["finish_reason"]) == (text, "stop")
     assert output["token_ids"] == A_TO_Z[:count]
