@@ -5,6 +5,7 @@ import json
 import pickle
 import random
 import shutil
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -191,6 +192,14 @@ def test_the_text_is_the_same_with_and_without_stop_strings(
     matcher = tokenizer.stop_matcher(SamplingParams(stop="the-end", include_stop_str_in_output=True), prompt)
     assert matcher is not None and [matcher.feed(i) for i in token_ids].index(True) == len(token_ids) - 1
     assert matcher.text == tokenizer.decode(token_ids, True, prompt)
+
+
+@pytest.mark.parametrize("token", [BYTES[255], NOTE, "a"])
+def test_any_output_takes_linear_time_beside_stop_strings(token: str) -> None:
+    matcher = StopStringMatcher(make_tokenizer(), SamplingParams(stop="stop"), [ID("a")])
+    since = time.monotonic()
+    assert not any(matcher.feed(ID(token)) for _ in range(30_000))
+    assert time.monotonic() - since < 30, "30,000 tokens that are looked at again and again take minutes"
 
 
 def test_bytes_that_are_no_text_leave_a_decoder_that_falls_back_to_bytes_its_stop_strings() -> None:
