@@ -103,6 +103,7 @@ class SamplingParams:
         top_p: keep the most likely tokens until their probabilities sum to p or more; in (0, 1].
         min_p: keep tokens at least min_p times as likely as the most likely one; in [0, 1].
         stop: a string or strings that end the output. The text ends before the match, which may span several tokens.
+            Of several strings the one that is complete first counts; of those that end together, the first of the list.
         stop_token_ids: further token ids that end the output.
         seed: makes the request repeatable whatever else runs beside it; taken modulo 2**64. None takes a seed that is
             derived from the engine's.

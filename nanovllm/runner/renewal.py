@@ -1,6 +1,6 @@
 """New weights in a running engine, and an engine that sleeps: for reinforcement learning, and for many checkpoints."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -63,7 +63,7 @@ class Renewal:
                 'or with quantization="int8" or "int8-dynamic": make another engine instead'
             )
         self._check_idle(but_for=(LOADING, REPLACED))
-        tensors = list(named_tensors)
+        tensors = list_pairs(named_tensors)
         load = self._rank.load
         targets = load.check(tensors)
         if finish and (lacking := load.find_lacking(targets)):
@@ -113,6 +113,18 @@ class Renewal:
             self._engine.check_idle()
         finally:
             self._engine.refusal = refusal
+
+
+def list_pairs(named_tensors: Any) -> list[tuple[str, Tensor]]:
+    """Return the pairs of a name and a tensor; ValueError for anything else. `WeightLoad.check` checks the tensors."""
+    is_iterable = isinstance(named_tensors, Iterable) and not isinstance(named_tensors, (str, Mapping))
+    pairs = list(named_tensors) if is_iterable else [named_tensors]
+    for pair in pairs:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise ValueError(
+                f"load_weights got {quote(pair)}; it must get pairs of a name and a tensor, such as tensors.items()"
+            )
+    return pairs
 
 
 class RankRenewal:
