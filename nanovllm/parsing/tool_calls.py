@@ -89,15 +89,15 @@ def split_tool_calls(parser: str, text: str) -> tuple[str, list[dict[str, Any]]]
 
 
 def _make_call(value: Any, key: bytes) -> dict[str, Any]:
-    """Return one call in OpenAI's form; ValueError if it has no name or its arguments are no object.
+    """Return one call in OpenAI's form; ValueError if it has no name, or no object as its arguments.
 
     Args:
         key: the id is a hash of it, so that the same answer has the same ids.
     """
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         raise ValueError("a call has no name")
-    arguments = value.get("arguments", value.get("parameters", {}))
+    arguments = value.get("arguments", value.get("parameters"))
     if not isinstance(arguments, dict):
-        raise ValueError("the arguments of a call are no object")
+        raise ValueError("a call has no arguments, or they are no object")
     function = {"name": value["name"], "arguments": json.dumps(arguments, ensure_ascii=False)}
     return {"id": f"call_{xxhash.xxh3_64_hexdigest(key)}", "type": "function", "function": function}

@@ -79,7 +79,8 @@ ADD = ("add", {"x": 1, "y": "é"})
         ("llama3_json", f"<|python_tag|>{LLAMA}; {LLAMA}", ("", [ADD, ADD])),
         ("llama3_json", LLAMA + " done", (LLAMA + " done", [])),
         ("llama3_json", "a sum", ("a sum", [])),
-        ("llama3_json", '{"name": "now"}', ("", [("now", {})])),
+        ("llama3_json", '{"name": "now", "parameters": {}}', ("", [("now", {})])),
+        ("llama3_json", '{"name": "Ada", "age": 36}', ('{"name": "Ada", "age": 36}', [])),  # data, and no call
         ("llama3_json", '{"x": 1}', ('{"x": 1}', [])),
         ("llama3_json", "", ("", [])),
     ],
