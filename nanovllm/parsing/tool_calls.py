@@ -89,7 +89,7 @@ def split_tool_calls(parser: str, text: str) -> tuple[str, list[dict[str, Any]]]
 
 
 def _make_call(value: Any, key: bytes) -> dict[str, Any]:
-    """Return one call in OpenAI's form; ValueError if it has no name, or no object as its arguments.
+    """Return one call in OpenAI's form; ValueError if it has no name, or its arguments are no object of JSON.
 
     Args:
         key: the id is a hash of it, so that the same answer has the same ids.
@@ -99,5 +99,6 @@ def _make_call(value: Any, key: bytes) -> dict[str, Any]:
     arguments = value.get("arguments", value.get("parameters"))
     if not isinstance(arguments, dict):
         raise ValueError("a call has no arguments, or they are no object")
-    function = {"name": value["name"], "arguments": json.dumps(arguments, ensure_ascii=False)}
+    function = {"name": value["name"], "arguments": json.dumps(arguments, ensure_ascii=False, allow_nan=False)}
+    "".join(function.values()).encode()  # fails if half of a surrogate pair is in it
     return {"id": f"call_{xxhash.xxh3_64_hexdigest(key)}", "type": "function", "function": function}

@@ -91,6 +91,13 @@ def test_calls_are_read_from_an_answer_or_all_of_it_is_text(
     assert read_calls(parser, text) == expected
 
 
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", '"\\ud800"', '{"\\udfff": 1}', '["\\udc00\\ud800"]'])
+def test_a_call_with_a_value_that_json_does_not_have_is_text(value: str) -> None:
+    for text in (f'{{"name": "f", "arguments": {{"x": {value}}}}}', '{"name": "\\ud800", "arguments": {}}'):
+        assert split_tool_calls("llama3_json", text) == (text, [])
+    assert read_calls("llama3_json", r'{"name": "f", "arguments": {"x": "\ud83d\ude00"}}') == ("", [("f", {"x": "😀"})])
+
+
 @pytest.mark.parametrize("within", ["<tool_call>", "</tool_call>", "; "])
 @pytest.mark.parametrize("parser", ["hermes", "llama3_json"])
 def test_the_marks_of_calls_may_stand_in_their_strings(parser: str, within: str) -> None:
