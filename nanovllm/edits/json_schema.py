@@ -6,6 +6,7 @@ where in a schema something is that llguidance refuses.
 """
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -46,6 +47,9 @@ _REFUSED_KEYWORDS = ("x-guidance", "divisibleBy", "disallow", "extends")
 
 _EXACT = 2**53
 """llguidance holds numbers as float64. Below this one all integers are different."""
+
+_UNWRITTEN = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+"""Characters that would need \\u in a JSON string. See `_ESCAPES` in compiler.py."""
 
 _REAL_DAY = (
     r"^([0-9]{4}-(0[13-9]|1[0-2]|02-([01]|2[0-8]))"
@@ -136,15 +140,17 @@ def _find_unkept(schema: Mapping[str, Any], names_draft: bool) -> str | None:
             return f"{name} is {quote(bound)}; integers may be at most 2**53"
         if isinstance(bound, float) and name != "multipleOf" and (bound if "inimum" in name else -bound) >= 2**63:
             return f"{name} is {bound}; it must be within 64-bit integers"
-    if not _holds_exact_numbers([schema.get("const"), schema.get("enum")]):
-        return "const and enum may have numbers below 2**53"
+    if not _can_be_written([schema.get("const"), schema.get("enum")]):
+        return "const and enum may have numbers below 2**53, and of control characters \\b, \\t, \\n, \\f and \\r"
     return None
 
 
-def _holds_exact_numbers(value: Any) -> bool:
-    """Tell whether llguidance writes every number in a JSON value as it is."""
+def _can_be_written(value: Any) -> bool:
+    """Tell whether llguidance writes every number and string in a JSON value as it is."""
     if isinstance(value, dict | list):
-        return all(map(_holds_exact_numbers, value.values() if isinstance(value, dict) else value))
+        return all(map(_can_be_written, value.values() if isinstance(value, dict) else value))
+    if isinstance(value, str):
+        return not _UNWRITTEN.search(value)
     return not isinstance(value, int | float) or abs(value) < _EXACT
 
 
