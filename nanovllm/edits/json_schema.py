@@ -57,16 +57,23 @@ _REAL_DAY = (
 )
 _YEAR_FROM_1 = r"^[0-9]*[1-9][0-9]*-"
 _CLOCK_TIME = r"^[^:a-z]*:[^:]*:[0-5][^a-z]*$"
+_LABEL = r"([^.]{1,3}|[^.]{2}([^.][^.-]|[^.-]-)[^.]*)"
 FORMAT_PATTERNS = {
     "date": (_REAL_DAY, _YEAR_FROM_1),
     "time": (_CLOCK_TIME,),
     "date-time": (_REAL_DAY, _YEAR_FROM_1, _CLOCK_TIME),
+    "hostname": (rf"^{_LABEL}(\.{_LABEL})*$", "^.{1,253}$"),
 }
 """Patterns that a string of this format must match as well.
 
 llguidance's own formats have 29 days in each February, a year 0, a second 60, and "t" and "z" in lower case. Not all
-checkers accept these.
+checkers accept these. Its host names are of any length, and may have "--" after two characters, as in "xn--", where
+a name of another script is encoded, which no pattern can check.
 """
+
+_SPACES = "\\t-\\r \xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
+_CLASSES = {r"\s": f"[{_SPACES}]", r"\S": f"[^{_SPACES}]"}
+"""The white space of ECMAScript. In Rust U+0085 is white space, and U+FEFF is none."""
 
 _SECONDS_OF_SEARCH = 0.3
 
@@ -91,9 +98,18 @@ def read_schema(text: str) -> dict[str, Any]:
             patterns = FORMAT_PATTERNS.get(str(part.get("format")))
             if patterns and isinstance(part.get("allOf", []), list):
                 part["allOf"] = [*part.get("allOf", []), *({"pattern": pattern} for pattern in patterns)]
+            if isinstance(part.get("pattern"), str):
+                part["pattern"] = _translate(part["pattern"])
+            if isinstance(part.get("patternProperties"), dict):
+                part["patternProperties"] = {_translate(name): one for name, one in part["patternProperties"].items()}
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     return schema
+
+
+def _translate(pattern: str) -> str:
+    """Return a pattern of ECMAScript in Rust's syntax. llguidance itself translates \\d and \\w."""
+    return re.sub(r"\\.", lambda escape: _CLASSES.get(escape[0], escape[0]), pattern, flags=re.DOTALL)
 
 
 def walk_schema(schema: Any, place: str = "#") -> Iterator[tuple[str, dict[str, Any]]]:

@@ -217,6 +217,44 @@ def test_a_name_is_not_written_with_escapes_that_would_hide_it(schema: Any, outp
     assert not takes(StructuredOutputsParams(json=schema), output)
 
 
+SPACES = set("\t\n\v\f\r \xa0\u1680\u2028\u2029\u202f\u205f\u3000\ufeff") | set(map(chr, range(0x2000, 0x200B)))
+
+
+@pytest.mark.parametrize("form", [r"^{}$", r"^[a{}]$", r"^(\\|{})$"])
+def test_white_space_in_a_pattern_is_ecmascripts(form: str) -> None:
+    """U+000B, of which JSON has no spelling without \\u, is left out."""
+    for character in (SPACES | set("b_\x1c\x85\u180e\u200b\u2060")) - set("\v\x1c"):
+        for name, expected in ((r"\s", character in SPACES), (r"\S", character not in SPACES)):
+            pattern = form.format(name)
+            value = json.dumps(character, ensure_ascii=False)
+            assert takes(StructuredOutputsParams(json={"type": "string", "pattern": pattern}), value) is expected
+            named = {"patternProperties": {pattern: {}}, "additionalProperties": False}
+            assert takes(StructuredOutputsParams(json=named), f"{{{value}: 1}}") is expected
+    both = StructuredOutputsParams(json={"type": "string", "pattern": r"^\\s[\s\S]$"})
+    assert takes(both, r'"\\s\n"') and not takes(both, '"  "'), "an escaped backslash is none of the escape after it"
+
+
+LABEL = "a" * 63
+
+
+@pytest.mark.parametrize(
+    ("name", "is_good"),
+    [
+        (".".join([LABEL, LABEL, LABEL, "a" * 61]), True),
+        (".".join([LABEL, LABEL, LABEL, "a" * 62]), False),
+        (f"{LABEL}.a", True),
+        (f"{LABEL}a.a", False),
+        ("xn--X", False),
+        ("a.XN--aa---o47jg78q", False),
+        ("ab--c.d", False),
+        ("a--b.a-b.abc-d.a-b---c", True),
+        ("ab-c.xn-a.a.bc.def", True),
+    ],
+)
+def test_a_hostname_has_253_characters_and_no_label_of_another_script(name: str, is_good: bool) -> None:
+    assert takes(StructuredOutputsParams(json={"type": "string", "format": "hostname"}), f'"{name}"') is is_good
+
+
 @pytest.mark.parametrize("params", [{"json": {"type": "string"}}, {"json_object": True}])
 def test_a_string_holds_every_character_but_rare_controls(params: dict[str, Any]) -> None:
     for character in map(chr, (*range(0x20, 0x7F), *b"\b\t\n\f\r", 0x80, 0xE9, 0xFEFF, 0xFFFD, 0x1F600)):
