@@ -42,7 +42,9 @@ class AnswerParser:
             reasoning = read_text(seq, self._tokenizer, start)
             text = ""
         else:
-            reasoning = self._tokenizer.decode(token_ids[start:end], seq.params.skip_special_tokens)
+            # The text without the stop string is shorter than the thinking if the stop string begins within it.
+            length = len(read_text(seq, self._tokenizer, start))
+            reasoning = self._tokenizer.decode(token_ids[start:end], seq.params.skip_special_tokens)[:length]
             text = read_text(seq, self._tokenizer, answer)
         output["reasoning"] = reasoning.strip("\n")
         # A grammar's text stays as it is. Otherwise models write an empty line between thinking and answer.

@@ -91,6 +91,9 @@ def test_a_call_of_a_tool_ends_thinking_that_nothing_else_ends(thinker: Path) ->
 def test_a_stop_ends_either_part(llm: LLM) -> None:
     assert answer(llm, "a", stop="e") == ("bc", "d", "stop")
     assert answer(llm, "a", stop="c") == ("b", "", "stop")
+    assert answer(llm, "a", stop="c</think>") == ("b", "", "stop")  # a stop may reach from one part into the other
+    assert answer(llm, "a", stop="bc</think>\nd") == ("", "", "stop")
+    assert answer(llm, "a", stop="c</think>\nd", include_stop_str_in_output=True) == ("bc", "d", "stop")
     assert answer(llm, "a", max_tokens=4) == ("bc", "", "length")  # the last token is </think>
     assert answer(llm, "a", detokenize=False) == (None, "", "stop")
 
