@@ -125,7 +125,7 @@ class SamplingParams:
             no further token still does.
         logit_bias: {token id: number to add to its logit}.
         allowed_token_ids: only these tokens are sampled; None allows all.
-        bad_words: texts whose tokens are never generated in a row, whether or not a space precedes them.
+        bad_words: texts of at most 200 characters that no tokens in a row write, with a space before it or without.
         include_stop_str_in_output: let the text end with the stop string, or the text of the stop token, that ended it.
         detokenize: False leaves the text empty; `stop` cannot be used then.
         structured_outputs: the form of the output: a `StructuredOutputsParams`, or a dict of its attributes.

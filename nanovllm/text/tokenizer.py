@@ -86,6 +86,14 @@ class Tokenizer:
         """Return the text of one token by itself, special ones included."""
         return self._backend.decode([token_id], skip_special_tokens=False)  # type: ignore[no-any-return]
 
+    def join_tokens(self, token_ids: Seq[int]) -> str:
+        """Return tokens as the vocabulary writes them, in which a space may be another character."""
+        return "".join(map(self._backend.id_to_token, token_ids))
+
+    def find_token(self, text: str) -> int | None:
+        """Return the id of a token that the vocabulary writes so; None if there is none."""
+        return self._backend.token_to_id(text)  # type: ignore[no-any-return]
+
     def _find_context(self, prompt: Seq[int]) -> Seq[int]:
         """Return the end of a prompt, from the last place where a character begins that is text, and not special."""
         start = len(prompt) - 1
