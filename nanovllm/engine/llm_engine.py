@@ -227,6 +227,8 @@ class LLMEngine:
         numbers: dict[Sequence, int] = {}
         count = itertools.count()
         try:
+            with self.claim.work():
+                self.abort_all()  # a Ctrl-C may have kept the run before from it
             incoming = iter(requests)
             while interrupt is None:
                 # next() also returns None if the iterable has ended. To ask it again does no harm.
