@@ -17,6 +17,7 @@ from nanovllm.backends.cpu.recorded_steps import MOST_SEQS, RecordedSteps
 from nanovllm.backends.cpu.scratch import Scratch, borrow_from
 from nanovllm.edits.edit_logits import MaskAndPenalties
 from nanovllm.models.decoder import Decoder
+from nanovllm.ops.step_inputs import StepInputs
 
 if reason := CpuBackend.why_cannot(torch.device("cpu")):
     pytest.skip(reason, allow_module_level=True)
@@ -92,9 +93,9 @@ def test_python_runs_the_model_once_for_each_size(tmp_path: Path, monkeypatch: p
     sizes: list[int] = []
     forward = Decoder.forward
 
-    def watch(model: Decoder, token_ids: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        sizes.append(len(token_ids))
-        return forward(model, token_ids, *arguments)
+    def watch(model: Decoder, inputs: StepInputs, *arguments: Any) -> torch.Tensor:
+        sizes.append(len(inputs.token_ids))
+        return forward(model, inputs, *arguments)
 
     monkeypatch.setattr(Decoder, "forward", watch)
     with open_llm(tmp_path, max_num_seqs=MOST_SEQS + 1, num_kvcache_blocks=800, max_num_batched_tokens=2048) as llm:
