@@ -17,7 +17,6 @@ from nanovllm.engine.plan import IntArray
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import ScheduledStep
 from nanovllm.ops.sample import Sampled
-from nanovllm.runner.device import to_device
 from nanovllm.utils.integers import ceil_div
 
 if TYPE_CHECKING:
@@ -45,14 +44,14 @@ class PenaltyCounts:
         self._num_rows = num_rows
         self._counts: Tensor | None = None
 
-    def start(self, started: Seq[Started], vocab_size: int, device: torch.device) -> Tensor:
+    def start(self, started: Seq[Started], vocab_size: int, backend: "Backend") -> Tensor:
         """Count the tokens of rows that have just moved in; returns all counts, int32 [num_rows, vocab]."""
         if self._counts is None:
-            self._counts = torch.zeros(self._num_rows, vocab_size, dtype=torch.int32, device=device)
+            self._counts = torch.zeros(self._num_rows, vocab_size, dtype=torch.int32, device=backend.device)
         for row, prompt, output in started:
             counts = self._counts[row].zero_()
-            counts[to_device(prompt, device)] = 1
-            counts.index_add_(0, to_device(output, device), counts.new_full((len(output),), 2))
+            counts[backend.to_device(prompt)] = 1
+            counts.index_add_(0, backend.to_device(output), counts.new_full((len(output),), 2))
         return self._counts
 
 
@@ -84,18 +83,17 @@ class LogitEdits:
 
         In float32, in which a row without edits gives the same token as without this.
         """
-        device = logits.device
         # A copy: log-probabilities are taken from the logits as they are.
         logits = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         if len(self.bias):
-            logits.view(-1)[to_device(self.bias_index, device)] += to_device(self.bias, device)
-        indices = to_device(self.indices, device)
-        edited_rows = to_device(self.rows, device)
-        masks = None if self.masks is None else to_device(self.masks, device)
+            logits.view(-1)[backend.to_device(self.bias_index)] += backend.to_device(self.bias)
+        indices = backend.to_device(self.indices)
+        edited_rows = backend.to_device(self.rows)
+        masks = None if self.masks is None else backend.to_device(self.masks)
         counts = penalties = None
         if self.penalties is not None:
-            counts = self.counts.start(self.started, logits.shape[1], device)
-            penalties = to_device(self.penalties, device)
+            counts = self.counts.start(self.started, logits.shape[1], backend)
+            penalties = backend.to_device(self.penalties)
         if masks is not None or counts is not None:
             backend.edit_logits(logits, MaskAndPenalties(indices, masks, edited_rows, counts, penalties))
         sampled = backend.sample(logits, table, rows, positions)

@@ -1,15 +1,13 @@
-"""The tables that stay on the device, and copies between host and device for which the host does not wait."""
+"""The tables that stay on the device, and the buffer through which each step's arrays reach it."""
 
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-from nanovllm.engine.plan import ROW_SAMPLING, SAMPLING_COLUMNS, IntArray, StepPlan
+from nanovllm.engine.plan import NUM_PER_SEQ, ROW_SAMPLING, SAMPLING_COLUMNS, IntArray, StepPlan
+from nanovllm.ops.step_inputs import DevicePlan
 
 
 class DeviceRows:
@@ -54,64 +52,39 @@ class DeviceRows:
 
 
 class Staging:
-    """Copies each step's arrays from the host to a fixed place on the device: a GPU has two pinned buffers for that.
+    """Copies each step's arrays from the host to a fixed place on the device, in one piece."""
 
-    Pinned memory is host memory that the device reads directly, while the host goes on. So a copy may still be running
-    when the next step is prepared; that step uses the other buffer. A buffer is written again two steps later, after
-    its event shows that its copy has ended. The buffer on the device needs no event, because copies and the kernels
-    that read them run in order on one stream.
-    """
-
-    def __init__(self, size: int, device: torch.device, make_event: Callable[[], Any] = torch.cuda.Event) -> None:
+    def __init__(self, size: int, device: torch.device) -> None:
         """
         Args:
             size: the most int32 values that a step sends.
-            make_event: returns an object with the methods of torch.cuda.Event.
         """
-        self.buffer = torch.zeros(size, dtype=torch.int32, device=device)
-        """int32 [size] on the device, always at the same address: CUDA graphs and recorded steps read from there."""
-        self._direct = device.type == "cpu"
-        if not self._direct:
-            pin = device.type == "cuda"
-            self._pinned = [torch.zeros(size, dtype=torch.int32, pin_memory=pin) for _ in range(2)]
-            self._copied: list[Any] = [None, None]
-            self._make_event = make_event
-            self._turn = 0
+        self._host = torch.zeros(size, dtype=torch.int32)
+        self.buffer = self._host.to(device)
+        """int32 [size] on the device, always at the same address: CUDA graphs and recorded steps read from there. On a
+        CPU it is the host's memory itself."""
 
     def send(self, parts: Seq[IntArray]) -> Tensor:
         """Copy parts, int32 and 1-d, to the device one after another; returns the part of `buffer` that holds them."""
         size = sum(map(len, parts))
-        if self._direct:
-            np.concatenate(parts, out=self.buffer.numpy()[:size])
-            return self.buffer[:size]
-        turn = 1 - self._turn
-        self._turn = turn
-        if (copied := self._copied[turn]) is not None:
-            copied.synchronize()
-        np.concatenate(parts, out=self._pinned[turn].numpy()[:size])
-        self.buffer[:size].copy_(self._pinned[turn][:size], non_blocking=True)
-        event = copied or self._make_event()
-        event.record()
-        self._copied[turn] = event
+        np.concatenate(parts, out=self._host.numpy()[:size])
+        if self.buffer is not self._host:
+            self.buffer[:size].copy_(self._host[:size])
         return self.buffer[:size]
 
 
-def to_device(values: NDArray[np.generic], device: torch.device) -> Tensor:
-    """Start a copy from the host to the device and return the copy. The host does not wait for it.
+def split_head(head: Tensor, num_seqs: int, num_tokens: int, plan: StepPlan | None) -> DevicePlan:
+    """Return the part of a plan that says what the layers compute.
 
-    The pinned tensor is dropped here at once. That is safe, because torch reuses its memory only when the copy has
-    ended.
+    Args:
+        head: int32, the plan's arrays on the device. The result has views of it.
+        plan: its lengths choose the sizes of launches; None if every sequence computes one token, and the step is
+            recorded: then it must not depend on the numbers of one plan.
     """
-    tensor = torch.from_numpy(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
-
-def start_copy(values: Tensor) -> Tensor:
-    """Start a copy to the host and return it. Its values may be read when the device has ended the step.
-
-    A graph, or a recorded step, writes its results to the same place each time.
-    """
-    if not values.is_cuda:
-        return values.clone()
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    return host.copy_(values, non_blocking=True)
+    end = NUM_PER_SEQ * num_seqs
+    rows, num_computed, num_scheduled, *_ = head[:end].view(NUM_PER_SEQ, num_seqs).unbind(0)
+    token_ids = head[end : end + num_tokens]
+    if plan is None:
+        return DevicePlan(rows, num_computed, num_scheduled, token_ids, num_seqs)
+    lengths = (plan.num_scheduled, plan.num_computed + plan.num_scheduled)
+    return DevicePlan(rows, num_computed, num_scheduled, token_ids, plan.num_decodes, *lengths)

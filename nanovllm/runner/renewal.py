@@ -1,6 +1,5 @@
 """New weights in a running engine, and an engine that sleeps: for reinforcement learning, and for many checkpoints."""
 
-import re
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -8,14 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanovllm.backends.cpu.recorded_steps import RecordedSteps
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.layers.linear import MatrixModule
 from nanovllm.layers.parallel import Parallel
 from nanovllm.layers.weights import WeightTarget
+from nanovllm.load import find_decoder
 from nanovllm.models.loader import name_canonically, name_some
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.runner.startup import capture_graphs, fill_cache
 from nanovllm.utils.checks import as_bool, quote, refuse
 from nanovllm.utils.machine import default_dtype
 
@@ -123,8 +121,6 @@ class RankRenewal:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self._load: WeightLoad | None = None
-        self._lacks_graphs = False
-        """Whether the CUDA graphs were released, and are to be captured at the end of the load."""
 
     @property
     def load(self) -> "WeightLoad":
@@ -144,46 +140,21 @@ class RankRenewal:
             case "write":
                 assert tensor is not None
                 self.load.write(command["name"], tensor)
-                self._release_graphs()
             case "forget":
+                if self._load is not None and self._load.has_written:
+                    self._runner.steps.renew()
                 self._load = None
-                if self._lacks_graphs:
-                    self._lacks_graphs = False
-                    capture_graphs(self._runner)
-                if self._runner.device.type == "cuda":
-                    torch.cuda.synchronize(self._runner.device)  # the next step may come from another thread's stream
+                self._runner.backend.synchronize()  # the next step may come from another thread's stream
             case "sleep":
                 for runner in runners:
-                    _free_memory(runner, command["level"])
+                    runner.free_cache()
+                    if command["level"] == 2:
+                        runner.free_model()
+                self._runner.backend.release_memory()
             case "wake_up":
                 for runner in runners if command["level"] == 2 else ():
                     runner.load_model()
-                fill_cache(self._runner, command["num_blocks"])
-
-    def _release_graphs(self) -> None:
-        """Free what repeats steps, if new weights lie in other memory than the old ones.
-
-        Recorded steps are recorded anew as steps come. CUDA graphs are captured at the end of the load. Without
-        quantisation a GPU's weights are written in place, and its graphs stay.
-        """
-        graphs = self._runner.graphs
-        if isinstance(graphs, RecordedSteps):
-            graphs.release()
-        elif graphs is not None and self._runner.quantizer is not None and not self._lacks_graphs:
-            graphs.release()
-            self._lacks_graphs = True
-
-
-def _free_memory(runner: ModelRunner, level: int) -> None:
-    """Free the KV cache of a runner, and with level 2 its weights."""
-    if runner.graphs is not None:
-        runner.graphs.release()
-        runner.graphs = None
-    runner.caches = []
-    if level == 2:
-        runner.free_model()
-    if runner.device.type == "cuda":
-        torch.cuda.empty_cache()
+                self._runner.fill_cache(command["num_blocks"])
 
 
 class WeightLoad:
@@ -199,7 +170,9 @@ class WeightLoad:
         self._runner = runner
         every_layer = Parallel(runner.parallel.rank, runner.parallel.size)
         with torch.device("meta"), default_dtype(runner.dtype):
-            self._shapes = runner.decoder(runner.hf_config, runner.backend, every_layer, runner.config.max_model_len)
+            self._shapes = find_decoder(runner.hf_config)(
+                runner.hf_config, runner.backend, every_layer, runner.config.max_model_len
+            )
         self._filling = None if runner.quantizer is None else runner.quantizer.begin(self._shapes)
         """Gathers the codes of quantised matrices; None if the model has none."""
         self._staged: dict[str, dict[str, Tensor]] = {}
@@ -268,7 +241,7 @@ class WeightLoad:
         """
         if name not in self._places:  # on a follower, which has not checked the names
             self._find_places({name})
-        is_mine = not self._runner.model.belongs_elsewhere(name)
+        is_mine = not name.startswith(self._runner.model.elsewhere)
         for path, target in self._places[name]:
             if is_mine:
                 self._gather(path, target, tensor)
@@ -304,16 +277,14 @@ class WeightLoad:
         """Put a module's new parameters in the place of the old ones, and pack them if those were packed."""
         staged = self._staged.pop(path, {})
         model = self._runner.model
-        # A stage counts its layers from 0.
-        own_path = re.sub(r"(?<=^layers\.)\d+", lambda number: str(int(number[0]) - model.stage.first), path)
-        module = model.get_submodule(own_path)
+        module = model.get_submodule(path)
         if self._filling is not None and self._filling.is_quantized(path):
             self._filling.attach(path, module, model)
             if "bias" in staged:
                 module.get_parameter("bias").copy_(staged["bias"])
             return
         owners = [module]  # of the same weight
-        if model.tied and module is model.embed_tokens and model.lm_head is not None:
+        if model.tied and module is model.embed_tokens:
             owners.append(model.lm_head)
         matrices = [owner for owner in owners if isinstance(owner, MatrixModule)]
         is_packed = any(matrix.packed is not None for matrix in matrices)

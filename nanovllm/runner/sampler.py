@@ -11,10 +11,10 @@ from nanovllm.engine.interfaces import StepEdits
 from nanovllm.engine.plan import StepPlan
 from nanovllm.layers.parallel import Parallel
 from nanovllm.ops.step_inputs import StepInputs
-from nanovllm.runner.device import DeviceRows, to_device
+from nanovllm.runner.device import DeviceRows
 
 
-def choose_samples(plan: StepPlan, rows: Tensor, inputs: StepInputs) -> tuple[Tensor, Tensor, Tensor]:
+def choose_samples(plan: StepPlan, inputs: StepInputs, backend: Backend) -> tuple[Tensor, Tensor | None, Tensor]:
     """Choose the tokens after which the step samples: the last one of each sequence, and those followed by a draft.
 
     A step samples for every sequence, or for none: that keeps shapes simple. Some samples are not wanted (num_sampled
@@ -25,13 +25,14 @@ def choose_samples(plan: StepPlan, rows: Tensor, inputs: StepInputs) -> tuple[Te
     After a step with drafts the row's next plan has the real id, too. Several samples were written then, and the device
     does not know which of them is valid.
 
-    Args:
-        rows: int32 [num_seqs].
-
     Returns:
         For n samples, sequence after sequence: their rows int32 [n]; the index, among the step's tokens, of the token
-        whose logits each uses [n]; and the index, in its sequence, of the token that it samples, int32 [n].
+        whose logits each uses [n], or None if that is every token, in order; and the index, in its sequence, of the
+        token that it samples, int32 [n].
     """
+    rows = inputs.rows
+    if plan.num_tokens == plan.num_seqs:  # all sequences decode
+        return rows, None, inputs.seq_lens
     last = inputs.cu_seqlens[1:] - 1
     if plan.num_sampled.max() <= 1:  # without drafts
         return rows, last, inputs.seq_lens
@@ -40,7 +41,7 @@ def choose_samples(plan: StepPlan, rows: Tensor, inputs: StepInputs) -> tuple[Te
     # followers comes k tokens before the sequence's last token, and its position is k lower.
     sequences = np.repeat(np.arange(plan.num_seqs), num_samples)
     num_later = np.repeat(num_samples.cumsum(), num_samples) - 1 - np.arange(len(sequences))
-    chosen, back = to_device(np.stack((sequences, num_later)), rows.device).unbind(0)
+    chosen, back = backend.to_device(np.stack((sequences, num_later))).unbind(0)
     return rows[chosen], last[chosen] - back, inputs.seq_lens[chosen] - back.int()
 
 

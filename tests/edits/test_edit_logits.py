@@ -20,11 +20,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.backends import BACKENDS
+from nanovllm.backends import make_backend
 from nanovllm.edits.edit_logits import edit_logits_reference
 from nanovllm.edits.editing import spell
 from nanovllm.ops.sample import sample_reference
 from nanovllm.runner.step_handle import StepHandle
+from nanovllm.runner.steps import EAGER
 
 TOKENIZER = make_tokenizer()
 SIZE = TOKENIZER.get_vocab_size()
@@ -236,17 +237,15 @@ def test_a_step_of_graphs_leaves_its_sampler_out_only_where_logits_are_edited(
     with LLM(folder, attention_backend="torch", **SMALL) as llm:
         runner = llm.engine.runner
         llm.engine.depth = depth
-        graphs = runner.graphs = StandInGraphs(
-            runner.staging.buffer, runner.config.max_num_seqs, runner.device_rows.padding_row
-        )
+        graphs = runner.steps = StandInGraphs(runner)
         assert tokens(llm, params, prompts) == alone
-        between = graphs.halves_run["sampler"]
+        between = graphs.parts_run["sampler"]
         plain = SamplingParams(0, 10, ignore_eos=True)
         tokens(llm, plain)
-        assert graphs.halves_run["sampler"] - between >= 9
+        assert graphs.parts_run["sampler"] - between >= 9
         tokens(llm, [*[plain] * 3, replace(plain, presence_penalty=1.0)])
-        assert graphs.halves_run["sampler"] - between < 15
-        runner.graphs = None
+        assert graphs.parts_run["sampler"] - between < 15
+        runner.steps = EAGER
 
 
 def test_drafts_change_no_token_and_what_depends_on_them_is_not_drafted_for(reciter: Path) -> None:
@@ -330,7 +329,7 @@ def test_a_kernel_edits_as_the_reference_does(name: str, vocab_size: int, half: 
     expected = logits.clone()
     given = logits.clone()
     edit_logits_reference(expected, edits)
-    BACKENDS[name]().edit_logits(given, edits)
+    make_backend(name).edit_logits(given, edits)
     assert torch.allclose(given, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
     untouched = [1, 5]
     assert torch.equal(given[untouched], logits[untouched])

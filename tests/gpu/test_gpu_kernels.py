@@ -39,7 +39,7 @@ from helpers.kernel_tests import (  # noqa: F401
 )
 from helpers.quantized_cases import FORMATS, make_codes
 
-from nanovllm.backends import BACKENDS, Backend
+from nanovllm.backends import Backend, make_backend
 from nanovllm.backends.gpu.edit_logits import edit_logits
 from nanovllm.backends.gpu.norm_rope_store import norm_rope_store
 from nanovllm.backends.gpu.quantized import TritonMatrix
@@ -76,7 +76,7 @@ def no_synchronisation() -> Iterator[None]:
 def backend_called(name: str) -> Backend:
     if name == "flash_attn":
         pytest.importorskip("flash_attn", reason="flash-attn is not installed")
-    return BACKENDS[name]()
+    return make_backend(name)
 
 
 # ---- attention

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import numpy as np
 import torch
 import triton
+from nanovllm.runner.startup import bind_halves, compile_kernels, make_caches, make_graphs
 
 from helpers.pretend_cuda import DEVICE, PretendDriver, noted, pretend_runner, unscored_plan
 from nanovllm.backends.gpu import launch as kernel_launches
@@ -38,7 +39,6 @@ from nanovllm.models.qwen3_moe.decoder import Experts
 from nanovllm.quantized.codes import Codes
 from nanovllm.runner import logprobs, sampler
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.runner.startup import bind_halves, compile_kernels, make_caches, make_graphs
 from nanovllm.runner.step_handle import Front
 from nanovllm.utils.integers import ceil_div
 

@@ -27,14 +27,15 @@ from nanovllm import LLM, EngineConfig, Output, SamplingParams
 from nanovllm.backends import Backend
 from nanovllm.backends.cpu.backend import CpuBackend
 from nanovllm.commands.estimate import read_config
-from nanovllm.distributed.stages import choose_stages, split_layers
+from nanovllm.distributed.pipeline import StageRunner
+from nanovllm.distributed.stage_decoder import make_stage_decoder
+from nanovllm.distributed.stages import Stage, choose_stages, split_layers
 from nanovllm.engine.plan import StepPlan
 from nanovllm.jobs.job import Job, Status
 from nanovllm.jobs.run import run_job
-from nanovllm.layers.parallel import Parallel, Stage
+from nanovllm.layers.parallel import Parallel
 from nanovllm.load import find_decoder, resolve_options
 from nanovllm.models import loader
-from nanovllm.models.decoder import Decoder
 from nanovllm.models.qwen3_5.sizes import make_shape
 from nanovllm.models.shapes import PRESETS
 from nanovllm.ops.sample import unpack_sampling
@@ -204,13 +205,12 @@ def test_plain_torch_gives_the_same_tokens_in_float32(model: Path) -> None:
 def test_the_comparison_notices_hidden_states_that_changed_on_a_link(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward = Decoder.forward
+    send = StageRunner._send
 
-    def change(self: Decoder, *args: Any) -> Tensor:
-        hidden = forward(self, *args)
-        return hidden if self.norm is not None else (hidden * 1.01).to(hidden.dtype)
+    def change(self: StageRunner, x: Tensor, rank: int) -> None:
+        send(self, (x * 1.01).to(x.dtype), rank)
 
-    monkeypatch.setattr(Decoder, "forward", change)
+    monkeypatch.setattr(StageRunner, "_send", change)
     with pytest.raises(AssertionError):
         runs.check([0, 2], pipeline_parallel_size=2)
 
@@ -410,7 +410,8 @@ def test_the_stages_of_a_model_have_its_parameters_and_rank_0_fewer_layers(name:
     assert sum(shape.layers for shape in shapes) == whole.layers
     assert shapes[0].layers == min(shape.layers for shape in shapes)
     with torch.device("meta"):
-        models = [find_decoder(config)(config, Backend(), Parallel(stage=stage), 16) for stage in chosen]
+        decoders = [make_stage_decoder(find_decoder(config), stage) for stage in chosen]
+        models = [decoder(config, Backend(), Parallel(), 16) for decoder in decoders]
     for model, shape in zip(models, shapes, strict=True):
         assert shape.num_parameters == sum(p.numel() for p in model.parameters())
 
@@ -425,7 +426,7 @@ def test_a_stage_reads_no_weights_of_another(model: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(loader, "_fill", note)
     with LLM(str(model), dtype="float32", pipeline_parallel_size=3, **OPTIONS) as llm:
-        stages: list[Stage] = [runner.model.stage for runner in llm.engine.runner.runners]
+        stages: list[Stage] = [runner.stage for runner in llm.engine.runner.runners]
         assert len(read_names) == len(set(read_names)), "a tensor was read twice"
         for number in range(NUM_LAYERS):
             assert f"model.layers.{number}.self_attn.o_proj.weight" in read_names

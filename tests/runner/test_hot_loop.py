@@ -17,12 +17,14 @@ from hypothesis import strategies as st
 
 from nanovllm import LLM
 from nanovllm.backends.gpu.cuda_graphs import graph_batch_sizes, smallest_that_holds
+from nanovllm.backends.gpu.memory import GpuMemory, measure_memory
+from nanovllm.backends.gpu.pinned import PinnedStaging
 from nanovllm.distributed.ring import HEADER, pack_plan
 from nanovllm.engine.plan import StepPlan
 from nanovllm.ops.step_inputs import DevicePlan, step_inputs_reference
 from nanovllm.runner.device import DeviceRows, Staging
-from nanovllm.runner.kv_memory import GpuMemory, blocks_that_fit
-from nanovllm.runner.startup import measure_memory
+from nanovllm.runner.kv_memory import blocks_that_fit
+from nanovllm.runner.steps import EAGER
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -60,8 +62,9 @@ def test_padding_reads_a_row_of_nobody_and_stores_nothing():
     assert padded.num_tokens == padded.num_decodes == 8 and padded.num_sampled.sum() == 3
 
 
-def test_a_staging_buffer_is_written_only_after_the_copy_out_of_it():
+def test_a_staging_buffer_is_written_only_after_the_copy_out_of_it(monkeypatch):
     log = []
+    zeros = torch.zeros
 
     class Event:
         def __init__(self):
@@ -74,7 +77,9 @@ def test_a_staging_buffer_is_written_only_after_the_copy_out_of_it():
         def synchronize(self):
             log.append(("waited", self.number))
 
-    staging = Staging(16, torch.device("meta"), Event)  # a device that keeps nothing: only the order counts
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch, "zeros", lambda *sizes, pin_memory=False, **options: zeros(*sizes, **options))
+    staging = PinnedStaging(16, torch.device("meta"))  # a device that keeps nothing: only the order counts
     for step in range(5):
         staging.send([np.full(4, step, np.int32), np.full(3, step, np.int32)])
     used = [number for what, number in log if what == "recorded"]
@@ -246,13 +251,19 @@ def test_steps_with_more_sequences_than_the_largest_graph_run_eagerly(random_mod
     eager = []
     with LLM(str(random_model), **options) as llm:
         runner = llm.engine.runner
-        graphs = StandInGraphs(runner.staging.buffer, 9, runner.device_rows.padding_row)
-        start = runner.start
-        monkeypatch.setattr(runner, "start", lambda plan, *rest: (eager.append(plan), start(plan, *rest))[1])
-        runner.graphs = graphs
+        graphs = StandInGraphs(runner)
+        run_layers = runner.run_layers
+
+        def note(plan, packed, steps):
+            if steps is EAGER:
+                eager.append(plan)
+            return run_layers(plan, packed, steps)
+
+        monkeypatch.setattr(runner, "run_layers", note)
+        runner.steps = graphs
         llm.engine.depth = depth
         assert [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)] == expected
-        runner.graphs = None
+        runner.steps = EAGER
     assert {plan.num_seqs for plan in eager if plan.num_decodes == plan.num_seqs} == set(range(5, 10))
     assert graphs.sizes_run == {1, 2, 4}
 
@@ -271,11 +282,11 @@ def test_the_step_that_graphs_capture_gives_the_tokens_of_the_eager_one(random_m
         eager = llm.generate(prompts, params, use_tqdm=False)
     with LLM(str(random_model), **options, num_kvcache_blocks=40) as llm:
         runner = llm.engine.runner
-        runner.graphs = StandInGraphs(runner.staging.buffer, max_num_seqs, runner.device_rows.padding_row)
+        runner.steps = StandInGraphs(runner)
         llm.engine.depth = depth
         replayed = llm.generate(prompts, params, use_tqdm=False)
         assert (runner.device_rows.block_tables[runner.device_rows.padding_row] == 0).all()
-        runner.graphs = None
+        runner.steps = EAGER
     for one, other in zip(eager, replayed, strict=True):
         assert one["token_ids"] == other["token_ids"]
         for a, b in zip(one.get("logprobs", []), other.get("logprobs", []), strict=True):

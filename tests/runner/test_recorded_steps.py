@@ -18,6 +18,7 @@ from nanovllm.backends.cpu.scratch import Scratch, borrow_from
 from nanovllm.edits.edit_logits import MaskAndPenalties
 from nanovllm.models.decoder import Decoder
 from nanovllm.ops.step_inputs import StepInputs
+from nanovllm.runner.steps import EAGER
 
 if reason := CpuBackend.why_cannot(torch.device("cpu")):
     pytest.skip(reason, allow_module_level=True)
@@ -54,7 +55,7 @@ def answer(llm: LLM, num_requests: int = 20) -> list[dict[str, Any]]:
 
 
 def find_recorded(llm: LLM) -> RecordedSteps:
-    recorded = llm.engine.runner.graphs  # type: ignore[attr-defined]
+    recorded = llm.engine.runner.steps  # type: ignore[attr-defined]
     assert isinstance(recorded, RecordedSteps)
     return recorded
 
@@ -79,7 +80,7 @@ def test_repeated_steps_give_the_very_numbers_of_eager_ones(
 ) -> None:
     save(tmp_path)
     with open_llm(tmp_path, dtype=dtype, enforce_eager=True, **options) as llm:
-        assert llm.engine.runner.graphs is None  # type: ignore[attr-defined]
+        assert llm.engine.runner.steps is EAGER  # type: ignore[attr-defined]
         expected = answer(llm)
     with open_llm(tmp_path, dtype=dtype, **options) as llm:
         for _ in range(2):

@@ -1,6 +1,8 @@
 """Our C++ kernels for the CPU, compiled on first use; and the packed weights and the memory that they work on."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -8,6 +10,7 @@ from torch import Tensor, nn
 
 from nanovllm.backends.base import Backend
 from nanovllm.backends.cpu.library import PANEL, CpuLibrary, cpu_library
+from nanovllm.backends.cpu.recorded_steps import RecordedSteps
 from nanovllm.backends.cpu.scratch import Scratch
 from nanovllm.backends.torch_backend import pack_matrices
 from nanovllm.edits.edit_logits import MaskAndPenalties
@@ -19,6 +22,11 @@ from nanovllm.ops.norm_rope_store import NormRope
 from nanovllm.ops.sample import Sampled
 from nanovllm.ops.step_inputs import DevicePlan, StepInputs, empty_step_inputs
 from nanovllm.ops.token_logprobs import TokenLogprobs
+from nanovllm.runner.steps import Steps
+from nanovllm.utils.machine import torch_in_one_thread
+
+if TYPE_CHECKING:
+    from nanovllm.runner.model_runner import ModelRunner
 
 LANES = 16
 """float32 numbers in a vector, as in backends/cpu/."""
@@ -31,12 +39,12 @@ class CpuBackend(Backend):
     """
 
     name = "cpu"
-    device_type = "cpu"
     dtypes = (torch.bfloat16, torch.float32)
     head_dims = tuple(range(2 * LANES, 256 + 1, 2 * LANES))
     groups = range(1, 48 + 1)
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        super().__init__(device)
         self.library = cpu_library()
         self.scratch = Scratch()
         """Lends memory to the operators' results. Quantised matrices and hybrids borrow from it, too."""
@@ -49,6 +57,15 @@ class CpuBackend(Backend):
         except RuntimeError as error:
             return str(error)
         return None
+
+    def choose_threads(self) -> AbstractContextManager[object]:
+        return torch_in_one_thread()  # the kernels have a team of their own
+
+    def make_steps(self, runner: "ModelRunner") -> Steps:
+        config = runner.config
+        if config.num_ranks > 1 or config.enforce_eager:
+            return super().make_steps(runner)
+        return RecordedSteps(config.max_num_seqs)
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         return self.library.zeros(shape, dtype)

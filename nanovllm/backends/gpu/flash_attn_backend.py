@@ -26,12 +26,13 @@ class FlashAttnBackend(TritonBackend):
     """In storage tokens come before heads, and blocks have a multiple of 256 tokens: flash-attn asks for both."""
 
     name = "flash_attn"
-    device_type = "cuda"
     dtypes = (torch.float16, torch.bfloat16)
     block_sizes = (256, 512, 1024, 2048, 4096)
     default_block_size = 256
+    runs_on_fake_tensors = False
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | str = "cuda") -> None:
+        super().__init__(device)
         from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
         self._varlen = flash_attn_varlen_func

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from nanovllm.backends.base import Backend
 from nanovllm.backends.gpu.combine import combine
+from nanovllm.backends.gpu.device import CudaBackend
 from nanovllm.backends.gpu.edit_logits import edit_logits
 from nanovllm.backends.gpu.grouped_linear import grouped_linear
 from nanovllm.backends.gpu.norm_rope_store import norm_rope_store
@@ -23,8 +24,11 @@ from nanovllm.ops.attention import KVCache
 from nanovllm.ops.step_inputs import StepInputs
 
 
-class TritonBackend(Backend):
+class TritonKernels(Backend):
+    """Computes the operators by Triton kernels. By itself it runs in Triton's interpreter, on a CPU, for tests."""
+
     name = "triton"
+    captures_steps = True
     head_dims = (32, 64, 128, 256)
     groups = (1, 2, 3, 4, 5, 6, 7, 8, 16)
     block_sizes = (16, 32, 64, 128, 256)
@@ -67,3 +71,7 @@ class TritonBackend(Backend):
             prefills = (inputs.cu_seqlens[decodes:], seq_lens[decodes:], block_tables[decodes:])
             paged_prefill(q, cache, *prefills, num_tokens=q.shape[0] - decodes, scale=scale, out=out)
         return out
+
+
+class TritonBackend(CudaBackend, TritonKernels):
+    """Our Triton kernels on a GPU."""

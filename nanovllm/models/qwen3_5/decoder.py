@@ -3,6 +3,7 @@
 It computes the same numbers as transformers' modeling_qwen3_5. Pictures and multi-token prediction are not read.
 """
 
+import re
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
@@ -117,8 +118,9 @@ class HybridDecoder(Decoder):
         cos, sin = angles.chunk(2, dim=1)
         return torch.cat((cos, cos.new_ones(num_positions, missing), sin, sin.new_zeros(num_positions, missing)), dim=1)
 
-    def _name_in_checkpoint(self, path: str) -> str:
-        name = super()._name_in_checkpoint(path)
-        if path.startswith("layers.") and isinstance(self.layers[int(path.split(".")[1])].self_attn, DeltaNet):
+    def name_in_checkpoint(self, path: str) -> str:
+        name = super().name_in_checkpoint(path)
+        layer = re.match(r"layers\.\d+", path)
+        if layer is not None and isinstance(self.get_submodule(f"{layer[0]}.self_attn"), DeltaNet):
             return name.replace(".self_attn", ".linear_attn")
         return name
