@@ -1,6 +1,6 @@
 """New weights in a running engine, and an engine that sleeps: for reinforcement learning, and for many checkpoints."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -33,6 +33,7 @@ class Renewal:
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
+        self._claim = engine.claim
         is_alone = isinstance(engine.runner, ModelRunner)
         runner: ModelRunner = engine.runner if is_alone else engine.runner.local  # type: ignore[assignment, attr-defined]
         self._rank = RankRenewal(runner)
@@ -46,13 +47,14 @@ class Renewal:
 
     def _command(self, command: Command, tensor: Tensor | None = None) -> None:
         """Have every rank run a command. If one fails, no rank can go on, and the engine is closed."""
-        try:
-            if self._send is not None:
-                self._send(command, tensor)
-            self._rank.run(command, tensor)
-        except BaseException:
-            self._engine.close()
-            raise
+        with self._claim.work():
+            try:
+                if self._send is not None:
+                    self._send(command, tensor)
+                self._rank.run(command, tensor)
+            except BaseException:
+                self._engine.close()
+                raise
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], finish: bool) -> None:
         """Replace weights: see `LLM.load_weights`."""
@@ -62,57 +64,71 @@ class Renewal:
                 f"the engine's checkpoint is quantised ({format}); new weights are for engines without quantization, "
                 'or with quantization="int8" or "int8-dynamic": make another engine instead'
             )
-        self._check_idle(but_for=(LOADING, REPLACED))
-        tensors = list(named_tensors)
-        load = self._rank.load
-        targets = load.check(tensors)
+        self._claim.check(but_for=(LOADING, REPLACED))
+        tensors = list_pairs(named_tensors)  # before the claim: what yields them may use the engine
+        with self._claim.held_by("load_weights()", but_for=(LOADING, REPLACED)):
+            self._load(tensors, finish)
+
+    def _load(self, tensors: list[tuple[str, Tensor]], finish: bool) -> None:
+        with self._claim.work():
+            load = self._rank.load
+            targets = load.check(tensors)
         if finish and (lacking := load.find_lacking(targets)):
             if load.has_written:
                 self._engine.close()
                 raise ValueError(f"{lacking}; the engine is closed, because other weights were replaced already")
             self._command({"do": "forget"})
-            self._engine.refusal = REPLACED if self._engine.refusal == REPLACED else None
+            self._claim.refusal = REPLACED if self._claim.refusal == REPLACED else None
             raise ValueError(lacking)
         canonical = name_canonically(name for name, _ in tensors)
+        self._claim.refusal = LOADING  # also if a Ctrl-C comes between two tensors
+        self._forget_prefixes()
         for name, tensor in tensors:
             if targets[canonical[name]]:
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 command = {"do": "write", "name": canonical[name], "shape": list(tensor.shape), "dtype": dtype}
                 self._command(command, tensor)
-        self._engine.scheduler.block_manager.forget_all()
         self._has_new_weights = self._has_new_weights or load.has_written
-        self._engine.refusal = None if finish else LOADING
         if finish:
             self._command({"do": "forget"})
+            self._claim.refusal = None
 
     def sleep(self, level: int) -> None:
         """Free memory: see `LLM.sleep`."""
         if level not in (1, 2) or isinstance(level, bool):
             raise refuse(level, "level", "1 (frees the KV cache) or 2 (frees the weights, too)")
-        self._check_idle()
-        self._engine.scheduler.block_manager.forget_all()
-        self._command({"do": "sleep", "level": level})
-        self._level = level
-        self._engine.refusal = ASLEEP
+        with self._claim.held_by("sleep()"):
+            self._forget_prefixes()
+            self._claim.refusal = ASLEEP
+            self._level = level
+            self._command({"do": "sleep", "level": level})
 
     def wake_up(self) -> None:
         """Take the memory again: see `LLM.wake_up`."""
-        if self._engine.closed:
-            raise RuntimeError("the engine is closed")
-        if self._level:
-            self._command({"do": "wake_up", "level": self._level, "num_blocks": self._num_blocks})
-            self._engine.refusal = REPLACED if self._level == 2 and self._has_new_weights else None
-            self._level = 0
+        self._claim.check_open()
+        if not self._level:
+            return
+        with self._claim.held_by("wake_up()", but_for=(ASLEEP,)):
+            if self._level:  # no other thread has done it meanwhile
+                self._command({"do": "wake_up", "level": self._level, "num_blocks": self._num_blocks})
+                self._claim.refusal = REPLACED if self._level == 2 and self._has_new_weights else None
+                self._level = 0
 
-    def _check_idle(self, but_for: tuple[str, ...] = ()) -> None:
-        """Raise a RuntimeError if the engine is not idle. The refusals in `but_for` do not count."""
-        refusal = self._engine.refusal
-        if refusal in but_for:
-            self._engine.refusal = None
-        try:
-            self._engine.check_idle()
-        finally:
-            self._engine.refusal = refusal
+    def _forget_prefixes(self) -> None:
+        with self._claim.work():
+            self._engine.scheduler.block_manager.forget_all()
+
+
+def list_pairs(named_tensors: Any) -> list[tuple[str, Tensor]]:
+    """Return the pairs of a name and a tensor; ValueError for anything else. `WeightLoad.check` checks the tensors."""
+    is_iterable = isinstance(named_tensors, Iterable) and not isinstance(named_tensors, (str, Mapping))
+    pairs = list(named_tensors) if is_iterable else [named_tensors]
+    for pair in pairs:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise ValueError(
+                f"load_weights got {quote(pair)}; it must get pairs of a name and a tensor, such as tensors.items()"
+            )
+    return pairs
 
 
 class RankRenewal:
