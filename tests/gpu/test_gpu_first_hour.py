@@ -68,6 +68,20 @@ def test_kernels_that_came_back_are_not_compiled_again(tmp_path: Path) -> None:
     assert compile_into(second)
 
 
+@pytest.mark.slow
+def test_every_configuration_of_the_sweep_is_right() -> None:
+    """Without a GPU, the script proves in the interpreter what it times on one."""
+    pytest.importorskip("triton")
+    result = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "gpu_sweep.py", "--check-only"],
+        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+
+
 def test_every_step_chooses_tests_and_options_that_exist(tmp_path: Path) -> None:
     """All three calls, with a stand-in for Python that notes its arguments."""
     python = tmp_path / "python"
