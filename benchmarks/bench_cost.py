@@ -10,7 +10,7 @@ import functools
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -120,33 +120,42 @@ class Machine:
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of one or more steps. `seconds` is the floor."""
+    """The cost of one or more steps. `seconds` is the floor, and `parts` has the seconds of each part of it."""
 
     seconds: float = 0.0
     bytes: float = 0.0
     flops: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
 
     def __add__(self, other: "Cost") -> "Cost":
-        return Cost(self.seconds + other.seconds, self.bytes + other.bytes, self.flops + other.flops)
+        parts = self.parts | {name: self.parts.get(name, 0.0) + seconds for name, seconds in other.parts.items()}
+        return Cost(self.seconds + other.seconds, self.bytes + other.bytes, self.flops + other.flops, parts)
 
 
 def step_cost(model: Model, machine: Machine, work: Iterable[tuple[int, int]], num_sampled: int) -> Cost:
-    """Return the cost of one step. work holds (tokens in the KV cache, tokens to compute) of each of its sequences."""
+    """Return the cost of one step. work holds (tokens in the KV cache, tokens to compute) of each of its sequences.
+
+    Its parts are decode attention, products, states, head and sampler. In a step that computes a prompt, all but head
+    and sampler is one part, prompts.
+    """
     sequences = list(work)
+    has_prompt = any(scheduled > 1 for _, scheduled in sequences)
     n = sum(scheduled for _, scheduled in sequences)
     config = model.config
     size = model.dtype.itemsize
     weight_size = model.weight_itemsize
     total = Cost()
 
-    def operator(num_bytes: float, flops: float, times: int = 1) -> None:
+    def operator(part: str, num_bytes: float, flops: float, times: int = 1) -> None:
         nonlocal total
-        seconds = max(num_bytes / machine.bandwidth, flops / machine.matmul_rate)
-        total += Cost(times * seconds, times * num_bytes, times * flops)
+        seconds = times * max(num_bytes / machine.bandwidth, flops / machine.matmul_rate)
+        if has_prompt and part not in ("head", "sampler"):
+            part = "prompts"
+        total += Cost(seconds, times * num_bytes, times * flops, {part: seconds})
 
     for (rows_out, rows_in), count in model.matrices.items():
         num_bytes = rows_in * rows_out * weight_size + n * (rows_in + rows_out) * size
-        operator(num_bytes, 2 * n * rows_in * rows_out, count)
+        operator("products", num_bytes, 2 * n * rows_in * rows_out, count)
     for mixture in model.mixtures[:1]:  # all have the same sizes
         num_experts, hidden, intermediate = mixture.experts.down.shape
         # The expected number of experts that get a token, if routing is even and independent for each token.
@@ -154,20 +163,22 @@ def step_cost(model: Model, machine: Machine, work: Iterable[tuple[int, int]], n
         pairs = n * mixture.k
         one = count_expert(mixture)
         num_bytes = touched * one * weight_size + pairs * (2 * hidden + 3 * intermediate) * size
-        operator(num_bytes, 2 * pairs * one, len(model.mixtures))
+        operator("products", num_bytes, 2 * pairs * one, len(model.mixtures))
     if num_sampled:
         logits = num_sampled * config.vocab_size * size
-        operator(model.vocabulary_parameters * weight_size + logits, 2 * num_sampled * model.vocabulary_parameters)
-        operator(logits, 0)
+        num_bytes = model.vocabulary_parameters * weight_size + logits
+        operator("head", num_bytes, 2 * num_sampled * model.vocabulary_parameters)
+        operator("sampler", logits, 0)
     # A query reads the keys up to its own: computed + 1, ..., computed + scheduled.
     keys_read = sum(computed + scheduled for computed, scheduled in sequences)
     keys_met = sum(scheduled * computed + scheduled * (scheduled + 1) // 2 for computed, scheduled in sequences)
     num_attention = config.num_hidden_layers - len(model.delta_nets)
     flops = 4 * num_attention * config.num_attention_heads * config.head_dim * keys_met
-    operator((keys_read + n) * model.kv_bytes_per_token, flops)
-    # A step reads and writes the state of each of its sequences once. A token takes four products with it.
-    states = sum(net.value_heads * net.key_dim * net.value_dim for net in model.delta_nets)
-    operator(2 * len(sequences) * model.row_bytes, 8 * n * states)
+    operator("decode attention", (keys_read + n) * model.kv_bytes_per_token, flops)
+    if model.delta_nets:
+        # A step reads and writes the state of each of its sequences once. A token takes four products with it.
+        states = sum(net.value_heads * net.key_dim * net.value_dim for net in model.delta_nets)
+        operator("states", 2 * len(sequences) * model.row_bytes, 8 * n * states)
     return total
 
 

@@ -4,26 +4,10 @@ import torch
 from torch import Tensor
 
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
-from nanovllm.backends.gpu.sample_filter import (
-    MIN_P,
-    PART,
-    TEMPERATURE,
-    TOP_K,
-    TOP_P,
-    filter_rows,
-    find_values,
-    is_broken,
-    is_filtered,
-    load_float,
-    weigh,
-)
+from nanovllm.backends.gpu.sample_filter import PART, filter_rows, is_broken, is_filtered, load_sampling, weigh
 from nanovllm.backends.gpu.triton_shim import next_power_of_2, tl, triton
-from nanovllm.engine.plan import SAMPLING_COLUMNS
 from nanovllm.ops.sample import CHUNK, Sampled
 from nanovllm.utils.integers import ceil_div
-
-SEED_LOW = tl.constexpr(SAMPLING_COLUMNS["seed_low"])
-SEED_HIGH = tl.constexpr(SAMPLING_COLUMNS["seed_high"])
 
 # The Triton path has three kernels. None of them sorts, and none waits for the host.
 #   stats   reads the logits once. For each chunk, and for each part of it, it writes two numbers: the maximum, and the
@@ -70,7 +54,7 @@ def _stats_kernel(
     token = chunk * CHUNK + part[:, None] * PART + tl.arange(0, PART)[None, :]
     x = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
     x = tl.where(x < float("inf"), x, float("inf"))  # NaN becomes inf: the row's maximum then shows that it is broken
-    temperature = load_float(find_values(table_ptr, rows_ptr, row) + TEMPERATURE)
+    temperature, _, _, _, _ = load_sampling(table_ptr, rows_ptr, row)
     scale = 1.0 / tl.where(temperature > 0.0, temperature, 1.0)  # less exact than a division, but enough for sums
     part_max = tl.max(x, 1)
     origin = tl.where(part_max > float("-inf"), part_max, 0.0)  # -inf - -inf would be NaN
@@ -123,8 +107,7 @@ def _draw_kernel(
     exists = chunks < num_chunks
     maxima = tl.load(chunk_max_ptr + row * num_chunks + chunks, mask=exists, other=float("-inf"))
     row_max = tl.max(maxima, 0)
-    values_ptr = find_values(table_ptr, rows_ptr, row)
-    temperature = load_float(values_ptr + TEMPERATURE)
+    temperature, top_k, top_p, min_p, seed = load_sampling(table_ptr, rows_ptr, row)
     if is_broken(row_max):
         tl.store(token_ptr + row, 0)
         tl.store(checked_ptr + row, -1)
@@ -135,14 +118,11 @@ def _draw_kernel(
         tl.store(token_ptr + row, best)
         tl.store(checked_ptr + row, best)
         return
-    min_p = load_float(values_ptr + MIN_P)
-    filtered = is_filtered(tl.load(values_ptr + TOP_K), load_float(values_ptr + TOP_P), min_p, vocab_size)
+    filtered = is_filtered(top_k, top_p, min_p, vocab_size)
     chunk_weights = tl.load(chunk_weight_ptr + row * num_chunks + chunks, mask=exists, other=0.0)
     # The stats kernel weighed a chunk relative to the chunk's maximum, the filter kernel relative to the row's.
     _, shrink = weigh(maxima, row_max, temperature)
     chunk_weights = tl.where(filtered, chunk_weights, chunk_weights * shrink)
-    seed_low = tl.load(values_ptr + SEED_LOW).to(tl.int64) & 0xFFFFFFFF
-    seed = (tl.load(values_ptr + SEED_HIGH).to(tl.int64) << 32) | seed_low
     target = draw_uniform(seed, tl.load(positions_ptr + row)) * tl.sum(chunk_weights, 0)
     chunk, before = _find_first_above_target(chunk_weights, target, CHUNKS)
     token = chunk * CHUNK + tl.arange(0, CHUNK)

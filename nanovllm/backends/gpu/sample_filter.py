@@ -26,21 +26,24 @@ TEMPERATURE = tl.constexpr(SAMPLING_COLUMNS["temperature"])
 TOP_K = tl.constexpr(SAMPLING_COLUMNS["top_k"])
 TOP_P = tl.constexpr(SAMPLING_COLUMNS["top_p"])
 MIN_P = tl.constexpr(SAMPLING_COLUMNS["min_p"])
+SEED_LOW = tl.constexpr(SAMPLING_COLUMNS["seed_low"])
+SEED_HIGH = tl.constexpr(SAMPLING_COLUMNS["seed_high"])
 
 _UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 """How many low bits are zero in every float32 that was converted from this dtype."""
 
 
 @triton.jit
-def find_values(table_ptr, rows_ptr, i):
-    """Return a pointer to the packed sampling values of logits row i."""
-    return table_ptr + tl.load(rows_ptr + i).to(tl.int64) * WIDTH
-
-
-@triton.jit
-def load_float(bits_ptr):
-    """Load a float32 that the table holds as its bits."""
-    return tl.load(bits_ptr).to(tl.float32, bitcast=True)
+def load_sampling(table_ptr, rows_ptr, i):
+    """Do what `unpack_sampling` does, for row i of the logits. The compiler drops the values that a kernel ignores."""
+    packed_ptr = table_ptr + tl.load(rows_ptr + i).to(tl.int64) * WIDTH
+    temperature = tl.load(packed_ptr + TEMPERATURE).to(tl.float32, bitcast=True)
+    top_k = tl.load(packed_ptr + TOP_K)
+    top_p = tl.load(packed_ptr + TOP_P).to(tl.float32, bitcast=True)
+    min_p = tl.load(packed_ptr + MIN_P).to(tl.float32, bitcast=True)
+    seed_low = tl.load(packed_ptr + SEED_LOW).to(tl.int64) & 0xFFFFFFFF
+    seed = (tl.load(packed_ptr + SEED_HIGH).to(tl.int64) << 32) | seed_low
+    return temperature, top_k, top_p, min_p, seed
 
 
 @triton.jit
@@ -239,11 +242,7 @@ def _filter_kernel(
     # Rows that are greedy, broken or without a filter end at once. Padding may be filtered, which only costs time.
     wait_for_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
-    values_ptr = find_values(table_ptr, rows_ptr, row)
-    temperature = load_float(values_ptr + TEMPERATURE)
-    top_k = tl.load(values_ptr + TOP_K)
-    top_p = load_float(values_ptr + TOP_P)
-    min_p = load_float(values_ptr + MIN_P)
+    temperature, top_k, top_p, min_p, _ = load_sampling(table_ptr, rows_ptr, row)
     if (temperature <= 0.0) | (is_filtered(top_k, top_p, min_p, vocab_size) == 0):
         return
     IN_CHUNK: tl.constexpr = CHUNK // PART

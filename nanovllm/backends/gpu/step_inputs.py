@@ -81,22 +81,8 @@ def step_inputs(planned: DevicePlan, block_tables: Tensor, last_token: Tensor, b
     num_seqs = len(planned.rows)
     max_blocks = block_tables.shape[1]
     made = empty_step_inputs(planned, max_blocks, functools.partial(torch.empty, device=planned.rows.device))
-    args = (
-        planned.rows,
-        planned.num_computed,
-        planned.num_scheduled,
-        planned.token_ids,
-        block_tables,
-        last_token,
-        made.token_ids,
-        made.positions,
-        made.slots,
-        made.cu_seqlens,
-        made.seq_lens,
-        made.block_tables,
-        num_seqs,
-        len(last_token) - 1,
-        max_blocks,
-    )
+    given = (planned.rows, planned.num_computed, planned.num_scheduled, planned.token_ids, block_tables, last_token)
+    results = (made.token_ids, made.positions, made.slots, made.cu_seqlens, made.seq_lens, made.block_tables)
+    args = (*given, *results, num_seqs, len(last_token) - 1, max_blocks)
     launch(_step_inputs_kernel, (num_seqs,), args, step_inputs_config(num_seqs, block_size))
     return made
