@@ -50,7 +50,7 @@ def use_split(tile: int, warps: int, stages: int, at_once: int) -> Iterator[None
         return {**usual(*arguments), **changed}
 
     with ExitStack() as changes:
-        changes.enter_context(mock.patch.object(paged_decode, "key_tile", lambda block_size, itemsize: tile))
+        changes.enter_context(mock.patch.object(paged_decode, "key_tile", lambda *sizes: tile))
         changes.enter_context(mock.patch.object(paged_decode, "split_config", config))
         changes.enter_context(mock.patch.object(paged_decode, "programs_at_once", lambda *arguments: at_once))
         yield

@@ -239,12 +239,18 @@ class GroupParallel(Parallel):
                 group.abort()
 
     def close(self) -> None:
-        """Leave the group. CUDA graphs that hold its collectives must have been released before."""
+        """Leave the group. CUDA graphs that hold its collectives must have been released before.
+
+        NCCL's shutdown waits for every rank, and so for ever if one has died. Its abort waits for nobody.
+        """
         groups = self._list_groups()
         self._links = {}
         self._group = None
         for group in groups:
-            group.shutdown()
+            if self._backend == "nccl":
+                group.abort()
+            else:
+                group.shutdown()
 
     def _list_groups(self) -> list[Any]:
         """Return the groups that this rank is in, those of its links first."""

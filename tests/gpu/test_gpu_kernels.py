@@ -219,7 +219,7 @@ def test_norm_rope_store_is_its_reference(head_dim: int, group: int, block_size:
 # ---- experts
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 8, 2), (40, 60, 4), (512, 128, 8)])
 def test_routing_is_its_reference_with_broken_logits_too(
@@ -276,7 +276,7 @@ def test_samples_follow_the_distribution() -> None:
 
 
 @pytest.mark.parametrize("num_rows", [1, 17, 300])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("bits", "group_size", "has_zeros"), FORMATS)
 def test_products_with_codes_are_those_of_the_dequantised_matrix_eager_and_replayed(
     bits: int, group_size: int, has_zeros: bool, dtype: torch.dtype, num_rows: int
