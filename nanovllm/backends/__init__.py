@@ -8,18 +8,22 @@ from torch import Tensor
 from nanovllm.backends.base import Backend
 from nanovllm.ops.attention import CacheSize, KVCache
 
-NAMES = ("flash_attn", "triton", "cpu", "torch")
-"""The values of the option `attention_backend`, beside "auto"."""
-
 _CLASSES = {
-    ("flash_attn", "cuda"): "nanovllm.backends.gpu.flash_attn_backend.FlashAttnBackend",
-    ("triton", "cuda"): "nanovllm.backends.gpu.triton_backend.TritonBackend",
-    ("triton", "cpu"): "nanovllm.backends.gpu.triton_backend.TritonKernels",  # in Triton's interpreter, for tests
-    ("cpu", "cpu"): "nanovllm.backends.cpu.backend.CpuBackend",
-    ("torch", "cuda"): "nanovllm.backends.gpu.device.CudaBackend",
-    ("torch", "cpu"): "nanovllm.backends.torch_backend.TorchBackend",
+    "flash_attn": {"cuda": "nanovllm.backends.gpu.flash_attn_backend.FlashAttnBackend"},
+    "triton": {
+        "cuda": "nanovllm.backends.gpu.triton_backend.TritonBackend",
+        "cpu": "nanovllm.backends.gpu.triton_backend.TritonKernels",  # in Triton's interpreter, for tests
+    },
+    "cpu": {"cpu": "nanovllm.backends.cpu.backend.CpuBackend"},
+    "torch": {
+        "cuda": "nanovllm.backends.gpu.device.CudaBackend",
+        "cpu": "nanovllm.backends.torch_backend.TorchBackend",
+    },
 }
 """The class of each backend, by its name and the type of the device."""
+
+NAMES = tuple(_CLASSES)
+"""The values of the option `attention_backend`, beside "auto"."""
 
 LayerCache = tuple[Tensor, ...]
 """Holds what a layer keeps of the tokens that it has seen. A layer of attention has a KVCache."""
@@ -27,7 +31,7 @@ LayerCache = tuple[Tensor, ...]
 
 def find_backend(name: str, device: torch.device) -> type[Backend] | None:
     """Import and return the backend called `name` for a device; None if it does not run on this type of device."""
-    path = _CLASSES.get((name, device.type))
+    path = _CLASSES[name].get(device.type)
     if path is None:
         return None
     module, _, class_name = path.rpartition(".")

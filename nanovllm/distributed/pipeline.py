@@ -75,7 +75,7 @@ class StageRunner(ModelRunner):
         super().__init__(config, hf_config, read_weights, parallel, quantizer, make_stage_decoder(decoder, self.stage))
         self.has_head = self.stage.is_first
         self.inputs: StageInputs | None = None
-        """What the CUDA graphs read beside the staging buffer; None without graphs."""
+        """The memory that the CUDA graphs read beside the staging buffer; None without graphs."""
         if config.use_graphs:
             num_seqs = min(config.max_num_seqs, MOST_SEQS)
             self.inputs = StageInputs(num_seqs, hf_config.hidden_size, self.dtype, self.device, config.max_num_seqs)

@@ -1,4 +1,12 @@
-"""The operators that only hybrids have, in plain torch: a short convolution, the gated delta rule, gated norms."""
+"""The operators that only hybrids have, in plain torch: a short convolution, the gated delta rule, gated norms.
+
+A convolution of each channel, which carries the last inputs of a row to its next step, comes before the recurrence: the
+gated delta rule (Yang et al. 2024, https://arxiv.org/abs/2412.06464), attention with a state of constant size. Each
+value head of a row has a matrix S [key dim, value dim], its state. It maps keys to values. A token first lets S fade by
+its decay. Then it replaces a share `beta` of what S has for its key by its value:
+
+    S = decay S;  d = beta (v - k S);  S = S + k d;  out = q S
+"""
 
 from collections.abc import Iterator
 from itertools import pairwise
