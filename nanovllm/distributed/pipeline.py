@@ -166,7 +166,7 @@ class StageRunner(ModelRunner):
         """Return the hidden states that want logits, [n, hidden]: those that score, then those that sample."""
         if head.sampled is None and not len(head.scored):
             return head.hidden
-        parts = [self.backend.to_device(head.scored)]
+        parts = [self.backend.to_device(head.scored)] if len(head.scored) else []
         if head.plan.num_sampled.any():
             sampled = torch.arange(len(head.hidden), device=self.device) if head.sampled is None else head.sampled
             parts.append(sampled.long())
