@@ -9,7 +9,7 @@
 
 namespace {
 
-constexpr int PANEL = 32, MAX_TILE_ROWS = REGISTER_ROWS, FEW_TILE_ROWS = MAX_TILE_ROWS / 2;
+constexpr int MAX_TILE_ROWS = REGISTER_ROWS, FEW_TILE_ROWS = MAX_TILE_ROWS / 2;
 static_assert(2 * FEW_TILE_ROWS <= MAX_TILE_ROWS, "few rows x twice the columns must fit the same registers");
 
 // The left side of a product is stored in blocks of DEPTH steps of each row. If rows were a power of two apart, they

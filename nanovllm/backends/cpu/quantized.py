@@ -7,35 +7,30 @@ from torch import Tensor
 
 from nanovllm.backends.cpu.backend import gather_rows
 from nanovllm.backends.cpu.huge_pages import huge_pages, return_freed_memory
-from nanovllm.backends.cpu.library import PANEL, AnyLibrary, KernelLibrary, cpu_library, open_library
+from nanovllm.backends.cpu.library import (
+    PANEL,
+    AnyLibrary,
+    KernelLibrary,
+    cpu_library,
+    open_library,
+    read_constant,
+)
 from nanovllm.backends.cpu.scratch import Scratch
 from nanovllm.models.qwen3_moe.ops import Routing
 from nanovllm.quantized.codes import Codes
 from nanovllm.utils.integers import ceil_div
 
-CHUNK = 64
-"""Bytes of a panel's codes that belong together, as in cpu/quantized.h."""
+CHUNK = read_constant("CHUNK", "quantized.h")
+"""Bytes of a panel's codes that belong together."""
 
-INT8 = 0
-"""The number of a format in cpu/quantized.cpp: 8 bits, without the code -128, which is slower."""
-
-WHOLE_INT8 = 1
-"""8 bits, with the code -128."""
-
-INT4 = 2
-"""4 bits."""
+INT8, WHOLE_INT8, INT4 = (read_constant(name, "quantized.cpp") for name in ("INT8", "WHOLE_INT8", "INT4"))
+"""The formats: 8 bits without the code -128, which is slower; 8 bits with it; 4 bits."""
 
 
 class QuantizedLibrary(KernelLibrary):
     """The kernels of quantised matrices."""
 
     source = "quantized.cpp"
-    typed = {  # noqa: RUF012 (the base class declares it)
-        "pack_codes": (2, 3, 0),
-        "weight_rows": (5, 5, 0),
-        "linear_codes": (6, 5, 0),
-        "grouped_codes": (6, 5, 0),
-    }
 
 
 @functools.cache
