@@ -213,9 +213,11 @@ def print_cost_card(model: Model, machine: Machine, workload: Workload, floor: C
     print(f"workload   {len(workload.prompts)} requests, {num_prompt:,} prompt and {num_output:,} output tokens")
     print(
         f"floor      {floor.seconds:.3f} s, {rate:,.1f} output tok/s: "
-        f"{floor.bytes / 1e9:,.1f} GB and {floor.flops / 1e12:,.2f} TFLOP",
-        flush=True,
+        f"{floor.bytes / 1e9:,.1f} GB and {floor.flops / 1e12:,.2f} TFLOP"
     )
+    largest = sorted(floor.parts.items(), key=lambda part: -part[1])
+    parts = (f"{name} {seconds:.3f} s ({seconds / floor.seconds:.0%})" for name, seconds in largest)
+    print(f"           {', '.join(parts)}", flush=True)
 
 
 def print_result(result: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ weights between steps. Launches and host work are free.
 import functools
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -83,53 +83,63 @@ class Machine:
 
 @dataclass(frozen=True)
 class Cost:
-    """The cost of one or more steps. `seconds` is the floor."""
+    """The cost of one or more steps. `seconds` is the floor, and `parts` has the seconds of each part of it."""
 
     seconds: float = 0.0
     bytes: float = 0.0
     flops: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
 
     def __add__(self, other: "Cost") -> "Cost":
-        return Cost(self.seconds + other.seconds, self.bytes + other.bytes, self.flops + other.flops)
+        parts = self.parts | {name: self.parts.get(name, 0.0) + seconds for name, seconds in other.parts.items()}
+        return Cost(self.seconds + other.seconds, self.bytes + other.bytes, self.flops + other.flops, parts)
 
 
 def step_cost(model: Model, machine: Machine, work: Iterable[tuple[int, int]], num_sampled: int) -> Cost:
-    """Return the cost of one step. work holds (tokens in the KV cache, tokens to compute) of each of its sequences."""
+    """Return the cost of one step. work holds (tokens in the KV cache, tokens to compute) of each of its sequences.
+
+    Its parts are decode attention, products, states, head and sampler. In a step that computes a prompt, all but head
+    and sampler is one part, prompts.
+    """
     sequences = list(work)
+    has_prompt = any(scheduled > 1 for _, scheduled in sequences)
     n = sum(scheduled for _, scheduled in sequences)
     shape = model.shape
     size = model.itemsize
     weight_size = model.weight_itemsize
     total = Cost()
 
-    def operator(num_bytes: float, flops: float, times: int = 1) -> None:
+    def operator(part: str, num_bytes: float, flops: float, times: int = 1) -> None:
         nonlocal total
-        seconds = max(num_bytes / machine.bandwidth, flops / machine.matmul_rate)
-        total += Cost(times * seconds, times * num_bytes, times * flops)
+        seconds = times * max(num_bytes / machine.bandwidth, flops / machine.matmul_rate)
+        if has_prompt and part not in ("head", "sampler"):
+            part = "prompts"
+        total += Cost(seconds, times * num_bytes, times * flops, {part: seconds})
 
     for layers, rows_in, rows_out in shape.matrices:
         num_bytes = rows_in * rows_out * weight_size + n * (rows_in + rows_out) * size
-        operator(num_bytes, 2 * n * rows_in * rows_out, layers)
+        operator("products", num_bytes, 2 * n * rows_in * rows_out, layers)
     if shape.sparse_layers:
         # The expected number of experts that get a token, if routing is even and independent for each token.
         touched = shape.experts * (1 - (1 - shape.experts_per_token / shape.experts) ** n)
         pairs = n * shape.experts_per_token
         width = 2 * shape.hidden + 3 * shape.expert_intermediate
         num_bytes = touched * shape.expert_parameters * weight_size + pairs * width * size
-        operator(num_bytes, 2 * pairs * shape.expert_parameters, shape.sparse_layers)
+        operator("products", num_bytes, 2 * pairs * shape.expert_parameters, shape.sparse_layers)
     if num_sampled:
         logits = num_sampled * shape.vocab * size
-        operator(shape.vocab * shape.hidden * weight_size + logits, 2 * num_sampled * shape.vocab * shape.hidden)
-        operator(logits, 0)
+        num_bytes = shape.vocab * shape.hidden * weight_size + logits
+        operator("head", num_bytes, 2 * num_sampled * shape.vocab * shape.hidden)
+        operator("sampler", logits, 0)
     # A query reads the keys up to its own: computed + 1, ..., computed + scheduled.
     keys_read = sum(computed + scheduled for computed, scheduled in sequences)
     keys_met = sum(scheduled * computed + scheduled * (scheduled + 1) // 2 for computed, scheduled in sequences)
     flops = 4 * shape.attention_layers * shape.heads * shape.head_dim * keys_met
-    operator((keys_read + n) * model.kv_bytes_per_token, flops)
+    operator("decode attention", (keys_read + n) * model.kv_bytes_per_token, flops)
     if isinstance(shape, HybridShape):
         # A step reads and writes the state of each of its sequences once. A token takes four products with it.
         state = shape.delta.value_heads * shape.delta.key_dim * shape.delta.value_dim
-        operator(2 * len(sequences) * shape.row_bytes(size), 8 * n * shape.delta.layers * state)
+        operator("states", 2 * len(sequences) * shape.row_bytes(size), 8 * n * shape.delta.layers * state)
     return total
 
 

@@ -25,11 +25,11 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.measuring import commit
-from nanovllm.backends import AttentionMetadata, Backend
+from benchmarks.measuring import commit, make_inputs
+from nanovllm.backends import Backend
 from nanovllm.backends.gpu import launch as launch_module
+from nanovllm.engine.plan import ROW_SAMPLING
 from nanovllm.ops.norm_rope_store import NormRope
-from nanovllm.ops.sample import SamplingValues
 from nanovllm.runner.resolve import Work, resolve_backend
 from nanovllm.utils.integers import ceil_div
 
@@ -176,38 +176,34 @@ class Bench:
         )
 
 
-def make_metadata(num_seqs: int, query_len: int, seq_len: int, block_size: int, num_blocks: int) -> AttentionMetadata:
-    """Return a step of num_seqs equal sequences in shuffled blocks."""
-    per_seq = ceil_div(seq_len, block_size)
-    tables = torch.randperm(num_blocks, device="cuda")[: num_seqs * per_seq].view(num_seqs, per_seq).int()
-    query_lens = np.full(num_seqs, query_len, np.int32)
-    return AttentionMetadata(
-        num_decodes=num_seqs if query_len == 1 else 0,
-        cu_seqlens_q=torch.arange(0, num_seqs * query_len + 1, query_len, dtype=torch.int32, device="cuda"),
-        seq_lens=torch.full((num_seqs,), seq_len, dtype=torch.int32, device="cuda"),
-        block_tables=tables,
-        slot_mapping=torch.full((num_seqs * query_len,), -1, device="cuda"),
-        query_lens_cpu=query_lens,
-        seq_lens_cpu=np.full(num_seqs, seq_len, np.int32),
-    )
+def make_sampling(num_rows: int, temperature: float, top_k: int, top_p: float) -> Tensor:
+    """Return a table of packed sampling values, the same for all rows but for their seeds."""
+    table = np.zeros(num_rows, ROW_SAMPLING)
+    table["temperature"] = temperature
+    table["top_k"] = top_k
+    table["top_p"] = top_p
+    table["seed_low"] = np.arange(num_rows)
+    return torch.from_numpy(table.view(np.int32).reshape(num_rows, -1)).cuda()
 
 
 def time_attention(backend: Backend, model: Model, num_seqs: int, query_len: int, seq_len: int) -> tuple[Times, int]:
     """Return the times of a layer, and the bytes of K and V that it reads."""
     block_size = backend.default_block_size
-    num_blocks = num_seqs * ceil_div(seq_len, block_size)
+    per_seq = ceil_div(seq_len, block_size)
+    num_blocks = num_seqs * per_seq
     shape = (num_blocks, block_size, model.num_kv_heads, model.head_dim)
     read = 2 * num_seqs * seq_len * model.num_kv_heads * model.head_dim * ITEMSIZE
     caches = [backend.allocate_cache(shape, DTYPE, torch.device("cuda")) for _ in range(num_sets(read))]
     for cache in caches:
         for side in cache:
             side.normal_()
-    metadata = make_metadata(num_seqs, query_len, seq_len, block_size, num_blocks)
+    tables = torch.randperm(num_blocks, device="cuda").view(num_seqs, per_seq).int()
+    inputs = make_inputs(num_seqs, query_len, seq_len, tables)
     q = randn(num_seqs * query_len, model.num_heads, model.head_dim)
     scale = model.head_dim**-0.5
-    prepared = backend.prepare_attention(metadata, caches[0], model.num_heads)
+    prepared = backend.prepare_attention(inputs, caches[0], model.num_heads)
     launches = [lambda cache=cache: backend.attend(q, cache, prepared, scale) for cache in caches]
-    return time_both(launches, before=lambda: backend.prepare_attention(metadata, caches[0], model.num_heads)), read
+    return time_both(launches, before=lambda: backend.prepare_attention(inputs, caches[0], model.num_heads)), read
 
 
 def bench_decode(bench: Bench, name: str, backend: Backend, batches: list[int], contexts: list[int]) -> None:
@@ -275,18 +271,11 @@ def bench_sampler(bench: Bench, backend: Backend, batches: list[int]) -> None:
     for batch in batches:
         size = batch * VOCAB_SIZE * ITEMSIZE
         sets = [3 * randn(batch, VOCAB_SIZE) for _ in range(num_sets(size))]
-        seeds = torch.arange(batch, device="cuda")
-        positions = torch.zeros(batch, dtype=torch.int32, device="cuda")
+        rows = torch.arange(batch, dtype=torch.int32, device="cuda")
+        positions = torch.zeros_like(rows)
         for kind, (temperature, top_k, top_p) in kinds.items():
-            values = SamplingValues(
-                torch.full((batch,), temperature, device="cuda"),
-                torch.full((batch,), top_k, dtype=torch.int32, device="cuda"),
-                torch.full((batch,), top_p, device="cuda"),
-                torch.zeros(batch, device="cuda"),
-                seeds,
-                positions,
-            )
-            launches = [lambda x=x, v=values: backend.sample(x, v) for x in sets]
+            table = make_sampling(batch, temperature, top_k, top_p)
+            launches = [lambda x=x, table=table, rows=rows: backend.sample(x, table, rows, rows) for x in sets]
             bench.add_read("sample", "", f"{batch}, {kind}", time_both(launches), size)
         launches = [lambda x=x, ids=positions: backend.token_logprobs(x, ids) for x in sets]
         bench.add_read("token_logprobs", "", str(batch), time_both(launches), size)

@@ -11,22 +11,28 @@ of 256 rows.
 
 import argparse
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
 
 import torch
 import torch.nn.functional as F
 
-from nanovllm.backends import AttentionMetadata, KVCache
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.measuring import make_inputs
+from nanovllm.backends import KVCache
 from nanovllm.backends.cpu import library as cpu_library
 from nanovllm.backends.cpu.backend import CpuBackend
 from nanovllm.backends.cpu.dynamic import DynamicCpuMatrix, DynamicLibrary
 from nanovllm.backends.cpu.quantized import CpuMatrix, QuantizedLibrary
 from nanovllm.backends.cpu.scratch import Scratch
+from nanovllm.ops.step_inputs import StepInputs
 from nanovllm.quantized.codes import Codes
 
 LAYERS = 12
@@ -127,23 +133,15 @@ def attention(
     for size in blocks:
         width = -(-length // size)
         shape = (num_seqs * width, size, KV_HEADS, DIM)
-        metadata = AttentionMetadata(
-            num_decodes=num_seqs,
-            cu_seqlens_q=torch.arange(num_seqs + 1, dtype=torch.int32),
-            seq_lens=torch.full((num_seqs,), length, dtype=torch.int32),
-            block_tables=torch.randperm(num_seqs * width).int().view(num_seqs, width),
-            slot_mapping=torch.zeros(num_seqs, dtype=torch.int64),
-            query_lens_cpu=None,
-            seq_lens_cpu=None,
-        )
+        inputs = make_inputs(num_seqs, 1, length, torch.randperm(num_seqs * width).int().view(num_seqs, width))
         for march, backend in backends.items():
             caches = [backend.allocate_cache(shape, dtype, torch.device("cpu")) for _ in range(28)]
 
             def ours(
-                backend: CpuBackend = backend, caches: list[KVCache] = caches, metadata: AttentionMetadata = metadata
+                backend: CpuBackend = backend, caches: list[KVCache] = caches, inputs: StepInputs = inputs
             ) -> None:
                 for cache in caches:
-                    backend.attend(q, cache, metadata, DIM**-0.5)
+                    backend.attend(q, cache, inputs, DIM**-0.5)
 
             works[f"{march}, {size}"] = ours
     keys = [torch.zeros(num_seqs, KV_HEADS, length, DIM, dtype=dtype) for _ in range(2 * 28)]

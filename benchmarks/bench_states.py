@@ -7,12 +7,16 @@ writes as many bytes of a large tensor, in place, measured before and after. Bes
 of it: they are products like any other.
 """
 
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
-from nanovllm.backends import AttentionMetadata
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.measuring import make_inputs
 from nanovllm.backends.cpu.backend import CpuBackend
 from nanovllm.models.qwen3_5.operators import CpuHybridOperators
 
@@ -38,36 +42,22 @@ def rewrite_rate() -> float:
     return 2 * x.nbytes / best_ms(lambda: x.mul_(1.0))
 
 
-def make_metadata(num_seqs: int, length: int, before: int) -> AttentionMetadata:
-    """Return a step of num_seqs sequences with `length` tokens each, after `before` that are computed."""
-    lens = torch.full((num_seqs,), length, dtype=torch.int32)
-    return AttentionMetadata(
-        num_decodes=num_seqs if length == 1 else 0,
-        cu_seqlens_q=torch.arange(num_seqs + 1, dtype=torch.int32) * length,
-        seq_lens=lens + before,
-        block_tables=torch.zeros(num_seqs, 1, dtype=torch.int32),
-        slot_mapping=torch.zeros(num_seqs * length, dtype=torch.int64),
-        query_lens_cpu=None,
-        seq_lens_cpu=None,
-        rows=torch.arange(num_seqs, dtype=torch.int32),
-    )
-
-
 def measure(operators: CpuHybridOperators, num_seqs: int, length: int, rate: float) -> None:
     """Print a row of the table: milliseconds of all layers, by operator, and the floor of the states' bytes."""
     dtype = torch.bfloat16
     tokens = num_seqs * length
-    metadata = make_metadata(num_seqs, length, 1 if length == 1 else 0)
+    before = 1 if length == 1 else 0
+    inputs = make_inputs(num_seqs, length, before + length, torch.zeros(num_seqs, 1, dtype=torch.int32))
     states = [torch.ones(num_seqs + 1, HEADS, DIM, DIM) for _ in range(LAYERS)]
     conv = torch.zeros(num_seqs + 1, WIDTH - 1, CHANNELS, dtype=dtype)
     x = torch.randn(tokens, CHANNELS + HEADS * DIM + 2 * HEADS, generator=torch.Generator().manual_seed(0)).to(dtype)
     qkv, z, gates = x.split((CHANNELS, HEADS * DIM, 2 * HEADS), dim=1)
     weight = torch.full((WIDTH, CHANNELS), 0.25, dtype=dtype)
     ones = torch.ones(HEADS)
-    mixed = operators.causal_conv(qkv, weight, conv, metadata)
-    out = operators.gated_delta(mixed, gates, ones, ones, states[0], metadata)
-    delta = best_ms(lambda: [operators.gated_delta(mixed, gates, ones, ones, state, metadata) for state in states])
-    convolution = best_ms(lambda: [operators.causal_conv(qkv, weight, conv, metadata) for _ in states])
+    mixed = operators.causal_conv(qkv, weight, conv, inputs)
+    out = operators.gated_delta(mixed, gates, ones, ones, states[0], inputs)
+    delta = best_ms(lambda: [operators.gated_delta(mixed, gates, ones, ones, state, inputs) for state in states])
+    convolution = best_ms(lambda: [operators.causal_conv(qkv, weight, conv, inputs) for _ in states])
     norm = torch.ones(DIM, dtype=dtype)
     norms = best_ms(lambda: [operators.gated_rms_norm(out, z, norm, 1e-6) for _ in states])
     floor = 2 * LAYERS * num_seqs * states[0][0].nbytes / rate

@@ -5,7 +5,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future
-from contextlib import closing
+from contextlib import closing, contextmanager
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, Unpack
@@ -39,6 +39,9 @@ from nanovllm.utils.progress import ProgressBar
 
 logger = logging.getLogger(__name__)
 
+UNFINISHED = "requests of add_request() are unfinished: call step() until is_finished()"
+"""Refuses other activities between the calls of this loop."""
+
 Item = Request | Prompt | tuple[Prompt, SamplingParams | None]
 """An item of `stream`: a prompt, a prompt with its own sampling_params, or a request that `prepare` returned."""
 
@@ -46,8 +49,8 @@ Item = Request | Prompt | tuple[Prompt, SamplingParams | None]
 class LLM:
     """An engine with one model.
 
-    A process may have several LLMs, at the same time or one after another. Only one thread at a time may use an LLM,
-    but several may call `submit`.
+    A process may have several LLMs, at the same time or one after another. Only one thread at a time may use an LLM:
+    the others are refused by a RuntimeError. But several may call `submit`.
 
     >>> llm = LLM("tiny-qwen3")
     >>> llm.generate(["..."], SamplingParams(temperature=0))[0]["text"]
@@ -89,7 +92,7 @@ class LLM:
         Raises:
             ValueError: a prompt is not valid. With several prompts the message has its number. No prompt has run then.
         """
-        self.engine.check_idle()
+        self.engine.claim.check()
         requests = self.prepare_requests(list_prompts(prompts), sampling_params, show=use_tqdm)
         return _list_outputs(dict(self.run_requests(requests, "Generating", use_tqdm)))
 
@@ -224,7 +227,7 @@ class LLM:
             ValueError: the template refuses a conversation. With several conversations the message has its number. No
                 conversation has run then.
         """
-        self.engine.check_idle()
+        self.engine.claim.check()
         if not isinstance(chat_template_kwargs, Mapping | None):
             raise refuse(chat_template_kwargs, "chat_template_kwargs", "a dict of the template's variables, or None")
         options: dict[str, Any] = {"chat_template": chat_template, "tools": tools}
@@ -289,17 +292,19 @@ class LLM:
     def submit(self, prompt: Item, sampling_params: SamplingParams | None = None) -> "Future[Output]":
         """Queue one request and return at once. Several threads may call this at the same time.
 
-        All requests run in the same steps, in a thread of their own. While one runs, `generate` and `stream` are
+        All requests run in the same steps, in a thread of their own. While one runs, every other use of the engine is
         refused. An asyncio task waits with `await asyncio.wrap_future(llm.submit(prompt))`.
 
         Args:
             prompt, sampling_params: as in `prepare`. `render_chat` makes the prompt of a conversation.
 
         Returns:
-            A future of the request's Output. If the engine fails or is closed, the future raises the reason.
+            A future of the request's Output. If the engine fails, is closed or asleep, or is used otherwise, the future
+            raises the reason.
 
         Raises:
             ValueError: the request is not valid.
+            RuntimeError: this process was forked after the engine was made, or the program ends.
         """
         request = self.prepare(prompt, sampling_params)
         thread = self.__dict__.setdefault("_thread", share_engine(self.engine))  # two callers get the same one
@@ -330,11 +335,12 @@ class LLM:
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
         """Queue a request for `step`, and return the request's number. `step` returns it when the request ends."""
-        self.engine.check_free()
+        self.engine.claim.check(but_for=(UNFINISHED,))
         request = self.prepare(prompt, sampling_params)
         if request.params.n > 1:
             raise refuse(request.params.n, "n", "1 in this loop, which returns one completion per request")
-        return self.engine.add(request).seq_id
+        with self._claim_loop("add_request()"):
+            return self.engine.add(request).seq_id
 
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
         """Run one step of the queued requests.
@@ -344,15 +350,27 @@ class LLM:
             as a negative number if the step only decoded. It is 0 if this call read no result: with overlap, the first
             call only launches a step.
         """
-        self.engine.check_free()
-        self.engine.last_read = None
-        ended = [(seq.seq_id, seq.output_token_ids) for seq in self.engine.step()] if self.engine.has_work else []
-        if (read := self.engine.last_read) is None:
+        with self._claim_loop("step()"):
+            self.engine.last_read = None
+            ended = [(seq.seq_id, seq.output_token_ids) for seq in self.engine.step()] if self.engine.has_work else []
+            read = self.engine.last_read
+        if read is None:
             return ended, 0
         plan = read.plan
         lengths = [seq.num_prompt_tokens for seq in read.seqs]
         are_decodes = plan.num_tokens == plan.num_sampled.sum() and (plan.num_computed >= lengths).all()
         return ended, -plan.num_tokens if are_decodes else plan.num_tokens
+
+    @contextmanager
+    def _claim_loop(self, activity: str) -> Iterator[None]:
+        """Claim the engine for one call of this loop. Until its requests have ended, other activities are refused."""
+        claim = self.engine.claim
+        with claim.held_by(activity, but_for=(UNFINISHED,)):
+            try:
+                with claim.work():
+                    yield
+            finally:
+                claim.refusal = UNFINISHED if self.engine.has_work else None
 
     def is_finished(self) -> bool:
         """Return whether all queued requests have ended."""
@@ -398,20 +416,21 @@ class LLM:
 
         Args:
             named_tensors: (name in a checkpoint, tensor of any floating dtype, on any device). The head of a tied model
-                is ignored.
+                is ignored. All are read before the load begins, so what yields them may use the engine.
             finish: False says that more calls follow. Until the last one no request runs.
 
         Raises:
             ValueError: a name or a shape is wrong, or the load is not complete. If something was written already, the
                 engine is closed.
-            RuntimeError: requests are unfinished, the engine is asleep, or a rank has failed.
+            RuntimeError: the engine is in use or asleep, or a rank has failed.
         """
         self._renewal.load_weights(named_tensors, finish)
 
     def reset_prefix_cache(self) -> bool:
         """Forget the prefix cache, and return True. RuntimeError if requests are unfinished."""
-        self.engine.check_idle()
-        self.engine.scheduler.block_manager.forget_all()
+        claim = self.engine.claim
+        with claim.held_by("reset_prefix_cache()"), claim.work():
+            self.engine.scheduler.block_manager.forget_all()
         return True
 
     def sleep(self, level: int = 1) -> None:
@@ -431,7 +450,11 @@ class LLM:
         self._renewal.wake_up()
 
     def close(self) -> None:
-        """Free the model and the KV cache. The engine cannot be used afterwards."""
+        """Free the model and the KV cache. The engine cannot be used afterwards.
+
+        This waits for a step that another thread runs, and for nothing else. Requests that have not ended raise an
+        error.
+        """
         self.engine.close()
 
     if not TYPE_CHECKING:  # a type checker finds what is missing by itself

@@ -23,9 +23,9 @@ from nanovllm.models.decoder import Decoder
 from nanovllm.models.hub import find_folder, find_model
 from nanovllm.models.loader import Quantizer, has_lm_head, load_weights
 from nanovllm.outputs import Embedding, Output, Score
+from nanovllm.runner.kv_memory import make_cache
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.resolve import resolve
-from nanovllm.runner.startup import make_cache
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.utils.checks import as_integer
@@ -185,6 +185,7 @@ def make_runner(
     weights: Path | None,
     parallel: Parallel,
     check: Callable[[], None] = lambda: None,
+    runner_class: Callable[..., ModelRunner] = ModelRunner,
 ) -> ModelRunner:
     """Load one rank's share of the model, and the draft model beside it if there is one. Every rank calls this.
 
@@ -192,6 +193,7 @@ def make_runner(
         weights: the checkpoint's folder; None for random weights.
         check: called before each tensor that is read. It raises the failure of another rank, so that loading ends. An
             exception from the thread that noticed the failure could arrive anywhere, in a library's clean-up, too.
+        runner_class: makes the runner.
     """
     quantizer = make_quantizer(config, hf_config)
     if weights is None:
@@ -210,11 +212,12 @@ def make_runner(
         read_weights = partial(
             load_weights, folder=weights, show_progress=show, check=check, adapter=adapter, quantizer=quantizer
         )
-    runner = ModelRunner(config, hf_config, read_weights, parallel, quantizer, find_decoder(hf_config))
-    if config.draft is not None and (parallel.stage is None or parallel.number == 0):
+    runner = runner_class(config, hf_config, read_weights, parallel, quantizer, find_decoder(hf_config))
+    # If the ranks do not share each layer, rank 0 alone has the draft model.
+    if config.draft is not None and (parallel.number == 0 or parallel.size > 1):
         from nanovllm.drafts.draft_model import read_draft
 
-        if parallel.stage is not None:  # rank 0 of a pipeline has all layers of the draft model
+        if parallel.size == 1:
             parallel = Parallel(ranks_per_device=parallel.ranks_per_device)
         runner.draft = make_runner(*read_draft(config), parallel, check)
     return runner

@@ -141,14 +141,7 @@ class RayLLM:
         own = row.get("sampling_params") or {}
         if not isinstance(own, Mapping):
             raise refuse(own, "sampling_params", "an object of SamplingParams' fields")
-        # Arrow gives every row the fields of all rows. Those that a row does not have are None.
-        changes = {name: _to_python(value) for name, value in own.items() if value is not None}
-        bias = changes.get("logit_bias")
-        if isinstance(bias, Mapping):
-            changes["logit_bias"] = {token: value for token, value in bias.items() if value is not None}
-        grammar = changes.get("structured_outputs")
-        if isinstance(grammar, Mapping) and isinstance(grammar.get("json"), Mapping):
-            raise ValueError("structured_outputs.json is an object; give it as text, because Arrow mixes objects")
+        changes = {name: _to_integer(name, value) for name, value in _to_python(own).items()}
         prompt = given["prompt"] if "prompt" in given else self._llm.render_chat(given["messages"], None)
         params = replace(self._params, **changes)
         _refuse_without_column(params)
@@ -189,5 +182,30 @@ def _read_columns(output: Output) -> dict[str, Any]:
 
 
 def _to_python(value: Any) -> Any:
-    """Turn numpy's values and arrays, which Ray's batches hold, into Python's."""
-    return value.tolist() if hasattr(value, "tolist") else value
+    """Turn numpy's values and arrays, which Ray's batches hold, into Python's, at every depth.
+
+    Arrow gives each object the fields of all objects in the column. The fields that an object lacks are None, and are
+    left out here. Only `content` stays, because a message that calls tools may have no content.
+
+    Raises:
+        ValueError: an object that is data of its own, such as a JSON schema, is not given as text.
+    """
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, list):
+        return [_to_python(item) for item in value]
+    if not isinstance(value, Mapping):
+        return value
+    for name in ("arguments", "json"):
+        if isinstance(value.get(name), Mapping):
+            raise ValueError(f"{name} is an object; give it as text, because Arrow mixes the objects of all rows")
+    return {name: _to_python(item) for name, item in value.items() if item is not None or name == "content"}
+
+
+def _to_integer(name: str, value: Any) -> Any:
+    """Turn a sampling parameter that Arrow made a float, because other rows lack it, back into an integer."""
+    if not isinstance(value, float) or not value.is_integer():
+        return value
+    if abs(value) >= 2**53:
+        raise ValueError(f"{name} is {value}, which Arrow has rounded: give all rows a {name}, or one below 2**53")
+    return int(value)

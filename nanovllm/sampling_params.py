@@ -103,6 +103,7 @@ class SamplingParams:
         top_p: keep the most likely tokens until their probabilities sum to p or more; in (0, 1].
         min_p: keep tokens at least min_p times as likely as the most likely one; in [0, 1].
         stop: a string or strings that end the output. The text ends before the match, which may span several tokens.
+            Of several strings the one that is complete first counts; of those that end together, the first of the list.
         stop_token_ids: further token ids that end the output.
         seed: makes the request repeatable whatever else runs beside it; taken modulo 2**64. None takes a seed that is
             derived from the engine's.
@@ -124,7 +125,7 @@ class SamplingParams:
             no further token still does.
         logit_bias: {token id: number to add to its logit}.
         allowed_token_ids: only these tokens are sampled; None allows all.
-        bad_words: texts whose tokens are never generated in a row, whether or not a space precedes them.
+        bad_words: texts of at most 200 characters that no tokens in a row write, with a space before it or without.
         include_stop_str_in_output: let the text end with the stop string, or the text of the stop token, that ended it.
         detokenize: False leaves the text empty; `stop` cannot be used then.
         structured_outputs: the form of the output: a `StructuredOutputsParams`, or a dict of its attributes.

@@ -18,11 +18,20 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from helpers.kernel_cases import assert_attends, assert_same_tokens, attention_case, attention_tolerance, sample_case
 
-from benchmarks.bench_kernels import DTYPE, MODELS, VOCAB_SIZE, Bench, microseconds, num_sets, randn, time_attention
+from benchmarks.bench_kernels import (
+    DTYPE,
+    MODELS,
+    VOCAB_SIZE,
+    Bench,
+    make_sampling,
+    microseconds,
+    num_sets,
+    randn,
+    time_attention,
+)
 from nanovllm.backends.gpu import paged_decode, sample_filter
 from nanovllm.backends.gpu.sample import sample
 from nanovllm.backends.gpu.triton_backend import TritonBackend
-from nanovllm.ops.sample import SamplingValues
 
 # (keys in a tile, warps, stages): those that compile for sm_90 without a spill; then programs of a multiprocessor.
 SPLITS = [(64, 4, 3), (64, 8, 3), (32, 4, 4), (32, 4, 3), (64, 4, 4)]
@@ -41,7 +50,7 @@ def use_split(tile: int, warps: int, stages: int, at_once: int) -> Iterator[None
         return {**usual(*arguments), **changed}
 
     with ExitStack() as changes:
-        changes.enter_context(mock.patch.object(paged_decode, "key_tile", lambda block_size, itemsize: tile))
+        changes.enter_context(mock.patch.object(paged_decode, "key_tile", lambda *sizes: tile))
         changes.enter_context(mock.patch.object(paged_decode, "split_config", config))
         changes.enter_context(mock.patch.object(paged_decode, "programs_at_once", lambda *arguments: at_once))
         yield
@@ -72,16 +81,10 @@ def check_filter(on_gpu: bool) -> None:
 def time_filter(top_k: int, top_p: float) -> float:
     """Return the microseconds of the whole sampler for 256 rows."""
     batch = 256
-    values = SamplingValues(
-        torch.full((batch,), 0.6, device="cuda"),
-        torch.full((batch,), top_k, dtype=torch.int32, device="cuda"),
-        torch.full((batch,), top_p, device="cuda"),
-        torch.zeros(batch, device="cuda"),
-        torch.arange(batch, device="cuda"),
-        torch.zeros(batch, dtype=torch.int32, device="cuda"),
-    )
+    table = make_sampling(batch, 0.6, top_k, top_p)
+    rows = torch.arange(batch, dtype=torch.int32, device="cuda")
     sets = [3 * randn(batch, VOCAB_SIZE) for _ in range(num_sets(batch * VOCAB_SIZE * 2))]
-    return microseconds([lambda x=x: sample(x, values) for x in sets])
+    return microseconds([lambda x=x: sample(x, table, rows, rows) for x in sets])
 
 
 def main() -> None:

@@ -15,6 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -65,14 +66,14 @@ def measure_steps(llm: LLM, shape: Shape, itemsize: int, batch: int, output_len:
 
 def measure_blocks(model: Any, shape: Shape, dtype: torch.dtype, batch: int, touched: list[int]) -> Any:
     """Like measure_steps, but run only the expert blocks of all layers, one after another."""
-    slots = torch.arange(batch)
+    inputs: Any = SimpleNamespace(slots=torch.arange(batch))
     found = []
     for _ in range(12):
         x = torch.randn(shape.layers, batch, shape.hidden).to(dtype)
         touched.clear()
         start = time.perf_counter()
         for layer, rows in zip(model.layers, x, strict=True):
-            layer.mlp(rows, slots)
+            layer.mlp(rows, inputs)
         seconds = time.perf_counter() - start
         router = shape.sparse_layers * shape.hidden * shape.experts
         num_bytes = (sum(touched) * shape.expert_parameters + router) * dtype.itemsize

@@ -1,18 +1,59 @@
-"""The four backends, which compute a model's operators: torch, compiled CPU kernels, Triton kernels, flash-attn."""
+"""The backends, which run models on a device. A backend's module is imported when it is chosen, and only then."""
 
+from importlib import import_module
+
+import torch
 from torch import Tensor
 
 from nanovllm.backends.base import Backend
-from nanovllm.backends.cpu.backend import CpuBackend
-from nanovllm.backends.gpu.flash_attn_backend import FlashAttnBackend
-from nanovllm.backends.gpu.triton_backend import TritonBackend
-from nanovllm.backends.torch_backend import TorchBackend
-from nanovllm.ops.attention import AttentionMetadata, CacheSize, KVCache
+from nanovllm.ops.attention import CacheSize, KVCache
 
-BACKENDS: dict[str, type[Backend]] = {b.name: b for b in (FlashAttnBackend, TritonBackend, CpuBackend, TorchBackend)}
-"""Every backend by its name. resolve.py decides which of them "auto" takes."""
+_CLASSES = {
+    "flash_attn": {"cuda": "nanovllm.backends.gpu.flash_attn_backend.FlashAttnBackend"},
+    "triton": {
+        "cuda": "nanovllm.backends.gpu.triton_backend.TritonBackend",
+        "cpu": "nanovllm.backends.gpu.triton_backend.TritonKernels",  # in Triton's interpreter, for tests
+    },
+    "cpu": {"cpu": "nanovllm.backends.cpu.backend.CpuBackend"},
+    "torch": {
+        "cuda": "nanovllm.backends.gpu.device.CudaBackend",
+        "cpu": "nanovllm.backends.torch_backend.TorchBackend",
+    },
+}
+"""The class of each backend, by its name and the type of the device."""
+
+NAMES = tuple(_CLASSES)
+"""The values of the option `attention_backend`, beside "auto"."""
 
 LayerCache = tuple[Tensor, ...]
 """Holds what a layer keeps of the tokens that it has seen. A layer of attention has a KVCache."""
 
-__all__ = ["BACKENDS", "AttentionMetadata", "Backend", "CacheSize", "KVCache", "LayerCache"]
+
+def find_backend(name: str, device: torch.device) -> type[Backend] | None:
+    """Import and return the backend called `name` for a device; None if it does not run on this type of device."""
+    path = _CLASSES[name].get(device.type)
+    if path is None:
+        return None
+    module, _, class_name = path.rpartition(".")
+    found: type[Backend] = getattr(import_module(module), class_name)
+    return found
+
+
+def make_backend(name: str, device: torch.device | str = "cpu") -> Backend:
+    """Return a new backend for a device; ValueError if it does not run on this type of device."""
+    device = torch.device(device)
+    kind = find_backend(name, device)
+    if kind is None:
+        raise ValueError(f"the {name} backend does not run on {device}")
+    return kind(device)
+
+
+__all__ = [
+    "NAMES",
+    "Backend",
+    "CacheSize",
+    "KVCache",
+    "LayerCache",
+    "find_backend",
+    "make_backend",
+]

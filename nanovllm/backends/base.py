@@ -1,29 +1,37 @@
-"""The operators of a model: attention over the paged cache, small fused operators, the sampler.
+"""The device seam: one object has all that differs from device to device.
 
-resolve.py chooses one backend at start-up, and every layer calls that object. So a layer does not need to know where it
-runs.
+It computes the operators of a model, runs and repeats steps, moves data, and knows the memory. runner/resolve.py
+chooses a backend at start-up. The runner and every layer call that object, so they do not need to know where they run.
 """
 
-from collections.abc import Collection, Iterable, Sequence
-from typing import ClassVar
+from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, ClassVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from nanovllm.edits.edit_logits import edit_logits_reference
 from nanovllm.models.qwen3_moe.ops import combine_reference, grouped_linear_reference, route_reference
-from nanovllm.ops.attention import AttentionMetadata, KVCache, attend_reference
+from nanovllm.ops.attention import KVCache, attend_reference
 from nanovllm.ops.norm_rope_store import norm_rope_store_reference
 from nanovllm.ops.rms_norm import add_rms_norm_reference, rms_norm_reference
 from nanovllm.ops.sample import sample_reference, store_samples_reference
 from nanovllm.ops.silu_and_mul import silu_and_mul_reference
-from nanovllm.ops.step_inputs import step_inputs_reference
+from nanovllm.ops.step_inputs import StepInputs, step_inputs_reference
 from nanovllm.ops.token_logprobs import token_logprobs_reference
+from nanovllm.runner.device import Staging
+from nanovllm.runner.steps import EAGER, Steps, Stopwatch
+from nanovllm.utils.memory import cpu_cache_budget, free_memory
+
+if TYPE_CHECKING:
+    from nanovllm.runner.model_runner import ModelRunner
 
 
 class Backend:
-    """Computes every operator with its plain-torch reference. A subclass replaces the operators that it computes
-    faster.
+    """Runs models in plain torch, on any torch.device. A subclass replaces what its device does faster.
 
     Each operator is a class attribute that holds the reference function. There is no wrapper method, which would repeat
     the arguments. A subclass whose operator needs an object of its own, such as the loaded CPU library, replaces the
@@ -31,19 +39,25 @@ class Backend:
 
     Attributes:
         name: its name in the option `attention_backend`.
-        device_type: the only type of torch.device that it runs on; None if it runs on several.
         dtypes, head_dims, groups, block_sizes: the values that its kernels support; None supports all. A group is the
             number of query heads that share a KV head.
         default_block_size: tokens in a block of the KV cache if the user does not choose.
+        captures_steps: whether steps can become CUDA graphs.
+        device: the device that its tensors are on.
     """
 
-    name: ClassVar[str]
-    device_type: ClassVar[str | None] = None
+    name: ClassVar[str] = "torch"
     dtypes: ClassVar[Collection[torch.dtype]] = (torch.bfloat16, torch.float16, torch.float32)
     head_dims: ClassVar[Collection[int] | None] = None
     groups: ClassVar[Collection[int] | None] = None
     block_sizes: ClassVar[tuple[int, ...]] = tuple(2**i for i in range(4, 21))
     default_block_size: ClassVar[int] = 64
+    captures_steps: ClassVar[bool] = False
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+
+    # ---- operators
 
     step_inputs = staticmethod(step_inputs_reference)
     rms_norm = staticmethod(rms_norm_reference)
@@ -59,10 +73,55 @@ class Backend:
     store_samples = staticmethod(store_samples_reference)
     token_logprobs = staticmethod(token_logprobs_reference)
 
-    @classmethod
-    def why_cannot(cls, device: torch.device) -> str | None:
-        """Return why this backend cannot run on this machine, as a clause of an error message; None if it can."""
-        return None
+    def prepare_attention(self, inputs: StepInputs, cache: KVCache, num_heads: int) -> StepInputs:
+        """Return the inputs with everything that `attend` needs in addition, in `prepared`. All layers share it.
+
+        The runner calls this once per step, before the first layer. If the step becomes a CUDA graph, this call is a
+        part of the graph.
+
+        Args:
+            cache: the cache of any layer of attention; without such a layer this is not called. Only its shape is used.
+            num_heads: number of query heads.
+        """
+        return inputs
+
+    # ---- a step
+
+    def on_device(self) -> AbstractContextManager[object]:
+        """Within, new work of this thread goes to this backend's device."""
+        return nullcontext()
+
+    def limit_threads(self, num_parameters: int) -> None:
+        """Choose with how many threads of the CPU the steps of a model are computed. Called once, at load."""
+
+    def choose_threads(self) -> AbstractContextManager[object]:
+        """Within, this thread computes a step, with as many threads of the CPU as `limit_threads` has chosen."""
+        return nullcontext()
+
+    def make_steps(self, runner: "ModelRunner") -> Steps:
+        """Return what runs the halves of the runner's steps. Called when the KV cache is there."""
+        return EAGER
+
+    def make_staging(self, size: int) -> Staging:
+        """Return the buffer through which a step's arrays reach the device: at most `size` int32 values."""
+        return Staging(size, self.device)
+
+    def to_device(self, values: NDArray[np.generic]) -> Tensor:
+        """Start a copy from the host to the device, and return the copy. The host need not wait for it."""
+        return torch.from_numpy(values).to(self.device)
+
+    def start_copy(self, values: Tensor) -> Tensor:
+        """Start a copy to the host, and return it. Its values may be read when the device has ended the step.
+
+        It is a copy on a CPU, too: what repeats a step writes the results to the same place each time.
+        """
+        return values.to("cpu", copy=True)
+
+    def make_stopwatch(self) -> Stopwatch:
+        """Return what times a step from now on."""
+        return Stopwatch()
+
+    # ---- memory
 
     def allocate_cache(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> KVCache:
         """Return a zeroed cache of one layer. Its shape is [num_blocks, block_size, num_kv_heads, head_dim].
@@ -84,14 +143,41 @@ class Backend:
     def pack_weights(self, modules: Iterable[nn.Module]) -> None:
         """Change the weights to the form that this backend multiplies fastest. Called when they are loaded."""
 
-    def prepare_attention(self, metadata: AttentionMetadata, cache: KVCache, num_heads: int) -> AttentionMetadata:
-        """Return the metadata with everything that `attend` needs in addition. It is the same for every layer.
+    def make_copier(self) -> Callable[[Tensor, Tensor], object]:
+        """Return the function that copies weights to the device while they are read: copy(place, values)."""
+        return Tensor.copy_
 
-        The runner calls this once per step, before the first layer. If the step becomes a CUDA graph, this call is a
-        part of the graph.
+    def free_memory(self) -> int:
+        """Return the bytes that can still be allocated on the device."""
+        return free_memory()
+
+    def room_for_cache(self, runner: "ModelRunner", most: int) -> int:
+        """Return how many bytes the KV cache of one rank takes, where the user does not say.
+
+        On a CPU, which other programs use too, it is a quarter of the free memory, but at most 4 GiB.
 
         Args:
-            cache: that of any layer of attention; without such a layer this is not called. Only its shape is used.
-            num_heads: number of query heads.
+            most: the bytes that the longest sequences of all rows would need.
         """
-        return metadata
+        room = cpu_cache_budget() // runner.parallel.ranks_per_device
+        return min(max(room - runner.count_state_bytes(), room // 2), most)
+
+    def synchronize(self) -> None:
+        """Wait until the device has done all that it was given."""
+
+    def release_memory(self) -> None:
+        """Give memory that no tensor uses back to the system."""
+
+    # ---- start and end
+
+    @classmethod
+    def why_cannot(cls, device: torch.device) -> str | None:
+        """Return why this backend cannot run on this machine, as a clause of an error message; None if it can."""
+        return None
+
+    def compile_kernels(self, runner: "ModelRunner") -> None:
+        """Compile the kernels that steps will launch, if any are compiled while a program runs."""
+
+    def why_broken(self) -> str | None:
+        """Return why no further step can run after a failed one; None if it can."""
+        return None

@@ -1,7 +1,9 @@
-"""Plain torch. It needs nothing else and runs everywhere; every other backend is compared with it."""
+"""Plain torch on a CPU. It needs nothing else; every other backend is compared with it."""
 
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -10,23 +12,29 @@ from torch import Tensor, nn
 from nanovllm.backends.base import Backend
 from nanovllm.layers.embedding import LMHead, VocabParallelEmbedding
 from nanovllm.layers.linear import MatrixModule, PackedMatrix
+from nanovllm.utils.machine import torch_in_one_thread
+
+SMALL_MODEL = 10_000_000
+"""A model of at most so many parameters gains little by threads, and loses much by them on a busy machine."""
 
 
 class TorchBackend(Backend):
-    """The references. On a CPU that multiplies bfloat16, matrices are multiplied by oneDNN's packed product.
+    """The references on a CPU. If it multiplies bfloat16, matrices are multiplied by oneDNN's packed product."""
 
-    In the cache heads come before tokens, which on a CPU is three times faster to read.
-    """
+    _is_small = False
+    """Whether the model has so few parameters that threads would only wait for each other."""
 
-    name = "torch"
+    def choose_threads(self) -> AbstractContextManager[object]:
+        return torch_in_one_thread() if self._is_small else nullcontext()
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        if device.type != "cpu":
-            return super().zeros(shape, dtype, device)
         # torch.zeros writes every page, which takes seconds for gigabytes. Pages of numpy's zeros are made when they
         # are first touched.
         memory = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8))
         return memory.view(dtype).view(*shape)
+
+    def limit_threads(self, num_parameters: int) -> None:
+        self._is_small = num_parameters <= SMALL_MODEL and "OMP_NUM_THREADS" not in os.environ
 
     def pack_weights(self, modules: Iterable[nn.Module]) -> None:
         matrices = [module for module in modules if isinstance(module, MatrixModule)]
@@ -52,8 +60,7 @@ class OneDnnMatrix:
     @staticmethod
     def is_supported(like: Tensor) -> bool:
         """Return whether torch and the machine have these operators for weights like `like`, and compute x W^T."""
-        is_bf16 = like.dtype == torch.bfloat16 and like.device.type == "cpu"
-        if not is_bf16 or not torch.cpu.get_capabilities().get("avx512_bf16"):
+        if like.dtype != torch.bfloat16 or not torch.cpu.get_capabilities().get("avx512_bf16"):
             return False
         try:
             weight = torch.eye(32, dtype=like.dtype)

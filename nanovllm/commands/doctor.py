@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from nanovllm.backends import BACKENDS
+from nanovllm.backends import NAMES
 from nanovllm.backends.cpu.library import cache_folder
 from nanovllm.commands.estimate import read_config
 from nanovllm.models.config import Shape
@@ -124,11 +124,11 @@ def describe_backends(shape: Shape, dtype: torch.dtype) -> Iterator[tuple[str, s
     yield "device", str(device)
     yield "dtype", f"{str(work.dtype).removeprefix('torch.')} (the model has {str(dtype).removeprefix('torch.')})"
     candidates = list_candidates("auto", work)
-    reasons = {name: why_cannot(backend, work) for name, backend in BACKENDS.items()}
-    chosen = next((backend.name for backend in candidates if reasons[backend.name] is None), None)
+    reasons = {name: why_cannot(name, work) for name in NAMES}
+    chosen = next((name for name in candidates if reasons[name] is None), None)
     for name, reason in reasons.items():
         if name == chosen:
-            order = ", ".join(backend.name for backend in candidates)
+            order = ", ".join(candidates)
             yield f"{name} backend", f"chosen: the first that can run, of {order}"
         elif reason is not None:
             yield f"{name} backend", f"cannot run: {reason}"

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from nanovllm.backends.gpu.memory import GpuMemory
 from nanovllm.config import DEFAULT_NUM_SEQS, EngineConfig, ResolvedConfig
 from nanovllm.distributed.stages import choose_stages
 from nanovllm.models.config import Shape, find_family, limit_length, load_model_config, read_json
@@ -16,7 +17,6 @@ from nanovllm.models.qwen3_5.sizes import check_hybrid, make_shape
 from nanovllm.models.shapes import PRESETS, preset_config
 from nanovllm.quantized.checkpoints import describe_format, find_format
 from nanovllm.quantized.formats import Format
-from nanovllm.runner.kv_memory import GpuMemory
 from nanovllm.utils.checks import quote
 
 if TYPE_CHECKING:

@@ -34,8 +34,9 @@ The back of a plan receives its rows, computes logits and samples. It runs when 
 three steps in flight, after the front of the plan two later. Whoever sends goes on at once, and only receivers wait. So
 nobody waits for a rank that waits for him, and a step of nothing but prompt chunks sends nothing back.
 
-Over NCCL each arrow is a group of two ranks with a stream of its own (links.py), and only streams wait. Between the
-arrows a step that only decodes is a CUDA graph: one in each stage, and one for rank 0's back (stage_inputs.py).
+Over NCCL each arrow is a group of two ranks with a stream of its own (backends/gpu/links.py), and only streams wait.
+Between the arrows a step that only decodes is a CUDA graph: one in each stage, and one for rank 0's back
+(stage_inputs.py).
 
 What happens when a rank dies:
 
@@ -45,6 +46,7 @@ What happens when a rank dies:
                             the other followers and aborts NCCL's collectives. So whatever rank 0 waits for fails, too:
                             a collective, because its connections close; a full ring, a load or a connection, because
                             rank 0 looks for a failure while it waits. Rank 0 raises the failure, and the engine closes.
+                            While the engine closes, the same is done, but nothing is raised.
     a follower raises       It sends its traceback, which becomes the failure, and ends.
     a follower is stopped   (SIGSTOP) After 60 s without a sign of life it counts as failed, and is killed.
     rank 0 is stopped       The followers wait for it, as long as it takes: Ctrl-Z and fg work.

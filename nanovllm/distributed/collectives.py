@@ -6,16 +6,18 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from nanovllm.distributed.links import Link, list_links
 from nanovllm.layers.parallel import Parallel
 from nanovllm.utils.integers import ceil_div
+
+if TYPE_CHECKING:
+    from nanovllm.backends.gpu.links import Link
 
 LOOPBACK = "127.0.0.1"
 TIMEOUT = timedelta(minutes=30)
@@ -87,7 +89,8 @@ class GroupParallel(Parallel):
     captured CUDA graph would have a second branch at every collective. With gloo, tensors of a GPU are copied to the
     host and back, which a CUDA graph cannot capture.
 
-    In a pipeline the ranks also send to each other, one to one: over NCCL by links (links.py), over gloo in this group.
+    In a pipeline the ranks also send to each other, one to one: over NCCL by links (backends/gpu/links.py), over gloo
+    in this group.
     """
 
     def __init__(self, rank: int, size: int, backend: str, device: torch.device, is_pipeline: bool = False) -> None:
@@ -129,6 +132,8 @@ class GroupParallel(Parallel):
             raise PeerLostError(f"rank {self.rank} could not meet its peers: {error}") from error
 
     def _connect_links(self, meeting: Path) -> None:
+        from nanovllm.backends.gpu.links import Link, list_links
+
         x = torch.zeros(1, device=self._device)
         for ends in list_links(self.size):
             if self.rank in ends:
@@ -239,12 +244,18 @@ class GroupParallel(Parallel):
                 group.abort()
 
     def close(self) -> None:
-        """Leave the group. CUDA graphs that hold its collectives must have been released before."""
+        """Leave the group. CUDA graphs that hold its collectives must have been released before.
+
+        NCCL's shutdown waits for every rank, and so for ever if one has died. Its abort waits for nobody.
+        """
         groups = self._list_groups()
         self._links = {}
         self._group = None
         for group in groups:
-            group.shutdown()
+            if self._backend == "nccl":
+                group.abort()
+            else:
+                group.shutdown()
 
     def _list_groups(self) -> list[Any]:
         """Return the groups that this rank is in, those of its links first."""

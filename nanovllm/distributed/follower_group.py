@@ -115,7 +115,10 @@ class FollowerGroup:
             self._fail(follower, str(error))
         except Exception as error:
             self._fail(follower, f"its report cannot be read: {error!r}")
-        self._fail(follower, follower.describe_end())
+        end = follower.describe_end()
+        if self._deadline is not None and follower.process.returncode != 0:
+            self._kill()  # rank 0, which closes the engine, may be waiting for a collective with it
+        self._fail(follower, end)
 
     def _fail(self, follower: FollowerProcess, reason: str, is_cause: bool = True) -> None:
         """Keep a reason as the failure, unless there is one or the followers were told to end; kill the followers.

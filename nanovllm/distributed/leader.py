@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,14 +24,14 @@ from nanovllm.config import ResolvedConfig
 from nanovllm.distributed.collectives import GroupParallel
 from nanovllm.distributed.commands import announce, broadcast_command
 from nanovllm.distributed.follower_group import FollowerGroup
-from nanovllm.distributed.pipeline import FirstStage, make_parallel
+from nanovllm.distributed.pipeline import FirstStage, StageParallel, StageRunner
 from nanovllm.distributed.ring import pack_plan
 from nanovllm.engine.interfaces import Handle, StepEdits
 from nanovllm.engine.plan import StepPlan, StepResult
 from nanovllm.layers.parallel import Parallel
+from nanovllm.runner.kv_memory import make_cache
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.renewal import Command
-from nanovllm.runner.startup import make_cache
 from nanovllm.utils.machine import physical_cores
 
 if TYPE_CHECKING:
@@ -83,13 +84,14 @@ class LeadingRunner:
         config: ResolvedConfig,
         hf_config: "PretrainedConfig",
         folder: Path | None,
-        make_runner: Callable[[Parallel, Callable[[], None]], ModelRunner],
+        make_runner: Callable[[Parallel, Callable[[], None], Callable[..., ModelRunner]], ModelRunner],
     ) -> None:
         """Load the model on all ranks.
 
         Args:
             folder: of the checkpoint; None for random weights.
-            make_runner: loads the model of rank 0. It calls its second argument before each tensor.
+            make_runner: loads the model of rank 0. It calls its second argument before each tensor, and its third
+                argument makes the runner.
 
         Raises:
             ValueError: as `ModelRunner`.
@@ -100,7 +102,8 @@ class LeadingRunner:
         self._pid = os.getpid()
         is_pipeline = config.pipeline_parallel_size > 1
         self._parallel = GroupParallel(0, size, config.distributed_backend, device, is_pipeline)
-        parallel = make_parallel(config, hf_config, self._parallel)
+        parallel: Parallel = self._parallel
+        runner_class: Callable[..., ModelRunner] = ModelRunner
         with ExitStack() as stack:  # what it holds is undone if loading fails, else by close()
             if device.type == "cpu":
                 _threads.take(size)
@@ -108,10 +111,14 @@ class LeadingRunner:
             self._followers = FollowerGroup(config, hf_config, folder, self._parallel.abort)
             stack.callback(self._followers.stop)
             try:
-                self.local = make_runner(parallel, self._followers.raise_failure)
-                self._first: ModelRunner | FirstStage = self.local
                 if is_pipeline:
                     spans = self._followers.spans if config.trace is not None else None
+                    report = None if spans is None else spans.append
+                    parallel = StageParallel(self._parallel)
+                    runner_class = partial(StageRunner, group=self._parallel, report=report)
+                self.local = make_runner(parallel, self._followers.raise_failure, runner_class)
+                self._first: ModelRunner | FirstStage = self.local
+                if isinstance(self.local, StageRunner):
                     self._first = FirstStage(self.local, self._parallel, spans)
                 self._followers.wait_until("loaded")
             except BaseException:
@@ -121,7 +128,7 @@ class LeadingRunner:
             self._end = weakref.finalize(self, stack.pop_all().close)
 
     def make_cache(self) -> int:
-        """Connect the ranks and make the KV cache of each; see `startup.make_cache`. Call `close` if it fails."""
+        """Connect the ranks and make the KV cache of each; see `kv_memory.make_cache`. Call `close` if it fails."""
         parallel = self._parallel
         meeting = self._followers.meeting
         # One guard around both: a follower that is connected may refuse its cache before rank 0 does.
@@ -141,7 +148,7 @@ class LeadingRunner:
         """Start a step on all ranks. Only rank 0 gets the edits, because only it has logits to sample from."""
         with self._followers.guard():
             since = time.perf_counter()
-            if not (plan.for_draft_model and self.local.parallel.stage):
+            if not (plan.for_draft_model and isinstance(self._first, FirstStage)):
                 self._followers.send(pack_plan(plan))
             command_seconds = time.perf_counter() - since
             return LeadingHandle(self._first.launch(plan, edits), self._followers, command_seconds)

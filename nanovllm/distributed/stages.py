@@ -1,18 +1,37 @@
 """Chooses which layers each stage of a pipeline computes, and which rows the next step may compute."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from nanovllm.engine.rows import Rows, RowTable
-from nanovllm.layers.parallel import Stage
 from nanovllm.models.qwen3_5.sizes import make_shape
 from nanovllm.utils.integers import ceil_div
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The layers that one rank of a pipeline computes: `first` to `end` - 1 of the model's `num_layers`.
+
+    The first stage also has the embedding and the LM head. The last one also has the final norm.
+    """
+
+    first: int
+    end: int
+    num_layers: int
+
+    @property
+    def is_first(self) -> bool:
+        return self.first == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.end == self.num_layers
 
 
 def split_layers(layer_weights: Sequence[int], head_weight: int, num_stages: int) -> list[Stage]:

@@ -16,6 +16,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -105,11 +106,11 @@ def follow(start: dict[str, Any], send: Callable[..., None]) -> None:
 
     from nanovllm.config import ResolvedConfig
     from nanovllm.distributed.collectives import GroupParallel
-    from nanovllm.distributed.pipeline import make_parallel
+    from nanovllm.distributed.pipeline import StageParallel, StageRunner
     from nanovllm.distributed.ring import make_ring
     from nanovllm.load import make_runner
     from nanovllm.models.config import load_model_config
-    from nanovllm.runner.startup import make_cache
+    from nanovllm.runner.kv_memory import make_cache
 
     config = ResolvedConfig(**start["config"])
     ring = make_ring(config, start["ring_fd"])
@@ -121,28 +122,30 @@ def follow(start: dict[str, Any], send: Callable[..., None]) -> None:
     group = GroupParallel(start["rank"], config.num_ranks, config.distributed_backend, device, is_pipeline)
     folder = None if start["folder"] is None else Path(start["folder"])
     hf_config = load_model_config(start["hf_config"], "rank 0")
-    runner = make_runner(config, hf_config, folder, make_parallel(config, hf_config, group))
+    make = partial(make_runner, config, hf_config, folder)
+    if is_pipeline:
+        report = None if config.trace is None else lambda span: send(span=span)
+        runner = make(StageParallel(group), runner_class=partial(StageRunner, group=group, report=report))
+    else:
+        runner = make(group)
     send(stage="loaded")
     group.connect(Path(start["meeting"]))
     make_cache(runner)
     send(stage="ready")
-    obey(ring, runner, group, send)
+    obey(ring, runner, group)
     runner.close()
     group.close()
 
 
-def obey(ring: "Ring", runner: "ModelRunner", group: "GroupParallel", send: Callable[..., None]) -> None:
+def obey(ring: "Ring", runner: "ModelRunner", group: "GroupParallel") -> None:
     """Run the plans and commands of rank 0, in their order, until it sends an empty message."""
     from nanovllm.distributed.commands import COMMAND, receive_command
-    from nanovllm.distributed.pipeline import PipelineStage
+    from nanovllm.distributed.pipeline import StageRunner
     from nanovllm.distributed.ring import unpack_plan
     from nanovllm.engine.plan import StepPlan
     from nanovllm.runner.renewal import RankRenewal
 
-    run: Callable[[StepPlan], object] = runner.launch
-    if runner.parallel.stage is not None:
-        report = None if runner.config.trace is None else lambda span: send(span=span)
-        run = PipelineStage(runner, group, report).run
+    run: Callable[[StepPlan], object] = runner.run_stage if isinstance(runner, StageRunner) else runner.launch
     renewal = RankRenewal(runner)
     while len(packed := ring.read(group.rank - 1)):
         if packed[0] == COMMAND:

@@ -34,6 +34,10 @@ MOST_GBNF = 32 << 10
 _SPACE = r"\x20|\x0D?\x0A[\x20\x09]{0,20}"
 """White space between the parts of JSON, as people and programs write it. Without a limit a weak model gets lost."""
 
+_ESCAPES = r"nrbtf\""
+r"""The characters that may follow a backslash in a string. A name has one spelling then: with \u a model could write
+"\u0061ge" for a listed "age", and llguidance would take it for another name."""
+
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
@@ -108,7 +112,7 @@ def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
 
 def _compile_schema(tokenizer: LLTokenizer, schema: dict[str, Any]) -> LLMatcher:
     def make_matcher(part: Any) -> tuple[LLMatcher, str]:
-        options: Any = {"whitespace_pattern": _SPACE}
+        options: Any = {"whitespace_pattern": _SPACE, "json_allowed_escapes": _ESCAPES}
         return _make_matcher(tokenizer, LLMatcher.grammar_from_json_schema(json.dumps(part), overrides=options))
 
     matcher, error = make_matcher(schema)

@@ -1,9 +1,10 @@
 """The engine's `LogitEditor`: edits of logits, read from requests and collected for each step."""
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from threading import Lock
 from typing import TYPE_CHECKING
 
+from nanovllm.edits.bad_words import BadWord
 from nanovllm.edits.logit_edits import LateEdits, LogitEdits, PenaltyCounts, collect_edits, lacks_tokens
 from nanovllm.edits.row_edits import RowEdits
 from nanovllm.engine.step import ScheduledStep
@@ -50,10 +51,10 @@ class Editing:
         if params.bad_words and self._tokenizer is None:
             raise ValueError("bad_words need a tokenizer, and this model has none; use logit_bias")
         matcher = None
-        words: list[list[int]] = []
+        words: list[BadWord] = []
         if self._tokenizer is not None:
-            words = spell(params.bad_words or (), self._tokenizer, self._max_model_len)
-            words = [word for word in words if max(word) < self._vocab_size]  # others cannot come
+            sizes = (self._vocab_size, self._max_model_len)
+            words = [BadWord(word, self._tokenizer, *sizes) for word in params.bad_words or ()]
         if params.structured_outputs is not None:
             matcher = self._find_grammars().compile(params.structured_outputs)
         stop_ids = self._eos_token_ids | set(params.stop_token_ids or ())
@@ -78,14 +79,3 @@ class Editing:
             return collect_edits(step, self._vocab_size, self._counts)
 
         return LateEdits(read_tokens, collect_now) if lacks_tokens(step) else collect_now()
-
-
-def spell(words: Iterable[str], tokenizer: Tokenizer, max_model_len: int) -> list[list[int]]:
-    """Return the token ids of each word at the beginning of a text, and within a text if a space changes them."""
-    found = []
-    for word in words:
-        texts = (word.lstrip(), " " + word.lstrip())
-        alone, spaced = tokenizer.encode_batch(texts, max_model_len, add_special_tokens=False)
-        # vLLM's rule: a space that becomes a token of its own adds nothing.
-        found += [alone, spaced] if len(spaced) == len(alone) and spaced[:1] != alone[:1] else [alone]
-    return [token_ids for token_ids in found if token_ids]

@@ -6,6 +6,7 @@ where in a schema something is that llguidance refuses.
 """
 
 import json
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -47,22 +48,32 @@ _REFUSED_KEYWORDS = ("x-guidance", "divisibleBy", "disallow", "extends")
 _EXACT = 2**53
 """llguidance holds numbers as float64. Below this one all integers are different."""
 
+_UNWRITTEN = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+"""Characters that would need \\u in a JSON string. See `_ESCAPES` in compiler.py."""
+
 _REAL_DAY = (
     r"^([0-9]{4}-(0[13-9]|1[0-2]|02-([01]|2[0-8]))"
     r"|([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)-02-29)"
 )
 _YEAR_FROM_1 = r"^[0-9]*[1-9][0-9]*-"
 _CLOCK_TIME = r"^[^:a-z]*:[^:]*:[0-5][^a-z]*$"
+_LABEL = r"([^.]{1,3}|[^.]{2}([^.][^.-]|[^.-]-)[^.]*)"
 FORMAT_PATTERNS = {
     "date": (_REAL_DAY, _YEAR_FROM_1),
     "time": (_CLOCK_TIME,),
     "date-time": (_REAL_DAY, _YEAR_FROM_1, _CLOCK_TIME),
+    "hostname": (rf"^{_LABEL}(\.{_LABEL})*$", "^.{1,253}$"),
 }
 """Patterns that a string of this format must match as well.
 
 llguidance's own formats have 29 days in each February, a year 0, a second 60, and "t" and "z" in lower case. Not all
-checkers accept these.
+checkers accept these. Its host names are of any length, and may have "--" after two characters, as in "xn--", where
+a name of another script is encoded, which no pattern can check.
 """
+
+_SPACES = "\\t-\\r \xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000\ufeff"
+_CLASSES = {r"\s": f"[{_SPACES}]", r"\S": f"[^{_SPACES}]"}
+"""The white space of ECMAScript. In Rust U+0085 is white space, and U+FEFF is none."""
 
 _SECONDS_OF_SEARCH = 0.3
 
@@ -87,9 +98,18 @@ def read_schema(text: str) -> dict[str, Any]:
             patterns = FORMAT_PATTERNS.get(str(part.get("format")))
             if patterns and isinstance(part.get("allOf", []), list):
                 part["allOf"] = [*part.get("allOf", []), *({"pattern": pattern} for pattern in patterns)]
+            if isinstance(part.get("pattern"), str):
+                part["pattern"] = _translate(part["pattern"])
+            if isinstance(part.get("patternProperties"), dict):
+                part["patternProperties"] = {_translate(name): one for name, one in part["patternProperties"].items()}
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
     return schema
+
+
+def _translate(pattern: str) -> str:
+    """Return a pattern of ECMAScript in Rust's syntax. llguidance itself translates \\d and \\w."""
+    return re.sub(r"\\.", lambda escape: _CLASSES.get(escape[0], escape[0]), pattern, flags=re.DOTALL)
 
 
 def walk_schema(schema: Any, place: str = "#") -> Iterator[tuple[str, dict[str, Any]]]:
@@ -136,15 +156,17 @@ def _find_unkept(schema: Mapping[str, Any], names_draft: bool) -> str | None:
             return f"{name} is {quote(bound)}; integers may be at most 2**53"
         if isinstance(bound, float) and name != "multipleOf" and (bound if "inimum" in name else -bound) >= 2**63:
             return f"{name} is {bound}; it must be within 64-bit integers"
-    if not _holds_exact_numbers([schema.get("const"), schema.get("enum")]):
-        return "const and enum may have numbers below 2**53"
+    if not _can_be_written([schema.get("const"), schema.get("enum")]):
+        return "const and enum may have numbers below 2**53, and of control characters \\b, \\t, \\n, \\f and \\r"
     return None
 
 
-def _holds_exact_numbers(value: Any) -> bool:
-    """Tell whether llguidance writes every number in a JSON value as it is."""
+def _can_be_written(value: Any) -> bool:
+    """Tell whether llguidance writes every number and string in a JSON value as it is."""
     if isinstance(value, dict | list):
-        return all(map(_holds_exact_numbers, value.values() if isinstance(value, dict) else value))
+        return all(map(_can_be_written, value.values() if isinstance(value, dict) else value))
+    if isinstance(value, str):
+        return not _UNWRITTEN.search(value)
     return not isinstance(value, int | float) or abs(value) < _EXACT
 
 

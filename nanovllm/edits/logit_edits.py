@@ -16,8 +16,7 @@ from nanovllm.edits.row_edits import RowEdits
 from nanovllm.engine.plan import IntArray
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import ScheduledStep
-from nanovllm.ops.sample import Sampled, SamplingValues
-from nanovllm.runner.device import to_device
+from nanovllm.ops.sample import Sampled
 from nanovllm.utils.integers import ceil_div
 
 if TYPE_CHECKING:
@@ -45,14 +44,14 @@ class PenaltyCounts:
         self._num_rows = num_rows
         self._counts: Tensor | None = None
 
-    def start(self, started: Seq[Started], vocab_size: int, device: torch.device) -> Tensor:
+    def start(self, started: Seq[Started], vocab_size: int, backend: "Backend") -> Tensor:
         """Count the tokens of rows that have just moved in; returns all counts, int32 [num_rows, vocab]."""
         if self._counts is None:
-            self._counts = torch.zeros(self._num_rows, vocab_size, dtype=torch.int32, device=device)
+            self._counts = torch.zeros(self._num_rows, vocab_size, dtype=torch.int32, device=backend.device)
         for row, prompt, output in started:
             counts = self._counts[row].zero_()
-            counts[to_device(prompt, device)] = 1
-            counts.index_add_(0, to_device(output, device), counts.new_full((len(output),), 2))
+            counts[backend.to_device(prompt)] = 1
+            counts.index_add_(0, backend.to_device(output), counts.new_full((len(output),), 2))
         return self._counts
 
 
@@ -67,7 +66,7 @@ class LogitEdits:
         bias_index: int64, indices into the flattened logits to which `bias` (float32) is added.
         penalties: float32 [m, 3], repetition, frequency and presence; None if no row has any.
         started: rows with penalties whose counts begin anew.
-        counts: of all rows with penalties, from step to step.
+        counts: the counts of all rows with penalties, which live from step to step.
     """
 
     indices: IntArray
@@ -79,28 +78,27 @@ class LogitEdits:
     started: Seq[Started]
     counts: PenaltyCounts
 
-    def sample(self, backend: "Backend", logits: Tensor, values: SamplingValues) -> Sampled:
+    def sample(self, backend: "Backend", logits: Tensor, table: Tensor, rows: Tensor, positions: Tensor) -> Sampled:
         """Sample as `Backend.sample` does, from the edited logits, without waiting for the device.
 
         In float32, in which a row without edits gives the same token as without this.
         """
-        device = logits.device
         # A copy: log-probabilities are taken from the logits as they are.
         logits = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
         if len(self.bias):
-            logits.view(-1)[to_device(self.bias_index, device)] += to_device(self.bias, device)
-        indices = to_device(self.indices, device)
-        rows = to_device(self.rows, device)
-        masks = None if self.masks is None else to_device(self.masks, device)
+            logits.view(-1)[backend.to_device(self.bias_index)] += backend.to_device(self.bias)
+        indices = backend.to_device(self.indices)
+        edited_rows = backend.to_device(self.rows)
+        masks = None if self.masks is None else backend.to_device(self.masks)
         counts = penalties = None
         if self.penalties is not None:
-            counts = self.counts.start(self.started, logits.shape[1], device)
-            penalties = to_device(self.penalties, device)
+            counts = self.counts.start(self.started, logits.shape[1], backend)
+            penalties = backend.to_device(self.penalties)
         if masks is not None or counts is not None:
-            backend.edit_logits(logits, MaskAndPenalties(indices, masks, rows, counts, penalties))
-        sampled = backend.sample(logits, values)
+            backend.edit_logits(logits, MaskAndPenalties(indices, masks, edited_rows, counts, penalties))
+        sampled = backend.sample(logits, table, rows, positions)
         if counts is not None:
-            counts[rows, sampled.token_ids[indices]] += 2  # of rows without penalties, too: nobody reads theirs
+            counts[edited_rows, sampled.token_ids[indices]] += 2  # of rows without penalties, too: nobody reads theirs
         return sampled
 
 
@@ -114,20 +112,22 @@ class LateEdits:
         self._read_tokens = read_tokens
         self._collect = collect
 
-    def sample(self, backend: "Backend", logits: Tensor, values: SamplingValues) -> Sampled:
+    def sample(self, backend: "Backend", logits: Tensor, table: Tensor, rows: Tensor, positions: Tensor) -> Sampled:
         """Read the tokens, make the edits, and sample as `LogitEdits.sample` does."""
         self._read_tokens()
         edits = self._collect()
-        return backend.sample(logits, values) if edits is None else edits.sample(backend, logits, values)
+        if edits is None:
+            return backend.sample(logits, table, rows, positions)
+        return edits.sample(backend, logits, table, rows, positions)
 
 
 class _Edited(NamedTuple):
     """An edited row of the step's logits.
 
     Attributes:
-        number: of its sequence in the plan.
-        num_output: tokens of output before the one that it samples.
-        logits_row: which row of the step's logits.
+        number: the number of its sequence in the plan.
+        num_output: how many tokens of output come before the one that it samples.
+        logits_row: which row of the step's logits it is.
     """
 
     number: int

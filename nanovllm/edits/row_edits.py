@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nanovllm.edits.after_thinking import AfterThinking
+from nanovllm.edits.bad_words import BadWord
 from nanovllm.engine.plan import IntArray
 from nanovllm.parsing.thinking import ThinkingTokens
 from nanovllm.sampling_params import SamplingParams
@@ -39,7 +40,7 @@ class RowEdits:
     def __init__(
         self,
         params: SamplingParams,
-        bad_words: Seq[Seq[int]],
+        bad_words: Seq[BadWord],
         stop_ids: Collection[int],
         vocab_size: int,
         matcher: "LLMatcher | None" = None,
@@ -47,7 +48,6 @@ class RowEdits:
     ) -> None:
         """
         Args:
-            bad_words: the token ids of each word.
             stop_ids: the token ids that min_tokens forbids.
             matcher: at the start of the output's grammar; None without one.
             thinking: the grammar holds after the thinking; None: from the first token on.
@@ -59,8 +59,9 @@ class RowEdits:
         self.bias_ids = np.array([*bias], np.int64)
         self.bias = np.clip([*bias.values()], -_MOST, _MOST).astype(np.float32)
         self._allowed = params.allowed_token_ids
-        self._bad_tokens = [word[0] for word in bad_words if len(word) == 1]
-        self._bad_words = [list(word) for word in bad_words if len(word) > 1]
+        self._bad_tokens = [token_id for word in bad_words for token_id in word.single_tokens]
+        self._bad_words = [word for word in bad_words if word.has_pairs]
+        self._longest_word = max((word.length for word in self._bad_words), default=0)
         self._min_tokens = params.min_tokens
         self._stop_ids = stop_ids
         self._vocab_size = vocab_size
@@ -110,7 +111,8 @@ class RowEdits:
         for end, words in self._masks:
             if num_output < end:
                 mask &= words
-        known = len(token_ids)
-        for *begin, last in self._bad_words:
-            if num_output >= len(begin) and token_ids[known - len(begin) :].tolist() == begin:
+        num_tokens = len(token_ids)
+        output = token_ids[num_tokens - min(num_output, self._longest_word) :].tolist()
+        for word in self._bad_words:
+            for last in word.find_last_tokens(output):
                 mask.view(np.uint32)[last // 32] &= ~np.uint32(1 << last % 32)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from nanovllm.backends import Backend
-    from nanovllm.ops.sample import Sampled, SamplingValues
+    from nanovllm.ops.sample import Sampled
 
 
 class Handle(Protocol):
@@ -37,7 +37,9 @@ class Handle(Protocol):
 class StepEdits(Protocol):
     """The edits of one step's logits. The runner samples such a step through it, on rank 0 alone."""
 
-    def sample(self, backend: "Backend", logits: "Tensor", values: "SamplingValues") -> "Sampled":
+    def sample(
+        self, backend: "Backend", logits: "Tensor", table: "Tensor", rows: "Tensor", positions: "Tensor"
+    ) -> "Sampled":
         """Sample from edited logits as `Backend.sample` does. `logits` [n, vocab] themselves stay as they are."""
 
 

@@ -16,15 +16,16 @@ Words that the files of engine/ use (docs/architecture.md has more):
 
 import itertools
 import logging
-import os
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Lock
 
 from nanovllm.config import ResolvedConfig
+from nanovllm.engine.claim import Claim, ClosedError
 from nanovllm.engine.interfaces import Handle, LogitEditor, OutputParser, Runner, StepObserver
 from nanovllm.engine.output import make_output
 from nanovllm.engine.plan import StepResult
@@ -39,6 +40,12 @@ from nanovllm.utils.clock import Clock
 from nanovllm.utils.interrupt import HoldInterrupt
 
 logger = logging.getLogger(__name__)
+
+OPEN_RUN = (
+    "another generate() or stream()",
+    "of this engine is open: finish or close it first; several threads or asyncio tasks use submit()",
+)
+"""The arguments of `Claim.held_by` for a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +110,7 @@ class LLMEngine:
         self.observers = list(observers)
         self.parser = parser
         self.origin = origin
-        self.closed = False
-        self.refusal: str | None = None
-        """Why no step may run now, if something else than the engine itself forbids it."""
+        self.claim = Claim(self._free)
         self.identity = object()
         """A `Request` keeps this object to know its engine. If it kept the engine itself, the weights would
         stay in memory as long as the request."""
@@ -115,10 +120,8 @@ class LLMEngine:
         self._num_requests = 0
         self._num_seqs = 0
         self._in_flight: deque[InFlight] = deque()
-        self._running = False
         self._kept_error: Exception | None = None
         """The error of a step that had ended requests before. They are returned first; the next call raises it."""
-        self._pid = os.getpid()
         self.last_read: ScheduledStep | None = None
         """The most recent step that was read."""
 
@@ -130,32 +133,12 @@ class LLMEngine:
                 self._editor = self._make_editor()
             return self._editor
 
+    @property
+    def closed(self) -> bool:
+        """Whether the engine is closed, or belongs to another process."""
+        return self.claim.is_closed
+
     # ---- requests
-
-    def check_free(self) -> None:
-        """Raise a RuntimeError if no step may run now.
-
-        The engine may be closed, it may belong to another process, or a `run` may be unfinished. If a step failed after
-        requests had ended, it returned these, and its error is raised here.
-        """
-        self._raise_kept()
-        if self.closed:
-            raise RuntimeError("the engine is closed")
-        if os.getpid() != self._pid:
-            raise RuntimeError("this process was forked after the engine was made: make another engine in this process")
-        if self.refusal is not None:
-            raise RuntimeError(self.refusal)
-        if self._running:
-            raise RuntimeError(
-                "another generate() or stream() of this engine is open: finish or close it first; several threads or "
-                "asyncio tasks use submit()"
-            )
-
-    def check_idle(self) -> None:
-        """Raise a RuntimeError if `check_free` does, or if requests of add_request() are unfinished."""
-        self.check_free()
-        if self.has_work:
-            raise RuntimeError("requests of add_request() are unfinished: call step() until is_finished()")
 
     def prepare(self, token_ids: list[int], params: SamplingParams | None, text: str | None = None) -> Request:
         """Validate one request and return it.
@@ -168,6 +151,7 @@ class LLMEngine:
             ValueError: the engine cannot run the request. The message names the bad value, the limit, and the option
                 to change.
         """
+        self.claim.check_process()  # `editor` takes a lock
         params = self.default_params if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params is {quote(params)}; it must be a SamplingParams")
@@ -221,44 +205,51 @@ class LLMEngine:
     def has_work(self) -> bool:
         return self.scheduler.has_unfinished or bool(self._in_flight) or self._kept_error is not None
 
-    def run(self, requests: Iterable[Request | None]) -> Generator[list[tuple[int, Sequence]], None, None]:
+    def run(
+        self, requests: Iterable[Request | None], holder: tuple[str, str] = OPEN_RUN
+    ) -> Generator[list[tuple[int, Sequence]], None, None]:
         """Run requests. After each step, yield a list: (number, sequence) of each request that the step ended.
 
         The first number is 0. Requests are taken while fewer than 2 x max_num_seqs sequences wait. If `requests` yields
         None, no request is ready now: `run` makes a step and then asks again. If it yields None and no request runs,
         the run ends. A Ctrl-C during a step is raised after the ended requests were yielded; a second one closes the
         engine and is raised at once. However the generator is left, requests that have not ended are aborted.
+
+        Args:
+            holder: names the run to other activities, which are refused until it ends: see `Claim.held_by`.
         """
-        self.check_idle()
-        self._running = True
+        with self.claim.held_by(*holder):
+            yield from self._run(requests)
+
+    def _run(self, requests: Iterable[Request | None]) -> Generator[list[tuple[int, Sequence]], None, None]:
         hold = HoldInterrupt(on_second=self.close)
         interrupt: KeyboardInterrupt | None = None
         numbers: dict[Sequence, int] = {}
         count = itertools.count()
         try:
+            with self.claim.work():
+                self.abort_all()  # a Ctrl-C may have kept the run before from it
             incoming = iter(requests)
             while interrupt is None:
                 # next() also returns None if the iterable has ended. To ask it again does no harm.
                 while len(self.scheduler.waiting) < 2 * self.config.max_num_seqs and (request := next(incoming, None)):
-                    numbers[self.add(request)] = next(count)
+                    with self.claim.work():
+                        numbers[self.add(request)] = next(count)
                 if not numbers:
                     return
-                if self.closed:
-                    raise RuntimeError("the engine was closed while requests were running")
                 finished: list[Sequence] = []
                 try:
-                    with hold:  # raises a held Ctrl-C at its end, when `finished` has its value
+                    with hold, self.claim.work():  # `hold` raises a held Ctrl-C at its end: `finished` has its value
                         finished = self.step()
                 except KeyboardInterrupt as error:
                     interrupt = error
                 yield [(numbers.pop(seq), seq) for seq in finished]
                 self._raise_kept()
         finally:
-            self._running = False
             self._kept_error = None
-            if not self.closed:
-                with hold:  # a Ctrl-C that comes now must not stop this call halfway
-                    self.abort_all()
+            # A Ctrl-C that comes now must not stop this call halfway. An engine that is closed has no sequences.
+            with hold, suppress(ClosedError), self.claim.work():
+                self.abort_all()
             if interrupt is not None:
                 raise interrupt
 
@@ -364,6 +355,8 @@ class LLMEngine:
 
         Otherwise drop every sequence and the prefix cache, because the KV cache may now hold wrong values.
         """
+        if self.closed:
+            return  # by an observer or a second Ctrl-C: it is freed next, and nobody waits for steps in flight
         if (reason := self.runner.reason_to_close()) is not None:
             logger.error("the engine is closed: %s", reason)
             self.close()
@@ -403,14 +396,15 @@ class LLMEngine:
         }
 
     def close(self) -> None:
-        """Free the model and the KV cache. Closing twice is allowed. A closed engine runs no requests."""
-        if not self.closed:
-            self.closed = True
-            self._in_flight.clear()
-            self._editor = None  # an editor may hold memory on the device
-            try:
-                self.scheduler.abort_all()
-            finally:
-                self.runner.close()
-                for observer in self.observers:
-                    observer.close()
+        """Free the model and the KV cache; see `Claim.close`. Closing twice is allowed."""
+        self.claim.close()
+
+    def _free(self) -> None:
+        self._in_flight.clear()
+        self._editor = None  # an editor may hold memory on the device
+        try:
+            self.scheduler.abort_all()
+        finally:
+            self.runner.close()
+            for observer in self.observers:
+                observer.close()

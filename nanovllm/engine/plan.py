@@ -30,7 +30,11 @@ ROW_SAMPLING = np.dtype(
     ]
 )
 """The sampling values of a row. A plan carries them once, when a sequence moves in. Every field has 4 bytes, so an
-array of them can be packed as int32."""
+array of them can be read as int32: as a table of packed rows, with a column for each field. A float is there as its
+bits."""
+
+SAMPLING_COLUMNS = {name: column for column, name in enumerate(ROW_SAMPLING.names or ())}
+"""{a field of ROW_SAMPLING: its column in a table of packed rows, which is int32 [num_rows, all fields]}."""
 
 NUM_PER_SEQ = 5
 """How many arrays of a plan have one element per sequence: rows to num_scored. They come first, then token_ids."""
@@ -158,7 +162,7 @@ class StepPlan(NamedTuple):
 
         Each token has an id and may have a target. Each sequence may have new entries for all of its blocks.
         """
-        per_seq = NUM_PER_SEQ + 3 * config.max_blocks_per_seq + ROW_SAMPLING.itemsize // 4
+        per_seq = NUM_PER_SEQ + 3 * config.max_blocks_per_seq + len(SAMPLING_COLUMNS)
         return 2 * config.max_num_batched_tokens + config.max_num_seqs * per_seq
 
 

@@ -44,7 +44,10 @@ _CHAT_FIELDS = (
     *("messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"),
     *("tools", "tool_choice"),
 )
-_SERVICE = {"user": str, "metadata": dict, "store": bool, "service_tier": str, "parallel_tool_calls": bool}
+_SERVICE = {
+    **dict.fromkeys(("user", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"), str),
+    **{"metadata": dict, "store": bool, "parallel_tool_calls": bool},
+}
 """These fields concern an online service. They are accepted and change no result."""
 _COMMON = ("model", *_SAMPLING, "logprobs", "response_format", "structured_outputs", *_SERVICE)
 _FIELDS = {True: (*_COMMON, *_CHAT_FIELDS), False: (*_COMMON, "prompt", "echo")}
@@ -53,8 +56,17 @@ _FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "ec
 _OBJECTS = ("chat_template_kwargs", "logit_bias")
 _KINDS = {**dict.fromkeys(_FLAGS, bool), **dict.fromkeys(_LISTS, list), **dict.fromkeys(_OBJECTS, dict), **_SERVICE}
 _KIND_NAMES = {str: "a string", dict: "an object", list: "a list", bool: "true or false"}
-_NEUTRAL: dict[str, Any] = {"best_of": 1, "stream": False, "echo": False, "tools": [], "tool_choice": "none"}
+_NULLS = (
+    *("audio", "function_call", "functions", "modalities", "prediction", "reasoning_effort", "stream_options"),
+    *("suffix", "verbosity", "web_search_options"),
+)
+_NEUTRAL: dict[str, Any] = {
+    **dict.fromkeys(_NULLS),
+    **{"best_of": 1, "stream": False, "echo": False, "tools": [], "tool_choice": "none"},
+}
 """Fields that are not supported, each with the one value that asks for nothing. That value and null are accepted."""
+_MESSAGE_NULLS = ("refusal", "annotations", "audio", "function_call")
+"""Fields of the messages that OpenAI's server returns. They may be null."""
 
 
 class LineError(Exception):
@@ -322,6 +334,10 @@ def _read_messages(messages: Any) -> list[dict[str, Any]]:
     """Return the conversation. A field that the chat template would not see is refused."""
     if not isinstance(messages, list) or not messages:
         raise ValueError(f'messages is {quote(messages)}; it must be a list of {{"role": ..., "content": ...}}')
+    for message in messages:
+        for name in _MESSAGE_NULLS:
+            if isinstance(message, dict) and message.get(name, "") is None:
+                del message[name]
     return [_read_message(message, i) for i, message in enumerate(messages)]
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from nanovllm.layers.parallel import Parallel, Stage
+from nanovllm.layers.parallel import Parallel
 from nanovllm.models.config_keys import check_keys
 from nanovllm.utils.checks import quote, refuse
 from nanovllm.utils.integers import ceil_div
@@ -235,13 +235,16 @@ class Shape:
     """Whether the final norm is counted; of a pipeline's stages only the last has it."""
 
     @classmethod
-    def from_config(cls, config: "PretrainedConfig", stage: Stage | None = None, **more: Any) -> Self:
+    def from_config(cls, config: "PretrainedConfig", stage: Any = None, **more: Any) -> Self:
         """Return the shape of the whole model, or of one stage of a pipeline.
 
         Args:
             more: the values that a subclass has in addition. The shape of a hybrid is a `HybridShape` (hybrid.py).
         """
-        stage = stage or Stage(0, config.num_hidden_layers, config.num_hidden_layers)
+        if stage is None:
+            from nanovllm.distributed.stages import Stage
+
+            stage = Stage(0, config.num_hidden_layers, config.num_hidden_layers)
         family = find_family(config)
         bias = bool(getattr(config, "attention_bias", False))
         assert cls is not Shape or not family.is_hybrid

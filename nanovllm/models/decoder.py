@@ -4,20 +4,20 @@ It computes the same numbers as transformers. The families differ in biases, and
 `FAMILIES` in config.py says which family has which. qwen3_moe.py and qwen3_5.py replace parts of it.
 """
 
-import re
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from nanovllm.backends import AttentionMetadata, Backend, CacheSize, KVCache, LayerCache
+from nanovllm.backends import Backend, CacheSize, KVCache, LayerCache
 from nanovllm.layers.embedding import LMHead, VocabParallelEmbedding
 from nanovllm.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
-from nanovllm.layers.parallel import Parallel, Stage
+from nanovllm.layers.parallel import Parallel
 from nanovllm.layers.weights import NamedTargets, ShardedLayer, WeightTarget, make_whole_target
 from nanovllm.models.config import Shape, find_rotary_dim
 from nanovllm.ops.norm_rope_store import NormRope
+from nanovllm.ops.step_inputs import StepInputs
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -85,12 +85,12 @@ class Attention(nn.Module):
         shape = (size.num_blocks, size.block_size, self.kv_heads, self.head_dim)
         return self.backend.allocate_cache(shape, dtype, device)
 
-    def forward(self, x: Tensor, cos_sin: Tensor, positions: Tensor, cache: KVCache, meta: AttentionMetadata) -> Tensor:
+    def forward(self, x: Tensor, cos_sin: Tensor, cache: KVCache, inputs: StepInputs) -> Tensor:
         """x [num_tokens, hidden] -> [num_tokens, hidden]; the tokens' keys and values are stored in the cache first."""
         qkv = self.qkv_proj(x)
         norms = NormRope(self.q_norm, self.k_norm, self.eps, cos_sin)
-        q = self.backend.norm_rope_store(qkv, norms, positions, cache, meta.slot_mapping)
-        out = self.backend.attend(q, cache, meta, self.scale)
+        q = self.backend.norm_rope_store(qkv, norms, inputs.positions, cache, inputs.slots)
+        out = self.backend.attend(q, cache, inputs, self.scale)
         return self.o_proj(out.flatten(1))  # type: ignore[no-any-return]
 
 
@@ -106,8 +106,12 @@ class MLP(nn.Module):
         self.gate_up_proj = ColumnParallelLinear(config.hidden_size, parts, bias=False)
         self.down_proj = RowParallelLinear(size, config.hidden_size, False, parallel, "down_proj")
 
-    def forward(self, x: Tensor, slots: Tensor) -> Tensor:
-        """x [num_tokens, hidden] -> [num_tokens, hidden]. Only a mixture of experts uses slots."""
+    def forward(self, x: Tensor, inputs: StepInputs) -> Tensor:
+        """x [num_tokens, hidden] -> [num_tokens, hidden].
+
+        Args:
+            inputs: the step's. An MLP does not read them; what another family has in its place may.
+        """
         return self.down_proj(self.backend.silu_and_mul(self.gate_up_proj(x)))  # type: ignore[no-any-return]
 
 
@@ -117,7 +121,7 @@ class Layer(nn.Module):
     A layer returns x and the residual as two tensors, not as their sum. The next norm adds them in its own operator.
 
     Attributes:
-        norm_dtype: of the weights of its norms; None for the model's.
+        norm_dtype: the dtype of its norms' weights; None for the model's dtype.
     """
 
     norm_dtype: torch.dtype | None = None
@@ -141,101 +145,77 @@ class Layer(nn.Module):
         return MLP(config, self.backend, parallel)
 
     def forward(
-        self,
-        x: Tensor,
-        residual: Tensor | None,
-        cos_sin: Tensor,
-        positions: Tensor,
-        cache: LayerCache,
-        meta: AttentionMetadata,
+        self, x: Tensor, residual: Tensor | None, cos_sin: Tensor, cache: LayerCache, inputs: StepInputs
     ) -> tuple[Tensor, Tensor]:
         if residual is None:
             residual = x
             x = self.backend.rms_norm(x, self.input_layernorm, self.eps)
         else:
             x, residual = self.backend.add_rms_norm(x, residual, self.input_layernorm, self.eps)
-        x = self.self_attn(x, cos_sin, positions, cache, meta)
+        x = self.self_attn(x, cos_sin, cache, inputs)
         x, residual = self.backend.add_rms_norm(x, residual, self.post_attention_layernorm, self.eps)
-        return self.mlp(x, meta.slot_mapping), residual
+        return self.mlp(x, inputs), residual
 
 
 class Decoder(nn.Module):
     """The model of one rank. Its parameters are uninitialised; the loader fills them, and checks that none is left out.
 
-    A stage of a pipeline has only its own layers. `Stage` says which stage has the embedding, the head and the norm.
-
     Attributes:
-        layer_class, shape_class: of its layers and of its sizes. A family that differs in more than `Family` says has
-            classes of its own.
-        norm_plus: what is added to the weights of norms when they are read. If it is 1, they stay in float32, because
-            the sum would lose bits in the model's dtype.
-        unread: prefixes of tensors' names. A checkpoint may have such tensors; the model does not read them.
+        layer_class, shape_class: the class of its layers, and that of its sizes. A family that differs in more than
+            `Family` says has classes of its own.
+        norm_plus: the number that is added to the weights of norms when they are read. If it is 1, they stay in
+            float32, because the sum would lose bits in the model's dtype.
+        unread: prefixes of tensors' names. A checkpoint may have such tensors; no model reads them.
+        elsewhere: prefixes of tensors' names. Other ranks read them.
     """
 
     layer_class: type[Layer] = Layer
     shape_class: type[Shape] = Shape
     norm_plus = 0.0
     unread: tuple[str, ...] = ()
+    elsewhere: tuple[str, ...] = ()
     cos_sin: Tensor
-    embed_tokens: VocabParallelEmbedding | None
-    lm_head: LMHead | None
 
     def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel, max_model_len: int) -> None:
         super().__init__()
         self.backend = backend
         self.eps = config.rms_norm_eps
         self.tied = bool(config.tie_word_embeddings)
-        stage = parallel.stage or Stage(0, config.num_hidden_layers, config.num_hidden_layers)
-        self.stage = stage
-        self.embed_tokens = self.lm_head = None
-        if stage.is_first:
-            self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel)
-        own = range(stage.first, stage.end)
-        self.layers = nn.ModuleList(self.layer_class(config, i, backend, parallel) for i in own)
-        self.norm = make_norm(config.hidden_size, self.layer_class.norm_dtype) if stage.is_last else None
-        if self.embed_tokens is not None:
-            self.lm_head = LMHead(config.vocab_size, config.hidden_size, parallel)
-            if self.tied:
-                self.lm_head.weight = self.embed_tokens.weight
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, parallel)
+        self.layers = nn.ModuleList(
+            self.layer_class(config, i, backend, parallel) for i in range(config.num_hidden_layers)
+        )
+        self.norm = make_norm(config.hidden_size, self.layer_class.norm_dtype)
+        self.lm_head = LMHead(config.vocab_size, config.hidden_size, parallel)
+        if self.tied:
+            self.lm_head.weight = self.embed_tokens.weight
         cos_sin = self.make_angles(config, max_model_len).to(next(self.layers.parameters()).device)
         self.register_buffer("cos_sin", cos_sin, persistent=False)
+
+    @classmethod
+    def make_shape(cls, config: "PretrainedConfig") -> Shape:
+        """Return the sizes of what one rank computes, before the ranks share it."""
+        return cls.shape_class.from_config(config)
 
     def make_angles(self, config: "PretrainedConfig", num_positions: int) -> Tensor:
         """Return cosines and sines for the heads as the model stores them, float32 [num_positions, head_dim]."""
         return make_rotary_table(config, num_positions)
 
-    def forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        caches: list[LayerCache],
-        meta: AttentionMetadata,
-        x: Tensor | None = None,
-    ) -> Tensor:
-        """Compute the hidden states of all tokens, [num_tokens, hidden], after the last norm.
+    def forward(self, inputs: StepInputs, caches: list[LayerCache]) -> Tensor:
+        """Compute the hidden states of all tokens, [num_tokens, hidden], after the last norm."""
+        x, residual = self.run_layers(self.embed_tokens(inputs.token_ids), inputs, caches)
+        return self.backend.add_rms_norm(x, residual, self.norm, self.eps)[0]
 
-        A stage of a pipeline that is not the last one has no last norm. It returns x + residual, which the next stage
-        takes as its x. Without a pipeline the next layer's norm adds the two, and rounds the sum in the same way. So no
-        bit changes.
-
-        Args:
-            token_ids, positions: [num_tokens].
-            x: [num_tokens, hidden], from the stage before; None in the first stage, which embeds token_ids.
-        """
-        if x is None:
-            assert self.embed_tokens is not None
-            x = self.embed_tokens(token_ids)
+    def run_layers(self, x: Tensor, inputs: StepInputs, caches: list[LayerCache]) -> tuple[Tensor, Tensor]:
+        """x [num_tokens, hidden] -> x and residual after all layers of this rank. The next norm adds the two."""
         residual = None
         for layer, cache in zip(self.layers, caches, strict=True):
-            x, residual = layer(x, residual, self.cos_sin, positions, cache, meta)
-        assert x is not None and residual is not None
-        if self.norm is None:
-            return torch.add(x, residual)
-        return self.backend.add_rms_norm(x, residual, self.norm, self.eps)[0]
+            x, residual = layer(x, residual, self.cos_sin, cache, inputs)
+        assert residual is not None
+        return x, residual
 
     def compute_logits(self, hidden: Tensor) -> Tensor | None:
         """hidden [n, hidden] -> logits [n, vocab] on rank 0, None on the others."""
-        assert self.lm_head is not None
         return self.lm_head(hidden)  # type: ignore[no-any-return]
 
     def weight_targets(self, names: Collection[str] = ()) -> NamedTargets:
@@ -252,7 +232,7 @@ class Decoder(nn.Module):
     def module_targets(self, names: Collection[str] = ()) -> Iterator[tuple[str, str, WeightTarget]]:
         """Yield (path of the module here, name in a checkpoint, place to load it to): see `weight_targets`."""
         for path, module in self.named_modules():
-            name_there = self._name_in_checkpoint(path)
+            name_there = self.name_in_checkpoint(path)
             if isinstance(module, LMHead):
                 found = iter(()) if self.tied else module.weight_targets("lm_head", names)
             elif isinstance(module, ShardedLayer):
@@ -266,18 +246,6 @@ class Decoder(nn.Module):
             for name, target in found:
                 yield path, name, target
 
-    def _name_in_checkpoint(self, path: str) -> str:
-        """Return the name in a checkpoint of the module at `path`. A stage's first layer has the number `first`."""
-        if layer := re.match(r"layers\.(\d+)(.*)", path):
-            path = f"layers.{self.stage.first + int(layer[1])}{layer[2]}"
+    def name_in_checkpoint(self, path: str) -> str:
+        """Return the name that the module at `path` has in a checkpoint."""
         return f"model.{path}" if path else "model"
-
-    def belongs_elsewhere(self, name: str) -> bool:
-        """Return whether a tensor of the checkpoint belongs to another stage of the pipeline."""
-        stage = self.stage
-        if layer := re.match(r"model\.layers\.(\d{1,9})\.", name):
-            number = int(layer[1])
-            return number < stage.num_layers and not stage.first <= number < stage.end
-        if name == "model.norm.weight":
-            return not stage.is_last
-        return not stage.is_first and name.startswith(("model.embed_tokens.", "lm_head."))

@@ -46,13 +46,13 @@ def find_folder(model: str) -> Path | None:
     return path
 
 
-def as_path(model: str) -> Path:
-    """Return model as a path; raises a ValueError if it cannot be one."""
+def as_path(folder: str, option: str = "model") -> Path:
+    """Return the folder that an option names as a path; raises a ValueError if it cannot be one."""
     try:
-        path = Path(model).expanduser()
+        path = Path(folder).expanduser()
         path.exists()
     except (OSError, RuntimeError) as error:  # a name that is too long; the home of a user who is not there
-        raise ValueError(f"model {quote(model)} cannot be a folder: {quote(error.args[-1])}") from error
+        raise ValueError(f"{option} {quote(folder)} cannot be a folder: {quote(error.args[-1])}") from error
     return path
 
 

@@ -8,11 +8,11 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
-from nanovllm.backends.gpu.pinned import PinnedCopier
 from nanovllm.layers.weights import NamedTargets, WeightTarget
 from nanovllm.models.config import Shape, is_headless, read_json
 from nanovllm.models.decoder import Decoder
@@ -51,14 +51,40 @@ class Quantizer(Protocol):
     def announce(self, shape: Shape) -> None:
         """Log what a user should know of the format. `shape` is the whole model's."""
 
-    def allocate(self, model: Decoder) -> None:
-        """Allocate what is not quantised."""
+    def list_matrices(self, model: Decoder) -> list[nn.Parameter]:
+        """Return the parameters that it fills itself. They stay on the meta device."""
 
     def find_targets(self, model: Decoder, names: Collection[str]) -> NamedTargets:
         """Yield what `model.weight_targets` yields, with other targets where a matrix is quantised."""
 
     def begin(self, model: Decoder) -> Any:
         """Return a `Filling`, for weights that come from elsewhere than a checkpoint."""
+
+
+def allocate(model: Decoder, device: torch.device, but: Iterable[nn.Parameter] = ()) -> None:
+    """Give memory on a device to the parameters of a model that was made on the meta device.
+
+    Args:
+        but: parameters that stay on the meta device.
+    """
+    left = {id(value) for value in but}
+    memory: dict[int, nn.Parameter] = {}  # embedding and LM head may share a parameter
+    for module in model.modules():
+        for name, value in list(module.named_parameters(recurse=False)):
+            if id(value) not in left:
+                if id(value) not in memory:
+                    memory[id(value)] = materialize(value, device)
+                setattr(module, name, memory[id(value)])
+
+
+def materialize(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
+    """Return an uninitialised parameter on the device like one on the meta device. Rows of padding are zero."""
+    padding = getattr(parameter, "padding", None)
+    make = torch.zeros if padding else torch.empty
+    made = nn.Parameter(make(parameter.shape, dtype=parameter.dtype, device=device), requires_grad=False)
+    if padding is not None:
+        made.padding = padding  # type: ignore[attr-defined]
+    return made
 
 
 def checkpoint_files(folder: Path) -> list[Path]:
@@ -108,7 +134,7 @@ def load_weights(
     Args:
         check: called before each tensor. It raises an exception if loading is to end.
         adapter: is merged into the weights as they are read.
-        quantizer: has allocated the model, and quantises matrices as they are read.
+        quantizer: quantises matrices as they are read.
 
     Raises:
         ValueError: a file cannot be read, or a tensor is missing, unexpected, in two files, or of another shape.
@@ -126,14 +152,13 @@ def load_weights(
     unread = {name for name in found if name.startswith(model.unread)}
     if unread and show_progress:
         logger.info("%s: %d tensors are not read: %s", folder, len(unread), name_some(unread))
-    elsewhere = unread.union(name for name in found if model.belongs_elsewhere(name))
+    elsewhere = unread.union(name for name in found if name.startswith(model.elsewhere))
     # Some checkpoints hold a tied head, too.
     if unexpected := found - targets.keys() - elsewhere - {"lm_head.weight"}:
         raise ValueError(f"{folder} has {len(unexpected)} tensors that the model does not: {name_some(unexpected)}")
     if adapter is not None:
         adapter.check_names(targets.keys() | elsewhere)
-    device = model.cos_sin.device
-    copy = PinnedCopier(device).copy if device.type == "cuda" else Tensor.copy_
+    copy = model.backend.make_copier()
     for path in tqdm(files, desc="Loading weights", unit="file", disable=not show_progress or len(files) == 1):
         with _open(path) as file:
             for name in file.keys():  # noqa: SIM118  # not a dict

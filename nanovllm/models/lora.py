@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from nanovllm.models.config import read_json
+from nanovllm.models.hub import as_path
 from nanovllm.utils.checks import as_integer, as_number, quote
 
 CONFIG = "adapter_config.json"
@@ -42,7 +43,7 @@ class Adapter:
 
     def __init__(self, folder: str) -> None:
         """Read the adapter. ValueError if a file is missing or damaged, or if the adapter cannot be merged."""
-        path = Path(folder).expanduser()
+        path = as_path(folder, "lora")
         for name in (CONFIG, WEIGHTS):
             if not (path / name).is_file():
                 raise ValueError(f"lora is {quote(folder)}, which has no {name}; it must be a folder that PEFT saved")
@@ -69,6 +70,9 @@ class Adapter:
             b = tensors.get(name.replace(".lora_A.", ".lora_B."))
             if b is None:
                 raise ValueError(f"{self._source} has {quote(name)}, but not its lora_B")
+            if tensors[name].dim() != 2 or b.dim() != 2:
+                shapes = f"{list(b.shape)} times {list(tensors[name].shape)}"
+                raise ValueError(f"{self._source} has {quote(name)} as {shapes}; both must be matrices")
             self._pairs[f"{module}.weight"] = (tensors[name].float(), b.float())
         if not self._pairs:
             raise ValueError(f"{self._source} changes no matrix: it has no lora_A")

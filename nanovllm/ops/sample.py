@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nanovllm.engine.plan import SAMPLING_COLUMNS
 from nanovllm.utils.integers import ceil_div
 
 CHUNK = 4096
@@ -40,7 +41,6 @@ class SamplingValues(NamedTuple):
         temperature, top_p, min_p: float32 [n].
         top_k: int32 [n].
         seeds: int64 [n].
-        positions: [n], the index in its sequence of the token that is to be sampled.
     """
 
     temperature: Tensor
@@ -48,7 +48,6 @@ class SamplingValues(NamedTuple):
     top_p: Tensor
     min_p: Tensor
     seeds: Tensor
-    positions: Tensor
 
     def select(self, rows: Tensor) -> "SamplingValues":
         """Return the values of some of the rows; `rows` has their indices, in any order."""
@@ -57,6 +56,26 @@ class SamplingValues(NamedTuple):
     def has_filter(self, vocab_size: int) -> Tensor:
         """Return bool [n]: whether top-k, top-p or min-p is on in each row."""
         return ((self.top_k > 0) & (self.top_k < vocab_size)) | (self.top_p < 1) | (self.min_p > 0)
+
+
+def unpack_sampling(packed: Tensor) -> SamplingValues:
+    """Unpack rows of a table of sampling values.
+
+    Args:
+        packed: int32 [n, width], as ROW_SAMPLING in engine/plan.py says. A float is there as its bits, and a seed as
+            two halves.
+    """
+
+    def column(name: str) -> Tensor:
+        return packed[:, SAMPLING_COLUMNS[name]]
+
+    return SamplingValues(
+        temperature=column("temperature").view(torch.float32),
+        top_k=column("top_k"),
+        top_p=column("top_p").view(torch.float32),
+        min_p=column("min_p").view(torch.float32),
+        seeds=(column("seed_low").long() & _MASK) | (column("seed_high").long() << 32),
+    )
 
 
 class Sampled(NamedTuple):
@@ -140,11 +159,19 @@ def _find_first_above(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return index, torch.where(index > 0, before, torch.zeros_like(before))
 
 
-def sample_reference(logits: Tensor, values: SamplingValues) -> Sampled:
-    """Sample one token a row by the rule above. logits are [n, vocab], of any float dtype."""
+def sample_reference(logits: Tensor, table: Tensor, rows: Tensor, positions: Tensor) -> Sampled:
+    """Sample n tokens by the rule above.
+
+    Args:
+        logits: [n, vocab], of any float dtype.
+        table: int32 [num_rows, width], the packed sampling values of all rows: see `unpack_sampling`.
+        rows: int32 [n], the row of the table that says how each token is sampled.
+        positions: int32 [n], the index in its sequence of each token.
+    """
     highest, greedy = logits.max(1)  # NaN counts as the highest of all
     token_ids = greedy.to(torch.int32)
     is_finite = highest.isfinite()
+    values = unpack_sampling(table[rows])
     random = ((values.temperature > 0) & is_finite).nonzero().squeeze(1)
     if random.numel() == 0:
         return Sampled(token_ids, torch.where(is_finite, token_ids, -1))
@@ -159,7 +186,7 @@ def sample_reference(logits: Tensor, values: SamplingValues) -> Sampled:
     num_chunks = ceil_div(vocab_size, CHUNK)
     chunks = torch.nn.functional.pad(weights, (0, num_chunks * CHUNK - vocab_size)).view(n, num_chunks, CHUNK)
     sums = chunks.sum(2)
-    target = uniform_reference(values.seeds, values.positions.long()) * sums.sum(1)
+    target = uniform_reference(values.seeds, positions[random].long()) * sums.sum(1)
     chunk, before = _find_first_above(sums, target)
     inside, _ = _find_first_above(chunks[torch.arange(n), chunk], target - before)
     token_ids[random] = (chunk * CHUNK + inside).to(torch.int32)

@@ -32,7 +32,8 @@ class AnswerParser:
 
     def _split_thinking(self, thinking: ThinkingTokens, seq: Sequence, output: Output) -> None:
         token_ids = seq.output_token_ids
-        place = thinking.find_answer(seq.prompt_token_ids, token_ids)
+        # With a grammar only the end of the thinking itself may begin the answer: the grammar begins there, too.
+        place = thinking.find_answer(seq.prompt_token_ids, token_ids, ends_with_call=seq.grammar is None)
         if place is None:
             return
         start, end, answer = place
@@ -41,7 +42,9 @@ class AnswerParser:
             reasoning = read_text(seq, self._tokenizer, start)
             text = ""
         else:
-            reasoning = self._tokenizer.decode(token_ids[start:end], seq.params.skip_special_tokens)
+            # The text without the stop string is shorter than the thinking if the stop string begins within it.
+            length = len(read_text(seq, self._tokenizer, start))
+            reasoning = self._tokenizer.decode(token_ids[start:end], seq.params.skip_special_tokens)[:length]
             text = read_text(seq, self._tokenizer, answer)
         output["reasoning"] = reasoning.strip("\n")
         # A grammar's text stays as it is. Otherwise models write an empty line between thinking and answer.

@@ -13,6 +13,7 @@ from nanovllm.text.tokenizer import Tokenizer
 
 OPEN = "<think>"
 CLOSE = "</think>"
+CALL = "<tool_call>"
 
 
 class ThinkingTokens:
@@ -32,6 +33,7 @@ class ThinkingTokens:
         self._tokenizer = tokenizer
         self.open = vocabulary[OPEN]
         self.close = vocabulary[CLOSE]
+        self._call = vocabulary.get(CALL)
         added = tokenizer.transformers.added_tokens_decoder
         self._special = {i for i, token in added.items() if token.special} - {self.open, self.close}
 
@@ -50,8 +52,13 @@ class ThinkingTokens:
     def is_space(self, token_id: int) -> bool:
         return not self._tokenizer.decode_token(token_id).strip()
 
-    def find_answer(self, prompt: Seq[int], output: Seq[int]) -> tuple[int, int, int] | None:
+    def find_answer(
+        self, prompt: Seq[int], output: Seq[int], ends_with_call: bool = True
+    ) -> tuple[int, int, int] | None:
         """Find the thinking in an output.
+
+        Args:
+            ends_with_call: thinking without an end ends where a call of a tool begins, as Qwen3.5 may write it.
 
         Returns:
             (start, end, answer): output[start:end] is the thinking, and the answer begins at output[answer]. Thinking
@@ -66,7 +73,9 @@ class ThinkingTokens:
             start += 1
         if not opened:
             return None
-        if self.close not in output[start:]:
-            return start, len(output), len(output)
-        end = start + list(output[start:]).index(self.close)
-        return start, end, end + 1
+        rest = list(output[start:])
+        if self.close in rest:
+            end = start + rest.index(self.close)
+            return start, end, end + 1
+        end = start + rest.index(self._call) if ends_with_call and self._call in rest else len(output)
+        return start, end, end

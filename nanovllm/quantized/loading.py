@@ -17,6 +17,7 @@ from nanovllm.layers.linear import MatrixModule, PackedMatrix
 from nanovllm.layers.weights import NamedTargets, WeightTarget
 from nanovllm.models.config import Shape
 from nanovllm.models.decoder import Decoder
+from nanovllm.models.loader import materialize
 from nanovllm.models.qwen3_moe.decoder import Experts, PackedExperts, SparseMLP
 from nanovllm.quantized.checkpoints import find_format
 from nanovllm.quantized.codes import CHUNK, Codes, quantize_int8
@@ -88,7 +89,6 @@ class ModelQuantizer:
         self.format = format
         self.name = format.name
         self._config = config
-        self._hf_config = hf_config
         self._device = torch.device(config.device)
 
     def count_bytes(self, shape: Shape, itemsize: int) -> int:
@@ -115,17 +115,8 @@ class ModelQuantizer:
                 'backends "cpu" and "triton" have kernels for them'
             )
 
-    def allocate(self, model: Decoder) -> None:
-        """Allocate all but the matrices that may be quantised. Those stay on the meta device until they are filled."""
-        left = {id(value) for module in find_matrices(model, self.format).values() for value in find_weights(module)}
-        memory: dict[int, nn.Parameter] = {}  # embedding and LM head may share a parameter
-        for module in model.modules():
-            for name, value in list(module.named_parameters(recurse=False)):
-                if id(value) not in left:
-                    if id(value) not in memory:
-                        memory[id(value)] = materialize(value, self._device)
-                    setattr(module, name, memory[id(value)])
-        model.cos_sin = model.make_angles(self._hf_config, self._config.max_model_len).to(self._device)
+    def list_matrices(self, model: Decoder) -> list[nn.Parameter]:
+        return [value for module in find_matrices(model, self.format).values() for value in find_weights(module)]
 
     def begin(self, model: Decoder) -> "Filling":
         """Return what fills the matrices of a model once. Several may be begun, and not all need to be finished."""
@@ -176,16 +167,6 @@ def find_matrices(model: Decoder, format: Format) -> dict[str, MatrixModule | Ex
 def find_weights(module: MatrixModule | Experts) -> list[nn.Parameter]:
     """Return the matrices of a module, without its bias."""
     return [module.gate_up, module.down] if isinstance(module, Experts) else [module.weight]
-
-
-def materialize(parameter: nn.Parameter, device: torch.device) -> nn.Parameter:
-    """Return an uninitialised parameter on the device like one on the meta device. Rows of padding are zero."""
-    padding = getattr(parameter, "padding", None)
-    make = torch.zeros if padding else torch.empty
-    made = nn.Parameter(make(parameter.shape, dtype=parameter.dtype, device=device), requires_grad=False)
-    if padding is not None:
-        made.padding = padding  # type: ignore[attr-defined]
-    return made
 
 
 def view_rows(values: Tensor, view: Tensor) -> Tensor:

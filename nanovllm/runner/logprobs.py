@@ -8,17 +8,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from nanovllm.backends import Backend
 from nanovllm.engine.plan import EMBED, IntArray, StepPlan
 from nanovllm.models.decoder import Decoder
-from nanovllm.ops.token_logprobs import ROWS_AT_A_TIME, TokenLogprobs
+from nanovllm.ops.token_logprobs import ROWS_AT_A_TIME
 from nanovllm.outputs import Logprob, make_logprobs
-from nanovllm.runner.device import start_copy, to_device
+from nanovllm.runner.head_inputs import HeadInputs
 
 LOGITS_AT_A_TIME = 1024
 """How many rows of logits are made at a time, where those of a whole prompt are wanted."""
-
-ComputeTokenLogprobs = Callable[[Tensor, Tensor], TokenLogprobs]
-"""`Backend.token_logprobs`."""
 
 MakeLogits = Callable[[Tensor], Tensor | None]
 """Returns logits [m, vocab] of m indices, int64 [m], on rank 0; None on the others."""
@@ -27,17 +25,14 @@ MakeLogits = Callable[[Tensor], Tensor | None]
 class Logprobs:
     """Log-probabilities from raw logits: of one given token of each row, and of the row's k most likely tokens."""
 
-    def __init__(
-        self, logits: Iterable[tuple[Tensor, Tensor]], counts: IntArray, token_logprobs: ComputeTokenLogprobs
-    ) -> None:
+    def __init__(self, logits: Iterable[tuple[Tensor, Tensor]], counts: IntArray, backend: Backend) -> None:
         """
         Args:
             logits: pieces, each of logits [n, vocab] and the token of each row, int32 [n]. One piece is held at a time.
             counts: int32 [rows of all pieces], how many of the most likely tokens each row asks for. -1 counts as 0:
                 rows of padding, which the memory profile scores, ask for none.
-            token_logprobs: the backend's operator.
         """
-        self._token_logprobs = token_logprobs
+        self._backend = backend
         self._counts: IntArray = np.maximum(counts, 0)
         self._most = int(self._counts.max())
         parts: list[tuple[Tensor, ...]] = []
@@ -48,7 +43,7 @@ class Logprobs:
             for some, ids in zip(*(torch.split(x, num_rows) for x in piece), strict=True):
                 parts.append(self._reduce(some, ids, self._counts[at : at + len(some)]))
                 at += len(some)
-        self._tensors = [start_copy(torch.cat(values)) for values in zip(*parts, strict=True)]
+        self._tensors = [backend.start_copy(torch.cat(values)) for values in zip(*parts, strict=True)]
 
     def _reduce(self, logits: Tensor, token_ids: Tensor, counts: IntArray) -> tuple[Tensor, ...]:
         """Return the three tensors of `TokenLogprobs`, then the highest logits [n, k] of each row and their token ids.
@@ -57,14 +52,14 @@ class Logprobs:
         likely tokens is among the k most likely depends on k.
         """
         if not self._most:
-            given = self._token_logprobs(logits, token_ids)
+            given = self._backend.token_logprobs(logits, token_ids)
             n = len(token_ids)
             return *given, given.values.new_empty(n, 0), given.values.new_empty(n, 0, dtype=torch.int64)
         logits = logits.float()
-        given = self._token_logprobs(logits, token_ids)
+        given = self._backend.token_logprobs(logits, token_ids)
         top, top_ids = logits.topk(min(self._most, logits.shape[1]), dim=1)
         for k in {*counts.tolist()} - {self._most, 0}:
-            rows = to_device(np.flatnonzero(counts == k), logits.device)
+            rows = self._backend.to_device(np.flatnonzero(counts == k))
             top[rows, :k], top_ids[rows, :k] = logits[rows].topk(k, dim=1)
         return *given, top, top_ids
 
@@ -90,7 +85,7 @@ def start_logprobs(
     counts: IntArray,
     token_ids: Tensor,
     logits: Tensor | None,
-    token_logprobs: ComputeTokenLogprobs,
+    backend: Backend,
 ) -> tuple[Logprobs, NDArray[np.intp]] | None:
     """Compute the log-probabilities of the sampled tokens whose sequences ask for them; None if none does.
 
@@ -108,48 +103,32 @@ def start_logprobs(
     asking = np.flatnonzero(counts >= 0)
     if not len(asking):
         return None
-    indices = to_device(asking, token_ids.device)
+    indices = backend.to_device(asking)
     pieces = _pair_logits(indices, token_ids[indices], lambda some: None if logits is None else logits[some])
-    return Logprobs(pieces, counts[asking], token_logprobs), asking
+    return Logprobs(pieces, counts[asking], backend), asking
 
 
-def score_targets(
-    plan: StepPlan,
-    counts: IntArray,
-    targets: Tensor,
-    indices: NDArray[np.intp],
-    hidden: Tensor,
-    model: Decoder,
-    token_logprobs: ComputeTokenLogprobs,
-) -> Logprobs | None:
-    """Compute the log-probabilities of the plan's targets; None if all of them are EMBED.
-
-    Args:
-        counts: int32 [num_seqs], how many of the most likely tokens each sequence asks for.
-        targets: int32 [num_scored in all].
-        indices: [num_scored in all], which row of `hidden` gives the logits of each target.
-        hidden: [n, hidden].
-    """
-    counts = np.repeat(counts, plan.num_scored)
-    are_tokens = plan.targets != EMBED
+def score_targets(head: HeadInputs, model: Decoder, backend: Backend) -> Logprobs | None:
+    """Compute the log-probabilities of a step's targets; None if it has none, or if all of them are EMBED."""
+    are_tokens = head.plan.targets != EMBED
+    if not are_tokens.any():
+        return None
+    indices = head.scored
+    targets = head.targets
+    counts = np.repeat(head.asked["num_prompt_logprobs"], head.plan.num_scored)
     if not are_tokens.all():
         indices = indices[are_tokens]
-        targets = targets[to_device(np.flatnonzero(are_tokens), targets.device)]
+        targets = targets[backend.to_device(np.flatnonzero(are_tokens))]
         counts = counts[are_tokens]
-    if not len(indices):
-        return None
-    pieces = _pair_logits(to_device(indices, hidden.device), targets, lambda some: model.compute_logits(hidden[some]))
-    return Logprobs(pieces, counts, token_logprobs)
+    hidden = head.hidden
+    pieces = _pair_logits(backend.to_device(indices), targets, lambda some: model.compute_logits(hidden[some]))
+    return Logprobs(pieces, counts, backend)
 
 
-def embed_targets(plan: StepPlan, indices: NDArray[np.intp], hidden: Tensor) -> Tensor | None:
-    """Return the hidden states of the plan's EMBED targets, float32 [n, hidden]; None if it has none.
-
-    Args:
-        indices, hidden: as for `score_targets`.
-    """
-    indices = indices[plan.targets == EMBED]
-    return hidden[to_device(indices, hidden.device)].float() if len(indices) else None
+def embed_targets(head: HeadInputs, backend: Backend) -> Tensor | None:
+    """Return the hidden states of a step's EMBED targets, float32 [n, hidden]; None if it has none."""
+    indices = head.scored[head.plan.targets == EMBED]
+    return head.hidden[backend.to_device(indices)].float() if len(indices) else None
 
 
 def find_targets(plan: StepPlan) -> NDArray[np.intp]:

@@ -1,21 +1,19 @@
 """New weights in a running engine, and an engine that sleeps: for reinforcement learning, and for many checkpoints."""
 
-import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from nanovllm.backends.cpu.recorded_steps import RecordedSteps
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.layers.linear import MatrixModule
 from nanovllm.layers.parallel import Parallel
 from nanovllm.layers.weights import WeightTarget
+from nanovllm.load import find_decoder
 from nanovllm.models.loader import name_canonically, name_some
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.runner.startup import capture_graphs, fill_cache
 from nanovllm.utils.checks import as_bool, quote, refuse
 from nanovllm.utils.machine import default_dtype
 
@@ -35,6 +33,7 @@ class Renewal:
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
+        self._claim = engine.claim
         is_alone = isinstance(engine.runner, ModelRunner)
         runner: ModelRunner = engine.runner if is_alone else engine.runner.local  # type: ignore[assignment, attr-defined]
         self._rank = RankRenewal(runner)
@@ -48,13 +47,14 @@ class Renewal:
 
     def _command(self, command: Command, tensor: Tensor | None = None) -> None:
         """Have every rank run a command. If one fails, no rank can go on, and the engine is closed."""
-        try:
-            if self._send is not None:
-                self._send(command, tensor)
-            self._rank.run(command, tensor)
-        except BaseException:
-            self._engine.close()
-            raise
+        with self._claim.work():
+            try:
+                if self._send is not None:
+                    self._send(command, tensor)
+                self._rank.run(command, tensor)
+            except BaseException:
+                self._engine.close()
+                raise
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Tensor]], finish: bool) -> None:
         """Replace weights: see `LLM.load_weights`."""
@@ -64,57 +64,71 @@ class Renewal:
                 f"the engine's checkpoint is quantised ({format}); new weights are for engines without quantization, "
                 'or with quantization="int8" or "int8-dynamic": make another engine instead'
             )
-        self._check_idle(but_for=(LOADING, REPLACED))
-        tensors = list(named_tensors)
-        load = self._rank.load
-        targets = load.check(tensors)
+        self._claim.check(but_for=(LOADING, REPLACED))
+        tensors = list_pairs(named_tensors)  # before the claim: what yields them may use the engine
+        with self._claim.held_by("load_weights()", but_for=(LOADING, REPLACED)):
+            self._load(tensors, finish)
+
+    def _load(self, tensors: list[tuple[str, Tensor]], finish: bool) -> None:
+        with self._claim.work():
+            load = self._rank.load
+            targets = load.check(tensors)
         if finish and (lacking := load.find_lacking(targets)):
             if load.has_written:
                 self._engine.close()
                 raise ValueError(f"{lacking}; the engine is closed, because other weights were replaced already")
             self._command({"do": "forget"})
-            self._engine.refusal = REPLACED if self._engine.refusal == REPLACED else None
+            self._claim.refusal = REPLACED if self._claim.refusal == REPLACED else None
             raise ValueError(lacking)
         canonical = name_canonically(name for name, _ in tensors)
+        self._claim.refusal = LOADING  # also if a Ctrl-C comes between two tensors
+        self._forget_prefixes()
         for name, tensor in tensors:
             if targets[canonical[name]]:
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 command = {"do": "write", "name": canonical[name], "shape": list(tensor.shape), "dtype": dtype}
                 self._command(command, tensor)
-        self._engine.scheduler.block_manager.forget_all()
         self._has_new_weights = self._has_new_weights or load.has_written
-        self._engine.refusal = None if finish else LOADING
         if finish:
             self._command({"do": "forget"})
+            self._claim.refusal = None
 
     def sleep(self, level: int) -> None:
         """Free memory: see `LLM.sleep`."""
         if level not in (1, 2) or isinstance(level, bool):
             raise refuse(level, "level", "1 (frees the KV cache) or 2 (frees the weights, too)")
-        self._check_idle()
-        self._engine.scheduler.block_manager.forget_all()
-        self._command({"do": "sleep", "level": level})
-        self._level = level
-        self._engine.refusal = ASLEEP
+        with self._claim.held_by("sleep()"):
+            self._forget_prefixes()
+            self._claim.refusal = ASLEEP
+            self._level = level
+            self._command({"do": "sleep", "level": level})
 
     def wake_up(self) -> None:
         """Take the memory again: see `LLM.wake_up`."""
-        if self._engine.closed:
-            raise RuntimeError("the engine is closed")
-        if self._level:
-            self._command({"do": "wake_up", "level": self._level, "num_blocks": self._num_blocks})
-            self._engine.refusal = REPLACED if self._level == 2 and self._has_new_weights else None
-            self._level = 0
+        self._claim.check_open()
+        if not self._level:
+            return
+        with self._claim.held_by("wake_up()", but_for=(ASLEEP,)):
+            if self._level:  # no other thread has done it meanwhile
+                self._command({"do": "wake_up", "level": self._level, "num_blocks": self._num_blocks})
+                self._claim.refusal = REPLACED if self._level == 2 and self._has_new_weights else None
+                self._level = 0
 
-    def _check_idle(self, but_for: tuple[str, ...] = ()) -> None:
-        """Raise a RuntimeError if the engine is not idle. The refusals in `but_for` do not count."""
-        refusal = self._engine.refusal
-        if refusal in but_for:
-            self._engine.refusal = None
-        try:
-            self._engine.check_idle()
-        finally:
-            self._engine.refusal = refusal
+    def _forget_prefixes(self) -> None:
+        with self._claim.work():
+            self._engine.scheduler.block_manager.forget_all()
+
+
+def list_pairs(named_tensors: Any) -> list[tuple[str, Tensor]]:
+    """Return the pairs of a name and a tensor; ValueError for anything else. `WeightLoad.check` checks the tensors."""
+    is_iterable = isinstance(named_tensors, Iterable) and not isinstance(named_tensors, (str, Mapping))
+    pairs = list(named_tensors) if is_iterable else [named_tensors]
+    for pair in pairs:
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise ValueError(
+                f"load_weights got {quote(pair)}; it must get pairs of a name and a tensor, such as tensors.items()"
+            )
+    return pairs
 
 
 class RankRenewal:
@@ -123,8 +137,6 @@ class RankRenewal:
     def __init__(self, runner: ModelRunner) -> None:
         self._runner = runner
         self._load: WeightLoad | None = None
-        self._lacks_graphs = False
-        """Whether the CUDA graphs were released, and are to be captured at the end of the load."""
 
     @property
     def load(self) -> "WeightLoad":
@@ -144,46 +156,21 @@ class RankRenewal:
             case "write":
                 assert tensor is not None
                 self.load.write(command["name"], tensor)
-                self._release_graphs()
             case "forget":
+                if self._load is not None and self._load.has_written:
+                    self._runner.steps.renew()
                 self._load = None
-                if self._lacks_graphs:
-                    self._lacks_graphs = False
-                    capture_graphs(self._runner)
-                if self._runner.device.type == "cuda":
-                    torch.cuda.synchronize(self._runner.device)  # the next step may come from another thread's stream
+                self._runner.backend.synchronize()  # the next step may come from another thread's stream
             case "sleep":
                 for runner in runners:
-                    _free_memory(runner, command["level"])
+                    runner.free_cache()
+                    if command["level"] == 2:
+                        runner.free_model()
+                self._runner.backend.release_memory()
             case "wake_up":
                 for runner in runners if command["level"] == 2 else ():
                     runner.load_model()
-                fill_cache(self._runner, command["num_blocks"])
-
-    def _release_graphs(self) -> None:
-        """Free what repeats steps, if new weights lie in other memory than the old ones.
-
-        Recorded steps are recorded anew as steps come. CUDA graphs are captured at the end of the load. Without
-        quantisation a GPU's weights are written in place, and its graphs stay.
-        """
-        graphs = self._runner.graphs
-        if isinstance(graphs, RecordedSteps):
-            graphs.release()
-        elif graphs is not None and self._runner.quantizer is not None and not self._lacks_graphs:
-            graphs.release()
-            self._lacks_graphs = True
-
-
-def _free_memory(runner: ModelRunner, level: int) -> None:
-    """Free the KV cache of a runner, and with level 2 its weights."""
-    if runner.graphs is not None:
-        runner.graphs.release()
-        runner.graphs = None
-    runner.caches = []
-    if level == 2:
-        runner.free_model()
-    if runner.device.type == "cuda":
-        torch.cuda.empty_cache()
+                self._runner.fill_cache(command["num_blocks"])
 
 
 class WeightLoad:
@@ -199,7 +186,9 @@ class WeightLoad:
         self._runner = runner
         every_layer = Parallel(runner.parallel.rank, runner.parallel.size)
         with torch.device("meta"), default_dtype(runner.dtype):
-            self._shapes = runner.decoder(runner.hf_config, runner.backend, every_layer, runner.config.max_model_len)
+            self._shapes = find_decoder(runner.hf_config)(
+                runner.hf_config, runner.backend, every_layer, runner.config.max_model_len
+            )
         self._filling = None if runner.quantizer is None else runner.quantizer.begin(self._shapes)
         """Gathers the codes of quantised matrices; None if the model has none."""
         self._staged: dict[str, dict[str, Tensor]] = {}
@@ -268,7 +257,7 @@ class WeightLoad:
         """
         if name not in self._places:  # on a follower, which has not checked the names
             self._find_places({name})
-        is_mine = not self._runner.model.belongs_elsewhere(name)
+        is_mine = not name.startswith(self._runner.model.elsewhere)
         for path, target in self._places[name]:
             if is_mine:
                 self._gather(path, target, tensor)
@@ -304,16 +293,14 @@ class WeightLoad:
         """Put a module's new parameters in the place of the old ones, and pack them if those were packed."""
         staged = self._staged.pop(path, {})
         model = self._runner.model
-        # A stage counts its layers from 0.
-        own_path = re.sub(r"(?<=^layers\.)\d+", lambda number: str(int(number[0]) - model.stage.first), path)
-        module = model.get_submodule(own_path)
+        module = model.get_submodule(path)
         if self._filling is not None and self._filling.is_quantized(path):
             self._filling.attach(path, module, model)
             if "bias" in staged:
                 module.get_parameter("bias").copy_(staged["bias"])
             return
         owners = [module]  # of the same weight
-        if model.tied and module is model.embed_tokens and model.lm_head is not None:
+        if model.tied and module is model.embed_tokens:
             owners.append(model.lm_head)
         matrices = [owner for owner in owners if isinstance(owner, MatrixModule)]
         is_packed = any(matrix.packed is not None for matrix in matrices)

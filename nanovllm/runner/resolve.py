@@ -5,11 +5,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from nanovllm.backends import BACKENDS, Backend
+from nanovllm.backends import Backend, find_backend
 from nanovllm.config import DEFAULT_NUM_SEQS, EngineConfig, ResolvedConfig
 from nanovllm.models.config import Shape, limit_length
 from nanovllm.utils.checks import quote
-from nanovllm.utils.machine import has_native_bfloat16
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -41,7 +40,7 @@ def resolve(config: EngineConfig, hf_config: "PretrainedConfig", shape: Shape) -
         "dtype": str(dtype).removeprefix("torch."),
         "attention_backend": backend.name,
         # A CUDA graph cannot capture work of the host, where plain torch reads lengths.
-        "use_graphs": is_cuda and not config.enforce_eager and backend.name != "torch",
+        "use_graphs": is_cuda and not config.enforce_eager and backend.captures_steps,
         "block_size": block_size or backend.default_block_size,
         "max_num_batched_tokens": config.max_num_batched_tokens or TOKEN_BUDGETS[device.type],
         "max_model_len": limit_length(hf_config, config.max_model_len),
@@ -110,23 +109,29 @@ def resolve_dtype(name: str, backend: str, work: Work) -> torch.dtype:
     if work.dtype == torch.float16 and work.device.type == "cuda":
         return work.dtype
     if work.dtype == torch.bfloat16:
-        cpu = BACKENDS["cpu"]
-        if has_native_bfloat16(work.device) or (
-            cpu in list_candidates(backend, work) and why_cannot(cpu, work) is None
-        ):
+        may_be_cpu = "cpu" in list_candidates(backend, work)
+        if has_native_bfloat16(work.device) or (may_be_cpu and why_cannot("cpu", work) is None):
             return work.dtype
     return torch.float32
 
 
-def list_candidates(name: str, work: Work) -> list[type[Backend]]:
-    """Return the backends to try, the best first."""
+def has_native_bfloat16(device: torch.device) -> bool:
+    """Return whether the device computes bfloat16 in hardware."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    capabilities = torch.cpu.get_capabilities()
+    return any(bool(capabilities.get(name)) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
+
+
+def list_candidates(name: str, work: Work) -> list[str]:
+    """Return the names of the backends to try, the best first."""
     if name != "auto":
-        return [BACKENDS[name]]
+        return [name]
     if work.device.type == "cuda":
-        return [BACKENDS["flash_attn"], BACKENDS["triton"], BACKENDS["torch"]]
+        return ["flash_attn", "triton", "torch"]
     if work.num_parameters >= WORTH_COMPILING:
-        return [BACKENDS["cpu"], BACKENDS["torch"]]
-    return [BACKENDS["torch"]]
+        return ["cpu", "torch"]
+    return ["torch"]
 
 
 def resolve_backend(name: str, work: Work) -> type[Backend]:
@@ -136,23 +141,26 @@ def resolve_backend(name: str, work: Work) -> type[Backend]:
         ValueError: the backend cannot run; the message says why and what to change.
     """
     reason = None
-    for backend in list_candidates(name, work):
+    for candidate in list_candidates(name, work):
         reason_before = reason
-        reason = why_cannot(backend, work)
+        reason = why_cannot(candidate, work)
         if reason is None:
-            if reason_before is not None and backend.name == "torch":
+            if reason_before is not None and candidate == "torch":
                 logger.warning("plain torch runs instead of faster kernels: %s", reason_before)
+            backend = find_backend(candidate, work.device)
+            assert backend is not None
             return backend
-        logger.info("the %s backend cannot run: %s", backend.name, reason)
+        logger.info("the %s backend cannot run: %s", candidate, reason)
     if name == "auto":
         raise ValueError(reason)
     raise ValueError(f'attention_backend="{name}" cannot run here: {reason}; or use attention_backend="auto"')
 
 
-def why_cannot(backend: type[Backend], work: Work) -> str | None:
-    """Return the reason why the backend cannot run this work on this machine; None if it can."""
-    if backend.device_type not in (None, work.device.type):
-        needed = {"cuda": "a CUDA device", "cpu": "the CPU"}[backend.device_type]
+def why_cannot(name: str, work: Work) -> str | None:
+    """Return the reason why a backend cannot run this work on this machine; None if it can."""
+    backend = find_backend(name, work.device)
+    if backend is None:
+        needed = "the CPU" if name == "cpu" else "a CUDA device"
         return f"it needs {needed}, not {work.device.type}"
     sizes = backend.block_sizes
     if work.block_size is not None and work.block_size not in sizes:

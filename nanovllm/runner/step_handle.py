@@ -1,47 +1,16 @@
-"""A step under way: its first half, its results on the device, its times, and the handle that waits for both."""
+"""A launched step: its results on the device, and the handle that waits for them."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from nanovllm.engine.plan import EMBED, IntArray, StepPlan, StepResult
-from nanovllm.ops.sample import SamplingValues
+from nanovllm.backends import Backend
+from nanovllm.engine.plan import EMBED, StepPlan, StepResult
 from nanovllm.outputs import Logprob
-from nanovllm.runner.device import start_copy
 from nanovllm.runner.logprobs import Logprobs
-from nanovllm.utils.clock import Clock
-
-
-class Front(NamedTuple):
-    """The first half of a step, up to the hidden states, and all that the second half needs of it.
-
-    In a pipeline other steps begin between the two halves, and a row may have a new owner by then. So the second half
-    reads no table of rows.
-
-    Attributes:
-        hidden: [num_tokens, hidden].
-        targets: int32 [num_scored in all], on the device.
-        scored: [num_scored in all], the row of `hidden` that each target needs; None without targets.
-        sampled: int [n], which row of `hidden` gives the logits of each sample; None if the plan samples nothing, and
-            after `ModelRunner.replay`, where every row does.
-        rows: int32 [n], the row that gets each sample.
-        values: how each is sampled.
-        num_logprobs: int32 [num_seqs], -1 for a sequence that wants none.
-        num_prompt_logprobs: int32 [num_seqs], -1 for a sequence that wants none.
-    """
-
-    plan: StepPlan
-    hidden: Tensor
-    targets: Tensor
-    scored: NDArray[np.intp] | None
-    sampled: Tensor | None
-    rows: Tensor
-    values: SamplingValues
-    num_logprobs: IntArray
-    num_prompt_logprobs: IntArray
+from nanovllm.runner.steps import Stopwatch
 
 
 class DeviceResult(NamedTuple):
@@ -57,52 +26,18 @@ class DeviceResult(NamedTuple):
     embeddings: Tensor | None = None
 
 
-class Stopwatch:
-    """Times the host from the making of this object to `start`, and the device from there to `stop`.
-
-    Neither call waits for the device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._clock = Clock()
-        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
-        if device.type == "cuda":
-            make: Any = torch.cuda.Event  # its constructor has no types
-            self._events = make(enable_timing=True), make(enable_timing=True)
-
-    def start(self) -> None:
-        """End the host's time, and begin the device's."""
-        self._clock.span("prepare")
-        if self._events:
-            self._events[0].record()
-
-    def stop(self) -> None:
-        """End the device's time, once it has done all that was launched before."""
-        self._clock.span("step")
-        if self._events:
-            self._events[1].record()
-
-    def read(self) -> tuple[float, float]:
-        """Return the seconds of the host and of the device; waits until the device has ended the step."""
-        (_, _, prepare), (_, _, step) = self._clock.spans
-        if self._events:
-            self._events[1].synchronize()
-            step = float(self._events[0].elapsed_time(self._events[1])) / 1000
-        return prepare, step
-
-
 class StepHandle:
     """A launched step. `result()` waits for it, and is called once."""
 
-    def __init__(self, plan: StepPlan, result: DeviceResult, stopwatch: Stopwatch) -> None:
+    def __init__(self, plan: StepPlan, result: DeviceResult, stopwatch: Stopwatch, backend: Backend) -> None:
         # Samples that nobody asked for are dropped: those of sequences whose num_sampled is 0.
         self._sampled = np.flatnonzero(np.repeat(plan.num_sampled > 0, 1 + plan.num_drafts))
         self._targets = plan.targets[plan.targets != EMBED]
         self._stopwatch = stopwatch
         if result.token_ids is not None:
-            result = result._replace(token_ids=start_copy(result.token_ids))
+            result = result._replace(token_ids=backend.start_copy(result.token_ids))
         if result.embeddings is not None:
-            result = result._replace(embeddings=start_copy(result.embeddings))
+            result = result._replace(embeddings=backend.start_copy(result.embeddings))
         self._result = result
         stopwatch.stop()
 

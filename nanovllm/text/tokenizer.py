@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.stop_strings import StopStringMatcher
+from nanovllm.text.stop_strings import REPLACEMENT, StopStringMatcher, decode_after
 from nanovllm.utils.checks import why_not_unicode
+
+MOST_PARTS = 8
+"""The last two characters of a text have at most so many bytes, and so many tokens."""
 
 
 class Tokenizer:
@@ -76,30 +79,36 @@ class Tokenizer:
         return [e.ids[1:] if bos is not None and e.ids[:2] == [bos, bos] else e.ids for e in encodings]
 
     def decode(self, token_ids: Seq[int], skip_special_tokens: bool, prompt: Seq[int] = ()) -> str:
-        """Return the text of token_ids when they follow a prompt.
-
-        The end of the prompt is decoded with them, because some decoders strip the first space of a text.
-        """
-
-        def decode(ids: Seq[int]) -> str:
-            return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)  # type: ignore[no-any-return]
-
-        context = self._find_context(prompt)
-        known = decode(context)
-        text = decode([*context, *token_ids])
-        return text[len(known) :] if text.startswith(known) else decode(token_ids)
+        """Return the text of token_ids when they follow a prompt: see `decode_after`."""
+        return decode_after(self._backend, self._find_context(prompt), token_ids, skip_special_tokens)
 
     def decode_token(self, token_id: int) -> str:
         """Return the text of one token by itself, special ones included."""
         return self._backend.decode([token_id], skip_special_tokens=False)  # type: ignore[no-any-return]
 
+    def join_tokens(self, token_ids: Seq[int]) -> str:
+        """Return tokens as the vocabulary writes them, in which a space may be another character."""
+        return "".join(map(self._backend.id_to_token, token_ids))
+
+    def find_token(self, text: str) -> int | None:
+        """Return the id of a token that the vocabulary writes so; None if there is none."""
+        return self._backend.token_to_id(text)  # type: ignore[no-any-return]
+
     def _find_context(self, prompt: Seq[int]) -> Seq[int]:
-        """Return the end of a prompt, from its last token that is text by itself: not special, a whole character."""
+        """Return the end of a prompt, from the last place where a character begins that is text, and not special."""
+        start = len(prompt) - 1
+        num_tries = 0
         for i in range(len(prompt) - 1, -1, -1):
             text = self._backend.decode([prompt[i]], skip_special_tokens=True)
-            if text and "\ufffd" not in text:
+            if text.startswith(REPLACEMENT):  # a character of several tokens may begin here
+                text = self._backend.decode(list(prompt[i:]), skip_special_tokens=True)
+                start = i
+                num_tries += 1
+            if text and not text.startswith(REPLACEMENT):
                 return prompt[i:]
-        return prompt[-1:]
+            if num_tries == MOST_PARTS:
+                break
+        return prompt[max(start, 0) :]
 
     def stop_matcher(self, params: SamplingParams, prompt: Seq[int]) -> StopStringMatcher | None:
         """Return a matcher that watches an output for the request's stop strings; None if it has no stop strings."""

@@ -21,7 +21,7 @@ def embed_prompts(llm: Any, prompts: Any, *, dimensions: int | None, normalize: 
         llm: the `LLM`.
         show: draw progress bars.
     """
-    llm.engine.check_idle()
+    llm.engine.claim.check()
     check_dimensions(dimensions, llm.engine.embedding_size)
     as_bool(normalize, "normalize")
     requests = llm.prepare_requests(list_prompts(prompts), EMBED, show=show)

@@ -16,7 +16,7 @@ def score_pairs(llm: Any, prompts: Any, continuations: Any, show: bool) -> list[
         llm: the `LLM`.
         show: draw progress bars.
     """
-    llm.engine.check_idle()
+    llm.engine.claim.check()
     starts = list_prompts(prompts)
     endings = list_prompts(continuations)
     pairs, params = join_pairs(starts, endings, llm.engine.tokenizer, llm.max_model_len, show)

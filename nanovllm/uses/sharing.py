@@ -1,44 +1,71 @@
 """One engine for many threads, or for the tasks of an asyncio loop: all their requests run in the same steps."""
 
+import atexit
+import os
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
+from contextlib import closing
 from functools import partial
 from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import RLock, Thread
 
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.sequence import Request
 from nanovllm.outputs import Output
+
+HOLDER = ("submit()", "has requests in this engine: wait for their futures first, or use submit() here, too")
+"""The arguments of `Claim.held_by` for this thread."""
+ENDING = "the program ends"
 
 
 class EngineThread:
     """A queue in front of an engine, and a thread that runs the engine's loop for whoever submits requests.
 
     So the last sequences of one caller run beside the first of the next, and the KV cache stays full. The thread ends
-    when no request is left, and the next request starts another one. While it runs, `generate` and `stream` of the same
-    engine are refused, as they refuse each other.
+    when no request is left, and the next request starts another one. While it runs, every other activity is refused by
+    the engine's claim, and while the claim is another one's, the futures raise that.
+
+    A program that ends does not wait for all requests: the thread stops between two steps.
     """
 
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
-        self._lock = Lock()
+        self._lock = RLock()  # reentrant, because a signal's handler may submit
         self._incoming: deque[tuple[Request, Future[Output]]] = deque()
-        self._is_running = False
+        self._thread: Thread | None = None
+        self._pid = os.getpid()
+        self._program_ends = False
 
     def submit(self, request: Request) -> "Future[Output]":
         """Queue a request and return at once. Many threads may call it at a time.
 
         The future's result is the request's output. If the engine fails or is closed, it raises the reason. A future
         that is cancelled before its request runs takes no step.
+
+        Raises:
+            RuntimeError: this process was forked, or the program ends.
         """
+        self._engine.claim.check_process()  # before the lock
         future: Future[Output] = Future()
         with self._lock:
+            if self._program_ends:
+                raise RuntimeError(ENDING)
+            if self._thread is None:
+                thread = Thread(target=self._run, name="engine", daemon=True)
+                thread.start()  # waits for the lock before it ends
+                self._thread = thread
+                # A daemon thread within C++ would abort the interpreter's exit. What is registered last runs first, so
+                # the thread ends before the followers of this engine.
+                atexit.register(self._end)
             self._incoming.append((request, future))
-            if not self._is_running:
-                self._is_running = True
-                Thread(target=self._run, name="engine", daemon=True).start()
         return future
+
+    def _end(self) -> None:
+        """Stop the thread after its step, because the program ends."""
+        if os.getpid() == self._pid and (thread := self._thread) is not None:
+            self._program_ends = True
+            thread.join()
 
     def stream(self, requests: Iterable[Request]) -> Iterator[tuple[int, Output]]:
         """Submit all requests at once, and yield (position, output) as each ends. Many threads may call it at a time.
@@ -66,20 +93,28 @@ class EngineThread:
         waiting: dict[int, Future[Output]] = {}
         try:
             while True:
-                for ended in self._engine.run(self._take_requests(waiting)):
-                    for number, seq in ended:
-                        waiting.pop(number).set_result(self._engine.make_output(seq))
+                with closing(self._engine.run(self._take_requests(waiting), HOLDER)) as run:
+                    for ended in run:
+                        for number, seq in ended:
+                            output = self._engine.make_output(seq)
+                            waiting.pop(number).set_result(output)
+                        if self._program_ends:
+                            raise RuntimeError(ENDING)
                 with self._lock:
                     if not self._incoming:
-                        self._is_running = False
+                        self._forget_thread()
                         return
         except BaseException as error:
             with self._lock:
                 queued = [future for _, future in self._incoming if future.set_running_or_notify_cancel()]
                 self._incoming.clear()
-                self._is_running = False
+                self._forget_thread()
             for future in [*waiting.values(), *queued]:
                 future.set_exception(error)
+
+    def _forget_thread(self) -> None:
+        self._thread = None
+        atexit.unregister(self._end)
 
     def _take_requests(self, waiting: "dict[int, Future[Output]]") -> Iterator[Request | None]:
         """Yield the queued requests, and None whenever there is none at the moment.

@@ -12,15 +12,6 @@ import torch
 
 from nanovllm.utils.cgroups import list_cgroups
 
-
-def has_native_bfloat16(device: torch.device) -> bool:
-    """Return whether the device computes bfloat16 in hardware."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0)
-    capabilities = torch.cpu.get_capabilities()
-    return any(bool(capabilities.get(name)) for name in ("avx512_bf16", "amx_bf16", "bf16", "sve_bf16"))
-
-
 CPUS = Path("/sys/devices/system/cpu")
 
 
@@ -71,11 +62,6 @@ def limit_threads() -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         cores = min(torch.get_num_threads(), physical_cores(of_one_socket=True), cpu_quota())
         torch.set_num_threads(max(1, math.ceil(cores)))
-
-
-SMALL_MODEL = 10_000_000  # parameters
-FEW_TOKENS = 32
-"""A step of so few tokens of so small a model gains nothing by threads, and loses much on a busy machine."""
 
 
 _num_threads: ContextVar[int | None] = ContextVar("num_threads", default=None)

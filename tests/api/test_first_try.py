@@ -15,7 +15,7 @@ import torch
 from helpers.paths import ROOT
 
 from nanovllm import LLM, SamplingParams, __version__
-from nanovllm.backends import BACKENDS
+from nanovllm.backends import NAMES
 from nanovllm.commands.cli import main
 from nanovllm.commands.doctor import describe
 
@@ -151,8 +151,8 @@ def test_the_description_has_what_a_bug_report_needs(
     assert re.match(r"\d+\.\d\d GiB", facts["free"])
     assert facts["HF_ENDPOINT"] == "http://mirror.example"
     assert facts["device"] and facts["dtype"]
-    assert [name for name in facts if name.endswith(" backend")] == [f"{name} backend" for name in BACKENDS]
-    assert sum(facts[f"{name} backend"].startswith("chosen: ") for name in BACKENDS) == 1
+    assert [name for name in facts if name.endswith(" backend")] == [f"{name} backend" for name in NAMES]
+    assert sum(facts[f"{name} backend"].startswith("chosen: ") for name in NAMES) == 1
 
 
 def test_the_backend_that_is_chosen_is_the_one_that_runs() -> None:

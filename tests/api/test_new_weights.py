@@ -111,6 +111,11 @@ def wrong_loads() -> dict[str, tuple[Any, str]]:
         "shape": ([(q, torch.zeros(3, 3))], r"has shape \[3, 3\]; the model has \[128, 64\]"),
         "integers": ([(q, torch.zeros(128, 64, dtype=torch.int8))], "must be a tensor of floating-point numbers"),
         "twice": ([(q, torch.zeros(128, 64)), (q, torch.zeros(128, 64))], "two tensors with the same name"),
+        "nothing": (None, "load_weights got None; it must get pairs"),
+        "no pairs": ([1, 2], "load_weights got 1"),
+        "a dict": ({q: torch.zeros(128, 64)}, r"load_weights got {(.|\n)*such as tensors\.items"),
+        "a number for a name": ([(5, torch.zeros(1))], r"load_weights got \(5, tensor"),
+        "a list for a tensor": ([(q, [1.0])], r"q_proj.weight is \[1.0\]; it must be a tensor"),
         "not complete": ([(q, torch.zeros(128, 64))], "the load is not complete: .*k_proj.*v_proj"),
     }
 

@@ -5,6 +5,7 @@ import json
 import pickle
 import random
 import shutil
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,13 +17,17 @@ from helpers.tiny import END, NOTE, SMALL, SPOKEN, TURN, draw_prompts, edit_json
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from nanovllm import LLM, Completion, Output, SamplingParams
 from nanovllm.text.stop_strings import StopStringMatcher
+from nanovllm.text.tokenizer import Tokenizer as ModelTokenizer
 from nanovllm.utils.progress import ProgressBar
 
 OPTIONS = SMALL | {"max_model_len": 64, "num_kvcache_blocks": 32}
 ID = make_tokenizer().token_to_id
+BYTES = bytes_to_unicode()
+"""{byte: the token of that byte}."""
 A_TO_Z = [ID(token) for token in [*"bcdefghijklm", "Ã", "©", *"nopqrstuvw", "xyz"]]
 """The reciter's text after "a", without END."""
 
@@ -80,20 +85,24 @@ def test_stop_token_ids_end_it_also_where_eos_is_ignored(ignore_eos: bool, llm: 
         ("fgh", "bcde", 7),
         ("b", "", 1),
         (["q", "fg", "gh"], "bcde", 6),
-        (["hi", "efghi"], "bcd", 8),
+        (["hi", "efghi"], "bcdefg", 8),
+        (["efghi", "hi"], "bcd", 8),
         ("é", "bcdefghijklm", 14),
         ("mén", "bcdefghijkl", 15),
         ("y", "bcdefghijklménopqrstuvwx", 25),
         ("vwxy", "bcdefghijklménopqrstu", 25),
         (["xy", "wx"], "bcdefghijklménopqrstuv", 25),
         (["z", "y", "x"], "bcdefghijklménopqrstuvw", 25),
+        (["wxyz", "xy"], "bcdefghijklménopqrstuvw", 25),
+        (["y", "xy"], "bcdefghijklménopqrstuvwx", 25),
+        (["xy", "y"], "bcdefghijklménopqrstuvw", 25),
     ],
     ids=str,
 )
 def test_a_stop_string_ends_the_text_before_it_wherever_tokens_meet(
     stop: str | list[str], text: str, count: int, llm: LLM
 ) -> None:
-    """Of several that one token completes, the first in the text counts; token_ids keep the tokens of the match."""
+    """Of several, the first to be complete counts, then the first of the list; token_ids keep the match's tokens."""
     output = say(llm, "a", stop=stop)
     assert (output["text"], output["finish_reason"]) == (text, "stop")
     assert output["token_ids"] == A_TO_Z[:count]
@@ -141,6 +150,56 @@ def test_stop_strings_are_found_in_any_tokens(token_ids: list[int], stop: list[s
         assert not any(s in matcher.text for s in stop)
     else:
         assert not any(s in decoded for s in stop if "\ufffd" not in s)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "token_ids", "text"),
+    [
+        ("你好".encode(), b" him", " h"),  # no token of the prompt is a character
+        ("a你".encode()[:-1], "你him".encode()[2:], "你h"),  # the output completes the prompt's last character
+        ("你".encode()[:-1], "你him".encode()[2:], "你h"),
+        ("a😀".encode()[:-3], b"him", "h"),  # it does not
+        (b"\xff" * 30, b"him", "h"),
+    ],
+)
+def test_no_replacement_character_of_the_prompt_is_in_the_text(
+    prompt: bytes, token_ids: bytes, text: str, reciter: Path
+) -> None:
+    tokenizer = ModelTokenizer(reciter)
+    before, ids = ([ID(BYTES[byte]) for byte in part] for part in (prompt, token_ids))
+    assert tokenizer.decode(ids, True, before) == text + "im"
+    matcher = tokenizer.stop_matcher(SamplingParams(stop="im"), before)
+    assert matcher is not None
+    assert [matcher.feed(i) for i in ids].index(True) == len(ids) - 1 and matcher.text == text
+
+
+@given(
+    head=st.binary(max_size=6) | st.text("a你é😀", max_size=3).map(str.encode),
+    tail=st.binary(max_size=6) | st.text("你é😀b\ufffd", max_size=6).map(str.encode),
+    count=st.sampled_from([1, 40]),
+    data=st.data(),
+)
+@settings(deadline=None, max_examples=100)
+def test_the_text_is_the_same_with_and_without_stop_strings(
+    head: bytes, tail: bytes, count: int, data: st.DataObject, reciter: Path
+) -> None:
+    """Wherever the prompt ends, also within a character, and whatever bytes both hold, in short and in long runs."""
+    tokenizer = ModelTokenizer(reciter)
+    whole = [ID(BYTES[byte]) for byte in head + tail * count]
+    border = data.draw(st.integers(0, len(whole)))
+    prompt = whole[:border]
+    token_ids = [*whole[border:], *map(ID, "the-end")]
+    matcher = tokenizer.stop_matcher(SamplingParams(stop="the-end", include_stop_str_in_output=True), prompt)
+    assert matcher is not None and [matcher.feed(i) for i in token_ids].index(True) == len(token_ids) - 1
+    assert matcher.text == tokenizer.decode(token_ids, True, prompt)
+
+
+@pytest.mark.parametrize("token", [BYTES[255], NOTE, "a"])
+def test_any_output_takes_linear_time_beside_stop_strings(token: str) -> None:
+    matcher = StopStringMatcher(make_tokenizer(), SamplingParams(stop="stop"), [ID("a")])
+    since = time.monotonic()
+    assert not any(matcher.feed(ID(token)) for _ in range(30_000))
+    assert time.monotonic() - since < 30, "30,000 tokens that are looked at again and again take minutes"
 
 
 def test_bytes_that_are_no_text_leave_a_decoder_that_falls_back_to_bytes_its_stop_strings() -> None:

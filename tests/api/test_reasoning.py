@@ -13,6 +13,8 @@ from helpers.tiny import END, save_reciter
 from nanovllm import LLM, EngineConfig, SamplingParams
 from nanovllm.jobs.job import Job
 from nanovllm.jobs.run import run_job
+from nanovllm.parsing.thinking import ThinkingTokens
+from nanovllm.text.tokenizer import Tokenizer
 
 SAID = "<think>bc</think>\nde"
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -23,8 +25,9 @@ def thinker(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that says SAID after "a", and goes on from wherever a prompt ends; 1 2 1 2 ... never ends."""
     folder = tmp_path_factory.mktemp("thinker")
     said = ["a", "<think>", "b", "c", "</think>", "Ċ", "d", "e", END]
-    cycles = [["]", "<think>"], said, ["1", "2"]]  # the template of chats ends with "]"
-    save_reciter(folder, cycles=cycles, more_tokens=["<think>", "</think>"])
+    calls = ["p", "q", "<tool_call>", "r", END]
+    cycles = [["]", "<think>"], said, calls, ["1", "2"]]  # the template of chats ends with "]"
+    save_reciter(folder, cycles=cycles, more_tokens=["<think>", "</think>", "<tool_call>"])
     return folder
 
 
@@ -56,6 +59,8 @@ def answer(llm: LLM, prompt: str, **fields: Any) -> tuple[str | None, str, str]:
         ("<think>b<|turn|>a", ("bc", "de", "stop")),  # what an earlier message holds does not count
         ("<think>b<|turn|>x", (None, "x" * 12, "length")),
         ("b</think><|turn|>a", ("bc", "de", "stop")),
+        ("<think>p", ("q", "<tool_call>r", "stop")),  # as Qwen3.5 may write
+        ("p", (None, "q<tool_call>r", "stop")),
     ],
 )
 def test_thinking_is_what_the_prompt_or_the_output_opened(
@@ -64,9 +69,31 @@ def test_thinking_is_what_the_prompt_or_the_output_opened(
     assert answer(llm, prompt) == expected
 
 
+def test_a_call_of_a_tool_ends_thinking_that_nothing_else_ends(thinker: Path) -> None:
+    tokenizer = Tokenizer(thinker)
+    thinking = ThinkingTokens(tokenizer)
+
+    def split(said: str, **options: Any) -> list[str] | None:
+        output = tokenizer.encode_batch([said], 64)[0]
+        place = thinking.find_answer([], output, **options)
+        if place is None:
+            return None
+        start, end, answer = place
+        return [tokenizer.decode(ids, False) for ids in (output[start:end], output[answer:])]
+
+    assert split("<think>q<tool_call>r") == ["q", "<tool_call>r"]
+    assert split("<think><tool_call>") == ["", "<tool_call>"]
+    assert split("<think>q<tool_call>r</think>s<tool_call>") == ["q<tool_call>r", "s<tool_call>"]
+    assert split("<think>q<tool_call>r", ends_with_call=False) == ["q<tool_call>r", ""]
+    assert split("q<tool_call>r") is None
+
+
 def test_a_stop_ends_either_part(llm: LLM) -> None:
     assert answer(llm, "a", stop="e") == ("bc", "d", "stop")
     assert answer(llm, "a", stop="c") == ("b", "", "stop")
+    assert answer(llm, "a", stop="c</think>") == ("b", "", "stop")  # a stop may reach from one part into the other
+    assert answer(llm, "a", stop="bc</think>\nd") == ("", "", "stop")
+    assert answer(llm, "a", stop="c</think>\nd", include_stop_str_in_output=True) == ("bc", "d", "stop")
     assert answer(llm, "a", max_tokens=4) == ("bc", "", "length")  # the last token is </think>
     assert answer(llm, "a", detokenize=False) == (None, "", "stop")
 
@@ -99,6 +126,7 @@ def test_tokens_are_those_of_an_engine_without_the_option(llm: LLM, thinker: Pat
         ("a</think>", {"choice": ["de", "xy"]}, (None, "de")),
         ("x", {"choice": ["de", "xy"]}, (None, "xy")),  # it could have thought, and did not
         ("<think>1", {"choice": ["de"]}, ("212121212121", "")),
+        ("<think>p", {"choice": ["de"]}, ("q<tool_call>r", "")),  # the grammar has not begun
         ("abc</think>\nde<|turn|>a", {"regex": "[0-9]{3}"}, ("bc", None)),  # drafts know what follows
     ],
 )

@@ -567,7 +567,7 @@ def test_an_engine_closed_by_what_feeds_its_stream_says_so(random_model: Path) -
         llm.close()
         yield PROMPTS[1]
 
-    with pytest.raises(RuntimeError, match="closed while requests were running"):
+    with pytest.raises(RuntimeError, match="the engine is closed"):
         list(llm.stream(prompts(), greedy(4)))
 
 

@@ -1,6 +1,7 @@
 """Calls of tools: in conversations, in answers, and in batch jobs."""
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from helpers.batch_jobs import openai_line, read_answers, write_lines
 from nanovllm import LLM, EngineConfig, SamplingParams
 from nanovllm.jobs.job import Job
 from nanovllm.jobs.run import run_job
-from nanovllm.parsing.tool_calls import split_tool_calls
+from nanovllm.parsing.tool_calls import MOST_CALLS, split_tool_calls
 from nanovllm.text.conversations import read_conversation
 
 CALL = '<tool_call>\n{"name": "add", "arguments": {"x": 1, "y": "é"}}\n</tool_call>'
@@ -78,7 +79,8 @@ ADD = ("add", {"x": 1, "y": "é"})
         ("llama3_json", f"<|python_tag|>{LLAMA}; {LLAMA}", ("", [ADD, ADD])),
         ("llama3_json", LLAMA + " done", (LLAMA + " done", [])),
         ("llama3_json", "a sum", ("a sum", [])),
-        ("llama3_json", '{"name": "now"}', ("", [("now", {})])),
+        ("llama3_json", '{"name": "now", "parameters": {}}', ("", [("now", {})])),
+        ("llama3_json", '{"name": "Ada", "age": 36}', ('{"name": "Ada", "age": 36}', [])),  # data, and no call
         ("llama3_json", '{"x": 1}', ('{"x": 1}', [])),
         ("llama3_json", "", ("", [])),
     ],
@@ -87,6 +89,40 @@ def test_calls_are_read_from_an_answer_or_all_of_it_is_text(
     parser: str, text: str, expected: tuple[str, list[Any]]
 ) -> None:
     assert read_calls(parser, text) == expected
+
+
+@pytest.mark.parametrize("value", ["NaN", "-Infinity", "1e999", '"\\ud800"', '{"\\udfff": 1}', '["\\udc00\\ud800"]'])
+def test_a_call_with_a_value_that_json_does_not_have_is_text(value: str) -> None:
+    for text in (f'{{"name": "f", "arguments": {{"x": {value}}}}}', '{"name": "\\ud800", "arguments": {}}'):
+        assert split_tool_calls("llama3_json", text) == (text, [])
+    assert read_calls("llama3_json", r'{"name": "f", "arguments": {"x": "\ud83d\ude00"}}') == ("", [("f", {"x": "😀"})])
+
+
+@pytest.mark.parametrize("within", ["<tool_call>", "</tool_call>", "; "])
+@pytest.mark.parametrize("parser", ["hermes", "llama3_json"])
+def test_the_marks_of_calls_may_stand_in_their_strings(parser: str, within: str) -> None:
+    call = json.dumps({"name": "f", "arguments": {"x": within}})
+    text = f"<tool_call>{call}</tool_call>" if parser == "hermes" else call
+    assert read_calls(parser, text) == ("", [("f", {"x": within})])
+
+
+HERMES_CALL = '<tool_call>{"name":"f","arguments":{}}</tool_call>'
+LLAMA_CALL = '{"name":"f","parameters":{}};'
+
+
+def test_calls_beyond_the_bound_are_text() -> None:
+    for parser, one in (("hermes", HERMES_CALL), ("llama3_json", LLAMA_CALL)):
+        assert len(split_tool_calls(parser, one * MOST_CALLS)[1]) == MOST_CALLS
+        assert split_tool_calls(parser, one * (MOST_CALLS + 1)) == (one * (MOST_CALLS + 1), [])
+
+
+@pytest.mark.parametrize("one", ["<tool_call>", HERMES_CALL, LLAMA_CALL, "<tool_call>{", '{"name":', " ;"])
+def test_reading_calls_takes_no_time_that_grows_with_the_square_of_the_text(one: str) -> None:
+    """500,000 characters take 20 ms, where the square would take half a minute or more."""
+    start = time.process_time()
+    for parser in ("hermes", "llama3_json"):
+        split_tool_calls(parser, one * (500_000 // len(one)))
+    assert time.process_time() - start < 2
 
 
 @pytest.fixture(scope="module")

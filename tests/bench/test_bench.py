@@ -93,6 +93,9 @@ def test_the_floor_of_a_decode_step() -> None:
     kv = (100 + 200 + 2) * 114_688  # read with the new tokens; the new tokens written
     assert by_bytes.bytes == weights + activations + 2 * logits + kv
     assert by_bytes.seconds == pytest.approx(by_bytes.bytes / 2e9)  # the better of copy and read
+    head = 2 * 155_582_464 + logits
+    parts = {"decode attention": kv, "products": by_bytes.bytes - kv - head - logits, "head": head, "sampler": logits}
+    assert by_bytes.parts == pytest.approx({name: num_bytes / 2e9 for name, num_bytes in parts.items()})
     by_flops = step_cost(model, Machine(1e30, 1e30, 1e9), [(99, 1), (199, 1)], num_sampled=2)
     assert by_flops.flops == 2 * model.flops_per_token + 4 * 28 * 16 * 128 * 300
     assert by_flops.seconds == pytest.approx(by_flops.flops / 1e9)
@@ -122,6 +125,17 @@ def test_the_floor_of_experts_reads_those_that_are_expected_to_be_touched() -> N
     assert second == pytest.approx(2 * per_token + 2 * 2 * 8 * (1 - 0.75**2) * one)
 
 
+def test_parts_of_a_floor_add_up_to_it() -> None:
+    model = make_model(QWEN3_06B)
+    machine = Machine(1e12, 2e12, 1e14)
+    prompt = step_cost(model, machine, [(99, 1), (0, 50)], num_sampled=2)
+    assert prompt.parts.keys() == {"prompts", "head", "sampler"}
+    both = prompt + step_cost(model, machine, [(100, 1), (50, 1)], num_sampled=2)
+    assert both.parts.keys() == {"prompts", "head", "sampler", "decode attention", "products"}
+    for cost in (prompt, both):
+        assert sum(cost.parts.values()) == pytest.approx(cost.seconds)
+
+
 def test_ideal_steps_compute_every_token_once() -> None:
     lengths = [(10, 3), (7, 1), (30, 2), (1, 5)]
     steps = list(ideal_steps(lengths, max_num_seqs=2, max_num_batched_tokens=12))
@@ -146,6 +160,7 @@ def test_a_tiny_run_ends_in_one_json_line(tmp_path: Path, capsys: pytest.Capture
     bench.main(["--model", str(tmp_path), *arguments.split(), *rates.split()])
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines if line[0] not in " {"][:4] == ["machine", "model", "workload", "floor"]
+    assert any("decode attention" in line and "prompts" in line for line in lines)
     document = json.loads(lines[-1])
     workload = make_workload(6, (3, 20), (2, 9), 500, shared_prefix=5)
     result = document["result"]

@@ -1,4 +1,4 @@
-"""Habits that make code slow to read stay out, and the lines that the README counts are there."""
+"""Habits that make code slow to read stay out, and the lines that pages count are there."""
 
 import re
 
@@ -69,9 +69,9 @@ def test_no_test_file_imports_from_another() -> None:
         assert not re.search(r"^\s*(from|import) test_", path.read_text(), re.MULTILINE), path.name
 
 
-def test_the_readme_s_figures_are_those_of_count_lines() -> None:
+def test_the_figures_of_the_comparison_are_those_of_count_lines() -> None:
     """Quoted figures are rounded, so they are right to one percent."""
-    page = (ROOT / "README.md").read_text()
+    page = (ROOT / "docs" / "compare.md").read_text()
     (row,) = re.findall(r"^\| lines of Python code \|[^|]*\|([^|]*)\|", page, re.MULTILINE)
     quoted = [int(figure.replace(",", "")) for figure in re.findall(r"\d[\d,]+", row)]
     spine, wings, others = count_rooms(ROOT / "nanovllm")

@@ -1,8 +1,10 @@
 """Masks, biases and penalties: the tokens of transformers' processors and of a plain rule, however they are run."""
 
 import math
+import random
 import subprocess
 import sys
+from array import array
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,17 +16,21 @@ import pytest
 import torch
 from helpers.distributions import LEAST_P, chi_square_p, exact
 from helpers.graphs import StandInGraphs
-from helpers.kernel_cases import edit_case
+from helpers.kernel_cases import edit_case, pack_values
+from helpers.paths import BOX_MODEL
 from helpers.tiny import END, SMALL, draw_prompts, edit_json, logits_of, make_tokenizer, save_random
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.backends import BACKENDS
+from nanovllm.backends import make_backend
+from nanovllm.edits.bad_words import BadWord
 from nanovllm.edits.edit_logits import edit_logits_reference
-from nanovllm.edits.editing import spell
-from nanovllm.ops.sample import SamplingValues, sample_reference
+from nanovllm.edits.row_edits import RowEdits
+from nanovllm.ops.sample import sample_reference
 from nanovllm.runner.step_handle import StepHandle
+from nanovllm.runner.steps import EAGER
+from nanovllm.text.tokenizer import Tokenizer
 
 TOKENIZER = make_tokenizer()
 SIZE = TOKENIZER.get_vocab_size()
@@ -85,11 +91,10 @@ def expected(model: PreTrainedModel, prompt: list[int], params: SamplingParams) 
     output: list[int] = []
     while len(output) < (params.max_tokens or 0):
         x = edited(logits_of(model, prompt + output)[-1], prompt, output, params).unsqueeze(0)
-        chosen = (params.temperature, params.top_k, params.top_p, params.min_p, params.seed or 0)
-        kinds = (torch.float32, torch.int32, torch.float32, torch.float32, torch.int64)
-        values = [torch.tensor([value], dtype=kind) for value, kind in zip(chosen, kinds, strict=True)]
+        values = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+        table = pack_values(1, params.seed or 0, **values)
         position = torch.tensor([len(prompt) + len(output)])
-        output.append(int(sample_reference(x, SamplingValues(*values, position)).token_ids))
+        output.append(int(sample_reference(x, table, torch.zeros(1, dtype=torch.int32), position).token_ids))
         if output[-1] in (EOS, *(params.stop_token_ids or ())):
             break
     return output
@@ -148,16 +153,45 @@ def test_bad_words_give_the_tokens_of_transformers(llm: LLM, model: PreTrainedMo
     assert not any(word in TOKENIZER.decode(output) for word in words for output in given)
 
 
-def test_a_bad_word_is_also_bad_after_a_space_if_that_makes_other_tokens() -> None:
-    """The tokenizer of the built-in model has tokens that begin with a space; a space of its own adds nothing."""
+def test_no_spelling_of_a_bad_word_comes_whatever_its_tokens() -> None:
+    """The built-in model's tokenizer has tokens that begin with a space, and " the" is one where "the" is two."""
+    tokenizer = Tokenizer(BOX_MODEL)
+    size = len(tokenizer.vocabulary)
+    rng = random.Random(0)
+    for word in ("the", " the", "remotely", "P", "\u2603", "capital of"):
+        words = [BadWord(word, tokenizer, size, 64)]
+        edits = RowEdits(SamplingParams(bad_words=[word]), words, [], size)
+        for _ in range(12):
+            # A beginning of the word, in tokens drawn from all that fit, after something else
+            text = rng.choice(("", " ")) + word.lstrip()
+            output = tokenizer.encode_batch([rng.choice(("", "so", " ", "th", text))], 64)[0]
+            (piece,) = tokenizer.encode_batch([text], 64, add_special_tokens=False)
+            left = tokenizer.join_tokens(piece)
+            while left and rng.random() < 0.8:
+                fitting = [i for i in range(1, len(left) + 1) if tokenizer.find_token(left[:i]) is not None]
+                count = rng.choice(fitting)
+                output = [*output, tokenizer.find_token(left[:count])]
+                left = left[count:]
+            banned = set()
+            for token_id in range(size):
+                for first in range(max(0, len(output) - 12), len(output) + 1):
+                    said = tokenizer.decode([*output[first:], token_id], skip_special_tokens=False)
+                    if said in (word.lstrip(), " " + word.lstrip()):
+                        banned.add(token_id)
+            mask = np.full((1, -(-size // 32)), -1, np.int32)
+            edits.forbid(mask[0], array("i", [5, *output]), len(output))
+            allowed = np.unpackbits(mask.view(np.uint8), bitorder="little")[:size]
+            assert set(np.flatnonzero(allowed == 0).tolist()) == banned, (word, output)
+
+
+def test_a_word_whose_spaced_form_is_one_token_is_banned_in_a_text() -> None:
     with LLM("tiny-qwen3", max_model_len=64) as llm:
-        found = spell(["P", " P", "\u2603"], llm.engine.tokenizer, 64)
-        assert [llm.tokenizer.decode(ids) for ids in found] == ["P", " P", "P", " P", "\u2603"]
-        prompts = ["The capital of France is"] * 2
-        params = [SamplingParams(0, 8), SamplingParams(0, 8, bad_words=["P"])]
-        plain, other = llm.generate(prompts, params, use_tqdm=False)
-        assert " P" in plain["text"]
-        assert "P" not in other["text"]
+        wanted = dict.fromkeys(llm.tokenizer.encode(" the") + llm.tokenizer.encode("the"), 50.0)
+        params = SamplingParams(0, 24, logit_bias=wanted, ignore_eos=True)
+        plain, other = llm.generate(["a"] * 2, [params, replace(params, bad_words=["the"])], use_tqdm=False)
+        assert " the" in plain.text and "the" not in other.text
+        with pytest.raises(ValueError, match="a word of 201 characters; it may have at most 200"):
+            llm.generate("a", SamplingParams(bad_words=["a" * 201]))
 
 
 # ---- against the rule
@@ -237,17 +271,15 @@ def test_a_step_of_graphs_leaves_its_sampler_out_only_where_logits_are_edited(
     with LLM(folder, attention_backend="torch", **SMALL) as llm:
         runner = llm.engine.runner
         llm.engine.depth = depth
-        graphs = runner.graphs = StandInGraphs(
-            runner.staging.buffer, runner.config.max_num_seqs, runner.tables.padding_row
-        )
+        graphs = runner.steps = StandInGraphs(runner)
         assert tokens(llm, params, prompts) == alone
-        between = graphs.halves_run["sampler"]
+        between = graphs.parts_run["sampler"]
         plain = SamplingParams(0, 10, ignore_eos=True)
         tokens(llm, plain)
-        assert graphs.halves_run["sampler"] - between >= 9
+        assert graphs.parts_run["sampler"] - between >= 9
         tokens(llm, [*[plain] * 3, replace(plain, presence_penalty=1.0)])
-        assert graphs.halves_run["sampler"] - between < 15
-        runner.graphs = None
+        assert graphs.parts_run["sampler"] - between < 15
+        runner.steps = EAGER
 
 
 def test_drafts_change_no_token_and_what_depends_on_them_is_not_drafted_for(reciter: Path) -> None:
@@ -285,7 +317,7 @@ def test_a_step_s_model_runs_before_the_tokens_are_read_that_its_sampler_needs(
 
         monkeypatch.setattr(owner, method, noted)
 
-    note(llm.engine.runner, "start", "model")
+    note(llm.engine.runner, "run_layers", "model")
     note(llm.engine.runner.sampler, "sample", "sample")
     note(StepHandle, "result", "read")
     monkeypatch.setattr(llm.engine, "depth", 2)
@@ -331,7 +363,7 @@ def test_a_kernel_edits_as_the_reference_does(name: str, vocab_size: int, half: 
     expected = logits.clone()
     given = logits.clone()
     edit_logits_reference(expected, edits)
-    BACKENDS[name]().edit_logits(given, edits)
+    make_backend(name).edit_logits(given, edits)
     assert torch.allclose(given, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
     untouched = [1, 5]
     assert torch.equal(given[untouched], logits[untouched])

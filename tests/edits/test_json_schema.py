@@ -66,6 +66,7 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "an undated list of items": ({"items": [{"type": "integer"}]}, "#", "prefixItems"),
     "names that may come twice": ({"type": "object", "required": ["a"], "minProperties": 3}, "#", "minProperties is 3"),
     "integers beyond float64": ({"enum": ["a", [2**53 + 1]]}, "#", "2**53"),
+    "a control character": ({"items": {"enum": ["a", "\x7f"]}}, "#/items", "of control characters"),
     "bounds beyond float64": ({"items": {"minimum": 2**53 + 1}}, "#/items", "minimum is 9007199254740993"),
     "bounds beyond int64": ({"type": "integer", "minimum": 1e30}, "#", "minimum is 1e+30"),
     "no JSON": ("{", "", "it is not JSON"),
@@ -191,7 +192,74 @@ def test_exactly_one_of_five_is_given_and_vllms_other_fields_are_refused_by_name
         StructuredOutputsParams(regexp="a")
 
 
+def takes(params: StructuredOutputsParams, output: str) -> bool:
+    """Whether an output fits."""
+    matcher = GRAMMARS.compile(params).deep_copy()
+    spelled = [TOKENIZER._backend.token_to_id(token) for token in _bytes_of(output)]
+    return matcher.consume_tokens(spelled) and matcher.is_accepting()
+
+
 # ---- Whatever is taken is kept
+
+
+@pytest.mark.parametrize(
+    ("schema", "output"),
+    [
+        ({"properties": {"age": {"type": "integer"}}}, r'{"age": 5, "\u0061ge": "x"}'),
+        ({"properties": {"age": {"type": "integer"}}}, r'{"\u0061ge": "x"}'),
+        ({"properties": {"\x7f": {"type": "integer"}}}, r'{"\u007F": "x"}'),
+        ({"patternProperties": {"^a": {"type": "integer"}}}, r'{"\u0061": "x"}'),
+        ({"type": "object", "properties": {"a\x1f": {"type": "integer"}}}, r'{"a\u001F": "x"}'),
+    ],
+)
+def test_a_name_is_not_written_with_escapes_that_would_hide_it(schema: Any, output: str) -> None:
+    assert not jsonschema.Draft202012Validator(schema).is_valid(json.loads(output))
+    assert not takes(StructuredOutputsParams(json=schema), output)
+
+
+SPACES = set("\t\n\v\f\r \xa0\u1680\u2028\u2029\u202f\u205f\u3000\ufeff") | set(map(chr, range(0x2000, 0x200B)))
+
+
+@pytest.mark.parametrize("form", [r"^{}$", r"^[a{}]$", r"^(\\|{})$"])
+def test_white_space_in_a_pattern_is_ecmascripts(form: str) -> None:
+    """U+000B, of which JSON has no spelling without \\u, is left out."""
+    for character in (SPACES | set("b_\x1c\x85\u180e\u200b\u2060")) - set("\v\x1c"):
+        for name, expected in ((r"\s", character in SPACES), (r"\S", character not in SPACES)):
+            pattern = form.format(name)
+            value = json.dumps(character, ensure_ascii=False)
+            assert takes(StructuredOutputsParams(json={"type": "string", "pattern": pattern}), value) is expected
+            named = {"patternProperties": {pattern: {}}, "additionalProperties": False}
+            assert takes(StructuredOutputsParams(json=named), f"{{{value}: 1}}") is expected
+    both = StructuredOutputsParams(json={"type": "string", "pattern": r"^\\s[\s\S]$"})
+    assert takes(both, r'"\\s\n"') and not takes(both, '"  "'), "an escaped backslash is none of the escape after it"
+
+
+LABEL = "a" * 63
+
+
+@pytest.mark.parametrize(
+    ("name", "is_good"),
+    [
+        (".".join([LABEL, LABEL, LABEL, "a" * 61]), True),
+        (".".join([LABEL, LABEL, LABEL, "a" * 62]), False),
+        (f"{LABEL}.a", True),
+        (f"{LABEL}a.a", False),
+        ("xn--X", False),
+        ("a.XN--aa---o47jg78q", False),
+        ("ab--c.d", False),
+        ("a--b.a-b.abc-d.a-b---c", True),
+        ("ab-c.xn-a.a.bc.def", True),
+    ],
+)
+def test_a_hostname_has_253_characters_and_no_label_of_another_script(name: str, is_good: bool) -> None:
+    assert takes(StructuredOutputsParams(json={"type": "string", "format": "hostname"}), f'"{name}"') is is_good
+
+
+@pytest.mark.parametrize("params", [{"json": {"type": "string"}}, {"json_object": True}])
+def test_a_string_holds_every_character_but_rare_controls(params: dict[str, Any]) -> None:
+    for character in map(chr, (*range(0x20, 0x7F), *b"\b\t\n\f\r", 0x80, 0xE9, 0xFEFF, 0xFFFD, 0x1F600)):
+        value = json.dumps(character, ensure_ascii=False)
+        assert takes(StructuredOutputsParams(**params), value if "json" in params else f"{{{value}: {value}}}"), value
 
 
 def draw_output(params: StructuredOutputsParams, rng: random.Random, most: int = 300) -> str | None:

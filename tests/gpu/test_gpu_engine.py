@@ -58,7 +58,8 @@ def test_seeded_sampling_is_the_same_overlapped_or_not_graph_or_eager():
 
 
 def test_a_decode_step_waits_for_nothing_but_the_tokens():
-    with LLM("tiny-qwen3", **EXACT) as llm:
+    """Some of the steps that are watched begin a new block."""
+    with LLM("tiny-qwen3", **EXACT, kvcache_block_size=16) as llm:
         for i in range(8):
             llm.engine.add(llm.prepare([5, 6, 7 + i], SamplingParams(max_tokens=64, ignore_eos=True)))
         for _ in range(8):  # prefill, and kernels compiled

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.fakes import FREE
+from helpers.hybrids import save_hybrid
 from helpers.tiny import draw_prompts, save_random, save_reciter
 from safetensors.torch import load_file
 from transformers import Qwen3MoeForCausalLM
@@ -75,6 +76,13 @@ def test_default_memory_serves(random_model: Path) -> None:
     )
 
 
+def test_default_memory_serves_a_hybrid(tmp_path: Path) -> None:
+    """The states of rows have their share of the memory, too."""
+    save_hybrid(tmp_path)
+    found = serve(tmp_path, "triton", dtype="float32", num_kvcache_blocks=None)
+    assert_same_tokens(found, serve(tmp_path, "torch", dtype="float32"), "float32")
+
+
 @pytest.mark.parametrize("dtype", TOLERANCES)
 def test_a_dense_model_says_the_same(dtype: str, random_model: Path) -> None:
     expected = serve(random_model, "torch", dtype=dtype)
@@ -90,6 +98,41 @@ def test_experts_say_the_same(dtype: str, tmp_path: Path) -> None:
     options = {"dtype": dtype, "max_model_len": 640, "max_num_batched_tokens": 640, "num_kvcache_blocks": 80}
     expected = serve(tmp_path, "torch", prompts=prompts, **options)
     assert_same_tokens(serve(tmp_path, "triton", prompts=prompts, **options), expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+def test_a_hybrid_says_the_same(dtype: str, tmp_path: Path) -> None:
+    """Decodes run as graphs, which keep the states. A sequence that is preempted computes its state anew."""
+    save_hybrid(tmp_path)
+    expected = serve(tmp_path, "torch", dtype=dtype)
+    with LLM(tmp_path, **OPTIONS | {"attention_backend": "triton", "dtype": dtype, "num_kvcache_blocks": 18}) as llm:
+        found = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        assert llm.engine.config.use_graphs and llm.stats()["num_preemptions"] > 0
+    assert_same_tokens(found, expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCES)
+@pytest.mark.parametrize("kind", ["dense", "experts", "hybrid"])
+def test_quantised_weights_say_the_same(kind: str, dtype: str, tmp_path: Path) -> None:
+    """Embedding, head, projections and experts are int8. Steps of more than 128 tokens take the largest tile."""
+    if kind == "hybrid":
+        save_hybrid(tmp_path)
+    elif kind == "experts":
+        shape: dict[str, Any] = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+        save_random(tmp_path, model_class=Qwen3MoeForCausalLM, **shape)
+    else:
+        save_random(tmp_path)
+    options = {"dtype": dtype, "quantization": "int8"}
+    assert_same_tokens(serve(tmp_path, "triton", **options), serve(tmp_path, "torch", **options), dtype)
+
+
+def test_embeddings_are_the_same(random_model: Path) -> None:
+    found = {}
+    for backend in ("triton", "torch"):
+        with LLM(random_model, **OPTIONS | {"attention_backend": backend, "dtype": "float32"}) as llm:
+            found[backend] = [output["embedding"] for output in llm.embed(PROMPTS, use_tqdm=False)]
+    for embedding, expected in zip(found["triton"], found["torch"], strict=True):
+        assert embedding == pytest.approx(expected, abs=1e-4)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
@@ -190,13 +233,37 @@ def test_stages_start_with_default_memory(random_model: Path) -> None:
     assert_same_tokens(serve(random_model, "triton", **options), expected, "float32")
 
 
-def test_new_weights_are_those_of_the_next_tokens(random_model: Path, tmp_path: Path) -> None:
-    """They come from the host; graphs that were captured before read them."""
+@pytest.mark.parametrize("quantization", [None, "int8"])
+def test_new_weights_are_those_of_the_next_tokens(quantization: str | None, random_model: Path, tmp_path: Path) -> None:
+    """They come from the host. Graphs that were captured before do not read the old ones."""
     save_random(tmp_path, seed=3)
-    expected = serve(tmp_path, "torch", dtype="float32")
-    with LLM(random_model, **OPTIONS | {"attention_backend": "triton", "dtype": "float32"}) as llm:
+    options = {"dtype": "float32", "quantization": quantization}
+    expected = serve(tmp_path, "torch", **options)
+    with LLM(random_model, **OPTIONS | {"attention_backend": "triton"} | options) as llm:
         llm.load_weights(load_file(tmp_path / "model.safetensors").items())
         assert_same_tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False), expected, "float32")
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_an_engine_that_has_slept_says_the_same(level: int, random_model: Path) -> None:
+    """Asleep it leaves its cache to others; awake it has its graphs again."""
+    with LLM(random_model, **OPTIONS | {"attention_backend": "triton", "dtype": "float32"}) as llm:
+        expected = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+        allocated = torch.cuda.memory_allocated()
+        llm.sleep(level)
+        assert torch.cuda.memory_allocated() < allocated
+        llm.wake_up()
+        assert_same_tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False), expected, "float32")
+
+
+def test_engines_side_by_side_have_graphs_of_their_own(random_model: Path) -> None:
+    """They were captured for other numbers of sequences, and are replayed in turn."""
+    expected = tokens(serve(random_model, "torch", dtype="float32"))
+    options = OPTIONS | {"attention_backend": "triton", "dtype": "float32"}
+    with LLM(random_model, **options) as llm, LLM(random_model, **options | {"max_num_seqs": 3}) as other:
+        for _ in range(2):
+            assert tokens(llm.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected
+            assert tokens(other.generate(PROMPTS, GREEDY, use_tqdm=False)) == expected
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)

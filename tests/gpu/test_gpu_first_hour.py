@@ -68,32 +68,76 @@ def test_kernels_that_came_back_are_not_compiled_again(tmp_path: Path) -> None:
     assert compile_into(second)
 
 
+@pytest.mark.slow
+def test_every_configuration_of_the_sweep_is_right() -> None:
+    """Without a GPU, the script proves in the interpreter what it times on one."""
+    pytest.importorskip("triton")
+    result = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "gpu_sweep.py", "--check-only"],
+        env=os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+
+
 def test_every_step_chooses_tests_and_options_that_exist(tmp_path: Path) -> None:
-    """All three calls, with a stand-in for Python that notes its arguments."""
+    """All three calls, with stand-ins for Python and the sanitizer that note their arguments.
+
+    A call leaves its log and the kernels, because few files may come back from a machine.
+    """
     python = tmp_path / "python"
     python.write_text(f'#!/usr/bin/env bash\nprintf "%s\\037" "$@" >> {tmp_path}/calls\necho >> {tmp_path}/calls\n')
     python.chmod(0o755)
+    (tmp_path / "compute-sanitizer").symlink_to(python)
     environment = os.environ | {"OUT": str(tmp_path / "out"), "TRITON_CACHE_DIR": str(tmp_path), "PYTHON": str(python)}
+    environment["PATH"] = f"{tmp_path}:{os.environ['PATH']}"
+    names = []
     for number in "123":
         result = subprocess.run(["bash", SCRIPT, number], env=environment, capture_output=True, text=True, check=False)
         assert result.returncode == 0 and "failed" not in result.stdout, result
+        assert {path.name for path in (tmp_path / "out").iterdir()} == {f"call-{number}.log", "triton-cache.tgz"}
+        names += re.findall(r"^=== (\S+):", (tmp_path / "out" / f"call-{number}.log").read_text(), re.MULTILINE)
+        (tmp_path / "out" / f"call-{number}.log").unlink()
     calls = [line.split("\037")[:-1] for line in (tmp_path / "calls").read_text().splitlines()]
-    assert len(calls) == 14
-    assert len(list((tmp_path / "out").glob("*.log"))) == 14
-    remaining = {f"tests/gpu/{name}": read_tests(name) for name in ("test_gpu_engine.py", "test_gpu_features.py")}
+    assert len(calls) == len(names) == 15
+    remaining = {f"tests/gpu/{path.name}": read_tests(path.name) for path in (ROOT / "tests" / "gpu").glob("*.py")}
+    del remaining["tests/gpu/test_gpu_first_hour.py"]
     for call in calls:
         script = next((ROOT / part for part in call if part.endswith(".py")), None)
-        if script is not None and "-m" not in call:
+        if script is not None and "pytest" not in call:
             for option in (part for part in call if part.startswith("--")):
                 assert f'"{option}"' in script.read_text(), call
-        elif script is not None and "-k" in call:
-            tests = remaining[str(script.relative_to(ROOT))]
-            chosen = {
-                name for name in tests if Expression.compile(call[call.index("-k") + 1]).evaluate(name.__contains__)
-            }
-            assert chosen, call
-            tests -= chosen
+        elif script is not None:
+            tests = read_tests(script.name)
+            if "-k" in call:
+                expression = Expression.compile(call[call.index("-k") + 1])
+                tests = {name for name in tests if expression.evaluate(name.__contains__)}
+            assert tests, call
+            remaining[str(script.relative_to(ROOT))] -= tests
     assert not any(remaining.values()), "no step runs these"
+
+
+def test_a_step_that_takes_its_whole_time_takes_none_from_the_next() -> None:
+    for call in SCRIPT.read_text().split(";;")[:3]:
+        limits = re.findall(r"^ +step \S+ (\d+) ", call, re.MULTILINE)
+        assert limits and sum(map(int, limits)) <= 570
+
+
+@pytest.mark.slow
+def test_a_step_whose_time_is_over_is_interrupted(tmp_path: Path) -> None:
+    """pytest then prints what it has found. When it is terminated, it prints nothing."""
+    python = tmp_path / "python"
+    python.write_text("#!/usr/bin/env bash\ntrap 'echo interrupted; kill $!; exit 1' INT\nsleep 60 & wait\n")
+    python.chmod(0o755)
+    script = tmp_path / "scripts" / "short.sh"
+    script.parent.mkdir()
+    script.write_text(re.sub(r"step sweep \d+", "step sweep 6", SCRIPT.read_text()))
+    environment = os.environ | {"OUT": str(tmp_path / "out"), "TRITON_CACHE_DIR": str(tmp_path), "PYTHON": str(python)}
+    result = subprocess.run(["bash", script, "3"], env=environment, capture_output=True, text=True, check=False)
+    assert result.returncode == 1 and "failed: sweep" in result.stdout
+    assert "interrupted" in (tmp_path / "out" / "call-3.log").read_text()
 
 
 def read_tests(name: str) -> set[str]:

@@ -22,6 +22,7 @@ from helpers.kernel_cases import (
     decode_lengths,
     edit_case,
     mixed_lengths,
+    pack_values,
     pairwise_shapes,
     poisoned_memory,
     sample_case,
@@ -38,7 +39,7 @@ from helpers.kernel_tests import (  # noqa: F401
 )
 from helpers.quantized_cases import FORMATS, make_codes
 
-from nanovllm.backends import BACKENDS, Backend
+from nanovllm.backends import Backend, make_backend
 from nanovllm.backends.gpu.edit_logits import edit_logits
 from nanovllm.backends.gpu.norm_rope_store import norm_rope_store
 from nanovllm.backends.gpu.quantized import TritonMatrix
@@ -51,7 +52,7 @@ from nanovllm.models.qwen3_5.operators import TritonHybridOperators
 from nanovllm.models.qwen3_moe.ops import route_reference
 from nanovllm.ops.norm_rope_store import NormRope, norm_rope_store_reference
 from nanovllm.ops.rms_norm import add_rms_norm_reference, rms_norm_reference
-from nanovllm.ops.sample import SamplingValues, uniform_reference
+from nanovllm.ops.sample import uniform_reference
 from nanovllm.ops.silu_and_mul import silu_and_mul_reference
 
 pytestmark = [
@@ -75,7 +76,7 @@ def no_synchronisation() -> Iterator[None]:
 def backend_called(name: str) -> Backend:
     if name == "flash_attn":
         pytest.importorskip("flash_attn", reason="flash-attn is not installed")
-    return BACKENDS[name]()
+    return make_backend(name)
 
 
 # ---- attention
@@ -119,8 +120,8 @@ def test_a_captured_decode_replays_for_any_lengths_and_tables(name: str) -> None
     torch.cuda.current_stream().wait_stream(warm_up)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        metadata = backend.prepare_attention(static.metadata, static.cache, static.q.shape[1])
-        out = backend.attend(static.q, static.cache, metadata, static.scale)
+        inputs = backend.prepare_attention(static.inputs, static.cache, static.q.shape[1])
+        out = backend.attend(static.q, static.cache, inputs, static.scale)
     for lengths in ([longest] * 8, [1, 2, 256, 257, 0, 0, 2999, 128], [0] * 7 + [77], [40] * 8):
         case = attention_case([1] * 8, lengths, 128, 2, 256, BF16, num_kv_heads=8, backend=backend, seed=sum(lengths))
         copy_into(static, case)
@@ -144,9 +145,9 @@ def test_linear_attention_is_the_reference(heads: tuple[int, int, int, int], dty
 def copy_into(static: AttentionCase, case: AttentionCase) -> None:
     """Write new contents to the same addresses, as a runner does before a replay."""
     static.q.copy_(case.q)
-    static.metadata.seq_lens.copy_(case.metadata.seq_lens)
-    width = case.metadata.block_tables.shape[1]
-    static.metadata.block_tables[:, :width] = case.metadata.block_tables
+    static.inputs.seq_lens.copy_(case.inputs.seq_lens)
+    width = case.inputs.block_tables.shape[1]
+    static.inputs.block_tables[:, :width] = case.inputs.block_tables
     for side, new in zip(static.cache, case.cache, strict=True):
         side.fill_(float("nan"))
         side[: new.shape[0]] = new
@@ -160,8 +161,8 @@ def test_attention_and_sampling_never_wait_for_the_device(name: str) -> None:
     tokens = sample_case(151_936, BF16)
     for guard in (nothing, no_synchronisation):  # the first round compiles
         with guard():
-            metadata = backend.prepare_attention(case.metadata, case.cache, case.q.shape[1])
-            backend.attend(case.q, case.cache, metadata, case.scale)
+            inputs = backend.prepare_attention(case.inputs, case.cache, case.q.shape[1])
+            backend.attend(case.q, case.cache, inputs, case.scale)
             sample(*tokens.arguments())
 
 
@@ -218,7 +219,7 @@ def test_norm_rope_store_is_its_reference(head_dim: int, group: int, block_size:
 # ---- experts
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 8, 2), (40, 60, 4), (512, 128, 8)])
 def test_routing_is_its_reference_with_broken_logits_too(
@@ -266,18 +267,16 @@ def test_samples_follow_the_distribution() -> None:
     """Chi-squared, 200,000 draws from 8 tokens: with 7 degrees of freedom it exceeds 40 about once in 800,000 times."""
     n = 200_000
     logits = torch.linspace(0, 2, 8, device=CUDA).repeat(n, 1)
-    ones = torch.ones(n, device=CUDA)
-    zeros = torch.zeros(n, device=CUDA)
-    seeds = torch.arange(n, device=CUDA)
-    assert len(uniform_reference(seeds, zeros.long()).unique()) > 0.98 * n
-    tokens = sample(logits, SamplingValues(ones, zeros.int(), ones, zeros, seeds, zeros.int())).token_ids
+    rows = torch.arange(n, dtype=torch.int32, device=CUDA)
+    assert len(uniform_reference(rows.long(), torch.zeros_like(rows).long()).unique()) > 0.98 * n
+    tokens = sample(logits, pack_values(n, rows.cpu()).to(CUDA), rows, torch.zeros_like(rows)).token_ids
     expected = logits[0].softmax(0) * n
     counts = torch.bincount(tokens, minlength=8)
     assert float(((counts - expected) ** 2 / expected).sum()) < 40
 
 
 @pytest.mark.parametrize("num_rows", [1, 17, 300])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("bits", "group_size", "has_zeros"), FORMATS)
 def test_products_with_codes_are_those_of_the_dequantised_matrix_eager_and_replayed(
     bits: int, group_size: int, has_zeros: bool, dtype: torch.dtype, num_rows: int

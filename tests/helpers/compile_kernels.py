@@ -5,6 +5,7 @@ very functions that the wrappers call, so what is compiled here cannot drift fro
 
     python tests/helpers/compile_kernels.py ARCH...       all configurations for those architectures (80, 89, 90, 100)
     python tests/helpers/compile_kernels.py --quick ARCH  the kernels of one model of each kind
+    python tests/helpers/compile_kernels.py --dtype float32 ARCH    another type than bfloat16
 """
 
 import argparse
@@ -85,15 +86,17 @@ FORMATS = ((8, 1024, False), (4, 128, True), (4, 128, False), (4, 32, False), (8
 
 # Types by argument name: pointers first, then scalars; anything else is an int32.
 _TYPES = {
-    "*fp32": """cos_sin partial_out partial_lse temperature top_p min_p temperatures top_ps min_ps chunk_max
-        chunk_weight part_weight threshold weights penalties values log_sums scales recurrent a_log dt_bias""",
-    "*i32": """seq_lens items first_item share_begins arrivals block_tables cu_seqlens positions top_k top_ks
-        chunk_argmax listed places tokens offsets experts rows indices masks counts num_computed num_scheduled
-        planned_ids tables last_token token_ids checked num_above zeros""",
-    "*i64": "slots seeds all_seeds",
+    "*fp32": """cos_sin partial_out partial_lse chunk_max chunk_weight part_weight threshold weights penalties values
+        log_sums scales recurrent a_log dt_bias""",
+    "*i32": """seq_lens items first_item share_begins arrivals block_tables cu_seqlens positions chunk_argmax listed
+        places tokens offsets experts rows indices masks counts num_computed num_scheduled planned_ids tables table
+        last_token token_ids checked num_above zeros""",
+    "*i64": "slots",
 }
 _POINTERS = {f"{name}_ptr": kind for kind, names in _TYPES.items() for name in names.split()}
 _FLOATS = ("eps", "scale_log2")
+DTYPES = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
+"""A pointer to each type of activations and cache."""
 
 
 COUNTED = ("_choose_experts_kernel", "_sort_pairs_kernel")
@@ -101,21 +104,29 @@ COUNTED = ("_choose_experts_kernel", "_sort_pairs_kernel")
 
 
 class Launch(NamedTuple):
-    """One kernel with one set of constexprs and options, and pointer types that differ from the usual."""
+    """One kernel with one set of constexprs and options, and pointer types that differ from the usual.
+
+    What has no type of its own has `own`, that of activations and cache.
+    """
 
     kernel: Any
     config: tuple[tuple[str, int], ...]
     types: tuple[tuple[str, str], ...] = ()
+    own: str = "*bf16"
 
 
-def launches(models: dict[str, Model], block_sizes: tuple[int, ...], shared_kib: int) -> Iterator[Launch]:
-    """Yield the launches of an engine for those models in bfloat16, under tensor parallelism of 1, 2, 4 and 8."""
+def launches(
+    models: dict[str, Model], block_sizes: tuple[int, ...], shared_kib: int, dtype: torch.dtype
+) -> Iterator[Launch]:
+    """Yield the launches of an engine for those models in dtype, under tensor parallelism of 1, 2, 4 and 8."""
+    own = DTYPES[str(dtype).removeprefix("torch.")]
+    itemsize = dtype.itemsize
 
     def launch(kernel: Any, config: dict[str, int], **types: str) -> Launch:
-        return Launch(kernel, tuple(config.items()), tuple(types.items()))
+        return Launch(kernel, tuple(config.items()), tuple(types.items()), own)
 
     for model in models.values():
-        wide = "*fp32" if model.value_heads else "*bf16"
+        wide = "*fp32" if model.value_heads else own
         for size in (model.hidden_size, model.head_dim):
             for add in (False, True):
                 yield launch(rms_norm._rms_norm_kernel, rms_norm.rms_norm_config(size, add), weight_ptr=wide)
@@ -131,11 +142,12 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], shared_kib:
                     k_weight_ptr=wide,
                 )
             group = model.num_heads // model.num_kv_heads
-            yield launch(paged_decode._split_kernel, paged_decode.split_config(group, *shape, 2))
-            yield launch(paged_prefill._prefill_kernel, paged_prefill.prefill_config(group, *shape, 2, shared_kib))
+            yield launch(paged_decode._split_kernel, paged_decode.split_config(group, *shape, itemsize))
+            config = paged_prefill.prefill_config(group, *shape, itemsize, shared_kib)
+            yield launch(paged_prefill._prefill_kernel, config)
             for num_seqs in (1, 512, 1024):
                 yield launch(step_inputs._step_inputs_kernel, step_inputs.step_inputs_config(num_seqs, block_size))
-                yield launch(paged_decode._share_kernel, paged_decode.share_config(num_seqs, 49, *shape, 2))
+                yield launch(paged_decode._share_kernel, paged_decode.share_config(num_seqs, 49, *shape, itemsize))
         if model.value_heads:
             yield launch(causal_conv._causal_conv_kernel, causal_conv.causal_conv_config(4))
             config = gated_rms_norm.gated_rms_norm_config(model.value_heads, 128)
@@ -150,15 +162,16 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], shared_kib:
             yield launch(combine._combine_experts_kernel, combine.combine_config(8))
             for num_tokens in (1, 128, 512, 1024):
                 for gather in (True, False):
-                    config = grouped_linear.grouped_linear_config(num_tokens, 128, gather, 2)
+                    config = grouped_linear.grouped_linear_config(num_tokens, 128, gather, itemsize)
                     yield launch(grouped_linear._grouped_linear_kernel, config)
-    for kernel, config, types in quantized_launches(FORMATS[:2] if len(block_sizes) == 1 else FORMATS):
+    for kernel, config, types in quantized_launches(FORMATS[:2] if len(block_sizes) == 1 else FORMATS, itemsize):
         yield launch(kernel, config, **types)
     yield launch(silu_and_mul._silu_and_mul_kernel, silu_and_mul.silu_and_mul_config())
     num_chunks = -(-VOCAB_SIZE // sample.CHUNK)
-    for dtype, pointer in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
+    # Edited logits are float32.
+    for kind, pointer in {dtype: own, torch.float32: "*fp32"}.items():
         yield launch(sample._stats_kernel, sample.stats_config(), logits_ptr=pointer, part_max_ptr=pointer)
-        config = sample_filter.filter_config(num_chunks, sample.CHUNK, dtype)
+        config = sample_filter.filter_config(num_chunks, sample.CHUNK, kind)
         yield launch(sample_filter._filter_kernel, config, logits_ptr=pointer, part_max_ptr=pointer)
         config = token_logprobs.token_logprobs_config()
         yield launch(token_logprobs._token_logprobs_kernel, config, logits_ptr=pointer)
@@ -169,17 +182,17 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], shared_kib:
 
 
 def quantized_launches(
-    formats: Iterable[tuple[int, int, bool]],
+    formats: Iterable[tuple[int, int, bool]], itemsize: int
 ) -> Iterator[tuple[Any, dict[str, int], dict[str, str]]]:
     """Yield the kernels of quantised matrices and experts with their constexprs and pointer types."""
     for bits, group_size, has_zeros in formats:
         config = quantized_linear.format_config(bits, 1024, group_size, has_zeros)
         types = {"codes_ptr": "*i8" if bits == 8 else "*u8"}
         for num_rows in (1, 64, 65):
-            tile = quantized_linear.tile_config(num_rows, quantized_linear.TILES, 2)
+            tile = quantized_linear.tile_config(num_rows, quantized_linear.TILES, itemsize)
             yield quantized_linear._quantized_linear_kernel, config | {"HAS_BIAS": num_rows == 64} | tile, types
         for num_tokens in (1, 512, 1024) if formats is FORMATS else (1,):
-            tile = quantized_linear.tile_config(num_tokens, quantized_linear.GROUPED_TILES, 2)
+            tile = quantized_linear.tile_config(num_tokens, quantized_linear.GROUPED_TILES, itemsize)
             experts = {"GATHER": num_tokens != 512, "EXPERTS": 128}
             yield quantized_linear._grouped_quantized_kernel, config | experts | tile, types
 
@@ -200,7 +213,7 @@ def compile_launch(launch: Launch, arch: int) -> dict[str, Any]:
         if name in config:
             signature[name] = "constexpr"
         elif name.endswith("_ptr"):
-            signature[name] = overrides.get(name) or _POINTERS.get(name, "*bf16")
+            signature[name] = overrides.get(name) or _POINTERS.get(name, launch.own)
         else:
             signature[name] = "fp32" if name in _FLOATS else "i32"
         if name.endswith(("_ptr", "stride", "size", "experts")):  # multiples of 16, and specialised as such
@@ -210,7 +223,7 @@ def compile_launch(launch: Launch, arch: int) -> dict[str, Any]:
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     name = launch.kernel.fn.__name__
     usage = inspect_binary(compiled.asm["cubin"], counts=name in COUNTED)
-    result = {"kernel": name, "arch": arch, "config": dict(launch.config)}
+    result = {"kernel": name, "arch": arch, "own": launch.own, "config": dict(launch.config)}
     ptx = compiled.asm["ptx"]
     loads = re.findall(r"\bld\.global\S*\.[bu](\d+)", ptx)
     usage |= {
@@ -246,13 +259,15 @@ def inspect_binary(cubin: bytes, counts: bool) -> dict[str, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="a representative subset")
+    parser.add_argument("--dtype", choices=DTYPES, default="bfloat16")
     parser.add_argument("arch", nargs="+", type=int, choices=sorted(SHARED_KIB))
     args = parser.parse_args()
     results = []
     for arch in args.arch:
         models = {name: MODELS[name] for name in ("0.6B", "30B-A3B", "Qwen3.5 0.8B")} if args.quick else MODELS
         block_sizes = BLOCK_SIZES[:1] if args.quick else BLOCK_SIZES
-        for launch in dict.fromkeys(launches(models, block_sizes, SHARED_KIB[arch])):
+        dtype = getattr(torch, args.dtype)
+        for launch in dict.fromkeys(launches(models, block_sizes, SHARED_KIB[arch], dtype)):
             results.append(compile_launch(launch, arch))
     print(json.dumps(results))
 

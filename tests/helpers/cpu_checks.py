@@ -8,8 +8,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from helpers.delta_cases import DeltaLayer, assert_delta_is_the_reference
-from helpers.kernel_cases import assert_same_tokens, attention_tolerance, decode_lengths, mixed_lengths, sample_case
-from nanovllm.backends import AttentionMetadata, Backend
+from helpers.kernel_cases import (
+    assert_same_tokens,
+    attention_tolerance,
+    decode_lengths,
+    make_inputs,
+    mixed_lengths,
+    sample_case,
+)
+from nanovllm.backends import Backend
 from nanovllm.backends.cpu.backend import CpuBackend, NativeMatrix
 from nanovllm.backends.cpu.library import PANEL
 from nanovllm.backends.cpu.scratch import Scratch
@@ -109,17 +116,8 @@ def attend_after_storing(
     q = torch.cat(pieces)
     ends = torch.tensor(seq_lens).cumsum(0)
     rows = torch.cat([torch.arange(int(e) - n, int(e)) for e, n in zip(ends, query_lens, strict=True)])
-    lens = torch.tensor([query_lens, seq_lens], dtype=torch.int32)
-    metadata = AttentionMetadata(
-        num_decodes=0,
-        cu_seqlens_q=F.pad(lens[0].cumsum(0, dtype=torch.int32), (1, 0)),
-        seq_lens=lens[1],
-        block_tables=tables,
-        slot_mapping=slots,
-        query_lens_cpu=lens[0].numpy(),
-        seq_lens_cpu=lens[1].numpy(),
-    )
-    return backend.attend(q[rows], cache, metadata, head_dim**-0.5).float()
+    inputs = make_inputs(query_lens, seq_lens, tables)
+    return backend.attend(q[rows], cache, inputs, head_dim**-0.5).float()
 
 
 def assert_attends_alike(backend: CpuBackend, shape: tuple[int, int, int], dtype: torch.dtype) -> None:

@@ -4,33 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.backends import AttentionMetadata
+from helpers.kernel_cases import make_inputs
 from nanovllm.models.qwen3_5.operators import HybridOperators
 from nanovllm.models.qwen3_5.ops import RowState
+from nanovllm.ops.step_inputs import StepInputs
 
 CPU = torch.device("cpu")
 EPS = 1e-6
-
-
-def delta_metadata(
-    query_lens: Sequence[int], seq_lens: Sequence[int], rows: Sequence[int], device: torch.device = CPU
-) -> AttentionMetadata:
-    """The metadata of a step, as far as linear attention reads it."""
-    lens = torch.tensor(query_lens, dtype=torch.int32)
-    decodes = next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens))
-    return AttentionMetadata(
-        num_decodes=decodes,
-        cu_seqlens_q=F.pad(lens.cumsum(0, dtype=torch.int32), (1, 0)).to(device),
-        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
-        block_tables=torch.zeros(len(lens), 1, dtype=torch.int32, device=device),
-        slot_mapping=torch.zeros(int(lens.sum()), dtype=torch.int64, device=device),
-        query_lens_cpu=lens.numpy(),
-        seq_lens_cpu=torch.tensor(seq_lens, dtype=torch.int32).numpy(),
-        rows=torch.tensor(rows, dtype=torch.int32, device=device),
-    )
 
 
 @dataclass(frozen=True)
@@ -68,7 +50,7 @@ class DeltaLayer:
         operators: HybridOperators,
         inputs: Tensor,
         state: RowState,
-        metadata: AttentionMetadata,
+        step: StepInputs,
         given: Sequence[Tensor] = (),
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return what each of the three operators gives, [tokens, ...]. The second and the third one read what the one
@@ -78,9 +60,9 @@ class DeltaLayer:
         a_log = self.draw(self.value_heads, seed=2).abs().log()
         dt_bias = self.draw(self.value_heads, seed=3)
         norm = self.draw(self.value_dim, seed=4).to(self.dtype)
-        mixed = operators.causal_conv(qkv, weight, state.conv, metadata)
+        mixed = operators.causal_conv(qkv, weight, state.conv, step)
         delta_inputs = (given[0] if given else mixed, gates, a_log, dt_bias)
-        out = operators.gated_delta(*delta_inputs, state.recurrent, metadata)
+        out = operators.gated_delta(*delta_inputs, state.recurrent, step)
         return mixed, out, operators.gated_rms_norm(given[1] if given else out, z, norm, EPS)
 
 
@@ -100,8 +82,8 @@ def run_in_chunks(
             pieces = [prompts[i][start : start + chunk] for i in present]
             lens = [len(piece) for piece in pieces]
             rows = [len(prompts) - 1 - i for i in present]
-            metadata = delta_metadata(lens, [start + n for n in lens], rows, layer.device)
-            *_, out = layer.run(operators, torch.cat(pieces), state, metadata)
+            step = make_inputs(lens, [start + n for n in lens], rows=rows, device=layer.device)
+            *_, out = layer.run(operators, torch.cat(pieces), state, step)
             for i, piece in zip(present, out.split(lens), strict=True):
                 outputs[i].append(piece)
     return [torch.cat(pieces) for pieces in outputs]
@@ -122,11 +104,11 @@ def assert_delta_is_the_reference(
         present = [i for i in range(count) if lens[i]]
         for i in present:
             done[i] += lens[i]
-        planned = ([lens[i] for i in present], [done[i] for i in present], [count - i for i in present])
-        metadata = delta_metadata(*planned, layer.device)
+        rows = [count - i for i in present]
+        step = make_inputs([lens[i] for i in present], [done[i] for i in present], rows=rows, device=layer.device)
         inputs = layer.inputs(sum(lens), seed=100 * number)
-        expected = layer.run(reference, inputs, states[0], metadata)
-        found = layer.run(operators, inputs, states[1], metadata, expected)
+        expected = layer.run(reference, inputs, states[0], step)
+        found = layer.run(operators, inputs, states[1], step, expected)
         for one, other in zip(found, expected, strict=True):
             torch.testing.assert_close(one.float(), other.float(), rtol=tolerance, atol=tolerance)
         assert torch.equal(states[0].conv.nan_to_num(), states[1].conv.nan_to_num())

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import numpy as np
 import torch
 import triton
+from nanovllm.runner.startup import bind_halves, compile_kernels, make_caches, make_graphs
 
 from helpers.pretend_cuda import DEVICE, PretendDriver, noted, pretend_runner, unscored_plan
 from nanovllm.backends.gpu import launch as kernel_launches
@@ -35,11 +36,9 @@ from nanovllm.engine.plan import StepPlan
 from nanovllm.layers.linear import MatrixModule
 from nanovllm.layers.parallel import Stage
 from nanovllm.models.qwen3_moe.decoder import Experts
-from nanovllm.ops.sample import SamplingValues
 from nanovllm.quantized.codes import Codes
 from nanovllm.runner import logprobs, sampler
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.runner.startup import bind_halves, compile_kernels, make_caches, make_graphs
 from nanovllm.runner.step_handle import Front
 from nanovllm.utils.integers import ceil_div
 
@@ -185,10 +184,10 @@ def make_edits(num_rows: int, vocab: int, has_masks: bool, has_penalties: bool) 
     return LogitEdits(indices, indices, masks, bias_index, bias, penalties, (), PenaltyCounts(num_rows))
 
 
-def make_front(runner: ModelRunner, hidden: torch.Tensor, rows: torch.Tensor, values: SamplingValues) -> Front:
+def make_front(runner: ModelRunner, hidden: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> Front:
     """Return what `ModelRunner.replay` returns for decodes."""
     plan = unscored_plan([1] * len(rows))
-    return Front(plan, hidden, rows[:0], None, None, rows, values, *runner._read_counts(plan))
+    return Front(plan, hidden, rows[:0], None, None, rows, positions, *runner._read_counts(plan))
 
 
 def finish_replayed(runner: ModelRunner, size: int, edits: LogitEdits | None) -> None:
@@ -214,8 +213,8 @@ def serve_logprobs(runner: ModelRunner) -> None:
     scored = StepPlan.largest(3, 300, 1000)
     sampled = unscored_plan([1, 1, 40])
     for count in (0, 3):
-        runner.tables.sampling_cpu["num_prompt_logprobs"] = count
-        runner.tables.sampling_cpu["num_logprobs"] = count
+        runner.device_rows.sampling_cpu["num_prompt_logprobs"] = count
+        runner.device_rows.sampling_cpu["num_logprobs"] = count
         run_step(runner, scored)
         run_step(runner, sampled)
         finish_replayed(runner, 48, None)
@@ -281,8 +280,8 @@ def serve_as_a_stage(runner: ModelRunner) -> None:
     with mock.patch.object(runner.staging, "send", send), mock.patch.object(runner, "on_device", nullcontext):
         for plan in (*plans, unscored_plan([1]), StepPlan.largest(3, 300, 1000)):
             for count in (-1, 3):
-                runner.tables.sampling_cpu["num_prompt_logprobs"] = max(count, 0)
-                runner.tables.sampling_cpu["num_logprobs"] = count
+                runner.device_rows.sampling_cpu["num_prompt_logprobs"] = max(count, 0)
+                runner.device_rows.sampling_cpu["num_logprobs"] = count
                 half = stage.run(plan)
                 if isinstance(stage, FirstStage):
                     hidden = group.receive((count_wanted(plan), runner.shape.hidden), runner.dtype, 2)
@@ -290,11 +289,12 @@ def serve_as_a_stage(runner: ModelRunner) -> None:
         decode, sample = bind_halves(runner)
         graphs = make_graphs(runner)
         for size in graphs.sizes:
-            hidden, rows, values = decode(graphs.inputs(size))
+            hidden, rows, positions = decode(graphs.inputs(size))
             if sample is None:
                 continue
-            sample(hidden, rows, values)
-            front = make_front(runner, hidden, rows, values)
+            sample(hidden, rows, positions)
+            front = make_front(runner, hidden, rows, positions)
+            front = front._replace(sampling=runner.device_rows.sampling[rows])
             filled = parallel.inputs.fill(parallel.inputs.keep(front, size), hidden)
             edits = make_edits(size, vocab, has_masks=True, has_penalties=size % 2 == 0)
             runner.finish_replay(graphs, filled, edits, is_edited=True)

@@ -6,14 +6,14 @@ from nanovllm.backends.gpu.cuda_graphs import CudaGraphs
 
 
 class StandInGraphs(CudaGraphs):
-    """Runs each half of a step, on the graph's padded inputs, instead of replaying its capture."""
+    """Runs each part of a step, on the graph's padded inputs, instead of replaying its capture."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.sizes_run = set()
-        self.halves_run = Counter()
+        self.parts_run = Counter()
 
-    def run(self, half, size, work):
+    def run(self, part, size, work):
         self.sizes_run.add(size)
-        self.halves_run[half] += 1
+        self.parts_run[part] += 1
         return work()

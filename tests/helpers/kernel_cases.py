@@ -3,22 +3,32 @@
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import product
 
 import numpy as np
 import torch
+from numpy.typing import ArrayLike
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nanovllm.backends import AttentionMetadata, Backend, KVCache
+from nanovllm.backends import Backend, KVCache
 from nanovllm.backends.torch_backend import TorchBackend
 from nanovllm.edits.edit_logits import MaskAndPenalties
+from nanovllm.engine.plan import ROW_SAMPLING
 from nanovllm.ops.attention import attend_reference
-from nanovllm.ops.sample import Sampled, SamplingValues, filter_reference, sample_reference, uniform_reference
-from nanovllm.ops.step_inputs import PlannedRows, RowTables, StepInputs, step_inputs_reference
+from nanovllm.ops.sample import (
+    Sampled,
+    SamplingValues,
+    filter_reference,
+    sample_reference,
+    uniform_reference,
+    unpack_sampling,
+)
+from nanovllm.ops.step_inputs import DevicePlan, StepInputs, step_inputs_reference
 from nanovllm.ops.token_logprobs import TokenLogprobs, token_logprobs_reference
 
+CPU = torch.device("cpu")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 HEAD_DIMS = (32, 64, 128)
@@ -59,35 +69,61 @@ def poisoned_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+def make_inputs(
+    query_lens: Sequence[int],
+    seq_lens: Sequence[int],
+    block_tables: Tensor | None = None,
+    rows: Sequence[int] | None = None,
+    device: torch.device = CPU,
+) -> StepInputs:
+    """The inputs of a step, as far as attention and its like read them. Nothing is stored."""
+    num_seqs = len(query_lens)
+    num_tokens = sum(query_lens)
+    offsets = np.repeat(np.asarray(seq_lens) - np.cumsum(query_lens), query_lens)
+    nothing = torch.zeros(num_seqs, 1, dtype=torch.int32, device=device)
+    return StepInputs(
+        token_ids=torch.zeros(num_tokens, dtype=torch.int32, device=device),
+        positions=torch.from_numpy(offsets + np.arange(num_tokens)).to(device, torch.int32),
+        slots=torch.full((num_tokens,), -1, device=device),
+        cu_seqlens=torch.tensor([0, *np.cumsum(query_lens)], dtype=torch.int32, device=device),
+        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
+        block_tables=nothing if block_tables is None else block_tables,
+        rows=torch.tensor(range(num_seqs) if rows is None else rows, dtype=torch.int32, device=device),
+        num_decodes=next((i for i, n in enumerate(query_lens) if n != 1), num_seqs),
+        query_lens_cpu=np.asarray(query_lens, np.int32),
+        seq_lens_cpu=np.asarray(seq_lens, np.int32),
+    )
+
+
 @dataclass(frozen=True)
 class AttentionCase:
     """One step of one layer."""
 
     q: Tensor
     cache: KVCache
-    metadata: AttentionMetadata
+    inputs: StepInputs
     scale: float
 
     def attend(self, backend: Backend) -> Tensor:
         with poisoned_memory():
-            metadata = backend.prepare_attention(self.metadata, self.cache, self.q.shape[1])
-            return backend.attend(self.q, self.cache, metadata, self.scale)
+            inputs = backend.prepare_attention(self.inputs, self.cache, self.q.shape[1])
+            return backend.attend(self.q, self.cache, inputs, self.scale)
 
     def expected(self) -> Tensor:
         """The reference in float32 on the same values. Padding rows (length 0) are NaN: nothing is expected of them."""
-        real = self.metadata.seq_lens_cpu > 0
-        kept = torch.from_numpy(np.repeat(real, self.metadata.query_lens_cpu)).to(self.q.device)
+        real = self.inputs.seq_lens_cpu > 0
+        kept = torch.from_numpy(np.repeat(real, self.inputs.query_lens_cpu)).to(self.q.device)
         mask = torch.from_numpy(real).to(self.q.device)
-        metadata = replace(
-            self.metadata,
-            block_tables=self.metadata.block_tables[mask],
-            query_lens_cpu=self.metadata.query_lens_cpu[real],
-            seq_lens_cpu=self.metadata.seq_lens_cpu[real],
+        inputs = replace(
+            self.inputs,
+            block_tables=self.inputs.block_tables[mask],
+            query_lens_cpu=self.inputs.query_lens_cpu[real],
+            seq_lens_cpu=self.inputs.seq_lens_cpu[real],
         )
         cache = KVCache(*(side.float() for side in self.cache))
         out = torch.full(self.q.shape, float("nan"), device=self.q.device)
         with sdpa_kernel(SDPBackend.MATH):  # on a GPU the others multiply float32 in fewer bits
-            out[kept] = attend_reference(self.q[kept].float(), cache, metadata, self.scale)
+            out[kept] = attend_reference(self.q[kept].float(), cache, inputs, self.scale)
         return out
 
 
@@ -128,17 +164,8 @@ def attention_case(
     qkv = torch.full((sum(query_lens), (num_heads + 2 * num_kv_heads) * head_dim), float("nan"))
     qkv[:, : num_heads * head_dim] = torch.randn(len(qkv), num_heads * head_dim, generator=generator)
     q = qkv.to(device, dtype)[:, : num_heads * head_dim].view(-1, num_heads, head_dim)
-    num_decodes = next((i for i, n in enumerate(query_lens) if n != 1), len(query_lens))
-    metadata = AttentionMetadata(
-        num_decodes=num_decodes,
-        cu_seqlens_q=torch.tensor([0, *np.cumsum(query_lens)], dtype=torch.int32, device=device),
-        seq_lens=torch.tensor(seq_lens, dtype=torch.int32, device=device),
-        block_tables=tables.to(device),
-        slot_mapping=torch.full((len(qkv),), -1, device=device),
-        query_lens_cpu=np.asarray(query_lens, np.int32),
-        seq_lens_cpu=np.asarray(seq_lens, np.int32),
-    )
-    return AttentionCase(q, cache, metadata, head_dim**-0.5)
+    inputs = make_inputs(query_lens, seq_lens, tables.to(device), device=device)
+    return AttentionCase(q, cache, inputs, head_dim**-0.5)
 
 
 def decode_lengths(block_size: int) -> list[int]:
@@ -174,15 +201,31 @@ def attention_tolerance(dtype: torch.dtype) -> float:
     return 4e-6 if dtype == torch.float32 else 2 * 4 * torch.finfo(dtype).eps / 2
 
 
+def pack_values(count: int, seeds: ArrayLike = 0, **values: ArrayLike) -> Tensor:
+    """Pack sampling values of `count` rows as a plan does: int32 [count, width]. By default nothing is filtered."""
+    table = np.zeros(count, ROW_SAMPLING)
+    for name, value in {"temperature": 1, "top_p": 1, **values}.items():
+        table[name] = value
+    halves = np.broadcast_to(np.asarray(seeds, np.int64), count).astype("<i8").view("<u4").reshape(count, 2)
+    table["seed_low"], table["seed_high"] = halves.T
+    return torch.from_numpy(table.view(np.int32).reshape(count, -1))
+
+
 @dataclass(frozen=True)
 class SampleCase:
-    """Arguments of `sample`, one row for each kind of request."""
+    """Arguments of `sample`, one row of logits for each kind of request. The rows of the table have another order."""
 
     logits: Tensor
-    values: SamplingValues
+    table: Tensor
+    rows: Tensor
+    positions: Tensor
 
-    def arguments(self) -> tuple[Tensor, SamplingValues]:
-        return self.logits, self.values
+    def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.logits, self.table, self.rows, self.positions
+
+    @property
+    def values(self) -> SamplingValues:
+        return unpack_sampling(self.table[self.rows])
 
 
 # temperature, top_k, top_p, min_p
@@ -215,11 +258,14 @@ def sample_case(
     logits = 3 * torch.randn(n, vocab_size, generator=generator)
     if ties:
         logits = logits.div(2).round() * 2
-    temperature, top_k, top_p, min_p = (torch.tensor(column, device=device) for column in zip(*_REQUESTS, strict=True))
-    seeds = torch.randint(-(2**63), 2**63 - 1, (n,), generator=generator).to(device)
+    temperature, top_k, top_p, min_p = (np.array(column) for column in zip(*_REQUESTS, strict=True))
+    seeds = torch.randint(-(2**63), 2**63 - 1, (n,), generator=generator)
+    values = pack_values(n, seeds, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    rows = torch.randperm(n + 2, generator=generator)[:n]
+    table = torch.full((n + 2, values.shape[1]), -1, dtype=torch.int32)
+    table[rows] = values
     positions = torch.arange(n, dtype=torch.int32, device=device) * 1009
-    values = SamplingValues(temperature, top_k.int(), top_p, min_p, seeds, positions)
-    return SampleCase(logits.to(device, dtype), values)
+    return SampleCase(logits.to(device, dtype), table.to(device), rows.to(device, torch.int32), positions)
 
 
 def assert_same_tokens(case: SampleCase, sampled: Sampled) -> None:
@@ -242,7 +288,7 @@ def assert_tokens_near(case: SampleCase, sampled: Sampled) -> None:
     tokens = sampled.token_ids
     assert torch.equal(sampled.checked, tokens)
     values = case.values
-    uniforms = uniform_reference(values.seeds, values.positions.long())
+    uniforms = uniform_reference(values.seeds, case.positions.long())
     for row in (tokens != expected).nonzero().flatten().tolist():
         assert values.temperature[row] > 0, "greedy tokens are exact"
         logits = case.logits[row : row + 1].float()
@@ -281,36 +327,31 @@ def check_token_logprobs(
 
 
 def check_step_inputs(
-    make: Callable[[PlannedRows, RowTables, int], StepInputs], scheduled: list[int], device: torch.device = DEVICE
+    make: Callable[[DevicePlan, Tensor, Tensor, int], StepInputs],
+    scheduled: list[int],
+    device: torch.device = DEVICE,
 ) -> None:
     """The reference's inputs of a step that computes so many tokens of each sequence. The first row is padding."""
     num_seqs = len(scheduled)
     num_rows = 9
     generator = torch.Generator().manual_seed(0)
-    temperature, top_p, min_p = (torch.rand(num_rows, generator=generator).to(device) for _ in range(3))
-    integers = torch.randint(0, 1000, (3, num_rows), generator=generator).to(device)
-    tables = RowTables(
-        torch.randint(0, 99, (num_rows, 50), generator=generator, dtype=torch.int32).to(device),
-        integers[0].int(),
-        temperature,
-        integers[1].int(),
-        top_p,
-        min_p,
-        integers[2] << 40,
-    )
+    block_tables = torch.randint(0, 99, (num_rows, 50), generator=generator, dtype=torch.int32).to(device)
+    last_token = torch.randint(0, 1000, (num_rows,), generator=generator, dtype=torch.int32).to(device)
     rows = torch.randperm(num_rows - 1, generator=generator)[:num_seqs].int()
     rows[0] = num_rows - 1
     token_ids = torch.randint(0, 1000, (sum(scheduled),), generator=generator, dtype=torch.int32)
     token_ids[:2] = -1
     computed = torch.randint(0, 200, (num_seqs,), generator=generator, dtype=torch.int32)
     arrays = rows, computed, torch.tensor(scheduled, dtype=torch.int32), token_ids
-    planned = PlannedRows(*(array.to(device) for array in arrays))
-    got = make(planned, tables, 16)
-    expected = step_inputs_reference(planned, tables, 16)
-    for name, ours, theirs in zip(got._fields[:-1], got, expected, strict=False):
-        assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype, name
-    for name, ours, theirs in zip(got.sampling._fields, got.sampling, expected.sampling, strict=True):
-        assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype, name
+    planned = DevicePlan(*(array.to(device) for array in arrays), num_decodes=0)
+    got = make(planned, block_tables, last_token, 16)
+    expected = step_inputs_reference(planned, block_tables, last_token, 16)
+    for field in fields(StepInputs):
+        ours, theirs = (getattr(inputs, field.name) for inputs in (got, expected))
+        if isinstance(theirs, Tensor):
+            assert torch.equal(ours, theirs) and ours.dtype == theirs.dtype, field.name
+        else:
+            assert ours is theirs, field.name
 
 
 def edit_case(vocab_size: int, seed: int = 0) -> tuple[Tensor, MaskAndPenalties]:

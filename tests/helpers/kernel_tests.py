@@ -21,12 +21,13 @@ from helpers.kernel_cases import (
 
 pytest.importorskip("triton")
 
+from nanovllm.backends.gpu import paged_decode as paged_decode_module
 from nanovllm.backends.gpu.norm_rope_store import norm_rope_store
-from nanovllm.backends.gpu.paged_decode import MIN_SHARE, decode_metadata, key_tile, paged_decode
+from nanovllm.backends.gpu.paged_decode import MIN_SHARE, DecodeMetadata, decode_metadata, key_tile, paged_decode
 from nanovllm.backends.gpu.sample import draw_uniform, sample
 from nanovllm.backends.gpu.triton_backend import TritonBackend
 from nanovllm.backends.gpu.triton_shim import tl, triton
-from nanovllm.ops.attention import DecodeMetadata, KVCache
+from nanovllm.ops.attention import KVCache
 from nanovllm.ops.norm_rope_store import NormRope
 from nanovllm.ops.sample import CHUNK, uniform_reference
 
@@ -50,7 +51,7 @@ def test_slots_beyond_two_to_the_31_elements_are_reached() -> None:
         norm_rope_store(qkv, norms, position, cache, slot + offset)
         assert torch.equal(cache.values[-1, offset], key[0]) and cache.keys[-1, offset].any()
     case = attention_case([1], [1], head_dim, 1, block_size, HALF, num_kv_heads=1)
-    case.metadata.block_tables[0, 0] = blocks - 1
+    case.inputs.block_tables[0, 0] = blocks - 1
     out = replace(case, cache=cache).attend(TritonBackend())
     assert torch.equal(out[0], key[0])  # the softmax over one key is 1
 
@@ -80,17 +81,22 @@ def check_shares(made: DecodeMetadata, seq_lens: list[int], tile: int) -> list[i
     return [end - first for first, end in pairwise(begins)]
 
 
-def test_programs_share_the_keys_equally_and_the_last_of_a_sequence_merges_it() -> None:
+@pytest.mark.parametrize(("multiprocessors", "num_programs", "num_busy"), [(2, 3, 3), (132, 198, 58)])
+def test_programs_share_the_keys_equally_and_the_last_of_a_sequence_merges_it(
+    multiprocessors: int, num_programs: int, num_busy: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each multiprocessor runs three programs, for two heads. Of an H100's, which has 132, most have no chunk."""
+    monkeypatch.setattr(paged_decode_module, "num_multiprocessors", lambda device: multiprocessors)
+    monkeypatch.setattr(paged_decode_module, "shared_memory_kib", lambda device: 227)
     lengths = [300] * 15 + [2100]
     case = attention_case([1] * 16, lengths, 32, 2, 64, torch.float32)
-    made = decode_metadata(case.metadata.seq_lens, case.cache, num_heads=4)
+    made = decode_metadata(case.inputs.seq_lens, case.cache, num_heads=4)
     counts = check_shares(made, lengths, key_tile(64, 64, 4))
-    assert min(counts) > 0
-    if DEVICE.type == "cpu":
-        assert len(counts) == 3, "in the interpreter two multiprocessors run three programs each, for two heads"
+    assert len(counts) == num_programs
+    assert min(counts[:num_busy]) > 0 and not any(counts[num_busy:])
     for _ in range(2):  # the layers share the metadata, so each must leave it as it was
         out = torch.empty_like(case.q, memory_format=torch.contiguous_format)
-        paged_decode(case.q, case.cache, case.metadata.block_tables, made, case.scale, out)
+        paged_decode(case.q, case.cache, case.inputs.block_tables, made, case.scale, out)
         torch.testing.assert_close(out, case.expected(), atol=attention_tolerance(torch.float32), rtol=0)
         assert not made.arrivals.any()
 

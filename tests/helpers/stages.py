@@ -3,6 +3,7 @@
 import random
 from collections import defaultdict, deque
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,11 @@ import torch
 from torch import Tensor
 
 from nanovllm.config import ResolvedConfig
-from nanovllm.distributed.pipeline import FirstStage, PipelineStage, StageParallel
+from nanovllm.distributed.pipeline import FirstStage, StageParallel, StageRunner
 from nanovllm.distributed.ring import pack_plan, unpack_plan
-from nanovllm.distributed.stages import choose_stages
 from nanovllm.engine.interfaces import Handle, StepEdits
 from nanovllm.engine.plan import IntArray, StepPlan
-from nanovllm.runner.startup import make_cache
+from nanovllm.runner.kv_memory import make_cache
 
 Mail = defaultdict[tuple[int, int], deque[Tensor]]
 """Tensors that were sent and not received yet, by sender and receiver."""
@@ -60,16 +60,16 @@ class LocalPipeline:
         self, config: ResolvedConfig, hf_config: Any, folder: Path | None, make_runner: Callable[..., Any]
     ) -> None:
         size = config.pipeline_parallel_size
-        stages = choose_stages(hf_config, size)
         self.mail: Mail = defaultdict(deque)
         groups: list[Any] = [LocalGroup(rank, size, self.mail, self.go_on) for rank in range(size)]
-        parallels = [StageParallel(group, stage) for group, stage in zip(groups, stages, strict=True)]
-        self.local = make_runner(parallels[0], lambda: None)
-        others = [make_runner(parallel, lambda: None) for parallel in parallels[1:]]
-        self.runners = [self.local, *others]
+
+        def make(group: Any) -> Any:
+            return make_runner(StageParallel(group), lambda: None, partial(StageRunner, group=group, report=None))
+
+        self.runners = [make(group) for group in groups]
+        self.local, *self.others = self.runners
         self.first = FirstStage(self.local, groups[0], None)
-        self.others = [PipelineStage(*pair, None) for pair in zip(others, groups[1:], strict=True)]
-        self.queues: list[deque[IntArray]] = [deque() for _ in others]
+        self.queues: list[deque[IntArray]] = [deque() for _ in self.others]
         self.num_slots = size + 1
         self.unfinished: list[StepPlan] = []
         """Plans whose second half has not run."""
@@ -101,7 +101,7 @@ class LocalPipeline:
         ready = self.find_ready()
         assert ready, "each rank waits for another"
         rank = self.order.choice(ready)
-        self.others[rank - 1].run(unpack_plan(self.queues[rank - 1].popleft()))
+        self.others[rank - 1].run_stage(unpack_plan(self.queues[rank - 1].popleft()))
 
     def reason_to_close(self) -> str:
         return "the stages no longer agree"

@@ -260,6 +260,29 @@ def test_fields_that_ask_for_nothing_are_taken() -> None:
     request_of(openai_line("a", messages=HELLO, **neutral, response_format={"type": "text"}, stop=None))
 
 
+OPENAI_FIELDS = (
+    *("audio", "best_of", "echo", "frequency_penalty", "function_call", "functions", "logit_bias", "logprobs"),
+    *("max_completion_tokens", "max_tokens", "metadata", "modalities", "n", "parallel_tool_calls", "prediction"),
+    *("presence_penalty", "prompt_cache_key", "prompt_cache_retention", "reasoning_effort", "response_format"),
+    *("safety_identifier", "seed", "service_tier", "stop", "store", "stream", "stream_options", "suffix"),
+    *("temperature", "tool_choice", "tools", "top_logprobs", "top_p", "user", "verbosity", "web_search_options"),
+)
+
+
+def test_openais_fields_may_be_null_and_are_refused_with_a_value_that_is_not_supported() -> None:
+    chat_alone = {"max_completion_tokens", "top_logprobs"}
+    nulls = dict.fromkeys(OPENAI_FIELDS)
+    plain = dict.fromkeys(set(OPENAI_FIELDS) - chat_alone)
+    answer = {"role": "assistant", "content": "x", "refusal": None, "annotations": None, "tool_calls": None}
+    assert request_of(openai_line("a", messages=[*HELLO, answer], **nulls))
+    assert request_of(openai_line("a", prompt="x", **plain))
+    for name, value in {"suffix": "x", "reasoning_effort": "low", "stream_options": {}}.items():
+        with pytest.raises(LineError, match=f"{name} is .* not supported, other than as null"):
+            request_of(openai_line("a", prompt="x", **{name: value}))
+    with pytest.raises(LineError, match="message 0"):
+        request_of(openai_line("a", messages=[{**answer, "refusal": "no"}]))
+
+
 def test_fields_for_a_service_are_taken_and_echoed_where_openai_does(tmp_path: Path) -> None:
     service = {
         "user": "me",
@@ -267,6 +290,8 @@ def test_fields_for_a_service_are_taken_and_echoed_where_openai_does(tmp_path: P
         "store": True,
         "service_tier": "flex",
         "parallel_tool_calls": False,
+        "prompt_cache_key": "k",
+        "safety_identifier": "s",
     }
     lines = [
         openai_line("a", messages=HELLO, **service),

@@ -14,6 +14,7 @@ from threading import Barrier
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
 from helpers.batch_jobs import openai_line, write_lines
 from helpers.paths import ROOT
@@ -22,6 +23,7 @@ from helpers.processes import is_alive, wait_for
 pytest.importorskip("ray.data")
 
 import ray
+from ray.data.block import BlockAccessor
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.commands.cli import main
@@ -96,7 +98,7 @@ def test_rows_keep_their_columns_and_bad_ones_stop_no_others(reciter: Path) -> N
     ]
     result = llm.generate({"prompt": np.array(["a"] * 4, dtype=object), "sampling_params": np.array(asked)})
     assert result["error"][:2] == ["", ""] and [ids[0] for ids in result["generated_token_ids"][:2]] == [5, 6]
-    assert "n above 1" in result["error"][2] and "as text" in result["error"][3]
+    assert "n above 1" in result["error"][2] and "json is an object; give it as text" in result["error"][3]
     odd: list[Any] = [{"prompt_logprobs": 1}, "greedy", {"allowed_token_ids": [5]}]
     odd.append({"allowed_token_ids": [5], "bad_words": [llm._llm.token_text(5)]})
     result = llm.generate({"prompt": ["a"] * 4, "sampling_params": odd})
@@ -105,6 +107,39 @@ def test_rows_keep_their_columns_and_bad_ones_stop_no_others(reciter: Path) -> N
     for params in (SamplingParams(logprobs=1), SamplingParams(prompt_logprobs=1), SamplingParams(n=2)):
         with pytest.raises(ValueError, match="no column"):
             RayLLM(str(reciter), params)
+
+
+def through_arrow(**columns: list[Any]) -> Any:
+    """Return a batch as Ray makes it of rows that went through Arrow."""
+    return BlockAccessor.for_block(pyarrow.table(columns)).to_batch_format("numpy")
+
+
+def test_rows_with_other_parameters_keep_their_integers(reciter: Path) -> None:
+    exact = 2**60 + 1
+    own = [{"max_tokens": 3, "stop_token_ids": [9]}, {"temperature": 0.5, "seed": 2**53 - 1}, {"seed": exact}, None]
+    llm = RayLLM(str(reciter), GREEDY, **OPTIONS)
+    result = llm.generate(through_arrow(prompt=["a"] * 4, sampling_params=own))
+    assert [len(ids) for ids in result["generated_token_ids"]] == [3, 20, 0, 20]
+    assert result["error"][:2] == ["", ""] and "seed is 1.15" in result["error"][2] and "2**53" in result["error"][2]
+    alone = through_arrow(prompt=["a"], sampling_params=[{"seed": exact}])
+    assert llm._prepare({name: column[0] for name, column in alone.items()}).params.seed == exact
+
+
+def test_messages_of_tools_and_parts_are_rendered_as_in_python(reciter: Path) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": '{"a": [1, 2]}'}}
+    conversations: list[Any] = [
+        [{"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]}],
+        [{"role": "assistant", "content": None, "tool_calls": [call]}, {"role": "tool", "content": "3", "name": "add"}],
+    ]
+    template = "{% for message in messages %}{{ message | tojson }}{% endfor %}"
+    llm = RayLLM(str(reciter), GREEDY, **OPTIONS)
+    llm._llm.tokenizer.chat_template = template
+    for conversation in conversations:
+        batch = through_arrow(messages=[conversation])
+        request = llm._prepare({"messages": batch["messages"][0]})
+        assert request.prompt == llm._llm.render_chat(conversation, None)["prompt"]
+    call["function"]["arguments"] = {"a": 1}  # type: ignore[index]
+    assert "arguments is an object" in llm.generate(through_arrow(messages=conversations[1:]))["error"][0]
 
 
 # ---- parts

@@ -9,10 +9,10 @@ from helpers.kernel_cases import assert_attends, attention_case, attention_toler
 
 pytest.importorskip("triton")
 
-from nanovllm.backends import BACKENDS
+from nanovllm.backends import NAMES, find_backend
 from nanovllm.backends.gpu import triton_backend as triton_backend_module
 from nanovllm.backends.gpu.flash_attn_backend import FlashAttnBackend
-from nanovllm.backends.gpu.triton_backend import TritonBackend
+from nanovllm.backends.gpu.triton_backend import TritonKernels
 from nanovllm.backends.torch_backend import TorchBackend
 from nanovllm.config import CHOICES
 from nanovllm.runner.resolve import WORTH_COMPILING, Work, resolve_backend, resolve_device, resolve_dtype, why_cannot
@@ -54,7 +54,7 @@ def chosen(
 
 
 def test_the_options_names_are_the_backends() -> None:
-    assert ("auto", *BACKENDS) == CHOICES["attention_backend"]
+    assert ("auto", *NAMES) == CHOICES["attention_backend"]
 
 
 def test_auto_takes_flash_attn_where_it_can_run(flash_attn: None, hopper: None) -> None:
@@ -190,10 +190,11 @@ def test_shapes_without_kernels_are_refused_with_their_numbers(name: str, flash_
 def test_block_sizes_are_powers_of_two_within_what_the_backend_knows(
     name: str, good: tuple[int, ...], bad: tuple[int, ...], flash_attn: None, hopper: None
 ) -> None:
-    backend = BACKENDS[name]
-    work = Work(CPU if name == "cpu" else GPU, BF16, 128, 2)
+    device = CPU if name == "cpu" else GPU
+    backend = find_backend(name, device)
+    work = Work(device, BF16, 128, 2)
     for size in (backend.default_block_size, *good):
-        assert not (reason := why_cannot(backend, work._replace(block_size=size))), reason
+        assert not (reason := why_cannot(name, work._replace(block_size=size))), reason
     for size in bad:
         with pytest.raises(ValueError, match=f"kvcache_block_size is {size}; .*a power of two from {good[0]} to"):
             resolve_backend(name, work._replace(block_size=size))
@@ -209,13 +210,13 @@ def test_a_step_is_cut_into_chunks_once_for_all_layers(monkeypatch: pytest.Monke
     cut = triton_backend_module.decode_metadata
     monkeypatch.setattr(triton_backend_module, "decode_metadata", lambda *args: made.append(1) or cut(*args))
     case = attention_case([1, 1], [40, 7], 32, 2, 16, torch.float32)
-    backend = TritonBackend()
-    metadata = backend.prepare_attention(case.metadata, case.cache, case.q.shape[1])
-    first, second = (backend.attend(case.q, case.cache, metadata, case.scale) for _ in range(2))
+    backend = TritonKernels()
+    inputs = backend.prepare_attention(case.inputs, case.cache, case.q.shape[1])
+    first, second = (backend.attend(case.q, case.cache, inputs, case.scale) for _ in range(2))
     assert len(made) == 1 and torch.equal(first, second)
-    assert backend.prepare_attention(case.metadata, case.cache, case.q.shape[1]).decodes is not metadata.decodes
+    assert backend.prepare_attention(case.inputs, case.cache, case.q.shape[1]).prepared is not inputs.prepared
     with pytest.raises(AssertionError, match="prepare_attention was not called"):
-        backend.attend(case.q, case.cache, case.metadata, case.scale)
+        backend.attend(case.q, case.cache, case.inputs, case.scale)
 
 
 # ---- flash-attn
@@ -253,11 +254,11 @@ def test_flash_attn_needs_host_lengths_for_prefills(on_cpu: FlashAttnBackend) ->
 
     case = attention_case([2], [2], 64, 1, 256, BF16, backend=on_cpu, device=CPU)
     with pytest.raises(RuntimeError, match="seq_lens_cpu"):
-        on_cpu.prepare_attention(replace(case.metadata, query_lens_cpu=None), case.cache, case.q.shape[1])
+        on_cpu.prepare_attention(replace(case.inputs, query_lens_cpu=None), case.cache, case.q.shape[1])
 
 
 def test_caches_of_all_backends_are_zeroed_and_have_one_logical_shape(on_cpu: FlashAttnBackend) -> None:
-    for backend in (on_cpu, TritonBackend(), TorchBackend()):
+    for backend in (on_cpu, TritonKernels(), TorchBackend()):
         for side in backend.allocate_cache((3, 256, 2, 64), torch.float32, CPU):
             assert side.shape == (3, 256, 2, 64) and side.stride(-1) == 1 and not side.any()
 

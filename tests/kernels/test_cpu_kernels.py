@@ -23,17 +23,18 @@ from helpers.cpu_checks import (
     check_small_operators,
     rounding,
 )
-from helpers.kernel_cases import check_step_inputs, check_token_logprobs
+from helpers.kernel_cases import check_step_inputs, check_token_logprobs, pack_values
 from helpers.tiny import draw_prompts
 from torch import Tensor
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.backends.cpu import backend as backend_module
 from nanovllm.backends.cpu.backend import CpuBackend
 from nanovllm.backends.cpu.library import CpuLibrary, cpu_library
 from nanovllm.backends.torch_backend import OneDnnMatrix
-from nanovllm.engine.plan import StepPlan
+from nanovllm.engine.plan import ROW_SAMPLING, StepPlan
 from nanovllm.ops.norm_rope_store import NormRope
-from nanovllm.ops.sample import SamplingValues, store_samples_reference
+from nanovllm.ops.sample import store_samples_reference
 from nanovllm.runner.resolve import Work, resolve_backend
 from nanovllm.runner.step_handle import Front
 from nanovllm.utils.machine import limit_threads, physical_cores
@@ -157,27 +158,30 @@ def test_samples_are_stored_where_their_rows_read_them(backend: CpuBackend) -> N
         assert last_token.tolist() == [12, -1, -1, -1, -1, -1, -1, -1, 13]
 
 
+def test_the_sampler_s_row_has_the_fields_of_the_plan_s() -> None:
+    """RowSampling in C++ is laid out as ROW_SAMPLING: the same names and types in the same order, all of 4 bytes."""
+    source = (Path(backend_module.__file__).parent / "sample.h").read_text()
+    (body,) = re.findall(r"struct RowSampling \{(.*?)\};", source, re.DOTALL)
+    types = {"int32_t": "<i4", "uint32_t": "<u4", "float": "<f4"}
+    fields = [(name, types[kind]) for kind, name in re.findall(r"(\w+) (\w+);", body)]
+    assert fields == ROW_SAMPLING.descr
+
+
 @pytest.mark.parametrize("top_k", [0, 5])
 def test_a_top_p_that_is_zero_in_float32_keeps_the_likeliest_token(backend: CpuBackend, top_k: int) -> None:
     logits = torch.randn(3, 20001, generator=torch.Generator().manual_seed(0))
-    ones = torch.ones(3)
-    tops = torch.full((3,), 1e-300, dtype=torch.float64).float()
-    values = SamplingValues(
-        ones, torch.full((3,), top_k, dtype=torch.int32), tops, 0 * ones, torch.arange(3), torch.arange(3)
-    )
-    assert torch.equal(backend.sample(logits, values).token_ids, logits.argmax(1).int())
+    rows = torch.arange(3, dtype=torch.int32)
+    table = pack_values(3, rows, top_k=top_k, top_p=1e-300)
+    assert torch.equal(backend.sample(logits, table, rows, rows).token_ids, logits.argmax(1).int())
 
 
 def test_impossible_tokens_are_never_drawn(backend: CpuBackend) -> None:
     logits = torch.full((1, 5000), -torch.inf)
     logits[0, [17, 4999]] = 0.0
-    rows = 400
-    zeros = torch.zeros(rows)
-    ones = torch.ones(rows)
-    values = SamplingValues(ones, zeros.int(), ones, zeros, torch.arange(rows), torch.arange(rows))
-    tokens = backend.sample(logits.repeat(rows, 1), values).token_ids
+    rows = torch.arange(400, dtype=torch.int32)
+    tokens = backend.sample(logits.repeat(400, 1), pack_values(400, rows), rows, rows).token_ids
     counts = torch.bincount(tokens, minlength=5000)
-    assert counts[17] + counts[4999] == rows
+    assert counts[17] + counts[4999] == 400
     assert 140 < counts[17] < 260  # six standard deviations of a fair coin
 
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 from helpers.cpu_checks import BF16, FP32, rounding
-from helpers.delta_cases import DeltaLayer, assert_delta_is_the_reference, delta_metadata, run_in_chunks
-from helpers.kernel_cases import DEVICE, HALF, poisoned_memory
+from helpers.delta_cases import DeltaLayer, assert_delta_is_the_reference, run_in_chunks
+from helpers.kernel_cases import DEVICE, HALF, make_inputs, poisoned_memory
 
 from nanovllm.backends.cpu.backend import CpuBackend
 from nanovllm.models.qwen3_5.operators import CpuHybridOperators, TritonHybridOperators
@@ -117,10 +117,11 @@ def test_padding_of_a_graph_shares_the_last_row_and_touches_no_other() -> None:
     results = []
     for padding in (0, 2):
         state = layer.new_state(6)
-        layer.run(TritonHybridOperators(), layer.inputs(9), state, delta_metadata([3] * 3, [3] * 3, [0, 1, 2], DEVICE))
-        planned = ([1] * (3 + padding), [4] * 3 + [1] * padding, [0, 1, 2] + [5] * padding)
+        layer.run(TritonHybridOperators(), layer.inputs(9), state, make_inputs([3] * 3, [3] * 3, device=DEVICE))
+        rows = [0, 1, 2] + [5] * padding
+        step = make_inputs([1] * (3 + padding), [4] * 3 + [1] * padding, rows=rows, device=DEVICE)
         inputs = torch.cat((layer.inputs(3, seed=1), layer.inputs(padding, seed=2)))
-        *_, out = layer.run(TritonHybridOperators(), inputs, state, delta_metadata(*planned, DEVICE))
+        *_, out = layer.run(TritonHybridOperators(), inputs, state, step)
         assert torch.isfinite(out).all()
         results.append((out[:3], state.conv[:5], state.recurrent[:5]))
     for alone, padded in zip(*results, strict=True):

@@ -287,7 +287,7 @@ def test_kept_tokens_and_their_weights_are_the_references(ties: bool, dtype: tor
     part_weight = ((parts - origin) / case.values.temperature.clamp(min=1e-9).view(-1, 1, 1)).exp().sum(2)
     chunk_weight = torch.full((rows, num_chunks), -1.0, device=DEVICE)
     threshold = torch.full((rows,), -1.0, device=DEVICE)
-    filter_rows(case.logits, case.values[:4], (part_max.to(dtype), part_weight), chunk_weight, threshold)
+    filter_rows(case.logits, case.table, case.rows, (part_max.to(dtype), part_weight), chunk_weight, threshold)
 
     filtered = case.values.has_filter(vocab_size) & (case.values.temperature > 0)
     assert (chunk_weight[~filtered] == -1).all() and (threshold[~filtered] == -1).all(), "rows without a filter leave"
@@ -307,7 +307,7 @@ def test_kept_tokens_and_their_weights_are_the_references(ties: bool, dtype: tor
 def test_sampled_tokens_are_the_references_for_qwen3s_vocabulary(dtype: torch.dtype) -> None:
     few = torch.tensor([2, 6, 12], device=DEVICE)  # no filter, top_k 50, all filters
     case = sample_case(151_936, dtype)
-    case = SampleCase(case.logits[few], case.values.select(few))
+    case = SampleCase(case.logits[few], case.table, case.rows[few], case.positions[few])
     assert_same_tokens(case, sample(*case.arguments()))
 
 
@@ -351,7 +351,7 @@ def test_triton_and_torch_backends_do_the_same_step() -> None:
         rows = torch.repeat_interleave(torch.arange(len(query_lens)), torch.tensor(query_lens))
         ends = torch.tensor(seq_lens)[rows] - torch.tensor([*torch.tensor(query_lens).cumsum(0)])[rows]
         positions = (ends + torch.arange(len(rows))).to(DEVICE)
-        blocks = case.metadata.block_tables[rows.to(DEVICE), positions // 16].long()
+        blocks = case.inputs.block_tables[rows.to(DEVICE), positions // 16].long()
         angle = torch.linspace(0, 3, 400 * 16).view(400, 16)
         cos_sin = torch.cat((angle.cos(), angle.sin()), dim=1).to(DEVICE)
         weight = randn(32, seed=4)

@@ -190,6 +190,8 @@ def test_wrong_tensors_are_refused_by_name(random_model: Path, adapter: Path, tm
         ({name: None}, "which cannot be merged"),
         ({"base_model.model.model.norm.weight": torch.ones(4)}, "which cannot be merged"),
         ({other: original[name].clone(), other.replace("A", "B"): torch.ones(4, 4)}, "that are not in the checkpoint"),
+        ({name: torch.tensor(1.0)}, r"q_proj.lora_A.weight. as \[128, 4\] times \[\]; both must be matrices"),
+        ({name.replace("lora_A", "lora_B"): torch.ones(4)}, r"as \[4\] times .*; both must be matrices"),
         (dict.fromkeys(original), "changes no matrix"),
         ({"base_model.model.model.embed_tokens.weight": torch.ones(500, 64)}, "with other values than the checkpoint"),
     ]
@@ -205,6 +207,9 @@ def test_wrong_tensors_are_refused_by_name(random_model: Path, adapter: Path, tm
 def test_what_is_no_adapter_is_refused(random_model: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"which has no adapter_config\.json"):
         LLM(random_model, **OPTIONS, lora=str(tmp_path))
+    for name in ("x" * 5000, "~nosuch/x"):
+        with pytest.raises(ValueError, match=f"lora '{name[:9]}.* cannot be a folder"):
+            LLM(random_model, **OPTIONS, lora=name)
     with pytest.raises(ValueError, match=r"lora is 3; it must be a folder"):
         LLM(random_model, lora=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"load_format=.dummy."):

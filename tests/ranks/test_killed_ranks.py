@@ -13,13 +13,18 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
 from helpers.processes import is_alive, list_followers, list_segments, wait_for
 from helpers.tiny import CROWDED, save_random
+from safetensors.torch import load_file
+
+from nanovllm import LLM
 
 SHARE = float(os.environ.get("NANOVLLM_ATTACKS", "0.1"))
 NUM_KILLS = max(4, round(50 * SHARE))
@@ -238,3 +243,50 @@ def test_whichever_rank_is_killed_at_whatever_moment_nothing_is_left(rank: int, 
         driver = arena.make_compiling_driver(is_fresh=False)
         driver.start(rounds=1)
         assert [driver.read() for _ in range(3)] == ["ready", "closing", "closed"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["asleep", "asleep without weights", "between weights", "while weights come"])
+def test_a_rank_that_is_killed_outside_steps_is_named_and_nothing_is_left(moment: str, tmp_path: Path) -> None:
+    save_random(tmp_path, num_attention_heads=6, num_key_value_heads=3, num_hidden_layers=3)
+    tensors = list(load_file(tmp_path / "model.safetensors").items())
+    segments = list_own_segments()
+    llm = LLM(tmp_path, **OPTIONS)
+    followers = list_followers(os.getpid())
+    kill = partial(os.kill, followers[1], signal.SIGKILL)
+    if moment.startswith("asleep"):
+        llm.sleep(level=1 if moment == "asleep" else 2)
+    if moment == "between weights":
+        llm.load_weights(tensors[:1], finish=False)
+    if moment == "while weights come":
+        threading.Timer(0.3, kill).start()
+    else:
+        kill()
+    since = time.monotonic()
+    with pytest.raises(RuntimeError, match=rf"rank 2 of {NUM_RANKS} failed: .* was killed by SIGKILL"):
+        while moment == "while weights come":
+            llm.load_weights(tensors)
+        if moment == "between weights":
+            llm.load_weights(tensors[1:])
+        llm.wake_up()
+    assert time.monotonic() - since < SOON
+    with pytest.raises(RuntimeError, match="the engine is closed"):
+        llm.generate([[1]], use_tqdm=False)
+    wait_for(lambda: not any(map(is_alive, followers)), SOON)
+    assert list_own_segments() <= segments
+
+
+@pytest.mark.slow
+def test_ranks_need_no_room_in_dev_shm_and_read_nothing_there(tmp_path: Path) -> None:
+    save_random(tmp_path, num_attention_heads=6, num_key_value_heads=3, num_hidden_layers=3)
+    mount = "mount -t tmpfs -o size=16k tmpfs /dev/shm"
+    if subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True).returncode:
+        pytest.skip("only root may have a /dev/shm of its own")
+    stale = "for n in nanovllm-plans torch_1_1 sem.mp-1; do echo x > /dev/shm/$n; done; cat /dev/zero > /dev/shm/rest"
+    script = f'{mount}; {stale}; exec "$@"'
+    command = ["unshare", "-m", "sh", "-c", script, "sh", sys.executable, "-c", DRIVER, str(tmp_path)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [*command, json.dumps(OPTIONS)], input="1\n", capture_output=True, text=True, env=environment, timeout=120
+    )
+    assert done.stdout.split() == ["imported", "ready", "closing", "closed"]

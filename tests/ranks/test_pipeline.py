@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.batch_jobs import texts_by_id, write_lines
@@ -27,16 +28,18 @@ from nanovllm import LLM, EngineConfig, Output, SamplingParams
 from nanovllm.backends import Backend
 from nanovllm.backends.cpu.backend import CpuBackend
 from nanovllm.commands.estimate import read_config
-from nanovllm.distributed.stages import choose_stages, split_layers
-from nanovllm.engine.plan import StepPlan
+from nanovllm.distributed.pipeline import StageRunner
+from nanovllm.distributed.stage_decoder import make_stage_decoder
+from nanovllm.distributed.stages import Stage, choose_stages, split_layers
+from nanovllm.engine.plan import ROW_SAMPLING, StepPlan
 from nanovllm.jobs.job import Job, Status
 from nanovllm.jobs.run import run_job
-from nanovllm.layers.parallel import Parallel, Stage
+from nanovllm.layers.parallel import Parallel
 from nanovllm.load import find_decoder, resolve_options
 from nanovllm.models import loader
-from nanovllm.models.decoder import Decoder
 from nanovllm.models.qwen3_5.sizes import make_shape
 from nanovllm.models.shapes import PRESETS
+from nanovllm.ops.sample import unpack_sampling
 
 CPU = torch.device("cpu")
 NUM_LAYERS = 5
@@ -102,10 +105,11 @@ class Runs:
             backend = getattr(runner, "local", runner).backend
             sample = backend.sample
 
-            def spy(logits: Tensor, values: Any) -> Any:
-                for row, seed, position in zip(logits, values.seeds.tolist(), values.positions.tolist(), strict=True):
+            def spy(logits: Tensor, table: Tensor, rows: Tensor, positions: Tensor) -> Any:
+                seeds = unpack_sampling(table[rows]).seeds
+                for row, seed, position in zip(logits, seeds.tolist(), positions.tolist(), strict=True):
                     self.logits[seed, position] = row.clone()
-                return sample(logits, values)
+                return sample(logits, table, rows, positions)
 
             backend.sample = spy
             if llm.engine.scheduler.speculation is not None:
@@ -202,13 +206,12 @@ def test_plain_torch_gives_the_same_tokens_in_float32(model: Path) -> None:
 def test_the_comparison_notices_hidden_states_that_changed_on_a_link(
     runs: Runs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forward = Decoder.forward
+    send = StageRunner._send
 
-    def change(self: Decoder, *args: Any) -> Tensor:
-        hidden = forward(self, *args)
-        return hidden if self.norm is not None else (hidden * 1.01).to(hidden.dtype)
+    def change(self: StageRunner, x: Tensor, rank: int) -> None:
+        send(self, (x * 1.01).to(x.dtype), rank)
 
-    monkeypatch.setattr(Decoder, "forward", change)
+    monkeypatch.setattr(StageRunner, "_send", change)
     with pytest.raises(AssertionError):
         runs.check([0, 2], pipeline_parallel_size=2)
 
@@ -408,7 +411,8 @@ def test_the_stages_of_a_model_have_its_parameters_and_rank_0_fewer_layers(name:
     assert sum(shape.layers for shape in shapes) == whole.layers
     assert shapes[0].layers == min(shape.layers for shape in shapes)
     with torch.device("meta"):
-        models = [find_decoder(config)(config, Backend(), Parallel(stage=stage), 16) for stage in chosen]
+        decoders = [make_stage_decoder(find_decoder(config), stage) for stage in chosen]
+        models = [decoder(config, Backend(), Parallel(), 16) for decoder in decoders]
     for model, shape in zip(models, shapes, strict=True):
         assert shape.num_parameters == sum(p.numel() for p in model.parameters())
 
@@ -423,7 +427,7 @@ def test_a_stage_reads_no_weights_of_another(model: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(loader, "_fill", note)
     with LLM(str(model), dtype="float32", pipeline_parallel_size=3, **OPTIONS) as llm:
-        stages: list[Stage] = [runner.model.stage for runner in llm.engine.runner.runners]
+        stages: list[Stage] = [runner.stage for runner in llm.engine.runner.runners]
         assert len(read_names) == len(set(read_names)), "a tensor was read twice"
         for number in range(NUM_LAYERS):
             assert f"model.layers.{number}.self_attn.o_proj.weight" in read_names
@@ -466,6 +470,35 @@ def test_embeddings_of_prompts_have_the_bits_of_one_rank(llm: LLM, model: Path) 
     assert str(llm.embed(prompts, use_tqdm=False)) == str(expected)
 
 
+def plan_prompt(temperature: float) -> StepPlan:
+    """A prompt of five tokens that moves into row 0."""
+    one = np.ones(1, np.int32)
+    new_rows = np.zeros(1, ROW_SAMPLING)
+    new_rows["temperature"] = temperature
+    new_rows["top_p"] = 1
+    new_rows["num_logprobs"] = new_rows["num_prompt_logprobs"] = -1
+    return StepPlan(
+        rows=0 * one,
+        num_computed=0 * one,
+        num_scheduled=5 * one,
+        num_sampled=one,
+        num_scored=0 * one,
+        token_ids=np.arange(5, dtype=np.int32),
+        targets=one[:0],
+        block_entries=np.array([[0, 0, 1]], np.int32),
+        new_rows=new_rows,
+    )
+
+
+def test_a_step_samples_as_its_row_s_owner_asked_though_the_row_has_a_new_one(model: Path) -> None:
+    with LLM(str(model), dtype="float32", pipeline_parallel_size=3, **OPTIONS) as llm:
+        launch = llm.engine.runner.launch
+        likeliest, drawn = (launch(plan_prompt(t)).result().token_ids.tolist() for t in (0.0, 50.0))
+        assert likeliest != drawn
+        handles = [launch(plan_prompt(temperature)) for temperature in (0.0, 50.0, 0.0)]
+        assert [handle.result().token_ids.tolist() for handle in handles] == [likeliest, drawn, likeliest]
+
+
 def test_a_pipeline_keeps_as_many_steps_in_flight_as_it_has_stages(model: Path) -> None:
     hf_config = read_config(str(model))
     for stages, budget in ((1, 2048), (3, 128)):
@@ -479,5 +512,5 @@ def test_a_later_stage_can_measure_its_largest_step_without_the_others(model: Pa
     with LLM(str(model), dtype="float32", pipeline_parallel_size=3, **OPTIONS) as llm:
         for runner in llm.engine.runner.runners[1:]:
             plan = StepPlan.largest(4, 40, 160)
-            plan.rows[:] = runner.tables.padding_row
+            plan.rows[:] = runner.device_rows.padding_row
             assert len(runner.launch(plan).result().token_ids) == 0

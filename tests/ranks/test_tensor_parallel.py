@@ -218,6 +218,25 @@ def test_an_abort_that_waits_for_the_graphs_does_not_keep_rank_0_from_freeing_th
 
 
 @pytest.mark.slow
+def test_a_follower_killed_while_the_engine_closes_does_not_keep_rank_0(model: Path) -> None:
+    """Rank 0 may be waiting for a collective with it, which ends when it is aborted."""
+    llm = start_two(model)
+    (victim,) = llm.engine.runner.pids
+    aborted = threading.Event()
+    llm.engine.runner._followers._abort_collectives = aborted.set
+    close_runner = llm.engine.runner.local.close
+
+    def close_after_the_abort() -> None:
+        os.kill(victim, signal.SIGKILL)
+        assert aborted.wait(SOON)
+        close_runner()
+
+    llm.engine.runner.local.close = close_after_the_abort
+    os.kill(victim, signal.SIGSTOP)  # else it might end in order before it is killed
+    llm.close()
+
+
+@pytest.mark.slow
 def test_a_follower_that_raises_fails_rank_0_with_its_traceback(model: Path) -> None:
     llm = start_two(model)
     others = llm.engine.runner._followers

@@ -13,9 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.paths import BOX_MODEL
-from helpers.tiny import edit_json
+from helpers.quantized import CHECKPOINTS, save_quantised
+from helpers.tiny import edit_json, save_random
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3MoeForCausalLM
 
 from nanovllm import LLM
 
@@ -172,6 +176,49 @@ def test_damage_is_refused_or_harmless(victim: subprocess.Popen[str], tmp_path: 
 def test_two_hundred_damages_are_refused_or_harmless(tens: int, victim: subprocess.Popen[str], tmp_path: Path) -> None:
     for seed in range(100 * tens, 100 * tens + 10):
         assert_survives(victim, shutil.copytree(BOX_MODEL, tmp_path / str(seed)), seed)
+
+
+def spoil_experts(folder: Path, rng: random.Random) -> str:
+    """Damage one tensor of quantised experts: it is gone, has another shape or type, or strange values."""
+    tensors = load_file(folder / "model.safetensors")
+    name = rng.choice(sorted(name for name in tensors if "experts" in name))
+    old = tensors.pop(name)
+    how = rng.choice(["gone", "cut", "flat", "empty", "another type", "largest", "smallest", "not a number"])
+    finfo = torch.finfo(old.dtype) if old.is_floating_point() else torch.iinfo(old.dtype)
+    values = {"largest": finfo.max, "smallest": finfo.min}
+    if old.is_floating_point():
+        values["not a number"] = float("nan")
+    match how:
+        case "cut":
+            tensors[name] = old[..., :-1].contiguous()
+        case "flat":
+            tensors[name] = old.flatten()
+        case "empty":
+            tensors[name] = old.flatten()[:0]
+        case "another type":
+            tensors[name] = old.to(torch.int32 if old.dtype == torch.float32 else torch.float32)
+        case _ if how != "gone":
+            tensors[name] = torch.full(old.shape, values.get(how, 0), dtype=torch.float64).to(old.dtype)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return f"{name}: {how}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_damaged_quantised_experts_are_refused_or_harmless(
+    name: str, victim: subprocess.Popen[str], tmp_path: Path
+) -> None:
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    save_random(tmp_path / "model", model_class=Qwen3MoeForCausalLM, **experts)
+    whole, _ = save_quantised(tmp_path / "model", tmp_path, *CHECKPOINTS[name])
+    assert ask_to_load(victim, whole) == "ok"
+    results = []
+    for seed in range(8):
+        folder = Path(shutil.copytree(whole, tmp_path / str(seed)))
+        what = spoil_experts(folder, random.Random(seed))
+        results.append(ask_to_load(victim, folder))
+        assert results[-1] in ("ok", "refused"), (seed, what, results[-1])
+    assert "refused" in results
 
 
 BOX_CONFIG = json.loads((BOX_MODEL / "config.json").read_text())

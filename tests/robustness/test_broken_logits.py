@@ -13,7 +13,7 @@ from helpers.kernel_cases import sample_case
 from helpers.tiny import draw_prompts, save_random
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.backends import BACKENDS, Backend
+from nanovllm.backends import Backend, find_backend, make_backend
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning:triton")  # NumPy's, of the interpreter
 
@@ -25,9 +25,9 @@ INF = float("inf")
 @pytest.fixture(params=["torch", "cpu", "triton"])
 def backend(request: pytest.FixtureRequest) -> Backend:
     """Each that samples by its own code."""
-    if reason := BACKENDS[request.param].why_cannot(CPU):
+    if reason := find_backend(request.param, CPU).why_cannot(CPU):
         pytest.skip(reason)
-    return BACKENDS[request.param]()
+    return make_backend(request.param)
 
 
 # ---- the sampler
@@ -143,7 +143,7 @@ def test_the_prefix_of_a_broken_request_is_not_reused(untied: Path) -> None:
     """A fault of memory, say: the cache is poisoned once, and the same prompt meets it once."""
     prompt = PROMPTS[4]
     params = SamplingParams(temperature=0, max_tokens=3)
-    with open_llm(untied, BACKENDS["torch"]()) as llm:
+    with open_llm(untied, make_backend("torch")) as llm:
         clean = llm.generate([prompt], params, use_tqdm=False)[0]
         for cache in llm.engine.runner.caches:
             cache.values.fill_(NAN)
@@ -153,7 +153,7 @@ def test_the_prefix_of_a_broken_request_is_not_reused(untied: Path) -> None:
 
 
 def test_a_score_of_broken_logits_raises_and_the_engine_goes_on(untied: Path) -> None:
-    with open_llm(untied, BACKENDS["torch"]()) as llm:
+    with open_llm(untied, make_backend("torch")) as llm:
         clean = llm.score(PROMPTS, [[1, 2]] * len(PROMPTS), use_tqdm=False)
         token_id = PROMPTS[1][-1]
         before = poison(llm, token_id, NAN)
@@ -209,7 +209,7 @@ def test_a_job_writes_an_error_line_and_goes_on(untied: Path, tmp_path: Path) ->
     from nanovllm.jobs.result_lines import make_result_line, read_result_line
     from nanovllm.jobs.source import Line
 
-    with open_llm(untied, BACKENDS["torch"]()) as llm:
+    with open_llm(untied, make_backend("torch")) as llm:
         poison(llm, PROMPTS[0][5], INF)
         output = llm.generate([PROMPTS[0]], PARAMS[0], use_tqdm=False)[0]
     body = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"model": "m", "prompt": [1]}}

@@ -17,12 +17,14 @@ from hypothesis import strategies as st
 
 from nanovllm import LLM
 from nanovllm.backends.gpu.cuda_graphs import graph_batch_sizes, smallest_that_holds
+from nanovllm.backends.gpu.memory import GpuMemory, measure_memory
+from nanovllm.backends.gpu.pinned import PinnedStaging
 from nanovllm.distributed.ring import HEADER, pack_plan
 from nanovllm.engine.plan import StepPlan
-from nanovllm.ops.step_inputs import PlannedRows, step_inputs_reference
-from nanovllm.runner.device import DeviceTables, Staging
-from nanovllm.runner.kv_memory import GpuMemory, blocks_that_fit
-from nanovllm.runner.startup import measure_memory
+from nanovllm.ops.step_inputs import DevicePlan, step_inputs_reference
+from nanovllm.runner.device import DeviceRows, Staging
+from nanovllm.runner.kv_memory import blocks_that_fit
+from nanovllm.runner.steps import EAGER
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -45,22 +47,24 @@ def test_a_start_captures_a_bounded_number_of_sizes():
 
 
 def test_padding_reads_a_row_of_nobody_and_stores_nothing():
-    tables = DeviceTables(4, 8, torch.device("cpu"))
-    tables.row_tables.block_tables[:4] = torch.arange(1, 33).view(4, 8)
+    tables = DeviceRows(4, 8, torch.device("cpu"))
+    tables.block_tables[:4] = torch.arange(1, 33).view(4, 8)
     engine = make_engine(max_num_seqs=4, num_blocks=32)
     for _ in range(3):
         engine.add(engine.prepare([1], SamplingParams(seed=0)))
     plan = engine.scheduler.schedule().plan
     padded = plan.pad(8, tables.padding_row)
     assert padded.rows.tolist() == [*plan.rows.tolist(), *[tables.padding_row] * 5]
-    planned = (padded.rows, padded.num_computed, padded.num_scheduled, padded.token_ids)
-    slots = step_inputs_reference(PlannedRows(*map(torch.from_numpy, planned)), tables.row_tables, 4).slots
+    arrays = (padded.rows, padded.num_computed, padded.num_scheduled, padded.token_ids)
+    planned = DevicePlan(*map(torch.from_numpy, arrays), num_decodes=8)
+    slots = step_inputs_reference(planned, tables.block_tables, tables.last_token, 4).slots
     assert (slots[:3] >= 4).all() and (slots[3:] == -1).all()
     assert padded.num_tokens == padded.num_decodes == 8 and padded.num_sampled.sum() == 3
 
 
-def test_a_staging_buffer_is_written_only_after_the_copy_out_of_it():
+def test_a_staging_buffer_is_written_only_after_the_copy_out_of_it(monkeypatch):
     log = []
+    zeros = torch.zeros
 
     class Event:
         def __init__(self):
@@ -73,7 +77,9 @@ def test_a_staging_buffer_is_written_only_after_the_copy_out_of_it():
         def synchronize(self):
             log.append(("waited", self.number))
 
-    staging = Staging(16, torch.device("meta"), Event)  # a device that keeps nothing: only the order counts
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch, "zeros", lambda *sizes, pin_memory=False, **options: zeros(*sizes, **options))
+    staging = PinnedStaging(16, torch.device("meta"))  # a device that keeps nothing: only the order counts
     for step in range(5):
         staging.send([np.full(4, step, np.int32), np.full(3, step, np.int32)])
     used = [number for what, number in log if what == "recorded"]
@@ -175,7 +181,7 @@ def runner(random_model, request):
 def test_the_largest_step_runs_on_rows_of_padding(runner, num_drafts):
     """The memory profile runs it before any sequence exists."""
     plan = StepPlan.largest(4, 64, 128, num_drafts)
-    plan.rows[:] = runner.tables.padding_row
+    plan.rows[:] = runner.device_rows.padding_row
     result = runner.launch(plan).result()
     assert len(result.token_ids) == 4 * (1 + num_drafts)
     assert [len(values) for values in result.scores] == [1] * (64 - 4 * (1 + num_drafts))
@@ -245,13 +251,19 @@ def test_steps_with_more_sequences_than_the_largest_graph_run_eagerly(random_mod
     eager = []
     with LLM(str(random_model), **options) as llm:
         runner = llm.engine.runner
-        graphs = StandInGraphs(runner.staging.buffer, 9, runner.tables.padding_row)
-        start = runner.start
-        monkeypatch.setattr(runner, "start", lambda plan, *rest: (eager.append(plan), start(plan, *rest))[1])
-        runner.graphs = graphs
+        graphs = StandInGraphs(runner)
+        run_layers = runner.run_layers
+
+        def note(plan, packed, steps):
+            if steps is EAGER:
+                eager.append(plan)
+            return run_layers(plan, packed, steps)
+
+        monkeypatch.setattr(runner, "run_layers", note)
+        runner.steps = graphs
         llm.engine.depth = depth
         assert [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)] == expected
-        runner.graphs = None
+        runner.steps = EAGER
     assert {plan.num_seqs for plan in eager if plan.num_decodes == plan.num_seqs} == set(range(5, 10))
     assert graphs.sizes_run == {1, 2, 4}
 
@@ -270,11 +282,11 @@ def test_the_step_that_graphs_capture_gives_the_tokens_of_the_eager_one(random_m
         eager = llm.generate(prompts, params, use_tqdm=False)
     with LLM(str(random_model), **options, num_kvcache_blocks=40) as llm:
         runner = llm.engine.runner
-        runner.graphs = StandInGraphs(runner.staging.buffer, max_num_seqs, runner.tables.padding_row)
+        runner.steps = StandInGraphs(runner)
         llm.engine.depth = depth
         replayed = llm.generate(prompts, params, use_tqdm=False)
-        assert (runner.tables.row_tables.block_tables[runner.tables.padding_row] == 0).all()
-        runner.graphs = None
+        assert (runner.device_rows.block_tables[runner.device_rows.padding_row] == 0).all()
+        runner.steps = EAGER
     for one, other in zip(eager, replayed, strict=True):
         assert one["token_ids"] == other["token_ids"]
         for a, b in zip(one.get("logprobs", []), other.get("logprobs", []), strict=True):

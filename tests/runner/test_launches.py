@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 pytest.importorskip("triton")
 
 from helpers.pretend_cuda import DEVICE, Operators, noted, pretend_runner, unscored_plan
+from nanovllm.runner.startup import make_graphs
 
 from nanovllm.backends.gpu import paged_decode, paged_prefill
 from nanovllm.backends.gpu.combine import combine
@@ -25,7 +26,6 @@ from nanovllm.backends.gpu.grouped_linear import grouped_linear
 from nanovllm.config import MAX_NUM_SEQS
 from nanovllm.models.qwen3_moe.ops import Routing
 from nanovllm.ops.attention import KVCache
-from nanovllm.runner.startup import make_graphs
 
 LAYERS = 28
 ONCE = {f"_{name}_kernel": 1 for name in ("step_inputs", "share", "stats", "filter", "draw")}
@@ -118,7 +118,7 @@ def test_the_largest_options_give_grids_that_cuda_takes() -> None:
 def test_the_host_s_values_are_all_that_a_step_s_shapes_need() -> None:
     """The guard of the tests above is one: a read of the device's values does raise."""
     with pretend_runner() as runner, pytest.raises(RuntimeError):
-        runner.tables.row_tables.last_token.tolist()
+        runner.device_rows.last_token.tolist()
 
 
 @pytest.fixture(scope="module")

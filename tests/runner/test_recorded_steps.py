@@ -17,6 +17,8 @@ from nanovllm.backends.cpu.recorded_steps import MOST_SEQS, RecordedSteps
 from nanovllm.backends.cpu.scratch import Scratch, borrow_from
 from nanovllm.edits.edit_logits import MaskAndPenalties
 from nanovllm.models.decoder import Decoder
+from nanovllm.ops.step_inputs import StepInputs
+from nanovllm.runner.steps import EAGER
 
 if reason := CpuBackend.why_cannot(torch.device("cpu")):
     pytest.skip(reason, allow_module_level=True)
@@ -53,7 +55,7 @@ def answer(llm: LLM, num_requests: int = 20) -> list[dict[str, Any]]:
 
 
 def find_recorded(llm: LLM) -> RecordedSteps:
-    recorded = llm.engine.runner.graphs  # type: ignore[attr-defined]
+    recorded = llm.engine.runner.steps  # type: ignore[attr-defined]
     assert isinstance(recorded, RecordedSteps)
     return recorded
 
@@ -78,7 +80,7 @@ def test_repeated_steps_give_the_very_numbers_of_eager_ones(
 ) -> None:
     save(tmp_path)
     with open_llm(tmp_path, dtype=dtype, enforce_eager=True, **options) as llm:
-        assert llm.engine.runner.graphs is None  # type: ignore[attr-defined]
+        assert llm.engine.runner.steps is EAGER  # type: ignore[attr-defined]
         expected = answer(llm)
     with open_llm(tmp_path, dtype=dtype, **options) as llm:
         for _ in range(2):
@@ -92,9 +94,9 @@ def test_python_runs_the_model_once_for_each_size(tmp_path: Path, monkeypatch: p
     sizes: list[int] = []
     forward = Decoder.forward
 
-    def watch(model: Decoder, token_ids: torch.Tensor, *arguments: Any) -> torch.Tensor:
-        sizes.append(len(token_ids))
-        return forward(model, token_ids, *arguments)
+    def watch(model: Decoder, inputs: StepInputs, *arguments: Any) -> torch.Tensor:
+        sizes.append(len(inputs.token_ids))
+        return forward(model, inputs, *arguments)
 
     monkeypatch.setattr(Decoder, "forward", watch)
     with open_llm(tmp_path, max_num_seqs=MOST_SEQS + 1, num_kvcache_blocks=800, max_num_batched_tokens=2048) as llm:

@@ -6,7 +6,10 @@ those of the torch backend. The stand-ins raise for what CUDA would refuse.
 
 import gc
 import math
+import os
+import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -301,6 +304,29 @@ def test_two_ranks(backend: str, experts: Path) -> None:
     assert tokens(found) == tokens(expect(experts / "two"))
 
 
+@pytest.mark.parametrize("end", ["closed", "dropped", "killed"])
+def test_two_ranks_over_nccl_end_at_once(end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for a rank that does not leave NCCL's group: rank 0 if it is dropped, a follower if it is killed."""
+    save_random(tmp_path, **TINY | {"num_key_value_heads": 2})
+    options = {"tensor_parallel_size": 2, "distributed_backend": "nccl", "num_kvcache_blocks": 8}
+    with rehearse(num_devices=2):
+        llm = LLM(str(tmp_path), dtype="float32", enforce_eager=True, **OPTIONS | options)
+        llm.generate(PROMPTS[:1], PARAMS[0], use_tqdm=False)
+        (follower,) = llm.engine.runner.pids
+        if end == "killed":
+            close = ModelRunner.close
+            os.kill(follower, signal.SIGSTOP)  # else it might end in order before it is killed
+            monkeypatch.setattr(ModelRunner, "close", lambda runner: (os.kill(follower, signal.SIGKILL), close(runner)))
+        since = time.monotonic()
+        if end != "dropped":
+            llm.close()
+        del llm
+        gc.collect()
+        # A follower that does not end is killed after 5 seconds. An idle machine takes 0.3.
+        assert time.monotonic() - since < 4
+    assert not Path(f"/proc/{follower}").exists()
+
+
 @pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_new_weights_on_two_ranks(option: str, tmp_path: Path) -> None:
     """Each rank takes its share of each tensor; graphs that were captured before read it. Both wake up with it."""
@@ -437,7 +463,7 @@ def test_preemption_an_abort_and_a_failed_step(dense: Path) -> None:
         for _ in llm.stream(prompts, SamplingParams(max_tokens=2, ignore_eos=True)):
             break
         with (
-            mock.patch.object(llm.engine.runner.tables, "update", side_effect=RuntimeError("an error in a step")),
+            mock.patch.object(llm.engine.runner.device_rows, "update", side_effect=RuntimeError("an error in a step")),
             pytest.raises(RuntimeError, match="an error in a step"),
         ):
             llm.generate(prompts[:1], params[0], use_tqdm=False)
@@ -445,7 +471,7 @@ def test_preemption_an_abort_and_a_failed_step(dense: Path) -> None:
         assert llm.stats()["num_preemptions"] > 0
         with (
             mock.patch.object(torch.cuda, "synchronize", side_effect=RuntimeError("CUDA error: device-side assert")),
-            mock.patch.object(llm.engine.runner.tables, "update", side_effect=RuntimeError("CUDA error")),
+            mock.patch.object(llm.engine.runner.device_rows, "update", side_effect=RuntimeError("CUDA error")),
             pytest.raises(RuntimeError, match="CUDA error"),
         ):
             llm.generate(prompts[:1], params[0], use_tqdm=False)

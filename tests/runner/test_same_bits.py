@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from helpers.kernel_cases import make_inputs
 from helpers.tiny import draw_prompts, save_random
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -19,8 +20,8 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.backends.cpu.backend import CpuBackend, NativeMatrix
 from nanovllm.backends.cpu.library import cpu_library
 from nanovllm.backends.cpu.scratch import Scratch
-from nanovllm.ops.attention import AttentionMetadata
 from nanovllm.ops.norm_rope_store import NormRope
+from nanovllm.ops.sample import unpack_sampling
 from nanovllm.ops.token_logprobs import token_logprobs_reference
 from nanovllm.runner.logprobs import Logprobs
 
@@ -76,9 +77,7 @@ def test_attention_has_the_same_bits_in_blocks_of_any_size(dtype: torch.dtype) -
         slots = tables[sequences, positions // block_size].long() * block_size + positions % block_size
         cache = backend.allocate_cache((3 * width, block_size, 2, 128), dtype, CPU)
         backend.norm_rope_store(qkv, norms, positions, cache, slots)
-        cu_seqlens = torch.nn.functional.pad(lens[0].cumsum(0, dtype=torch.int32), (1, 0))
-        counts = (lens[0].numpy(), lens[1].numpy())
-        return backend.attend(q, cache, AttentionMetadata(0, cu_seqlens, lens[1], tables, slots, *counts), 0.1).clone()
+        return backend.attend(q, cache, make_inputs(*lens.tolist(), tables), 0.1).clone()
 
     expected = attend(64)
     for block_size in (16, 32, 128, 256):
@@ -153,10 +152,11 @@ class Company:
             backend = llm.engine.runner.backend
             sample = backend.sample
 
-            def spy(logits: Tensor, values: Any) -> Any:
-                for row, seed, position in zip(logits, values.seeds.tolist(), values.positions.tolist(), strict=True):
+            def spy(logits: Tensor, table: Tensor, rows: Tensor, positions: Tensor) -> Any:
+                seeds = unpack_sampling(table[rows]).seeds
+                for row, seed, position in zip(logits, seeds.tolist(), positions.tolist(), strict=True):
                     seen[seed, position] = row.clone()
-                return sample(logits, values)
+                return sample(logits, table, rows, positions)
 
             backend.sample = spy
             outputs = llm.generate([p for p, _ in given], [params for _, params in given], use_tqdm=False)

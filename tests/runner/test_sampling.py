@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 from helpers.distributions import LEAST_P, Floats, chi_square_p, exact
+from helpers.kernel_cases import pack_values
 from helpers.tiny import draw_prompts, logits_of, save_random
 from torch import Tensor
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.ops.sample import CHUNK, SamplingValues, sample_reference, uniform_reference
+from nanovllm.ops.sample import CHUNK, sample_reference, uniform_reference
 
 
 def draw(
@@ -29,17 +30,12 @@ def draw(
     positions: Tensor | None = None,
 ) -> Tensor:
     """`count` tokens from the same logits, by default with the seeds 0, 1, 2 ..."""
-    rows = torch.as_tensor(logits, dtype=torch.float32).expand(count, -1)
-    values = SamplingValues(
-        torch.full((count,), temperature),
-        torch.full((count,), top_k, dtype=torch.int32),
-        torch.full((count,), top_p),
-        torch.full((count,), min_p),
-        torch.arange(count) if seeds is None else seeds,
-        torch.full((count,), 17) if positions is None else positions,
-    )
+    same_logits = torch.as_tensor(logits, dtype=torch.float32).expand(count, -1)
+    seeds = torch.arange(count) if seeds is None else seeds
+    table = pack_values(count, seeds, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p)
+    positions = torch.full((count,), 17) if positions is None else positions
     some = torch.arange(count).split(100)
-    return torch.cat([sample_reference(rows[indices], values.select(indices)).token_ids for indices in some])
+    return torch.cat([sample_reference(same_logits[i], table, i, positions[i]).token_ids for i in some])
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -98,19 +94,21 @@ def test_frequencies_are_right_in_a_vocabulary_of_several_chunks(values: dict[st
 def test_rows_of_a_batch_each_follow_their_own_values() -> None:
     logits = torch.randn(64, 300, generator=torch.Generator().manual_seed(3)) * 2
     cases = list(CASES.values()) * 4
-    values = SamplingValues(
-        temperature=torch.tensor([c.get("temperature", 1.0) for c in cases]),
-        top_k=torch.tensor([c.get("top_k", 0) for c in cases], dtype=torch.int32),
-        top_p=torch.tensor([c.get("top_p", 1.0) for c in cases]),
-        min_p=torch.tensor([c.get("min_p", 0.0) for c in cases]),
-        seeds=torch.arange(64) * 12345,
-        positions=torch.arange(64) + 3,
+    temperature = np.array([c.get("temperature", 1.0) for c in cases])
+    temperature[::5] = 0
+    table = pack_values(
+        64,
+        torch.arange(64) * 12345,
+        temperature=temperature,
+        top_k=[c.get("top_k", 0) for c in cases],
+        top_p=[c.get("top_p", 1.0) for c in cases],
+        min_p=[c.get("min_p", 0.0) for c in cases],
     )
-    values.temperature[::5] = 0
-    together = sample_reference(logits, values).token_ids
+    rows = torch.arange(64)
+    together = sample_reference(logits, table, rows, rows + 3).token_ids
     for i in range(64):
-        row = torch.tensor([i])
-        alone = sample_reference(logits[row], values.select(row)).token_ids
+        row = rows[i : i + 1]
+        alone = sample_reference(logits[row], table, row, row + 3).token_ids
         assert alone.item() == together[i]
 
 
@@ -182,10 +180,9 @@ def test_a_token_of_probability_0_is_never_drawn() -> None:
 def test_logits_of_16_bits_are_drawn_from_in_float32(dtype: torch.dtype) -> None:
     """bfloat16 sums would stop growing after 256 equal tokens."""
     n = 2000
-    zeros = torch.zeros(n)
-    ones = torch.ones(n)
-    values = SamplingValues(ones, zeros.int(), ones, zeros, torch.arange(n), zeros)
-    tokens = sample_reference(torch.zeros(n, 1000, dtype=dtype), values).token_ids
+    rows = torch.arange(n)
+    table = pack_values(n, rows)
+    tokens = sample_reference(torch.zeros(n, 1000, dtype=dtype), table, rows, torch.zeros(n)).token_ids
     counts = np.histogram(tokens.numpy(), 20, (0, 1000))[0].astype(np.float64)
     assert chi_square_p(counts, np.full(20, 1 / 20)) > LEAST_P
 

@@ -1,6 +1,8 @@
 """Our C++ kernels for the CPU, compiled on first use; and the packed weights and the memory that they work on."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -9,17 +11,23 @@ from torch import Tensor, nn
 from nanovllm.backends.base import Backend
 from nanovllm.backends.cpu.huge_pages import advise_huge_pages
 from nanovllm.backends.cpu.library import LANES, MAX_HEAD_DIM, PANEL, CpuLibrary, cpu_library
+from nanovllm.backends.cpu.recorded_steps import RecordedSteps
 from nanovllm.backends.cpu.scratch import Scratch
 from nanovllm.backends.torch_backend import pack_matrices
 from nanovllm.edits.edit_logits import MaskAndPenalties
 from nanovllm.layers.embedding import LMHead, VocabParallelEmbedding
 from nanovllm.layers.weights import ShardedLayer
 from nanovllm.models.qwen3_moe.ops import Routing
-from nanovllm.ops.attention import AttentionMetadata, KVCache
+from nanovllm.ops.attention import KVCache
 from nanovllm.ops.norm_rope_store import NormRope
-from nanovllm.ops.sample import Sampled, SamplingValues
-from nanovllm.ops.step_inputs import PlannedRows, RowTables, StepInputs, empty_step_inputs
+from nanovllm.ops.sample import Sampled
+from nanovllm.ops.step_inputs import DevicePlan, StepInputs, empty_step_inputs
 from nanovllm.ops.token_logprobs import TokenLogprobs
+from nanovllm.runner.steps import Steps
+from nanovllm.utils.machine import torch_in_one_thread
+
+if TYPE_CHECKING:
+    from nanovllm.runner.model_runner import ModelRunner
 
 
 class CpuBackend(Backend):
@@ -29,12 +37,12 @@ class CpuBackend(Backend):
     """
 
     name = "cpu"
-    device_type = "cpu"
     dtypes = (torch.bfloat16, torch.float32)
     head_dims = tuple(range(2 * LANES, MAX_HEAD_DIM + 1, 2 * LANES))
     groups = range(1, 48 + 1)
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        super().__init__(device)
         self.library = cpu_library()
         self.scratch = Scratch()
         """Lends memory to the operators' results. Quantised matrices and hybrids borrow from it, too."""
@@ -47,6 +55,15 @@ class CpuBackend(Backend):
         except RuntimeError as error:
             return str(error)
         return None
+
+    def choose_threads(self) -> AbstractContextManager[object]:
+        return torch_in_one_thread()  # the kernels have a team of their own
+
+    def make_steps(self, runner: "ModelRunner") -> Steps:
+        config = runner.config
+        if config.num_ranks > 1 or config.enforce_eager:
+            return super().make_steps(runner)
+        return RecordedSteps(config.max_num_seqs)
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         return self.library.zeros(shape, dtype)
@@ -133,27 +150,27 @@ class CpuBackend(Backend):
         self.library.call("norm_rope_store", q.dtype, *inputs, q, *cache, *sizes)
         return q
 
-    def attend(self, q: Tensor, cache: KVCache, metadata: AttentionMetadata, scale: float) -> Tensor:
+    def attend(self, q: Tensor, cache: KVCache, inputs: StepInputs, scale: float) -> Tensor:
         block_size, num_kv_heads, dim = cache.keys.shape[1:]
         q = q.contiguous()
-        tables = metadata.block_tables.contiguous()
+        tables = inputs.block_tables.contiguous()
         out = self.scratch.empty(*q.shape, dtype=q.dtype)
-        inputs = (q, *cache, tables, metadata.cu_seqlens_q, metadata.seq_lens)
         sizes = (*tables.shape, num_kv_heads, q.shape[1] // num_kv_heads, dim, block_size, scale)
-        self.library.call("attend", q.dtype, *inputs, out, *sizes)
+        self.library.call("attend", q.dtype, q, *cache, tables, inputs.cu_seqlens, inputs.seq_lens, out, *sizes)
         return out
 
-    def step_inputs(self, planned: PlannedRows, tables: RowTables, block_size: int) -> StepInputs:
-        made = empty_step_inputs(planned, tables, self.scratch.empty)
-        sizes = (len(planned.rows), len(tables.last_token) - 1, tables.block_tables.shape[1], block_size)
-        self.library.call("step_inputs", None, *planned, *tables, *made[:6], *made.sampling[:5], *sizes)
+    def step_inputs(self, planned: DevicePlan, block_tables: Tensor, last_token: Tensor, block_size: int) -> StepInputs:
+        made = empty_step_inputs(planned, block_tables.shape[1], self.scratch.empty)
+        sizes = (len(planned.rows), len(last_token) - 1, block_tables.shape[1], block_size)
+        given = (planned.rows, planned.num_computed, planned.num_scheduled, planned.token_ids, block_tables, last_token)
+        results = (made.token_ids, made.positions, made.slots, made.cu_seqlens, made.seq_lens, made.block_tables)
+        self.library.call("step_inputs", None, *given, *results, *sizes)
         return made
 
-    def sample(self, logits: Tensor, values: SamplingValues) -> Sampled:
+    def sample(self, logits: Tensor, table: Tensor, rows: Tensor, positions: Tensor) -> Sampled:
         logits = logits.contiguous()
         sampled = Sampled(*(self.scratch.empty(len(logits), dtype=torch.int32) for _ in Sampled._fields))
-        values = values._replace(positions=values.positions.to(torch.int32))
-        self.library.call("sample", logits.dtype, logits, *values, *sampled, *logits.shape)
+        self.library.call("sample", logits.dtype, logits, table, rows, positions, *sampled, *logits.shape)
         return sampled
 
     def store_samples(self, token_ids: Tensor, rows: Tensor, last_token: Tensor) -> None:

@@ -7,7 +7,7 @@
 
 namespace {
 
-// The sequences of a step, as AttentionMetadata has them. Tokens cu_seqlens[i] to cu_seqlens[i + 1] belong to sequence
+// The sequences of a step, as StepInputs has them. Tokens cu_seqlens[i] to cu_seqlens[i + 1] belong to sequence
 // i, whose state is that of row rows[i]. The sequence is new if these are all tokens that it has.
 struct Sequences {
     const int32_t *cu_seqlens, *lens, *rows;

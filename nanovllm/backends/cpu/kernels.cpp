@@ -69,9 +69,9 @@ EXPORT(gated_rms_norm, (x, gate, weight, y, tokens, heads, dim, gate_stride, eps
        int64_t gate_stride, float eps)
 EXPORT(sigmoid_and_mul, (x, gate, y, tokens, size, gate_stride),
        const void* x, const void* gate, void* y, int64_t tokens, int64_t size, int64_t gate_stride)
-EXPORT(sample, (logits, temperature, top_k, top_p, min_p, seeds, positions, tokens, checked, rows, vocab),
-       const void* logits, const float* temperature, const int32_t* top_k, const float* top_p, const float* min_p,
-       const int64_t* seeds, const int32_t* positions, int32_t* tokens, int32_t* checked, int64_t rows, int64_t vocab)
+EXPORT(sample, (logits, table, rows, positions, tokens, checked, count, vocab),
+       const void* logits, const RowSampling* table, const int32_t* rows, const int32_t* positions, int32_t* tokens,
+       int32_t* checked, int64_t count, int64_t vocab)
 EXPORT(token_logprobs, (logits, tokens, values, log_sums, num_above, rows, vocab),
        const void* logits, const int32_t* tokens, float* values, float* log_sums, int32_t* num_above, int64_t rows,
        int64_t vocab)
@@ -95,23 +95,15 @@ void edit_logits_float32(int64_t threads, float* logits, const int32_t* indices,
 // the row's last token. A token of the padding row gets the slot -1. The planned ids are as many as num_scheduled sums
 // to.
 void step_inputs(int64_t, const int32_t* rows, const int32_t* num_computed, const int32_t* num_scheduled,
-                 const int32_t* planned_ids, const int32_t* tables, const int32_t* last_token,
-                 const float* temperatures, const int32_t* top_ks, const float* top_ps, const float* min_ps,
-                 const int64_t* all_seeds, int32_t* token_ids, int32_t* positions, int64_t* slots, int32_t* cu_seqlens,
-                 int32_t* seq_lens, int32_t* block_tables, float* temperature, int32_t* top_k, float* top_p,
-                 float* min_p, int64_t* seeds, int64_t num_seqs, int64_t padding_row, int64_t width,
-                 int64_t block_size) {
+                 const int32_t* planned_ids, const int32_t* tables, const int32_t* last_token, int32_t* token_ids,
+                 int32_t* positions, int64_t* slots, int32_t* cu_seqlens, int32_t* seq_lens, int32_t* block_tables,
+                 int64_t num_seqs, int64_t padding_row, int64_t width, int64_t block_size) {
     int32_t t = 0;
     for (int64_t s = 0; s < num_seqs; ++s) {
         const int32_t row = rows[s], *table = tables + row * width;
         cu_seqlens[s] = t;
         seq_lens[s] = num_computed[s] + num_scheduled[s];
         std::copy_n(table, width, block_tables + s * width);
-        temperature[s] = temperatures[row];
-        top_k[s] = top_ks[row];
-        top_p[s] = top_ps[row];
-        min_p[s] = min_ps[row];
-        seeds[s] = all_seeds[row];
         for (int32_t position = num_computed[s]; position < seq_lens[s]; ++position, ++t) {
             token_ids[t] = planned_ids[t] < 0 ? last_token[row] : planned_ids[t];
             positions[t] = position;

@@ -3,24 +3,22 @@
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm.backends.cpu.library import RecordedCalls, record_calls
 from nanovllm.backends.cpu.scratch import Scratch, borrow_from
-from nanovllm.backends.gpu.cuda_graphs import HEAD, Half
-from nanovllm.engine.plan import StepPlan
+from nanovllm.runner.steps import StepPart, Steps
 
 MOST_SEQS = 64
 """The most sequences of a recorded step. In a larger one the Python between the kernels takes next to nothing."""
 
 
-class RecordedSteps:
-    """Repeats decode steps on a CPU, as `CudaGraphs` do on a GPU: from the staging buffer to the sampled tokens.
+class RecordedSteps(Steps):
+    """Repeats decode steps on a CPU, as CUDA graphs do on a GPU: from the staging buffer to the sampled tokens.
 
     Python prepares a few hundred calls of kernels in a step: for a small model that takes longer than the kernels. What
     it prepares depends on the number of sequences alone. So the first step of each size is recorded while it runs, as
-    two halves, the model's and the sampler's. Later steps repeat the calls, in C++.
+    two parts, the model's and the sampler's. Later steps repeat the calls, in C++.
 
     Steps share the memory of what they compute, because only one runs at a time. So results must be read before the
     next step runs, of whatever size.
@@ -32,28 +30,19 @@ class RecordedSteps:
         most_seqs: of a step; 0 if no step can be recorded.
     """
 
-    def __init__(self, buffer: Tensor, max_num_seqs: int) -> None:
-        """
-        Args:
-            buffer: the staging buffer, where the inputs of each step begin.
-        """
-        self._buffer = buffer
+    def __init__(self, max_num_seqs: int) -> None:
         self.most_seqs = min(max_num_seqs, MOST_SEQS)
         self._scratch = Scratch(keeps_all=True)
-        self._recordings: dict[tuple[Half, int], tuple[RecordedCalls, Any]] = {}
-        """{half and size of a step: its calls, and the tensors that they write, always at the same addresses}."""
+        self._recordings: dict[tuple[StepPart, int], tuple[RecordedCalls, Any]] = {}
+        """{part and size of a step: its calls, and the tensors that they write, always at the same addresses}."""
 
-    def pad(self, plan: StepPlan) -> StepPlan:
-        """Return the plan: each size has a recording of its own."""
-        return plan
-
-    def run(self, half: Half, size: int, work: Callable[[], Any]) -> Any:
-        """Repeat half a step of that size, which reads from `inputs` or from the other half's results.
+    def run(self, part: StepPart, size: int, work: Callable[[], Any]) -> Any:
+        """Repeat a part of a step of that size, which reads from the staging buffer or from the other part's results.
 
         The first time `work` runs it, and is recorded. Returns what `work` has returned.
         """
-        if (half, size) in self._recordings:
-            calls, result = self._recordings[half, size]
+        if (part, size) in self._recordings:
+            calls, result = self._recordings[part, size]
             calls.repeat()
             return result
         with borrow_from(self._scratch), record_calls() as calls, _TorchWatch() as watch:  # type: ignore[no-untyped-call]
@@ -62,15 +51,14 @@ class RecordedSteps:
             self.most_seqs = 0
             self.release()
         elif self.most_seqs:
-            self._recordings[half, size] = calls, result
+            self._recordings[part, size] = calls, result
         return result
 
-    def inputs(self, size: int) -> Tensor:
-        """Return the part of the staging buffer that a step of that size reads: see `CudaGraphs.inputs`."""
-        return self._buffer[: HEAD * size].view(HEAD, size)
+    def renew(self) -> None:
+        self.release()
 
     def release(self) -> None:
-        """Forget all recordings: weights have moved or go, or a half cannot be repeated."""
+        """Forget all recordings: weights have moved or go, or a part cannot be repeated."""
         self._recordings.clear()
 
 

@@ -13,8 +13,9 @@ namespace {
 constexpr int SAMPLE_CHUNK = 4096;
 
 // Returns a number in (0, 1) from Philox4x32-10: the upper 23 bits of its first word, plus a half, over 2^23.
-float uniform(uint64_t seed, uint32_t position) {
-    uint32_t c[4] = {position, 0, 0, 0}, k0 = (uint32_t)seed, k1 = (uint32_t)(seed >> 32);
+// k0 and k1 are the halves of the request's seed.
+float uniform(uint32_t k0, uint32_t k1, uint32_t position) {
+    uint32_t c[4] = {position, 0, 0, 0};
     for (int i = 0; i < 10; ++i) {
         const uint64_t p0 = (uint64_t)c[0] * 0xD2511F53u, p1 = (uint64_t)c[2] * 0xCD9E8D57u;
         const uint32_t high0 = (uint32_t)(p0 >> 32), high1 = (uint32_t)(p1 >> 32);
@@ -67,7 +68,19 @@ struct ExpSum {
     }
 };
 
-struct Request { float temperature; int32_t top_k; float top_p, min_p; uint64_t seed; uint32_t position; };
+// The sampling values of a row, packed as ROW_SAMPLING in plan.py says. A test compares the fields.
+struct RowSampling {
+    int32_t row;
+    float temperature;
+    int32_t top_k;
+    float top_p;
+    float min_p;
+    uint32_t seed_low;
+    uint32_t seed_high;
+    int32_t num_logprobs;
+    int32_t num_prompt_logprobs;
+    int32_t is_edited;
+};
 
 constexpr int64_t STRETCH = 64;  // tokens in a row of which the filters know the largest z
 constexpr int64_t FEW = 256;     // top-p looks at so many candidates first, or at a few more
@@ -136,7 +149,7 @@ inline float find_mass(std::vector<float>& z, double goal) {
 
 // Returns the lowest z that top-k and top-p keep, or -infinity if the request asks for neither. z_of(i) returns the z
 // of 16 tokens from i on. Where few tokens decide, only these are put in order.
-template <class Z> float lowest_kept(Z z_of, int64_t vocab, const Request& request) {
+template <class Z> float lowest_kept(Z z_of, int64_t vocab, const RowSampling& request) {
     const bool by_rank = request.top_k > 0 && request.top_k < vocab, by_mass = request.top_p < 1;
     if (!by_rank && !by_mass) return -INFINITY;
     static thread_local Stretches stretches;
@@ -158,7 +171,8 @@ template <class Z> float lowest_kept(Z z_of, int64_t vocab, const Request& reque
 }
 
 // Returns the sampled token, or -1 if the logits define no distribution: one is NaN or +infinity, or none is finite.
-template <class T> int32_t sample_row(const typename T::element* logits, const Request& request, int64_t vocab) {
+template <class T>
+int32_t sample_row(const typename T::element* logits, const RowSampling& request, int32_t position, int64_t vocab) {
     const PaddedRow<T> row(logits, vocab);
     const float top = row.top();
     if (!std::isfinite(top)) return -1;
@@ -183,7 +197,7 @@ template <class T> int32_t sample_row(const typename T::element* logits, const R
         sums.push_back(sum(partial));
         total += sums.back();
     }
-    const double target = uniform(request.seed, request.position) * total;
+    const double target = uniform(request.seed_low, request.seed_high, (uint32_t)position) * total;
     double before = 0;
     size_t chunk = 0;
     while (chunk + 1 < sums.size() && before + sums[chunk] <= target) before += sums[chunk++];
@@ -200,19 +214,16 @@ template <class T> int32_t sample_row(const typename T::element* logits, const R
     return (int32_t)last;  // only if rounding left the target at or above the total
 }
 
-// Samples one token per row of logits[rows][vocab]. checked[r] is the result of sample_row; tokens[r] is the same, but
-// 0 instead of -1, so that it is always a valid token id.
+// Samples one token from each row of logits[count][vocab], as row rows[i] of the table says. checked[i] is the result of
+// sample_row; tokens[i] is the same, but 0 instead of -1, so that it is always a valid token id.
 template <class T>
-void sample(const void* logits_, const float* temperature, const int32_t* top_k, const float* top_p, const float* min_p,
-            const int64_t* seeds, const int32_t* positions, int32_t* tokens, int32_t* checked, int64_t rows,
-            int64_t vocab) {
+void sample(const void* logits_, const RowSampling* table, const int32_t* rows, const int32_t* positions,
+            int32_t* tokens, int32_t* checked, int64_t count, int64_t vocab) {
     const auto* logits = (const typename T::element*)logits_;
-    share(rows, 1, [&](Span some) {
-        for (int64_t r = some.begin; r < some.end; ++r) {
-            const Request request = {temperature[r], top_k[r],           top_p[r],
-                                     min_p[r],       (uint64_t)seeds[r], (uint32_t)positions[r]};
-            checked[r] = sample_row<T>(logits + r * vocab, request, vocab);
-            tokens[r] = std::max(checked[r], 0);
+    share(count, 1, [&](Span some) {
+        for (int64_t i = some.begin; i < some.end; ++i) {
+            checked[i] = sample_row<T>(logits + i * vocab, table[rows[i]], positions[i], vocab);
+            tokens[i] = std::max(checked[i], 0);
         }
     });
 }

@@ -1,6 +1,6 @@
-"""A short causal convolution of each channel, then silu. It carries the last inputs of a row to its next step.
+"""A short causal convolution of each channel, then silu, as a Triton kernel.
 
-It comes before the recurrence of gated_delta.py.
+The reference is `causal_conv_reference` in models/qwen3_5/ops.py.
 """
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
 from nanovllm.backends.gpu.paged_prefill import find_sequence
 from nanovllm.backends.gpu.triton_shim import next_power_of_2, tl, triton
-from nanovllm.ops.attention import AttentionMetadata
+from nanovllm.ops.step_inputs import StepInputs
 from nanovllm.utils.integers import ceil_div
 
 
@@ -75,14 +75,14 @@ def causal_conv_config(width: int) -> dict[str, int]:
     return {"WIDTH": width, "KEPT": next_power_of_2(max(width - 1, 1)), "TOKENS": 8, "BLOCK": 256, "num_warps": 4}
 
 
-def causal_conv(x: Tensor, weight: Tensor, state: Tensor, metadata: AttentionMetadata) -> Tensor:
+def causal_conv(x: Tensor, weight: Tensor, state: Tensor, inputs: StepInputs) -> Tensor:
     """causal_conv_reference in one kernel."""
     num_tokens, channels = x.shape
-    num_seqs = len(metadata.seq_lens)
+    num_seqs = len(inputs.seq_lens)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     config = causal_conv_config(len(weight))
     grid = (num_tokens // config["TOKENS"] + num_seqs, ceil_div(channels, config["BLOCK"]))
-    sequences = (metadata.cu_seqlens_q, metadata.seq_lens, metadata.rows)
+    sequences = (inputs.cu_seqlens, inputs.seq_lens, inputs.rows)
     args = (x, weight, state, out, *sequences, num_seqs, x.stride(0), channels)
     launch(_causal_conv_kernel, grid, args, config)
     return out

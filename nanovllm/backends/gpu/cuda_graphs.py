@@ -2,32 +2,21 @@
 
 import bisect
 import functools
-from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import Tensor
 from tqdm import tqdm
 
-from nanovllm.engine.plan import NUM_PER_SEQ, StepPlan, make_padding
-from nanovllm.ops.sample import SamplingValues
+from nanovllm.engine.plan import StepPlan, make_padding
+from nanovllm.runner.device import split_head
+from nanovllm.runner.steps import MOST_SEQS, StepPart, Steps
+
+if TYPE_CHECKING:
+    from nanovllm.runner.model_runner import ModelRunner
 
 T = TypeVar("T")
-Half = Literal["model", "sampler"]
-"""The halves of a step. They are repeated apart, because logits may be edited between them."""
-HEAD = NUM_PER_SEQ + 1
-"""How many rows a graph's inputs have: the arrays of a plan with one element per sequence, and token_ids."""
-MOST_SEQS = 1024
-"""The most sequences of a captured step. So a start captures 45 sizes at most; 4,096 sequences would make it 141.
-
-A larger step runs eagerly: it has as many launches as a small one, beside far more work for the device.
-"""
-Decoded = tuple[Tensor, Tensor, SamplingValues]
-"""Of n decodes: hidden states [n, hidden], rows int32 [n], and how each is sampled."""
-Decode = Callable[[Tensor], Decoded]
-"""Runs the model on inputs int32 [HEAD, n]: see `ModelRunner.decode`."""
-Sample = Callable[[Tensor, Tensor, SamplingValues], Tensor]
-"""Samples from what was decoded; returns token ids int32 [n]."""
 
 
 def graph_batch_sizes(max_num_seqs: int) -> list[int]:
@@ -59,73 +48,97 @@ def _capture_stream(device: int) -> Any:
     return torch.cuda.Stream(device)
 
 
-class CudaGraphs:
+class CudaGraphs(Steps):
     """Decode steps of each batch size as CUDA graphs, from the staging buffer to hidden states and sampled tokens.
 
     A step is two graphs, the model's and the sampler's. The second is left out where logits are edited or
     log-probabilities wanted.
 
-    A graph of size n reads its inputs from the first HEAD * n values of the staging buffer, whose address never
-    changes: the first arrays of a plan that was padded to n. All graphs share one pool of memory. They are captured
-    largest first, so that the smaller ones fit into what the largest has taken. They may share it because only one runs
-    at a time, and its outputs are read before (in stream order) the next one runs.
+    A graph of size n reads its inputs from the first values of the staging buffer, whose address never changes: the
+    first arrays of a plan that was padded to n. All graphs share one pool of memory. They are captured largest first,
+    so that the smaller ones fit into what the largest has taken. They may share it because only one runs at a time, and
+    its outputs are read before (in stream order) the next one runs.
     """
 
-    def __init__(self, buffer: Tensor, max_num_seqs: int, padding_row: int) -> None:
-        self._buffer = buffer
-        self.sizes = graph_batch_sizes(max_num_seqs)
+    def __init__(self, runner: "ModelRunner") -> None:
+        """None is captured yet.
+
+        Args:
+            runner: the runner whose steps become graphs. They read its weights and its cache where these lie now.
+        """
+        self._runner = runner
+        self.sizes = graph_batch_sizes(runner.config.max_num_seqs)
         self.most_seqs = self.sizes[-1]
-        self.padding_row = padding_row
         self._pool: Any = None  # torch's pool handles have no public type
-        self._graphs: dict[tuple[Half, int], tuple[torch.cuda.CUDAGraph, Any]] = {}
-        """{half and size of a step: its graph, and the tensors that the graph writes}."""
+        self._graphs: dict[tuple[StepPart, int], tuple[torch.cuda.CUDAGraph, Any]] = {}
+        """{part and size of a step: its graph, and the tensors that the graph writes}."""
 
-    def capture(
-        self, decode: Decode, sample: Sample | None, sizes: list[int] | None = None, show_progress: bool = False
-    ) -> None:
+    def capture(self, sizes: list[int] | None = None, show_progress: bool = False) -> None:
         """Capture the graphs of sizes, by default of all. All inputs are padding: no sequence is touched."""
-        stream = _capture_stream(torch.cuda.current_device())
+        device = self._runner.device
+        stream = _capture_stream(torch.cuda.current_device() if device.index is None else device.index)
         current = torch.cuda.current_stream()
-        for size in tqdm(sorted(sizes or self.sizes, reverse=True), desc="Capturing graphs", disable=not show_progress):
-            inputs = self.inputs(size)
-            inputs.copy_(torch.from_numpy(make_padding(size, self.padding_row)))
-            stream.wait_stream(current)
-            with torch.cuda.stream(stream):
-                decoded = decode(inputs)  # compiles kernels and warms libraries up, outside the capture
-                if sample is not None:
-                    sample(*decoded)
+        sizes = sorted(sizes or self.sizes, reverse=True)
+        with self._runner.backend.on_device(), torch.inference_mode():
+            for size in tqdm(sizes, desc="Capturing graphs", disable=not show_progress):
+                head = torch.from_numpy(make_padding(size, self._runner.device_rows.padding_row)).view(-1)
+                self._runner.staging.buffer[: len(head)].copy_(head)
+                stream.wait_stream(current)
+                with torch.cuda.stream(stream):
+                    self.run_once(size)  # compiles kernels and warms libraries up, outside the capture
+                torch.cuda.synchronize()
+                for part, work in self._list_parts(size):
+                    self._capture((part, size), stream, work)
             torch.cuda.synchronize()
-            decoded = self._capture(("model", size), stream, functools.partial(decode, inputs))
-            if sample is not None:
-                self._capture(("sampler", size), stream, functools.partial(sample, *decoded))
-        torch.cuda.synchronize()
 
-    def _capture(self, key: tuple[Half, int], stream: Any, work: Callable[[], T]) -> T:
-        """Capture some work; returns its result, which each replay writes anew."""
+    def run_once(self, size: int) -> None:
+        """Run both parts of a step of that size eagerly, on what the staging buffer holds."""
+        for _, work in self._list_parts(size):
+            work()
+
+    def _list_parts(self, size: int) -> Iterator[tuple[StepPart, Callable[[], Any]]]:
+        """Yield each part of a decode step of that size, and what runs it. The caller runs one before it takes the
+        next."""
+        runner = self._runner
+        planned = split_head(runner.staging.buffer, size, size, None)
+        results: list[Any] = []
+
+        def run_model() -> Any:
+            results[:] = runner.forward(planned)
+            return tuple(results)
+
+        yield "model", run_model
+        if runner.has_head:
+            inputs, hidden = results
+            yield "sampler", partial(runner.sample_decodes, inputs, hidden)
+
+    def _capture(self, key: tuple[StepPart, int], stream: Any, work: Callable[[], T]) -> None:
+        """Capture some work. Each replay writes its results anew."""
         graph = torch.cuda.CUDAGraph()
         # thread_local: other threads, NCCL's and those of a second engine, may call CUDA meanwhile.
         with torch.cuda.graph(graph, pool=self._pool, stream=stream, capture_error_mode="thread_local"):
             result = work()
         self._pool = self._pool or graph.pool()
         self._graphs[key] = graph, result
-        return result
 
     def pad(self, plan: StepPlan) -> StepPlan:
         """Return a plan of decodes, padded to the size of the smallest graph that holds it."""
-        return plan.pad(smallest_that_holds(self.sizes, plan.num_seqs), self.padding_row)
+        return plan.pad(smallest_that_holds(self.sizes, plan.num_seqs), self._runner.device_rows.padding_row)
 
-    def inputs(self, size: int) -> Tensor:
-        """Return the part of the staging buffer that a graph of that size reads: int32 [HEAD, size]."""
-        return self._buffer[: HEAD * size].view(HEAD, size)
-
-    def run(self, half: Half, size: int, work: Callable[[], Any]) -> Any:
-        """Run half a step of that size: the model on what the staging buffer holds, the sampler on its results.
+    def run(self, part: StepPart, size: int, work: Callable[[], Any]) -> Any:
+        """Replay a part of a step: the model on what the staging buffer holds, the sampler on its results.
 
         Returns what `work` returned when it was captured: it is written anew, and lives until the next replay.
         """
-        graph, result = self._graphs[half, size]
+        graph, result = self._graphs[part, size]
         graph.replay()
         return result
+
+    def renew(self) -> None:
+        """Capture all graphs anew, if the matrices lie in other memory now. Weights in 16 bits are written in place."""
+        if self._runner.quantizer is not None:
+            self.release()
+            self.capture()
 
     def release(self) -> None:
         """Free the graphs. This comes before the memory they point into is freed, and before a process group ends."""

@@ -1,15 +1,4 @@
-"""Edits logits as requests ask: masks and penalties, after biases and before temperature and filters.
-
-The order is vLLM's. The host makes one mask of everything that forbids tokens: a grammar, allowed ids, bad words,
-min_tokens. Biases are added before the mask, which changes nothing: a forbidden token stays forbidden. Then
-
-    repetition   for tokens of prompt and output: a positive logit is divided by the penalty, another is multiplied
-                 (Keskar et al. 2019, "CTRL"; the rule for negative logits is transformers')
-    frequency    the penalty is subtracted as often as the token is in the output
-    presence     the penalty is subtracted once if the token is in the output
-
-A NaN or +inf stays as it is, even if its token is forbidden. The sampler then flags the row as broken.
-"""
+"""Edits logits by masks and penalties, as a Triton kernel. The rule and its reference are in edits/edit_logits.py."""
 
 from torch import Tensor
 

@@ -1,25 +1,38 @@
 """Attention by the flash-attn package (Dao 2023, https://arxiv.org/abs/2307.08691). The rest is our Triton kernels."""
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from nanovllm.backends.gpu.triton_backend import TritonBackend
-from nanovllm.ops.attention import AttentionMetadata, KVCache, PrefillMetadata
+from nanovllm.ops.attention import KVCache
+from nanovllm.ops.step_inputs import StepInputs
+
+
+class PrefillMetadata(NamedTuple):
+    """The lengths of a step's prefills, in flash-attn's form: cu_seqlens are int32 [num_prefills + 1] and begin with
+    0."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    max_seqlen_q: int
+    max_seqlen_k: int
 
 
 class FlashAttnBackend(TritonBackend):
     """In storage tokens come before heads, and blocks have a multiple of 256 tokens: flash-attn asks for both."""
 
     name = "flash_attn"
-    device_type = "cuda"
     dtypes = (torch.float16, torch.bfloat16)
     block_sizes = (256, 512, 1024, 2048, 4096)
     default_block_size = 256
+    runs_on_fake_tensors = False
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device | str = "cuda") -> None:
+        super().__init__(device)
         from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
 
         self._varlen = flash_attn_varlen_func
@@ -39,41 +52,41 @@ class FlashAttnBackend(TritonBackend):
     def allocate_cache(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> KVCache:
         return KVCache(*(torch.zeros(shape, dtype=dtype, device=device) for _ in KVCache._fields))
 
-    def prepare_attention(self, metadata: AttentionMetadata, cache: KVCache, num_heads: int) -> AttentionMetadata:
-        decodes = metadata.num_decodes
-        if metadata.seq_lens.shape[0] == decodes:
-            return metadata
-        if metadata.query_lens_cpu is None or metadata.seq_lens_cpu is None:
+    def prepare_attention(self, inputs: StepInputs, cache: KVCache, num_heads: int) -> StepInputs:
+        decodes = inputs.num_decodes
+        if inputs.seq_lens.shape[0] == decodes:
+            return inputs
+        if inputs.query_lens_cpu is None or inputs.seq_lens_cpu is None:
             raise RuntimeError("a step that holds prefills needs query_lens_cpu and seq_lens_cpu")
         prefills = PrefillMetadata(
-            cu_seqlens_q=metadata.cu_seqlens_q[decodes:] - decodes,  # every decode has one query token
-            cu_seqlens_k=pad(metadata.seq_lens[decodes:].cumsum(0, dtype=torch.int32), (1, 0)),
-            max_seqlen_q=int(metadata.query_lens_cpu[decodes:].max()),
-            max_seqlen_k=int(metadata.seq_lens_cpu[decodes:].max()),
+            cu_seqlens_q=inputs.cu_seqlens[decodes:] - decodes,  # every decode has one query token
+            cu_seqlens_k=pad(inputs.seq_lens[decodes:].cumsum(0, dtype=torch.int32), (1, 0)),
+            max_seqlen_q=int(inputs.query_lens_cpu[decodes:].max()),
+            max_seqlen_k=int(inputs.seq_lens_cpu[decodes:].max()),
         )
-        return replace(metadata, prefills=prefills)
+        return replace(inputs, prepared=prefills)
 
-    def attend(self, q: Tensor, cache: KVCache, metadata: AttentionMetadata, scale: float) -> Tensor:
-        decodes = metadata.num_decodes
+    def attend(self, q: Tensor, cache: KVCache, inputs: StepInputs, scale: float) -> Tensor:
+        decodes = inputs.num_decodes
         parts = []
         if decodes:
             attended = self._with_kvcache(
                 q[:decodes].unsqueeze(1),  # one query token a sequence
                 *cache,
-                cache_seqlens=metadata.seq_lens[:decodes],
-                block_table=metadata.block_tables[:decodes],
+                cache_seqlens=inputs.seq_lens[:decodes],
+                block_table=inputs.block_tables[:decodes],
                 softmax_scale=scale,
                 causal=True,
             )
             parts.append(attended.squeeze(1))
-        if metadata.prefills is not None:
+        if inputs.prepared is not None:
             attended = self._varlen(
                 q[decodes:],
                 *cache,
-                **metadata.prefills._asdict(),
+                **inputs.prepared._asdict(),
                 softmax_scale=scale,
                 causal=True,
-                block_table=metadata.block_tables[decodes:],
+                block_table=inputs.block_tables[decodes:],
             )
             parts.append(attended)
         return parts[0] if len(parts) == 1 else torch.cat(parts)

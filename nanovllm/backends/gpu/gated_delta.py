@@ -1,10 +1,4 @@
-"""The gated delta rule (Yang et al. 2024, https://arxiv.org/abs/2412.06464): attention with a state of constant size.
-
-Each value head of a row has a matrix S [key dim, value dim], its state. It maps keys to values. A token first lets S
-fade by its decay. Then it replaces a share `beta` of what S has for its key by its value:
-
-    S = decay S;  d = beta (v - k S);  S = S + k d;  out = q S
-"""
+"""The gated delta rule as a Triton kernel. The rule and its reference are in models/qwen3_5/ops.py."""
 
 import torch
 from torch import Tensor
@@ -12,7 +6,7 @@ from torch import Tensor
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
 from nanovllm.backends.gpu.triton_shim import next_power_of_2, tl, triton
 from nanovllm.models.qwen3_5.ops import L2_EPS
-from nanovllm.ops.attention import AttentionMetadata
+from nanovllm.ops.step_inputs import StepInputs
 from nanovllm.utils.integers import ceil_div
 
 
@@ -134,7 +128,7 @@ def gated_delta_config(key_heads: int, value_heads: int, key_dim: int, value_dim
 
 
 def gated_delta(
-    qkv: Tensor, gates: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, metadata: AttentionMetadata
+    qkv: Tensor, gates: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, inputs: StepInputs
 ) -> Tensor:
     """gated_delta_reference in one kernel. qkv is contiguous."""
     value_heads, key_dim, value_dim = state.shape[1:]
@@ -142,8 +136,8 @@ def gated_delta(
     key_heads = (qkv.shape[1] - value_heads * value_dim) // (2 * key_dim)
     out = torch.empty(num_tokens, value_heads, value_dim, dtype=qkv.dtype, device=qkv.device)
     config = gated_delta_config(key_heads, value_heads, key_dim, value_dim)
-    grid = (len(metadata.seq_lens) * value_heads, ceil_div(value_dim, config["COLUMNS"]))
-    sequences = (metadata.cu_seqlens_q, metadata.seq_lens, metadata.rows)
+    grid = (len(inputs.seq_lens) * value_heads, ceil_div(value_dim, config["COLUMNS"]))
+    sequences = (inputs.cu_seqlens, inputs.seq_lens, inputs.rows)
     args = (qkv, gates, a_log, dt_bias, state, out, *sequences, L2_EPS, gates.stride(0))
     launch(_gated_delta_kernel, grid, args, config)
     return out

@@ -10,17 +10,18 @@ There are two kernels. For neither must the host know a length, so a CUDA graph 
 The split has as many programs as the device runs at once. All start at once, and as they have the same work, they end
 at about the same time, whatever the lengths are: no place of a multiprocessor is left to a program without work.
 
-The reference is `attend_reference` in attention.py.
+The reference is `attend_reference` in ops/attention.py.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
 from nanovllm.backends.gpu.triton_shim import next_power_of_2, num_multiprocessors, shared_memory_kib, tl, triton
-from nanovllm.ops.attention import DecodeMetadata, KVCache
+from nanovllm.ops.attention import KVCache
 
 MIN_SHARE = 128
 """Keys that a program attends at least: with fewer, its start costs more than its reading."""
@@ -255,6 +256,31 @@ def programs_at_once(config: dict[str, int], itemsize: int, shared_kib: int) -> 
     """
     buffers = 2 * (config["num_stages"] - 1) * config["TILE"] * config["HEAD_DIM"] * itemsize
     return min(max(shared_kib * 1024 // (buffers + 8192), 1), 3)
+
+
+class DecodeMetadata(NamedTuple):
+    """The work of the split kernel in one step. A sequence's keys are cut into chunks, and GPU programs share the
+    chunks.
+
+    Attributes:
+        items: int32 [max_items, 4]. Each row is a chunk: (sequence, first key, end key, number of chunks of the
+            sequence). Chunks are in the order of sequences and keys.
+        first_item: int32 [num_seqs + 1]. Sequence i has the chunks from first_item[i] to first_item[i + 1].
+        share_begins: int32 [num_programs + 1]. Program p has the chunks from share_begins[p] to share_begins[p + 1].
+        arrivals: int32 [num_kv_heads, num_seqs], how many chunks are done. The program that finishes the last chunk of
+            a sequence merges the outputs of all of them. All are zero before and after a layer.
+        partial_out: float32 [max_items, num_heads, head_dim], the normalised output of a chunk, for sequences with
+            several chunks.
+        partial_lse: float32 [max_items, num_heads], log2(sum(exp(scores))) of a chunk. 2**partial_lse is the weight of
+            the chunk's output when chunks are merged.
+    """
+
+    items: Tensor
+    first_item: Tensor
+    share_begins: Tensor
+    arrivals: Tensor
+    partial_out: Tensor
+    partial_lse: Tensor
 
 
 def decode_metadata(seq_lens: Tensor, cache: KVCache, num_heads: int) -> DecodeMetadata:

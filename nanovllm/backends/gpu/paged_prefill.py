@@ -1,6 +1,6 @@
 """Causal attention of several query tokens a sequence, to its prefix in the paged cache and to each other.
 
-The reference is `attend_reference` in attention.py.
+The reference is `attend_reference` in ops/attention.py.
 """
 
 import math
@@ -120,15 +120,18 @@ def _prefill_kernel(
 
 
 def prefill_config(group: int, head_dim: int, block_size: int, itemsize: int, shared_kib: int) -> dict[str, int]:
-    """Return 128 rows (tokens x padded group) and 8 warps; fewer for float32, or where shared memory is small.
+    """Return 128 rows (tokens x padded group) and 8 warps; fewer rows for float32, or where shared memory is small.
 
     Heads of 256 take all registers of a thread. Only Hopper and later, which multiply from shared memory, have enough
-    for 128 rows of them; others spill unless there are 32.
+    for 128 rows of them; others spill unless there are 32. float32 is multiplied without tensor cores, and a thread
+    keeps what it multiplies in registers: more than 32 rows and 16 keys spill kilobytes.
     """
     is_wide = head_dim > 128
+    is_float32 = itemsize == 4
     padded_group = next_power_of_2(group)
-    rows = 32 if is_wide else 64
-    if itemsize < 4 and shared_kib >= (200 if is_wide else 160):
+    tile = key_tile(head_dim, block_size, itemsize)
+    rows = 32 if is_wide or is_float32 else 64
+    if not is_float32 and shared_kib >= (200 if is_wide else 160):
         rows = 128
     return {
         "GROUP": group,
@@ -136,9 +139,9 @@ def prefill_config(group: int, head_dim: int, block_size: int, itemsize: int, sh
         "TOKENS": rows // padded_group,
         "HEAD_DIM": head_dim,
         "BLOCK_SIZE": block_size,
-        "TILE": key_tile(head_dim, block_size, itemsize),
-        "num_warps": 8 if rows == 128 else 4,
-        "num_stages": 3 if itemsize < 4 else 2,
+        "TILE": min(tile, 16) if is_float32 else tile,
+        "num_warps": 8 if rows == 128 or is_float32 else 4,
+        "num_stages": 2 if is_float32 else 3,
     }
 
 

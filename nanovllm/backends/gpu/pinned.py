@@ -1,9 +1,17 @@
-"""Copies from the host's memory to a GPU, through two pinned buffers in turn."""
+"""Copies from the host's memory to a GPU, through two pinned buffers in turn.
 
+Pinned memory is host memory that the device reads directly, while the host goes on.
+"""
+
+from collections.abc import Sequence as Seq
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from nanovllm.engine.plan import IntArray
+from nanovllm.runner.device import Staging
 
 BUFFER_BYTES = 64 << 20
 """Bytes of each buffer. Starting a copy of so many costs nothing beside the copy itself."""
@@ -52,3 +60,32 @@ class PinnedCopier:
         event = copied or torch.cuda.Event()
         event.record(torch.cuda.current_stream(self._device))
         self._copied[turn] = event
+
+
+class PinnedStaging(Staging):
+    """Sends each step's arrays by a copy for which the host does not wait.
+
+    A copy may still be running when the next step is prepared; that step uses the other buffer. A buffer is written
+    again two steps later, after its event shows that its copy has ended. The buffer on the device needs no event,
+    because copies and the kernels that read them run in order on one stream.
+    """
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.buffer = torch.zeros(size, dtype=torch.int32, device=device)
+        self._pinned = [torch.zeros(size, dtype=torch.int32, pin_memory=True) for _ in range(2)]
+        self._copied: list[Any] = [None, None]
+        """For each buffer the event after the last copy from it; None before the first."""
+        self._turn = 0
+
+    def send(self, parts: Seq[IntArray]) -> Tensor:
+        size = sum(map(len, parts))
+        turn = 1 - self._turn
+        self._turn = turn
+        if (copied := self._copied[turn]) is not None:
+            copied.synchronize()
+        np.concatenate(parts, out=self._pinned[turn].numpy()[:size])
+        self.buffer[:size].copy_(self._pinned[turn][:size], non_blocking=True)
+        event = copied or torch.cuda.Event()
+        event.record()
+        self._copied[turn] = event
+        return self.buffer[:size]

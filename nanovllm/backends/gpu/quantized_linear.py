@@ -1,4 +1,7 @@
-"""Multiplies by a matrix of whole numbers with scales: 8 or 4 bits a weight. Activations keep their type."""
+"""Multiplies by a matrix of whole numbers with scales, 8 or 4 bits a weight, in Triton. Activations keep their type.
+
+The references are in quantized/coded_weight.py.
+"""
 
 import torch
 from torch import Tensor
@@ -211,9 +214,13 @@ def format_config(bits: int, in_size: int, group_size: int, has_zeros: bool) -> 
 
 
 def tile_config(num_rows: int, tiles: tuple[tuple[int, int, int], ...], itemsize: int) -> dict[str, int]:
-    """Return the tile for a number of rows, and how it is computed."""
+    """Return the tile for a number of rows, and how it is computed.
+
+    float32 is multiplied without tensor cores, from registers: larger tiles, or fewer warps, spill kilobytes.
+    """
+    if itemsize == 4:
+        return {"BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 8, "num_stages": 3}
     rows, columns = next(((m, n) for most, m, n in tiles if num_rows <= most), (128, 64))
-    rows = min(rows, 64) if itemsize == 4 else rows
     return {"BLOCK_M": rows, "BLOCK_N": columns, "num_warps": 8 if rows == 128 else 4, "num_stages": 3}
 
 

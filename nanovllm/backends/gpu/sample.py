@@ -1,30 +1,12 @@
-"""Samples one token per row. It draws a number u in (0, 1), adds the probabilities in order of token id, and takes the
-first token at which the sum exceeds u.
-
-Every backend follows the same rule:
-
-1. Temperature 0 takes the most likely token; of equal ones, the lowest id. Otherwise z = (logits - max) / temperature.
-2. top-k keeps the tokens whose z is at least the k-th largest z. Ties are kept. 0 is off.
-3. top-p adds the weights exp(z) of the tokens that top-k kept, from the most likely down, until the sum is at least
-   p times the total. Let t be the z of the token added last. All tokens with z >= t are kept. 1 is off.
-4. min-p keeps the tokens whose exp(z) is at least min_p. exp(z) is the probability relative to the most likely token.
-5. Philox4x32-10 makes a uniform number u in (0, 1) from the request's seed (the key) and the position of the sampled
-   token (the counter). It has no state, so a request draws the same numbers whatever else is in its batch, and also
-   after a preemption. (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".)
-6. The token is the first one whose cumulative weight exceeds u * total. It is found in two levels: first the chunk of
-   CHUNK tokens, then the token inside it.
-
-If the logits of a row hold a NaN, +inf or nothing finite, they are no distribution. Such a row is flagged as broken
-before all this, and gets some token of the vocabulary.
-"""
+"""Samples one token per row in three kernels, by the rule that ops/sample.py states."""
 
 import torch
 from torch import Tensor
 
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
-from nanovllm.backends.gpu.sample_filter import PART, filter_rows, is_broken, is_filtered, weigh
+from nanovllm.backends.gpu.sample_filter import PART, filter_rows, is_broken, is_filtered, load_sampling, weigh
 from nanovllm.backends.gpu.triton_shim import next_power_of_2, tl, triton
-from nanovllm.ops.sample import CHUNK, Sampled, SamplingValues
+from nanovllm.ops.sample import CHUNK, Sampled
 from nanovllm.utils.integers import ceil_div
 
 # The Triton path has three kernels. None of them sorts, and none waits for the host.
@@ -47,7 +29,8 @@ def draw_uniform(seed, position):
 @triton.jit
 def _stats_kernel(
     logits_ptr,
-    temperature_ptr,
+    table_ptr,
+    rows_ptr,
     chunk_max_ptr,
     chunk_argmax_ptr,
     chunk_weight_ptr,
@@ -71,7 +54,7 @@ def _stats_kernel(
     token = chunk * CHUNK + part[:, None] * PART + tl.arange(0, PART)[None, :]
     x = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
     x = tl.where(x < float("inf"), x, float("inf"))  # NaN becomes inf: the row's maximum then shows that it is broken
-    temperature = tl.load(temperature_ptr + row)
+    temperature, _, _, _, _ = load_sampling(table_ptr, rows_ptr, row)
     scale = 1.0 / tl.where(temperature > 0.0, temperature, 1.0)  # less exact than a division, but enough for sums
     part_max = tl.max(x, 1)
     origin = tl.where(part_max > float("-inf"), part_max, 0.0)  # -inf - -inf would be NaN
@@ -99,11 +82,8 @@ def _find_first_above_target(weights, target, SIZE: tl.constexpr):
 @triton.jit(do_not_specialize=["num_chunks"])
 def _draw_kernel(
     logits_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    seeds_ptr,
+    table_ptr,
+    rows_ptr,
     positions_ptr,
     chunk_max_ptr,
     chunk_argmax_ptr,
@@ -127,7 +107,7 @@ def _draw_kernel(
     exists = chunks < num_chunks
     maxima = tl.load(chunk_max_ptr + row * num_chunks + chunks, mask=exists, other=float("-inf"))
     row_max = tl.max(maxima, 0)
-    temperature = tl.load(temperature_ptr + row)
+    temperature, top_k, top_p, min_p, seed = load_sampling(table_ptr, rows_ptr, row)
     if is_broken(row_max):
         tl.store(token_ptr + row, 0)
         tl.store(checked_ptr + row, -1)
@@ -138,13 +118,12 @@ def _draw_kernel(
         tl.store(token_ptr + row, best)
         tl.store(checked_ptr + row, best)
         return
-    min_p = tl.load(min_p_ptr + row)
-    filtered = is_filtered(tl.load(top_k_ptr + row), tl.load(top_p_ptr + row), min_p, vocab_size)
+    filtered = is_filtered(top_k, top_p, min_p, vocab_size)
     chunk_weights = tl.load(chunk_weight_ptr + row * num_chunks + chunks, mask=exists, other=0.0)
     # The stats kernel weighed a chunk relative to the chunk's maximum, the filter kernel relative to the row's.
     _, shrink = weigh(maxima, row_max, temperature)
     chunk_weights = tl.where(filtered, chunk_weights, chunk_weights * shrink)
-    target = draw_uniform(tl.load(seeds_ptr + row), tl.load(positions_ptr + row)) * tl.sum(chunk_weights, 0)
+    target = draw_uniform(seed, tl.load(positions_ptr + row)) * tl.sum(chunk_weights, 0)
     chunk, before = _find_first_above_target(chunk_weights, target, CHUNKS)
     token = chunk * CHUNK + tl.arange(0, CHUNK)
     x = tl.load(logits_ptr + row * row_stride + token, mask=token < vocab_size, other=float("-inf")).to(tl.float32)
@@ -164,7 +143,7 @@ def draw_config(num_chunks: int) -> dict[str, int]:
     return {"CHUNK": CHUNK, "CHUNKS": next_power_of_2(num_chunks), "num_warps": 8}
 
 
-def sample(logits: Tensor, values: SamplingValues) -> Sampled:
+def sample(logits: Tensor, table: Tensor, rows: Tensor, positions: Tensor) -> Sampled:
     """Do what `sample_reference` does, in three kernels. Tokens are the same up to rounding in the sums of weights."""
     n, vocab_size = logits.shape
     num_chunks = ceil_div(vocab_size, CHUNK)
@@ -181,9 +160,9 @@ def sample(logits: Tensor, values: SamplingValues) -> Sampled:
     part_stats = (empty(logits.dtype, num_parts), empty(torch.float32, num_parts))  # maximum and weight of each part
     threshold = empty(torch.float32)
     stride = logits.stride(0)
-    inputs = (logits, values.temperature, *chunk_stats, *part_stats, stride, vocab_size)
+    inputs = (logits, table, rows, *chunk_stats, *part_stats, stride, vocab_size)
     launch(_stats_kernel, (n, num_chunks), inputs, stats_config())
-    filter_rows(logits, values[:4], part_stats, chunk_weight, threshold)
-    args = (logits, *values, *chunk_stats, threshold, *sampled, stride, vocab_size, num_chunks)
+    filter_rows(logits, table, rows, part_stats, chunk_weight, threshold)
+    args = (logits, table, rows, positions, *chunk_stats, threshold, *sampled, stride, vocab_size, num_chunks)
     launch(_draw_kernel, (n,), args, draw_config(num_chunks))
     return sampled

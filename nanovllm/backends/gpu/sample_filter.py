@@ -1,9 +1,9 @@
 """Filters by top-k, top-p and min-p without a sort: a search finds the lowest value that is kept.
 
-The rule and its reference are in `sample.py`. The kept tokens are those whose z is at least a threshold, which is the z
-of some token. The search works on integers: the bits of a float, read as an integer (with those of negatives flipped),
-have the order of the floats. It narrows an interval of such integers. Each pass counts or weighs the tokens above
-several marks at once. So the threshold is exact, and ties are kept.
+The rule and its reference are in ops/sample.py. The kept tokens are those whose z is at least a threshold, which is
+the z of some token. The search works on integers: the bits of a float, read as an integer (with those of negatives
+flipped), have the order of the floats. It narrows an interval of such integers. Each pass counts or weighs the tokens
+above several marks at once. So the threshold is exact, and ties are kept.
 
 Of 150,000 tokens few are near the threshold. A row is cut into parts of PART tokens, whose maxima and weights are known
 from the stats kernel. They alone give a lower bound of the threshold. The search looks only into parts whose maximum
@@ -17,11 +17,33 @@ from torch import Tensor
 
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
 from nanovllm.backends.gpu.triton_shim import next_power_of_2, tl, triton
+from nanovllm.engine.plan import SAMPLING_COLUMNS
 
 PART = 64
 
+WIDTH = tl.constexpr(len(SAMPLING_COLUMNS))
+TEMPERATURE = tl.constexpr(SAMPLING_COLUMNS["temperature"])
+TOP_K = tl.constexpr(SAMPLING_COLUMNS["top_k"])
+TOP_P = tl.constexpr(SAMPLING_COLUMNS["top_p"])
+MIN_P = tl.constexpr(SAMPLING_COLUMNS["min_p"])
+SEED_LOW = tl.constexpr(SAMPLING_COLUMNS["seed_low"])
+SEED_HIGH = tl.constexpr(SAMPLING_COLUMNS["seed_high"])
+
 _UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 """How many low bits are zero in every float32 that was converted from this dtype."""
+
+
+@triton.jit
+def load_sampling(table_ptr, rows_ptr, i):
+    """Do what `unpack_sampling` does, for row i of the logits. The compiler drops the values that a kernel ignores."""
+    packed_ptr = table_ptr + tl.load(rows_ptr + i).to(tl.int64) * WIDTH
+    temperature = tl.load(packed_ptr + TEMPERATURE).to(tl.float32, bitcast=True)
+    top_k = tl.load(packed_ptr + TOP_K)
+    top_p = tl.load(packed_ptr + TOP_P).to(tl.float32, bitcast=True)
+    min_p = tl.load(packed_ptr + MIN_P).to(tl.float32, bitcast=True)
+    seed_low = tl.load(packed_ptr + SEED_LOW).to(tl.int64) & 0xFFFFFFFF
+    seed = (tl.load(packed_ptr + SEED_HIGH).to(tl.int64) << 32) | seed_low
+    return temperature, top_k, top_p, min_p, seed
 
 
 @triton.jit
@@ -197,10 +219,8 @@ def _weigh_kept(
 @triton.jit(do_not_specialize=["num_chunks"])
 def _filter_kernel(
     logits_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
+    table_ptr,
+    rows_ptr,
     part_max_ptr,
     part_weight_ptr,
     listed_ptr,
@@ -222,10 +242,7 @@ def _filter_kernel(
     # Rows that are greedy, broken or without a filter end at once. Padding may be filtered, which only costs time.
     wait_for_predecessor(PDL)
     row = tl.program_id(0).to(tl.int64)
-    temperature = tl.load(temperature_ptr + row)
-    top_k = tl.load(top_k_ptr + row)
-    top_p = tl.load(top_p_ptr + row)
-    min_p = tl.load(min_p_ptr + row)
+    temperature, top_k, top_p, min_p, _ = load_sampling(table_ptr, rows_ptr, row)
     if (temperature <= 0.0) | (is_filtered(top_k, top_p, min_p, vocab_size) == 0):
         return
     IN_CHUNK: tl.constexpr = CHUNK // PART
@@ -296,13 +313,18 @@ def filter_config(num_chunks: int, chunk: int, dtype: torch.dtype) -> dict[str, 
 
 
 def filter_rows(
-    logits: Tensor, filters: Sequence[Tensor], parts: Sequence[Tensor], chunk_weight: Tensor, threshold: Tensor
+    logits: Tensor,
+    table: Tensor,
+    rows: Tensor,
+    parts: Sequence[Tensor],
+    chunk_weight: Tensor,
+    threshold: Tensor,
 ) -> None:
     """Write the threshold of each row with a filter, and the weights of its chunks without the tokens that it drops.
 
     Args:
         logits: [n, vocab].
-        filters: temperature, top_k, top_p and min_p, each [n], as in `SamplingValues`.
+        table, rows: as in `sample_reference`.
         parts: the maximum of each part [n, all parts], in the logits' dtype; and its weight relative to
             its maximum, float32 of the same shape, which is overwritten.
         chunk_weight: float32 [n, num_chunks], written.
@@ -312,5 +334,5 @@ def filter_rows(
     listed = torch.empty(parts[0].shape, dtype=torch.int32, device=logits.device)
     sizes = (logits.stride(0), logits.shape[1], num_chunks)
     config = filter_config(num_chunks, PART * parts[0].shape[1] // num_chunks, logits.dtype)
-    args = (logits, *filters, *parts, listed, chunk_weight, threshold, *sizes)
+    args = (logits, table, rows, *parts, listed, chunk_weight, threshold, *sizes)
     launch(_filter_kernel, (logits.shape[0],), args, config)

@@ -1,12 +1,13 @@
-"""Makes the inputs of a step on the device, from a plan and from the device's tables of the resident sequences."""
+"""Makes the inputs of a step in one Triton kernel. The reference is `step_inputs_reference` in ops/step_inputs.py."""
 
 import functools
 
 import torch
+from torch import Tensor
 
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
 from nanovllm.backends.gpu.triton_shim import next_power_of_2, tl, triton
-from nanovllm.ops.step_inputs import PlannedRows, RowTables, StepInputs, empty_step_inputs
+from nanovllm.ops.step_inputs import DevicePlan, StepInputs, empty_step_inputs
 
 
 @triton.jit(
@@ -22,22 +23,12 @@ def _step_inputs_kernel(
     planned_ids_ptr,
     tables_ptr,
     last_token_ptr,
-    temperatures_ptr,
-    top_ks_ptr,
-    top_ps_ptr,
-    min_ps_ptr,
-    all_seeds_ptr,
     token_ids_ptr,
     positions_ptr,
     slots_ptr,
     cu_seqlens_ptr,
     seq_lens_ptr,
     block_tables_ptr,
-    temperature_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    min_p_ptr,
-    seeds_ptr,
     num_seqs,
     padding_row,
     table_width,
@@ -60,11 +51,6 @@ def _step_inputs_kernel(
     if seq == num_seqs - 1:
         tl.store(cu_seqlens_ptr + num_seqs, first + scheduled)
     tl.store(seq_lens_ptr + seq, computed + scheduled)
-    tl.store(temperature_ptr + seq, tl.load(temperatures_ptr + row))
-    tl.store(top_k_ptr + seq, tl.load(top_ks_ptr + row))
-    tl.store(top_p_ptr + seq, tl.load(top_ps_ptr + row))
-    tl.store(min_p_ptr + seq, tl.load(min_ps_ptr + row))
-    tl.store(seeds_ptr + seq, tl.load(all_seeds_ptr + row))
 
     table_ptr = tables_ptr + row * table_width
     for start in range(0, table_width, BLOCK):
@@ -90,11 +76,13 @@ def step_inputs_config(num_seqs: int, block_size: int) -> dict[str, int]:
     return {"BLOCK_SIZE": block_size, "MAX_SEQS": max_seqs, "BLOCK": 256, "num_warps": 4}
 
 
-def step_inputs(planned: PlannedRows, tables: RowTables, block_size: int) -> StepInputs:
+def step_inputs(planned: DevicePlan, block_tables: Tensor, last_token: Tensor, block_size: int) -> StepInputs:
     """Do what `step_inputs_reference` does, in one kernel."""
     num_seqs = len(planned.rows)
-    made = empty_step_inputs(planned, tables, functools.partial(torch.empty, device=planned.rows.device))
-    sizes = (num_seqs, len(tables.last_token) - 1, tables.block_tables.shape[1])
-    args = (*planned, *tables, *made[:6], *made.sampling[:5], *sizes)
+    max_blocks = block_tables.shape[1]
+    made = empty_step_inputs(planned, max_blocks, functools.partial(torch.empty, device=planned.rows.device))
+    given = (planned.rows, planned.num_computed, planned.num_scheduled, planned.token_ids, block_tables, last_token)
+    results = (made.token_ids, made.positions, made.slots, made.cu_seqlens, made.seq_lens, made.block_tables)
+    args = (*given, *results, num_seqs, len(last_token) - 1, max_blocks)
     launch(_step_inputs_kernel, (num_seqs,), args, step_inputs_config(num_seqs, block_size))
     return made

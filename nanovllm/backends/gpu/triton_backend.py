@@ -7,6 +7,7 @@ from torch import Tensor
 
 from nanovllm.backends.base import Backend
 from nanovllm.backends.gpu.combine import combine
+from nanovllm.backends.gpu.device import CudaBackend
 from nanovllm.backends.gpu.edit_logits import edit_logits
 from nanovllm.backends.gpu.grouped_linear import grouped_linear
 from nanovllm.backends.gpu.norm_rope_store import norm_rope_store
@@ -19,11 +20,15 @@ from nanovllm.backends.gpu.silu_and_mul import silu_and_mul
 from nanovllm.backends.gpu.step_inputs import step_inputs
 from nanovllm.backends.gpu.token_logprobs import token_logprobs
 from nanovllm.backends.gpu.triton_shim import HAS_TRITON, INTERPRETED
-from nanovllm.ops.attention import AttentionMetadata, KVCache
+from nanovllm.ops.attention import KVCache
+from nanovllm.ops.step_inputs import StepInputs
 
 
-class TritonBackend(Backend):
+class TritonKernels(Backend):
+    """Computes the operators by Triton kernels. By itself it runs in Triton's interpreter, on a CPU, for tests."""
+
     name = "triton"
+    captures_steps = True
     head_dims = (32, 64, 128, 256)
     groups = (1, 2, 3, 4, 5, 6, 7, 8, 16)
     block_sizes = (16, 32, 64, 128, 256)
@@ -48,21 +53,25 @@ class TritonBackend(Backend):
             return "triton is not installed (pip install triton)"
         return None
 
-    def prepare_attention(self, metadata: AttentionMetadata, cache: KVCache, num_heads: int) -> AttentionMetadata:
-        decodes = metadata.num_decodes
+    def prepare_attention(self, inputs: StepInputs, cache: KVCache, num_heads: int) -> StepInputs:
+        decodes = inputs.num_decodes
         if not decodes:
-            return metadata
-        return replace(metadata, decodes=decode_metadata(metadata.seq_lens[:decodes], cache, num_heads))
+            return inputs
+        return replace(inputs, prepared=decode_metadata(inputs.seq_lens[:decodes], cache, num_heads))
 
-    def attend(self, q: Tensor, cache: KVCache, metadata: AttentionMetadata, scale: float) -> Tensor:
+    def attend(self, q: Tensor, cache: KVCache, inputs: StepInputs, scale: float) -> Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        decodes = metadata.num_decodes
-        seq_lens = metadata.seq_lens
-        block_tables = metadata.block_tables
+        decodes = inputs.num_decodes
+        seq_lens = inputs.seq_lens
+        block_tables = inputs.block_tables
         if decodes:
-            assert metadata.decodes is not None, "prepare_attention was not called"
-            paged_decode(q[:decodes], cache, block_tables[:decodes], metadata.decodes, scale, out[:decodes])
+            assert inputs.prepared is not None, "prepare_attention was not called"
+            paged_decode(q[:decodes], cache, block_tables[:decodes], inputs.prepared, scale, out[:decodes])
         if seq_lens.shape[0] > decodes:
-            prefills = (metadata.cu_seqlens_q[decodes:], seq_lens[decodes:], block_tables[decodes:])
+            prefills = (inputs.cu_seqlens[decodes:], seq_lens[decodes:], block_tables[decodes:])
             paged_prefill(q, cache, *prefills, num_tokens=q.shape[0] - decodes, scale=scale, out=out)
         return out
+
+
+class TritonBackend(CudaBackend, TritonKernels):
+    """Our Triton kernels on a GPU."""

@@ -3,13 +3,14 @@
 It computes the same numbers as transformers' modeling_qwen3_5. Pictures and multi-token prediction are not read.
 """
 
+import re
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from nanovllm.backends import AttentionMetadata, Backend, CacheSize, KVCache
+from nanovllm.backends import Backend, CacheSize, KVCache
 from nanovllm.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
 from nanovllm.layers.parallel import Parallel
 from nanovllm.layers.weights import NamedTargets, ShardedLayer, WeightTarget
@@ -19,6 +20,7 @@ from nanovllm.models.qwen3_5.delta_net import DeltaNet
 from nanovllm.models.qwen3_5.operators import choose_hybrid_operators
 from nanovllm.models.qwen3_5.sizes import HybridShape
 from nanovllm.ops.norm_rope_store import NormRope
+from nanovllm.ops.step_inputs import StepInputs
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -75,11 +77,11 @@ class GatedAttention(ShardedLayer):
         shape = (size.num_blocks, size.block_size, self.kv_heads, self.head_dim)
         return self.backend.allocate_cache(shape, dtype, device)
 
-    def forward(self, x: Tensor, cos_sin: Tensor, positions: Tensor, cache: KVCache, meta: AttentionMetadata) -> Tensor:
+    def forward(self, x: Tensor, cos_sin: Tensor, cache: KVCache, inputs: StepInputs) -> Tensor:
         """x [num_tokens, hidden] -> [num_tokens, hidden]; the tokens' keys and values are stored in the cache first."""
         norms = NormRope(self.q_norm, self.k_norm, self.eps, cos_sin)
-        q = self.backend.norm_rope_store(self.qkv_proj(x), norms, positions, cache, meta.slot_mapping)
-        out = self.backend.attend(q, cache, meta, self.scale).flatten(1)
+        q = self.backend.norm_rope_store(self.qkv_proj(x), norms, inputs.positions, cache, inputs.slots)
+        out = self.backend.attend(q, cache, inputs, self.scale).flatten(1)
         return self.o_proj(self.operators.sigmoid_and_mul(out, self.gate_proj(x)))  # type: ignore[no-any-return]
 
     def weight_targets(self, path: str, names: Collection[str]) -> NamedTargets:
@@ -116,8 +118,9 @@ class HybridDecoder(Decoder):
         cos, sin = angles.chunk(2, dim=1)
         return torch.cat((cos, cos.new_ones(num_positions, missing), sin, sin.new_zeros(num_positions, missing)), dim=1)
 
-    def _name_in_checkpoint(self, path: str) -> str:
-        name = super()._name_in_checkpoint(path)
-        if path.startswith("layers.") and isinstance(self.layers[int(path.split(".")[1])].self_attn, DeltaNet):
+    def name_in_checkpoint(self, path: str) -> str:
+        name = super().name_in_checkpoint(path)
+        layer = re.match(r"layers\.\d+", path)
+        if layer is not None and isinstance(self.get_submodule(f"{layer[0]}.self_attn"), DeltaNet):
             return name.replace(".self_attn", ".linear_attn")
         return name

@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from nanovllm.backends import AttentionMetadata, Backend, CacheSize
+from nanovllm.backends import Backend, CacheSize
 from nanovllm.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
 from nanovllm.layers.parallel import Parallel
 from nanovllm.layers.weights import NamedTargets, ShardedLayer, WeightTarget, make_whole_target
 from nanovllm.models.qwen3_5.operators import choose_hybrid_operators
 from nanovllm.models.qwen3_5.ops import RowState
 from nanovllm.models.qwen3_5.sizes import DeltaShape
+from nanovllm.ops.step_inputs import StepInputs
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -63,19 +64,17 @@ class DeltaNet(ShardedLayer):
             ),
         )
 
-    def forward(
-        self, x: Tensor, cos_sin: Tensor, positions: Tensor, state: RowState, meta: AttentionMetadata
-    ) -> Tensor:
+    def forward(self, x: Tensor, cos_sin: Tensor, state: RowState, inputs: StepInputs) -> Tensor:
         """x [num_tokens, hidden] -> [num_tokens, hidden]; the states of the step's rows are carried on.
 
         Args:
-            cos_sin, positions: not used: the order of the tokens is all that it knows of their positions.
+            cos_sin: not used: the order of the tokens is all that it knows of their positions.
         """
         mine = self.shape
         sizes = [mine.channels, mine.values, 2 * mine.value_heads]
         qkv, z, gates = self.in_proj(x).split(sizes, dim=1)
-        qkv = self.operators.causal_conv(qkv, self.conv, state.conv, meta)
-        out = self.operators.gated_delta(qkv, gates, self.a_log, self.dt_bias, state.recurrent, meta)
+        qkv = self.operators.causal_conv(qkv, self.conv, state.conv, inputs)
+        out = self.operators.gated_delta(qkv, gates, self.a_log, self.dt_bias, state.recurrent, inputs)
         return self.out_proj(self.operators.gated_rms_norm(out, z, self.norm, self.eps))  # type: ignore[no-any-return]
 
     def weight_targets(self, path: str, names: Collection[str]) -> NamedTargets:

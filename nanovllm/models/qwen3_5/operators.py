@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from nanovllm.backends import AttentionMetadata, Backend
+from nanovllm.backends import Backend
 from nanovllm.backends.cpu.backend import CpuBackend
 from nanovllm.backends.cpu.library import LANES, MAX_HEAD_DIM, read_constant
 from nanovllm.backends.gpu.causal_conv import causal_conv
@@ -16,6 +16,7 @@ from nanovllm.models.qwen3_5.ops import (
     gated_rms_norm_reference,
     sigmoid_and_mul_reference,
 )
+from nanovllm.ops.step_inputs import StepInputs
 
 MAX_CONV_WIDTH = read_constant("MAX_CONV_WIDTH", "gated_delta.h")
 """The most inputs in a sum of `causal_conv`."""
@@ -46,26 +47,26 @@ class CpuHybridOperators(HybridOperators):
         self._library = backend.library
         self._scratch = backend.scratch
 
-    def causal_conv(self, x: Tensor, weight: Tensor, state: Tensor, metadata: AttentionMetadata) -> Tensor:
+    def causal_conv(self, x: Tensor, weight: Tensor, state: Tensor, inputs: StepInputs) -> Tensor:
         width, channels = weight.shape
         if channels % LANES or width > MAX_CONV_WIDTH:
-            return super().causal_conv(x, weight, state, metadata)
+            return super().causal_conv(x, weight, state, inputs)
         y = self._scratch.empty(*x.shape, dtype=x.dtype)
-        sequences = (metadata.cu_seqlens_q, metadata.seq_lens, metadata.rows)
-        sizes = (len(metadata.seq_lens), channels, width, x.stride(0))
+        sequences = (inputs.cu_seqlens, inputs.seq_lens, inputs.rows)
+        sizes = (len(inputs.seq_lens), channels, width, x.stride(0))
         self._library.call("causal_conv", x.dtype, x, weight, state, y, *sequences, *sizes)
         return y
 
     def gated_delta(
-        self, qkv: Tensor, gates: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, metadata: AttentionMetadata
+        self, qkv: Tensor, gates: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, inputs: StepInputs
     ) -> Tensor:
         value_heads, key_dim, value_dim = state.shape[1:]
         if key_dim % LANES or value_dim % LANES or key_dim > MAX_HEAD_DIM:
-            return super().gated_delta(qkv, gates, a_log, dt_bias, state, metadata)
+            return super().gated_delta(qkv, gates, a_log, dt_bias, state, inputs)
         key_heads = (qkv.shape[1] - value_heads * value_dim) // (2 * key_dim)
         out = self._scratch.empty(qkv.shape[0], value_heads, value_dim, dtype=qkv.dtype)
-        sequences = (metadata.cu_seqlens_q, metadata.seq_lens, metadata.rows)
-        sizes = (len(metadata.seq_lens), key_heads, value_heads, key_dim, value_dim, gates.stride(0))
+        sequences = (inputs.cu_seqlens, inputs.seq_lens, inputs.rows)
+        sizes = (len(inputs.seq_lens), key_heads, value_heads, key_dim, value_dim, gates.stride(0))
         self._library.call("gated_delta", qkv.dtype, qkv, gates, a_log, dt_bias, state, *sequences, out, *sizes)
         return out
 

@@ -1,4 +1,12 @@
-"""The operators that only hybrids have, in plain torch: a short convolution, the gated delta rule, gated norms."""
+"""The operators that only hybrids have, in plain torch: a short convolution, the gated delta rule, gated norms.
+
+A convolution of each channel, which carries the last inputs of a row to its next step, comes before the recurrence: the
+gated delta rule (Yang et al. 2024, https://arxiv.org/abs/2412.06464), attention with a state of constant size. Each
+value head of a row has a matrix S [key dim, value dim], its state. It maps keys to values. A token first lets S fade by
+its decay. Then it replaces a share `beta` of what S has for its key by its value:
+
+    S = decay S;  d = beta (v - k S);  S = S + k d;  out = q S
+"""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -8,20 +16,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.ops.attention import AttentionMetadata
 from nanovllm.ops.rms_norm import rms_norm_reference
+from nanovllm.ops.step_inputs import StepInputs
 
 
-def list_sequences(metadata: AttentionMetadata) -> Iterator[tuple[slice, int, bool]]:
+def list_sequences(inputs: StepInputs) -> Iterator[tuple[slice, int, bool]]:
     """Yield each sequence of the step: its tokens, its row, and whether it is new: no token is computed before them."""
-    assert metadata.rows is not None
-    lists = (metadata.rows, metadata.seq_lens, metadata.cu_seqlens_q)
+    lists = (inputs.rows, inputs.seq_lens, inputs.cu_seqlens)
     rows, seq_lens, bounds = (numbers.tolist() for numbers in lists)
     for (start, end), row, seq_len in zip(pairwise(bounds), rows, seq_lens, strict=True):
         yield slice(start, end), row, seq_len == end - start
 
 
-def causal_conv_reference(x: Tensor, weight: Tensor, state: Tensor, metadata: AttentionMetadata) -> Tensor:
+def causal_conv_reference(x: Tensor, weight: Tensor, state: Tensor, inputs: StepInputs) -> Tensor:
     """Return silu of the weighted sum of each token's input and of the width - 1 inputs before it, channel by channel.
 
     Before a new sequence's first token the inputs are zero. Those of others come from the state of their row. Every
@@ -37,13 +44,13 @@ def causal_conv_reference(x: Tensor, weight: Tensor, state: Tensor, metadata: At
     """
     width = len(weight)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    for tokens, row, is_new in list_sequences(metadata):
+    for tokens, row, is_new in list_sequences(inputs):
         before = torch.zeros_like(state[row]) if is_new else state[row]
-        inputs = torch.cat((before, x[tokens]))
-        windows = inputs.to(torch.float32).unfold(0, width, 1)  # [tokens, channels, width]
+        history = torch.cat((before, x[tokens]))
+        windows = history.to(torch.float32).unfold(0, width, 1)  # [tokens, channels, width]
         sums = (windows * weight.t().to(torch.float32)).sum(-1)
         out[tokens] = F.silu(sums.to(x.dtype))
-        state[row] = inputs[len(inputs) - (width - 1) :]
+        state[row] = history[len(history) - (width - 1) :]
     return out
 
 
@@ -65,7 +72,7 @@ class RowState(NamedTuple):
 
 
 def gated_delta_reference(
-    qkv: Tensor, gates: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, metadata: AttentionMetadata
+    qkv: Tensor, gates: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, inputs: StepInputs
 ) -> Tensor:
     """Apply the gated delta rule to each sequence of a step, token after token, in float32.
 
@@ -93,7 +100,7 @@ def gated_delta_reference(
     beta = b.sigmoid()
     decay = torch.exp(-a_log.exp()[:, None, None] * F.softplus(a + dt_bias[:, None, None]))
     out = torch.empty_like(v)
-    for tokens, row, is_new in list_sequences(metadata):
+    for tokens, row, is_new in list_sequences(inputs):
         s = torch.zeros_like(state[row]) if is_new else state[row]
         for t in range(tokens.start, tokens.stop):
             s = s * decay[t]

@@ -6,7 +6,7 @@ qwen3_5.py has the decoder, states.py the options that a state per row changes.
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self
 
-from nanovllm.layers.parallel import Parallel, Stage
+from nanovllm.layers.parallel import Parallel
 from nanovllm.models.config import Shape, find_family, find_rotary_dim
 
 if TYPE_CHECKING:
@@ -120,7 +120,7 @@ class HybridShape(Shape):
     delta: DeltaShape = field(kw_only=True)
 
     @classmethod
-    def from_config(cls, config: "PretrainedConfig", stage: Stage | None = None, **more: Any) -> Self:
+    def from_config(cls, config: "PretrainedConfig", stage: Any = None, **more: Any) -> Self:
         kinds = config.layer_types if stage is None else config.layer_types[stage.first : stage.end]
         delta = DeltaShape.from_config(config, kinds.count("linear_attention"))
         return super().from_config(config, stage, delta=delta)
@@ -147,7 +147,7 @@ class HybridShape(Shape):
         return self.delta.row_bytes(itemsize)
 
 
-def make_shape(config: "PretrainedConfig", stage: Stage | None = None) -> Shape:
+def make_shape(config: "PretrainedConfig", stage: Any = None) -> Shape:
     """Return the shape of a model of any family, or of one stage of a pipeline. An engine's decoder knows it, too."""
     kind = HybridShape if find_family(config).is_hybrid else Shape
     return kind.from_config(config, stage)

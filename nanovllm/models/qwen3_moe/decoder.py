@@ -16,6 +16,7 @@ from nanovllm.layers.weights import NamedTargets, ShardedLayer, WeightTarget
 from nanovllm.models.config import find_sparse_layers
 from nanovllm.models.decoder import Decoder, Layer
 from nanovllm.models.qwen3_moe.ops import Routing
+from nanovllm.ops.step_inputs import StepInputs
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -86,9 +87,9 @@ class SparseMLP(nn.Module):
         self.gate = ColumnParallelLinear(hidden, parts, bias=False)
         self.experts = Experts(num_experts, hidden, config.moe_intermediate_size, parallel)
 
-    def forward(self, x: Tensor, slots: Tensor) -> Tensor:
-        """x [num_tokens, hidden] -> the same shape; slots [num_tokens], -1 for padding, which goes to no expert."""
-        routing = self.backend.route(self.gate(x), self.k, self.normalize, slots)
+    def forward(self, x: Tensor, inputs: StepInputs) -> Tensor:
+        """x [num_tokens, hidden] -> the same shape. Padding, whose slot is -1, goes to no expert."""
+        routing = self.backend.route(self.gate(x), self.k, self.normalize, inputs.slots)
         experts = self.experts
         if experts.packed is not None:
             gate_up, down = experts.packed

@@ -1,6 +1,7 @@
-"""The operators of mixtures of experts, in plain torch: route tokens, multiply by experts, combine.
+"""The operators of mixtures of experts (Shazeer et al. 2017, https://arxiv.org/abs/1701.06538), in plain torch.
 
-Shazeer et al. 2017, https://arxiv.org/abs/1701.06538.
+Each token chooses its experts (softmax, then the k highest), the pairs are sorted by expert, multiplied by the experts'
+matrices, and what a token's experts have computed is added up by the weights of the routing.
 """
 
 from itertools import pairwise

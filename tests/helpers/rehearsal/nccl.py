@@ -1,5 +1,6 @@
 """Stands in for torch's NCCL group: gloo carries the tensors, and the rules are NCCL's on the current stream."""
 
+import threading
 from collections import deque
 from typing import Any
 
@@ -23,6 +24,7 @@ class PretendNccl:
         self._rank = rank
         self._sent: deque[tuple[Any, Any]] = deque(maxlen=16)
         """Broadcasts that may be under way, with what they send."""
+        self._aborted = threading.Event()
 
     def _do(self, name: str, tensors: Any, options: Any) -> None:
         """Run a collective on the current stream."""
@@ -50,7 +52,13 @@ class PretendNccl:
         cards.current_card().launch(send, (tensors,))
 
     def abort(self) -> None:
+        self._aborted.set()
         self._group.abort()
 
     def shutdown(self) -> None:
+        """Wait until all ranks have called this: for ever if one has died, unless another thread aborts."""
+        try:
+            self._group.barrier().wait()
+        except RuntimeError:
+            self._aborted.wait()
         self._group.shutdown()

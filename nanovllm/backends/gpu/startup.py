@@ -1,0 +1,105 @@
+"""Compiles the Triton kernels that steps will launch, before the first step."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import nn
+
+from nanovllm.backends.gpu.cuda_graphs import CudaGraphs
+from nanovllm.backends.gpu.grouped_linear import TILES
+from nanovllm.backends.gpu.launch import compile_launches
+from nanovllm.edits.edit_logits import MaskAndPenalties
+from nanovllm.engine.plan import SAMPLING_COLUMNS, StepPlan
+from nanovllm.layers.linear import MatrixModule
+from nanovllm.models.decoder import Decoder
+from nanovllm.runner.steps import EAGER
+from nanovllm.utils.integers import ceil_div
+
+if TYPE_CHECKING:
+    from nanovllm.runner.model_runner import ModelRunner
+
+
+@torch.inference_mode()
+def compile_kernels(runner: "ModelRunner", runs_on_fake_tensors: bool) -> None:
+    """Compile the Triton kernels that steps will launch, several at a time.
+
+    Runs steps on fake tensors, which have shapes but no values, to learn which kernels are needed. flash-attn cannot
+    work on fake tensors, so with it only the kernels that read logits are compiled here, and the others in the first
+    steps. Each rank compiles for its own share of the model. Only rank 0 has logits.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    is_rank_0 = runner.parallel.number == 0
+    runner.parallel.sends_nothing = True
+    try:
+        with compile_launches(show_progress=is_rank_0), FakeTensorMode(allow_non_fake_inputs=True):
+            if runs_on_fake_tensors:
+                # Steps come first because they have the kernels that take longest to compile.
+                launch_steps(runner)
+                if runner.draft is not None:
+                    launch_steps(runner.draft)
+            if is_rank_0:
+                with torch.device(runner.device):
+                    launch_logits_kernels(runner)
+    finally:
+        runner.parallel.sends_nothing = False
+
+
+def launch_steps(runner: "ModelRunner") -> None:
+    """Run steps of every kind that has kernels of its own."""
+    config = runner.config
+    graphs = CudaGraphs(runner)
+    mixed = StepPlan.largest(2, 3, config.max_model_len)  # a decode and a prompt of two tokens
+    plans = [mixed]
+    # Products with experts and with quantised matrices have a kernel for each range of the number of tokens.
+    limits = {most for most, _, _ in TILES} if runner.shape.experts else set()
+    matrices = [module for module in runner.model.modules() if isinstance(module, MatrixModule)]
+    limits.update(*(getattr(matrix.packed, "row_limits", ()) for matrix in matrices))
+    for most in sorted(limits):
+        num_tokens = min(most + 1, config.max_num_batched_tokens)
+        plans.append(StepPlan.largest(config.max_num_seqs, num_tokens, config.max_model_len))
+    # A few kernels know the next power of two of the batch size, 256 or more.
+    sizes = {1, config.max_num_seqs, *(2**i for i in range(9, config.max_num_seqs.bit_length()))}
+    with keep_one_layer_of_each_kind(runner.model):
+        runner.caches = runner.make_caches(1)
+        for plan in plans:
+            unscored = plan._replace(num_scored=np.zeros_like(plan.num_scored), targets=plan.targets[:0])
+            head = runner.staging.buffer[: unscored.head_size]
+            runner.run_head(runner.run_layers(unscored, head, EAGER))
+        for size in sizes:
+            graphs.run_once(size)
+    runner.caches = []
+
+
+def launch_logits_kernels(runner: "ModelRunner") -> None:
+    """Launch the kernels that read logits: in the model's dtype, and in float32 for edits and log-probabilities."""
+    backend = runner.backend
+    vocab = runner.hf_config.vocab_size  # of all ranks: rank 0 gathers their logits
+    ids = torch.empty(2, dtype=torch.int32)
+    sampling = torch.empty(2, len(SAMPLING_COLUMNS), dtype=torch.int32)
+    for dtype in (runner.dtype, torch.float32):
+        logits = torch.empty(2, vocab, dtype=dtype)
+        backend.sample(logits, sampling, ids, ids)
+        backend.token_logprobs(logits, ids)
+    masks = torch.empty(2, ceil_div(vocab, 32), dtype=torch.int32)
+    counts = torch.empty(2, vocab, dtype=torch.int32)
+    penalties = torch.empty(2, 3, dtype=torch.float32)
+    logits = torch.empty(2, vocab, dtype=torch.float32)
+    backend.edit_logits(logits, MaskAndPenalties(ids, masks, ids, None, None))
+    backend.edit_logits(logits, MaskAndPenalties(ids, None, ids, counts, penalties))
+    backend.edit_logits(logits, MaskAndPenalties(ids, masks, ids, counts, penalties))
+
+
+@contextmanager
+def keep_one_layer_of_each_kind(model: Decoder) -> Iterator[None]:
+    """Within, the model has one layer of each kind, such as a dense one and one with experts: they launch every
+    kernel."""
+    layers = model.layers
+    model.layers = nn.ModuleList({(type(layer.self_attn), type(layer.mlp)): layer for layer in layers}.values())
+    try:
+        yield
+    finally:
+        model.layers = layers

@@ -1,0 +1,37 @@
+"""The values that the first part of a step hands to the second: from the layers to the LM head and the sampler."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nanovllm.engine.plan import StepPlan
+
+
+class HeadInputs(NamedTuple):
+    """The results of a step's layers, and all else that its second part needs.
+
+    Other steps may begin between the two parts, and a row may have a new owner by then.
+
+    Attributes:
+        asked: ROW_SAMPLING [num_seqs], what each sequence of the plan asks for.
+        hidden: [num_tokens, hidden], the hidden states.
+        targets: int32 [num_scored in all], on the device.
+        scored: [num_scored in all], the row of `hidden` that each target needs.
+        sampled: int [n], the row of `hidden` that each sample needs; None if each row has one sample.
+        rows: int32 [n], the row that gets each sample.
+        positions: int32 [n], the index in its sequence of each token that is sampled.
+        sampling: int32 [n, width], the packed sampling values of each sample, if a row may have a new owner when they
+            are needed; None if the device's table still has them.
+    """
+
+    plan: StepPlan
+    asked: NDArray[Any]
+    hidden: Tensor
+    targets: Tensor
+    scored: NDArray[np.intp]
+    sampled: Tensor | None
+    rows: Tensor
+    positions: Tensor
+    sampling: Tensor | None = None

@@ -1,0 +1,73 @@
+"""Runs the parts of a step: each eagerly, or as a device repeats them after it has recorded them once."""
+
+from collections.abc import Callable
+from typing import Literal, TypeVar
+
+from nanovllm.engine.plan import StepPlan
+from nanovllm.utils.clock import Clock
+
+T = TypeVar("T")
+StepPart = Literal["model", "sampler"]
+"""The parts of a step. They are run apart, because logits may be edited between them."""
+
+
+MOST_SEQS = 1024
+"""The most sequences of a CUDA graph. So a start captures 45 sizes at most; 4,096 sequences would make it 141.
+
+A larger step runs eagerly: it has as many launches as a small one, beside far more work for the device.
+"""
+
+
+class Steps:
+    """Runs the parts of steps eagerly. A subclass records those of steps that only decode, and repeats them.
+
+    Attributes:
+        most_seqs: the most sequences of a step that can be repeated; 0 if none can.
+    """
+
+    most_seqs = 0
+
+    def pad(self, plan: StepPlan) -> StepPlan:
+        """Return a plan of decodes, filled up to a size that can be repeated."""
+        return plan
+
+    def run(self, part: StepPart, size: int, work: Callable[[], T]) -> T:
+        """Run a part of a step of `size` sequences, and return its results.
+
+        Args:
+            work: runs it. Its inputs are at addresses that are the same in every step of that size: the staging
+                buffer, and results of the other part.
+        """
+        return work()
+
+    def renew(self) -> None:
+        """Note that weights may lie in other memory than before."""
+
+    def release(self) -> None:
+        """Forget what was recorded. This comes before the memory that it uses is freed."""
+
+
+EAGER = Steps()
+
+
+class Stopwatch:
+    """Times the host from the making of this object to `start`, and the device from there to `stop`.
+
+    Neither call waits for the device.
+    """
+
+    def __init__(self) -> None:
+        self._clock = Clock()
+
+    def start(self) -> None:
+        """End the host's time, and begin the device's."""
+        self._clock.span("prepare")
+
+    def stop(self) -> None:
+        """End the device's time, once it has done all that was launched before."""
+        self._clock.span("step")
+
+    def read(self) -> tuple[float, float]:
+        """Return the seconds of the host and of the device; waits until the device has ended the step."""
+        (_, _, prepare), (_, _, step) = self._clock.spans
+        return prepare, step
