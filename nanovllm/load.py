@@ -18,10 +18,10 @@ from nanovllm.engine.interfaces import LogitEditor, Runner, StepObserver
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.layers.parallel import Parallel
-from nanovllm.models.config import find_family, find_sparse_layers, load_model_config, read_json, take_text_config
-from nanovllm.models.decoder import Decoder
+from nanovllm.models.config import find_decoder, load_model_config, read_json, take_text_config
 from nanovllm.models.hub import find_folder, find_model
-from nanovllm.models.loader import Quantizer, has_lm_head, load_weights
+from nanovllm.models.loader import has_lm_head, load_weights
+from nanovllm.models.sizes import Sizes
 from nanovllm.outputs import Embedding, Output, Score
 from nanovllm.runner.kv_memory import make_cache
 from nanovllm.runner.model_runner import ModelRunner
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from nanovllm.parsing.parser import AnswerParser
+    from nanovllm.quantized.loading import ModelQuantizer
     from nanovllm.uses.sharing import EngineThread
 
 logger = logging.getLogger(__name__)
@@ -69,17 +70,10 @@ def _load_engine(asked: EngineConfig) -> LLMEngine:
     if weights is not None:
         read_ahead(sorted(weights.glob("*.safetensors")))  # while transformers is imported
     hf_config = load_model_config(data, source)
-    if find_family(hf_config).is_hybrid:
-        from nanovllm.models.qwen3_5.sizes import check_hybrid
-
-        check_hybrid(hf_config, source)
     can_generate = has_lm_head(hf_config, weights)
     if not can_generate:
         hf_config.tie_word_embeddings = True  # then the decoder allocates no head
     config = resolve_options(asked, hf_config)
-    if (quantizer := make_quantizer(config, hf_config)) is not None:  # a format that cannot be read is refused here
-        quantizer.announce(find_decoder(hf_config).shape_class.from_config(hf_config))
-        config = replace(config, quantization=quantizer.name)
     if config.device == "cpu":
         limit_threads()
     if config.speculative_config is not None and config.speculative_config["method"] == "draft_model":
@@ -141,22 +135,21 @@ def find_config(model: str, revision: str | None, load_format: str) -> tuple[Pat
 
 
 def resolve_options(asked: EngineConfig, hf_config: "PretrainedConfig") -> ResolvedConfig:
-    """Turn every "auto" into a value: for one device, then for several ranks, and for a state per row.
+    """Turn every "auto" into a value: for one device, then for several ranks, and for the model's family.
 
     Raises:
         ValueError: an option asks for something that cannot run here; the message says why.
     """
-    shape = find_decoder(hf_config).shape_class.from_config(hf_config)
-    config = resolve(asked, hf_config, shape)
+    sizes = Sizes(hf_config)
+    config = resolve(asked, hf_config, sizes)
     if config.num_ranks > 1:
         from nanovllm.distributed.options import resolve_ranks
 
         config = resolve_ranks(asked, config)
-    if find_family(hf_config).is_hybrid:
-        from nanovllm.models.qwen3_5.states import resolve_states
-
-        config = resolve_states(asked, config, shape, make_quantizer(config, hf_config))
-    return config
+    if (quantizer := make_quantizer(config, hf_config)) is not None:  # a format that cannot be read is refused here
+        quantizer.announce(sizes.model)
+        config = replace(config, quantization=quantizer.name)
+    return find_decoder(hf_config).resolve_options(asked, config, sizes, quantizer)
 
 
 def load_runner(
@@ -223,20 +216,7 @@ def make_runner(
     return runner
 
 
-def find_decoder(hf_config: "PretrainedConfig") -> type[Decoder]:
-    """Return the decoder of a family. Most families share one, and differ in what `FAMILIES` says."""
-    if find_family(hf_config).is_hybrid:
-        from nanovllm.models.qwen3_5.decoder import HybridDecoder
-
-        return HybridDecoder
-    if find_sparse_layers(hf_config):
-        from nanovllm.models.qwen3_moe.decoder import SparseDecoder
-
-        return SparseDecoder
-    return Decoder
-
-
-def make_quantizer(config: ResolvedConfig, hf_config: "PretrainedConfig") -> Quantizer | None:
+def make_quantizer(config: ResolvedConfig, hf_config: "PretrainedConfig") -> "ModelQuantizer | None":
     """Return what gives the model quantised matrices; None if neither its options nor its config.json ask for any."""
     if config.quantization is None and not getattr(hf_config, "quantization_config", None):
         return None

@@ -24,7 +24,6 @@ from nanovllm.engine.interfaces import Handle, StepEdits
 from nanovllm.engine.plan import StageSpan, StepPlan, StepResult
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.decoder import Decoder
-from nanovllm.models.loader import Quantizer
 from nanovllm.ops.step_inputs import DevicePlan, StepInputs
 from nanovllm.runner.head_inputs import HeadInputs
 from nanovllm.runner.model_runner import ModelRunner
@@ -33,6 +32,8 @@ from nanovllm.runner.steps import EAGER, MOST_SEQS, Steps
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    from nanovllm.quantized.loading import ModelQuantizer
 
 NUM_KEPT = 12
 """How many transfers a stage keeps before it looks whether they have ended: more than a ring has slots."""
@@ -59,7 +60,7 @@ class StageRunner(ModelRunner):
         hf_config: "PretrainedConfig",
         read_weights: Callable[[Decoder], None],
         parallel: Parallel,
-        quantizer: Quantizer | None,
+        quantizer: "ModelQuantizer | None",
         decoder: type[Decoder],
         *,
         group: GroupParallel,
@@ -87,7 +88,8 @@ class StageRunner(ModelRunner):
 
     def count_transfer_bytes(self, num_tokens: int) -> int:
         num_transfers = self._group.size + 3  # sends of the plans in the ring, and receives for two
-        return num_transfers * num_tokens * self.shape.hidden * self.dtype.itemsize
+        hidden: int = self.hf_config.hidden_size
+        return num_transfers * num_tokens * hidden * self.dtype.itemsize
 
     def run_stage(self, plan: StepPlan) -> tuple[HeadInputs, Steps]:
         """Run the plan's layers of this stage, and send the result to the next stage; the last one sends to rank 0."""
@@ -128,7 +130,7 @@ class StageRunner(ModelRunner):
             if planned.seq_lens_cpu is None and self.inputs is not None:  # what is recorded has no lengths on the host
                 x = self.inputs.hidden[:num_tokens]
             elif x is None:
-                x = torch.zeros(num_tokens, self.shape.hidden, dtype=self.dtype, device=self.device)
+                x = torch.zeros(num_tokens, self.hf_config.hidden_size, dtype=self.dtype, device=self.device)
             self.model.received = x
         return super().forward(planned)
 
@@ -145,7 +147,7 @@ class StageRunner(ModelRunner):
     def receive(self, num_rows: int, rank: int, number: int) -> Tensor:
         """Wait for [num_rows, hidden] of plan `number` from another rank. Over NCCL only the device waits."""
         since = time.perf_counter()
-        x = self._group.receive((num_rows, self.shape.hidden), self.dtype, rank)
+        x = self._group.receive((num_rows, self.hf_config.hidden_size), self.dtype, rank)
         self.note("receive", since, number)
         return x
 

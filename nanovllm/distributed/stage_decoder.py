@@ -8,7 +8,6 @@ from torch import Tensor
 from nanovllm.backends import Backend, LayerCache
 from nanovllm.distributed.stages import Stage
 from nanovllm.layers.parallel import Parallel
-from nanovllm.models.config import Shape
 from nanovllm.models.decoder import Decoder
 from nanovllm.ops.step_inputs import StepInputs
 
@@ -31,10 +30,6 @@ def make_stage_decoder(decoder: type[Decoder], stage: Stage) -> type[Decoder]:
         """
 
         received: Tensor
-
-        @classmethod
-        def make_shape(cls, config: "PretrainedConfig") -> Shape:
-            return decoder.shape_class.from_config(config, stage)
 
         def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel, max_len: int) -> None:
             super().__init__(config, backend, parallel, max_len)

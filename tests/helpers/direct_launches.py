@@ -237,7 +237,7 @@ def serve_drafts(runner: ModelRunner) -> None:
     verified = StepPlan.largest(4, 16, 1000, num_drafts=3)
     assert verified.num_drafts.tolist() == [3] * 4
     run_step(runner, verified)
-    run_step(runner, verified, make_edits(16, runner.shape.vocab, True, True))
+    run_step(runner, verified, make_edits(16, runner.hf_config.vocab_size, True, True))
 
 
 def one_rank_of_two(rank: int) -> GroupParallel:
@@ -284,7 +284,7 @@ def serve_as_a_stage(runner: ModelRunner) -> None:
                 runner.device_rows.sampling_cpu["num_logprobs"] = count
                 half = stage.run(plan)
                 if isinstance(stage, FirstStage):
-                    hidden = group.receive((count_wanted(plan), runner.shape.hidden), runner.dtype, 2)
+                    hidden = group.receive((count_wanted(plan), runner.hf_config.hidden_size), runner.dtype, 2)
                     stage._finish(half, hidden, None)
         decode, sample = bind_halves(runner)
         graphs = make_graphs(runner)
@@ -340,7 +340,7 @@ def missing(
             quantize(runner, *quantized)
         if isinstance(runner.parallel, StageParallel):
             num_seqs = runner.config.max_num_seqs
-            inputs = StageInputs(num_seqs, runner.shape.hidden, runner.dtype, runner.device, row=num_seqs)
+            inputs = StageInputs(num_seqs, runner.hf_config.hidden_size, runner.dtype, runner.device, row=num_seqs)
             runner.parallel.inputs = inputs
         with wanted() as ahead:
             compile_kernels(runner)

@@ -10,6 +10,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from nanovllm.runner.startup import make_caches
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
@@ -20,12 +21,11 @@ from nanovllm.backends.gpu.launch import Launch, redirect_launches
 from nanovllm.config import EngineConfig
 from nanovllm.engine.plan import StepPlan
 from nanovllm.layers.parallel import Parallel
-from nanovllm.load import find_decoder, resolve_options
-from nanovllm.models.config import load_model_config
+from nanovllm.load import resolve_options
+from nanovllm.models.config import find_decoder, load_model_config
 from nanovllm.models.shapes import preset_config
 from nanovllm.runner import model_runner
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.runner.startup import make_caches
 
 DEVICE = "cuda:0"
 aten = torch.ops.aten

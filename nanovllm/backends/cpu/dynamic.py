@@ -39,8 +39,8 @@ class DynamicCpuMatrix:
     """A matrix [out, in] of int8 codes with one scale a row. It gives single rows, too: a tied embedding needs no copy.
 
     Args:
-        codes: from -127 to 127; they are copied.
-        dtype: of inputs and outputs, torch.bfloat16 or torch.float32.
+        codes: whole numbers from -127 to 127; they are copied.
+        dtype: the type of inputs and outputs, torch.bfloat16 or torch.float32.
         scratch: lends memory to the outputs.
     """
 

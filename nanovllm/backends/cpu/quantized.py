@@ -1,11 +1,12 @@
 """Quantised matrices that the C++ kernels of backends/cpu/quantized.cpp multiply."""
 
 import functools
+import logging
 
 import torch
 from torch import Tensor
 
-from nanovllm.backends.cpu.backend import gather_rows
+from nanovllm.backends.cpu.backend import CpuBackend, gather_rows
 from nanovllm.backends.cpu.huge_pages import huge_pages, return_freed_memory
 from nanovllm.backends.cpu.library import (
     PANEL,
@@ -16,9 +17,14 @@ from nanovllm.backends.cpu.library import (
     read_constant,
 )
 from nanovllm.backends.cpu.scratch import Scratch
+from nanovllm.layers.linear import PackedMatrix
 from nanovllm.models.qwen3_moe.ops import Routing
 from nanovllm.quantized.codes import Codes
+from nanovllm.quantized.formats import Format
+from nanovllm.quantized.torch_matrix import MatrixOperators
 from nanovllm.utils.integers import ceil_div
+
+logger = logging.getLogger(__name__)
 
 CHUNK = read_constant("CHUNK", "quantized.h")
 """Bytes of a panel's codes that belong together."""
@@ -61,7 +67,7 @@ class PackedCodes:
 
     Args:
         codes: they are copied.
-        dtype: of inputs and outputs, torch.bfloat16 or torch.float32. The order of the codes depends on it.
+        dtype: the type of inputs and outputs, torch.bfloat16 or torch.float32. The order of the codes depends on it.
     """
 
     def __init__(self, codes: Codes, dtype: torch.dtype) -> None:
@@ -161,3 +167,33 @@ def _by_panel(values: Tensor) -> Tensor:
     padded = values.new_zeros(*first, panels * PANEL, groups)
     padded[..., :out, :] = values
     return huge_pages.copy(padded.view(*first, panels, PANEL, groups).transpose(-1, -2))
+
+
+class CpuMatrixOperators(MatrixOperators):
+    """Makes matrices for the C++ kernels."""
+
+    def __init__(self, backend: CpuBackend) -> None:
+        self._scratch = backend.scratch
+
+    def make_matrix(self, codes: Codes, dtype: torch.dtype) -> CpuMatrix:
+        return CpuMatrix(codes, dtype, self._scratch)
+
+    def make_dynamic_matrix(self, codes: Codes, dtype: torch.dtype) -> PackedMatrix:
+        from nanovllm.backends.cpu.dynamic import DynamicCpuMatrix
+
+        return DynamicCpuMatrix(codes, dtype, self._scratch)
+
+    def make_experts(self, codes: Codes, dtype: torch.dtype) -> CpuExperts:
+        return CpuExperts(codes, dtype, self._scratch)
+
+    def warn(self, format: Format) -> None:
+        from nanovllm.backends.cpu.dynamic import dynamic_library
+
+        if format.rounds_inputs and not dynamic_library().multiplies_bytes:
+            logger.warning(
+                "this processor has no instruction that multiplies bytes (AVX-512 VNNI, AVX-VNNI or Arm's dot "
+                'product): quantization="int8-dynamic" gives the same numbers as with one, more slowly'
+            )
+
+
+make_operators = CpuMatrixOperators

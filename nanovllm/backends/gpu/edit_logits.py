@@ -4,7 +4,7 @@ from torch import Tensor
 
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
 from nanovllm.backends.gpu.triton_shim import tl, triton
-from nanovllm.edits.edit_logits import MaskAndPenalties
+from nanovllm.edits.edit_logits import EditOperators, MaskAndPenalties
 
 BLOCK = 4096
 
@@ -61,3 +61,14 @@ def edit_logits(logits: Tensor, edits: MaskAndPenalties) -> None:
     grid = (len(indices), -(-vocab_size // BLOCK))
     config = edit_config(masks is not None, counts is not None)
     launch(_edit_kernel, grid, (logits, indices, *pointers, *sizes), config)
+
+
+class TritonEditOperators(EditOperators):
+    """Launches our Triton kernel."""
+
+    edit_logits = staticmethod(edit_logits)
+
+
+def make_operators(backend: object) -> TritonEditOperators:
+    """Return the operators of Triton."""
+    return TritonEditOperators()

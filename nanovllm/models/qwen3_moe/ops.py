@@ -11,6 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+OPERATORS = {"torch": __name__, "cpu": "nanovllm.backends.cpu.experts", "gpu": "nanovllm.backends.gpu.experts"}
+"""The modules of the operators, for `Backend.find_operators`."""
+
 
 class Routing(NamedTuple):
     """Experts of the tokens. A pair is a token with one of its k experts. Pairs are sorted by expert, then by token.
@@ -80,3 +83,16 @@ def combine_reference(y: Tensor, routing: Routing) -> Tensor:
     for places, weights in zip(routing.places.long().unbind(1), routing.weights.unbind(1), strict=True):
         total += y[places].float() * weights.unsqueeze(1)
     return total.to(y.dtype)
+
+
+class ExpertOperators:
+    """Computes each operator with its plain-torch reference. A subclass replaces those that it computes faster."""
+
+    route = staticmethod(route_reference)
+    grouped_linear = staticmethod(grouped_linear_reference)
+    combine = staticmethod(combine_reference)
+
+
+def make_operators(backend: object) -> ExpertOperators:
+    """Return the operators of plain torch."""
+    return ExpertOperators()
