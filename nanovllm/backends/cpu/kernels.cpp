@@ -77,8 +77,9 @@ EXPORT(token_logprobs, (logits, tokens, values, log_sums, num_above, rows, vocab
        int64_t vocab)
 
 // Edits the rows `indices` of logits in place. masks [edited][words] may be null, which forbids no token; counts and
-// penalties [edited][3] may be null, which penalises none. rows[i] is the row of counts for edited row i. Logits are edited
-// in float32, whatever the model's dtype.
+// penalties [edited][3] may be null, which penalises none. rows[i] is the row of counts for edited row i. Logits are
+// edited in float32, whatever the model's dtype.
+// The reference is `edit_logits_reference` in edits/edit_logits.py.
 void edit_logits_float32(int64_t threads, float* logits, const int32_t* indices, const uint32_t* masks,
                          const int32_t* rows, const int32_t* counts, const float* penalties, int64_t edited,
                          int64_t vocab) {
@@ -91,9 +92,9 @@ void edit_logits_float32(int64_t threads, float* logits, const int32_t* indices,
     });
 }
 
-// Makes the inputs of a step from a plan and the tables of all rows, as step_inputs.py says. The planned id -1 stands for
-// the row's last token. A token of the padding row gets the slot -1. The planned ids are as many as num_scheduled sums
-// to.
+// Makes the inputs of a step from a plan and the tables of all rows. The planned id -1 stands for the row's last token.
+// A token of the padding row gets the slot -1. The planned ids are as many as num_scheduled sums to.
+// The reference is `step_inputs_reference` in ops/step_inputs.py.
 void step_inputs(int64_t, const int32_t* rows, const int32_t* num_computed, const int32_t* num_scheduled,
                  const int32_t* planned_ids, const int32_t* tables, const int32_t* last_token, int32_t* token_ids,
                  int32_t* positions, int64_t* slots, int32_t* cu_seqlens, int32_t* seq_lens, int32_t* block_tables,
@@ -114,6 +115,7 @@ void step_inputs(int64_t, const int32_t* rows, const int32_t* num_computed, cons
 }
 
 // Writes each token to its row's place in last_token. Of several tokens of a row the last one stays.
+// The reference is `store_samples_reference` in ops/sample.py.
 void store_samples(int64_t, const int32_t* tokens, const int32_t* rows, int32_t* last_token, int64_t count) {
     for (int64_t i = 0; i < count; ++i) last_token[rows[i]] = tokens[i];
 }
