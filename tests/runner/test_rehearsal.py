@@ -30,12 +30,12 @@ from safetensors.torch import load_file
 from transformers import Qwen3_5ForCausalLM, Qwen3MoeForCausalLM
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
+from nanovllm.backends.gpu import device
+from nanovllm.backends.gpu.memory import GpuMemory
 from nanovllm.drafts.speculation import Speculation
 from nanovllm.edits import editing
 from nanovllm.models.qwen3_5.ops import RowState
 from nanovllm.outputs import Output
-from nanovllm.runner import startup
-from nanovllm.runner.kv_memory import GpuMemory
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.step_handle import StepHandle
 
@@ -201,13 +201,13 @@ def test_states_of_rows(hybrid: Path) -> None:
 def test_a_start_counts_the_states(hybrid: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """States are measured apart from activations. Keys and values get what both leave of the card."""
     measured: list[GpuMemory] = []
-    measure = startup.measure_memory
+    measure = device.measure_memory
 
     def note(runner: ModelRunner) -> GpuMemory:
         measured.append(measure(runner))
         return measured[-1]
 
-    monkeypatch.setattr(startup, "measure_memory", note)
+    monkeypatch.setattr(device, "measure_memory", note)
     params = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     with rehearse() as card, LLM(str(hybrid), dtype="float32", enforce_eager=True, **OPTIONS) as llm:
         (memory,) = measured
@@ -369,7 +369,7 @@ def test_edits_and_grammars(speller: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
         monkeypatch.setattr(owner, method, noted)
 
-    note(ModelRunner, "replay", "model")
+    note(ModelRunner, "run_layers", "model")
     note(StepHandle, "result", "read")
     note(editing, "collect_edits", "masks")
     params = [
