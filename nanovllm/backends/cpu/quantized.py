@@ -108,7 +108,7 @@ class CpuMatrix:
     """A quantised matrix [out, in]. It gives single rows, too: a tied embedding needs no copy.
 
     Args:
-        codes, dtype: see `PackedCodes`.
+        codes, dtype: `PackedCodes` explains them.
         scratch: lends memory to the outputs.
     """
 
@@ -139,7 +139,7 @@ class CpuExperts:
     """The quantised matrices of experts, [num_experts, out, in].
 
     Args:
-        codes, dtype: see `PackedCodes`.
+        codes, dtype: `PackedCodes` explains them.
         scratch: lends memory to the outputs.
     """
 
