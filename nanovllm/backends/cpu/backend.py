@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.backends.base import Backend
-from nanovllm.backends.cpu.library import PANEL, CpuLibrary, cpu_library
+from nanovllm.backends.cpu.huge_pages import advise_huge_pages
+from nanovllm.backends.cpu.library import LANES, MAX_HEAD_DIM, PANEL, CpuLibrary, cpu_library
 from nanovllm.backends.cpu.recorded_steps import RecordedSteps
 from nanovllm.backends.cpu.scratch import Scratch
 from nanovllm.backends.torch_backend import pack_matrices
@@ -26,9 +27,6 @@ from nanovllm.utils.machine import torch_in_one_thread
 if TYPE_CHECKING:
     from nanovllm.runner.model_runner import ModelRunner
 
-LANES = 16
-"""float32 numbers in a vector, as in backends/cpu/."""
-
 
 class CpuBackend(Backend):
     """Calls the kernels of backends/cpu/. A width that a kernel does not know goes to its reference, call by call.
@@ -39,7 +37,7 @@ class CpuBackend(Backend):
     name = "cpu"
     kernels = "cpu"
     dtypes = (torch.bfloat16, torch.float32)
-    head_dims = tuple(range(2 * LANES, 256 + 1, 2 * LANES))
+    head_dims = tuple(range(2 * LANES, MAX_HEAD_DIM + 1, 2 * LANES))
     groups = range(1, 48 + 1)
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -71,7 +69,7 @@ class CpuBackend(Backend):
 
     def prepare_weights(self, weights: Iterable[Tensor]) -> None:
         for weight in weights:
-            self.library.advise_huge_pages(weight)
+            advise_huge_pages(weight)
 
     def pack_weights(self, modules: Iterable[nn.Module]) -> None:
         modules = list(modules)
@@ -187,7 +185,8 @@ class NativeMatrix:
 
     def rows(self, indices: Tensor) -> Tensor:
         rows = self._scratch.empty(len(indices), self._in, dtype=self._packed.dtype)
-        self._library.packed_rows(self._packed, indices.to(torch.int32), rows)
+        units = self._in * rows.element_size() // 4
+        self._library.call("packed_rows", None, self._packed, indices.to(torch.int32), rows, len(indices), units)
         return rows
 
 

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from nanovllm.backends.cpu.backend import LANES, CpuBackend, gather_rows, packs_in_place
+from nanovllm.backends.cpu.backend import CpuBackend, gather_rows, packs_in_place
+from nanovllm.backends.cpu.library import LANES
 from nanovllm.models.qwen3_moe.ops import ExpertOperators, Routing
 
 

@@ -2,15 +2,13 @@
 
 from torch import Tensor
 
-from nanovllm.backends.cpu.backend import LANES, CpuBackend
+from nanovllm.backends.cpu.backend import CpuBackend
+from nanovllm.backends.cpu.library import LANES, MAX_HEAD_DIM, read_constant
 from nanovllm.models.qwen3_5.ops import HybridOperators
 from nanovllm.ops.step_inputs import StepInputs
 
-MAX_CONV_WIDTH = 8
-"""The most inputs in a sum of `causal_conv`, as in backends/cpu/gated_delta.h."""
-
-MAX_KEY_DIM = 256
-"""The largest key of `gated_delta`, MAX_HEAD_DIM in backends/cpu/vectors.h."""
+MAX_CONV_WIDTH = read_constant("MAX_CONV_WIDTH", "gated_delta.h")
+"""The most inputs in a sum of `causal_conv`."""
 
 
 class CpuHybridOperators(HybridOperators):
@@ -34,7 +32,7 @@ class CpuHybridOperators(HybridOperators):
         self, qkv: Tensor, gates: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, inputs: StepInputs
     ) -> Tensor:
         value_heads, key_dim, value_dim = state.shape[1:]
-        if key_dim % LANES or value_dim % LANES or key_dim > MAX_KEY_DIM:
+        if key_dim % LANES or value_dim % LANES or key_dim > MAX_HEAD_DIM:
             return super().gated_delta(qkv, gates, a_log, dt_bias, state, inputs)
         key_heads = (qkv.shape[1] - value_heads * value_dim) // (2 * key_dim)
         out = self._scratch.empty(qkv.shape[0], value_heads, value_dim, dtype=qkv.dtype)

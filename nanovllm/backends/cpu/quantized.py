@@ -8,7 +8,14 @@ from torch import Tensor
 
 from nanovllm.backends.cpu.backend import CpuBackend, gather_rows
 from nanovllm.backends.cpu.huge_pages import huge_pages, return_freed_memory
-from nanovllm.backends.cpu.library import PANEL, AnyLibrary, KernelLibrary, cpu_library, open_library
+from nanovllm.backends.cpu.library import (
+    PANEL,
+    AnyLibrary,
+    KernelLibrary,
+    cpu_library,
+    open_library,
+    read_constant,
+)
 from nanovllm.backends.cpu.scratch import Scratch
 from nanovllm.layers.linear import PackedMatrix
 from nanovllm.models.qwen3_moe.ops import Routing
@@ -19,29 +26,17 @@ from nanovllm.utils.integers import ceil_div
 
 logger = logging.getLogger(__name__)
 
-CHUNK = 64
-"""Bytes of a panel's codes that belong together, as in cpu/quantized.h."""
+CHUNK = read_constant("CHUNK", "quantized.h")
+"""Bytes of a panel's codes that belong together."""
 
-INT8 = 0
-"""The number of a format in cpu/quantized.cpp: 8 bits, without the code -128, which is slower."""
-
-WHOLE_INT8 = 1
-"""8 bits, with the code -128."""
-
-INT4 = 2
-"""4 bits."""
+INT8, WHOLE_INT8, INT4 = (read_constant(name, "quantized.cpp") for name in ("INT8", "WHOLE_INT8", "INT4"))
+"""The formats: 8 bits without the code -128, which is slower; 8 bits with it; 4 bits."""
 
 
 class QuantizedLibrary(KernelLibrary):
     """The kernels of quantised matrices."""
 
     source = "quantized.cpp"
-    typed = {  # noqa: RUF012 (the base class declares it)
-        "pack_codes": (2, 3, 0),
-        "weight_rows": (5, 5, 0),
-        "linear_codes": (6, 5, 0),
-        "grouped_codes": (6, 5, 0),
-    }
 
 
 @functools.cache
@@ -113,7 +108,7 @@ class CpuMatrix:
     """A quantised matrix [out, in]. It gives single rows, too: a tied embedding needs no copy.
 
     Args:
-        codes, dtype: see `PackedCodes`.
+        codes, dtype: `PackedCodes` explains them.
         scratch: lends memory to the outputs.
     """
 
@@ -144,7 +139,7 @@ class CpuExperts:
     """The quantised matrices of experts, [num_experts, out, in].
 
     Args:
-        codes, dtype: see `PackedCodes`.
+        codes, dtype: `PackedCodes` explains them.
         scratch: lends memory to the outputs.
     """
 

@@ -27,7 +27,7 @@ class RecordedSteps(Steps):
     repeated, and no step is recorded from then on.
 
     Attributes:
-        most_seqs: of a step; 0 if no step can be recorded.
+        most_seqs: the most sequences of a step that can be recorded; 0 if no step can be.
     """
 
     def __init__(self, max_num_seqs: int) -> None:
