@@ -74,13 +74,12 @@ def find_draft(
             revision=None,
             lora=None,
             speculative_config=None,
-            enforce_eager=True,
             quantization=asked.quantization if is_rounded else None,  # a checkpoint has its own format, or none
             pipeline_parallel_size=1,  # rank 0 of a pipeline has the whole draft model
             kvcache_block_size=config.block_size,
             **{name: getattr(config, name) for name in ALIKE},
         )
-        own = resolve(wanted, hf_config, sizes)
+        own = replace(resolve(wanted, hf_config, sizes), use_graphs=False)  # their memory is not measured
         if own.max_model_len < config.max_model_len:
             raise ValueError(
                 f"it is made for {own.max_model_len} tokens, and max_model_len is {config.max_model_len}: set that to "
