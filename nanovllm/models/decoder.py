@@ -261,16 +261,20 @@ class Decoder(nn.Module):
 
     def forward(self, inputs: StepInputs, caches: list[LayerCache]) -> Tensor:
         """Compute the hidden states of all tokens, [num_tokens, hidden], after the last norm."""
-        x, residual = self.run_layers(self.embed_tokens(inputs.token_ids), inputs, caches)
-        return self.backend.add_rms_norm(x, residual, self.norm, self.eps)[0]
-
-    def run_layers(self, x: Tensor, inputs: StepInputs, caches: list[LayerCache]) -> tuple[Tensor, Tensor]:
-        """x [num_tokens, hidden] -> x and residual after all layers of this rank. The next norm adds the two."""
+        x = self.embed(inputs)
         residual = None
         for layer, cache in zip(self.layers, caches, strict=True):
             x, residual = layer(x, residual, self.cos_sin, cache, inputs)
         assert residual is not None
-        return x, residual
+        return self.finish(x, residual)
+
+    def embed(self, inputs: StepInputs) -> Tensor:
+        """Return the input of the first layer, [num_tokens, hidden]."""
+        return self.embed_tokens(inputs.token_ids)  # type: ignore[no-any-return]
+
+    def finish(self, x: Tensor, residual: Tensor) -> Tensor:
+        """x and residual of the last layer, [num_tokens, hidden] each -> their sum after the last norm."""
+        return self.backend.add_rms_norm(x, residual, self.norm, self.eps)[0]
 
     def compute_logits(self, hidden: Tensor) -> Tensor | None:
         """hidden [n, hidden] -> logits [n, vocab] on rank 0, None on the others."""
