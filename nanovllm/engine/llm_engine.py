@@ -235,9 +235,7 @@ class LLMEngine:
                 most_waiting = 2 * self.config.max_num_seqs
                 while interrupt is None:
                     # next() also returns None if the iterable has ended. To ask it again does no harm.
-                    while len(self.scheduler.waiting) < 2 * self.config.max_num_seqs and (
-                        request := next(incoming, None)
-                    ):
+                    while len(self.scheduler.waiting) < most_waiting and (request := next(incoming, None)):
                         with self.claim.work():
                             numbers[self.add(request)] = next(count)
                     if not numbers:
