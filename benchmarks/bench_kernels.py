@@ -184,7 +184,7 @@ def make_sampling(num_rows: int, temperature: float, top_k: int, top_p: float) -
     table["top_k"] = top_k
     table["top_p"] = top_p
     table["seed_low"] = np.arange(num_rows)
-    return torch.from_numpy(table.view(np.int32).reshape(num_rows, -1)).cuda()
+    return torch.from_numpy(table.view(np.int32).reshape(num_rows, -1)).to("cuda")
 
 
 def time_attention(backend: Backend, model: Model, num_seqs: int, query_len: int, seq_len: int) -> tuple[Times, int]:
