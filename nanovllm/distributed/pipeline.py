@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanovllm.backends.steps import EAGER, MOST_SEQS, Steps
 from nanovllm.config import ResolvedConfig
 from nanovllm.distributed.collectives import GroupParallel
 from nanovllm.distributed.stage_decoder import make_stage_decoder
@@ -28,7 +29,6 @@ from nanovllm.ops.step_inputs import DevicePlan, StepInputs
 from nanovllm.runner.head_inputs import HeadInputs
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.step_handle import DeviceResult, StepHandle
-from nanovllm.runner.steps import EAGER, MOST_SEQS, Steps
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

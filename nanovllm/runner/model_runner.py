@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.backends import CacheSize, KVCache, LayerCache, make_backend
+from nanovllm.backends.steps import EAGER, Steps
 from nanovllm.config import ResolvedConfig
 from nanovllm.engine.interfaces import StepEdits
 from nanovllm.engine.plan import StepPlan
@@ -16,14 +17,13 @@ from nanovllm.layers.parallel import Parallel
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.loader import allocate
 from nanovllm.models.sizes import Sizes
-from nanovllm.ops.step_inputs import DevicePlan, StepInputs
-from nanovllm.runner.device import DeviceRows, split_head
+from nanovllm.ops.step_inputs import DevicePlan, StepInputs, split_head
+from nanovllm.runner.device_rows import DeviceRows
 from nanovllm.runner.head_inputs import HeadInputs
 from nanovllm.runner.kv_memory import check_free_memory
 from nanovllm.runner.logprobs import embed_targets, find_targets, score_targets, start_logprobs
 from nanovllm.runner.sampler import Sampler, choose_samples
 from nanovllm.runner.step_handle import DeviceResult, StepHandle
-from nanovllm.runner.steps import EAGER, Steps
 from nanovllm.utils.machine import default_dtype
 
 if TYPE_CHECKING:
