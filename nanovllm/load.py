@@ -4,7 +4,7 @@ A wing is a room that an engine can do without: nothing of it is imported before
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -22,7 +22,6 @@ from nanovllm.models.config import find_decoder, load_model_config, read_json, t
 from nanovllm.models.hub import find_folder, find_model
 from nanovllm.models.loader import has_lm_head, load_weights
 from nanovllm.models.sizes import Sizes
-from nanovllm.outputs import Embedding, Output, Score
 from nanovllm.runner.kv_memory import make_cache
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.resolve import resolve
@@ -38,7 +37,6 @@ if TYPE_CHECKING:
 
     from nanovllm.parsing.parser import AnswerParser
     from nanovllm.quantized.loading import ModelQuantizer
-    from nanovllm.uses.sharing import EngineThread
 
 logger = logging.getLogger(__name__)
 
@@ -250,13 +248,6 @@ def make_scheduler(
     return scheduler, [Trace(config.trace, config.device, scheduler, tokenizer)]
 
 
-def share_engine(engine: LLMEngine) -> "EngineThread":
-    """Return a queue in front of the engine, for several threads."""
-    from nanovllm.uses.sharing import EngineThread
-
-    return EngineThread(engine)
-
-
 def load_parser(config: ResolvedConfig, tokenizer: Tokenizer | None) -> "AnswerParser | None":
     """Return the parser of outputs that the options ask for; None if they ask for none."""
     if config.reasoning_parser is None and config.tool_call_parser is None:
@@ -286,52 +277,3 @@ def find_eos_token_ids(config: Mapping[str, Any], tokenizer: Tokenizer | None, v
         ids.append(tokenizer.transformers.eos_token_id)
     known = (as_integer(i, "the model's eos_token_id") for i in ids if i is not None)
     return frozenset(i for i in known if 0 <= i < vocab_size)
-
-
-def explain_missing(name: str) -> AttributeError:
-    """Return the error for an attribute that an LLM does not have."""
-    from nanovllm.models.diagnosis import explain_missing
-
-    return explain_missing(name)
-
-
-def render_conversations(conversations: Any, tokenizer: Tokenizer | None, options: Mapping[str, Any]) -> list[str]:
-    """Write conversations as the texts of prompts: see `LLM.chat`."""
-    from nanovllm.text.conversations import render_conversations
-
-    return render_conversations(conversations, tokenizer, options)
-
-
-def score_pairs(llm: Any, prompts: Any, continuations: Any, show: bool) -> list[Score]:
-    """Score continuations: see `LLM.score`."""
-    from nanovllm.uses.score import score_pairs
-
-    return score_pairs(llm, prompts, continuations, show)
-
-
-def make_renewal(engine: LLMEngine) -> Any:
-    """Return what replaces the weights of an engine and lets it sleep: a `Renewal`."""
-    from nanovllm.runner.renewal import Renewal
-
-    return Renewal(engine)
-
-
-def embed_prompts(llm: Any, prompts: Any, **options: Any) -> list[Embedding]:
-    """Embed every prompt: see `LLM.embed`."""
-    from nanovllm.uses.embedding import embed_prompts
-
-    return embed_prompts(llm, prompts, **options)
-
-
-def stream_outputs(llm: Any, requests: Any, sampling_params: SamplingParams | None) -> Iterator[tuple[int, Output]]:
-    """Run requests and yield (index, output) as each one ends: see `LLM.stream`."""
-    from nanovllm.uses.streaming import stream_outputs
-
-    return stream_outputs(llm, requests, sampling_params)
-
-
-def stream_pieces(llm: Any, prompt: Any, sampling_params: SamplingParams | None) -> Iterator[str]:
-    """Complete one prompt and yield its text piece by piece: see `LLM.stream_tokens`."""
-    from nanovllm.uses.streaming import stream_pieces
-
-    return stream_pieces(llm, prompt, sampling_params)
