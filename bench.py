@@ -31,9 +31,9 @@ from benchmarks.measuring import Recorder, commit
 from nanovllm import LLM, EngineConfig, SamplingParams
 from nanovllm.commands.estimate import read_config
 from nanovllm.load import resolve_options
-from nanovllm.models.qwen3_5.sizes import make_shape
 from nanovllm.models.shapes import PRESETS, preset_config
 from nanovllm.quantized.checkpoints import find_format
+from nanovllm.quantized.loading import count_bytes
 
 CPU_PRESET = {"num_seqs": 32, "input_len": [16, 128], "output_len": [16, 128], "dtype": "bfloat16"}
 
@@ -207,7 +207,7 @@ def print_cost_card(model: Model, machine: Machine, workload: Workload, floor: C
         f"multiplies {machine.matmul_rate / 1e12:,.2f} TFLOP/s in {about['dtype']}"
     )
     print(
-        f"model      {model.shape.num_parameters / 1e9:.3f} B parameters, {model.weight_bytes / 1e9:.3f} GB; "
+        f"model      {model.sizes.num_parameters / 1e9:.3f} B parameters, {model.weight_bytes / 1e9:.3f} GB; "
         f"{model.kv_bytes_per_token:,} B of KV and {model.flops_per_token / 1e9:.2f} GFLOP a token"
     )
     print(f"workload   {len(workload.prompts)} requests, {num_prompt:,} prompt and {num_output:,} output tokens")
@@ -252,11 +252,11 @@ def main(arguments: list[str] | None = None) -> None:
     args.max_num_seqs = resolved.max_num_seqs
     device = torch.device(resolved.device)
     dtype = getattr(torch, resolved.dtype)
-    model = Model(make_shape(hf_config), dtype.itemsize)
+    model = Model(hf_config, dtype)
     if format := find_format(args.quantization, hf_config):
-        num_bytes = format.count_bytes(model.shape, dtype.itemsize)
-        model = replace(model, quantized_itemsize=num_bytes / model.shape.num_parameters)
-    vocab = model.shape.vocab
+        num_bytes = count_bytes(model.sizes.model, format, dtype.itemsize)
+        model = replace(model, quantized_itemsize=num_bytes / model.sizes.num_parameters)
+    vocab = hf_config.vocab_size
     lengths = tuple(args.input_len), tuple(args.output_len)
     workload = make_workload(args.num_seqs, *lengths, vocab, args.shared_prefix, args.seed)
     machine = Machine(*args.machine_rates) if args.machine_rates else measure_machine(device, dtype)

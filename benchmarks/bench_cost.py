@@ -8,63 +8,100 @@ weights between steps. Launches and host work are free.
 
 import functools
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from nanovllm.models.config import Shape
-from nanovllm.models.qwen3_5.sizes import HybridShape
+from nanovllm.layers.linear import MatrixModule
+from nanovllm.models.qwen3_5.delta_net import DeltaNet
+from nanovllm.models.qwen3_moe.decoder import SparseMLP
+from nanovllm.models.sizes import Sizes
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model's sizes.
+    """A model, whose sizes are counted.
 
     Attributes:
-        itemsize: the bytes of one element of its activations and cache, and of its weights unless these are quantised.
+        config: its transformers configuration.
+        dtype: the type of its activations and its cache, and of its weights unless these are quantised.
         quantized_itemsize: the bytes of a weight, if some are quantised: the mean of all. None if none are.
     """
 
-    shape: Shape
-    itemsize: int
+    config: Any
+    dtype: torch.dtype
     quantized_itemsize: float | None = None
+
+    @functools.cached_property
+    def sizes(self) -> Sizes:
+        return Sizes(self.config)
 
     @property
     def weight_itemsize(self) -> float:
-        return self.quantized_itemsize or self.itemsize
+        return self.quantized_itemsize or self.dtype.itemsize
 
     @property
     def weight_bytes(self) -> int:
         """The bytes of all weights."""
-        return round(self.shape.num_parameters * self.weight_itemsize)
+        return round(self.sizes.num_parameters * self.weight_itemsize)
+
+    @functools.cached_property
+    def kv_bytes_per_token(self) -> int:
+        return self.sizes.kv_bytes(self.dtype)
+
+    @functools.cached_property
+    def row_bytes(self) -> int:
+        return self.sizes.row_bytes(self.dtype)
+
+    @functools.cached_property
+    def matrices(self) -> Counter[tuple[int, int]]:
+        """How many matrices of each (out features, in features) multiply every token. The LM head is not included."""
+        modules = self.sizes.model.layers.modules()
+        return Counter((*module.weight.shape,) for module in modules if isinstance(module, MatrixModule))
+
+    @functools.cached_property
+    def mixtures(self) -> list[SparseMLP]:
+        """The mixtures of experts."""
+        return [module for module in self.sizes.model.modules() if isinstance(module, SparseMLP)]
+
+    @functools.cached_property
+    def delta_nets(self) -> list[DeltaNet]:
+        """The layers that have a state per row in place of keys and values."""
+        return [module for module in self.sizes.model.modules() if isinstance(module, DeltaNet)]
 
     @property
-    def kv_bytes_per_token(self) -> int:
-        return self.shape.kv_bytes(self.itemsize)
+    def vocabulary_parameters(self) -> int:
+        """The parameters of the LM head."""
+        return int(self.config.vocab_size * self.config.hidden_size)
 
     @property
     def matrix_parameters(self) -> int:
         """The parameters that multiply one token: the matrices of the layers, and those of its experts."""
-        shape = self.shape
-        every = sum(count * rows_in * rows_out for count, rows_in, rows_out in shape.matrices)
-        return every + shape.sparse_layers * shape.experts_per_token * shape.expert_parameters
+        every = sum(count * rows_in * rows_out for (rows_out, rows_in), count in self.matrices.items())
+        return every + sum(mixture.k * count_expert(mixture) for mixture in self.mixtures)
 
     @property
     def flops_per_token(self) -> int:
         """FLOPs of the products with weights and LM head, two per parameter. Attention's are not included."""
-        return 2 * (self.matrix_parameters + self.shape.vocab * self.shape.hidden)
+        return 2 * (self.matrix_parameters + self.vocabulary_parameters)
 
     def describe(self) -> dict[str, Any]:
-        return asdict(self.shape) | {
-            "itemsize": self.itemsize,
+        return {
+            "itemsize": self.dtype.itemsize,
             "weight_itemsize": self.weight_itemsize,
-            "parameters": self.shape.num_parameters,
+            "parameters": self.sizes.num_parameters,
             "weight_bytes": self.weight_bytes,
             "kv_bytes_per_token": self.kv_bytes_per_token,
             "flops_per_token": self.flops_per_token,
         }
+
+
+def count_expert(mixture: SparseMLP) -> int:
+    """Return how many parameters one expert has."""
+    return mixture.experts.gate_up[0].numel() + mixture.experts.down[0].numel()
 
 
 @dataclass(frozen=True)
@@ -104,8 +141,8 @@ def step_cost(model: Model, machine: Machine, work: Iterable[tuple[int, int]], n
     sequences = list(work)
     has_prompt = any(scheduled > 1 for _, scheduled in sequences)
     n = sum(scheduled for _, scheduled in sequences)
-    shape = model.shape
-    size = model.itemsize
+    config = model.config
+    size = model.dtype.itemsize
     weight_size = model.weight_itemsize
     total = Cost()
 
@@ -116,30 +153,32 @@ def step_cost(model: Model, machine: Machine, work: Iterable[tuple[int, int]], n
             part = "prompts"
         total += Cost(seconds, times * num_bytes, times * flops, {part: seconds})
 
-    for layers, rows_in, rows_out in shape.matrices:
+    for (rows_out, rows_in), count in model.matrices.items():
         num_bytes = rows_in * rows_out * weight_size + n * (rows_in + rows_out) * size
-        operator("products", num_bytes, 2 * n * rows_in * rows_out, layers)
-    if shape.sparse_layers:
+        operator("products", num_bytes, 2 * n * rows_in * rows_out, count)
+    for mixture in model.mixtures[:1]:  # all have the same sizes
+        num_experts, hidden, intermediate = mixture.experts.down.shape
         # The expected number of experts that get a token, if routing is even and independent for each token.
-        touched = shape.experts * (1 - (1 - shape.experts_per_token / shape.experts) ** n)
-        pairs = n * shape.experts_per_token
-        width = 2 * shape.hidden + 3 * shape.expert_intermediate
-        num_bytes = touched * shape.expert_parameters * weight_size + pairs * width * size
-        operator("products", num_bytes, 2 * pairs * shape.expert_parameters, shape.sparse_layers)
+        touched = num_experts * (1 - (1 - mixture.k / num_experts) ** n)
+        pairs = n * mixture.k
+        one = count_expert(mixture)
+        num_bytes = touched * one * weight_size + pairs * (2 * hidden + 3 * intermediate) * size
+        operator("products", num_bytes, 2 * pairs * one, len(model.mixtures))
     if num_sampled:
-        logits = num_sampled * shape.vocab * size
-        num_bytes = shape.vocab * shape.hidden * weight_size + logits
-        operator("head", num_bytes, 2 * num_sampled * shape.vocab * shape.hidden)
+        logits = num_sampled * config.vocab_size * size
+        num_bytes = model.vocabulary_parameters * weight_size + logits
+        operator("head", num_bytes, 2 * num_sampled * model.vocabulary_parameters)
         operator("sampler", logits, 0)
     # A query reads the keys up to its own: computed + 1, ..., computed + scheduled.
     keys_read = sum(computed + scheduled for computed, scheduled in sequences)
     keys_met = sum(scheduled * computed + scheduled * (scheduled + 1) // 2 for computed, scheduled in sequences)
-    flops = 4 * shape.attention_layers * shape.heads * shape.head_dim * keys_met
+    num_attention = config.num_hidden_layers - len(model.delta_nets)
+    flops = 4 * num_attention * config.num_attention_heads * config.head_dim * keys_met
     operator("decode attention", (keys_read + n) * model.kv_bytes_per_token, flops)
-    if isinstance(shape, HybridShape):
+    if model.delta_nets:
         # A step reads and writes the state of each of its sequences once. A token takes four products with it.
-        state = shape.delta.value_heads * shape.delta.key_dim * shape.delta.value_dim
-        operator("states", 2 * len(sequences) * shape.row_bytes(size), 8 * n * shape.delta.layers * state)
+        states = sum(net.value_heads * net.key_dim * net.value_dim for net in model.delta_nets)
+        operator("states", 2 * len(sequences) * model.row_bytes, 8 * n * states)
     return total
 
 

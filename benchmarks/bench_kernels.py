@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.measuring import commit, make_inputs
 from nanovllm.backends import Backend
 from nanovllm.backends.gpu import launch as launch_module
+from nanovllm.backends.gpu.route import route
 from nanovllm.engine.plan import ROW_SAMPLING
 from nanovllm.ops.norm_rope_store import NormRope
 from nanovllm.runner.resolve import Work, resolve_backend
@@ -183,7 +184,7 @@ def make_sampling(num_rows: int, temperature: float, top_k: int, top_p: float) -
     table["top_k"] = top_k
     table["top_p"] = top_p
     table["seed_low"] = np.arange(num_rows)
-    return torch.from_numpy(table.view(np.int32).reshape(num_rows, -1)).cuda()
+    return torch.from_numpy(table.view(np.int32).reshape(num_rows, -1)).to("cuda")
 
 
 def time_attention(backend: Backend, model: Model, num_seqs: int, query_len: int, seq_len: int) -> tuple[Times, int]:
@@ -281,13 +282,13 @@ def bench_sampler(bench: Bench, backend: Backend, batches: list[int]) -> None:
         bench.add_read("token_logprobs", "", str(batch), time_both(launches), size)
 
 
-def bench_routing(bench: Bench, backend: Backend) -> None:
+def bench_routing(bench: Bench) -> None:
     """Time the routing of Qwen3-30B-A3B's tokens. The floor, of reading the logits, is far below a launch's cost."""
     for num_tokens in (1, 64, 256, 512):
         size = num_tokens * 128 * ITEMSIZE
         sets = [randn(num_tokens, 128) for _ in range(num_sets(size))]
         slots = torch.zeros(num_tokens, dtype=torch.int64, device="cuda")
-        launches = [lambda x=x, slots=slots: backend.route(x, 8, True, slots) for x in sets]
+        launches = [lambda x=x, slots=slots: route(x, 8, True, slots) for x in sets]
         bench.add_read("route", "30B", f"{num_tokens} tokens", time_both(launches), size)
 
 
@@ -338,7 +339,7 @@ def main() -> None:
             for kernel, times, nbytes in small_kernels(backends[0], MODELS[name], num_tokens):
                 bench.add_copy(kernel, name, f"{num_tokens} tokens", times, nbytes)
     bench_sampler(bench, backends[0], args.batches)
-    bench_routing(bench, backends[0])
+    bench_routing(bench)
     ceilings = {name: round(getattr(bench, name), 1) for name in ("copy_gbs", "read_gbs", "matmul_tflops")}
     results = [asdict(result) for result in bench.results]
     for result in results:

@@ -9,10 +9,8 @@ from typing import Any
 
 import torch
 
-from nanovllm.backends import Backend
-from nanovllm.layers.parallel import Parallel
-from nanovllm.load import find_decoder
 from nanovllm.models.config import load_model_config
+from nanovllm.models.sizes import Sizes
 
 
 @dataclass(frozen=True)
@@ -68,9 +66,7 @@ def write_checkpoint(config: dict[str, Any], dtype: torch.dtype, folder: Path, s
         return
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
-    with torch.device("meta"):
-        hf_config = load_model_config(config, "the shape")
-        model = find_decoder(hf_config)(hf_config, Backend(), Parallel(), 1)
+    model = Sizes(load_model_config(config, "the shape")).model
     tensors = {
         name: (torch.zeros if name.endswith(".bias") else torch.ones)(target.shape, dtype=dtype)
         if len(target.shape) == 1

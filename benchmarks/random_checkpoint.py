@@ -21,11 +21,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from nanovllm.backends import Backend
-from nanovllm.layers.parallel import Parallel
-from nanovllm.load import find_decoder
 from nanovllm.models.config import load_model_config
 from nanovllm.models.shapes import PRESETS, preset_config
+from nanovllm.models.sizes import Sizes
 from nanovllm.quantized.checkpoints import find_format
 from nanovllm.quantized.formats import Format, RawTensor
 
@@ -75,8 +73,7 @@ def write_random_checkpoint(config: dict[str, Any], format_name: str, folder: Pa
     shard: dict[str, Tensor] = {}
     size = 0
     num_files = 0
-    with torch.device("meta"):
-        model = find_decoder(hf_config)(hf_config, Backend(), Parallel(), 1)
+    model = Sizes(hf_config).model
     for name, tensor in _draw_tensors({name: target.shape for name, target in model.weight_targets()}, format):
         if size + tensor.nbytes > SHARD and shard:
             save_file(shard, folder / f"model-{num_files}.safetensors")

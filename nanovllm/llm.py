@@ -13,17 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 from nanovllm.config import EngineConfig, EngineOptions
 from nanovllm.engine.interfaces import StepObserver
 from nanovllm.engine.sequence import Request
-from nanovllm.load import (
-    embed_prompts,
-    explain_missing,
-    load_engine,
-    make_renewal,
-    render_conversations,
-    score_pairs,
-    share_engine,
-    stream_outputs,
-    stream_pieces,
-)
+from nanovllm.load import load_engine
 from nanovllm.outputs import Embedding, Output, Score
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.prompts import (
@@ -171,6 +161,8 @@ class LLM:
             ValueError: a pair is not valid. With several pairs the message has its number. No pair has run then.
             RuntimeError: the model's logits are NaN or infinite, so there is no score.
         """
+        from nanovllm.uses.score import score_pairs
+
         return score_pairs(self, prompts, continuations, use_tqdm)
 
     def embed(
@@ -197,6 +189,8 @@ class LLM:
             ValueError: a prompt or `dimensions` is not valid. No prompt has run then.
             RuntimeError: the model's hidden states are NaN or infinite.
         """
+        from nanovllm.uses.embedding import embed_prompts
+
         return embed_prompts(self, prompts, dimensions=dimensions, normalize=normalize, show=use_tqdm)
 
     def chat(
@@ -227,6 +221,8 @@ class LLM:
             ValueError: the template refuses a conversation. With several conversations the message has its number. No
                 conversation has run then.
         """
+        from nanovllm.text.conversations import render_conversations
+
         self.engine.claim.check()
         if not isinstance(chat_template_kwargs, Mapping | None):
             raise refuse(chat_template_kwargs, "chat_template_kwargs", "a dict of the template's variables, or None")
@@ -246,6 +242,8 @@ class LLM:
             chat_template_kwargs: values of the template's variables. It may also hold these arguments of `chat`:
                 chat_template, add_generation_prompt, continue_final_message, tools.
         """
+        from nanovllm.text.conversations import render_conversations
+
         tokenizer = self.engine.tokenizer
         texts = render_conversations([messages], tokenizer, chat_template_kwargs or {})
         (prompt,) = tokenise_prompts(texts, tokenizer, self.max_model_len, add_special_tokens=False)
@@ -287,6 +285,8 @@ class LLM:
         Raises:
             ValueError: a prompt is not valid. The message has its number. Earlier requests that still run are aborted.
         """
+        from nanovllm.uses.streaming import stream_outputs
+
         return stream_outputs(self, requests, sampling_params)
 
     def submit(self, prompt: Item, sampling_params: SamplingParams | None = None) -> "Future[Output]":
@@ -306,8 +306,10 @@ class LLM:
             ValueError: the request is not valid.
             RuntimeError: this process was forked after the engine was made, or the program ends.
         """
+        from nanovllm.uses.sharing import EngineThread
+
         request = self.prepare(prompt, sampling_params)
-        thread = self.__dict__.setdefault("_thread", share_engine(self.engine))  # two callers get the same one
+        thread = self.__dict__.setdefault("_thread", EngineThread(self.engine))  # two callers get the same one
         return thread.submit(request)  # type: ignore[no-any-return]
 
     def stream_tokens(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
@@ -318,6 +320,8 @@ class LLM:
         Raises:
             RuntimeError: the request ended with an error. The text before the error was yielded.
         """
+        from nanovllm.uses.streaming import stream_pieces
+
         return stream_pieces(self, prompt, sampling_params)
 
     # ---- the loop of the project nano-vLLM, with which this class is compatible: the caller calls step()
@@ -406,7 +410,9 @@ class LLM:
 
     @cached_property
     def _renewal(self) -> Any:
-        return make_renewal(self.engine)
+        from nanovllm.runner.renewal import Renewal
+
+        return Renewal(self.engine)
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Any]], finish: bool = True) -> None:
         """Replace weights, for example after a step of training. The prefix cache is forgotten.
@@ -460,6 +466,8 @@ class LLM:
     if not TYPE_CHECKING:  # a type checker finds what is missing by itself
 
         def __getattr__(self, name: str) -> NoReturn:
+            from nanovllm.models.diagnosis import explain_missing
+
             raise explain_missing(name)
 
     def __reduce__(self) -> NoReturn:

@@ -4,7 +4,7 @@ A wing is a room that an engine can do without: nothing of it is imported before
 """
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -18,11 +18,10 @@ from nanovllm.engine.interfaces import LogitEditor, Runner, StepObserver
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.layers.parallel import Parallel
-from nanovllm.models.config import find_family, find_sparse_layers, load_model_config, read_json, take_text_config
-from nanovllm.models.decoder import Decoder
+from nanovllm.models.config import find_decoder, load_model_config, read_json, take_text_config
 from nanovllm.models.hub import find_folder, find_model
-from nanovllm.models.loader import Quantizer, has_lm_head, load_weights
-from nanovllm.outputs import Embedding, Output, Score
+from nanovllm.models.loader import has_lm_head, load_weights
+from nanovllm.models.sizes import Sizes
 from nanovllm.runner.kv_memory import make_cache
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.resolve import resolve
@@ -37,7 +36,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from nanovllm.parsing.parser import AnswerParser
-    from nanovllm.uses.sharing import EngineThread
+    from nanovllm.quantized.loading import ModelQuantizer
 
 logger = logging.getLogger(__name__)
 
@@ -69,17 +68,10 @@ def _load_engine(asked: EngineConfig) -> LLMEngine:
     if weights is not None:
         read_ahead(sorted(weights.glob("*.safetensors")))  # while transformers is imported
     hf_config = load_model_config(data, source)
-    if find_family(hf_config).is_hybrid:
-        from nanovllm.models.qwen3_5.sizes import check_hybrid
-
-        check_hybrid(hf_config, source)
     can_generate = has_lm_head(hf_config, weights)
     if not can_generate:
         hf_config.tie_word_embeddings = True  # then the decoder allocates no head
     config = resolve_options(asked, hf_config)
-    if (quantizer := make_quantizer(config, hf_config)) is not None:  # a format that cannot be read is refused here
-        quantizer.announce(find_decoder(hf_config).shape_class.from_config(hf_config))
-        config = replace(config, quantization=quantizer.name)
     if config.device == "cpu":
         limit_threads()
     if config.speculative_config is not None and config.speculative_config["method"] == "draft_model":
@@ -141,22 +133,21 @@ def find_config(model: str, revision: str | None, load_format: str) -> tuple[Pat
 
 
 def resolve_options(asked: EngineConfig, hf_config: "PretrainedConfig") -> ResolvedConfig:
-    """Turn every "auto" into a value: for one device, then for several ranks, and for a state per row.
+    """Turn every "auto" into a value: for one device, then for several ranks, and for the model's family.
 
     Raises:
         ValueError: an option asks for something that cannot run here; the message says why.
     """
-    shape = find_decoder(hf_config).shape_class.from_config(hf_config)
-    config = resolve(asked, hf_config, shape)
+    sizes = Sizes(hf_config)
+    config = resolve(asked, hf_config, sizes)
     if config.num_ranks > 1:
         from nanovllm.distributed.options import resolve_ranks
 
         config = resolve_ranks(asked, config)
-    if find_family(hf_config).is_hybrid:
-        from nanovllm.models.qwen3_5.states import resolve_states
-
-        config = resolve_states(asked, config, shape, make_quantizer(config, hf_config))
-    return config
+    if (quantizer := make_quantizer(config, hf_config)) is not None:  # a format that cannot be read is refused here
+        quantizer.announce(sizes.model)
+        config = replace(config, quantization=quantizer.name)
+    return find_decoder(hf_config).resolve_options(asked, config, sizes, quantizer)
 
 
 def load_runner(
@@ -223,20 +214,7 @@ def make_runner(
     return runner
 
 
-def find_decoder(hf_config: "PretrainedConfig") -> type[Decoder]:
-    """Return the decoder of a family. Most families share one, and differ in what `FAMILIES` says."""
-    if find_family(hf_config).is_hybrid:
-        from nanovllm.models.qwen3_5.decoder import HybridDecoder
-
-        return HybridDecoder
-    if find_sparse_layers(hf_config):
-        from nanovllm.models.qwen3_moe.decoder import SparseDecoder
-
-        return SparseDecoder
-    return Decoder
-
-
-def make_quantizer(config: ResolvedConfig, hf_config: "PretrainedConfig") -> Quantizer | None:
+def make_quantizer(config: ResolvedConfig, hf_config: "PretrainedConfig") -> "ModelQuantizer | None":
     """Return what gives the model quantised matrices; None if neither its options nor its config.json ask for any."""
     if config.quantization is None and not getattr(hf_config, "quantization_config", None):
         return None
@@ -270,13 +248,6 @@ def make_scheduler(
     return scheduler, [Trace(config.trace, config.device, scheduler, tokenizer)]
 
 
-def share_engine(engine: LLMEngine) -> "EngineThread":
-    """Return a queue in front of the engine, for several threads."""
-    from nanovllm.uses.sharing import EngineThread
-
-    return EngineThread(engine)
-
-
 def load_parser(config: ResolvedConfig, tokenizer: Tokenizer | None) -> "AnswerParser | None":
     """Return the parser of outputs that the options ask for; None if they ask for none."""
     if config.reasoning_parser is None and config.tool_call_parser is None:
@@ -306,52 +277,3 @@ def find_eos_token_ids(config: Mapping[str, Any], tokenizer: Tokenizer | None, v
         ids.append(tokenizer.transformers.eos_token_id)
     known = (as_integer(i, "the model's eos_token_id") for i in ids if i is not None)
     return frozenset(i for i in known if 0 <= i < vocab_size)
-
-
-def explain_missing(name: str) -> AttributeError:
-    """Return the error for an attribute that an LLM does not have."""
-    from nanovllm.models.diagnosis import explain_missing
-
-    return explain_missing(name)
-
-
-def render_conversations(conversations: Any, tokenizer: Tokenizer | None, options: Mapping[str, Any]) -> list[str]:
-    """Write conversations as the texts of prompts: see `LLM.chat`."""
-    from nanovllm.text.conversations import render_conversations
-
-    return render_conversations(conversations, tokenizer, options)
-
-
-def score_pairs(llm: Any, prompts: Any, continuations: Any, show: bool) -> list[Score]:
-    """Score continuations: see `LLM.score`."""
-    from nanovllm.uses.score import score_pairs
-
-    return score_pairs(llm, prompts, continuations, show)
-
-
-def make_renewal(engine: LLMEngine) -> Any:
-    """Return what replaces the weights of an engine and lets it sleep: a `Renewal`."""
-    from nanovllm.runner.renewal import Renewal
-
-    return Renewal(engine)
-
-
-def embed_prompts(llm: Any, prompts: Any, **options: Any) -> list[Embedding]:
-    """Embed every prompt: see `LLM.embed`."""
-    from nanovllm.uses.embedding import embed_prompts
-
-    return embed_prompts(llm, prompts, **options)
-
-
-def stream_outputs(llm: Any, requests: Any, sampling_params: SamplingParams | None) -> Iterator[tuple[int, Output]]:
-    """Run requests and yield (index, output) as each one ends: see `LLM.stream`."""
-    from nanovllm.uses.streaming import stream_outputs
-
-    return stream_outputs(llm, requests, sampling_params)
-
-
-def stream_pieces(llm: Any, prompt: Any, sampling_params: SamplingParams | None) -> Iterator[str]:
-    """Complete one prompt and yield its text piece by piece: see `LLM.stream_tokens`."""
-    from nanovllm.uses.streaming import stream_pieces
-
-    return stream_pieces(llm, prompt, sampling_params)

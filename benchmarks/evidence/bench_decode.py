@@ -35,10 +35,7 @@ FIRST_STEPS = 4
 def count_weights(llm: LLM) -> int:
     """Return the bytes of the weights."""
     runner: Any = llm.engine.runner
-    shape = runner.shape
-    itemsize = runner.dtype.itemsize
-    total = shape.count_bytes(itemsize) if runner.quantizer is None else runner.quantizer.count_bytes(shape, itemsize)
-    return int(total)
+    return int(runner.sizes.weight_bytes(runner.dtype, runner.quantizer))
 
 
 def read(pool: ThreadPoolExecutor, parts: list[Tensor]) -> float:

@@ -13,6 +13,8 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -22,62 +24,62 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks.bench_cost import measure_machine
+from benchmarks.bench_cost import Model, count_expert, measure_machine
 from benchmarks.measuring import Recorder, commit
 from nanovllm import LLM, SamplingParams
 from nanovllm.commands.estimate import read_config
-from nanovllm.models.config import Shape
 from nanovllm.models.shapes import preset_config
 
 
-def count_touched(backend: Any) -> list[int]:
+def count_touched(model: Any) -> list[int]:
     """Return a list that grows by one entry whenever a layer routes: the number of experts that got a token."""
     touched: list[int] = []
-    route = backend.route
 
-    def counting(*arguments: Any) -> Any:
+    def count(route: Callable[..., Any], *arguments: Any) -> Any:
         routing = route(*arguments)
         touched.append(int((routing.offsets.diff() > 0).sum()))
         return routing
 
-    backend.route = counting
+    for layer in model.layers:
+        layer.mlp.operators.route = partial(count, layer.mlp.operators.route)
     return touched
 
 
-def measure_steps(llm: LLM, shape: Shape, itemsize: int, batch: int, output_len: int, touched: list[int]) -> Any:
+def measure_steps(llm: LLM, model: Model, batch: int, output_len: int, touched: list[int]) -> Any:
     """Return medians over the steps of `batch` decodes: seconds, bytes to read, experts of a layer that got a token."""
     draw = Random(batch)
-    prompts = [[draw.randrange(shape.vocab) for _ in range(64)] for _ in range(batch)]
+    prompts = [[draw.randrange(model.config.vocab_size) for _ in range(64)] for _ in range(batch)]
     recorder = Recorder(torch.device("cpu"))
     llm.observe(recorder)
     touched.clear()
     llm.generate(prompts, SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=output_len), use_tqdm=False)
-    matrices = sum(layers * rows_in * rows_out for layers, rows_in, rows_out in shape.matrices)
-    always = (matrices + shape.vocab * shape.hidden) * itemsize
+    matrices = sum(count * rows_in * rows_out for (rows_out, rows_in), count in model.matrices.items())
+    always = (matrices + model.vocabulary_parameters) * model.dtype.itemsize
+    sparse_layers = len(model.mixtures)
     found = []
     for i, ((work, _), seconds) in enumerate(zip(recorder.steps, recorder.device_seconds, strict=True)):
         if len(work) == batch and all(scheduled == 1 for _, scheduled in work):
-            experts = sum(touched[i * shape.sparse_layers : (i + 1) * shape.sparse_layers])
-            keys = sum(computed + 1 for computed, _ in work) * shape.kv_bytes(itemsize)
-            num_bytes = always + keys + experts * shape.expert_parameters * itemsize
-            found.append((seconds, num_bytes, experts / shape.sparse_layers))
+            experts = sum(touched[i * sparse_layers : (i + 1) * sparse_layers])
+            keys = sum(computed + 1 for computed, _ in work) * model.kv_bytes_per_token
+            num_bytes = always + keys + experts * count_expert(model.mixtures[0]) * model.dtype.itemsize
+            found.append((seconds, num_bytes, experts / sparse_layers))
     return [statistics.median(column) for column in zip(*found, strict=True)]
 
 
-def measure_blocks(model: Any, shape: Shape, dtype: torch.dtype, batch: int, touched: list[int]) -> Any:
+def measure_blocks(layers: Any, model: Model, batch: int, touched: list[int]) -> Any:
     """Like measure_steps, but run only the expert blocks of all layers, one after another."""
     inputs: Any = SimpleNamespace(slots=torch.arange(batch))
     found = []
     for _ in range(12):
-        x = torch.randn(shape.layers, batch, shape.hidden).to(dtype)
+        x = torch.randn(len(layers), batch, model.config.hidden_size).to(model.dtype)
         touched.clear()
         start = time.perf_counter()
-        for layer, rows in zip(model.layers, x, strict=True):
+        for layer, rows in zip(layers, x, strict=True):
             layer.mlp(rows, inputs)
         seconds = time.perf_counter() - start
-        router = shape.sparse_layers * shape.hidden * shape.experts
-        num_bytes = (sum(touched) * shape.expert_parameters + router) * dtype.itemsize
-        found.append((seconds, num_bytes, sum(touched) / shape.sparse_layers))
+        routers = sum(mixture.gate.weight.numel() for mixture in model.mixtures)
+        num_bytes = (sum(touched) * count_expert(model.mixtures[0]) + routers) * model.dtype.itemsize
+        found.append((seconds, num_bytes, sum(touched) / len(model.mixtures)))
     return [statistics.median(column) for column in zip(*found[2:], strict=True)]
 
 
@@ -93,18 +95,18 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = preset_config(args.model) | {"num_hidden_layers": args.layers}
         (Path(folder) / "config.json").write_text(json.dumps(config))
-        shape = Shape.from_config(read_config(folder))
+        model = Model(read_config(folder), dtype)
         options: dict[str, Any] = {"dtype": args.dtype, "device": "cpu", "attention_backend": "cpu"}
         llm = LLM(folder, load_format="dummy", max_model_len=1024, max_num_seqs=max(args.batches), **options)
-    print(f"commit {commit()}, {torch.get_num_threads()} threads, {shape.num_parameters / 1e9:.2f} B parameters")
+    print(f"commit {commit()}, {torch.get_num_threads()} threads, {model.sizes.num_parameters / 1e9:.2f} B parameters")
     with llm, torch.inference_mode():
         runner: Any = llm.engine.runner
-        touched = count_touched(runner.backend)
+        touched = count_touched(runner.model)
         llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, ignore_eos=True), use_tqdm=False)
         for batch in args.batches:
             rate = measure_machine(torch.device("cpu"), dtype).bandwidth
-            step = measure_steps(llm, shape, dtype.itemsize, batch, args.output_len, touched)
-            block = measure_blocks(runner.model, shape, dtype, batch, touched)
+            step = measure_steps(llm, model, batch, args.output_len, touched)
+            block = measure_blocks(runner.model.layers, model, batch, touched)
             for name, (seconds, num_bytes, experts) in (("step", step), ("expert blocks", block)):
                 floor = num_bytes / rate
                 print(

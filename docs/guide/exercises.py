@@ -91,11 +91,14 @@ def find_layer() -> str:
 
 def find_balance() -> str:
     """Chapter 3: the smallest number of requests whose keys and values are more bytes than the weights."""
-    from nanovllm.models.config import Shape, load_model_config
-    from nanovllm.models.shapes import preset_config
+    import torch
 
-    shape = Shape.from_config(load_model_config(preset_config("qwen3-0.6b"), "qwen3-0.6b"))
-    return str(2 * shape.num_parameters // (500 * shape.kv_bytes(2)) + 1)
+    from nanovllm.models.config import load_model_config
+    from nanovllm.models.shapes import preset_config
+    from nanovllm.models.sizes import Sizes
+
+    sizes = Sizes(load_model_config(preset_config("qwen3-0.6b"), "qwen3-0.6b"))
+    return str(2 * sizes.num_parameters // (500 * sizes.kv_bytes(torch.bfloat16)) + 1)
 
 
 def count_blocks() -> str:

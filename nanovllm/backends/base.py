@@ -4,17 +4,18 @@ It computes the operators of a model, runs and repeats steps, moves data, and kn
 chooses a backend at start-up. The runner and every layer call that object, so they do not need to know where they run.
 """
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, ClassVar
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from nanovllm.edits.edit_logits import edit_logits_reference
-from nanovllm.models.qwen3_moe.ops import combine_reference, grouped_linear_reference, route_reference
+from nanovllm.backends.staging import Staging
+from nanovllm.backends.steps import EAGER, Steps, Stopwatch
 from nanovllm.ops.attention import KVCache, attend_reference
 from nanovllm.ops.norm_rope_store import norm_rope_store_reference
 from nanovllm.ops.rms_norm import add_rms_norm_reference, rms_norm_reference
@@ -22,8 +23,6 @@ from nanovllm.ops.sample import sample_reference, store_samples_reference
 from nanovllm.ops.silu_and_mul import silu_and_mul_reference
 from nanovllm.ops.step_inputs import StepInputs, step_inputs_reference
 from nanovllm.ops.token_logprobs import token_logprobs_reference
-from nanovllm.runner.device import Staging
-from nanovllm.runner.steps import EAGER, Steps, Stopwatch
 from nanovllm.utils.memory import cpu_cache_budget, free_memory
 
 if TYPE_CHECKING:
@@ -38,7 +37,8 @@ class Backend:
     attribute by a method.
 
     Attributes:
-        name: its name in the option `attention_backend`.
+        name: the name in the option `attention_backend`.
+        kernels: the kernels that it runs: "torch" (none but torch's), "cpu" or "gpu". See `find_operators`.
         dtypes, head_dims, groups, block_sizes: the values that its kernels support; None supports all. A group is the
             number of query heads that share a KV head.
         default_block_size: tokens in a block of the KV cache if the user does not choose.
@@ -47,6 +47,7 @@ class Backend:
     """
 
     name: ClassVar[str] = "torch"
+    kernels: ClassVar[str] = "torch"
     dtypes: ClassVar[Collection[torch.dtype]] = (torch.bfloat16, torch.float16, torch.float32)
     head_dims: ClassVar[Collection[int] | None] = None
     groups: ClassVar[Collection[int] | None] = None
@@ -63,15 +64,22 @@ class Backend:
     rms_norm = staticmethod(rms_norm_reference)
     add_rms_norm = staticmethod(add_rms_norm_reference)
     silu_and_mul = staticmethod(silu_and_mul_reference)
-    route = staticmethod(route_reference)
-    grouped_linear = staticmethod(grouped_linear_reference)
-    combine = staticmethod(combine_reference)
     norm_rope_store = staticmethod(norm_rope_store_reference)
     attend = staticmethod(attend_reference)
-    edit_logits = staticmethod(edit_logits_reference)
     sample = staticmethod(sample_reference)
     store_samples = staticmethod(store_samples_reference)
     token_logprobs = staticmethod(token_logprobs_reference)
+
+    def find_operators(self, table: Mapping[str, str]) -> Any:
+        """Return the operators that only a family of models or a wing has, in the form for this backend's kernels.
+
+        Args:
+            table: {kernels: the name of a module}. "torch" serves for kernels that are not in it.
+
+        Returns:
+            An object whose methods are the operators: what the module's `make_operators(backend)` returns.
+        """
+        return import_module(table.get(self.kernels, table["torch"])).make_operators(self)
 
     def prepare_attention(self, inputs: StepInputs, cache: KVCache, num_heads: int) -> StepInputs:
         """Return the inputs with everything that `attend` needs in addition, in `prepared`. All layers share it.

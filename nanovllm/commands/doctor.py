@@ -8,18 +8,29 @@ import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from nanovllm.backends import NAMES
 from nanovllm.backends.cpu.library import cache_folder
 from nanovllm.commands.estimate import read_config
-from nanovllm.models.config import Shape
-from nanovllm.models.qwen3_5.sizes import make_shape
-from nanovllm.runner.resolve import Work, list_candidates, read_dtype, resolve_device, resolve_dtype, why_cannot
+from nanovllm.models.sizes import Sizes
+from nanovllm.runner.resolve import (
+    Work,
+    find_group,
+    list_candidates,
+    read_dtype,
+    resolve_device,
+    resolve_dtype,
+    why_cannot,
+)
 from nanovllm.utils.machine import limit_threads, physical_cores
 from nanovllm.utils.memory import find_memory_limits, free_memory
 from nanovllm.version import __version__
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 PACKAGES = ("torch", "triton", "flash-attn", "transformers", "tokenizers", "safetensors", "huggingface-hub", "numpy")
 EXTRAS = ("xxhash", "llguidance", "ray", "lm_eval")
@@ -42,7 +53,7 @@ def describe(model: str) -> str:
         ("versions", describe_versions()),
         ("machine", describe_machine()),
         ("memory", describe_memory()),
-        (f"backends for {model}", describe_backends(make_shape(config), read_dtype(config))),
+        (f"backends for {model}", describe_backends(config)),
     )
     lines = []
     for title, facts in sections:
@@ -116,10 +127,12 @@ def describe_memory() -> Iterator[tuple[str, str]]:
         yield str(shared), f"{shutil.disk_usage(shared).free / 2**30:.2f} GiB free"
 
 
-def describe_backends(shape: Shape, dtype: torch.dtype) -> Iterator[tuple[str, str]]:
+def describe_backends(config: "PretrainedConfig") -> Iterator[tuple[str, str]]:
     """Yield what "auto" becomes for a model, and for each backend whether it can run and why not."""
     device = resolve_device("auto")
-    work = Work(device, dtype, shape.head_dim, shape.group, num_parameters=shape.num_parameters)
+    dtype = read_dtype(config)
+    num_parameters = Sizes(config).num_parameters
+    work = Work(device, dtype, config.head_dim, find_group(config, 1), num_parameters=num_parameters)
     work = work._replace(dtype=resolve_dtype("auto", "auto", work))
     yield "device", str(device)
     yield "dtype", f"{str(work.dtype).removeprefix('torch.')} (the model has {str(dtype).removeprefix('torch.')})"

@@ -5,24 +5,28 @@ Quantised weights count in their own format.
 
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from nanovllm.backends.gpu.memory import GpuMemory
-from nanovllm.config import DEFAULT_NUM_SEQS, EngineConfig, ResolvedConfig
+from nanovllm.config import EngineConfig, ResolvedConfig
+from nanovllm.distributed.options import shrink_budget
+from nanovllm.distributed.stage_decoder import make_stage_decoder
 from nanovllm.distributed.stages import choose_stages
-from nanovllm.models.config import Shape, find_family, limit_length, load_model_config, read_json
+from nanovllm.load import make_quantizer
+from nanovllm.models.config import find_decoder, load_model_config, read_json
 from nanovllm.models.diagnosis import explain
 from nanovllm.models.hub import as_path, download, find_folder
-from nanovllm.models.qwen3_5.sizes import check_hybrid, make_shape
 from nanovllm.models.shapes import PRESETS, preset_config
+from nanovllm.models.sizes import Sizes
 from nanovllm.quantized.checkpoints import describe_format, find_format
-from nanovllm.quantized.formats import Format
+from nanovllm.runner.resolve import resolve
 from nanovllm.utils.checks import quote
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 _UNITS = {"": 1, "B": 1, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
@@ -59,10 +63,7 @@ def _read_config(model: str) -> "PretrainedConfig":
         return load_model_config(preset_config(shape), f"preset {shape}")
     if not path.is_file():
         path = (find_folder(model) or download(model, ["config.json"])) / "config.json"
-    config = load_model_config(read_json(path), str(path))
-    if find_family(config).is_hybrid:
-        check_hybrid(config, str(path))
-    return config
+    return load_model_config(read_json(path), str(path))
 
 
 @dataclass(frozen=True)
@@ -70,8 +71,8 @@ class Estimate:
     """The memory that each rank's GPU would hold.
 
     Attributes:
-        num_parameters: of the whole model.
-        memory: bytes on one GPU. The activations are estimated.
+        num_parameters: the parameters of the whole model.
+        memory: the bytes on one GPU. The activations are estimated.
         format: how the weights are stored, such as "bfloat16" or "int8".
         advice: options that would make the model fit; empty if it fits.
     """
@@ -146,67 +147,45 @@ def estimate(hf_config: "PretrainedConfig", config: EngineConfig, gpu_memory: in
 
 
 def _resolve(hf_config: "PretrainedConfig", config: EngineConfig, gpu_memory: int) -> ResolvedConfig:
-    """Return the configuration with the values that "auto" has on a GPU. Of the block sizes it takes the larger one."""
-    from nanovllm.distributed.options import shrink_budget
-    from nanovllm.models.qwen3_5.states import fit_rows
-    from nanovllm.runner.resolve import TOKEN_BUDGETS
-
+    """Return the configuration with the values that "auto" has on a GPU of so many bytes."""
+    sizes = Sizes(hf_config)
+    resolved = resolve(config, hf_config, sizes, gpu_memory)
     stages = config.pipeline_parallel_size
-    budget = TOKEN_BUDGETS["cuda"] if stages == 1 else shrink_budget(TOKEN_BUDGETS["cuda"], stages)
-    own_dtype = str(hf_config.dtype or "float32").removeprefix("torch.")
-    resolved = {
-        "device": "cuda:0",
-        "dtype": own_dtype if config.dtype == "auto" else config.dtype,
-        "block_size": 256 if config.kvcache_block_size == "auto" else config.kvcache_block_size,
-        "max_model_len": limit_length(hf_config, config.max_model_len),
-        "max_num_batched_tokens": config.max_num_batched_tokens or budget,
-        "use_graphs": not config.enforce_eager,
-        "depth": 2,
-        "max_num_seqs": config.max_num_seqs or DEFAULT_NUM_SEQS,
-        "enable_prefix_caching": True,
-    }
-    shape = make_shape(hf_config)
-    item = DTYPE_BYTES[str(resolved["dtype"])]
-    if find_family(hf_config).is_hybrid and config.max_num_seqs is None:
-        weights = count_weights(find_format(config.quantization, hf_config), shape, item)
-        room = int(gpu_memory * config.gpu_memory_utilization) - weights // config.num_ranks
-        resolved["max_num_seqs"] = fit_rows(room, shape.row_bytes(item) // config.num_ranks)
-    return ResolvedConfig(**{**vars(config), **resolved})
+    if stages > 1 and not config.max_num_batched_tokens:
+        budget = shrink_budget(resolved.max_num_batched_tokens, stages)
+        resolved = replace(resolved, max_num_batched_tokens=budget)
+    quantizer = make_quantizer(resolved, hf_config)
+    return find_decoder(hf_config).resolve_options(config, resolved, sizes, quantizer, gpu_memory)
 
 
 def _estimate(hf_config: "PretrainedConfig", config: ResolvedConfig, gpu_memory: int) -> Estimate:
-    shape = make_shape(hf_config)
-    item = DTYPE_BYTES[config.dtype]
     if config.pipeline_parallel_size == 1:
-        shares = [shape.shard(config.tensor_parallel_size)]
+        shares = [Sizes(hf_config, config.tensor_parallel_size)]
     else:
         stages = choose_stages(hf_config, config.pipeline_parallel_size)
-        shares = [make_shape(hf_config, stage) for stage in stages]
-    # A layer needs most memory in its MLP: x, the residual, and gate, up and their product, for each of a token's
-    # experts. Sampling needs the logits in float32, and two copies of them.
-    mine = shares[0]
-    inner = max(3 * mine.intermediate, shape.experts_per_token * (3 * mine.expert_intermediate + shape.hidden))
-    widest = config.max_num_batched_tokens * (2 * shape.hidden + inner)
-    activations = widest * item + 3 * config.max_num_seqs * shape.vocab * 4
+        decoders = [make_stage_decoder(find_decoder(hf_config), stage) for stage in stages]
+        shares = [Sizes(hf_config, decoder=decoder) for decoder in decoders]
+    # A layer needs most memory in its MLP, beside x and the residual. Sampling needs the logits in float32, and two
+    # copies of them.
+    dtype = getattr(torch, config.dtype)
+    mlps: list[Any] = [layer.mlp for layer in shares[0].model.layers]
+    widest = 2 * hf_config.hidden_size + max(mlp.count_activations() for mlp in mlps)
+    logits = config.max_num_seqs * hf_config.vocab_size * 4
+    activations = config.max_num_batched_tokens * widest * dtype.itemsize + 3 * logits
     memory = GpuMemory(gpu_memory, others=0, weights=0, activations=activations, graphs=0)
+    quantizer = make_quantizer(config, hf_config)
     format = find_format(config.quantization, hf_config)
-    if format is not None:
-        format.check_backend("triton")
     named = config.dtype if format is None else describe_format(format, config.dtype)
+    num_parameters = Sizes(hf_config).num_parameters
 
-    def estimate_share(one: Shape) -> Estimate:
-        weights = count_weights(format, one, item)
-        states = one.row_bytes(item) * (config.max_num_seqs + 1)
+    def estimate_share(one: Sizes) -> Estimate:
+        weights = one.weight_bytes(dtype, quantizer)
+        states = one.row_bytes(dtype) * (config.max_num_seqs + 1)
         taken = replace(memory, weights=weights, states=states)
-        return Estimate(config, shape.num_parameters, taken, one.kv_bytes(item), named)
+        return Estimate(config, num_parameters, taken, one.kv_bytes(dtype), named)
 
     estimates = [estimate_share(one) for one in shares]
     return min(estimates, key=lambda one: one.num_tokens)  # all stages have as many blocks as the poorest
-
-
-def count_weights(format: Format | None, shape: Shape, itemsize: int) -> int:
-    """Return the bytes of a model's weights. `format` is None if none is quantised."""
-    return shape.count_bytes(itemsize) if format is None else format.count_bytes(shape, itemsize)
 
 
 def _advise(hf_config: "PretrainedConfig", estimated: Estimate) -> list[str]:

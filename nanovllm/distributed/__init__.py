@@ -34,8 +34,9 @@ The back of a plan receives its rows, computes logits and samples. It runs when 
 three steps in flight, after the front of the plan two later. Whoever sends goes on at once, and only receivers wait. So
 nobody waits for a rank that waits for him, and a step of nothing but prompt chunks sends nothing back.
 
-Over NCCL each arrow is a group of two ranks with a stream of its own (backends/gpu/links.py), and only streams wait. Between the
-arrows a step that only decodes is a CUDA graph: one in each stage, and one for rank 0's back (stage_inputs.py).
+Over NCCL each arrow is a group of two ranks with a stream of its own (backends/gpu/links.py), and only streams wait.
+Between the arrows a step that only decodes is a CUDA graph: one in each stage, and one for rank 0's back
+(stage_inputs.py).
 
 What happens when a rank dies:
 

@@ -89,7 +89,8 @@ class GroupParallel(Parallel):
     captured CUDA graph would have a second branch at every collective. With gloo, tensors of a GPU are copied to the
     host and back, which a CUDA graph cannot capture.
 
-    In a pipeline the ranks also send to each other, one to one: over NCCL by links (backends/gpu/links.py), over gloo in this group.
+    In a pipeline the ranks also send to each other, one to one: over NCCL by links (backends/gpu/links.py), over gloo
+    in this group.
     """
 
     def __init__(self, rank: int, size: int, backend: str, device: torch.device, is_pipeline: bool = False) -> None:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanovllm.backends.steps import EAGER, MOST_SEQS, Steps
 from nanovllm.config import ResolvedConfig
 from nanovllm.distributed.collectives import GroupParallel
 from nanovllm.distributed.stage_decoder import make_stage_decoder
@@ -24,15 +25,15 @@ from nanovllm.engine.interfaces import Handle, StepEdits
 from nanovllm.engine.plan import StageSpan, StepPlan, StepResult
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.decoder import Decoder
-from nanovllm.models.loader import Quantizer
 from nanovllm.ops.step_inputs import DevicePlan, StepInputs
 from nanovllm.runner.head_inputs import HeadInputs
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.step_handle import DeviceResult, StepHandle
-from nanovllm.runner.steps import EAGER, MOST_SEQS, Steps
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    from nanovllm.quantized.loading import ModelQuantizer
 
 NUM_KEPT = 12
 """How many transfers a stage keeps before it looks whether they have ended: more than a ring has slots."""
@@ -59,7 +60,7 @@ class StageRunner(ModelRunner):
         hf_config: "PretrainedConfig",
         read_weights: Callable[[Decoder], None],
         parallel: Parallel,
-        quantizer: Quantizer | None,
+        quantizer: "ModelQuantizer | None",
         decoder: type[Decoder],
         *,
         group: GroupParallel,
@@ -74,7 +75,7 @@ class StageRunner(ModelRunner):
         super().__init__(config, hf_config, read_weights, parallel, quantizer, make_stage_decoder(decoder, self.stage))
         self.has_head = self.stage.is_first
         self.inputs: StageInputs | None = None
-        """What the CUDA graphs read beside the staging buffer; None without graphs."""
+        """The memory that the CUDA graphs read beside the staging buffer; None without graphs."""
         if config.use_graphs:
             num_seqs = min(config.max_num_seqs, MOST_SEQS)
             self.inputs = StageInputs(num_seqs, hf_config.hidden_size, self.dtype, self.device, config.max_num_seqs)
@@ -87,7 +88,8 @@ class StageRunner(ModelRunner):
 
     def count_transfer_bytes(self, num_tokens: int) -> int:
         num_transfers = self._group.size + 3  # sends of the plans in the ring, and receives for two
-        return num_transfers * num_tokens * self.shape.hidden * self.dtype.itemsize
+        hidden: int = self.hf_config.hidden_size
+        return num_transfers * num_tokens * hidden * self.dtype.itemsize
 
     def run_stage(self, plan: StepPlan) -> tuple[HeadInputs, Steps]:
         """Run the plan's layers of this stage, and send the result to the next stage; the last one sends to rank 0."""
@@ -128,7 +130,7 @@ class StageRunner(ModelRunner):
             if planned.seq_lens_cpu is None and self.inputs is not None:  # what is recorded has no lengths on the host
                 x = self.inputs.hidden[:num_tokens]
             elif x is None:
-                x = torch.zeros(num_tokens, self.shape.hidden, dtype=self.dtype, device=self.device)
+                x = torch.zeros(num_tokens, self.hf_config.hidden_size, dtype=self.dtype, device=self.device)
             self.model.received = x
         return super().forward(planned)
 
@@ -145,7 +147,7 @@ class StageRunner(ModelRunner):
     def receive(self, num_rows: int, rank: int, number: int) -> Tensor:
         """Wait for [num_rows, hidden] of plan `number` from another rank. Over NCCL only the device waits."""
         since = time.perf_counter()
-        x = self._group.receive((num_rows, self.shape.hidden), self.dtype, rank)
+        x = self._group.receive((num_rows, self.hf_config.hidden_size), self.dtype, rank)
         self.note("receive", since, number)
         return x
 
@@ -164,7 +166,7 @@ class StageRunner(ModelRunner):
         """Return the hidden states that want logits, [n, hidden]: those that score, then those that sample."""
         if head.sampled is None and not len(head.scored):
             return head.hidden
-        parts = [self.backend.to_device(head.scored)]
+        parts = [self.backend.to_device(head.scored)] if len(head.scored) else []
         if head.plan.num_sampled.any():
             sampled = torch.arange(len(head.hidden), device=self.device) if head.sampled is None else head.sampled
             parts.append(sampled.long())

@@ -5,10 +5,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from nanovllm.backends import Backend, LayerCache
+from nanovllm.backends import Backend
 from nanovllm.distributed.stages import Stage
 from nanovllm.layers.parallel import Parallel
-from nanovllm.models.config import Shape
 from nanovllm.models.decoder import Decoder
 from nanovllm.ops.step_inputs import StepInputs
 
@@ -32,10 +31,6 @@ def make_stage_decoder(decoder: type[Decoder], stage: Stage) -> type[Decoder]:
 
         received: Tensor
 
-        @classmethod
-        def make_shape(cls, config: "PretrainedConfig") -> Shape:
-            return decoder.shape_class.from_config(config, stage)
-
         def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel, max_len: int) -> None:
             super().__init__(config, backend, parallel, max_len)
             others = [i for i in range(stage.num_layers) if not stage.first <= i < stage.end]
@@ -50,11 +45,10 @@ def make_stage_decoder(decoder: type[Decoder], stage: Stage) -> type[Decoder]:
                 setattr(self, name, None)
             self.elsewhere = tuple(absent)
 
-        def forward(self, inputs: StepInputs, caches: list[LayerCache]) -> Any:
-            x = self.embed_tokens(inputs.token_ids) if stage.is_first else self.received
-            x, residual = self.run_layers(x, inputs, caches)
-            if not stage.is_last:
-                return torch.add(x, residual)
-            return self.backend.add_rms_norm(x, residual, self.norm, self.eps)[0]
+        def embed(self, inputs: StepInputs) -> Any:
+            return super().embed(inputs) if stage.is_first else self.received
+
+        def finish(self, x: Tensor, residual: Tensor) -> Any:
+            return super().finish(x, residual) if stage.is_last else torch.add(x, residual)
 
     return StageDecoder

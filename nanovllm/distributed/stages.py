@@ -1,13 +1,13 @@
 """Chooses which layers each stage of a pipeline computes, and which rows the next step may compute."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from nanovllm.engine.rows import Rows, RowTable
-from nanovllm.models.qwen3_5.sizes import make_shape
+from nanovllm.models.sizes import Sizes
 from nanovllm.utils.integers import ceil_div
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ def split_layers(layer_weights: Sequence[int], head_weight: int, num_stages: int
     """Split the layers of a model so that the heaviest stage is as light as possible; each stage gets at least one.
 
     Args:
-        layer_weights: of each layer, for example its bytes.
-        head_weight: of the LM head, which the first stage computes beside its layers.
+        layer_weights: the weight of each layer, for example its bytes.
+        head_weight: the weight of the LM head, which the first stage computes beside its layers.
         num_stages: at most as many as there are layers.
     """
     num_layers = len(layer_weights)
@@ -72,9 +72,9 @@ def choose_stages(hf_config: "PretrainedConfig", num_stages: int) -> list[Stage]
         raise ValueError(
             f"pipeline_parallel_size is {num_stages}, and the model has {num_layers} layers: set it to at most that"
         )
-    shapes = [make_shape(hf_config, Stage(i, i + 1, num_layers)) for i in range(num_layers)]
-    bare = (replace(shape, has_embedding=False, has_norm=False) for shape in shapes)
-    return split_layers([shape.num_parameters for shape in bare], shapes[0].vocab * shapes[0].hidden // 4, num_stages)
+    layers = Sizes(hf_config).model.layers
+    weights = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
+    return split_layers(weights, hf_config.vocab_size * hf_config.hidden_size // 4, num_stages)
 
 
 def choose_ready(table: RowTable, num_stages: int) -> Rows:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from nanovllm.config import EngineConfig, ResolvedConfig
@@ -28,13 +29,18 @@ from nanovllm.engine.interfaces import Handle, Runner
 from nanovllm.engine.plan import ROW_SAMPLING, IntArray, StepPlan
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import ScheduledStep
-from nanovllm.models.config import Shape, find_family, load_model_config
+from nanovllm.models.config import load_model_config
+from nanovllm.models.sizes import Sizes
+from nanovllm.quantized.formats import MADE_AT_LOAD
 from nanovllm.runner.resolve import resolve
 from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.utils.checks import quote
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+ALIKE = ("dtype", "device", "attention_backend", "max_num_seqs", "max_model_len")
+"""The options that a draft model shares with the model, once they are resolved."""
 
 Indices = NDArray[np.intp]
 FindConfig = Callable[[str, str | None, str], tuple[Path | None, str, dict[str, Any]]]
@@ -58,20 +64,22 @@ def find_draft(
     try:
         folder, source, data = find_config(name, None, asked.load_format)
         hf_config = load_model_config(data, source)
-        if find_family(hf_config).is_hybrid:
+        sizes = Sizes(hf_config)
+        if sizes.row_bytes(torch.float32):
             raise ValueError("it keeps a state for each sequence, which cannot take back the tokens of a wrong draft")
-        like_model: dict[str, Any] = {name: getattr(config, name) for name in ("dtype", "device", "attention_backend")}
-        like_model |= {
-            "max_num_seqs": config.max_num_seqs,
-            "max_model_len": config.max_model_len,
-            "kvcache_block_size": config.block_size,
-        }
-        like_model |= {"pipeline_parallel_size": 1}  # rank 0 of a pipeline has the whole draft model
-        like_model |= dict.fromkeys(("revision", "lora", "speculative_config"))
-        if asked.quantization not in ("int8", "int8-dynamic") or getattr(hf_config, "quantization_config", None):
-            like_model["quantization"] = None  # a checkpoint has its own format, or none
-        wanted = replace(asked, model=name, enforce_eager=True, **like_model)
-        own = resolve(wanted, hf_config, Shape.from_config(hf_config))
+        is_rounded = asked.quantization in MADE_AT_LOAD and not getattr(hf_config, "quantization_config", None)
+        wanted = replace(
+            asked,
+            model=name,
+            revision=None,
+            lora=None,
+            speculative_config=None,
+            quantization=asked.quantization if is_rounded else None,  # a checkpoint has its own format, or none
+            pipeline_parallel_size=1,  # rank 0 of a pipeline has the whole draft model
+            kvcache_block_size=config.block_size,
+            **{name: getattr(config, name) for name in ALIKE},
+        )
+        own = replace(resolve(wanted, hf_config, sizes), use_graphs=False)  # their memory is not measured
         if own.max_model_len < config.max_model_len:
             raise ValueError(
                 f"it is made for {own.max_model_len} tokens, and max_model_len is {config.max_model_len}: set that to "

@@ -17,6 +17,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+OPERATORS = {"torch": __name__, "cpu": "nanovllm.backends.cpu.edit_logits", "gpu": "nanovllm.backends.gpu.edit_logits"}
+"""The modules of the operator, for `Backend.find_operators`."""
+
 
 class MaskAndPenalties(NamedTuple):
     """The edits of m rows of logits. The mask may be missing, and so may the penalties with their counts.
@@ -52,3 +55,14 @@ def edit_logits_reference(logits: Tensor, edits: MaskAndPenalties) -> None:
             x = torch.where(count > 0, torch.where(x > 0, x / repetition, x * repetition), x)
             x = x - frequency * (count >> 1) - presence * (count > 1)
         logits[indices[i]] = x
+
+
+class EditOperators:
+    """Edits logits with the plain-torch reference. A subclass has a kernel."""
+
+    edit_logits = staticmethod(edit_logits_reference)
+
+
+def make_operators(backend: object) -> EditOperators:
+    """Return the operators of plain torch."""
+    return EditOperators()

@@ -1,4 +1,4 @@
-"""The edits of logits that one request asks for. kernels/edit_logits.py says how they change a row of logits."""
+"""The edits of logits that one request asks for. edit_logits.py says how they change a row of logits."""
 
 import math
 from array import array

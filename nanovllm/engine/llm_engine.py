@@ -218,40 +218,46 @@ class LLMEngine:
         Args:
             holder: names the run to other activities, which are refused until it ends: see `Claim.held_by`.
         """
-        with self.claim.held_by(*holder):
-            yield from self._run(requests)
+        return self._run(requests, holder)
 
-    def _run(self, requests: Iterable[Request | None]) -> Generator[list[tuple[int, Sequence]], None, None]:
-        hold = HoldInterrupt(on_second=self.close)
-        interrupt: KeyboardInterrupt | None = None
-        numbers: dict[Sequence, int] = {}
-        count = itertools.count()
-        try:
-            with self.claim.work():
-                self.abort_all()  # a Ctrl-C may have kept the run before from it
-            incoming = iter(requests)
-            while interrupt is None:
-                # next() also returns None if the iterable has ended. To ask it again does no harm.
-                while len(self.scheduler.waiting) < 2 * self.config.max_num_seqs and (request := next(incoming, None)):
-                    with self.claim.work():
-                        numbers[self.add(request)] = next(count)
-                if not numbers:
-                    return
-                finished: list[Sequence] = []
-                try:
-                    with hold, self.claim.work():  # `hold` raises a held Ctrl-C at its end: `finished` has its value
-                        finished = self.step()
-                except KeyboardInterrupt as error:
-                    interrupt = error
-                yield [(numbers.pop(seq), seq) for seq in finished]
-                self._raise_kept()
-        finally:
-            self._kept_error = None
-            # A Ctrl-C that comes now must not stop this call halfway. An engine that is closed has no sequences.
-            with hold, suppress(ClosedError), self.claim.work():
-                self.abort_all()
-            if interrupt is not None:
-                raise interrupt
+    def _run(
+        self, requests: Iterable[Request | None], holder: tuple[str, str]
+    ) -> Generator[list[tuple[int, Sequence]], None, None]:
+        with self.claim.held_by(*holder):
+            hold = HoldInterrupt(on_second=self.close)
+            interrupt: KeyboardInterrupt | None = None
+            numbers: dict[Sequence, int] = {}
+            count = itertools.count()
+            try:
+                with self.claim.work():
+                    self.abort_all()  # a Ctrl-C may have kept the run before from it
+                incoming = iter(requests)
+                most_waiting = 2 * self.config.max_num_seqs
+                while interrupt is None:
+                    # next() also returns None if the iterable has ended. To ask it again does no harm.
+                    while len(self.scheduler.waiting) < most_waiting and (request := next(incoming, None)):
+                        with self.claim.work():
+                            numbers[self.add(request)] = next(count)
+                    if not numbers:
+                        return
+                    finished: list[Sequence] = []
+                    try:
+                        with (
+                            hold,
+                            self.claim.work(),
+                        ):  # `hold` raises a held Ctrl-C at its end: `finished` has its value
+                            finished = self.step()
+                    except KeyboardInterrupt as error:
+                        interrupt = error
+                    yield [(numbers.pop(seq), seq) for seq in finished]
+                    self._raise_kept()
+            finally:
+                self._kept_error = None
+                # A Ctrl-C that comes now must not stop this call halfway. An engine that is closed has no sequences.
+                with hold, suppress(ClosedError), self.claim.work():
+                    self.abort_all()
+                if interrupt is not None:
+                    raise interrupt
 
     def step(self) -> list[Sequence]:
         """Launch the next step if one can be planned. Then read the oldest step in flight.

@@ -1,19 +1,20 @@
-"""Reads config.json, refuses what this engine would compute differently, and derives the sizes of the model."""
+"""Reads config.json, refuses what this engine would compute differently, and finds the family of the model."""
 
 import json
 import math
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
-from nanovllm.layers.parallel import Parallel
 from nanovllm.models.config_keys import check_keys
 from nanovllm.utils.checks import quote, refuse
-from nanovllm.utils.integers import ceil_div
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    from nanovllm.models.decoder import Decoder
 
 
 @dataclass(frozen=True)
@@ -22,25 +23,27 @@ class Family:
 
     Attributes:
         config_class: the name of transformers' class.
-        qkv_bias, o_bias: whether the projections have biases; None: as `attention_bias` says.
+        biases: whether the projection of queries, keys and values has a bias, and whether the one of attention's output
+            has one. None: both as `attention_bias` says.
         qk_norm: whether each query and key head is normed before the rotation.
-        is_hybrid: whether `layer_types` may name layers with a state per row, whose attention has a gate beside them.
+        decoder: the path of the decoder's class. What else differs is there: layers, operators, checks, options.
     """
 
     config_class: str
-    qkv_bias: bool | None
-    o_bias: bool | None
-    qk_norm: bool
-    is_hybrid: bool = False
+    biases: tuple[bool, bool] | None = None
+    qk_norm: bool = False
+    decoder: str = "nanovllm.models.decoder.Decoder"
 
 
-QWEN3_5 = Family("Qwen3_5TextConfig", qkv_bias=None, o_bias=None, qk_norm=True, is_hybrid=True)
+QWEN3_5 = Family("Qwen3_5TextConfig", qk_norm=True, decoder="nanovllm.models.qwen3_5.decoder.HybridDecoder")
 FAMILIES = {
-    "Qwen3ForCausalLM": Family("Qwen3Config", qkv_bias=None, o_bias=None, qk_norm=True),
-    "Qwen3MoeForCausalLM": Family("Qwen3MoeConfig", qkv_bias=None, o_bias=None, qk_norm=True),
-    "Qwen2ForCausalLM": Family("Qwen2Config", qkv_bias=True, o_bias=False, qk_norm=False),
-    "LlamaForCausalLM": Family("LlamaConfig", qkv_bias=None, o_bias=None, qk_norm=False),
-    "MistralForCausalLM": Family("MistralConfig", qkv_bias=False, o_bias=False, qk_norm=False),
+    "Qwen3ForCausalLM": Family("Qwen3Config", qk_norm=True),
+    "Qwen3MoeForCausalLM": Family(
+        "Qwen3MoeConfig", qk_norm=True, decoder="nanovllm.models.qwen3_moe.decoder.SparseDecoder"
+    ),
+    "Qwen2ForCausalLM": Family("Qwen2Config", biases=(True, False)),
+    "LlamaForCausalLM": Family("LlamaConfig"),
+    "MistralForCausalLM": Family("MistralConfig", biases=(False, False)),
     "Qwen3_5ForCausalLM": QWEN3_5,
     "Qwen3_5ForConditionalGeneration": QWEN3_5,
 }
@@ -118,6 +121,7 @@ def load_model_config(data: dict[str, Any], source: str) -> "PretrainedConfig":
     except Exception as error:  # transformers validates with exceptions of many libraries
         raise ValueError(f"{source} is not a valid {architecture} configuration: {error}") from error
     _check(config, source)
+    find_decoder(config).check_config(config, source)
     check_keys(data, config, source)
     return config
 
@@ -131,12 +135,6 @@ def _check(config: "PretrainedConfig", source: str) -> None:
     def fail(what: str) -> None:
         raise ValueError(f"{source}: {what}")
 
-    family = find_family(config)
-    kinds = set(getattr(config, "layer_types", None) or ())
-    window = getattr(config, "sliding_window", None)
-    known = {"full_attention", "linear_attention" if family.is_hybrid else "sliding_attention"}
-    if kinds - known or ("sliding_attention" in kinds and not window):
-        fail(f"layer_types {sorted(map(str, kinds))} with sliding_window {quote(window)} are not supported")
     if config.hidden_act != "silu":
         fail(f"hidden_act is {quote(config.hidden_act)}; only silu is supported")
     if getattr(config, "mlp_bias", False):
@@ -148,19 +146,10 @@ def _check(config: "PretrainedConfig", source: str) -> None:
     for name, value in rope.items():
         if isinstance(value, float) and not math.isfinite(value):
             fail(f"{name} of the rope parameters is {value}; it must be finite")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0 and not family.is_hybrid:
-        fail("partial_rotary_factor other than 1 is not supported")
     sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "intermediate_size")
     for name in (*sizes, "max_position_embeddings"):
         if getattr(config, name) < 1:
             fail(f"{name} is {getattr(config, name)}; it must be at least 1")
-    if find_sparse_layers(config):
-        k = config.num_experts_per_tok
-        experts = config.num_experts
-        if not 1 <= k <= experts:
-            fail(f"num_experts_per_tok is {k}; it must be from 1 to num_experts, which is {experts}")
-        if config.moe_intermediate_size < 1:
-            fail(f"moe_intermediate_size is {config.moe_intermediate_size}; it must be at least 1")
     heads = config.num_attention_heads
     kv_heads = config.num_key_value_heads
     if kv_heads < 1 or heads % kv_heads:
@@ -174,18 +163,16 @@ def find_family(config: "PretrainedConfig") -> Family:
     return next(family for family in FAMILIES.values() if family.config_class == type(config).__name__)
 
 
+def find_decoder(config: "PretrainedConfig") -> "type[Decoder]":
+    """Return the class of the decoder of a configuration's family. Only then is the family's folder imported."""
+    module, _, name = find_family(config).decoder.rpartition(".")
+    decoder: type[Decoder] = getattr(import_module(module), name)
+    return decoder
+
+
 def find_rotary_dim(config: "PretrainedConfig") -> int:
     """Return how many elements of a head rotate: the first ones."""
     return int(config.head_dim * (config.rope_parameters or {}).get("partial_rotary_factor", 1.0))
-
-
-def find_sparse_layers(config: "PretrainedConfig") -> frozenset[int]:
-    """Return the indices of the layers whose MLP is a mixture of experts."""
-    if not getattr(config, "num_experts", 0):
-        return frozenset()
-    step = config.decoder_sparse_step
-    dense = config.mlp_only_layers or ()
-    return frozenset(i for i in range(config.num_hidden_layers) if i not in dense and (i + 1) % step == 0)
 
 
 def limit_length(config: "PretrainedConfig", asked: int) -> int:
@@ -207,136 +194,3 @@ def limit_length(config: "PretrainedConfig", asked: int) -> int:
             f"them: max_model_len is {length}; set it to at most {window}"
         )
     return length
-
-
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of a decoder, of the whole model or of one rank's share of it, and what follows from them."""
-
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    intermediate: int
-    vocab: int
-    tied: bool
-    qkv_bias: bool
-    o_bias: bool
-    qk_norm: bool
-    sparse_layers: int = 0
-    """How many layers have a mixture of experts: `experts` of them, of which `experts_per_token` compute each token."""
-    experts: int = 0
-    experts_per_token: int = 0
-    expert_intermediate: int = 0
-    has_embedding: bool = True
-    """Whether the embedding and the LM head are counted; of a pipeline's stages only the first has them."""
-    has_norm: bool = True
-    """Whether the final norm is counted; of a pipeline's stages only the last has it."""
-
-    @classmethod
-    def from_config(cls, config: "PretrainedConfig", stage: Any = None, **more: Any) -> Self:
-        """Return the shape of the whole model, or of one stage of a pipeline.
-
-        Args:
-            more: the values that a subclass has in addition. The shape of a hybrid is a `HybridShape` (hybrid.py).
-        """
-        if stage is None:
-            from nanovllm.distributed.stages import Stage
-
-            stage = Stage(0, config.num_hidden_layers, config.num_hidden_layers)
-        family = find_family(config)
-        bias = bool(getattr(config, "attention_bias", False))
-        assert cls is not Shape or not family.is_hybrid
-        num_sparse = len(find_sparse_layers(config).intersection(range(stage.first, stage.end)))
-        return cls(
-            hidden=config.hidden_size,
-            layers=stage.end - stage.first,
-            heads=config.num_attention_heads,
-            kv_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            intermediate=config.intermediate_size,
-            vocab=config.vocab_size,
-            tied=bool(config.tie_word_embeddings),
-            qkv_bias=bias if family.qkv_bias is None else family.qkv_bias,
-            o_bias=bias if family.o_bias is None else family.o_bias,
-            qk_norm=family.qk_norm,
-            sparse_layers=num_sparse,
-            experts=config.num_experts if num_sparse else 0,
-            experts_per_token=config.num_experts_per_tok if num_sparse else 0,
-            expert_intermediate=config.moe_intermediate_size if num_sparse else 0,
-            has_embedding=stage.is_first,
-            has_norm=stage.is_last,
-            **more,
-        )
-
-    def shard(self, size: int) -> Self:
-        """Return the shape of each rank's share. Several ranks may hold the same KV head; the vocabulary is padded.
-
-        Args:
-            size: how many ranks share the model.
-
-        Raises:
-            ValueError: so many ranks cannot share it evenly.
-        """
-        first = Parallel(0, size)
-        kv_heads = 1 if size % self.kv_heads == 0 else first.shard(self.kv_heads, "num_key_value_heads")[1]
-        return replace(
-            self,
-            heads=first.shard(self.heads, "num_attention_heads")[1],
-            kv_heads=kv_heads,
-            intermediate=first.shard(self.intermediate, "intermediate_size")[1],
-            vocab=ceil_div(self.vocab, size),
-            expert_intermediate=first.shard(self.expert_intermediate, "moe_intermediate_size")[1],
-        )
-
-    @property
-    def group(self) -> int:
-        """How many query heads share a KV head."""
-        return self.heads // self.kv_heads
-
-    @property
-    def attention_layers(self) -> int:
-        """How many layers have keys and values."""
-        return self.layers
-
-    @property
-    def matrices(self) -> tuple[tuple[int, int, int], ...]:
-        """(layers, in features, out features) of the matrices of every token: qkv, o, gate and up, down, router."""
-        queries = self.heads * self.head_dim
-        keys = self.kv_heads * self.head_dim
-        dense = self.layers - self.sparse_layers
-        return (
-            (self.attention_layers, self.hidden, queries + 2 * keys),
-            (self.attention_layers, queries, self.hidden),
-            (dense, self.hidden, 2 * self.intermediate),
-            (dense, self.intermediate, self.hidden),
-            (self.sparse_layers, self.hidden, self.experts),
-        )
-
-    @property
-    def expert_parameters(self) -> int:
-        """How many parameters one expert has."""
-        return 3 * self.hidden * self.expert_intermediate
-
-    @property
-    def num_parameters(self) -> int:
-        matrices = sum(count * rows_in * rows_out for count, rows_in, rows_out in self.matrices)
-        experts = self.sparse_layers * self.experts * self.expert_parameters
-        biases = self.matrices[0][2] * self.qkv_bias + self.hidden * self.o_bias
-        vectors = self.attention_layers * (2 * self.head_dim * self.qk_norm + biases)
-        vectors += self.hidden * (2 * self.layers + self.has_norm)
-        vocabulary = self.vocab * self.hidden * (1 if self.tied else 2) * self.has_embedding
-        return matrices + experts + vocabulary + vectors
-
-    def count_bytes(self, itemsize: int) -> int:
-        """Return the memory of the weights if none is quantised."""
-        return self.num_parameters * itemsize
-
-    def kv_bytes(self, itemsize: int) -> int:
-        """Return the bytes of one token's keys and values, in all layers."""
-        return 2 * self.attention_layers * self.kv_heads * self.head_dim * itemsize
-
-    def row_bytes(self, itemsize: int) -> int:
-        """Return the bytes of the state of one row, in all layers; 0 for most families."""
-        return 0

@@ -1,7 +1,7 @@
 """The decoder of Qwen3 (https://arxiv.org/abs/2505.09388), Qwen2, Llama and Mistral.
 
 It computes the same numbers as transformers. The families differ in biases, and in norms of queries and keys.
-`FAMILIES` in config.py says which family has which. qwen3_moe.py and qwen3_5.py replace parts of it.
+`FAMILIES` in config.py says which family has which. The decoders of other families replace parts of it.
 """
 
 from collections.abc import Collection, Iterator
@@ -15,12 +15,17 @@ from nanovllm.layers.embedding import LMHead, VocabParallelEmbedding
 from nanovllm.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
 from nanovllm.layers.parallel import Parallel
 from nanovllm.layers.weights import NamedTargets, ShardedLayer, WeightTarget, make_whole_target
-from nanovllm.models.config import Shape, find_rotary_dim
+from nanovllm.models.config import find_family, find_rotary_dim
 from nanovllm.ops.norm_rope_store import NormRope
 from nanovllm.ops.step_inputs import StepInputs
+from nanovllm.utils.checks import quote
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    from nanovllm.config import EngineConfig, ResolvedConfig
+    from nanovllm.models.sizes import Sizes
+    from nanovllm.quantized.loading import ModelQuantizer
 
 
 def make_rotary_table(config: "PretrainedConfig", num_positions: int) -> Tensor:
@@ -51,6 +56,25 @@ def make_norm(size: int, dtype: torch.dtype | None = None) -> nn.Parameter:
     return nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False)
 
 
+def share_heads(config: "PretrainedConfig", parallel: Parallel) -> tuple[range, range]:
+    """Return a rank's query heads, and its key-value heads. Several ranks may hold the same key-value head.
+
+    Raises:
+        ValueError: the ranks cannot share the heads evenly.
+    """
+    total = config.num_key_value_heads
+    num_kv_heads = 1 if parallel.size % total == 0 else parallel.shard(total, "num_key_value_heads")[1]
+    first_kv_head = parallel.rank * total // parallel.size
+    first, count = parallel.shard(config.num_attention_heads, "num_attention_heads")
+    return range(first, first + count), range(first_kv_head, first_kv_head + num_kv_heads)
+
+
+def find_biases(config: "PretrainedConfig") -> tuple[bool, bool]:
+    """Return whether the projection of queries, keys and values has a bias, and whether the output's has one."""
+    own = bool(getattr(config, "attention_bias", False))
+    return find_family(config).biases or (own, own)
+
+
 class Attention(nn.Module):
     """Grouped-query attention. In some families an RMSNorm is applied to each query and key head before the
     rotation."""
@@ -60,25 +84,24 @@ class Attention(nn.Module):
         self.backend = backend
         self.eps = config.rms_norm_eps
         self.scale = config.head_dim**-0.5
-        whole_model = Shape.from_config(config)
-        mine = whole_model.shard(parallel.size)
-        dim = whole_model.head_dim
-        parts = []
-        for name, total, count in (
-            ("q_proj", whole_model.heads, mine.heads),
-            ("k_proj", whole_model.kv_heads, mine.kv_heads),
-            ("v_proj", whole_model.kv_heads, mine.kv_heads),
-        ):
-            first = parallel.rank * total // parallel.size  # several ranks may hold the same KV head
-            parts.append(Part(name, total * dim, first * dim, count * dim))
-        self.qkv_proj = ColumnParallelLinear(config.hidden_size, parts, whole_model.qkv_bias)
-        self.o_proj = RowParallelLinear(
-            whole_model.heads * dim, config.hidden_size, whole_model.o_bias, parallel, "o_proj"
-        )
-        self.q_norm = make_norm(dim) if whole_model.qk_norm else None
-        self.k_norm = make_norm(dim) if whole_model.qk_norm else None
-        self.kv_heads = mine.kv_heads
-        self.head_dim = dim
+        self.head_dim = dim = config.head_dim
+        heads, kv_heads = share_heads(config, parallel)
+        self.kv_heads = len(kv_heads)
+        parts = [
+            Part(name, total * dim, mine.start * dim, len(mine) * dim)
+            for name, total, mine in (
+                ("q_proj", config.num_attention_heads, heads),
+                ("k_proj", config.num_key_value_heads, kv_heads),
+                ("v_proj", config.num_key_value_heads, kv_heads),
+            )
+        ]
+        qkv_bias, o_bias = find_biases(config)
+        self.qkv_proj = ColumnParallelLinear(config.hidden_size, parts, qkv_bias)
+        queries = config.num_attention_heads * dim
+        self.o_proj = RowParallelLinear(queries, config.hidden_size, o_bias, parallel, "o_proj")
+        has_norms = find_family(config).qk_norm
+        self.q_norm = make_norm(dim) if has_norms else None
+        self.k_norm = make_norm(dim) if has_norms else None
 
     def make_cache(self, size: CacheSize, dtype: torch.dtype, device: torch.device) -> KVCache:
         """Return the blocks of this layer, empty."""
@@ -113,6 +136,10 @@ class MLP(nn.Module):
             inputs: the step's. An MLP does not read them; what another family has in its place may.
         """
         return self.down_proj(self.backend.silu_and_mul(self.gate_up_proj(x)))  # type: ignore[no-any-return]
+
+    def count_activations(self) -> int:
+        """Return how many numbers it holds for each token: gate, up and their product."""
+        return 3 * self.down_proj.weight.shape[1]
 
 
 class Layer(nn.Module):
@@ -161,8 +188,7 @@ class Decoder(nn.Module):
     """The model of one rank. Its parameters are uninitialised; the loader fills them, and checks that none is left out.
 
     Attributes:
-        layer_class, shape_class: the class of its layers, and that of its sizes. A family that differs in more than
-            `Family` says has classes of its own.
+        layer_class: the class of its layers. A family that differs in more than `Family` says has classes of its own.
         norm_plus: the number that is added to the weights of norms when they are read. If it is 1, they stay in
             float32, because the sum would lose bits in the model's dtype.
         unread: prefixes of tensors' names. A checkpoint may have such tensors; no model reads them.
@@ -170,7 +196,6 @@ class Decoder(nn.Module):
     """
 
     layer_class: type[Layer] = Layer
-    shape_class: type[Shape] = Shape
     norm_plus = 0.0
     unread: tuple[str, ...] = ()
     elsewhere: tuple[str, ...] = ()
@@ -193,9 +218,42 @@ class Decoder(nn.Module):
         self.register_buffer("cos_sin", cos_sin, persistent=False)
 
     @classmethod
-    def make_shape(cls, config: "PretrainedConfig") -> Shape:
-        """Return the sizes of what one rank computes, before the ranks share it."""
-        return cls.shape_class.from_config(config)
+    def check_config(cls, config: "PretrainedConfig", source: str) -> None:
+        """Check what is the family's own. `load_model_config` has checked the rest.
+
+        Raises:
+            ValueError: a value is out of range, or not supported. The message begins with `source`.
+        """
+        kinds = set(getattr(config, "layer_types", None) or ())
+        window = getattr(config, "sliding_window", None)
+        if kinds - {"full_attention", "sliding_attention"} or ("sliding_attention" in kinds and not window):
+            raise ValueError(
+                f"{source}: layer_types {sorted(map(str, kinds))} with sliding_window {quote(window)} are not supported"
+            )
+        if (config.rope_parameters or {}).get("partial_rotary_factor", 1.0) != 1.0:
+            raise ValueError(f"{source}: partial_rotary_factor other than 1 is not supported")
+
+    @staticmethod
+    def resolve_options(
+        asked: "EngineConfig",
+        config: "ResolvedConfig",
+        sizes: "Sizes",
+        quantizer: "ModelQuantizer | None",
+        gpu_memory: int | None = None,
+    ) -> "ResolvedConfig":
+        """Resolve the options that the family has changed: most families change none.
+
+        Args:
+            asked: the user's options.
+            config: the same, resolved as for other families.
+            sizes: those of the whole model.
+            quantizer: knows the memory of quantised weights; None if none are.
+            gpu_memory: the bytes of a GPU that need not be here; None: the device that `config` names.
+
+        Raises:
+            ValueError: an option asks for what the family cannot do.
+        """
+        return config
 
     def make_angles(self, config: "PretrainedConfig", num_positions: int) -> Tensor:
         """Return cosines and sines for the heads as the model stores them, float32 [num_positions, head_dim]."""
@@ -203,16 +261,20 @@ class Decoder(nn.Module):
 
     def forward(self, inputs: StepInputs, caches: list[LayerCache]) -> Tensor:
         """Compute the hidden states of all tokens, [num_tokens, hidden], after the last norm."""
-        x, residual = self.run_layers(self.embed_tokens(inputs.token_ids), inputs, caches)
-        return self.backend.add_rms_norm(x, residual, self.norm, self.eps)[0]
-
-    def run_layers(self, x: Tensor, inputs: StepInputs, caches: list[LayerCache]) -> tuple[Tensor, Tensor]:
-        """x [num_tokens, hidden] -> x and residual after all layers of this rank. The next norm adds the two."""
+        x = self.embed(inputs)
         residual = None
         for layer, cache in zip(self.layers, caches, strict=True):
             x, residual = layer(x, residual, self.cos_sin, cache, inputs)
         assert residual is not None
-        return x, residual
+        return self.finish(x, residual)
+
+    def embed(self, inputs: StepInputs) -> Tensor:
+        """Return the input of the first layer, [num_tokens, hidden]."""
+        return self.embed_tokens(inputs.token_ids)  # type: ignore[no-any-return]
+
+    def finish(self, x: Tensor, residual: Tensor) -> Tensor:
+        """x and residual of the last layer, [num_tokens, hidden] each -> their sum after the last norm."""
+        return self.backend.add_rms_norm(x, residual, self.norm, self.eps)[0]
 
     def compute_logits(self, hidden: Tensor) -> Tensor | None:
         """hidden [n, hidden] -> logits [n, vocab] on rank 0, None on the others."""

@@ -1,11 +1,14 @@
 """Random weights, for measuring without a checkpoint: load_format="dummy"."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 
 from nanovllm.models.decoder import Decoder
-from nanovllm.models.loader import Quantizer
+
+if TYPE_CHECKING:
+    from nanovllm.quantized.loading import ModelQuantizer
 
 
 def fill_randomly(
@@ -14,14 +17,14 @@ def fill_randomly(
     seed: int,
     std: float,
     check: Callable[[], None] = lambda: None,
-    quantizer: Quantizer | None = None,
+    quantizer: "ModelQuantizer | None" = None,
 ) -> None:
     """Fill matrices with normal numbers, norms with ones, and biases with zeros.
 
     Args:
         check: called before each parameter. It raises an exception if loading is to end.
         quantizer: quantises the same numbers.
-        seed: of the numbers. Each rank has one of its own.
+        seed: the seed of the numbers. Each rank has one of its own.
         std: the standard deviation of the numbers.
     """
     biases = [target.view for name, target in model.weight_targets() if name.endswith(".bias")]

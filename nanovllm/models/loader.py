@@ -2,63 +2,29 @@
 
 import logging
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from nanovllm.layers.weights import NamedTargets, WeightTarget
-from nanovllm.models.config import Shape, is_headless, read_json
+from nanovllm.layers.weights import WeightTarget
+from nanovllm.models.config import is_headless, read_json
 from nanovllm.models.decoder import Decoder
 from nanovllm.utils.checks import quote
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from nanovllm.models.lora import Adapter
+    from nanovllm.quantized.loading import ModelQuantizer
+
 logger = logging.getLogger(__name__)
-
-
-class Adapter(Protocol):
-    """Changes matrices of a checkpoint. lora.py has one."""
-
-    def check_names(self, names: Collection[str]) -> None:
-        """Raise a ValueError unless it changes only tensors of these names."""
-
-    def merge(self, name: str, source: Any) -> Any:
-        """Return what is read instead of `source`, a tensor's slice object of safetensors."""
-
-
-class Quantizer(Protocol):
-    """Gives a model quantised matrices. quantized/loading.py has one.
-
-    The model is made on torch's meta device, so that no matrix is ever in memory with 16 bits for each weight.
-
-    Attributes:
-        name: the format's, as the option `quantization` has it.
-    """
-
-    name: str
-
-    def count_bytes(self, shape: Shape, itemsize: int) -> int:
-        """Return the memory of a model's weights, if those that are not quantised take `itemsize` bytes each."""
-
-    def announce(self, shape: Shape) -> None:
-        """Log what a user should know of the format. `shape` is the whole model's."""
-
-    def list_matrices(self, model: Decoder) -> list[nn.Parameter]:
-        """Return the parameters that it fills itself. They stay on the meta device."""
-
-    def find_targets(self, model: Decoder, names: Collection[str]) -> NamedTargets:
-        """Yield what `model.weight_targets` yields, with other targets where a matrix is quantised."""
-
-    def begin(self, model: Decoder) -> Any:
-        """Return a `Filling`, for weights that come from elsewhere than a checkpoint."""
 
 
 def allocate(model: Decoder, device: torch.device, but: Iterable[nn.Parameter] = ()) -> None:
@@ -126,8 +92,8 @@ def load_weights(
     folder: Path,
     show_progress: bool = False,
     check: Callable[[], None] = lambda: None,
-    adapter: Adapter | None = None,
-    quantizer: Quantizer | None = None,
+    adapter: "Adapter | None" = None,
+    quantizer: "ModelQuantizer | None" = None,
 ) -> None:
     """Fill the model from the folder's safetensors, one tensor at a time. Each rank reads only its own share.
 

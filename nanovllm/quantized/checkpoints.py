@@ -218,7 +218,7 @@ def describe_format(format: Format, dtype: str) -> str:
     """Return how the weights are stored, for a table: "int8", "4 bits (awq, groups of 128)", "bfloat16, from fp8".
 
     Args:
-        dtype: of what is not quantised.
+        dtype: the dtype of what is not quantised.
     """
     if format.bits == 16:
         return f"{dtype}, from {format.name} with 8 bits"

@@ -2,11 +2,11 @@
 
 from typing import NamedTuple
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.models.qwen3_moe.ops import Routing, grouped_linear_reference
+from nanovllm.quantized.codes import unpack_int4
 
 
 class CodedWeight(NamedTuple):
@@ -32,25 +32,14 @@ class CodedWeight(NamedTuple):
 
     def dequantize(self) -> Tensor:
         """Return the weights, float32 [..., out, in]."""
-        codes = unpack_codes(self.codes, self.bits)
-        zeros = default_zero(self.bits) if self.zeros is None else self._spread(self.zeros)
-        return (codes - zeros).float() * self._spread(self.scales)
+        codes = self.codes if self.bits == 8 else unpack_int4(self.codes)
+        middle = 0 if self.bits == 8 else 8
+        zeros = middle if self.zeros is None else self._spread(self.zeros)
+        return (codes.int() - zeros).float() * self._spread(self.scales)
 
     def _spread(self, values: Tensor) -> Tensor:
         """Repeat values [..., groups, out] for the elements of each group, [..., out, in]."""
         return values.mT.repeat_interleave(self.group_size, -1).narrow(-1, 0, self.in_size)
-
-
-def unpack_codes(codes: Tensor, bits: int) -> Tensor:
-    """Return codes as int32, one an element: a packed byte holds the even element below and the odd one above."""
-    if bits == 8:
-        return codes.int()
-    return torch.stack((codes & 15, codes >> 4), -1).flatten(-2).int()
-
-
-def default_zero(bits: int) -> int:
-    """Return the code of the weight 0 where a matrix has no zeros of its own."""
-    return 8 if bits == 4 else 0
 
 
 def quantized_linear_reference(x: Tensor, weight: CodedWeight, bias: Tensor | None) -> Tensor:

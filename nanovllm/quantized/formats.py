@@ -2,15 +2,16 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
-from nanovllm.models.config import Shape
 from nanovllm.quantized.codes import Codes, pack_int4, quantize_int8
-from nanovllm.utils.checks import quote
 from nanovllm.utils.integers import ceil_div
+
+if TYPE_CHECKING:
+    from nanovllm.quantized.unpack import ScaledFloats
 
 
 @dataclass(frozen=True)
@@ -21,18 +22,8 @@ class RawTensor:
     dtypes: tuple[str, ...]
 
 
-ROUTER = 4
-"""The index of routers, which are never quantised, in `Shape.matrices`."""
-
 RawTensors = dict[str, RawTensor]
 """{suffix of a name, such as "qweight": the tensor}, of all that make one matrix."""
-
-
-class FloatMatrix(Protocol):
-    """A matrix whose rows are dequantised when they are asked for."""
-
-    def __getitem__(self, slices: tuple[slice, slice]) -> Tensor:
-        """Return some rows and columns, float32."""
 
 
 @dataclass(frozen=True)
@@ -40,8 +31,8 @@ class Format:
     """How a model's matrices are quantised.
 
     Attributes:
-        name: its value of the option `quantization`.
-        bits: of a code; 16 if the weights are dequantised while they are read.
+        name: the value of the option `quantization` that means it.
+        bits: the bits of a code; 16 if the weights are dequantised while they are read.
         group_size: elements of a row that share a scale; None: the whole row.
         has_zeros: whether codes may have other zeros than the middle of their range.
         quantizes_head: whether the LM head is always quantised, too. A checkpoint's own tensors say it for the others.
@@ -64,7 +55,7 @@ class Format:
         """Return the tensors that make the matrix [out, size] called `prefix`; {} if it is not quantised.
 
         Args:
-            names: of all tensors of the checkpoint.
+            names: the names of all tensors of the checkpoint.
         """
         if not any(f"{prefix}.{suffix}" in names for suffix in self.suffixes):
             return {}
@@ -78,17 +69,9 @@ class Format:
         """Convert the tensors of one matrix, in the shapes of `list_tensors`. ValueError if they contradict them."""
         raise NotImplementedError
 
-    def dequantize(self, tensors: Mapping[str, Tensor], out: int, size: int) -> "FloatMatrix":
+    def dequantize(self, tensors: Mapping[str, Tensor], out: int, size: int) -> "ScaledFloats":
         """Return the weights that the tensors of one matrix mean, for a format whose weights are kept in 16 bits."""
         raise NotImplementedError
-
-    def check_backend(self, name: str) -> None:
-        """Raise a ValueError if the backend of this name cannot multiply matrices of this format."""
-        if self.rounds_inputs and name in ("triton", "flash_attn"):
-            raise ValueError(
-                f"quantization is {quote(self.name)}, for which there are kernels on a CPU only: on a GPU use "
-                'quantization="int8", or attention_backend="torch", which is slow'
-            )
 
     def count_groups(self, size: int) -> int:
         """Return how many scales a row of `size` elements has."""
@@ -107,22 +90,6 @@ class Format:
         codes = torch.where(scales[..., None] > 0, groups / scales[..., None], 0).round_().clamp_(-most, most)
         codes = codes.flatten(-2)[..., :size].to(torch.int8)
         return Codes(self.bits, codes if self.bits == 8 else pack_int4(codes + 8), scales, None, group_size)
-
-    def count_bytes(self, shape: Shape, itemsize: int) -> int:
-        """Return the memory of a model's weights, if those that are not quantised take `itemsize` bytes each."""
-        total = shape.count_bytes(itemsize)
-        if self.bits == 16:
-            return total
-        matrices = [*shape.matrices[:ROUTER], *shape.matrices[ROUTER + 1 :]]
-        experts = shape.sparse_layers * shape.experts
-        matrices += [(experts, shape.hidden, 2 * shape.expert_intermediate)]
-        matrices += [(experts, shape.expert_intermediate, shape.hidden)]
-        if self.quantizes_head and shape.has_embedding:
-            matrices.append((1, shape.hidden, shape.vocab))
-        for count, size, out in matrices:
-            row = size * self.bits // 8 + self.count_groups(size) * (4 + 2 * self.has_zeros)
-            total += count * out * (row - size * itemsize)
-        return total
 
 
 INT8 = Format("int8", bits=8, quantizes_head=True)

@@ -9,21 +9,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from nanovllm.backends.base import Backend
-from nanovllm.backends.cpu.backend import CpuBackend
+from nanovllm.backends import make_backend
 from nanovllm.config import ResolvedConfig
 from nanovllm.layers.embedding import LMHead, VocabParallelEmbedding
-from nanovllm.layers.linear import MatrixModule, PackedMatrix
+from nanovllm.layers.linear import MatrixModule
 from nanovllm.layers.weights import NamedTargets, WeightTarget
-from nanovllm.models.config import Shape
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.loader import materialize
-from nanovllm.models.qwen3_moe.decoder import Experts, PackedExperts, SparseMLP
+from nanovllm.models.qwen3_moe.decoder import Experts, SparseMLP
 from nanovllm.quantized.checkpoints import find_format
 from nanovllm.quantized.codes import CHUNK, Codes, quantize_int8
-from nanovllm.quantized.dynamic import DynamicMatrix
 from nanovllm.quantized.formats import INT8, MADE_AT_LOAD, Format, RawTensors
-from nanovllm.quantized.torch_matrix import TorchExperts, TorchMatrix
+from nanovllm.quantized.torch_matrix import OPERATORS, MatrixOperators
 from nanovllm.utils.checks import quote
 
 if TYPE_CHECKING:
@@ -37,43 +34,14 @@ UNKNOWN = -1
 Copy = Callable[[Tensor, Tensor], object]
 
 
-def make_matrix(codes: Codes, backend: Backend, dtype: torch.dtype) -> PackedMatrix:
-    """Return the form in which a backend multiplies a quantised matrix. Nobody else keeps the codes."""
-    if backend.name in ("triton", "flash_attn"):
-        from nanovllm.backends.gpu.quantized import TritonMatrix
-
-        return TritonMatrix(codes, dtype)
-    if isinstance(backend, CpuBackend):
-        from nanovllm.backends.cpu.quantized import CpuMatrix
-
-        return CpuMatrix(codes, dtype, backend.scratch)
-    return TorchMatrix(codes, dtype)
-
-
-def make_dynamic_matrix(codes: Codes, backend: Backend, dtype: torch.dtype) -> PackedMatrix:
-    """Return the form in which a backend multiplies a matrix in whole numbers. Nobody else keeps the codes."""
-    if isinstance(backend, CpuBackend):
-        from nanovllm.backends.cpu.dynamic import DynamicCpuMatrix
-
-        return DynamicCpuMatrix(codes, dtype, backend.scratch)
-    return DynamicMatrix(codes, dtype)
-
-
-def make_experts(codes: Codes, backend: Backend, dtype: torch.dtype) -> PackedExperts:
-    """Return the form in which a backend multiplies the quantised matrices of experts."""
-    if backend.name in ("triton", "flash_attn"):
-        from nanovllm.backends.gpu.quantized import TritonExperts
-
-        return TritonExperts(codes)
-    if isinstance(backend, CpuBackend):
-        from nanovllm.backends.cpu.quantized import CpuExperts
-
-        return CpuExperts(codes, dtype, backend.scratch)
-    return TorchExperts(codes, dtype)
-
-
 class ModelQuantizer:
-    """The `Quantizer` of one rank's model. loader.py, dummy_weights.py and renewal.py fill matrices through it."""
+    """Gives one rank's model quantised matrices. loader.py, dummy_weights.py and renewal.py fill them through it.
+
+    The model is made on torch's meta device, so that no matrix is ever in memory with 16 bits for each weight.
+
+    Attributes:
+        name: the name of the format, as the option `quantization` has it.
+    """
 
     def __init__(self, config: ResolvedConfig, hf_config: "PretrainedConfig") -> None:
         """ValueError if the checkpoint's format is not supported, or not the one that the option asks for."""
@@ -85,35 +53,34 @@ class ModelQuantizer:
                 f"lora is {quote(config.lora)}, and the checkpoint is quantised already: an adapter can be merged only "
                 'into a checkpoint of 16 or 32 bits; quantization="int8" quantises the merged weights'
             )
-        format.check_backend(config.attention_backend)
+        backend = make_backend(config.attention_backend, config.device)
+        self._operators: MatrixOperators = backend.find_operators(OPERATORS)
+        self._operators.check(format)
         self.format = format
         self.name = format.name
         self._config = config
         self._device = torch.device(config.device)
 
-    def count_bytes(self, shape: Shape, itemsize: int) -> int:
-        return self.format.count_bytes(shape, itemsize)
+    def count_bytes(self, model: Decoder, itemsize: int) -> int:
+        """Return the memory of a model's weights, if those that are not quantised take `itemsize` bytes each."""
+        return count_bytes(model, self.format, itemsize)
 
-    def announce(self, shape: Shape) -> None:
-        """Log what a user should know of the format. `shape` is the whole model's."""
+    def announce(self, model: Decoder) -> None:
+        """Log what a user should know of the format. `model` is the whole one."""
         if self.format.bits == 16:
             dtype = self._config.dtype
-            num_bytes = self.count_bytes(shape, getattr(torch, dtype).itemsize)
-            int8_bytes = INT8.count_bytes(shape, getattr(torch, dtype).itemsize)
+            itemsize = getattr(torch, dtype).itemsize
+            num_bytes = self.count_bytes(model, itemsize)
+            int8_bytes = count_bytes(model, INT8, itemsize)
             logger.warning(
                 "the checkpoint's FP8 weights become %s while they are read, and take %.2f GiB in all; "
                 'quantization="int8" takes %.2f GiB',
                 *(dtype, num_bytes / 2**30, int8_bytes / 2**30),
             )
-        elif self.format.rounds_inputs:
-            warn_of_slow_integers(self._config.attention_backend)
-            if shape.experts:
-                logger.info('the experts are multiplied as with quantization="int8": their inputs are not rounded')
-        elif self._config.attention_backend == "torch":
-            logger.warning(
-                "plain torch multiplies quantised weights slowly: it dequantises each matrix in every step. The "
-                'backends "cpu" and "triton" have kernels for them'
-            )
+            return
+        if self.format.rounds_inputs and any(isinstance(module, Experts) for module in model.modules()):
+            logger.info('the experts are multiplied as with quantization="int8": their inputs are not rounded')
+        self._operators.warn(self.format)
 
     def list_matrices(self, model: Decoder) -> list[nn.Parameter]:
         return [value for module in find_matrices(model, self.format).values() for value in find_weights(module)]
@@ -123,27 +90,11 @@ class ModelQuantizer:
         return Filling(self.format, model, self._device)
 
     def find_targets(self, model: Decoder, names: Collection[str]) -> NamedTargets:
+        """Yield what `model.weight_targets` yields, with other targets where a matrix is quantised."""
         filling = self.begin(model)
         filling.allocate_others(names)
         for _, name, target in filling.find_targets(names):
             yield name, target
-
-
-def warn_of_slow_integers(attention_backend: str) -> None:
-    """Log it if a backend has no fast way to multiply in whole numbers."""
-    if attention_backend == "torch":
-        logger.warning(
-            "plain torch multiplies in int8 slowly: it converts each matrix to float32 in every step. The backend "
-            '"cpu" has kernels for it'
-        )
-        return
-    from nanovllm.backends.cpu.dynamic import dynamic_library
-
-    if not dynamic_library().multiplies_bytes:
-        logger.warning(
-            "this processor has no instruction that multiplies bytes (AVX-512 VNNI, AVX-VNNI or Arm's dot product): "
-            'quantization="int8-dynamic" gives the same numbers as with one, more slowly'
-        )
 
 
 def find_matrices(model: Decoder, format: Format) -> dict[str, MatrixModule | Experts]:
@@ -162,6 +113,23 @@ def find_matrices(model: Decoder, format: Format) -> dict[str, MatrixModule | Ex
         elif isinstance(module, MatrixModule | Experts) and module not in routers:
             found[path] = module
     return found
+
+
+def count_bytes(model: Decoder, format: Format, itemsize: int) -> int:
+    """Return the memory of a model's weights, if those that are not quantised take `itemsize` bytes each.
+
+    Args:
+        model: it may be on the meta device.
+    """
+    total = sum(parameter.numel() for parameter in model.parameters()) * itemsize
+    for module in find_matrices(model, format).values():
+        if isinstance(module, LMHead) and not format.quantizes_head:
+            continue  # a checkpoint may have it quantised, but few have
+        for weight in find_weights(module):
+            size = weight.shape[-1]
+            row = size * format.bits // 8 + format.count_groups(size) * (4 + 2 * format.has_zeros)
+            total += weight.numel() // size * (row - size * itemsize)
+    return total
 
 
 def find_weights(module: MatrixModule | Experts) -> list[nn.Parameter]:
@@ -255,7 +223,7 @@ class Filling:
         """
         Args:
             model: tells shapes. Its matrices are on the meta device.
-            device: of the codes.
+            device: the device that holds the codes.
         """
         self.format = format
         self.device = device
@@ -351,13 +319,14 @@ class Filling:
         dtype = weights[0].dtype
         codes = [self._assemblies.pop(id(weight)).finish() for weight in weights]
         empty = nn.Parameter(torch.empty(0, dtype=dtype, device=self.device), requires_grad=False)
+        operators: MatrixOperators = model.backend.find_operators(OPERATORS)
         if isinstance(module, Experts):
-            gate_up = make_experts(codes[0], model.backend, dtype)
-            module.packed = (gate_up, make_experts(codes[1], model.backend, dtype))
+            gate_up, down = (operators.make_experts(each, dtype) for each in codes)
+            module.packed = (gate_up, down)
             module.gate_up = module.down = empty
             return
-        make = make_dynamic_matrix if self.format.rounds_inputs else make_matrix
-        matrix = make(codes.pop(), model.backend, dtype)
+        make = operators.make_dynamic_matrix if self.format.rounds_inputs else operators.make_matrix
+        matrix = make(codes.pop(), dtype)
         is_shared = model.tied and module is model.embed_tokens
         for owner in (module, model.lm_head) if is_shared else (module,):
             assert isinstance(owner, MatrixModule)
@@ -426,7 +395,7 @@ class RawMatrix:
     ) -> None:
         """
         Args:
-            path: of the module.
+            path: the path of the module.
             prefix: the matrix's name in the checkpoint.
             target: where the matrix goes.
             lacking: the suffixes of all its tensors.

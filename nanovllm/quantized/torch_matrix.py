@@ -1,13 +1,23 @@
 """Quantised matrices in plain torch: dequantise some rows, multiply, go on. It is slow, and runs everywhere."""
 
+import logging
 from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm.layers.linear import PackedMatrix
+from nanovllm.models.qwen3_moe.decoder import PackedExperts
 from nanovllm.models.qwen3_moe.ops import Routing
 from nanovllm.quantized.codes import CHUNK, Codes
+from nanovllm.quantized.dynamic import DynamicMatrix
+from nanovllm.quantized.formats import Format
+
+logger = logging.getLogger(__name__)
+
+OPERATORS = {"torch": __name__, "cpu": "nanovllm.backends.cpu.quantized", "gpu": "nanovllm.backends.gpu.quantized"}
+"""The modules of what makes quantised matrices, for `Backend.find_operators`."""
 
 
 class TorchMatrix:
@@ -46,3 +56,43 @@ class TorchExperts:
             if begin < end:
                 y[begin:end] = matrix.multiply(rows[begin:end], None)
         return y
+
+
+class MatrixOperators:
+    """Makes quantised matrices in the form that plain torch multiplies. A subclass makes those of a backend's kernels.
+
+    In each method dtype is the type of the activations. Nobody else keeps the codes.
+    """
+
+    def make_matrix(self, codes: Codes, dtype: torch.dtype) -> PackedMatrix:
+        """Return a matrix whose inputs keep their type."""
+        return TorchMatrix(codes, dtype)
+
+    def make_dynamic_matrix(self, codes: Codes, dtype: torch.dtype) -> PackedMatrix:
+        """Return a matrix that is multiplied in whole numbers."""
+        return DynamicMatrix(codes, dtype)
+
+    def make_experts(self, codes: Codes, dtype: torch.dtype) -> PackedExperts:
+        """Return the matrices of one projection of all experts."""
+        return TorchExperts(codes, dtype)
+
+    def check(self, format: Format) -> None:
+        """Raise a ValueError if these matrices cannot have this format."""
+
+    def warn(self, format: Format) -> None:
+        """Log it if matrices of this format are multiplied slowly."""
+        if format.rounds_inputs:
+            logger.warning(
+                "plain torch multiplies in int8 slowly: it converts each matrix to float32 in every step. The backend "
+                '"cpu" has kernels for it'
+            )
+        else:
+            logger.warning(
+                "plain torch multiplies quantised weights slowly: it dequantises each matrix in every step. The "
+                'backends "cpu" and "triton" have kernels for them'
+            )
+
+
+def make_operators(backend: object) -> MatrixOperators:
+    """Return what makes the matrices of plain torch."""
+    return MatrixOperators()

@@ -16,7 +16,7 @@ def unpack_words(words: Tensor, bits: int, order: tuple[int, ...] | None = None)
     """Unpack int32 [rows, n] to uint8 [rows, n * 32 / bits], the lowest bits of a word first.
 
     Args:
-        order: of the results of one word: its i-th bits give the result order[i].
+        order: the order of the results of one word: its i-th bits give the result order[i].
     """
     per_word = 32 // bits
     out = torch.empty(*words.shape, per_word, dtype=torch.uint8, device=words.device)

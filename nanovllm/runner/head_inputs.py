@@ -1,4 +1,4 @@
-"""What the two parts of a step hand over: from the layers to the LM head and the sampler."""
+"""The values that the first part of a step hands to the second: from the layers to the LM head and the sampler."""
 
 from typing import Any, NamedTuple
 

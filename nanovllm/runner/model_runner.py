@@ -9,24 +9,27 @@ import torch
 from torch import Tensor
 
 from nanovllm.backends import CacheSize, KVCache, LayerCache, make_backend
+from nanovllm.backends.steps import EAGER, Steps
 from nanovllm.config import ResolvedConfig
 from nanovllm.engine.interfaces import StepEdits
 from nanovllm.engine.plan import StepPlan
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.decoder import Decoder
-from nanovllm.models.loader import Quantizer, allocate
-from nanovllm.ops.step_inputs import DevicePlan, StepInputs
-from nanovllm.runner.device import DeviceRows, split_head
+from nanovllm.models.loader import allocate
+from nanovllm.models.sizes import Sizes
+from nanovllm.ops.step_inputs import DevicePlan, StepInputs, split_head
+from nanovllm.runner.device_rows import DeviceRows
 from nanovllm.runner.head_inputs import HeadInputs
 from nanovllm.runner.kv_memory import check_free_memory
 from nanovllm.runner.logprobs import embed_targets, find_targets, score_targets, start_logprobs
 from nanovllm.runner.sampler import Sampler, choose_samples
 from nanovllm.runner.step_handle import DeviceResult, StepHandle
-from nanovllm.runner.steps import EAGER, Steps
 from nanovllm.utils.machine import default_dtype
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+    from nanovllm.quantized.loading import ModelQuantizer
 
 
 class ModelRunner:
@@ -44,7 +47,7 @@ class ModelRunner:
         hf_config: "PretrainedConfig",
         read_weights: Callable[[Decoder], None],
         parallel: Parallel,
-        quantizer: Quantizer | None = None,
+        quantizer: "ModelQuantizer | None" = None,
         decoder: type[Decoder] = Decoder,
     ) -> None:
         """Load the model. ValueError for a bad checkpoint or too little memory.
@@ -64,13 +67,13 @@ class ModelRunner:
         self.device = torch.device(config.device)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
         self.hf_config = hf_config
-        self.shape = decoder.make_shape(hf_config).shard(parallel.size)
+        self.sizes = Sizes(hf_config, parallel.size, decoder)
         self.backend = make_backend(config.attention_backend, self.device)
         self.quantizer = quantizer
         self.decoder = decoder
         self._read_weights = read_weights
         self.load_model()
-        self.backend.limit_threads(self.shape.num_parameters)
+        self.backend.limit_threads(self.sizes.num_parameters)
         self.device_rows = DeviceRows(config.max_num_seqs, config.max_blocks_per_seq, self.device)
         self.staging = self.backend.make_staging(StepPlan.max_size(config))
         self.sampler = Sampler(self.backend, self.device_rows, parallel)
@@ -89,6 +92,8 @@ class ModelRunner:
             packed = self.send(plan)
             stopwatch.start()
             result = self.run_head(self.run_layers(plan, packed, steps), edits, steps)
+            if self.parallel.rank > 0:
+                result = DeviceResult()  # nobody reads the results of other ranks
             return StepHandle(plan, result, stopwatch, self.backend)
 
     def choose_steps(self, plan: StepPlan) -> Steps:
@@ -164,7 +169,8 @@ class ModelRunner:
         tables = (self.device_rows.block_tables, self.device_rows.last_token)
         inputs = self.backend.step_inputs(planned, *tables, self.config.block_size)
         if (cache := next((cache for cache in self.caches if isinstance(cache, KVCache)), None)) is not None:
-            inputs = self.backend.prepare_attention(inputs, cache, self.shape.heads)
+            num_heads = self.hf_config.num_attention_heads // self.parallel.size
+            inputs = self.backend.prepare_attention(inputs, cache, num_heads)
         return inputs, self.model(inputs, self.caches)
 
     @contextmanager
@@ -181,12 +187,12 @@ class ModelRunner:
 
     def count_block_bytes(self) -> int:
         """Return the bytes of one block on this rank: keys and values of all layers, and those of the draft model."""
-        own = self.shape.kv_bytes(self.dtype.itemsize) * self.config.block_size
+        own = self.sizes.kv_bytes(self.dtype) * self.config.block_size
         return own + (self.draft.count_block_bytes() if self.draft is not None else 0)
 
     def count_state_bytes(self) -> int:
         """Return the bytes of the states of all rows on this rank, that of padding included; 0 for most models."""
-        return self.shape.row_bytes(self.dtype.itemsize) * (self.config.max_num_seqs + 1)
+        return self.sizes.row_bytes(self.dtype) * (self.config.max_num_seqs + 1)
 
     def count_transfer_bytes(self, num_tokens: int) -> int:
         """Return the bytes that steps of so many tokens need while they are sent to other ranks, beside the results."""
@@ -217,14 +223,12 @@ class ModelRunner:
     def load_model(self) -> None:
         """Make the model and read its weights: when the runner is made, and after `free_model`."""
         quantizer = self.quantizer
-        itemsize = self.dtype.itemsize
+        advice = "choose a smaller model"
         if quantizer is None:
-            num_bytes = self.shape.count_bytes(itemsize)
-            advice = 'choose a smaller model, a smaller dtype, or quantization="int8"'
-        else:
-            num_bytes = quantizer.count_bytes(self.shape, itemsize)
-            advice = "choose a smaller model"
-        check_free_memory(num_bytes, self.backend.free_memory(), "the weights", advice)
+            advice += ', a smaller dtype, or quantization="int8"'
+        check_free_memory(
+            self.sizes.weight_bytes(self.dtype, quantizer), self.backend.free_memory(), "the weights", advice
+        )
         with torch.device("meta"), default_dtype(self.dtype):
             self.model = self.decoder(self.hf_config, self.backend, self.parallel, self.config.max_model_len)
         allocate(self.model, self.device, () if quantizer is None else quantizer.list_matrices(self.model))

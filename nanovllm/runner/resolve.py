@@ -7,7 +7,10 @@ import torch
 
 from nanovllm.backends import Backend, find_backend
 from nanovllm.config import DEFAULT_NUM_SEQS, EngineConfig, ResolvedConfig
-from nanovllm.models.config import Shape, limit_length
+from nanovllm.layers.parallel import Parallel
+from nanovllm.models.config import limit_length
+from nanovllm.models.decoder import share_heads
+from nanovllm.models.sizes import Sizes
 from nanovllm.utils.checks import quote
 
 if TYPE_CHECKING:
@@ -22,18 +25,35 @@ TOKEN_BUDGETS = {"cuda": 16384, "cpu": 2048}
 """The default max_num_batched_tokens on each type of device."""
 
 
-def resolve(config: EngineConfig, hf_config: "PretrainedConfig", shape: Shape) -> ResolvedConfig:
-    """Turn every "auto" into a value, for one device. `load.resolve_options` adds what ranks and states change.
+def resolve(
+    config: EngineConfig, hf_config: "PretrainedConfig", sizes: Sizes, gpu_memory: int | None = None
+) -> ResolvedConfig:
+    """Turn every "auto" into a value, for one device. `load.resolve_options` adds what ranks and families change.
+
+    Args:
+        sizes: those of the whole model.
+        gpu_memory: the bytes of a GPU that need not be here, for an estimate. It has every kernel, and the larger of
+            the blocks that a GPU may have. None: the device that the options name.
 
     Raises:
         ValueError: an option asks for something that cannot run here; the message says why.
     """
-    device = resolve_device(config.device)
+    device = resolve_device(config.device) if gpu_memory is None else torch.device("cuda:0")
     block_size = None if config.kvcache_block_size == "auto" else int(config.kvcache_block_size)
-    share = shape.shard(config.tensor_parallel_size)
-    work = Work(device, read_dtype(hf_config), share.head_dim, share.group, block_size, shape.num_parameters)
-    dtype = resolve_dtype(config.dtype, config.attention_backend, work)
-    backend = resolve_backend(config.attention_backend, work._replace(dtype=dtype))
+    group = find_group(hf_config, config.tensor_parallel_size)
+    if config.tensor_parallel_size > 1:
+        Sizes(hf_config, config.tensor_parallel_size)  # raises an error if the ranks cannot share the model
+    work = Work(device, read_dtype(hf_config), hf_config.head_dim, group, block_size, sizes.num_parameters)
+    if gpu_memory is None:
+        dtype = resolve_dtype(config.dtype, config.attention_backend, work)
+        backend = resolve_backend(config.attention_backend, work._replace(dtype=dtype))
+    else:
+        from nanovllm.backends.gpu.flash_attn_backend import FlashAttnBackend
+        from nanovllm.backends.gpu.triton_backend import TritonBackend
+
+        dtype = work.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+        backend = TritonBackend
+        block_size = block_size or FlashAttnBackend.default_block_size
     is_cuda = device.type == "cuda"
     resolved = {
         "device": str(device),
@@ -49,6 +69,12 @@ def resolve(config: EngineConfig, hf_config: "PretrainedConfig", shape: Shape) -
         "enable_prefix_caching": config.enable_prefix_caching is not False,
     }
     return ResolvedConfig(**{**vars(config), **resolved})
+
+
+def find_group(hf_config: "PretrainedConfig", size: int) -> int:
+    """Return how many query heads share a KV head, on each of `size` ranks."""
+    heads, kv_heads = share_heads(hf_config, Parallel(0, size))
+    return len(heads) // len(kv_heads)
 
 
 def resolve_device(name: str) -> torch.device:
@@ -87,7 +113,7 @@ class Work(NamedTuple):
         head_dim: elements of a head.
         group: query heads per KV head, on one rank.
         block_size: tokens in a block of the KV cache; None if the backend is to choose.
-        num_parameters: of the whole model.
+        num_parameters: the parameters of the whole model.
     """
 
     device: torch.device

@@ -7,10 +7,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm.backends import Backend
+from nanovllm.backends.steps import Stopwatch
 from nanovllm.engine.plan import EMBED, StepPlan, StepResult
 from nanovllm.outputs import Logprob
 from nanovllm.runner.logprobs import Logprobs
-from nanovllm.runner.steps import Stopwatch
 
 
 class DeviceResult(NamedTuple):

@@ -152,7 +152,7 @@ def test_an_interrupted_command_ends_without_the_interpreters_clean_up(status: i
     """All that was printed arrives."""
     script = f"""
 import atexit
-from nanovllm import cli
+from nanovllm.commands import cli
 atexit.register(print, "cleaned up")
 cli.main = lambda: print("said") or {status}
 cli.run()

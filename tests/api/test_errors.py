@@ -367,13 +367,13 @@ def test_the_block_size_is_the_backend_s_unless_it_is_given(monkeypatch: pytest.
     from transformers import Qwen3Config
 
     from nanovllm.backends.gpu.flash_attn_backend import FlashAttnBackend
-    from nanovllm.models.config import Shape
+    from nanovllm.models.sizes import Sizes
     from nanovllm.runner.resolve import resolve
 
     monkeypatch.setattr("nanovllm.runner.resolve.resolve_backend", lambda *_: FlashAttnBackend)
-    shape = Shape.from_config(Qwen3Config())
-    assert resolve(EngineConfig("model"), Qwen3Config(), shape).block_size == 256
-    assert resolve(EngineConfig("model", kvcache_block_size=512), Qwen3Config(), shape).block_size == 512
+    sizes = Sizes(Qwen3Config())
+    assert resolve(EngineConfig("model"), Qwen3Config(), sizes).block_size == 256
+    assert resolve(EngineConfig("model", kvcache_block_size=512), Qwen3Config(), sizes).block_size == 512
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import torch
 import bench
 from benchmarks.bench_cost import Cost, Machine, Model, ideal_steps, step_cost
 from benchmarks.bench_workload import make_workload, write_checkpoint
-from nanovllm.models.config import Shape, load_model_config
+from nanovllm.models.config import load_model_config
 
 QWEN3_06B = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -70,7 +70,7 @@ def test_the_cpu_preset_gives_way_to_options() -> None:
 
 
 def make_model(config: dict[str, Any]) -> Model:
-    return Model(Shape.from_config(load_model_config(config, "test")), itemsize=2)
+    return Model(load_model_config(config, "test"), torch.bfloat16)
 
 
 def test_the_cost_card_of_qwen3_06b() -> None:
@@ -78,7 +78,7 @@ def test_the_cost_card_of_qwen3_06b() -> None:
     # A layer: 1024 x 4096 qkv, 2048 x 1024 o, 1024 x 6144 gate and up, 3072 x 1024 down = 15,728,640.
     assert model.matrix_parameters == 28 * 15_728_640
     # 151,936 x 1024 embedding, shared with the head; norms: 28 x (2 x 1024 + 2 x 128) + 1024.
-    assert model.shape.num_parameters == 28 * 15_728_640 + 155_582_464 + 28 * 2304 + 1024 == 596_049_920
+    assert model.sizes.num_parameters == 28 * 15_728_640 + 155_582_464 + 28 * 2304 + 1024 == 596_049_920
     assert model.weight_bytes == 1_192_099_840
     assert model.kv_bytes_per_token == 28 * 2 * 8 * 128 * 2 == 114_688
     assert model.flops_per_token == 2 * (28 * 15_728_640 + 155_582_464)
@@ -115,7 +115,7 @@ def test_the_floor_of_experts_reads_those_that_are_expected_to_be_touched() -> N
     model = make_model(config)
     dense = make_model(TINY)
     one = 3 * 64 * 16  # parameters of an expert
-    assert model.shape.num_parameters == dense.shape.num_parameters + 2 * (8 * one + 8 * 64 - 3 * 64 * 96)
+    assert model.sizes.num_parameters == dense.sizes.num_parameters + 2 * (8 * one + 8 * 64 - 3 * 64 * 96)
     assert model.matrix_parameters == dense.matrix_parameters + 2 * (2 * one + 8 * 64 - 3 * 64 * 96)
     slow = Machine(1.0, 1.0, 1e30)
     first, second = (
@@ -182,7 +182,7 @@ def test_a_checkpoint_of_random_weights_loads_in_transformers(tmp_path: Path) ->
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert model.dtype == torch.bfloat16
     assert model.generation_config.eos_token_id is None
-    assert sum(p.numel() for p in model.parameters()) == make_model(TINY).shape.num_parameters
+    assert sum(p.numel() for p in model.parameters()) == make_model(TINY).sizes.num_parameters
 
 
 @pytest.mark.slow

@@ -91,3 +91,13 @@ def test_the_reading_list_of_the_readme_has_the_size_that_is_quoted() -> None:
     assert num_files == len(files)
     assert num_lines == pytest.approx(sum(python_lines(file.read_text()) for file in files), rel=0.03)
     assert num_others == pytest.approx(len(imported - set(files)), abs=2)
+
+
+def test_every_kernel_names_a_reference_that_exists() -> None:
+    backends = ROOT / "nanovllm" / "backends"
+    text = "".join(path.read_text() for path in sorted(backends.glob("[cg]pu/*.*")))
+    named = dict(re.findall(r"reference is `(\w+)` in ([\w/]+\.py)", text))
+    for name, path in named.items():
+        assert f"def {name}(" in (ROOT / "nanovllm" / path).read_text(), (name, path)
+    kernels = set(re.findall(r"^EXPORT\((\w+)", (backends / "cpu" / "kernels.cpp").read_text(), re.MULTILINE))
+    assert {f"{kernel}_reference" for kernel in kernels - {"linear", "add_rms_norm"}} <= named.keys()

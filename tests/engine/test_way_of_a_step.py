@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 import sys
 from pathlib import Path
 from types import FrameType
@@ -19,30 +20,29 @@ MOST_FRAMES = 12
 MOST_LINES = 40
 
 
-def find_way(attention_backend: str) -> list[tuple[str, str]]:
-    """(file, function) of each frame of the package on the stack where `Backend.attend` begins, outermost first.
+def find_way(attention_backend: str, operator: str = "attend") -> list[tuple[str, str]]:
+    """(file, function) of each frame of the package on the stack where an operator begins, outermost first.
 
-    `attend` itself is the last one. Of all calls of a run, the one with the most frames. Steps are eager: a recorded
-    one passes through one function more, once for each size.
+    The operator itself is the last one. Of all calls of a run, the one with the most frames. Steps are eager: a
+    recorded one passes through one function more, once for each size.
     """
     ways: list[list[tuple[str, str]]] = []
     options: dict[str, Any] = {"max_model_len": 64, "num_kvcache_blocks": 8, "device": "cpu", "enforce_eager": True}
     with LLM("tiny-qwen3", attention_backend=attention_backend, **options) as llm:
         backend = llm.engine.runner.backend  # type: ignore[attr-defined]
-        attend = backend.attend
+        compute = getattr(backend, operator)
 
-        def watch(*arguments: Any) -> torch.Tensor:
-            way = [(inspect.getsourcefile(type(backend)) or "", "attend")]
+        def watch(*arguments: Any) -> Any:
+            way = [(inspect.getsourcefile(compute) or "", operator)]
             frame: FrameType | None = sys._getframe(1)
             while frame is not None:
                 if Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
                     way.append((frame.f_code.co_filename, frame.f_code.co_qualname))
                 frame = frame.f_back
             ways.append(way[::-1])
-            output: torch.Tensor = attend(*arguments)
-            return output
+            return compute(*arguments)
 
-        backend.attend = watch
+        setattr(backend, operator, watch)
         llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), use_tqdm=False)
     return max(ways, key=len)
 
@@ -68,3 +68,15 @@ def test_no_function_on_the_way_of_a_step_is_long() -> None:
             assert function.end_lineno is not None
             num_lines = function.end_lineno - function.lineno + 1
             assert num_lines <= MOST_LINES, f"{name} of {file} has {num_lines} lines"
+
+
+@pytest.mark.parametrize("operator", ["attend", "sample"])
+def test_the_reading_list_has_every_file_that_a_step_passes_through(operator: str) -> None:
+    """The list of the README: from `LLM.generate` to the references of attention and of the sampler."""
+    readme = (PACKAGE.parent / "README.md").read_text()
+    (paragraph,) = re.findall(r"^\*\*Read these .*?\n\n", readme, re.MULTILINE | re.DOTALL)
+    listed = set(re.findall(r"\((nanovllm/[\w/]+\.py)\)", paragraph))
+    passed = {str(Path(file).relative_to(PACKAGE.parent)) for file, _ in find_way("torch", operator)}
+    assert passed <= listed
+    assert len(listed) <= 14
+    assert not [file for file in listed if "import triton" in (PACKAGE.parent / file).read_text()]

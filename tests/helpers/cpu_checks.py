@@ -18,12 +18,14 @@ from helpers.kernel_cases import (
 )
 from nanovllm.backends import Backend
 from nanovllm.backends.cpu.backend import CpuBackend, NativeMatrix
+from nanovllm.backends.cpu.edit_logits import CpuEditOperators
+from nanovllm.backends.cpu.experts import CpuExpertOperators
+from nanovllm.backends.cpu.hybrids import CpuHybridOperators
 from nanovllm.backends.cpu.library import PANEL
 from nanovllm.backends.cpu.scratch import Scratch
 from nanovllm.backends.torch_backend import TorchBackend
-from nanovllm.edits.edit_logits import MaskAndPenalties
+from nanovllm.edits.edit_logits import MaskAndPenalties, edit_logits_reference
 from nanovllm.layers.parallel import Parallel
-from nanovllm.models.qwen3_5.operators import CpuHybridOperators
 from nanovllm.models.qwen3_5.ops import sigmoid_and_mul_reference
 from nanovllm.models.qwen3_moe.decoder import Experts
 from nanovllm.models.qwen3_moe.ops import combine_reference, grouped_linear_reference, route_reference
@@ -144,19 +146,20 @@ def check_experts(backend: CpuBackend, dtype: torch.dtype) -> None:
     logits = (4 * torch.randn(tokens, 6)).to(dtype)
     slots = torch.arange(tokens)
     slots[::5] = -1
-    routing = backend.route(logits, 2, True, slots)
+    operators = CpuExpertOperators(backend)
+    routing = operators.route(logits, 2, True, slots)
     expected_routing = route_reference(logits, 2, True, slots)
     torch.testing.assert_close(routing.weights, expected_routing.weights, rtol=rounding(dtype), atol=1e-6)
     for got, expected in zip(routing[1:], expected_routing[1:], strict=True):
         assert torch.equal(got, expected)
     x = torch.randn(tokens, 96).to(dtype)
     real = int(routing.offsets[-1])
-    product = backend.grouped_linear(x, module.gate_up, routing, True)[:real]
+    product = operators.grouped_linear(x, module.gate_up, routing, True)[:real]
     expected_product = grouped_linear_reference(x.float(), plain.float(), routing, True)[:real]
     torch.testing.assert_close(product.float(), expected_product, rtol=rounding(dtype), atol=10 * rounding(dtype))
     y = torch.randn(2 * tokens, 96).to(dtype)
     close = {"rtol": rounding(dtype), "atol": rounding(dtype)}
-    torch.testing.assert_close(backend.combine(y, routing), combine_reference(y, routing), **close)
+    torch.testing.assert_close(operators.combine(y, routing), combine_reference(y, routing), **close)
 
 
 def check_linear_attention(backend: CpuBackend, dtype: torch.dtype) -> None:
@@ -178,8 +181,8 @@ def check_edited_logits(backend: CpuBackend) -> None:
         penalties=torch.tensor([[1.3, 0.5, 0.25]] * 3),
     )
     got = logits.clone()
-    backend.edit_logits(got, edits)
-    TorchBackend().edit_logits(logits, edits)
+    CpuEditOperators(backend).edit_logits(got, edits)
+    edit_logits_reference(logits, edits)
     assert torch.equal(got, logits)
 
 

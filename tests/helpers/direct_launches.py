@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
@@ -19,27 +19,24 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 import numpy as np
 import torch
 import triton
-from nanovllm.runner.startup import bind_halves, compile_kernels, make_caches, make_graphs
 
 from helpers.pretend_cuda import DEVICE, PretendDriver, noted, pretend_runner, unscored_plan
 from nanovllm.backends.gpu import launch as kernel_launches
+from nanovllm.backends.gpu.cuda_graphs import CudaGraphs
 from nanovllm.backends.gpu.launch import Launch, compile_launches, launch, redirect_launches
 from nanovllm.backends.gpu.quantized import TritonExperts, TritonMatrix
 from nanovllm.backends.gpu.rms_norm import add_rms_norm
-from nanovllm.distributed import pipeline
+from nanovllm.backends.gpu.startup import compile_kernels
+from nanovllm.backends.steps import EAGER
 from nanovllm.distributed.collectives import GroupParallel
-from nanovllm.distributed.pipeline import FirstStage, PipelineStage, StageParallel, count_wanted
+from nanovllm.distributed.pipeline import FirstStage, PipelineHandle, StageParallel, StageRunner
 from nanovllm.distributed.stage_inputs import StageInputs
-from nanovllm.edits import logit_edits
 from nanovllm.edits.logit_edits import LogitEdits, PenaltyCounts
 from nanovllm.engine.plan import StepPlan
 from nanovllm.layers.linear import MatrixModule
-from nanovllm.layers.parallel import Stage
 from nanovllm.models.qwen3_moe.decoder import Experts
 from nanovllm.quantized.codes import Codes
-from nanovllm.runner import logprobs, sampler
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.runner.step_handle import Front
 from nanovllm.utils.integers import ceil_div
 
 NUM_LAUNCHES = 196
@@ -103,12 +100,12 @@ def compile_ahead() -> tuple[int, int]:
     with pretend_runner(num_layers=NUM_LAYERS, max_model_len=4096, max_num_seqs=300) as runner:
         plan = unscored_plan([1, 1, 1, 100, 197])
         with noted() as launches:
-            runner.sample_decoded(*runner.decode(make_graphs(runner).inputs(48)))
-            runner.sample_decoded(*runner.decode(make_graphs(runner).inputs(300)))
-            runner.compute(plan, torch.zeros(plan.head_size, dtype=torch.int32, device=DEVICE))
+            CudaGraphs(runner).run_once(48)
+            CudaGraphs(runner).run_once(300)
+            run_step(runner, plan)
         kernels = {one.kernel.__name__: one.kernel for one in launches}.values()
         before = num_compiled()
-        compile_kernels(runner)
+        compile_kernels(runner, runs_on_fake_tensors=True)
         ahead = num_compiled()
         with compile_launches(show_progress=False):
             for one in launches:
@@ -156,22 +153,9 @@ def misaligned() -> Iterator[set[str]]:
         yield found
 
 
-@contextmanager
-def fake_copies() -> Iterator[None]:
-    """Within, copies to and from the device, which pin memory, give fake tensors of the right shape."""
-
-    def to_device(values: Any, device: torch.device) -> torch.Tensor:
-        return torch.empty(values.shape, dtype=torch.from_numpy(values[:0]).dtype, device=device)
-
-    with ExitStack() as patches:
-        for module in (logit_edits, logprobs, pipeline, sampler):
-            patches.enter_context(mock.patch.object(module, "to_device", to_device))
-        patches.enter_context(mock.patch.object(logprobs, "start_copy", lambda values: values))
-        yield
-
-
 def run_step(runner: ModelRunner, plan: StepPlan, edits: LogitEdits | None = None) -> None:
-    runner.compute(plan, torch.zeros(plan.head_size, dtype=torch.int32, device=DEVICE), edits)
+    packed = torch.zeros(plan.head_size, dtype=torch.int32, device=DEVICE)
+    runner.run_head(runner.run_layers(plan, packed, EAGER), edits)
 
 
 def make_edits(num_rows: int, vocab: int, has_masks: bool, has_penalties: bool) -> LogitEdits:
@@ -184,17 +168,20 @@ def make_edits(num_rows: int, vocab: int, has_masks: bool, has_penalties: bool) 
     return LogitEdits(indices, indices, masks, bias_index, bias, penalties, (), PenaltyCounts(num_rows))
 
 
-def make_front(runner: ModelRunner, hidden: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> Front:
-    """Return what `ModelRunner.replay` returns for decodes."""
-    plan = unscored_plan([1] * len(rows))
-    return Front(plan, hidden, rows[:0], None, None, rows, positions, *runner._read_counts(plan))
+class Unreplayed(CudaGraphs):
+    """Runs a part of a step where it would be replayed: its kernels are those that a capture launches."""
+
+    def run(self, part: Any, size: int, work: Callable[[], Any]) -> Any:
+        return work()
 
 
-def finish_replayed(runner: ModelRunner, size: int, edits: LogitEdits | None) -> None:
-    """Run a decode step whose second half is eager, because of edits or log-probabilities."""
-    graphs = make_graphs(runner)
-    front = make_front(runner, *runner.decode(graphs.inputs(size)))
-    runner.finish_replay(graphs, front, edits, is_edited=edits is not None)
+def run_replayed(runner: ModelRunner, size: int, edits: LogitEdits | None = None) -> None:
+    """Run a decode step of so many sequences as graphs do. With edits or log-probabilities it samples eagerly."""
+    if edits is not None:
+        runner.device_rows.sampling_cpu["is_edited"] = 1
+    plan = unscored_plan([1] * size)
+    runner.run_head(runner.run_layers(plan, runner.staging.buffer[: plan.head_size], Unreplayed(runner)), edits)
+    runner.device_rows.sampling_cpu["is_edited"] = 0
 
 
 def serve_edits(runner: ModelRunner) -> None:
@@ -204,8 +191,9 @@ def serve_edits(runner: ModelRunner) -> None:
     for has_masks in (False, True):
         for has_penalties in (False, True):
             edits = make_edits(2, vocab, has_masks, has_penalties)
+            runner.device_rows.sampling_cpu["is_edited"] = 1
             run_step(runner, plan, edits)
-            finish_replayed(runner, 48, edits)
+            run_replayed(runner, 48, edits)
 
 
 def serve_logprobs(runner: ModelRunner) -> None:
@@ -217,7 +205,7 @@ def serve_logprobs(runner: ModelRunner) -> None:
         runner.device_rows.sampling_cpu["num_logprobs"] = count
         run_step(runner, scored)
         run_step(runner, sampled)
-        finish_replayed(runner, 48, None)
+        run_replayed(runner, 48)
 
 
 def serve_prompts(runner: ModelRunner) -> None:
@@ -225,8 +213,9 @@ def serve_prompts(runner: ModelRunner) -> None:
     for num_tokens in (1, 16, 17, 32, 33, 64, 65, 128, 129, 512, 513, 2000):
         run_step(runner, unscored_plan([num_tokens]))
         run_step(runner, unscored_plan([1, 1, num_tokens]))
-    for size in make_graphs(runner).sizes:
-        runner.sample_decoded(*runner.decode(make_graphs(runner).inputs(size)))
+    graphs = CudaGraphs(runner)
+    for size in graphs.sizes:
+        graphs.run_once(size)
 
 
 def serve_drafts(runner: ModelRunner) -> None:
@@ -237,7 +226,8 @@ def serve_drafts(runner: ModelRunner) -> None:
     verified = StepPlan.largest(4, 16, 1000, num_drafts=3)
     assert verified.num_drafts.tolist() == [3] * 4
     run_step(runner, verified)
-    run_step(runner, verified, make_edits(16, runner.shape.vocab, True, True))
+    runner.device_rows.sampling_cpu["is_edited"] = 1
+    run_step(runner, verified, make_edits(16, runner.hf_config.vocab_size, True, True))
 
 
 def one_rank_of_two(rank: int) -> GroupParallel:
@@ -255,49 +245,51 @@ def serve_as_a_rank(runner: ModelRunner) -> None:
         serve_edits(runner)
 
 
-def one_stage_of_three(rank: int) -> StageParallel:
-    """A stage whose links carry tensors without values."""
-    ends = [0, 2, 3, NUM_LAYERS]
+def one_stage_of_three(rank: int) -> Callable[..., ModelRunner]:
+    """Return what makes the runner of a stage, whose links carry tensors without values."""
     group: Any = SimpleNamespace(rank=rank, size=3, ranks_per_device=1)
     group.start_send = lambda x, rank: None
     group.receive = lambda shape, dtype, rank: torch.empty(shape, dtype=dtype, device=DEVICE)
-    return StageParallel(group, Stage(ends[rank], ends[rank + 1], ends[-1]))
+
+    def make(config: Any, hf_config: Any, read_weights: Any, parallel: Any, **others: Any) -> StageRunner:
+        others = {"quantizer": None, "group": group, "report": None, **others}
+        return StageRunner(config, hf_config, read_weights, StageParallel(group), **others)
+
+    return make
 
 
 def serve_as_a_stage(runner: ModelRunner) -> None:
     """Prompts, decodes by graphs, and on rank 0 also scores, log-probabilities and edits."""
-    parallel = runner.parallel
-    assert isinstance(parallel, StageParallel) and parallel.inputs is not None
-    group = parallel._group
-    is_first = runner.model.stage.is_first
-    stage = FirstStage(runner, group, None) if is_first else PipelineStage(runner, group, None)
+    assert isinstance(runner, StageRunner) and runner.inputs is not None
+    first = FirstStage(runner, runner._group, None)
     vocab = runner.hf_config.vocab_size
     plans = [unscored_plan([1] * decodes + [n]) for n in (2, 17, 65, 129, 513, 2000) for decodes in (0, 2)]
+
+    def run(plan: StepPlan, edits: LogitEdits | None = None) -> None:
+        if not runner.has_head:
+            runner.run_stage(plan)
+            return
+        handle = PipelineHandle(first, 1, plan, edits)
+        hidden = runner.receive(handle.num_wanted, 2, 1)
+        runner.run_head(first._take_hidden(handle, hidden), edits, handle.steps)
 
     def send(parts: list[Any]) -> torch.Tensor:
         return torch.zeros(sum(map(len, parts)), dtype=torch.int32, device=DEVICE)
 
-    with mock.patch.object(runner.staging, "send", send), mock.patch.object(runner, "on_device", nullcontext):
+    with mock.patch.object(runner.staging, "send", send):
         for plan in (*plans, unscored_plan([1]), StepPlan.largest(3, 300, 1000)):
             for count in (-1, 3):
                 runner.device_rows.sampling_cpu["num_prompt_logprobs"] = max(count, 0)
                 runner.device_rows.sampling_cpu["num_logprobs"] = count
-                half = stage.run(plan)
-                if isinstance(stage, FirstStage):
-                    hidden = group.receive((count_wanted(plan), runner.shape.hidden), runner.dtype, 2)
-                    stage._finish(half, hidden, None)
-        decode, sample = bind_halves(runner)
-        graphs = make_graphs(runner)
+                run(plan)
+        graphs = Unreplayed(runner)
         for size in graphs.sizes:
-            hidden, rows, positions = decode(graphs.inputs(size))
-            if sample is None:
-                continue
-            sample(hidden, rows, positions)
-            front = make_front(runner, hidden, rows, positions)
-            front = front._replace(sampling=runner.device_rows.sampling[rows])
-            filled = parallel.inputs.fill(parallel.inputs.keep(front, size), hidden)
+            graphs.run_once(size)
+        runner.steps = graphs
+        for size in graphs.sizes if runner.has_head else ():
             edits = make_edits(size, vocab, has_masks=True, has_penalties=size % 2 == 0)
-            runner.finish_replay(graphs, filled, edits, is_edited=True)
+            runner.device_rows.sampling_cpu["is_edited"] = 1
+            run(unscored_plan([1] * size), edits)
 
 
 def quantize(runner: ModelRunner, bits: int, group_size: int | None) -> None:
@@ -335,18 +327,17 @@ def missing(
         runner = stack.enter_context(pretend_runner(model, **options))
         if draft is not None:
             runner.draft = stack.enter_context(pretend_runner(draft, **options))
-        stack.enter_context(fake_copies())
         if quantized is not None:
             quantize(runner, *quantized)
-        if isinstance(runner.parallel, StageParallel):
+        if isinstance(runner, StageRunner):
             num_seqs = runner.config.max_num_seqs
-            inputs = StageInputs(num_seqs, runner.shape.hidden, runner.dtype, runner.device, row=num_seqs)
-            runner.parallel.inputs = inputs
+            hidden_size = runner.hf_config.hidden_size
+            runner.inputs = StageInputs(num_seqs, hidden_size, runner.dtype, runner.device, row=num_seqs)
         with wanted() as ahead:
-            compile_kernels(runner)
+            compile_kernels(runner, runs_on_fake_tensors=True)
         for one in (runner, runner.draft):
             if one is not None:
-                one.caches = make_caches(one, 100)
+                one.caches = one.make_caches(100)
         with wanted() as needed, compile_launches(show_progress=False), misaligned() as others:
             serve(runner)
     assert ahead and needed
@@ -374,12 +365,12 @@ def missing_kernels() -> dict[str, list[str]]:
         "experts, int4 by group": missing(serve_prompts, "qwen3-30b-a3b", quantized=(4, 128)),
         "rank 0 of two": missing(serve_as_a_rank, "qwen3-0.6b", parallel=one_rank_of_two(0)),
         "rank 1 of two": missing(serve_as_a_rank, "qwen3-30b-a3b", parallel=one_rank_of_two(1)),
-        "the first stage": missing(serve_as_a_stage, "qwen3-0.6b", parallel=one_stage_of_three(0)),
+        "the first stage": missing(serve_as_a_stage, "qwen3-0.6b", runner_class=one_stage_of_three(0)),
         "the first stage, odd sizes": missing(
-            serve_as_a_stage, "qwen3-0.6b", parallel=one_stage_of_three(0), max_num_seqs=7
+            serve_as_a_stage, "qwen3-0.6b", runner_class=one_stage_of_three(0), max_num_seqs=7
         ),
-        "a stage between": missing(serve_as_a_stage, "qwen3-0.6b", parallel=one_stage_of_three(1)),
-        "the last stage": missing(serve_as_a_stage, "qwen3-0.6b", parallel=one_stage_of_three(2)),
+        "a stage between": missing(serve_as_a_stage, "qwen3-0.6b", runner_class=one_stage_of_three(1)),
+        "the last stage": missing(serve_as_a_stage, "qwen3-0.6b", runner_class=one_stage_of_three(2)),
     }
 
 

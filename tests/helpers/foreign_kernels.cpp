@@ -8,6 +8,7 @@
 #endif
 
 #include <cstdio>
+#include <cstdlib>
 #include <map>
 #include <string>
 #include <tuple>
@@ -20,7 +21,10 @@ struct Arguments {
     template <class T> T take() {
         std::vector<char>& content = contents[next++];
         if constexpr (std::is_pointer_v<T>) return content.empty() ? nullptr : (T)content.data();
-        else { T value; std::memcpy(&value, content.data(), sizeof value); return value; }
+        T value;
+        if (content.size() != sizeof value) std::exit(2);
+        std::memcpy(&value, content.data(), sizeof value);
+        return value;
     }
 };
 
@@ -28,18 +32,18 @@ template <class... Types> void run(void (*kernel)(Types...), Arguments& argument
     std::apply(kernel, std::tuple<Types...>{arguments.take<Types>()...});  // braces: in this order
 }
 
-#define KERNEL(name) \
+#define BOTH(name) \
     {#name "_bfloat16", [](Arguments& a) { run(name##_bfloat16, a); }}, \
     {#name "_float32", [](Arguments& a) { run(name##_float32, a); }}
 const std::map<std::string, void (*)(Arguments&)> KERNELS = {
 #ifdef DYNAMIC
-    KERNEL(linear_dynamic), KERNEL(dynamic_rows), {"pack_dynamic", [](Arguments& a) { run(pack_dynamic, a); }}};
+    BOTH(linear_dynamic), BOTH(dynamic_rows), {"pack_dynamic", [](Arguments& a) { run(pack_dynamic, a); }}};
 #else
-    KERNEL(linear), KERNEL(attend), KERNEL(add_rms_norm), KERNEL(silu_and_mul), KERNEL(norm_rope_store), KERNEL(sample),
-    KERNEL(grouped_linear), KERNEL(route), KERNEL(combine), KERNEL(causal_conv), KERNEL(gated_delta),
-    KERNEL(gated_rms_norm), KERNEL(sigmoid_and_mul),
-    KERNEL(pack_codes), KERNEL(weight_rows), KERNEL(linear_codes), KERNEL(grouped_codes),
-    {"edit_logits", [](Arguments& a) { run(edit_logits, a); }},
+    BOTH(linear), BOTH(attend), BOTH(add_rms_norm), BOTH(silu_and_mul), BOTH(norm_rope_store), BOTH(sample),
+    BOTH(grouped_linear), BOTH(route), BOTH(combine), BOTH(causal_conv), BOTH(gated_delta),
+    BOTH(gated_rms_norm), BOTH(sigmoid_and_mul),
+    BOTH(pack_codes), BOTH(weight_rows), BOTH(linear_codes), BOTH(grouped_codes),
+    {"edit_logits_float32", [](Arguments& a) { run(edit_logits_float32, a); }},
     {"pack", [](Arguments& a) { run(pack, a); }}, {"packed_rows", [](Arguments& a) { run(packed_rows, a); }},
     {"gather_rows", [](Arguments& a) { run(gather_rows, a); }}};
 #endif

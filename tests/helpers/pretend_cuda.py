@@ -1,8 +1,8 @@
 """A CUDA device that is not there: fake tensors that say they are on it, and a driver that launches nothing."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,17 +15,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nanovllm.backends import Backend
 from nanovllm.backends.gpu import paged_decode, paged_prefill
+from nanovllm.backends.gpu.device import CudaBackend
 from nanovllm.backends.gpu.launch import Launch, redirect_launches
+from nanovllm.backends.staging import Staging
+from nanovllm.backends.steps import Stopwatch
 from nanovllm.config import EngineConfig
 from nanovllm.engine.plan import StepPlan
 from nanovllm.layers.parallel import Parallel
-from nanovllm.load import find_decoder, resolve_options
-from nanovllm.models.config import load_model_config
+from nanovllm.load import resolve_options
+from nanovllm.models.config import find_decoder, load_model_config
 from nanovllm.models.shapes import preset_config
-from nanovllm.runner import model_runner
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.runner.startup import make_caches
 
 DEVICE = "cuda:0"
 aten = torch.ops.aten
@@ -90,6 +92,30 @@ class Operators(TorchDispatchMode):
 
 
 @contextmanager
+def no_cuda() -> Iterator[None]:
+    """Within, a backend for CUDA asks no driver: it has memory enough, and copies give fake tensors of the right
+    shape."""
+
+    def to_device(backend: Backend, values: np.ndarray) -> Tensor:
+        return torch.empty(values.shape, dtype=torch.from_numpy(values[:0]).dtype, device=DEVICE)
+
+    stand_ins: dict[str, Any] = {
+        "on_device": lambda backend: nullcontext(),
+        "make_staging": lambda backend, size: Staging(size, backend.device),
+        "to_device": to_device,
+        "start_copy": lambda backend, values: values,
+        "make_copier": lambda backend: copy,
+        "make_stopwatch": lambda backend: Stopwatch(),
+        "free_memory": lambda backend: 1 << 40,
+        "synchronize": lambda backend: None,
+    }
+    with ExitStack() as patches:
+        for name, stand_in in stand_ins.items():
+            patches.enter_context(mock.patch.object(CudaBackend, name, stand_in))
+        yield
+
+
+@contextmanager
 def pretend_runner(
     model: str = "qwen3-0.6b",
     *,
@@ -97,12 +123,14 @@ def pretend_runner(
     num_layers: int | None = None,
     parallel: Parallel | None = None,
     changes: Mapping[str, Any] | None = None,
+    runner_class: Callable[..., ModelRunner] = ModelRunner,
     **options: Any,
 ) -> Iterator[ModelRunner]:
     """A runner on the Triton backend whose tensors are all fake; an operator that needs a value raises.
 
     Args:
         changes: other values for the preset's config.json.
+        runner_class: makes the runner.
     """
     shape = preset_config(model) | dict(changes or {})
     shape["num_hidden_layers"] = num_layers or shape["num_hidden_layers"]
@@ -115,15 +143,15 @@ def pretend_runner(
         mock.patch.object(paged_decode, "num_multiprocessors", lambda device: 132),
         mock.patch.object(paged_decode, "shared_memory_kib", lambda device: 227),
         mock.patch.object(paged_prefill, "shared_memory_kib", lambda device: 227),
-        mock.patch.object(model_runner, "check_free_memory", lambda *arguments: None),
+        no_cuda(),
         FakeTensorMode(allow_non_fake_inputs=True),
         _Indexing(),
         torch.inference_mode(),
     ):
-        runner = ModelRunner(
+        runner = runner_class(
             config, hf_config, lambda *arguments: None, parallel or Parallel(), decoder=find_decoder(hf_config)
         )
-        runner.caches = make_caches(runner, 100)
+        runner.caches = runner.make_caches(100)
         yield runner
 
 

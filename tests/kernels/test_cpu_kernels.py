@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,18 +26,18 @@ from helpers.cpu_checks import (
 )
 from helpers.kernel_cases import check_step_inputs, check_token_logprobs, pack_values
 from helpers.tiny import draw_prompts
-from torch import Tensor
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends.cpu import backend as backend_module
 from nanovllm.backends.cpu.backend import CpuBackend
 from nanovllm.backends.cpu.library import CpuLibrary, cpu_library
 from nanovllm.backends.torch_backend import OneDnnMatrix
-from nanovllm.engine.plan import ROW_SAMPLING, StepPlan
+from nanovllm.engine.plan import ROW_SAMPLING
 from nanovllm.ops.norm_rope_store import NormRope
 from nanovllm.ops.sample import store_samples_reference
+from nanovllm.runner.head_inputs import HeadInputs
+from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.resolve import Work, resolve_backend
-from nanovllm.runner.step_handle import Front
 from nanovllm.utils.machine import limit_threads, physical_cores
 
 GRID = list(itertools.product((32, 64, 96, 128, 256), (1, 2, 4, 7, 8, 48), (16, 64, 256)))
@@ -306,14 +307,14 @@ def test_another_processor_with_the_same_home_has_kernels_of_its_own(
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compiler")
 def test_two_processes_that_compile_at_once_both_run_and_leave_one_library(tmp_path: Path) -> None:
-    code = "from nanovllm.backends.cpu.library import cpu_library; print(len(cpu_library()._functions))"
+    code = "from nanovllm.backends.cpu.library import cpu_library; print(cpu_library().library._name)"
     environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path)}
     both = [
         subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    counts = [process.communicate(timeout=300)[0] for process in both]
-    assert counts[0] == counts[1] != "" and all(process.returncode == 0 for process in both)
+    paths = [process.communicate(timeout=300)[0] for process in both]
+    assert paths[0] == paths[1] != "" and all(process.returncode == 0 for process in both)
     (left,) = (tmp_path / "nanovllm").iterdir()
     assert left.suffix == ".so"
 
@@ -331,32 +332,33 @@ def test_onednns_packed_product_equals_the_plain_one() -> None:
         torch.testing.assert_close(got, F.linear(x, weight, b), rtol=rounding(BF16), atol=rounding(BF16) * 8)
 
 
-@pytest.mark.parametrize("busy", [False, True])
-def test_few_tokens_of_a_small_model_are_computed_in_one_thread_and_all_where_neighbours_are_busy(
-    busy: bool, reciter: Path, monkeypatch: pytest.MonkeyPatch
+def test_plain_torch_computes_a_small_model_in_one_thread_unless_the_user_says_how_many(
+    reciter: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a busy machine, threads that wait for each other at every product cost a hundred times what they save."""
-    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: threads.append(count))
     threads = [2]
-    monkeypatch.setattr("nanovllm.utils.spin.Neighbours.are_busy", lambda neighbours: busy)
-    with LLM(reciter, device="cpu", dtype="float32", max_model_len=64) as llm:
-        seen = []
-        start = llm.engine.runner.start
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    seen = []
+    run_layers = ModelRunner.run_layers
 
-        def look(plan: StepPlan, packed: Tensor) -> Front:
-            seen.append((plan.num_tokens, threads[-1]))
-            return start(plan, packed)
+    def look(*arguments: Any) -> HeadInputs:
+        seen.append(threads[-1])
+        return run_layers(*arguments)
 
-        monkeypatch.setattr(llm.engine.runner, "start", look)
-        for chosen in (None, "2"):
-            monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-            if chosen is not None:
-                monkeypatch.setenv("OMP_NUM_THREADS", chosen)
+    monkeypatch.setattr(ModelRunner, "run_layers", look)
+    options = {"device": "cpu", "dtype": "float32", "max_model_len": 64}
+    for small_model, chosen, expected in ((10_000_000, None, 1), (10_000_000, "2", 2), (10, None, 2)):
+        monkeypatch.setattr("nanovllm.backends.torch_backend.SMALL_MODEL", small_model)
+        if chosen is not None:
+            monkeypatch.setenv("OMP_NUM_THREADS", chosen)
+        with LLM(reciter, **options) as llm:
+            seen.clear()
+            threads.append(2)
             llm.generate([[5] * 50], SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
-    many = 1 if busy else 2
-    assert seen == [(50, many), (1, 1), (1, 1), (50, 2), (1, 2), (1, 2)]
-    assert threads[-1] == 2, "as before"
+        assert set(seen) == {expected} and threads[-1] == 2
+        monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
 
 
 def test_threads_are_by_default_the_physical_cores_of_one_socket_among_those_allowed(

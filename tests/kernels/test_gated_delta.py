@@ -10,7 +10,8 @@ from helpers.delta_cases import DeltaLayer, assert_delta_is_the_reference, run_i
 from helpers.kernel_cases import DEVICE, HALF, make_inputs, poisoned_memory
 
 from nanovllm.backends.cpu.backend import CpuBackend
-from nanovllm.models.qwen3_5.operators import CpuHybridOperators, TritonHybridOperators
+from nanovllm.backends.cpu.hybrids import CpuHybridOperators
+from nanovllm.backends.gpu.hybrids import TritonHybridOperators
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 

@@ -6,7 +6,6 @@ team_checks.cpp calls it as engines do, under sanitizers. A machine that lacks w
 import json
 import mmap
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -26,7 +25,7 @@ from nanovllm.backends.cpu.backend import CpuBackend, NativeMatrix
 from nanovllm.backends.cpu.scratch import Scratch
 from nanovllm.distributed.ring import make_anonymous_file
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.utils import cgroups, machine, spin
+from nanovllm.utils import cgroups, machine
 from nanovllm.utils.machine import cpu_quota, limit_threads, num_threads, physical_cores, torch_in_one_thread
 from nanovllm.utils.memory import free_memory
 
@@ -132,13 +131,13 @@ def test_no_step_with_the_cpu_kernels_has_two_pools(
     random_model: Path, threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
-    start = ModelRunner.start
+    run_layers = ModelRunner.run_layers
 
     def look(*arguments: object) -> object:
         seen.append((torch.get_num_threads(), num_threads()))
-        return start(*arguments)  # type: ignore[arg-type]
+        return run_layers(*arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(ModelRunner, "start", look)
+    monkeypatch.setattr(ModelRunner, "run_layers", look)
     with LLM(random_model, dtype="float32", attention_backend="cpu", max_model_len=64, num_kvcache_blocks=8) as llm:
         torch.set_num_threads(3)  # the engine took the physical cores
         llm.generate([[5] * 50], SamplingParams(temperature=0, max_tokens=3), use_tqdm=False)
@@ -193,20 +192,6 @@ def test_no_operator_of_torch_wakes_torchs_threads_beside_the_cpu_kernels(random
     assert counts == {"cpu": [2, 0, 2], "torch": [2, 2, 2]}
 
 
-def test_neighbours_are_noticed_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    count = 100
-    monkeypatch.setattr(spin, "_count_preemptions", lambda: count)
-    neighbours = spin.Neighbours()
-    assert not neighbours.are_busy()
-    count += 1
-    assert not neighbours.are_busy(), "an idle machine does that, too"
-    count += 4
-    assert neighbours.are_busy() and neighbours.are_busy()
-    for _ in range(20):
-        neighbours.are_busy()
-    assert not neighbours.are_busy()
-
-
 @pytest.mark.parametrize(
     ("own", "files", "quota"),
     [
@@ -254,7 +239,7 @@ def test_a_compiler_without_march_gets_mcpu_and_one_without_both_gets_neither(
 
 
 def test_the_engine_runs_without_what_only_linux_has(random_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on macOS: no /proc, no control groups, no affinity, no memfd, no huge pages, no counts of single threads."""
+    """As on macOS: no /proc, no control groups, no affinity, no memfd, no huge pages."""
     missing = Path("/does/not/exist")
     for module, name in ((cgroups, "CGROUPS"), (cgroups, "OWN_CGROUPS"), (machine, "CPUS")):
         monkeypatch.setattr(module, name, missing)
@@ -263,7 +248,6 @@ def test_the_engine_runs_without_what_only_linux_has(random_model: Path, monkeyp
         (os, "memfd_create"),
         (os, "posix_fadvise"),
         (mmap, "MADV_HUGEPAGE"),
-        (resource, "RUSAGE_THREAD"),
     ):
         monkeypatch.delattr(module, name, raising=False)
     real_open = open

@@ -15,7 +15,7 @@ from transformers import GraniteForCausalLM
 from nanovllm import LLM
 from nanovllm.models.config import FAMILIES, Family, load_model_config
 from nanovllm.models.config_keys import HARMLESS, KNOWN, READ, TRANSLATED, _log_once
-from nanovllm.models.qwen3_5.sizes import make_shape
+from nanovllm.models.sizes import Sizes
 
 # ---- configurations as their authors published them
 
@@ -331,15 +331,15 @@ def forget_what_was_logged() -> None:
 
 @pytest.fixture
 def granite_as_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = Family("GraniteConfig", qkv_bias=None, o_bias=None, qk_norm=False)
+    row = Family("GraniteConfig")
     monkeypatch.setitem(FAMILIES, "GraniteForCausalLM", row)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_models_are_understood_without_a_warning(name: str, caplog: pytest.LogCaptureFixture) -> None:
     data, billions = PUBLISHED[name]
-    shape = make_shape(load_model_config(data, name))
-    assert shape.num_parameters / 1e9 == pytest.approx(billions, rel=0.05)
+    sizes = Sizes(load_model_config(data, name))
+    assert sizes.num_parameters / 1e9 == pytest.approx(billions, rel=0.05)
     assert not caplog.records
 
 

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanovllm.backends import Backend
 from nanovllm.commands.cli import main
 from nanovllm.commands.estimate import estimate, parse_size, read_config
 from nanovllm.config import EngineConfig
-from nanovllm.layers.parallel import Parallel
-from nanovllm.load import find_decoder
-from nanovllm.models.qwen3_5.sizes import make_shape
-from nanovllm.models.shapes import PRESETS, preset_config
+from nanovllm.models.shapes import preset_config
+from nanovllm.models.sizes import Sizes
+from nanovllm.quantized.formats import INT8
+from nanovllm.quantized.loading import count_bytes
 
+BF16 = torch.bfloat16
 GIB = 1 << 30
 
 
@@ -22,15 +22,6 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
     status = main(["estimate", *arguments])
     out, said = capsys.readouterr()
     return status, out + said
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", PRESETS)
-def test_the_parameters_are_those_of_the_model_itself(name: str, ranks: int) -> None:
-    config = read_config(name)
-    with torch.device("meta"):
-        model = find_decoder(config)(config, Backend(), Parallel(0, ranks), 16)
-    assert make_shape(config).shard(ranks).num_parameters == sum(p.numel() for p in model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -48,18 +39,40 @@ def test_the_parameters_are_those_of_the_model_itself(name: str, ranks: int) -> 
     ],
 )
 def test_published_models_have_as_many_parameters_as_their_cards_say(name: str, parameters: int) -> None:
-    assert make_shape(read_config(name)).num_parameters == parameters
+    assert Sizes(read_config(name)).num_parameters == parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "parameters", "int8", "kv", "row"),
+    [
+        ("qwen3-0.6b", 1, 596_049_920, 598_099_456, 114_688, 0),
+        ("qwen3-0.6b", 2, 298_057_728, 299_229_952, 57_344, 0),
+        ("qwen2.5-7b", 4, 1_904_057_344, 2_042_688_000, 14_336, 0),
+        ("qwen3-30b-a3b", 4, 7_642_626_048, 7_793_770_880, 24_576, 0),
+        ("qwen3.5-0.8b", 2, 376_224_288, 377_896_128, 6_144, 9_768_960),
+    ],
+)
+def test_what_a_rank_holds(name: str, ranks: int, parameters: int, int8: int, kv: int, row: int) -> None:
+    """The numbers come from formulas: of weights in int8, of a token's keys and values, and of a row's state."""
+    sizes = Sizes(read_config(name), ranks)
+    assert sizes.num_parameters == parameters
+    assert sizes.weight_bytes(BF16) == 2 * parameters
+    assert count_bytes(sizes.model, INT8, BF16.itemsize) == int8
+    assert sizes.kv_bytes(BF16) == kv
+    assert sizes.row_bytes(BF16) == row
 
 
 def test_biases_and_shared_kv_heads_are_counted() -> None:
+    """Four ranks share 16 heads, and each has one of two KV heads. The vocabulary is padded to 4 x 251."""
     config = read_config("qwen3-0.6b")
+    plain = Sizes(config, 4).num_parameters
     config.attention_bias = True
     config.num_key_value_heads = 2
     config.vocab_size = 1001
-    for ranks in (1, 4):
-        with torch.device("meta"):
-            model = find_decoder(config)(config, Backend(), Parallel(1, ranks), 16)
-        assert make_shape(config).shard(ranks).num_parameters == sum(p.numel() for p in model.parameters())
+    biases = (4 + 1 + 1) * 128 + 1024
+    matrices = 2 * 128 * 1024  # of the second KV head, which is gone
+    vocabulary = (151_936 // 4 - 251) * 1024
+    assert Sizes(config, 4).num_parameters == plain + 28 * (biases - matrices) - vocabulary
 
 
 def test_the_table_of_a_model_that_fits(capsys: pytest.CaptureFixture[str]) -> None:

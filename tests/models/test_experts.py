@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, Qwen3MoeForCausalLM
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends.cpu.backend import CpuBackend
+from nanovllm.backends.cpu.experts import CpuExpertOperators
 from nanovllm.backends.gpu.combine import combine
 from nanovllm.backends.gpu.grouped_linear import grouped_linear
 from nanovllm.backends.gpu.route import route
@@ -238,7 +239,7 @@ def test_routing_on_the_cpu_is_its_reference(
     logits[tokens // 2 : tokens // 2 + 1] = 0.0  # ties: the lowest number wins
     slots = torch.arange(tokens)
     slots[1::3] = -1
-    got = CpuBackend().route(logits, k, normalize, slots)
+    got = CpuExpertOperators(CpuBackend()).route(logits, k, normalize, slots)
     expected = route_reference(logits, k, normalize, slots)
     assert torch.equal(got.weights, got.weights.to(dtype).float())
     assert_same_routing(got, expected, dtype)
@@ -265,10 +266,11 @@ def test_on_the_cpu_a_token_with_broken_logits_has_k_different_experts_and_nan_w
     logits[1, at] = value
     logits[2, at] = value  # padding
     slots = torch.tensor([0, 1, -1, 3, 4])
-    got = CpuBackend().route(logits, 4, normalize, slots)
+    operators = CpuExpertOperators(CpuBackend())
+    got = operators.route(logits, 4, normalize, slots)
     assert got.weights[1].isnan().all()
     assert_same_routing(got, route_reference(logits, 4, normalize, slots), dtype)
-    others = CpuBackend().route(ordinary, 4, normalize, slots)
+    others = operators.route(ordinary, 4, normalize, slots)
     for row in (0, 3, 4):
         assert torch.equal(got.weights[row], others.weights[row]), "a broken row changes no other"
 
@@ -317,6 +319,7 @@ def test_combining_is_its_reference_and_reads_no_padding() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_cpu_kernel_is_its_reference_and_depends_on_no_company(dtype: torch.dtype) -> None:
     backend = CpuBackend()
+    operators = CpuExpertOperators(backend)
     experts = 6
     k = 2
     module = Experts(experts, 96, 64, Parallel())
@@ -329,14 +332,14 @@ def test_the_cpu_kernel_is_its_reference_and_depends_on_no_company(dtype: torch.
     routing = routing_of(40, experts, k)
     x = draw(40, 96, seed=2).to(dtype)
     real = int(routing.offsets[-1])
-    got = backend.grouped_linear(x, module.gate_up, routing, True)[:real]
+    got = operators.grouped_linear(x, module.gate_up, routing, True)[:real]
     expected = grouped_linear_reference(x.float(), plain.float(), routing, True)[:real]
     torch.testing.assert_close(got.float(), expected, atol=1e-5 if dtype == torch.float32 else 0.02, rtol=0.01)
     for token in (0, 7, 39):
         alone = route_reference(
             draw(40, experts, seed=3)[token : token + 1], k, True, torch.zeros(1, dtype=torch.int64)
         )
-        one = backend.grouped_linear(x[token : token + 1], module.gate_up, alone, True)
+        one = operators.grouped_linear(x[token : token + 1], module.gate_up, alone, True)
         assert torch.equal(one[alone.places[0].long()], got[routing.places[token].long()])
     y = draw(40 * k, 96, seed=4).to(dtype)
-    torch.testing.assert_close(backend.combine(y, routing), combine_reference(y, routing))
+    torch.testing.assert_close(operators.combine(y, routing), combine_reference(y, routing))

@@ -3,6 +3,7 @@
 import json
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,8 @@ from nanovllm.commands.estimate import estimate, read_config
 from nanovllm.config import EngineConfig
 from nanovllm.load import make_quantizer, resolve_options
 from nanovllm.models.qwen3_5.ops import RowState
-from nanovllm.models.qwen3_5.sizes import make_shape
 from nanovllm.models.qwen3_5.states import count_rows_that_fit, fit_rows
-from nanovllm.quantized.formats import INT8
+from nanovllm.models.sizes import Sizes
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "two value heads a key head": {},
@@ -247,18 +247,19 @@ def test_an_estimate_counts_the_states() -> None:
 def test_quantised_weights_leave_room_for_more_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU with 12 GiB free, the 4B takes 8 GiB in bfloat16, and half of that in int8."""
     config = read_config("qwen3.5-4b")
-    shape = make_shape(config)
+    sizes = Sizes(config)
     dense = EngineConfig("qwen3.5-4b")
     int8 = EngineConfig("qwen3.5-4b", quantization="int8")
     assert make_quantizer(resolve_options(dense, config), config) is None
     quantizer = make_quantizer(resolve_options(int8, config), config)
     assert quantizer is not None
-    weights = quantizer.count_bytes(shape, 2)
-    assert weights == INT8.count_bytes(shape, 2) < 1.1 * shape.num_parameters
+    weights = sizes.weight_bytes(torch.bfloat16, quantizer)
+    assert weights < 1.1 * sizes.num_parameters
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (12 << 30, 24 << 30))
-    rows = count_rows_that_fit(int8, torch.device("cuda"), weights, shape.row_bytes(2))
-    assert rows == fit_rows((12 << 30) - weights, shape.row_bytes(2))
-    assert rows > count_rows_that_fit(dense, torch.device("cuda"), 2 * shape.num_parameters, shape.row_bytes(2))
+    on_gpu = replace(int8, device="cuda")
+    rows = count_rows_that_fit(on_gpu, weights, sizes.row_bytes(torch.bfloat16))
+    assert rows == fit_rows((12 << 30) - weights, sizes.row_bytes(torch.bfloat16))
+    assert rows > count_rows_that_fit(on_gpu, sizes.weight_bytes(torch.bfloat16), sizes.row_bytes(torch.bfloat16))
     estimates = [estimate(config, options, 12 << 30) for options in (dense, int8)]
     assert estimates[1].memory.weights == weights
     assert estimates[0].config.max_num_seqs < estimates[1].config.max_num_seqs < 512

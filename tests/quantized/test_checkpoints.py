@@ -28,10 +28,11 @@ from benchmarks.random_checkpoint import write_random_checkpoint
 from nanovllm import LLM
 from nanovllm.backends.cpu.quantized import quantized_library
 from nanovllm.commands.estimate import read_config
-from nanovllm.models.config import Shape
 from nanovllm.models.shapes import preset_config
+from nanovllm.models.sizes import Sizes
 from nanovllm.quantized.checkpoints import find_format
 from nanovllm.quantized.formats import Format
+from nanovllm.quantized.loading import count_bytes
 from nanovllm.quantized.unpack import find_order, unpack_awq, unpack_compressed, unpack_gptq
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -208,9 +209,9 @@ def test_loading_never_holds_the_model_in_16_bits(name: str, tmp_path: Path) -> 
     hf_config = read_config(str(tmp_path))
     format = find_format(name if name in AT_LOAD else None, hf_config)
     assert format is not None
-    shape = Shape.from_config(hf_config)
-    limit = format.count_bytes(shape, 2) + 2 * (2 * shape.hidden * 2 * 4096) + 128 * 10**6
-    assert limit < 2 * shape.num_parameters, "the test would not notice a copy in bfloat16"
+    sizes = Sizes(hf_config)
+    limit = count_bytes(sizes.model, format, 2) + 2 * (2 * hf_config.hidden_size * 2 * 4096) + 128 * 10**6
+    assert limit < 2 * sizes.num_parameters, "the test would not notice a copy in bfloat16"
     assert measure(tmp_path, "auto", name)["most"] < limit
 
 
@@ -365,8 +366,9 @@ def test_the_memory_of_the_weights_is_counted_to_the_byte(name: str, tmp_path: P
         format = runner.quantizer.format
         zeros = 0
         if format.has_zeros:  # dummy weights have none
-            zeros = format.count_bytes(runner.shape, 4) - replace(format, has_zeros=False).count_bytes(runner.shape, 4)
-        assert runner.quantizer.count_bytes(runner.shape, 4) - zeros == found
+            model = runner.sizes.model
+            zeros = count_bytes(model, format, 4) - count_bytes(model, replace(format, has_zeros=False), 4)
+        assert runner.sizes.weight_bytes(runner.dtype, runner.quantizer) - zeros == found
 
 
 @pytest.mark.parametrize("message", REFUSED)

@@ -17,6 +17,9 @@ from transformers import LlamaForCausalLM, Qwen3ForCausalLM, Qwen3MoeForCausalLM
 
 from nanovllm import LLM
 from nanovllm.backends.cpu.backend import CpuBackend
+from nanovllm.backends.gpu.flash_attn_backend import FlashAttnBackend
+from nanovllm.backends.gpu.quantized import TritonMatrixOperators
+from nanovllm.backends.gpu.triton_backend import TritonBackend
 from nanovllm.commands.cli import main
 from nanovllm.jobs.provenance import read_provenance
 from nanovllm.models.qwen3_moe.decoder import Experts
@@ -188,10 +191,10 @@ def test_the_format_is_told_beside_results(wide: Path) -> None:
 
 
 def test_on_a_gpu_int8_is_named_instead(caplog: pytest.LogCaptureFixture) -> None:
-    for backend in ("triton", "flash_attn"):
+    for backend in (TritonBackend, FlashAttnBackend):
+        assert backend.kernels == "gpu"
         with pytest.raises(ValueError, match=r"int8-dynamic.*on a CPU only: on a GPU use .*int8"):
-            INT8_DYNAMIC.check_backend(backend)
-    INT8_DYNAMIC.check_backend("torch")
+            TritonMatrixOperators().check(INT8_DYNAMIC)
     assert main(["estimate", "qwen3-8b", "--gpu-memory", "24GB", "--quantization", "int8-dynamic"]) != 0
     assert 'on a GPU use quantization="int8"' in caplog.text
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.batch_jobs import texts_by_id, write_lines
@@ -24,20 +25,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from nanovllm import LLM, EngineConfig, Output, SamplingParams
-from nanovllm.backends import Backend
 from nanovllm.backends.cpu.backend import CpuBackend
 from nanovllm.commands.estimate import read_config
 from nanovllm.distributed.pipeline import StageRunner
 from nanovllm.distributed.stage_decoder import make_stage_decoder
 from nanovllm.distributed.stages import Stage, choose_stages, split_layers
-from nanovllm.engine.plan import StepPlan
+from nanovllm.engine.plan import ROW_SAMPLING, StepPlan
 from nanovllm.jobs.job import Job, Status
 from nanovllm.jobs.run import run_job
-from nanovllm.layers.parallel import Parallel
-from nanovllm.load import find_decoder, resolve_options
+from nanovllm.load import resolve_options
 from nanovllm.models import loader
-from nanovllm.models.qwen3_5.sizes import make_shape
+from nanovllm.models.config import find_decoder
 from nanovllm.models.shapes import PRESETS
+from nanovllm.models.sizes import Sizes
 from nanovllm.ops.sample import unpack_sampling
 
 CPU = torch.device("cpu")
@@ -404,16 +404,11 @@ def test_no_other_split_has_a_lighter_heaviest_stage(weights: list[int], head: i
 def test_the_stages_of_a_model_have_its_parameters_and_rank_0_fewer_layers(name: str, stages: int) -> None:
     config = read_config(name)
     chosen = choose_stages(config, stages)
-    whole = make_shape(config)
-    shapes = [make_shape(config, stage) for stage in chosen]
-    assert sum(shape.num_parameters for shape in shapes) == whole.num_parameters
-    assert sum(shape.layers for shape in shapes) == whole.layers
-    assert shapes[0].layers == min(shape.layers for shape in shapes)
-    with torch.device("meta"):
-        decoders = [make_stage_decoder(find_decoder(config), stage) for stage in chosen]
-        models = [decoder(config, Backend(), Parallel(), 16) for decoder in decoders]
-    for model, shape in zip(models, shapes, strict=True):
-        assert shape.num_parameters == sum(p.numel() for p in model.parameters())
+    parts = [Sizes(config, decoder=make_stage_decoder(find_decoder(config), stage)) for stage in chosen]
+    assert sum(part.num_parameters for part in parts) == Sizes(config).num_parameters
+    num_layers = [len(part.model.layers) for part in parts]
+    assert sum(num_layers) == config.num_hidden_layers
+    assert num_layers[0] == min(num_layers)
 
 
 def test_a_stage_reads_no_weights_of_another(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -467,6 +462,35 @@ def test_embeddings_of_prompts_have_the_bits_of_one_rank(llm: LLM, model: Path) 
     with LLM(str(model), dtype="float32", attention_backend="cpu", **OPTIONS) as alone:
         expected = alone.embed(prompts, use_tqdm=False)
     assert str(llm.embed(prompts, use_tqdm=False)) == str(expected)
+
+
+def plan_prompt(temperature: float) -> StepPlan:
+    """A prompt of five tokens that moves into row 0."""
+    one = np.ones(1, np.int32)
+    new_rows = np.zeros(1, ROW_SAMPLING)
+    new_rows["temperature"] = temperature
+    new_rows["top_p"] = 1
+    new_rows["num_logprobs"] = new_rows["num_prompt_logprobs"] = -1
+    return StepPlan(
+        rows=0 * one,
+        num_computed=0 * one,
+        num_scheduled=5 * one,
+        num_sampled=one,
+        num_scored=0 * one,
+        token_ids=np.arange(5, dtype=np.int32),
+        targets=one[:0],
+        block_entries=np.array([[0, 0, 1]], np.int32),
+        new_rows=new_rows,
+    )
+
+
+def test_a_step_samples_as_its_row_s_owner_asked_though_the_row_has_a_new_one(model: Path) -> None:
+    with LLM(str(model), dtype="float32", pipeline_parallel_size=3, **OPTIONS) as llm:
+        launch = llm.engine.runner.launch
+        likeliest, drawn = (launch(plan_prompt(t)).result().token_ids.tolist() for t in (0.0, 50.0))
+        assert likeliest != drawn
+        handles = [launch(plan_prompt(temperature)) for temperature in (0.0, 50.0, 0.0)]
+        assert [handle.result().token_ids.tolist() for handle in handles] == [likeliest, drawn, likeliest]
 
 
 def test_a_pipeline_keeps_as_many_steps_in_flight_as_it_has_stages(model: Path) -> None:

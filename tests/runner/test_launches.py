@@ -18,11 +18,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 pytest.importorskip("triton")
 
 from helpers.pretend_cuda import DEVICE, Operators, noted, pretend_runner, unscored_plan
-from nanovllm.runner.startup import make_graphs
 
 from nanovllm.backends.gpu import paged_decode, paged_prefill
 from nanovllm.backends.gpu.combine import combine
+from nanovllm.backends.gpu.cuda_graphs import CudaGraphs
 from nanovllm.backends.gpu.grouped_linear import grouped_linear
+from nanovllm.backends.steps import EAGER
 from nanovllm.config import MAX_NUM_SEQS
 from nanovllm.models.qwen3_moe.ops import Routing
 from nanovllm.ops.attention import KVCache
@@ -36,9 +37,9 @@ A_LAYER = {"_norm_rope_store_kernel": 1, "_split_kernel": 1, "_silu_and_mul_kern
 def test_a_step_of_decodes_launches_what_it_must_and_nothing_else() -> None:
     """Each is a node of the CUDA graph; at one sequence, they are most of its time."""
     with pretend_runner() as runner:
-        head = make_graphs(runner).inputs(256)
+        graphs = CudaGraphs(runner)
         with noted() as launches, Operators() as operators:
-            runner.sample_decoded(*runner.decode(head))
+            graphs.run_once(256)
     counts = Counter(launch.kernel.__name__ for launch in launches)
     assert counts == ONCE | dict.fromkeys(A_LAYER, LAYERS) | {"_rms_norm_kernel": 2 * LAYERS + 1}
     # Four matrices a layer and the LM head; the embedding; the tokens for the rows' next step.
@@ -50,9 +51,9 @@ def test_experts_need_no_value_on_the_host_either() -> None:
     """Qwen3-30B-A3B: a router, and two grouped products of our own, where a dense layer has two products of torch's."""
     layers = 48
     with pretend_runner("qwen3-30b-a3b") as runner:
-        head = make_graphs(runner).inputs(64)
+        graphs = CudaGraphs(runner)
         with noted() as launches, Operators() as operators:
-            runner.sample_decoded(*runner.decode(head))
+            graphs.run_once(64)
     counts = Counter(launch.kernel.__name__ for launch in launches)
     once_a_layer = (*A_LAYER, "_choose_experts_kernel", "_sort_pairs_kernel", "_combine_experts_kernel")
     in_layers = dict.fromkeys(once_a_layer, layers) | {"_grouped_linear_kernel": 2 * layers}
@@ -64,9 +65,9 @@ def test_experts_need_no_value_on_the_host_either() -> None:
 def test_a_state_per_row_needs_no_value_on_the_host_either(num_seqs: int) -> None:
     """Qwen3.5-0.8B: 18 layers with a state, and 6 with keys and values, whose output has a gate."""
     with pretend_runner("qwen3.5-0.8b", max_num_seqs=64) as runner:
-        head = make_graphs(runner).inputs(num_seqs)
+        graphs = CudaGraphs(runner)
         with noted() as launches, Operators() as operators:
-            runner.sample_decoded(*runner.decode(head))
+            graphs.run_once(num_seqs)
     counts = Counter(launch.kernel.__name__ for launch in launches)
     in_states = dict.fromkeys(("_causal_conv_kernel", "_gated_delta_kernel", "_gated_rms_norm_kernel"), 18)
     in_attention = dict.fromkeys(("_norm_rope_store_kernel", "_split_kernel", "_sigmoid_and_mul_kernel"), 6)
@@ -81,7 +82,7 @@ def test_a_mixed_step_waits_for_nothing_and_copies_nothing() -> None:
     with pretend_runner() as runner:
         packed = torch.zeros(plan.head_size, dtype=torch.int32, device=DEVICE)
         with noted() as launches, Operators() as operators:
-            runner.compute(plan, packed)
+            runner.run_head(runner.run_layers(plan, packed, EAGER))
     counts = Counter(launch.kernel.__name__ for launch in launches)
     in_layers = dict.fromkeys((*A_LAYER, "_prefill_kernel"), LAYERS)
     assert counts == ONCE | in_layers | {"_rms_norm_kernel": 2 * LAYERS + 1}

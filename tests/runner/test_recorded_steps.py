@@ -12,13 +12,14 @@ from transformers import Qwen3MoeForCausalLM
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends.cpu.backend import CpuBackend
+from nanovllm.backends.cpu.edit_logits import CpuEditOperators
 from nanovllm.backends.cpu.library import record_calls
 from nanovllm.backends.cpu.recorded_steps import MOST_SEQS, RecordedSteps
 from nanovllm.backends.cpu.scratch import Scratch, borrow_from
+from nanovllm.backends.steps import EAGER
 from nanovllm.edits.edit_logits import MaskAndPenalties
 from nanovllm.models.decoder import Decoder
 from nanovllm.ops.step_inputs import StepInputs
-from nanovllm.runner.steps import EAGER
 
 if reason := CpuBackend.why_cannot(torch.device("cpu")):
     pytest.skip(reason, allow_module_level=True)
@@ -173,5 +174,6 @@ def test_a_kernel_that_cannot_be_called_again_is_noticed() -> None:
     with record_calls() as calls:
         backend.silu_and_mul(torch.randn(3, 64))
         assert calls.can_repeat
-        backend.edit_logits(torch.zeros(1, 64), MaskAndPenalties(rows, None, rows, None, None))
+        edits = MaskAndPenalties(rows, None, rows, None, None)
+        CpuEditOperators(backend).edit_logits(torch.zeros(1, 64), edits)
     assert not calls.can_repeat

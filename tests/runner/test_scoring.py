@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import Qwen3ForCausalLM
 
 from nanovllm import LLM, EngineConfig, SamplingParams
+from nanovllm.backends import Backend
 from nanovllm.jobs.job import Job
 from nanovllm.jobs.run import run_job
 from nanovllm.ops.token_logprobs import TokenLogprobs, token_logprobs_reference
@@ -286,11 +287,13 @@ def test_scores_of_16_k_tokens_take_16_kernels() -> None:
     """One reads each row of logits once. Only the likeliest tokens, if they are asked for, take smaller pieces."""
     calls: list[int] = []
 
-    def count(logits: Tensor, token_ids: Tensor) -> TokenLogprobs:
-        calls.append(len(logits))
-        return token_logprobs_reference(logits, token_ids)
+    class Counting(Backend):
+        @staticmethod
+        def token_logprobs(logits: Tensor, token_ids: Tensor) -> TokenLogprobs:
+            calls.append(len(logits))
+            return token_logprobs_reference(logits, token_ids)
 
     logits = torch.zeros(16 << 10, 8)
     pieces = [(logits, torch.zeros(len(logits), dtype=torch.int32))]
-    Logprobs(pieces, np.zeros(len(logits), np.int32), count)
+    Logprobs(pieces, np.zeros(len(logits), np.int32), Counting())
     assert calls == [LOGITS_AT_A_TIME] * 16

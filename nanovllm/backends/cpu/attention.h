@@ -113,6 +113,7 @@ void attend_rows(const typename T::element* q, const uint32_t* k_cache, const ui
 
 // Attends all query tokens to the cached keys of their sequences, out [tokens][heads][dim] like q. Threads share pieces
 // of at most QUERY_ROWS rows, where a row is one query head of one token; a piece is computed once for each KV head.
+// The reference is `attend_reference` in ops/attention.py.
 template <class T>
 void attend(const void* q, const uint32_t* k_cache, const uint32_t* v_cache, const int32_t* block_tables,
             const int32_t* cu_seqlens, const int32_t* seq_lens, void* out, int64_t num_seqs, int64_t max_blocks,

@@ -9,27 +9,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.backends.base import Backend
-from nanovllm.backends.cpu.library import PANEL, CpuLibrary, cpu_library
+from nanovllm.backends.cpu.huge_pages import advise_huge_pages
+from nanovllm.backends.cpu.library import LANES, MAX_HEAD_DIM, PANEL, CpuLibrary, cpu_library
 from nanovllm.backends.cpu.recorded_steps import RecordedSteps
 from nanovllm.backends.cpu.scratch import Scratch
+from nanovllm.backends.steps import Steps
 from nanovllm.backends.torch_backend import pack_matrices
-from nanovllm.edits.edit_logits import MaskAndPenalties
 from nanovllm.layers.embedding import LMHead, VocabParallelEmbedding
 from nanovllm.layers.weights import ShardedLayer
-from nanovllm.models.qwen3_moe.ops import Routing
 from nanovllm.ops.attention import KVCache
 from nanovllm.ops.norm_rope_store import NormRope
 from nanovllm.ops.sample import Sampled
 from nanovllm.ops.step_inputs import DevicePlan, StepInputs, empty_step_inputs
 from nanovllm.ops.token_logprobs import TokenLogprobs
-from nanovllm.runner.steps import Steps
 from nanovllm.utils.machine import torch_in_one_thread
 
 if TYPE_CHECKING:
     from nanovllm.runner.model_runner import ModelRunner
-
-LANES = 16
-"""float32 numbers in a vector, as in backends/cpu/."""
 
 
 class CpuBackend(Backend):
@@ -39,15 +35,16 @@ class CpuBackend(Backend):
     """
 
     name = "cpu"
+    kernels = "cpu"
     dtypes = (torch.bfloat16, torch.float32)
-    head_dims = tuple(range(2 * LANES, 256 + 1, 2 * LANES))
+    head_dims = tuple(range(2 * LANES, MAX_HEAD_DIM + 1, 2 * LANES))
     groups = range(1, 48 + 1)
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         super().__init__(device)
         self.library = cpu_library()
         self.scratch = Scratch()
-        """Lends memory to the operators' results. Quantised matrices and hybrids borrow from it, too."""
+        """Lends memory to the results of all operators."""
 
     @classmethod
     def why_cannot(cls, device: torch.device) -> str | None:
@@ -72,7 +69,7 @@ class CpuBackend(Backend):
 
     def prepare_weights(self, weights: Iterable[Tensor]) -> None:
         for weight in weights:
-            self.library.advise_huge_pages(weight)
+            advise_huge_pages(weight)
 
     def pack_weights(self, modules: Iterable[nn.Module]) -> None:
         modules = list(modules)
@@ -82,7 +79,7 @@ class CpuBackend(Backend):
             if is_embedding and module.packed is None:
                 module.packed = PlainRows(self.library, module.weight.data, self.scratch)
             if isinstance(module, ShardedLayer):
-                for weight in filter(_packs_in_place, module.list_stacks()):
+                for weight in filter(packs_in_place, module.list_stacks()):
                     for matrix in weight:
                         self.library.pack(matrix, in_place=True)
 
@@ -108,38 +105,6 @@ class CpuBackend(Backend):
         y = self.scratch.empty(rows, size, dtype=gate_up.dtype)
         self.library.call("silu_and_mul", y.dtype, gate_up, y, rows, size)
         return y
-
-    def route(self, logits: Tensor, k: int, normalize: bool, slots: Tensor) -> Routing:
-        tokens, experts = logits.shape
-        pairs = self.scratch.empty(2, tokens * k, dtype=torch.int32)
-        routing = Routing(
-            weights=self.scratch.empty(tokens, k, dtype=torch.float32),
-            places=pairs[0].view(tokens, k),
-            tokens=pairs[1],
-            offsets=self.scratch.empty(experts + 1, dtype=torch.int32),
-        )
-        self.library.call("route", logits.dtype, logits.contiguous(), slots, *routing, tokens, experts, k, normalize)
-        return routing
-
-    def grouped_linear(self, x: Tensor, weight: Tensor, routing: Routing, gather: bool) -> Tensor:
-        if not _packs_in_place(weight):
-            return super().grouped_linear(x, weight, routing, gather)
-        rows = gather_rows(self.library, x, routing.tokens, self.scratch) if gather else x
-        y = self.scratch.empty(len(rows), weight.shape[1], dtype=x.dtype)
-        num_experts, out_size, in_size = weight.shape
-        self.library.call("grouped_linear", x.dtype, rows, weight, routing.offsets, y, num_experts, in_size, out_size)
-        return y
-
-    def combine(self, y: Tensor, routing: Routing) -> Tensor:
-        tokens, k = routing.places.shape
-        size = y.shape[1]
-        if size % LANES:
-            return super().combine(y, routing)
-        out = self.scratch.empty(tokens, size, dtype=y.dtype)
-        weights = routing.weights.contiguous()
-        places = routing.places.contiguous()
-        self.library.call("combine", y.dtype, y, weights, places, out, tokens, k, size)
-        return out
 
     def norm_rope_store(self, qkv: Tensor, norms: NormRope, positions: Tensor, cache: KVCache, slots: Tensor) -> Tensor:
         block_size, num_kv_heads, dim = cache.keys.shape[1:]
@@ -185,16 +150,13 @@ class CpuBackend(Backend):
         self.library.call("token_logprobs", logits.dtype, *inputs, *found, *logits.shape)
         return found
 
-    def edit_logits(self, logits: Tensor, edits: MaskAndPenalties) -> None:
-        self.library.call("edit_logits", logits.dtype, logits, *edits, len(edits.indices), logits.shape[1])
-
 
 def _is_wide(weight: Tensor) -> bool:
     """Return whether a norm's weight is float32. Beside a bfloat16 x it then scales before the rounding."""
     return weight.dtype == torch.float32
 
 
-def _packs_in_place(weight: Tensor) -> bool:
+def packs_in_place(weight: Tensor) -> bool:
     """Return whether the experts' matrices weight [num_experts, out, in] take no more memory packed than unpacked."""
     return weight.shape[1] % PANEL == 0 and weight.shape[2] % 2 == 0
 
@@ -223,7 +185,8 @@ class NativeMatrix:
 
     def rows(self, indices: Tensor) -> Tensor:
         rows = self._scratch.empty(len(indices), self._in, dtype=self._packed.dtype)
-        self._library.packed_rows(self._packed, indices.to(torch.int32), rows)
+        units = self._in * rows.element_size() // 4
+        self._library.call("packed_rows", None, self._packed, indices.to(torch.int32), rows, len(indices), units)
         return rows
 
 

@@ -1,8 +1,8 @@
 // The kernels for products in whole numbers: a library of its own, compiled with -ffp-contract=off when the first model
-// asks for it. dynamic.h says how. The first parameter of every function says how many threads share its work.
+// asks for it. dynamic.h says how. The reference is `multiply_rounded` in quantized/dynamic.py.
 
 #include "dynamic.h"
-#include "recorded.h"
+#include "exported.h"
 
 namespace {
 
@@ -29,7 +29,7 @@ template <class P> void dynamic_rows(const Matrix& m, const int32_t* indices, vo
 extern "C" {
 
 // Returns whether the processor has an instruction that multiplies bytes and adds four products.
-int64_t multiplies_bytes() {
+int multiplies_bytes() {
 #if defined(__AVX512VNNI__) || defined(__AVXVNNI__) || defined(__ARM_FEATURE_DOTPROD)
     return 1;
 #else
@@ -61,22 +61,10 @@ void pack_dynamic(int64_t threads, const uint8_t* codes, uint8_t* packed, int64_
     });
 }
 
-// Defines name_bfloat16 and name_float32, which call the template `name` for activations of that type.
-#define EXPORT_DYNAMIC(name, arguments, ...)            \
-    void name##_bfloat16(int64_t threads, __VA_ARGS__) { \
-        num_threads = threads;                           \
-        name<BFloat16> arguments;                        \
-    }                                                    \
-    void name##_float32(int64_t threads, __VA_ARGS__) {  \
-        num_threads = threads;                           \
-        name<Float> arguments;                           \
-    }                                                    \
-    AGAIN(name##_bfloat16)                               \
-    AGAIN(name##_float32)
-
-EXPORT_DYNAMIC(linear_dynamic, (x, {codes, scales, in, out}, bias, y, rows), const void* x, const uint8_t* codes,
-               const float* scales, const void* bias, void* y, int64_t rows, int64_t in, int64_t out)
-EXPORT_DYNAMIC(dynamic_rows, ({codes, scales, in, out}, indices, y, count), const uint8_t* codes, const float* scales,
-               const int32_t* indices, void* y, int64_t count, int64_t in, int64_t out)
+KERNEL(pack_dynamic)
+EXPORT(linear_dynamic, (x, {codes, scales, in, out}, bias, y, rows), const void* x, const uint8_t* codes,
+       const float* scales, const void* bias, void* y, int64_t rows, int64_t in, int64_t out)
+EXPORT(dynamic_rows, ({codes, scales, in, out}, indices, y, count), const uint8_t* codes, const float* scales,
+       const int32_t* indices, void* y, int64_t count, int64_t in, int64_t out)
 
 }

@@ -25,7 +25,7 @@
 
 namespace {
 
-constexpr int PANEL = 32, STEP = 4;  // columns of a panel; inputs that are multiplied together
+constexpr int STEP = 4;  // inputs that are multiplied together
 constexpr int64_t GROUP = 128, GROUP_STEPS = GROUP / STEP, STEP_BYTES = PANEL * STEP;
 
 // Dot multiplies STEP inputs of several columns by STEP inputs of one row, and adds the products of each column to an

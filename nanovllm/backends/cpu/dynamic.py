@@ -1,38 +1,32 @@
 """Products in whole numbers by the C++ kernels of backends/cpu/dynamic.cpp, a library of its own."""
 
-import ctypes
 import functools
 
 import torch
 from torch import Tensor
 
 from nanovllm.backends.cpu.huge_pages import huge_pages, return_freed_memory
-from nanovllm.backends.cpu.library import PANEL, KernelLibrary
+from nanovllm.backends.cpu.library import PANEL, KernelLibrary, read_constant
 from nanovllm.backends.cpu.quantized import open_for
 from nanovllm.backends.cpu.scratch import Scratch
 from nanovllm.quantized.codes import Codes
 from nanovllm.utils.integers import ceil_div
 
-STEP = 4
-"""Inputs that an instruction multiplies together, as in cpu/dynamic.h."""
+STEP = read_constant("STEP", "dynamic.h")
+"""Inputs that an instruction multiplies together."""
 
 
 class DynamicLibrary(KernelLibrary):
-    """The kernels that multiply in whole numbers.
-
-    Attributes:
-        multiplies_bytes: whether the processor has an instruction for them (VNNI, or Arm's dot product).
-    """
+    """The kernels that multiply in whole numbers."""
 
     source = "dynamic.cpp"
-    typed = {"linear_dynamic": (5, 3, 0), "dynamic_rows": (4, 3, 0)}  # noqa: RUF012 (the base class declares it)
-    untyped = {"pack_dynamic": (2, 2, 0)}  # noqa: RUF012
     # A product and a sum that are contracted are rounded once: not every processor can do that.
     flags = ("-ffp-contract=off",)
 
-    def declare_others(self, library: ctypes.CDLL) -> None:
-        library.multiplies_bytes.restype = ctypes.c_int64
-        self.multiplies_bytes = bool(library.multiplies_bytes())
+    @property
+    def multiplies_bytes(self) -> bool:
+        """Whether the processor has an instruction for them (VNNI, or Arm's dot product)."""
+        return bool(self.library.multiplies_bytes())
 
 
 @functools.cache
@@ -45,8 +39,8 @@ class DynamicCpuMatrix:
     """A matrix [out, in] of int8 codes with one scale a row. It gives single rows, too: a tied embedding needs no copy.
 
     Args:
-        codes: from -127 to 127; they are copied.
-        dtype: of inputs and outputs, torch.bfloat16 or torch.float32.
+        codes: whole numbers from -127 to 127; they are copied.
+        dtype: the type of inputs and outputs, torch.bfloat16 or torch.float32.
         scratch: lends memory to the outputs.
     """
 

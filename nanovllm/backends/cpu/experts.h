@@ -7,9 +7,10 @@
 
 namespace {
 
-// Routes tokens by logits[tokens][experts], as route.py defines it. First it chooses the k experts of each token; of
+// Routes tokens by logits[tokens][experts]. First it chooses the k experts of each token; of
 // experts with equal logits, the lowest number wins. Then it sorts the (token, expert) pairs by expert with a counting
 // sort. The pairs of padding tokens get the extra expert number `experts`, so they come last.
+// The reference is `route_reference` in models/qwen3_moe/ops.py.
 template <class T>
 void route(const void* logits_, const int64_t* slots, float* weights, int32_t* places, int32_t* tokens,
            int32_t* offsets, int64_t num_tokens, int64_t experts, int64_t k, int64_t normalize) {
@@ -55,6 +56,7 @@ void route(const void* logits_, const int64_t* slots, float* weights, int32_t* p
 // Computes y[r][out] = x[r][in] W_e^T for every expert e and its rows r from offsets[e] to offsets[e + 1]. W_e is
 // packed, and `out` is a multiple of PANEL. Threads share the panels of the experts that have rows, so each panel is
 // read from memory once.
+// The reference is `grouped_linear_reference` in models/qwen3_moe/ops.py.
 template <class T>
 void grouped_linear(const void* x, const uint32_t* packed, const int32_t* offsets, void* y, int64_t experts,
                     int64_t in, int64_t out) {
@@ -75,6 +77,7 @@ void grouped_linear(const void* x, const uint32_t* packed, const int32_t* offset
 }
 
 // Computes out[t][size] = the sum over j of y[places[t][j]] weights[t][j], in float32 and in the order of j.
+// The reference is `combine_reference` in models/qwen3_moe/ops.py.
 template <class T>
 void combine(const void* y_, const float* weights, const int32_t* places, void* out_, int64_t tokens, int64_t k,
              int64_t size) {

@@ -1,22 +1,45 @@
-"""Memory in huge pages for the packed matrices of the CPU kernels."""
+"""Memory in huge pages. A step streams the weights, and with pages of 4 KiB it would often wait for the page table."""
 
 import ctypes
 import mmap
 import threading
 import weakref
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
-from nanovllm.backends.cpu.library import cpu_library
-from nanovllm.backends.cpu.scratch import HUGE_PAGE
 from nanovllm.utils.integers import ceil_div
+
+HUGE_PAGE = 2 << 20
+"""Bytes of a huge page on x86-64."""
+
+LIBC = ctypes.CDLL(None)
+"""The C library of this process."""
 
 BLOCK = 2**26
 """Bytes of address space that are asked for at a time. Only what is written to becomes memory."""
 
 LINE = 64
 """Bytes of a cache line, at which every tensor starts."""
+
+
+def map_memory(num_bytes: int) -> mmap.mmap:
+    """Return new memory of zeros, in huge pages if it fills one and the system has them."""
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if num_bytes >= HUGE_PAGE and hasattr(mmap, "MADV_HUGEPAGE"):
+        with suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def advise_huge_pages(tensor: Tensor) -> None:
+    """Ask for huge pages for a tensor of torch's. Small pages that were written to already stay as they are."""
+    storage = tensor.untyped_storage()
+    start = ceil_div(storage.data_ptr(), mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (storage.data_ptr() + storage.nbytes() - start) // mmap.PAGESIZE * mmap.PAGESIZE
+    if size > 0 and hasattr(mmap, "MADV_HUGEPAGE"):
+        LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
 
 
 class HugePages:
@@ -52,21 +75,19 @@ class HugePages:
 
     def _open(self, size: int) -> mmap.mmap:
         """Make a block from which tensors are cut: `size` bytes from the start of a huge page on."""
-        block = mmap.mmap(-1, size + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        whole = torch.frombuffer(block, dtype=torch.uint8)
-        cpu_library().advise_huge_pages(whole)
+        block = map_memory(size + HUGE_PAGE)
         self._block = weakref.ref(block)
-        self._free = -whole.data_ptr() % HUGE_PAGE
+        self._free = -torch.frombuffer(block, dtype=torch.uint8).data_ptr() % HUGE_PAGE
         self._end = self._free + size
         return block
 
 
 huge_pages = HugePages()
-"""Of this process."""
+"""Lends memory to the packed matrices of this process."""
 
 
 def return_freed_memory() -> None:
     """Give freed memory back to the system. glibc keeps freed pieces below 32 MB, and packed matrices lie elsewhere."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    trim = getattr(LIBC, "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -1,8 +1,8 @@
 // The kernels for CPUs: products with packed matrices, attention over the paged cache, and the operators between them.
 //
 // This is plain C++ with the vector extensions of GCC and Clang. Python calls it through ctypes; it needs no headers of
-// torch, so it compiles in seconds. `cpu_library.py` builds it with -march=native. It uses AMX,
-// AVX-512 BF16 or Arm's dot product of bfloat16 where the processor has them; elsewhere the same code runs more slowly.
+// torch, so it compiles in seconds. library.py builds it with -march=native. It uses AMX, AVX-512 BF16 or Arm's dot
+// product of bfloat16 where the processor has them; elsewhere the same code runs more slowly.
 //
 // Products and attention repeat one step: 16 float32 sums += (a unit of A, broadcast) x (16 units of B). A *unit* is 32
 // bits along the summed dimension: two bfloat16 numbers or one float32 number. So B is stored as rows of units,
@@ -11,10 +11,10 @@
 #include "attention.h"
 #include "edit_logits.h"
 #include "experts.h"
+#include "exported.h"
 #include "gated_delta.h"
 #include "linear.h"
 #include "operators.h"
-#include "recorded.h"
 #include "sample.h"
 
 #ifdef __linux__
@@ -24,21 +24,13 @@
 extern "C" {
 
 // Returns whether the system refuses AMX to this process, although the processor has it.
-int64_t is_amx_refused() {
+int is_amx_refused() {
 #ifdef WITH_AMX
     return !IS_AMX_ALLOWED;
 #else
     return 0;
 #endif
 }
-
-// Defines name_bfloat16 and name_float32, which call the template `name` for that type. Here and below, the first
-// parameter of every function says how many threads share its work.
-#define EXPORT(name, arguments, ...)                                                                         \
-    void name##_bfloat16(int64_t threads, __VA_ARGS__) { num_threads = threads, name<BFloat16> arguments; } \
-    void name##_float32(int64_t threads, __VA_ARGS__) { num_threads = threads, name<Float> arguments; }     \
-    AGAIN(name##_bfloat16)                                                                                  \
-    AGAIN(name##_float32)
 
 EXPORT(linear, (x, packed, bias, y, rows, in, out),
        const void* x, const uint32_t* packed, const void* bias, void* y, int64_t rows, int64_t in, int64_t out)
@@ -85,9 +77,12 @@ EXPORT(token_logprobs, (logits, tokens, values, log_sums, num_above, rows, vocab
        int64_t vocab)
 
 // Edits the rows `indices` of logits in place. masks [edited][words] may be null, which forbids no token; counts and
-// penalties [edited][3] may be null, which penalises none. rows[i] is the row of counts for edited row i.
-void edit_logits(int64_t threads, float* logits, const int32_t* indices, const uint32_t* masks, const int32_t* rows,
-                 const int32_t* counts, const float* penalties, int64_t edited, int64_t vocab) {
+// penalties [edited][3] may be null, which penalises none. rows[i] is the row of counts for edited row i. Logits are
+// edited in float32, whatever the model's dtype.
+// The reference is `edit_logits_reference` in edits/edit_logits.py.
+void edit_logits_float32(int64_t threads, float* logits, const int32_t* indices, const uint32_t* masks,
+                         const int32_t* rows, const int32_t* counts, const float* penalties, int64_t edited,
+                         int64_t vocab) {
     num_threads = threads;
     const int64_t words = (vocab + 31) / 32;
     share(edited, 1, [&](Span some) {
@@ -97,9 +92,9 @@ void edit_logits(int64_t threads, float* logits, const int32_t* indices, const u
     });
 }
 
-// Makes the inputs of a step from a plan and the tables of all rows, as step_inputs.py says. The planned id -1 stands for
-// the row's last token. A token of the padding row gets the slot -1. The planned ids are as many as num_scheduled sums
-// to.
+// Makes the inputs of a step from a plan and the tables of all rows. The planned id -1 stands for the row's last token.
+// A token of the padding row gets the slot -1. The planned ids are as many as num_scheduled sums to.
+// The reference is `step_inputs_reference` in ops/step_inputs.py.
 void step_inputs(int64_t, const int32_t* rows, const int32_t* num_computed, const int32_t* num_scheduled,
                  const int32_t* planned_ids, const int32_t* tables, const int32_t* last_token, int32_t* token_ids,
                  int32_t* positions, int64_t* slots, int32_t* cu_seqlens, int32_t* seq_lens, int32_t* block_tables,
@@ -120,32 +115,18 @@ void step_inputs(int64_t, const int32_t* rows, const int32_t* num_computed, cons
 }
 
 // Writes each token to its row's place in last_token. Of several tokens of a row the last one stays.
+// The reference is `store_samples_reference` in ops/sample.py.
 void store_samples(int64_t, const int32_t* tokens, const int32_t* rows, int32_t* last_token, int64_t count) {
     for (int64_t i = 0; i < count; ++i) last_token[rows[i]] = tokens[i];
 }
 
-AGAIN(packed_rows)
-AGAIN(gather_rows)
-AGAIN(step_inputs)
-AGAIN(store_samples)
-
-// Makes recorded calls one after another. calls [count][2]: the address of a function that AGAIN defines, and that of
-// its words.
-void repeat(int64_t threads, const Word* calls, int64_t count) {
-    for (int64_t i = 0; i < count; ++i) {
-        const auto again = from_word<void (*)(int64_t, const Word*)>(calls[2 * i]);
-        again(threads, from_word<const Word*>(calls[2 * i + 1]));
+// Makes recorded calls one after another. Each has two words: the address of a function that AGAIN defines, and that of
+// its arguments.
+void repeat(int64_t threads, const Word* calls, int64_t num_words) {
+    for (const Word* call = calls; call < calls + num_words; call += 2) {
+        const auto again = from_word<void (*)(int64_t, const Word*)>(call[0]);
+        again(threads, from_word<const Word*>(call[1]));
     }
-}
-
-// Asks the system for huge pages. A step reads each weight once from end to end, and with 4 KiB pages the processor
-// walks the page table every 4 KiB. Call it before the first write: memory that already has small pages keeps them.
-void advise_huge_pages(int64_t, void* start, int64_t bytes) {
-#ifdef MADV_HUGEPAGE
-    const uintptr_t page = 4096, whole = ~(page - 1);
-    const uintptr_t first = ((uintptr_t)start + page - 1) & whole, end = ((uintptr_t)start + bytes) & whole;
-    if (first < end) madvise((void*)first, end - first, MADV_HUGEPAGE);
-#endif
 }
 
 // Makes the system allocate the pages of new memory; all threads share the work. `start` is the start of a page. Linux
@@ -162,4 +143,13 @@ void touch_pages(int64_t threads, void* start, int64_t bytes) {
             std::memset(first, 0, size);
     });
 }
+
+KERNEL(pack)
+AGAIN(packed_rows)
+AGAIN(gather_rows)
+KERNEL(edit_logits_float32)
+AGAIN(step_inputs)
+AGAIN(store_samples)
+KERNEL(repeat)
+KERNEL(touch_pages)
 }

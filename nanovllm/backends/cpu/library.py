@@ -9,16 +9,16 @@ import functools
 import hashlib
 import logging
 import math
-import mmap
 import os
 import platform
+import re
 import shutil
 import struct
 import subprocess
 import tempfile
 import time
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from nanovllm.backends.cpu.huge_pages import advise_huge_pages, map_memory
 from nanovllm.utils.integers import ceil_div
 from nanovllm.utils.machine import num_threads
 
@@ -35,9 +36,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PANEL = 32
-"""Columns in a panel of a packed weight, as in cpu/linear.h."""
-
 SOURCES = Path(__file__).parent
 
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-pthread", "-fno-math-errno", "-fPIC", "-shared")
@@ -45,42 +43,24 @@ FLAGS = ("-O3", "-march=native", "-std=c++17", "-pthread", "-fno-math-errno", "-
 NATIVE = ("-march=native", "-mcpu=native")
 """Two ways to ask for this processor's own instructions. Some versions of Clang for Arm know only the second."""
 
-Signature = tuple[int, int, int]
-"""How many pointers, integers and floats a function takes, in this order, after the number of threads.
-
-ctypes does not know: a wrong number ends the process.
-"""
-
-_SIGNATURES = {  # one function for each dtype
-    "linear": (4, 3, 0),
-    "attend": (7, 6, 1),
-    "route": (6, 4, 0),
-    "grouped_linear": (4, 3, 0),
-    "combine": (4, 3, 0),
-    "add_rms_norm": (5, 3, 1),
-    "silu_and_mul": (2, 2, 0),
-    "sigmoid_and_mul": (3, 3, 0),
-    "norm_rope_store": (9, 6, 1),
-    "causal_conv": (7, 4, 0),
-    "gated_delta": (9, 6, 0),
-    "gated_rms_norm": (4, 4, 1),
-    "sample": (6, 2, 0),
-    "token_logprobs": (5, 2, 0),
-}
-_WITHOUT_DTYPE = {
-    "pack": (2, 2, 0),
-    "packed_rows": (3, 2, 0),
-    "gather_rows": (3, 2, 0),
-    "advise_huge_pages": (1, 1, 0),
-    "touch_pages": (1, 1, 0),
-    "step_inputs": (12, 4, 0),
-    "store_samples": (3, 1, 0),
-    "repeat": (1, 1, 0),
-}
 _PLAIN = frozenset((int, float, bool, type(None)))
 """Types that ctypes takes as they are. Looking one up takes a third of the time of isinstance."""
 
-_SUFFIXES = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
+_SUFFIXES = {torch.bfloat16: "_bfloat16", torch.float32: "_float32", None: ""}
+
+_KINDS: dict[str, Any] = {"P": ctypes.c_void_p, "q": ctypes.c_int64, "f": ctypes.c_float}
+"""Kinds of arguments by the letters that exported.h has for them."""
+
+
+def read_constant(name: str, source: str) -> int:
+    """Return a constant that a C++ source defines as `name = number`."""
+    (number,) = re.findall(rf"\b{name} = (\d+)", (SOURCES / source).read_text())
+    return int(number)
+
+
+LANES = read_constant("LANES", "vectors.h")
+PANEL = read_constant("PANEL", "vectors.h")
+MAX_HEAD_DIM = read_constant("MAX_HEAD_DIM", "vectors.h")
 
 
 class RecordedCalls:
@@ -117,11 +97,11 @@ class RecordedCalls:
 
     def repeat(self) -> None:
         """Make the calls again. All that they read and write must still be at the same addresses."""
-        cpu_library().repeat(self._calls)
+        cpu_library().call("repeat", None, *self._calls.buffer_info())
 
 
 def _to_word(kind: type, argument: float | None) -> int:
-    """Return an argument as the 64 bits that cpu/recorded.h reads."""
+    """Return an argument as the 64 bits that exported.h reads."""
     if kind is ctypes.c_float:
         return int.from_bytes(struct.pack("<f", argument), "little")
     return int(argument or 0)
@@ -147,28 +127,15 @@ class KernelLibrary:
 
     Attributes:
         source: the C++ file of `SOURCES` that has the kernels. The library's file has its name, too.
-        typed: the functions that are there once for each dtype.
-        untyped: the functions that are there once: dtypes do not matter to them.
-        flags: of the compiler, in addition to FLAGS.
+        flags: the flags that the compiler gets in addition to FLAGS.
     """
 
     source: ClassVar[str]
-    typed: ClassVar[Mapping[str, Signature]]
-    untyped: ClassVar[Mapping[str, Signature]] = {}
     flags: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, path: Path) -> None:
-        library = ctypes.CDLL(str(path))
+        self.library = ctypes.CDLL(str(path))
         self._functions: dict[tuple[str, torch.dtype | None], _Function] = {}
-        for name, signature in self.typed.items():
-            for dtype, suffix in _SUFFIXES.items():
-                self._functions[name, dtype] = _declare(library, f"{name}_{suffix}", signature)
-        for name, signature in self.untyped.items():
-            self._functions[name, None] = _declare(library, name, signature)
-        self.declare_others(library)
-
-    def declare_others(self, library: ctypes.CDLL) -> None:
-        """Declare the functions that are neither typed nor untyped."""
 
     def call(self, name: str, dtype: torch.dtype | None, *arguments: Tensor | float | None) -> None:
         """Run the kernel for dtype (None: a function without one). A tensor becomes its address, None null.
@@ -176,7 +143,7 @@ class KernelLibrary:
         Raises:
             TypeError: a wrong number of arguments. C++ would read, or free, memory that is not its own.
         """
-        function = self._functions[name, dtype]
+        function = self._functions.get((name, dtype)) or self._declare(name, dtype)
         # ctypes refuses too few arguments by itself, but passes a surplus one on.
         if len(arguments) != len(function.argtypes) - 1:
             raise TypeError(f"{name} takes {len(function.argtypes) - 1} arguments, not {len(arguments)}")
@@ -185,19 +152,27 @@ class KernelLibrary:
         if (calls := _recorded.get()) is not None:
             calls.add(function, addresses)
 
+    def _declare(self, name: str, dtype: torch.dtype | None) -> "_Function":
+        """Tell ctypes what a function takes, as its library says: a wrong number of arguments ends the process."""
+        symbol = name + _SUFFIXES[dtype]
+        function = self.library[symbol]
+        letters = ctypes.c_char_p.in_dll(self.library, f"{symbol}_arguments").value or b""
+        function.argtypes = [_KINDS[letter] for letter in "q" + letters.decode()]
+        function.restype = None
+        # A function that no recorded step calls has no name_again.
+        function.again = getattr(self.library, f"{symbol}_again", None)  # type: ignore[attr-defined]
+        self._functions[name, dtype] = function
+        return function
+
 
 class CpuLibrary(KernelLibrary):
     """The kernels of kernels.cpp: all but those of quantised matrices."""
 
     source = "kernels.cpp"
-    typed = _SIGNATURES
-    untyped = _WITHOUT_DTYPE
 
-    def declare_others(self, library: ctypes.CDLL) -> None:
-        # Logits are edited in float32, whatever the model's dtype.
-        self._functions["edit_logits", torch.float32] = _declare(library, "edit_logits", (6, 2, 0))
-        library.is_amx_refused.restype = ctypes.c_int64
-        if library.is_amx_refused():
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        if self.library.is_amx_refused():
             logger.warning(
                 "the system does not let this process use AMX, the processor's matrix unit (a thread's signal stack is "
                 "too small for it): bfloat16 is multiplied more slowly, and sums have other bits than with AMX"
@@ -213,46 +188,15 @@ class CpuLibrary(KernelLibrary):
             packed = weight.view(-1)
         else:
             packed = torch.empty(ceil_div(out_features, PANEL) * PANEL * in_features, dtype=weight.dtype)
-            self.advise_huge_pages(packed)
-        self.call("pack", None, weight, packed, out_features, _units_per_row(weight))
+            advise_huge_pages(packed)
+        self.call("pack", None, weight, packed, out_features, in_features * weight.element_size() // 4)
         return packed
-
-    def packed_rows(self, packed: Tensor, indices: Tensor, rows: Tensor) -> None:
-        """Write the rows of the packed matrix at indices int32 [n] to rows [n, in]."""
-        self.call("packed_rows", None, packed, indices, rows, len(indices), _units_per_row(rows))
-
-    def repeat(self, calls: "array[int]") -> None:
-        """Make recorded calls again: see `RecordedCalls`."""
-        self._functions["repeat", None](num_threads(), calls.buffer_info()[0], len(calls) // 2)
-
-    def advise_huge_pages(self, tensor: Tensor) -> None:
-        """Ask for huge pages, which are faster to stream, for a large tensor that is not written to yet."""
-        storage = tensor.untyped_storage()
-        self._functions["advise_huge_pages", None](1, storage.data_ptr(), storage.nbytes())
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return a large tensor of zeros. All threads touch its pages now; the system gives pages of zeros."""
-        memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        zeros = torch.frombuffer(memory, dtype=dtype).view(*shape)
-        self.advise_huge_pages(zeros)
+        zeros = torch.frombuffer(map_memory(math.prod(shape) * dtype.itemsize), dtype=dtype).view(*shape)
         self.call("touch_pages", None, zeros, zeros.nbytes)
         return zeros
-
-
-def _units_per_row(matrix: Tensor) -> int:
-    """Return how many units of 32 bits a row has."""
-    return matrix.shape[1] * matrix.element_size() // 4
-
-
-def _declare(library: ctypes.CDLL, name: str, signature: Signature) -> "_Function":
-    function: _Function = getattr(library, name)
-    pointers, integers, floats = signature
-    threads = [ctypes.c_int64]
-    function.argtypes = threads + [ctypes.c_void_p] * pointers + [ctypes.c_int64] * integers + [ctypes.c_float] * floats
-    function.restype = None
-    # A function that no recorded step calls has no name_again.
-    function.again = getattr(library, f"{name}_again", None)  # type: ignore[attr-defined]
-    return function
 
 
 @functools.cache

@@ -9,7 +9,7 @@
 
 namespace {
 
-constexpr int PANEL = 32, MAX_TILE_ROWS = REGISTER_ROWS, FEW_TILE_ROWS = MAX_TILE_ROWS / 2;
+constexpr int MAX_TILE_ROWS = REGISTER_ROWS, FEW_TILE_ROWS = MAX_TILE_ROWS / 2;
 static_assert(2 * FEW_TILE_ROWS <= MAX_TILE_ROWS, "few rows x twice the columns must fit the same registers");
 
 // The left side of a product is stored in blocks of DEPTH steps of each row. If rows were a power of two apart, they
@@ -290,6 +290,7 @@ void multiply_panels(const typename T::element* x, const uint32_t* packed, const
 
 // Computes y[rows][out] = x[rows][in] W^T + bias. Each thread owns some panels of W. The threads take the same rows at
 // the same time: so each converts the left side of these rows once, and not again for each of its pieces.
+// The reference is torch.nn.functional.linear.
 template <class T>
 void linear(const void* x, const uint32_t* packed, const void* bias, void* y, int64_t rows, int64_t in, int64_t out) {
     using E = typename T::element;

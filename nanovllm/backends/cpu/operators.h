@@ -23,6 +23,7 @@ void rms_norm_row(const typename T::element* x, const void* weight_, typename T:
 }
 
 // Computes sum = x + residual and y = rms_norm(sum) * weight. If residual is null: only y = rms_norm(x) * weight.
+// The references are in ops/rms_norm.py.
 template <class T>
 void add_rms_norm(const void* x_, const void* residual_, const void* weight, void* y, void* sum_, int64_t rows,
                   int64_t size, int64_t is_wide, float eps) {
@@ -45,6 +46,7 @@ void add_rms_norm(const void* x_, const void* residual_, const void* weight, voi
 inline vf silu(vf x) { return x / (1.0f + exp(-maximum(x, splat(-80.0f)))); }
 
 // Computes y[rows][size] = silu(gate) * up. A row of gate_up holds `size` gates, then `size` ups.
+// The reference is `silu_and_mul_reference` in ops/silu_and_mul.py.
 template <class T> void silu_and_mul(const void* gate_up, void* y_, int64_t rows, int64_t size) {
     using E = typename T::element;
     share(rows, quarter_unless_small(rows, rows * size), [&](Span some) {
@@ -110,6 +112,7 @@ void norm_rope_store_as(const void* qkv_, const void* q_weight, const void* k_we
 
 // Calls norm_rope_store_as. q_weight is null in families that do not norm their heads; is_wide says whether both weights
 // are float32 whatever T is.
+// The reference is `norm_rope_store_reference` in ops/norm_rope_store.py.
 template <class T, class... Arguments>
 void norm_rope_store(const void* qkv, int64_t is_wide, const void* q_weight, Arguments... arguments) {
     const auto normed = is_wide ? norm_rope_store_as<T, Float> : norm_rope_store_as<T, T>;

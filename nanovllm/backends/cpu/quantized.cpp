@@ -1,10 +1,10 @@
 // The kernels for quantised matrices: a library of its own, compiled when the first model asks for it.
 //
-// quantized.h describes how the matrices are stored, and linear.h and team.h do the rest. As in kernels.cpp, the first
-// parameter of every function says how many threads share its work.
+// quantized.h describes how the matrices are stored, and linear.h and team.h do the rest. The references are
+// `quantized_linear_reference` and `grouped_quantized_reference` in quantized/coded_weight.py.
 
+#include "exported.h"
 #include "quantized.h"
-#include "recorded.h"
 
 namespace {
 
@@ -50,10 +50,13 @@ template <class Q> void weight_rows(const Quantized& m, const int32_t* indices, 
     });
 }
 
-// Calls body(format) with a value of the format for left sides of P. cpu_matrix.py has the same numbers.
+// The numbers of the formats: 8 bits without the code -128, which is slower; 8 bits with it; 4 bits.
+enum { INT8 = 0, WHOLE_INT8 = 1, INT4 = 2 };
+
+// Calls body(format) with a value of the format for left sides of P.
 template <class P, class Body> void with_format(int64_t number, Body body) {
-    if (number == 0) body(Int8<P, false>{});
-    else if (number == 1) body(Int8<P, true>{});
+    if (number == INT8) body(Int8<P, false>{});
+    else if (number == WHOLE_INT8) body(Int8<P, true>{});
     else body(Int4<P>{});
 }
 
@@ -61,18 +64,10 @@ template <class P, class Body> void with_format(int64_t number, Body body) {
 
 extern "C" {
 
-// Defines name_bfloat16 and name_float32, which call the template `name` for left sides of that type.
-#define EXPORT_CODES(name, arguments, ...)                                                        \
-    void name##_bfloat16(int64_t threads, __VA_ARGS__, int64_t format) {                          \
-        num_threads = threads;                                                                    \
-        with_format<BFloat16>(format, [&](auto chosen) { name<decltype(chosen)> arguments; });    \
-    }                                                                                             \
-    void name##_float32(int64_t threads, __VA_ARGS__, int64_t format) {                           \
-        num_threads = threads;                                                                    \
-        with_format<Float>(format, [&](auto chosen) { name<decltype(chosen)> arguments; });       \
-    }                                                                                             \
-    AGAIN(name##_bfloat16)                                                                        \
-    AGAIN(name##_float32)
+// Exports the template `name` of a format, for left sides of both types.
+#define EXPORT_CODES(name, arguments, ...)                                                                   \
+    EXPORT_CALL(name, with_format<T>(format, [&](auto chosen) { name<decltype(chosen)> arguments; }), __VA_ARGS__, \
+                int64_t format)
 
 EXPORT_CODES(pack_codes, (codes, packed, out, in), const uint8_t* codes, uint8_t* packed, int64_t out, int64_t in)
 EXPORT_CODES(weight_rows, ({codes, scales, zeros, in, out, group}, indices, y, count),

@@ -1,41 +1,42 @@
 """Quantised matrices that the C++ kernels of backends/cpu/quantized.cpp multiply."""
 
 import functools
+import logging
 
 import torch
 from torch import Tensor
 
-from nanovllm.backends.cpu.backend import gather_rows
+from nanovllm.backends.cpu.backend import CpuBackend, gather_rows
 from nanovllm.backends.cpu.huge_pages import huge_pages, return_freed_memory
-from nanovllm.backends.cpu.library import PANEL, AnyLibrary, KernelLibrary, cpu_library, open_library
+from nanovllm.backends.cpu.library import (
+    PANEL,
+    AnyLibrary,
+    KernelLibrary,
+    cpu_library,
+    open_library,
+    read_constant,
+)
 from nanovllm.backends.cpu.scratch import Scratch
+from nanovllm.layers.linear import PackedMatrix
 from nanovllm.models.qwen3_moe.ops import Routing
 from nanovllm.quantized.codes import Codes
+from nanovllm.quantized.formats import Format
+from nanovllm.quantized.torch_matrix import MatrixOperators
 from nanovllm.utils.integers import ceil_div
 
-CHUNK = 64
-"""Bytes of a panel's codes that belong together, as in cpu/quantized.h."""
+logger = logging.getLogger(__name__)
 
-INT8 = 0
-"""The number of a format in cpu/quantized.cpp: 8 bits, without the code -128, which is slower."""
+CHUNK = read_constant("CHUNK", "quantized.h")
+"""Bytes of a panel's codes that belong together."""
 
-WHOLE_INT8 = 1
-"""8 bits, with the code -128."""
-
-INT4 = 2
-"""4 bits."""
+INT8, WHOLE_INT8, INT4 = (read_constant(name, "quantized.cpp") for name in ("INT8", "WHOLE_INT8", "INT4"))
+"""The formats: 8 bits without the code -128, which is slower; 8 bits with it; 4 bits."""
 
 
 class QuantizedLibrary(KernelLibrary):
     """The kernels of quantised matrices."""
 
     source = "quantized.cpp"
-    typed = {  # noqa: RUF012 (the base class declares it)
-        "pack_codes": (2, 3, 0),
-        "weight_rows": (5, 5, 0),
-        "linear_codes": (6, 5, 0),
-        "grouped_codes": (6, 5, 0),
-    }
 
 
 @functools.cache
@@ -66,7 +67,7 @@ class PackedCodes:
 
     Args:
         codes: they are copied.
-        dtype: of inputs and outputs, torch.bfloat16 or torch.float32. The order of the codes depends on it.
+        dtype: the type of inputs and outputs, torch.bfloat16 or torch.float32. The order of the codes depends on it.
     """
 
     def __init__(self, codes: Codes, dtype: torch.dtype) -> None:
@@ -107,7 +108,7 @@ class CpuMatrix:
     """A quantised matrix [out, in]. It gives single rows, too: a tied embedding needs no copy.
 
     Args:
-        codes, dtype: see `PackedCodes`.
+        codes, dtype: `PackedCodes` explains them.
         scratch: lends memory to the outputs.
     """
 
@@ -138,7 +139,7 @@ class CpuExperts:
     """The quantised matrices of experts, [num_experts, out, in].
 
     Args:
-        codes, dtype: see `PackedCodes`.
+        codes, dtype: `PackedCodes` explains them.
         scratch: lends memory to the outputs.
     """
 
@@ -166,3 +167,33 @@ def _by_panel(values: Tensor) -> Tensor:
     padded = values.new_zeros(*first, panels * PANEL, groups)
     padded[..., :out, :] = values
     return huge_pages.copy(padded.view(*first, panels, PANEL, groups).transpose(-1, -2))
+
+
+class CpuMatrixOperators(MatrixOperators):
+    """Makes matrices for the C++ kernels."""
+
+    def __init__(self, backend: CpuBackend) -> None:
+        self._scratch = backend.scratch
+
+    def make_matrix(self, codes: Codes, dtype: torch.dtype) -> CpuMatrix:
+        return CpuMatrix(codes, dtype, self._scratch)
+
+    def make_dynamic_matrix(self, codes: Codes, dtype: torch.dtype) -> PackedMatrix:
+        from nanovllm.backends.cpu.dynamic import DynamicCpuMatrix
+
+        return DynamicCpuMatrix(codes, dtype, self._scratch)
+
+    def make_experts(self, codes: Codes, dtype: torch.dtype) -> CpuExperts:
+        return CpuExperts(codes, dtype, self._scratch)
+
+    def warn(self, format: Format) -> None:
+        from nanovllm.backends.cpu.dynamic import dynamic_library
+
+        if format.rounds_inputs and not dynamic_library().multiplies_bytes:
+            logger.warning(
+                "this processor has no instruction that multiplies bytes (AVX-512 VNNI, AVX-VNNI or Arm's dot "
+                'product): quantization="int8-dynamic" gives the same numbers as with one, more slowly'
+            )
+
+
+make_operators = CpuMatrixOperators

@@ -1,4 +1,4 @@
-// Samples tokens by the rule that is stated in sample.py, and computes log-probabilities of given tokens.
+// Samples tokens by the rule that is stated in ops/sample.py, and computes log-probabilities of given tokens.
 #pragma once
 
 #include <functional>
@@ -216,6 +216,7 @@ int32_t sample_row(const typename T::element* logits, const RowSampling& request
 
 // Samples one token from each row of logits[count][vocab], as row rows[i] of the table says. checked[i] is the result of
 // sample_row; tokens[i] is the same, but 0 instead of -1, so that it is always a valid token id.
+// The reference is `sample_reference` in ops/sample.py.
 template <class T>
 void sample(const void* logits_, const RowSampling* table, const int32_t* rows, const int32_t* positions,
             int32_t* tokens, int32_t* checked, int64_t count, int64_t vocab) {
@@ -228,8 +229,8 @@ void sample(const void* logits_, const RowSampling* table, const int32_t* rows, 
     });
 }
 
-// Computes the three arrays of `TokenLogprobs` in token_logprobs.py, each [rows], from logits [rows][vocab]. A token of
-// -1 counts as 0.
+// Computes the three arrays of `TokenLogprobs`, each [rows], from logits [rows][vocab]. A token of -1 counts as 0.
+// The reference is `token_logprobs_reference` in ops/token_logprobs.py.
 template <class T>
 void token_logprobs(const void* logits_, const int32_t* tokens, float* values, float* log_sums, int32_t* num_above,
                     int64_t rows, int64_t vocab) {

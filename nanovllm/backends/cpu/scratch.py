@@ -11,13 +11,11 @@ from contextvars import ContextVar
 import torch
 from torch import Tensor
 
+from nanovllm.backends.cpu.huge_pages import HUGE_PAGE, map_memory
 from nanovllm.utils.integers import ceil_div
 
 SMALLEST_LOAN = 32 << 20
 """Bytes of the smallest tensor whose memory is lent. glibc's malloc keeps smaller blocks by itself."""
-
-HUGE_PAGE = 2 << 20
-"""Bytes of a huge page on x86-64."""
 
 SMALLEST_PIECE = 64 << 10
 """Bytes of the smallest piece of memory that `borrow_from` lends. Most results of a small step fit into it."""
@@ -64,23 +62,13 @@ class Scratch:
         else:
             if self._free and not self._keeps_all:
                 self._free.remove(max(self._free, key=len))
-            memory = _allocate(size)
+            memory = map_memory(ceil_div(size, HUGE_PAGE) * HUGE_PAGE if size > HUGE_PAGE else size)
             if self._keeps_all:
                 self._kept.append(memory)
         # All views of the tensor share this ctypes array. When it is collected, nobody reads the memory any more.
         loan = (ctypes.c_char * len(memory)).from_buffer(memory)
         weakref.finalize(loan, self._free.append, memory).atexit = False
         return torch.frombuffer(loan, dtype=dtype, count=count).view(shape)
-
-
-def _allocate(size: int) -> mmap.mmap:
-    """Return new memory of at least `size` bytes, in huge pages if it fills one."""
-    is_large = size >= HUGE_PAGE
-    size = ceil_div(size, HUGE_PAGE) * HUGE_PAGE if is_large else size
-    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if is_large and hasattr(mmap, "MADV_HUGEPAGE"):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
 
 
 _lender: ContextVar[Scratch | None] = ContextVar("lender", default=None)

@@ -24,7 +24,8 @@ using std::uint32_t;
 
 namespace {
 
-constexpr int LANES = 16, MAX_HEAD_DIM = 256;
+// Lanes of a vector, columns of a panel of a packed matrix, and the largest head. library.py reads these numbers here.
+constexpr int LANES = 16, PANEL = 32, MAX_HEAD_DIM = 256;
 
 typedef float vf __attribute__((vector_size(64)));
 typedef int32_t vi __attribute__((vector_size(64)));

@@ -1,6 +1,6 @@
-"""A short causal convolution of each channel, then silu. It carries the last inputs of a row to its next step.
+"""A short causal convolution of each channel, then silu, as a Triton kernel.
 
-It comes before the recurrence of gated_delta.py.
+The reference is `causal_conv_reference` in models/qwen3_5/ops.py.
 """
 
 import torch

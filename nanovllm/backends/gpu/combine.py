@@ -1,4 +1,7 @@
-"""Adds up what a token's experts have computed, by the weights of the routing."""
+"""Adds up what a token's experts have computed, as a Triton kernel.
+
+The reference is `combine_reference` in models/qwen3_moe/ops.py.
+"""
 
 import torch
 from torch import Tensor

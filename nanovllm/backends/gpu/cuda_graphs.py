@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from tqdm import tqdm
 
+from nanovllm.backends.steps import MOST_SEQS, StepPart, Steps
 from nanovllm.engine.plan import StepPlan, make_padding
-from nanovllm.runner.device import split_head
-from nanovllm.runner.steps import MOST_SEQS, StepPart, Steps
+from nanovllm.ops.step_inputs import split_head
 
 if TYPE_CHECKING:
     from nanovllm.runner.model_runner import ModelRunner

@@ -16,7 +16,7 @@ from nanovllm.backends.gpu.cuda_graphs import CudaGraphs
 from nanovllm.backends.gpu.memory import measure_memory
 from nanovllm.backends.gpu.pinned import PinnedCopier, PinnedStaging
 from nanovllm.backends.gpu.startup import compile_kernels
-from nanovllm.runner.steps import Steps, Stopwatch
+from nanovllm.backends.steps import Steps, Stopwatch
 
 if TYPE_CHECKING:
     from nanovllm.runner.model_runner import ModelRunner

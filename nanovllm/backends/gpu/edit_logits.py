@@ -1,21 +1,10 @@
-"""Edits logits as requests ask: masks and penalties, after biases and before temperature and filters.
-
-The order is vLLM's. The host makes one mask of everything that forbids tokens: a grammar, allowed ids, bad words,
-min_tokens. Biases are added before the mask, which changes nothing: a forbidden token stays forbidden. Then
-
-    repetition   for tokens of prompt and output: a positive logit is divided by the penalty, another is multiplied
-                 (Keskar et al. 2019, "CTRL"; the rule for negative logits is transformers')
-    frequency    the penalty is subtracted as often as the token is in the output
-    presence     the penalty is subtracted once if the token is in the output
-
-A NaN or +inf stays as it is, even if its token is forbidden. The sampler then flags the row as broken.
-"""
+"""Edits logits by masks and penalties, as a Triton kernel. The rule and its reference are in edits/edit_logits.py."""
 
 from torch import Tensor
 
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
 from nanovllm.backends.gpu.triton_shim import tl, triton
-from nanovllm.edits.edit_logits import MaskAndPenalties
+from nanovllm.edits.edit_logits import EditOperators, MaskAndPenalties
 
 BLOCK = 4096
 
@@ -72,3 +61,14 @@ def edit_logits(logits: Tensor, edits: MaskAndPenalties) -> None:
     grid = (len(indices), -(-vocab_size // BLOCK))
     config = edit_config(masks is not None, counts is not None)
     launch(_edit_kernel, grid, (logits, indices, *pointers, *sizes), config)
+
+
+class TritonEditOperators(EditOperators):
+    """Launches our Triton kernel."""
+
+    edit_logits = staticmethod(edit_logits)
+
+
+def make_operators(backend: object) -> TritonEditOperators:
+    """Return the operators of Triton."""
+    return TritonEditOperators()

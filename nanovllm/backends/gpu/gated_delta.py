@@ -1,10 +1,4 @@
-"""The gated delta rule (Yang et al. 2024, https://arxiv.org/abs/2412.06464): attention with a state of constant size.
-
-Each value head of a row has a matrix S [key dim, value dim], its state. It maps keys to values. A token first lets S
-fade by its decay. Then it replaces a share `beta` of what S has for its key by its value:
-
-    S = decay S;  d = beta (v - k S);  S = S + k d;  out = q S
-"""
+"""The gated delta rule as a Triton kernel. The rule and its reference are in models/qwen3_5/ops.py."""
 
 import torch
 from torch import Tensor

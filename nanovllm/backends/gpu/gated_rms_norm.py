@@ -1,4 +1,7 @@
-"""RMSNorm of each head, times silu of a gate: the last operator of a gated DeltaNet before its output projection."""
+"""RMSNorm of each head, times silu of a gate, as a Triton kernel.
+
+The reference is `gated_rms_norm_reference` in models/qwen3_5/ops.py.
+"""
 
 import torch
 from torch import Tensor

@@ -87,12 +87,12 @@ def _measure_largest_step(runner: "ModelRunner") -> int:
     # Padding rows store nothing and read block 0: the shapes are real, the values are not.
     plan.rows[:] = runner.device_rows.padding_row
     runner.launch(plan).result()
-    num_bytes = torch.cuda.max_memory_allocated(runner.device)
+    num_bytes: int = torch.cuda.max_memory_allocated(runner.device)
     num_bytes += runner.count_transfer_bytes(plan.num_tokens)
     if runner.parallel.number == 0:
         num_edited = min(config.max_num_seqs * (1 + config.num_speculative_tokens), config.max_num_batched_tokens)
         edits = EDIT_BYTES * num_edited + COUNT_BYTES * config.max_num_seqs
-        num_bytes += edits * runner.shape.vocab * runner.parallel.size
+        num_bytes += edits * runner.hf_config.vocab_size
     return num_bytes
 
 

@@ -1,4 +1,7 @@
-"""Norms of q and k, rotary embedding (Su et al. 2021, https://arxiv.org/abs/2104.09864), and storing k and v."""
+"""Norms of q and k, rotary embedding and storing k and v, in one Triton kernel.
+
+The reference is `norm_rope_store_reference` in ops/norm_rope_store.py.
+"""
 
 from torch import Tensor
 

@@ -1,6 +1,6 @@
 """Causal attention of several query tokens a sequence, to its prefix in the paged cache and to each other.
 
-The reference is `attend_reference` in attention.py.
+The reference is `attend_reference` in ops/attention.py.
 """
 
 import math

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanovllm.backends.staging import Staging
 from nanovllm.engine.plan import IntArray
-from nanovllm.runner.device import Staging
 
 BUFFER_BYTES = 64 << 20
 """Bytes of each buffer. Starting a copy of so many costs nothing beside the copy itself."""

@@ -7,6 +7,9 @@ from nanovllm.backends.gpu.quantized_linear import TILES, format_config, grouped
 from nanovllm.models.qwen3_moe.ops import Routing
 from nanovllm.quantized.coded_weight import CodedWeight
 from nanovllm.quantized.codes import Codes
+from nanovllm.quantized.formats import Format
+from nanovllm.quantized.torch_matrix import MatrixOperators
+from nanovllm.utils.checks import quote
 
 
 class TritonMatrix:
@@ -61,7 +64,7 @@ class TritonExperts:
         self.weight = transpose_scales(codes)
 
     def multiply(self, x: Tensor, routing: Routing, gather: bool) -> Tensor:
-        """Do what `Backend.grouped_linear` does."""
+        """Do what `grouped_linear_reference` does."""
         return grouped_quantized(x, self.weight, routing, gather)
 
 
@@ -80,3 +83,28 @@ def transpose_scales(codes: Codes) -> CodedWeight:
 def _copy_transposed(values: Tensor) -> Tensor:
     """Return values [..., m, n] as a contiguous copy [..., n, m]."""
     return values.mT.clone(memory_format=torch.contiguous_format)
+
+
+class TritonMatrixOperators(MatrixOperators):
+    """Makes matrices for the Triton kernels. None of them multiplies in whole numbers."""
+
+    def make_matrix(self, codes: Codes, dtype: torch.dtype) -> TritonMatrix:
+        return TritonMatrix(codes, dtype)
+
+    def make_experts(self, codes: Codes, dtype: torch.dtype) -> TritonExperts:
+        return TritonExperts(codes)
+
+    def check(self, format: Format) -> None:
+        if format.rounds_inputs:
+            raise ValueError(
+                f"quantization is {quote(format.name)}, for which there are kernels on a CPU only: on a GPU use "
+                'quantization="int8", or attention_backend="torch", which is slow'
+            )
+
+    def warn(self, format: Format) -> None:
+        pass
+
+
+def make_operators(backend: object) -> TritonMatrixOperators:
+    """Return what makes the matrices of Triton."""
+    return TritonMatrixOperators()

@@ -1,4 +1,7 @@
-"""Multiplies by a matrix of whole numbers with scales: 8 or 4 bits a weight. Activations keep their type."""
+"""Multiplies by a matrix of whole numbers with scales, 8 or 4 bits a weight, in Triton. Activations keep their type.
+
+The references are in quantized/coded_weight.py.
+"""
 
 import torch
 from torch import Tensor

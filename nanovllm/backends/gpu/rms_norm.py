@@ -1,4 +1,4 @@
-"""RMSNorm, alone or after adding the residual (Zhang and Sennrich 2019, https://arxiv.org/abs/1910.07467)."""
+"""RMSNorm, alone or after adding the residual, as a Triton kernel. The references are in ops/rms_norm.py."""
 
 import torch
 from torch import Tensor

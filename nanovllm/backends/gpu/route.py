@@ -1,5 +1,7 @@
-"""Chooses the experts of each token (softmax, then the k highest) and sorts the pairs by expert (Shazeer et al. 2017,
-https://arxiv.org/abs/1701.06538)."""
+"""Chooses the experts of each token and sorts the pairs by expert, in two Triton kernels.
+
+The reference is `route_reference` in models/qwen3_moe/ops.py.
+"""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,7 @@
-"""The gate of a hybrid's attention: x * sigmoid(gate)."""
+"""The gate of a hybrid's attention, x * sigmoid(gate), as a Triton kernel.
+
+The reference is `sigmoid_and_mul_reference` in models/qwen3_5/ops.py.
+"""
 
 import torch
 from torch import Tensor

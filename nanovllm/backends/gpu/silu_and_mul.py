@@ -1,4 +1,4 @@
-"""SwiGLU's product with an activated gate, silu(gate) * up (Shazeer 2020, https://arxiv.org/abs/2002.05202)."""
+"""SwiGLU's product with an activated gate as a Triton kernel. The reference is in ops/silu_and_mul.py."""
 
 import torch
 from torch import Tensor

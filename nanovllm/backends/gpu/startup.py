@@ -9,13 +9,10 @@ import torch
 from torch import nn
 
 from nanovllm.backends.gpu.cuda_graphs import CudaGraphs
-from nanovllm.backends.gpu.grouped_linear import TILES
 from nanovllm.backends.gpu.launch import compile_launches
-from nanovllm.edits.edit_logits import MaskAndPenalties
+from nanovllm.backends.steps import EAGER
 from nanovllm.engine.plan import SAMPLING_COLUMNS, StepPlan
-from nanovllm.layers.linear import MatrixModule
 from nanovllm.models.decoder import Decoder
-from nanovllm.runner.steps import EAGER
 from nanovllm.utils.integers import ceil_div
 
 if TYPE_CHECKING:
@@ -55,9 +52,9 @@ def launch_steps(runner: "ModelRunner") -> None:
     mixed = StepPlan.largest(2, 3, config.max_model_len)  # a decode and a prompt of two tokens
     plans = [mixed]
     # Products with experts and with quantised matrices have a kernel for each range of the number of tokens.
-    limits = {most for most, _, _ in TILES} if runner.shape.experts else set()
-    matrices = [module for module in runner.model.modules() if isinstance(module, MatrixModule)]
-    limits.update(*(getattr(matrix.packed, "row_limits", ()) for matrix in matrices))
+    modules = list(runner.model.modules())
+    kernels = [getattr(module, name, None) for module in modules for name in ("packed", "operators")]
+    limits: set[int] = set().union(*(getattr(kernel, "row_limits", ()) for kernel in kernels))
     for most in sorted(limits):
         num_tokens = min(most + 1, config.max_num_batched_tokens)
         plans.append(StepPlan.largest(config.max_num_seqs, num_tokens, config.max_model_len))
@@ -76,6 +73,8 @@ def launch_steps(runner: "ModelRunner") -> None:
 
 def launch_logits_kernels(runner: "ModelRunner") -> None:
     """Launch the kernels that read logits: in the model's dtype, and in float32 for edits and log-probabilities."""
+    from nanovllm.edits.edit_logits import OPERATORS, MaskAndPenalties
+
     backend = runner.backend
     vocab = runner.hf_config.vocab_size  # of all ranks: rank 0 gathers their logits
     ids = torch.empty(2, dtype=torch.int32)
@@ -88,9 +87,10 @@ def launch_logits_kernels(runner: "ModelRunner") -> None:
     counts = torch.empty(2, vocab, dtype=torch.int32)
     penalties = torch.empty(2, 3, dtype=torch.float32)
     logits = torch.empty(2, vocab, dtype=torch.float32)
-    backend.edit_logits(logits, MaskAndPenalties(ids, masks, ids, None, None))
-    backend.edit_logits(logits, MaskAndPenalties(ids, None, ids, counts, penalties))
-    backend.edit_logits(logits, MaskAndPenalties(ids, masks, ids, counts, penalties))
+    edit_logits = backend.find_operators(OPERATORS).edit_logits
+    edit_logits(logits, MaskAndPenalties(ids, masks, ids, None, None))
+    edit_logits(logits, MaskAndPenalties(ids, None, ids, counts, penalties))
+    edit_logits(logits, MaskAndPenalties(ids, masks, ids, counts, penalties))
 
 
 @contextmanager

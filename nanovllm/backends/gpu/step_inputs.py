@@ -1,4 +1,4 @@
-"""Makes the inputs of a step on the device, from a plan and from the device's tables of the resident sequences."""
+"""Makes the inputs of a step in one Triton kernel. The reference is `step_inputs_reference` in ops/step_inputs.py."""
 
 import functools
 

@@ -1,4 +1,7 @@
-"""The log-probability and the rank of one given token of each row, for prompts that are scored and for `logprobs`."""
+"""The log-probability and the rank of one token of each row, as a Triton kernel.
+
+The reference is `token_logprobs_reference` in ops/token_logprobs.py.
+"""
 
 import torch
 from torch import Tensor

@@ -6,15 +6,11 @@ import torch
 from torch import Tensor
 
 from nanovllm.backends.base import Backend
-from nanovllm.backends.gpu.combine import combine
 from nanovllm.backends.gpu.device import CudaBackend
-from nanovllm.backends.gpu.edit_logits import edit_logits
-from nanovllm.backends.gpu.grouped_linear import grouped_linear
 from nanovllm.backends.gpu.norm_rope_store import norm_rope_store
 from nanovllm.backends.gpu.paged_decode import decode_metadata, paged_decode
 from nanovllm.backends.gpu.paged_prefill import paged_prefill
 from nanovllm.backends.gpu.rms_norm import add_rms_norm, rms_norm
-from nanovllm.backends.gpu.route import route
 from nanovllm.backends.gpu.sample import sample
 from nanovllm.backends.gpu.silu_and_mul import silu_and_mul
 from nanovllm.backends.gpu.step_inputs import step_inputs
@@ -28,6 +24,7 @@ class TritonKernels(Backend):
     """Computes the operators by Triton kernels. By itself it runs in Triton's interpreter, on a CPU, for tests."""
 
     name = "triton"
+    kernels = "gpu"
     captures_steps = True
     head_dims = (32, 64, 128, 256)
     groups = (1, 2, 3, 4, 5, 6, 7, 8, 16)
@@ -37,11 +34,7 @@ class TritonKernels(Backend):
     rms_norm = staticmethod(rms_norm)
     add_rms_norm = staticmethod(add_rms_norm)
     silu_and_mul = staticmethod(silu_and_mul)
-    route = staticmethod(route)
-    grouped_linear = staticmethod(grouped_linear)
-    combine = staticmethod(combine)
     norm_rope_store = staticmethod(norm_rope_store)
-    edit_logits = staticmethod(edit_logits)
     sample = staticmethod(sample)
     token_logprobs = staticmethod(token_logprobs)
 

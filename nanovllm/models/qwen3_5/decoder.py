@@ -15,15 +15,20 @@ from nanovllm.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
 from nanovllm.layers.parallel import Parallel
 from nanovllm.layers.weights import NamedTargets, ShardedLayer, WeightTarget
 from nanovllm.models.config import find_rotary_dim
-from nanovllm.models.decoder import Decoder, Layer, make_norm, make_rotary_table
+from nanovllm.models.decoder import Decoder, Layer, find_biases, make_norm, make_rotary_table, share_heads
 from nanovllm.models.qwen3_5.delta_net import DeltaNet
-from nanovllm.models.qwen3_5.operators import choose_hybrid_operators
-from nanovllm.models.qwen3_5.sizes import HybridShape
+from nanovllm.models.qwen3_5.ops import OPERATORS, HybridOperators
+from nanovllm.models.qwen3_5.states import resolve_states
 from nanovllm.ops.norm_rope_store import NormRope
 from nanovllm.ops.step_inputs import StepInputs
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+LINEAR_SIZES = (
+    *("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim"),
+    "linear_conv_kernel_dim",
+)
 
 
 def pair_halves(head_dim: int, rotary_dim: int) -> list[tuple[int, int]]:
@@ -48,27 +53,24 @@ class GatedAttention(ShardedLayer):
     def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel) -> None:
         super().__init__()
         self.backend = backend
-        self.operators = choose_hybrid_operators(backend)
+        self.operators: HybridOperators = backend.find_operators(OPERATORS)
         self.eps = config.rms_norm_eps
         self.scale = config.head_dim**-0.5
-        whole = HybridShape.from_config(config)
-        mine = whole.shard(parallel.size)
-        self.kv_heads = mine.kv_heads
-        self.head_dim = dim = whole.head_dim
+        heads, kv_heads = share_heads(config, parallel)
+        self.kv_heads = len(kv_heads)
+        self.head_dim = dim = config.head_dim
         self.pieces = pair_halves(dim, find_rotary_dim(config))
-        first = parallel.rank * whole.heads // parallel.size
-        first_kv = parallel.rank * whole.kv_heads // parallel.size  # several ranks may hold the same KV head
-        heads = range(first, first + mine.heads)
-        queries = 2 * whole.heads * dim
-        keys = whole.kv_heads * dim
+        queries = 2 * config.num_attention_heads * dim  # and their gates
+        keys = config.num_key_value_heads * dim
         parts = [Part("q_proj", queries, 2 * dim * head + at, count) for head in heads for at, count in self.pieces]
-        for head in range(first_kv, first_kv + mine.kv_heads):
+        for head in kv_heads:
             parts += [Part("k_proj", keys, dim * head + at, count) for at, count in self.pieces]
-        parts.append(Part("v_proj", keys, first_kv * dim, mine.kv_heads * dim))
+        parts.append(Part("v_proj", keys, kv_heads.start * dim, len(kv_heads) * dim))
         gates = [Part("q_proj", queries, dim * (2 * head + 1), dim) for head in heads]
-        self.qkv_proj = ColumnParallelLinear(config.hidden_size, parts, whole.qkv_bias)
-        self.gate_proj = ColumnParallelLinear(config.hidden_size, gates, whole.qkv_bias)
-        self.o_proj = RowParallelLinear(whole.heads * dim, config.hidden_size, whole.o_bias, parallel, "o_proj")
+        qkv_bias, o_bias = find_biases(config)
+        self.qkv_proj = ColumnParallelLinear(config.hidden_size, parts, qkv_bias)
+        self.gate_proj = ColumnParallelLinear(config.hidden_size, gates, qkv_bias)
+        self.o_proj = RowParallelLinear(queries // 2, config.hidden_size, o_bias, parallel, "o_proj")
         self.q_norm = make_norm(dim, torch.float32)
         self.k_norm = make_norm(dim, torch.float32)
 
@@ -107,9 +109,32 @@ class HybridDecoder(Decoder):
     """The model of one rank. Its norms multiply by 1 + weight."""
 
     layer_class = HybridLayer
-    shape_class = HybridShape
     norm_plus = 1.0
     unread = ("model.visual.", "mtp.")
+    resolve_options = staticmethod(resolve_states)
+
+    @classmethod
+    def check_config(cls, config: "PretrainedConfig", source: str) -> None:
+        if unknown := set(config.layer_types) - {"full_attention", "linear_attention"}:
+            raise ValueError(f"{source}: layer_types {sorted(map(str, unknown))} are not supported")
+        for name in LINEAR_SIZES:
+            if getattr(config, name) < 1:
+                raise ValueError(f"{source}: {name} is {getattr(config, name)}; it must be at least 1")
+        num_kinds = len(config.layer_types)
+        if num_kinds != config.num_hidden_layers:
+            raise ValueError(
+                f"{source}: layer_types names {num_kinds} layers, and num_hidden_layers is {config.num_hidden_layers}"
+            )
+        dim = find_rotary_dim(config)
+        if dim % 2 or not 2 <= dim <= config.head_dim:
+            raise ValueError(
+                f"{source}: partial_rotary_factor rotates {dim} elements of a head of {config.head_dim}; it must be an "
+                "even number"
+            )
+        value_heads = config.linear_num_value_heads
+        key_heads = config.linear_num_key_heads
+        if value_heads % key_heads:
+            raise ValueError(f"{source}: {value_heads} value heads cannot share {key_heads} key heads evenly")
 
     def make_angles(self, config: "PretrainedConfig", num_positions: int) -> Tensor:
         """Return cosines and sines, float32 [num_positions, head_dim]. What does not rotate has the angle 0."""

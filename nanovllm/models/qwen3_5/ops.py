@@ -1,4 +1,12 @@
-"""The operators that only hybrids have, in plain torch: a short convolution, the gated delta rule, gated norms."""
+"""The operators that only hybrids have, in plain torch: a short convolution, the gated delta rule, gated norms.
+
+A convolution of each channel, which carries the last inputs of a row to its next step, comes before the recurrence: the
+gated delta rule (Yang et al. 2024, https://arxiv.org/abs/2412.06464), attention with a state of constant size. Each
+value head of a row has a matrix S [key dim, value dim], its state. It maps keys to values. A token first lets S fade by
+its decay. Then it replaces a share `beta` of what S has for its key by its value:
+
+    S = decay S;  d = beta (v - k S);  S = S + k d;  out = q S
+"""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -10,6 +18,9 @@ from torch import Tensor
 
 from nanovllm.ops.rms_norm import rms_norm_reference
 from nanovllm.ops.step_inputs import StepInputs
+
+OPERATORS = {"torch": __name__, "cpu": "nanovllm.backends.cpu.hybrids", "gpu": "nanovllm.backends.gpu.hybrids"}
+"""The modules of the operators, for `Backend.find_operators`."""
 
 
 def list_sequences(inputs: StepInputs) -> Iterator[tuple[slice, int, bool]]:
@@ -124,3 +135,17 @@ def gated_rms_norm_reference(x: Tensor, gate: Tensor, weight: Tensor, eps: float
 def sigmoid_and_mul_reference(x: Tensor, gate: Tensor) -> Tensor:
     """Return x * sigmoid(gate), all [num_tokens, size]. The rows of gate may lie apart in memory."""
     return x * torch.sigmoid(gate)
+
+
+class HybridOperators:
+    """Computes each operator with its plain-torch reference. A subclass replaces those that it computes faster."""
+
+    causal_conv = staticmethod(causal_conv_reference)
+    gated_delta = staticmethod(gated_delta_reference)
+    gated_rms_norm = staticmethod(gated_rms_norm_reference)
+    sigmoid_and_mul = staticmethod(sigmoid_and_mul_reference)
+
+
+def make_operators(backend: object) -> HybridOperators:
+    """Return the operators of plain torch."""
+    return HybridOperators()

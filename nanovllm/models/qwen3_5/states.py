@@ -2,37 +2,33 @@
 
 import logging
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 
 from nanovllm.config import DEFAULT_NUM_SEQS, EngineConfig, ResolvedConfig
-from nanovllm.models.config import Shape
-from nanovllm.models.loader import Quantizer
+from nanovllm.models.sizes import Sizes
 from nanovllm.utils.memory import cpu_cache_budget
+
+if TYPE_CHECKING:
+    from nanovllm.quantized.loading import ModelQuantizer
 
 logger = logging.getLogger(__name__)
 
 
 def resolve_states(
-    asked: EngineConfig, config: ResolvedConfig, shape: Shape, quantizer: Quantizer | None
+    asked: EngineConfig,
+    config: ResolvedConfig,
+    sizes: Sizes,
+    quantizer: "ModelQuantizer | None",
+    gpu_memory: int | None = None,
 ) -> ResolvedConfig:
-    """Return the configuration of a model with a state per row.
-
-    Args:
-        asked: the user's options.
-        config: the same, resolved for a model without states.
-        shape: the whole model's.
-        quantizer: knows the memory of the weights; None if none is quantised.
-
-    Raises:
-        ValueError: an option asks for what a state cannot do.
-    """
+    """Return the configuration of a model with a state per row: see `Decoder.resolve_options`."""
     check_state_options(asked)
-    itemsize = getattr(torch, config.dtype).itemsize
-    weights = shape.count_bytes(itemsize) if quantizer is None else quantizer.count_bytes(shape, itemsize)
-    num_seqs = asked.max_num_seqs or count_rows_that_fit(
-        config, torch.device(config.device), weights // config.num_ranks, shape.row_bytes(itemsize)
-    )
+    dtype = getattr(torch, config.dtype)
+    weights = sizes.weight_bytes(dtype, quantizer) // config.num_ranks
+    row_bytes = sizes.row_bytes(dtype)
+    num_seqs = asked.max_num_seqs or count_rows_that_fit(config, weights, row_bytes, gpu_memory)
     return replace(config, enable_prefix_caching=False, max_num_seqs=num_seqs)
 
 
@@ -51,16 +47,18 @@ def check_state_options(config: EngineConfig) -> None:
     logger.info("prefix caching is off: the model keeps a state for each sequence")
 
 
-def count_rows_that_fit(config: EngineConfig, device: torch.device, weights: int, row_bytes: int) -> int:
+def count_rows_that_fit(config: EngineConfig, weights: int, row_bytes: int, gpu_memory: int | None = None) -> int:
     """Return the max_num_seqs of a model with a state per row, by the memory that is free before it is loaded.
 
     Args:
-        weights: bytes of one rank's weights.
-        row_bytes: of a row's state, of all ranks.
+        weights: the bytes of one rank's weights.
+        row_bytes: the bytes of a row's state, on all ranks together.
+        gpu_memory: the bytes of a GPU that need not be here; None: the device that `config` names.
     """
+    device = torch.device(config.device)
     if device.type != "cuda":
         return fit_rows(cpu_cache_budget(), row_bytes)  # ranks on a CPU share its memory
-    free, total = torch.cuda.mem_get_info(device)
+    free, total = torch.cuda.mem_get_info(device) if gpu_memory is None else (gpu_memory, gpu_memory)
     room = min(free, int(total * config.gpu_memory_utilization)) - weights
     return fit_rows(room, row_bytes // config.num_ranks)
 

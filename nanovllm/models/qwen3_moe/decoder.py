@@ -13,13 +13,21 @@ from nanovllm.backends import Backend
 from nanovllm.layers.linear import ColumnParallelLinear, Part
 from nanovllm.layers.parallel import Parallel
 from nanovllm.layers.weights import NamedTargets, ShardedLayer, WeightTarget
-from nanovllm.models.config import find_sparse_layers
 from nanovllm.models.decoder import Decoder, Layer
-from nanovllm.models.qwen3_moe.ops import Routing
+from nanovllm.models.qwen3_moe.ops import OPERATORS, ExpertOperators, Routing
 from nanovllm.ops.step_inputs import StepInputs
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+
+def find_sparse_layers(config: "PretrainedConfig") -> frozenset[int]:
+    """Return the indices of the layers whose MLP is a mixture of experts."""
+    if not config.num_experts:
+        return frozenset()
+    step = config.decoder_sparse_step
+    dense = config.mlp_only_layers or ()
+    return frozenset(i for i in range(config.num_hidden_layers) if i not in dense and (i + 1) % step == 0)
 
 
 class PackedExperts(Protocol):
@@ -78,6 +86,7 @@ class SparseMLP(nn.Module):
     def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel) -> None:
         super().__init__()
         self.backend = backend
+        self.operators: ExpertOperators = backend.find_operators(OPERATORS)
         self.parallel = parallel
         self.k: int = config.num_experts_per_tok
         self.normalize = bool(config.norm_topk_prob)
@@ -89,15 +98,21 @@ class SparseMLP(nn.Module):
 
     def forward(self, x: Tensor, inputs: StepInputs) -> Tensor:
         """x [num_tokens, hidden] -> the same shape. Padding, whose slot is -1, goes to no expert."""
-        routing = self.backend.route(self.gate(x), self.k, self.normalize, inputs.slots)
+        operators = self.operators
+        routing = operators.route(self.gate(x), self.k, self.normalize, inputs.slots)
         experts = self.experts
         if experts.packed is not None:
             gate_up, down = experts.packed
             y = down.multiply(self.backend.silu_and_mul(gate_up.multiply(x, routing, True)), routing, False)
         else:
-            hidden = self.backend.silu_and_mul(self.backend.grouped_linear(x, experts.gate_up, routing, gather=True))
-            y = self.backend.grouped_linear(hidden, experts.down, routing, gather=False)
-        return self.parallel.all_reduce(self.backend.combine(y, routing))
+            hidden = self.backend.silu_and_mul(operators.grouped_linear(x, experts.gate_up, routing, gather=True))
+            y = operators.grouped_linear(hidden, experts.down, routing, gather=False)
+        return self.parallel.all_reduce(operators.combine(y, routing))
+
+    def count_activations(self) -> int:
+        """Return how many numbers it holds for each token: what an `MLP` holds, and the output, for each expert."""
+        _, hidden, length = self.experts.down.shape
+        return self.k * (3 * length + hidden)
 
 
 class SparseLayer(Layer):
@@ -112,3 +127,19 @@ class SparseDecoder(Decoder):
     """The model of one rank."""
 
     layer_class = SparseLayer
+
+    @classmethod
+    def check_config(cls, config: "PretrainedConfig", source: str) -> None:
+        super().check_config(config, source)
+        if not find_sparse_layers(config):
+            return
+        k = config.num_experts_per_tok
+        experts = config.num_experts
+        if not 1 <= k <= experts:
+            raise ValueError(
+                f"{source}: num_experts_per_tok is {k}; it must be from 1 to num_experts, which is {experts}"
+            )
+        if config.moe_intermediate_size < 1:
+            raise ValueError(
+                f"{source}: moe_intermediate_size is {config.moe_intermediate_size}; it must be at least 1"
+            )

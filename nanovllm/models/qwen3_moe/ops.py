@@ -1,6 +1,7 @@
-"""The operators of mixtures of experts, in plain torch: route tokens, multiply by experts, combine.
+"""The operators of mixtures of experts (Shazeer et al. 2017, https://arxiv.org/abs/1701.06538), in plain torch.
 
-Shazeer et al. 2017, https://arxiv.org/abs/1701.06538.
+Each token chooses its experts (softmax, then the k highest), the pairs are sorted by expert, multiplied by the experts'
+matrices, and what a token's experts have computed is added up by the weights of the routing.
 """
 
 from itertools import pairwise
@@ -9,6 +10,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+OPERATORS = {"torch": __name__, "cpu": "nanovllm.backends.cpu.experts", "gpu": "nanovllm.backends.gpu.experts"}
+"""The modules of the operators, for `Backend.find_operators`."""
 
 
 class Routing(NamedTuple):
@@ -79,3 +83,16 @@ def combine_reference(y: Tensor, routing: Routing) -> Tensor:
     for places, weights in zip(routing.places.long().unbind(1), routing.weights.unbind(1), strict=True):
         total += y[places].float() * weights.unsqueeze(1)
     return total.to(y.dtype)
+
+
+class ExpertOperators:
+    """Computes each operator with its plain-torch reference. A subclass replaces those that it computes faster."""
+
+    route = staticmethod(route_reference)
+    grouped_linear = staticmethod(grouped_linear_reference)
+    combine = staticmethod(combine_reference)
+
+
+def make_operators(backend: object) -> ExpertOperators:
+    """Return the operators of plain torch."""
+    return ExpertOperators()

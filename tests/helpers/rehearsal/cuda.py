@@ -17,10 +17,8 @@ from helpers.rehearsal.graphs import Graph, capture
 from helpers.rehearsal.interpreter import extended
 from helpers.rehearsal.nccl import PretendNccl
 from helpers.rehearsal.timeline import Event, RehearsalError, Stream
-from nanovllm.backends.gpu import cuda_graphs, triton_shim
+from nanovllm.backends.gpu import cuda_graphs, device, triton_shim
 from nanovllm.distributed import follower_process
-from nanovllm.runner import startup
-from nanovllm.runner.device import Staging
 
 COMMAND = "import sys; fd, *sys.path = sys.argv[1:]; from helpers.rehearsal.follower import main; main(int(fd))"
 """A follower runs worker.py with these stand-ins."""
@@ -130,8 +128,7 @@ def rehearse(
             stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
         stack.enter_context(mock.patch.object(torch, "Generator", lambda device="cpu": make_generator()))
         stack.enter_context(mock.patch.object(dist, "ProcessGroupNCCL", PretendNccl, create=True))
-        stack.enter_context(mock.patch.object(Staging.__init__, "__defaults__", (stand_ins["Event"],)))
-        stack.enter_context(mock.patch.object(startup, "compile_kernels", lambda runner: None))
+        stack.enter_context(mock.patch.object(device, "compile_kernels", lambda *arguments: None))
         stack.enter_context(mock.patch.object(follower_process, "COMMAND", COMMAND))
         stack.enter_context(mock.patch.object(threading.Thread, "run", lambda self: _run_with_calls(run, self)))
         stack.enter_context(mock.patch.dict("os.environ", {"REHEARSAL": f"{total} {num_devices}"}))

@@ -1,4 +1,4 @@
-"""What runs a step: as two halves, each eagerly, or as a device's repetition of what it has recorded."""
+"""Runs the parts of a step: each eagerly, or as a device repeats them after it has recorded them once."""
 
 from collections.abc import Callable
 from typing import Literal, TypeVar

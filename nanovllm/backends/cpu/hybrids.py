@@ -1,49 +1,18 @@
-"""The operators that only hybrids have, linear attention's and a gate's: plain torch, Triton kernels, C++ kernels."""
+"""The C++ kernels of hybrids: linear attention with a state per row, and a gate of attention."""
 
 from torch import Tensor
 
-from nanovllm.backends import Backend
-from nanovllm.backends.cpu.backend import LANES, CpuBackend
-from nanovllm.backends.gpu.causal_conv import causal_conv
-from nanovllm.backends.gpu.gated_delta import gated_delta
-from nanovllm.backends.gpu.gated_rms_norm import gated_rms_norm
-from nanovllm.backends.gpu.sigmoid_and_mul import sigmoid_and_mul
-from nanovllm.backends.gpu.triton_backend import TritonBackend
-from nanovllm.models.qwen3_5.ops import (
-    causal_conv_reference,
-    gated_delta_reference,
-    gated_rms_norm_reference,
-    sigmoid_and_mul_reference,
-)
+from nanovllm.backends.cpu.backend import CpuBackend
+from nanovllm.backends.cpu.library import LANES, MAX_HEAD_DIM, read_constant
+from nanovllm.models.qwen3_5.ops import HybridOperators
 from nanovllm.ops.step_inputs import StepInputs
 
-MAX_CONV_WIDTH = 8
-"""The most inputs in a sum of `causal_conv`, as in backends/cpu/gated_delta.h."""
-
-MAX_KEY_DIM = 256
-"""The largest key of `gated_delta`, MAX_HEAD_DIM in backends/cpu/vectors.h."""
-
-
-class HybridOperators:
-    """Computes each operator with its plain-torch reference. As in `Backend`, a subclass replaces attributes."""
-
-    causal_conv = staticmethod(causal_conv_reference)
-    gated_delta = staticmethod(gated_delta_reference)
-    gated_rms_norm = staticmethod(gated_rms_norm_reference)
-    sigmoid_and_mul = staticmethod(sigmoid_and_mul_reference)
-
-
-class TritonHybridOperators(HybridOperators):
-    """Launches our Triton kernels."""
-
-    causal_conv = staticmethod(causal_conv)
-    gated_delta = staticmethod(gated_delta)
-    gated_rms_norm = staticmethod(gated_rms_norm)
-    sigmoid_and_mul = staticmethod(sigmoid_and_mul)
+MAX_CONV_WIDTH = read_constant("MAX_CONV_WIDTH", "gated_delta.h")
+"""The most inputs in a sum of `causal_conv`."""
 
 
 class CpuHybridOperators(HybridOperators):
-    """Calls C++ kernels of the CPU backend's library. A width that a kernel does not know goes to its reference."""
+    """Calls kernels of the CPU backend's library. A width that a kernel does not know goes to its reference."""
 
     def __init__(self, backend: CpuBackend) -> None:
         self._library = backend.library
@@ -63,7 +32,7 @@ class CpuHybridOperators(HybridOperators):
         self, qkv: Tensor, gates: Tensor, a_log: Tensor, dt_bias: Tensor, state: Tensor, inputs: StepInputs
     ) -> Tensor:
         value_heads, key_dim, value_dim = state.shape[1:]
-        if key_dim % LANES or value_dim % LANES or key_dim > MAX_KEY_DIM:
+        if key_dim % LANES or value_dim % LANES or key_dim > MAX_HEAD_DIM:
             return super().gated_delta(qkv, gates, a_log, dt_bias, state, inputs)
         key_heads = (qkv.shape[1] - value_heads * value_dim) // (2 * key_dim)
         out = self._scratch.empty(qkv.shape[0], value_heads, value_dim, dtype=qkv.dtype)
@@ -88,8 +57,4 @@ class CpuHybridOperators(HybridOperators):
         return y
 
 
-def choose_hybrid_operators(backend: Backend) -> HybridOperators:
-    """Return the operators for a backend: each layer of a hybrid calls this once, and keeps what it returns."""
-    if isinstance(backend, CpuBackend):
-        return CpuHybridOperators(backend)
-    return TritonHybridOperators() if isinstance(backend, TritonBackend) else HybridOperators()
+make_operators = CpuHybridOperators

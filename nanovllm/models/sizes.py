@@ -1,0 +1,57 @@
+"""Counts the parameters and the memory of a model, or of one rank's share of it."""
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from nanovllm.backends import Backend, CacheSize
+from nanovllm.layers.parallel import Parallel
+from nanovllm.models.config import find_decoder
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from nanovllm.models.decoder import Decoder
+    from nanovllm.quantized.loading import ModelQuantizer
+
+
+class Sizes:
+    """The sizes of a model, or of one rank's share. They are counted on torch's meta device, which has no memory.
+
+    Attributes:
+        model: the decoder. Its tensors have shapes, but no values.
+        num_parameters: the number of its parameters. What is tied counts once, and padding counts.
+    """
+
+    def __init__(self, config: "PretrainedConfig", size: int = 1, decoder: "type[Decoder] | None" = None) -> None:
+        """
+        Args:
+            size: how many ranks share each layer.
+            decoder: the class of the model, or of one stage of it. None: what `find_decoder` finds.
+
+        Raises:
+            ValueError: so many ranks cannot share the model evenly.
+        """
+        with torch.device("meta"):
+            self.model = (decoder or find_decoder(config))(config, Backend(), Parallel(0, size), 1)
+        self.num_parameters = sum(parameter.numel() for parameter in self.model.parameters())
+
+    def weight_bytes(self, dtype: torch.dtype, quantizer: "ModelQuantizer | None" = None) -> int:
+        """Return the memory of the weights. `dtype` is the type of those that are not quantised."""
+        if quantizer is not None:
+            return quantizer.count_bytes(self.model, dtype.itemsize)
+        return self.num_parameters * dtype.itemsize
+
+    def kv_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of one token's keys and values, in all layers."""
+        return self._cache_bytes(CacheSize(num_blocks=1, block_size=1, num_rows=0), dtype)
+
+    def row_bytes(self, dtype: torch.dtype) -> int:
+        """Return the bytes of the state of one row, in all layers; 0 for most families."""
+        return self._cache_bytes(CacheSize(num_blocks=0, block_size=1, num_rows=1), dtype)
+
+    def _cache_bytes(self, size: CacheSize, dtype: torch.dtype) -> int:
+        layers: Iterable[Any] = self.model.layers
+        caches = (layer.self_attn.make_cache(size, dtype, torch.device("meta")) for layer in layers)
+        return sum(tensor.nbytes for cache in caches for tensor in cache)
