@@ -190,7 +190,7 @@ class LLMEngine:
             max_model_len=self.config.max_model_len,
             seed=seed,
             eos_token_ids=self.eos_token_ids,
-            stop_matcher=tokenizer.stop_matcher(params, prompt) if tokenizer is not None else None,
+            stop_matcher=tokenizer.stop_matcher(params, prompt) if tokenizer is not None and params.stop else None,
             edits=edits,
             lead=lead,
             prompt=request.prompt,
