@@ -13,7 +13,7 @@ from nanovllm.runner.logprobs import Logprobs, pair_logits
 
 
 class Targets:
-    """What a step computes for its targets: log-probabilities of tokens, and hidden states where a target is EMBED."""
+    """Computes the targets of a step: log-probabilities of tokens, and hidden states where a target is EMBED."""
 
     def __init__(self, head: HeadInputs, model: Decoder, backend: Backend) -> None:
         """Start to compute. The device may be at work when this returns."""
