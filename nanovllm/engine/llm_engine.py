@@ -323,11 +323,8 @@ class LLMEngine:
         """Read the oldest step in flight and append its tokens. Return the lead of each request that ended."""
         launched, result = self._await_oldest()
         self.last_read = launched.step
-        speculation = self.scheduler.speculation
         finished = self.scheduler.update(launched.step, result)
         for seq in finished:
-            if speculation is not None:
-                speculation.note_end(seq)
             if seq.finish_reason == "error":
                 grammar_error = seq.grammar.get_error().split("\n")[0] if seq.grammar is not None else ""
                 reason = grammar_error or "the logits hold NaN or infinity, or they allow no token"
