@@ -18,10 +18,10 @@ from nanovllm.engine.interfaces import LogitEditor, Runner, StepObserver
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.layers.parallel import Parallel
-from nanovllm.models.config import find_decoder, load_model_config, read_json, take_text_config
 from nanovllm.models.hub import find_folder, find_model
-from nanovllm.models.loader import has_lm_head, load_weights
+from nanovllm.models.model_config import find_decoder, load_model_config, read_json, take_text_config
 from nanovllm.models.sizes import Sizes
+from nanovllm.models.weight_reader import has_lm_head, load_weights, read_ahead
 from nanovllm.runner.kv_memory import make_cache
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.resolve import resolve
@@ -30,7 +30,6 @@ from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.utils.checks import as_integer
 from nanovllm.utils.machine import limit_threads
 from nanovllm.utils.memory import check_room
-from nanovllm.utils.read_ahead import read_ahead
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

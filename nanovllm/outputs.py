@@ -62,10 +62,6 @@ def make_logprobs(token_ids: Seq[int], values: Seq[float], ranks: Seq[int]) -> d
     return made
 
 
-Logprobs = list[dict[int, Logprob]]
-"""For each token, {id: log-probability} of itself and of the k most likely tokens, before temperature and filters."""
-
-
 class _Generated(dict[str, Any]):
     """The keys that Output and Completion share. A value that was not asked for has no key; its property is None."""
 
@@ -101,7 +97,8 @@ class _Generated(dict[str, Any]):
         return self.get("tool_calls", [])  # type: ignore[no-any-return]
 
     @property
-    def logprobs(self) -> Logprobs | None:
+    def logprobs(self) -> list[dict[int, Logprob]] | None:
+        """For each token, {id: log-probability} of itself and of the k likeliest, before temperature and filters."""
         return self.get("logprobs")
 
     @property

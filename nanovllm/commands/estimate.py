@@ -15,9 +15,9 @@ from nanovllm.distributed.options import shrink_budget
 from nanovllm.distributed.stage_decoder import make_stage_decoder
 from nanovllm.distributed.stages import choose_stages
 from nanovllm.load import make_quantizer
-from nanovllm.models.config import find_decoder, load_model_config, read_json
 from nanovllm.models.diagnosis import explain
 from nanovllm.models.hub import as_path, download, find_folder
+from nanovllm.models.model_config import find_decoder, load_model_config, read_json
 from nanovllm.models.shapes import PRESETS, preset_config
 from nanovllm.models.sizes import Sizes
 from nanovllm.quantized.checkpoints import describe_format, find_format
@@ -42,7 +42,7 @@ def parse_size(text: str) -> int:
     return size
 
 
-def read_config(model: str) -> "PretrainedConfig":
+def fetch_config(model: str) -> "PretrainedConfig":
     """Return the configuration of a shape, a folder, a config.json or a Hugging Face id.
 
     Of an id only config.json is fetched, and nothing if the id names a shape, as Qwen/Qwen3-8B does.
@@ -51,12 +51,12 @@ def read_config(model: str) -> "PretrainedConfig":
         ValueError: there is no such model, or one that is not supported.
     """
     try:
-        return _read_config(model)
+        return _fetch_config(model)
     except ValueError as error:
         raise explain(error, model) or error from error
 
 
-def _read_config(model: str) -> "PretrainedConfig":
+def _fetch_config(model: str) -> "PretrainedConfig":
     path = as_path(model)
     shape = model.rpartition("/")[2].lower()
     if model.lower() in (shape, PRESETS.get(shape, "").lower()) and shape in PRESETS and not path.exists():

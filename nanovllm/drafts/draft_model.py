@@ -29,7 +29,7 @@ from nanovllm.engine.interfaces import Handle, Runner
 from nanovllm.engine.plan import ROW_SAMPLING, IntArray, StepPlan
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import ScheduledStep
-from nanovllm.models.config import load_model_config
+from nanovllm.models.model_config import load_model_config
 from nanovllm.models.sizes import Sizes
 from nanovllm.quantized.formats import MADE_AT_LOAD
 from nanovllm.runner.resolve import resolve

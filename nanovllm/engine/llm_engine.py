@@ -27,6 +27,7 @@ from threading import Lock
 from nanovllm.config import ResolvedConfig
 from nanovllm.engine.claim import Claim, ClosedError
 from nanovllm.engine.interfaces import Handle, LogitEditor, OutputParser, Runner, StepObserver
+from nanovllm.engine.interrupt import HoldInterrupt
 from nanovllm.engine.output import make_output
 from nanovllm.engine.plan import StepResult
 from nanovllm.engine.scheduler import Scheduler
@@ -37,7 +38,6 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.utils.checks import quote
 from nanovllm.utils.clock import Clock
-from nanovllm.utils.interrupt import HoldInterrupt
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from nanovllm.models.config import read_json
 from nanovllm.models.hub import as_path
+from nanovllm.models.model_config import read_json
 from nanovllm.utils.checks import as_integer, as_number, quote
 
 CONFIG = "adapter_config.json"

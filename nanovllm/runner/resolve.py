@@ -8,8 +8,8 @@ import torch
 from nanovllm.backends import Backend, find_backend
 from nanovllm.config import DEFAULT_NUM_SEQS, EngineConfig, ResolvedConfig
 from nanovllm.layers.parallel import Parallel
-from nanovllm.models.config import limit_length
 from nanovllm.models.decoder import share_heads
+from nanovllm.models.model_config import limit_length
 from nanovllm.models.sizes import Sizes
 from nanovllm.utils.checks import quote
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.stop_strings import REPLACEMENT, StopStringMatcher, decode_after
-from nanovllm.utils.checks import why_not_unicode
 
 MOST_PARTS = 8
 """The last two characters of a text have at most so many bytes, and so many tokens."""
@@ -115,3 +114,12 @@ class Tokenizer:
         if not params.stop:
             return None
         return StopStringMatcher(self._backend, params, self._find_context(prompt))
+
+
+def why_not_unicode(text: str) -> str:
+    """Return the reason why a text cannot be encoded as UTF-8; "" if it can."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"character {error.start} is half of a surrogate pair"
+    return ""
