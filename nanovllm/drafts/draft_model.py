@@ -92,7 +92,6 @@ def find_draft(
         "config": asdict(own),
         "hf_config": json.loads(hf_config.to_json_string(use_diff=False)),
         "folder": None if folder is None or own.load_format == "dummy" else str(folder),
-        "vocab_size": int(hf_config.vocab_size),
     }
     return replace(config, draft=draft)
 

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from nanovllm.layers.parallel import Parallel
 from nanovllm.layers.weights import WeightTarget
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.model_config import is_headless, read_json
@@ -112,23 +113,23 @@ def name_some(names: Iterable[str]) -> str:
 
 def load_weights(
     model: Decoder,
+    parallel: Parallel,
+    quantizer: "ModelQuantizer | None",
     *,
     folder: Path,
-    show_progress: bool = False,
-    check: Callable[[], None] = lambda: None,
     adapter: "Adapter | None" = None,
-    quantizer: "ModelQuantizer | None" = None,
 ) -> None:
     """Fill the model from the folder's safetensors, one tensor at a time. Each rank reads only its own share.
 
     Args:
-        check: called before each tensor. It raises an exception if loading is to end.
-        adapter: is merged into the weights as they are read.
         quantizer: quantises matrices as they are read.
+        folder: the folder of the checkpoint.
+        adapter: is merged into the weights as they are read.
 
     Raises:
         ValueError: a file cannot be read, or a tensor is missing, unexpected, in two files, or of another shape.
     """
+    show_progress = parallel.number == 0
     files = checkpoint_files(folder)
     found = find_names(files)
     names = name_canonically(found)
@@ -152,7 +153,7 @@ def load_weights(
     for path in tqdm(files, desc="Loading weights", unit="file", disable=not show_progress or len(files) == 1):
         with _open(path) as file:
             for name in file.keys():  # noqa: SIM118  # not a dict
-                check()
+                parallel.raise_failure()
                 source = file.get_slice(name)
                 if adapter is not None:
                     source = adapter.merge(names[name], source)
