@@ -271,7 +271,7 @@ def make_scheduler(
     if config.pipeline_parallel_size > 1:
         from nanovllm.distributed.stages import choose_ready
 
-        scheduler.choose_ready = partial(choose_ready, num_stages=config.pipeline_parallel_size)
+        scheduler.choose_running = partial(choose_ready, num_stages=config.pipeline_parallel_size)
     if config.speculative_config is not None:
         from nanovllm.drafts.speculation import start_speculation
 

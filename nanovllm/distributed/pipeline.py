@@ -28,6 +28,7 @@ from nanovllm.models.decoder import Decoder
 from nanovllm.ops.step_inputs import DevicePlan, StepInputs
 from nanovllm.runner.head_inputs import HeadInputs
 from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.scoring import find_targets
 from nanovllm.runner.step_handle import DeviceResult, StepHandle
 
 if TYPE_CHECKING:
@@ -165,10 +166,11 @@ class StageRunner(ModelRunner):
 
     def _choose_wanted(self, head: HeadInputs) -> Tensor:
         """Return the hidden states that want logits, [n, hidden]: those that score, then those that sample."""
-        if head.sampled is None and not len(head.scored):
+        plan = head.plan
+        if head.sampled is None and not len(plan.targets):
             return head.hidden
-        parts = [self.backend.to_device(head.scored)] if len(head.scored) else []
-        if head.plan.num_sampled.any():
+        parts = [self.backend.to_device(find_targets(plan))] if len(plan.targets) else []
+        if plan.num_sampled.any():
             sampled = torch.arange(len(head.hidden), device=self.device) if head.sampled is None else head.sampled
             parts.append(sampled.long())
         return head.hidden[torch.cat(parts)]
@@ -267,7 +269,7 @@ class FirstStage:
         if handle.steps is not EAGER:
             assert self.runner.inputs is not None
             return self.runner.inputs.fill(head, hidden)
-        num_scored = len(head.scored)
+        num_scored = len(head.plan.targets)
         sampled = torch.arange(num_scored, len(hidden), device=hidden.device)
         return head._replace(hidden=hidden, scored=np.arange(num_scored), sampled=sampled)
 

@@ -188,7 +188,7 @@ class LLMEngine:
             max_model_len=self.config.max_model_len,
             seed=seed,
             eos_token_ids=self.eos_token_ids,
-            stop_matcher=tokenizer.stop_matcher(params, prompt) if tokenizer is not None else None,
+            stop_matcher=tokenizer.stop_matcher(params, prompt) if tokenizer is not None and params.stop else None,
             edits=edits,
             lead=lead,
             prompt=request.prompt,
@@ -321,11 +321,8 @@ class LLMEngine:
         """Read the oldest step in flight and append its tokens. Return the lead of each request that ended."""
         launched, result = self._await_oldest()
         self.last_read = launched.step
-        speculation = self.scheduler.speculation
         finished = self.scheduler.update(launched.step, result)
         for seq in finished:
-            if speculation is not None:
-                speculation.note_end(seq)
             if seq.finish_reason == "error":
                 grammar_error = seq.grammar.get_error().split("\n")[0] if seq.grammar is not None else ""
                 reason = grammar_error or "the logits hold NaN or infinity, or they allow no token"

@@ -87,8 +87,19 @@ class Tokenizer:
         return [e.ids[1:] if bos is not None and e.ids[:2] == [bos, bos] else e.ids for e in encodings]
 
     def decode(self, token_ids: Seq[int], skip_special_tokens: bool, prompt: Seq[int] = ()) -> str:
-        """Return the text of token_ids when they follow a prompt: see `decode_after`."""
-        return decode_after(self._backend, self._find_context(prompt), token_ids, skip_special_tokens)
+        """Return the text of token_ids when they follow a prompt: see `decode_after`.
+
+        It is always the text that a `StopStringMatcher` reads token by token. If bytes are no character, some decoders
+        replace the characters before them, too, when they see all tokens at once.
+        """
+        context = self._find_context(prompt)
+        text = decode_after(self._backend, context, token_ids, skip_special_tokens)
+        if REPLACEMENT not in text:
+            return text
+        decoder = StopStringMatcher(self._backend, SamplingParams(skip_special_tokens=skip_special_tokens), context)
+        for token_id in token_ids:
+            decoder.feed(token_id)
+        return decoder.text + decoder.read_rest()
 
     def decode_token(self, token_id: int) -> str:
         """Return the text of one token by itself, special ones included."""
@@ -118,10 +129,8 @@ class Tokenizer:
                 break
         return prompt[max(start, 0) :]
 
-    def stop_matcher(self, params: SamplingParams, prompt: Seq[int]) -> StopStringMatcher | None:
-        """Return a matcher that watches an output for the request's stop strings; None if it has no stop strings."""
-        if not params.stop:
-            return None
+    def stop_matcher(self, params: SamplingParams, prompt: Seq[int]) -> StopStringMatcher:
+        """Return a matcher that decodes an output, and watches it for the request's stop strings."""
         return StopStringMatcher(self._backend, params, self._find_context(prompt))
 
 

@@ -89,16 +89,6 @@ def say(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
     return [output["token_ids"] for output in llm.generate(PROMPTS, params, use_tqdm=False)]
 
 
-def reset_when_idle(llm: LLM) -> None:
-    """Reset the prefix cache. The thread of submit() has the engine for a moment after its last result."""
-    while True:
-        try:
-            llm.reset_prefix_cache()
-            return
-        except RuntimeError as error:
-            assert REFUSED.search(str(error))
-
-
 class Storm:
     """Threads that do things with one engine until the time is over, and what they met."""
 
@@ -469,7 +459,20 @@ def test_a_stream_that_is_collected_gives_the_claim_back(llm: LLM) -> None:
 # ---- what callers do in the engine's own thread, and while it loads or sleeps
 
 
-def test_a_callback_of_a_future_may_submit_and_is_refused_otherwise(llm: LLM) -> None:
+def test_the_engine_is_free_when_the_last_result_is_there(llm: LLM, switch_interval: None) -> None:
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    for _ in range(200):
+        for use in (
+            lambda: llm.generate(PROMPTS[:1], params, use_tqdm=False),
+            lambda: llm.embed(PROMPTS[:1], use_tqdm=False),
+            llm.reset_prefix_cache,
+        ):
+            futures = [llm.submit(prompt, params) for prompt in PROMPTS[:2]]
+            assert all(future.result(timeout=60) for future in futures)
+            use()
+
+
+def test_a_callback_of_a_future_may_submit_and_is_refused_while_others_run(llm: LLM) -> None:
     (expected, *_) = say(llm)
     seen: list[Any] = []
     nested: Future[list[int]] = Future()
@@ -482,10 +485,22 @@ def test_a_callback_of_a_future_may_submit_and_is_refused_otherwise(llm: LLM) ->
         again = llm.submit(PROMPTS[0], GREEDY)
         again.add_done_callback(lambda future: nested.set_result(future.result()["token_ids"]))
 
+    ready = threading.Event()
+    llm.observe(Watch(ready.wait))
+    longer = llm.submit(PROMPTS[1], LONG)
     future = llm.submit(PROMPTS[0], GREEDY)
     future.add_done_callback(call)
+    ready.set()
     assert nested.result(timeout=60) == expected == future.result()["token_ids"]
     assert len(seen) == 1 and seen[0].startswith("submit() has requests in this engine")
+    assert len(longer.result(timeout=60)["token_ids"]) == 40
+
+
+def test_a_callback_of_the_last_future_may_use_the_engine(llm: LLM) -> None:
+    expected = say(llm)
+    nested: Future[list[list[int]]] = Future()
+    llm.submit(PROMPTS[0], GREEDY).add_done_callback(lambda _: nested.set_result(say(llm)))
+    assert nested.result(timeout=60) == expected
 
 
 def test_a_callback_of_a_future_may_close_the_engine(llm: LLM) -> None:
@@ -515,7 +530,7 @@ def test_what_yields_new_weights_may_use_the_engine(llm: LLM, folders: list[Path
         for name, tensor in storm.weights[0]:
             assert say(llm) == old
             assert llm.submit(PROMPTS[0], GREEDY).result(timeout=60)["token_ids"] == old[0]
-            reset_when_idle(llm)
+            llm.reset_prefix_cache()
             yield name, tensor
 
     def close_and_yield() -> Iterator[Any]:
