@@ -93,7 +93,7 @@ class RayLLM:
     def __init__(self, model: str, sampling_params: SamplingParams | None = None, **options: Any) -> None:
         """
         Args:
-            sampling_params: of all rows; None means the model's generation_config.
+            sampling_params: the parameters of all rows; None means the model's generation_config.
             options: see `EngineConfig`.
         """
         if sampling_params is not None:

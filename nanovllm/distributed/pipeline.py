@@ -46,6 +46,7 @@ class StageParallel(Parallel):
     def __init__(self, group: GroupParallel) -> None:
         super().__init__(ranks_per_device=group.ranks_per_device)
         self.number = group.rank
+        self.raise_failure = group.raise_failure
         self._group = group
 
     def minimum(self, value: int) -> int:

@@ -215,12 +215,11 @@ class Speculation:
             record.num_tried = 1.0
 
 
-def start_speculation(config: ResolvedConfig, runner: Runner, scheduler: Scheduler, vocab_size: int) -> Speculation:
+def start_speculation(config: ResolvedConfig, runner: Runner, scheduler: Scheduler) -> Speculation:
     """Measure the costs of steps, and return the speculation that `config.speculative_config` asks for.
 
     Args:
-        runner: with its cache.
-        vocab_size: the model's.
+        runner: has made its cache.
     """
     options = config.speculative_config or {}
     max_drafts = min(config.num_speculative_tokens, config.max_model_len - 1)
@@ -228,5 +227,5 @@ def start_speculation(config: ResolvedConfig, runner: Runner, scheduler: Schedul
     if config.draft is None:
         drafter = NgramDrafter(options["prompt_lookup_min"], options["prompt_lookup_max"])
     else:
-        drafter = ModelDrafter(runner, config.max_num_seqs, vocab_size, config.draft["vocab_size"])
+        drafter = ModelDrafter(runner, config.max_num_seqs, config.vocab_size, config.draft["config"]["vocab_size"])
     return Speculation(scheduler, drafter, max_drafts, measure_costs(runner, config, max_drafts))

@@ -15,8 +15,8 @@ from nanovllm.layers.embedding import LMHead, VocabParallelEmbedding
 from nanovllm.layers.linear import MatrixModule
 from nanovllm.layers.weights import NamedTargets, WeightTarget
 from nanovllm.models.decoder import Decoder
-from nanovllm.models.loader import materialize
 from nanovllm.models.qwen3_moe.decoder import Experts, SparseMLP
+from nanovllm.models.weight_reader import materialize
 from nanovllm.quantized.checkpoints import find_format
 from nanovllm.quantized.codes import CHUNK, Codes, quantize_int8
 from nanovllm.quantized.formats import INT8, MADE_AT_LOAD, Format, RawTensors
@@ -35,7 +35,7 @@ Copy = Callable[[Tensor, Tensor], object]
 
 
 class ModelQuantizer:
-    """Gives one rank's model quantised matrices. loader.py, dummy_weights.py and renewal.py fill them through it.
+    """Gives one rank's model quantised matrices, which weight_reader.py, dummy_weights.py and renewal.py fill.
 
     The model is made on torch's meta device, so that no matrix is ever in memory with 16 bits for each weight.
 

@@ -15,8 +15,8 @@ from nanovllm.engine.interfaces import StepEdits
 from nanovllm.engine.plan import StepPlan
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.decoder import Decoder
-from nanovllm.models.loader import allocate
 from nanovllm.models.sizes import Sizes
+from nanovllm.models.weight_reader import allocate
 from nanovllm.ops.step_inputs import DevicePlan, StepInputs, split_head
 from nanovllm.runner.device_rows import DeviceRows
 from nanovllm.runner.head_inputs import HeadInputs

@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from nanovllm.backends import Backend, find_backend
-from nanovllm.config import DEFAULT_NUM_SEQS, EngineConfig, ResolvedConfig
+from nanovllm.config import DEFAULT_NUM_SEQS, TOKEN_BUDGETS, WORTH_COMPILING, EngineConfig, ResolvedConfig
 from nanovllm.layers.parallel import Parallel
-from nanovllm.models.config import limit_length
 from nanovllm.models.decoder import share_heads
+from nanovllm.models.model_config import limit_length
 from nanovllm.models.sizes import Sizes
 from nanovllm.utils.checks import quote
 
@@ -17,12 +17,6 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 logger = logging.getLogger(__name__)
-
-WORTH_COMPILING = 100_000_000
-"""attention_backend="auto" spends the seconds that the CPU kernels take to compile on models of so many parameters."""
-
-TOKEN_BUDGETS = {"cuda": 16384, "cpu": 2048}
-"""The default max_num_batched_tokens on each type of device."""
 
 
 def resolve(
@@ -65,6 +59,7 @@ def resolve(
         "max_num_batched_tokens": config.max_num_batched_tokens or TOKEN_BUDGETS[device.type],
         "max_model_len": limit_length(hf_config, config.max_model_len),
         "depth": 2 if config.overlap and is_cuda and config.speculative_config is None else 1,
+        "vocab_size": int(hf_config.vocab_size),
         "max_num_seqs": config.max_num_seqs or DEFAULT_NUM_SEQS,
         "enable_prefix_caching": config.enable_prefix_caching is not False,
     }

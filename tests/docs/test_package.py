@@ -72,17 +72,8 @@ run upwards: that is how a device, a family or a wing is loaded when it is asked
 WINGS = (
     *("backends.cpu", "backends.gpu", "commands", "distributed", "drafts", "edits", "jobs", "lm_eval"),
     *("models.diagnosis", "models.dummy_weights", "models.lora", "models.qwen3_5", "models.qwen3_moe", "models.shapes"),
-    *(
-        "parsing",
-        "quantized",
-        "ray",
-        "runner.renewal",
-        "runner.scoring",
-        "text.conversations",
-        "uses",
-        "utils.work_ahead",
-        "view",
-    ),
+    *("parsing", "quantized", "ray", "runner.renewal", "runner.scoring", "text.conversations", "uses"),
+    *("utils.work_ahead", "view", "vllm_names"),
 )
 """Rooms and files that load when they are asked for. Every other file belongs to the spine."""
 

@@ -14,8 +14,8 @@ from nanovllm.backends.gpu import triton_backend as triton_backend_module
 from nanovllm.backends.gpu.flash_attn_backend import FlashAttnBackend
 from nanovllm.backends.gpu.triton_backend import TritonKernels
 from nanovllm.backends.torch_backend import TorchBackend
-from nanovllm.config import CHOICES
-from nanovllm.runner.resolve import WORTH_COMPILING, Work, resolve_backend, resolve_device, resolve_dtype, why_cannot
+from nanovllm.config import CHOICES, WORTH_COMPILING
+from nanovllm.runner.resolve import Work, resolve_backend, resolve_device, resolve_dtype, why_cannot
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
