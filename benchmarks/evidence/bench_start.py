@@ -33,7 +33,7 @@ STEPS = (
     ("an empty model", "nanovllm.runner.model_runner", "Decoder"),
     ("weights read", "nanovllm.load", "load_weights"),
     ("weights packed", "nanovllm.backends.cpu.backend", "CpuBackend.pack_weights"),
-    ("pages of the KV cache touched", "nanovllm.runner.startup", "make_caches"),
+    ("pages of the KV cache touched", "nanovllm.runner.model_runner", "ModelRunner.make_caches"),
 )
 
 
