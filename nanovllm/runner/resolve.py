@@ -42,12 +42,11 @@ def resolve(
         dtype = resolve_dtype(config.dtype, config.attention_backend, work)
         backend = resolve_backend(config.attention_backend, work._replace(dtype=dtype))
     else:
-        from nanovllm.backends.gpu.flash_attn_backend import FlashAttnBackend
-        from nanovllm.backends.gpu.triton_backend import TritonBackend
-
         dtype = work.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
-        backend = TritonBackend
-        block_size = block_size or FlashAttnBackend.default_block_size
+        triton, flash_attn = (find_backend(name, device) for name in ("triton", "flash_attn"))
+        assert triton is not None and flash_attn is not None
+        backend = triton
+        block_size = block_size or flash_attn.default_block_size
     is_cuda = device.type == "cuda"
     resolved = {
         "device": str(device),
