@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LARGEST_DEFAULT_BLOCK = 256
+"""The default kvcache_block_size of flash-attn, the largest of all backends."""
+
 
 def resolve(
     config: EngineConfig, hf_config: "PretrainedConfig", sizes: Sizes, gpu_memory: int | None = None
@@ -41,20 +44,22 @@ def resolve(
     if gpu_memory is None:
         dtype = resolve_dtype(config.dtype, config.attention_backend, work)
         backend = resolve_backend(config.attention_backend, work._replace(dtype=dtype))
-    else:
+        name = backend.name
+        captures_steps = backend.captures_steps
+        block_size = block_size or backend.default_block_size
+    else:  # the backends of a GPU may not be installed here
         dtype = work.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
-        triton, flash_attn = (find_backend(name, device) for name in ("triton", "flash_attn"))
-        assert triton is not None and flash_attn is not None
-        backend = triton
-        block_size = block_size or flash_attn.default_block_size
+        name = "triton"
+        captures_steps = True
+        block_size = block_size or LARGEST_DEFAULT_BLOCK
     is_cuda = device.type == "cuda"
     resolved = {
         "device": str(device),
         "dtype": str(dtype).removeprefix("torch."),
-        "attention_backend": backend.name,
+        "attention_backend": name,
         # A CUDA graph cannot capture work of the host, where plain torch reads lengths.
-        "use_graphs": is_cuda and not config.enforce_eager and backend.captures_steps,
-        "block_size": block_size or backend.default_block_size,
+        "use_graphs": is_cuda and not config.enforce_eager and captures_steps,
+        "block_size": block_size,
         "max_num_batched_tokens": config.max_num_batched_tokens or TOKEN_BUDGETS[device.type],
         "max_model_len": limit_length(hf_config, config.max_model_len),
         "depth": 2 if config.overlap and is_cuda and config.speculative_config is None else 1,
@@ -178,7 +183,10 @@ def resolve_backend(name: str, work: Work) -> type[Backend]:
 
 def why_cannot(name: str, work: Work) -> str | None:
     """Return the reason why a backend cannot run this work on this machine; None if it can."""
-    backend = find_backend(name, work.device)
+    try:
+        backend = find_backend(name, work.device)
+    except ImportError as error:
+        return f"triton cannot be imported ({error}); install it with: pip install triton"
     if backend is None:
         needed = "the CPU" if name == "cpu" else "a CUDA device"
         return f"it needs {needed}, not {work.device.type}"
