@@ -16,14 +16,7 @@ from nanovllm.engine.sequence import Request
 from nanovllm.load import load_engine
 from nanovllm.outputs import Embedding, Output, Score
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.prompts import (
-    Message,
-    Prompt,
-    list_conversations,
-    list_prompts,
-    name_errors,
-    tokenise_prompts,
-)
+from nanovllm.text.prompts import Message, Prompt, list_conversations, list_prompts, name_errors, tokenise_prompts
 from nanovllm.utils.checks import quote, refuse
 from nanovllm.utils.progress import ProgressBar
 
@@ -105,11 +98,7 @@ class LLM:
         count = len(prompts)
         params = _list_params(sampling_params, count)
         tokenised = tokenise_prompts(
-            prompts,
-            self.engine.tokenizer,
-            kind=kind,
-            add_special_tokens=add_special_tokens,
-            show=show,
+            prompts, self.engine.tokenizer, kind=kind, add_special_tokens=add_special_tokens, show=show
         )
         requests = []
         for i, (text, token_ids) in enumerate(tokenised):

@@ -12,12 +12,7 @@ if TYPE_CHECKING:
 
 
 def fill_randomly(
-    model: Decoder,
-    parallel: Parallel,
-    quantizer: "ModelQuantizer | None",
-    *,
-    seed: int,
-    std: float,
+    model: Decoder, parallel: Parallel, quantizer: "ModelQuantizer | None", *, seed: int, std: float
 ) -> None:
     """Fill matrices with normal numbers, norms with ones, and biases with zeros.
 

@@ -28,10 +28,7 @@ def score_pairs(llm: Any, prompts: Any, continuations: Any, show: bool) -> list[
 
 
 def join_pairs(
-    prompts: Sequence[Prompt],
-    continuations: Sequence[Prompt],
-    tokenizer: Tokenizer | None,
-    show: bool,
+    prompts: Sequence[Prompt], continuations: Sequence[Prompt], tokenizer: Tokenizer | None, show: bool
 ) -> tuple[list[list[int]], list[SamplingParams]]:
     """Tokenise pairs, and make the sampling_params that score each continuation after its prompt.
 
