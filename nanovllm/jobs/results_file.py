@@ -64,7 +64,6 @@ class ResultsFile:
         self._end = end
         self._manifest = manifest
         self._held = held
-        self._is_dirty = False
         self._failure: OSError | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._sync_regularly, daemon=True)
@@ -92,7 +91,6 @@ class ResultsFile:
             raise
         if self._end is not None:
             self._end += len(line)
-            self._is_dirty = True
 
     def _check_size(self) -> None:
         if self._end is not None and (size := os.fstat(self._descriptor).st_size) != self._end:
@@ -102,16 +100,15 @@ class ResultsFile:
         while not self._closing.wait(SYNC_SECONDS):
             try:
                 self._sync()
-                if not _leads_to(self._path, self._descriptor):
-                    raise OSError("it was moved or removed")
             except OSError as error:
                 self._failure = error
                 return
 
     def _sync(self) -> None:
-        if self._is_dirty:
-            self._is_dirty = False
-            os.fsync(self._descriptor)
+        """Bring the file to the disk. Raises an OSError if that fails, or if the path does not lead to it any more."""
+        os.fsync(self._descriptor)
+        if not _leads_to(self._path, self._descriptor):
+            raise OSError("it was moved or removed")
 
     def close(self) -> None:
         """Bring everything to the disk.
