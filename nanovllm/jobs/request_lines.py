@@ -332,10 +332,12 @@ def _read_message(message: Any, index: int) -> dict[str, Any]:
     given = message if isinstance(message, dict) else {}
     read = {name: value for name, value in given.items() if value is not None or name not in _MESSAGE_NULLS}
     role = read.get("role")
-    extra = _TOOL_FIELDS.get(role, "") if isinstance(role, str) else ""
+    fields = ["role", "content", "name"]
+    if isinstance(role, str) and role in _TOOL_FIELDS:
+        fields.append(_TOOL_FIELDS[role])
     if "tool_calls" in read and read.get("content") is None:
         read["content"] = ""  # a message that only calls tools has no content
-    if not {"role", "content"} <= read.keys() <= {"role", "content", "name", extra}:
+    if not {"role", "content"} <= read.keys() <= {*fields}:
         raise ValueError(f"message {index} is {quote(message)}; it must have a role and a content, and may have a name")
     read["role"] = ROLES[as_choice(role, f"the role of message {index}", ROLES)]
     content = read["content"]
@@ -348,7 +350,7 @@ def _read_message(message: Any, index: int) -> dict[str, Any]:
     calls = read.get("tool_calls")
     if "tool_calls" in read and not (isinstance(calls, list) and calls and all(map(_is_function, calls))):
         raise ValueError(f"message {index} has the tool_calls {quote(calls)}; it must be a list of calls of functions")
-    return {name: read[name] for name in ("role", "content", "name", extra) if name in read}
+    return {name: read[name] for name in fields if name in read}
 
 
 def _is_same(value: Any, other: Any) -> bool:
