@@ -46,13 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.others = others
     _set_up_logging()
     try:
-        status: int = options.run(options)
+        return int(options.run(options))
     except KeyboardInterrupt:
-        return int(Status.INTERRUPTED)
+        return Status.INTERRUPTED
     except ValueError as error:
         logging.getLogger(__name__).error("%s", error)
-        return int(Status.USAGE)
-    return int(status)
+        return Status.USAGE
 
 
 def run() -> NoReturn:

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import islice
 from math import ceil
 from typing import Any, NamedTuple
@@ -29,9 +29,8 @@ from nanovllm.jobs.open_job import OpenJob
 from nanovllm.jobs.provenance import read_provenance
 from nanovllm.jobs.request_lines import LineError, read_request_line
 from nanovllm.jobs.result_lines import ResultLine, make_error_line
-from nanovllm.jobs.run import answer_lines, supervise
+from nanovllm.jobs.run import answer_lines, load_llm, supervise
 from nanovllm.jobs.source import InputDigest, Line, Reading, Source
-from nanovllm.llm import LLM
 from nanovllm.ray import MAX_BATCHES, actors
 from nanovllm.uses.sharing import EngineThread
 
@@ -69,7 +68,7 @@ def _answer(work: OpenJob, replicas: int, address: str | None) -> None:
         )
         digest = None
         for part in _answer_parts(work, work.first_reading.numbers, size, pool):
-            work.check_engine(part.engine)
+            work.manifest.check_engine(part.engine)
             for result in part.results:
                 work.write(result)
             digest = part.digest or digest
@@ -139,8 +138,7 @@ class PartAnswerer:
     """One engine in an actor. `map_batches` calls it with tables of one part each."""
 
     def __init__(self, config: EngineConfig, model_name: str) -> None:
-        options = asdict(config)
-        self._llm = LLM(options.pop("model"), **options)
+        self._llm = load_llm(config)
         self._engine = EngineThread(self._llm.engine)
         self._provenance = read_provenance(self._llm.engine)
         self._model_name = model_name
@@ -258,12 +256,11 @@ def _silence_stderr() -> Iterator[None]:
     """Within this block nothing reaches stderr, not even from C++."""
     sys.stderr.flush()
     kept = os.dup(2)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
     try:
         yield
     finally:
         sys.stderr.flush()
         os.dup2(kept, 2)
         os.close(kept)
-        os.close(nowhere)

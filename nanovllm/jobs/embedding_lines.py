@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nanovllm.jobs.request_lines import LineError, RequestLine, check_model
-from nanovllm.jobs.result_lines import ResultLine, Usage, make_error_line, make_line
+from nanovllm.jobs.result_lines import ResultLine, Usage, encode_line, make_error_line
 from nanovllm.text.prompts import name_errors
 from nanovllm.uses.embedding import EMBED, check_dimensions, read_embedding
 from nanovllm.utils.checks import as_choice, refuse, refuse_unknown
@@ -79,4 +79,5 @@ def make_embedding_line(line: RequestLine, outputs: "list[Output]", model_name: 
     num_cached = sum(output.num_cached_tokens for output in outputs)
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     body = {"object": "list", "data": data, "model": model_name, "usage": usage}
-    return make_line(line.number, line.custom_id, body, Usage(num_tokens, num_cached, 0))
+    encoded = encode_line(line.number, line.custom_id, 200, body)
+    return ResultLine(line.number, encoded, Usage(num_tokens, num_cached, 0))

@@ -51,7 +51,7 @@ def make_error_line(number: int, error: LineError) -> ResultLine:
     status, kind = (500, "server_error") if error.code == "engine_error" else (400, "invalid_request_error")
     summary = {"code": error.code, "message": f"line {number}: {error}", "line": number}
     body = {"error": {"message": summary["message"], "type": kind, "param": None, "code": error.code}}
-    return make_line(number, error.custom_id, body, None, status, summary)
+    return ResultLine(number, encode_line(number, error.custom_id, status, body, summary), None)
 
 
 def make_result_line(
@@ -106,23 +106,16 @@ def make_result_line(
         body["service_tier"] = "default"
     is_cut = read_structured_outputs(request) is not None and any(c["finish_reason"] == "length" for c in choices)
     usage = Usage(num_prompt, output["num_cached_tokens"], num_generated, int(is_cut))
-    return make_line(number, request.custom_id, body, usage)
+    return ResultLine(number, encode_line(number, request.custom_id, 200, body), usage)
 
 
-def make_line(
-    number: int,
-    custom_id: str | None,
-    body: Mapping[str, Any],
-    usage: Usage | None,
-    status: int = 200,
-    error: Any = None,
-) -> ResultLine:
-    """Return the result for an input line that was answered by `body`, with HTTP's status for it."""
+def encode_line(number: int, custom_id: str | None, status: int, body: Mapping[str, Any], error: Any = None) -> bytes:
+    """Return the bytes of a result: number and id of its input line, HTTP's status, and the body that answers it."""
     response = {"status_code": status, "request_id": f"req_{number}", "body": body}
     fields = {"id": f"batch_req_{number}", "custom_id": custom_id, "response": response, "error": error}
     # An error may quote a lone surrogate, which UTF-8 cannot encode: it is written as \udxxx, JSON's escape for it.
     content = json.dumps(fields, ensure_ascii=False).encode("utf-8", "backslashreplace")[:-1]
-    return ResultLine(number, content + _CHECKSUM + _hash(content) + b'"}\n', usage)
+    return content + _CHECKSUM + _hash(content) + b'"}\n'
 
 
 def _hash(content: bytes) -> bytes:
