@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.engine.sequence import derive_seed
 from nanovllm.jobs.source import Line
 from nanovllm.text.conversations import join_parts
-from nanovllm.utils.checks import as_choice, as_integer, quote, refuse, refuse_unknown, why_not_unicode
+from nanovllm.text.tokenizer import why_not_unicode
+from nanovllm.utils.checks import as_choice, as_integer, quote, refuse, refuse_unknown
 
 if TYPE_CHECKING:
     from nanovllm.engine.sequence import Request
