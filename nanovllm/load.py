@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import EngineConfig, ResolvedConfig
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.interfaces import LogitEditor, Runner, StepObserver
+from nanovllm.engine.interfaces import LogitEditor, StepObserver
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.layers.parallel import Parallel
@@ -36,6 +36,7 @@ from nanovllm.utils.read_ahead import read_ahead
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from nanovllm.distributed.leader import LeadingRunner
     from nanovllm.parsing.parser import AnswerParser
     from nanovllm.quantized.loading import ModelQuantizer
     from nanovllm.uses.sharing import EngineThread
@@ -154,7 +155,7 @@ def resolve_options(asked: EngineConfig, hf_config: "PretrainedConfig") -> Resol
 
 def load_runner(
     config: ResolvedConfig, hf_config: "PretrainedConfig", weights: Path | None
-) -> tuple[Runner, Callable[[], int]]:
+) -> tuple["ModelRunner | LeadingRunner", Callable[[], int]]:
     """Load the model on one device, or on several ranks.
 
     Args:
@@ -226,7 +227,11 @@ def make_quantizer(config: ResolvedConfig, hf_config: "PretrainedConfig") -> "Mo
 
 
 def make_scheduler(
-    config: ResolvedConfig, runner: Runner, num_blocks: int, vocab_size: int, tokenizer: Tokenizer | None
+    config: ResolvedConfig,
+    runner: "ModelRunner | LeadingRunner",
+    num_blocks: int,
+    vocab_size: int,
+    tokenizer: Tokenizer | None,
 ) -> tuple[Scheduler, list[StepObserver]]:
     """Return the scheduler, with a speculator if drafts are asked for, and the trace as observer if there is one."""
     scheduler = Scheduler(
