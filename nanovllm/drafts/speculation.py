@@ -219,13 +219,12 @@ class Speculation:
 
 
 def start_speculation(
-    config: ResolvedConfig, runner: "ModelRunner | LeadingRunner", scheduler: Scheduler, vocab_size: int
+    config: ResolvedConfig, runner: "ModelRunner | LeadingRunner", scheduler: Scheduler
 ) -> Speculation:
     """Measure the costs of steps, and return the speculation that `config.speculative_config` asks for.
 
     Args:
-        runner: the engine's runner, with its cache.
-        vocab_size: the size of the model's vocabulary.
+        runner: the engine's runner, which has made its cache.
     """
     options = config.speculative_config or {}
     max_drafts = min(config.num_speculative_tokens, config.max_model_len - 1)
@@ -233,5 +232,6 @@ def start_speculation(
     if config.draft is None or runner.draft is None:
         drafter = NgramDrafter(options["prompt_lookup_min"], options["prompt_lookup_max"])
     else:
-        drafter = ModelDrafter(runner.draft, config.max_num_seqs, vocab_size, config.draft["vocab_size"])
+        sizes = (config.vocab_size, config.draft["config"]["vocab_size"])
+        drafter = ModelDrafter(runner.draft, config.max_num_seqs, *sizes)
     return Speculation(scheduler, drafter, max_drafts, measure_costs(runner, config, max_drafts, runner.draft))
