@@ -13,27 +13,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 from nanovllm.config import EngineConfig, EngineOptions
 from nanovllm.engine.interfaces import StepObserver
 from nanovllm.engine.sequence import Request
-from nanovllm.load import (
-    embed_prompts,
-    explain_missing,
-    load_engine,
-    make_renewal,
-    render_conversations,
-    score_pairs,
-    share_engine,
-    stream_outputs,
-    stream_pieces,
-)
+from nanovllm.load import load_engine
 from nanovllm.outputs import Embedding, Output, Score
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.prompts import (
-    Message,
-    Prompt,
-    list_conversations,
-    list_prompts,
-    name_errors,
-    tokenise_prompts,
-)
+from nanovllm.text.prompts import Message, Prompt, list_conversations, list_prompts, name_errors, tokenise_prompts
 from nanovllm.utils.checks import quote, refuse
 from nanovllm.utils.progress import ProgressBar
 
@@ -115,12 +98,7 @@ class LLM:
         count = len(prompts)
         params = _list_params(sampling_params, count)
         tokenised = tokenise_prompts(
-            prompts,
-            self.engine.tokenizer,
-            self.max_model_len,
-            kind=kind,
-            add_special_tokens=add_special_tokens,
-            show=show,
+            prompts, self.engine.tokenizer, kind=kind, add_special_tokens=add_special_tokens, show=show
         )
         requests = []
         for i, (text, token_ids) in enumerate(tokenised):
@@ -159,9 +137,9 @@ class LLM:
         The probabilities are the model's own, before temperature and filters.
 
         Args:
-            prompts, continuations: in every form that `generate` takes, one continuation per prompt. A prompt and its
-                continuation may have max_model_len + 1 tokens together. Put prompts with the same beginning next to
-                each other: the blocks of KV cache that they share are then computed only once.
+            prompts, continuations: one or a list, in every form that `generate` takes, one continuation per prompt. A
+                prompt and its continuation may have max_model_len + 1 tokens together. Put prompts with the same
+                beginning next to each other: the blocks of KV cache that they share are then computed only once.
 
         Returns:
             A dict per pair. It has the continuation's `logprobs` (one per token), their sum `logprob`, the
@@ -171,6 +149,8 @@ class LLM:
             ValueError: a pair is not valid. With several pairs the message has its number. No pair has run then.
             RuntimeError: the model's logits are NaN or infinite, so there is no score.
         """
+        from nanovllm.uses.score import score_pairs
+
         return score_pairs(self, prompts, continuations, use_tqdm)
 
     def embed(
@@ -184,8 +164,8 @@ class LLM:
         """Return the vector of each prompt: the hidden state of its last token, after the model's last norm.
 
         Args:
-            prompts: as in `generate`. A prompt may have max_model_len tokens. The tokenizer adds its special tokens, so
-                a model that was trained to end a text with one gets it.
+            prompts: one prompt or a list of prompts, as in `generate`. A prompt may have max_model_len tokens. The
+                tokenizer adds its special tokens, so a model that was trained to end a text with one gets it.
             dimensions: cut each vector to so many elements; None keeps all.
             normalize: divide each vector, after the cut, by its Euclidean length.
 
@@ -197,6 +177,8 @@ class LLM:
             ValueError: a prompt or `dimensions` is not valid. No prompt has run then.
             RuntimeError: the model's hidden states are NaN or infinite.
         """
+        from nanovllm.uses.embedding import embed_prompts
+
         return embed_prompts(self, prompts, dimensions=dimensions, normalize=normalize, show=use_tqdm)
 
     def chat(
@@ -216,7 +198,7 @@ class LLM:
         Args:
             messages: one conversation or a list of conversations. A content is a string, or a list of text parts as
                 in OpenAI's API.
-            sampling_params: as in `generate`.
+            sampling_params: one for all conversations, or a list with one per conversation, as in `generate`.
             chat_template: a Jinja template to use instead of the model's.
             add_generation_prompt: end the prompt with the template's opening of an answer, so that the model answers.
             continue_final_message: let the model continue the last message; needs add_generation_prompt=False.
@@ -227,6 +209,8 @@ class LLM:
             ValueError: the template refuses a conversation. With several conversations the message has its number. No
                 conversation has run then.
         """
+        from nanovllm.text.conversations import render_conversations
+
         self.engine.claim.check()
         if not isinstance(chat_template_kwargs, Mapping | None):
             raise refuse(chat_template_kwargs, "chat_template_kwargs", "a dict of the template's variables, or None")
@@ -246,9 +230,11 @@ class LLM:
             chat_template_kwargs: values of the template's variables. It may also hold these arguments of `chat`:
                 chat_template, add_generation_prompt, continue_final_message, tools.
         """
+        from nanovllm.text.conversations import render_conversations
+
         tokenizer = self.engine.tokenizer
         texts = render_conversations([messages], tokenizer, chat_template_kwargs or {})
-        (prompt,) = tokenise_prompts(texts, tokenizer, self.max_model_len, add_special_tokens=False)
+        (prompt,) = tokenise_prompts(texts, tokenizer, add_special_tokens=False)
         return {"prompt": prompt.text, "prompt_token_ids": prompt.token_ids}
 
     def prepare(self, request: Item, sampling_params: SamplingParams | None = None) -> Request:
@@ -287,6 +273,8 @@ class LLM:
         Raises:
             ValueError: a prompt is not valid. The message has its number. Earlier requests that still run are aborted.
         """
+        from nanovllm.uses.streaming import stream_outputs
+
         return stream_outputs(self, requests, sampling_params)
 
     def submit(self, prompt: Item, sampling_params: SamplingParams | None = None) -> "Future[Output]":
@@ -296,7 +284,7 @@ class LLM:
         refused. An asyncio task waits with `await asyncio.wrap_future(llm.submit(prompt))`.
 
         Args:
-            prompt, sampling_params: as in `prepare`. `render_chat` makes the prompt of a conversation.
+            prompt, sampling_params: the request, as `prepare` takes it. `render_chat` makes a conversation's prompt.
 
         Returns:
             A future of the request's Output. If the engine fails, is closed or asleep, or is used otherwise, the future
@@ -306,8 +294,10 @@ class LLM:
             ValueError: the request is not valid.
             RuntimeError: this process was forked after the engine was made, or the program ends.
         """
+        from nanovllm.uses.sharing import EngineThread
+
         request = self.prepare(prompt, sampling_params)
-        thread = self.__dict__.setdefault("_thread", share_engine(self.engine))  # two callers get the same one
+        thread = self.__dict__.setdefault("_thread", EngineThread(self.engine))  # two callers get the same one
         return thread.submit(request)  # type: ignore[no-any-return]
 
     def stream_tokens(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
@@ -318,6 +308,8 @@ class LLM:
         Raises:
             RuntimeError: the request ended with an error. The text before the error was yielded.
         """
+        from nanovllm.uses.streaming import stream_pieces
+
         return stream_pieces(self, prompt, sampling_params)
 
     # ---- the loop of the project nano-vLLM, with which this class is compatible: the caller calls step()
@@ -406,7 +398,9 @@ class LLM:
 
     @cached_property
     def _renewal(self) -> Any:
-        return make_renewal(self.engine)
+        from nanovllm.runner.renewal import Renewal
+
+        return Renewal(self.engine)
 
     def load_weights(self, named_tensors: Iterable[tuple[str, Any]], finish: bool = True) -> None:
         """Replace weights, for example after a step of training. The prefix cache is forgotten.
@@ -460,6 +454,8 @@ class LLM:
     if not TYPE_CHECKING:  # a type checker finds what is missing by itself
 
         def __getattr__(self, name: str) -> NoReturn:
+            from nanovllm.models.diagnosis import explain_missing
+
             raise explain_missing(name)
 
     def __reduce__(self) -> NoReturn:

@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from nanovllm.backends.staging import Staging
+from nanovllm.backends.steps import EAGER, Steps, Stopwatch
 from nanovllm.ops.attention import KVCache, attend_reference
 from nanovllm.ops.norm_rope_store import norm_rope_store_reference
 from nanovllm.ops.rms_norm import add_rms_norm_reference, rms_norm_reference
@@ -21,8 +23,6 @@ from nanovllm.ops.sample import sample_reference, store_samples_reference
 from nanovllm.ops.silu_and_mul import silu_and_mul_reference
 from nanovllm.ops.step_inputs import StepInputs, step_inputs_reference
 from nanovllm.ops.token_logprobs import token_logprobs_reference
-from nanovllm.runner.device import Staging
-from nanovllm.runner.steps import EAGER, Steps, Stopwatch
 from nanovllm.utils.memory import cpu_cache_budget, free_memory
 
 if TYPE_CHECKING:

@@ -207,9 +207,9 @@ def _add_estimate(commands: Any) -> None:
 
 
 def _estimate(options: argparse.Namespace) -> int:
-    from nanovllm.commands.estimate import estimate, parse_size, read_config
+    from nanovllm.commands.estimate import estimate, fetch_config, parse_size
 
-    estimated = estimate(read_config(options.model), _read_engine_config(options), parse_size(options.gpu_memory))
+    estimated = estimate(fetch_config(options.model), _read_engine_config(options), parse_size(options.gpu_memory))
     sys.stdout.write(estimated.describe() + "\n")
     return 0 if estimated.fits else 1
 

@@ -14,7 +14,7 @@ import torch
 
 from nanovllm.backends import NAMES
 from nanovllm.backends.cpu.library import cache_folder
-from nanovllm.commands.estimate import read_config
+from nanovllm.commands.estimate import fetch_config
 from nanovllm.models.sizes import Sizes
 from nanovllm.runner.resolve import (
     Work,
@@ -48,7 +48,7 @@ def describe(model: str) -> str:
     Raises:
         ValueError: there is no such model.
     """
-    config = read_config(model)
+    config = fetch_config(model)
     sections = {
         "versions": describe_versions(),
         "machine": describe_machine(),

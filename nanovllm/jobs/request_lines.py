@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.engine.sequence import derive_seed
 from nanovllm.jobs.source import Line
 from nanovllm.text.conversations import join_parts
-from nanovllm.utils.checks import as_choice, as_integer, quote, refuse, refuse_unknown, why_not_unicode
+from nanovllm.utils.checks import as_choice, as_integer, quote, refuse, refuse_unknown
 
 if TYPE_CHECKING:
     from nanovllm.engine.sequence import Request
@@ -120,9 +120,11 @@ def read_request_line(line: Line, is_new: Callable[[str], bool] = lambda _: True
             )
         return RequestLine(line.number, None, "messages" in data, data, "input" in data)
     custom_id = data.get("custom_id")
-    if not isinstance(custom_id, str) or not custom_id or why_not_unicode(custom_id):
-        limit = "a string, not empty and without lone surrogates"
-        raise LineError("invalid_request", f"custom_id is {quote(custom_id)}; it must be {limit}")
+    try:
+        if not isinstance(custom_id, str) or not custom_id.encode():
+            raise refuse(custom_id, "custom_id", "a string, and not empty")
+    except ValueError as error:  # a lone surrogate too: encode() refuses it
+        raise LineError("invalid_request", str(error)) from error
     if not is_new(custom_id):
         raise LineError("duplicate_id", f"the id {quote(custom_id)} was seen before")
     try:
@@ -332,10 +334,12 @@ def _read_message(message: Any, index: int) -> dict[str, Any]:
     given = message if isinstance(message, dict) else {}
     read = {name: value for name, value in given.items() if value is not None or name not in _MESSAGE_NULLS}
     role = read.get("role")
-    extra = _TOOL_FIELDS.get(role, "") if isinstance(role, str) else ""
+    fields = ["role", "content", "name"]
+    if isinstance(role, str) and role in _TOOL_FIELDS:
+        fields.append(_TOOL_FIELDS[role])
     if "tool_calls" in read and read.get("content") is None:
         read["content"] = ""  # a message that only calls tools has no content
-    if not {"role", "content"} <= read.keys() <= {"role", "content", "name", extra}:
+    if not {"role", "content"} <= read.keys() <= {*fields}:
         raise ValueError(f"message {index} is {quote(message)}; it must have a role and a content, and may have a name")
     read["role"] = ROLES[as_choice(role, f"the role of message {index}", ROLES)]
     content = read["content"]
@@ -348,7 +352,7 @@ def _read_message(message: Any, index: int) -> dict[str, Any]:
     calls = read.get("tool_calls")
     if "tool_calls" in read and not (isinstance(calls, list) and calls and all(map(_is_function, calls))):
         raise ValueError(f"message {index} has the tool_calls {quote(calls)}; it must be a list of calls of functions")
-    return {name: read[name] for name in ("role", "content", "name", extra) if name in read}
+    return {name: read[name] for name in fields if name in read}
 
 
 def _is_same(value: Any, other: Any) -> bool:

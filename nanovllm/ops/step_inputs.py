@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.engine.plan import IntArray
+from nanovllm.engine.plan import NUM_PER_SEQ, IntArray, StepPlan
 
 
 class DevicePlan(NamedTuple):
@@ -17,7 +17,7 @@ class DevicePlan(NamedTuple):
     Attributes:
         rows, num_computed, num_scheduled: int32 [num_seqs].
         token_ids: int32 [num_tokens]; -1 stands for the row's last token.
-        num_decodes, query_lens_cpu, seq_lens_cpu: as in `StepInputs`.
+        num_decodes, query_lens_cpu, seq_lens_cpu: the values that `StepInputs` explains.
     """
 
     rows: Tensor
@@ -61,6 +61,23 @@ class StepInputs:
     query_lens_cpu: IntArray | None = None
     seq_lens_cpu: IntArray | None = None
     prepared: Any = None
+
+
+def split_head(head: Tensor, num_seqs: int, num_tokens: int, plan: StepPlan | None) -> DevicePlan:
+    """Return the part of a plan that says what the layers compute.
+
+    Args:
+        head: int32, the plan's arrays on the device. The result has views of it.
+        plan: its lengths choose the sizes of launches; None if every sequence computes one token, and the step is
+            recorded: then it must not depend on the numbers of one plan.
+    """
+    end = NUM_PER_SEQ * num_seqs
+    rows, num_computed, num_scheduled, *_ = head[:end].view(NUM_PER_SEQ, num_seqs).unbind(0)
+    token_ids = head[end : end + num_tokens]
+    if plan is None:
+        return DevicePlan(rows, num_computed, num_scheduled, token_ids, num_seqs)
+    lengths = (plan.num_scheduled, plan.num_computed + plan.num_scheduled)
+    return DevicePlan(rows, num_computed, num_scheduled, token_ids, plan.num_decodes, *lengths)
 
 
 def step_inputs_reference(planned: DevicePlan, block_tables: Tensor, last_token: Tensor, block_size: int) -> StepInputs:

@@ -11,7 +11,7 @@ from nanovllm.engine.interfaces import StepEdits
 from nanovllm.engine.plan import StepPlan
 from nanovllm.layers.parallel import Parallel
 from nanovllm.ops.step_inputs import StepInputs
-from nanovllm.runner.device import DeviceRows
+from nanovllm.runner.device_rows import DeviceRows
 
 
 def choose_samples(plan: StepPlan, inputs: StepInputs, backend: Backend) -> tuple[Tensor, Tensor | None, Tensor]:

@@ -68,7 +68,8 @@ class StopStringMatcher:
             num_ready -= 4
             piece = decode_after(self._backend, self._context, self._new[:num_ready], self._skip_special_tokens)
         if piece:
-            self._context = self._new[:num_ready]
+            # The first piece may begin with a character that the context has the first bytes of.
+            self._context = [*(() if self.text else self._context), *self._new[:num_ready]]
         self._new = self._new[num_ready:]
         known = len(self.text)
         self.text += piece
@@ -81,3 +82,7 @@ class StopStringMatcher:
         end, self.found = min(found, key=itemgetter(0))
         self.text = self.text[: end if self._is_included else end - len(self.found)]
         return True
+
+    def read_rest(self) -> str:
+        """Return the text of the tokens whose text is not in `text` yet, as if no token followed them."""
+        return decode_after(self._backend, self._context, self._new, self._skip_special_tokens)

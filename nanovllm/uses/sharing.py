@@ -91,15 +91,19 @@ class EngineThread:
     def _run(self) -> None:
         """Run requests until none is left. If the engine fails, give the error to all who wait."""
         waiting: dict[int, Future[Output]] = {}
+        done: list[tuple[Future[Output], Output]] = []
         try:
             while True:
                 with closing(self._engine.run(self._take_requests(waiting), HOLDER)) as run:
                     for ended in run:
                         for number, seq in ended:
                             output = self._engine.make_output(seq)
-                            waiting.pop(number).set_result(output)
+                            done.append((waiting.pop(number), output))
+                        if waiting or self._incoming:
+                            _deliver(done)
                         if self._program_ends:
                             raise RuntimeError(ENDING)
+                _deliver(done)  # whoever gets the last results finds the engine free
                 with self._lock:
                     if not self._incoming:
                         self._forget_thread()
@@ -109,6 +113,7 @@ class EngineThread:
                 queued = [future for _, future in self._incoming if future.set_running_or_notify_cancel()]
                 self._incoming.clear()
                 self._forget_thread()
+            _deliver(done)
             for future in [*waiting.values(), *queued]:
                 future.set_exception(error)
 
@@ -133,3 +138,10 @@ class EngineThread:
                 waiting[number] = future
                 number += 1
                 yield request
+
+
+def _deliver(done: list[tuple[Future[Output], Output]]) -> None:
+    """Set the results of futures, and empty the list. A callback of a future may call `submit`."""
+    while done:
+        future, output = done.pop(0)
+        future.set_result(output)

@@ -55,16 +55,20 @@ def stream_pieces(llm: Any, prompt: Any, sampling_params: SamplingParams | None)
     if request.params.n > 1 or not request.params.detokenize:
         raise ValueError("stream_tokens gives the text of one completion: n must be 1, and detokenize True")
     num_held = max((len(stop) - 1 for stop in request.params.stop or ()), default=0)
-    given = ""
+    decoder = tokenizer.stop_matcher(request.params, request.prompt_token_ids)
+    num_decoded = len(request.prompt_token_ids)
+    num_given = 0
     with closing(engine.run([request])) as run:
         for ended in run:
             for _, seq in ended:
-                yield read_text(seq, tokenizer)[len(given) :]
+                yield read_text(seq, tokenizer)[num_given:]
                 if seq.error is not None:
                     raise RuntimeError(seq.error)
                 return
             for seq in engine.scheduler.running:
-                text = read_text(seq, tokenizer).rstrip("\ufffd")  # decoders end in U+FFFD for half a character
-                if piece := text[len(given) : max(len(text) - num_held, 0)]:
-                    given += piece
+                for token_id in seq.token_ids[num_decoded:]:
+                    decoder.feed(token_id)
+                num_decoded = len(seq.token_ids)
+                if piece := decoder.text[num_given : max(len(decoder.text) - num_held, 0)]:
+                    num_given += len(piece)
                     yield piece

@@ -10,6 +10,7 @@ from nanovllm import LLM, SamplingParams
 
 TAGS = ["<think>", "</think>", "<tool_call>"]
 BEGINNINGS = ["a", "é", "\ufffd", "你好", "<think>", "</think>", "<think>b", TURN, "\n", " ", "\x00"]
+STOPS = ["\ufffd", "\ufffd\ufffd", "é", "e", " ", "<think>", "never comes"]
 
 
 def test_pieces_and_parts_of_hostile_outputs_are_those_of_the_text(tmp_path: Path) -> None:
@@ -26,11 +27,14 @@ def test_pieces_and_parts_of_hostile_outputs_are_those_of_the_text(tmp_path: Pat
     for i in range(60):
         tags = {tokenizer.token_to_id(tag): rng.choice([0.0, 8.0, 14.0]) for tag in (*TAGS, TURN)}
         bias = tags | dict.fromkeys(rng.sample(range(256), 12), 12.0)
-        params.append(SamplingParams(1.0, 20, seed=i, logit_bias=bias, skip_special_tokens=rng.random() < 0.5))
+        stop = None if i % 2 else rng.sample(STOPS, 2)
+        skip = rng.random() < 0.5
+        params.append(SamplingParams(1.0, 20, seed=i, logit_bias=bias, stop=stop, skip_special_tokens=skip))
     options = {"dtype": "float32", "max_model_len": 64, "num_kvcache_blocks": 64, "kvcache_block_size": 16}
     with LLM(tmp_path, **options) as llm:
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        for i in range(0, 60, 4):
+        assert sum(output.stop_reason in STOPS for output in outputs) > 5
+        for i in range(60):
             pieces = list(llm.stream_tokens(prompts[i], params[i]))
             assert "".join(pieces) == outputs[i].text
     with LLM(tmp_path, **options, reasoning_parser="qwen3") as llm:

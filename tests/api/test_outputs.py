@@ -169,7 +169,6 @@ def test_no_replacement_character_of_the_prompt_is_in_the_text(
     before, ids = ([ID(BYTES[byte]) for byte in part] for part in (prompt, token_ids))
     assert tokenizer.decode(ids, True, before) == text + "im"
     matcher = tokenizer.stop_matcher(SamplingParams(stop="im"), before)
-    assert matcher is not None
     assert [matcher.feed(i) for i in ids].index(True) == len(ids) - 1 and matcher.text == text
 
 
@@ -190,7 +189,7 @@ def test_the_text_is_the_same_with_and_without_stop_strings(
     prompt = whole[:border]
     token_ids = [*whole[border:], *map(ID, "the-end")]
     matcher = tokenizer.stop_matcher(SamplingParams(stop="the-end", include_stop_str_in_output=True), prompt)
-    assert matcher is not None and [matcher.feed(i) for i in token_ids].index(True) == len(token_ids) - 1
+    assert [matcher.feed(i) for i in token_ids].index(True) == len(token_ids) - 1
     assert matcher.text == tokenizer.decode(token_ids, True, prompt)
 
 
@@ -202,13 +201,36 @@ def test_any_output_takes_linear_time_beside_stop_strings(token: str) -> None:
     assert time.monotonic() - since < 30, "30,000 tokens that are looked at again and again take minutes"
 
 
-def test_bytes_that_are_no_text_leave_a_decoder_that_falls_back_to_bytes_its_stop_strings() -> None:
-    """After "#" as a byte and bytes that are no text it would take "#" back, for which tokenizers raises."""
+def make_fallback_tokenizer() -> Tokenizer:
+    """Make a tokenizer as Llama 2's: one byte that is no character makes it replace all bytes beside it."""
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"▁": 256, "stop": 257, "<unk>": 258}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
+    return tokenizer
+
+
+def test_a_text_is_the_pieces_that_its_tokens_add(reciter: Path) -> None:
+    tokenizer = ModelTokenizer(reciter)
+    tokenizer._backend = make_fallback_tokenizer()
+    rng = random.Random(0)
+    for _ in range(1000):
+        ids = [*rng.choices(range(259), k=4), *"aé你😀".encode()]
+        prompt = rng.choices(ids, k=rng.randint(1, 4))
+        token_ids = rng.choices(ids, k=rng.randint(1, 99))
+        matcher = tokenizer.stop_matcher(SamplingParams(), prompt)
+        for token_id in token_ids:
+            before = matcher.text
+            matcher.feed(token_id)
+            assert matcher.text.startswith(before)
+        assert matcher.text + matcher.read_rest() == tokenizer.decode(token_ids, True, prompt)
+    assert tokenizer.decode([*"aé".encode(), 255], True, [257]) == "aé\ufffd"
+
+
+def test_bytes_that_are_no_text_leave_a_decoder_that_falls_back_to_bytes_its_stop_strings() -> None:
+    """After "#" as a byte and bytes that are no text it would take "#" back, for which tokenizers raises."""
+    tokenizer = make_fallback_tokenizer()
     rng = random.Random(0)
     for _ in range(300):
         matcher = StopStringMatcher(tokenizer, SamplingParams(stop="stop"), rng.choices(range(257), k=2))

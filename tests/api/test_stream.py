@@ -187,6 +187,23 @@ def test_no_piece_is_the_beginning_of_a_stop_string_that_ends_the_text(stop: Any
         assert "".join(llm.stream_tokens("a", params)) == output.text
 
 
+def test_a_stream_decodes_each_token_a_few_times(reciter: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM(reciter, **OPTIONS | {"max_model_len": 400}) as llm:
+        backend = llm.engine.tokenizer._backend  # type: ignore[union-attr]
+        num_decoded = 0
+
+        class Counter:
+            def decode(self, token_ids: list[int], skip_special_tokens: bool) -> str:
+                nonlocal num_decoded
+                num_decoded += len(token_ids)
+                return backend.decode(token_ids, skip_special_tokens)  # type: ignore[no-any-return]
+
+        monkeypatch.setattr(llm.engine.tokenizer, "_backend", Counter())
+        params = SamplingParams(temperature=0, max_tokens=390, ignore_eos=True, skip_special_tokens=False)
+        assert sum(map(len, llm.stream_tokens([A, B], params))) > 300
+    assert num_decoded < 10 * 390, "if each step decoded the whole output, there would be 33,000"
+
+
 def test_stream_tokens_needs_a_tokenizer_and_a_good_prompt(llm: LLM, reciter: Path) -> None:
     with pytest.raises(ValueError, match="no tokenizer"):
         list(llm.stream_tokens([1]))

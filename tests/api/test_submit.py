@@ -59,7 +59,6 @@ def test_tasks_of_an_event_loop_get_what_each_would_get_alone(llm: LLM) -> None:
         return await asyncio.gather(*map(ask, range(len(PROMPTS))))
 
     expected = asyncio.run(ask_all())
-    time.sleep(0.2)  # the thread ends by itself
     assert [output.token_ids for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)] == expected
 
 

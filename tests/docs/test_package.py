@@ -17,8 +17,10 @@ import pytest
 import torch
 from helpers.paths import ROOT
 
+from nanovllm.backends import find_backend
 from scripts.count_lines import find_imports, find_modules, find_spine
 
+CPU = torch.device("cpu")
 HEAVY = ("torch", "triton", "flash_attn", "transformers", "numpy", "tokenizers", "huggingface_hub")
 
 
@@ -45,90 +47,111 @@ def test_planning_needs_no_torch(module: str) -> None:
 
 ROOMS = (
     ("__main__",),
-    ("cli",),
-    ("doctor", "jobs"),
-    ("chat", "ray", "lm_eval", "estimate"),
+    ("commands",),
+    ("jobs", "lm_eval"),
+    ("ray",),
     ("llm",),
-    ("score",),
-    ("distributed.worker",),
     ("load",),
-    ("diagnosis", "view", "embedding", "lora", "sharing", "streaming"),
-    ("distributed",),
-    ("edits", "renewal"),
-    ("parsing",),
-    ("runner",),
-    ("drafts", "quantized"),
-    ("resolve",),
-    ("engine", "models"),
+    ("uses", "view", "distributed", "drafts"),
+    ("runner", "backends.cpu", "backends.gpu"),
+    ("quantized",),
+    ("models.qwen3_5", "models.qwen3_moe"),
+    ("edits",),
+    ("models",),
     ("backends",),
-    ("layers",),
-    ("kernels",),
+    ("parsing", "ops", "layers"),
+    ("engine",),
     ("config", "text"),
     ("sampling_params", "outputs", "inputs"),
     ("vllm_names", "version"),
     ("utils",),
 )
-"""From the top down; those of one line know nothing of each other. A follower's program loads its model by load.py,
-as rank 0 does."""
+"""From the top down; those of one line know nothing of each other. Imports within functions, and for types alone, may
+run upwards: that is how a device, a family or a wing is loaded when it is asked for."""
 
 WINGS = (
-    *("__main__", "chat", "cli", "diagnosis", "distributed", "doctor", "drafts", "edits", "embedding", "estimate"),
-    *("jobs", "lm_eval", "lora", "models.delta_net", "models.dummy_weights", "models.hybrid"),
-    *("models.hybrid_operators", "models.qwen3_5", "models.qwen3_moe", "models.shapes", "models.states", "parsing"),
-    *("quantized", "ray", "renewal", "score", "sharing", "streaming", "text.conversations", "utils.work_ahead", "view"),
+    *("__main__", "backends.cpu", "backends.gpu", "commands", "distributed", "drafts", "edits", "jobs", "lm_eval"),
+    *("models.diagnosis", "models.dummy_weights", "models.lora", "models.qwen3_5", "models.qwen3_moe", "models.shapes"),
+    *("engine.scoring", "parsing", "quantized", "ray", "runner.renewal", "runner.scoring", "text.conversations"),
+    *("uses", "utils.work_ahead", "view", "vllm_names"),
 )
-"""Every other file belongs to the spine: generating on one device takes it."""
+"""Rooms and files that load when they are asked for. Every other file belongs to the spine."""
+
+ASKED_BY = {
+    "vllm_names": ("config", "sampling_params"),  # for a name or a value that is not ours
+    "engine.scoring": ("engine.scheduler",),  # for a request that scores or embeds
+    "runner.scoring": ("runner.model_runner",),
+}
+"""The files of the spine that import a wing themselves. All other wings come through load.py or a method of LLM."""
+
+TABLES = ("backends", "backends.base", "models.model_config")
+"""The files that import by name: the classes of backends, operators, and families."""
 
 
-def imports_of(module: str) -> set[str]:
-    """The package's modules that a file imports, wherever in it: also within functions, and for types alone."""
-    return {found.module for found in find_imports(MODULES[module], MODULES)}
+def is_within(module: str, room: str) -> bool:
+    return f"{module.removeprefix('nanovllm.')}.".startswith(f"{room}.")
 
 
 def wing_of(module: str) -> str | None:
-    """The wing that a module belongs to; None for the spine's."""
-    name = module.removeprefix("nanovllm.")
-    return next((wing for wing in WINGS if f"{name}.".startswith(f"{wing}.")), None)
+    """The wing, or the device, that a module belongs to; None for the spine's."""
+    return next((wing for wing in WINGS if is_within(module, wing)), None)
 
 
-SPINE = [module for module in MODULES if wing_of(module) is None]
+def test_the_spine_loads_no_wing_and_no_device() -> None:
+    assert {module: wing for module in find_spine(MODULES) if (wing := wing_of(module))} == {}
 
 
-@pytest.mark.parametrize("module", SPINE)
-def test_the_spine_imports_no_wing(module: str) -> None:
-    """Neither early, nor late, nor for types. Only load.py hands wings to the engine: it imports them in functions."""
-    name = module.removeprefix("nanovllm.")
-    for found in find_imports(MODULES[module], MODULES):
-        wing = wing_of(found.module)
-        allowed = wing is None or (name == "load" and not found.is_early)
-        assert allowed, f"{name} imports {found.module}"
-    source = MODULES[module].read_text()
-    assert "import_module" not in source and "__import__" not in source, "an import by name hides what is imported"
-
-
-def test_nothing_else_than_the_spine_is_loaded_to_generate() -> None:
-    assert {wing for module in find_spine(MODULES) if (wing := wing_of(module))} == set()
+def test_a_wing_loads_where_it_is_asked_for() -> None:
+    """Types may be imported from anywhere, because no program runs those imports."""
+    for module, path in MODULES.items():
+        if wing_of(module) is None:
+            name = module.removeprefix("nanovllm.")
+            for found in find_imports(path, MODULES):
+                wing = wing_of(found.module)
+                is_allowed = wing is None or name in ("load", "llm", *ASKED_BY.get(wing, ()))
+                assert is_allowed or found.is_for_types, f"{name} imports {found.module}"
+            source = path.read_text()
+            assert name in TABLES or ("import_module" not in source and "__import__" not in source), name
 
 
 def room_of(module: str) -> int:
-    name = module.removeprefix("nanovllm.")
-    whole_room = name.split(".")[0]
-    return next(i for i, room in enumerate(ROOMS) if name in room or whole_room in room)
+    """The place of a module's room in `ROOMS`: of the room that names it most exactly."""
+    rooms = [(len(room), i) for i, line in enumerate(ROOMS) for room in line if is_within(module, room)]
+    return max(rooms)[1]
 
 
 def test_imports_run_downwards_and_in_no_circle() -> None:
-    """load.py alone may import a wing that lies above it, within a function: see test_the_spine_imports_no_wing."""
-    graph = {module: imports_of(module) for module in MODULES if module != "nanovllm"}
+    imports = {
+        module: {found.module for found in find_imports(path, MODULES) if found.is_early}
+        for module, path in MODULES.items()
+        if module != "nanovllm"
+    }
     upwards = [
         (module, imported)
-        for module, imports in graph.items()
-        for imported in imports
-        if module.split(".")[1] != imported.split(".")[1]
-        and room_of(imported) <= room_of(module)
-        and not (module == "nanovllm.load" and wing_of(imported))
+        for module, others in imports.items()
+        for imported in others - {"nanovllm"}
+        if room_of(imported) < room_of(module)
     ]
     assert not upwards
-    list(graphlib.TopologicalSorter(graph).static_order())  # a CycleError names the circle
+    list(graphlib.TopologicalSorter(imports).static_order())  # a CycleError names the circle
+
+
+@pytest.mark.parametrize(
+    ("backend", "loaded"),
+    [("torch", set()), ("cpu", {"backends.cpu"}), ("triton", {"backends.gpu"})],
+)
+def test_a_process_loads_the_device_that_it_has_chosen_and_no_wing(backend: str, loaded: set[str]) -> None:
+    """By the package's own modules that are there after `generate`."""
+    if find_backend(backend, CPU).why_cannot(CPU) is not None:  # type: ignore[union-attr]
+        pytest.skip(f"the {backend} backend does not run here")
+    code = (
+        "import sys; from nanovllm import LLM, SamplingParams\n"
+        f"with LLM('tiny-qwen3', device='cpu', attention_backend='{backend}', max_model_len=64) as llm:\n"
+        "    llm.generate([[5]], SamplingParams(1.0, 3), use_tqdm=False)\n"
+        "print(*(name for name in sys.modules if name.startswith('nanovllm.')))"
+    )
+    modules = python(code).split()
+    assert {wing for name in modules if (wing := wing_of(name))} == loaded
 
 
 def test_the_version_is_known_from_source_without_installation() -> None:

@@ -5,12 +5,13 @@ candidates are that close.
 """
 
 import random
+import resource
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers.tiny import SMALL, draw_prompts
+from helpers.tiny import SMALL, draw_prompts, save_random
 from helpers.variants import PREFIX, REQUESTS, TINY_POOL, VARIANTS, tokens
 
 from nanovllm import LLM, SamplingParams
@@ -100,3 +101,21 @@ def test_a_new_engine_with_the_same_seed_repeats_itself_and_another_seed_does_no
             runs.append(tokens(llm.generate([PREFIX] * 8, free, use_tqdm=False)))
     assert runs[0] == runs[1] != runs[2]
     assert len(set(map(tuple, runs[0]))) > 4, "requests without a seed draw the same numbers"
+
+
+@pytest.mark.slow
+def test_a_prompt_of_100_k_tokens_takes_little_memory_and_is_cached_whole(tmp_path: Path) -> None:
+    """Beside the KV cache, which is there before. The scores of one chunk alone would be 800 MB a head."""
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "hidden_size": 32, "num_hidden_layers": 1}
+    save_random(tmp_path, max_position_embeddings=131072, **heads)
+    options = {"dtype": "float32", "device": "cpu", "attention_backend": "cpu", "max_num_batched_tokens": 2048}
+    short, prompt = draw_prompts([500, 100_000])
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    with LLM(tmp_path, **options, max_model_len=100_100, num_kvcache_blocks=1600, kvcache_block_size=64) as llm:
+        llm.generate([short], params, use_tqdm=False)
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        computed = llm.generate([prompt], params, use_tqdm=False)
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100 << 10, "in KiB"
+        cached = llm.generate([prompt], params, use_tqdm=False)
+    assert cached[0]["num_cached_tokens"] == 99_968
+    assert tokens(cached) == tokens(computed)

@@ -27,6 +27,7 @@ from nanovllm.backends.gpu.launch import Launch, compile_launches, launch, redir
 from nanovllm.backends.gpu.quantized import TritonExperts, TritonMatrix
 from nanovllm.backends.gpu.rms_norm import add_rms_norm
 from nanovllm.backends.gpu.startup import compile_kernels
+from nanovllm.backends.steps import EAGER
 from nanovllm.distributed.collectives import GroupParallel
 from nanovllm.distributed.pipeline import FirstStage, PipelineHandle, StageParallel, StageRunner
 from nanovllm.distributed.stage_inputs import StageInputs
@@ -36,7 +37,6 @@ from nanovllm.layers.linear import MatrixModule
 from nanovllm.models.qwen3_moe.decoder import Experts
 from nanovllm.quantized.codes import Codes
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.runner.steps import EAGER
 from nanovllm.utils.integers import ceil_div
 
 NUM_LAUNCHES = 196

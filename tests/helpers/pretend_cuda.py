@@ -19,15 +19,15 @@ from nanovllm.backends import Backend
 from nanovllm.backends.gpu import paged_decode, paged_prefill
 from nanovllm.backends.gpu.device import CudaBackend
 from nanovllm.backends.gpu.launch import Launch, redirect_launches
+from nanovllm.backends.staging import Staging
+from nanovllm.backends.steps import Stopwatch
 from nanovllm.config import EngineConfig
 from nanovllm.engine.plan import StepPlan
 from nanovllm.layers.parallel import Parallel
 from nanovllm.load import resolve_options
-from nanovllm.models.config import find_decoder, load_model_config
+from nanovllm.models.model_config import find_decoder, load_model_config
 from nanovllm.models.shapes import preset_config
-from nanovllm.runner.device import Staging
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.runner.steps import Stopwatch
 
 DEVICE = "cuda:0"
 aten = torch.ops.aten

@@ -1,6 +1,6 @@
 """An engine belongs to one activity at a time: whatever threads, signals and forks do, results are right or refused.
 
-Races run for 3 seconds, or 20 in the slow tests, and with a switch interval at which threads change places in the
+Races run for 1.5 seconds, or 20 in the slow tests, and with a switch interval at which threads change places in the
 middle of nearly everything. What could crash the process runs in one of its own: see `run_apart`.
 """
 
@@ -45,7 +45,7 @@ REFUSED = re.compile(
     r"^[a-z_]+\(\) is running in this engine|the engine is asleep|requests of add_request\(\) are unfinished"
 )
 """An activity may be told this while another one has the engine."""
-SECONDS = [3, pytest.param(20, marks=pytest.mark.slow)]
+SECONDS = [1.5, pytest.param(20, marks=pytest.mark.slow)]
 
 
 @pytest.fixture(autouse=True)
@@ -87,16 +87,6 @@ def llm(folders: list[Path]) -> Iterator[LLM]:
 
 def say(llm: LLM, params: SamplingParams = GREEDY) -> list[list[int]]:
     return [output["token_ids"] for output in llm.generate(PROMPTS, params, use_tqdm=False)]
-
-
-def reset_when_idle(llm: LLM) -> None:
-    """Reset the prefix cache. The thread of submit() has the engine for a moment after its last result."""
-    while True:
-        try:
-            llm.reset_prefix_cache()
-            return
-        except RuntimeError as error:
-            assert REFUSED.search(str(error))
 
 
 class Storm:
@@ -198,19 +188,19 @@ class Storm:
 
 
 @pytest.mark.parametrize("seconds", SECONDS)
-def test_new_weights_beside_submit(seconds: int, llm: LLM, folders: list[Path], switch_interval: None) -> None:
+def test_new_weights_beside_submit(seconds: float, llm: LLM, folders: list[Path], switch_interval: None) -> None:
     storm = Storm(llm, folders)
     storm.run(seconds, [storm.submit], [storm.load])
 
 
 @pytest.mark.parametrize("seconds", SECONDS)
-def test_sleep_beside_submit(seconds: int, llm: LLM, folders: list[Path], switch_interval: None) -> None:
+def test_sleep_beside_submit(seconds: float, llm: LLM, folders: list[Path], switch_interval: None) -> None:
     storm = Storm(llm, folders)
     storm.run(seconds, [storm.submit], [storm.submit], [storm.sleep])
 
 
 @pytest.mark.parametrize("seconds", SECONDS)
-def test_everything_beside_everything(seconds: int, llm: LLM, folders: list[Path], switch_interval: None) -> None:
+def test_everything_beside_everything(seconds: float, llm: LLM, folders: list[Path], switch_interval: None) -> None:
     storm = Storm(llm, folders)
     runs = [storm.generate, storm.stream, storm.score, storm.embed]
     storm.run(seconds, [storm.submit], [storm.submit], runs, [storm.load, storm.sleep, storm.reset, storm.step])
@@ -252,9 +242,9 @@ def close_at_random_moments(count: str, folder: str) -> None:
     assert closed, "no close came while requests ran"
 
 
-@pytest.mark.parametrize("count", [8, pytest.param(200, marks=pytest.mark.slow)])
-def test_closing_while_submitted_requests_run(count: int, folders: list[Path]) -> None:
-    run_apart(close_at_random_moments, count, folders[0])
+@pytest.mark.slow
+def test_closing_while_submitted_requests_run(folders: list[Path]) -> None:
+    run_apart(close_at_random_moments, 200, folders[0])
 
 
 def end_while_requests_run(backend: str, how: str) -> None:
@@ -277,18 +267,22 @@ def end_while_requests_run(backend: str, how: str) -> None:
                 sys.exit(0)
 
 
-@pytest.mark.parametrize(
-    ("backend", "how"),
-    [
-        ("torch", "fall"),
-        ("cpu", "exit"),
-        *(pytest.param(backend, how, marks=pytest.mark.slow)
-          for backend in ("torch", "cpu") for how in ("fall", "exit", "del", "fork")),
-    ],
-)  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("how", ["fall", "exit", "del", "fork"])
 def test_a_program_may_end_while_submitted_requests_run(backend: str, how: str) -> None:
     num_answers = run_apart(end_while_requests_run, backend, how).split()[-1]
     assert int(num_answers) < 20, "it waited for all requests"
+
+
+def close_and_exit(count: str, folder: str) -> None:
+    close_at_random_moments(count, folder)
+    end_while_requests_run("cpu", "exit")
+
+
+def test_engines_and_the_program_may_end_while_submitted_requests_run(folders: list[Path]) -> None:
+    """The two slow tests above, in short and in one process."""
+    assert int(run_apart(close_and_exit, 8, folders[0]).split()[-1]) < 20, "it waited for all requests"
 
 
 def test_a_forked_process_is_refused_and_waits_for_no_lock(llm: LLM) -> None:
@@ -469,7 +463,20 @@ def test_a_stream_that_is_collected_gives_the_claim_back(llm: LLM) -> None:
 # ---- what callers do in the engine's own thread, and while it loads or sleeps
 
 
-def test_a_callback_of_a_future_may_submit_and_is_refused_otherwise(llm: LLM) -> None:
+def test_the_engine_is_free_when_the_last_result_is_there(llm: LLM, switch_interval: None) -> None:
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    for _ in range(70):
+        for use in (
+            lambda: llm.generate(PROMPTS[:1], params, use_tqdm=False),
+            lambda: llm.embed(PROMPTS[:1], use_tqdm=False),
+            llm.reset_prefix_cache,
+        ):
+            futures = [llm.submit(prompt, params) for prompt in PROMPTS[:2]]
+            assert all(future.result(timeout=60) for future in futures)
+            use()
+
+
+def test_a_callback_of_a_future_may_submit_and_is_refused_while_others_run(llm: LLM) -> None:
     (expected, *_) = say(llm)
     seen: list[Any] = []
     nested: Future[list[int]] = Future()
@@ -482,10 +489,22 @@ def test_a_callback_of_a_future_may_submit_and_is_refused_otherwise(llm: LLM) ->
         again = llm.submit(PROMPTS[0], GREEDY)
         again.add_done_callback(lambda future: nested.set_result(future.result()["token_ids"]))
 
+    ready = threading.Event()
+    llm.observe(Watch(ready.wait))
+    longer = llm.submit(PROMPTS[1], LONG)
     future = llm.submit(PROMPTS[0], GREEDY)
     future.add_done_callback(call)
+    ready.set()
     assert nested.result(timeout=60) == expected == future.result()["token_ids"]
     assert len(seen) == 1 and seen[0].startswith("submit() has requests in this engine")
+    assert len(longer.result(timeout=60)["token_ids"]) == 40
+
+
+def test_a_callback_of_the_last_future_may_use_the_engine(llm: LLM) -> None:
+    expected = say(llm)
+    nested: Future[list[list[int]]] = Future()
+    llm.submit(PROMPTS[0], GREEDY).add_done_callback(lambda _: nested.set_result(say(llm)))
+    assert nested.result(timeout=60) == expected
 
 
 def test_a_callback_of_a_future_may_close_the_engine(llm: LLM) -> None:
@@ -515,7 +534,7 @@ def test_what_yields_new_weights_may_use_the_engine(llm: LLM, folders: list[Path
         for name, tensor in storm.weights[0]:
             assert say(llm) == old
             assert llm.submit(PROMPTS[0], GREEDY).result(timeout=60)["token_ids"] == old[0]
-            reset_when_idle(llm)
+            llm.reset_prefix_cache()
             yield name, tensor
 
     def close_and_yield() -> Iterator[Any]:

@@ -19,12 +19,13 @@ from nanovllm import LLM
 from nanovllm.backends.gpu.cuda_graphs import graph_batch_sizes, smallest_that_holds
 from nanovllm.backends.gpu.memory import GpuMemory, measure_memory
 from nanovllm.backends.gpu.pinned import PinnedStaging
+from nanovllm.backends.staging import Staging
+from nanovllm.backends.steps import EAGER
 from nanovllm.distributed.ring import HEADER, pack_plan
 from nanovllm.engine.plan import StepPlan
 from nanovllm.ops.step_inputs import DevicePlan, step_inputs_reference
-from nanovllm.runner.device import DeviceRows, Staging
+from nanovllm.runner.device_rows import DeviceRows
 from nanovllm.runner.kv_memory import blocks_that_fit
-from nanovllm.runner.steps import EAGER
 from nanovllm.sampling_params import SamplingParams
 
 

@@ -23,10 +23,10 @@ from nanovllm.backends.gpu import paged_decode, paged_prefill
 from nanovllm.backends.gpu.combine import combine
 from nanovllm.backends.gpu.cuda_graphs import CudaGraphs
 from nanovllm.backends.gpu.grouped_linear import grouped_linear
+from nanovllm.backends.steps import EAGER
 from nanovllm.config import MAX_NUM_SEQS
 from nanovllm.models.qwen3_moe.ops import Routing
 from nanovllm.ops.attention import KVCache
-from nanovllm.runner.steps import EAGER
 
 LAYERS = 28
 ONCE = {f"_{name}_kernel": 1 for name in ("step_inputs", "share", "stats", "filter", "draw")}

@@ -16,10 +16,10 @@ from nanovllm.backends.cpu.edit_logits import CpuEditOperators
 from nanovllm.backends.cpu.library import record_calls
 from nanovllm.backends.cpu.recorded_steps import MOST_SEQS, RecordedSteps
 from nanovllm.backends.cpu.scratch import Scratch, borrow_from
+from nanovllm.backends.steps import EAGER
 from nanovllm.edits.edit_logits import MaskAndPenalties
 from nanovllm.models.decoder import Decoder
 from nanovllm.ops.step_inputs import StepInputs
-from nanovllm.runner.steps import EAGER
 
 if reason := CpuBackend.why_cannot(torch.device("cpu")):
     pytest.skip(reason, allow_module_level=True)

@@ -13,6 +13,7 @@ from nanovllm.backends.cpu.huge_pages import advise_huge_pages
 from nanovllm.backends.cpu.library import LANES, MAX_HEAD_DIM, PANEL, CpuLibrary, cpu_library
 from nanovllm.backends.cpu.recorded_steps import RecordedSteps
 from nanovllm.backends.cpu.scratch import Scratch
+from nanovllm.backends.steps import Steps
 from nanovllm.backends.torch_backend import pack_matrices
 from nanovllm.layers.embedding import LMHead, VocabParallelEmbedding
 from nanovllm.layers.weights import ShardedLayer
@@ -21,7 +22,6 @@ from nanovllm.ops.norm_rope_store import NormRope
 from nanovllm.ops.sample import Sampled
 from nanovllm.ops.step_inputs import DevicePlan, StepInputs, empty_step_inputs
 from nanovllm.ops.token_logprobs import TokenLogprobs
-from nanovllm.runner.steps import Steps
 from nanovllm.utils.machine import torch_in_one_thread
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanovllm.backends.cpu.library import RecordedCalls, record_calls
 from nanovllm.backends.cpu.scratch import Scratch, borrow_from
-from nanovllm.runner.steps import StepPart, Steps
+from nanovllm.backends.steps import StepPart, Steps
 
 MOST_SEQS = 64
 """The most sequences of a recorded step. In a larger one the Python between the kernels takes next to nothing."""

@@ -10,9 +10,9 @@ from torch import nn
 
 from nanovllm.backends.gpu.cuda_graphs import CudaGraphs
 from nanovllm.backends.gpu.launch import compile_launches
+from nanovllm.backends.steps import EAGER
 from nanovllm.engine.plan import SAMPLING_COLUMNS, StepPlan
 from nanovllm.models.decoder import Decoder
-from nanovllm.runner.steps import EAGER
 from nanovllm.utils.integers import ceil_div
 
 if TYPE_CHECKING:

@@ -2,12 +2,12 @@
 
 They are named by function, or "(module)" outside of any, and text, so that an edit elsewhere in a file changes no name:
 
-    runner/device.py to_device                      the whole function never runs
-    runner/device.py to_device: tensor = ...        the line never runs
-    runner/device.py to_device: if x: -> return y   the line runs, and is never followed by the other one ("end": of the
-                                                    function)
-    backends/cpu/library.py                          only in the list: some of the file never runs
-    ~ runner/device.py to_device: tensor = ...      only in the list: whether it runs depends on time
+    runner/sampler.py Sampler.sample                    the whole function never runs
+    runner/sampler.py Sampler.sample: checked = ...     the line never runs
+    runner/sampler.py Sampler.sample: if x: -> return   the line runs, and is never followed by the other one ("end": of
+                                                        the function)
+    runner/resolve.py                                   only in the list: some of the file never runs
+    ~ runner/sampler.py Sampler.sample: y = ...         only in the list: whether it runs depends on time
 """
 
 import json

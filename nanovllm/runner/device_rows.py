@@ -1,13 +1,10 @@
-"""The tables that stay on the device, and the buffer through which each step's arrays reach it."""
-
-from collections.abc import Sequence as Seq
+"""The tables of the resident sequences that stay on the device."""
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.engine.plan import NUM_PER_SEQ, ROW_SAMPLING, SAMPLING_COLUMNS, IntArray, StepPlan
-from nanovllm.ops.step_inputs import DevicePlan
+from nanovllm.engine.plan import ROW_SAMPLING, SAMPLING_COLUMNS, StepPlan
 
 
 class DeviceRows:
@@ -49,42 +46,3 @@ class DeviceRows:
             new_rows = packed[3 * num_entries :].view(-1, len(SAMPLING_COLUMNS))
             self.sampling[new_rows[:, SAMPLING_COLUMNS["row"]]] = new_rows
             self.sampling_cpu[plan.new_rows["row"]] = plan.new_rows
-
-
-class Staging:
-    """Copies each step's arrays from the host to a fixed place on the device, in one piece."""
-
-    def __init__(self, size: int, device: torch.device) -> None:
-        """
-        Args:
-            size: the most int32 values that a step sends.
-        """
-        self._host = torch.zeros(size, dtype=torch.int32)
-        self.buffer = self._host.to(device)
-        """int32 [size] on the device, always at the same address: CUDA graphs and recorded steps read from there. On a
-        CPU it is the host's memory itself."""
-
-    def send(self, parts: Seq[IntArray]) -> Tensor:
-        """Copy parts, int32 and 1-d, to the device one after another; returns the part of `buffer` that holds them."""
-        size = sum(map(len, parts))
-        np.concatenate(parts, out=self._host.numpy()[:size])
-        if self.buffer is not self._host:
-            self.buffer[:size].copy_(self._host[:size])
-        return self.buffer[:size]
-
-
-def split_head(head: Tensor, num_seqs: int, num_tokens: int, plan: StepPlan | None) -> DevicePlan:
-    """Return the part of a plan that says what the layers compute.
-
-    Args:
-        head: int32, the plan's arrays on the device. The result has views of it.
-        plan: its lengths choose the sizes of launches; None if every sequence computes one token, and the step is
-            recorded: then it must not depend on the numbers of one plan.
-    """
-    end = NUM_PER_SEQ * num_seqs
-    rows, num_computed, num_scheduled, *_ = head[:end].view(NUM_PER_SEQ, num_seqs).unbind(0)
-    token_ids = head[end : end + num_tokens]
-    if plan is None:
-        return DevicePlan(rows, num_computed, num_scheduled, token_ids, num_seqs)
-    lengths = (plan.num_scheduled, plan.num_computed + plan.num_scheduled)
-    return DevicePlan(rows, num_computed, num_scheduled, token_ids, plan.num_decodes, *lengths)
