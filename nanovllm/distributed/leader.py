@@ -125,6 +125,8 @@ class LeadingRunner:
             self._followers = FollowerGroup(config, hf_config, folder, self._parallel.abort)
             stack.callback(self._followers.stop)
             self._parallel.raise_failure = self._followers.raise_failure
+            # Each holds the other now. Undone, a dropped engine frees its process group at once.
+            stack.callback(setattr, self._parallel, "raise_failure", lambda: None)
             try:
                 if is_pipeline:
                     spans = self._followers.spans if config.trace is not None else None
