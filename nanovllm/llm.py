@@ -379,7 +379,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the parameters that `sampling_params=None` stands for: the model's generation_config."""
-        return self.engine.default_params.clone()
+        return self.engine.facts.default_params.clone()
 
     def token_text(self, token_id: int) -> str:
         """Return the text of one token, or "token_id:N" if the model has no tokenizer."""

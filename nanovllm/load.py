@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import EngineConfig, ResolvedConfig
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.interfaces import LogitEditor, StepObserver
-from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.interfaces import StepObserver
+from nanovllm.engine.llm_engine import LLMEngine, ModelFacts
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.hub import find_folder, find_model
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
     from nanovllm.distributed.leader import LeadingRunner
+    from nanovllm.edits.editing import Editing
     from nanovllm.parsing.parser import AnswerParser
     from nanovllm.quantized.loading import ModelQuantizer
 
@@ -133,24 +134,27 @@ def assemble(
     parser = load_parser(config, tokenizer)
     scheduler, observers = make_scheduler(config, runner, num_blocks, tokenizer)
 
-    def make_editor() -> LogitEditor:
+    def make_editor() -> "Editing":
         from nanovllm.edits.editing import Editing
 
         return Editing(config, tokenizer, eos_token_ids, parser.thinking if parser is not None else None)
 
+    facts = ModelFacts(
+        embedding_size=files.hf_config.hidden_size,
+        has_lm_head=files.has_lm_head,
+        eos_token_ids=eos_token_ids,
+        default_params=files.default_params,
+        origin=files.folder or files.source,
+    )
     return LLMEngine(
         config,
         runner,
         scheduler,
-        embedding_size=files.hf_config.hidden_size,
-        has_lm_head=files.has_lm_head,
+        facts,
         make_editor=make_editor,
         tokenizer=tokenizer,
-        eos_token_ids=eos_token_ids,
-        default_params=files.default_params,
         observers=observers,
-        parser=parser,
-        origin=files.folder or files.source,
+        parse=parser.parse if parser is not None else None,
     )
 
 

@@ -96,7 +96,8 @@ class Speculation:
         self._num_tried = [8.0] * (max_drafts + 1)
         """As in `DraftRecord`, over all sequences, by the number of drafts that were offered."""
         self._last_limits = (b"", 0)
-        """The limits of the last step's drafts, and its tokens without them: most steps have the same."""
+        """The limits of the last step's drafts, and how many tokens it computed anyway. Most steps have the same, and
+        then `_may_pay` still holds."""
         self._may_pay = False
         """Whether drafts that are always right would have paid in the last step."""
         self.num_draft_tokens = 0

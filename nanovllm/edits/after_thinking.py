@@ -13,7 +13,10 @@ Place = tuple["LLMatcher", int, list[int]]
 
 
 class AfterThinking:
-    """The grammar of one completion, as the engine's `GrammarMatcher`. Tokens of the thinking do not reach it."""
+    """The grammar of one completion, with the methods of an LLMatcher that the engine calls.
+
+    Tokens of the thinking do not reach the grammar.
+    """
 
     def __init__(self, matcher: "LLMatcher", thinking: ThinkingTokens, prompt: Seq[int]) -> None:
         """

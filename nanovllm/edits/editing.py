@@ -1,4 +1,4 @@
-"""The engine's `LogitEditor`: edits of logits, read from requests and collected for each step."""
+"""Edits of logits, read from requests and collected for each step."""
 
 from collections.abc import Callable, Collection
 from threading import Lock
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Editing:
-    """One engine's `LogitEditor`. It is made when the first request asks for edits."""
+    """Makes the edits of one engine. It is made when the first request asks for edits."""
 
     def __init__(
         self,
@@ -70,7 +70,12 @@ class Editing:
             return self.grammars
 
     def collect(self, step: ScheduledStep, read_tokens: Callable[[], None]) -> "LogitEdits | LateEdits | None":
-        """Return the edits of the step that was planned last; None if there are none. See `LogitEditor.collect`."""
+        """Return the edits of the step that was planned last; None if there are none.
+
+        Args:
+            read_tokens: reads all steps in flight. If the edits depend on their tokens, `sample` calls it first: by
+                then the model of the planned step runs.
+        """
 
         def collect_now() -> LogitEdits | None:
             return collect_edits(step, self._vocab_size, self._counts)

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -20,8 +20,6 @@ from nanovllm.ops.sample import Sampled
 from nanovllm.utils.integers import ceil_div
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher
-
     from nanovllm.backends import Backend
 
 
@@ -143,7 +141,7 @@ def lacks_tokens(step: ScheduledStep) -> bool:
     plan = step.plan
     num_before = (plan.num_computed + plan.num_scheduled - plan.num_drafts)[plan.num_sampled > 0]
     for seq, num_tokens in zip(step.seqs, num_before.tolist(), strict=True):
-        edits = cast("RowEdits | None", seq.edits)
+        edits = seq.edits
         if edits is not None and edits.needs_known_tokens and len(seq.token_ids) < num_tokens:
             return True
     return False
@@ -164,7 +162,7 @@ def collect_edits(step: ScheduledStep, vocab_size: int, counts: PenaltyCounts) -
             continue
         num_output = int(plan.num_computed[i] + plan.num_scheduled[i]) - seq.num_prompt_tokens
         num_drafts = len(drafts)
-        edits = cast("RowEdits | None", seq.edits)  # `Editing.read_request` made it
+        edits = seq.edits
         if edits is not None and (edits.has_penalties or len(edits.bias) or edits.forbids(num_output - num_drafts)):
             guesses = [int(token_id) for token_id in drafts]
             if isinstance(seq.grammar, AfterThinking):
@@ -172,7 +170,7 @@ def collect_edits(step: ScheduledStep, vocab_size: int, counts: PenaltyCounts) -
                 constrained += places
                 openings += [] if opening is None else [(len(chosen), opening)]
             elif seq.grammar is not None:
-                constrained.append((cast("LLMatcher", seq.grammar), len(chosen), guesses))
+                constrained.append((seq.grammar, len(chosen), guesses))
             back = range(num_drafts, -1, -1)
             chosen += [_Edited(i, seq, edits, num_output - j, int(last_logits[i]) - j) for j in back]
     if not chosen:

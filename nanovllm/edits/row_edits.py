@@ -31,7 +31,7 @@ def _packed(token_ids: Iterable[int], vocab_size: int) -> IntArray:
 
 
 class RowEdits:
-    """The edits that one request asks for; the completions of a prompt share it. The engine's `RequestEdits`.
+    """The edits that one request asks for; the completions of a prompt share it.
 
     What depends on a completion's tokens is not here: its place in a grammar is `Sequence.grammar`, and how often it
     has each token is in `PenaltyCounts`.
@@ -74,6 +74,10 @@ class RowEdits:
             return None
         matcher = self._matcher.deep_copy()
         return matcher if self._thinking is None else AfterThinking(matcher, self._thinking, prompt)
+
+    def explain_error(self, matcher: "LLMatcher | AfterThinking | None") -> str:
+        """Return why the matcher of an output has failed; "" if it has not, or if there is none."""
+        return matcher.get_error().split("\n")[0] if matcher is not None else ""
 
     @cached_property
     def _masks(self) -> list[tuple[float, IntArray]]:

@@ -1,17 +1,6 @@
 """The engine's loop: it queues requests, plans and launches steps, and appends the tokens that they sampled.
 
-Words that the files of engine/ use (docs/architecture.md has more):
-
-    host        the CPU side, which plans steps. The device runs them.
-    launch      start a step on the device without waiting for its result
-    in flight   launched, and the result is not fetched yet
-    read        a step is read when the host fetches its result
-    resident    a resident sequence has a row and blocks; every other sequence waits or has ended
-    row         the place of a resident sequence in the tables on the device
-    block       a page of the KV cache, with room for block_size tokens
-    slot        the place of one token's keys and values: block * block_size + the token's place in the block
-    draft       a guessed token that a step verifies
-    target      a prompt token that a step scores: the step computes the token's log-probability
+docs/architecture.md explains the words that the files of engine/ use.
 """
 
 import itertools
@@ -20,15 +9,16 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Lock
+from typing import TYPE_CHECKING
 
 from nanovllm.config import ResolvedConfig
 from nanovllm.engine.claim import Claim, ClosedError
-from nanovllm.engine.interfaces import Handle, LogitEditor, OutputParser, Runner, StepObserver
+from nanovllm.engine.interfaces import Handle, Runner, StepObserver
 from nanovllm.engine.interrupt import HoldInterrupt
-from nanovllm.engine.output import make_output
+from nanovllm.engine.output import ParseOutput, make_output
 from nanovllm.engine.plan import StepResult
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import MASK_64, Request, Sequence, check_request, derive_seed
@@ -39,6 +29,9 @@ from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.utils.checks import quote
 from nanovllm.utils.clock import Clock
 
+if TYPE_CHECKING:
+    from nanovllm.edits.editing import Editing
+
 logger = logging.getLogger(__name__)
 
 OPEN_RUN = (
@@ -48,14 +41,23 @@ OPEN_RUN = (
 """The arguments of `Claim.held_by` for a run."""
 
 
-@dataclass(frozen=True, slots=True)
-class InFlight:
-    """A step in flight."""
+@dataclass(frozen=True)
+class ModelFacts:
+    """Tells an engine about its model. The tokenizer and the runner are apart.
 
-    number: int
-    step: ScheduledStep
-    handle: Handle
-    clock: Clock
+    Attributes:
+        embedding_size: the number of elements of a hidden state.
+        has_lm_head: False for a model that only embeds.
+        eos_token_ids: the token ids that end a sequence, unless its request ignores them.
+        default_params: the parameters of requests that give none.
+        origin: the model's folder, or the name of a preset (a configuration without weights).
+    """
+
+    embedding_size: int = 0
+    has_lm_head: bool = True
+    eos_token_ids: frozenset[int] = frozenset()
+    default_params: SamplingParams = field(default_factory=SamplingParams)
+    origin: Path | str = ""
 
 
 class LLMEngine:
@@ -65,8 +67,7 @@ class LLMEngine:
 
     `run` takes requests and calls `step` until all requests have ended. At depth 1 the host launches a step and waits
     for its result. At depth 2 the host plans and launches step N + 1 while the device runs step N, so it reads tokens
-    one step later. The code is the same; at depth 2 `_in_flight` has one more entry. In a pipeline the depth is the
-    number of stages.
+    one step later. The code is the same; at depth 2 `_in_flight` has one more entry.
     """
 
     def __init__(
@@ -74,57 +75,47 @@ class LLMEngine:
         config: ResolvedConfig,
         runner: Runner,
         scheduler: Scheduler,
+        facts: ModelFacts,
         *,
-        embedding_size: int = 0,
-        has_lm_head: bool = True,
-        make_editor: Callable[[], LogitEditor],
+        make_editor: Callable[[], "Editing"],
         tokenizer: Tokenizer | None = None,
-        eos_token_ids: frozenset[int] = frozenset(),
-        default_params: SamplingParams | None = None,
         observers: Iterable[StepObserver] = (),
-        parser: OutputParser | None = None,
-        origin: Path | str = "",
+        parse: ParseOutput | None = None,
     ) -> None:
         """Put an engine together from its parts. load.py makes the parts.
 
         Args:
             runner: `ModelRunner` on one device; `LeadingRunner` (distributed/) for several ranks.
-            make_editor: makes the `LogitEditor`. It is called when the first request asks for edits of logits.
-            embedding_size: the number of elements of a hidden state.
-            has_lm_head: False for a model that only embeds.
-            parser: reads thinking and calls of tools out of outputs; None leaves them in the text.
-            origin: the model's folder, or the name of a preset (a configuration without weights).
+            make_editor: called when the first request asks for edits of logits.
+            parse: see `make_output`.
         """
         self.config = config
         self.runner = runner
         self.scheduler = scheduler
-        self.embedding_size = embedding_size
-        self.has_lm_head = has_lm_head
+        self.facts = facts
         self.tokenizer = tokenizer
-        self.eos_token_ids = eos_token_ids
-        self.default_params = default_params or SamplingParams()
         self.depth = config.depth
         self.num_steps = 0
         self.observers = list(observers)
-        self.parser = parser
-        self.origin = origin
+        self._parse = parse
         self.claim = Claim(self._free)
         self.identity = object()
         """A `Request` keeps this object to know its engine. If it kept the engine itself, the weights would
         stay in memory as long as the request."""
         self._make_editor = make_editor
-        self._editor: LogitEditor | None = None
+        self._editor: Editing | None = None
         self._editor_lock = Lock()
         self._num_requests = 0
         self._num_seqs = 0
-        self._in_flight: deque[InFlight] = deque()
+        self._in_flight: deque[tuple[int, ScheduledStep, Handle, Clock]] = deque()
+        """The launched steps whose results are not fetched yet, the oldest first, with their numbers."""
         self._kept_error: Exception | None = None
         """The error of a step that had ended requests before. They are returned first; the next call raises it."""
         self.last_read: ScheduledStep | None = None
         """The most recent step that was read."""
 
     @property
-    def editor(self) -> LogitEditor:
+    def editor(self) -> "Editing":
         """The object that makes edits of logits. The first access creates it, in whichever thread prepares requests."""
         with self._editor_lock:
             if self._editor is None:
@@ -150,10 +141,10 @@ class LLMEngine:
                 to change.
         """
         self.claim.check_process()  # `editor` takes a lock
-        params = self.default_params if params is None else params
+        params = self.facts.default_params if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params is {quote(params)}; it must be a SamplingParams")
-        if not self.has_lm_head and not params.embed:
+        if not self.facts.has_lm_head and not params.embed:
             raise ValueError("this model has no LM head, so it can only embed: use embed()")
         params = params.clone()  # the caller may change the original while the request runs
         check_request(token_ids, params, self.tokenizer is not None, self.config.vocab_size, self.config.max_model_len)
@@ -187,7 +178,7 @@ class LLMEngine:
             params,
             max_model_len=self.config.max_model_len,
             seed=seed,
-            eos_token_ids=self.eos_token_ids,
+            eos_token_ids=self.facts.eos_token_ids,
             stop_matcher=tokenizer.stop_matcher(params, prompt) if tokenizer is not None and params.stop else None,
             edits=edits,
             lead=lead,
@@ -240,10 +231,7 @@ class LLMEngine:
                         return
                     finished: list[Sequence] = []
                     try:
-                        with (
-                            hold,
-                            self.claim.work(),
-                        ):  # `hold` raises a held Ctrl-C at its end: `finished` has its value
+                        with hold, self.claim.work():  # a held Ctrl-C is raised at the end: `finished` has its value
                             finished = self.step()
                     except KeyboardInterrupt as error:
                         interrupt = error
@@ -260,8 +248,8 @@ class LLMEngine:
     def step(self) -> list[Sequence]:
         """Launch the next step if one can be planned. Then read the oldest step in flight.
 
-        If a step was launched and fewer than `depth` steps are in flight, no step is read yet. But if the edits of the
-        new step depend on tokens in flight, the runner has those read between the new step's model and its sampler.
+        While fewer than `depth` steps are in flight, no step is read. Edits of logits may depend on tokens in flight:
+        then the runner reads these after it has run the new step's model, and before it samples.
 
         Returns:
             The lead of each request that ended. After an exception the engine has no requests, and its prefix cache is
@@ -281,7 +269,7 @@ class LLMEngine:
                 handle = self.runner.launch(step.plan, edits)
                 clock.span("launch")
                 self.num_steps += 1
-                self._in_flight.append(InFlight(self.num_steps, step, handle, clock))
+                self._in_flight.append((self.num_steps, step, handle, clock))
                 if len(self._in_flight) < self.depth:
                     return finished
             if not self._in_flight:
@@ -300,8 +288,7 @@ class LLMEngine:
         if step is None:
             return None
         clock.span("schedule")
-        speculation = self.scheduler.speculation
-        if speculation is not None:
+        if (speculation := self.scheduler.speculation) is not None:
             speculation.write_drafts(step)
             clock.span("draft")
         planned_at = clock.spans[0][1]  # the first span is (name, start, duration) of schedule()
@@ -319,20 +306,17 @@ class LLMEngine:
 
     def _read_oldest(self) -> list[Sequence]:
         """Read the oldest step in flight and append its tokens. Return the lead of each request that ended."""
-        launched, result = self._await_oldest()
-        self.last_read = launched.step
-        finished = self.scheduler.update(launched.step, result)
+        number, step, clock, result = self._await_oldest()
+        self.last_read = step
+        finished = self.scheduler.update(step, result)
         for seq in finished:
             if seq.finish_reason == "error":
-                grammar_error = seq.grammar.get_error().split("\n")[0] if seq.grammar is not None else ""
-                reason = grammar_error or "the logits hold NaN or infinity, or they allow no token"
                 num_output = len(seq.output_token_ids)
-                seq.error = (
-                    f"request {seq.seq_id}, step {launched.number}, after {num_output} tokens of output: {reason}"
-                )
-        launched.clock.span("update")
+                place = f"request {seq.seq_id}, step {number}, after {num_output} tokens of output"
+                seq.error = f"{place}: {seq.explain_error()}"
+        clock.span("update")
         for observer in self.observers:
-            observer.finished(launched.number, launched.step, launched.clock, result)
+            observer.finished(number, step, clock, result)
         # A request ends when all its completions have ended. The dict is a set that keeps the order of its elements.
         leads = dict.fromkeys(seq.lead or seq for seq in finished)
         return [lead for lead in leads if all(seq.finish_reason for seq in (lead, *lead.others))]
@@ -344,12 +328,12 @@ class LLMEngine:
             yield from self._read_oldest()
         clock.resume()
 
-    def _await_oldest(self) -> tuple[InFlight, StepResult]:
-        launched = self._in_flight.popleft()
-        launched.clock.resume()
-        result = launched.handle.result()
-        launched.clock.span("wait")
-        return launched, result
+    def _await_oldest(self) -> tuple[int, ScheduledStep, Clock, StepResult]:
+        number, step, handle, clock = self._in_flight.popleft()
+        clock.resume()
+        result = handle.result()
+        clock.span("wait")
+        return number, step, clock, result
 
     def _recover(self) -> None:
         """Clean up after a failed step. Close the engine if the runner cannot go on.
@@ -369,16 +353,16 @@ class LLMEngine:
         """Wait for the steps in flight, drop their results, and end every sequence."""
         while self._in_flight:
             try:
-                launched, result = self._await_oldest()
+                number, step, clock, result = self._await_oldest()
                 for observer in self.observers:
-                    observer.finished(launched.number, launched.step, launched.clock, result)
+                    observer.finished(number, step, clock, result)
             except Exception as error:
                 logger.warning("another launched step failed, too: %s", error)
         self.scheduler.abort_all()
 
     def make_output(self, seq: Sequence) -> Output:
         """Return the output of a request that has ended, with all its completions. `seq` is the first completion."""
-        return make_output(seq, self.tokenizer, self.parser)
+        return make_output(seq, self.tokenizer, self._parse)
 
     def stats(self) -> dict[str, int]:
         """Return counts since the engine was made, and how many blocks there are and are free now."""

@@ -1,21 +1,23 @@
 """From a sequence that has ended to the Output that the caller gets."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
-from nanovllm.engine.interfaces import OutputParser
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import Completion, Logprob, Output
 from nanovllm.text.tokenizer import Tokenizer
 
+ParseOutput = Callable[[Sequence, Output], None]
+"""Reads more out of the output of one completion than its text. It changes the output."""
 
-def make_output(seq: Sequence, tokenizer: Tokenizer | None, parser: OutputParser | None = None) -> Output:
+
+def make_output(seq: Sequence, tokenizer: Tokenizer | None, parse: ParseOutput | None = None) -> Output:
     """Make the Output of a prompt whose completions have all ended.
 
     Args:
         seq: the first completion; with n > 1, seq.others are the rest.
-        parser: adds keys to each completion; None: there is only text.
+        parse: called with each completion and its output; None: there is only text.
     """
-    outputs = [_make_single(one, tokenizer, parser) for one in (seq, *seq.others)]
+    outputs = [_make_single(one, tokenizer, parse) for one in (seq, *seq.others)]
     output = outputs[0]
     output.request_id = str(seq.seq_id)
     if seq.others:
@@ -25,7 +27,7 @@ def make_output(seq: Sequence, tokenizer: Tokenizer | None, parser: OutputParser
     return output
 
 
-def _make_single(seq: Sequence, tokenizer: Tokenizer | None, parser: OutputParser | None) -> Output:
+def _make_single(seq: Sequence, tokenizer: Tokenizer | None, parse: ParseOutput | None) -> Output:
     output = Output(
         text=read_text(seq, tokenizer),
         token_ids=seq.output_token_ids,
@@ -45,8 +47,8 @@ def _make_single(seq: Sequence, tokenizer: Tokenizer | None, parser: OutputParse
         output["embedding"] = seq.embedding
     if seq.error is not None:
         output["error"] = seq.error
-    if parser is not None:
-        parser.parse(seq, output)
+    if parse is not None:
+        parse(seq, output)
     return output
 
 

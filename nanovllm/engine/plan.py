@@ -79,8 +79,7 @@ class StepPlan(NamedTuple):
         token_ids: int32 [num_tokens], the tokens to compute, sequence after sequence, drafts included. -1 stands for
             the token that was sampled last for that row: it is on the device, and the host may not know it yet.
         targets: int32 [sum of num_scored], sequence after sequence: the prompt tokens whose log-probability is wanted.
-            The logits of a token score the token after it. So the last target may be the first token of the next
-            chunk. EMBED stands for the hidden state itself.
+            The last target may be the first token of the next chunk. EMBED stands for the hidden state itself.
         block_entries: int32 [n, 3], new (row, index, block) entries of the block tables.
         new_rows: ROW_SAMPLING [n], the sampling values of rows that have a new owner.
     """

@@ -3,9 +3,8 @@
 import struct
 from array import array
 from collections.abc import Iterable
-from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
@@ -15,35 +14,10 @@ from nanovllm.outputs import FinishReason, Logprob
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.stop_strings import StopStringMatcher
 
+if TYPE_CHECKING:
+    from nanovllm.edits.row_edits import RowEdits
+
 MASK_64 = 2**64 - 1
-
-
-class GrammarMatcher(Protocol):
-    """Checks the tokens of one output against a grammar, one after another. llguidance's LLMatcher is such a class."""
-
-    def consume_token(self, token_id: int) -> bool:
-        """Advance by one token; returns False if the grammar does not allow it."""
-
-    def is_stopped(self) -> bool:
-        """Return whether the output is complete: the grammar allows nothing more."""
-
-    def is_error(self) -> bool:
-        """Return whether the matcher has failed. A failed matcher allows only the end-of-sequence token."""
-
-    def get_error(self) -> str:
-        """Return why the matcher has failed; "" if it has not failed."""
-
-
-class RequestEdits(Protocol):
-    """The edits of logits that one request asks for. A `LogitEditor` (engine/interfaces.py) makes this object."""
-
-    @property
-    def allows_drafts(self) -> bool:
-        """True if the edits for a position can be made before it is known whether the draft before it is right. If
-        False, the sequence gets no drafts."""
-
-    def new_matcher(self, prompt: Seq[int]) -> GrammarMatcher | None:
-        """Return a matcher for one completion, at the start of the request's grammar; None if there is no grammar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +28,7 @@ class Request:
     params: SamplingParams
     prompt: str | None
     """The text that was tokenised; None if the caller gave token ids."""
-    edits: RequestEdits | None
+    edits: "RowEdits | None"
     """The edits of the request's logits; None if the request asks for no edits."""
     engine: object
     """The `identity` of the engine that prepared the request. Only that engine may run it, because limits differ."""
@@ -120,7 +94,7 @@ class Sequence:
         seed: int = 0,
         eos_token_ids: frozenset[int] = frozenset(),
         stop_matcher: StopStringMatcher | None = None,
-        edits: RequestEdits | None = None,
+        edits: "RowEdits | None" = None,
         lead: "Sequence | None" = None,
         prompt: str | None = None,
     ) -> None:
@@ -165,7 +139,7 @@ class Sequence:
         self.digests: list[bytes] = []
         """Prefix digests of the first full blocks. They are kept, so that no block is hashed twice."""
         self.drafting: Any = None
-        """Only the `Speculator` uses this."""
+        """Only drafts/ uses this."""
         self.num_in_flight = 0
         """After a preemption: how many results of launched steps must arrive before the sequence is admitted again."""
         self.num_cached_tokens: int | None = None
@@ -243,6 +217,11 @@ class Sequence:
         if grammar is not None and grammar.is_stopped():
             return "stop"
         return "length" if num_tokens >= self.limit else None
+
+    def explain_error(self) -> str:
+        """Return why finish_reason is "error"."""
+        reason = self.edits.explain_error(self.grammar) if self.edits is not None else ""
+        return reason or "the logits hold NaN or infinity, or they allow no token"
 
     def __repr__(self) -> str:
         num_output = len(self.token_ids) - self.num_prompt_tokens

@@ -35,7 +35,7 @@ def prepare_embeddings(line: RequestLine, llm: "LLM", model_name: str) -> "list[
         refuse_unknown(body, ("model", "input", "encoding_format", "dimensions", "user"), "an embedding")
         check_model(body, model_name)
         as_choice(body.get("encoding_format", "float"), "encoding_format", FORMATS)
-        check_dimensions(body.get("dimensions"), llm.engine.embedding_size)
+        check_dimensions(body.get("dimensions"), llm.engine.facts.embedding_size)
         inputs = _list_inputs(body.get("input"))
         requests = []
         for i, prompt in enumerate(inputs):

@@ -24,7 +24,7 @@ def read_provenance(engine: "LLMEngine") -> dict[str, str]:
         ValueError: a file of the model cannot be read.
     """
     config = engine.config
-    origin = engine.origin
+    origin = engine.facts.origin
     return {
         "model": model_digest(origin) if isinstance(origin, Path) else origin,
         **({"lora": digest_adapter(config.lora)} if config.lora is not None else {}),

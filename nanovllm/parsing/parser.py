@@ -1,4 +1,4 @@
-"""The engine's `OutputParser`: it puts thinking and calls of tools under keys of their own."""
+"""Puts thinking and calls of tools under keys of their own in an output."""
 
 from nanovllm.engine.output import read_text
 from nanovllm.engine.sequence import Sequence

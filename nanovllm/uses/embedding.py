@@ -22,7 +22,7 @@ def embed_prompts(llm: Any, prompts: Any, *, dimensions: int | None, normalize: 
         show: draw progress bars.
     """
     llm.engine.claim.check()
-    check_dimensions(dimensions, llm.engine.embedding_size)
+    check_dimensions(dimensions, llm.engine.facts.embedding_size)
     as_bool(normalize, "normalize")
     requests = llm.prepare_requests(list_prompts(prompts), EMBED, show=show)
     outputs = dict(llm.run_requests(requests, "Embedding", show))

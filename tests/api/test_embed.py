@@ -134,7 +134,7 @@ def test_a_checkpoint_that_lost_its_head_is_refused(tmp_path: Path) -> None:
 
 def test_mistakes(reciter: Path) -> None:
     with LLM(reciter, max_model_len=16, dtype="float32") as llm:
-        size = llm.engine.embedding_size
+        size = llm.engine.facts.embedding_size
         with pytest.raises(ValueError, match=rf"dimensions is {size + 1}; it must be at most {size}"):
             llm.embed("abc", dimensions=size + 1)
         with pytest.raises(ValueError, match="dimensions is 0"):
@@ -167,7 +167,7 @@ def test_the_reranker_compares_yes_and_no() -> None:
     documents = ["12 + 5 is 17.", "apples", "17 and 4"]
     with LLM("tiny-qwen3", dtype="float32") as llm:
         scores = rerank(llm, "what is 12 + 5?", documents)
-        folder = llm.engine.origin
+        folder = llm.engine.facts.origin
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     for score, document in zip(scores, documents, strict=True):

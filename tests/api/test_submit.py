@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.interfaces import LogitEditor
+from nanovllm.edits.editing import Editing
 
 PROMPTS = ["a", "c", "A", "0", "ab", "x", "xyz", "m"]
 PARAMS = [SamplingParams(temperature=1, max_tokens=8 + i, seed=i, ignore_eos=True) for i in range(len(PROMPTS))]
@@ -38,7 +38,7 @@ def test_threads_that_ask_for_edits_at_the_same_moment_share_one_editor(llm: LLM
     make_editor = engine._make_editor
     made = []
 
-    def make_slowly() -> LogitEditor:
+    def make_slowly() -> Editing:
         time.sleep(0.1)
         made.append(make_editor())
         return made[-1]

@@ -28,7 +28,7 @@ from nanovllm.drafts.draft_model import ModelDrafter
 from nanovllm.drafts.ngrams import NgramDrafter
 from nanovllm.drafts.speculation import Speculation
 from nanovllm.engine.llm_engine import LLMEngine
-from nanovllm.engine.plan import StepPlan
+from nanovllm.engine.plan import StepPlan, StepResult
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import ScheduledStep
 from nanovllm.jobs.counts import JobCounts
@@ -143,6 +143,21 @@ def test_right_drafts_save_steps_and_the_last_step_has_no_more_than_are_wanted()
     # The prompt's step gives 1 token, two steps give 5 each, and one is left, which needs no draft.
     assert engine.num_steps == 4
     assert engine.stats()["num_draft_tokens"] == engine.stats()["num_accepted_tokens"] == 8
+
+
+def test_draws_are_kept_as_far_as_drafts_agree_and_take_their_log_probabilities_along() -> None:
+    """Three sequences decode with 3, 0 and 1 drafts; between them a prompt is cut, which samples nothing."""
+    counts = np.array([[4, 1, 2, 2], [4, 1, 0, 2]], np.int32)
+    token_ids = np.array([2, 3, 4, 5, -1, 8, 8, 6, 7], np.int32)
+    plan = StepPlan.largest(4, 9, 9)._replace(num_scheduled=counts[0], num_sampled=counts[1], token_ids=token_ids)
+    seqs = [Sequence(i, [1], SamplingParams(), max_model_len=9) for i in range(3)]
+    step = ScheduledStep(plan, seqs, np.arange(3), 0)
+    drawn = np.array([3, 4, 9, 5, 1, 7, 0], np.int32)  # after 2, 3, 4, 5; after -1; after 6, 7
+    kept = step.count_kept(drawn)
+    assert kept.tolist() == [3, 1, 2]
+    owners, result = step.keep(StepResult(drawn, {i: {i: -1.0} for i in (0, 3, 4, 6)}), np.array([3, 0, 2]))
+    assert owners.tolist() == [0, 0, 0, 2, 2] and result.token_ids.tolist() == [3, 4, 9, 7, 0]
+    assert result.logprobs == {0: {0: -1.0}, 4: {6: -1.0}}
 
 
 def test_accepted_blocks_are_found_again_and_rejected_drafts_never() -> None:

@@ -11,7 +11,7 @@ from nanovllm.distributed.ring import pack_plan, unpack_plan
 from nanovllm.drafts.costs import StepCosts
 from nanovllm.edits.editing import Editing
 from nanovllm.engine.block_manager import BlockManager, prefix_digest
-from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.llm_engine import LLMEngine, ModelFacts
 from nanovllm.engine.plan import StepPlan, StepResult
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Request, Sequence
@@ -250,8 +250,8 @@ def make_engine(
         config,
         runner,
         scheduler,
+        ModelFacts(eos_token_ids=eos),
         make_editor=lambda: Editing(config, None, eos),
-        eos_token_ids=eos,
         observers=observers,
     )
 

@@ -144,7 +144,7 @@ def test_a_stream_gives_the_same_tokens_at_any_depth(depth):
     params = SamplingParams(max_tokens=10, seed=1)
     ended = run_all(engine, (engine.prepare(prompt, params) for prompt in prompts))
     for i, prompt in enumerate(prompts):
-        assert ended[i].output_token_ids == expected_tokens(prompt, params, 1, engine.eos_token_ids, 32)[0]
+        assert ended[i].output_token_ids == expected_tokens(prompt, params, 1, engine.facts.eos_token_ids, 32)[0]
     assert engine.scheduler.num_preemptions > 0
 
 
