@@ -29,7 +29,7 @@ from benchmarks.bench_cost import Cost, Machine, Model, ideal_steps, measure_mac
 from benchmarks.bench_workload import Workload, make_workload
 from benchmarks.measuring import Recorder, commit
 from nanovllm import LLM, EngineConfig, SamplingParams
-from nanovllm.commands.estimate import read_config
+from nanovllm.commands.estimate import fetch_config
 from nanovllm.load import resolve_options
 from nanovllm.models.shapes import PRESETS, preset_config
 from nanovllm.quantized.checkpoints import find_format
@@ -245,7 +245,7 @@ def main(arguments: list[str] | None = None) -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     is_shape = args.model.lower() in PRESETS
-    hf_config = read_config(args.model)
+    hf_config = fetch_config(args.model)
     names = ("model", "dtype", "device", "attention_backend", "tensor_parallel_size", "pipeline_parallel_size")
     names += ("max_num_seqs",)
     resolved = resolve_options(EngineConfig(**{name: getattr(args, name) for name in names}), hf_config)

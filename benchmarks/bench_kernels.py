@@ -321,7 +321,7 @@ def main() -> None:
     backends = []
     for name in args.backends or ["triton", "flash_attn"]:
         try:
-            backends.append(resolve_backend(name, Work(device, DTYPE, head_dim=128, group=2))())
+            backends.append(resolve_backend(name, Work(device, DTYPE, head_dim=128, group=2))(device))
         except ValueError as error:
             if args.backends:
                 sys.exit(str(error))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.models.config import load_model_config
+from nanovllm.models.model_config import load_model_config
 from nanovllm.models.sizes import Sizes
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from nanovllm.models.config import load_model_config
+from nanovllm.models.model_config import load_model_config
 from nanovllm.models.shapes import PRESETS, preset_config
 from nanovllm.models.sizes import Sizes
 from nanovllm.quantized.checkpoints import find_format

@@ -5,12 +5,13 @@ EngineConfig documents each option where it is defined. resolve.py decides what 
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, field
 from typing import Any, TypedDict
 
 from nanovllm.utils.checks import INT64_MAX, as_bool, as_choice, as_integer, refuse, refuse_unknown
 from nanovllm.utils.integers import ceil_div
-from nanovllm.vllm_names import REST, translate_options
+from nanovllm.utils.memory import CPU_CACHE_LIMIT
 
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "dtype": ("auto", "float32", "float16", "bfloat16"),
@@ -24,6 +25,14 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
 """The values of options that take one of a few words. Where the default is None, None is allowed, too."""
 
 DEFAULT_NUM_SEQS = 512
+"""The default max_num_seqs."""
+
+TOKEN_BUDGETS = {"cuda": 16384, "cpu": 2048}
+"""The default max_num_batched_tokens on each type of device."""
+
+WORTH_COMPILING = 100_000_000
+"""attention_backend="auto" spends the seconds that the CPU kernels take to compile on models of so many parameters."""
+
 MAX_NUM_SEQS = 1 << 16
 MAX_NUM_BATCHED_TOKENS = 1 << 24
 """Upper bounds of the options: the tables on host and device are made for so many rows or tokens, used or not."""
@@ -72,13 +81,14 @@ class EngineConfig:
     )
     max_num_seqs: int | None = _pace(
         None,
-        "most sequences that run at the same time. None means 512, or fewer if the model keeps a state for each of "
-        "them and so many do not fit",
+        f"most sequences that run at the same time. None means {DEFAULT_NUM_SEQS}, or fewer if the model keeps a state "
+        "for each of them and so many do not fit",
     )
     max_num_batched_tokens: int | None = _pace(
         None,
-        "most tokens computed in one step; longer prompts are computed in chunks. None means 16384 on a GPU, 2048 on "
-        "a CPU, so that activations fit its caches, and less with stages of a pipeline",
+        "most tokens computed in one step; longer prompts are computed in chunks. None means "
+        f"{TOKEN_BUDGETS['cuda']} on a GPU, {TOKEN_BUDGETS['cpu']} on a CPU, so that activations fit its caches, and "
+        "less with stages of a pipeline",
     )
     gpu_memory_utilization: float = _pace(0.9, "share of the GPU's memory that may be used, above 0 and at most 1")
     num_kvcache_blocks: int | None = _pace(
@@ -86,8 +96,8 @@ class EngineConfig:
     )
     kvcache_memory_bytes: int | None = _pace(
         None,
-        "size of the KV cache in bytes; on a CPU, None takes a quarter of the free memory, at most 4 GiB and at most "
-        "what max_num_seqs sequences of max_model_len tokens need",
+        "size of the KV cache in bytes; on a CPU, None takes a quarter of the free memory, at most "
+        f"{CPU_CACHE_LIMIT >> 30} GiB and at most what max_num_seqs sequences of max_model_len tokens need",
     )
     kvcache_block_size: int | str = _pace(
         "auto",
@@ -103,7 +113,7 @@ class EngineConfig:
     attention_backend: str = _results(
         "auto",
         "flash_attn, triton, cpu (C++ kernels, compiled on first use) or torch. auto takes the first of them that runs "
-        "here; it takes cpu only for models of 100 million parameters or more",
+        f"here; it takes cpu only for models of {WORTH_COMPILING // 10**6} million parameters or more",
     )
     load_format: str = _results(
         "auto", "auto reads safetensors; dummy makes random weights, for which config.json is enough"
@@ -203,6 +213,10 @@ class EngineConfig:
         """
         if not isinstance(model, (str, os.PathLike)) or not str(model):
             raise refuse(model, "model", 'a folder, a Hugging Face id or "tiny-qwen3"')
+        with suppress(TypeError, ValueError):
+            return cls(str(model), **options)
+        from nanovllm.vllm_names import REST, translate_options  # a name or a value is not ours
+
         options = translate_options(model, options)
         refuse_unknown(options, EngineOptions.__annotations__, "LLM", rest=REST)
         return cls(str(model), **options)
@@ -221,7 +235,8 @@ class ResolvedConfig(EngineConfig):
         block_size: tokens in a block of the KV cache.
         use_graphs: whether steps that only decode run as CUDA graphs.
         depth: how many steps may be launched before the first of them is read.
-        draft: for a draft model: "config" (a dict of this class's fields), "hf_config", "folder" and "vocab_size".
+        vocab_size: the model's number of token ids.
+        draft: a draft model's "config" (a dict of this class's fields), "hf_config" and "folder"; None without one.
     """
 
     max_num_seqs: int
@@ -230,6 +245,7 @@ class ResolvedConfig(EngineConfig):
     block_size: int
     use_graphs: bool
     depth: int
+    vocab_size: int
     draft: Mapping[str, Any] | None = None
 
     @property

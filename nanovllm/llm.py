@@ -16,14 +16,7 @@ from nanovllm.engine.sequence import Request
 from nanovllm.load import load_engine
 from nanovllm.outputs import Embedding, Output, Score
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.prompts import (
-    Message,
-    Prompt,
-    list_conversations,
-    list_prompts,
-    name_errors,
-    tokenise_prompts,
-)
+from nanovllm.text.prompts import Message, Prompt, list_conversations, list_prompts, name_errors, tokenise_prompts
 from nanovllm.utils.checks import quote, refuse
 from nanovllm.utils.progress import ProgressBar
 
@@ -105,12 +98,7 @@ class LLM:
         count = len(prompts)
         params = _list_params(sampling_params, count)
         tokenised = tokenise_prompts(
-            prompts,
-            self.engine.tokenizer,
-            self.max_model_len,
-            kind=kind,
-            add_special_tokens=add_special_tokens,
-            show=show,
+            prompts, self.engine.tokenizer, kind=kind, add_special_tokens=add_special_tokens, show=show
         )
         requests = []
         for i, (text, token_ids) in enumerate(tokenised):
@@ -149,9 +137,9 @@ class LLM:
         The probabilities are the model's own, before temperature and filters.
 
         Args:
-            prompts, continuations: in every form that `generate` takes, one continuation per prompt. A prompt and its
-                continuation may have max_model_len + 1 tokens together. Put prompts with the same beginning next to
-                each other: the blocks of KV cache that they share are then computed only once.
+            prompts, continuations: one or a list, in every form that `generate` takes, one continuation per prompt. A
+                prompt and its continuation may have max_model_len + 1 tokens together. Put prompts with the same
+                beginning next to each other: the blocks of KV cache that they share are then computed only once.
 
         Returns:
             A dict per pair. It has the continuation's `logprobs` (one per token), their sum `logprob`, the
@@ -176,8 +164,8 @@ class LLM:
         """Return the vector of each prompt: the hidden state of its last token, after the model's last norm.
 
         Args:
-            prompts: as in `generate`. A prompt may have max_model_len tokens. The tokenizer adds its special tokens, so
-                a model that was trained to end a text with one gets it.
+            prompts: one prompt or a list of prompts, as in `generate`. A prompt may have max_model_len tokens. The
+                tokenizer adds its special tokens, so a model that was trained to end a text with one gets it.
             dimensions: cut each vector to so many elements; None keeps all.
             normalize: divide each vector, after the cut, by its Euclidean length.
 
@@ -210,7 +198,7 @@ class LLM:
         Args:
             messages: one conversation or a list of conversations. A content is a string, or a list of text parts as
                 in OpenAI's API.
-            sampling_params: as in `generate`.
+            sampling_params: one for all conversations, or a list with one per conversation, as in `generate`.
             chat_template: a Jinja template to use instead of the model's.
             add_generation_prompt: end the prompt with the template's opening of an answer, so that the model answers.
             continue_final_message: let the model continue the last message; needs add_generation_prompt=False.
@@ -246,7 +234,7 @@ class LLM:
 
         tokenizer = self.engine.tokenizer
         texts = render_conversations([messages], tokenizer, chat_template_kwargs or {})
-        (prompt,) = tokenise_prompts(texts, tokenizer, self.max_model_len, add_special_tokens=False)
+        (prompt,) = tokenise_prompts(texts, tokenizer, add_special_tokens=False)
         return {"prompt": prompt.text, "prompt_token_ids": prompt.token_ids}
 
     def prepare(self, request: Item, sampling_params: SamplingParams | None = None) -> Request:
@@ -296,7 +284,7 @@ class LLM:
         refused. An asyncio task waits with `await asyncio.wrap_future(llm.submit(prompt))`.
 
         Args:
-            prompt, sampling_params: as in `prepare`. `render_chat` makes the prompt of a conversation.
+            prompt, sampling_params: the request, as `prepare` takes it. `render_chat` makes a conversation's prompt.
 
         Returns:
             A future of the request's Output. If the engine fails, is closed or asleep, or is used otherwise, the future

@@ -105,13 +105,10 @@ class NanoVLLM(TemplateLM):  # type: ignore[misc]  # where the harness is not in
         A context that is too long is cut from the left.
         """
         # Sorting puts contexts with the same beginning one after another, so that the prefix cache has that beginning.
-        order = sorted(range(len(requests)), key=lambda i: (requests[i][1], requests[i][2]))
-        contexts = []
-        endings = []
-        for i in order:
-            _, context, ending = requests[i]
-            contexts.append((context + ending)[-(self.max_length + 1) : -len(ending)])
-            endings.append(ending)
+        order = sorted(range(len(requests)), key=lambda i: requests[i][1:])
+        pairs = [requests[i][1:] for i in order]
+        contexts = [(context + ending)[-(self.max_length + 1) : -len(ending)] for context, ending in pairs]
+        endings = [ending for _, ending in pairs]
         results: dict[int, tuple[float, bool]] = {}
         for i, score in zip(order, self.llm.score(contexts, endings, not disable_tqdm), strict=True):
             results[i] = (score["logprob"], score["is_greedy"])

@@ -4,10 +4,10 @@ A wing is a room that an engine can do without: nothing of it is imported before
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,10 +18,10 @@ from nanovllm.engine.interfaces import LogitEditor, Runner, StepObserver
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.layers.parallel import Parallel
-from nanovllm.models.config import find_decoder, load_model_config, read_json, take_text_config
 from nanovllm.models.hub import find_folder, find_model
-from nanovllm.models.loader import has_lm_head, load_weights
+from nanovllm.models.model_config import find_decoder, load_model_config, read_json, take_text_config
 from nanovllm.models.sizes import Sizes
+from nanovllm.models.weight_reader import has_lm_head, load_weights, read_ahead
 from nanovllm.runner.kv_memory import make_cache
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.resolve import resolve
@@ -30,7 +30,6 @@ from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.utils.checks import as_integer
 from nanovllm.utils.machine import limit_threads
 from nanovllm.utils.memory import check_room
-from nanovllm.utils.read_ahead import read_ahead
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -41,6 +40,28 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class ModelFiles:
+    """Holds what the files of a model say, the weights aside.
+
+    Attributes:
+        folder: None for a shape alone.
+        weights: the folder of the checkpoint; None for random weights.
+        source: where config.json comes from.
+        has_lm_head: whether the model can generate. If not, it can only embed.
+        eos_token_id: one id or several, as generation_config.json has them, or else config.json.
+        default_params: the parameters that generation_config.json asks for.
+    """
+
+    folder: Path | None
+    weights: Path | None
+    source: str
+    hf_config: "PretrainedConfig"
+    has_lm_head: bool
+    eos_token_id: Any
+    default_params: SamplingParams
+
+
 def load_engine(asked: EngineConfig) -> LLMEngine:
     """Load the model, make the KV cache, and return the engine.
 
@@ -48,7 +69,7 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
         ValueError: the model cannot be loaded, or an option cannot be had here; the message says why.
     """
     try:
-        return _load_engine(asked)
+        return make_engine(asked)
     except Exception as error:
         from nanovllm.models.diagnosis import explain
 
@@ -57,12 +78,35 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
         raise
 
 
-def _load_engine(asked: EngineConfig) -> LLMEngine:
+def make_engine(asked: EngineConfig) -> LLMEngine:
+    """Load a model and what belongs to it: see `load_engine`. Errors are as short as their places raise them."""
     check_room()
-    if asked.speculative_config is not None:
-        from nanovllm.drafts.options import read_speculative_config
+    files = read_files(asked)
+    config = resolve_options(asked, files.hf_config)
+    if config.device == "cpu":
+        limit_threads()
+    if config.speculative_config is not None and config.speculative_config["method"] == "draft_model":
+        from nanovllm.drafts.draft_model import find_draft
 
-        asked = replace(asked, speculative_config=read_speculative_config(asked.speculative_config))
+        config = find_draft(asked, config, files.folder, find_config)
+    with ThreadPoolExecutor(1) as pool, ExitStack() as on_error:
+        # The tokenizer is read beside the weights, whose reading needs little Python.
+        tokenizer_to_be = pool.submit(Tokenizer.find, files.folder, config.max_model_len)
+        runner, allocate_cache = load_runner(config, files.hf_config, files.weights)
+        on_error.callback(runner.close)
+        tokenizer = tokenizer_to_be.result()
+        engine = assemble(config, files, tokenizer, runner, allocate_cache())
+        on_error.pop_all()
+    logger.info("%s on %s, %s, %s attention", config.model, config.device, config.dtype, config.attention_backend)
+    return engine
+
+
+def read_files(asked: EngineConfig) -> ModelFiles:
+    """Find a model, and read its configuration.
+
+    Raises:
+        ValueError: there is no such model, or one that cannot run.
+    """
     folder, source, data = find_config(asked.model, asked.revision, asked.load_format)
     weights = None if asked.load_format == "dummy" else folder
     if weights is not None:
@@ -71,48 +115,38 @@ def _load_engine(asked: EngineConfig) -> LLMEngine:
     can_generate = has_lm_head(hf_config, weights)
     if not can_generate:
         hf_config.tie_word_embeddings = True  # then the decoder allocates no head
-    config = resolve_options(asked, hf_config)
-    if config.device == "cpu":
-        limit_threads()
-    if config.speculative_config is not None and config.speculative_config["method"] == "draft_model":
-        from nanovllm.drafts.draft_model import find_draft
-
-        config = find_draft(asked, config, folder, find_config)
-    vocab_size = int(hf_config.vocab_size)
     generation, default_params = read_generation_config(folder)
-    with ThreadPoolExecutor(1) as pool, ExitStack() as on_error:
-        tokenizer_to_be = pool.submit(Tokenizer.find, folder)  # beside the weights, whose reading needs little Python
-        runner, allocate_cache = load_runner(config, hf_config, weights)
-        on_error.callback(runner.close)
-        tokenizer = tokenizer_to_be.result()
-        eos_token_ids = find_eos_token_ids({**data, **generation}, tokenizer, vocab_size)
-        parser = load_parser(config, tokenizer)
-        scheduler, observers = make_scheduler(config, runner, allocate_cache(), vocab_size, tokenizer)
+    eos_token_id = {**data, **generation}.get("eos_token_id")
+    return ModelFiles(folder, weights, source, hf_config, can_generate, eos_token_id, default_params)
 
-        def make_editor() -> LogitEditor:
-            from nanovllm.edits.editing import Editing
 
-            thinking = parser.thinking if parser is not None else None
-            return Editing(tokenizer, vocab_size, eos_token_ids, config.max_model_len, config.max_num_seqs, thinking)
+def assemble(
+    config: ResolvedConfig, files: ModelFiles, tokenizer: Tokenizer | None, runner: Runner, num_blocks: int
+) -> LLMEngine:
+    """Put an engine together around a runner whose KV cache has so many blocks."""
+    eos_token_ids = find_eos_token_ids(files.eos_token_id, tokenizer, config.vocab_size)
+    parser = load_parser(config, tokenizer)
+    scheduler, observers = make_scheduler(config, runner, num_blocks, tokenizer)
 
-        logger.info("%s on %s, %s, %s attention", config.model, config.device, config.dtype, config.attention_backend)
-        engine = LLMEngine(
-            config,
-            runner,
-            scheduler,
-            vocab_size=vocab_size,
-            embedding_size=hf_config.hidden_size,
-            has_lm_head=can_generate,
-            make_editor=make_editor,
-            tokenizer=tokenizer,
-            eos_token_ids=eos_token_ids,
-            default_params=default_params,
-            observers=observers,
-            parser=parser,
-            origin=folder or source,
-        )
-        on_error.pop_all()
-        return engine
+    def make_editor() -> LogitEditor:
+        from nanovllm.edits.editing import Editing
+
+        return Editing(config, tokenizer, eos_token_ids, parser.thinking if parser is not None else None)
+
+    return LLMEngine(
+        config,
+        runner,
+        scheduler,
+        embedding_size=files.hf_config.hidden_size,
+        has_lm_head=files.has_lm_head,
+        make_editor=make_editor,
+        tokenizer=tokenizer,
+        eos_token_ids=eos_token_ids,
+        default_params=files.default_params,
+        observers=observers,
+        parser=parser,
+        origin=files.folder or files.source,
+    )
 
 
 def find_config(model: str, revision: str | None, load_format: str) -> tuple[Path | None, str, dict[str, Any]]:
@@ -132,22 +166,32 @@ def find_config(model: str, revision: str | None, load_format: str) -> tuple[Pat
     return folder, str(folder / "config.json"), take_text_config(read_json(folder / "config.json"))
 
 
-def resolve_options(asked: EngineConfig, hf_config: "PretrainedConfig") -> ResolvedConfig:
+def resolve_options(
+    asked: EngineConfig, hf_config: "PretrainedConfig", gpu_memory: int | None = None
+) -> ResolvedConfig:
     """Turn every "auto" into a value: for one device, then for several ranks, and for the model's family.
+
+    Args:
+        gpu_memory: the bytes of a GPU that need not be here, for an estimate: see `resolve`.
 
     Raises:
         ValueError: an option asks for something that cannot run here; the message says why.
     """
+    if asked.speculative_config is not None:
+        from nanovllm.drafts.options import read_speculative_config
+
+        asked = replace(asked, speculative_config=read_speculative_config(asked.speculative_config))
     sizes = Sizes(hf_config)
-    config = resolve(asked, hf_config, sizes)
+    config = resolve(asked, hf_config, sizes, gpu_memory)
     if config.num_ranks > 1:
         from nanovllm.distributed.options import resolve_ranks
 
-        config = resolve_ranks(asked, config)
+        config = resolve_ranks(asked, config, is_described=gpu_memory is not None)
     if (quantizer := make_quantizer(config, hf_config)) is not None:  # a format that cannot be read is refused here
-        quantizer.announce(sizes.model)
+        if gpu_memory is None:
+            quantizer.announce(sizes.model)
         config = replace(config, quantization=quantizer.name)
-    return find_decoder(hf_config).resolve_options(asked, config, sizes, quantizer)
+    return find_decoder(hf_config).resolve_options(asked, config, sizes, quantizer, gpu_memory)
 
 
 def load_runner(
@@ -175,42 +219,33 @@ def make_runner(
     hf_config: "PretrainedConfig",
     weights: Path | None,
     parallel: Parallel,
-    check: Callable[[], None] = lambda: None,
     runner_class: Callable[..., ModelRunner] = ModelRunner,
 ) -> ModelRunner:
     """Load one rank's share of the model, and the draft model beside it if there is one. Every rank calls this.
 
     Args:
         weights: the checkpoint's folder; None for random weights.
-        check: called before each tensor that is read. It raises the failure of another rank, so that loading ends. An
-            exception from the thread that noticed the failure could arrive anywhere, in a library's clean-up, too.
         runner_class: makes the runner.
     """
     quantizer = make_quantizer(config, hf_config)
     if weights is None:
         from nanovllm.models.dummy_weights import fill_randomly
 
-        seed = config.seed + parallel.number
         std = hf_config.initializer_range
-        read_weights = partial(fill_randomly, seed=seed, std=std, check=check, quantizer=quantizer)
+        fill = partial(fill_randomly, parallel=parallel, quantizer=quantizer, seed=config.seed, std=std)
     else:
         adapter = None
         if config.lora is not None:
             from nanovllm.models.lora import Adapter
 
             adapter = Adapter(config.lora)
-        show = parallel.number == 0
-        read_weights = partial(
-            load_weights, folder=weights, show_progress=show, check=check, adapter=adapter, quantizer=quantizer
-        )
-    runner = runner_class(config, hf_config, read_weights, parallel, quantizer, find_decoder(hf_config))
+        fill = partial(load_weights, parallel=parallel, quantizer=quantizer, folder=weights, adapter=adapter)
+    runner = runner_class(config, hf_config, fill, parallel, quantizer, find_decoder(hf_config))
     # If the ranks do not share each layer, rank 0 alone has the draft model.
     if config.draft is not None and (parallel.number == 0 or parallel.size > 1):
         from nanovllm.drafts.draft_model import read_draft
 
-        if parallel.size == 1:
-            parallel = Parallel(ranks_per_device=parallel.ranks_per_device)
-        runner.draft = make_runner(*read_draft(config), parallel, check)
+        runner.draft = make_runner(*read_draft(config), parallel)
     return runner
 
 
@@ -224,23 +259,23 @@ def make_quantizer(config: ResolvedConfig, hf_config: "PretrainedConfig") -> "Mo
 
 
 def make_scheduler(
-    config: ResolvedConfig, runner: Runner, num_blocks: int, vocab_size: int, tokenizer: Tokenizer | None
+    config: ResolvedConfig, runner: Runner, num_blocks: int, tokenizer: Tokenizer | None
 ) -> tuple[Scheduler, list[StepObserver]]:
     """Return the scheduler, with a speculator if drafts are asked for, and the trace as observer if there is one."""
     scheduler = Scheduler(
         BlockManager(num_blocks, config.block_size, config.enable_prefix_caching),
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
-        vocab_size=vocab_size,
+        vocab_size=config.vocab_size,
     )
     if config.pipeline_parallel_size > 1:
         from nanovllm.distributed.stages import choose_ready
 
-        scheduler.choose_ready = partial(choose_ready, num_stages=config.pipeline_parallel_size)
+        scheduler.choose_running = partial(choose_ready, num_stages=config.pipeline_parallel_size)
     if config.speculative_config is not None:
         from nanovllm.drafts.speculation import start_speculation
 
-        scheduler.speculation = start_speculation(config, runner, scheduler, vocab_size)
+        scheduler.speculation = start_speculation(config, runner, scheduler)
     if config.trace is None:
         return scheduler, []
     from nanovllm.view.trace import Trace
@@ -269,9 +304,8 @@ def read_generation_config(folder: Path | None) -> tuple[dict[str, Any], Samplin
         raise ValueError(f"{path}: {error}") from None
 
 
-def find_eos_token_ids(config: Mapping[str, Any], tokenizer: Tokenizer | None, vocab_size: int) -> frozenset[int]:
-    """Return the end-of-sequence ids: those that the model's configuration names, and the tokenizer's."""
-    named = config.get("eos_token_id")
+def find_eos_token_ids(named: Any, tokenizer: Tokenizer | None, vocab_size: int) -> frozenset[int]:
+    """Return the end-of-sequence ids: those that the model's files name, one or a list, and the tokenizer's."""
     ids = [*(named if isinstance(named, list) else [named])]
     if tokenizer is not None:
         ids.append(tokenizer.transformers.eos_token_id)

@@ -62,8 +62,19 @@ def make_logprobs(token_ids: Seq[int], values: Seq[float], ranks: Seq[int]) -> d
     return made
 
 
-Logprobs = list[dict[int, Logprob]]
-"""For each token, {id: log-probability} of itself and of the k most likely tokens, before temperature and filters."""
+class _OfPrompt(dict[str, Any]):
+    """The keys that Output and Embedding share."""
+
+    __slots__ = ()
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self["prompt_token_ids"]  # type: ignore[no-any-return]
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Number of tokens of the prompt that were in the prefix cache when the request first began to run."""
+        return self["num_cached_tokens"]  # type: ignore[no-any-return]
 
 
 class _Generated(dict[str, Any]):
@@ -101,7 +112,8 @@ class _Generated(dict[str, Any]):
         return self.get("tool_calls", [])  # type: ignore[no-any-return]
 
     @property
-    def logprobs(self) -> Logprobs | None:
+    def logprobs(self) -> list[dict[int, Logprob]] | None:
+        """For each token, {id: log-probability} of itself and of the k likeliest, before temperature and filters."""
         return self.get("logprobs")
 
     @property
@@ -122,7 +134,7 @@ class Completion(_Generated):
         return self["index"]  # type: ignore[no-any-return]
 
 
-class Output(_Generated):
+class Output(_OfPrompt, _Generated):
     """A prompt and its completions, like vLLM's RequestOutput. Text, token_ids ... are those of the first completion.
 
     >>> output["text"] == output.text == output.outputs[0].text
@@ -139,15 +151,6 @@ class Output(_Generated):
     def prompt(self) -> str | None:
         """The text of the prompt; None if it was given as token ids."""
         return self.get("prompt")
-
-    @property
-    def prompt_token_ids(self) -> list[int]:
-        return self["prompt_token_ids"]  # type: ignore[no-any-return]
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Number of tokens of the prompt that were in the prefix cache when the request first began to run."""
-        return self["num_cached_tokens"]  # type: ignore[no-any-return]
 
     @property
     def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
@@ -181,7 +184,7 @@ class Score(TypedDict):
     token_ids: list[int]
 
 
-class Embedding(dict[str, Any]):
+class Embedding(_OfPrompt):
     """The vector of one prompt, like vLLM's EmbeddingRequestOutput.
 
     >>> embedding["embedding"] is embedding.embedding is embedding.outputs.embedding
@@ -193,15 +196,6 @@ class Embedding(dict[str, Any]):
     def embedding(self) -> "NDArray[np.float32]":
         """float32 [dimensions]."""
         return self["embedding"]  # type: ignore[no-any-return]
-
-    @property
-    def prompt_token_ids(self) -> list[int]:
-        return self["prompt_token_ids"]  # type: ignore[no-any-return]
-
-    @property
-    def num_cached_tokens(self) -> int:
-        """Number of tokens of the prompt that were in the prefix cache when it first began to run."""
-        return self["num_cached_tokens"]  # type: ignore[no-any-return]
 
     @property
     def outputs(self) -> "Embedding":

@@ -52,9 +52,9 @@ def actors(
     """Return the arguments of `map_batches` that make a pool of engines.
 
     Args:
-        replicas: number of engines, each in an actor of its own.
-        tensor_parallel_size, pipeline_parallel_size: the engines' own. Their product is the GPUs of each engine, or the
-            CPUs if on_gpu is False.
+        replicas: the number of engines, each in an actor of its own.
+        tensor_parallel_size, pipeline_parallel_size: as in `EngineConfig`. Their product is the number of GPUs of each
+            engine, or of its CPUs if on_gpu is False.
         num_batches: how many batches an actor works on at a time, at most 64. Together they should hold some more rows
             than max_num_seqs, so that there is always a next row to run.
     """
@@ -93,7 +93,7 @@ class RayLLM:
     def __init__(self, model: str, sampling_params: SamplingParams | None = None, **options: Any) -> None:
         """
         Args:
-            sampling_params: of all rows; None means the model's generation_config.
+            sampling_params: the parameters of all rows; None means the model's generation_config.
             options: see `EngineConfig`.
         """
         if sampling_params is not None:

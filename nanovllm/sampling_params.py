@@ -3,10 +3,12 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
-from nanovllm.utils.checks import as_bool, as_integer, as_list, as_number, refuse
-from nanovllm.vllm_names import SAMPLING, STRUCTURED, check_names
+from nanovllm.utils.checks import as_bool, as_integer, as_list, as_number, refuse, refuse_unknown
+
+T = TypeVar("T")
 
 _MAX_N = 16384  # vLLM's limit
 _INT32_MAX = 2**31 - 1  # step plans carry int32; top_k and logprobs are cut to it, which exceeds every vocabulary
@@ -14,7 +16,25 @@ _INT32_MAX = 2**31 - 1  # step plans carry int32; top_k and logprobs are cut to 
 KINDS = ("json", "regex", "choice", "grammar", "json_object")
 
 
-@check_names(STRUCTURED)
+def accept_vllm_names(cls: type[T]) -> type[T]:
+    """Decorate a dataclass: its constructor understands vLLM's names, and raises a TypeError for unknown ones."""
+    init: Any = cls.__init__
+    fields: Mapping[str, Any] = cls.__dataclass_fields__  # type: ignore[attr-defined]
+
+    @wraps(init)
+    def checked(self: T, *args: Any, **kwargs: Any) -> None:
+        if not kwargs.keys() <= fields.keys():
+            from nanovllm.vllm_names import translate_names
+
+            kwargs = translate_names(kwargs, cls.__name__)
+            refuse_unknown(kwargs, fields, cls.__name__)
+        init(self, *args, **kwargs)
+
+    cls.__init__ = checked  # type: ignore[assignment]
+    return cls
+
+
+@accept_vllm_names
 @dataclass(slots=True)
 class StructuredOutputsParams:
     """A form that the output of a request must have. Exactly one of the attributes is given.
@@ -82,7 +102,7 @@ def _as_token_id(key: Any) -> int:
     return int(key) if is_number else as_integer(key, "a token id of logit_bias")
 
 
-@check_names(SAMPLING)
+@accept_vllm_names
 @dataclass(slots=True)
 class SamplingParams:
     """How the tokens of one request are sampled, and when it ends.
@@ -110,7 +130,7 @@ class SamplingParams:
         logprobs: k returns, for each token of the output, the log-probabilities of the k most likely tokens and of
             itself; None is off.
         skip_special_tokens: leave special tokens out of the text.
-        prompt_logprobs: as logprobs, for each token of the prompt after the first.
+        prompt_logprobs: the same as logprobs, for each token of the prompt after the first.
         prompt_logprob_start: score the prompt from this token on. Whole blocks before it may come from the prefix
             cache. vLLM has no such field, and does not read its cache for a request with prompt_logprobs.
         embed: return the hidden state of the prompt's last token, as `LLM.embed` does. It needs max_tokens=0.
@@ -119,8 +139,8 @@ class SamplingParams:
         presence_penalty: subtracted once from the logit of each token that the output contains; in [-2, 2], 0 is off.
         frequency_penalty: subtracted from a token's logit for each time that the output contains it; in [-2, 2], 0 is
             off.
-        repetition_penalty: for tokens that prompt or output contain, positive logits are divided by it and others
-            multiplied; above 0, 1 is off.
+        repetition_penalty: divides the positive logits of tokens that prompt or output contain, and multiplies their
+            other logits; above 0, 1 is off.
         min_tokens: before the output has so many tokens, no end of sequence and no stop ends it. A grammar that allows
             no further token still does.
         logit_bias: {token id: number to add to its logit}.

@@ -1,12 +1,12 @@
-"""Names in scripts for vLLM that are not ours: translated, ignored if harmless, or refused with what to do instead."""
+"""Names in scripts for vLLM that are not ours: translated, ignored if harmless, or refused with what to do instead.
 
-from collections.abc import Callable, Mapping
-from functools import wraps
-from typing import Any, TypeVar
+This file is imported only when a script gives a name or a value that is not ours.
+"""
 
-from nanovllm.utils.checks import quote, refuse_unknown
+from collections.abc import Mapping
+from typing import Any
 
-T = TypeVar("T")
+from nanovllm.utils.checks import quote
 
 ANY: Any = object()
 """In a tuple of accepted values: every value is accepted."""
@@ -45,6 +45,7 @@ OPTIONS: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("tokenizer_mode", "config_format"), ("auto", "hf")),
     **dict.fromkeys(("kv_cache_dtype", "generation_config"), ("auto",)),
     "cpu_offload_gb": (0,),
+    "tokenizer": (None,),  # or the model
     # These are nano-vLLM's.
     "hf_config": (None,),
     "eos": (-1,),
@@ -53,6 +54,8 @@ OPTIONS: Mapping[str, tuple[Any, ...]] = {
 
 These are the options in vLLM's own examples of offline inference. For all others REST is the one answer.
 """
+
+HARMLESS = {"LLM": OPTIONS, "SamplingParams": SAMPLING, "StructuredOutputsParams": STRUCTURED}
 
 REST = "docs/porting.md lists the options of vLLM that are understood"
 
@@ -104,7 +107,8 @@ def translate_options(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: an option would change something that we cannot do.
     """
-    options = translate_names(given, {**OPTIONS, "tokenizer": (None, model)}, "LLM")
+    given = {name: value for name, value in given.items() if name != "tokenizer" or value != model}
+    options = translate_names(given, "LLM")
     for name in options.keys() & SYNONYMS.keys():
         value = options[name]
         if isinstance(value, str | int):
@@ -112,16 +116,16 @@ def translate_options(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def translate_names(given: Mapping[str, Any], harmless: Mapping[str, tuple[Any, ...]], what: str) -> dict[str, Any]:
+def translate_names(given: Mapping[str, Any], what: str) -> dict[str, Any]:
     """Return `given` with our names for vLLM's, and without the harmless names.
 
     Args:
-        harmless: for each name, the values that change nothing here.
-        what: the class that the names are for, as the message calls it.
+        what: the class that the names are for, as `HARMLESS` has it.
 
     Raises:
         ValueError: a harmless name has another value, or both names for the same are given.
     """
+    harmless = HARMLESS[what]
     for name in given.keys() & harmless.keys():
         accepted = harmless[name]
         if ANY not in accepted and not any(given[name] == value for value in accepted):
@@ -134,21 +138,3 @@ def translate_names(given: Mapping[str, Any], harmless: Mapping[str, tuple[Any, 
         if value is not None and ours.setdefault(RENAMED[name], value) is not value:
             raise ValueError(f"{what}: {name} and {RENAMED[name]} are the same: give one of them")
     return ours
-
-
-def check_names(harmless: Mapping[str, tuple[Any, ...]]) -> Callable[[type[T]], type[T]]:
-    """Decorate a dataclass: its constructor drops harmless names and raises a TypeError for unknown ones."""
-
-    def decorate(cls: type[T]) -> type[T]:
-        init: Any = cls.__init__
-
-        @wraps(init)
-        def checked(self: T, *args: Any, **kwargs: Any) -> None:
-            kwargs = translate_names(kwargs, harmless, cls.__name__)
-            refuse_unknown(kwargs, cls.__dataclass_fields__, cls.__name__)  # type: ignore[attr-defined]
-            init(self, *args, **kwargs)
-
-        cls.__init__ = checked  # type: ignore[assignment]
-        return cls
-
-    return decorate

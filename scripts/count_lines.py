@@ -27,6 +27,8 @@ class Import(NamedTuple):
     module: str
     is_early: bool
     """Whether loading the file loads the module: not within a function, and not under TYPE_CHECKING."""
+    is_for_types: bool
+    """Whether it stands under TYPE_CHECKING, so that no program runs it."""
 
 
 def python_lines(source: str) -> int:
@@ -60,7 +62,7 @@ def find_modules(package: Path) -> dict[str, Path]:
 def find_imports(path: Path, modules: dict[str, Path]) -> Iterator[Import]:
     """Yield the modules of the package that a file imports, wherever in the file, also for types alone."""
 
-    def visit(node: ast.AST, is_early: bool) -> Iterator[Import]:
+    def visit(node: ast.AST, is_early: bool, is_for_types: bool) -> Iterator[Import]:
         names = []
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path} imports relatively"
@@ -69,15 +71,16 @@ def find_imports(path: Path, modules: dict[str, Path]) -> Iterator[Import]:
             names = [name if name in modules else str(node.module) for name in names]
         elif isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
-        yield from (Import(name, is_early) for name in names if name in modules)
+        yield from (Import(name, is_early, is_for_types) for name in names if name in modules)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             is_early = False
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             is_early = False
+            is_for_types = True
         for child in ast.iter_child_nodes(node):
-            yield from visit(child, is_early)
+            yield from visit(child, is_early, is_for_types)
 
-    return visit(ast.parse(path.read_text()), is_early=True)
+    return visit(ast.parse(path.read_text()), is_early=True, is_for_types=False)
 
 
 def find_spine(modules: dict[str, Path], start: str = "nanovllm.llm") -> set[str]:

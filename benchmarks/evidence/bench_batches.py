@@ -39,7 +39,7 @@ def measure(args: argparse.Namespace) -> None:
     from benchmarks.bench_cost import Machine, Model, step_cost
     from benchmarks.bench_processors import read_rate
     from nanovllm.backends.cpu.library import cpu_library
-    from nanovllm.commands.estimate import read_config
+    from nanovllm.commands.estimate import fetch_config
     from nanovllm.models.shapes import PRESETS
 
     dtype = getattr(torch, args.dtype)
@@ -54,7 +54,7 @@ def measure(args: argparse.Namespace) -> None:
         seconds = min(seconds, time.perf_counter() - since)
     reads = read_rate()
     computes = 2 * 512 * 1024 * 6144 / seconds
-    model = Model(read_config(args.model), dtype)
+    model = Model(fetch_config(args.model), dtype)
     load_format = "dummy" if args.model in PRESETS else "auto"
     options = {"dtype": args.dtype, "attention_backend": "cpu", "max_model_len": 64, "kvcache_memory_bytes": 2 << 30}
     params = nanovllm.SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True)

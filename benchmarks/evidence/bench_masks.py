@@ -103,7 +103,7 @@ def main(folder: str) -> None:
         since = time.perf_counter()
         compiled = grammars.compile(params)
         compiling.append(time.perf_counter() - since)
-        token_ids = tokenizer.encode_batch([document], 4096, add_special_tokens=False)[0]
+        token_ids = tokenizer.encode_batch([document], add_special_tokens=False)[0]
         documents.append((compiled, token_ids))
         for _ in range(ROUNDS):
             matcher = compiled.deep_copy()

@@ -121,9 +121,7 @@ def forget(llm: LLM) -> None:
     """Reset an engine: no cached prefixes, an empty index of drafts, no learnt costs."""
     llm.engine.scheduler.block_manager.forget_all()
     if llm.engine.scheduler.speculation is not None:
-        llm.engine.scheduler.speculation = start_speculation(
-            llm.engine.config, llm.engine.runner, llm.engine.vocab_size
-        )
+        llm.engine.scheduler.speculation = start_speculation(llm.engine.config, llm.engine.runner, llm.engine.scheduler)
 
 
 def run_timed(llm: LLM, conversations: list[Conversation], params: list[SamplingParams]) -> tuple[float, Any]:

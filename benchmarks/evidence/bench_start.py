@@ -30,10 +30,11 @@ STEPS = (
     ("transformers: import, configuration", "nanovllm.load", "load_model_config"),
     ("kernels: loaded, or compiled", "nanovllm.backends.cpu.library", "_load"),
     ("+ transformers: import, tokenizer", "nanovllm.load", "Tokenizer.find"),
-    ("an empty model", "nanovllm.runner.model_runner", "Decoder"),
+    ("an empty model", "nanovllm.models.decoder", "Decoder.__init__"),
+    ("an empty model", "nanovllm.runner.model_runner", "allocate"),
     ("weights read", "nanovllm.load", "load_weights"),
     ("weights packed", "nanovllm.backends.cpu.backend", "CpuBackend.pack_weights"),
-    ("pages of the KV cache touched", "nanovllm.runner.startup", "make_caches"),
+    ("pages of the KV cache touched", "nanovllm.runner.model_runner", "ModelRunner.make_caches"),
 )
 
 

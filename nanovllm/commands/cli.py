@@ -5,7 +5,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
@@ -46,13 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.others = others
     _set_up_logging()
     try:
-        status: int = options.run(options)
+        return int(options.run(options))
     except KeyboardInterrupt:
-        return int(Status.INTERRUPTED)
+        return Status.INTERRUPTED
     except ValueError as error:
         logging.getLogger(__name__).error("%s", error)
-        return int(Status.USAGE)
-    return int(status)
+        return Status.USAGE
 
 
 def run() -> NoReturn:
@@ -98,10 +97,7 @@ def _add_chat(commands: Any) -> None:
     parser.add_argument(
         "--max-tokens", type=int, metavar="N", help="most tokens of an answer (default: what --max-model-len leaves)"
     )
-    engine = parser.add_argument_group("engine options")
-    for name in _ENGINE_FIELDS:
-        if name not in ("model", "max_num_seqs"):
-            _add_engine_option(engine, name)
+    _add_engine_options(parser, without=("model", "max_num_seqs"))
     parser.set_defaults(run=_chat, max_num_seqs=1)
 
 
@@ -157,12 +153,9 @@ def _add_run_batch(commands: Any) -> None:
     cluster.add_argument(
         "--ray-address",
         metavar="ADDRESS",
-        help="of the cluster (default: RAY_ADDRESS, or a new cluster of this machine alone)",
+        help="the cluster's address (default: RAY_ADDRESS, or a new cluster of this machine alone)",
     )
-    engine = parser.add_argument_group("engine options")
-    for name in _ENGINE_FIELDS:
-        if name != "model":
-            _add_engine_option(engine, name)
+    _add_engine_options(parser, without=("model",))
     parser.set_defaults(run=_run_batch)
 
 
@@ -206,24 +199,17 @@ def _add_estimate(commands: Any) -> None:
         metavar="SIZE",
         help="memory of one GPU, such as 80GB (which means 80 GiB), or in bytes",
     )
+    weights = ("tensor_parallel_size", "pipeline_parallel_size", "dtype", "quantization")
     sizes = ("kvcache_block_size", "max_num_seqs", "max_num_batched_tokens")
-    for name in (
-        "max_model_len",
-        "tensor_parallel_size",
-        "pipeline_parallel_size",
-        "dtype",
-        "quantization",
-        "gpu_memory_utilization",
-        *sizes,
-    ):
+    for name in ("max_model_len", *weights, "gpu_memory_utilization", *sizes):
         _add_engine_option(parser, name)
     parser.set_defaults(run=_estimate)
 
 
 def _estimate(options: argparse.Namespace) -> int:
-    from nanovllm.commands.estimate import estimate, parse_size, read_config
+    from nanovllm.commands.estimate import estimate, fetch_config, parse_size
 
-    estimated = estimate(read_config(options.model), _read_engine_config(options), parse_size(options.gpu_memory))
+    estimated = estimate(fetch_config(options.model), _read_engine_config(options), parse_size(options.gpu_memory))
     sys.stdout.write(estimated.describe() + "\n")
     return 0 if estimated.fits else 1
 
@@ -304,14 +290,23 @@ def _read_engine_config(options: argparse.Namespace) -> EngineConfig:
     return config
 
 
+def _add_engine_options(parser: argparse.ArgumentParser, without: Collection[str]) -> None:
+    """Add all options of EngineConfig but a few, in a group of their own."""
+    group = parser.add_argument_group("engine options")
+    for name in _ENGINE_FIELDS:
+        if name not in without:
+            _add_engine_option(group, name)
+
+
 def _add_engine_option(parser: Any, name: str) -> None:
     """Add an option of EngineConfig, with its help text. EngineConfig gives options that are absent their defaults."""
     field = _ENGINE_FIELDS[name]
     if field.type in (bool, bool | None):
         kind: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
     else:
-        type_, metavar = _TYPES[str(field.type)]
-        kind = {"type": type_, "metavar": metavar or _METAVARS.get(name) or name.split("_")[-1].upper()}
+        last_word = name.split("_")[-1].upper()
+        type_, metavar = _TYPES.get(field.type, (str, _METAVARS.get(name, last_word)))
+        kind = {"type": type_, "metavar": metavar}
     parser.add_argument(f"--{name.replace('_', '-')}", default=argparse.SUPPRESS, help=_help(name), **kind)
 
 
@@ -326,19 +321,16 @@ def _json(text: str) -> Any:
         raise argparse.ArgumentTypeError(f"{text!r} is no JSON: {error}") from error
 
 
-_TYPES: dict[str, tuple[Any, str | None]] = {
-    str(str): (str, None),
-    str(str | None): (str, None),
-    str(int): (int, "N"),
-    str(float): (float, "SHARE"),
-    str(int | None): (int, "N"),
-    str(int | str): (_integer_or_name, "N"),
-    str(Mapping[str, Any] | None): (_json, "JSON"),
+_TYPES: dict[Any, tuple[Any, str]] = {
+    int: (int, "N"),
+    float: (float, "SHARE"),
+    int | None: (int, "N"),
+    int | str: (_integer_or_name, "N"),
+    Mapping[str, Any] | None: (_json, "JSON"),
 }
-"""For each type of a field: the function that reads its argument, and the argument's name in --help.
-
-The name None means: the last word of the field's name."""
+"""For each type of a field that is no string: the reader of its argument, and the argument's name in --help."""
 _METAVARS = {"trace": "FILE"}
+"""The names of arguments that are strings in --help, where the last word of the field's name would say too little."""
 
 
 def _help(name: str) -> str:

@@ -14,7 +14,7 @@ import torch
 
 from nanovllm.backends import NAMES
 from nanovllm.backends.cpu.library import cache_folder
-from nanovllm.commands.estimate import read_config
+from nanovllm.commands.estimate import fetch_config
 from nanovllm.models.sizes import Sizes
 from nanovllm.runner.resolve import (
     Work,
@@ -48,15 +48,15 @@ def describe(model: str) -> str:
     Raises:
         ValueError: there is no such model.
     """
-    config = read_config(model)
-    sections: tuple[tuple[str, Iterator[tuple[str, str]]], ...] = (
-        ("versions", describe_versions()),
-        ("machine", describe_machine()),
-        ("memory", describe_memory()),
-        (f"backends for {model}", describe_backends(config)),
-    )
+    config = fetch_config(model)
+    sections = {
+        "versions": describe_versions(),
+        "machine": describe_machine(),
+        "memory": describe_memory(),
+        f"backends for {model}": describe_backends(config),
+    }
     lines = []
-    for title, facts in sections:
+    for title, facts in sections.items():
         lines.append(title)
         lines += [f"  {name:<20} {value}" for name, value in facts]
     return "\n".join(lines)
@@ -140,10 +140,7 @@ def describe_backends(config: "PretrainedConfig") -> Iterator[tuple[str, str]]:
     reasons = {name: why_cannot(name, work) for name in NAMES}
     chosen = next((name for name in candidates if reasons[name] is None), None)
     for name, reason in reasons.items():
+        verdict = "can run" if reason is None else f"cannot run: {reason}"
         if name == chosen:
-            order = ", ".join(candidates)
-            yield f"{name} backend", f"chosen: the first that can run, of {order}"
-        elif reason is not None:
-            yield f"{name} backend", f"cannot run: {reason}"
-        else:
-            yield f"{name} backend", "can run"
+            verdict = f"chosen: the first that can run, of {', '.join(candidates)}"
+        yield f"{name} backend", verdict

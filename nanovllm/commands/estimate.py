@@ -11,17 +11,15 @@ import torch
 
 from nanovllm.backends.gpu.memory import GpuMemory
 from nanovllm.config import EngineConfig, ResolvedConfig
-from nanovllm.distributed.options import shrink_budget
 from nanovllm.distributed.stage_decoder import make_stage_decoder
 from nanovllm.distributed.stages import choose_stages
-from nanovllm.load import make_quantizer
-from nanovllm.models.config import find_decoder, load_model_config, read_json
+from nanovllm.load import make_quantizer, resolve_options
 from nanovllm.models.diagnosis import explain
 from nanovllm.models.hub import as_path, download, find_folder
+from nanovllm.models.model_config import find_decoder, load_model_config, read_json
 from nanovllm.models.shapes import PRESETS, preset_config
 from nanovllm.models.sizes import Sizes
 from nanovllm.quantized.checkpoints import describe_format, find_format
-from nanovllm.runner.resolve import resolve
 from nanovllm.utils.checks import quote
 
 if TYPE_CHECKING:
@@ -42,7 +40,7 @@ def parse_size(text: str) -> int:
     return size
 
 
-def read_config(model: str) -> "PretrainedConfig":
+def fetch_config(model: str) -> "PretrainedConfig":
     """Return the configuration of a shape, a folder, a config.json or a Hugging Face id.
 
     Of an id only config.json is fetched, and nothing if the id names a shape, as Qwen/Qwen3-8B does.
@@ -51,12 +49,12 @@ def read_config(model: str) -> "PretrainedConfig":
         ValueError: there is no such model, or one that is not supported.
     """
     try:
-        return _read_config(model)
+        return _fetch_config(model)
     except ValueError as error:
         raise explain(error, model) or error from error
 
 
-def _read_config(model: str) -> "PretrainedConfig":
+def _fetch_config(model: str) -> "PretrainedConfig":
     path = as_path(model)
     shape = model.rpartition("/")[2].lower()
     if model.lower() in (shape, PRESETS.get(shape, "").lower()) and shape in PRESETS and not path.exists():
@@ -142,20 +140,8 @@ def _gib(size: int) -> str:
 
 def estimate(hf_config: "PretrainedConfig", config: EngineConfig, gpu_memory: int) -> Estimate:
     """Return the estimate for a GPU of so many bytes. ValueError if the ranks cannot share the model."""
-    estimated = _estimate(hf_config, _resolve(hf_config, config, gpu_memory), gpu_memory)
+    estimated = _estimate(hf_config, resolve_options(config, hf_config, gpu_memory), gpu_memory)
     return estimated if estimated.fits else replace(estimated, advice=tuple(_advise(hf_config, estimated)))
-
-
-def _resolve(hf_config: "PretrainedConfig", config: EngineConfig, gpu_memory: int) -> ResolvedConfig:
-    """Return the configuration with the values that "auto" has on a GPU of so many bytes."""
-    sizes = Sizes(hf_config)
-    resolved = resolve(config, hf_config, sizes, gpu_memory)
-    stages = config.pipeline_parallel_size
-    if stages > 1 and not config.max_num_batched_tokens:
-        budget = shrink_budget(resolved.max_num_batched_tokens, stages)
-        resolved = replace(resolved, max_num_batched_tokens=budget)
-    quantizer = make_quantizer(resolved, hf_config)
-    return find_decoder(hf_config).resolve_options(config, resolved, sizes, quantizer, gpu_memory)
 
 
 def _estimate(hf_config: "PretrainedConfig", config: ResolvedConfig, gpu_memory: int) -> Estimate:

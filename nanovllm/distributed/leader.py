@@ -84,14 +84,13 @@ class LeadingRunner:
         config: ResolvedConfig,
         hf_config: "PretrainedConfig",
         folder: Path | None,
-        make_runner: Callable[[Parallel, Callable[[], None], Callable[..., ModelRunner]], ModelRunner],
+        make_runner: Callable[[Parallel, Callable[..., ModelRunner]], ModelRunner],
     ) -> None:
         """Load the model on all ranks.
 
         Args:
-            folder: of the checkpoint; None for random weights.
-            make_runner: loads the model of rank 0. It calls its second argument before each tensor, and its third
-                argument makes the runner.
+            folder: the checkpoint's folder; None for random weights.
+            make_runner: loads the model of rank 0. Its second argument makes the runner.
 
         Raises:
             ValueError: as `ModelRunner`.
@@ -110,13 +109,14 @@ class LeadingRunner:
                 stack.callback(_threads.give_back)
             self._followers = FollowerGroup(config, hf_config, folder, self._parallel.abort)
             stack.callback(self._followers.stop)
+            self._parallel.raise_failure = self._followers.raise_failure
             try:
                 if is_pipeline:
                     spans = self._followers.spans if config.trace is not None else None
                     report = None if spans is None else spans.append
                     parallel = StageParallel(self._parallel)
                     runner_class = partial(StageRunner, group=self._parallel, report=report)
-                self.local = make_runner(parallel, self._followers.raise_failure, runner_class)
+                self.local = make_runner(parallel, runner_class)
                 self._first: ModelRunner | FirstStage = self.local
                 if isinstance(self.local, StageRunner):
                     self._first = FirstStage(self.local, self._parallel, spans)

@@ -13,23 +13,25 @@ SMALLEST_BUDGET = 128
 """With fewer tokens a step would multiply more slowly."""
 
 
-def resolve_ranks(asked: EngineConfig, config: ResolvedConfig) -> ResolvedConfig:
+def resolve_ranks(asked: EngineConfig, config: ResolvedConfig, is_described: bool = False) -> ResolvedConfig:
     """Return the configuration of several ranks.
 
     Args:
         asked: the user's options.
         config: the same, resolved for one device.
+        is_described: the devices need not be here, so they are not asked how they can talk.
 
     Raises:
         ValueError: the ranks cannot talk as `distributed_backend` asks.
     """
     stages = config.pipeline_parallel_size
-    device = torch.device(config.device)
-    backend = resolve_distributed_backend(config.distributed_backend, device, config.num_ranks, stages > 1)
-    config = replace(config, distributed_backend=backend)
+    if not is_described:
+        device = torch.device(config.device)
+        backend = resolve_distributed_backend(config.distributed_backend, device, config.num_ranks, stages > 1)
+        config = replace(config, distributed_backend=backend)
     if stages == 1:
         # A CUDA graph cannot capture work of the host, through which gloo sends. Stages send between their graphs.
-        return replace(config, use_graphs=config.use_graphs and backend != "gloo")
+        return replace(config, use_graphs=config.use_graphs and config.distributed_backend != "gloo")
     budget = asked.max_num_batched_tokens or shrink_budget(config.max_num_batched_tokens, stages)
     return replace(config, depth=stages, max_num_batched_tokens=budget)
 

@@ -28,6 +28,7 @@ from nanovllm.models.decoder import Decoder
 from nanovllm.ops.step_inputs import DevicePlan, StepInputs
 from nanovllm.runner.head_inputs import HeadInputs
 from nanovllm.runner.model_runner import ModelRunner
+from nanovllm.runner.scoring import find_targets
 from nanovllm.runner.step_handle import DeviceResult, StepHandle
 
 if TYPE_CHECKING:
@@ -45,6 +46,7 @@ class StageParallel(Parallel):
     def __init__(self, group: GroupParallel) -> None:
         super().__init__(ranks_per_device=group.ranks_per_device)
         self.number = group.rank
+        self.raise_failure = group.raise_failure
         self._group = group
 
     def minimum(self, value: int) -> int:
@@ -164,10 +166,11 @@ class StageRunner(ModelRunner):
 
     def _choose_wanted(self, head: HeadInputs) -> Tensor:
         """Return the hidden states that want logits, [n, hidden]: those that score, then those that sample."""
-        if head.sampled is None and not len(head.scored):
+        plan = head.plan
+        if head.sampled is None and not len(plan.targets):
             return head.hidden
-        parts = [self.backend.to_device(head.scored)] if len(head.scored) else []
-        if head.plan.num_sampled.any():
+        parts = [self.backend.to_device(find_targets(plan))] if len(plan.targets) else []
+        if plan.num_sampled.any():
             sampled = torch.arange(len(head.hidden), device=self.device) if head.sampled is None else head.sampled
             parts.append(sampled.long())
         return head.hidden[torch.cat(parts)]
@@ -176,7 +179,10 @@ class StageRunner(ModelRunner):
         """Report a span of time that ends now, or when the device has done what it was given."""
         if self._report is None:
             return
-        self.backend.synchronize()
+        stopwatch = self.backend.make_stopwatch()
+        stopwatch.start()
+        stopwatch.stop()
+        stopwatch.read()  # waits for this stream only: on another a send may wait for a rank that waits for this one
         self._report(StageSpan(self._group.rank, name, number, since, time.perf_counter() - since))
 
 
@@ -266,7 +272,7 @@ class FirstStage:
         if handle.steps is not EAGER:
             assert self.runner.inputs is not None
             return self.runner.inputs.fill(head, hidden)
-        num_scored = len(head.scored)
+        num_scored = len(head.plan.targets)
         sampled = torch.arange(num_scored, len(hidden), device=hidden.device)
         return head._replace(hidden=hidden, scored=np.arange(num_scored), sampled=sampled)
 

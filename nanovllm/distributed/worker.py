@@ -109,7 +109,7 @@ def follow(start: dict[str, Any], send: Callable[..., None]) -> None:
     from nanovllm.distributed.pipeline import StageParallel, StageRunner
     from nanovllm.distributed.ring import make_ring
     from nanovllm.load import make_runner
-    from nanovllm.models.config import load_model_config
+    from nanovllm.models.model_config import load_model_config
     from nanovllm.runner.kv_memory import make_cache
 
     config = ResolvedConfig(**start["config"])

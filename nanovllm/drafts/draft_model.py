@@ -29,7 +29,7 @@ from nanovllm.engine.interfaces import Handle, Runner
 from nanovllm.engine.plan import ROW_SAMPLING, IntArray, StepPlan
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import ScheduledStep
-from nanovllm.models.config import load_model_config
+from nanovllm.models.model_config import load_model_config
 from nanovllm.models.sizes import Sizes
 from nanovllm.quantized.formats import MADE_AT_LOAD
 from nanovllm.runner.resolve import resolve
@@ -92,7 +92,6 @@ def find_draft(
         "config": asdict(own),
         "hf_config": json.loads(hf_config.to_json_string(use_diff=False)),
         "folder": None if folder is None or own.load_format == "dummy" else str(folder),
-        "vocab_size": int(hf_config.vocab_size),
     }
     return replace(config, draft=draft)
 

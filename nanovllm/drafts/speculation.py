@@ -10,6 +10,7 @@ logits have the same bits in a step of any size. (Leviathan et al. 2023, https:/
 distribution.)
 """
 
+from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ from nanovllm.drafts.costs import StepCosts, choose_num_drafts, measure_costs
 from nanovllm.drafts.draft_model import ModelDrafter
 from nanovllm.drafts.ngrams import NgramDrafter
 from nanovllm.engine.interfaces import Runner
-from nanovllm.engine.plan import IntArray, StepResult
+from nanovllm.engine.plan import IntArray
 from nanovllm.engine.rows import Rows
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -44,10 +45,10 @@ class Drafter(Protocol):
         """Return how many drafts it has for each sequence: at most its limit, 0 if it has no guess."""
 
     def write_drafts(self, step: ScheduledStep) -> None:
-        """See `Speculator.write_drafts`."""
+        """Write the drafts into the plan, whose token_ids have room for as many as were chosen."""
 
     def note_end(self, seq: Sequence) -> None:
-        """See `Speculator.note_end`."""
+        """Learn that a sequence has ended. It is called once for each, when its last token is appended."""
 
 
 class DraftRecord:
@@ -72,12 +73,17 @@ class DraftRecord:
 
 
 class Speculation:
-    """The engine's `Speculator`: chooses how many drafts each sequence verifies, and learns how they fare."""
+    """Chooses how many drafts each sequence verifies, and learns how they fare.
+
+    Attributes:
+        num_draft_tokens: the number of drafts that were verified.
+        num_accepted_tokens: the number of those that were right.
+    """
 
     def __init__(self, scheduler: Scheduler, drafter: Drafter, max_drafts: int, costs: StepCosts) -> None:
         """
         Args:
-            max_drafts: of a sequence in a step.
+            max_drafts: the most drafts of a sequence in a step.
         """
         self._scheduler = scheduler
         self.drafter = drafter
@@ -96,11 +102,15 @@ class Speculation:
     # ---- before the step
 
     def plan_drafts(self, rows: Rows, ends: IntArray, num_running: int) -> IntArray:
-        """See `Speculator.plan_drafts`. The drafts of a row follow its last known token; their blocks are taken here.
+        """Return up to which token each row computes in a step, drafts included. Their blocks are taken here.
 
         Drafts yield to sequences: those that were admitted to the step have their tokens and blocks first, and while
         one waits for blocks, drafts take none. Whether drafts pay is judged without the admitted sequences: beside a
         long prompt anything would seem to pay.
+
+        Args:
+            ends: int32 [len(rows)], up to which token each row computes without drafts.
+            num_running: how many of the rows ran before. The rows after them were just admitted.
         """
         scheduler = self._scheduler
         table = scheduler.table
@@ -158,68 +168,28 @@ class Speculation:
         return choose_num_drafts(offers, np.array(rates), len(seqs), num_tokens, self.costs)
 
     def write_drafts(self, step: ScheduledStep) -> None:
+        """Write the drafts into the plan."""
         self.drafter.write_drafts(step)
 
     # ---- after the step
 
-    def update(self, step: ScheduledStep, result: StepResult) -> list[Sequence]:
-        """See `Speculator.update`: append the draws that agree with the drafts, and the first one that differs.
+    def learn(self, step: ScheduledStep, ended: Iterable[Sequence]) -> None:
+        """Learn how the drafts of a step fared, whose tokens are in the sequences now.
 
-            computed by the step   c d e f      c was known, d e f are drafts
-            drawn                  d e x y      d and e are accepted: d e x are kept, and c d e stay computed
-
-        No other step of these sequences is in flight. The blocks that rejected drafts were computed into stay with the
-        sequence. In a pipeline a sequence may have been preempted or aborted since the step was planned.
+        Args:
+            ended: the sequences that have ended with the step.
         """
-        scheduler = self._scheduler
-        table = scheduler.table
-        rows = step.rows
         plan = step.plan
-        token_ids = result.token_ids
-        logprobs = result.logprobs
-        # By sequence: how many draws it has, the first of them, and how many are kept.
-        is_sampled = plan.num_sampled > 0
-        counts = plan.num_sampled[is_sampled]
-        ends = plan.num_scheduled.cumsum()[is_sampled]
-        afters = counts.cumsum()
-        firsts = afters - counts
-        following = np.arange(1, len(token_ids) + 1) + np.repeat(ends - afters, counts)  # the draft after each draw
-        differs = token_ids != plan.token_ids.take(following, mode="clip")
-        differs[afters - 1] = True  # the last draw of a sequence has no draft to agree with
-        stops = np.flatnonzero(differs)
-        kept = stops[np.searchsorted(stops, firsts)] - firsts + 1
-        is_resident = table.released_at[rows] <= step.num_releases
-        rows = rows[is_resident]
-        num_known = table.num_known[rows] + kept[is_resident]
-        table.num_known[rows] = num_known
-        table.num_tokens[rows] = num_known
-        table.num_computed[rows] = num_known - 1
-        # The device does not know which draw was kept last: the next plan sends its id.
-        table.num_sent[rows] = np.where(counts[is_resident] > 1, num_known, table.num_sent[rows])
-        may_end = np.logical_or.reduceat(scheduler.may_stop[token_ids], firsts)
-        may_end |= ~is_resident
-        may_end[is_resident] |= num_known > table.unchecked_until[rows]
-        drawn = token_ids.tolist()
-        facts = np.stack((firsts, counts, kept, may_end), 1).tolist()
-        ended: list[Sequence] = []
-        for seq, (first, count, num_kept, is_checked) in zip(step.seqs, facts, strict=True):
-            if seq.finish_reason is not None:  # aborted, or its prompt's scores, read with this step, were NaN
-                continue
-            seq.num_in_flight = 0  # of a preempted sequence, which may now be admitted again
-            for at in range(first, first + num_kept):
-                seq.token_ids.append(drawn[at])
-                if at in logprobs:
-                    seq.logprobs.append(logprobs[at])
-                if is_checked and scheduler.check_end(seq):
-                    scheduler.leave(seq)
-                    ended.append(seq)
-                    break
-            scheduler.num_generated_tokens += at + 1 - first
-            if count > 1:
-                num_accepted = at - first
-                # Drafts beyond the end of a sequence count neither as right nor as wrong.
-                self._learn(seq, num_accepted if seq.finish_reason else count - 1, num_accepted)
-        return ended
+        if plan.num_sampled.max() > 1:
+            num_known = (plan.num_computed + plan.num_scheduled - plan.num_drafts)[plan.num_sampled > 0]
+            for seq, num_before, num_drawn in zip(step.seqs, num_known.tolist(), step.num_drawn.tolist(), strict=True):
+                num_right = len(seq.token_ids) - num_before  # and one that no draft foretold, if it is a valid token
+                num_right -= seq.finish_reason != "error"
+                if num_drawn > 1 and num_right >= 0:  # else it had ended before
+                    # Drafts beyond the end of a sequence count neither as right nor as wrong.
+                    self._learn(seq, num_right if seq.finish_reason else num_drawn - 1, num_right)
+        for seq in ended:
+            self.drafter.note_end(seq)
 
     def _learn(self, seq: Sequence, num_drafts: int, num_accepted: int) -> None:
         """Count how the drafts of a sequence fared in a step."""
@@ -244,16 +214,12 @@ class Speculation:
             record.num_right = 1.0
             record.num_tried = 1.0
 
-    def note_end(self, seq: Sequence) -> None:
-        self.drafter.note_end(seq)
 
-
-def start_speculation(config: ResolvedConfig, runner: Runner, scheduler: Scheduler, vocab_size: int) -> Speculation:
+def start_speculation(config: ResolvedConfig, runner: Runner, scheduler: Scheduler) -> Speculation:
     """Measure the costs of steps, and return the speculation that `config.speculative_config` asks for.
 
     Args:
-        runner: with its cache.
-        vocab_size: the model's.
+        runner: has made its cache.
     """
     options = config.speculative_config or {}
     max_drafts = min(config.num_speculative_tokens, config.max_model_len - 1)
@@ -261,5 +227,5 @@ def start_speculation(config: ResolvedConfig, runner: Runner, scheduler: Schedul
     if config.draft is None:
         drafter = NgramDrafter(options["prompt_lookup_min"], options["prompt_lookup_max"])
     else:
-        drafter = ModelDrafter(runner, config.max_num_seqs, vocab_size, config.draft["vocab_size"])
+        drafter = ModelDrafter(runner, config.max_num_seqs, config.vocab_size, config.draft["config"]["vocab_size"])
     return Speculation(scheduler, drafter, max_drafts, measure_costs(runner, config, max_drafts))

@@ -18,7 +18,7 @@ class AfterThinking:
     def __init__(self, matcher: "LLMatcher", thinking: ThinkingTokens, prompt: Seq[int]) -> None:
         """
         Args:
-            matcher: at the start of the grammar.
+            matcher: stands at the start of the grammar.
         """
         self._matcher = matcher
         self._tokens = thinking

@@ -14,11 +14,11 @@ class BadWord:
     Place 0 is before the space, and the last place is the end of the word.
     """
 
-    def __init__(self, word: str, tokenizer: Tokenizer, vocab_size: int, max_model_len: int) -> None:
+    def __init__(self, word: str, tokenizer: Tokenizer, vocab_size: int) -> None:
         """ValueError if the word is too long."""
         if len(word) > LONGEST_WORD:
             raise ValueError(f"bad_words has a word of {len(word)} characters; it may have at most {LONGEST_WORD}")
-        (token_ids,) = tokenizer.encode_batch([" " + word.lstrip()], max_model_len, add_special_tokens=False)
+        (token_ids,) = tokenizer.encode_batch([" " + word.lstrip()], add_special_tokens=False)
         text = tokenizer.join_tokens(token_ids)
         bare = text.lstrip("Ġ▁")  # signs of a space, of tokenizers for bytes and of SentencePiece
         text = text[: len(text) - len(bare)][-1:] + bare if bare else ""  # a tokenizer may drop every character

@@ -45,8 +45,8 @@ class Grammar:
 
     Attributes:
         kind: which parameter of structured_outputs gave it.
-        text: as it was given.
-        schema: of the kinds json and json_object, parsed and changed for llguidance.
+        text: the text as it was given.
+        schema: the schema of the kinds json and json_object, parsed and changed for llguidance.
         cost: bytes of the text, and the sum of its `multipleOf`: the memory of a compiled grammar grows with both.
         is_safe: whether this process may compile it at once.
     """

@@ -4,6 +4,7 @@ from collections.abc import Callable, Collection
 from threading import Lock
 from typing import TYPE_CHECKING
 
+from nanovllm.config import ResolvedConfig
 from nanovllm.edits.bad_words import BadWord
 from nanovllm.edits.logit_edits import LateEdits, LogitEdits, PenaltyCounts, collect_edits, lacks_tokens
 from nanovllm.edits.row_edits import RowEdits
@@ -21,11 +22,9 @@ class Editing:
 
     def __init__(
         self,
+        config: ResolvedConfig,
         tokenizer: Tokenizer | None,
-        vocab_size: int,
         eos_token_ids: Collection[int],
-        max_model_len: int,
-        max_num_seqs: int,
         thinking: ThinkingTokens | None = None,
     ) -> None:
         """
@@ -34,10 +33,9 @@ class Editing:
         """
         self._tokenizer = tokenizer
         self._thinking = thinking
-        self._vocab_size = vocab_size
-        self._max_model_len = max_model_len
+        self._vocab_size = config.vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
-        self._counts = PenaltyCounts(max_num_seqs)
+        self._counts = PenaltyCounts(config.max_num_seqs)
         self._lock = Lock()
         self.grammars: Grammars | None = None
         """Made when the first request asks for structured output."""
@@ -53,8 +51,7 @@ class Editing:
         matcher = None
         words: list[BadWord] = []
         if self._tokenizer is not None:
-            sizes = (self._vocab_size, self._max_model_len)
-            words = [BadWord(word, self._tokenizer, *sizes) for word in params.bad_words or ()]
+            words = [BadWord(word, self._tokenizer, self._vocab_size) for word in params.bad_words or ()]
         if params.structured_outputs is not None:
             matcher = self._find_grammars().compile(params.structured_outputs)
         stop_ids = self._eos_token_ids | set(params.stop_token_ids or ())

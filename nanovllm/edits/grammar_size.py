@@ -22,7 +22,7 @@ class Size(NamedTuple):
 
     Attributes:
         bytes: length of the text in UTF-8. Constants and lists of choices are within it.
-        names: of all `properties`, `patternProperties` and `required` of a schema together.
+        names: how many names all `properties`, `patternProperties` and `required` of a schema have together.
         depth: bounds the levels of llguidance's recursion. Of a schema: (different $refs + 1) x the deepest JSON
             pointer. Of a Lark grammar: lines with a ":", and opening brackets.
         patterns: characters of regular expressions, and 128 for each `pattern`, `format` and name in

@@ -49,7 +49,7 @@ class RowEdits:
         """
         Args:
             stop_ids: the token ids that min_tokens forbids.
-            matcher: at the start of the output's grammar; None without one.
+            matcher: stands at the start of the output's grammar; None without one.
             thinking: the grammar holds after the thinking; None: from the first token on.
         """
         repetition = min(max(params.repetition_penalty, 1 / _MOST), _MOST)

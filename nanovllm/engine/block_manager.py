@@ -1,7 +1,7 @@
 """Manages the blocks (pages) of the KV cache: gives them out, shares them between equal prefixes, evicts them."""
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Seq
 
 import xxhash
@@ -52,6 +52,10 @@ class BlockManager:
         self._evictable: OrderedDict[int, None] = OrderedDict()
         self._findable: dict[bytes, int] = {}
         self._content: list[tuple[bytes, bytes, bytes] | None] = [None] * num_blocks
+        self.on_change: Callable[[str, Iterable[int]], None] | None = None
+        """Called for each change: the verb "reference", "take", "release", "register" or "forget", and the blocks."""
+        self.on_refusal: Callable[[int], None] | None = None
+        """Called when `can_take` returns False, with the number of blocks that are lacking."""
 
     @property
     def num_free(self) -> int:
@@ -85,10 +89,14 @@ class BlockManager:
     def can_take(self, count: int, hits: Seq[int]) -> bool:
         """Return whether `count` blocks are left to take once the blocks in `hits` have got a reference."""
         revived = sum(1 for block in hits if self._references[block] == 0)
-        return count <= self.num_free - revived
+        num_lacking = count + revived - self.num_free
+        if num_lacking > 0 and self.on_refusal is not None:
+            self.on_refusal(num_lacking)
+        return num_lacking <= 0
 
-    def reference(self, hits: Iterable[int]) -> None:
+    def reference(self, hits: Seq[int]) -> None:
         """Add a reference to each block that was found. Call it before `take`, which could evict them otherwise."""
+        self._tell("reference", hits)
         for block in hits:
             if self._references[block] == 0:
                 del self._evictable[block]
@@ -107,10 +115,12 @@ class BlockManager:
                 self._forget(block)
             self._references[block] = 1
             taken.append(block)
+        self._tell("take", taken)
         return taken
 
     def release(self, blocks: Seq[int]) -> None:
         """Remove one reference from each block of a block table. `blocks` are in the order of the table."""
+        self._tell("release", blocks)
         for block in reversed(blocks):
             references = self._references[block] - 1
             self._references[block] = references
@@ -138,6 +148,7 @@ class BlockManager:
             raise RuntimeError(f"block {block} registered twice")
         self._findable[content[0]] = block
         self._content[block] = content
+        self._tell("register", [block])
         return True
 
     def forget(self, seq: Sequence) -> None:
@@ -145,7 +156,9 @@ class BlockManager:
 
         It looks the blocks up by digest. So it also removes a block of equal content that another sequence registered.
         """
-        for block in [self._findable[digest] for digest in seq.digests if digest in self._findable]:
+        blocks = [self._findable[digest] for digest in seq.digests if digest in self._findable]
+        self._tell("forget", blocks)
+        for block in blocks:
             self._forget(block)
             if block in self._evictable:
                 del self._evictable[block]
@@ -157,6 +170,7 @@ class BlockManager:
         All sequences must have ended, and given their blocks back. This runs after a failed step, when KV may be wrong,
         when weights change, and when the user asks for it.
         """
+        self._tell("forget", self._findable.values())
         self._blank.extend(self._evictable)
         self._evictable.clear()
         self._findable.clear()
@@ -172,6 +186,10 @@ class BlockManager:
             digests.append(self._digest(parent, seq.token_ids[start : start + size].tobytes()))
         tokens = seq.token_ids[index * size : (index + 1) * size].tobytes()
         return digests[index], digests[index - 1] if index else b"", tokens
+
+    def _tell(self, verb: str, blocks: Iterable[int]) -> None:
+        if self.on_change is not None:
+            self.on_change(verb, blocks)
 
     def _forget(self, block: int) -> None:
         content = self._content[block]

@@ -27,6 +27,7 @@ from threading import Lock
 from nanovllm.config import ResolvedConfig
 from nanovllm.engine.claim import Claim, ClosedError
 from nanovllm.engine.interfaces import Handle, LogitEditor, OutputParser, Runner, StepObserver
+from nanovllm.engine.interrupt import HoldInterrupt
 from nanovllm.engine.output import make_output
 from nanovllm.engine.plan import StepResult
 from nanovllm.engine.scheduler import Scheduler
@@ -37,7 +38,6 @@ from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.utils.checks import quote
 from nanovllm.utils.clock import Clock
-from nanovllm.utils.interrupt import HoldInterrupt
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,6 @@ class LLMEngine:
         runner: Runner,
         scheduler: Scheduler,
         *,
-        vocab_size: int,
         embedding_size: int = 0,
         has_lm_head: bool = True,
         make_editor: Callable[[], LogitEditor],
@@ -99,7 +98,6 @@ class LLMEngine:
         self.config = config
         self.runner = runner
         self.scheduler = scheduler
-        self.vocab_size = vocab_size
         self.embedding_size = embedding_size
         self.has_lm_head = has_lm_head
         self.tokenizer = tokenizer
@@ -158,7 +156,7 @@ class LLMEngine:
         if not self.has_lm_head and not params.embed:
             raise ValueError("this model has no LM head, so it can only embed: use embed()")
         params = params.clone()  # the caller may change the original while the request runs
-        check_request(token_ids, params, self.tokenizer is not None, self.vocab_size, self.config.max_model_len)
+        check_request(token_ids, params, self.tokenizer is not None, self.config.vocab_size, self.config.max_model_len)
         edits = self.editor.read_request(params) if params.edits_logits else None
         return Request(token_ids, params, text, edits, self.identity)
 
@@ -323,11 +321,8 @@ class LLMEngine:
         """Read the oldest step in flight and append its tokens. Return the lead of each request that ended."""
         launched, result = self._await_oldest()
         self.last_read = launched.step
-        speculation = self.scheduler.speculation
         finished = self.scheduler.update(launched.step, result)
         for seq in finished:
-            if speculation is not None:
-                speculation.note_end(seq)
             if seq.finish_reason == "error":
                 grammar_error = seq.grammar.get_error().split("\n")[0] if seq.grammar is not None else ""
                 reason = grammar_error or "the logits hold NaN or infinity, or they allow no token"

@@ -13,6 +13,8 @@ from nanovllm.engine.sequence import Sequence
 Rows = NDArray[np.intp]
 """Row numbers. numpy uses this type for indices; it would convert an array of int32 at each use."""
 
+NO_ROW = -1
+"""Stands for the row of a sequence that has none. numpy reads index -1 as the last element."""
 NEVER = np.iinfo(np.int32).max
 _NO_NEW_ROWS = np.empty(0, ROW_SAMPLING)
 _NO_ENTRIES = np.empty((0, 3), np.int32)
@@ -38,23 +40,24 @@ class RowTable:
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
-        self.num_computed = np.zeros(num_rows, np.int32)
-        self.num_known = np.zeros(num_rows, np.int32)
-        self.num_tokens = np.zeros(num_rows, np.int32)
-        self.num_needed = np.zeros(num_rows, np.int32)
-        self.num_sent = np.zeros(num_rows, np.int32)
-        """Plans carry the ids of tokens with an index below this, which is set when a sequence moves in. For later
-        tokens a plan has -1, because the device has the token that it sampled last. After drafts a speculator raises
-        this number, so that the next plan has the id."""
-        self.unchecked_until = np.zeros(num_rows, np.int32)
+        num_elements = num_rows + 1  # what is written to the last one, for NO_ROW, is never read
+        self.num_computed = np.zeros(num_elements, np.int32)
+        self.num_known = np.zeros(num_elements, np.int32)
+        self.num_tokens = np.zeros(num_elements, np.int32)
+        self.num_needed = np.zeros(num_elements, np.int32)
+        self.num_sent = np.zeros(num_elements, np.int32)
+        """The host sends the ids of tokens with an index below this. For later tokens it sends -1, and the device uses
+        its own last sample."""
+        self.unchecked_until = np.zeros(num_elements, np.int32)
         """While num_known is at most this, only a stop token can end the sequence. Above it, the length limit can, too.
         It is 0 with stop strings or a grammar, so that `Sequence.check_end` looks at every token."""
-        self.released_at = np.zeros(num_rows, np.int64)
+        self.unchecked_until[NO_ROW] = np.iinfo(np.int32).min
+        self.released_at = np.zeros(num_elements, np.int64)
         self.num_releases = 0
         self.resident: dict[int, Sequence] = {}
         """{row: sequence}. The dict keeps the order of admission."""
-        self._order: Rows | None = None
-        self._sequences: list[Sequence] = []
+        self._order: tuple[Rows, list[Sequence]] | None = None
+        """The keys and the values of `resident`. They are kept until a sequence comes or leaves."""
         self._free = list(range(num_rows - 1, -1, -1))
 
     @property
@@ -63,21 +66,21 @@ class RowTable:
 
     @property
     def order(self) -> Rows:
-        """The rows of the resident sequences, in order of admission. The array is kept until a sequence comes or
-        leaves."""
+        """The rows of the resident sequences, in order of admission. Nobody may change the array."""
+        return self._keep_order()[0]
+
+    @property
+    def running(self) -> list[Sequence]:
+        """The resident sequences in order of admission. Nobody may change the list."""
+        return self._keep_order()[1]
+
+    def _keep_order(self) -> tuple[Rows, list[Sequence]]:
         if self._order is None:
-            self._order = np.fromiter(self.resident, np.intp, len(self.resident))
-            self._sequences = list(self.resident.values())
+            self._order = (np.fromiter(self.resident, np.intp, len(self.resident)), list(self.resident.values()))
         return self._order
 
     def sequences(self, rows: Rows) -> list[Sequence]:
-        """Return the sequence of each of the rows.
-
-        In most steps all residents decode, and the scheduler passes the same array object that `order` returned. Then
-        no row needs to be looked up. The list is kept with the array, so nobody may change it.
-        """
-        if rows is self._order:
-            return self._sequences
+        """Return the sequence of each of the rows."""
         return [self.resident[row] for row in rows.tolist()]
 
     def move_in(self, seq: Sequence, num_cached: int) -> None:
@@ -94,6 +97,31 @@ class RowTable:
         needs_every_token = seq.stop_matcher is not None or seq.grammar is not None
         self.unchecked_until[row] = 0 if needs_every_token else seq.num_needed
 
+    def count_launched(self, rows: Rows, num_computed: IntArray, num_tokens: IntArray) -> None:
+        """Note what rows will have when the step that is planned now has run."""
+        self.num_computed[rows] = num_computed
+        self.num_tokens[rows] = num_tokens
+
+    def add_known(self, rows: Rows, num_new: IntArray | int) -> NDArray[np.bool_]:
+        """Count new tokens of rows that the host has read.
+
+        Returns:
+            bool [len(rows)]: whether any of them may end the sequence, even if none is a stop token.
+        """
+        num_known = self.num_known[rows] + num_new
+        self.num_known[rows] = num_known
+        may_end: NDArray[np.bool_] = num_known > self.unchecked_until[rows]
+        return may_end
+
+    def reject_drafts(self, rows: Rows, num_rejected: IntArray) -> None:
+        """Take rejected drafts out of the counts of rows that had drafts. Their blocks stay with the sequence.
+
+        The device does not know which draw was kept last: the next plan sends its id.
+        """
+        self.num_computed[rows] -= num_rejected
+        self.num_tokens[rows] -= num_rejected
+        self.num_sent[rows] = self.num_tokens[rows]
+
     def release(self, seq: Sequence) -> None:
         """Free a sequence's row."""
         self.num_releases += 1
@@ -101,7 +129,7 @@ class RowTable:
         del self.resident[seq.row]
         self._free.append(seq.row)
         self._order = None
-        seq.row = -1
+        seq.row = NO_ROW
 
 
 class BlockTables:

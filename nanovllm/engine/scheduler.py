@@ -1,24 +1,28 @@
 """Plans steps and handles their results.
 
 `Scheduler.schedule` chooses which sequences run in the next step, and how many tokens of each. `Scheduler.update`
-appends the sampled tokens to the sequences. llm_engine.py explains the words.
+appends the sampled tokens to the sequences. docs/architecture.md explains the words.
 """
 
-import math
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from itertools import islice
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.interfaces import Speculator
 from nanovllm.engine.plan import IntArray, StepPlan, StepResult
-from nanovllm.engine.rows import BlockTables, Rows, RowTable, pack_sampling
+from nanovllm.engine.rows import NO_ROW, BlockTables, Rows, RowTable, pack_sampling
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step import NO_TARGETS, ScheduledStep, Scored, choose_targets
-from nanovllm.outputs import FinishReason, Logprob
+from nanovllm.engine.step import ScheduledStep
+from nanovllm.outputs import FinishReason
+
+if TYPE_CHECKING:
+    from nanovllm.drafts.speculation import Speculation
+    from nanovllm.engine.scoring import Scored, Scoring
+
+_NO_TARGETS = np.empty(0, np.int32)
 
 
 class Scheduler:
@@ -26,16 +30,12 @@ class Scheduler:
 
     There are no separate prefill and decode steps. Every step computes tokens that are not computed yet, until its
     token budget (max_num_batched_tokens) is spent. Running sequences come first, in order of admission; then waiting
-    sequences are admitted, in order. Drafts get what is left of the budget. Without a pipeline, three things follow:
+    sequences are admitted, in order. Drafts get what is left of the budget.
 
-    * A sequence is admitted only if, in that step, all sequences before it compute all of their tokens. So afterwards
-      only the last one may have an unfinished prompt. Each other one needs one token per step, drafts not counted.
-    * So at most one prompt is cut in a step: the last one, which is computed in chunks.
-    * A sequence is admitted only if a token of the budget is left after all running sequences. So there are never more
-      running sequences than tokens in the budget. A row gets no token only if its last one is still in flight.
-
-    In a pipeline a sequence is in one step in flight at most, unless the steps are chunks of its prompt. So each step
-    leaves some running sequences to the others: `choose_ready` says which.
+    If a step may compute every running row, it computes all tokens of every sequence but the last one. At most that
+    one, a prompt, is cut. The proof: a sequence is admitted only while a token of the budget is left after all
+    sequences before it, so at most one prompt is unfinished, and it is the last one. Each other sequence needs one
+    token per step, and there are never more of them than tokens in the budget.
 
     A step that preempts a sequence admits nobody. The preempted sequence is now the first in the queue, and a moment
     ago there were no blocks for it. Such a step verifies no drafts either, because drafts take blocks, too.
@@ -50,17 +50,16 @@ class Scheduler:
         vocab_size: int,
     ) -> None:
         self.block_manager = block_manager
-        self.speculation: Speculator | None = None
-        """load.py sets this later, because a speculator needs the scheduler when it is made."""
-        self.choose_ready: Callable[[RowTable], Rows] | None = None
-        """In a pipeline, load.py sets this. It chooses the running rows that the next step may compute. They come in
-        order of admission."""
+        self.speculation: Speculation | None = None
+        """load.py sets this later, because a speculation needs the scheduler when it is made."""
+        self.scoring: Scoring | None = None
+        """Made when the first request asks for scores or an embedding."""
+        self.choose_running: Callable[[RowTable], Rows] | None = None
+        """Chooses the running rows that the next step may compute, in order of admission; None: all of them."""
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[Sequence] = deque()
         self.table = RowTable(max_num_seqs)
         self.blocks = BlockTables(block_manager, self.table)
-        self._scoring: dict[int, Sequence] = {}
-        """{row: sequence} of sequences with prompt tokens that are not scored yet, and of all that are only scored."""
         self.edited_rows: set[int] = set()
         """Rows of sequences that ask for edits of their logits."""
         self.may_stop = np.zeros(vocab_size + 1, bool)
@@ -76,12 +75,16 @@ class Scheduler:
     def add(self, seq: Sequence) -> None:
         """Put a sequence at the end of the waiting queue."""
         self.may_stop[list(seq.stop_ids)] = True
+        if self.scoring is None and seq.wants_scoring:
+            from nanovllm.engine.scoring import Scoring
+
+            self.scoring = Scoring()
         self.waiting.append(seq)
 
     @property
     def running(self) -> list[Sequence]:
         """Resident sequences in order of admission."""
-        return list(self.table.resident.values())
+        return self.table.running
 
     @property
     def has_unfinished(self) -> bool:
@@ -115,7 +118,7 @@ class Scheduler:
         budget = self.max_num_batched_tokens
         has_preempted = False
         while True:
-            rows = table.order if self.choose_ready is None else self.choose_ready(table)
+            rows = table.order if self.choose_running is None else self.choose_running(table)
             num_computed = table.num_computed[rows]
             ends = np.minimum(table.num_tokens[rows], table.num_needed[rows])
             num_scheduled = ends - num_computed
@@ -180,8 +183,8 @@ class Scheduler:
     def _move_in(self, seq: Sequence, num_cached: int) -> None:
         """Give a sequence a row. The prefix cache has the keys and values of its first num_cached tokens."""
         self.table.move_in(seq, num_cached)
-        if seq.is_only_scored or seq.next_scored < seq.num_prompt_tokens:
-            self._scoring[seq.row] = seq
+        if self.scoring is not None:
+            self.scoring.move_in(seq)
         if seq.edits is not None:
             self.edited_rows.add(seq.row)
         if seq.num_cached_tokens is None:
@@ -202,46 +205,56 @@ class Scheduler:
         num_tokens = int(num_scheduled.sum())
         if num_tokens > len(rows):
             # False sorts before True, and a stable sort keeps the order of equals: so decodes come first.
-            decodes_first = np.argsort(num_scheduled > 1, kind="stable")
-            rows = rows[decodes_first]
-            ends = ends[decodes_first]
-            num_computed = num_computed[decodes_first]
-            num_scheduled = num_scheduled[decodes_first]
-        # The plan has the ids of tokens with an index below `num_sent` (see RowTable). A row beyond that computes one
-        # token, which the device sampled in an earlier step: -1 stands for it.
-        token_ids = np.empty(num_tokens, np.int32)
-        token_ids.fill(-1)  # np.full takes twice as long
-        is_sent = num_computed < table.num_sent[rows]
-        if np.count_nonzero(is_sent):
-            firsts = num_scheduled.cumsum() - num_scheduled
-            for row, first, start, end in np.stack((rows, firsts, num_computed, ends), 1)[is_sent].tolist():
-                known = table.resident[row].token_ids[start:end]
-                token_ids[first : first + len(known)] = known  # later the speculator writes drafts after them
-        # A row that computes its last token samples one token, and one more per draft. `ends` counts the drafts, too.
-        # A row that computes only a part of its tokens samples none: for it ends + 1 - num_before is at most 0.
+            order = np.argsort(num_scheduled > 1, kind="stable")
+            rows = rows[order]
+            ends = ends[order]
+            num_computed = num_computed[order]
+            num_scheduled = num_scheduled[order]
         num_before = table.num_tokens[rows]
-        num_sampled = np.maximum(ends + 1 - num_before, 0)
-        num_scored = np.zeros(len(rows), np.int32)  # np.zeros_like takes ten times as long
+        is_complete = ends >= num_before  # the step computes the row's last token, and its drafts
+        num_scored = np.zeros(len(rows), np.int32)
+        targets = _NO_TARGETS
         scored: Seq[Scored] = ()
-        targets = NO_TARGETS
-        if self._scoring:
-            num_sampled, num_scored, scored, targets = choose_targets(self._scoring, rows, ends, num_sampled)
-        table.num_computed[rows] = ends
-        table.num_tokens[rows] = num_before + num_sampled
+        if self.scoring is not None and self.scoring.seqs:
+            num_scored, targets, scored, is_only_scored = self.scoring.choose_targets(rows, ends)
+            is_complete &= ~is_only_scored
+        num_sampled = ends + 1 - num_before  # a token after the last one, and one more after each draft
+        sampling = rows
+        if np.count_nonzero(is_complete) < len(rows):
+            num_sampled[~is_complete] = 0
+            sampling = rows[is_complete]
         plan = StepPlan(
             rows=rows.astype(np.int32),
             num_computed=num_computed,
             num_scheduled=num_scheduled,
             num_sampled=num_sampled,
             num_scored=num_scored,
-            token_ids=token_ids,
+            token_ids=self._fill_token_ids(rows, num_computed, ends, num_tokens),
             targets=targets,
             block_entries=self.blocks.take_new_entries(),
             new_rows=pack_sampling(admitted, len(self.may_stop) - 1),
         )
-        # Pass `rows` itself, not a copy, if possible: it may be the object `table.order`, see `RowTable.sequences`.
-        sampled = rows if np.count_nonzero(num_sampled) == len(rows) else rows[num_sampled > 0]
-        return ScheduledStep(plan, table.sequences(sampled), sampled, table.num_releases, scored)
+        table.count_launched(rows, ends, num_before + num_sampled)
+        are_all = num_tokens == len(sampling) == len(table.resident)  # as in most steps: in order of admission, too
+        seqs = table.running if are_all else table.sequences(sampling)
+        return ScheduledStep(plan, seqs, sampling, table.num_releases, scored)
+
+    def _fill_token_ids(self, rows: Rows, starts: IntArray, ends: IntArray, num_tokens: int) -> IntArray:
+        """Return the ids of the tokens of a step: the known ones up to `RowTable.num_sent`, and -1 for the others.
+
+        The device has sampled the token of a row beyond that. Drafts are written later.
+        """
+        table = self.table
+        token_ids = np.empty(num_tokens, np.int32)
+        token_ids.fill(-1)
+        is_sent = starts < table.num_sent[rows]
+        if np.count_nonzero(is_sent):
+            num_scheduled = ends - starts
+            firsts = num_scheduled.cumsum() - num_scheduled
+            for row, first, start, end in np.stack((rows, firsts, starts, ends), 1)[is_sent].tolist():
+                known = table.resident[row].token_ids[start:end]
+                token_ids[first : first + len(known)] = known
+        return token_ids
 
     # ---- update
 
@@ -252,106 +265,82 @@ class Scheduler:
             The sequences that have ended with this step. They no longer have rows or blocks.
         """
         table = self.table
-        rows = step.rows
+        finished: list[Sequence] = []
+        if self.scoring is not None:
+            for seq, reason in self.scoring.give(step.scored, result):
+                self.end(seq, reason)
+                finished.append(seq)
         seqs = step.seqs
-        token_ids = result.token_ids
-        finished = self._add_scores(step, result) if step.scored else []
-        if self.speculation is not None and len(token_ids) > len(seqs):
-            return finished + self.speculation.update(step, result)
-        # This comes before the next `if`, which changes `seqs`: the keys of logprobs are indices of the whole list.
+        num_new = None
+        if len(result.token_ids) == len(seqs) and step.num_releases == table.num_releases:
+            receivers = seqs  # each sequence gets one token
+            may_end = table.add_known(step.rows, 1) | self.may_stop[result.token_ids]
+        else:
+            rows, num_new = self._find_receivers(step, result.token_ids)
+            owners, result = step.keep(result, num_new)
+            receivers = [seqs[i] for i in owners.tolist()]
+            may_end = table.add_known(rows, num_new)
+            may_end[owners[self.may_stop[result.token_ids]]] = True
         for i, values in result.logprobs.items():
-            if seqs[i].finish_reason is None:
-                seqs[i].logprobs.append(values)
-        if table.num_releases > step.num_releases:
-            # Some sequences may have lost their row since this step was planned: RowTable explains the release clock.
-            is_resident = table.released_at[rows] <= step.num_releases
-            for i in np.flatnonzero(~is_resident).tolist():
-                if self._deliver_late(seqs[i], int(token_ids[i])):
-                    finished.append(seqs[i])
-            kept = np.flatnonzero(is_resident)
-            rows = rows[kept]
-            token_ids = token_ids[kept]
-            seqs = [seqs[i] for i in kept.tolist()]
-        for seq, token_id in zip(seqs, token_ids.tolist(), strict=True):
+            receivers[i].logprobs.append(values)
+        for seq, token_id in zip(receivers, result.token_ids.tolist(), strict=True):
             seq.token_ids.append(token_id)
-        self.num_generated_tokens += len(seqs)
-        num_known = table.num_known[rows] + 1
-        table.num_known[rows] = num_known
-        may_end = self.may_stop[token_ids] | (num_known > table.unchecked_until[rows])
-        ended = [seqs[i] for i in may_end.nonzero()[0].tolist() if self.check_end(seqs[i])]
-        for seq in ended:
-            self.release(seq)
-        return finished + ended
+        self.num_generated_tokens += len(receivers)
+        for i in may_end.nonzero()[0].tolist():
+            if seqs[i].finish_reason is None and self._check_end(seqs[i], 1 if num_new is None else int(num_new[i])):
+                finished.append(seqs[i])
+        if self.speculation is not None:
+            self.speculation.learn(step, finished)
+        return finished
 
-    def _add_scores(self, step: ScheduledStep, result: StepResult) -> list[Sequence]:
-        """Give the sequences that a step scores their scores or embeddings, even those that were preempted meanwhile.
+    def _find_receivers(self, step: ScheduledStep, drawn: IntArray) -> tuple[Rows, IntArray]:
+        """Find out who gets how many of the tokens that a step drew, and take rejected drafts out of the row table.
 
-        Returns the sequences that have ended now.
-        """
-        ended: list[Sequence] = []
-        scores = iter(result.scores)
-        embeddings = iter(result.embeddings)
-        for seq, num_targets, is_last in step.scored:
-            own: list[dict[int, Logprob]] = []
-            if seq.params.embed:
-                seq.embedding = next(embeddings)
-                is_good = bool(np.isfinite(seq.embedding).all())
-            else:
-                own.extend(islice(scores, num_targets))
-                is_good = not any(math.isnan(logprob) for logprobs in own for logprob in logprobs.values())
-            if seq.finish_reason is not None:
-                continue
-            if is_good:
-                seq.prompt_logprobs.extend(own)
-            else:
-                self.block_manager.forget(seq)
-            if is_last or not is_good:
-                self.end(seq, "length" if is_good else "error")
-                ended.append(seq)
-        return ended
-
-    def _deliver_late(self, seq: Sequence, token_id: int) -> bool:
-        """Handle a token for a sequence that lost its row after the step was planned.
-
-        If the sequence has ended, drop the token. If it was preempted, append the token.
+        A sequence may have lost its row since the step was planned. If it was preempted, it gets its tokens. If it has
+        ended, it gets none. No other step of a sequence with drafts is in flight.
 
         Returns:
-            Whether the token ends the sequence.
+            The row of each of the step's sequences, NO_ROW if it has lost it; and int32 [n], how many tokens it gets.
         """
-        if seq.finish_reason is not None:
+        table = self.table
+        num_drawn = step.num_drawn
+        num_new = step.count_kept(drawn)
+        is_late = table.released_at[step.rows] > step.num_releases
+        rows = np.where(is_late, NO_ROW, step.rows)
+        has_drafts = num_drawn > 1
+        table.reject_drafts(rows[has_drafts], (num_drawn - num_new)[has_drafts])
+        for i in is_late.nonzero()[0].tolist():
+            step.seqs[i].num_in_flight -= int(num_drawn[i])
+            if step.seqs[i].finish_reason is not None:
+                num_new[i] = 0
+        return rows, num_new
+
+    def _check_end(self, seq: Sequence, num_new: int) -> bool:
+        """Return whether one of a sequence's new tokens ends it: see `Sequence.check_end`. If so, it leaves."""
+        num_tokens = len(seq.token_ids)
+        if seq.check_end(num_new) is None:
             return False
-        seq.num_in_flight -= 1
-        seq.token_ids.append(token_id)
-        self.num_generated_tokens += 1
-        if not self.check_end(seq):
-            return False
-        self.leave(seq)
+        self.num_generated_tokens -= num_tokens - len(seq.token_ids)  # those that were dropped do not count
+        self._leave(seq)
         return True
-
-    def check_end(self, seq: Sequence) -> bool:
-        """Return whether the token that was appended last ends the sequence: see `Sequence.check_end`.
-
-        After an error the token is not counted. The sequence's blocks are forgotten, because their keys and values may
-        be wrong, too.
-        """
-        reason = seq.check_end()
-        if reason == "error":
-            self.num_generated_tokens -= 1
-            self.block_manager.forget(seq)
-        return reason is not None
 
     # ---- leaving
 
     def end(self, seq: Sequence, reason: FinishReason) -> None:
         """End a sequence now, unless it has ended. Tokens that steps in flight sample for it will be dropped."""
         if seq.finish_reason is None:
-            self.leave(seq)
             seq.finish_reason = reason
+            self._leave(seq)
 
-    def leave(self, seq: Sequence) -> None:
-        """Take a sequence that ends out of its row, or out of the queue."""
+    def _leave(self, seq: Sequence) -> None:
+        """Take a sequence that has ended out of its row, or out of the queue.
+
+        After an error its blocks are forgotten, because their keys and values may be wrong.
+        """
+        if seq.finish_reason == "error":
+            self.block_manager.forget(seq)
         if seq.row >= 0:
-            self.release(seq)
+            self._release(seq)
         else:
             self.waiting.remove(seq)  # fast for preempted sequences: they are near the front
 
@@ -372,17 +361,18 @@ class Scheduler:
         if seq.is_only_scored and table.num_computed[row] == seq.num_needed:
             # The step with its last scores is in flight. They will end it, so it must not be admitted again before.
             seq.num_in_flight = 1
-        self.release(seq)
+        self._release(seq)
         self.waiting.appendleft(seq)
         self.num_preemptions += 1
 
-    def release(self, seq: Sequence) -> None:
+    def _release(self, seq: Sequence) -> None:
         """Free a sequence's blocks and row at once.
 
         A step in flight may still write into these blocks. The step of a new owner is launched later, and the device
         runs steps in order, so the new owner's data replace what was written.
         """
         self.blocks.release(seq)
-        self._scoring.pop(seq.row, None)
+        if self.scoring is not None:
+            self.scoring.release(seq.row)
         self.edited_rows.discard(seq.row)
         self.table.release(seq)

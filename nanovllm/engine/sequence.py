@@ -189,6 +189,11 @@ class Sequence:
         return self.params.max_tokens == 0
 
     @property
+    def wants_scoring(self) -> bool:
+        """True until all that is wanted of the prompt's scores, or its embedding, is planned."""
+        return self.is_only_scored or self.next_scored < self.num_prompt_tokens
+
+    @property
     def max_cached_tokens(self) -> int:
         """The prefix cache may supply at most this many tokens; all later tokens are computed.
 
@@ -205,32 +210,39 @@ class Sequence:
     def output_token_ids(self) -> list[int]:
         return self.token_ids[self.num_prompt_tokens :].tolist()
 
-    def check_end(self) -> FinishReason | None:
-        """Decide whether the last token ends the sequence. Set finish_reason and stop_reason; return finish_reason.
+    def check_end(self, num_new: int = 1) -> FinishReason | None:
+        """Decide whether one of the last num_new tokens ends the sequence, and drop the tokens after that one.
 
-        The scheduler calls this once per token, in order, because stop strings and grammars need every token. It skips
-        the call if `Scheduler.may_stop` and `RowTable.unchecked_until` show that the token cannot end the sequence.
+        Set finish_reason and stop_reason; return finish_reason. The scheduler calls this for every token, in order,
+        because stop strings and grammars need that. It skips the call if `Scheduler.may_stop` and
+        `RowTable.unchecked_until` show that no token can end the sequence.
         """
-        token_id = self.token_ids[-1]
+        num_before = len(self.token_ids) - num_new
+        for end, token_id in enumerate(self.token_ids[num_before:], num_before + 1):
+            self.finish_reason = self._check_token(token_id, end)
+            if self.finish_reason is not None:
+                num_kept = end - 1 if self.finish_reason == "error" else end
+                del self.token_ids[num_kept:]
+                del self.logprobs[num_kept - self.num_prompt_tokens :]
+                break
+        return self.finish_reason
+
+    def _check_token(self, token_id: int, num_tokens: int) -> FinishReason | None:
+        """Return how a token ends the sequence, which has num_tokens tokens with it; None if it goes on."""
         grammar = self.grammar
         # Token id -1: the logits were not a valid distribution. consume_token() returns True for the end-of-sequence
         # token even if the matcher has failed, so is_error() is checked, too.
         if token_id < 0 or (grammar is not None and (not grammar.consume_token(token_id) or grammar.is_error())):
-            self.token_ids.pop()
-            # The bad token may have an entry in logprobs, so the list is cut to the length of the output.
-            del self.logprobs[len(self.token_ids) - self.num_prompt_tokens :]
-            self.finish_reason = "error"
-        elif token_id in self.stop_ids:
-            self.finish_reason = "stop"
+            return "error"
+        if token_id in self.stop_ids:
             self.stop_reason = None if token_id in self._eos_ids else token_id
-        elif self.stop_matcher is not None and self.stop_matcher.feed(token_id):
-            self.finish_reason = "stop"
+            return "stop"
+        if self.stop_matcher is not None and self.stop_matcher.feed(token_id):
             self.stop_reason = self.stop_matcher.found
-        elif grammar is not None and grammar.is_stopped():
-            self.finish_reason = "stop"
-        elif len(self.token_ids) >= self.limit:
-            self.finish_reason = "length"
-        return self.finish_reason
+            return "stop"
+        if grammar is not None and grammar.is_stopped():
+            return "stop"
+        return "length" if num_tokens >= self.limit else None
 
     def __repr__(self) -> str:
         num_output = len(self.token_ids) - self.num_prompt_tokens

@@ -1,95 +1,89 @@
-"""A planned step, the sequences that receive its results, and the prompt tokens that it scores."""
+"""A planned step, and the sequences that receive its results."""
 
-from array import array
 from collections.abc import Iterator
 from collections.abc import Sequence as Seq
-from typing import NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from nanovllm.engine.plan import EMBED, IntArray, StepPlan
+from nanovllm.engine.plan import IntArray, StepPlan, StepResult
 from nanovllm.engine.rows import Rows
 from nanovllm.engine.sequence import Sequence
 
-NO_TARGETS = np.empty(0, np.int32)
-
-
-class Scored(NamedTuple):
-    """A sequence that a step scores, how many of the plan's targets belong to it, and whether it ends after them."""
-
-    seq: Sequence
-    num_targets: int
-    is_last: bool
+if TYPE_CHECKING:
+    from nanovllm.engine.scoring import Scored
 
 
 class ScheduledStep(NamedTuple):
-    """A plan and the sequences that receive its results. `seqs` receive the sampled tokens, `scored` the scores.
+    """A plan and the sequences that receive its results.
 
     The results are read one or more steps after the step was planned. Meanwhile a sequence may have ended or been
     preempted, and its row may have a new owner. `num_releases` is a copy of the row table's count at planning time;
     with it `Scheduler.update` finds out whether that happened.
 
     Attributes:
-        seqs: the sequences that the step samples for, in the plan's order. Without drafts seqs[i] gets the i-th token.
-        rows: their rows.
+        seqs: the sequences that the step samples for, in the plan's order.
+        rows: the rows of `seqs`.
+        scored: the sequences that the step scores or embeds.
     """
 
     plan: StepPlan
     seqs: list[Sequence]
     rows: Rows
     num_releases: int
-    scored: Seq[Scored] = ()
+    scored: Seq["Scored"] = ()
+
+    @property
+    def num_drawn(self) -> IntArray:
+        """int32 [len(seqs)]: how many tokens the step draws for each sequence, one more than it has drafts."""
+        num_sampled = self.plan.num_sampled
+        return num_sampled[num_sampled > 0]
 
     def shares(self) -> Iterator[tuple[Sequence, IntArray]]:
         """Yield (sequence, token ids) for each of `seqs`. The ids are its last token and then its drafts: the step
         samples once after each of them."""
         plan = self.plan
-        sampled = np.flatnonzero(plan.num_sampled)
-        ends = plan.num_scheduled.cumsum()[sampled].tolist()
-        counts = plan.num_sampled[sampled].tolist()
-        for seq, end, count in zip(self.seqs, ends, counts, strict=True):
+        ends = plan.num_scheduled.cumsum()[plan.num_sampled > 0].tolist()
+        for seq, end, count in zip(self.seqs, ends, self.num_drawn.tolist(), strict=True):
             yield seq, plan.token_ids[end - count : end]
 
+    def count_kept(self, drawn: IntArray) -> IntArray:
+        """Return how many of its draws each sequence keeps: those that agree with the drafts, and the first other one.
 
-def choose_targets(
-    scoring: dict[int, Sequence], rows: Rows, ends: IntArray, num_sampled: IntArray
-) -> tuple[IntArray, IntArray, list[Scored], IntArray]:
-    """Choose the prompt tokens that the next step scores (its targets). It computes each row's tokens up to `ends`.
+            computed by the step   c d e f      c was known, d e f are drafts
+            drawn                  d e x y      d and e are accepted: d e x are kept, and c d e stay computed
 
-    The logits of a token score the token after it. So the last target may be the first token of the next chunk. Each
-    sequence's `next_scored` moves on.
+        Args:
+            drawn: int32 [sum of num_drawn], the tokens that the step drew.
 
-    Args:
-        scoring: {row: sequence}, the sequences with prompt tokens that are not scored yet, and those that are only
-            scored. A sequence that will also generate tokens is removed when all of its prompt is computed.
-        num_sampled: int32 [num_seqs], how many tokens each row samples. It becomes 0 for sequences that are only
-            scored.
+        Returns:
+            int32 [len(seqs)], at least 1.
+        """
+        if len(drawn) == len(self.seqs):
+            return np.ones(len(drawn), np.int32)
+        num_drawn = self.num_drawn
+        ends = self.plan.num_scheduled.cumsum()[self.plan.num_sampled > 0]
+        afters = num_drawn.cumsum()
+        firsts = afters - num_drawn
+        following = np.arange(1, len(drawn) + 1) + np.repeat(ends - afters, num_drawn)  # the draft after each draw
+        differs = drawn != self.plan.token_ids.take(following, mode="clip")
+        differs[afters - 1] = True  # the last draw of a sequence has no draft to agree with
+        stops = np.flatnonzero(differs)
+        return (stops[np.searchsorted(stops, firsts)] - firsts + 1).astype(np.int32)
 
-    Returns:
-        num_sampled: 0 for sequences that are only scored, else as given.
-        num_scored: int32 [num_seqs], how many targets each row has.
-        scored: the sequences of `scoring` that are in the step, with their numbers of targets.
-        targets: int32, the token ids of all targets.
-    """
-    num_sampled = num_sampled.copy()
-    num_scored = np.zeros_like(num_sampled)
-    scored: list[Scored] = []
-    targets = array("i")
-    for i, row in enumerate(rows.tolist()):
-        if (seq := scoring.get(row)) is None:
-            continue
-        if seq.is_only_scored:
-            num_sampled[i] = 0
-        elif ends[i] >= seq.num_prompt_tokens:
-            del scoring[row]
-        if seq.params.embed:
-            if ends[i] < seq.num_needed:
-                continue
-            own = array("i", [EMBED])
-        else:
-            own = seq.token_ids[seq.next_scored : min(int(ends[i]) + 1, seq.num_prompt_tokens)]
-        targets.extend(own)
-        num_scored[i] = len(own)
-        seq.next_scored += len(own)
-        scored.append(Scored(seq, len(own), seq.is_only_scored and ends[i] == seq.num_needed))
-    return num_sampled, num_scored, scored, np.array(targets, np.int32)
+    def keep(self, result: StepResult, num_kept: IntArray) -> tuple[NDArray[np.intp], StepResult]:
+        """Drop all but the first num_kept draws of each sequence from a result.
+
+        Returns:
+            For each draw that is left, the index in `seqs` of its sequence; and the result with these draws alone.
+        """
+        num_drawn = self.num_drawn
+        owners = np.repeat(np.arange(len(self.seqs)), num_drawn)
+        places = np.arange(len(owners)) - (num_drawn.cumsum() - num_drawn)[owners]  # within the draws of its sequence
+        kept = np.flatnonzero(places < num_kept[owners])
+        logprobs = result.logprobs
+        if logprobs:
+            logprobs = {i: logprobs[draw] for i, draw in enumerate(kept.tolist()) if draw in logprobs}
+        return owners[kept], replace(result, token_ids=result.token_ids[kept], logprobs=logprobs)

@@ -6,33 +6,31 @@
 The machine of the command reads the input and writes the results, so the other machines need not see these files.
 """
 
-import json
 import logging
 import os
+import pickle
 import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import islice
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow
 import ray
-from ray.data import DataContext, Datasource, ReadTask
-from ray.data.block import BlockMetadata
+from ray.data import DataContext
 
 from nanovllm.config import DEFAULT_NUM_SEQS, EngineConfig
-from nanovllm.jobs.compact_sets import DigestSet, LineSet
+from nanovllm.jobs.compact_sets import DigestSet
 from nanovllm.jobs.job import Job, Status
 from nanovllm.jobs.open_job import OpenJob
 from nanovllm.jobs.provenance import read_provenance
 from nanovllm.jobs.request_lines import LineError, read_request_line
-from nanovllm.jobs.result_lines import ResultLine, Usage, make_error_line
-from nanovllm.jobs.run import answer_lines, supervise
+from nanovllm.jobs.result_lines import ResultLine, make_error_line
+from nanovllm.jobs.run import answer_lines, load_llm, supervise
 from nanovllm.jobs.source import InputDigest, Line, Reading, Source
-from nanovllm.llm import LLM
 from nanovllm.ray import MAX_BATCHES, actors
 from nanovllm.uses.sharing import EngineThread
 
@@ -43,8 +41,9 @@ def run_on_ray(job: Job, replicas: int = 1, address: str | None = None) -> Statu
     """Run a job on a cluster, or resume it. The results are those of `run_job`, and either may resume the other's job.
 
     Args:
-        replicas: number of engines.
-        address: of the cluster. None means RAY_ADDRESS, or else a cluster of this machine alone, made for this job.
+        replicas: the number of engines.
+        address: the cluster's address. None means RAY_ADDRESS, or else a cluster of this machine alone, made for this
+            job.
     """
     return supervise(job, lambda work: _answer(work, replicas, address))
 
@@ -68,14 +67,14 @@ def _answer(work: OpenJob, replicas: int, address: str | None) -> None:
             num_batches=parts_in_flight(size, ceil(work.num_left / size), replicas, num_seqs),
         )
         digest = None
-        for part in _answered_parts(work, work.first_reading.numbers, size, pool):
-            work.check_engine(json.loads(part["engine"]))
-            for number, line, usage in zip(part["numbers"], part["lines"], part["usages"], strict=True):
-                work.write(ResultLine(number, line, None if usage is None else Usage(*usage)))
-            digest = part["digest"] or digest
+        for part in _answer_parts(work, work.first_reading.numbers, size, pool):
+            work.manifest.check_engine(part.engine)
+            for result in part.results:
+                work.write(result)
+            digest = part.digest or digest
     if digest is None:
         raise RuntimeError("the input was not read to its end")
-    work.check_complete(work.first_reading.numbers, InputDigest(**json.loads(digest)))
+    work.check_complete(work.first_reading.numbers, digest)
 
 
 # ---- parts
@@ -92,128 +91,103 @@ def parts_in_flight(size: int, num_parts: int, replicas: int, max_num_seqs: int)
     return min(wanted, ceil(num_parts / replicas), MAX_BATCHES)
 
 
-def read_parts(source: Source, size: int, done: Container[int], known: Container[int]) -> Iterator[dict[str, Any]]:
-    """Yield the lines that are known and not done, in parts of `size`. The last part is empty, and has the digest.
+class Part(NamedTuple):
+    """Some lines of the input. In place of a line that cannot be run stands its result, an error.
+
+    Attributes:
+        digest: the digest of the whole input. Only the last part has it, and that part has no lines.
+    """
+
+    lines: list[Line | ResultLine]
+    digest: InputDigest | None = None
+
+
+class AnsweredPart(NamedTuple):
+    """The results of a part, and the provenance of the engine that gave them."""
+
+    results: list[ResultLine]
+    engine: dict[str, str]
+    digest: InputDigest | None
+
+
+def read_parts(source: Source, size: int, done: Container[int], known: Container[int]) -> Iterator[Part]:
+    """Yield the lines that are known and not done, in parts of `size`, and then the part that has the digest.
 
     A line that cannot be parsed, or whose id was seen before, is answered here, because only here all lines are seen.
     """
     ids = DigestSet()
     reading = Reading(source)
 
-    def check_lines() -> Iterator[tuple[Line, bytes]]:
-        """Yield each line with its error result, or with b"" if it is to be run."""
+    def check_lines() -> Iterator[Line | ResultLine]:
         for line in reading:
-            error = b""
+            checked: Line | ResultLine = line
             try:
                 read_request_line(line, ids.add)
-            except LineError as reason:
-                error = make_error_line(line.number, reason).line
+            except LineError as error:
+                checked = make_error_line(line.number, error)
             if line.number in known and line.number not in done:
-                yield line, error
+                yield checked
 
     lines = check_lines()
     while part := list(islice(lines, size)):
-        yield {
-            "numbers": [line.number for line, _ in part],
-            "lines": [b"" if error else line.raw for line, error in part],
-            "errors": [error for _, error in part],
-            "digest": "",
-        }
-    yield {"numbers": [], "lines": [], "errors": [], "digest": json.dumps(asdict(reading.digest))}
+        yield Part(part)
+    yield Part([], reading.digest)
 
 
 class PartAnswerer:
-    """One engine in an actor. `map_batches` calls it with batches of one part each."""
-
-    SCHEMA = pyarrow.schema(
-        {
-            "numbers": pyarrow.list_(pyarrow.int64()),
-            "lines": pyarrow.large_list(pyarrow.large_binary()),
-            "usages": pyarrow.list_(pyarrow.list_(pyarrow.int64())),
-            "engine": pyarrow.string(),
-            "digest": pyarrow.string(),
-        }
-    )
+    """One engine in an actor. `map_batches` calls it with tables of one part each."""
 
     def __init__(self, config: EngineConfig, model_name: str) -> None:
-        options = asdict(config)
-        self._llm = LLM(options.pop("model"), **options)
+        self._llm = load_llm(config)
         self._engine = EngineThread(self._llm.engine)
         self._provenance = read_provenance(self._llm.engine)
         self._model_name = model_name
 
-    def __call__(self, batch: pyarrow.Table) -> pyarrow.Table:
-        (part,) = batch.to_pylist()
-        given = list(zip(part["numbers"], part["lines"], part["errors"], strict=True))
-        results = [ResultLine(number, error, None) for number, _, error in given if error]
-        lines = (Line(number, raw) for number, raw, error in given if not error)
+    def __call__(self, table: pyarrow.Table) -> pyarrow.Table:
+        part = _unpack(table)
+        results = [line for line in part.lines if isinstance(line, ResultLine)]
+        lines = (line for line in part.lines if isinstance(line, Line))
         answer_lines(self._llm, lines, results.append, self._model_name, stream=self._engine.stream)
-        answered = {
-            "numbers": [result.number for result in results],
-            "lines": [result.line for result in results],
-            "usages": [result.usage and list(result.usage) for result in results],
-            "engine": json.dumps(self._provenance),
-            "digest": part["digest"],
-        }
-        return pyarrow.Table.from_pylist([answered], self.SCHEMA)
+        return _pack(AnsweredPart(results, self._provenance, part.digest))
 
 
 # ---- Ray Data
 
 
-class _Parts(Datasource):  # type: ignore[misc]  # where Ray is not installed, it has no types
-    """The parts to answer. One task reads them as engines ask for them, and makes each a block of one row."""
-
-    _SCHEMA = pyarrow.schema(
-        {
-            "numbers": pyarrow.list_(pyarrow.int64()),
-            "lines": pyarrow.large_list(pyarrow.large_binary()),
-            "errors": pyarrow.large_list(pyarrow.large_binary()),
-            "digest": pyarrow.string(),
-        }
-    )
-
-    def __init__(self, source: Source, size: int, done: Container[int], known: Container[int]) -> None:
-        super().__init__()
-        self._arguments = source, size, done, known
-
-    def get_name(self) -> str:
-        return "Parts"
-
-    def estimate_inmemory_data_size(self) -> int | None:
-        return None
-
-    def get_read_tasks(
-        self, parallelism: int, per_task_row_limit: int | None = None, data_context: DataContext | None = None
-    ) -> list[ReadTask]:
-        arguments = self._arguments
-        schema = self._SCHEMA
-
-        def read() -> Iterator[pyarrow.Table]:
-            for part in read_parts(*arguments):
-                yield pyarrow.Table.from_pylist([part], schema)
-
-        unknown = BlockMetadata(num_rows=None, size_bytes=None, input_files=None, exec_stats=None)
-        return [ReadTask(read, unknown, schema=schema)]
+def _pack(part: Part | AnsweredPart) -> pyarrow.Table:
+    """Return a table of one row, which Ray Data hands on."""
+    return pyarrow.table({"part": pyarrow.array([pickle.dumps(part)], pyarrow.large_binary())})
 
 
-def _answered_parts(work: OpenJob, known: LineSet, size: int, pool: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _unpack(table: pyarrow.Table) -> Any:
+    return pickle.loads(table["part"][0].as_py())
+
+
+def _answer_parts(work: OpenJob, known: Container[int], size: int, pool: Mapping[str, Any]) -> Iterator[AnsweredPart]:
     """Yield the results of each part, in the order in which the parts end."""
     job = work.job
+    source = work.source
+    done = deepcopy(work.done)
     # An engine's process may have another working directory.
     folders = {"model": job.config.model, "lora": job.config.lora}
     here: dict[str, Any] = {
         name: os.path.abspath(path) for name, path in folders.items() if path is not None and os.path.isdir(path)
     }
     config = replace(job.config, **here)
+
+    def read(_: pyarrow.Table) -> Iterator[pyarrow.Table]:
+        for part in read_parts(source, size, done, known):
+            yield _pack(part)
+
     context = DataContext.get_current().copy()
     context.target_max_block_size = 1  # byte: each part becomes a block of its own, and so a task of its own
     context.enable_progress_bars = False
     context.print_on_execution_start = False
     with DataContext.current(context):
-        parts = ray.data.read_datasource(
-            _Parts(work.source, size, deepcopy(work.done), known),
-            override_num_blocks=1,
+        # One task reads all parts, on this machine, while the engines ask for them.
+        parts = ray.data.from_items([None]).map_batches(
+            read,
+            batch_format="pyarrow",
             num_cpus=0,  # engines keep their CPUs, so a reader that asked for one might wait for ever
             label_selector={"ray.io/node-id": ray.get_runtime_context().get_node_id()},
         )
@@ -224,8 +198,8 @@ def _answered_parts(work: OpenJob, known: LineSet, size: int, pool: Mapping[str,
             batch_format="pyarrow",
             **pool,
         )
-        for batch in answered.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
-            yield from batch.to_pylist()
+        for table in answered.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0):
+            yield _unpack(table)
 
 
 @contextmanager
@@ -282,12 +256,11 @@ def _silence_stderr() -> Iterator[None]:
     """Within this block nothing reaches stderr, not even from C++."""
     sys.stderr.flush()
     kept = os.dup(2)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 2)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
     try:
         yield
     finally:
         sys.stderr.flush()
         os.dup2(kept, 2)
         os.close(kept)
-        os.close(nowhere)

@@ -3,6 +3,7 @@
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterator
+from typing import Any
 
 import xxhash
 
@@ -40,14 +41,11 @@ class LineSet:
 
     def add(self, number: int) -> bool:
         """Add a number; return False if it was there."""
-        byte = number >> 3
-        bit = 1 << (number & 7)
-        bits = self._bits
-        if byte >= len(bits):
-            bits.extend(bytes(byte + 1 - len(bits)))
-        if bits[byte] & bit:
+        if number in self:
             return False
-        bits[byte] |= bit
+        byte, bit = divmod(number, 8)
+        self._bits.extend(bytes(max(byte + 1 - len(self._bits), 0)))
+        self._bits[byte] |= 1 << bit
         self._count += 1
         return True
 
@@ -57,9 +55,7 @@ class LineSet:
             if rest := bits & ~(other._bits[byte] if byte < len(other._bits) else 0):
                 yield from (8 * byte + bit for bit in range(8) if rest >> bit & 1)
 
-    def __contains__(self, number: object) -> bool:
-        if not isinstance(number, int):
-            return False
+    def __contains__(self, number: Any) -> bool:
         byte, bit = divmod(number, 8)
         return 0 <= byte < len(self._bits) and bool(self._bits[byte] >> bit & 1)
 

@@ -16,12 +16,12 @@ class JobCounts:
     """The counts of a job.
 
     Attributes:
-        num_lines: lines of the input; None if it is a pipe.
-        num_earlier: results of earlier runs.
-        num_succeeded, num_failed: results of all runs, without and with an error.
-        num_prompt_tokens, num_cached_tokens, num_generated_tokens: tokens of this run's results.
-        num_cut: this run's results that should fit a grammar, but reached their token limit first.
-        num_draft_tokens, num_accepted_tokens: drafts of this run, if the engine is in this process.
+        num_lines: how many lines the input has; None if it is a pipe.
+        num_earlier: how many results earlier runs gave.
+        num_succeeded, num_failed: how many results all runs gave, without and with an error.
+        num_prompt_tokens, num_cached_tokens, num_generated_tokens: the tokens of this run's results.
+        num_cut: how many of this run's results should fit a grammar, but reached their token limit first.
+        num_draft_tokens, num_accepted_tokens: the drafts of this run, if the engine is in this process.
         seconds: how long this run answered lines.
     """
 
@@ -78,18 +78,6 @@ class JobCounts:
             self.num_accepted_tokens = now["num_accepted_tokens"] - before["num_accepted_tokens"]
             self.seconds = time.perf_counter() - since
 
-    @property
-    def tokens_per_second(self) -> float:
-        return self.num_generated_tokens / self.seconds if self.seconds else 0.0
-
-    @property
-    def cache_hit_rate(self) -> float:
-        return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
-
-    @property
-    def tokens_per_step(self) -> float:
-        return tokens_a_step(self.num_generated_tokens, self.num_accepted_tokens)
-
     def describe(self) -> str:
         """Return the summary as text for people."""
         total = "" if self.num_lines is None else f" of {self.num_lines}"
@@ -102,24 +90,25 @@ class JobCounts:
             summary += f"; {self.num_cut} constrained outputs were cut at their token limit and may not parse"
         if not self.seconds:
             return summary
-        drafts = ""
+        rates = self._compute_rates()
+        summary += (
+            f"\n{self.num_prompt_tokens} prompt tokens, {rates['cache_hit_rate']:.1%} of them from the prefix cache; "
+            f"{self.num_generated_tokens} generated in {self.seconds:.1f} s, {rates['tokens_per_second']:.0f} tok/s"
+        )
         if self.num_draft_tokens:
             share = self.num_accepted_tokens / self.num_draft_tokens
-            drafts = (
-                f"; {share:.1%} of {self.num_draft_tokens} drafts accepted, {self.tokens_per_step:.2f} tokens a step"
-            )
-        return (
-            f"{summary}\n"
-            f"{self.num_prompt_tokens} prompt tokens, {self.cache_hit_rate:.1%} of them from the prefix cache; "
-            f"{self.num_generated_tokens} generated in {self.seconds:.1f} s, {self.tokens_per_second:.0f} tok/s{drafts}"
-        )
+            summary += f"; {share:.1%} of {self.num_draft_tokens} drafts accepted"
+            summary += f", {rates['tokens_per_step']:.2f} tokens a step"
+        return summary
 
     def as_dict(self) -> dict[str, Any]:
         """Return the summary for programs; shares are rounded to 4 digits."""
         counts = {name: value for name, value in asdict(self).items() if not name.startswith("_")}
-        rates = {
-            "tokens_per_second": self.tokens_per_second,
-            "cache_hit_rate": self.cache_hit_rate,
-            "tokens_per_step": self.tokens_per_step,
+        return {**counts, **{name: round(value, 4) for name, value in self._compute_rates().items()}}
+
+    def _compute_rates(self) -> dict[str, float]:
+        return {
+            "tokens_per_second": self.num_generated_tokens / self.seconds if self.seconds else 0.0,
+            "cache_hit_rate": self.num_cached_tokens / max(self.num_prompt_tokens, 1),
+            "tokens_per_step": tokens_a_step(self.num_generated_tokens, self.num_accepted_tokens),
         }
-        return {**counts, **{name: round(value, 4) for name, value in rates.items()}}

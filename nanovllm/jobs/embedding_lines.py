@@ -5,11 +5,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nanovllm.jobs.request_lines import LineError, RequestLine
-from nanovllm.jobs.result_lines import ResultLine, Usage, make_error_line, make_success_line
+from nanovllm.jobs.request_lines import LineError, RequestLine, check_model
+from nanovllm.jobs.result_lines import ResultLine, Usage, encode_line, make_error_line
 from nanovllm.text.prompts import name_errors
 from nanovllm.uses.embedding import EMBED, check_dimensions, read_embedding
-from nanovllm.utils.checks import quote, refuse, refuse_unknown
+from nanovllm.utils.checks import as_choice, refuse, refuse_unknown
 
 if TYPE_CHECKING:
     from nanovllm.engine.sequence import Request
@@ -33,12 +33,8 @@ def prepare_embeddings(line: RequestLine, llm: "LLM", model_name: str) -> "list[
     body = {name: value for name, value in line.body.items() if value is not None}
     try:
         refuse_unknown(body, ("model", "input", "encoding_format", "dimensions", "user"), "an embedding")
-        if body.get("model", model_name) != model_name:
-            raise refuse(
-                body["model"], "model", f"{model_name!r}, which runs: leave it out, or set --served-model-name"
-            )
-        if body.get("encoding_format", "float") not in FORMATS:
-            raise refuse(body["encoding_format"], "encoding_format", " or ".join(map(repr, FORMATS)))
+        check_model(body, model_name)
+        as_choice(body.get("encoding_format", "float"), "encoding_format", FORMATS)
         check_dimensions(body.get("dimensions"), llm.engine.embedding_size)
         inputs = _list_inputs(body.get("input"))
         requests = []
@@ -55,10 +51,7 @@ def _list_inputs(given: Any) -> list[Any]:
     inputs: Any = [given] if isinstance(given, str) or _are_token_ids(given) else given
     is_good = isinstance(inputs, list) and all(isinstance(one, str) or _are_token_ids(one) for one in inputs)
     if not is_good or not 1 <= len(inputs) <= MAX_INPUTS:
-        raise ValueError(
-            f"input is {quote(given)}; it must be a string, a list of token ids, "
-            f"or a list of 1 to {MAX_INPUTS} of these"
-        )
+        raise refuse(given, "input", f"a string, a list of token ids, or a list of 1 to {MAX_INPUTS} of these")
     return list(inputs)
 
 
@@ -70,7 +63,7 @@ def make_embedding_line(line: RequestLine, outputs: "list[Output]", model_name: 
     """Return the result of a line whose requests have all ended.
 
     Args:
-        outputs: of its inputs, in their order.
+        outputs: the outputs of its inputs, in their order.
     """
     for output in outputs:
         if output.error is not None:
@@ -86,4 +79,5 @@ def make_embedding_line(line: RequestLine, outputs: "list[Output]", model_name: 
     num_cached = sum(output.num_cached_tokens for output in outputs)
     usage = {"prompt_tokens": num_tokens, "total_tokens": num_tokens}
     body = {"object": "list", "data": data, "model": model_name, "usage": usage}
-    return make_success_line(line, body, Usage(num_tokens, num_cached, 0))
+    encoded = encode_line(line.number, line.custom_id, 200, body)
+    return ResultLine(line.number, encoded, Usage(num_tokens, num_cached, 0))

@@ -3,6 +3,7 @@
 import signal
 from dataclasses import dataclass
 from enum import IntEnum
+from pathlib import Path
 
 from nanovllm.config import EngineConfig
 from nanovllm.jobs.source import MAX_LINE_BYTES
@@ -57,3 +58,20 @@ STATUS_HELP = {
     Status.INTERRUPTED: "Ctrl-C; run the command again to resume",
     Status.TERMINATED: "SIGTERM; run the command again to resume",
 }
+
+
+class OutputError(Exception):
+    """The results cannot be written, or somebody moved or changed them. The lines appended before are whole."""
+
+    status = Status.OUTPUT_FAILED
+
+
+class IncompleteError(Exception):
+    """The results do not answer each line of the input exactly once."""
+
+    status = Status.INCOMPLETE
+
+
+def cannot_write(path: Path | str, error: OSError) -> OutputError:
+    """Return the error to raise when a file of a job cannot be written."""
+    return OutputError(f"{path} cannot be written: {error.strerror or error}")

@@ -10,6 +10,7 @@ from typing import Any
 
 import xxhash
 
+from nanovllm.jobs.job import cannot_write
 from nanovllm.utils.checks import quote
 
 logger = logging.getLogger(__name__)
@@ -29,7 +30,7 @@ class Manifest:
     def __init__(self, results: Path, job: Mapping[str, Any] | None, accept_changes: bool = False) -> None:
         """
         Args:
-            job: the fields "input" and "options"; None if the job reads from a pipe and cannot be resumed.
+            job: the fields "input" and "options"; None if the job has a pipe, and so cannot be resumed.
         """
         self._results = results
         self._job = job
@@ -45,22 +46,22 @@ class Manifest:
         return results.with_name(results.name + ".job.json")
 
     def create(self) -> None:
-        """Write the manifest of results that are still empty. Raises an OSError."""
+        """Write the manifest of results that are still empty. Raises an OutputError if that fails."""
         if self._job is None:
             self.path.unlink(missing_ok=True)
         else:
             self._data = {"format": FORMAT, **self._job}
-            write_json(self.path, self._data)
+            self._write()
 
     def resume(self, size: int) -> None:
         """Read the manifest, and check that the results are this job's.
 
         Args:
-            size: of the results in bytes.
+            size: the size of the results in bytes.
 
         Raises:
             ValueError: the results are another job's; the message says what differs.
-            OSError: an accepted change cannot be recorded.
+            OutputError: an accepted change cannot be recorded.
         """
         if self._job is None:
             raise ValueError(f"{self._results} has results, and a job from a pipe cannot resume: {START_ANEW}")
@@ -93,7 +94,7 @@ class Manifest:
         Raises:
             ValueError: they differ; the message says in what.
             RuntimeError: two engines of this run differ.
-            OSError: the engine cannot be recorded.
+            OutputError: the engine cannot be recorded.
         """
         if self._job is None or engine in self._engines:
             return
@@ -122,12 +123,19 @@ class Manifest:
             changes = changes if isinstance(changes, list) else []
             self._data["changes"] = [*changes, {"after_bytes": self._size, "differences": differences}]
         self._data[section] = dict(now)
-        write_json(self.path, self._data)
+        self._write()
 
     def forbid_resume(self, reason: str) -> None:
-        """Record that nobody knows which of the answers are right, so no run resumes them. Raises an OSError."""
-        self._data["spoilt"] = reason
-        write_json(self.path, self._data)
+        """Record that nobody knows which of the answers are right, so no run resumes them. Raises an OutputError."""
+        if self._job is not None:
+            self._data["spoilt"] = reason
+            self._write()
+
+    def _write(self) -> None:
+        try:
+            write_json(self.path, self._data)
+        except OSError as error:
+            raise cannot_write(self.path, error) from error
 
     def save_for(self, results: Path) -> bool:
         """Write the same manifest beside a copy of the results; return False if there is none. Raises an OSError."""
@@ -145,6 +153,8 @@ def _find_differences(before: Any, now: Mapping[str, Any], prefix: str) -> Itera
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
     """Write a JSON file. After a failure the file is as it was before: it is never half written. Raises an OSError."""
+    for stale in path.parent.glob(f"{hidden_prefix(path)}*.new"):  # a killed process left it
+        stale.unlink(missing_ok=True)
     new = path.with_name(f"{hidden_prefix(path)}{secrets.token_hex(8)}.new")
     try:
         # Nobody can foresee this name, so no link that leads elsewhere can wait there.
@@ -162,12 +172,6 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
-
-
-def remove_stale(path: Path) -> None:
-    """Remove files that a killed process left while writing this one. The caller holds the lock of the results."""
-    for stale in path.parent.glob(f"{hidden_prefix(path)}*.new"):
-        stale.unlink(missing_ok=True)
 
 
 def hidden_prefix(path: Path) -> str:

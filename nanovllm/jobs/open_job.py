@@ -3,7 +3,7 @@
 import logging
 import os
 import shlex
-from collections.abc import Callable, Mapping
+from collections import deque
 from dataclasses import asdict, fields
 from itertools import islice
 from pathlib import Path
@@ -11,19 +11,15 @@ from typing import Any
 
 from nanovllm.jobs.compact_sets import LineSet
 from nanovllm.jobs.counts import JobCounts
-from nanovllm.jobs.job import Job
-from nanovllm.jobs.manifest import Manifest, remove_stale
+from nanovllm.jobs.job import IncompleteError, Job
+from nanovllm.jobs.manifest import Manifest
 from nanovllm.jobs.request_lines import find_foreign_model
 from nanovllm.jobs.result_lines import ResultLine
-from nanovllm.jobs.results_file import OutputError, open_results
+from nanovllm.jobs.results_file import open_results
 from nanovllm.jobs.source import STANDARD, InputDigest, Reading, Source, is_file
 from nanovllm.utils.checks import LONGEST_QUOTE, quote
 
 logger = logging.getLogger(__name__)
-
-
-class IncompleteError(Exception):
-    """The results do not answer each line of the input exactly once."""
 
 
 class OpenJob:
@@ -31,7 +27,8 @@ class OpenJob:
 
     Attributes:
         first_reading: the input as it was read before anything ran; None if it can be read only once.
-        done: numbers of the lines that have a result.
+        done: the numbers of the lines that have a result.
+        manifest: tells which job and which engine the results are of.
         num_left: lines that have no result yet; None if the input can be read only once.
     """
 
@@ -45,40 +42,21 @@ class OpenJob:
         numbers = LineSet()
         identity = None
         if self.first_reading is not None:
-            digest = read_to_end(self.first_reading)
+            deque(self.first_reading, maxlen=0)  # reads it to its end
             numbers = self.first_reading.numbers
-            identity = _identify(job, digest)
-            counts.num_lines = digest.num_lines
-            _check_lines(job, self.source, digest.num_lines)
-        if identity is None or not is_file(job.output):
+            counts.num_lines = len(numbers)
+            _check_lines(job, self.source, len(numbers))
+            if is_file(job.output):
+                identity = _identify(job, self.first_reading.digest)
+        if identity is None:
             logger.warning("a job from or to a pipe cannot be resumed: if it ends early, its work is lost")
-        self._manifest = Manifest(Path(job.output), identity, job.accept_changes)
-        self._results, earlier = open_results(job.output, self._manifest, numbers, job.overwrite)
-        if job.stats is not None:
-            remove_stale(Path(job.stats))
+        self.manifest = Manifest(Path(job.output), identity, job.accept_changes)
+        self._results, earlier = open_results(job.output, self.manifest, numbers, job.overwrite)
         self.done = earlier.done
         counts.num_earlier = len(self.done)
         counts.num_failed = earlier.num_failed
         counts.num_succeeded = counts.num_earlier - counts.num_failed
         self.num_left = None if self.first_reading is None else len(numbers) - len(self.done)
-
-    def check_engine(self, engine: Mapping[str, Any]) -> None:
-        """Compare an engine with the one that gave the earlier results. To be called before its first result.
-
-        Args:
-            engine: see `read_provenance`.
-
-        Raises:
-            ValueError: they differ.
-        """
-        self._change_manifest(lambda: self._manifest.check_engine(engine))
-
-    def _change_manifest(self, change: Callable[[], None]) -> None:
-        try:
-            if is_file(self.job.output):
-                change()
-        except OSError as error:
-            raise OutputError(f"{self._manifest.path} cannot be written: {error.strerror or error}") from error
 
     def write(self, result: ResultLine) -> None:
         """Append a line to the results, and count it. Raises an OutputError if it cannot be written."""
@@ -91,14 +69,14 @@ class OpenJob:
         """Check that the input did not change during the run, and that each of its lines has a result.
 
         Args:
-            numbers, digest: of the second reading of the input, whose lines were answered.
+            numbers, digest: those of the second reading of the input, whose lines were answered.
 
         Raises:
             IncompleteError: the input changed, or lines have no result.
         """
         if self.first_reading is not None and digest != self.first_reading.digest:
             reason = f"the input {self.job.input} changed while the job ran"
-            self._change_manifest(lambda: self._manifest.forbid_resume(reason))
+            self.manifest.forbid_resume(reason)
             raise IncompleteError(f"{reason}: --overwrite answers it as it is now")
         if num_missing := len(numbers) - len(self.done):
             missing = ", ".join(map(str, islice(numbers.minus(self.done), 10)))
@@ -108,13 +86,6 @@ class OpenJob:
         """Bring the results to the disk. Raises an OutputError if that fails, or if they were moved or changed."""
         if self._results is not None:
             self._results.close()
-
-
-def read_to_end(reading: Reading) -> InputDigest:
-    """Read the rest of the input, and return its digest. Raises an InputError if it cannot be read."""
-    for _ in reading:
-        pass
-    return reading.digest
 
 
 def _identify(job: Job, digest: InputDigest) -> dict[str, Any]:
@@ -139,7 +110,7 @@ def _check_paths(job: Job, source: Source) -> None:
     """Raise a ValueError if a file to write cannot be written, is also read, or would be written twice."""
     manifest = str(Manifest.path_for(Path(job.output))) if job.output != STANDARD else None
     written = {"-o": job.output, "the manifest": manifest, "--stats": job.stats, "--trace": job.config.trace}
-    places: dict[str, str] = {}
+    places = [(os.path.realpath(file), "the input") for file in source.files]
     if job.output.endswith(".gz"):
         raise ValueError(f"-o {quote(job.output)}: results are written unpacked: compress them afterwards")
     for name, path in written.items():
@@ -160,9 +131,8 @@ def _check_paths(job: Job, source: Source) -> None:
         place = os.path.realpath(path)
         if source.is_folder and Path(place).is_relative_to(os.path.realpath(source.path)):
             raise ValueError(f"{name} {path} lies in the input {source.path}, whose files are all read as requests")
-        for other, what in [*((file, "the input") for file in source.files), *places.items()]:
-            if place == os.path.realpath(other) or (
-                os.path.exists(other) and os.path.exists(path) and os.path.samefile(other, path)
-            ):
+        for other, what in places:
+            both_exist = os.path.exists(other) and os.path.exists(place)
+            if place == other or (both_exist and os.path.samefile(other, place)):
                 raise ValueError(f"{path} is {what} and {name}: choose another file")
-        places[place] = name
+        places.append((place, name))

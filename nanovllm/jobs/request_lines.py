@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.engine.sequence import derive_seed
 from nanovllm.jobs.source import Line
 from nanovllm.text.conversations import join_parts
-from nanovllm.utils.checks import as_integer, quote, refuse_unknown
+from nanovllm.utils.checks import as_choice, as_integer, quote, refuse, refuse_unknown, why_not_unicode
 
 if TYPE_CHECKING:
     from nanovllm.engine.sequence import Request
@@ -40,22 +40,18 @@ _LIMITS = ("max_tokens", "stop", "ignore_eos", "skip_special_tokens", "include_s
 _EDITS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "logit_bias")
 _LISTS = ("allowed_token_ids", "bad_words", "stop_token_ids")
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "n", *_LIMITS, *_EDITS, *_LISTS)
-_CHAT_FIELDS = (
-    *("messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs"),
-    *("tools", "tool_choice"),
-)
+_CHAT = ("messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs", "tools", "tool_choice")
 _SERVICE = {
     **dict.fromkeys(("user", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"), str),
     **{"metadata": dict, "store": bool, "parallel_tool_calls": bool},
 }
 """These fields concern an online service. They are accepted and change no result."""
 _COMMON = ("model", *_SAMPLING, "logprobs", "response_format", "structured_outputs", *_SERVICE)
-_FIELDS = {True: (*_COMMON, *_CHAT_FIELDS), False: (*_COMMON, "prompt", "echo")}
+_FIELDS = {True: (*_COMMON, *_CHAT), False: (*_COMMON, "prompt", "echo")}
 """The fields that a body may have; the key tells whether it is a chat."""
-_FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "echo")
-_OBJECTS = ("chat_template_kwargs", "logit_bias")
-_KINDS = {**dict.fromkeys(_FLAGS, bool), **dict.fromkeys(_LISTS, list), **dict.fromkeys(_OBJECTS, dict), **_SERVICE}
-_KIND_NAMES = {str: "a string", dict: "an object", list: "a list", bool: "true or false"}
+_KINDS = {"echo": bool, "chat_template_kwargs": dict, "logit_bias": dict, "structured_outputs": dict, **_SERVICE}
+"""The kinds of those fields that SamplingParams does not check."""
+_KIND_NAMES = {str: "a string", dict: "an object", bool: "true or false"}
 _NULLS = (
     *("audio", "function_call", "functions", "modalities", "prediction", "reasoning_effort", "stream_options"),
     *("suffix", "verbosity", "web_search_options"),
@@ -65,8 +61,10 @@ _NEUTRAL: dict[str, Any] = {
     **{"best_of": 1, "stream": False, "echo": False, "tools": [], "tool_choice": "none"},
 }
 """Fields that are not supported, each with the one value that asks for nothing. That value and null are accepted."""
-_MESSAGE_NULLS = ("refusal", "annotations", "audio", "function_call")
+_MESSAGE_NULLS = ("refusal", "annotations", "audio", "function_call", "tool_calls", "tool_call_id", "name")
 """Fields of the messages that OpenAI's server returns. They may be null."""
+_TOOL_FIELDS = {"assistant": "tool_calls", "tool": "tool_call_id"}
+"""The field that a message of this role may have, because it calls tools or answers a call."""
 
 
 class LineError(Exception):
@@ -88,8 +86,8 @@ class RequestLine:
     """A line whose frame is valid. Its body is not checked yet.
 
     Attributes:
-        number: of the line in the input, from 1.
-        custom_id: None for a plain line, which is known by its number.
+        number: the line's number in the input, from 1.
+        custom_id: the line's id; None for a plain line, which is known by its number.
         body: the fields of the request.
         is_embedding: embedding_lines.py reads it.
     """
@@ -122,25 +120,21 @@ def read_request_line(line: Line, is_new: Callable[[str], bool] = lambda _: True
             )
         return RequestLine(line.number, None, "messages" in data, data, "input" in data)
     custom_id = data.get("custom_id")
-    try:
-        if not isinstance(custom_id, str) or not custom_id.encode():
-            raise ValueError(f"custom_id is {quote(custom_id)}; it must be a string, and not empty")
-    except ValueError as error:  # a lone surrogate too: encode() refuses it
-        raise LineError("invalid_request", str(error)) from error
+    if not isinstance(custom_id, str) or not custom_id or why_not_unicode(custom_id):
+        limit = "a string, not empty and without lone surrogates"
+        raise LineError("invalid_request", f"custom_id is {quote(custom_id)}; it must be {limit}")
     if not is_new(custom_id):
         raise LineError("duplicate_id", f"the id {quote(custom_id)} was seen before")
     try:
         refuse_unknown(data, _LINE_FIELDS, "a batch line")
         for name, kind in _LINE_FIELDS.items():
             if not isinstance(data.get(name), kind):
-                raise ValueError(f"{name} is {quote(data.get(name))}; it must be {_KIND_NAMES[kind]}")
+                raise refuse(data.get(name), name, _KIND_NAMES[kind])
         if data["method"] != "POST":
-            raise ValueError(f'method is {quote(data["method"])}; it must be "POST"')
-        if data["url"] not in URLS:
-            raise ValueError(f"url is {quote(data['url'])}; it must be one of {', '.join(URLS)}")
+            raise refuse(data["method"], "method", '"POST"')
+        url = as_choice(data["url"], "url", URLS)
     except (TypeError, ValueError) as error:
         raise LineError("invalid_request", str(error), custom_id) from error
-    url = data["url"]
     return RequestLine(line.number, custom_id, url == CHAT_URL, data["body"], url == EMBEDDINGS_URL)
 
 
@@ -226,17 +220,12 @@ def _check_body(line: RequestLine, model_name: str) -> dict[str, Any]:
         if value is None:
             continue
         if (kind := _KINDS.get(name)) and not isinstance(value, kind):
-            raise ValueError(f"{name} is {quote(value)}; it must be {_KIND_NAMES[kind]}")
+            raise refuse(value, name, _KIND_NAMES[kind])
         body[name] = value
-    if not isinstance(body.get("stop", ""), (str, list)):
-        raise ValueError(f"stop is {quote(body['stop'])}; it must be a string or a list of strings")
     for name in ("stop", "bad_words"):
         if isinstance(body.get(name), list) and len(body[name]) > MAX_STRINGS:
             raise ValueError(f"{name} has {len(body[name])} strings; a line may have at most {MAX_STRINGS}")
-    if body.get("model", model_name) != model_name:
-        raise ValueError(
-            f"model is {quote(body['model'])}, but {model_name!r} runs: leave it out, or set --served-model-name"
-        )
+    check_model(body, model_name)
     if "n" in body:
         as_integer(body["n"], "n", 1, MAX_N)
     if any(isinstance(bias, (int, float)) and abs(bias) > MAX_BIAS for bias in body.get("logit_bias", {}).values()):
@@ -244,6 +233,12 @@ def _check_body(line: RequestLine, model_name: str) -> dict[str, Any]:
     if "max_tokens" in body and "max_completion_tokens" in body:
         raise ValueError("max_tokens and max_completion_tokens are the same limit: give one")
     return body
+
+
+def check_model(body: Mapping[str, Any], model_name: str) -> None:
+    """Raise a ValueError if a body asks for another model than the one that runs."""
+    if body.get("model", model_name) != model_name:
+        raise refuse(body["model"], "model", f"{model_name!r}, which runs: leave it out, or set --served-model-name")
 
 
 def read_num_logprobs(line: RequestLine) -> int | None:
@@ -255,7 +250,7 @@ def read_num_logprobs(line: RequestLine) -> int | None:
     if line.is_chat:
         top = line.body.get("top_logprobs")
         if wanted is not None and not isinstance(wanted, bool):
-            raise ValueError(f"logprobs is {quote(wanted)}; a chat has true or false, and the number in top_logprobs")
+            raise refuse(wanted, "logprobs", "true or false for a chat, which has the number in top_logprobs")
         if top is not None and not wanted and not _is_same(top, 0):
             raise ValueError(f"top_logprobs is {quote(top)}; it needs logprobs: true")
         wanted = (top or 0) if wanted else None
@@ -270,9 +265,7 @@ def read_structured_outputs(line: RequestLine) -> dict[str, Any] | None:
     A line names it in OpenAI's field `response_format` or in vLLM's `structured_outputs`.
     """
     wanted = line.body.get("response_format")
-    own = line.body.get("structured_outputs")
-    if own is not None and not isinstance(own, dict):
-        raise ValueError(f"structured_outputs is {quote(own)}; it must be an object")
+    own: dict[str, Any] | None = line.body.get("structured_outputs")
     if wanted is None or wanted == {"type": "text"}:
         return own
     if own is not None:
@@ -281,14 +274,12 @@ def read_structured_outputs(line: RequestLine) -> dict[str, Any] | None:
         return {"json_object": True}
     has_schema = isinstance(wanted, dict) and wanted.keys() == {"type", "json_schema"}
     if not has_schema or wanted["type"] != "json_schema" or not isinstance(wanted["json_schema"], dict):
-        raise ValueError(
-            f"response_format is {quote(wanted)}; it must be of the type text, json_object, or json_schema, with an "
-            "object json_schema"
-        )
+        limit = "of the type text, json_object, or json_schema, with an object json_schema"
+        raise refuse(wanted, "response_format", limit)
     rest = wanted["json_schema"]
     refuse_unknown(rest, ("name", "description", "schema", "strict"), "response_format.json_schema")
     if not isinstance(rest.get("schema"), dict):
-        raise ValueError(f"response_format.json_schema.schema is {quote(rest.get('schema'))}; it must be an object")
+        raise refuse(rest.get("schema"), "response_format.json_schema.schema", "an object")
     return {"json": rest["schema"]}  # whether `strict` is true or not
 
 
@@ -310,7 +301,7 @@ def _read_prompt(prompt: Any) -> str | list[int]:
     """Return the only prompt of a line. A list of several prompts, which OpenAI's server takes, is refused."""
     if isinstance(prompt, str) or (isinstance(prompt, list) and all(isinstance(i, int) for i in prompt)):
         return prompt
-    raise ValueError(f"prompt is {quote(prompt)}; it must be a string or a list of token ids: one prompt a line")
+    raise refuse(prompt, "prompt", "a string or a list of token ids: one prompt a line")
 
 
 def _read_tools(body: Mapping[str, Any]) -> list[Any]:
@@ -318,9 +309,9 @@ def _read_tools(body: Mapping[str, Any]) -> list[Any]:
     tools = body.get("tools", [])
     choice = body.get("tool_choice", "auto")
     if choice not in ("auto", "none"):
-        raise ValueError(f'tool_choice is {quote(choice)}; it must be "auto" or "none": a grammar can force a call')
+        raise refuse(choice, "tool_choice", '"auto" or "none": a grammar can force a call')
     if not isinstance(tools, list) or not all(_is_function(tool) for tool in tools):
-        raise ValueError(f'tools is {quote(tools)}; it must be a list of {{"type": "function", "function": ...}}')
+        raise refuse(tools, "tools", 'a list of {"type": "function", "function": ...}')
     return tools if choice == "auto" else []
 
 
@@ -333,51 +324,33 @@ def _is_function(value: Any) -> bool:
 def _read_messages(messages: Any) -> list[dict[str, Any]]:
     """Return the conversation. A field that the chat template would not see is refused."""
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f'messages is {quote(messages)}; it must be a list of {{"role": ..., "content": ...}}')
-    for message in messages:
-        for name in _MESSAGE_NULLS:
-            if isinstance(message, dict) and message.get(name, "") is None:
-                del message[name]
+        raise refuse(messages, "messages", 'a list of {"role": ..., "content": ...}')
     return [_read_message(message, i) for i, message in enumerate(messages)]
 
 
 def _read_message(message: Any, index: int) -> dict[str, Any]:
-    if isinstance(message, dict) and message.get("role") in ("assistant", "tool"):
-        return _read_message_of_tools(message, index)
-    if not isinstance(message, dict) or not {"role", "content"} <= message.keys() <= {"role", "content", "name"}:
+    given = message if isinstance(message, dict) else {}
+    read = {name: value for name, value in given.items() if value is not None or name not in _MESSAGE_NULLS}
+    role = read.get("role")
+    fields = ["role", "content", "name"]
+    if isinstance(role, str) and role in _TOOL_FIELDS:
+        fields.append(_TOOL_FIELDS[role])
+    if "tool_calls" in read and read.get("content") is None:
+        read["content"] = ""  # a message that only calls tools has no content
+    if not {"role", "content"} <= read.keys() <= {*fields}:
         raise ValueError(f"message {index} is {quote(message)}; it must have a role and a content, and may have a name")
-    role = message["role"]
-    name = message.get("name")
-    if not isinstance(role, str) or role not in ROLES:
-        raise ValueError(f"message {index} has the role {quote(role)}; it must be one of {', '.join(ROLES)}")
-    if not isinstance(name, str | None):
-        raise ValueError(f"message {index} has the name {quote(name)}; it must be a string")
-    read = {"role": ROLES[role], "content": _read_content(message["content"], index)}
-    return read if name is None else {**read, "name": name}
-
-
-def _read_message_of_tools(message: dict[str, Any], index: int) -> dict[str, Any]:
-    """Return a message that may call tools (the assistant's) or answers a call (role "tool")."""
-    extra = {"assistant": "tool_calls", "tool": "tool_call_id"}[message["role"]]
-    rest = {name: value for name, value in message.items() if name != extra}
-    calls = message.get(extra)
-    if calls is None:
-        return _read_message({**rest, "role": "user"}, index) | {"role": message["role"]}
-    if extra == "tool_calls" and not (isinstance(calls, list) and calls and all(map(_is_function, calls))):
-        raise ValueError(f"message {index} has the tool_calls {quote(calls)}; it must be a list of calls of functions")
-    if extra == "tool_call_id" and not isinstance(calls, str):
-        raise ValueError(f"message {index} has the tool_call_id {quote(calls)}; it must be a string")
-    if rest.get("content") is None and extra == "tool_calls":
-        rest["content"] = ""  # a message that only calls tools has no content
-    return _read_message({**rest, "role": "user"}, index) | {"role": message["role"], extra: calls}
-
-
-def _read_content(content: Any, index: int) -> str:
-    """Return the text of a string or of OpenAI's list of parts of text, which are joined by newlines."""
+    read["role"] = ROLES[as_choice(role, f"the role of message {index}", ROLES)]
+    content = read["content"]
     if not isinstance(content, str | list):
         raise ValueError(f"message {index} has the content {quote(content)}; it must be a string or a list of parts")
-    text: str = join_parts(content, index)
-    return text
+    read["content"] = join_parts(content, index)
+    for name in ("name", "tool_call_id"):
+        if not isinstance(read.get(name), str | None):
+            raise ValueError(f"message {index} has the {name} {quote(read[name])}; it must be a string")
+    calls = read.get("tool_calls")
+    if "tool_calls" in read and not (isinstance(calls, list) and calls and all(map(_is_function, calls))):
+        raise ValueError(f"message {index} has the tool_calls {quote(calls)}; it must be a list of calls of functions")
+    return {name: read[name] for name in fields if name in read}
 
 
 def _is_same(value: Any, other: Any) -> bool:

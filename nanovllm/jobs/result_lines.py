@@ -36,7 +36,7 @@ class ResultLine(NamedTuple):
     """One line of the results.
 
     Attributes:
-        number: of the input line that it answers.
+        number: the number of the input line that it answers.
         line: the bytes to write, with the newline.
         usage: None if the line reports an error.
     """
@@ -51,7 +51,7 @@ def make_error_line(number: int, error: LineError) -> ResultLine:
     status, kind = (500, "server_error") if error.code == "engine_error" else (400, "invalid_request_error")
     summary = {"code": error.code, "message": f"line {number}: {error}", "line": number}
     body = {"error": {"message": summary["message"], "type": kind, "param": None, "code": error.code}}
-    return ResultLine(number, _encode(number, error.custom_id, _make_response(number, status, body), summary), None)
+    return ResultLine(number, encode_line(number, error.custom_id, status, body, summary), None)
 
 
 def make_result_line(
@@ -106,20 +106,12 @@ def make_result_line(
         body["service_tier"] = "default"
     is_cut = read_structured_outputs(request) is not None and any(c["finish_reason"] == "length" for c in choices)
     usage = Usage(num_prompt, output["num_cached_tokens"], num_generated, int(is_cut))
-    return make_success_line(request, body, usage)
+    return ResultLine(number, encode_line(number, request.custom_id, 200, body), usage)
 
 
-def make_success_line(request: RequestLine, body: Mapping[str, Any], usage: Usage) -> ResultLine:
-    """Return the result for an input line that was answered by `body`."""
-    number = request.number
-    return ResultLine(number, _encode(number, request.custom_id, _make_response(number, 200, body), None), usage)
-
-
-def _make_response(number: int, status: int, body: Mapping[str, Any]) -> dict[str, Any]:
-    return {"status_code": status, "request_id": f"req_{number}", "body": body}
-
-
-def _encode(number: int, custom_id: str | None, response: Mapping[str, Any], error: Any) -> bytes:
+def encode_line(number: int, custom_id: str | None, status: int, body: Mapping[str, Any], error: Any = None) -> bytes:
+    """Return the bytes of a result: number and id of its input line, HTTP's status, and the body that answers it."""
+    response = {"status_code": status, "request_id": f"req_{number}", "body": body}
     fields = {"id": f"batch_req_{number}", "custom_id": custom_id, "response": response, "error": error}
     # An error may quote a lone surrogate, which UTF-8 cannot encode: it is written as \udxxx, JSON's escape for it.
     content = json.dumps(fields, ensure_ascii=False).encode("utf-8", "backslashreplace")[:-1]

@@ -7,13 +7,16 @@ import os
 import shutil
 import stat
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from secrets import token_hex
+from typing import Any
 
 from nanovllm.jobs.compact_sets import LineSet
-from nanovllm.jobs.manifest import Manifest, hidden_prefix, remove_stale
+from nanovllm.jobs.job import OutputError, cannot_write
+from nanovllm.jobs.manifest import Manifest, hidden_prefix
 from nanovllm.jobs.result_lines import read_result_line
 from nanovllm.jobs.source import STANDARD, is_file
 
@@ -23,16 +26,12 @@ SYNC_SECONDS = 1.0
 """A line is with the operating system at once, where it survives a kill -9, and on the disk after this time at most."""
 
 
-class OutputError(Exception):
-    """The results cannot be written, or somebody moved or changed them. The lines appended before are whole."""
-
-
 @dataclass
 class EarlierResults:
     """The results of earlier runs.
 
     Attributes:
-        done: numbers of the input lines that have a result.
+        done: the numbers of the input lines that have a result.
         num_failed: how many of these results are errors.
         end: the offset in bytes after the last whole line.
     """
@@ -51,21 +50,20 @@ class ResultsFile:
     """
 
     def __init__(
-        self, descriptor: int, path: str, end: int | None, manifest: Manifest, lock: "PathLock | None" = None
+        self, descriptor: int, path: str, end: int | None, manifest: Manifest, held: AbstractContextManager[Any]
     ) -> None:
         """
         Args:
             end: the offset in bytes after the file's last whole line; None for a stream, which is never synced or cut.
             manifest: is copied together with the results.
-            lock: is released when the file is closed; None for a stream.
+            held: closes the descriptor and gives the locks back when it is left.
         """
         self._descriptor = descriptor
         self._path = Path(os.path.abspath(path))
         self._name = path
         self._end = end
         self._manifest = manifest
-        self._lock = lock
-        self._is_dirty = False
+        self._held = held
         self._failure: OSError | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._sync_regularly, daemon=True)
@@ -79,7 +77,7 @@ class ResultsFile:
                 raise self._failure
             self._check_size()
         except OSError as error:
-            raise self._explain(error) from error
+            raise cannot_write(self._name, error) from error
         try:
             rest = memoryview(line)
             while rest:
@@ -89,14 +87,10 @@ class ResultsFile:
                 with suppress(OSError):  # if this fails, the next run takes the torn line away
                     os.ftruncate(self._descriptor, self._end)
             if isinstance(error, OSError):
-                raise self._explain(error) from error
+                raise cannot_write(self._name, error) from error
             raise
         if self._end is not None:
             self._end += len(line)
-            self._is_dirty = True
-
-    def _explain(self, error: OSError) -> OutputError:
-        return OutputError(f"{self._name} cannot be written: {error.strerror or error}")
 
     def _check_size(self) -> None:
         if self._end is not None and (size := os.fstat(self._descriptor).st_size) != self._end:
@@ -106,16 +100,15 @@ class ResultsFile:
         while not self._closing.wait(SYNC_SECONDS):
             try:
                 self._sync()
-                if not _leads_to(self._path, self._descriptor):
-                    raise OSError("it was moved or removed")
             except OSError as error:
                 self._failure = error
                 return
 
     def _sync(self) -> None:
-        if self._is_dirty:
-            self._is_dirty = False
-            os.fsync(self._descriptor)
+        """Bring the file to the disk. Raises an OSError if that fails, or if the path does not lead to it any more."""
+        os.fsync(self._descriptor)
+        if not _leads_to(self._path, self._descriptor):
+            raise OSError("it was moved or removed")
 
     def close(self) -> None:
         """Bring everything to the disk.
@@ -123,23 +116,20 @@ class ResultsFile:
         Raises:
             OutputError: that failed, or the file was moved, removed or changed during the job.
         """
-        self._closing.set()
-        if self._end is None:
-            return
-        self._thread.join()
-        try:
-            if not _leads_to(self._path, self._descriptor):
-                raise OutputError(self._save_copy())
-            if self._failure is not None:
-                raise self._failure
-            self._sync()
-            self._check_size()
-        except OSError as error:
-            raise self._explain(error) from error
-        finally:
-            os.close(self._descriptor)
-            if self._lock is not None:
-                self._lock.release()
+        with self._held:
+            if self._end is None:
+                return
+            self._closing.set()
+            self._thread.join()
+            try:
+                if not _leads_to(self._path, self._descriptor):
+                    raise OutputError(self._save_copy())
+                if self._failure is not None:
+                    raise self._failure
+                self._sync()
+                self._check_size()
+            except OSError as error:
+                raise cannot_write(self._name, error) from error
 
     def _save_copy(self) -> str:
         """Copy the results and the manifest to a new name; return the message that tells it."""
@@ -170,29 +160,30 @@ def _leads_to(path: Path, descriptor: int) -> bool:
         return False
 
 
-class PathLock:
-    """Locks the path of the results, so that no other job starts there even if the file itself was renamed.
+@contextmanager
+def _lock_path(path: str) -> Iterator[None]:
+    """Lock the path of the results, so that no other job starts there even if the file itself was renamed.
 
     The lock is on a hidden file beside the results. A killed job leaves that file behind, empty and unlocked.
+
+    Raises:
+        ValueError: another process holds the lock.
+        OSError: the hidden file cannot be opened.
     """
-
-    def __init__(self, path: str) -> None:
-        """Raises a ValueError if another process holds the lock, an OSError if the hidden file cannot be opened."""
-        place = Path(os.path.realpath(path))
-        self._path = place.with_name(f"{hidden_prefix(place)}lock")
-        self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    place = Path(os.path.realpath(path))
+    hidden = place.with_name(f"{hidden_prefix(place)}lock")
+    descriptor = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    try:
+        _lock_file(descriptor, path)
+        if not _leads_to(hidden, descriptor):  # its last owner removed it before we had the lock
+            raise ValueError(f"{path} is being written by another process")
         try:
-            _lock_file(self._descriptor, path)
-            if not _leads_to(self._path, self._descriptor):  # its last owner removed it before we had the lock
-                raise ValueError(f"{path} is being written by another process")
-        except BaseException:
-            os.close(self._descriptor)
-            raise
-
-    def release(self) -> None:
-        if _leads_to(self._path, self._descriptor):
-            self._path.unlink(missing_ok=True)
-        os.close(self._descriptor)
+            yield
+        finally:
+            if _leads_to(hidden, descriptor):
+                hidden.unlink(missing_ok=True)
+    finally:
+        os.close(descriptor)
 
 
 def _lock_file(descriptor: int, path: str) -> None:
@@ -209,7 +200,7 @@ def open_results(
 
     Args:
         path: a file, or "-".
-        numbers: of the input lines.
+        numbers: the numbers of the input lines.
 
     Returns:
         The file, and the results of earlier runs. The file is None if it is complete and cannot be written.
@@ -219,42 +210,38 @@ def open_results(
         OutputError: it cannot be written.
     """
     if path == STANDARD:
-        return ResultsFile(1, "standard output", None, manifest), EarlierResults()
+        return ResultsFile(1, "standard output", None, manifest, nullcontext()), EarlierResults()
     if Path(path).is_dir():
         raise ValueError(f"{path} cannot be opened for writing: it is a folder. -o names a file")
     # A pipe is opened for writing only: if this process could read it too, a write would block after its reader died.
     mode = os.O_RDWR | os.O_CREAT | os.O_APPEND if is_file(path) else os.O_WRONLY
-    lock: PathLock | None = None
-    descriptor: int | None = None
-    try:
-        if is_file(path):
-            lock = PathLock(path)
-        descriptor = os.open(path, mode, 0o666)
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            return ResultsFile(descriptor, path, None, manifest), EarlierResults()
-        _lock_file(descriptor, path)
-        earlier = _prepare_file(descriptor, Path(path), manifest, numbers, overwrite)
-        return ResultsFile(descriptor, path, earlier.end, manifest, lock), earlier
-    except BaseException as error:
-        if descriptor is not None:
-            os.close(descriptor)
-        if lock is not None:
-            lock.release()
-        if not isinstance(error, OSError):
-            raise
-        if descriptor is not None:
-            raise OutputError(f"{path} cannot be written: {error.strerror or error}") from error
-        if error.errno in (errno.EROFS, errno.EACCES) and Path(path).is_file() and not overwrite:
-            manifest.resume(Path(path).stat().st_size)
-            earlier = _read_earlier(Path(path), numbers)
-            if len(earlier.done) == len(numbers):
-                return None, earlier
-        raise ValueError(f"{path} cannot be opened for writing: {error.strerror}") from error
+    with ExitStack() as held:
+        try:
+            if is_file(path):
+                held.enter_context(_lock_path(path))
+            descriptor = os.open(path, mode, 0o666)
+        except OSError as error:
+            if error.errno in (errno.EROFS, errno.EACCES) and Path(path).is_file() and not overwrite:
+                manifest.resume(Path(path).stat().st_size)
+                earlier = _read_earlier(Path(path), numbers)
+                if len(earlier.done) == len(numbers):
+                    return None, earlier
+            raise ValueError(f"{path} cannot be opened for writing: {error.strerror}") from error
+        held.callback(os.close, descriptor)
+        earlier = EarlierResults()
+        end = None
+        try:
+            if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                _lock_file(descriptor, path)
+                earlier = _prepare_file(descriptor, Path(path), manifest, numbers, overwrite)
+                end = earlier.end
+        except OSError as error:
+            raise cannot_write(path, error) from error
+        return ResultsFile(descriptor, path, end, manifest, held.pop_all()), earlier
 
 
 def _prepare_file(descriptor: int, path: Path, manifest: Manifest, numbers: LineSet, overwrite: bool) -> EarlierResults:
     """Check that the file is this job's, read its results, and cut off a torn last line."""
-    remove_stale(manifest.path)
     if overwrite:  # the results go before their manifest, so that old results never lie beside a new manifest
         os.ftruncate(descriptor, 0)
         os.fsync(descriptor)

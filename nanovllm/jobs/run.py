@@ -5,7 +5,7 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Container, Generator, Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -15,13 +15,12 @@ from nanovllm.config import EngineConfig
 from nanovllm.jobs.compact_sets import DigestSet
 from nanovllm.jobs.counts import JobCounts
 from nanovllm.jobs.embedding_lines import make_embedding_line, prepare_embeddings
-from nanovllm.jobs.job import Job, Status
+from nanovllm.jobs.job import IncompleteError, Job, OutputError, Status
 from nanovllm.jobs.manifest import write_json
-from nanovllm.jobs.open_job import IncompleteError, OpenJob
+from nanovllm.jobs.open_job import OpenJob
 from nanovllm.jobs.provenance import read_provenance
 from nanovllm.jobs.request_lines import LineError, RequestLine, prepare_request, read_request_line
 from nanovllm.jobs.result_lines import ResultLine, make_error_line, make_result_line
-from nanovllm.jobs.results_file import OutputError
 from nanovllm.jobs.source import InputError, Line, Reading
 from nanovllm.utils.work_ahead import work_ahead
 
@@ -48,7 +47,7 @@ def answer_lines(
 
     Args:
         write: is called with each result.
-        done: numbers of the lines that have a result. Their ids still count as seen.
+        done: the numbers of the lines that have a result. Their ids still count as seen.
         stream: runs the requests; None means `llm.stream`.
     """
     ids = DigestSet()
@@ -138,7 +137,7 @@ def _answer_here(work: OpenJob) -> None:
     lines = (line for line in reading if first is None or line.number in first.numbers)
     with closing(load_llm(work.job.config)) as llm, work.counts.show(llm.stats) as bar:
         llm.observe(bar)
-        work.check_engine(read_provenance(llm.engine))
+        work.manifest.check_engine(read_provenance(llm.engine))
         try:
             answer_lines(llm, lines, work.write, work.job.model_name, work.done)
         except ValueError as error:  # no line can cause it, and supervise() takes a ValueError for a usage error
@@ -154,7 +153,7 @@ def supervise(job: Job, answer: Callable[[OpenJob], None]) -> Status:
     """
     counts = JobCounts()
     is_open = False
-    with _TermAsInterrupt() as term:
+    with _term_as_interrupt() as terms:
         try:
             with closing(OpenJob(job, counts)) as work:
                 is_open = True
@@ -164,21 +163,15 @@ def supervise(job: Job, answer: Callable[[OpenJob], None]) -> Status:
                     answer(work)
             status = Status.LINES_FAILED if counts.num_failed else Status.OK
         except KeyboardInterrupt:
-            status = Status.TERMINATED if term.received else Status.INTERRUPTED
-        except OutputError as error:
+            status = Status.TERMINATED if terms else Status.INTERRUPTED
+        except (OutputError, IncompleteError) as error:
             logger.error("%s", error)
-            status = Status.OUTPUT_FAILED
-        except InputError as error:
+            status = error.status
+        except (InputError, ValueError) as error:
             logger.error("%s", error)
-            if not is_open:
+            if isinstance(error, ValueError) or not is_open:
                 return Status.USAGE
             status = Status.BROKEN
-        except IncompleteError as error:
-            logger.error("%s", error)
-            status = Status.INCOMPLETE
-        except ValueError as error:
-            logger.error("%s", error)
-            return Status.USAGE
         except Exception:
             logger.exception("the job broke")
             status = Status.BROKEN
@@ -193,24 +186,26 @@ def supervise(job: Job, answer: Callable[[OpenJob], None]) -> Status:
     return status
 
 
-class _TermAsInterrupt:
-    """Within this block a SIGTERM acts as a Ctrl-C, so that the engine holds it until the running step has ended."""
+@contextmanager
+def _term_as_interrupt() -> Iterator[list[int]]:
+    """Within this block a SIGTERM acts as a Ctrl-C, so that the engine holds it until the running step has ended.
 
-    received = False
+    Yields a list that gets an entry for each SIGTERM.
+    """
+    received: list[int] = []
 
-    def _handle(self, _signal: int, frame: FrameType | None) -> None:
-        self.received = True
+    def handle(number: int, frame: FrameType | None) -> None:
+        received.append(number)
         on_interrupt = signal.getsignal(signal.SIGINT)
         if not callable(on_interrupt):  # SIGINT is ignored, as for a job in a shell's background
             raise KeyboardInterrupt
         on_interrupt(signal.SIGINT, frame)
 
-    def __enter__(self) -> "_TermAsInterrupt":
-        self._is_installed = threading.current_thread() is threading.main_thread()
-        if self._is_installed:
-            self._before = signal.signal(signal.SIGTERM, self._handle)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._is_installed:
-            signal.signal(signal.SIGTERM, self._before)
+    if threading.current_thread() is not threading.main_thread():
+        yield received
+        return
+    before = signal.signal(signal.SIGTERM, handle)
+    try:
+        yield received
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -30,7 +30,7 @@ class Line(NamedTuple):
     """One line of the input. Blank lines are counted, but skipped.
 
     Attributes:
-        number: of the line in the input, from 1.
+        number: the line's number in the input, from 1.
         is_cut: the line is longer than allowed, and raw is only its beginning.
     """
 
@@ -44,8 +44,8 @@ class InputDigest:
     """Identifies the content of an input. Its path and its compression do not matter.
 
     Attributes:
-        num_lines: without the blank ones.
-        num_bytes, xxh3_128: of the unpacked content.
+        num_lines: how many lines the input has, without the blank ones.
+        num_bytes, xxh3_128: the size and the digest of the unpacked content.
     """
 
     num_lines: int
@@ -94,7 +94,7 @@ class Reading:
     """Reads a source once, as if its files were one. Iterate over it once to get its lines.
 
     Attributes:
-        numbers: of the lines read so far.
+        numbers: the numbers of the lines read so far.
     """
 
     def __init__(self, source: Source) -> None:

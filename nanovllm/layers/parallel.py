@@ -1,5 +1,7 @@
 """A rank's number among those that share each layer, and its collectives."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 
@@ -9,6 +11,9 @@ class Parallel:
     Attributes:
         ranks_per_device: how many ranks share this rank's device and its memory.
         number: the number of this process in its engine. It is `rank` if all processes share each layer.
+        raise_failure: raises the failure of another rank, if one is known. Loading calls it before each tensor, so that
+            it ends. An exception from the thread that notices the failure could arrive anywhere, in a library's
+            clean-up, too.
         sends_nothing: True while steps run on fake tensors, which have shapes but no values. The collectives then
             return tensors of the right shape at once.
     """
@@ -20,6 +25,7 @@ class Parallel:
         self.size = size
         self.ranks_per_device = ranks_per_device
         self.number = rank
+        self.raise_failure: Callable[[], None] = lambda: None
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Return the sum of x over the ranks; x may be overwritten."""

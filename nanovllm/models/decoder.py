@@ -15,7 +15,7 @@ from nanovllm.layers.embedding import LMHead, VocabParallelEmbedding
 from nanovllm.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
 from nanovllm.layers.parallel import Parallel
 from nanovllm.layers.weights import NamedTargets, ShardedLayer, WeightTarget, make_whole_target
-from nanovllm.models.config import find_family, find_rotary_dim
+from nanovllm.models.model_config import find_family, find_rotary_dim
 from nanovllm.ops.norm_rope_store import NormRope
 from nanovllm.ops.step_inputs import StepInputs
 from nanovllm.utils.checks import quote

@@ -1,10 +1,10 @@
 """Random weights, for measuring without a checkpoint: load_format="dummy"."""
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 
+from nanovllm.layers.parallel import Parallel
 from nanovllm.models.decoder import Decoder
 
 if TYPE_CHECKING:
@@ -12,27 +12,21 @@ if TYPE_CHECKING:
 
 
 def fill_randomly(
-    model: Decoder,
-    *,
-    seed: int,
-    std: float,
-    check: Callable[[], None] = lambda: None,
-    quantizer: "ModelQuantizer | None" = None,
+    model: Decoder, parallel: Parallel, quantizer: "ModelQuantizer | None", *, seed: int, std: float
 ) -> None:
     """Fill matrices with normal numbers, norms with ones, and biases with zeros.
 
     Args:
-        check: called before each parameter. It raises an exception if loading is to end.
         quantizer: quantises the same numbers.
-        seed: the seed of the numbers. Each rank has one of its own.
+        seed: the seed of rank 0. Each rank has one of its own.
         std: the standard deviation of the numbers.
     """
     biases = [target.view for name, target in model.weight_targets() if name.endswith(".bias")]
     device = model.cos_sin.device
-    generator = torch.Generator(device=device).manual_seed(seed)
+    generator = torch.Generator(device=device).manual_seed(seed + parallel.number)
     filling = None if quantizer is None else quantizer.begin(model)
     for name, parameter in list(model.named_parameters()):
-        check()
+        parallel.raise_failure()
         if parameter.dim() == 1:
             parameter.data.fill_(1.0)
         elif filling is not None and parameter.is_meta:

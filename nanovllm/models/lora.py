@@ -14,8 +14,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from nanovllm.models.config import read_json
 from nanovllm.models.hub import as_path
+from nanovllm.models.model_config import read_json
 from nanovllm.utils.checks import as_integer, as_number, quote
 
 CONFIG = "adapter_config.json"
@@ -23,17 +23,10 @@ WEIGHTS = "adapter_model.safetensors"
 PREFIX = "base_model.model."
 COPIED = ("model.embed_tokens.weight", "lm_head.weight")
 REFUSED = (
-    ("use_dora", "DoRA"),
-    ("fan_in_fan_out", "fan_in_fan_out"),
-    ("modules_to_save", "modules_to_save"),
-    ("rank_pattern", "rank_pattern"),
-    ("alpha_pattern", "alpha_pattern"),
-    ("target_parameters", "target_parameters"),
-    ("lora_bias", "lora_bias"),
-    ("trainable_token_indices", "trainable_token_indices"),
-    ("alora_invocation_tokens", "alora_invocation_tokens"),
+    *("use_dora", "fan_in_fan_out", "modules_to_save", "rank_pattern", "alpha_pattern", "target_parameters"),
+    *("lora_bias", "trainable_token_indices", "alora_invocation_tokens"),
 )
-"""Keys of adapter_config.json whose features cannot be merged here, and the feature's name."""
+"""Keys of adapter_config.json whose features cannot be merged here."""
 CHANGED_BASES = ("pissa", "olora", "corda", "loftq")
 """Initialisations that change the model's own weights, so that the adapter fits no published checkpoint."""
 
@@ -133,9 +126,9 @@ def _read_config(path: Path) -> tuple[int, float]:
     config = read_json(path)
     if config.get("peft_type") != "LORA":
         raise ValueError(f"{path}: peft_type is {quote(config.get('peft_type'))}; only LORA can be merged")
-    for key, feature in REFUSED:
+    for key in REFUSED:
         if config.get(key):
-            raise ValueError(f"{path}: {feature} is not supported; merge the adapter with PEFT's merge_and_unload")
+            raise ValueError(f"{path}: {key} is not supported; merge the adapter with PEFT's merge_and_unload")
     if config.get("bias", "none") != "none":
         raise ValueError(f"{path}: bias is {quote(config['bias'])}; only adapters without biases are supported")
     start = config.get("init_lora_weights")

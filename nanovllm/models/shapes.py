@@ -6,14 +6,8 @@ Sizes are those of each model's config.json; whatever changes no size is the fam
 from typing import Any
 
 _COLUMNS = (
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "intermediate_size",
-    "head_dim",
-    "vocab_size",
-    "tie_word_embeddings",
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size"),
+    *("head_dim", "vocab_size", "tie_word_embeddings"),
 )
 _SHAPES = {
     "Qwen/Qwen3-0.6B": (1024, 28, 16, 8, 3072, 128, 151936, True),

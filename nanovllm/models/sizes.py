@@ -7,7 +7,7 @@ import torch
 
 from nanovllm.backends import Backend, CacheSize
 from nanovllm.layers.parallel import Parallel
-from nanovllm.models.config import find_decoder
+from nanovllm.models.model_config import find_decoder
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -13,9 +13,9 @@ class NormRope(NamedTuple):
     """The weights and angles with which a layer norms and rotates its heads.
 
     Attributes:
-        q_weight, k_weight: [head_dim], of the norms, as `rms_norm` takes them. Both are None in models that do not norm
-            heads.
-        eps: of the norms.
+        q_weight, k_weight: [head_dim], the norms' weights, as `rms_norm` takes them. Both are None in models without
+            norms of heads.
+        eps: is added to the mean of squares in each norm.
         cos_sin: float32 [max_position, head_dim]: head_dim/2 cosines, then head_dim/2 sines.
     """
 

@@ -17,7 +17,7 @@ class DevicePlan(NamedTuple):
     Attributes:
         rows, num_computed, num_scheduled: int32 [num_seqs].
         token_ids: int32 [num_tokens]; -1 stands for the row's last token.
-        num_decodes, query_lens_cpu, seq_lens_cpu: as in `StepInputs`.
+        num_decodes, query_lens_cpu, seq_lens_cpu: the values that `StepInputs` explains.
     """
 
     rows: Tensor

@@ -15,11 +15,11 @@ from nanovllm.layers.embedding import LMHead, VocabParallelEmbedding
 from nanovllm.layers.linear import MatrixModule
 from nanovllm.layers.weights import NamedTargets, WeightTarget
 from nanovllm.models.decoder import Decoder
-from nanovllm.models.loader import materialize
 from nanovllm.models.qwen3_moe.decoder import Experts, SparseMLP
+from nanovllm.models.weight_reader import materialize
 from nanovllm.quantized.checkpoints import find_format
 from nanovllm.quantized.codes import CHUNK, Codes, quantize_int8
-from nanovllm.quantized.formats import INT8, MADE_AT_LOAD, Format, RawTensors
+from nanovllm.quantized.formats import INT8, MADE_AT_LOAD, ROUNDING_BACKENDS, Format, RawTensors
 from nanovllm.quantized.torch_matrix import OPERATORS, MatrixOperators
 from nanovllm.utils.checks import quote
 
@@ -35,7 +35,7 @@ Copy = Callable[[Tensor, Tensor], object]
 
 
 class ModelQuantizer:
-    """Gives one rank's model quantised matrices. loader.py, dummy_weights.py and renewal.py fill them through it.
+    """Gives one rank's model quantised matrices, which weight_reader.py, dummy_weights.py and renewal.py fill.
 
     The model is made on torch's meta device, so that no matrix is ever in memory with 16 bits for each weight.
 
@@ -53,9 +53,11 @@ class ModelQuantizer:
                 f"lora is {quote(config.lora)}, and the checkpoint is quantised already: an adapter can be merged only "
                 'into a checkpoint of 16 or 32 bits; quantization="int8" quantises the merged weights'
             )
-        backend = make_backend(config.attention_backend, config.device)
-        self._operators: MatrixOperators = backend.find_operators(OPERATORS)
-        self._operators.check(format)
+        if format.rounds_inputs and config.attention_backend not in ROUNDING_BACKENDS:
+            raise ValueError(
+                f"quantization is {quote(format.name)}, for which there are kernels on a CPU only: on a GPU use "
+                'quantization="int8", or attention_backend="torch", which is slow'
+            )
         self.format = format
         self.name = format.name
         self._config = config
@@ -80,7 +82,9 @@ class ModelQuantizer:
             return
         if self.format.rounds_inputs and any(isinstance(module, Experts) for module in model.modules()):
             logger.info('the experts are multiplied as with quantization="int8": their inputs are not rounded')
-        self._operators.warn(self.format)
+        backend = make_backend(self._config.attention_backend, self._config.device)
+        operators: MatrixOperators = backend.find_operators(OPERATORS)
+        operators.warn(self.format)
 
     def list_matrices(self, model: Decoder) -> list[nn.Parameter]:
         return [value for module in find_matrices(model, self.format).values() for value in find_weights(module)]

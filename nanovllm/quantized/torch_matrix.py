@@ -76,9 +76,6 @@ class MatrixOperators:
         """Return the matrices of one projection of all experts."""
         return TorchExperts(codes, dtype)
 
-    def check(self, format: Format) -> None:
-        """Raise a ValueError if these matrices cannot have this format."""
-
     def warn(self, format: Format) -> None:
         """Log it if matrices of this format are multiplied slowly."""
         if format.rounds_inputs:

@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens that a step samples, and of the tokens of prompts that it scores."""
+"""Log-probabilities of the tokens that a step samples."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -9,11 +9,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm.backends import Backend
-from nanovllm.engine.plan import EMBED, IntArray, StepPlan
-from nanovllm.models.decoder import Decoder
+from nanovllm.engine.plan import IntArray, StepPlan
 from nanovllm.ops.token_logprobs import ROWS_AT_A_TIME
 from nanovllm.outputs import Logprob, make_logprobs
-from nanovllm.runner.head_inputs import HeadInputs
 
 LOGITS_AT_A_TIME = 1024
 """How many rows of logits are made at a time, where those of a whole prompt are wanted."""
@@ -104,41 +102,11 @@ def start_logprobs(
     if not len(asking):
         return None
     indices = backend.to_device(asking)
-    pieces = _pair_logits(indices, token_ids[indices], lambda some: None if logits is None else logits[some])
+    pieces = pair_logits(indices, token_ids[indices], lambda some: None if logits is None else logits[some])
     return Logprobs(pieces, counts[asking], backend), asking
 
 
-def score_targets(head: HeadInputs, model: Decoder, backend: Backend) -> Logprobs | None:
-    """Compute the log-probabilities of a step's targets; None if it has none, or if all of them are EMBED."""
-    are_tokens = head.plan.targets != EMBED
-    if not are_tokens.any():
-        return None
-    indices = head.scored
-    targets = head.targets
-    counts = np.repeat(head.asked["num_prompt_logprobs"], head.plan.num_scored)
-    if not are_tokens.all():
-        indices = indices[are_tokens]
-        targets = targets[backend.to_device(np.flatnonzero(are_tokens))]
-        counts = counts[are_tokens]
-    hidden = head.hidden
-    pieces = _pair_logits(backend.to_device(indices), targets, lambda some: model.compute_logits(hidden[some]))
-    return Logprobs(pieces, counts, backend)
-
-
-def embed_targets(head: HeadInputs, backend: Backend) -> Tensor | None:
-    """Return the hidden states of a step's EMBED targets, float32 [n, hidden]; None if it has none."""
-    indices = head.scored[head.plan.targets == EMBED]
-    return head.hidden[backend.to_device(indices)].float() if len(indices) else None
-
-
-def find_targets(plan: StepPlan) -> NDArray[np.intp]:
-    """Return, for each of the plan's targets, the index of the token whose hidden state gives its score."""
-    num_scored = plan.num_scored
-    firsts = plan.num_scheduled.cumsum() - plan.num_sampled - num_scored  # the first token of each that scores
-    return np.arange(len(plan.targets)) + np.repeat(firsts - (num_scored.cumsum() - num_scored), num_scored)
-
-
-def _pair_logits(indices: Tensor, token_ids: Tensor, make_logits: MakeLogits) -> Iterator[tuple[Tensor, Tensor]]:
+def pair_logits(indices: Tensor, token_ids: Tensor, make_logits: MakeLogits) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (logits, token_ids) of LOGITS_AT_A_TIME indices at a time; nothing on ranks other than 0."""
     for some, ids in zip(*(torch.split(x, LOGITS_AT_A_TIME) for x in (indices, token_ids)), strict=True):
         logits = make_logits(some)

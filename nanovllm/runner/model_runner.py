@@ -15,13 +15,13 @@ from nanovllm.engine.interfaces import StepEdits
 from nanovllm.engine.plan import StepPlan
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.decoder import Decoder
-from nanovllm.models.loader import allocate
 from nanovllm.models.sizes import Sizes
+from nanovllm.models.weight_reader import allocate
 from nanovllm.ops.step_inputs import DevicePlan, StepInputs, split_head
 from nanovllm.runner.device_rows import DeviceRows
 from nanovllm.runner.head_inputs import HeadInputs
 from nanovllm.runner.kv_memory import check_free_memory
-from nanovllm.runner.logprobs import embed_targets, find_targets, score_targets, start_logprobs
+from nanovllm.runner.logprobs import start_logprobs
 from nanovllm.runner.sampler import Sampler, choose_samples
 from nanovllm.runner.step_handle import DeviceResult, StepHandle
 from nanovllm.utils.machine import default_dtype
@@ -125,7 +125,7 @@ class ModelRunner:
         rows, sampled, positions = choose_samples(plan, inputs, self.backend)
         asked = self.device_rows.sampling_cpu[plan.rows]
         targets = packed[len(packed) - len(plan.targets) :]
-        return HeadInputs(plan, asked, hidden, targets, find_targets(plan), sampled, rows, positions)
+        return HeadInputs(plan, asked, hidden, targets, sampled, rows, positions)
 
     def run_head(self, head: HeadInputs, edits: StepEdits | None = None, steps: Steps = EAGER) -> DeviceResult:
         """Run the second part of a step: logits, scores and samples.
@@ -141,20 +141,23 @@ class ModelRunner:
             edits: edits of the logits; None on ranks other than 0.
         """
         plan = head.plan
-        scores = score_targets(head, self.model, self.backend)
-        embeddings = embed_targets(head, self.backend)
+        targets = None
+        if len(plan.targets):
+            from nanovllm.runner.scoring import Targets
+
+            targets = Targets(head, self.model, self.backend)
         if not plan.num_sampled.any():
-            return DeviceResult(scores=scores, embeddings=embeddings)
+            return DeviceResult(targets=targets)
         hidden = head.hidden if head.sampled is None else head.hidden[head.sampled]
         counts = head.asked["num_logprobs"]
         if not head.asked["is_edited"].any() and counts.max() < 0:
             sampled = steps.run(
                 "sampler", plan.num_seqs, partial(self.sample, hidden, head.rows, head.positions, head.sampling)
             )
-            return DeviceResult(sampled, None, scores, embeddings)
+            return DeviceResult(sampled, targets=targets)
         logits = self.model.compute_logits(hidden)
         sampled = self.sampler.sample(logits, head.rows, head.positions, edits, head.sampling)
-        return DeviceResult(sampled, start_logprobs(plan, counts, sampled, logits, self.backend), scores, embeddings)
+        return DeviceResult(sampled, start_logprobs(plan, counts, sampled, logits, self.backend), targets)
 
     def sample(self, hidden: Tensor, rows: Tensor, positions: Tensor, sampling: Tensor | None = None) -> Tensor:
         """Sample a token, int32 [n], after each of the hidden states [n, hidden]. `HeadInputs` explains the others."""

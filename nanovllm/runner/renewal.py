@@ -11,8 +11,8 @@ from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.layers.linear import MatrixModule
 from nanovllm.layers.parallel import Parallel
 from nanovllm.layers.weights import WeightTarget
-from nanovllm.models.config import find_decoder
-from nanovllm.models.loader import name_canonically, name_some
+from nanovllm.models.model_config import find_decoder
+from nanovllm.models.weight_reader import name_canonically, name_some
 from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.utils.checks import as_bool, quote, refuse
 from nanovllm.utils.machine import default_dtype

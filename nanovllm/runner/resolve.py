@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from nanovllm.backends import Backend, find_backend
-from nanovllm.config import DEFAULT_NUM_SEQS, EngineConfig, ResolvedConfig
+from nanovllm.config import DEFAULT_NUM_SEQS, TOKEN_BUDGETS, WORTH_COMPILING, EngineConfig, ResolvedConfig
 from nanovllm.layers.parallel import Parallel
-from nanovllm.models.config import limit_length
 from nanovllm.models.decoder import share_heads
+from nanovllm.models.model_config import limit_length
 from nanovllm.models.sizes import Sizes
 from nanovllm.utils.checks import quote
 
@@ -18,11 +18,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-WORTH_COMPILING = 100_000_000
-"""attention_backend="auto" spends the seconds that the CPU kernels take to compile on models of so many parameters."""
-
-TOKEN_BUDGETS = {"cuda": 16384, "cpu": 2048}
-"""The default max_num_batched_tokens on each type of device."""
+LARGEST_DEFAULT_BLOCK = 256
+"""The default kvcache_block_size of flash-attn, the largest of all backends."""
 
 
 def resolve(
@@ -47,24 +44,26 @@ def resolve(
     if gpu_memory is None:
         dtype = resolve_dtype(config.dtype, config.attention_backend, work)
         backend = resolve_backend(config.attention_backend, work._replace(dtype=dtype))
-    else:
-        from nanovllm.backends.gpu.flash_attn_backend import FlashAttnBackend
-        from nanovllm.backends.gpu.triton_backend import TritonBackend
-
+        name = backend.name
+        captures_steps = backend.captures_steps
+        block_size = block_size or backend.default_block_size
+    else:  # the backends of a GPU may not be installed here
         dtype = work.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
-        backend = TritonBackend
-        block_size = block_size or FlashAttnBackend.default_block_size
+        name = "triton"
+        captures_steps = True
+        block_size = block_size or LARGEST_DEFAULT_BLOCK
     is_cuda = device.type == "cuda"
     resolved = {
         "device": str(device),
         "dtype": str(dtype).removeprefix("torch."),
-        "attention_backend": backend.name,
+        "attention_backend": name,
         # A CUDA graph cannot capture work of the host, where plain torch reads lengths.
-        "use_graphs": is_cuda and not config.enforce_eager and backend.captures_steps,
-        "block_size": block_size or backend.default_block_size,
+        "use_graphs": is_cuda and not config.enforce_eager and captures_steps,
+        "block_size": block_size,
         "max_num_batched_tokens": config.max_num_batched_tokens or TOKEN_BUDGETS[device.type],
         "max_model_len": limit_length(hf_config, config.max_model_len),
         "depth": 2 if config.overlap and is_cuda and config.speculative_config is None else 1,
+        "vocab_size": int(hf_config.vocab_size),
         "max_num_seqs": config.max_num_seqs or DEFAULT_NUM_SEQS,
         "enable_prefix_caching": config.enable_prefix_caching is not False,
     }
@@ -184,7 +183,10 @@ def resolve_backend(name: str, work: Work) -> type[Backend]:
 
 def why_cannot(name: str, work: Work) -> str | None:
     """Return the reason why a backend cannot run this work on this machine; None if it can."""
-    backend = find_backend(name, work.device)
+    try:
+        backend = find_backend(name, work.device)
+    except ImportError as error:
+        return f"triton cannot be imported ({error}); install it with: pip install triton"
     if backend is None:
         needed = "the CPU" if name == "cpu" else "a CUDA device"
         return f"it needs {needed}, not {work.device.type}"

@@ -109,7 +109,6 @@ def read_prompt(prompt: Any) -> tuple[str | None, list[int] | None]:
 def tokenise_prompts(
     prompts: Sequence[Any],
     tokenizer: Tokenizer | None,
-    max_model_len: int,
     *,
     kind: str = "prompt",
     add_special_tokens: bool = True,
@@ -144,11 +143,11 @@ def tokenise_prompts(
     for start in tqdm(starts, **bar) if show else starts:
         batch = texts[start : start + BATCH]
         try:
-            encoded = tokenizer.encode_batch([text for _, text in batch], max_model_len, add_special_tokens)
+            encoded = tokenizer.encode_batch([text for _, text in batch], add_special_tokens)
         except ValueError:
             for i, text in batch:  # find out which text has the error
                 with name_errors(kind, i, count):
-                    tokenizer.encode_batch([text], max_model_len, add_special_tokens)
+                    tokenizer.encode_batch([text], add_special_tokens)
             raise
         for (i, text), token_ids in zip(batch, encoded, strict=True):
             done[i] = TokenisedPrompt(text, token_ids)

@@ -7,7 +7,7 @@ from typing import Any
 
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.stop_strings import REPLACEMENT, StopStringMatcher, decode_after
-from nanovllm.utils.checks import why_not_unicode
+from nanovllm.utils.checks import INT64_MAX
 
 MOST_PARTS = 8
 """The last two characters of a text have at most so many bytes, and so many tokens."""
@@ -16,10 +16,15 @@ MOST_PARTS = 8
 class Tokenizer:
     """The tokenizer of a model's folder, with the few functions that the engine needs."""
 
-    def __init__(self, folder: Path) -> None:
-        """Read the tokenizer; ValueError if that fails."""
+    def __init__(self, folder: Path, max_model_len: int = INT64_MAX) -> None:
+        """Read the tokenizer; ValueError if that fails.
+
+        Args:
+            max_model_len: the most tokens of a prompt and its output. Texts that are far too long for it are refused.
+        """
         from transformers import AutoTokenizer
 
+        self._max_model_len = max_model_len
         self._longest_token: int | None = None
         logging.getLogger("transformers.tokenization_utils_base").setLevel(logging.ERROR)
         try:
@@ -29,10 +34,12 @@ class Tokenizer:
             raise ValueError(f"the tokenizer in {folder} cannot be read: {error}") from error
 
     @staticmethod
-    def find(folder: Path | None) -> "Tokenizer | None":
+    def find(folder: Path | None, max_model_len: int = INT64_MAX) -> "Tokenizer | None":
         """Read the folder's tokenizer; None if it has none."""
         names = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
-        return Tokenizer(folder) if folder is not None and any((folder / name).is_file() for name in names) else None
+        if folder is None or not any((folder / name).is_file() for name in names):
+            return None
+        return Tokenizer(folder, max_model_len)
 
     @property
     def vocabulary(self) -> dict[str, int]:
@@ -43,11 +50,12 @@ class Tokenizer:
         """Return the contents of its tokenizer.json."""
         return self._backend.to_str()  # type: ignore[no-any-return]
 
-    def _check_length(self, text: str, max_tokens: int) -> None:
-        """Raise a ValueError for a text that is far too long for max_tokens, before time and memory are spent on it.
+    def _check_length(self, text: str) -> None:
+        """Raise a ValueError for a text that is far too long, before time and memory are spent on it.
 
-        The limit is 4 times the characters that max_tokens of the longest tokens have: normalisers may drop characters.
+        The limit is 4 times the characters that max_model_len of the longest tokens have: normalisers may drop some.
         """
+        max_tokens = self._max_model_len
         if len(text) > 4 * max_tokens:  # a shorter text is within the limit, because every token has a character
             if self._longest_token is None:
                 self._longest_token = max(map(len, self.vocabulary), default=1)
@@ -58,7 +66,7 @@ class Tokenizer:
                     f"{most}: shorten it or raise max_model_len"
                 )
 
-    def encode_batch(self, texts: Seq[str], max_model_len: int, add_special_tokens: bool = True) -> list[list[int]]:
+    def encode_batch(self, texts: Seq[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Tokenise texts on all cores.
 
         Args:
@@ -69,7 +77,7 @@ class Tokenizer:
             ValueError: one of the texts is far too long, or has half of a surrogate pair in it.
         """
         for text in texts:
-            self._check_length(text, max_model_len)
+            self._check_length(text)
         try:
             encodings = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         except TypeError as error:  # tokenizers says only that this is no valid text, and not why
@@ -124,3 +132,12 @@ class Tokenizer:
     def stop_matcher(self, params: SamplingParams, prompt: Seq[int]) -> StopStringMatcher:
         """Return a matcher that decodes an output, and watches it for the request's stop strings."""
         return StopStringMatcher(self._backend, params, self._find_context(prompt))
+
+
+def why_not_unicode(text: str) -> str:
+    """Return the reason why a text cannot be encoded as UTF-8; "" if it can."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"character {error.start} is half of a surrogate pair"
+    return ""

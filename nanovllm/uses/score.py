@@ -19,7 +19,7 @@ def score_pairs(llm: Any, prompts: Any, continuations: Any, show: bool) -> list[
     llm.engine.claim.check()
     starts = list_prompts(prompts)
     endings = list_prompts(continuations)
-    pairs, params = join_pairs(starts, endings, llm.engine.tokenizer, llm.max_model_len, show)
+    pairs, params = join_pairs(starts, endings, llm.engine.tokenizer, show)
     requests = llm.prepare_requests(pairs, params, kind="pair")
     scores: dict[int, Score] = {}
     for number, output in llm.run_requests(requests, "Scoring", show):
@@ -28,11 +28,7 @@ def score_pairs(llm: Any, prompts: Any, continuations: Any, show: bool) -> list[
 
 
 def join_pairs(
-    prompts: Sequence[Prompt],
-    continuations: Sequence[Prompt],
-    tokenizer: Tokenizer | None,
-    max_model_len: int,
-    show: bool,
+    prompts: Sequence[Prompt], continuations: Sequence[Prompt], tokenizer: Tokenizer | None, show: bool
 ) -> tuple[list[list[int]], list[SamplingParams]]:
     """Tokenise pairs, and make the sampling_params that score each continuation after its prompt.
 
@@ -59,11 +55,11 @@ def join_pairs(
             endings.append(prompt + continuation)
             continue
         with name_errors("pair", i, count):
-            (alone,) = tokenise_prompts([continuation], tokenizer, max_model_len, add_special_tokens=False)
+            (alone,) = tokenise_prompts([continuation], tokenizer, add_special_tokens=False)
         starts.append(prompt)
         endings.append(alone.token_ids)
-    tokenised_starts = tokenise_prompts(starts, tokenizer, max_model_len, kind="pair", show=show)
-    tokenised_endings = tokenise_prompts(endings, tokenizer, max_model_len, kind="pair", show=show)
+    tokenised_starts = tokenise_prompts(starts, tokenizer, kind="pair", show=show)
+    tokenised_endings = tokenise_prompts(endings, tokenizer, kind="pair", show=show)
     joined = []
     params = []
     for i, (start, ending) in enumerate(zip(tokenised_starts, tokenised_endings, strict=True)):

@@ -1,1 +1,1 @@
-"""Helpers that know nothing of the engine: checks of users' values, Ctrl-C, clocks, facts about the machine."""
+"""Helpers that know nothing of the engine: checks of users' values, clocks, facts about the machine."""

@@ -106,12 +106,3 @@ def as_list(value: Any, name: str, limit: str) -> list[Any]:
         return list(value)
     except TypeError:  # a tensor without dimensions
         raise refuse(value, name, limit) from None
-
-
-def why_not_unicode(text: str) -> str:
-    """Return the reason why a text cannot be encoded as UTF-8; "" if it can."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return f"character {error.start} is half of a surrogate pair"
-    return ""

@@ -1,7 +1,7 @@
 """Reads a trace, whole or torn, and writes it as one page for a browser."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,14 @@ HOST_SPANS = ("schedule", "prepare", "launch", "update")
 """The spans that are the host's own work. During "wait" the device works."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Recording:
     """A run of the engine, step by step. Each list has one entry per step, in order; steps are numbered from 1.
 
     Attributes:
-        device, num_blocks, block_size: the engine's.
+        device, num_blocks, block_size: the engine's device, and its pool of blocks.
         budget: the engine's max_num_batched_tokens.
-        rows: its max_num_seqs; None in a trace of an older version.
+        rows: the engine's max_num_seqs; None in a trace of an older version.
         start: when each step was planned, in milliseconds.
         host, device_time: milliseconds of the host's and the device's work; None for a step that was never read. On a
             CPU the launch is the device's work.
@@ -44,14 +44,14 @@ class Recording:
     block_size: int
     budget: int
     rows: int | None
-    start: list[float]
-    host: list[float | None]
-    device_time: list[float | None]
-    charts: dict[str, list[int]]
-    records: list[tuple[str, int, dict[str, Any]]]
-    texts: dict[str, str]
-    complete: bool
-    stopped: bool
+    start: list[float] = field(default_factory=list)
+    host: list[float | None] = field(default_factory=list)
+    device_time: list[float | None] = field(default_factory=list)
+    charts: dict[str, list[int]] = field(default_factory=dict)
+    records: list[tuple[str, int, dict[str, Any]]] = field(default_factory=list)
+    texts: dict[str, str] = field(default_factory=dict)
+    complete: bool = False
+    stopped: bool = False
 
     @property
     def num_steps(self) -> int:
@@ -65,34 +65,7 @@ def read_recording(path: Path) -> Recording:
         ValueError: the file cannot be read, is no trace, is damaged, or has no steps.
     """
     try:
-        events = _read_events(path.read_text(encoding="utf-8"))
-        header: dict[str, Any] = {"device": "cpu"}
-        steps = _Steps()
-        for event in events:
-            if event["ph"] == "M":
-                header |= event["args"]
-            steps.add(event)
-        if not steps.start or "num_blocks" not in header:
-            raise ValueError("it has no steps to show")
-        host = steps.host
-        if header["device"] == "cpu":
-            host = [_subtract(total, device) for total, device in zip(host, steps.device, strict=True)]
-        kind, _, last = steps.records[-1]
-        return Recording(
-            device=header["device"],
-            num_blocks=header["num_blocks"],
-            block_size=header["block_size"],
-            budget=header["budget"],
-            rows=header.get("rows"),
-            start=steps.start,
-            host=host,
-            device_time=steps.device,
-            charts=steps.charts,
-            records=steps.records,
-            texts=steps.texts,
-            complete=kind == "end",
-            stopped=last.get("stopped", False),
-        )
+        return _collect_steps(_read_events(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError) as error:
@@ -100,48 +73,49 @@ def read_recording(path: Path) -> Recording:
         raise ValueError(f"{path} is not a trace that LLM(..., trace=...) wrote, or is damaged: {reason}") from error
 
 
-class _Steps:
-    """Collects what the events tell of each step."""
-
-    def __init__(self) -> None:
-        self.start: list[float] = []
-        self.host: list[float | None] = []
-        self.device: list[float | None] = []
-        self.charts: dict[str, list[int]] = {}
-        self.records: list[tuple[str, int, dict[str, Any]]] = []
-        self.texts: dict[str, str] = {}
-        self._index: dict[int, int] = {}
-
-    def add(self, event: dict[str, Any]) -> None:
+def _collect_steps(events: list[dict[str, Any]]) -> Recording:
+    """Return what the events tell of each step."""
+    header: dict[str, Any] = {"device": "cpu"}
+    for event in events:
+        if event["ph"] == "M":
+            header |= event["args"]
+    if "num_blocks" not in header or all(event["name"] != "plan" for event in events):
+        raise ValueError("it has no steps to show")
+    run = Recording(
+        header["device"], header["num_blocks"], header["block_size"], header["budget"], rows=header.get("rows")
+    )
+    indices: dict[int, int] = {}
+    """The index of each step, by its number."""
+    for event in events:
+        kind = event["ph"]
         name = event["name"]
         args = event["args"]
-        if event["ph"] == "C" and name != "prompt tokens":
+        if kind == "C" and name != "prompt tokens":
             for series, value in args.items():
-                self.charts.setdefault(series, []).append(value)
+                run.charts.setdefault(series, []).append(value)
         elif name == "plan":
-            self._index[args["step"]] = len(self.start)
-            self.start.append(event["ts"] / 1e3)
-            self.host.append(None)
-            self.device.append(None)
-            self._record("plan", args)
-        elif name == "end" and self.start:
-            self.records.append(("end", len(self.start) - 1, args))
-        elif event["ph"] == "X":
-            self._add_span(name, args, event["dur"] / 1e3)
-
-    def _add_span(self, name: str, args: dict[str, Any], milliseconds: float) -> None:
-        index = self._index[args["step"]]
-        if name == "step":
-            self.device[index] = milliseconds
-        elif name in HOST_SPANS:
-            self.host[index] = (self.host[index] or 0.0) + milliseconds
-        if name == "update":
-            self._record("update", args)
-
-    def _record(self, kind: str, args: dict[str, Any]) -> None:
-        self.texts |= args.get("texts", {})
-        fields = {name: value for name, value in args.items() if name not in ("step", "texts")}
-        self.records.append((kind, self._index[args["step"]], fields))
+            indices[args["step"]] = run.num_steps
+            run.start.append(event["ts"] / 1e3)
+            run.host.append(None)
+            run.device_time.append(None)
+        elif name == "end" and run.start:
+            run.records.append(("end", run.num_steps - 1, args))
+            run.complete = True
+            run.stopped = args.get("stopped", False)
+        elif kind == "X":
+            index = indices[args["step"]]
+            milliseconds = event["dur"] / 1e3
+            if name == "step":
+                run.device_time[index] = milliseconds
+            elif name in HOST_SPANS:
+                run.host[index] = (run.host[index] or 0.0) + milliseconds
+        if name in ("plan", "update"):
+            run.texts |= args.get("texts", {})
+            fields = {key: value for key, value in args.items() if key not in ("step", "texts")}
+            run.records.append((name, indices[args["step"]], fields))
+    if run.device == "cpu":
+        run.host = [_subtract(total, device) for total, device in zip(run.host, run.device_time, strict=True)]
+    return run
 
 
 def _read_events(text: str) -> list[dict[str, Any]]:
@@ -200,9 +174,7 @@ def render_pair(runs: list[tuple[Recording, str]]) -> str:
         "num_steps": max(first.num_steps, second.num_steps),
         "first_difference": find_first_difference(first, second),
     }
-    template = files("nanovllm.view").joinpath("page.pair.html").read_text(encoding="utf-8")
-    before, after = template.split("/* data */")
-    return before + json.dumps(data, separators=(",", ":")).replace("<", "\\u003c") + after
+    return _fill("page.pair.html", {"data": _to_script(data)})
 
 
 def find_first_difference(first: Recording, second: Recording) -> int | None:
@@ -227,15 +199,24 @@ def render_page(recording: Recording, title: str, guide: dict[str, str] | None =
         guide: the links of `CHAPTERS`, where they are known; None looks for the guide on this machine.
     """
     links = find_guide() if guide is None else guide
-    data = json.dumps({"title": title, "guide": links, **vars(recording)}, separators=(",", ":"))
-    folder = files("nanovllm.view")
-    parts = {
-        "/* style */": folder.joinpath("page.css").read_text(encoding="utf-8"),
-        "/* script */": folder.joinpath("page.js").read_text(encoding="utf-8"),
-        "/* data */": data.replace("<", "\\u003c"),
-    }
-    page = folder.joinpath("page.html").read_text(encoding="utf-8")
-    for place, text in parts.items():
-        before, after = page.split(place)
+    data = {"title": title, "guide": links, **vars(recording)}
+    parts = {"style": _read_part("page.css"), "script": _read_part("page.js"), "data": _to_script(data)}
+    return _fill("page.html", parts)
+
+
+def _fill(template: str, parts: dict[str, str]) -> str:
+    """Return a page of this folder with the text of each part in its place, which is a comment with the part's name."""
+    page = _read_part(template)
+    for name, text in parts.items():
+        before, after = page.split(f"/* {name} */")
         page = before + text + after
     return page
+
+
+def _read_part(name: str) -> str:
+    return files("nanovllm.view").joinpath(name).read_text(encoding="utf-8")
+
+
+def _to_script(data: dict[str, Any]) -> str:
+    """Return data as JSON that cannot end the script in which it stands."""
+    return json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")

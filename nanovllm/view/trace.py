@@ -9,13 +9,11 @@ import json
 import logging
 import time
 from collections.abc import Iterable
-from collections.abc import Sequence as Seq
 from contextlib import suppress
-from typing import Any, TextIO, cast
+from typing import Any, TextIO
 
 import numpy as np
 
-from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.plan import StepResult
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -33,71 +31,14 @@ MAX_EVENTS = 100_000
 """After this many events no further step is recorded: no browser could draw them."""
 
 
-class RecordedBlocks:
-    """Stands in for a block manager. It passes every call on, and logs in order what was done to which blocks."""
-
-    def __init__(self, manager: BlockManager, log: list[tuple[str, Seq[int]]], shortages: list[int]) -> None:
-        """
-        Args:
-            log: gets (verb, blocks) for each change of blocks.
-            shortages: gets the number of blocks that were lacking, each time that some are refused.
-        """
-        self._manager = manager
-        self._log = log
-        self._shortages = shortages
-
-    def __getattr__(self, name: str) -> Any:
-        """Everything that changes no block is the manager's own."""
-        return getattr(self._manager, name)
-
-    def reference(self, hits: Iterable[int]) -> None:
-        blocks = list(hits)
-        self._manager.reference(blocks)
-        self._log.append(("reference", blocks))
-
-    def can_take(self, count: int, hits: Seq[int]) -> bool:
-        has_blocks = self._manager.can_take(count, hits)
-        if not has_blocks:
-            revived = sum(1 for block in hits if self._manager._references[block] == 0)
-            self._shortages.append(count - self._manager.num_free + revived)
-        return has_blocks
-
-    def take(self, count: int) -> list[int]:
-        blocks = self._manager.take(count)
-        self._log.append(("take", blocks))
-        return blocks
-
-    def release(self, blocks: Seq[int]) -> None:
-        self._log.append(("release", list(blocks)))
-        self._manager.release(blocks)
-
-    def register(self, seq: Sequence, index: int) -> bool:
-        block = seq.block_table[index]
-        was_findable = self._manager._content[block] is not None
-        registered = self._manager.register(seq, index)
-        if not was_findable and self._manager._content[block] is not None:
-            self._log.append(("register", [block]))
-        return registered
-
-    def forget(self, seq: Sequence) -> None:
-        findable = self._manager._findable
-        self._log.append(("forget", [findable[digest] for digest in seq.digests if digest in findable]))
-        self._manager.forget(seq)
-
-    def forget_all(self) -> None:
-        self._log.append(("forget", list(self._manager._findable.values())))
-        self._manager.forget_all()
-
-
 class Trace:
     """Writes the trace of one engine. It is a `StepObserver`."""
 
     def __init__(self, path: str, device: str, scheduler: Scheduler, tokenizer: Tokenizer | None = None) -> None:
         """
         Args:
-            device: the engine's.
-            scheduler: the engine's. Its queues are recorded, and what it does to blocks: from now on it has
-                RecordedBlocks in place of its block manager.
+            device: the engine's device.
+            scheduler: the engine's scheduler. Its queues are recorded, and what its block manager does to blocks.
             tokenizer: gives the text of tokens.
 
         Raises:
@@ -116,13 +57,13 @@ class Trace:
         """The ranks of a pipeline that have a thread in the file."""
         self._stopped_at: int | None = None
         """The number of the first step that is not recorded, because there are too many events."""
-        self._block_log: list[tuple[str, Seq[int]]] = []
+        self._block_log: list[tuple[str, list[int]]] = []
         """The changes of blocks since the last event that tells them."""
         self._shortages: list[int] = []
         """How many blocks were lacking, each time that the scheduler was refused some since the last planned step."""
-        recorded = cast(BlockManager, RecordedBlocks(scheduler.block_manager, self._block_log, self._shortages))
-        scheduler.block_manager = recorded
-        scheduler.blocks.manager = recorded
+        log = self._block_log  # the manager refers to the lists alone: with `self` there would be a cycle
+        scheduler.block_manager.on_change = lambda verb, blocks: log.append((verb, list(blocks)))
+        scheduler.block_manager.on_refusal = self._shortages.append
         self._scheduler = scheduler
         self._live: dict[int, Sequence] = {}
         """The requests that have not ended, by number."""
@@ -211,7 +152,7 @@ class Trace:
         """Record what the ranks of a pipeline did since the last step was read.
 
         Args:
-            number: of the step that was read now.
+            number: the number of the step that was read now.
         """
         for rank, name, distance, start, seconds in result.spans:
             if number + distance < 1:

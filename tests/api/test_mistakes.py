@@ -279,7 +279,7 @@ def hub_download() -> Callable[..., str]:
 def test_without_a_c_compiler_the_error_says_what_triton_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     words = "Failed to find C compiler"
     assert words in inspect.getsource(pytest.importorskip("triton.runtime.build"))
-    monkeypatch.setattr("nanovllm.load._load_engine", raiser(RuntimeError(f"{words}. Please specify via CC")))
+    monkeypatch.setattr("nanovllm.load.make_engine", raiser(RuntimeError(f"{words}. Please specify via CC")))
     message = fail("tiny-qwen3")
     assert "there is no C compiler: install gcc" in message and 'attention_backend="torch"' in message
 
@@ -294,7 +294,7 @@ def test_of_a_c_compiler_that_fails_it_is_said_what_it_lacks(
     (tmp_path / "Python.h").touch()
     monkeypatch.setattr("sysconfig.get_path", lambda name: folder_of_headers or str(tmp_path))
     error = subprocess.CalledProcessError(1, ["gcc", "main.c", "-O3", "-shared", "-fPIC"])
-    monkeypatch.setattr("nanovllm.load._load_engine", raiser(error))
+    monkeypatch.setattr("nanovllm.load.make_engine", raiser(error))
     message = fail("tiny-qwen3")
     assert "gcc" in message and advice in message
     other = subprocess.CalledProcessError(1, ["git", "pull"])

@@ -17,7 +17,7 @@ from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.config import EngineConfig
 from nanovllm.models.diagnosis import METHODS
 from nanovllm.sampling_params import GuidedDecodingParams
-from nanovllm.vllm_names import ADVICE, OPTIONS, SAMPLING, STRUCTURED, translate_names
+from nanovllm.vllm_names import ADVICE, OPTIONS, SAMPLING, translate_names
 
 PAGE = (ROOT / "docs" / "porting.md").read_text()
 MARK = "†"
@@ -113,7 +113,7 @@ def test_the_page_lists_every_name_of_vllms_that_is_taken() -> None:
     for row in of_llm.splitlines():
         if row.startswith("| 1 |"):
             for name in re.findall(r"`([a-z_]+)`", row):
-                assert translate_names({name: 1}, OPTIONS, "LLM") == {}
+                assert translate_names({name: 1}, "LLM") == {}
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -144,11 +144,10 @@ REFUSED = {
 
 
 def test_what_would_be_lost_is_not_left_out_but_done_otherwise() -> None:
-    tables = {"LLM": OPTIONS, "SamplingParams": SAMPLING, "StructuredOutputsParams": STRUCTURED}
     for what, fields in REFUSED.items():
         for name, value in fields.items():
             with pytest.raises(ValueError, match=f"^{what}: {name}, which vLLM has, is not supported here") as error:
-                translate_names({name: value}, tables[what], what)
+                translate_names({name: value}, what)
             assert str(error.value).endswith(ADVICE[name]) and "leave" not in str(error.value)
 
 

@@ -74,7 +74,7 @@ def test_a_call_of_a_tool_ends_thinking_that_nothing_else_ends(thinker: Path) ->
     thinking = ThinkingTokens(tokenizer)
 
     def split(said: str, **options: Any) -> list[str] | None:
-        output = tokenizer.encode_batch([said], 64)[0]
+        output = tokenizer.encode_batch([said])[0]
         place = thinking.find_answer([], output, **options)
         if place is None:
             return None

@@ -12,7 +12,7 @@ import torch
 import bench
 from benchmarks.bench_cost import Cost, Machine, Model, ideal_steps, step_cost
 from benchmarks.bench_workload import make_workload, write_checkpoint
-from nanovllm.models.config import load_model_config
+from nanovllm.models.model_config import load_model_config
 
 QWEN3_06B = {
     "architectures": ["Qwen3ForCausalLM"],

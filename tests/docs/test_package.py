@@ -70,11 +70,22 @@ ROOMS = (
 run upwards: that is how a device, a family or a wing is loaded when it is asked for."""
 
 WINGS = (
-    *("backends.cpu", "backends.gpu", "commands", "distributed", "drafts", "edits", "jobs", "lm_eval"),
+    *("__main__", "backends.cpu", "backends.gpu", "commands", "distributed", "drafts", "edits", "jobs", "lm_eval"),
     *("models.diagnosis", "models.dummy_weights", "models.lora", "models.qwen3_5", "models.qwen3_moe", "models.shapes"),
-    *("parsing", "quantized", "ray", "runner.renewal", "text.conversations", "uses", "utils.work_ahead", "view"),
+    *("engine.scoring", "parsing", "quantized", "ray", "runner.renewal", "runner.scoring", "text.conversations"),
+    *("uses", "utils.work_ahead", "view", "vllm_names"),
 )
 """Rooms and files that load when they are asked for. Every other file belongs to the spine."""
+
+ASKED_BY = {
+    "vllm_names": ("config", "sampling_params"),  # for a name or a value that is not ours
+    "engine.scoring": ("engine.scheduler",),  # for a request that scores or embeds
+    "runner.scoring": ("runner.model_runner",),
+}
+"""The files of the spine that import a wing themselves. All other wings come through load.py or a method of LLM."""
+
+TABLES = ("backends", "backends.base", "models.model_config")
+"""The files that import by name: the classes of backends, operators, and families."""
 
 
 def is_within(module: str, room: str) -> bool:
@@ -88,6 +99,19 @@ def wing_of(module: str) -> str | None:
 
 def test_the_spine_loads_no_wing_and_no_device() -> None:
     assert {module: wing for module in find_spine(MODULES) if (wing := wing_of(module))} == {}
+
+
+def test_a_wing_loads_where_it_is_asked_for() -> None:
+    """Types may be imported from anywhere, because no program runs those imports."""
+    for module, path in MODULES.items():
+        if wing_of(module) is None:
+            name = module.removeprefix("nanovllm.")
+            for found in find_imports(path, MODULES):
+                wing = wing_of(found.module)
+                is_allowed = wing is None or name in ("load", "llm", *ASKED_BY.get(wing, ()))
+                assert is_allowed or found.is_for_types, f"{name} imports {found.module}"
+            source = path.read_text()
+            assert name in TABLES or ("import_module" not in source and "__import__" not in source), name
 
 
 def room_of(module: str) -> int:

@@ -164,8 +164,8 @@ def test_no_spelling_of_a_bad_word_comes_whatever_its_tokens() -> None:
         for _ in range(12):
             # A beginning of the word, in tokens drawn from all that fit, after something else
             text = rng.choice(("", " ")) + word.lstrip()
-            output = tokenizer.encode_batch([rng.choice(("", "so", " ", "th", text))], 64)[0]
-            (piece,) = tokenizer.encode_batch([text], 64, add_special_tokens=False)
+            output = tokenizer.encode_batch([rng.choice(("", "so", " ", "th", text))])[0]
+            (piece,) = tokenizer.encode_batch([text], add_special_tokens=False)
             left = tokenizer.join_tokens(piece)
             while left and rng.random() < 0.8:
                 fitting = [i for i in range(1, len(left) + 1) if tokenizer.find_token(left[:i]) is not None]
@@ -390,7 +390,7 @@ def test_the_reference_is_the_rule_and_broken_logits_stay_broken() -> None:
 def test_a_bad_word_beyond_the_vocabulary_cannot_come_and_does_no_harm() -> None:
     with LLM("tiny-qwen3", max_model_len=64) as llm:
         llm.tokenizer.add_tokens([f"<added {i}>" for i in range(64)])
-        assert llm.tokenizer.encode("<added 63>")[0] >= llm.engine.vocab_size
+        assert llm.tokenizer.encode("<added 63>")[0] >= llm.engine.config.vocab_size
         words = ["<added 63>", "France<added 63>"]
         params = [SamplingParams(0, 8), SamplingParams(0, 8, bad_words=words)]
         plain, asked = llm.generate(["The capital of France is"] * 2, params, use_tqdm=False)

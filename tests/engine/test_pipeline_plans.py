@@ -46,7 +46,7 @@ class PipelinedRunner(FakeRunner):
 
 def prepare(num_stages):
     def prepare_engine(engine):
-        engine.scheduler.choose_ready = partial(choose_ready, num_stages=num_stages)
+        engine.scheduler.choose_running = partial(choose_ready, num_stages=num_stages)
         engine.runner.__class__ = PipelinedRunner
         engine.runner.num_stages = num_stages
 
@@ -72,7 +72,7 @@ def test_preemption_and_aborts_with_steps_in_flight_disturb_nobody(stages, trace
     config, requests = trace
 
     def prepare_engine(engine):
-        engine.scheduler.choose_ready = partial(choose_ready, num_stages=stages)
+        engine.scheduler.choose_running = partial(choose_ready, num_stages=stages)
 
     seqs, engine = run_trace(config, requests, stages, prepare_engine)
     check(seqs, requests, config)

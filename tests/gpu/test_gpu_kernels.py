@@ -76,7 +76,7 @@ def no_synchronisation() -> Iterator[None]:
 def backend_called(name: str) -> Backend:
     if name == "flash_attn":
         pytest.importorskip("flash_attn", reason="flash-attn is not installed")
-    return make_backend(name)
+    return make_backend(name, CUDA)
 
 
 # ---- attention

@@ -231,6 +231,7 @@ def make_engine(
         attention_backend="torch",
         load_format="dummy",
         depth=depth,
+        vocab_size=VOCAB,
         speculative_config=None,
         trace=trace,
         seed=0,
@@ -249,8 +250,7 @@ def make_engine(
         config,
         runner,
         scheduler,
-        vocab_size=VOCAB,
-        make_editor=lambda: Editing(None, VOCAB, eos, max_model_len, max_num_seqs),
+        make_editor=lambda: Editing(config, None, eos),
         eos_token_ids=eos,
         observers=observers,
     )

@@ -254,7 +254,7 @@ class Victim:
         self.grammars = Grammars(self.tokenizer, VOCAB_SIZE, [EOS])
         self._weights = np.ones(VOCAB_SIZE)
         for token, weight in {'"': 30.0, "]": 30.0, "}": 30.0}.items():
-            self._weights[self.tokenizer.encode_batch([token], 9, add_special_tokens=False)[0][0]] = weight
+            self._weights[self.tokenizer.encode_batch([token], add_special_tokens=False)[0][0]] = weight
         self._weights[EOS] = 100.0
 
     def try_schema(self, number: int) -> str:

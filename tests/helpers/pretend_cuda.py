@@ -25,7 +25,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.plan import StepPlan
 from nanovllm.layers.parallel import Parallel
 from nanovllm.load import resolve_options
-from nanovllm.models.config import find_decoder, load_model_config
+from nanovllm.models.model_config import find_decoder, load_model_config
 from nanovllm.models.shapes import preset_config
 from nanovllm.runner.model_runner import ModelRunner
 

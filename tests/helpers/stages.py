@@ -32,6 +32,9 @@ class LocalGroup:
         self._mail = mail
         self._go_on = go_on
 
+    def raise_failure(self) -> None:
+        pass
+
     def start_send(self, x: Tensor, rank: int) -> Tensor:
         self._mail[self.rank, rank].append(x.clone())
         return x
@@ -64,7 +67,7 @@ class LocalPipeline:
         groups: list[Any] = [LocalGroup(rank, size, self.mail, self.go_on) for rank in range(size)]
 
         def make(group: Any) -> Any:
-            return make_runner(StageParallel(group), lambda: None, partial(StageRunner, group=group, report=None))
+            return make_runner(StageParallel(group), partial(StageRunner, group=group, report=None))
 
         self.runners = [make(group) for group in groups]
         self.local, *self.others = self.runners

@@ -41,7 +41,7 @@ def save_random(
     """Write a random float32 model to folder and return transformers' model of it.
 
     Args:
-        changes: to its configuration; `...` leaves an entry out.
+        changes: changes of its configuration; `...` leaves an entry out.
 
     As initialised, transformers' logits are nearly flat, biases zero and norms one: much could be lost without a token
     changing. So the layers are scaled up, beyond the embedding (which alone would make each token repeat itself), the
@@ -143,7 +143,7 @@ def save_reciter(
     each token's successor; every other token is followed by itself.
 
     Args:
-        head_dim: of its attention; the Triton kernels take 32, 64, 128 and 256.
+        head_dim: the head_dim of its attention; the Triton kernels take 32, 64, 128 and 256.
         cycles: what to recite instead.
         more_tokens: texts that are a token each, and not special.
     """

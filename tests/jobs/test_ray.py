@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 from threading import Barrier
 from typing import Any
@@ -31,8 +30,9 @@ from nanovllm.config import EngineConfig
 from nanovllm.jobs import ray_guard
 from nanovllm.jobs.cluster import check_room, lines_per_part, parts_in_flight, read_parts, run_on_ray
 from nanovllm.jobs.job import Job, Status
+from nanovllm.jobs.result_lines import ResultLine
 from nanovllm.jobs.run import run_job
-from nanovllm.jobs.source import Reading, Source
+from nanovllm.jobs.source import Line, Reading, Source
 from nanovllm.ray import RayLLM, actors
 from nanovllm.uses.sharing import EngineThread
 
@@ -149,15 +149,17 @@ def test_an_id_seen_in_another_part_is_an_error_and_only_lines_that_are_known_an
     lines = [openai_line(f"id-{i % 7}", prompt="x") for i in range(10)] + [b"{", {"prompt": "came later"}]
     source = Source(str(write_lines(tmp_path / "in", lines)))
     *parts, end = read_parts(source, 4, {1, 2, 3, 6}, range(12))
-    assert [part["numbers"] for part in parts] == [[4, 5, 7, 8], [9, 10, 11]]
-    codes = [[json.loads(line)["error"]["code"] for line in part["errors"] if line] for part in parts]
+    assert [[line.number for line in part.lines] for part in parts] == [[4, 5, 7, 8], [9, 10, 11]]
+    errors = [[line for line in part.lines if isinstance(line, ResultLine)] for part in parts]
+    codes = [[json.loads(error.line)["error"]["code"] for error in some] for some in errors]
     assert codes == [["duplicate_id"], ["duplicate_id", "duplicate_id", "invalid_json"]]
-    assert [line for part in parts for line in part["lines"] if line] == [
+    assert [line.raw for part in parts for line in part.lines if isinstance(line, Line)] == [
         json.dumps(x).encode() + b"\n" for x in (lines[3], lines[4], lines[6])
     ]
     reading = Reading(source)
     list(reading)
-    assert end["numbers"] == [] and json.loads(end["digest"]) == asdict(reading.digest)
+    assert not end.lines and end.digest == reading.digest
+    assert not any(part.digest for part in parts)
 
 
 def test_a_folder_is_read_as_one_file(tmp_path: Path) -> None:

@@ -14,8 +14,8 @@ from nanovllm.backends.gpu import triton_backend as triton_backend_module
 from nanovllm.backends.gpu.flash_attn_backend import FlashAttnBackend
 from nanovllm.backends.gpu.triton_backend import TritonKernels
 from nanovllm.backends.torch_backend import TorchBackend
-from nanovllm.config import CHOICES
-from nanovllm.runner.resolve import WORTH_COMPILING, Work, resolve_backend, resolve_device, resolve_dtype, why_cannot
+from nanovllm.config import CHOICES, WORTH_COMPILING
+from nanovllm.runner.resolve import Work, resolve_backend, resolve_device, resolve_dtype, why_cannot
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
@@ -31,6 +31,14 @@ def flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def no_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", None)
+
+
+@pytest.fixture
+def no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton is not installed, and no backend that needs it is imported yet."""
+    monkeypatch.setitem(sys.modules, "triton", None)
+    for name in ("flash_attn_backend", "triton_backend", "triton_shim"):
+        monkeypatch.delitem(sys.modules, f"nanovllm.backends.gpu.{name}")
 
 
 @pytest.fixture
@@ -85,11 +93,8 @@ def test_auto_takes_torch_for_heads_that_no_kernel_knows(
     assert "has kernels for" in caplog.text and "plain torch" in caplog.text
 
 
-def test_auto_takes_torch_without_cuda_or_without_triton(
-    no_flash_attn: None, hopper: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_auto_takes_torch_without_cuda_or_without_triton(hopper: None, no_triton: None) -> None:
     assert chosen("auto", CPU, BF16) == "torch"
-    monkeypatch.setattr(triton_backend_module, "HAS_TRITON", False)
     assert chosen("auto", GPU, BF16) == "torch"
 
 
@@ -156,8 +161,10 @@ def test_a_named_backend_that_cannot_run_says_why_and_what_to_install(
     monkeypatch.setitem(sys.modules, "flash_attn", fake_flash_attn)
     with pytest.raises(ValueError, match=r"8\.0 or more, not 7\.5"):
         chosen("flash_attn", GPU, BF16)
-    monkeypatch.setattr(triton_backend_module, "HAS_TRITON", False)
-    with pytest.raises(ValueError, match=r"pip install triton"):
+
+
+def test_without_triton_the_error_says_what_to_install(no_triton: None) -> None:
+    with pytest.raises(ValueError, match=r"triton cannot be imported.*pip install triton"):
         chosen("triton", GPU, BF16)
 
 

@@ -8,7 +8,7 @@ from threading import enumerate as threads
 
 import pytest
 
-from nanovllm.utils.read_ahead import read_ahead
+from nanovllm.models.weight_reader import read_ahead
 from nanovllm.utils.work_ahead import is_unwanted, work_ahead
 
 
@@ -42,7 +42,7 @@ def test_files_are_read_to_their_end_up_to_a_limit(
     wait()
     assert sum(sent) == 3000
     sent.clear()
-    monkeypatch.setattr("nanovllm.utils.read_ahead.READ_AHEAD", 1500)
+    monkeypatch.setattr("nanovllm.models.weight_reader.READ_AHEAD", 1500)
     read_ahead(files)
     wait()
     assert sum(sent) == 1500

@@ -13,8 +13,8 @@ from helpers.tiny import save_random
 from transformers import GraniteForCausalLM
 
 from nanovllm import LLM
-from nanovllm.models.config import FAMILIES, Family, load_model_config
 from nanovllm.models.config_keys import HARMLESS, KNOWN, READ, TRANSLATED, _log_once
+from nanovllm.models.model_config import FAMILIES, Family, load_model_config
 from nanovllm.models.sizes import Sizes
 
 # ---- configurations as their authors published them

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from nanovllm.commands.cli import main
-from nanovllm.commands.estimate import estimate, parse_size, read_config
+from nanovllm.commands.estimate import estimate, fetch_config, parse_size
 from nanovllm.config import EngineConfig
 from nanovllm.models.shapes import preset_config
 from nanovllm.models.sizes import Sizes
@@ -39,7 +39,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str]:
     ],
 )
 def test_published_models_have_as_many_parameters_as_their_cards_say(name: str, parameters: int) -> None:
-    assert Sizes(read_config(name)).num_parameters == parameters
+    assert Sizes(fetch_config(name)).num_parameters == parameters
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_published_models_have_as_many_parameters_as_their_cards_say(name: str, 
 )
 def test_what_a_rank_holds(name: str, ranks: int, parameters: int, int8: int, kv: int, row: int) -> None:
     """The numbers come from formulas: of weights in int8, of a token's keys and values, and of a row's state."""
-    sizes = Sizes(read_config(name), ranks)
+    sizes = Sizes(fetch_config(name), ranks)
     assert sizes.num_parameters == parameters
     assert sizes.weight_bytes(BF16) == 2 * parameters
     assert count_bytes(sizes.model, INT8, BF16.itemsize) == int8
@@ -64,7 +64,7 @@ def test_what_a_rank_holds(name: str, ranks: int, parameters: int, int8: int, kv
 
 def test_biases_and_shared_kv_heads_are_counted() -> None:
     """Four ranks share 16 heads, and each has one of two KV heads. The vocabulary is padded to 4 x 251."""
-    config = read_config("qwen3-0.6b")
+    config = fetch_config("qwen3-0.6b")
     plain = Sizes(config, 4).num_parameters
     config.attention_bias = True
     config.num_key_value_heads = 2
@@ -84,13 +84,13 @@ def test_the_table_of_a_model_that_fits(capsys: pytest.CaptureFixture[str]) -> N
 
 def test_the_kv_cache_is_what_the_budget_leaves_in_whole_blocks() -> None:
     config = EngineConfig("qwen3-8b", max_model_len=8192, kvcache_block_size=64)
-    found = estimate(read_config("qwen3-8b"), config, 80 * GIB)
+    found = estimate(fetch_config("qwen3-8b"), config, 80 * GIB)
     assert found.kv_budget == int(80 * GIB * 0.9) - found.memory.weights - found.memory.activations
     assert found.num_tokens % 64 == 0
     assert 0 <= found.kv_budget - found.num_tokens * found.kv_bytes_per_token < 64 * found.kv_bytes_per_token
     assert found.num_sequences == found.num_tokens / 8192
     halved = estimate(
-        read_config("qwen3-8b"), EngineConfig("qwen3-8b", max_model_len=8192, tensor_parallel_size=2), 80 * GIB
+        fetch_config("qwen3-8b"), EngineConfig("qwen3-8b", max_model_len=8192, tensor_parallel_size=2), 80 * GIB
     )
     assert (
         halved.kv_bytes_per_token * 2 == found.kv_bytes_per_token

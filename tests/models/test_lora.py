@@ -140,7 +140,7 @@ def test_an_adapter_is_part_of_a_job_s_provenance(random_model: Path, tmp_path: 
 
 
 CONFIG_FAULTS = {
-    "DoRA": ({"use_dora": True}, "DoRA is not supported"),
+    "DoRA": ({"use_dora": True}, "use_dora is not supported"),
     "bias": ({"bias": "all"}, "bias is 'all'"),
     "saved modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save is not supported"),
     "rank pattern": ({"rank_pattern": {"q_proj": 2}}, "rank_pattern is not supported"),

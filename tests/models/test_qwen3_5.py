@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.commands.estimate import estimate, read_config
+from nanovllm.commands.estimate import estimate, fetch_config
 from nanovllm.config import EngineConfig
 from nanovllm.load import make_quantizer, resolve_options
 from nanovllm.models.qwen3_5.ops import RowState
@@ -234,7 +234,7 @@ def test_states_and_keys_share_the_memory() -> None:
 def test_an_estimate_counts_the_states() -> None:
     """The 0.8B: 18 layers of 16 heads, 128 by 128 in float32, and three inputs of 6,144 channels in bfloat16."""
     row = 18 * (16 * 128 * 128 * 4 + 3 * 6144 * 2)
-    config = read_config("qwen3.5-0.8b")
+    config = fetch_config("qwen3.5-0.8b")
     large = estimate(config, EngineConfig("qwen3.5-0.8b"), 80 << 30)
     assert large.config.max_num_seqs == 512 and large.memory.states == 513 * row
     small = estimate(config, EngineConfig("qwen3.5-0.8b"), 8 << 30)
@@ -246,7 +246,7 @@ def test_an_estimate_counts_the_states() -> None:
 
 def test_quantised_weights_leave_room_for_more_states(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU with 12 GiB free, the 4B takes 8 GiB in bfloat16, and half of that in int8."""
-    config = read_config("qwen3.5-4b")
+    config = fetch_config("qwen3.5-4b")
     sizes = Sizes(config)
     dense = EngineConfig("qwen3.5-4b")
     int8 = EngineConfig("qwen3.5-4b", quantization="int8")

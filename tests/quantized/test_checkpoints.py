@@ -27,7 +27,7 @@ from benchmarks.evidence.bench_loading import AT_LOAD, measure
 from benchmarks.random_checkpoint import write_random_checkpoint
 from nanovllm import LLM
 from nanovllm.backends.cpu.quantized import quantized_library
-from nanovllm.commands.estimate import read_config
+from nanovllm.commands.estimate import fetch_config
 from nanovllm.models.shapes import preset_config
 from nanovllm.models.sizes import Sizes
 from nanovllm.quantized.checkpoints import find_format
@@ -206,7 +206,7 @@ def test_loading_never_holds_the_model_in_16_bits(name: str, tmp_path: Path) -> 
     """The most anonymous memory is the quantised size, twice the largest matrix, and 128 MB."""
     config = preset_config("qwen3-0.6b") | {"num_hidden_layers": 12, "vocab_size": 4096, "intermediate_size": 4096}
     write_random_checkpoint(config, "bfloat16" if name in AT_LOAD else name, tmp_path)
-    hf_config = read_config(str(tmp_path))
+    hf_config = fetch_config(str(tmp_path))
     format = find_format(name if name in AT_LOAD else None, hf_config)
     assert format is not None
     sizes = Sizes(hf_config)

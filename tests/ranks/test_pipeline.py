@@ -26,7 +26,7 @@ from torch import Tensor
 
 from nanovllm import LLM, EngineConfig, Output, SamplingParams
 from nanovllm.backends.cpu.backend import CpuBackend
-from nanovllm.commands.estimate import read_config
+from nanovllm.commands.estimate import fetch_config
 from nanovllm.distributed.pipeline import StageRunner
 from nanovllm.distributed.stage_decoder import make_stage_decoder
 from nanovllm.distributed.stages import Stage, choose_stages, split_layers
@@ -34,8 +34,8 @@ from nanovllm.engine.plan import ROW_SAMPLING, StepPlan
 from nanovllm.jobs.job import Job, Status
 from nanovllm.jobs.run import run_job
 from nanovllm.load import resolve_options
-from nanovllm.models import loader
-from nanovllm.models.config import find_decoder
+from nanovllm.models import weight_reader
+from nanovllm.models.model_config import find_decoder
 from nanovllm.models.shapes import PRESETS
 from nanovllm.models.sizes import Sizes
 from nanovllm.ops.sample import unpack_sampling
@@ -402,7 +402,7 @@ def test_no_other_split_has_a_lighter_heaviest_stage(weights: list[int], head: i
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("stages", [2, 3])
 def test_the_stages_of_a_model_have_its_parameters_and_rank_0_fewer_layers(name: str, stages: int) -> None:
-    config = read_config(name)
+    config = fetch_config(name)
     chosen = choose_stages(config, stages)
     parts = [Sizes(config, decoder=make_stage_decoder(find_decoder(config), stage)) for stage in chosen]
     assert sum(part.num_parameters for part in parts) == Sizes(config).num_parameters
@@ -412,14 +412,14 @@ def test_the_stages_of_a_model_have_its_parameters_and_rank_0_fewer_layers(name:
 
 
 def test_a_stage_reads_no_weights_of_another(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fill = loader._fill
+    fill = weight_reader._fill
     read_names: list[str] = []
 
     def note(target: Any, source: Any, what: str, *rest: Any) -> None:
         read_names.append(what.split()[-1])
         fill(target, source, what, *rest)
 
-    monkeypatch.setattr(loader, "_fill", note)
+    monkeypatch.setattr(weight_reader, "_fill", note)
     with LLM(str(model), dtype="float32", pipeline_parallel_size=3, **OPTIONS) as llm:
         stages: list[Stage] = [runner.stage for runner in llm.engine.runner.runners]
         assert len(read_names) == len(set(read_names)), "a tensor was read twice"
@@ -494,7 +494,7 @@ def test_a_step_samples_as_its_row_s_owner_asked_though_the_row_has_a_new_one(mo
 
 
 def test_a_pipeline_keeps_as_many_steps_in_flight_as_it_has_stages(model: Path) -> None:
-    hf_config = read_config(str(model))
+    hf_config = fetch_config(str(model))
     for stages, budget in ((1, 2048), (3, 128)):
         config = resolve_options(EngineConfig(str(model), pipeline_parallel_size=stages, device="cpu"), hf_config)
         assert config.depth == stages and config.num_ranks == stages

@@ -30,7 +30,7 @@ from nanovllm.distributed.collectives import GroupParallel, PeerLostError
 from nanovllm.distributed.follower_group import FollowerGroup
 from nanovllm.distributed.leader import ThreadShare
 from nanovllm.distributed.ring import HEADER
-from nanovllm.models import loader
+from nanovllm.models import weight_reader
 from nanovllm.outputs import Output
 
 SOON = 50.0
@@ -363,7 +363,7 @@ def test_the_last_of_several_engines_brings_the_threads_back(monkeypatch: pytest
 
 def test_a_follower_killed_while_rank_0_loads_fails_rank_0(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = set(list_children(os.getpid()))
-    fill = loader._fill
+    fill = weight_reader._fill
     filled: list[tuple[Any, ...]] = []
     with safe_open(model / "model.safetensors", "pt") as tensors:
         num_tensors = len(tensors.keys())
@@ -377,7 +377,7 @@ def test_a_follower_killed_while_rank_0_loads_fails_rank_0(model: Path, monkeypa
         time.sleep(0.5)
         fill(*args)
 
-    monkeypatch.setattr(loader, "_fill", fill_slowly)
+    monkeypatch.setattr(weight_reader, "_fill", fill_slowly)
     with pytest.raises(RuntimeError, match=r"rank 1 of 2 failed: .* was killed by SIGKILL"):
         start_two(model)
     assert len(filled) < num_tensors, "the load went on although a rank was lost"

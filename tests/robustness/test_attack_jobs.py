@@ -25,12 +25,12 @@ from helpers.paths import BOX_MODEL
 
 from nanovllm import LLM
 from nanovllm.jobs.compact_sets import LineSet
-from nanovllm.jobs.job import Status
+from nanovllm.jobs.job import OutputError, Status
 from nanovllm.jobs.manifest import Manifest
 from nanovllm.jobs.provenance import read_provenance
 from nanovllm.jobs.request_lines import LineError, list_rendering_arguments, prepare_request, read_request_line
 from nanovllm.jobs.result_lines import ResultLine
-from nanovllm.jobs.results_file import OutputError, open_results
+from nanovllm.jobs.results_file import open_results
 from nanovllm.jobs.run import answer_lines
 from nanovllm.jobs.source import Line, Reading, Source
 

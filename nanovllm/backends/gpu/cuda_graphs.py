@@ -2,6 +2,7 @@
 
 import bisect
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -66,7 +67,8 @@ class CudaGraphs(Steps):
         Args:
             runner: the runner whose steps become graphs. They read its weights and its cache where these lie now.
         """
-        self._runner = runner
+        # No strong reference: a cycle would keep a dropped engine's memory, and its graphs beyond its process group.
+        self._runner: ModelRunner = weakref.proxy(runner)
         self.sizes = graph_batch_sizes(runner.config.max_num_seqs)
         self.most_seqs = self.sizes[-1]
         self._pool: Any = None  # torch's pool handles have no public type
@@ -75,11 +77,10 @@ class CudaGraphs(Steps):
 
     def capture(self, sizes: list[int] | None = None, show_progress: bool = False) -> None:
         """Capture the graphs of sizes, by default of all. All inputs are padding: no sequence is touched."""
-        device = self._runner.device
-        stream = _capture_stream(torch.cuda.current_device() if device.index is None else device.index)
-        current = torch.cuda.current_stream()
         sizes = sorted(sizes or self.sizes, reverse=True)
         with self._runner.backend.on_device(), torch.inference_mode():
+            stream = _capture_stream(torch.cuda.current_device())
+            current = torch.cuda.current_stream()
             for size in tqdm(sizes, desc="Capturing graphs", disable=not show_progress):
                 head = torch.from_numpy(make_padding(size, self._runner.device_rows.padding_row)).view(-1)
                 self._runner.staging.buffer[: len(head)].copy_(head)

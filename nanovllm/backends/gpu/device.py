@@ -15,7 +15,6 @@ from nanovllm.backends.base import Backend
 from nanovllm.backends.gpu.cuda_graphs import CudaGraphs
 from nanovllm.backends.gpu.memory import measure_memory
 from nanovllm.backends.gpu.pinned import PinnedCopier, PinnedStaging
-from nanovllm.backends.gpu.startup import compile_kernels
 from nanovllm.backends.steps import Steps, Stopwatch
 
 if TYPE_CHECKING:
@@ -81,9 +80,10 @@ class CudaBackend(Backend):
 
     def compile_kernels(self, runner: "ModelRunner") -> None:
         if self.captures_steps:
-            copy_context().run(
-                compile_kernels, runner, self.runs_on_fake_tensors
-            )  # Triton 3.6 leaves a mark in its context where a compile fails
+            from nanovllm.backends.gpu.startup import compile_kernels  # plain torch needs no Triton
+
+            # Triton 3.6 leaves a mark in its context where a compile fails.
+            copy_context().run(compile_kernels, runner, self.runs_on_fake_tensors)
 
     def why_broken(self) -> str | None:
         try:

@@ -23,7 +23,7 @@ class Link:
         """
         Args:
             group: a ProcessGroupNCCL of the two ranks.
-            device: this rank's.
+            device: the device of this rank.
         """
         self.group = group
         self.stream: Any = torch.cuda.Stream(device)

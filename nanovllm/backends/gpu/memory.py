@@ -26,11 +26,11 @@ class GpuMemory:
 
     Attributes:
         total: all memory of the GPU.
-        others: held by other processes, and by CUDA itself in this one.
-        weights: parameters and tables.
+        others: the bytes that are held by other processes, and by CUDA itself in this one.
+        weights: the bytes of parameters and tables.
         activations: the most that a step of max_num_batched_tokens adds, sampling included.
-        graphs: kept by the captured graphs.
-        states: of all rows, in models that keep a state for each.
+        graphs: the bytes that the captured graphs keep.
+        states: the bytes of the states of all rows, in models that keep a state for each.
     """
 
     total: int

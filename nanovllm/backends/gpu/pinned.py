@@ -35,7 +35,7 @@ class PinnedCopier:
         """Start to copy source, on the host, to target, on the GPU. The source may be freed when this returns.
 
         Args:
-            target: of the shape of source, and of any dtype: the host converts.
+            target: has the shape of source, and any dtype: the host converts.
         """
         row_bytes = max(target[:1].numel() * target.element_size(), 1)
         buffer_bytes = self._buffers[0].numel()

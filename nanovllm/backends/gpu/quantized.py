@@ -9,7 +9,6 @@ from nanovllm.quantized.coded_weight import CodedWeight
 from nanovllm.quantized.codes import Codes
 from nanovllm.quantized.formats import Format
 from nanovllm.quantized.torch_matrix import MatrixOperators
-from nanovllm.utils.checks import quote
 
 
 class TritonMatrix:
@@ -93,13 +92,6 @@ class TritonMatrixOperators(MatrixOperators):
 
     def make_experts(self, codes: Codes, dtype: torch.dtype) -> TritonExperts:
         return TritonExperts(codes)
-
-    def check(self, format: Format) -> None:
-        if format.rounds_inputs:
-            raise ValueError(
-                f"quantization is {quote(format.name)}, for which there are kernels on a CPU only: on a GPU use "
-                'quantization="int8", or attention_backend="torch", which is slow'
-            )
 
     def warn(self, format: Format) -> None:
         pass

@@ -324,7 +324,7 @@ def filter_rows(
 
     Args:
         logits: [n, vocab].
-        table, rows: as in `sample_reference`.
+        table, rows: the values that `sample_reference` explains.
         parts: the maximum of each part [n, all parts], in the logits' dtype; and its weight relative to
             its maximum, float32 of the same shape, which is overwritten.
         chunk_weight: float32 [n, num_chunks], written.

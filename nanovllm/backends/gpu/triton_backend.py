@@ -15,7 +15,7 @@ from nanovllm.backends.gpu.sample import sample
 from nanovllm.backends.gpu.silu_and_mul import silu_and_mul
 from nanovllm.backends.gpu.step_inputs import step_inputs
 from nanovllm.backends.gpu.token_logprobs import token_logprobs
-from nanovllm.backends.gpu.triton_shim import HAS_TRITON, INTERPRETED
+from nanovllm.backends.gpu.triton_shim import INTERPRETED
 from nanovllm.ops.attention import KVCache
 from nanovllm.ops.step_inputs import StepInputs
 
@@ -42,8 +42,6 @@ class TritonKernels(Backend):
     def why_cannot(cls, device: torch.device) -> str | None:
         if device.type != "cuda" and not INTERPRETED:
             return f"it needs a CUDA device, not {device.type} (or, for tests, TRITON_INTERPRET=1 set before the start)"
-        if not HAS_TRITON:
-            return "triton is not installed (pip install triton)"
         return None
 
     def prepare_attention(self, inputs: StepInputs, cache: KVCache, num_heads: int) -> StepInputs:

@@ -1,12 +1,12 @@
-"""Imports Triton where it can be of use. Elsewhere stand-ins let the kernels' files be imported, for their references.
+"""Imports Triton once, and says what differs between its versions and between GPUs.
 
 Every kernel imports `triton` and `tl` from here. Triton decides between its compiler and its CPU interpreter when a
 kernel is decorated, so `INTERPRETED` is read once, at import.
 """
 
 import os
-import sys
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -14,34 +14,12 @@ import torch
 # Triton 3.9 warns that its default will change, unless this says that products and sums are fused, as they were.
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
 
-triton: Any
-tl: Any
+triton: Any = import_module("triton")
+tl: Any = import_module("triton.language")
 
-try:
-    # Importing Triton takes a fifth of a second. If torch is built without CUDA, only tests need it: they ask for its
-    # interpreter, or have imported it already.
-    if not torch.backends.cuda.is_built() and not {"triton", "TRITON_INTERPRET"} & {*sys.modules, *os.environ}:
-        raise ImportError("nothing here can run its kernels")
-    import triton  # type: ignore[no-redef]
-    import triton.language as tl  # type: ignore[no-redef]
-
-    HAS_TRITON = True
-    INTERPRETED = bool(triton.knobs.runtime.interpret)
-    # launch.py knows which arguments a compiled kernel's `run` takes in these versions.
-    LAUNCHES_DIRECTLY = (3, 6) <= tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 9)
-except ImportError:
-
-    class _Absent:
-        """Stands in for both modules: every attribute is this object, and as a decorator it returns the function."""
-
-        def __getattr__(self, name: str) -> "_Absent":
-            return self
-
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            return args[0] if len(args) == 1 and callable(args[0]) else self
-
-    triton = tl = _Absent()
-    HAS_TRITON = INTERPRETED = LAUNCHES_DIRECTLY = False
+INTERPRETED = bool(triton.knobs.runtime.interpret)
+# launch.py knows which arguments a compiled kernel's `run` takes in these versions.
+LAUNCHES_DIRECTLY = (3, 6) <= tuple(map(int, triton.__version__.split(".")[:2])) <= (3, 9)
 
 _SHARED_KIB = {(8, 0): 163, (8, 6): 99, (8, 7): 163, (8, 9): 99, (9, 0): 227, (10, 0): 227, (10, 3): 227, (12, 0): 99}
 

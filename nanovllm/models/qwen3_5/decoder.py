@@ -14,8 +14,8 @@ from nanovllm.backends import Backend, CacheSize, KVCache
 from nanovllm.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
 from nanovllm.layers.parallel import Parallel
 from nanovllm.layers.weights import NamedTargets, ShardedLayer, WeightTarget
-from nanovllm.models.config import find_rotary_dim
 from nanovllm.models.decoder import Decoder, Layer, find_biases, make_norm, make_rotary_table, share_heads
+from nanovllm.models.model_config import find_rotary_dim
 from nanovllm.models.qwen3_5.delta_net import DeltaNet
 from nanovllm.models.qwen3_5.ops import OPERATORS, HybridOperators
 from nanovllm.models.qwen3_5.states import resolve_states

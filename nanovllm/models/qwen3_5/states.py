@@ -64,7 +64,7 @@ def count_rows_that_fit(config: EngineConfig, weights: int, row_bytes: int, gpu_
 
 
 def fit_rows(room: int, row_bytes: int) -> int:
-    """Return the max_num_seqs for states of row_bytes each: 512, or as many as half of the room holds.
+    """Return the max_num_seqs for states of row_bytes each: DEFAULT_NUM_SEQS, or as many as half of the room holds.
 
     The other half is for keys and values. One row more is there for padding.
     """

@@ -1,11 +1,13 @@
 """Fills a model from safetensors, and proves that every parameter was filled."""
 
 import logging
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,9 +15,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from nanovllm.layers.parallel import Parallel
 from nanovllm.layers.weights import WeightTarget
-from nanovllm.models.config import is_headless, read_json
 from nanovllm.models.decoder import Decoder
+from nanovllm.models.model_config import is_headless, read_json
 from nanovllm.utils.checks import quote
 
 if TYPE_CHECKING:
@@ -25,6 +28,9 @@ if TYPE_CHECKING:
     from nanovllm.quantized.loading import ModelQuantizer
 
 logger = logging.getLogger(__name__)
+
+READ_AHEAD = 4 << 30
+"""Bytes that a fast disk reads while Python imports."""
 
 
 def allocate(model: Decoder, device: torch.device, but: Iterable[nn.Parameter] = ()) -> None:
@@ -80,6 +86,25 @@ def checkpoint_files(folder: Path) -> list[Path]:
     return files
 
 
+def read_ahead(files: Iterable[Path]) -> None:
+    """Have the operating system read files into its cache, in a thread that nobody waits for. Errors are ignored.
+
+    It sends the files to /dev/null, which copies nothing and does not hold Python's lock.
+    """
+
+    def read() -> None:
+        left = READ_AHEAD
+        with suppress(OSError), open(os.devnull, "wb") as nowhere:
+            for path in files:
+                with path.open("rb") as file:
+                    at = 0
+                    while sent := os.sendfile(nowhere.fileno(), file.fileno(), at, left):
+                        at += sent
+                        left -= sent
+
+    Thread(target=read, daemon=True, name="read ahead").start()
+
+
 def name_some(names: Iterable[str]) -> str:
     """Return the first five of the names, and how many more there are, for an error message."""
     names = sorted(names)
@@ -88,23 +113,23 @@ def name_some(names: Iterable[str]) -> str:
 
 def load_weights(
     model: Decoder,
+    parallel: Parallel,
+    quantizer: "ModelQuantizer | None",
     *,
     folder: Path,
-    show_progress: bool = False,
-    check: Callable[[], None] = lambda: None,
     adapter: "Adapter | None" = None,
-    quantizer: "ModelQuantizer | None" = None,
 ) -> None:
     """Fill the model from the folder's safetensors, one tensor at a time. Each rank reads only its own share.
 
     Args:
-        check: called before each tensor. It raises an exception if loading is to end.
-        adapter: is merged into the weights as they are read.
         quantizer: quantises matrices as they are read.
+        folder: the folder of the checkpoint.
+        adapter: is merged into the weights as they are read.
 
     Raises:
         ValueError: a file cannot be read, or a tensor is missing, unexpected, in two files, or of another shape.
     """
+    show_progress = parallel.number == 0
     files = checkpoint_files(folder)
     found = find_names(files)
     names = name_canonically(found)
@@ -128,7 +153,7 @@ def load_weights(
     for path in tqdm(files, desc="Loading weights", unit="file", disable=not show_progress or len(files) == 1):
         with _open(path) as file:
             for name in file.keys():  # noqa: SIM118  # not a dict
-                check()
+                parallel.raise_failure()
                 source = file.get_slice(name)
                 if adapter is not None:
                     source = adapter.merge(names[name], source)

@@ -1,0 +1,50 @@
+"""The targets of a step: prompt tokens whose log-probabilities are wanted, and prompts that are embedded."""
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from nanovllm.backends import Backend
+from nanovllm.engine.plan import EMBED, FloatArray, StepPlan
+from nanovllm.models.decoder import Decoder
+from nanovllm.outputs import Logprob
+from nanovllm.runner.head_inputs import HeadInputs
+from nanovllm.runner.logprobs import Logprobs, pair_logits
+
+
+class Targets:
+    """Computes the targets of a step: log-probabilities of tokens, and hidden states where a target is EMBED."""
+
+    def __init__(self, head: HeadInputs, model: Decoder, backend: Backend) -> None:
+        """Start to compute. The device may be at work when this returns."""
+        plan = head.plan
+        indices = find_targets(plan) if head.scored is None else head.scored
+        are_tokens = plan.targets != EMBED
+        hidden = head.hidden
+        self._token_ids = plan.targets[are_tokens]
+        self._scores: Logprobs | None = None
+        self._embeddings: Tensor | None = None
+        if not are_tokens.all():
+            to_embed = backend.to_device(indices[~are_tokens])
+            self._embeddings = backend.start_copy(hidden[to_embed].float())
+        if are_tokens.any():
+            token_ids = head.targets
+            counts = np.repeat(head.asked["num_prompt_logprobs"], plan.num_scored)[are_tokens]
+            if not are_tokens.all():
+                indices = indices[are_tokens]
+                token_ids = token_ids[backend.to_device(np.flatnonzero(are_tokens))]
+            on_device = backend.to_device(indices)
+            pieces = pair_logits(on_device, token_ids, lambda some: model.compute_logits(hidden[some]))
+            self._scores = Logprobs(pieces, counts, backend)
+
+    def read(self) -> tuple[list[dict[int, Logprob]], list[FloatArray]]:
+        """Return the scores and the embeddings, each in the plan's order. The device must have ended the step."""
+        scores = [] if self._scores is None else self._scores.read(self._token_ids)
+        return scores, [] if self._embeddings is None else [*self._embeddings.numpy()]
+
+
+def find_targets(plan: StepPlan) -> NDArray[np.intp]:
+    """Return, for each of the plan's targets, the index of the token whose hidden state it needs."""
+    num_scored = plan.num_scored
+    firsts = plan.num_scheduled.cumsum() - plan.num_sampled - num_scored  # the first token of each that scores
+    return np.arange(len(plan.targets)) + np.repeat(firsts - (num_scored.cumsum() - num_scored), num_scored)
