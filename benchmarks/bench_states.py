@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.measuring import make_inputs
 from nanovllm.backends.cpu.backend import CpuBackend
-from nanovllm.backends.cpu.hybrids import CpuHybridOperators
+from nanovllm.backends.cpu.hybrids import Operators as CpuHybridOperators
 
 LAYERS = 18
 HEADS = 16

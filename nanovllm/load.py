@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.config import EngineConfig, ResolvedConfig
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.interfaces import LogitEditor, Runner, StepObserver
+from nanovllm.engine.interfaces import LogitEditor, StepObserver
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.layers.parallel import Parallel
@@ -34,6 +34,7 @@ from nanovllm.utils.memory import check_room
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from nanovllm.distributed.leader import LeadingRunner
     from nanovllm.parsing.parser import AnswerParser
     from nanovllm.quantized.loading import ModelQuantizer
 
@@ -121,7 +122,11 @@ def read_files(asked: EngineConfig) -> ModelFiles:
 
 
 def assemble(
-    config: ResolvedConfig, files: ModelFiles, tokenizer: Tokenizer | None, runner: Runner, num_blocks: int
+    config: ResolvedConfig,
+    files: ModelFiles,
+    tokenizer: Tokenizer | None,
+    runner: "ModelRunner | LeadingRunner",
+    num_blocks: int,
 ) -> LLMEngine:
     """Put an engine together around a runner whose KV cache has so many blocks."""
     eos_token_ids = find_eos_token_ids(files.eos_token_id, tokenizer, config.vocab_size)
@@ -196,7 +201,7 @@ def resolve_options(
 
 def load_runner(
     config: ResolvedConfig, hf_config: "PretrainedConfig", weights: Path | None
-) -> tuple[Runner, Callable[[], int]]:
+) -> tuple["ModelRunner | LeadingRunner", Callable[[], int]]:
     """Load the model on one device, or on several ranks.
 
     Args:
@@ -259,7 +264,7 @@ def make_quantizer(config: ResolvedConfig, hf_config: "PretrainedConfig") -> "Mo
 
 
 def make_scheduler(
-    config: ResolvedConfig, runner: Runner, num_blocks: int, tokenizer: Tokenizer | None
+    config: ResolvedConfig, runner: "ModelRunner | LeadingRunner", num_blocks: int, tokenizer: Tokenizer | None
 ) -> tuple[Scheduler, list[StepObserver]]:
     """Return the scheduler, with a speculator if drafts are asked for, and the trace as observer if there is one."""
     scheduler = Scheduler(

@@ -212,7 +212,7 @@ def measure_self_drafting(args: argparse.Namespace) -> dict[str, Any]:
     llm = LLM(args.model, **options, max_num_seqs=args.batch or 32, speculative_config=config)
     speculation = llm.engine.scheduler.speculation
     speculation.costs = StepCosts(np.array([1.0, 1e9]), np.ones(2), np.ones(2), np.zeros(2))
-    runner = speculation.drafter._runner = TimedRunner(llm.engine.runner)
+    runner = speculation.drafter._runner = TimedRunner(llm.engine.runner.draft)
     spans: Counter[str] = Counter()
     llm.observe(SpanCounter(spans))
     result = {}

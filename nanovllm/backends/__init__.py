@@ -1,6 +1,6 @@
 """The backends, which run models on a device. A backend's module is imported when it is chosen, and only then."""
 
-from importlib import import_module
+from pkgutil import resolve_name
 
 import torch
 from torch import Tensor
@@ -9,15 +9,15 @@ from nanovllm.backends.base import Backend
 from nanovllm.ops.attention import CacheSize, KVCache
 
 _CLASSES = {
-    "flash_attn": {"cuda": "nanovllm.backends.gpu.flash_attn_backend.FlashAttnBackend"},
+    "flash_attn": {"cuda": "nanovllm.backends.gpu.flash_attn_backend:FlashAttnBackend"},
     "triton": {
-        "cuda": "nanovllm.backends.gpu.triton_backend.TritonBackend",
-        "cpu": "nanovllm.backends.gpu.triton_backend.TritonKernels",  # in Triton's interpreter, for tests
+        "cuda": "nanovllm.backends.gpu.triton_backend:TritonBackend",
+        "cpu": "nanovllm.backends.gpu.triton_backend:TritonKernels",  # in Triton's interpreter, for tests
     },
-    "cpu": {"cpu": "nanovllm.backends.cpu.backend.CpuBackend"},
+    "cpu": {"cpu": "nanovllm.backends.cpu.backend:CpuBackend"},
     "torch": {
-        "cuda": "nanovllm.backends.gpu.device.CudaBackend",
-        "cpu": "nanovllm.backends.torch_backend.TorchBackend",
+        "cuda": "nanovllm.backends.gpu.device:CudaBackend",
+        "cpu": "nanovllm.backends.torch_backend:TorchBackend",
     },
 }
 """The class of each backend, by its name and the type of the device."""
@@ -34,8 +34,7 @@ def find_backend(name: str, device: torch.device) -> type[Backend] | None:
     path = _CLASSES[name].get(device.type)
     if path is None:
         return None
-    module, _, class_name = path.rpartition(".")
-    found: type[Backend] = getattr(import_module(module), class_name)
+    found: type[Backend] = resolve_name(path)
     return found
 
 

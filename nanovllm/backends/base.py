@@ -4,10 +4,10 @@ It computes the operators of a model, runs and repeats steps, moves data, and kn
 chooses a backend at start-up. The runner and every layer call that object, so they do not need to know where they run.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -27,6 +27,8 @@ from nanovllm.utils.memory import cpu_cache_budget, free_memory
 
 if TYPE_CHECKING:
     from nanovllm.runner.model_runner import ModelRunner
+
+T = TypeVar("T")
 
 
 class Backend:
@@ -70,16 +72,17 @@ class Backend:
     store_samples = staticmethod(store_samples_reference)
     token_logprobs = staticmethod(token_logprobs_reference)
 
-    def find_operators(self, table: Mapping[str, str]) -> Any:
+    def find_operators(self, reference: Callable[["Backend"], T], module: str) -> T:
         """Return the operators that only a family of models or a wing has, in the form for this backend's kernels.
 
         Args:
-            table: {kernels: the name of a module}. "torch" serves for kernels that are not in it.
-
-        Returns:
-            An object whose methods are the operators: what the module's `make_operators(backend)` returns.
+            reference: the class of the operators in plain torch.
+            module: the module of backends/cpu and of backends/gpu whose class `Operators` has the faster ones.
         """
-        return import_module(table.get(self.kernels, table["torch"])).make_operators(self)
+        if self.kernels == "torch":
+            return reference(self)
+        operators: T = import_module(f"nanovllm.backends.{self.kernels}.{module}").Operators(self)
+        return operators
 
     def prepare_attention(self, inputs: StepInputs, cache: KVCache, num_heads: int) -> StepInputs:
         """Return the inputs with everything that `attend` needs in addition, in `prepared`. All layers share it.

@@ -1,7 +1,8 @@
 """Commands that rank 0 sends to the followers between steps: new weights, and sleep.
 
-The ring's messages are plans. A message that begins with COMMAND says that a command follows by broadcast, and how many
-bytes its JSON has. A command may be followed by a tensor, which is broadcast, too.
+The ring's messages are plans. A message that begins with DRAFT is a plan for the draft model. A message that begins
+with COMMAND says that a command follows by broadcast, and how many bytes its JSON has. A command may be followed by a
+tensor, which is broadcast, too.
 """
 
 import json
@@ -16,6 +17,8 @@ from nanovllm.runner.renewal import Command
 
 COMMAND = -1
 """The first element of a message that announces a command. A plan begins with its number of sequences."""
+DRAFT = -2
+"""The first element of a message that has a plan for the draft model. The plan follows it."""
 
 
 def announce(command: Command) -> IntArray:

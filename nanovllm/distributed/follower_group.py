@@ -27,7 +27,8 @@ from nanovllm.config import ResolvedConfig
 from nanovllm.distributed.collectives import PeerLostError, choose_device
 from nanovllm.distributed.follower_process import FollowerProcess
 from nanovllm.distributed.ring import make_anonymous_file, make_ring
-from nanovllm.engine.plan import IntArray, StageSpan
+from nanovllm.distributed.stages import StageSpan
+from nanovllm.engine.plan import IntArray
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig

@@ -17,12 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from nanovllm.config import ResolvedConfig
 from nanovllm.distributed.collectives import GroupParallel
-from nanovllm.distributed.commands import announce, broadcast_command
+from nanovllm.distributed.commands import DRAFT, announce, broadcast_command
 from nanovllm.distributed.follower_group import FollowerGroup
 from nanovllm.distributed.pipeline import FirstStage, StageParallel, StageRunner
 from nanovllm.distributed.ring import pack_plan
@@ -50,6 +51,20 @@ class LeadingHandle:
         """Wait for the step and return rank 0's result; raises the failure of a follower."""
         with self._followers.guard():
             return replace(self._handle.result(), command_seconds=self._command_seconds)
+
+
+class LeadingDraft:
+    """The runner of a draft model that all ranks share."""
+
+    def __init__(self, draft: ModelRunner, followers: FollowerGroup) -> None:
+        self._draft = draft
+        self._followers = followers
+
+    def launch(self, plan: StepPlan) -> LeadingHandle:
+        """Start a step of the draft model on all ranks."""
+        with self._followers.guard():
+            self._followers.send(np.insert(pack_plan(plan), 0, DRAFT))
+            return LeadingHandle(self._draft.launch(plan), self._followers, 0.0)
 
 
 class ThreadShare:
@@ -118,8 +133,11 @@ class LeadingRunner:
                     runner_class = partial(StageRunner, group=self._parallel, report=report)
                 self.local = make_runner(parallel, runner_class)
                 self._first: ModelRunner | FirstStage = self.local
+                self.draft: ModelRunner | LeadingDraft | None = self.local.draft
                 if isinstance(self.local, StageRunner):
                     self._first = FirstStage(self.local, self._parallel, spans)
+                elif self.local.draft is not None:
+                    self.draft = LeadingDraft(self.local.draft, self._followers)
                 self._followers.wait_until("loaded")
             except BaseException:
                 self._followers.dismiss(by_force=True)
@@ -148,8 +166,7 @@ class LeadingRunner:
         """Start a step on all ranks. Only rank 0 gets the edits, because only it has logits to sample from."""
         with self._followers.guard():
             since = time.perf_counter()
-            if not (plan.for_draft_model and isinstance(self._first, FirstStage)):
-                self._followers.send(pack_plan(plan))
+            self._followers.send(pack_plan(plan))
             command_seconds = time.perf_counter() - since
             return LeadingHandle(self._first.launch(plan, edits), self._followers, command_seconds)
 

@@ -20,9 +20,9 @@ from nanovllm.config import ResolvedConfig
 from nanovllm.distributed.collectives import GroupParallel
 from nanovllm.distributed.stage_decoder import make_stage_decoder
 from nanovllm.distributed.stage_inputs import StageInputs
-from nanovllm.distributed.stages import choose_stages
+from nanovllm.distributed.stages import StageSpan, choose_stages
 from nanovllm.engine.interfaces import Handle, StepEdits
-from nanovllm.engine.plan import StageSpan, StepPlan, StepResult
+from nanovllm.engine.plan import StepPlan, StepResult
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.decoder import Decoder
 from nanovllm.ops.step_inputs import DevicePlan, StepInputs
@@ -239,9 +239,7 @@ class FirstStage:
         self._unread: deque[PipelineHandle] = deque()
 
     def launch(self, plan: StepPlan, edits: StepEdits | None = None) -> Handle:
-        """Run the first part of a step. A draft model is on rank 0 alone."""
-        if plan.for_draft_model:
-            return self.runner.launch(plan)
+        """Run the first part of a step."""
         self._num_plans += 1
         handle = PipelineHandle(self, self._num_plans, plan, edits)
         self._unread.append(handle)

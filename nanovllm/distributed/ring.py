@@ -22,7 +22,7 @@ LONGEST_SPIN = 100e-6
 LONGEST_SLEEP = 2e-3
 """Seconds of the longest sleep between two polls."""
 
-HEADER = 6
+HEADER = 5
 """How many counts stand at the beginning of a packed plan."""
 
 T = TypeVar("T")
@@ -31,17 +31,17 @@ T = TypeVar("T")
 def pack_plan(plan: StepPlan) -> IntArray:
     """Return the plan as one int32 array: a header of counts, then its arrays one after another."""
     counts = (plan.num_seqs, plan.num_tokens, len(plan.targets), len(plan.block_entries), len(plan.new_rows))
-    return np.concatenate((np.array((*counts, plan.for_draft_model), np.int32), *plan.arrays()))
+    return np.concatenate((np.array(counts, np.int32), *plan.arrays()))
 
 
 def unpack_plan(packed: IntArray) -> StepPlan:
     """Return the plan that `pack_plan` packed; its arrays are views of `packed`."""
-    num_seqs, num_tokens, num_targets, num_entries, num_new_rows, for_draft_model = packed[:HEADER].tolist()
+    num_seqs, num_tokens, num_targets, num_entries, num_new_rows = packed[:HEADER].tolist()
     rest = [num_tokens, num_targets, 3 * num_entries, num_new_rows * ROW_SAMPLING.itemsize // 4]
     lengths = [num_seqs] * NUM_PER_SEQ + rest
     ends = (HEADER + np.cumsum(lengths)).tolist()
     parts = [packed[end - n : end] for end, n in zip(ends, lengths, strict=True)]
-    return StepPlan.from_arrays(parts)._replace(for_draft_model=bool(for_draft_model))
+    return StepPlan.from_arrays(parts)
 
 
 def make_anonymous_file() -> int:
@@ -55,9 +55,12 @@ def make_anonymous_file() -> int:
 
 
 def make_ring(config: ResolvedConfig, fd: int) -> "Ring":
-    """Return one end of the ring for an engine's plans. A pipeline has a slot for each plan in flight, and one more."""
+    """Return one end of the ring for an engine's plans. A pipeline has a slot for each plan in flight, and one more.
+
+    The plan of a draft model has a mark before it, which takes one element.
+    """
     slots = max(NUM_SLOTS, config.pipeline_parallel_size + 1)
-    return Ring(fd, config.num_ranks - 1, HEADER + StepPlan.max_size(config), slots)
+    return Ring(fd, config.num_ranks - 1, 1 + HEADER + StepPlan.max_size(config), slots)
 
 
 class Ring:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -32,6 +32,22 @@ class Stage:
     @property
     def is_last(self) -> bool:
         return self.end == self.num_layers
+
+
+class StageSpan(NamedTuple):
+    """A span of time of one rank of a pipeline.
+
+    Attributes:
+        name: "layers" or "head" while it computes, "receive" while it waits for another rank.
+        plan: the number of the plan. In a `StepResult` it counts from the result's own plan: 1 is the next one.
+        start, seconds: by `time.perf_counter`, which all processes of a machine share.
+    """
+
+    rank: int
+    name: str
+    plan: int
+    start: float
+    seconds: float
 
 
 def split_layers(layer_weights: Sequence[int], head_weight: int, num_stages: int) -> list[Stage]:
@@ -80,12 +96,15 @@ def choose_stages(hf_config: "PretrainedConfig", num_stages: int) -> list[Stage]
 def choose_ready(table: RowTable, num_stages: int) -> Rows:
     """Choose the running rows that the next step of a pipeline may compute; return them in order of admission.
 
+    A sequence is in one step in flight at most, unless the steps are chunks of its prompt. So each step leaves some
+    running sequences to the others, and more than one prompt may be unfinished.
+
     A row whose next token is in flight waits until the host has read it. Of the rows that need one token, a step takes
     at most ceil(running / stages). With more, all rows could be in one step, and only one stage would work.
 
     Args:
-        table: the scheduler's.
-        num_stages: as many steps in flight keep all stages busy.
+        table: the scheduler's table.
+        num_stages: how many steps in flight keep all stages busy.
     """
     rows = table.order
     num_left = np.minimum(table.num_tokens[rows], table.num_needed[rows]) - table.num_computed[rows]

@@ -139,7 +139,7 @@ def follow(start: dict[str, Any], send: Callable[..., None]) -> None:
 
 def obey(ring: "Ring", runner: "ModelRunner", group: "GroupParallel") -> None:
     """Run the plans and commands of rank 0, in their order, until it sends an empty message."""
-    from nanovllm.distributed.commands import COMMAND, receive_command
+    from nanovllm.distributed.commands import COMMAND, DRAFT, receive_command
     from nanovllm.distributed.pipeline import StageRunner
     from nanovllm.distributed.ring import unpack_plan
     from nanovllm.engine.plan import StepPlan
@@ -150,5 +150,8 @@ def obey(ring: "Ring", runner: "ModelRunner", group: "GroupParallel") -> None:
     while len(packed := ring.read(group.rank - 1)):
         if packed[0] == COMMAND:
             renewal.run(*receive_command(packed, group, runner.device))
+        elif packed[0] == DRAFT:
+            assert runner.draft is not None
+            runner.draft.launch(unpack_plan(packed[1:]))
         else:
             run(unpack_plan(packed))

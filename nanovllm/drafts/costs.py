@@ -3,13 +3,13 @@
 import logging
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nanovllm.config import ResolvedConfig
-from nanovllm.engine.interfaces import Runner
+from nanovllm.engine.interfaces import Handle
 from nanovllm.engine.plan import IntArray, StepPlan
 from nanovllm.utils.integers import ceil_div
 
@@ -25,6 +25,13 @@ WORTHWHILE = 1.02
 """Drafts are verified only if they are expected to make so many times the tokens a second of a step without them."""
 
 FloatArray = NDArray[np.float64]
+
+
+class PlanRunner(Protocol):
+    """Runs plans on the device: the runner of the model, or that of the draft model."""
+
+    def launch(self, plan: StepPlan) -> Handle:
+        """Start a step and return at once."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +98,15 @@ def choose_num_drafts(
     return np.bincount(order[:best] // most, minlength=len(offers)).astype(np.int32)
 
 
-def measure_costs(runner: Runner, config: ResolvedConfig, max_drafts: int) -> StepCosts:
+def measure_costs(
+    runner: PlanRunner, config: ResolvedConfig, max_drafts: int, draft_runner: PlanRunner | None = None
+) -> StepCosts:
     """Run steps of several sizes, with and without drafts, and return their times.
 
     Args:
-        runner: with its cache; nothing is stored there.
-        max_drafts: of a sequence in a step.
+        runner: the runner of the model, with its cache; nothing is stored there.
+        max_drafts: the most drafts of a sequence in a step.
+        draft_runner: the runner of the draft model; None if there is none.
     """
     limit = min(config.max_num_batched_tokens, config.max_num_seqs * (1 + max_drafts))
     sizes = [size for size in SIZES if size <= limit]
@@ -107,29 +117,26 @@ def measure_costs(runner: Runner, config: ResolvedConfig, max_drafts: int) -> St
     if num_short and not config.enforce_eager:
         plain[:num_short] = time_steps(runner, config, decodes[:num_short], 0)
     drafting = np.zeros(len(sizes))
-    if config.draft is not None:
-        drafting = time_steps(runner, config, decodes, 0, for_draft_model=True)
+    if draft_runner is not None:
+        drafting = time_steps(draft_runner, config, decodes, 0)
     logger.info("a step of %s tokens takes %s ms", sizes, np.round(1000 * verified, 2).tolist())
     return StepCosts(np.array(sizes, np.float64), plain, verified, drafting)
 
 
-def time_steps(
-    runner: Runner, config: ResolvedConfig, sizes: list[int], num_drafts: int, for_draft_model: bool = False
-) -> FloatArray:
+def time_steps(runner: PlanRunner, config: ResolvedConfig, sizes: list[int], num_drafts: int) -> FloatArray:
     """Return the seconds of steps of given sizes, each the best of several runs.
 
     There are two rounds, because another process may disturb one. More tokens never count as cheaper than fewer.
 
     Args:
-        sizes: tokens that each step computes.
-        num_drafts: of each sequence; so a step has size / (1 + num_drafts) sequences.
+        sizes: how many tokens each step computes.
+        num_drafts: how many drafts each sequence has; so a step has size / (1 + num_drafts) sequences.
     """
     times = dict.fromkeys(sizes, np.inf)
 
     def measure(size: int) -> None:
         plan = StepPlan.largest(ceil_div(size, 1 + num_drafts), size, 1 + num_drafts, num_drafts)
         plan.rows[:] = config.max_num_seqs  # the padding row: nothing is stored
-        plan = plan._replace(for_draft_model=for_draft_model)
         spent = 0.0
         while spent < ROUND:
             since = time.perf_counter()

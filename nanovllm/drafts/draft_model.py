@@ -25,7 +25,8 @@ import torch
 from numpy.typing import NDArray
 
 from nanovllm.config import EngineConfig, ResolvedConfig
-from nanovllm.engine.interfaces import Handle, Runner
+from nanovllm.drafts.costs import PlanRunner
+from nanovllm.engine.interfaces import Handle
 from nanovllm.engine.plan import ROW_SAMPLING, IntArray, StepPlan
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import ScheduledStep
@@ -53,8 +54,8 @@ def find_draft(
 
     Args:
         asked: the user's options.
-        config: the model's, resolved.
-        model_folder: the model's; None if it has random weights.
+        config: the model's resolved options.
+        model_folder: the model's folder; None if it has random weights.
         find_config: `load.find_config`.
 
     Raises:
@@ -108,8 +109,8 @@ def check_same_ids(tokenizer: Tokenizer | None, other: Tokenizer | None) -> None
     """Raise a ValueError unless both tokenizers give each token the same id, or both are None.
 
     Args:
-        tokenizer: the model's.
-        other: the draft model's.
+        tokenizer: the model's tokenizer.
+        other: the draft model's tokenizer.
     """
     if tokenizer is None or other is None:
         if tokenizer is not other:
@@ -129,12 +130,13 @@ def check_same_ids(tokenizer: Tokenizer | None, other: Tokenizer | None) -> None
 class ModelDrafter:
     """A `Drafter` that runs a draft model."""
 
-    def __init__(self, runner: Runner, max_num_seqs: int, vocab_size: int, draft_vocab_size: int) -> None:
+    def __init__(self, runner: PlanRunner, max_num_seqs: int, vocab_size: int, draft_vocab_size: int) -> None:
         """
         Args:
-            runner: the engine's; it gives plans that are `for_draft_model` to the draft model.
-            vocab_size: the model's. Draws beyond it are never drafts.
-            draft_vocab_size: the draft model's. It gets token 0 for tokens beyond it.
+            runner: the draft model's runner. The draft model has a KV cache of its own; the same block numbers serve
+                both models.
+            vocab_size: the size of the model's vocabulary. Draws beyond it are never drafts.
+            draft_vocab_size: the size of the draft model's vocabulary. It gets token 0 for tokens beyond it.
         """
         self._runner = runner
         self._vocab_size = vocab_size
@@ -206,7 +208,6 @@ class ModelDrafter:
             targets=np.empty(0, np.int32),
             block_entries=plan.block_entries,
             new_rows=new_rows,
-            for_draft_model=True,
         )
         return order[num_sampled > 0], self._runner.launch(first)
 
@@ -223,5 +224,4 @@ class ModelDrafter:
             targets=nothing,
             block_entries=nothing.reshape(0, 3),
             new_rows=np.empty(0, ROW_SAMPLING),
-            for_draft_model=True,
         )

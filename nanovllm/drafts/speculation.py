@@ -12,7 +12,7 @@ distribution.)
 
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -20,12 +20,15 @@ from nanovllm.config import ResolvedConfig
 from nanovllm.drafts.costs import StepCosts, choose_num_drafts, measure_costs
 from nanovllm.drafts.draft_model import ModelDrafter
 from nanovllm.drafts.ngrams import NgramDrafter
-from nanovllm.engine.interfaces import Runner
 from nanovllm.engine.plan import IntArray
 from nanovllm.engine.rows import Rows
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import ScheduledStep
+
+if TYPE_CHECKING:
+    from nanovllm.distributed.leader import LeadingRunner
+    from nanovllm.runner.model_runner import ModelRunner
 
 MISSES = 3
 """After so many steps in a row without a right draft, a sequence gets no drafts for a while."""
@@ -215,17 +218,20 @@ class Speculation:
             record.num_tried = 1.0
 
 
-def start_speculation(config: ResolvedConfig, runner: Runner, scheduler: Scheduler) -> Speculation:
+def start_speculation(
+    config: ResolvedConfig, runner: "ModelRunner | LeadingRunner", scheduler: Scheduler
+) -> Speculation:
     """Measure the costs of steps, and return the speculation that `config.speculative_config` asks for.
 
     Args:
-        runner: has made its cache.
+        runner: the engine's runner, which has made its cache.
     """
     options = config.speculative_config or {}
     max_drafts = min(config.num_speculative_tokens, config.max_model_len - 1)
     drafter: Drafter
-    if config.draft is None:
+    if config.draft is None or runner.draft is None:
         drafter = NgramDrafter(options["prompt_lookup_min"], options["prompt_lookup_max"])
     else:
-        drafter = ModelDrafter(runner, config.max_num_seqs, config.vocab_size, config.draft["config"]["vocab_size"])
-    return Speculation(scheduler, drafter, max_drafts, measure_costs(runner, config, max_drafts))
+        sizes = (config.vocab_size, config.draft["config"]["vocab_size"])
+        drafter = ModelDrafter(runner.draft, config.max_num_seqs, *sizes)
+    return Speculation(scheduler, drafter, max_drafts, measure_costs(runner, config, max_drafts, runner.draft))

@@ -17,9 +17,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-OPERATORS = {"torch": __name__, "cpu": "nanovllm.backends.cpu.edit_logits", "gpu": "nanovllm.backends.gpu.edit_logits"}
-"""The modules of the operator, for `Backend.find_operators`."""
-
 
 class MaskAndPenalties(NamedTuple):
     """The edits of m rows of logits. The mask may be missing, and so may the penalties with their counts.
@@ -60,9 +57,7 @@ def edit_logits_reference(logits: Tensor, edits: MaskAndPenalties) -> None:
 class EditOperators:
     """Edits logits with the plain-torch reference. A subclass has a kernel."""
 
+    def __init__(self, backend: object) -> None:
+        """The references need nothing of the backend."""
+
     edit_logits = staticmethod(edit_logits_reference)
-
-
-def make_operators(backend: object) -> EditOperators:
-    """Return the operators of plain torch."""
-    return EditOperators()

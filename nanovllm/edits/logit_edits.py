@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from nanovllm.edits.after_thinking import AfterThinking, Place
-from nanovllm.edits.edit_logits import OPERATORS, EditOperators, MaskAndPenalties
+from nanovllm.edits.edit_logits import EditOperators, MaskAndPenalties
 from nanovllm.edits.row_edits import RowEdits
 from nanovllm.engine.plan import IntArray
 from nanovllm.engine.sequence import Sequence
@@ -95,7 +95,7 @@ class LogitEdits:
             counts = self.counts.start(self.started, logits.shape[1], backend)
             penalties = backend.to_device(self.penalties)
         if masks is not None or counts is not None:
-            operators: EditOperators = backend.find_operators(OPERATORS)
+            operators = backend.find_operators(EditOperators, "edit_logits")
             operators.edit_logits(logits, MaskAndPenalties(indices, masks, edited_rows, counts, penalties))
         sampled = backend.sample(logits, table, rows, positions)
         if counts is not None:

@@ -4,13 +4,16 @@ data."""
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nanovllm.config import ResolvedConfig
 from nanovllm.outputs import Logprob
+
+if TYPE_CHECKING:
+    from nanovllm.distributed.stages import StageSpan
 
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
@@ -80,8 +83,6 @@ class StepPlan(NamedTuple):
             chunk. EMBED stands for the hidden state itself.
         block_entries: int32 [n, 3], new (row, index, block) entries of the block tables.
         new_rows: ROW_SAMPLING [n], the sampling values of rows that have a new owner.
-        for_draft_model: True if the draft model runs the plan. It has a KV cache of its own; the same block numbers
-            serve both.
     """
 
     rows: IntArray
@@ -93,7 +94,6 @@ class StepPlan(NamedTuple):
     targets: IntArray
     block_entries: IntArray
     new_rows: NDArray[Any]
-    for_draft_model: bool = False
 
     @property
     def num_seqs(self) -> int:
@@ -127,7 +127,7 @@ class StepPlan(NamedTuple):
     def pad(self, num_seqs: int, row: int) -> "StepPlan":
         """Return this plan of decodes, filled up to num_seqs sequences: see `make_padding`."""
         arrays = self.arrays()
-        head = make_padding(num_seqs, row)  # np.pad takes a hundred times as long
+        head = make_padding(num_seqs, row)
         for padded, values in zip(head, arrays, strict=False):  # only the arrays of the head have padding
             padded[: self.num_seqs] = values
         return StepPlan.from_arrays([*head, *arrays[len(head) :]])
@@ -136,7 +136,7 @@ class StepPlan(NamedTuple):
     def from_arrays(arrays: Seq[IntArray]) -> "StepPlan":
         """Make a plan from arrays in the order of `arrays()`."""
         *rest, entries, new_rows = arrays
-        return StepPlan._make([*rest, entries.reshape(-1, 3), new_rows.view(ROW_SAMPLING), False])
+        return StepPlan._make([*rest, entries.reshape(-1, 3), new_rows.view(ROW_SAMPLING)])
 
     @staticmethod
     def largest(max_num_seqs: int, max_num_batched_tokens: int, max_model_len: int, num_drafts: int = 0) -> "StepPlan":
@@ -166,22 +166,6 @@ class StepPlan(NamedTuple):
         return 2 * config.max_num_batched_tokens + config.max_num_seqs * per_seq
 
 
-class StageSpan(NamedTuple):
-    """A span of time of one rank of a pipeline.
-
-    Attributes:
-        name: "layers" or "head" while it computes, "receive" while it waits for another rank.
-        plan: the number of the plan. In a `StepResult` it counts from the result's own plan: 1 is the next one.
-        start, seconds: by `time.perf_counter`, which all processes of a machine share.
-    """
-
-    rank: int
-    name: str
-    plan: int
-    start: float
-    seconds: float
-
-
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """The tokens that a step sampled and the scores that it computed, in the plan's order.
@@ -192,9 +176,10 @@ class StepResult:
         scores: {token id: log-probability} of each of the plan's targets that is a token.
         embeddings: float32 [hidden] of each target that is EMBED.
         prepare_seconds: how long the host took to pack the plan and send it to the device.
-        device_seconds: how long the device worked on the step; in a pipeline, how long rank 0's layers did.
+        device_seconds: how long the device worked on the step. If several ranks share the layers out, how long rank
+            0's layers did.
         command_seconds: how long rank 0 took to send the plan to the other ranks.
-        spans: what the ranks of a pipeline did since the last result; only while a trace is recorded.
+        spans: what such ranks did since the last result; only if they are asked to record it.
     """
 
     token_ids: IntArray
@@ -204,4 +189,4 @@ class StepResult:
     prepare_seconds: float = 0.0
     device_seconds: float = 0.0
     command_seconds: float = 0.0
-    spans: Seq[StageSpan] = ()
+    spans: Seq["StageSpan"] = ()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm.engine.sequence import derive_seed
 from nanovllm.jobs.source import Line
 from nanovllm.text.conversations import join_parts
-from nanovllm.utils.checks import as_choice, as_integer, quote, refuse, refuse_unknown, why_not_unicode
+from nanovllm.utils.checks import as_choice, as_integer, quote, refuse, refuse_unknown
 
 if TYPE_CHECKING:
     from nanovllm.engine.sequence import Request
@@ -120,9 +120,11 @@ def read_request_line(line: Line, is_new: Callable[[str], bool] = lambda _: True
             )
         return RequestLine(line.number, None, "messages" in data, data, "input" in data)
     custom_id = data.get("custom_id")
-    if not isinstance(custom_id, str) or not custom_id or why_not_unicode(custom_id):
-        limit = "a string, not empty and without lone surrogates"
-        raise LineError("invalid_request", f"custom_id is {quote(custom_id)}; it must be {limit}")
+    try:
+        if not isinstance(custom_id, str) or not custom_id.encode():
+            raise refuse(custom_id, "custom_id", "a string, and not empty")
+    except ValueError as error:  # a lone surrogate too: encode() refuses it
+        raise LineError("invalid_request", str(error)) from error
     if not is_new(custom_id):
         raise LineError("duplicate_id", f"the id {quote(custom_id)} was seen before")
     try:

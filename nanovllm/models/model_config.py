@@ -4,8 +4,8 @@ import json
 import math
 import re
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.models.config_keys import check_keys
@@ -32,14 +32,14 @@ class Family:
     config_class: str
     biases: tuple[bool, bool] | None = None
     qk_norm: bool = False
-    decoder: str = "nanovllm.models.decoder.Decoder"
+    decoder: str = "nanovllm.models.decoder:Decoder"
 
 
-QWEN3_5 = Family("Qwen3_5TextConfig", qk_norm=True, decoder="nanovllm.models.qwen3_5.decoder.HybridDecoder")
+QWEN3_5 = Family("Qwen3_5TextConfig", qk_norm=True, decoder="nanovllm.models.qwen3_5.decoder:HybridDecoder")
 FAMILIES = {
     "Qwen3ForCausalLM": Family("Qwen3Config", qk_norm=True),
     "Qwen3MoeForCausalLM": Family(
-        "Qwen3MoeConfig", qk_norm=True, decoder="nanovllm.models.qwen3_moe.decoder.SparseDecoder"
+        "Qwen3MoeConfig", qk_norm=True, decoder="nanovllm.models.qwen3_moe.decoder:SparseDecoder"
     ),
     "Qwen2ForCausalLM": Family("Qwen2Config", biases=(True, False)),
     "LlamaForCausalLM": Family("LlamaConfig"),
@@ -165,8 +165,7 @@ def find_family(config: "PretrainedConfig") -> Family:
 
 def find_decoder(config: "PretrainedConfig") -> "type[Decoder]":
     """Return the class of the decoder of a configuration's family. Only then is the family's folder imported."""
-    module, _, name = find_family(config).decoder.rpartition(".")
-    decoder: type[Decoder] = getattr(import_module(module), name)
+    decoder: type[Decoder] = resolve_name(find_family(config).decoder)
     return decoder
 
 

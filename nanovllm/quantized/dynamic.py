@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.quantized.codes import Codes
 from nanovllm.utils.integers import ceil_div
 
 GROUP = 128
@@ -53,20 +52,3 @@ def multiply_rounded(x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | No
         total += sums.mul_(input_scales[:, group, None])
     total *= scales
     return (total if bias is None else total.add_(bias)).to(x.dtype)
-
-
-class DynamicMatrix:
-    """A `PackedMatrix` of int8 codes [out, in] with one scale a row, in plain torch: slow, and for every device."""
-
-    def __init__(self, codes: Codes, dtype: torch.dtype) -> None:
-        """dtype is that of the rows of an embedding."""
-        self._codes = codes
-        self._dtype = dtype
-
-    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
-        """x [n, in] -> x W^T + bias [n, out]."""
-        return multiply_rounded(x, self._codes.codes, self._codes.scales[:, 0], bias)
-
-    def rows(self, indices: Tensor) -> Tensor:
-        """Return the weights of the rows [n, in] at indices [n], rounded to the dtype."""
-        return self._codes.take_rows(indices.long()).dequantize().to(self._dtype)

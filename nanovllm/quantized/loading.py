@@ -20,7 +20,7 @@ from nanovllm.models.weight_reader import materialize
 from nanovllm.quantized.checkpoints import find_format
 from nanovllm.quantized.codes import CHUNK, Codes, quantize_int8
 from nanovllm.quantized.formats import INT8, MADE_AT_LOAD, ROUNDING_BACKENDS, Format, RawTensors
-from nanovllm.quantized.torch_matrix import OPERATORS, MatrixOperators
+from nanovllm.quantized.torch_matrix import MatrixOperators
 from nanovllm.utils.checks import quote
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class ModelQuantizer:
         if self.format.rounds_inputs and any(isinstance(module, Experts) for module in model.modules()):
             logger.info('the experts are multiplied as with quantization="int8": their inputs are not rounded')
         backend = make_backend(self._config.attention_backend, self._config.device)
-        operators: MatrixOperators = backend.find_operators(OPERATORS)
+        operators = backend.find_operators(MatrixOperators, "quantized")
         operators.warn(self.format)
 
     def list_matrices(self, model: Decoder) -> list[nn.Parameter]:
@@ -323,14 +323,13 @@ class Filling:
         dtype = weights[0].dtype
         codes = [self._assemblies.pop(id(weight)).finish() for weight in weights]
         empty = nn.Parameter(torch.empty(0, dtype=dtype, device=self.device), requires_grad=False)
-        operators: MatrixOperators = model.backend.find_operators(OPERATORS)
+        operators = model.backend.find_operators(MatrixOperators, "quantized")
         if isinstance(module, Experts):
             gate_up, down = (operators.make_experts(each, dtype) for each in codes)
             module.packed = (gate_up, down)
             module.gate_up = module.down = empty
             return
-        make = operators.make_dynamic_matrix if self.format.rounds_inputs else operators.make_matrix
-        matrix = make(codes.pop(), dtype)
+        matrix = operators.make_matrix(codes.pop(), dtype, self.format.rounds_inputs)
         is_shared = model.tied and module is model.embed_tokens
         for owner in (module, model.lm_head) if is_shared else (module,):
             assert isinstance(owner, MatrixModule)

@@ -9,15 +9,22 @@ from torch import Tensor
 
 from nanovllm.layers.linear import PackedMatrix
 from nanovllm.models.qwen3_moe.decoder import PackedExperts
-from nanovllm.models.qwen3_moe.ops import Routing
+from nanovllm.models.qwen3_moe.ops import Routing, grouped_linear_reference
 from nanovllm.quantized.codes import CHUNK, Codes
-from nanovllm.quantized.dynamic import DynamicMatrix
+from nanovllm.quantized.dynamic import multiply_rounded
 from nanovllm.quantized.formats import Format
 
 logger = logging.getLogger(__name__)
 
-OPERATORS = {"torch": __name__, "cpu": "nanovllm.backends.cpu.quantized", "gpu": "nanovllm.backends.gpu.quantized"}
-"""The modules of what makes quantised matrices, for `Backend.find_operators`."""
+
+def quantized_linear_reference(x: Tensor, codes: Codes, bias: Tensor | None) -> Tensor:
+    """x [n, in] -> x W^T + bias [n, out], summed in float32, in x's dtype."""
+    return F.linear(x.float(), codes.dequantize(), None if bias is None else bias.float()).to(x.dtype)
+
+
+def grouped_quantized_reference(x: Tensor, codes: Codes, routing: Routing, gather: bool) -> Tensor:
+    """Do what `grouped_linear_reference` does with weights [num_experts, out, in], summed in float32."""
+    return grouped_linear_reference(x.float(), codes.dequantize(), routing, gather).to(x.dtype)
 
 
 class TorchMatrix:
@@ -42,6 +49,13 @@ class TorchMatrix:
         return self._codes.take_rows(indices.long()).dequantize().to(self._dtype)
 
 
+class DynamicMatrix(TorchMatrix):
+    """A `PackedMatrix` of int8 codes with one scale a row, which is multiplied in whole numbers."""
+
+    def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        return multiply_rounded(x, self._codes.codes, self._codes.scales[:, 0], bias)
+
+
 class TorchExperts:
     """`PackedExperts` that keep the codes as they are."""
 
@@ -64,13 +78,12 @@ class MatrixOperators:
     In each method dtype is the type of the activations. Nobody else keeps the codes.
     """
 
-    def make_matrix(self, codes: Codes, dtype: torch.dtype) -> PackedMatrix:
-        """Return a matrix whose inputs keep their type."""
-        return TorchMatrix(codes, dtype)
+    def __init__(self, backend: object) -> None:
+        """Plain torch needs nothing of the backend."""
 
-    def make_dynamic_matrix(self, codes: Codes, dtype: torch.dtype) -> PackedMatrix:
-        """Return a matrix that is multiplied in whole numbers."""
-        return DynamicMatrix(codes, dtype)
+    def make_matrix(self, codes: Codes, dtype: torch.dtype, rounds_inputs: bool) -> PackedMatrix:
+        """Return a matrix. If it rounds its inputs, it is multiplied in whole numbers. Else they keep their type."""
+        return DynamicMatrix(codes, dtype) if rounds_inputs else TorchMatrix(codes, dtype)
 
     def make_experts(self, codes: Codes, dtype: torch.dtype) -> PackedExperts:
         """Return the matrices of one projection of all experts."""
@@ -88,8 +101,3 @@ class MatrixOperators:
                 "plain torch multiplies quantised weights slowly: it dequantises each matrix in every step. The "
                 'backends "cpu" and "triton" have kernels for them'
             )
-
-
-def make_operators(backend: object) -> MatrixOperators:
-    """Return what makes the matrices of plain torch."""
-    return MatrixOperators()

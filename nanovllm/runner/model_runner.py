@@ -83,8 +83,6 @@ class ModelRunner:
     def launch(self, plan: StepPlan, edits: StepEdits | None = None) -> StepHandle:
         """Start a step. The handle's `result` waits for it. The plan has all sizes, so nothing is read from the device
         here."""
-        if plan.for_draft_model and self.draft is not None:
-            return self.draft.launch(plan)
         with self.computing():
             stopwatch = self.backend.make_stopwatch()
             steps = self.choose_steps(plan)

@@ -167,7 +167,7 @@ def test_ids_beyond_the_smaller_vocabulary_are_never_drafted(random_model: Path,
     with LLM(other_model, **SMALL | config) as llm:
         speculation = llm.engine.scheduler.speculation
         speculation.costs = FREE
-        speculation.drafter = Spy(llm.engine.runner, llm.engine.config.max_num_seqs, 470, 500)
+        speculation.drafter = Spy(llm.engine.runner.draft, llm.engine.config.max_num_seqs, 470, 500)
         params = SamplingParams(temperature=2.0, max_tokens=60, ignore_eos=True)
         llm.generate([[i, 7] for i in range(8)], params, use_tqdm=False)
     assert len(drafts) > 100 and max(drafts) < 470

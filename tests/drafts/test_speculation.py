@@ -11,7 +11,6 @@ import pytest
 from helpers.fakes import (
     FREE,
     VOCAB,
-    FakeHandle,
     FakeRunner,
     expected_tokens,
     make_engine,
@@ -113,9 +112,6 @@ class TwoModels(FakeRunner):
         super().__init__(*sizes, scheduler.max_num_batched_tokens)
         self.draft = FakeRunner(*sizes, scheduler.max_num_batched_tokens + config.max_num_seqs)
 
-    def launch(self, plan: StepPlan, edits: None = None) -> FakeHandle:
-        return self.draft.launch(plan) if plan.for_draft_model else super().launch(plan, edits)
-
 
 @pytest.mark.slow
 @settings(max_examples=300, deadline=None)
@@ -124,8 +120,8 @@ def test_a_draft_model_that_knows_all_is_always_right_whatever_happens_to_its_ca
     """It finds its keys and values wherever the model does: prefixes, blocks that changed hands, rows that went on."""
 
     def prepare(engine: LLMEngine) -> None:
-        engine.runner = TwoModels(engine)
-        drafter = ModelDrafter(engine.runner, engine.config.max_num_seqs, VOCAB, VOCAB)
+        engine.runner = runner = TwoModels(engine)
+        drafter = ModelDrafter(runner.draft, engine.config.max_num_seqs, VOCAB, VOCAB)
         speculate(drafter, most)(engine)
 
     stats = check_trace(trace, prepare).stats()

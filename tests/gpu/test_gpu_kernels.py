@@ -41,7 +41,7 @@ from helpers.quantized_cases import FORMATS, make_codes
 
 from nanovllm.backends import Backend, make_backend
 from nanovllm.backends.gpu.edit_logits import edit_logits
-from nanovllm.backends.gpu.hybrids import TritonHybridOperators
+from nanovllm.backends.gpu.hybrids import Operators as TritonHybridOperators
 from nanovllm.backends.gpu.norm_rope_store import norm_rope_store
 from nanovllm.backends.gpu.quantized import TritonMatrix
 from nanovllm.backends.gpu.rms_norm import add_rms_norm, rms_norm
@@ -139,7 +139,7 @@ def test_linear_attention_is_the_reference(heads: tuple[int, int, int, int], dty
     layer = DeltaLayer(*heads, width=4, dtype=dtype, device=DEVICE)
     # Sums of up to 128 terms in another order, and a rounding to the dtype's neighbour.
     tolerance = 2e-5 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps
-    assert_delta_is_the_reference(layer, TritonHybridOperators(), ([70, 0, 5], [1, 40, 1], [1, 1, 1]), tolerance)
+    assert_delta_is_the_reference(layer, TritonHybridOperators(None), ([70, 0, 5], [1, 40, 1], [1, 1, 1]), tolerance)
 
 
 def copy_into(static: AttentionCase, case: AttentionCase) -> None:

@@ -18,9 +18,9 @@ from helpers.kernel_cases import (
 )
 from nanovllm.backends import Backend
 from nanovllm.backends.cpu.backend import CpuBackend, NativeMatrix
-from nanovllm.backends.cpu.edit_logits import CpuEditOperators
-from nanovllm.backends.cpu.experts import CpuExpertOperators
-from nanovllm.backends.cpu.hybrids import CpuHybridOperators
+from nanovllm.backends.cpu.edit_logits import Operators as CpuEditOperators
+from nanovllm.backends.cpu.experts import Operators as CpuExpertOperators
+from nanovllm.backends.cpu.hybrids import Operators as CpuHybridOperators
 from nanovllm.backends.cpu.library import PANEL
 from nanovllm.backends.cpu.scratch import Scratch
 from nanovllm.backends.torch_backend import TorchBackend

@@ -95,7 +95,7 @@ def assert_delta_is_the_reference(
 
     Each operator gets the reference's inputs, so that no rounding of the one before is compared with them.
     """
-    reference = HybridOperators()
+    reference = HybridOperators(None)
     count = len(steps[0]) if steps else 0
     states = [layer.new_state(count + 1) for _ in range(2)]
     done = [0] * count

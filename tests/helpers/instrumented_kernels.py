@@ -31,9 +31,9 @@ from nanovllm.backends.cpu import dynamic as dynamic_cpu
 from nanovllm.backends.cpu import quantized as cpu_matrix
 from nanovllm.backends.cpu.backend import CpuBackend, NativeMatrix
 from nanovllm.backends.cpu.dynamic import DynamicLibrary
-from nanovllm.backends.cpu.edit_logits import CpuEditOperators
-from nanovllm.backends.cpu.experts import CpuExpertOperators
-from nanovllm.backends.cpu.hybrids import CpuHybridOperators
+from nanovllm.backends.cpu.edit_logits import Operators as CpuEditOperators
+from nanovllm.backends.cpu.experts import Operators as CpuExpertOperators
+from nanovllm.backends.cpu.hybrids import Operators as CpuHybridOperators
 from nanovllm.backends.cpu.library import FLAGS, PANEL, SOURCES, CpuLibrary
 from nanovllm.backends.cpu.quantized import QuantizedLibrary
 from nanovllm.backends.cpu.scratch import Scratch

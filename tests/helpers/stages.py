@@ -72,6 +72,7 @@ class LocalPipeline:
         self.runners = [make(group) for group in groups]
         self.local, *self.others = self.runners
         self.first = FirstStage(self.local, groups[0], None)
+        self.draft = self.local.draft
         self.queues: list[deque[IntArray]] = [deque() for _ in self.others]
         self.num_slots = size + 1
         self.unfinished: list[StepPlan] = []
@@ -82,8 +83,6 @@ class LocalPipeline:
         return min(make_cache(runner) for runner in self.runners)
 
     def launch(self, plan: StepPlan, edits: StepEdits | None = None) -> Handle:
-        if plan.for_draft_model:
-            return self.first.launch(plan)
         for queue in self.queues:
             while len(queue) > self.num_slots:
                 self.go_on()

@@ -10,8 +10,8 @@ from helpers.delta_cases import DeltaLayer, assert_delta_is_the_reference, run_i
 from helpers.kernel_cases import DEVICE, HALF, make_inputs, poisoned_memory
 
 from nanovllm.backends.cpu.backend import CpuBackend
-from nanovllm.backends.cpu.hybrids import CpuHybridOperators
-from nanovllm.backends.gpu.hybrids import TritonHybridOperators
+from nanovllm.backends.cpu.hybrids import Operators as CpuHybridOperators
+from nanovllm.backends.gpu.hybrids import Operators as TritonHybridOperators
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 
@@ -108,7 +108,7 @@ def test_tritons_kernels_are_the_references(
     with poisoned_memory():
         # Sums of up to 128 terms in another order, and one rounding to the dtype and its neighbour.
         tolerance = 2e-5 if dtype == FP32 else 4 * torch.finfo(HALF).eps
-        assert_delta_is_the_reference(layer, TritonHybridOperators(), SHORT_STEPS, tolerance)
+        assert_delta_is_the_reference(layer, TritonHybridOperators(None), SHORT_STEPS, tolerance)
 
 
 @needs_triton
@@ -118,11 +118,11 @@ def test_padding_of_a_graph_shares_the_last_row_and_touches_no_other() -> None:
     results = []
     for padding in (0, 2):
         state = layer.new_state(6)
-        layer.run(TritonHybridOperators(), layer.inputs(9), state, make_inputs([3] * 3, [3] * 3, device=DEVICE))
+        layer.run(TritonHybridOperators(None), layer.inputs(9), state, make_inputs([3] * 3, [3] * 3, device=DEVICE))
         rows = [0, 1, 2] + [5] * padding
         step = make_inputs([1] * (3 + padding), [4] * 3 + [1] * padding, rows=rows, device=DEVICE)
         inputs = torch.cat((layer.inputs(3, seed=1), layer.inputs(padding, seed=2)))
-        *_, out = layer.run(TritonHybridOperators(), inputs, state, step)
+        *_, out = layer.run(TritonHybridOperators(None), inputs, state, step)
         assert torch.isfinite(out).all()
         results.append((out[:3], state.conv[:5], state.recurrent[:5]))
     for alone, padded in zip(*results, strict=True):
@@ -133,5 +133,5 @@ def test_padding_of_a_graph_shares_the_last_row_and_touches_no_other() -> None:
 def test_tritons_gate_is_the_reference() -> None:
     x, gate = (20 * torch.randn(5, 3 * 80, generator=torch.Generator().manual_seed(i)).to(DEVICE, HALF) for i in (1, 2))
     apart = gate[:, 80:160]
-    found = TritonHybridOperators().sigmoid_and_mul(x[:, :80].contiguous(), apart)
+    found = TritonHybridOperators(None).sigmoid_and_mul(x[:, :80].contiguous(), apart)
     torch.testing.assert_close(found, x[:, :80] * torch.sigmoid(apart), rtol=2e-3, atol=1e-6)

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from nanovllm.backends.gpu.quantized import TritonExperts, TritonMatrix, transpose_scales
 from nanovllm.backends.gpu.quantized_linear import format_config, grouped_quantized
 from nanovllm.models.qwen3_moe.ops import Routing, route_reference
-from nanovllm.quantized.coded_weight import grouped_quantized_reference, quantized_linear_reference
+from nanovllm.quantized.torch_matrix import grouped_quantized_reference, quantized_linear_reference
 
 
 @pytest.fixture(autouse=True)

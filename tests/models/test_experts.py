@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, Qwen3MoeForCausalLM
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends.cpu.backend import CpuBackend
-from nanovllm.backends.cpu.experts import CpuExpertOperators
+from nanovllm.backends.cpu.experts import Operators as CpuExpertOperators
 from nanovllm.backends.gpu.combine import combine
 from nanovllm.backends.gpu.grouped_linear import grouped_linear
 from nanovllm.backends.gpu.route import route

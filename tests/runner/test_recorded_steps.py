@@ -12,7 +12,7 @@ from transformers import Qwen3MoeForCausalLM
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends.cpu.backend import CpuBackend
-from nanovllm.backends.cpu.edit_logits import CpuEditOperators
+from nanovllm.backends.cpu.edit_logits import Operators as CpuEditOperators
 from nanovllm.backends.cpu.library import record_calls
 from nanovllm.backends.cpu.recorded_steps import MOST_SEQS, RecordedSteps
 from nanovllm.backends.cpu.scratch import Scratch, borrow_from

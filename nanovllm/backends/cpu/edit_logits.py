@@ -6,7 +6,7 @@ from nanovllm.backends.cpu.backend import CpuBackend
 from nanovllm.edits.edit_logits import EditOperators, MaskAndPenalties
 
 
-class CpuEditOperators(EditOperators):
+class Operators(EditOperators):
     """Calls the kernel of the CPU backend's library."""
 
     def __init__(self, backend: CpuBackend) -> None:
@@ -14,6 +14,3 @@ class CpuEditOperators(EditOperators):
 
     def edit_logits(self, logits: Tensor, edits: MaskAndPenalties) -> None:
         self._library.call("edit_logits", logits.dtype, logits, *edits, len(edits.indices), logits.shape[1])
-
-
-make_operators = CpuEditOperators

@@ -8,7 +8,7 @@ from nanovllm.backends.cpu.library import LANES
 from nanovllm.models.qwen3_moe.ops import ExpertOperators, Routing
 
 
-class CpuExpertOperators(ExpertOperators):
+class Operators(ExpertOperators):
     """Calls kernels of the CPU backend's library. A width that a kernel does not know goes to its reference."""
 
     def __init__(self, backend: CpuBackend) -> None:
@@ -46,6 +46,3 @@ class CpuExpertOperators(ExpertOperators):
         places = routing.places.contiguous()
         self._library.call("combine", y.dtype, y, weights, places, out, tokens, k, size)
         return out
-
-
-make_operators = CpuExpertOperators

@@ -11,7 +11,7 @@ MAX_CONV_WIDTH = read_constant("MAX_CONV_WIDTH", "gated_delta.h")
 """The most inputs in a sum of `causal_conv`."""
 
 
-class CpuHybridOperators(HybridOperators):
+class Operators(HybridOperators):
     """Calls kernels of the CPU backend's library. A width that a kernel does not know goes to its reference."""
 
     def __init__(self, backend: CpuBackend) -> None:
@@ -55,6 +55,3 @@ class CpuHybridOperators(HybridOperators):
         y = self._scratch.empty(*x.shape, dtype=x.dtype)
         self._library.call("sigmoid_and_mul", x.dtype, x, gate, y, *x.shape, gate.stride(0))
         return y
-
-
-make_operators = CpuHybridOperators

@@ -68,10 +68,12 @@ class PackedCodes:
     Args:
         codes: they are copied.
         dtype: the type of inputs and outputs, torch.bfloat16 or torch.float32. The order of the codes depends on it.
+        scratch: lends memory to the outputs.
     """
 
-    def __init__(self, codes: Codes, dtype: torch.dtype) -> None:
+    def __init__(self, codes: Codes, dtype: torch.dtype, scratch: Scratch) -> None:
         self.library = quantized_library()
+        self.scratch = scratch
         self.dtype = dtype
         self.out_features = codes.out_features
         self.in_features = codes.in_features
@@ -104,59 +106,38 @@ class PackedCodes:
         return x.contiguous() if self.order is None else x[:, self.order]
 
 
-class CpuMatrix:
-    """A quantised matrix [out, in]. It gives single rows, too: a tied embedding needs no copy.
-
-    Args:
-        codes, dtype: `PackedCodes` explains them.
-        scratch: lends memory to the outputs.
-    """
-
-    def __init__(self, codes: Codes, dtype: torch.dtype, scratch: Scratch) -> None:
-        self._codes = PackedCodes(codes, dtype)
-        self._scratch = scratch
+class CpuMatrix(PackedCodes):
+    """A quantised matrix [out, in]. It gives single rows, too: a tied embedding needs no copy."""
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [n, in] -> x W^T + bias [n, out]."""
-        codes = self._codes
-        y = self._scratch.empty(len(x), codes.out_features, dtype=x.dtype)
-        codes.call("linear_codes", codes.reorder(x), *codes.tensors, bias, y, len(x), *codes.sizes)
+        y = self.scratch.empty(len(x), self.out_features, dtype=x.dtype)
+        self.call("linear_codes", self.reorder(x), *self.tensors, bias, y, len(x), *self.sizes)
         return y
 
     def rows(self, indices: Tensor) -> Tensor:
         """Return the weights of the rows [n, in] at indices [n], rounded to the dtype."""
-        codes = self._codes
-        y = self._scratch.empty(len(indices), codes.in_features, dtype=codes.dtype)
-        codes.call("weight_rows", *codes.tensors, indices.to(torch.int32), y, len(indices), *codes.sizes)
-        if codes.order is None:
+        y = self.scratch.empty(len(indices), self.in_features, dtype=self.dtype)
+        self.call("weight_rows", *self.tensors, indices.to(torch.int32), y, len(indices), *self.sizes)
+        if self.order is None:
             return y
         in_order = torch.empty_like(y)
-        in_order[:, codes.order] = y
+        in_order[:, self.order] = y
         return in_order
 
 
-class CpuExperts:
-    """The quantised matrices of experts, [num_experts, out, in].
-
-    Args:
-        codes, dtype: `PackedCodes` explains them.
-        scratch: lends memory to the outputs.
-    """
-
-    def __init__(self, codes: Codes, dtype: torch.dtype, scratch: Scratch) -> None:
-        self._codes = PackedCodes(codes, dtype)
-        self._scratch = scratch
+class CpuExperts(PackedCodes):
+    """The quantised matrices of experts, [num_experts, out, in]."""
 
     def multiply(self, x: Tensor, routing: Routing, gather: bool) -> Tensor:
         """Multiply pairs by the matrices of their experts. See `grouped_linear_reference`."""
-        codes = self._codes
-        rows = gather_rows(cpu_library(), x, routing.tokens, self._scratch) if gather else x.contiguous()
-        y = self._scratch.empty(len(rows), codes.out_features, dtype=x.dtype)
-        if codes.order is not None:
-            order = codes.order.repeat_interleave(routing.offsets.diff(), 0)  # [pairs, in], without those of padding
+        rows = gather_rows(cpu_library(), x, routing.tokens, self.scratch) if gather else x.contiguous()
+        y = self.scratch.empty(len(rows), self.out_features, dtype=x.dtype)
+        if self.order is not None:
+            order = self.order.repeat_interleave(routing.offsets.diff(), 0)  # [pairs, in], without those of padding
             rows = rows[: len(order)].gather(1, order)
-        num_experts = len(codes.tensors[0])
-        codes.call("grouped_codes", rows, *codes.tensors, routing.offsets, y, num_experts, *codes.sizes)
+        num_experts = len(self.tensors[0])
+        self.call("grouped_codes", rows, *self.tensors, routing.offsets, y, num_experts, *self.sizes)
         return y
 
 
@@ -169,16 +150,15 @@ def _by_panel(values: Tensor) -> Tensor:
     return huge_pages.copy(padded.view(*first, panels, PANEL, groups).transpose(-1, -2))
 
 
-class CpuMatrixOperators(MatrixOperators):
+class Operators(MatrixOperators):
     """Makes matrices for the C++ kernels."""
 
     def __init__(self, backend: CpuBackend) -> None:
         self._scratch = backend.scratch
 
-    def make_matrix(self, codes: Codes, dtype: torch.dtype) -> CpuMatrix:
-        return CpuMatrix(codes, dtype, self._scratch)
-
-    def make_dynamic_matrix(self, codes: Codes, dtype: torch.dtype) -> PackedMatrix:
+    def make_matrix(self, codes: Codes, dtype: torch.dtype, rounds_inputs: bool) -> PackedMatrix:
+        if not rounds_inputs:
+            return CpuMatrix(codes, dtype, self._scratch)
         from nanovllm.backends.cpu.dynamic import DynamicCpuMatrix
 
         return DynamicCpuMatrix(codes, dtype, self._scratch)
@@ -194,6 +174,3 @@ class CpuMatrixOperators(MatrixOperators):
                 "this processor has no instruction that multiplies bytes (AVX-512 VNNI, AVX-VNNI or Arm's dot "
                 'product): quantization="int8-dynamic" gives the same numbers as with one, more slowly'
             )
-
-
-make_operators = CpuMatrixOperators

@@ -63,12 +63,7 @@ def edit_logits(logits: Tensor, edits: MaskAndPenalties) -> None:
     launch(_edit_kernel, grid, (logits, indices, *pointers, *sizes), config)
 
 
-class TritonEditOperators(EditOperators):
+class Operators(EditOperators):
     """Launches our Triton kernel."""
 
     edit_logits = staticmethod(edit_logits)
-
-
-def make_operators(backend: object) -> TritonEditOperators:
-    """Return the operators of Triton."""
-    return TritonEditOperators()

@@ -6,7 +6,7 @@ from nanovllm.backends.gpu.route import route
 from nanovllm.models.qwen3_moe.ops import ExpertOperators
 
 
-class TritonExpertOperators(ExpertOperators):
+class Operators(ExpertOperators):
     """Launches our Triton kernels.
 
     Attributes:
@@ -18,8 +18,3 @@ class TritonExpertOperators(ExpertOperators):
     route = staticmethod(route)
     grouped_linear = staticmethod(grouped_linear)
     combine = staticmethod(combine)
-
-
-def make_operators(backend: object) -> TritonExpertOperators:
-    """Return the operators of Triton."""
-    return TritonExpertOperators()

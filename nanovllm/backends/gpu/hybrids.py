@@ -7,15 +7,10 @@ from nanovllm.backends.gpu.sigmoid_and_mul import sigmoid_and_mul
 from nanovllm.models.qwen3_5.ops import HybridOperators
 
 
-class TritonHybridOperators(HybridOperators):
+class Operators(HybridOperators):
     """Launches our Triton kernels."""
 
     causal_conv = staticmethod(causal_conv)
     gated_delta = staticmethod(gated_delta)
     gated_rms_norm = staticmethod(gated_rms_norm)
     sigmoid_and_mul = staticmethod(sigmoid_and_mul)
-
-
-def make_operators(backend: object) -> TritonHybridOperators:
-    """Return the operators of Triton."""
-    return TritonHybridOperators()

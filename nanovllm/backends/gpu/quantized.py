@@ -1,18 +1,19 @@
 """Quantised matrices on a GPU: the Triton kernel multiplies by their codes as they are."""
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from nanovllm.backends.gpu.quantized_linear import TILES, format_config, grouped_quantized, quantized_linear
 from nanovllm.models.qwen3_moe.ops import Routing
-from nanovllm.quantized.coded_weight import CodedWeight
 from nanovllm.quantized.codes import Codes
 from nanovllm.quantized.formats import Format
-from nanovllm.quantized.torch_matrix import MatrixOperators
+from nanovllm.quantized.torch_matrix import MatrixOperators, TorchMatrix
 
 
-class TritonMatrix:
-    """A quantised matrix [out, in]. It implements `PackedMatrix`.
+class TritonMatrix(TorchMatrix):
+    """A quantised matrix [out, in] that the kernel multiplies. It implements `PackedMatrix`.
 
     Attributes:
         row_limits: the numbers of rows up to which each variant of the kernel is taken. At start-up each is compiled.
@@ -28,23 +29,13 @@ class TritonMatrix:
         Raises:
             ValueError: the kernel cannot take groups of this size.
         """
-        self.weight = transpose_scales(codes)
-        self.order = codes.order
-        self.dtype = dtype
-        self._inverse = None if codes.order is None else codes.order.argsort()
+        super().__init__(transpose_scales(codes), dtype)
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [n, in] -> x W^T + bias [n, out]. The codes' columns may have another order than those of x."""
-        x = x.contiguous() if self.order is None else x.index_select(1, self.order)
-        return quantized_linear(x, self.weight, bias)
-
-    def rows(self, indices: Tensor) -> Tensor:
-        """Return the matrix's rows [n, in] at indices [n], rounded once, from float32 to the type of the model."""
-        codes = self.weight.codes.index_select(0, indices)
-        scales = self.weight.scales.index_select(1, indices)
-        zeros = None if self.weight.zeros is None else self.weight.zeros.index_select(1, indices)
-        rows = self.weight._replace(codes=codes, scales=scales, zeros=zeros).dequantize()
-        return (rows if self._inverse is None else rows.index_select(1, self._inverse)).to(self.dtype)
+        order = self._codes.order
+        x = x.contiguous() if order is None else x.index_select(1, order)
+        return quantized_linear(x, self._codes, bias)
 
 
 class TritonExperts:
@@ -60,34 +51,31 @@ class TritonExperts:
                 "these experts' columns are sorted by their group (desc_act), which the grouped Triton kernel does not "
                 "take: use a checkpoint that was made with desc_act=False"
             )
-        self.weight = transpose_scales(codes)
+        self._codes = transpose_scales(codes)
 
     def multiply(self, x: Tensor, routing: Routing, gather: bool) -> Tensor:
         """Do what `grouped_linear_reference` does."""
-        return grouped_quantized(x, self.weight, routing, gather)
+        return grouped_quantized(x, self._codes, routing, gather)
 
 
-def transpose_scales(codes: Codes) -> CodedWeight:
-    """Return a matrix in the kernel's form: the scales and zeros of one group lie together.
+def transpose_scales(codes: Codes) -> Codes:
+    """Return the same matrix as the kernel reads it: in memory the scales and zeros of one group lie together.
+
+    So neighbours belong to neighbouring columns of a product. Zeros become int32.
 
     Raises:
         ValueError: the kernel cannot take groups of this size.
     """
     format_config(codes.bits, codes.in_features, codes.group_size, codes.zeros is not None)
-    zeros = None if codes.zeros is None else _copy_transposed(codes.zeros.to(torch.int32))
-    scales = _copy_transposed(codes.scales)
-    return CodedWeight(codes.codes.contiguous(), scales, zeros, codes.bits, codes.in_features, codes.group_size)
+    zeros = None if codes.zeros is None else codes.zeros.to(torch.int32).mT.contiguous().mT
+    scales = codes.scales.mT.contiguous().mT
+    return replace(codes, codes=codes.codes.contiguous(), scales=scales, zeros=zeros)
 
 
-def _copy_transposed(values: Tensor) -> Tensor:
-    """Return values [..., m, n] as a contiguous copy [..., n, m]."""
-    return values.mT.clone(memory_format=torch.contiguous_format)
-
-
-class TritonMatrixOperators(MatrixOperators):
+class Operators(MatrixOperators):
     """Makes matrices for the Triton kernels. None of them multiplies in whole numbers."""
 
-    def make_matrix(self, codes: Codes, dtype: torch.dtype) -> TritonMatrix:
+    def make_matrix(self, codes: Codes, dtype: torch.dtype, rounds_inputs: bool) -> TritonMatrix:
         return TritonMatrix(codes, dtype)
 
     def make_experts(self, codes: Codes, dtype: torch.dtype) -> TritonExperts:
@@ -95,8 +83,3 @@ class TritonMatrixOperators(MatrixOperators):
 
     def warn(self, format: Format) -> None:
         pass
-
-
-def make_operators(backend: object) -> TritonMatrixOperators:
-    """Return what makes the matrices of Triton."""
-    return TritonMatrixOperators()

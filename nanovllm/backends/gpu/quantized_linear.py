@@ -1,6 +1,6 @@
 """Multiplies by a matrix of whole numbers with scales, 8 or 4 bits a weight, in Triton. Activations keep their type.
 
-The references are in quantized/coded_weight.py.
+The references are in quantized/torch_matrix.py.
 """
 
 import torch
@@ -10,7 +10,7 @@ from nanovllm.backends.gpu.grouped_linear import locate_tile
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
 from nanovllm.backends.gpu.triton_shim import next_power_of_2, tl, triton
 from nanovllm.models.qwen3_moe.ops import Routing
-from nanovllm.quantized.coded_weight import CodedWeight
+from nanovllm.quantized.codes import Codes
 from nanovllm.utils.integers import ceil_div
 
 TILES = ((16, 16, 32), (64, 64, 64))
@@ -224,35 +224,46 @@ def tile_config(num_rows: int, tiles: tuple[tuple[int, int, int], ...], itemsize
     return {"BLOCK_M": rows, "BLOCK_N": columns, "num_warps": 8 if rows == 128 else 4, "num_stages": 3}
 
 
-def quantized_linear(x: Tensor, weight: CodedWeight, bias: Tensor | None) -> Tensor:
-    """Do what `quantized_linear_reference` does, in one kernel. x is contiguous."""
+def quantized_linear(x: Tensor, weight: Codes, bias: Tensor | None) -> Tensor:
+    """Do what `quantized_linear_reference` does, in one kernel.
+
+    Args:
+        x: contiguous, with its columns in the order of the codes'.
+        weight: what `transpose_scales` returns.
+    """
     num_rows = x.shape[0]
     out_size = weight.codes.shape[0]
     y = torch.empty(num_rows, out_size, dtype=x.dtype, device=x.device)
-    config = format_config(weight.bits, weight.in_size, weight.group_size, weight.zeros is not None)
+    config = format_config(weight.bits, weight.in_features, weight.group_size, weight.zeros is not None)
     config |= {"HAS_BIAS": bias is not None} | tile_config(num_rows, TILES, x.element_size())
     grid = (ceil_div(num_rows, config["BLOCK_M"]) * ceil_div(out_size, config["BLOCK_N"]),)
     # If zeros or a bias are missing, another tensor takes their place as argument. The kernel does not read it.
-    zeros = weight.scales if weight.zeros is None else weight.zeros
-    pointers = (x, weight.codes, weight.scales, zeros, x if bias is None else bias, y)
-    sizes = (weight.in_size, weight.codes.shape[1], out_size, num_rows)
+    scales = weight.scales.mT
+    zeros = scales if weight.zeros is None else weight.zeros.mT
+    pointers = (x, weight.codes, scales, zeros, x if bias is None else bias, y)
+    sizes = (weight.in_features, weight.codes.shape[1], out_size, num_rows)
     launch(_quantized_linear_kernel, grid, (*pointers, *sizes), config)
     return y
 
 
-def grouped_quantized(x: Tensor, weight: CodedWeight, routing: Routing, gather: bool) -> Tensor:
-    """Do what `grouped_quantized_reference` does, in one kernel. Its grid needs no length from the device."""
+def grouped_quantized(x: Tensor, weight: Codes, routing: Routing, gather: bool) -> Tensor:
+    """Do what `grouped_quantized_reference` does, in one kernel. Its grid needs no length from the device.
+
+    Args:
+        weight: what `transpose_scales` returns.
+    """
     num_experts, out_size, packed_size = weight.codes.shape
     num_tokens, k = routing.weights.shape
     pairs = num_tokens * k
     y = torch.empty(pairs, out_size, dtype=x.dtype, device=x.device)
-    config = format_config(weight.bits, weight.in_size, weight.group_size, weight.zeros is not None)
+    config = format_config(weight.bits, weight.in_features, weight.group_size, weight.zeros is not None)
     config |= {"GATHER": gather, "EXPERTS": next_power_of_2(num_experts)}
     config |= tile_config(num_tokens, GROUPED_TILES, x.element_size())
     most_tiles = min(pairs, ceil_div(pairs, config["BLOCK_M"]) + num_experts)
     grid = (most_tiles * ceil_div(out_size, config["BLOCK_N"]),)
-    zeros = weight.scales if weight.zeros is None else weight.zeros
-    pointers = (x, weight.codes, weight.scales, zeros, y, routing.tokens, routing.offsets)
-    sizes = (weight.in_size, packed_size, out_size, weight.scales.shape[1], num_experts)
+    scales = weight.scales.mT
+    zeros = scales if weight.zeros is None else weight.zeros.mT
+    pointers = (x, weight.codes, scales, zeros, y, routing.tokens, routing.offsets)
+    sizes = (weight.in_features, packed_size, out_size, weight.scales.shape[2], num_experts)
     launch(_grouped_quantized_kernel, grid, (*pointers, *sizes), config)
     return y

@@ -73,7 +73,7 @@ def launch_steps(runner: "ModelRunner") -> None:
 
 def launch_logits_kernels(runner: "ModelRunner") -> None:
     """Launch the kernels that read logits: in the model's dtype, and in float32 for edits and log-probabilities."""
-    from nanovllm.edits.edit_logits import OPERATORS, MaskAndPenalties
+    from nanovllm.edits.edit_logits import EditOperators, MaskAndPenalties
 
     backend = runner.backend
     vocab = runner.hf_config.vocab_size  # of all ranks: rank 0 gathers their logits
@@ -87,7 +87,7 @@ def launch_logits_kernels(runner: "ModelRunner") -> None:
     counts = torch.empty(2, vocab, dtype=torch.int32)
     penalties = torch.empty(2, 3, dtype=torch.float32)
     logits = torch.empty(2, vocab, dtype=torch.float32)
-    edit_logits = backend.find_operators(OPERATORS).edit_logits
+    edit_logits = backend.find_operators(EditOperators, "edit_logits").edit_logits
     edit_logits(logits, MaskAndPenalties(ids, masks, ids, None, None))
     edit_logits(logits, MaskAndPenalties(ids, None, ids, counts, penalties))
     edit_logits(logits, MaskAndPenalties(ids, masks, ids, counts, penalties))

@@ -17,7 +17,7 @@ from nanovllm.layers.weights import NamedTargets, ShardedLayer, WeightTarget
 from nanovllm.models.decoder import Decoder, Layer, find_biases, make_norm, make_rotary_table, share_heads
 from nanovllm.models.model_config import find_rotary_dim
 from nanovllm.models.qwen3_5.delta_net import DeltaNet
-from nanovllm.models.qwen3_5.ops import OPERATORS, HybridOperators
+from nanovllm.models.qwen3_5.ops import HybridOperators
 from nanovllm.models.qwen3_5.states import resolve_states
 from nanovllm.ops.norm_rope_store import NormRope
 from nanovllm.ops.step_inputs import StepInputs
@@ -53,7 +53,7 @@ class GatedAttention(ShardedLayer):
     def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel) -> None:
         super().__init__()
         self.backend = backend
-        self.operators: HybridOperators = backend.find_operators(OPERATORS)
+        self.operators = backend.find_operators(HybridOperators, "hybrids")
         self.eps = config.rms_norm_eps
         self.scale = config.head_dim**-0.5
         heads, kv_heads = share_heads(config, parallel)

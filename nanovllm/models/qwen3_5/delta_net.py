@@ -13,7 +13,7 @@ from nanovllm.backends import Backend, CacheSize
 from nanovllm.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
 from nanovllm.layers.parallel import Parallel
 from nanovllm.layers.weights import NamedTargets, ShardedLayer, WeightTarget, make_whole_target
-from nanovllm.models.qwen3_5.ops import OPERATORS, HybridOperators, RowState
+from nanovllm.models.qwen3_5.ops import HybridOperators, RowState
 from nanovllm.ops.step_inputs import StepInputs
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class DeltaNet(ShardedLayer):
 
     def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel) -> None:
         super().__init__()
-        self.operators: HybridOperators = backend.find_operators(OPERATORS)
+        self.operators = backend.find_operators(HybridOperators, "hybrids")
         self.eps = config.rms_norm_eps
         self.rank = parallel.rank
         self.key_dim: int = config.linear_key_head_dim

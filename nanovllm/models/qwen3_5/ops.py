@@ -19,9 +19,6 @@ from torch import Tensor
 from nanovllm.ops.rms_norm import rms_norm_reference
 from nanovllm.ops.step_inputs import StepInputs
 
-OPERATORS = {"torch": __name__, "cpu": "nanovllm.backends.cpu.hybrids", "gpu": "nanovllm.backends.gpu.hybrids"}
-"""The modules of the operators, for `Backend.find_operators`."""
-
 
 def list_sequences(inputs: StepInputs) -> Iterator[tuple[slice, int, bool]]:
     """Yield each sequence of the step: its tokens, its row, and whether it is new: no token is computed before them."""
@@ -140,12 +137,10 @@ def sigmoid_and_mul_reference(x: Tensor, gate: Tensor) -> Tensor:
 class HybridOperators:
     """Computes each operator with its plain-torch reference. A subclass replaces those that it computes faster."""
 
+    def __init__(self, backend: object) -> None:
+        """The references need nothing of the backend."""
+
     causal_conv = staticmethod(causal_conv_reference)
     gated_delta = staticmethod(gated_delta_reference)
     gated_rms_norm = staticmethod(gated_rms_norm_reference)
     sigmoid_and_mul = staticmethod(sigmoid_and_mul_reference)
-
-
-def make_operators(backend: object) -> HybridOperators:
-    """Return the operators of plain torch."""
-    return HybridOperators()

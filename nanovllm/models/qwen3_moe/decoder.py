@@ -14,7 +14,7 @@ from nanovllm.layers.linear import ColumnParallelLinear, Part
 from nanovllm.layers.parallel import Parallel
 from nanovllm.layers.weights import NamedTargets, ShardedLayer, WeightTarget
 from nanovllm.models.decoder import Decoder, Layer
-from nanovllm.models.qwen3_moe.ops import OPERATORS, ExpertOperators, Routing
+from nanovllm.models.qwen3_moe.ops import ExpertOperators, Routing
 from nanovllm.ops.step_inputs import StepInputs
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class SparseMLP(nn.Module):
     def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel) -> None:
         super().__init__()
         self.backend = backend
-        self.operators: ExpertOperators = backend.find_operators(OPERATORS)
+        self.operators = backend.find_operators(ExpertOperators, "experts")
         self.parallel = parallel
         self.k: int = config.num_experts_per_tok
         self.normalize = bool(config.norm_topk_prob)

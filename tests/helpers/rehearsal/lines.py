@@ -47,7 +47,8 @@ def measure(folder: Path) -> dict[str, Any]:
     settings = folder / "coverage.ini"
     source = ", ".join(f"nanovllm.{room}" for room in ROOMS)
     settings.write_text(
-        f"[run]\nbranch = True\nparallel = True\nsource = {source}\nomit = */backends/cpu/*\ndata_file = {folder}/data\n"
+        f"[run]\nbranch = True\nparallel = True\ndata_file = {folder}/data\n"
+        f"source = {source}\nomit = */backends/cpu/*\n"
     )
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("TRITON", "PYTEST"))}
     environment |= {"COVERAGE_PROCESS_START": str(settings), "PYTHONPATH": f"{ROOT}{os.pathsep}{TESTS}"}
