@@ -26,7 +26,7 @@ from nanovllm import LLM, SamplingParams
 from nanovllm.backends import make_backend
 from nanovllm.backends.steps import EAGER
 from nanovllm.edits.bad_words import BadWord
-from nanovllm.edits.edit_logits import OPERATORS, edit_logits_reference
+from nanovllm.edits.edit_logits import EditOperators, edit_logits_reference
 from nanovllm.edits.row_edits import RowEdits
 from nanovllm.ops.sample import sample_reference
 from nanovllm.runner.step_handle import StepHandle
@@ -159,7 +159,7 @@ def test_no_spelling_of_a_bad_word_comes_whatever_its_tokens() -> None:
     size = len(tokenizer.vocabulary)
     rng = random.Random(0)
     for word in ("the", " the", "remotely", "P", "\u2603", "capital of"):
-        words = [BadWord(word, tokenizer, size, 64)]
+        words = [BadWord(word, tokenizer, size)]
         edits = RowEdits(SamplingParams(bad_words=[word]), words, [], size)
         for _ in range(12):
             # A beginning of the word, in tokens drawn from all that fit, after something else
@@ -363,7 +363,7 @@ def test_a_kernel_edits_as_the_reference_does(name: str, vocab_size: int, half: 
     expected = logits.clone()
     given = logits.clone()
     edit_logits_reference(expected, edits)
-    make_backend(name).find_operators(OPERATORS).edit_logits(given, edits)
+    make_backend(name).find_operators(EditOperators, "edit_logits").edit_logits(given, edits)
     assert torch.allclose(given, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
     untouched = [1, 5]
     assert torch.equal(given[untouched], logits[untouched])

@@ -17,7 +17,7 @@ from helpers.rehearsal.graphs import Graph, capture
 from helpers.rehearsal.interpreter import extended
 from helpers.rehearsal.nccl import PretendNccl
 from helpers.rehearsal.timeline import Event, RehearsalError, Stream
-from nanovllm.backends.gpu import cuda_graphs, device, triton_shim
+from nanovllm.backends.gpu import cuda_graphs, startup, triton_shim
 from nanovllm.distributed import follower_process
 
 COMMAND = "import sys; fd, *sys.path = sys.argv[1:]; from helpers.rehearsal.follower import main; main(int(fd))"
@@ -111,9 +111,7 @@ def _run_with_calls(run: Callable[[threading.Thread], None], thread: threading.T
 
 
 @contextmanager
-def rehearse(
-    total: int = 96 * MIB, num_devices: int = 1, capability: tuple[int, int] = (9, 0), compile_kernels: Any = None
-) -> Iterator[Card]:
+def rehearse(total: int = 96 * MIB, num_devices: int = 1, capability: tuple[int, int] = (9, 0)) -> Iterator[Card]:
     """Within, this process and its followers have a card of `total` bytes, and Triton's kernels are interpreted.
 
     The pass that compiles kernels is left out: the interpreter compiles nothing. tests/runner/test_launches.py has it.
@@ -128,7 +126,7 @@ def rehearse(
             stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
         stack.enter_context(mock.patch.object(torch, "Generator", lambda device="cpu": make_generator()))
         stack.enter_context(mock.patch.object(dist, "ProcessGroupNCCL", PretendNccl, create=True))
-        stack.enter_context(mock.patch.object(device, "compile_kernels", lambda *arguments: None))
+        stack.enter_context(mock.patch.object(startup, "compile_kernels", lambda *arguments: None))
         stack.enter_context(mock.patch.object(follower_process, "COMMAND", COMMAND))
         stack.enter_context(mock.patch.object(threading.Thread, "run", lambda self: _run_with_calls(run, self)))
         stack.enter_context(mock.patch.dict("os.environ", {"REHEARSAL": f"{total} {num_devices}"}))

@@ -33,6 +33,7 @@ REHEARSALS = (
     (*PYTEST, "tests/runner/test_rehearsal.py", "-k", OTHERS),
     (str(TESTS / "helpers" / "compile_kernels.py"), "--quick", "90"),
     (*PYTEST, "tests/runner/test_launches.py", "tests/kernels/test_backends.py", "-k", "not direct and not compiled"),
+    (*PYTEST, "tests/models/test_pinned_copies.py"),
 )
 """The rehearsal, and the compile tests: they run on fake tensors what cannot run in Triton's interpreter. As many
 run at a time as there are processors, so the longest come first."""
