@@ -55,10 +55,6 @@ def few_shapes(*dtypes: torch.dtype) -> list[tuple[int, int, int, torch.dtype]]:
     ]
 
 
-def all_shapes() -> list[tuple[int, int, int, torch.dtype]]:
-    return list(product(HEAD_DIMS, GROUPS, BLOCK_SIZES, (torch.float32, HALF)))
-
-
 @contextmanager
 def poisoned_memory() -> Iterator[None]:
     """Fill what torch.empty gives with NaN (floats) and the largest value (integers): nobody may rely on it."""

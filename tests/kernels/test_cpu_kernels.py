@@ -1,6 +1,5 @@
 """The compiled CPU path computes what plain torch computes, and the engine does without it where it must."""
 
-import itertools
 import logging
 import os
 import re
@@ -40,8 +39,12 @@ from nanovllm.runner.model_runner import ModelRunner
 from nanovllm.runner.resolve import Work, resolve_backend
 from nanovllm.utils.machine import limit_threads, physical_cores
 
-GRID = list(itertools.product((32, 64, 96, 128, 256), (1, 2, 4, 7, 8, 48), (16, 64, 256)))
-"""(head_dim, group, block_size)"""
+GRID = [
+    (head_dim, group, (16, 64, 256)[(i + j) % 3])
+    for i, head_dim in enumerate((32, 64, 96, 128, 256))
+    for j, group in enumerate((1, 2, 4, 7, 8, 48))
+]
+"""(head_dim, group, block_size) such that every pair of values of any two of them occurs."""
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +128,7 @@ def test_attention_over_what_was_stored_equals_the_reference(
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("shape", GRID, ids=str)
-def test_attention_equals_the_reference_over_a_grid(
+def test_attention_equals_the_reference_for_every_pair_of_values(
     backend: CpuBackend, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
     assert_attends_alike(backend, shape, dtype)
