@@ -60,7 +60,10 @@ class _Indexing(TorchFunctionMode):
         if all(isinstance(part, Tensor) for part in parts):
             return aten.index(x, list(parts))
         dim = 0
-        for part in parts:
+        for i, part in enumerate(parts):
+            if part is Ellipsis:
+                dim = x.dim() - len(parts[i + 1 :])
+                continue
             if isinstance(part, int):
                 x = aten.select(x, dim, part)
                 continue

@@ -67,9 +67,14 @@ def transpose_scales(codes: Codes) -> Codes:
         ValueError: the kernel cannot take groups of this size.
     """
     format_config(codes.bits, codes.in_features, codes.group_size, codes.zeros is not None)
-    zeros = None if codes.zeros is None else codes.zeros.to(torch.int32).mT.contiguous().mT
-    scales = codes.scales.mT.contiguous().mT
+    zeros = None if codes.zeros is None else _lay_by_column(codes.zeros.to(torch.int32))
+    scales = _lay_by_column(codes.scales)
     return replace(codes, codes=codes.codes.contiguous(), scales=scales, zeros=zeros)
+
+
+def _lay_by_column(values: Tensor) -> Tensor:
+    """Return a copy of the values [..., m, n] in which the elements of a column are neighbours in memory."""
+    return values.mT.clone(memory_format=torch.contiguous_format).mT
 
 
 class Operators(MatrixOperators):
