@@ -21,6 +21,7 @@ from nanovllm.quantized.checkpoints import find_format
 from nanovllm.quantized.codes import CHUNK, Codes, quantize_int8
 from nanovllm.quantized.formats import INT8, MADE_AT_LOAD, ROUNDING_BACKENDS, Format, RawTensors
 from nanovllm.quantized.torch_matrix import MatrixOperators
+from nanovllm.quantized.unpack import ScaledFloats
 from nanovllm.utils.checks import quote
 
 if TYPE_CHECKING:
@@ -424,10 +425,9 @@ class RawMatrix:
 
     def _fill(self, tensors: dict[str, Tensor], copy: Copy) -> None:
         target = self._target
-        format = self._filling.format
         out, size = target.shape
-        if format.gives_floats:
-            source = format.dequantize(tensors, out, size)
+        source = self._filling.format.convert(tensors, out, size)
+        if isinstance(source, ScaledFloats):
             if isinstance(target, RoundedTarget):
                 target.fill(source, copy)
                 return
@@ -437,10 +437,9 @@ class RawMatrix:
                 values = source[first + begin : first + begin + count, columns]
                 target.view[begin : begin + count].copy_(values)
             return
-        codes = format.convert(tensors, out, size)
         rows, columns = find_place(target)
         start, stop, _ = columns.indices(size)
-        self._filling.put(self._path, target.view, codes.take_rows(rows).take_columns(start, stop - start))
+        self._filling.put(self._path, target.view, source.take_rows(rows).take_columns(start, stop - start))
         self._filling.attach_if_complete(self._path)
 
 
