@@ -89,8 +89,8 @@ class Codes:
         order = None if self.order is None else self.order[index]
         return replace(self, codes=self.codes[index], scales=self.scales[index], zeros=zeros, order=order)
 
-    def take_columns(self, start: int, length: int) -> "Codes":
-        """Return the matrix of the columns from start to start + length - 1 only.
+    def take_columns(self, columns: slice) -> "Codes":
+        """Return the matrix of some columns only.
 
         A slice that cuts a group keeps its scales: the new groups are smaller, and several have the same scale. It is
         one of several ranks' equal slices.
@@ -98,7 +98,9 @@ class Codes:
         Raises:
             ValueError: the smaller groups would have less than SMALLEST_GROUP columns, or the columns are permuted.
         """
-        if start == 0 and length == self.in_features:
+        start, stop, _ = columns.indices(self.in_features)
+        length = stop - start
+        if length == self.in_features:
             return self
         if self.order is not None:
             raise ValueError(
