@@ -1,8 +1,7 @@
 """The one form of quantised weights: whole numbers, scales, and zeros. All formats are converted to it at load."""
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -49,18 +48,6 @@ class Codes:
     def out_features(self) -> int:
         """The number of rows, of one expert if there are several."""
         return self.codes.shape[-2]
-
-    @property
-    def num_bytes(self) -> int:
-        """The memory of all tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors())
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors that this matrix has."""
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, Tensor):
-                yield value
 
     def integers(self) -> Tensor:
         """Return code - zero, int16 [out, in], in the order of the codes' columns."""
