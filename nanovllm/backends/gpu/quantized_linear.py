@@ -225,7 +225,7 @@ def tile_config(num_rows: int, tiles: tuple[tuple[int, int, int], ...], itemsize
 
 
 def quantized_linear(x: Tensor, weight: Codes, bias: Tensor | None) -> Tensor:
-    """Do what `quantized_linear_reference` does, in one kernel.
+    """x [n, in] -> x W^T + bias [n, out], summed in float32, in x's dtype.
 
     Args:
         x: contiguous, with its columns in the order of the codes'.
@@ -247,7 +247,7 @@ def quantized_linear(x: Tensor, weight: Codes, bias: Tensor | None) -> Tensor:
 
 
 def grouped_quantized(x: Tensor, weight: Codes, routing: Routing, gather: bool) -> Tensor:
-    """Do what `grouped_quantized_reference` does, in one kernel. Its grid needs no length from the device.
+    """Do what `grouped_linear_reference` does, in one kernel. Its grid needs no length from the device.
 
     Args:
         weight: what `transpose_scales` returns.
