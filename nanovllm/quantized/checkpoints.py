@@ -210,12 +210,9 @@ def find_format(asked: str | None, hf_config: "PretrainedConfig") -> Format | No
     if asked in MADE_AT_LOAD and isinstance(format, ScaledFloat8):
         rounds_inputs = MADE_AT_LOAD[asked].rounds_inputs
         return replace(format, name=asked, bits=8, quantizes_head=True, rounds_inputs=rounds_inputs)
-    if asked in MADE_AT_LOAD:
-        raise ValueError(
-            f'quantization is "{asked}", and the checkpoint is quantised already, with {format.bits} bits ({method}): '
-            "leave the option out"
-        )
-    raise ValueError(f"quantization is {quote(asked)}, and the checkpoint is {quote(method)}: leave the option out")
+    raise ValueError(
+        f"quantization is {quote(asked)}, and the checkpoint is quantised already ({method}): leave the option out"
+    )
 
 
 def describe_format(format: Format, dtype: str) -> str:

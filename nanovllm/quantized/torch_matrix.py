@@ -81,13 +81,7 @@ class MatrixOperators:
 
     def warn(self, format: Format) -> None:
         """Log it if matrices of this format are multiplied slowly."""
-        if format.rounds_inputs:
-            logger.warning(
-                "plain torch multiplies in int8 slowly: it converts each matrix to float32 in every step. The backend "
-                '"cpu" has kernels for it'
-            )
-        else:
-            logger.warning(
-                "plain torch multiplies quantised weights slowly: it dequantises each matrix in every step. The "
-                'backends "cpu" and "triton" have kernels for them'
-            )
+        logger.warning(
+            "plain torch multiplies quantised weights slowly: it converts each matrix in every step. The backends "
+            '"cpu" and, but for int8-dynamic, "triton" have kernels for them'
+        )

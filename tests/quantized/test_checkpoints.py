@@ -386,9 +386,9 @@ def test_the_option_must_agree_with_the_checkpoint(tmp_path: Path) -> None:
     edit_json(tmp_path / "model" / "config.json", quantization_config=CHECKPOINTS["awq"][0])
     for option in ("awq", "awq_marlin", None):
         LLM(str(tmp_path / "model"), quantization=option, load_format="dummy", **OPTIONS).exit()
-    with pytest.raises(ValueError, match="quantization is 'gptq', and the checkpoint is 'awq': leave the option out"):
+    with pytest.raises(ValueError, match=r"is 'gptq', and the checkpoint is quantised already \(awq\)"):
         LLM(str(tmp_path / "model"), quantization="gptq_marlin", **OPTIONS)
-    with pytest.raises(ValueError, match=r'"int8", and the checkpoint is quantised already, with 4 bits \(awq\)'):
+    with pytest.raises(ValueError, match=r"'int8', and the checkpoint is quantised already \(awq\): leave"):
         LLM(str(tmp_path / "model"), quantization="int8", **OPTIONS)
     with pytest.raises(ValueError, match="lora is 'folder', and the checkpoint is quantised already"):
         LLM(str(tmp_path / "model"), lora="folder", **OPTIONS)
