@@ -67,8 +67,6 @@ def try_in_child(kind: str, text: str, special_tokens: Mapping[int, str], vocab_
             answer = _await_answer(child)
         finally:
             child.kill()  # does nothing to a child that has ended
-    if answer is None:
-        return f"it takes more than {SECONDS} s to compile"
     try:
         return str(json.loads(answer))
     except ValueError:
@@ -76,8 +74,8 @@ def try_in_child(kind: str, text: str, special_tokens: Mapping[int, str], vocab_
         return f"to compile it takes more than {limits} (the child process ended with {child.returncode})"
 
 
-def _await_answer(child: "subprocess.Popen[bytes]") -> bytes | None:
-    """Return what a child prints; None if that takes longer than PATIENCE.
+def _await_answer(child: "subprocess.Popen[bytes]") -> bytes:
+    """Return what a child prints; nothing if that takes longer than PATIENCE.
 
     Raises:
         CancelledError: nobody waits for the answer any more, for example after a Ctrl-C.
@@ -90,7 +88,7 @@ def _await_answer(child: "subprocess.Popen[bytes]") -> bytes | None:
             return child.communicate(timeout=SECONDS_BETWEEN_LOOKS)[0]
         except subprocess.TimeoutExpired:
             continue
-    return None
+    return b""
 
 
 class _ByteTokenizer:
