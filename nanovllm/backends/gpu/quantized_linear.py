@@ -111,25 +111,10 @@ def _quantized_linear_kernel(
     column = tl.program_id(0) // num_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row = row < num_rows
     is_column = column < out_size
-    acc = _multiply_tile(
-        x_ptr,
-        codes_ptr,
-        scales_ptr,
-        zeros_ptr,
-        row,
-        is_row,
-        column,
-        is_column,
-        in_size,
-        packed_size,
-        out_size,
-        BITS,
-        GROUP,
-        HAS_ZEROS,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-    )
+    pointers = (x_ptr, codes_ptr, scales_ptr, zeros_ptr)
+    tile = (row, is_row, column, is_column)
+    sizes = (in_size, packed_size, out_size)
+    acc = _multiply_tile(*pointers, *tile, *sizes, BITS, GROUP, HAS_ZEROS, BLOCK_M, BLOCK_N, BLOCK_K)
     if HAS_BIAS:
         acc += tl.load(bias_ptr + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
     y_at = y_ptr + row.to(tl.int64)[:, None] * out_size + column[None, :]
@@ -172,25 +157,13 @@ def _grouped_quantized_kernel(
     column = tl.program_id(0) % num_columns * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column = column < out_size
     matrix = expert.to(tl.int64) * out_size
-    acc = _multiply_tile(
-        x_ptr,
-        codes_ptr + matrix * packed_size,
-        scales_ptr + matrix * num_groups,
-        zeros_ptr + matrix * num_groups,
-        row,
-        is_pair,
-        column,
-        is_column,
-        in_size,
-        packed_size,
-        out_size,
-        BITS,
-        GROUP,
-        HAS_ZEROS,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-    )
+    codes_ptr += matrix * packed_size
+    scales_ptr += matrix * num_groups
+    zeros_ptr += matrix * num_groups
+    pointers = (x_ptr, codes_ptr, scales_ptr, zeros_ptr)
+    tile = (row, is_pair, column, is_column)
+    sizes = (in_size, packed_size, out_size)
+    acc = _multiply_tile(*pointers, *tile, *sizes, BITS, GROUP, HAS_ZEROS, BLOCK_M, BLOCK_N, BLOCK_K)
     y_at = y_ptr + pair.to(tl.int64)[:, None] * out_size + column[None, :]
     tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=is_pair[:, None] & is_column[None, :])
 
