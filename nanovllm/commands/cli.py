@@ -58,20 +58,21 @@ def run() -> NoReturn:
     """Run the command of this process, and end the process with its status.
 
     After Ctrl-C or SIGTERM the interpreter's clean-up is left out. By then all is closed that this package opened, and
-    to take torch and transformers to pieces lasts up to seconds on a busy machine.
+    to take torch and transformers to pieces lasts up to seconds on a busy machine. It is also left out in the process
+    that works on Ray, whose clean-up might crash and so hide the status.
     """
-    pipe = ray_guard.enter_child()
+    is_child = ray_guard.enter_child()
     arguments = sys.argv[1:]
-    needs_child = pipe is None and ray_guard.works_on_ray(arguments)
-    status = ray_guard.run_in_child(arguments) if needs_child else main()
-    if pipe is not None:
-        ray_guard.report_end(pipe, status)
-    if status in (Status.INTERRUPTED, Status.TERMINATED):
+    if arguments[:1] == ["run-batch"] and "--ray" in arguments and not is_child:
+        status = ray_guard.run_in_child(arguments)
+    else:
+        status = main()
+    if is_child or status in (Status.INTERRUPTED, Status.TERMINATED):
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):  # its reader may have gone, or it may be closed
                 stream.flush()
-        os._exit(status)
+        os._exit(status + ray_guard.REPORTED if is_child else status)
     sys.exit(status)
 
 
