@@ -108,22 +108,6 @@ def test_without_a_place_for_the_copy_the_message_says_so(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out.job.json"]
 
 
-def test_the_path_stays_locked_when_its_file_was_renamed(
-    source: Path, tmp_path: Path, log: pytest.LogCaptureFixture
-) -> None:
-    statuses = []
-
-    def rename_and_start_another() -> None:
-        rename(tmp_path / "out")
-        statuses.append(run(source, tmp_path / "out"))
-        statuses.append(run(source, tmp_path / "out", overwrite=True))
-
-    assert run_job_that_calls(rename_and_start_another, source, tmp_path / "out") == Status.OUTPUT_FAILED
-    assert statuses == [Status.USAGE] * 2 and log.text.count("is being written by another process") == 2
-    assert not (tmp_path / "out").exists() and len(read_answers(tmp_path / "moved")) == NUM_LINES
-    assert run(source, tmp_path / "out") == Status.OK, "the lock ends with the job"
-
-
 @pytest.mark.parametrize("size", [0, 100, None], ids=["emptied", "cut", "appended to"])
 def test_results_whose_size_another_process_changed_are_never_written_to_again(
     size: int | None, source: Path, tmp_path: Path, log: pytest.LogCaptureFixture
