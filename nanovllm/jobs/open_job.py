@@ -60,7 +60,7 @@ class OpenJob:
 
     def write(self, result: ResultLine) -> None:
         """Append a line to the results, and count it. Raises an OutputError if it cannot be written."""
-        if self._results is None or not self.done.add(result.number):
+        if not self.done.add(result.number):
             raise RuntimeError(f"line {result.number} was answered twice")
         self._results.append(result.line)
         self.counts.count(result.usage)
@@ -84,8 +84,7 @@ class OpenJob:
 
     def close(self) -> None:
         """Bring the results to the disk. Raises an OutputError if that fails, or if they were moved or changed."""
-        if self._results is not None:
-            self._results.close()
+        self._results.close()
 
 
 def _identify(job: Job, digest: InputDigest) -> dict[str, Any]:
@@ -126,8 +125,8 @@ def _check_paths(job: Job, source: Source) -> None:
             )
         if not Path(path).absolute().parent.is_dir():
             raise ValueError(f"the folder of {name} {quote(path)} does not exist")
-        if name != "-o" and Path(path).is_dir():
-            raise ValueError(f"{name} {quote(path)} is a folder")
+        if Path(path).is_dir():
+            raise ValueError(f"{name} {quote(path)} is a folder; it must be a file")
         place = os.path.realpath(path)
         if source.is_folder and Path(place).is_relative_to(os.path.realpath(source.path)):
             raise ValueError(f"{name} {path} lies in the input {source.path}, whose files are all read as requests")

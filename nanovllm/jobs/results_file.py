@@ -1,6 +1,5 @@
 """Writes the file of results, one whole line at a time, and reads it back when a job is resumed."""
 
-import errno
 import fcntl
 import logging
 import os
@@ -165,7 +164,7 @@ def _lock_file(descriptor: int, path: str) -> None:
 
 def open_results(
     path: str, manifest: Manifest, numbers: LineSet, overwrite: bool
-) -> tuple[ResultsFile | None, EarlierResults]:
+) -> tuple[ResultsFile, EarlierResults]:
     """Open the results, new or begun, and read what earlier runs wrote.
 
     Args:
@@ -173,7 +172,7 @@ def open_results(
         numbers: the numbers of the input lines.
 
     Returns:
-        The file, and the results of earlier runs. The file is None if it is complete and cannot be written.
+        The file, and the results of earlier runs.
 
     Raises:
         ValueError: the file cannot be opened, is another job's, is written by another process, or is damaged.
@@ -181,18 +180,11 @@ def open_results(
     """
     if path == STANDARD:
         return ResultsFile(os.dup(1), "standard output", None, manifest), EarlierResults()
-    if Path(path).is_dir():
-        raise ValueError(f"{path} cannot be opened for writing: it is a folder. -o names a file")
     # A pipe is opened for writing only: if this process could read it too, a write would block after its reader died.
     mode = os.O_RDWR | os.O_CREAT | os.O_APPEND if is_file(path) else os.O_WRONLY
     try:
         descriptor = os.open(path, mode, 0o666)
     except OSError as error:
-        if error.errno in (errno.EROFS, errno.EACCES) and Path(path).is_file() and not overwrite:
-            manifest.resume(Path(path).stat().st_size)
-            earlier = _read_earlier(Path(path), numbers)
-            if len(earlier.done) == len(numbers):
-                return None, earlier
         raise ValueError(f"{path} cannot be opened for writing: {error.strerror}") from error
     with ExitStack() as after_failure:
         after_failure.callback(os.close, descriptor)

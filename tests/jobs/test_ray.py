@@ -201,7 +201,7 @@ def test_wrong_commands_say_what_to_do(
     assert "pipe" in capsys.readouterr().err
     (tmp_path / "folder").mkdir()
     assert main([*command[:4], str(tmp_path / "folder"), "--model", "m", "--ray"]) == Status.USAGE
-    assert "it is a folder" in capsys.readouterr().err
+    assert "is a folder; it must be a file" in capsys.readouterr().err
     for name in ("nanovllm.jobs.cluster", "nanovllm.ray"):
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "ray.data", None)

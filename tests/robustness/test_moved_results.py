@@ -1,11 +1,9 @@
 """Results that other processes move, remove or change while a job writes them: noticed, told, and saved if possible."""
 
-import json
 import logging
 import os
 import re
 import shutil
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -150,37 +148,6 @@ def test_a_line_that_meets_a_truncation_leaves_no_hole(
     monkeypatch.undo()
     assert len(read_answers(out)) == 1 and b"\0" not in out.read_bytes()
     assert run(source, out) == Status.OK and len(read_answers(out)) == NUM_LINES
-
-
-def mount(folder: Path, *options: str) -> bool:
-    done = subprocess.run(["mount", *options, str(folder)], capture_output=True)
-    return done.returncode == 0
-
-
-def test_a_finished_job_tells_its_status_also_where_nothing_can_be_written(
-    source: Path, tmp_path: Path, log: pytest.LogCaptureFixture
-) -> None:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if not mount(folder, "-t", "tmpfs", "tmpfs"):
-        pytest.skip("mounting a file system needs root")
-    bad = write_lines(tmp_path / "bad", [{"prompt": "x"}, b"{"])
-    try:
-        assert run(source, folder / "out") == Status.OK and run(bad, folder / "bad") == Status.LINES_FAILED
-        assert run(source, folder / "half", {"dies_after": 5}) == Status.BROKEN
-        assert mount(folder, "-o", "remount,ro")
-        for _ in range(2):
-            assert run(source, folder / "out", {"no such option": 1}) == Status.OK
-            assert run(bad, folder / "bad") == Status.LINES_FAILED
-            assert run(bad, folder / "bad", stats=str(tmp_path / "stats")) == Status.LINES_FAILED
-        assert json.loads((tmp_path / "stats").read_text())["num_earlier"] == 2
-        log.clear()
-        for out, options in (("half", {}), ("new", {}), ("out", {"overwrite": True})):
-            assert run(source, folder / out, **options) == Status.USAGE
-        assert log.text.count("cannot be opened for writing: Read-only file system") == 3
-        assert run(bad, folder / "out") == Status.USAGE and "is of another job" in log.text
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
 
 
 @pytest.mark.parametrize("hours", [-48, 48])
