@@ -15,8 +15,6 @@ from nanovllm.config import EngineConfig
 from nanovllm.drafts.options import read_speculative_config
 from nanovllm.jobs import ray_guard
 from nanovllm.jobs.job import STATUS_HELP, Status
-from nanovllm.jobs.source import MAX_LINE_BYTES
-from nanovllm.utils.checks import as_integer
 from nanovllm.version import __version__
 
 _ENGINE_FIELDS = {field.name: field for field in fields(EngineConfig)}
@@ -138,13 +136,6 @@ def _add_run_batch(commands: Any) -> None:
     )
     add("--overwrite", action="store_true", help="start anew: throw away what the output file holds")
     add("--accept-changes", action="store_true", help="resume even if options or the engine differ from before")
-    add(
-        "--max-line-bytes",
-        type=int,
-        default=MAX_LINE_BYTES,
-        metavar="N",
-        help=f"answer longer lines by an error (default: {MAX_LINE_BYTES})",
-    )
     add("--served-model-name", metavar="NAME", help='the only "model" that lines may ask for (default: --model)')
     add("--stats", metavar="FILE", help="write the summary to this file, as JSON")
     add("--model", required=True, help=_help("model"))
@@ -171,7 +162,6 @@ def _run_batch(options: argparse.Namespace) -> int:
         model_name=options.served_model_name or options.model,
         overwrite=options.overwrite,
         stats=options.stats,
-        max_line_bytes=as_integer(options.max_line_bytes, "--max-line-bytes", 1),
         accept_changes=options.accept_changes,
     )
     if not options.ray:

@@ -36,7 +36,7 @@ class OpenJob:
         """Raises a ValueError or an InputError if the job cannot run, or if the results are another job's."""
         self.job = job
         self.counts = counts
-        self.source = Source(job.input, job.max_line_bytes)
+        self.source = Source(job.input)
         _check_paths(job, self.source)
         self.first_reading = Reading(self.source) if self.source.is_file else None
         numbers = LineSet()
@@ -89,9 +89,8 @@ class OpenJob:
 
 def _identify(job: Job, digest: InputDigest) -> dict[str, Any]:
     """Return what must be the same when the job is resumed."""
-    job_options = {"served_model_name": job.model_name, "max_line_bytes": job.max_line_bytes}
     options = {f.name: getattr(job.config, f.name) for f in fields(job.config) if f.metadata["affects"] == "results"}
-    return {"input": asdict(digest), "options": {**options, **job_options}}
+    return {"input": asdict(digest), "options": {**options, "served_model_name": job.model_name}}
 
 
 def _check_lines(job: Job, source: Source, num_lines: int) -> None:

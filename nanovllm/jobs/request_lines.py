@@ -110,7 +110,7 @@ def read_request_line(line: Line, is_new: Callable[[str], bool] = lambda _: True
         LineError: the line has neither form, or its id was seen before.
     """
     if line.is_cut:
-        raise LineError("invalid_request", f"the line has more than {len(line.raw) - 1} bytes: see --max-line-bytes")
+        raise LineError("invalid_request", f"the line has more than {len(line.raw) - 1} bytes")
     data = _read_object(line.raw.removeprefix(b"\xef\xbb\xbf").strip())
     if not data.keys() & _LINE_FIELDS.keys():
         if sum(name in data for name in _PLAIN) != 1:
