@@ -139,14 +139,9 @@ def _add_run_batch(commands: Any) -> None:
     add("--served-model-name", metavar="NAME", help='the only "model" that lines may ask for (default: --model)')
     add("--stats", metavar="FILE", help="write the summary to this file, as JSON")
     add("--model", required=True, help=_help("model"))
-    cluster = parser.add_argument_group("on a Ray cluster")
+    cluster = parser.add_argument_group("on a Ray cluster: the one at RAY_ADDRESS, or one of this machine alone")
     cluster.add_argument("--ray", action="store_true", help="run on a cluster; needs the extra nano-vllm[ray]")
     cluster.add_argument("--replicas", type=int, default=1, metavar="N", help="number of engines (default: 1)")
-    cluster.add_argument(
-        "--ray-address",
-        metavar="ADDRESS",
-        help="the cluster's address (default: RAY_ADDRESS, or a new cluster of this machine alone)",
-    )
     _add_engine_options(parser, without=("model",))
     parser.set_defaults(run=_run_batch)
 
@@ -165,14 +160,14 @@ def _run_batch(options: argparse.Namespace) -> int:
         accept_changes=options.accept_changes,
     )
     if not options.ray:
-        if options.replicas != 1 or options.ray_address is not None:
-            raise ValueError("--replicas and --ray-address are for a Ray cluster: add --ray")
+        if options.replicas != 1:
+            raise ValueError("--replicas is for a Ray cluster: add --ray")
         return run_job(job)
     try:
         from nanovllm.jobs.cluster import run_on_ray
     except ImportError as error:
         raise ValueError(f"--ray needs Ray Data: pip install 'nano-vllm[ray]' ({error})") from error
-    return run_on_ray(job, options.replicas, options.ray_address)
+    return run_on_ray(job, options.replicas)
 
 
 def _add_estimate(commands: Any) -> None:

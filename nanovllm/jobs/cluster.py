@@ -37,18 +37,18 @@ from nanovllm.uses.sharing import EngineThread
 logger = logging.getLogger(__name__)
 
 
-def run_on_ray(job: Job, replicas: int = 1, address: str | None = None) -> Status:
+def run_on_ray(job: Job, replicas: int = 1) -> Status:
     """Run a job on a cluster, or resume it. The results are those of `run_job`, and either may resume the other's job.
+
+    The cluster is that at RAY_ADDRESS, or else one of this machine alone, made for this job.
 
     Args:
         replicas: the number of engines.
-        address: the cluster's address. None means RAY_ADDRESS, or else a cluster of this machine alone, made for this
-            job.
     """
-    return supervise(job, lambda work: _answer(work, replicas, address))
+    return supervise(job, lambda work: _answer(work, replicas))
 
 
-def _answer(work: OpenJob, replicas: int, address: str | None) -> None:
+def _answer(work: OpenJob, replicas: int) -> None:
     config = work.job.config
     if replicas < 1:
         raise ValueError(f"replicas is {replicas}; it must be at least 1")
@@ -58,7 +58,7 @@ def _answer(work: OpenJob, replicas: int, address: str | None) -> None:
         raise ValueError("trace is a file of one engine: leave it out with --ray")
     size = lines_per_part(work.num_left)
     num_seqs = config.max_num_seqs or DEFAULT_NUM_SEQS
-    with _cluster(address, config, replicas) as on_gpu, work.counts.show(lambda: vars(work.counts)):
+    with _cluster(config, replicas) as on_gpu, work.counts.show(lambda: vars(work.counts)):
         pool = actors(
             replicas,
             tensor_parallel_size=config.tensor_parallel_size,
@@ -203,7 +203,7 @@ def _answer_parts(work: OpenJob, known: Container[int], size: int, pool: Mapping
 
 
 @contextmanager
-def _cluster(address: str | None, config: EngineConfig, replicas: int) -> Iterator[bool]:
+def _cluster(config: EngineConfig, replicas: int) -> Iterator[bool]:
     """Connect to a cluster, or make one of this machine alone. Yields whether the engines run on GPUs.
 
     Raises:
@@ -212,7 +212,7 @@ def _cluster(address: str | None, config: EngineConfig, replicas: int) -> Iterat
     ranks = config.num_ranks
     is_ours = not ray.is_initialized()
     if is_ours:
-        address = address or os.environ.get("RAY_ADDRESS") or "local"
+        address = os.environ.get("RAY_ADDRESS") or "local"
         # A new cluster gets as many CPUs as the engines need, even if the machine has fewer: sharing a CPU is slow, but
         # Ray would wait for ever for one that is not there.
         num_cpus = {"num_cpus": max(os.cpu_count() or 1, replicas * ranks + 1)} if address == "local" else {}
