@@ -219,7 +219,7 @@ def test_wrong_commands_say_what_to_do(
         ("exit 64", Status.OK),
         ("exit 65", Status.LINES_FAILED),
         ("kill -KILL $$", 128 + signal.SIGKILL),
-        ("trap 'exit 194' INT; kill -INT $PPID; for i in {1..300}; do sleep 0.1; done", Status.INTERRUPTED),
+        ("trap 'exit 194' INT; sleep 1; kill -INT $PPID; for i in {1..300}; do sleep 0.1; done", Status.INTERRUPTED),
     ],
 )
 def test_a_process_that_ray_ends_is_no_job_that_has_answered_every_line(
