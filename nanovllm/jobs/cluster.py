@@ -9,7 +9,6 @@ The machine of the command reads the input and writes the results, so the other 
 import logging
 import os
 import pickle
-import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -219,8 +218,7 @@ def _cluster(config: EngineConfig, replicas: int) -> Iterator[bool]:
         # Ray logs a spurious error for every actor that may be restarted. This hides it.
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
         try:
-            with _silence_stderr():  # Ray reports the variable just set
-                ray.init(address, log_to_driver=False, logging_level=logging.WARNING, **num_cpus)
+            ray.init(address, log_to_driver=False, logging_level=logging.WARNING, **num_cpus)
         except ConnectionError as error:
             raise ValueError(f"no Ray cluster answers at {address}: {error}") from error
     try:
@@ -249,18 +247,3 @@ def check_room(nodes: Sequence[Mapping[str, float]], kind: str, replicas: int, p
             f"and Ray would wait for them for ever: use --replicas {max(room, 1)}, or start Ray with "
             f"--num-{kind.lower()}s"
         )
-
-
-@contextmanager
-def _silence_stderr() -> Iterator[None]:
-    """Within this block nothing reaches stderr, not even from C++."""
-    sys.stderr.flush()
-    kept = os.dup(2)
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    try:
-        yield
-    finally:
-        sys.stderr.flush()
-        os.dup2(kept, 2)
-        os.close(kept)
