@@ -49,19 +49,15 @@ def fetch_config(model: str) -> "PretrainedConfig":
         ValueError: there is no such model, or one that is not supported.
     """
     try:
-        return _fetch_config(model)
+        path = as_path(model)
+        shape = model.rpartition("/")[2].lower()
+        if model.lower() in (shape, PRESETS.get(shape, "").lower()) and shape in PRESETS and not path.exists():
+            return load_model_config(preset_config(shape), f"preset {shape}")
+        if not path.is_file():
+            path = (find_folder(model) or download(model, ["config.json"])) / "config.json"
+        return load_model_config(read_json(path), str(path))
     except ValueError as error:
         raise explain(error, model) or error from error
-
-
-def _fetch_config(model: str) -> "PretrainedConfig":
-    path = as_path(model)
-    shape = model.rpartition("/")[2].lower()
-    if model.lower() in (shape, PRESETS.get(shape, "").lower()) and shape in PRESETS and not path.exists():
-        return load_model_config(preset_config(shape), f"preset {shape}")
-    if not path.is_file():
-        path = (find_folder(model) or download(model, ["config.json"])) / "config.json"
-    return load_model_config(read_json(path), str(path))
 
 
 @dataclass(frozen=True)
