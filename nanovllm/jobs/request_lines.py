@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.sequence import derive_seed
 from nanovllm.jobs.source import Line
-from nanovllm.text.conversations import join_parts
 from nanovllm.utils.checks import as_choice, as_integer, quote, refuse, refuse_unknown
 
 if TYPE_CHECKING:
@@ -61,8 +60,6 @@ _NEUTRAL: dict[str, Any] = {
     **{"best_of": 1, "stream": False, "echo": False, "tools": [], "tool_choice": "none"},
 }
 """Fields that are not supported, each with the one value that asks for nothing. That value and null are accepted."""
-_MESSAGE_NULLS = ("refusal", "annotations", "audio", "function_call", "tool_calls", "tool_call_id", "name")
-"""Fields of the messages that OpenAI's server returns. They may be null."""
 _TOOL_FIELDS = {"assistant": "tool_calls", "tool": "tool_call_id"}
 """The field that a message of this role may have, because it calls tools or answers a call."""
 
@@ -332,20 +329,16 @@ def _read_messages(messages: Any) -> list[dict[str, Any]]:
 
 def _read_message(message: Any, index: int) -> dict[str, Any]:
     given = message if isinstance(message, dict) else {}
-    read = {name: value for name, value in given.items() if value is not None or name not in _MESSAGE_NULLS}
+    read = {name: value for name, value in given.items() if value is not None}
     role = read.get("role")
     fields = ["role", "content", "name"]
     if isinstance(role, str) and role in _TOOL_FIELDS:
         fields.append(_TOOL_FIELDS[role])
-    if "tool_calls" in read and read.get("content") is None:
-        read["content"] = ""  # a message that only calls tools has no content
+    if "tool_calls" in read:
+        read.setdefault("content", "")  # a message that only calls tools has no content
     if not {"role", "content"} <= read.keys() <= {*fields}:
         raise ValueError(f"message {index} is {quote(message)}; it must have a role and a content, and may have a name")
     read["role"] = ROLES[as_choice(role, f"the role of message {index}", ROLES)]
-    content = read["content"]
-    if not isinstance(content, str | list):
-        raise ValueError(f"message {index} has the content {quote(content)}; it must be a string or a list of parts")
-    read["content"] = join_parts(content, index)
     for name in ("name", "tool_call_id"):
         if not isinstance(read.get(name), str | None):
             raise ValueError(f"message {index} has the {name} {quote(read[name])}; it must be a string")

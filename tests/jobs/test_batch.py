@@ -226,7 +226,7 @@ BAD_LINES = {
         "invalid_request",
         "text",
     ),
-    "no content": (with_chat(messages=[{"role": "user", "content": None}]), "invalid_request", "content None"),
+    "no content": (with_chat(messages=[{"role": "user", "content": None}]), "invalid_request", "message 0"),
 }
 
 
