@@ -24,11 +24,10 @@ from ray.data import DataContext
 from nanovllm.config import DEFAULT_NUM_SEQS, EngineConfig
 from nanovllm.jobs.compact_sets import DigestSet
 from nanovllm.jobs.job import Job, Status
-from nanovllm.jobs.open_job import OpenJob
 from nanovllm.jobs.provenance import read_provenance
 from nanovllm.jobs.request_lines import LineError, read_request_line
 from nanovllm.jobs.result_lines import ResultLine, make_error_line
-from nanovllm.jobs.run import answer_lines, load_llm, supervise
+from nanovllm.jobs.run import OpenJob, answer_lines, load_llm, supervise
 from nanovllm.jobs.source import InputDigest, Line, Reading, Source
 from nanovllm.ray import MAX_BATCHES, actors
 from nanovllm.uses.sharing import EngineThread
