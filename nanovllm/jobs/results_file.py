@@ -70,19 +70,17 @@ class ResultsFile:
             if self._failure is not None:
                 raise self._failure
             self._check_size()
+            rest = memoryview(line)
+            try:
+                while rest:
+                    rest = rest[os.write(self._descriptor, rest) :]
+            except BaseException:
+                if self._end is not None:
+                    with suppress(OSError):  # if this fails, the next run takes the torn line away
+                        os.ftruncate(self._descriptor, self._end)
+                raise
         except OSError as error:
             raise cannot_write(self._name, error) from error
-        try:
-            rest = memoryview(line)
-            while rest:
-                rest = rest[os.write(self._descriptor, rest) :]
-        except BaseException as error:
-            if self._end is not None:
-                with suppress(OSError):  # if this fails, the next run takes the torn line away
-                    os.ftruncate(self._descriptor, self._end)
-            if isinstance(error, OSError):
-                raise cannot_write(self._name, error) from error
-            raise
         if self._end is not None:
             self._end += len(line)
 
