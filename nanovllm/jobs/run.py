@@ -161,7 +161,7 @@ class OpenJob:
             if is_file(job.output):
                 names = [field.name for field in fields(job.config) if field.metadata["affects"] == "results"]
                 options = {name: getattr(job.config, name) for name in names} | {"served_model_name": job.model_name}
-                identity = {"input": asdict(self.first_reading.digest), "options": options}
+                identity = {"input": self.first_reading.digest._asdict(), "options": options}
         if identity is None:
             logger.warning("a job from or to a pipe cannot be resumed: if it ends early, its work is lost")
         self.manifest = Manifest(Path(job.output), identity, job.accept_changes)

@@ -6,7 +6,6 @@ import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from gzip import GzipFile
 from io import BufferedReader
 from pathlib import Path
@@ -40,8 +39,7 @@ class Line(NamedTuple):
     is_cut: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class InputDigest:
+class InputDigest(NamedTuple):
     """Identifies the content of an input. Its path and its compression do not matter.
 
     Attributes:
