@@ -32,8 +32,6 @@ from nanovllm.jobs.source import InputDigest, Line, Reading, Source
 from nanovllm.ray import MAX_BATCHES, actors
 from nanovllm.uses.sharing import EngineThread
 
-logger = logging.getLogger(__name__)
-
 
 def run_on_ray(job: Job, replicas: int = 1) -> Status:
     """Run a job on a cluster, or resume it. The results are those of `run_job`, and either may resume the other's job.
