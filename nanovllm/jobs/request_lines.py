@@ -29,7 +29,6 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 # OpenAI's limits:
 MAX_LOGPROBS = 20
 MAX_N = 128
-MAX_BIAS = 100
 MAX_STRINGS = 256
 """One line may have this many stop strings, and this many bad words. They are searched for after every token, while the
 other lines wait."""
@@ -227,8 +226,6 @@ def _check_body(line: RequestLine, model_name: str) -> dict[str, Any]:
     check_model(body, model_name)
     if "n" in body:
         as_integer(body["n"], "n", 1, MAX_N)
-    if any(isinstance(bias, (int, float)) and abs(bias) > MAX_BIAS for bias in body.get("logit_bias", {}).values()):
-        raise ValueError(f"logit_bias has a value that is not from -{MAX_BIAS} to {MAX_BIAS}")
     if "max_tokens" in body and "max_completion_tokens" in body:
         raise ValueError("max_tokens and max_completion_tokens are the same limit: give one")
     return body
