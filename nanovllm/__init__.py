@@ -1,7 +1,9 @@
 """nano-vLLM: offline batch inference of Qwen, Llama and Mistral models, by an engine small enough to be understood."""
 
+import sys
 from typing import TYPE_CHECKING, Any
 
+from nanovllm import config, inputs, outputs, sampling_params
 from nanovllm.config import EngineConfig
 from nanovllm.inputs import TextPrompt, TokensPrompt
 from nanovllm.outputs import Completion, CompletionOutput, Output, RequestOutput
@@ -36,4 +38,23 @@ def __getattr__(name: str) -> Any:
         from nanovllm.llm import LLM
 
         return LLM
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from nanovllm.vllm_names import find_name
+
+    return find_name(name)
+
+
+class _Finder:
+    """Python asks it for a module of this package that is nowhere else. vLLM may have it."""
+
+    @staticmethod
+    def find_spec(name: str, *_: Any) -> Any:
+        if not name.startswith("nanovllm."):
+            return None
+        from nanovllm.vllm_names import find_module
+
+        return find_module(name)
+
+
+sys.meta_path.append(_Finder)
+for module in (config, inputs, outputs, sampling_params):  # vLLM has them, too. `from` asks the finder if they have
+    vars(module)["__path__"] = []  # a path, as packages do, and not the name.

@@ -212,12 +212,14 @@ class EngineConfig:
         """
         if not isinstance(model, (str, os.PathLike)) or not str(model):
             raise refuse(model, "model", 'a folder, a Hugging Face id or "tiny-qwen3"')
+        known = EngineOptions.__annotations__
+        options = {name: value for name, value in options.items() if value is not None or name not in known}
         with suppress(TypeError, ValueError):
             return cls(str(model), **options)
         from nanovllm.vllm_names import REST, translate_options  # a name or a value is not ours
 
         options = translate_options(model, options)
-        refuse_unknown(options, EngineOptions.__annotations__, "LLM", rest=REST)
+        refuse_unknown(options, known, "LLM", rest=REST)
         return cls(str(model), **options)
 
 

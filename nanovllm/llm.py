@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Unpack
 from nanovllm.config import EngineConfig, EngineOptions
 from nanovllm.engine.interfaces import StepObserver
 from nanovllm.engine.sequence import Request
+from nanovllm.inputs import Others
 from nanovllm.load import load_engine
 from nanovllm.outputs import Embedding, Output, Score
 from nanovllm.sampling_params import SamplingParams
@@ -51,17 +52,27 @@ class LLM:
         """
         self.engine = load_engine(EngineConfig.from_options(model, options))
 
+    def __init_subclass__(cls) -> None:
+        if "step" in vars(cls):
+            raise TypeError("generate does not call step(), so another one changes nothing: observe() sees each step")
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig) -> "LLM":
+        """Make an engine from options in one object, as vLLM calls it."""
+        return cls(**vars(engine_args))
+
     def generate(
         self,
         prompts: Prompt | Seq[Prompt],
         sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        **others: Unpack[Others],
     ) -> list[Output]:
         """Complete every prompt, and return the outputs in the order of the prompts.
 
         Args:
-            prompts: one prompt or a list of prompts. A prompt is a string, a list of token ids, or a dict with "prompt"
-                or "prompt_token_ids".
+            prompts: one prompt, a list of prompts, or a table (pandas, polars, pyarrow) with a column "prompt". A
+                prompt is a string, a list of token ids, or a dict with "prompt" or "prompt_token_ids".
             sampling_params: one for all prompts, or a list with one per prompt. None means the model's
                 generation_config.
             use_tqdm: draw progress bars.
@@ -75,6 +86,7 @@ class LLM:
         Raises:
             ValueError: a prompt is not valid. With several prompts the message has its number. No prompt has run then.
         """
+        _check_others("generate", others)
         self.engine.claim.check()
         requests = self.prepare_requests(list_prompts(prompts), sampling_params, show=use_tqdm)
         return _list_outputs(dict(self.run_requests(requests, "Generating", use_tqdm)))
@@ -130,16 +142,21 @@ class LLM:
                 self.engine.observers.remove(bar)
 
     def score(
-        self, prompts: Prompt | Seq[Prompt], continuations: Prompt | Seq[Prompt], use_tqdm: bool = True
+        self,
+        prompts: Prompt | Seq[Prompt],
+        continuations: Prompt | Seq[Prompt],
+        use_tqdm: bool = True,
+        **others: Unpack[Others],
     ) -> list[Score]:
         """Compute how likely each continuation is after its prompt.
 
         The probabilities are the model's own, before temperature and filters.
 
         Args:
-            prompts, continuations: one or a list, in every form that `generate` takes, one continuation per prompt. A
-                prompt and its continuation may have max_model_len + 1 tokens together. Put prompts with the same
-                beginning next to each other: the blocks of KV cache that they share are then computed only once.
+            prompts, continuations: one or a list, in every form that `generate` takes: one continuation per prompt, or
+                several for one prompt. A prompt and its continuation may have max_model_len + 1 tokens together. Put
+                prompts with the same beginning next to each other: the blocks of KV cache that they share are then
+                computed only once.
 
         Returns:
             A dict per pair. It has the continuation's `logprobs` (one per token), their sum `logprob`, the
@@ -149,6 +166,7 @@ class LLM:
             ValueError: a pair is not valid. With several pairs the message has its number. No pair has run then.
             RuntimeError: the model's logits are NaN or infinite, so there is no score.
         """
+        _check_others("score", others)
         from nanovllm.uses.score import score_pairs
 
         return score_pairs(self, prompts, continuations, use_tqdm)
@@ -160,6 +178,7 @@ class LLM:
         *,
         dimensions: int | None = None,
         normalize: bool = True,
+        **others: Unpack[Others],
     ) -> list[Embedding]:
         """Return the vector of each prompt: the hidden state of its last token, after the model's last norm.
 
@@ -177,6 +196,7 @@ class LLM:
             ValueError: a prompt or `dimensions` is not valid. No prompt has run then.
             RuntimeError: the model's hidden states are NaN or infinite.
         """
+        _check_others("embed", others)
         from nanovllm.uses.embedding import embed_prompts
 
         return embed_prompts(self, prompts, dimensions=dimensions, normalize=normalize, show=use_tqdm)
@@ -192,12 +212,13 @@ class LLM:
         continue_final_message: bool = False,
         tools: Seq[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        **others: Unpack[Others],
     ) -> list[Output]:
         """Answer conversations, each a list of {"role": ..., "content": ...}, through the model's chat template.
 
         Args:
-            messages: one conversation or a list of conversations. A content is a string, or a list of text parts as
-                in OpenAI's API.
+            messages: one conversation, a list of conversations, or a table with a column "messages". A content is a
+                string, or a list of text parts as in OpenAI's API.
             sampling_params: one for all conversations, or a list with one per conversation, as in `generate`.
             chat_template: a Jinja template to use instead of the model's.
             add_generation_prompt: end the prompt with the template's opening of an answer, so that the model answers.
@@ -209,6 +230,7 @@ class LLM:
             ValueError: the template refuses a conversation. With several conversations the message has its number. No
                 conversation has run then.
         """
+        _check_others("chat", others)
         from nanovllm.text.conversations import render_conversations
 
         self.engine.claim.check()
@@ -427,20 +449,22 @@ class LLM:
             self.engine.scheduler.block_manager.forget_all()
         return True
 
-    def sleep(self, level: int = 1) -> None:
+    def sleep(self, level: int = 1, **others: Unpack[Others]) -> None:
         """Free the KV cache (level 1), and the weights, too (level 2). Until `wake_up` no request runs.
 
         Raises:
             ValueError: there is no such level.
             RuntimeError: requests are unfinished, or a rank has failed.
         """
+        _check_others("sleep", others)
         self._renewal.sleep(level)
 
-    def wake_up(self) -> None:
+    def wake_up(self, **others: Unpack[Others]) -> None:
         """Undo `sleep`. After level 2 the model's folder is read again.
 
         If `load_weights` had replaced weights that level 2 has freed, no request runs until it is called again.
         """
+        _check_others("wake_up", others)
         self._renewal.wake_up()
 
     def close(self) -> None:
@@ -454,9 +478,9 @@ class LLM:
     if not TYPE_CHECKING:  # a type checker finds what is missing by itself
 
         def __getattr__(self, name: str) -> NoReturn:
-            from nanovllm.models.diagnosis import explain_missing
+            from nanovllm.vllm_names import explain_missing
 
-            raise explain_missing(name)
+            raise explain_missing("LLM", name)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -469,6 +493,14 @@ class LLM:
 
     def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
         self.close()
+
+
+def _check_others(method: str, others: Mapping[str, Any]) -> None:
+    """Raise an error for an argument that a method does not have, unless vLLM has it and it changes nothing."""
+    if others:
+        from nanovllm.vllm_names import check_arguments
+
+        check_arguments(method, others)
 
 
 def _list_params(params: SamplingParams | Seq[SamplingParams | None] | None, count: int) -> list[SamplingParams | None]:

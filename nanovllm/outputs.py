@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
 if TYPE_CHECKING:
     import numpy as np
@@ -172,16 +172,22 @@ class Output(_OfPrompt, _Generated):
         return [Completion(index=0, **shared, cumulative_logprob=self.cumulative_logprob)]
 
 
-class Score(TypedDict):
-    """How likely a continuation is after its prompt, by the raw distribution (natural logarithms)."""
+class Score(dict[str, Any]):
+    """How likely a continuation is after its prompt, by the raw distribution (natural logarithms): a dict.
 
-    logprobs: list[float]
-    """The log-probability of each token."""
-    logprob: float
-    """Their sum."""
-    is_greedy: bool
-    """Whether each token is the most likely one, so that greedy decoding would give the continuation."""
-    token_ids: list[int]
+    Its keys are `logprobs` (list[float], the log-probability of each token), `logprob` (float, their sum), `is_greedy`
+    (bool, whether each token is the most likely one, so that greedy decoding would give the continuation), and
+    `token_ids` (list[int]).
+    """
+
+    __slots__ = ()
+
+    @property
+    def outputs(self) -> NoReturn:
+        raise AttributeError(
+            "a Score has no outputs: vLLM's score is how relevant a document is, which a model with a head of its own "
+            "says; this is the log-probability of a text after another one, score['logprob']"
+        )
 
 
 class Embedding(_OfPrompt):

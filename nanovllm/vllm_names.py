@@ -1,12 +1,28 @@
-"""Names in scripts for vLLM that are not ours: translated, ignored if harmless, or refused with what to do instead.
+"""Names in scripts for vLLM or nano-vLLM that are not ours: translated, ignored, or refused with what to do instead.
 
 This file is imported only when a script gives a name or a value that is not ours.
 """
 
+import gc
+import logging
+import sys
+from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
+from enum import Enum
+from functools import cache
+from importlib.machinery import ModuleSpec
+from inspect import signature
 from typing import Any
 
-from nanovllm.utils.checks import quote
+from nanovllm.config import EngineConfig, EngineOptions
+from nanovllm.outputs import Embedding
+from nanovllm.sampling_params import KINDS, SamplingParams
+from nanovllm.text.prompts import Prompt
+from nanovllm.utils.checks import quote, refuse_unknown
+
+logger = logging.getLogger(__name__)
+
+# ---- options, fields and arguments
 
 ANY: Any = object()
 """In a tuple of accepted values: every value is accepted."""
@@ -15,9 +31,11 @@ SAMPLING: Mapping[str, tuple[Any, ...]] = {
     "truncate_prompt_tokens": (None,),
     **dict.fromkeys(("output_kind", "skip_clone", "spaces_between_special_tokens"), (ANY,)),
     "logits_processors": (None, []),
-    "flat_logprobs": (None, False),
+    **dict.fromkeys(("flat_logprobs", "use_beam_search"), (None, False)),
     "best_of": (None, 1),
     "extra_args": (None, {}),
+    "length_penalty": (None, 1),
+    "early_stopping": (None, False),
 }
 """Fields of vLLM's SamplingParams that ours does not have, and the values of them that we accept and ignore."""
 
@@ -28,21 +46,35 @@ STRUCTURED: Mapping[str, tuple[Any, ...]] = {
 }
 """The same for vLLM's StructuredOutputsParams."""
 
+_SPEED = (
+    *("async_scheduling", "attention_config", "compilation_config", "cudagraph_capture_sizes", "disable_cascade_attn"),
+    *("disable_custom_all_reduce", "distributed_executor_backend", "enable_chunked_prefill", "enable_sleep_mode"),
+    *("max_num_partial_prefills", "max_parallel_loading_workers", "max_seq_len_to_capture", "num_scheduler_steps"),
+    *("optimization_level", "performance_mode", "ray_workers_use_nsight", "scheduling_policy", "swap_space"),
+)
+_LOGGING = (
+    *("disable_log_requests", "disable_log_stats", "enable_log_requests", "max_logprobs", "served_model_name"),
+    *("show_hidden_metrics_for_version", "use_tqdm_on_load"),
+)
+_OFF = (
+    *("allowed_local_media_path", "fully_sharded_loras", "interleave_mm_strings", "limit_mm_per_prompt"),
+    *("max_cpu_loras", "max_lora_rank", "max_loras", "mm_processor_cache_gb"),
+    "trust_remote_code",  # a model that needs code of its own is refused when it is loaded
+)
 OPTIONS: Mapping[str, tuple[Any, ...]] = {
-    # These change logging, speed or memory, or switch something that is always on or always off here.
-    **dict.fromkeys(("disable_log_stats", "enable_chunked_prefill", "async_scheduling", "swap_space"), (ANY,)),
-    "enable_sleep_mode": (ANY,),
-    **dict.fromkeys(("compilation_config", "disable_custom_all_reduce", "distributed_executor_backend"), (ANY,)),
-    **dict.fromkeys(("limit_mm_per_prompt", "max_loras", "max_lora_rank", "max_cpu_loras"), (ANY,)),
-    "trust_remote_code": (ANY,),  # a model that needs code of its own is refused when it is loaded
+    # These change speed, memory or logging, or belong to features that are always off here.
+    **dict.fromkeys((*_SPEED, *_LOGGING, *_OFF), (ANY,)),
     # These would change results, or ask for something that we do not have.
-    **dict.fromkeys(("kv_transfer_config", "logits_processors"), (None,)),
-    **dict.fromkeys(("hf_overrides", "rope_scaling", "mm_processor_kwargs"), (None, {})),
+    **dict.fromkeys(("kv_transfer_config", "logits_processors", "pooler_config", "profiler_config"), (None,)),
+    **dict.fromkeys(("hf_overrides", "rope_scaling", "mm_processor_kwargs", "override_generation_config"), (None, {})),
     **dict.fromkeys(("enable_lora", "enable_prompt_embeds"), (False,)),
     **dict.fromkeys(("enable_expert_parallel", "skip_tokenizer_init", "calculate_kv_scales"), (False,)),
     "data_parallel_size": (1,),
-    **dict.fromkeys(("task", "runner"), ("auto", "generate")),
+    "task": ("auto", "generate", "embed", "embedding"),
+    "runner": ("auto", "generate", "pooling"),
+    "convert": ("auto", "none", "embed"),
     **dict.fromkeys(("tokenizer_mode", "config_format"), ("auto", "hf")),
+    "model_impl": ("auto", "vllm"),
     **dict.fromkeys(("kv_cache_dtype", "generation_config"), ("auto",)),
     "cpu_offload_gb": (0,),
     "tokenizer": (None,),  # or the model
@@ -52,10 +84,18 @@ OPTIONS: Mapping[str, tuple[Any, ...]] = {
 }
 """Options of vLLM's LLM, and of nano-vLLM's, that ours does not have, and the values that we accept and ignore.
 
-These are the options in vLLM's own examples of offline inference. For all others REST is the one answer.
+For options that are not here REST is the one answer.
 """
 
+ARGUMENTS: Mapping[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("priority", "chat_template_content_format", "mode"), (ANY,)),
+    **dict.fromkeys(("tokenization_kwargs", "mm_processor_kwargs"), (None, {})),
+    **dict.fromkeys(("lora_request", "pooling_params", "prompt_token_ids", "tags", "truncate_prompt_tokens"), (None,)),
+}
+"""The same for the arguments of methods of vLLM's LLM."""
+
 HARMLESS = {"LLM": OPTIONS, "SamplingParams": SAMPLING, "StructuredOutputsParams": STRUCTURED}
+"""For each class; of methods it is `ARGUMENTS`. None is accepted for every name, because it asks for the default."""
 
 REST = "docs/porting.md lists the options of vLLM that are understood"
 
@@ -64,33 +104,97 @@ RENAMED: Mapping[str, str] = {
     "num_gpu_blocks_override": "num_kvcache_blocks",
     "kv_cache_memory_bytes": "kvcache_memory_bytes",
     "guided_decoding": "structured_outputs",
+    "max_new_tokens": "max_tokens",
 }
-"""vLLM's names of options and fields that have another name here. With None they stand for the default."""
+"""Names of options and fields that have another name here. With None they stand for the default."""
 
 _NO_SPACE = "white space in JSON is as docs/structured.md says: for another, write a regex or a grammar"
-_OTHER_WORK = "LLM(model) generates, and LLM.score computes likelihoods, whatever the task"
+_OTHER_WORK = "embed(prompts) gives vectors, and score(prompts, continuations) likelihoods; no option prepares them"
 _COPY = "write the value into the config.json of a copy of the model's folder"
+_ONE_ADAPTER = "one adapter is merged when the model is loaded: LLM(model, lora='folder')"
+_TEXT_ALONE = "a prompt is text or token ids, without images, videos or sounds"
+_TRACE = "LLM(model, trace='steps.json') writes what every step did"
+_EMBED = "embed(prompts, dimensions=..., normalize=...) has these as arguments"
+_NO_HEAD = (
+    "models with a head of their own, for classes or rewards, are not run; score(prompts, labels) tells how likely"
+)
+_ONE_ENGINE = "one engine has one process, which answers many threads and asyncio tasks through LLM.submit"
+_STEPS = "an LLM has add_request, step and is_finished itself, and stream(prompts) yields each request as it ends"
+_LISTED = "docs/porting.md lists the names of vLLM's that are taken"
 
-ADVICE: Mapping[str, str] = {
+HINTS: Mapping[str, str] = {
+    # values of options and fields
     "best_of": "ask for n=best_of and logprobs=0, and choose by cumulative_logprob",
+    "use_beam_search": "n=8 and logprobs=0 give samples with log-probabilities",
     "logits_processors": "logit_bias, bad_words, allowed_token_ids and structured_outputs do what most of them are for",
     "truncate_prompt_tokens": "pass token ids, and cut the list yourself",
     "flat_logprobs": "each token has a dict of its log-probabilities",
     "extra_args": "nothing reads them",
     "structural_tag": "write the form as a grammar",
-    "whitespace_pattern": _NO_SPACE,
-    "disable_any_whitespace": _NO_SPACE,
+    **dict.fromkeys(("whitespace_pattern", "disable_any_whitespace"), _NO_SPACE),
     "disable_additional_properties": 'write "additionalProperties": false into the schema',
-    "enable_prompt_embeds": "a prompt is text or token ids",
-    "enable_lora": "one adapter is merged when the model is loaded: LLM(model, lora='folder')",
+    "enable_prompt_embeds": _TEXT_ALONE,
+    "enable_lora": _ONE_ADAPTER,
     "data_parallel_size": "a batch job shares its lines among engines (docs/ray.md)",
     "tokenizer": "put the other tokenizer's files into a copy of the model's folder",
-    "hf_overrides": _COPY,
-    "rope_scaling": _COPY,
-    "task": _OTHER_WORK,
-    "runner": _OTHER_WORK,
+    **dict.fromkeys(("hf_overrides", "rope_scaling"), _COPY),
+    "override_generation_config": "give the values to SamplingParams",
+    **dict.fromkeys(("task", "runner", "convert"), _OTHER_WORK),
+    "pooler_config": "a vector is the hidden state of the last token: docs/embeddings.md",
+    "profiler_config": _TRACE,
+    # arguments of methods
+    "lora_request": _ONE_ADAPTER,
+    "pooling_params": _EMBED,
+    "prompt_token_ids": "lists of token ids are prompts: generate([[1, 2, 3]])",
+    "tags": "wake_up() brings back the weights and the KV cache together",
+    "mm_processor_kwargs": _TEXT_ALONE,
+    "tokenization_kwargs": "tokenise with get_tokenizer(), and pass token ids",
+    # methods and attributes of vLLM's LLM
+    "beam_search": "generate(prompts, SamplingParams(n=8, logprobs=0)) samples completions, with log-probabilities",
+    "encode": "embed(prompts) gives vectors, and get_tokenizer().encode gives token ids",
+    **dict.fromkeys(("classify", "reward"), _NO_HEAD),
+    "collective_rpc": "the ranks take no calls: make the change in this process, or in the model's folder",
+    "apply_model": "llm.engine.runner.model is the model of one device; several ranks take no calls",
+    "llm_engine": "`llm.engine` is the engine, with methods of its own; add_request, step and is_finished are llm's",
+    "get_metrics": "stats() has the counts",
+    **dict.fromkeys(("start_profile", "stop_profile"), _TRACE),
+    "preprocess_chat": "render_chat(messages) returns the prompt and its token ids",
+    "abort_request": "leave the iterator of stream() early: requests that still run are aborted",
+    **dict.fromkeys(("enqueue", "enqueue_chat", "wait_for_completion"), "submit(prompt) returns a future at once"),
+    # attributes of nano-vLLM's
+    "scheduler": "llm.engine.scheduler is the scheduler; stats() has counts, and observe(observer) sees each step",
+    "model_runner": "llm.engine.runner is the runner, and llm.engine.runner.model the model",
+    "config": "llm.engine.config has the options, as this machine and this model resolved them",
+    "ps": "the processes of the other ranks belong to llm.engine.runner",
+    # modules, and names in them
+    **dict.fromkeys(("AsyncLLMEngine", "AsyncLLM", "AsyncEngineArgs", "async_llm_engine"), _ONE_ENGINE),
+    "LLMEngine": _STEPS,
+    **dict.fromkeys(("lora", "LoRARequest"), _ONE_ADAPTER),
+    **dict.fromkeys(("multimodal", "image", "audio", "video", "EmbedsPrompt"), _TEXT_ALONE),
+    **dict.fromkeys(("PoolingParams", "pooling_params", "PoolerConfig", "PoolingRequestOutput"), _EMBED),
+    **dict.fromkeys(("ClassificationRequestOutput", "ClassificationOutput"), _NO_HEAD),
+    **dict.fromkeys(("ScoringRequestOutput", "ScoringOutput"), _NO_HEAD),
+    **dict.fromkeys(("KVTransferConfig", "kv_transfer", "kv_events"), "the KV cache stays within one engine"),
+    "BeamSearchParams": "SamplingParams(n=8, logprobs=0) samples completions, with log-probabilities",
+    "ProfilerConfig": _TRACE,
+    "v1": f"these are vLLM's inner classes; LLM.stats() has counts, LLM.observe sees each step; {_ONE_ENGINE}",
+    "entrypoints": "there is no server: `nanovllm run-batch` answers a file, and LLM is in nanovllm itself",
+    "parallel_state": "each rank is a process that LLM(model, tensor_parallel_size=n) starts itself, without torchrun",
+    "model_executor": "models are in nanovllm.models; docs/architecture.md says how a family is added",
+    "ModelRegistry": "FAMILIES in nanovllm.models.model_config is the table of models",
+    "platforms": "torch.cuda tells whether there is a GPU, and `nanovllm doctor` what runs here",
+    "benchmarks": "the project's own are in its repository's folder benchmarks",
+    "renderers": "chat(messages, chat_template=...) takes the text of a template",
+    "transformers_utils": "llm.get_tokenizer() is transformers' tokenizer",
+    "envs": "no environment variable changes the engine: options do",
+    "logger": "logging.getLogger of Python's own logging",
+    **dict.fromkeys(("VllmConfig", "ModelConfig", "CompilationConfig", "AttentionConfig"), _LISTED),
+    **dict.fromkeys(("forward_context", "plugins", "attention", "worker", "executor", "triton_utils"), _LISTED),
+    **dict.fromkeys(
+        ("network_utils", "print_utils", "async_utils", "weight_transfer", "StatelessProcessGroup"), _LISTED
+    ),
 }
-"""Advice for names of which another value than the accepted ones was given."""
+"""The advice for each name that a script may give and that we do not have, or only with other values."""
 
 SYNONYMS: Mapping[str, Mapping[Any, Any]] = {
     "dtype": {"half": "float16", "float": "float32"},
@@ -105,6 +209,7 @@ def translate_options(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Translate the options of a script for vLLM or nano-vLLM to those of EngineConfig.
 
     Raises:
+        TypeError: an option belongs to a request.
         ValueError: an option would change something that we cannot do.
     """
     given = {name: value for name, value in given.items() if name != "tokenizer" or value != model}
@@ -113,28 +218,147 @@ def translate_options(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         value = options[name]
         if isinstance(value, str | int):
             options[name] = SYNONYMS[name].get(value, value)
+    refuse_sampling(
+        {name: value for name, value in options.items() if name not in EngineOptions.__annotations__}, "LLM"
+    )
     return options
 
 
 def translate_names(given: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """Return `given` with our names for vLLM's, and without the harmless names.
+    """Return `given` with our names for others', and without the harmless names.
 
     Args:
-        what: the class that the names are for, as `HARMLESS` has it.
+        what: the class that the names are for, as `HARMLESS` has it, or a method.
 
     Raises:
         ValueError: a harmless name has another value, or both names for the same are given.
     """
-    harmless = HARMLESS[what]
-    for name in given.keys() & harmless.keys():
+    harmless = HARMLESS.get(what, ARGUMENTS)
+    ignored = {name: given[name] for name in given if name in harmless and given[name] is not None}
+    for name, value in ignored.items():
         accepted = harmless[name]
-        if ANY not in accepted and not any(given[name] == value for value in accepted):
+        if ANY not in accepted and not any(value == other for other in accepted):
             values = " or ".join(map(repr, accepted))
-            advice = ADVICE.get(name, f"give {values}, which changes nothing")
-            raise ValueError(f"{what}: {name}, which vLLM has, is not supported here as {quote(given[name])}: {advice}")
+            advice = HINTS.get(name, f"give {values}, which changes nothing")
+            raise ValueError(f"{what}: {name}, which vLLM has, is not supported here as {quote(value)}: {advice}")
+    if ignored:
+        _note_ignored(what, ", ".join(ignored))
     ours = {name: value for name, value in given.items() if name not in harmless}
+    if what == "SamplingParams":
+        if ours.pop("do_sample", None) is False:
+            ours["temperature"] = 0.0
+        for kind in KINDS:
+            if (value := ours.pop(f"guided_{kind}", None)) is not None:
+                ours["guided_decoding"] = {kind: value}
     for name in ours.keys() & RENAMED.keys():
         value = ours.pop(name)
         if value is not None and ours.setdefault(RENAMED[name], value) is not value:
             raise ValueError(f"{what}: {name} and {RENAMED[name]} are the same: give one of them")
     return ours
+
+
+@cache
+def _note_ignored(what: str, names: str) -> None:
+    """Log names that change nothing: once, though thousands of requests may have them."""
+    logger.info("%s: ignored, because nothing changes with it here: %s", what, names)
+
+
+def refuse_sampling(given: Mapping[str, Any], what: str) -> None:
+    """Raise a TypeError if a name in `given` is a field of SamplingParams, or another one of it."""
+    for name, value in translate_names(given, "SamplingParams").items():
+        if name in SamplingParams.__dataclass_fields__:
+            raise TypeError(
+                f"{what} has no {name}, because it belongs to a request: generate(prompts, "
+                f"SamplingParams({name}={quote(value)}))"
+            )
+
+
+def check_arguments(method: str, given: Mapping[str, Any]) -> None:
+    """Raise an error for an argument of a method that we do not have, unless vLLM has it and it changes nothing."""
+    rest = translate_names(given, method)
+    refuse_sampling(rest, method)
+    if rest:
+        from nanovllm.llm import LLM
+
+        known = [*signature(getattr(LLM, method)).parameters][1:-1]  # without `self` and `others`
+        refuse_unknown(rest, [*known, *ARGUMENTS], method)
+
+
+# ---- names, and modules
+
+
+class EngineArgs(EngineConfig):
+    """vLLM's name for options in one object: `LLM.from_engine_args(args)`, or `LLM(**vars(args))`."""
+
+    def __init__(self, model: str, **options: Any) -> None:
+        vars(self).update(vars(EngineConfig.from_options(model, options)))
+
+    @staticmethod
+    def add_cli_args(parser: ArgumentParser) -> ArgumentParser:
+        """Add all options, with their defaults, to a parser of a command line."""
+        from nanovllm.commands.cli import add_engine_options
+
+        add_engine_options(parser, without=())
+        defaults = {name: getattr(EngineConfig, name) for name in EngineOptions.__annotations__}
+        parser.set_defaults(model="Qwen/Qwen3-0.6B", **defaults)  # as in vLLM
+        return parser
+
+    @classmethod
+    def from_cli_args(cls, args: Namespace) -> "EngineArgs":
+        """Return the options among the arguments that a parser has read."""
+        return cls(args.model, **{name: getattr(args, name) for name in EngineOptions.__annotations__})
+
+
+class FlexibleArgumentParser(ArgumentParser):
+    """vLLM's name for a parser of a command line."""
+
+
+class RequestOutputKind(Enum):
+    """vLLM's name for how often a request has outputs. Here it is once, when it ends."""
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
+NAMES: Mapping[str, Any] = {
+    "EngineArgs": EngineArgs,
+    "FlexibleArgumentParser": FlexibleArgumentParser,
+    "RequestOutputKind": RequestOutputKind,
+    **dict.fromkeys(("EmbeddingRequestOutput", "EmbeddingOutput"), Embedding),
+    "PromptType": Prompt,
+    "cleanup_dist_env_and_memory": gc.collect,  # an LLM frees its memory when it is collected
+}
+"""Names of vLLM's that stand for something here, whatever module a script imports them from."""
+
+MODULES = ("arg_utils", "argparse_utils")
+"""Modules of vLLM's from which scripts import these names."""
+
+
+def find_name(name: str) -> Any:
+    """Return what a name of vLLM's stands for here; AttributeError with advice if we do not have it."""
+    if name not in NAMES:
+        raise explain_missing("module 'nanovllm'", name)
+    return NAMES[name]
+
+
+def find_module(name: str) -> ModuleSpec | None:
+    """Answer Python, which has found a module nowhere: see `nanovllm._Finder`.
+
+    After `from module import name` Python asks for the name, too, if the module has a path.
+
+    Raises:
+        ImportError: vLLM has it, and we do not.
+    """
+    parent, _, last = name.rpartition(".")
+    if last in NAMES:
+        setattr(sys.modules[parent], last, NAMES[last])  # `from` looks there again when no module was found
+    elif last in HINTS:
+        raise ImportError(f"{parent} has no {last!r}: {HINTS[last]}", name=name)
+    return ModuleSpec(name, None, is_package=True) if last in MODULES else None
+
+
+def explain_missing(what: str, name: str) -> AttributeError:
+    """Return the error for an attribute that is missing. `what` lacks it."""
+    advice = HINTS.get(name)
+    return AttributeError(f"{what} has no attribute {name!r}" + (f": {advice}" if advice else ""), name=name)

@@ -96,7 +96,7 @@ def _add_chat(commands: Any) -> None:
     parser.add_argument(
         "--max-tokens", type=int, metavar="N", help="most tokens of an answer (default: what --max-model-len leaves)"
     )
-    _add_engine_options(parser, without=("model", "max_num_seqs"))
+    add_engine_options(parser, without=("model", "max_num_seqs"))
     parser.set_defaults(run=_chat, max_num_seqs=1)
 
 
@@ -142,7 +142,7 @@ def _add_run_batch(commands: Any) -> None:
     cluster = parser.add_argument_group("on a Ray cluster: the one at RAY_ADDRESS, or one of this machine alone")
     cluster.add_argument("--ray", action="store_true", help="run on a cluster; needs the extra nano-vllm[ray]")
     cluster.add_argument("--replicas", type=int, default=1, metavar="N", help="number of engines (default: 1)")
-    _add_engine_options(parser, without=("model",))
+    add_engine_options(parser, without=("model",))
     parser.set_defaults(run=_run_batch)
 
 
@@ -276,7 +276,7 @@ def _read_engine_config(options: argparse.Namespace) -> EngineConfig:
     return config
 
 
-def _add_engine_options(parser: argparse.ArgumentParser, without: Collection[str]) -> None:
+def add_engine_options(parser: argparse.ArgumentParser, without: Collection[str]) -> None:
     """Add all options of EngineConfig but a few, in a group of their own."""
     group = parser.add_argument_group("engine options")
     for name in _ENGINE_FIELDS:

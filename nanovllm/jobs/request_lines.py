@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.sequence import derive_seed
 from nanovllm.jobs.source import Line
+from nanovllm.text.conversations import ROLES
 from nanovllm.utils.checks import as_choice, as_integer, quote, refuse, refuse_unknown
 
 if TYPE_CHECKING:
@@ -24,8 +25,6 @@ EMBEDDINGS_URL = "/v1/embeddings"
 URLS = (CHAT_URL, COMPLETIONS_URL, EMBEDDINGS_URL)
 _PLAIN = ("prompt", "messages", "input")
 """The fields that tell of a plain line whether it is a completion, a chat or an embedding."""
-ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-"""The roles that a message may have, each with the chat template's name for it."""
 # OpenAI's limits:
 MAX_LOGPROBS = 20
 MAX_N = 128

@@ -1,4 +1,4 @@
-"""Says why a model could not be loaded, or what to do in place of a method of vLLM's: the advice of load.py's errors.
+"""Says why a model could not be loaded: the advice of load.py's errors.
 
 The spine raises short errors. This wing then looks at the files, at the hub's answer and at the limits of memory. It is
 imported only after something has failed, so it may take its time.
@@ -8,7 +8,6 @@ import difflib
 import errno
 import json
 import re
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from subprocess import CalledProcessError
@@ -220,31 +219,3 @@ def advise_on_compiler(error: Exception) -> str:
         'and python3-dev; a compiler that fails has said why above. attention_backend="torch" needs no compiler, but '
         "is slow"
     )
-
-
-# ---- methods
-
-METHODS: Mapping[str, str] = {
-    "beam_search": "generate(prompts, SamplingParams(n=8, logprobs=0)) samples completions, with log-probabilities",
-    "encode": "get_tokenizer().encode gives token ids; hidden states are not given out",
-    "classify": "score(prompts, labels) tells how likely each label is",
-    "reward": "reward models, which end in a head of their own, are not run",
-    "collective_rpc": "the ranks take no calls: make the change in this process, or in the model's folder",
-    "apply_model": "llm.engine.runner.model is the model of one device; several ranks take no calls",
-    "llm_engine": "`llm.engine` is the engine, with methods of its own; add_request, step and is_finished are llm's",
-    "get_metrics": "stats() has the counts",
-    "start_profile": "LLM(model, trace='steps.json') writes what every step did",
-    "stop_profile": "LLM(model, trace='steps.json') writes what every step did",
-    "preprocess_chat": "render_chat(messages) returns the prompt and its token ids",
-    "abort_request": "leave the iterator of stream() early: requests that still run are aborted",
-}
-"""Methods and attributes of vLLM's LLM that ours does not have, each with what to do instead.
-
-A method that ours has is never looked up here, so that its entry does no harm.
-"""
-
-
-def explain_missing(name: str) -> AttributeError:
-    """Return the error for an attribute that an LLM does not have."""
-    advice = METHODS.get(name)
-    return AttributeError(f"LLM has no attribute {name!r}" + (f": {advice}" if advice else ""), name=name)

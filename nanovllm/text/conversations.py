@@ -6,7 +6,10 @@ from typing import Any
 
 from nanovllm.text.prompts import Message, name_errors
 from nanovllm.text.tokenizer import Tokenizer
-from nanovllm.utils.checks import quote
+from nanovllm.utils.checks import as_choice, quote
+
+ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+"""The roles that a message may have, each with the chat template's name for it."""
 
 
 def render_conversations(
@@ -51,14 +54,15 @@ def read_conversation(messages: Any) -> list[dict[str, Any]]:
     """Return the messages; the content of each becomes one string. Other fields (tool_calls, name ...) stay.
 
     Raises:
-        ValueError: `messages` is not a conversation, or a part of a content is not text. The error shows the value.
+        ValueError: `messages` is not a conversation, or a part of a content is not text, or a role is unknown. The
+            error shows the value.
     """
     is_list = isinstance(messages, (list, tuple)) and len(messages) > 0
     if not is_list or not all(isinstance(message, Mapping) and "role" in message for message in messages):
         raise ValueError(f'a conversation is {quote(messages)}; it must be a list of {{"role": ..., "content": ...}}')
     conversation = []
     for i, message in enumerate(messages):
-        read = dict(message)
+        read = {**message, "role": ROLES[as_choice(message["role"], f"the role of message {i}", ROLES)]}
         if "content" in message:
             read["content"] = join_parts(message["content"], i)
         if message.get("tool_calls"):

@@ -45,14 +45,35 @@ def name_errors(kind: str, number: int, count: int | None = None) -> Iterator[No
 # ---- one or several
 
 
+def read_column(values: Any, name: str) -> Any:
+    """Return a table's column of this name as a list. Return an array or a column as a list, and other values as given.
+
+    Args:
+        values: a table or a column of pandas, polars, pyarrow or datasets, a tensor, or any other value.
+
+    Raises:
+        ValueError: the table has no such column.
+    """
+    names = getattr(values, "column_names", None) or getattr(values, "columns", None)  # pyarrow's columns are no names
+    if names is not None:
+        if name not in names:
+            raise ValueError(f"the table has the columns {quote([*names])}; it must have one that is named {name!r}")
+        values = values[name]
+    for convert in ("tolist", "to_list", "to_pylist"):
+        if hasattr(values, convert):
+            return getattr(values, convert)()
+    return values
+
+
 def list_prompts(prompts: Any) -> list[Any]:
-    """Return a list of prompts, given one prompt or several. A list of numbers is one prompt.
+    """Return a list of prompts, given one prompt, several, or a table with a column "prompt".
+
+    A list of numbers is one prompt.
 
     Raises:
         ValueError: `prompts` is not a prompt and not a list.
     """
-    if hasattr(prompts, "tolist"):  # a tensor or an array
-        prompts = prompts.tolist()
+    prompts = read_column(prompts, "prompt")
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     if isinstance(prompts, (bytes, bytearray)) or not isinstance(prompts, Iterable):
@@ -65,10 +86,11 @@ def list_prompts(prompts: Any) -> list[Any]:
 
 
 def list_conversations(messages: Any) -> list[Sequence[Message]]:
-    """Return a list of conversations, given one conversation or several. ValueError if `messages` is neither."""
-    if not messages or not isinstance(messages, (list, tuple)):
+    """Return a list of conversations, given one, several, or a table with a column "messages"; else ValueError."""
+    messages = read_column(messages, "messages")
+    if not messages or isinstance(messages, str) or not isinstance(messages, Sequence):
         raise ValueError(f"messages is {quote(messages)}; it must be a conversation or a list of conversations")
-    return [messages] if isinstance(messages[0], Mapping) else list(messages)
+    return [messages] if isinstance(messages[0], Mapping) else [read_column(one, "messages") for one in messages]
 
 
 # ---- from prompts to token ids
@@ -89,7 +111,8 @@ def read_prompt(prompt: Any) -> tuple[str | None, list[int] | None]:
         given = {key: value for key, value in prompt.items() if value is not None}
         if not given or not given.keys() <= {"prompt", "prompt_token_ids"}:
             raise ValueError(
-                f'a prompt has the keys {quote(list(prompt))}; it must have "prompt" or "prompt_token_ids"'
+                f'a prompt has the keys {quote(list(prompt))}; it must have "prompt" or "prompt_token_ids", '
+                "and there are no images, videos or sounds"
             )
         if "prompt_token_ids" in given and isinstance(given.get("prompt"), str):
             text = given["prompt"]

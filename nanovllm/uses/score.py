@@ -36,6 +36,7 @@ def join_pairs(
     belong to the continuation. In all other pairs the continuation is tokenised by itself.
 
     Args:
+        prompts: one for each continuation, or one for all.
         show: draw a progress bar if tokenising takes longer than a second.
 
     Returns:
@@ -44,6 +45,7 @@ def join_pairs(
     Raises:
         ValueError: the numbers of prompts and continuations differ, or a pair is bad; the message has its number.
     """
+    prompts = [*prompts] * (len(continuations) if len(prompts) == 1 else 1)
     count = len(prompts)
     if len(continuations) != count:
         raise ValueError(f"{len(continuations)} continuations for {count} prompts; give one each")
@@ -89,4 +91,4 @@ def read_score(output: Output) -> Score:
             logprobs.append(values[token_id])
             # The most likely token is listed beside the actual one unless they are the same.
             is_greedy = is_greedy and len(values) == 1
-    return {"logprobs": logprobs, "logprob": sum(logprobs), "is_greedy": is_greedy, "token_ids": token_ids}
+    return Score(logprobs=logprobs, logprob=sum(logprobs), is_greedy=is_greedy, token_ids=token_ids)

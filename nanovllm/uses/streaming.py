@@ -9,7 +9,7 @@ from nanovllm.engine.output import read_text
 from nanovllm.engine.sequence import Request
 from nanovllm.outputs import Output
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.text.prompts import list_prompts, name_errors
+from nanovllm.text.prompts import list_prompts, name_errors, read_column
 from nanovllm.utils.work_ahead import work_ahead
 
 
@@ -20,8 +20,9 @@ def stream_outputs(llm: Any, requests: Any, sampling_params: SamplingParams | No
         llm: the `LLM`.
     """
     # A generator is read lazily, as it is. Anything else is read by `list_prompts`.
+    requests = read_column(requests, "prompt")
     is_lazy = isinstance(requests, Iterable) and not isinstance(requests, Sequence | Mapping)
-    prompts = requests if is_lazy and not hasattr(requests, "tolist") else list_prompts(requests)
+    prompts = requests if is_lazy else list_prompts(requests)
     prepare = partial(llm.prepare, sampling_params=sampling_params)
     num_ahead = 2 * llm.engine.config.max_num_seqs
     with closing(work_ahead(prompts, prepare, num_ahead)) as preparing:

@@ -1,6 +1,7 @@
 """Scripts for nano-vLLM and vLLM: docs/porting.md is run cell by cell, and the examples as they are."""
 
 import ast
+import dataclasses
 import pickle
 import re
 import runpy
@@ -15,9 +16,8 @@ from helpers.tiny import make_tokenizer
 import nanovllm
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.config import EngineConfig
-from nanovllm.models.diagnosis import METHODS
 from nanovllm.sampling_params import GuidedDecodingParams
-from nanovllm.vllm_names import ADVICE, OPTIONS, SAMPLING, translate_names
+from nanovllm.vllm_names import ARGUMENTS, HINTS, NAMES, OPTIONS, SAMPLING, translate_names
 
 PAGE = (ROOT / "docs" / "porting.md").read_text()
 MARK = "†"
@@ -116,14 +116,63 @@ def test_the_page_lists_every_name_of_vllms_that_is_taken() -> None:
                 assert translate_names({name: 1}, "LLM") == {}
 
 
-@pytest.mark.parametrize("name", METHODS)
-def test_a_missing_method_says_what_to_do_instead(name: str, llm: LLM) -> None:
-    if hasattr(LLM, name):
-        return
-    assert not hasattr(llm, name)
-    with pytest.raises(AttributeError) as error:
-        getattr(llm, name)
-    assert str(error.value) == f"LLM has no attribute {name!r}: {METHODS[name]}" and len(METHODS[name]) > 20
+def test_a_missing_name_says_what_to_do_instead_wherever_a_script_looks_for_it(llm: LLM) -> None:
+    for name, advice in HINTS.items():
+        if name != "tokenizer":  # only as an option
+            with pytest.raises(AttributeError) as error:
+                getattr(llm, name)
+            assert str(error.value) == f"LLM has no attribute {name!r}: {advice}" and len(advice) > 15
+        if name in ("config", "runner"):  # modules of ours
+            continue
+        with pytest.raises(AttributeError) as error:
+            getattr(nanovllm, name)
+        assert str(error.value) == f"module 'nanovllm' has no attribute {name!r}: {advice}"
+        for code in (
+            f"from nanovllm import {name}",
+            f"import nanovllm.{name}.inner",
+            f"from nanovllm.utils import {name}",
+        ):
+            with pytest.raises(ImportError) as missing:
+                exec(code)
+            assert advice in str(missing.value), code
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("module", ["", ".config", ".outputs", ".sampling_params", ".engine.arg_utils", ".distributed"])
+def test_a_name_of_vllms_is_found_in_every_module_that_may_have_it(module: str, name: str) -> None:
+    names: dict[str, Any] = {}
+    exec(f"from nanovllm{module} import {name}", names)
+    assert names[name] is NAMES[name]
+
+
+def test_modules_and_names_that_nobody_has_are_what_python_says() -> None:
+    for code in ("import nanovllm.nothing", "import nanovllm.config.nothing"):
+        with pytest.raises(ModuleNotFoundError, match=r"No module named 'nanovllm.*nothing'"):
+            exec(code)
+    for module in ("nanovllm", "nanovllm.config", "nanovllm.engine.arg_utils"):
+        with pytest.raises(ImportError, match="cannot import name 'nothing'"):
+            exec(f"from {module} import nothing")
+
+
+def test_options_on_a_command_line_make_an_engine() -> None:
+    names: dict[str, Any] = {}
+    exec("from nanovllm import EngineArgs\nfrom nanovllm.utils.argparse_utils import FlexibleArgumentParser", names)
+    parser = names["EngineArgs"].add_cli_args(names["FlexibleArgumentParser"]())
+    parser.set_defaults(model="tiny-qwen3", runner="pooling", max_model_len=None)
+    args = parser.parse_args(["--max-num-seqs", "3", "--no-enable-prefix-caching"])
+    expected = EngineConfig("tiny-qwen3", max_num_seqs=3, enable_prefix_caching=False)
+    assert (
+        EngineConfig.from_options(
+            **{"options": {k: v for k, v in vars(args).items() if k != "model"}, "model": args.model}
+        )
+        == expected
+    )
+    options = names["EngineArgs"].from_cli_args(args)
+    assert (
+        vars(options) == vars(expected) and vars(names["EngineArgs"]("tiny-qwen3", max_num_seqs=3))["max_num_seqs"] == 3
+    )
+    with LLM.from_engine_args(options) as llm:
+        assert llm.engine.config.max_num_seqs == 3
 
 
 def test_a_name_that_vllm_has_not_gets_no_advice(llm: LLM) -> None:
@@ -135,7 +184,7 @@ REFUSED = {
     "LLM": {
         "enable_lora": True,
         "hf_overrides": {"a": 1},
-        "task": "embed",
+        "task": "classify",
         "data_parallel_size": 2,
     },
     "SamplingParams": {"best_of": 2, "logits_processors": [print], "truncate_prompt_tokens": 4, "extra_args": {"a": 1}},
@@ -148,7 +197,8 @@ def test_what_would_be_lost_is_not_left_out_but_done_otherwise() -> None:
         for name, value in fields.items():
             with pytest.raises(ValueError, match=f"^{what}: {name}, which vLLM has, is not supported here") as error:
                 translate_names({name: value}, what)
-            assert str(error.value).endswith(ADVICE[name]) and "leave" not in str(error.value)
+            assert str(error.value).endswith(HINTS[name]) and "leave" not in str(error.value)
+            assert translate_names({name: None}, what) == {}, "None asks for the default"
 
 
 def test_options_and_fields_with_another_name_here_are_understood() -> None:
@@ -181,6 +231,134 @@ def test_a_name_of_vllms_is_not_one_of_ours_too() -> None:
 
     assert not OPTIONS.keys() & {field.name for field in fields(EngineConfig)}
     assert not SAMPLING.keys() & {field.name for field in fields(SamplingParams)}
+
+
+def test_none_is_the_default_of_every_option() -> None:
+    ours: dict[str, None] = dict.fromkeys(
+        field.name for field in dataclasses.fields(EngineConfig) if field.name != "model"
+    )
+    assert EngineConfig.from_options("model", {**ours, **dict.fromkeys(OPTIONS)}) == EngineConfig("model")
+    with pytest.raises(TypeError, match="no option 'max_modl_len'; did you mean 'max_model_len'"):
+        EngineConfig.from_options("model", {"max_modl_len": None})
+
+
+def test_options_that_change_nothing_are_ignored_with_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    given = {"max_seq_len_to_capture": 8192, "disable_log_requests": True, "swap_space": 4, "runner": "pooling"}
+    with caplog.at_level("INFO", "nanovllm"):
+        for _ in range(3):
+            assert EngineConfig.from_options("model", given) == EngineConfig("model")
+    (line,) = caplog.messages
+    assert line == f"LLM: ignored, because nothing changes with it here: {', '.join(given)}"
+
+
+def test_other_names_for_sampling_are_translated() -> None:
+    def make(**given: Any) -> SamplingParams:
+        return SamplingParams(**given)
+
+    assert make(do_sample=False, max_new_tokens=3) == SamplingParams(temperature=0, max_tokens=3)
+    assert make(do_sample=True, use_beam_search=False) == SamplingParams()
+    assert make(guided_json={"type": "object"}) == SamplingParams(structured_outputs={"json": {"type": "object"}})
+    assert make(guided_choice=["a", "b"], guided_regex=None) == SamplingParams(
+        structured_outputs={"choice": ["a", "b"]}
+    )
+    with pytest.raises(ValueError, match="use_beam_search, which vLLM has, is not supported here as True: n=8 and"):
+        make(use_beam_search=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("temperature", 0), ("max_tokens", 5), ("max_new_tokens", 5), ("stop", "a")]
+)
+def test_what_belongs_to_a_request_says_so(name: str, value: Any, llm: LLM) -> None:
+    ours = name.replace("_new", "")
+    advice = f"has no {ours}, because it belongs to a request: generate(prompts, SamplingParams({ours}={value!r}))"
+    for call, what in ((EngineConfig.from_options, "LLM"), (llm.generate, "generate"), (llm.chat, "chat")):
+        given: Any = {name: value}
+        with pytest.raises(TypeError, match=re.escape(f"{what} {advice}")):
+            call("model", given) if what == "LLM" else call("a", **given)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("method", ["generate", "chat", "embed", "score", "sleep", "wake_up"])
+def test_arguments_of_methods_are_answered_as_options_are(method: str, llm: LLM) -> None:
+    positional = {"score": ["a", "b"], "sleep": [], "wake_up": []}.get(method, ["a"])
+    call: Any = getattr(llm, method)
+    for name in ARGUMENTS:
+        if name in HINTS:
+            with pytest.raises(ValueError, match=re.escape(f"{method}: {name}, which vLLM has, is not supported here")):
+                call(*positional, **{name: ["x"]})
+    with pytest.raises(TypeError, match=f"{method} has no option 'anything'; the options are"):
+        call(*positional, anything=1)
+    with pytest.raises(TypeError, match="did you mean"):
+        llm.generate("a", use_tqmd=False)  # type: ignore[call-arg]
+
+
+def test_arguments_that_ask_for_nothing_change_nothing(llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=3)
+    expected = llm.generate("a", params, use_tqdm=False)
+    given: Any = {"lora_request": None, "priority": [1], "tokenization_kwargs": {}, "mm_processor_kwargs": None}
+    assert llm.generate("a", params, use_tqdm=False, **given) == expected
+
+
+# ---- what would be silently wrong
+
+
+def make_table(library: str, name: str, values: list[Any]) -> tuple[Any, Any]:
+    """Return a table with the column `name` and another one, and that column."""
+    columns = {"id": list(range(len(values))), name: values}
+    module = pytest.importorskip(library)
+    made = {"pandas": "DataFrame", "polars": "DataFrame", "pyarrow": "table"}
+    table = module.Dataset.from_dict(columns) if library == "datasets" else getattr(module, made[library])(columns)
+    return table, table[name]
+
+
+@pytest.mark.parametrize("library", ["pandas", "polars", "pyarrow", "datasets"])
+def test_a_table_gives_its_column_of_prompts(library: str, llm: LLM) -> None:
+    params = SamplingParams(temperature=0, max_tokens=3)
+    prompts = ["a", "bc", "a"]
+    expected = llm.generate(prompts, params, use_tqdm=False)
+    for given in make_table(library, "prompt", prompts):
+        outputs = llm.generate(given, params, use_tqdm=False)
+        assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
+        assert len(dict(llm.stream(given, params))) == 3
+        assert len(llm.embed(given, use_tqdm=False)) == 3
+    talks = [[{"role": "user", "content": text}] for text in prompts]
+    for given in make_table(library, "messages", talks):
+        answers = llm.chat(given, params, use_tqdm=False)
+        assert [o.prompt for o in answers] == [o.prompt for o in llm.chat(talks, params, use_tqdm=False)]
+    table, _ = make_table(library, "text", prompts)
+    for method, column in ((llm.generate, "prompt"), (llm.chat, "messages")):
+        with pytest.raises(ValueError, match=rf"the table has the columns \['id', 'text'\]; .*'{column}'"):
+            method(table)
+
+
+def test_one_query_is_scored_with_every_document(llm: LLM) -> None:
+    pairs = llm.score(["a", "a"], ["b", "c"], use_tqdm=False)
+    assert llm.score("a", ["b", "c"], use_tqdm=False) == llm.score(["a"], ["b", "c"], use_tqdm=False) == pairs
+    with pytest.raises(ValueError, match="3 continuations for 2 prompts"):
+        llm.score(["a", "b"], ["a", "b", "c"])
+
+
+def test_a_likelihood_does_not_pass_for_vllms_score(llm: LLM) -> None:
+    (score,) = llm.score("a", "b", use_tqdm=False)
+    with pytest.raises(AttributeError, match=r"vLLM's score is how relevant .* score\['logprob'\]"):
+        score.outputs  # noqa: B018
+
+
+def test_a_chat_refuses_unknown_roles(llm: LLM) -> None:
+    with pytest.raises(ValueError, match=r"the role of message 1 is 'asistant'; .* did you mean 'assistant'"):
+        llm.chat([{"role": "user", "content": "a"}, {"role": "asistant", "content": "b"}])
+
+
+def test_images_are_refused_in_words(llm: LLM) -> None:
+    with pytest.raises(ValueError, match="there are no images"):
+        llm.generate({"prompt": "a", "multi_modal_data": {"image": None, "n": 1}})
+
+
+def test_a_step_of_ones_own_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"generate does not call step\(\).*observe"):
+
+        class Own(LLM):
+            def step(self) -> Any:
+                return super().step()
 
 
 # ---- what pages show

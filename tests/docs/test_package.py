@@ -60,10 +60,11 @@ ROOMS = (
     ("models",),
     ("backends",),
     ("parsing", "ops", "layers"),
+    ("vllm_names",),
     ("engine",),
     ("config", "text"),
     ("sampling_params", "outputs", "inputs"),
-    ("vllm_names", "version"),
+    ("version",),
     ("utils",),
 )
 """From the top down; those of one line know nothing of each other. Imports within functions, and for types alone, may
@@ -78,7 +79,7 @@ WINGS = (
 """Rooms and files that load when they are asked for. Every other file belongs to the spine."""
 
 ASKED_BY = {
-    "vllm_names": ("config", "sampling_params"),  # for a name or a value that is not ours
+    "vllm_names": ("nanovllm", "config", "sampling_params"),  # for a name or a value that is not ours
     "engine.scoring": ("engine.scheduler",),  # for a request that scores or embeds
     "runner.scoring": ("runner.model_runner",),
 }
