@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 if TYPE_CHECKING:
     import numpy as np
@@ -62,10 +62,41 @@ def make_logprobs(token_ids: Seq[int], values: Seq[float], ranks: Seq[int]) -> d
     return made
 
 
+class RequestMetrics(NamedTuple):
+    """When a request came, had its first token and ended, in seconds since 1970. The names are vLLM's."""
+
+    arrival_time: float
+    first_token_ts: float | None
+    """None if the request had no token."""
+    last_token_ts: float
+
+    @property
+    def first_token_latency(self) -> float | None:
+        return None if self.first_token_ts is None else self.first_token_ts - self.arrival_time
+
+
+def _make_plain(value: Any) -> Any:
+    """Return a value with lists for arrays, and a list of dicts for a token's log-probabilities."""
+    if isinstance(value, list) and value and isinstance(value[-1], dict):
+        return [_make_plain(item) for item in value]
+    if isinstance(value, dict) and any(isinstance(item, Logprob) for item in value.values()):
+        return [
+            {"token_id": i, "logprob": float(item), "rank": item.rank, "decoded_token": item.decoded_token}
+            for i, item in value.items()
+        ]
+    if isinstance(value, dict):
+        return {name: _make_plain(item) for name, item in value.items()}
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
 class _OfPrompt(dict[str, Any]):
     """The keys that Output and Embedding share."""
 
     __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values for JSON, pandas and parquet: {id: log-probability} becomes a list of dicts."""
+        return {name: _make_plain(value) for name, value in self.items()}
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -140,12 +171,14 @@ class Output(_OfPrompt, _Generated):
     >>> output["text"] == output.text == output.outputs[0].text
     """
 
-    __slots__ = ("request_id",)
+    __slots__ = ("metrics", "request_id")
 
     finished = True
 
     request_id: str
     """The number of the request in its engine, as a string. It is no key, so that equal answers are equal dicts."""
+
+    metrics: RequestMetrics
 
     @property
     def prompt(self) -> str | None:

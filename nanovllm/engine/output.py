@@ -1,9 +1,10 @@
 """From a sequence that has ended to the Output that the caller gets."""
 
+import time
 from collections.abc import Callable, Iterable
 
 from nanovllm.engine.sequence import Sequence
-from nanovllm.outputs import Completion, Logprob, Output
+from nanovllm.outputs import Completion, Logprob, Output, RequestMetrics
 from nanovllm.text.tokenizer import Tokenizer
 
 ParseOutput = Callable[[Sequence, Output], None]
@@ -20,6 +21,7 @@ def make_output(seq: Sequence, tokenizer: Tokenizer | None, parse: ParseOutput |
     outputs = [_make_single(one, tokenizer, parse) for one in (seq, *seq.others)]
     output = outputs[0]
     output.request_id = str(seq.seq_id)
+    output.metrics = RequestMetrics(seq.times[0], seq.times[1] if len(seq.times) > 1 else None, time.time())
     if seq.others:
         output["outputs"] = [Completion(one.outputs[0], index=i) for i, one in enumerate(outputs)]
         if error := next((one.error for one in outputs if one.error), None):

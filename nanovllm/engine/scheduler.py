@@ -4,6 +4,7 @@
 appends the sampled tokens to the sequences. docs/architecture.md explains the words.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
@@ -60,6 +61,8 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.table = RowTable(max_num_seqs)
         self.blocks = BlockTables(block_manager, self.table)
+        self.starting: list[Sequence] = []
+        """Sequences that were admitted, and had no token when the last step was read."""
         self.edited_rows: set[int] = set()
         """Rows of sequences that ask for edits of their logits."""
         self.may_stop = np.zeros(vocab_size + 1, bool)
@@ -189,6 +192,7 @@ class Scheduler:
             self.edited_rows.add(seq.row)
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = num_cached
+            self.starting.append(seq)
             if seq.lead is None:  # with n > 1 a prompt counts only once: for its first completion
                 self.num_prompt_tokens += seq.num_prompt_tokens
                 self.num_cached_tokens += num_cached
@@ -291,6 +295,12 @@ class Scheduler:
                 finished.append(seqs[i])
         if self.speculation is not None:
             self.speculation.learn(step, finished)
+        if self.starting:
+            now = time.time()
+            for seq in self.starting:
+                if len(seq.token_ids) > seq.num_prompt_tokens:
+                    seq.times.append(now)
+            self.starting = [seq for seq in self.starting if len(seq.times) == 1 and seq.finish_reason is None]
         return finished
 
     def _find_receivers(self, step: ScheduledStep, drawn: IntArray) -> tuple[Rows, IntArray]:
@@ -348,6 +358,7 @@ class Scheduler:
         """End every sequence. Before this, the caller must read or drop all steps in flight."""
         for seq in [*self.running, *self.waiting]:
             self.end(seq, "abort")
+        self.starting.clear()
         self.blocks.take_new_entries()  # drops entries of a step that an error stopped between planning and launch
 
     def _preempt(self) -> None:

@@ -549,3 +549,47 @@ def test_the_bar_moves_with_every_step(
     drawn = [line for line in capfd.readouterr().err.split("\r") if "0/1" in line]
     assert len(set(drawn)) > 10
     assert not llm.engine.observers
+
+
+# ---- times, and plain values
+
+
+def test_a_request_knows_when_it_came_began_and_ended(llm: LLM) -> None:
+    before = time.time()
+    short, long, n = llm.generate(
+        ["a", "b", "c"], [SamplingParams(0, 1), SamplingParams(0, 8), SamplingParams(max_tokens=4, n=3, seed=1)]
+    )
+    after = time.time()
+    for output in (short, long, n):
+        metrics = pickle.loads(pickle.dumps(output)).metrics
+        assert metrics == output.metrics
+        assert before <= metrics.arrival_time <= metrics.first_token_ts <= metrics.last_token_ts <= after
+        assert metrics.first_token_latency == metrics.first_token_ts - metrics.arrival_time
+    assert long.metrics.first_token_ts < long.metrics.last_token_ts and short.metrics.last_token_ts < after
+    (scored,) = llm.generate("ab", SamplingParams(max_tokens=0, prompt_logprobs=1))
+    assert scored.metrics.first_token_ts is None and scored.metrics.first_token_latency is None
+    assert not llm.engine.scheduler.starting, "nothing is kept of requests that have ended"
+
+
+def test_an_output_becomes_plain_values_for_json_and_parquet(llm: LLM, tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    pq = pytest.importorskip("pyarrow.parquet")
+    params = SamplingParams(max_tokens=3, logprobs=2, prompt_logprobs=1, seed=1)
+    outputs = llm.generate(["ab", "a"], params)
+    rows = [output.to_dict() for output in outputs]
+    assert json.loads(json.dumps(rows)) == rows
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    assert pq.read_table(tmp_path / "rows.parquet").to_pylist() == rows
+    first = rows[0]["logprobs"][0][0]
+    (token_id, logprob), *_ = outputs[0]["logprobs"][0].items()
+    assert first == {
+        "token_id": token_id,
+        "logprob": logprob,
+        "rank": logprob.rank,
+        "decoded_token": logprob.decoded_token,
+    }
+    assert rows[0]["prompt_logprobs"][0] is None and rows[0].keys() == outputs[0].keys()
+    (several,) = llm.generate("a", SamplingParams(max_tokens=3, n=2, logprobs=1, seed=1))
+    assert json.loads(json.dumps(several.to_dict()))["outputs"][1]["text"] == several.outputs[1].text
+    (vector,) = llm.embed("a")
+    assert vector.to_dict()["embedding"] == vector.embedding.tolist()
