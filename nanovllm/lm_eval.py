@@ -15,7 +15,7 @@ try:
     from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
     from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 except ImportError as error:
-    raise ImportError("lm-evaluation-harness is not installed: pip install 'nano-vllm[eval]'") from error
+    raise ImportError("lm-evaluation-harness is not installed: pip install lm_eval") from error
 
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams

@@ -23,7 +23,7 @@ try:
     import ray
     from ray.data import ActorPoolStrategy
 except ImportError as error:
-    raise ImportError("Ray Data is not installed: pip install 'nano-vllm[ray]'") from error
+    raise ImportError("Ray Data is not installed: pip install 'ray[data]'") from error
 
 from nanovllm.engine.sequence import Request
 from nanovllm.llm import LLM

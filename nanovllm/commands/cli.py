@@ -1,9 +1,11 @@
 """The command `nanovllm`. Each subcommand imports what it needs when it runs, so that `--help` answers at once."""
 
 import argparse
+import difflib
 import json
 import logging
 import os
+import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
@@ -24,6 +26,10 @@ class _Parser(argparse.ArgumentParser):
     """Answers a wrong command with one line. argparse would list all options."""
 
     def error(self, message: str) -> NoReturn:
+        if wrong := re.search(r"(?:invalid choice: |unrecognized arguments: )'?([^' =]+)'?", message):
+            choices = [name for action in self._actions for name in (*action.option_strings, *(action.choices or ()))]
+            if near := difflib.get_close_matches(wrong[1], choices, n=1):
+                message = f"{wrong[0]}: did you mean {near[0]}?"
         self.exit(int(Status.USAGE), f"{self.prog}: {message}; see {self.prog} --help\n")
 
 
@@ -31,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command, and return its exit status."""
     parser = _Parser("nanovllm", description="Offline inference of Qwen, Llama and Mistral models.")
     parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     _add_chat(commands)
     _add_run_batch(commands)
     _add_estimate(commands)
@@ -40,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _add_doctor(commands)
     options, others = parser.parse_known_args(arguments)
     if others and options.run is not _eval:
-        parser.error(f"unrecognized arguments: {' '.join(others)}")
+        commands.choices[options.command].error(f"unrecognized arguments: {' '.join(others)}")
     options.others = others
     _set_up_logging()
     try:
@@ -140,7 +146,7 @@ def _add_run_batch(commands: Any) -> None:
     add("--stats", metavar="FILE", help="write the summary to this file, as JSON")
     add("--model", required=True, help=_help("model"))
     cluster = parser.add_argument_group("on a Ray cluster: the one at RAY_ADDRESS, or one of this machine alone")
-    cluster.add_argument("--ray", action="store_true", help="run on a cluster; needs the extra nano-vllm[ray]")
+    cluster.add_argument("--ray", action="store_true", help="run on a cluster; needs ray[data]")
     cluster.add_argument("--replicas", type=int, default=1, metavar="N", help="number of engines (default: 1)")
     add_engine_options(parser, without=("model",))
     parser.set_defaults(run=_run_batch)
@@ -166,7 +172,7 @@ def _run_batch(options: argparse.Namespace) -> int:
     try:
         from nanovllm.jobs.cluster import run_on_ray
     except ImportError as error:
-        raise ValueError(f"--ray needs Ray Data: pip install 'nano-vllm[ray]' ({error})") from error
+        raise ValueError(f"--ray needs Ray Data: pip install 'ray[data]' ({error})") from error
     return run_on_ray(job, options.replicas)
 
 
@@ -183,7 +189,7 @@ def _add_estimate(commands: Any) -> None:
         "--gpu-memory",
         required=True,
         metavar="SIZE",
-        help="memory of one GPU, such as 80GB (which means 80 GiB), or in bytes",
+        help="memory of one GPU, such as 80GB or 80 (both mean 80 GiB), or in bytes",
     )
     weights = ("tensor_parallel_size", "pipeline_parallel_size", "dtype", "quantization")
     sizes = ("kvcache_block_size", "max_num_seqs", "max_num_batched_tokens")
@@ -229,7 +235,7 @@ def _add_eval(commands: Any) -> None:
     parser = commands.add_parser(
         "eval",
         help="evaluate a model with lm-evaluation-harness",
-        description="Evaluate a model with lm-evaluation-harness; needs the extra nano-vllm[eval].",
+        description="Evaluate a model with lm-evaluation-harness; needs the package lm_eval.",
         usage="nanovllm eval --model MODEL [NAME=VALUE ...] --tasks TASK [...]",
         epilog="NAME=VALUE sets an option of LLM, such as dtype=float32. All else goes to the harness: see lm-eval run "
         "--help.",

@@ -29,9 +29,14 @@ _UNITS = {"": 1, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def parse_size(text: str) -> int:
-    """Return the bytes of "80GB", "80GiB", "80G" or a plain number. GB means 2**30 bytes, as makers of GPUs use it."""
+    """Return the bytes of "80GB", "80GiB", "80G" or a plain number. GB means 2**30 bytes, as makers of GPUs use it.
+
+    A plain number below 1,024 is in GB, too: no GPU has so few bytes.
+    """
     match = re.fullmatch(r"(\d{1,15}(?:\.\d*)?)\s*(?:([MGT])(?:i?B)?|B)?", text.strip(), re.IGNORECASE)
     size = int(float(match[1]) * _UNITS[(match[2] or "").upper()]) if match else 0
+    if text.strip().replace(".", "").isdigit() and size < 1024:
+        return parse_size(f"{text}G")
     if size == 0:
         raise ValueError(f"--gpu-memory is {quote(text)}; it must be a size such as 80GB")
     return size

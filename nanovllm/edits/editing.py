@@ -65,8 +65,7 @@ class Editing:
                 try:
                     from nanovllm.edits.grammars import Grammars
                 except ImportError as why:
-                    advice = "pip install 'nano-vllm[guided]'"
-                    raise ValueError(f"structured_outputs needs llguidance: {advice} ({why})") from None
+                    raise ValueError(f"structured_outputs needs llguidance: pip install llguidance ({why})") from None
                 self.grammars = Grammars(self._tokenizer, self._vocab_size, self._eos_token_ids)
             return self.grammars
 

@@ -285,6 +285,8 @@ def supervise(job: Job, answer: Callable[[OpenJob], None]) -> Status:
             status = Status.LINES_FAILED if counts.num_failed else Status.OK
         except KeyboardInterrupt:
             status = Status.TERMINATED if terms else Status.INTERRUPTED
+            if is_file(job.input) and is_file(job.output):
+                logger.info("%s: stopped; the same command goes on where this one ended", job.output)
         except (OutputError, IncompleteError) as error:
             logger.error("%s", error)
             status = error.status

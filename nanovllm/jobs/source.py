@@ -133,6 +133,10 @@ class Reading:
 
 def _check_kind(path: str, beginning: bytes) -> None:
     """Raise an InputError if the file is of a kind in which every line would be an error."""
+    for kind, is_this in (("parquet", beginning[:4] == b"PAR1"), ("csv", path.lower().endswith(".csv"))):
+        if is_this:
+            convert = f"pandas.read_{kind}({path!r}).to_json({f'{path}.jsonl'!r}, orient='records', lines=True)"
+            raise InputError(f'the input {path} is {kind}, not JSON: python -c "import pandas; {convert}" converts it')
     if beginning.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in beginning[:4]:
         raise InputError(f"the input {path} is UTF-16 or binary, not UTF-8: iconv -f UTF-16 -t UTF-8 converts it")
     if beginning.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):

@@ -97,7 +97,15 @@ def test_every_engine_option_reaches_the_engine(monkeypatch: pytest.MonkeyPatch)
     [
         ([], "COMMAND"),
         (["run-batch"], "required"),
-        (["run-batch", "-i", "a", "-o", "b", "--model", "m", "--max-modl-len", "5"], "unrecognized"),
+        (
+            ["run-batch", "-i", "a", "-o", "b", "--model", "m", "--max-modl-len", "5"],
+            "did you mean --max-model-len?; see nanovllm run-batch --help",
+        ),
+        (["run-btch"], "did you mean run-batch?; see nanovllm --help"),
+        (
+            ["view", "a", "--ouput", "b"],
+            "unrecognized arguments: --ouput: did you mean --output?; see nanovllm view --help",
+        ),
         (["run-batch", "-i", "a", "-o", "b", "--model", "m", "--max-model-len", "many"], "invalid int"),
         (["run-batch", "-i", "a", "-o", "b", "--model", "m", "--max-model-len", "0"], "at least 1"),
         (["run-batch", "-i", "a", "-o", "b", "--model", "m", "--dtype", "float8"], "dtype"),

@@ -4,6 +4,7 @@ import graphlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -161,6 +162,11 @@ def test_the_version_is_known_from_source_without_installation() -> None:
     version = python(code, "-I", "-S")
     assert version.count(".") >= 1
     assert version in (ROOT / "nanovllm" / "version.py").read_text()
+
+
+def test_no_message_asks_for_this_package_by_a_name_that_a_registry_may_have_from_others() -> None:
+    for path in (*MODULES.values(), *(ROOT / "docs").glob("*.md"), ROOT / "README.md"):
+        assert not re.search(r"nano-vllm\[|pip install '?nano", path.read_text()), path
 
 
 def test_names_that_do_not_exist_are_attribute_errors() -> None:

@@ -4,6 +4,7 @@ import gzip
 import io
 import json
 import logging
+import re
 import sys
 import tracemalloc
 from collections.abc import Iterator
@@ -338,8 +339,17 @@ def test_a_job_whose_every_line_names_another_model_ends_before_one_is_loaded(
         (gzip.compress(b'[{"prompt": "a"}]'), "is one JSON array"),
         (b'\xef\xbb\xbf[{"prompt": "a"}]', "is one JSON array"),
         (b'\r\n  [{"prompt": "a"}]', "is one JSON array"),
+        (b"PAR1\x15\x04", "pandas.read_parquet("),
     ],
-    ids=["UTF-16", "UTF-16 without a mark", "array", "packed array", "array after a mark", "array after blanks"],
+    ids=[
+        "UTF-16",
+        "UTF-16 without a mark",
+        "array",
+        "packed array",
+        "array after a mark",
+        "array after blanks",
+        "parquet",
+    ],
 )
 def test_an_input_of_another_kind_is_named_once_for_all_lines(
     content: bytes, words: str, tmp_path: Path, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
@@ -350,6 +360,21 @@ def test_an_input_of_another_kind_is_named_once_for_all_lines(
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(content)))
     assert run("-", tmp_path / "out") == Status.BROKEN
     assert log.text.count(words) == 2 and "Traceback" not in log.text
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_a_table_is_refused_with_the_line_that_converts_it(
+    kind: str, tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("pyarrow")
+    table = pytest.importorskip("pandas").DataFrame({"prompt": ["a", "b"]})
+    source = tmp_path / f"requests.{kind}"
+    table.to_csv(source, index=False) if kind == "csv" else table.to_parquet(source)
+    assert run(source, tmp_path / "out") == Status.USAGE
+    (advice,) = re.findall(r'python -c "(.*)" converts it', log.text)
+    exec(advice, {})
+    assert run(f"{source}.jsonl", tmp_path / "out") == Status.OK
+    assert len(read_answers(tmp_path / "out")) == 2
 
 
 def test_gzip_is_known_by_its_content_and_an_empty_input_is_worth_a_warning(

@@ -111,5 +111,6 @@ def test_interrupted_and_terminated_it_says_so_and_resumes(source: Path, undistu
         assert process.returncode == status, said
         assert results.read_bytes().endswith(b"\n")
         assert f"{count_lines(results)} of {NUM_LINES} lines answered" in said and "Traceback" not in said
+        assert "the same command goes on" in said
     finish(source, results)
     assert_same(results, undisturbed)

@@ -207,7 +207,7 @@ def test_wrong_commands_say_what_to_do(
     monkeypatch.setitem(sys.modules, "ray.data", None)
     monkeypatch.setitem(sys.modules, "ray", None)
     assert main([*command, "--ray"]) == Status.USAGE
-    assert "nano-vllm[ray]" in capsys.readouterr().err
+    assert "pip install 'ray[data]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -170,4 +170,5 @@ def test_what_makes_no_sense_is_refused(arguments: list[str], words: str, capsys
 
 def test_sizes_are_read_as_makers_of_gpus_write_them() -> None:
     assert parse_size("80GB") == parse_size("80 GiB") == parse_size("80g") == 80 * GIB
-    assert parse_size("1.5T") == 1536 * GIB and parse_size("512MiB") == GIB // 2 and parse_size("1000") == 1000
+    assert parse_size("1.5T") == 1536 * GIB and parse_size("512MiB") == GIB // 2 and parse_size("2048") == 2048
+    assert parse_size("24") == parse_size(" 24 ") == 24 * GIB and parse_size("1.5") == 1.5 * GIB

@@ -46,7 +46,7 @@ class FlashAttnBackend(TritonBackend):
         try:
             from flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache  # noqa: F401
         except ImportError as error:
-            return f'flash-attn does not import ({error}); install it with: pip install "nano-vllm[flash-attn]"'
+            return f"flash-attn does not import ({error}); install it with: pip install flash-attn"
         return super().why_cannot(device)
 
     def allocate_cache(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> KVCache:
