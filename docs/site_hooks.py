@@ -1,7 +1,7 @@
 """Hooks of mkdocs: add the pages of the project's root to the site, write links that leave it, and list the options.
 
-The README becomes the first page. The project has no address of its own yet, so a link to a file that is not part of
-the site has no target: it is written as path#symbol.
+The README becomes a page. The project has no address of its own yet, so a link to a file that is not part of the site
+has no target: its words stay.
 """
 
 import re
@@ -16,12 +16,12 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
-PAGES = {"README.md": "index.md", **{f"{name}.md": f"{name}.md" for name in ("CONTRIBUTING", "SECURITY", "CHANGELOG")}}
+PAGES = {"README.md": "readme.md", **{f"{name}.md": f"{name}.md" for name in ("CONTRIBUTING", "SECURITY", "CHANGELOG")}}
 """Files of the project's root that are pages, and their names on the site."""
 OPTIONS = "<!-- the options -->"
 """Where docs/api.md lists the options."""
 DEMO = "<!-- the demo -->"
-"""Where the guide's first page links to the demo, a page that only the site has."""
+"""Where the front page and the guide's first page link to the demo, a page that only the site has."""
 EVENT_CHAPTERS = {
     "preemption": "6-scheduler",
     "queue": "6-scheduler",
@@ -69,12 +69,13 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         notebook = PurePosixPath(name).with_suffix(".ipynb").name
         markdown += f"\n[This chapter as a notebook]({notebook})\n"
     markdown = markdown.replace(OPTIONS, list_options())
-    markdown = markdown.replace(DEMO, "[Look at a ready run](demo.html) now; nothing needs to be installed.")
-    return rewrite_links(markdown, (ROOT / "docs" / name).parent, PurePosixPath(name).parent)
+    markdown = rewrite_links(markdown, (ROOT / "docs" / name).parent, PurePosixPath(name).parent)
+    demo = relpath("guide/demo.html", PurePosixPath(name).parent)
+    return markdown.replace(DEMO, f"[Look at a ready run]({demo}) now; nothing needs to be installed.")
 
 
 def rewrite_links(text: str, folder: Path, site_folder: PurePosixPath) -> str:
-    """Return text in which links between pages lead to their places on the site, and others are paths.
+    """Return text in which links between pages lead to their places on the site, and others are their words alone.
 
     Args:
         folder: where the links of the text start.
@@ -93,8 +94,7 @@ def rewrite_links(text: str, folder: Path, site_folder: PurePosixPath) -> str:
         if path.is_relative_to(ROOT / "docs"):
             on_site = path.relative_to(ROOT / "docs").as_posix()
             return f"{image}[{words}]({relpath(on_site, site_folder)}{anchor})"
-        place = f"`{path.relative_to(ROOT).as_posix()}{anchor}`"
-        return place if words.strip("`") in place else f"{words} ({place})"
+        return words
 
     return LINK.sub(rewrite, text)
 

@@ -36,8 +36,9 @@ class LLM:
     A process may have several LLMs, at the same time or one after another. Only one thread at a time may use an LLM:
     the others are refused by a RuntimeError. But several may call `submit`.
 
-    >>> llm = LLM("tiny-qwen3")
-    >>> llm.generate(["..."], SamplingParams(temperature=0))[0]["text"]
+    Examples:
+        >>> llm = LLM("tiny-qwen3")
+        >>> llm.generate(["..."], SamplingParams(temperature=0))[0]["text"]
     """
 
     def __init__(self, model: str | os.PathLike[str], **options: Unpack[EngineOptions]) -> None:

@@ -7,17 +7,20 @@ import pickle
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from helpers.paths import ROOT, TESTS
 from helpers.tiny import SMALL, edit_json, save_random
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.config import EngineConfig
+from nanovllm.jobs.request_lines import _SAMPLING as SAMPLING_OF_LINES
 
 OPTIONS = SMALL | {"max_model_len": 32, "num_kvcache_blocks": 8}
 GREEDY = SamplingParams(temperature=0, max_tokens=4)
@@ -673,3 +676,28 @@ def test_a_failed_load_does_not_stand_in_the_way_of_the_next(checkpoint: Path, r
     assert torch.get_default_dtype() == default
     assert json.loads((checkpoint / "config.json").read_text())["num_hidden_layers"] == 3
     LLM(random_model, **OPTIONS).close()
+
+
+ELSEWHERE = {
+    "jobs": {"logprobs", "prompt_logprobs", "structured_outputs", "prompt_logprob_start", "embed", "detokenize"},
+    "hostile values": {"prompt_logprobs", "prompt_logprob_start", "embed", "structured_outputs"},
+    "the mix": {"prompt_logprob_start", "embed", "detokenize"},
+}
+"""The parameters for which steps 5 and 6 of the recipe in docs/architecture.md have another place than the usual one.
+
+Jobs have fields of OpenAI's for the first three, and no line may ask for the others. The tests of scores and vectors
+have values of their own."""
+
+
+def test_a_sampling_parameter_is_where_its_recipe_puts_it() -> None:
+    names = {field.name for field in fields(SamplingParams)}
+    mix = (TESTS / "engine" / "test_combinations.py").read_text()
+    found = {
+        "jobs": {*SAMPLING_OF_LINES},
+        "hostile values": {name for name, *_ in BAD_VALUES},
+        "the mix": {name for name in names if re.search(rf"\b{name}\b", mix)},
+    }
+    for place, there in found.items():
+        assert names - there == ELSEWHERE[place], f"{place}: see the recipe for a sampling parameter"
+    page = (ROOT / "docs" / "batch.md").read_text()
+    assert [name for name in SAMPLING_OF_LINES if f"`{name}`" not in page] == []
