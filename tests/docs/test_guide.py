@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from helpers.paths import ROOT
 
+from docs.estimator import render_estimator
 from docs.guide import from_nothing
 from docs.guide.exercises import EXERCISES
 from docs.guide.exercises import main as check_answer
@@ -230,3 +231,4 @@ def test_the_site_has_the_guide_first_its_notebooks_and_a_demo(tmp_path):
     links = json.loads(re.search(r'"guide":(\{.*?\})', demo)[1])
     assert links and all((tmp_path / "guide" / link / "index.html").is_file() for link in links.values())
     assert 'href="demo.html"' in (tmp_path / "guide" / "index.html").read_text()
+    assert render_estimator() in (tmp_path / "estimator" / "index.html").read_text()
