@@ -62,7 +62,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return markdown
     if re.match(r"guide/\d", name):
         notebook = PurePosixPath(name).with_suffix(".ipynb").name
-        markdown += f"\n[This chapter as a notebook]({notebook})\n"
+        markdown += f"\n[Download this chapter as a notebook]({notebook}){{ download }}\n"
     markdown = markdown.replace(OPTIONS, list_options())
     markdown = markdown.replace(DEMO, "[Look at a ready run](demo.html) now; nothing needs to be installed.")
     return rewrite_links(markdown, (ROOT / "docs" / name).parent, PurePosixPath(name).parent)
