@@ -199,17 +199,19 @@ def draw_engine(numbers: dict[str, str]) -> str:
 def draw_place(chapter: int) -> str:
     """Return a small map: every part as a box, and those that a chapter explains filled: SVG."""
     names = {"prompts": "tokens", "prepare": "check", "result": "wait", "prefix": "prefixes", "output": "text"}
-    box = 116
-    width = 14 + 5 * (box + 14)
+    box = 108
+    width = 8 + 3 * (box + 8)
+    height = 8 + 5 * 31
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="104" viewBox="0 0 {width} 104" {FONT}>',
-        f'<rect width="{width}" height="104" fill="#ffffff"/>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        f'viewBox="0 0 {width} {height}" {FONT}>',
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
     ]
     for name, part in PARTS.items():
         is_here = chapter in part.chapters
         colour = DEVICE if part.on_device else HOST
-        x = 14 + part.row * (box + 14)
-        y = 8 + part.column * 31
+        x = 8 + part.column * (box + 8)
+        y = 8 + part.row * 31
         fill = colour if is_here else "#ffffff"
         ink = "#ffffff" if is_here else LINK
         lines += [

@@ -132,7 +132,7 @@ def draw_numbers(axis: Axes, title: str, values: torch.Tensor, words: list[str])
     axis.imshow(values, cmap="RdBu_r", vmin=-bound, vmax=bound, aspect="auto", interpolation="nearest")
     axis.set_yticks(range(len(words)), words, fontsize=9)
     axis.set_xticks([])
-    few = ", ".join(f"{value:.2f}" for value in values[-1, :3].tolist())
+    few = ", ".join(f"{value:.2f}" for value in values[-1, :2].tolist())
     axis.set_title(f"{title} [{len(values)}, {values.shape[1]}]", fontsize=9)
     axis.set_xlabel(f"last row: {few} ...", fontsize=9, labelpad=1)
 
@@ -493,7 +493,7 @@ def photograph(output: Path) -> None:
         run = write_page(trace, page)
         victim, step = next((what["preempted"][0], k) for _, k, what in run.records if "preempted" in what)
         chromium = webdriver.ChromeOptions()
-        for flag in ("headless", "no-sandbox", "disable-gpu", "hide-scrollbars", "window-size=1060,1640"):
+        for flag in ("headless", "no-sandbox", "disable-gpu", "hide-scrollbars", "window-size=1060,1350"):
             chromium.add_argument(f"--{flag}")
         driver = webdriver.Chrome(options=chromium, service=Service(shutil.which("chromedriver")))
         try:
