@@ -148,6 +148,10 @@ class LLMEngine:
             raise ValueError("this model has no LM head, so it can only embed: use embed()")
         params = params.clone()  # the caller may change the original while the request runs
         check_request(token_ids, params, self.tokenizer is not None, self.config.vocab_size, self.config.max_model_len)
+        for name in self.config.refused_params:
+            if (value := getattr(params, name)) != getattr(SamplingParams(), name):
+                backend = f"the {self.config.attention_backend} backend does not have it"
+                raise ValueError(f'{name} is {quote(value)}; {backend}: leave it out, or use attention_backend="torch"')
         edits = self.editor.read_request(params) if params.edits_logits else None
         return Request(token_ids, params, text, edits, self.identity)
 
@@ -207,11 +211,6 @@ class LLMEngine:
         Args:
             holder: names the run to other activities, which are refused until it ends: see `Claim.held_by`.
         """
-        return self._run(requests, holder)
-
-    def _run(
-        self, requests: Iterable[Request | None], holder: tuple[str, str]
-    ) -> Generator[list[tuple[int, Sequence]], None, None]:
         with self.claim.held_by(*holder):
             hold = HoldInterrupt(on_second=self.close)
             interrupt: KeyboardInterrupt | None = None
