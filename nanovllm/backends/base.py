@@ -75,11 +75,11 @@ class Backend:
     token_logprobs = staticmethod(token_logprobs_reference)
 
     def find_operators(self, reference: Callable[["Backend"], T], module: str) -> T:
-        """Return the operators that only a family of models or a wing has, in the form for this backend's kernels.
+        """Return operators that only one family of models has, or only one wing.
 
         Args:
-            reference: the class of the operators in plain torch.
-            module: the module of backends/cpu and of backends/gpu whose class `Operators` has the faster ones.
+            reference: the class of these operators in plain torch.
+            module: the name of a module in backends/cpu and in backends/gpu. Its class `Operators` has them as kernels.
         """
         if self.kernels == "torch":
             return reference(self)

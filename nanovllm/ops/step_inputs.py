@@ -88,7 +88,6 @@ def step_inputs_reference(planned: DevicePlan, block_tables: Tensor, last_token:
         last_token: int32 [num_rows], of all rows.
     """
     rows = planned.rows
-    num_computed = planned.num_computed
     num_scheduled = planned.num_scheduled
     token_ids = planned.token_ids
     num_seqs = len(rows)
@@ -97,7 +96,8 @@ def step_inputs_reference(planned: DevicePlan, block_tables: Tensor, last_token:
     ends = num_scheduled.cumsum(0, dtype=torch.int32)
     indices = torch.arange(max(num_seqs, num_tokens), dtype=torch.int32, device=rows.device)
     seq_of_token = indices[:num_seqs].repeat_interleave(num_scheduled, output_size=num_tokens)
-    seq_lens = num_computed + num_scheduled
+    seq_lens = planned.num_computed + num_scheduled
+    # A sequence's last token of this step has the position seq_lens - 1, and is token ends - 1 of the step.
     positions = indices[:num_tokens] + (seq_lens - ends)[seq_of_token]
     block_tables = block_tables[rows]
     blocks = block_tables[seq_of_token, positions // block_size].long()

@@ -369,7 +369,7 @@ def test_a_sampling_parameter_that_the_backend_lacks_is_refused(
 ) -> None:
     monkeypatch.setattr(TorchBackend, "sampling_values", ("temperature", "top_k", "min_p", "seeds"))
     with LLM(random_model, **OPTIONS, attention_backend="torch") as llm:
-        message = "^top_p is 0.5; the torch backend does not have it: leave it out"
+        message = '^top_p is 0.5; it must be left out with attention_backend="torch"'
         assert_refused_and_usable(llm, lambda: llm.generate([[1]], SamplingParams(top_p=0.5)), message)
         assert len(llm.generate([[1]], SamplingParams(top_k=3, top_p=1.0, seed=1, max_tokens=4))[0]["token_ids"]) == 4
 
