@@ -214,7 +214,7 @@ class Scheduler:
         if self.scoring is not None and self.scoring.seqs:
             num_scored, targets, scored, is_only_scored = self.scoring.choose_targets(rows, ends)
             is_complete &= ~is_only_scored
-        # `ends` counts drafts, and `num_before` does not. So this is 1 without drafts, and 1 more for each draft.
+        # For a complete row this is 1, and 1 more for each draft: `ends` counts drafts, and `num_before` does not.
         num_sampled = ends + 1 - num_before
         sampling = rows
         if np.count_nonzero(is_complete) < len(rows):
