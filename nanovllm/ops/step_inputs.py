@@ -89,9 +89,8 @@ def step_inputs_reference(planned: DevicePlan, block_tables: Tensor, last_token:
     """
     rows = planned.rows
     num_scheduled = planned.num_scheduled
-    token_ids = planned.token_ids
     num_seqs = len(rows)
-    num_tokens = len(token_ids)
+    num_tokens = len(planned.token_ids)
     padding_row = len(last_token) - 1
     ends = num_scheduled.cumsum(0, dtype=torch.int32)
     indices = torch.arange(max(num_seqs, num_tokens), dtype=torch.int32, device=rows.device)
@@ -102,7 +101,7 @@ def step_inputs_reference(planned: DevicePlan, block_tables: Tensor, last_token:
     block_tables = block_tables[rows]
     blocks = block_tables[seq_of_token, positions // block_size].long()
     slots = torch.where(rows[seq_of_token] == padding_row, -1, blocks * block_size + positions % block_size)
-    token_ids = torch.where(token_ids < 0, last_token[rows[seq_of_token]], token_ids)
+    token_ids = torch.where(planned.token_ids < 0, last_token[rows[seq_of_token]], planned.token_ids)
     return StepInputs(
         token_ids=token_ids,
         positions=positions,
