@@ -140,20 +140,25 @@ def shortest_first() -> Iterator[None]:
 
 
 def find_broken_promise() -> str:
-    """Chapter 6: which promise breaks if the scheduler admits the shortest sequence first."""
+    """Chapter 6: which promise breaks if the scheduler admits the shortest sequence first.
+
+    The reader's own change may still be in the scheduler, so nothing is compared with the scheduler as it is.
+    """
     prompts = ["tell me a story about a fox and a friend who", "1 2 3", "count from 1 to 9", "tell me a story"]
 
-    def run() -> tuple[list[Any], list[int], int]:
-        with LLM(max_num_seqs=1, **SMALL) as llm:
-            watch = Watch(llm)
-            outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
-            stats = llm.stats()
-            return [o["token_ids"] for o in outputs], watch.admitted, stats["num_blocks"] - stats["num_free_blocks"]
-
-    before = run()
-    with shortest_first():
-        after = run()
-    return " ".join(name for name, x, y in zip(("tokens", "order", "blocks"), before, after, strict=True) if x != y)
+    params = SamplingParams(temperature=0, max_tokens=4)
+    with LLM(**SMALL) as llm:
+        alone = [llm.generate(prompt, params, use_tqdm=False)[0]["token_ids"] for prompt in prompts]
+    with shortest_first(), LLM(max_num_seqs=1, **SMALL) as llm:
+        watch = Watch(llm)
+        together = [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]
+        stats = llm.stats()
+    promises = {
+        "tokens": together == alone,
+        "order": watch.admitted == sorted(watch.admitted),
+        "blocks": stats["num_free_blocks"] == stats["num_blocks"],
+    }
+    return " ".join(name for name, is_kept in promises.items() if not is_kept)
 
 
 def draw_hot() -> str:

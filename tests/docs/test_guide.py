@@ -16,7 +16,7 @@ from helpers.paths import ROOT
 
 from docs.estimator import render_estimator
 from docs.guide import big_picture, from_nothing
-from docs.guide.exercises import EXERCISES
+from docs.guide.exercises import EXERCISES, shortest_first
 from docs.guide.exercises import main as check_answer
 from docs.guide.notebooks import CHAPTERS, INSTALL, find_experiments, format_notebook
 from docs.guide.notebooks import main as write_notebooks
@@ -196,6 +196,8 @@ def test_an_exercise_accepts_the_right_answer_and_no_other(number, capsys):
 
 def test_shortest_first_breaks_the_order_of_admission_and_nothing_else():
     assert EXERCISES[6][0]() == "order"
+    with shortest_first():  # the reader's change is still there
+        assert EXERCISES[6][0]() == "order"
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda chapter: chapter.stem)
