@@ -14,6 +14,7 @@ from nanovllm.config import EngineConfig
 from nanovllm.engine.sequence import Request
 from nanovllm.jobs.job import Job, Status
 from nanovllm.jobs.run import run_job
+from nanovllm.text.conversations import read_conversation
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -91,7 +92,8 @@ class InstantLLM:
         return Request(token_ids, params, None, None, self.engine)
 
     def render_chat(self, messages: list[dict[str, str]], kwargs: dict[str, Any] | None) -> str:
-        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + (str(kwargs) if kwargs else "")
+        read = read_conversation(messages)
+        return "".join(f"<{m['role']}>{m['content']}" for m in read) + (str(kwargs) if kwargs else "")
 
     def run_requests(self, requests: Iterable[Request]) -> Iterator[tuple[int, dict[str, Any]]]:
         order = random.Random(0)
