@@ -117,7 +117,7 @@ class LLM:
         """
         total = len(requests) if isinstance(requests, list) else None
         note_end = None
-        if isinstance(requests, list) and self.engine.config.order == "auto":
+        if isinstance(requests, list) and len(requests) > 1 and self.engine.config.order == "auto":
             from nanovllm.uses.admission import put_in_order
 
             requests, note_end = put_in_order(self.engine, requests)
