@@ -74,7 +74,7 @@ class Candidate:
         return f"longest first{self.reason}: {guess}"
 
 
-def sort_candidates(candidates: list[Candidate], max_num_seqs: int) -> list[Candidate]:
+def sort_candidates(candidates: list[Candidate], num_rows: int) -> list[Candidate]:
     """Return candidates in their order. The last ones become late.
 
     Their outputs together are at most as long as the longest output for each row, so that one cannot begin too late.
@@ -82,10 +82,10 @@ def sort_candidates(candidates: list[Candidate], max_num_seqs: int) -> list[Cand
     can beside the outputs without taking longer.
 
     Args:
-        max_num_seqs: the number of rows; 0 if more candidates will follow, so that none is late yet.
+        num_rows: how many run at a time; 0 if none is late, for example because more candidates will follow.
     """
     ordered = sorted(candidates, key=lambda one: (one.group, one.number))
-    most_work = max_num_seqs * max(one.length for one in candidates)
+    most_work = num_rows * max(one.length for one in candidates)
     work = 0.0
     for one in reversed(ordered):
         work += one.length
@@ -249,9 +249,18 @@ class Admission:
         if self._new:
             form_groups(candidates, self._config, self._num_blocks, self._last)
         self._new = []
-        self._sorted = sort_candidates(candidates, max_num_seqs if self._has_all else 0)[::-1]
+        self._sorted = sort_candidates(candidates, self._count_rows(candidates) if self._has_all else 0)[::-1]
         num_events = self._num_read + len(self._lengths[b""])
         self._sort_at = num_events + max(len(candidates) // 2, max_num_seqs)
+
+    def _count_rows(self, candidates: list[Candidate]) -> int:
+        """Return how many candidates run at a time; 0 if the pool cannot hold so many of the longest.
+
+        Side by side some of these would be preempted, and computed again.
+        """
+        num_rows = min(self._config.max_num_seqs, len(candidates))
+        num_tokens = sorted(len(one.prompt) // 4 + one.length for one in candidates)
+        return num_rows if sum(num_tokens[-num_rows:]) <= self._num_blocks * self._config.block_size else 0
 
 
 def put_in_order(
