@@ -149,7 +149,7 @@ def find_broken_promise() -> str:
     params = SamplingParams(temperature=0, max_tokens=4)
     with LLM(**SMALL) as llm:
         alone = [llm.generate(prompt, params, use_tqdm=False)[0]["token_ids"] for prompt in prompts]
-    with shortest_first(), LLM(max_num_seqs=1, **SMALL) as llm:
+    with shortest_first(), LLM(max_num_seqs=1, order="given", **SMALL) as llm:
         watch = Watch(llm)
         together = [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]
         stats = llm.stats()
