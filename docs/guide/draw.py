@@ -291,7 +291,8 @@ def prefixes() -> Figure:
         "You are a helpful assistant. Answer in one short sentence, be kind, and never make up what you do not know. "
     )
     prompts = [rules + f"what is {i} plus {2 * i % 7}?" for i in range(24)]
-    run = record(prompts, SamplingParams(temperature=0, max_tokens=12), chat=True, max_num_batched_tokens=256)
+    params = SamplingParams(temperature=0, max_tokens=12)
+    run = record(prompts, params, chat=True, max_num_batched_tokens=256, order="given")
     cached: dict[int, int] = {}
     lengths: dict[int, int] = {}
     for _, _, what in run.records:
