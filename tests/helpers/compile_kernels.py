@@ -55,7 +55,8 @@ class Model(NamedTuple):
     head_dim: int = 128
     qk_norm: bool = True
     expert_size: int = 0
-    """Of each of 128 experts, of which a token has 8."""
+    """Of each of `num_experts` experts, of which a token has 8."""
+    num_experts: int = 128
     value_heads: int = 0
     """Of linear attention, beside 16 key heads. All have 128 elements. Its models have norms with float32 weights."""
 
@@ -76,6 +77,7 @@ MODELS = {
     "Qwen3.5 0.8B": Model(1024, 8, 2, 256, value_heads=16),
     "Qwen3.5 4B": Model(2560, 16, 4, 256, value_heads=32),
     "Qwen3.5 27B": Model(5120, 24, 4, 256, value_heads=48),
+    "Qwen3.5 35B-A3B": Model(2048, 16, 2, 256, expert_size=512, num_experts=256, value_heads=32),
 }
 VOCAB_SIZE = 151_936
 BLOCK_SIZES = (64, 256)  # the defaults: triton's own, and flash_attn's (which uses the small kernels)
@@ -157,12 +159,12 @@ def launches(
                 config = gated_delta.gated_delta_config(16 // ranks, model.value_heads // ranks, 128, 128)
                 yield launch(gated_delta._gated_delta_kernel, config)
         if model.expert_size:
-            yield launch(route._choose_experts_kernel, route.choose_experts_config(128, 8, True))
+            yield launch(route._choose_experts_kernel, route.choose_experts_config(model.num_experts, 8, True))
             yield launch(route._sort_pairs_kernel, route.sort_pairs_config(8))
-            yield launch(combine._combine_experts_kernel, combine.combine_config(8))
+            yield launch(combine._combine_experts_kernel, combine.combine_config(8, model.value_heads > 0))
             for num_tokens in (1, 128, 512, 1024):
                 for gather in (True, False):
-                    config = grouped_linear.grouped_linear_config(num_tokens, 128, gather, itemsize)
+                    config = grouped_linear.grouped_linear_config(num_tokens, model.num_experts, gather, itemsize)
                     yield launch(grouped_linear._grouped_linear_kernel, config)
     for kernel, config, types in quantized_launches(FORMATS[:2] if len(block_sizes) == 1 else FORMATS, itemsize):
         yield launch(kernel, config, **types)
