@@ -426,22 +426,25 @@ class RawMatrix:
         target = self._target
         format = self._filling.format
         out, size = target.shape
+        rows, columns = find_place(target)
+        source: Any
         if format.gives_floats:
             source = format.dequantize(tensors, out, size)
-            if isinstance(target, RoundedTarget):
-                target.fill(source, copy)
+        else:
+            codes = format.convert(tensors, out, size)
+            if self._filling.is_quantized(self._path):
+                start, stop, _ = columns.indices(size)
+                self._filling.put(self._path, target.view, codes.take_rows(rows).take_columns(start, stop - start))
+                self._filling.attach_if_complete(self._path)
                 return
-            rows, columns = find_place(target)
-            first, end, _ = rows.indices(out)
-            for begin, count in split_rows(end - first, size):
-                values = source[first + begin : first + begin + count, columns]
-                target.view[begin : begin + count].copy_(values)
+            source = codes.dequantize()  # of a router: it is multiplied with 16 or 32 bits, however it was stored
+        if isinstance(target, RoundedTarget):
+            target.fill(source, copy)
             return
-        codes = format.convert(tensors, out, size)
-        rows, columns = find_place(target)
-        start, stop, _ = columns.indices(size)
-        self._filling.put(self._path, target.view, codes.take_rows(rows).take_columns(start, stop - start))
-        self._filling.attach_if_complete(self._path)
+        first, end, _ = rows.indices(out)
+        for begin, count in split_rows(end - first, size):
+            values = source[first + begin : first + begin + count, columns]
+            target.view[begin : begin + count].copy_(values)
 
 
 @dataclass(frozen=True, kw_only=True)

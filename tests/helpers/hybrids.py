@@ -6,10 +6,8 @@ from typing import Any
 import torch
 from transformers import (
     PreTrainedModel,
-    Qwen3_5Config,
     Qwen3_5ForCausalLM,
     Qwen3_5ForConditionalGeneration,
-    Qwen3_5MoeConfig,
     Qwen3_5MoeForCausalLM,
     Qwen3_5MoeForConditionalGeneration,
 )
@@ -50,13 +48,11 @@ def save_sparse_hybrid(folder: Path, **changes: Any) -> PreTrainedModel:
 def save_hub_form(folder: Path, is_tied: bool = True, has_experts: bool = False) -> PreTrainedModel:
     """Write a random model as the hub has it to folder: the text model beside one for pictures. Return the model."""
     torch.manual_seed(0)
-    config_class, model_class = (Qwen3_5Config, Qwen3_5ForConditionalGeneration)
-    if has_experts:
-        config_class, model_class = (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration)
+    model_class = Qwen3_5MoeForConditionalGeneration if has_experts else Qwen3_5ForConditionalGeneration
     text = TINY_HYBRID | {"vocab_size": VOCAB_SIZE, "hidden_size": 64, "head_dim": 32, "num_attention_heads": 4}
     text |= {"num_key_value_heads": 2} | (TINY_EXPERTS if has_experts else {"intermediate_size": 96})
     vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
-    config = config_class(text_config=text, vision_config=vision, tie_word_embeddings=is_tied)
+    config = model_class.config_class(text_config=text, vision_config=vision, tie_word_embeddings=is_tied)
     model = model_class(config).float().eval()
     _draw_decays(model)
     with torch.no_grad():

@@ -31,7 +31,7 @@ class Routing(NamedTuple):
 
 
 class SharedOutput(NamedTuple):
-    """What an expert that computes every token adds to the sum of the others.
+    """Holds the output of an expert that every token has, and its gate.
 
     Attributes:
         y: [num_tokens, size], what it has computed.
