@@ -108,7 +108,7 @@ COUNTED = ("_choose_experts_kernel", "_sort_pairs_kernel")
 class Launch(NamedTuple):
     """One kernel with one set of constexprs and options, and pointer types that differ from the usual.
 
-    What has no type of its own has `own`, that of activations and cache.
+    What has no type of its own has `own`, that of activations and cache. A number with a type is no multiple of 16.
     """
 
     kernel: Any
@@ -159,9 +159,12 @@ def launches(
                 config = gated_delta.gated_delta_config(16 // ranks, model.value_heads // ranks, 128, 128)
                 yield launch(gated_delta._gated_delta_kernel, config)
         if model.expert_size:
-            yield launch(route._choose_experts_kernel, route.choose_experts_config(model.num_experts, 8, True))
+            has_shared = model.value_heads > 0
+            config = route.choose_experts_config(model.num_experts, 8, True)
+            # The gate of a shared expert stands in the same rows as the logits of the router.
+            yield launch(route._choose_experts_kernel, config, **({"logits_stride": "i32"} if has_shared else {}))
             yield launch(route._sort_pairs_kernel, route.sort_pairs_config(8))
-            yield launch(combine._combine_experts_kernel, combine.combine_config(8, model.value_heads > 0))
+            yield launch(combine._combine_experts_kernel, combine.combine_config(8, has_shared))
             for num_tokens in (1, 128, 512, 1024):
                 for gather in (True, False):
                     config = grouped_linear.grouped_linear_config(num_tokens, model.num_experts, gather, itemsize)
@@ -218,7 +221,9 @@ def compile_launch(launch: Launch, arch: int) -> dict[str, Any]:
             signature[name] = overrides.get(name) or _POINTERS.get(name, launch.own)
         else:
             signature[name] = "fp32" if name in _FLOATS else "i32"
-        if name.endswith(("_ptr", "stride", "size", "experts")):  # multiples of 16, and specialised as such
+        is_number = not name.endswith("_ptr")
+        if name.endswith(("_ptr", "stride", "size", "experts")) and not (is_number and name in overrides):
+            # These are multiples of 16, and specialised as such.
             attrs[(i,)] = [["tt.divisibility", 16]]
     constexprs = {(names.index(name),): value for name, value in config.items()}
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constexprs, attrs=attrs)
@@ -266,7 +271,7 @@ def main() -> None:
     args = parser.parse_args()
     results = []
     for arch in args.arch:
-        models = {name: MODELS[name] for name in ("0.6B", "30B-A3B", "Qwen3.5 0.8B")} if args.quick else MODELS
+        models = {name: MODELS[name] for name in ("0.6B", "30B-A3B", "Qwen3.5 35B-A3B")} if args.quick else MODELS
         block_sizes = BLOCK_SIZES[:1] if args.quick else BLOCK_SIZES
         dtype = getattr(torch, args.dtype)
         for launch in dict.fromkeys(launches(models, block_sizes, SHARED_KIB[arch], dtype)):
