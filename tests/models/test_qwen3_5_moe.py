@@ -266,6 +266,22 @@ def test_new_weights_come_in_either_form(folder: Path, model: PreTrainedModel, t
                 assert llm.generate(prompts, GREEDY, use_tqdm=False) == serve(tmp_path, prompts, **options) != before
 
 
+def test_embeddings_scores_and_sleep(folder: Path, model: PreTrainedModel) -> None:
+    (prompt,) = draw_prompts([50])
+    with LLM(folder, **OPTIONS) as llm:
+        (score,) = llm.score([prompt], [[1, 2, 3]], use_tqdm=False)
+        (embedding,) = llm.embed([prompt], use_tqdm=False)
+        for level in (1, 2):
+            llm.sleep(level)
+            llm.wake_up()
+            check(model, [prompt], llm.generate([prompt], GREEDY, use_tqdm=False))
+    logits = logits_of(model, [*prompt, 1, 2, 3]).log_softmax(1)
+    assert score["logprob"] == pytest.approx(sum(logits[49 + i, i + 1].item() for i in range(3)), abs=3e-3)
+    hidden = model.model(torch.tensor([prompt])).last_hidden_state[0, -1]
+    ours = torch.as_tensor(embedding["embedding"])
+    torch.testing.assert_close(ours, torch.nn.functional.normalize(hidden, dim=0).detach(), atol=1e-4, rtol=0)
+
+
 # ---- steps, ranks and kernels
 
 
