@@ -86,9 +86,10 @@ def test_a_shared_expert_takes_two_products_and_an_activation_more() -> None:
             graphs.run_once(64)
     counts = Counter(launch.kernel.__name__ for launch in launches)
     in_states = dict.fromkeys(("_causal_conv_kernel", "_gated_delta_kernel", "_gated_rms_norm_kernel"), 30)
-    in_attention = dict.fromkeys(("_norm_rope_store_kernel", "_split_kernel", "_sigmoid_and_mul_kernel"), 10)
+    in_attention = dict.fromkeys(("_norm_rope_store_kernel", "_split_kernel"), 10)
     of_experts = ("_choose_experts_kernel", "_sort_pairs_kernel", "_combine_experts_kernel")
-    in_all = dict.fromkeys(of_experts, layers) | dict.fromkeys(("_grouped_linear_kernel", "_silu_and_mul_kernel"), 80)
+    # Gates of the experts, of the shared one, and of attention.
+    in_all = dict.fromkeys(of_experts, layers) | {"_grouped_linear_kernel": 2 * layers, "_gate_and_mul_kernel": 90}
     assert counts == ONCE | in_states | in_attention | in_all | {"_rms_norm_kernel": 2 * layers + 1}
     # In a layer, the router and two products of the shared expert, and two with a state or three with attention.
     assert operators.counts == {"linear": 30 * 5 + 10 * 6 + 1, "embedding": 1, "index_put_": 1}
