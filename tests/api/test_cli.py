@@ -71,6 +71,7 @@ def test_every_engine_option_reaches_the_engine(monkeypatch: pytest.MonkeyPatch)
         "reasoning_parser": "qwen3",
         "tool_call_parser": "hermes",
         "quantization": "int8",
+        "order": "given",
         "seed": -3,
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
     }
