@@ -1,6 +1,6 @@
 """The device seam: one object has all that differs from device to device.
 
-It computes the operators of a model, runs and repeats steps, moves data, and knows the memory. runner/resolve.py
+It computes the operators of a model, runs and replays steps, moves data, and knows the memory. runner/resolve.py
 chooses a backend at start-up. The runner and every layer call that object, so they do not need to know where they run.
 """
 
@@ -126,7 +126,7 @@ class Backend:
     def start_copy(self, values: Tensor) -> Tensor:
         """Start a copy to the host, and return it. Its values may be read when the device has ended the step.
 
-        It is a copy on a CPU, too: what repeats a step writes the results to the same place each time.
+        It is a copy on a CPU, too: a replayed step writes its results to the same place each time.
         """
         return values.to("cpu", copy=True)
 
@@ -189,7 +189,7 @@ class Backend:
         return None
 
     def compile_kernels(self, runner: "ModelRunner") -> None:
-        """Compile the kernels that steps will launch, if any are compiled while a program runs."""
+        """Compile the kernels that steps will run, if any are compiled while a program runs."""
 
     def why_broken(self) -> str | None:
         """Return why no further step can run after a failed one; None if it can."""

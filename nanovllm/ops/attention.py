@@ -31,8 +31,9 @@ class CacheSize(NamedTuple):
 def attend_reference(q: Tensor, cache: KVCache, inputs: StepInputs, scale: float) -> Tensor:
     """Compute causal attention of q over the cached keys and values.
 
-    It calls scaled_dot_product_attention once per sequence. The query heads that share a KV head are stacked as
-    rows of one matrix: first all tokens of one head, then of the next. So K and V need no copies for each head.
+    It calls scaled_dot_product_attention once per sequence. The query heads that share a KV head are stacked: their
+    queries are the rows of one matrix, first all tokens of one head, then of the next. So K and V need no copies for
+    each head.
 
     Args:
         q: [num_tokens, num_heads, head_dim].

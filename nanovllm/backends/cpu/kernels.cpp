@@ -122,7 +122,7 @@ void store_samples(int64_t, const int32_t* tokens, const int32_t* rows, int32_t*
 
 // Makes recorded calls one after another. Each has two words: the address of a function that AGAIN defines, and that of
 // its arguments.
-void repeat(int64_t threads, const Word* calls, int64_t num_words) {
+void replay(int64_t threads, const Word* calls, int64_t num_words) {
     for (const Word* call = calls; call < calls + num_words; call += 2) {
         const auto again = from_word<void (*)(int64_t, const Word*)>(call[0]);
         again(threads, from_word<const Word*>(call[1]));
@@ -150,6 +150,6 @@ AGAIN(gather_rows)
 KERNEL(edit_logits_float32)
 AGAIN(step_inputs)
 AGAIN(store_samples)
-KERNEL(repeat)
+KERNEL(replay)
 KERNEL(touch_pages)
 }

@@ -58,6 +58,8 @@ def _capture_stream(device: int) -> Any:
 class CudaGraphs(Steps):
     """Decode steps of each batch size as CUDA graphs, from the staging buffer to hidden states and sampled tokens.
 
+    CUDA calls it a capture when a step is recorded as a graph.
+
     A step is two graphs, the model's and the sampler's. The second is left out where logits are edited or
     log-probabilities wanted.
 
