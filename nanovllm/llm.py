@@ -131,7 +131,7 @@ class LLM:
                 for ended in run:
                     for number, seq in ended:
                         bar.update()
-                        if note_end is not None:
+                        if note_end is not None:  # it returns the request's number in the caller's order
                             number = note_end(number, seq)
                         yield number, self.engine.make_output(seq)
             finally:

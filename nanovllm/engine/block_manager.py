@@ -39,8 +39,7 @@ class BlockManager:
 
     `_findable[digest]` is the one block that can be found by that digest. `_content[block]` is its digest, its parent's
     digest and its token ids. A hit must agree on all three. So if two digests are equal by accident, the block is not
-    used; wrong KV is never used. Both entries are removed when the block is given out
-    again, or forgotten.
+    used; wrong KV is never used. Both entries are removed when the block is given out again, or when it is forgotten.
     """
 
     _digest = staticmethod(prefix_digest)

@@ -113,8 +113,8 @@ class LLMEngine:
         self._in_flight: deque[tuple[int, ScheduledStep, Handle, Clock]] = deque()
         """The launched steps whose results are not fetched yet, the oldest first, with their numbers."""
         self._kept_error: Exception | None = None
-        """The error of a step in which requests had ended before it came. That call of `step` returned the requests;
-        the next call raises the error."""
+        """An error of `step` that came after requests had ended in the same call. That call returned the requests; the
+        next one raises the error."""
         self.last_read: ScheduledStep | None = None
         """The most recent step that was read."""
 
@@ -152,6 +152,7 @@ class LLMEngine:
             raise ValueError("this model has no LM head, so it can only embed: use embed()")
         params = params.clone()  # the caller may change the original while the request runs
         check_request(token_ids, params, self.tokenizer is not None, self.config.vocab_size, self.config.max_model_len)
+        # These are the fields of `SamplingValues` (ops/sample.py) that the backend's own sampler does not read.
         for name in self.config.refused_params:
             if (value := getattr(params, name)) != getattr(SamplingParams(), name):
                 raise refuse(value, name, f'left out with attention_backend="{self.config.attention_backend}"')

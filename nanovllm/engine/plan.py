@@ -70,17 +70,18 @@ class StepPlan(NamedTuple):
     A resident sequence owns one row of the device's tables from admission to release. The runner is not told when a row
     is released. The next owner overwrites what it needs.
 
-    An example: a prompt with the token ids 11 to 16 is alone, in row 3. It asks for prompt_logprobs, so its tokens are
-    scored, all but the first. The budget is 4 tokens a step. The steps of its two chunks, and of its first decode:
+    An example: one request alone, whose prompt has the token ids 10 to 15. It asks for prompt_logprobs, so the tokens
+    of its prompt are scored, all but the first. The budget is 4 tokens a step. Two steps compute the prompt in two
+    chunks, and the third step decodes:
 
         num_computed   num_scheduled   num_sampled   num_scored   token_ids     targets
-             0               4              0            4        11 12 13 14   12 13 14 15
-             4               2              1            1        15 16         16
+             0               4              0            4        10 11 12 13   11 12 13 14
+             4               2              1            1        14 15         15
              6               1              1            0        -1
 
-    The logits of a token score the token after it. So the first chunk scores 15, which the second chunk computes. The
-    logits of 15 score 16. The first token of output is sampled from the logits of 16. It is on the device when the
-    decode runs, so the plan has -1 in its place.
+    The logits of a token score the token after it. So the first chunk scores 14, which the second chunk computes. The
+    logits of 14 score 15. The first token of output is sampled from the logits of 15. It is on the device when the
+    third step runs, so the plan has -1 in its place.
 
     Attributes:
         rows: int32 [num_seqs], the row of each scheduled sequence.

@@ -283,8 +283,8 @@ class Scheduler:
             owners, result = step.keep(result, num_new)
             receivers = [seqs[i] for i in owners.tolist()]
             may_end = table.add_known(rows, num_new)
-            # Only tokens that a sequence keeps are left in `result`, and `owners` has the index in `seqs` of the
-            # sequence of each token. The owner of a stop token may end, too.
+            # `keep` has left only the tokens that a sequence gets in `result`. `owners` has the index in `seqs` of the
+            # sequence of each of them. The owner of a stop token may end, too.
             may_end[owners[self.may_stop[result.token_ids]]] = True
         for i, values in result.logprobs.items():
             receivers[i].logprobs.append(values)

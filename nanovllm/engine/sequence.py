@@ -35,7 +35,7 @@ class Request:
     numbers: tuple[int, int] | None = None
     """The request's number, and that of its first sequence. None means the next ones: see `LLMEngine.next_numbers`."""
     reason: str = ""
-    """Why the engine gets the request now; "" in the given order."""
+    """Why the request comes at this place of the order. A trace shows it. It is "" if the order is the caller's."""
 
 
 def derive_seed(engine_seed: int, key: int | str) -> int:
@@ -79,9 +79,9 @@ class Sequence:
     """Holds one completion of a request: its tokens, its limits, how it ended, and its log-probabilities.
 
     A sequence waits until the scheduler admits it: gives it a row, which is a place in the device's tables, and blocks
-    of the KV cache. Now it is resident, until it ends or is preempted. To preempt a sequence means to take its row and
-    its blocks away, and to let it wait again. The counts that change with every token of a resident sequence are in the
-    scheduler's `RowTable`.
+    of the KV cache. From then on it is resident, until it ends or is preempted. To preempt a sequence means to take its
+    row and its blocks away, and to let it wait again. The counts that change with every token of a resident sequence
+    are in the scheduler's `RowTable`.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class Sequence:
     ) -> None:
         self.seq_id = seq_id
         self.reason = reason
-        """The reason of the request."""
+        """`Request.reason`: why the request comes at its place of the order."""
         self.prompt = prompt
         """The text that was tokenised; None if the caller gave token ids."""
         self.params = params

@@ -10,7 +10,8 @@ Every backend follows the same rule:
 4. min-p keeps the tokens whose exp(z) is at least min_p. exp(z) is the probability relative to the most likely token.
 5. Philox4x32-10 makes a uniform number u in (0, 1) from the request's seed (the key) and the position of the sampled
    token (the counter). It has no state, so a request draws the same numbers whatever else is in its batch, and also
-   after a preemption. (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".)
+   after a preemption. It gets the same tokens, too, if its logits have the same bits: with the C++ kernels they always
+   have; elsewhere rounding may differ. (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".)
 6. The token is the first one whose cumulative weight exceeds u * total. It is found in two levels: first the chunk of
    CHUNK tokens, then the token inside it.
 

@@ -31,7 +31,8 @@ class DevicePlan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """The inputs of the layers in one step of num_seqs sequences. Decodes (one query token) come first.
+    """The inputs of the layers in one step of num_seqs sequences. Query tokens are the tokens that the step computes.
+    Sequences with one query token come first: here they are called decodes.
 
     Every layer stores K and V before attention reads them. So a sequence finds its own new tokens in the cache. If it
     shares a block with another sequence of the same step, it finds that one's tokens, too.

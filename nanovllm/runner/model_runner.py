@@ -116,7 +116,7 @@ class ModelRunner:
         return packed[: plan.head_size]
 
     def run_layers(self, plan: StepPlan, packed: Tensor, steps: Steps) -> HeadInputs:
-        """Run the first part of a step: the model's layers.
+        """Run the first part of a step: the model's layers. Return what the second part needs.
 
         Args:
             packed: the plan's arrays on the device: see `send`.
