@@ -217,13 +217,10 @@ class LLMEngine:
     ) -> Generator[list[tuple[int, Sequence]], None, None]:
         """Run requests. After each step, yield a list: (number, sequence) of each request that the step ended.
 
-        The first number is 0. `requests` may yield None, which says that no request is ready now. Then `run` makes a
-        step with the requests that it has, and asks for the next request after it. The run ends when it has no request
-        and gets none.
-
-        A Ctrl-C during a step is raised after the ended requests were yielded. A second one closes the engine and is
-        raised at once. However the generator is left, requests that have not ended are aborted. `holder` names the run
-        to other activities: see `Claim.held_by`.
+        The first number is 0. If `requests` yields None, no request is ready now: `run` makes a step, then asks again.
+        The run ends when it has no request and gets none. A Ctrl-C during a step is raised after the ended requests
+        were yielded. A second one closes the engine and is raised at once. However the generator is left, requests that
+        have not ended are aborted. `holder` names the run to other activities: see `Claim.held_by`.
         """
         with self.claim.held_by(*holder):
             hold = HoldInterrupt(on_second=self.close)
