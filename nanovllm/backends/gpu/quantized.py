@@ -1,6 +1,7 @@
 """Quantised matrices on a GPU: the Triton kernel multiplies by their codes as they are."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -85,6 +86,14 @@ class Operators(MatrixOperators):
 
     def make_experts(self, codes: Codes, dtype: torch.dtype) -> TritonExperts:
         return TritonExperts(codes)
+
+    def keep_place(self, old: Any, new: Any) -> Any:
+        """Write new codes into the memory of the old ones, which CUDA graphs read. They have the same shapes."""
+        if old is None:
+            return new
+        old._codes.codes.copy_(new._codes.codes)
+        old._codes.scales.copy_(new._codes.scales)  # zeros and orders are a checkpoint's, which is never replaced
+        return old
 
     def warn(self, format: Format) -> None:
         pass
