@@ -190,6 +190,7 @@ def quantized_launches(
         for num_rows in (1, 64, 65):
             tile = quantized_linear.tile_config(num_rows, quantized_linear.TILES, itemsize)
             yield quantized_linear._quantized_linear_kernel, config | {"HAS_BIAS": num_rows == 64} | tile, types
+        yield quantized_linear._dequantize_kernel, config | {"BLOCK_N": 32, "num_warps": 4}, types
         for num_tokens in (1, 512, 1024) if formats is FORMATS else (1,):
             tile = quantized_linear.tile_config(num_tokens, quantized_linear.GROUPED_TILES, itemsize)
             experts = {"GATHER": num_tokens != 512, "EXPERTS": 128}
