@@ -4,7 +4,7 @@ EngineConfig documents each option where it is defined. resolve.py decides what 
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field
 from typing import Any, TypedDict
@@ -19,6 +19,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "distributed_backend": ("auto", "nccl", "gloo"),
     "load_format": ("auto", "dummy"),
     "quantization": ("int8", "int8-dynamic", "awq", "gptq", "compressed-tensors", "fp8"),
+    "order": ("auto", "given"),
     "reasoning_parser": ("qwen3", "deepseek_r1"),
     "tool_call_parser": ("hermes", "llama3_json"),
 }
@@ -134,6 +135,12 @@ class EngineConfig:
         '{"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4, "prompt_lookup_min": 2}. To let a '
         'smaller model guess: {"model": NAME, "num_speculative_tokens": 4}',
     )
+    order: str = _pace(
+        "auto",
+        "auto admits the requests of a list, and those of a job's file, in the order in which they end soonest: the "
+        "longest first, and those with a common prefix together if the KV cache cannot hold all prefixes. given keeps "
+        "their order",
+    )
     reasoning_parser: str | None = _results(
         None,
         "qwen3 or deepseek_r1: what the model thinks, <think> ... </think>, stands in the output's `reasoning` and not "
@@ -235,6 +242,7 @@ class ResolvedConfig(EngineConfig):
         use_graphs: whether steps that only decode run as CUDA graphs.
         depth: how many steps may be launched before the first of them is read.
         vocab_size: the model's number of token ids.
+        refused_params: names of the sampling parameters that the backend does not have.
         draft: a draft model's "config" (a dict of this class's fields), "hf_config" and "folder"; None without one.
     """
 
@@ -245,6 +253,7 @@ class ResolvedConfig(EngineConfig):
     use_graphs: bool
     depth: int
     vocab_size: int
+    refused_params: Sequence[str] = ()
     draft: Mapping[str, Any] | None = None
 
     @property
@@ -282,6 +291,7 @@ class EngineOptions(TypedDict, total=False):
     quantization: str | None
     overlap: bool
     speculative_config: Mapping[str, Any] | None
+    order: str
     reasoning_parser: str | None
     tool_call_parser: str | None
     trace: str | None

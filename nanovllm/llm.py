@@ -35,8 +35,8 @@ class LLM:
     A process may have several LLMs, at the same time or one after another. Only one thread at a time may use an LLM:
     the others are refused by a RuntimeError. But several may call `submit`.
 
-    >>> llm = LLM("tiny-qwen3")
-    >>> llm.generate(["..."], SamplingParams(temperature=0))[0]["text"]
+    >>> [output] = LLM("tiny-qwen3").generate(["..."], SamplingParams(temperature=0))
+    >>> output["text"]
     """
 
     def __init__(self, model: str | os.PathLike[str], **options: Unpack[EngineOptions]) -> None:
@@ -116,6 +116,11 @@ class LLM:
             show: draw the progress bar.
         """
         total = len(requests) if isinstance(requests, list) else None
+        note_end = None
+        if isinstance(requests, list) and len(requests) > 1 and self.engine.config.order == "auto":
+            from nanovllm.uses.admission import put_in_order
+
+            requests, note_end = put_in_order(self.engine, requests)
         with (
             ProgressBar(self.stats, total=total, desc=label, unit="prompt", disable=not show) as bar,
             closing(self.engine.run(requests)) as run,
@@ -125,6 +130,8 @@ class LLM:
                 for ended in run:
                     for number, seq in ended:
                         bar.update()
+                        if note_end is not None:
+                            number = note_end(number, seq)
                         yield number, self.engine.make_output(seq)
             finally:
                 self.engine.observers.remove(bar)
@@ -137,9 +144,9 @@ class LLM:
         The probabilities are the model's own, before temperature and filters.
 
         Args:
-            prompts, continuations: one or a list, in every form that `generate` takes, one continuation per prompt. A
-                prompt and its continuation may have max_model_len + 1 tokens together. Put prompts with the same
-                beginning next to each other: the blocks of KV cache that they share are then computed only once.
+            prompts: one or a list, in every form that `generate` takes. With order="given", put prompts with the same
+                beginning next to each other: the blocks that they share are then computed only once.
+            continuations: one per prompt. Both may have max_model_len + 1 tokens together.
 
         Returns:
             A dict per pair. It has the continuation's `logprobs` (one per token), their sum `logprob`, the
@@ -284,7 +291,8 @@ class LLM:
         refused. An asyncio task waits with `await asyncio.wrap_future(llm.submit(prompt))`.
 
         Args:
-            prompt, sampling_params: the request, as `prepare` takes it. `render_chat` makes a conversation's prompt.
+            prompt: as `prepare` takes it. `render_chat` makes a conversation's prompt.
+            sampling_params: as `prepare` takes them.
 
         Returns:
             A future of the request's Output. If the engine fails, is closed or asleep, or is used otherwise, the future
@@ -391,7 +399,10 @@ class LLM:
         self.engine.observers.append(observer)
 
     def stats(self) -> dict[str, int]:
-        """Return cumulative counts of steps, tokens, cache hits and preemptions, and the numbers of blocks."""
+        """Return cumulative counts of steps, tokens, cache hits and preemptions, and the numbers of blocks.
+
+        Steps, cache hits and preemptions depend on the order in which requests ran, and so on the option `order`.
+        """
         return self.engine.stats()
 
     # ---- new weights, and sleep
