@@ -41,7 +41,7 @@ class Backend:
     Attributes:
         name: the name in the option `attention_backend`.
         kernels: the kernels that it runs: "torch" (none but torch's), "cpu" or "gpu". See `find_operators`.
-        dtypes, head_dims, groups, block_sizes: the values that its kernels support; None supports all. A group is the
+        dtypes, kv_cache_dtypes, head_dims, groups, block_sizes: the values that its kernels support; None supports all. A group is the
             number of query heads that share a KV head.
         default_block_size: tokens in a block of the KV cache if the user does not choose.
         captures_steps: whether steps can become CUDA graphs.
@@ -51,6 +51,7 @@ class Backend:
     name: ClassVar[str] = "torch"
     kernels: ClassVar[str] = "torch"
     dtypes: ClassVar[Collection[torch.dtype]] = (torch.bfloat16, torch.float16, torch.float32)
+    kv_cache_dtypes: ClassVar[Sequence[str] | None] = None
     head_dims: ClassVar[Collection[int] | None] = None
     groups: ClassVar[Collection[int] | None] = None
     block_sizes: ClassVar[tuple[int, ...]] = tuple(2**i for i in range(4, 21))
@@ -138,14 +139,17 @@ class Backend:
         """Return a zeroed cache of one layer. Its shape is [num_blocks, block_size, num_kv_heads, head_dim].
 
         Its memory has another order: heads come before tokens. So one head of one block is contiguous, as kernels read
-        it.
+        it. A type of one byte holds codes, and gets scales.
         """
         num_blocks, block_size, num_kv_heads, head_dim = shape
         stored = (num_blocks, num_kv_heads, block_size, head_dim)
-        return KVCache(*(self.zeros(stored, dtype, device).transpose(1, 2) for _ in KVCache._fields))
+        parts = [self.zeros(stored, dtype, device) for _ in ("keys", "values")]
+        if dtype.itemsize == 1:
+            parts += [self.zeros(stored[:3], torch.float32, device) for _ in ("keys", "values")]
+        return KVCache(*(part.transpose(1, 2) for part in parts))
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return zeros for the keys, or for the values, of one layer. `allocate_cache` calls it for each of the two."""
+        """Return zeros for a part of a layer's cache: its keys, its values, or the scales of one of them."""
         return torch.zeros(shape, dtype=dtype, device=device)
 
     def prepare_weights(self, weights: Iterable[Tensor]) -> None:

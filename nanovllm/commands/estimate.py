@@ -168,7 +168,7 @@ def _estimate(hf_config: "PretrainedConfig", config: ResolvedConfig, gpu_memory:
         weights = one.weight_bytes(dtype, quantizer)
         states = one.row_bytes(dtype) * (config.max_num_seqs + 1)
         taken = replace(memory, weights=weights, states=states)
-        return Estimate(config, num_parameters, taken, one.kv_bytes(dtype), named)
+        return Estimate(config, num_parameters, taken, one.kv_bytes(getattr(torch, config.kv_dtype)), named)
 
     estimates = [estimate_share(one) for one in shares]
     return min(estimates, key=lambda one: one.num_tokens)  # all stages have as many blocks as the poorest

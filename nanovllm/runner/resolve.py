@@ -40,8 +40,10 @@ def resolve(
     group = find_group(hf_config, config.tensor_parallel_size)
     if config.tensor_parallel_size > 1:
         Sizes(hf_config, config.tensor_parallel_size)  # raises an error if the ranks cannot share the model
-    work = Work(device, read_dtype(hf_config), hf_config.head_dim, group, block_size, sizes.num_parameters)
+    model = (read_dtype(hf_config), config.kv_cache_dtype, hf_config.head_dim, group)
+    work = Work(device, *model, block_size, sizes.num_parameters)
     if gpu_memory is None:
+        check_kv_cache_dtype(config.kv_cache_dtype, device)
         dtype = resolve_dtype(config.dtype, config.attention_backend, work)
         backend = resolve_backend(config.attention_backend, work._replace(dtype=dtype))
         name = backend.name
@@ -109,6 +111,7 @@ class Work(NamedTuple):
 
     Attributes:
         dtype: the model's own, until it is resolved.
+        kv_cache_dtype: as the user asks for it.
         head_dim: elements of a head.
         group: query heads per KV head, on one rank.
         block_size: tokens in a block of the KV cache; None if the backend is to choose.
@@ -117,6 +120,7 @@ class Work(NamedTuple):
 
     device: torch.device
     dtype: torch.dtype
+    kv_cache_dtype: str
     head_dim: int
     group: int
     block_size: int | None = None
@@ -138,6 +142,15 @@ def resolve_dtype(name: str, backend: str, work: Work) -> torch.dtype:
         if has_native_bfloat16(work.device) or (may_be_cpu and why_cannot("cpu", work) is None):
             return work.dtype
     return torch.float32
+
+
+def check_kv_cache_dtype(name: str, device: torch.device) -> None:
+    """Raise a ValueError if the device has no instructions for keys and values of this format."""
+    if name == "fp8" and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9)):
+        raise ValueError(
+            f'kv_cache_dtype is "fp8", which needs a GPU of compute capability 8.9 or more, and the device is {device}: '
+            'use kv_cache_dtype="int8", which runs everywhere'
+        )
 
 
 def has_native_bfloat16(device: torch.device) -> bool:
@@ -195,6 +208,7 @@ def why_cannot(name: str, work: Work) -> str | None:
         return f"kvcache_block_size is {work.block_size}; it must be a power of two from {sizes[0]} to {sizes[-1]}"
     facts = (
         ("dtype", work.dtype, backend.dtypes),
+        ("kv_cache_dtype", work.kv_cache_dtype, backend.kv_cache_dtypes),
         ("head_dim", work.head_dim, backend.head_dims),
         ("query heads per KV head", work.group, backend.groups),
     )

@@ -83,9 +83,17 @@ def check_small_operators(backend: CpuBackend, dtype: torch.dtype) -> None:
 
 
 def attend_after_storing(
-    backend: Backend, query_lens: list[int], seq_lens: list[int], shape: tuple[int, int, int], dtype: torch.dtype
+    backend: Backend,
+    query_lens: list[int],
+    seq_lens: list[int],
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
 ) -> Tensor:
-    """Store whole sequences through norm_rope_store, in shuffled order, into a cache full of NaN; then attend."""
+    """Store whole sequences through norm_rope_store, in shuffled order, into a cache full of NaN; then attend.
+
+    If the cache holds codes, they are 77 before, and their scales are NaN.
+    """
     head_dim, group, block_size = shape
     num_kv_heads = 2
     torch.manual_seed(2)
@@ -94,9 +102,10 @@ def attend_after_storing(
     tables = torch.full((len(seq_lens), max(needed) + 1), int(order[-1]), dtype=torch.int32)
     for i, count in enumerate(needed):
         tables[i, :count] = order[sum(needed[:i]) :][:count]
-    cache = backend.allocate_cache((len(order), block_size, num_kv_heads, head_dim), dtype, CPU)
-    for side in cache:
-        side.fill_(float("nan"))
+    cache = backend.allocate_cache((len(order), block_size, num_kv_heads, head_dim), kv_dtype, CPU)
+    for part in cache:
+        if part is not None:
+            part.fill_(77 if part.dtype == torch.int8 else float("nan"))
     positions = torch.cat([torch.arange(n) for n in seq_lens])
     blocks = torch.cat([tables[i, torch.arange(n) // block_size] for i, n in enumerate(seq_lens)])
     slots = blocks.long() * block_size + positions % block_size
@@ -122,12 +131,15 @@ def attend_after_storing(
     return backend.attend(q[rows], cache, inputs, head_dim**-0.5).float()
 
 
-def assert_attends_alike(backend: CpuBackend, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+def assert_attends_alike(
+    backend: CpuBackend, shape: tuple[int, int, int], dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+) -> None:
+    """The kernels attend as the references do. kv_dtype is the type of the cache; None: dtype."""
     block_size = shape[2]
     decodes = [n for n in decode_lengths(block_size) if n]
     for query_lens, seq_lens in (mixed_lengths(block_size), ([1] * len(decodes), decodes)):
-        got = attend_after_storing(backend, query_lens, seq_lens, shape, dtype)
-        expected = attend_after_storing(TorchBackend(), query_lens, seq_lens, shape, dtype)
+        got = attend_after_storing(backend, query_lens, seq_lens, shape, dtype, kv_dtype or dtype)
+        expected = attend_after_storing(TorchBackend(), query_lens, seq_lens, shape, dtype, kv_dtype or dtype)
         # In bfloat16 q and k differ by a rounding here and there, and both sides round weights and outputs.
         tolerance = attention_tolerance(dtype) * (2 if dtype == BF16 else 1)
         torch.testing.assert_close(got, expected, atol=tolerance, rtol=0)

@@ -14,16 +14,20 @@ constexpr int QUERY_ROWS = 64, KEY_TILE = 128;
 #else
 constexpr int QUERY_ROWS = 48, KEY_TILE = 64;
 #endif
+// A layer's keys and values: elements of T, or codes with scales. Without codes both scales are null.
+struct Cache { const void *keys, *values; const float *key_scales, *value_scales; };
 static_assert(MAX_HEAD_DIM <= DEPTH && KEY_TILE <= DEPTH, "a product here is one block deep");
 
 // Computes softmax(scale q K^T) V for one KV head and for `tokens` query tokens of one sequence, whose first token is
 // at `position`. It goes through the keys tile by tile and keeps running maxima and sums (Milakov and Gimelshein 2018,
 // https://arxiv.org/abs/1805.02867). Every tile starts at a multiple of KEY_TILE and has KEY_TILE keys, in one block or
 // in several. So the order of the sums depends only on the position of the query.
-template <class T>
-void attend_rows(const typename T::element* q, const uint32_t* k_cache, const uint32_t* v_cache, const int32_t* blocks,
-                 typename T::element* out, int64_t tokens, int64_t position, int64_t head, int64_t num_kv_heads,
-                 int64_t group, int64_t dim, int64_t block_size, float scale) {
+// If the cache holds CODES, a tile of them is widened once for all rows. Scores are multiplied by the scales of keys, and
+// weights by those of values.
+template <class T, bool CODES>
+void attend_rows(const typename T::element* q, const Cache& cache, const int32_t* blocks, typename T::element* out,
+                 int64_t tokens, int64_t position, int64_t head, int64_t num_kv_heads, int64_t group, int64_t dim,
+                 int64_t block_size, float scale) {
     using E = typename T::element;
     constexpr int64_t PER_LEFT = T::PER_UNIT / T::STEPS;
     const int64_t stride = num_kv_heads * group * dim, rows = tokens * group, num_keys = position + tokens;
@@ -34,7 +38,8 @@ void attend_rows(const typename T::element* q, const uint32_t* k_cache, const ui
     float maxima[QUERY_ROWS], before[QUERY_ROWS], totals[QUERY_ROWS];
     const AmxRegisters registers(rows, uses_amx<T>());
     // The sums of AMX depend on where its pieces of 32 values begin, so values of shorter blocks are put together.
-    const bool is_gathered = uses_amx<T>() && run < AMX_UNITS * T::PER_UNIT;
+    const bool is_gathered = CODES || (uses_amx<T>() && run < AMX_UNITS * T::PER_UNIT);
+    alignas(64) float key_scales[KEY_TILE], value_scales[KEY_TILE];
     alignas(64) uint32_t gathered[KEY_TILE / T::PER_UNIT * MAX_HEAD_DIM];
     const auto units_of = [](int64_t keys) { return (keys + T::PER_UNIT - 1) / T::PER_UNIT; };
     for (int64_t t = 0; t < tokens; ++t)
@@ -46,18 +51,30 @@ void attend_rows(const typename T::element* q, const uint32_t* k_cache, const ui
     for (int i = 0; i < LANES; ++i) lane[i] = (float)i;
     const auto keys_at = [=](int64_t key) {  // returns the start of the group of 16 keys that holds `key`
         const int64_t at = cache_tile(blocks[key / block_size], head, num_kv_heads, tile_units);
-        return k_cache + at + key % block_size / LANES * LANES * dim_units;
+        return (const uint32_t*)cache.keys + at + key % block_size / LANES * LANES * dim_units;
     };
     const auto values_at = [=](int64_t key) {
         const int64_t at = cache_tile(blocks[key / block_size], head, num_kv_heads, tile_units);
-        return v_cache + at + key % block_size / T::PER_UNIT * dim;
+        return (const uint32_t*)cache.values + at + key % block_size / T::PER_UNIT * dim;
+    };
+    // Returns the number of the first token of a run of keys, counted over the tiles of all blocks and heads.
+    const auto token_at = [=](int64_t key) {
+        return cache_tile(blocks[key / block_size], head, num_kv_heads, block_size) + key % block_size;
     };
 
     for (int64_t start = 0; start < num_keys; start += KEY_TILE) {
         const int64_t keys = std::min<int64_t>(num_keys - start, KEY_TILE), padded = (keys + LANES - 1) / LANES * LANES;
         for (int64_t first = 0; first < keys; first += run) {
-            const Columns k_run = {keys_at(start + first), LANES, LANES * dim_units, values_at(start + first)};
-            product<T>(rows, queries, k_run, dim_units, scores + first, KEY_TILE, std::min(padded - first, run), false);
+            const int64_t count = std::min(padded - first, run);
+            Columns k_run = {keys_at(start + first), LANES, LANES * dim_units, values_at(start + first)};
+            if (CODES) {
+                const int64_t at = token_at(start + first);
+                widen_keys<T>((const int8_t*)cache.keys + at * dim, gathered, count, dim);
+                std::copy_n(cache.key_scales + at, count, key_scales + first);
+                std::copy_n(cache.value_scales + at, count, value_scales + first);
+                k_run = {gathered, LANES, LANES * dim_units, gathered};
+            }
+            product<T>(rows, queries, k_run, dim_units, scores + first, KEY_TILE, count, false);
         }
         // Two loops: the processor computes the maxima of several rows side by side.
         std::copy_n(maxima, rows, before);
@@ -66,7 +83,8 @@ void attend_rows(const typename T::element* q, const uint32_t* k_cache, const ui
             const float visible = (float)std::min<int64_t>(position + r / group + 1 - start, padded);
             vf top = splat(-INFINITY);
             for (int64_t v = 0; v < padded; v += LANES) {
-                const vf scaled = load<vf>(score + v) * scale;
+                const vf product_of = CODES ? load<vf>(score + v) * load<vf>(key_scales + v) : load<vf>(score + v);
+                const vf scaled = product_of * scale;
                 const vf s = select_less(lane + (float)v, visible, scaled, splat(-INFINITY));
                 store(score + v, s);
                 top = maximum(top, s);
@@ -79,6 +97,10 @@ void attend_rows(const typename T::element* q, const uint32_t* k_cache, const ui
             for (int64_t v = 0; v < padded; v += LANES) {
                 vf w = exp(load<vf>(score + v) - maxima[r]);  // it is finite, because every query sees key 0
                 total += w;
+                if (CODES) {  // the scale of a slot without a token may be NaN
+                    const float visible = (float)std::min<int64_t>(position + r / group + 1 - start, padded);
+                    w = select_less(lane + (float)v, visible, w * load<vf>(value_scales + v), vf{});
+                }
                 E rounded[LANES];
                 T::narrow(rounded, w);
                 T::put_left(weights + r * LEFT_ROW + v / PER_LEFT, rounded);
@@ -93,13 +115,16 @@ void attend_rows(const typename T::element* q, const uint32_t* k_cache, const ui
         }
         const auto add_values = [&](int64_t first, int64_t count, const uint32_t* values) {
             const int64_t next = std::min(start + KEY_TILE + first, num_keys - 1);
-            const Columns columns = {values, dim, LANES, keys_at(next)};
+            const Columns columns = {values, dim, LANES, CODES ? values : keys_at(next)};
             product<T>(rows, weights + first / PER_LEFT, columns, units_of(count), sums, dim, dim, true);
         };
         for (int64_t first = 0; first < keys; first += run) {
             const int64_t count = std::min(keys - first, run);
             const uint32_t* values = values_at(start + first);
-            if (is_gathered) std::copy_n(values, units_of(count) * dim, gathered + units_of(first) * dim);
+            uint32_t* place = gathered + units_of(first) * dim;
+            const int8_t* codes = (const int8_t*)cache.values + token_at(start + first) * dim;
+            if (CODES) widen_values<T>(codes, place, units_of(count), dim);
+            else if (is_gathered) std::copy_n(values, units_of(count) * dim, place);
             else add_values(first, count, values);
         }
         if (is_gathered) add_values(0, keys, gathered);
@@ -115,10 +140,12 @@ void attend_rows(const typename T::element* q, const uint32_t* k_cache, const ui
 // of at most QUERY_ROWS rows, where a row is one query head of one token; a piece is computed once for each KV head.
 // The reference is `attend_reference` in ops/attention.py.
 template <class T>
-void attend(const void* q, const uint32_t* k_cache, const uint32_t* v_cache, const int32_t* block_tables,
-            const int32_t* cu_seqlens, const int32_t* seq_lens, void* out, int64_t num_seqs, int64_t max_blocks,
-            int64_t num_kv_heads, int64_t group, int64_t dim, int64_t block_size, float scale) {
+void attend(const void* q, const void* keys, const void* values, const float* key_scales, const float* value_scales,
+            const int32_t* block_tables, const int32_t* cu_seqlens, const int32_t* seq_lens, void* out, int64_t num_seqs,
+            int64_t max_blocks, int64_t num_kv_heads, int64_t group, int64_t dim, int64_t block_size, float scale) {
     using E = typename T::element;
+    const Cache cache = {keys, values, key_scales, value_scales};
+    const auto attend_piece = key_scales ? attend_rows<T, true> : attend_rows<T, false>;
     struct Queries { int32_t seq, first, tokens; };
     const int32_t most = std::max<int32_t>(QUERY_ROWS / group, 1);
     std::vector<Queries> pieces;
@@ -132,8 +159,8 @@ void attend(const void* q, const uint32_t* k_cache, const uint32_t* v_cache, con
             const int64_t token = cu_seqlens[queries.seq] + queries.first;
             const int64_t position = seq_lens[queries.seq] - cu_seqlens[queries.seq + 1] + token;
             const int64_t at = token * num_kv_heads * group * dim;
-            attend_rows<T>((const E*)q + at, k_cache, v_cache, block_tables + queries.seq * max_blocks, (E*)out + at,
-                           queries.tokens, position, i % num_kv_heads, num_kv_heads, group, dim, block_size, scale);
+            attend_piece((const E*)q + at, cache, block_tables + queries.seq * max_blocks, (E*)out + at, queries.tokens,
+                         position, i % num_kv_heads, num_kv_heads, group, dim, block_size, scale);
         }
     });
 }

@@ -27,6 +27,7 @@ class FlashAttnBackend(TritonBackend):
 
     name = "flash_attn"
     dtypes = (torch.float16, torch.bfloat16)
+    kv_cache_dtypes = ("auto",)
     block_sizes = (256, 512, 1024, 2048, 4096)
     default_block_size = 256
     runs_on_fake_tensors = False
@@ -50,7 +51,7 @@ class FlashAttnBackend(TritonBackend):
         return super().why_cannot(device)
 
     def allocate_cache(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> KVCache:
-        return KVCache(*(torch.zeros(shape, dtype=dtype, device=device) for _ in KVCache._fields))
+        return KVCache(*(torch.zeros(shape, dtype=dtype, device=device) for _ in ("keys", "values")))
 
     def prepare_attention(self, inputs: StepInputs, cache: KVCache, num_heads: int) -> StepInputs:
         decodes = inputs.num_decodes
@@ -72,7 +73,7 @@ class FlashAttnBackend(TritonBackend):
         if decodes:
             attended = self._with_kvcache(
                 q[:decodes].unsqueeze(1),  # one query token a sequence
-                *cache,
+                *cache[:2],
                 cache_seqlens=inputs.seq_lens[:decodes],
                 block_table=inputs.block_tables[:decodes],
                 softmax_scale=scale,
@@ -82,7 +83,7 @@ class FlashAttnBackend(TritonBackend):
         if inputs.prepared is not None:
             attended = self._varlen(
                 q[decodes:],
-                *cache,
+                *cache[:2],
                 **inputs.prepared._asdict(),
                 softmax_scale=scale,
                 causal=True,
