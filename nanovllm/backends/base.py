@@ -41,8 +41,8 @@ class Backend:
     Attributes:
         name: the name in the option `attention_backend`.
         kernels: the kernels that it runs: "torch" (none but torch's), "cpu" or "gpu". See `find_operators`.
-        dtypes, kv_cache_dtypes, head_dims, groups, block_sizes: the values that its kernels support; None supports all. A group is the
-            number of query heads that share a KV head.
+        dtypes, kv_cache_dtypes, head_dims, groups, block_sizes: the values that its kernels support; None supports all.
+            A group is the number of query heads that share a KV head.
         default_block_size: tokens in a block of the KV cache if the user does not choose.
         captures_steps: whether steps can become CUDA graphs.
         device: the device that its tensors are on.

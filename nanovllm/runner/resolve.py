@@ -148,8 +148,8 @@ def check_kv_cache_dtype(name: str, device: torch.device) -> None:
     """Raise a ValueError if the device has no instructions for keys and values of this format."""
     if name == "fp8" and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9)):
         raise ValueError(
-            f'kv_cache_dtype is "fp8", which needs a GPU of compute capability 8.9 or more, and the device is {device}: '
-            'use kv_cache_dtype="int8", which runs everywhere'
+            f'kv_cache_dtype is "fp8", which needs a GPU of compute capability 8.9 or more, and the device is {device}; '
+            'kv_cache_dtype="int8" runs everywhere'
         )
 
 
