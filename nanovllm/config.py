@@ -102,8 +102,7 @@ class EngineConfig:
     )
     kvcache_block_size: int | str = _pace(
         "auto",
-        "tokens in a block of the KV cache: a power of two, at least 16 (flash_attn: at least 256). auto is 256 for "
-        "flash_attn, else 64",
+        "tokens in a block of the KV cache: a power of two, at least 16 (flash_attn: 256). auto is the backend's own",
     )
     kv_cache_dtype: str = _results(
         "auto",

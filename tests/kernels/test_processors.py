@@ -25,6 +25,7 @@ from nanovllm.backends.cpu import library as cpu_library
 from nanovllm.backends.cpu.backend import CpuBackend
 from nanovllm.backends.cpu.dynamic import DynamicLibrary
 from nanovllm.backends.cpu.quantized import QuantizedLibrary
+from nanovllm.commands.doctor import read_processor
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +51,7 @@ def missing(processor: str) -> str | None:
         return None if HAS_EMULATOR else "needs g++-aarch64-linux-gnu and qemu-user"
     if platform.machine() != "x86_64":
         return "needs an x86-64 processor"
-    unknown = NEEDS[processor].difference(cpu_library._processor().split())
+    unknown = NEEDS[processor].difference(read_processor()[1])
     return f"this processor lacks {', '.join(sorted(unknown))}" if unknown else None
 
 
