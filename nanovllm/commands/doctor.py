@@ -132,7 +132,7 @@ def describe_backends(config: "PretrainedConfig") -> Iterator[tuple[str, str]]:
     device = resolve_device("auto")
     dtype = read_dtype(config)
     num_parameters = Sizes(config).num_parameters
-    work = Work(device, dtype, "auto", config.head_dim, find_group(config, 1), num_parameters=num_parameters)
+    work = Work(device, dtype, config.head_dim, find_group(config, 1), num_parameters=num_parameters)
     work = work._replace(dtype=resolve_dtype("auto", "auto", work))
     yield "device", str(device)
     yield "dtype", f"{str(work.dtype).removeprefix('torch.')} (the model has {str(dtype).removeprefix('torch.')})"

@@ -40,8 +40,8 @@ def resolve(
     group = find_group(hf_config, config.tensor_parallel_size)
     if config.tensor_parallel_size > 1:
         Sizes(hf_config, config.tensor_parallel_size)  # raises an error if the ranks cannot share the model
-    model = (read_dtype(hf_config), config.kv_cache_dtype, hf_config.head_dim, group)
-    work = Work(device, *model, block_size, sizes.num_parameters)
+    heads = (hf_config.head_dim, group)
+    work = Work(device, read_dtype(hf_config), *heads, block_size, sizes.num_parameters, config.kv_cache_dtype)
     if gpu_memory is None:
         check_kv_cache_dtype(config.kv_cache_dtype, device)
         dtype = resolve_dtype(config.dtype, config.attention_backend, work)
@@ -111,20 +111,20 @@ class Work(NamedTuple):
 
     Attributes:
         dtype: the model's own, until it is resolved.
-        kv_cache_dtype: as the user asks for it.
         head_dim: elements of a head.
         group: query heads per KV head, on one rank.
         block_size: tokens in a block of the KV cache; None if the backend is to choose.
         num_parameters: the parameters of the whole model.
+        kv_cache_dtype: as the user asks for it.
     """
 
     device: torch.device
     dtype: torch.dtype
-    kv_cache_dtype: str
     head_dim: int
     group: int
     block_size: int | None = None
     num_parameters: int = 0
+    kv_cache_dtype: str = "auto"
 
 
 def resolve_dtype(name: str, backend: str, work: Work) -> torch.dtype:
@@ -148,7 +148,7 @@ def check_kv_cache_dtype(name: str, device: torch.device) -> None:
     """Raise a ValueError if the device has no instructions for keys and values of this format."""
     if name == "fp8" and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9)):
         raise ValueError(
-            f'kv_cache_dtype is "fp8", which needs a GPU of compute capability 8.9 or more, and the device is {device}; '
+            f'kv_cache_dtype="fp8" needs a GPU of compute capability 8.9 or more, and the device is {device}; '
             'kv_cache_dtype="int8" runs everywhere'
         )
 
