@@ -4,7 +4,7 @@ EngineConfig documents each option where it is defined. resolve.py decides what 
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field
 from typing import Any, TypedDict
@@ -241,6 +241,7 @@ class ResolvedConfig(EngineConfig):
         use_graphs: whether steps that only decode run as CUDA graphs.
         depth: how many steps may be launched before the first of them is read.
         vocab_size: the model's number of token ids.
+        refused_params: names of the sampling parameters that the backend does not have.
         draft: a draft model's "config" (a dict of this class's fields), "hf_config" and "folder"; None without one.
     """
 
@@ -251,6 +252,7 @@ class ResolvedConfig(EngineConfig):
     use_graphs: bool
     depth: int
     vocab_size: int
+    refused_params: Sequence[str] = ()
     draft: Mapping[str, Any] | None = None
 
     @property

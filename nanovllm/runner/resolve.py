@@ -11,6 +11,7 @@ from nanovllm.layers.parallel import Parallel
 from nanovllm.models.decoder import share_heads
 from nanovllm.models.model_config import limit_length
 from nanovllm.models.sizes import Sizes
+from nanovllm.ops.sample import SamplingValues
 from nanovllm.utils.checks import quote
 
 if TYPE_CHECKING:
@@ -49,11 +50,13 @@ def resolve(
         name = backend.name
         captures_steps = backend.captures_steps
         block_size = block_size or backend.default_block_size
+        refused = [name for name in SamplingValues._fields if name not in backend.sampling_values]
     else:  # the backends of a GPU may not be installed here
         dtype = work.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
         name = "triton"
         captures_steps = True
         block_size = block_size or LARGEST_DEFAULT_BLOCK
+        refused = []
     is_cuda = device.type == "cuda"
     resolved = {
         "device": str(device),
@@ -66,6 +69,7 @@ def resolve(
         "max_model_len": limit_length(hf_config, config.max_model_len),
         "depth": 2 if config.overlap and is_cuda and config.speculative_config is None else 1,
         "vocab_size": int(hf_config.vocab_size),
+        "refused_params": refused,
         "max_num_seqs": config.max_num_seqs or DEFAULT_NUM_SEQS,
         "enable_prefix_caching": config.enable_prefix_caching is not False,
     }

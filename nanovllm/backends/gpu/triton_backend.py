@@ -29,6 +29,7 @@ class TritonKernels(Backend):
     head_dims = (32, 64, 128, 256)
     groups = (1, 2, 3, 4, 5, 6, 7, 8, 16)
     block_sizes = (16, 32, 64, 128, 256)
+    sampling_values = ("temperature", "top_k", "top_p", "min_p", "seeds")
 
     step_inputs = staticmethod(step_inputs)
     rms_norm = staticmethod(rms_norm)
