@@ -1,4 +1,4 @@
-"""Measures what quantised weights, and keys and values in one byte, cost in quality: perplexity, KL divergence and equal most likely tokens.
+"""Measures what quantised weights, or a KV cache of bytes, cost: perplexity, KL divergence, equal most likely tokens.
 
     python benchmarks/bench_quality.py MODEL                        a folder or a Hugging Face id
     python benchmarks/bench_quality.py tiny-qwen3 --chats 300       the built-in model, on questions of its own kind

@@ -139,9 +139,7 @@ def test_attention_equals_the_reference_for_every_pair_of_values(
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("dim", [32, 128, 256])
-def test_codes_and_scales_are_the_references_to_the_last_bit(
-    backend: CpuBackend, dim: int, dtype: torch.dtype
-) -> None:
+def test_codes_and_scales_are_the_references_to_the_last_bit(backend: CpuBackend, dim: int, dtype: torch.dtype) -> None:
     """Heads of all magnitudes, zeros, the smallest numbers, infinities and NaN. Nothing is normed or rotated."""
     check_codes(backend, dim, dtype)
 
