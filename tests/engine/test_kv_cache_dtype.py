@@ -1,5 +1,6 @@
 """Keys and values in one byte: the same requests, and other numbers only where a code rounds."""
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.backends.cpu.backend import CpuBackend
+from nanovllm.config import EngineConfig
 from nanovllm.ops.attention import KVCache
 from nanovllm.ops.norm_rope_store import NormRope
 
@@ -64,6 +66,21 @@ def test_what_is_no_number_ends_with_an_error(backend: str, column: int, value: 
         outputs = llm.generate(prompts, params, use_tqdm=False)
     assert [o["token_ids"] for o in outputs[:2]] == [o["token_ids"] for o in expected[:2]]
     assert outputs[2]["finish_reason"] == "error"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("cpu" not in BACKENDS, reason="no C++ compiler")
+def test_stages_leave_the_bits_and_ranks_the_log_probabilities(random_model: Path) -> None:
+    prompts = draw_prompts([3, 40, 100], seed=4)
+    options: dict[str, Any] = {"dtype": "bfloat16", "attention_backend": "cpu", **INT8}
+    expected = score(random_model, prompts, **options)
+    assert score(random_model, prompts, pipeline_parallel_size=2, **options) == expected
+    got = score(random_model, prompts, tensor_parallel_size=2, **options)
+    assert (torch.tensor(got) - torch.tensor(expected)).abs().mean() < 0.1
+
+
+def test_a_job_that_goes_on_keeps_the_option() -> None:
+    assert "kv_cache_dtype" in {field.name for field in fields(EngineConfig) if field.metadata["affects"] == "results"}
 
 
 def test_a_cache_of_the_same_memory_holds_nearly_twice_the_tokens(tmp_path: Path) -> None:
