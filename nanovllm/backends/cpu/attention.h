@@ -22,8 +22,8 @@ static_assert(MAX_HEAD_DIM <= DEPTH && KEY_TILE <= DEPTH, "a product here is one
 // at `position`. It goes through the keys tile by tile and keeps running maxima and sums (Milakov and Gimelshein 2018,
 // https://arxiv.org/abs/1805.02867). Every tile starts at a multiple of KEY_TILE and has KEY_TILE keys, in one block or
 // in several. So the order of the sums depends only on the position of the query.
-// If the cache holds CODES, a tile of them is widened once for all rows. Scores are multiplied by the scales of keys, and
-// weights by those of values.
+// If the cache holds CODES, a tile of them is widened once for all rows. Scores are multiplied by the scales of keys,
+// and weights by those of values.
 template <class T, bool CODES>
 void attend_rows(const typename T::element* q, const Cache& cache, const int32_t* blocks, typename T::element* out,
                  int64_t tokens, int64_t position, int64_t head, int64_t num_kv_heads, int64_t group, int64_t dim,
@@ -68,13 +68,19 @@ void attend_rows(const typename T::element* q, const Cache& cache, const int32_t
             const int64_t count = std::min(padded - first, run);
             Columns k_run = {keys_at(start + first), LANES, LANES * dim_units, values_at(start + first)};
             if (CODES) {
-                const int64_t at = token_at(start + first);
-                widen_keys<T>((const int8_t*)cache.keys + at * dim, gathered, count, dim);
-                std::copy_n(cache.key_scales + at, count, key_scales + first);
-                std::copy_n(cache.value_scales + at, count, value_scales + first);
+                const int64_t at = token_at(start + first), used = std::min(keys - first, run);
+                const int8_t* codes = (const int8_t*)cache.keys + at * dim;
+                widen_keys<T>(codes, gathered, count, dim, (const int8_t*)cache.values + at * dim);
+                std::copy_n(cache.key_scales + at, used, key_scales + first);
+                std::copy_n(cache.value_scales + at, used, value_scales + first);
                 k_run = {gathered, LANES, LANES * dim_units, gathered};
             }
             product<T>(rows, queries, k_run, dim_units, scores + first, KEY_TILE, count, false);
+        }
+        if (CODES) {  // the scale of a slot without a token may be NaN
+            std::fill(key_scales + keys, key_scales + padded, 0.0f);
+            std::fill(value_scales + keys, value_scales + padded, 0.0f);
+            for (int64_t v = 0; v < padded; v += LANES) store(key_scales + v, load<vf>(key_scales + v) * scale);
         }
         // Two loops: the processor computes the maxima of several rows side by side.
         std::copy_n(maxima, rows, before);
@@ -83,8 +89,7 @@ void attend_rows(const typename T::element* q, const Cache& cache, const int32_t
             const float visible = (float)std::min<int64_t>(position + r / group + 1 - start, padded);
             vf top = splat(-INFINITY);
             for (int64_t v = 0; v < padded; v += LANES) {
-                const vf product_of = CODES ? load<vf>(score + v) * load<vf>(key_scales + v) : load<vf>(score + v);
-                const vf scaled = product_of * scale;
+                const vf scaled = load<vf>(score + v) * (CODES ? load<vf>(key_scales + v) : splat(scale));
                 const vf s = select_less(lane + (float)v, visible, scaled, splat(-INFINITY));
                 store(score + v, s);
                 top = maximum(top, s);
@@ -97,10 +102,7 @@ void attend_rows(const typename T::element* q, const Cache& cache, const int32_t
             for (int64_t v = 0; v < padded; v += LANES) {
                 vf w = exp(load<vf>(score + v) - maxima[r]);  // it is finite, because every query sees key 0
                 total += w;
-                if (CODES) {  // the scale of a slot without a token may be NaN
-                    const float visible = (float)std::min<int64_t>(position + r / group + 1 - start, padded);
-                    w = select_less(lane + (float)v, visible, w * load<vf>(value_scales + v), vf{});
-                }
+                if (CODES) w *= load<vf>(value_scales + v);
                 E rounded[LANES];
                 T::narrow(rounded, w);
                 T::put_left(weights + r * LEFT_ROW + v / PER_LEFT, rounded);
@@ -122,9 +124,15 @@ void attend_rows(const typename T::element* q, const Cache& cache, const int32_t
             const int64_t count = std::min(keys - first, run);
             const uint32_t* values = values_at(start + first);
             uint32_t* place = gathered + units_of(first) * dim;
-            const int8_t* codes = (const int8_t*)cache.values + token_at(start + first) * dim;
-            if (CODES) widen_values<T>(codes, place, units_of(count), dim);
-            else if (is_gathered) std::copy_n(values, units_of(count) * dim, place);
+            if (CODES) {
+                const int64_t next = token_at(std::min(start + KEY_TILE + first, num_keys - 1));
+                const int8_t* codes = (const int8_t*)cache.values + token_at(start + first) * dim;
+                for (int64_t k = 0; k < run; k += LANES) {
+                    __builtin_prefetch(cache.key_scales + next + k, 0, 2);
+                    __builtin_prefetch(cache.value_scales + next + k, 0, 2);
+                }
+                widen_values<T>(codes, place, units_of(count), dim, (const int8_t*)cache.keys + next * dim);
+            } else if (is_gathered) std::copy_n(values, units_of(count) * dim, place);
             else add_values(first, count, values);
         }
         if (is_gathered) add_values(0, keys, gathered);

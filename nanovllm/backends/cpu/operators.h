@@ -84,8 +84,8 @@ void norm_rope(const typename T::element* x, const void* weight, const float* co
 template <class T, class W>
 void norm_rope_store_as(const void* qkv_, const void* q_weight, const void* k_weight, const float* cos_sin,
                         const int32_t* positions, const int64_t* slots, void* q_, void* k_cache, void* v_cache,
-                        float* k_scales, float* v_scales, int64_t tokens, int64_t heads, int64_t num_kv_heads, int64_t dim, int64_t block_size,
-                        float eps) {
+                        float* k_scales, float* v_scales, int64_t tokens, int64_t heads, int64_t num_kv_heads,
+                        int64_t dim, int64_t block_size, float eps) {
     using E = typename T::element;
     const int64_t stride = (heads + 2 * num_kv_heads) * dim, dim_units = dim / T::PER_UNIT;
     const auto owned_from = [=](int64_t t) {

@@ -65,17 +65,25 @@ template <class T> ALWAYS_INLINE vi widen_codes(const int8_t* codes, const int8_
     return T::PER_UNIT == 1 ? first : ((first >> 16) & 0xffff) | (vi)number_codes(second);
 }
 
-// Widens `keys` codes of K, a multiple of LANES, to units as a tile of K has them.
-template <class T> inline void widen_keys(const int8_t* codes, uint32_t* units, int64_t keys, int64_t dim) {
+// Widens `keys` codes of K, a multiple of LANES, to units as a tile of K has them. Meanwhile it prefetches as many
+// codes from `ahead`: so many requests at once would delay every other read.
+template <class T>
+inline void widen_keys(const int8_t* codes, uint32_t* units, int64_t keys, int64_t dim, const int8_t* ahead) {
     constexpr int64_t STEP = T::PER_UNIT * LANES;
-    for (int64_t i = 0; i < keys * dim; i += STEP, units += LANES)
+    for (int64_t i = 0; i < keys * dim; i += STEP, units += LANES) {
+        __builtin_prefetch(ahead + i, 0, 2);  // into the L2 cache
         store(units, widen_codes<T>(codes + i, codes + i + LANES));
+    }
 }
 
-// Widens the codes of V of `count` units of tokens to units as a tile of V has them.
-template <class T> inline void widen_values(const int8_t* codes, uint32_t* units, int64_t count, int64_t dim) {
-    for (int64_t u = 0; u < count; ++u, codes += T::PER_UNIT * dim, units += dim)
-        for (int64_t d = 0; d < dim; d += LANES) store(units + d, widen_codes<T>(codes + d, codes + dim + d));
+// Does the same with the codes of V of `count` units of tokens.
+template <class T>
+inline void widen_values(const int8_t* codes, uint32_t* units, int64_t count, int64_t dim, const int8_t* ahead) {
+    for (int64_t u = 0; u < count; ++u, codes += T::PER_UNIT * dim, ahead += T::PER_UNIT * dim, units += dim)
+        for (int64_t d = 0; d < dim; d += LANES) {
+            __builtin_prefetch(ahead + d * T::PER_UNIT, 0, 2);
+            store(units + d, widen_codes<T>(codes + d, codes + dim + d));
+        }
 }
 
 // Quantises x [dim] to codes, and returns their scale: largest magnitude / 127. The scale of zeros is 0. If an element
