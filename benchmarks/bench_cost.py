@@ -27,12 +27,14 @@ class Model:
 
     Attributes:
         config: its transformers configuration.
-        dtype: the type of its activations and its cache, and of its weights unless these are quantised.
+        dtype: the type of its activations and its states, and of its weights unless these are quantised.
+        kv_dtype: the type of its keys and values.
         quantized_itemsize: the bytes of a weight, if some are quantised: the mean of all. None if none are.
     """
 
     config: Any
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     quantized_itemsize: float | None = None
 
     @functools.cached_property
@@ -50,7 +52,7 @@ class Model:
 
     @functools.cached_property
     def kv_bytes_per_token(self) -> int:
-        return self.sizes.kv_bytes(self.dtype)
+        return self.sizes.kv_bytes(self.kv_dtype)
 
     @functools.cached_property
     def row_bytes(self) -> int:

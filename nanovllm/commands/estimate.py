@@ -177,6 +177,8 @@ def _advise(hf_config: "PretrainedConfig", estimated: Estimate) -> list[str]:
         changes.append({"dtype": "bfloat16"})
     if find_format(config.quantization, hf_config) is None:
         changes.append({"quantization": "int8"})
+    if config.kv_cache_dtype == "auto":
+        changes.append({"kv_cache_dtype": "int8"})
     changes += [{"max_num_batched_tokens": 2048}, {"max_num_seqs": 64}, {"gpu_memory_utilization": 0.95}]
     changes += [{"tensor_parallel_size": ranks} for ranks in (2, 4, 8) if ranks > config.tensor_parallel_size]
     advice: list[str] = []

@@ -104,6 +104,7 @@ def test_the_kv_cache_is_what_the_budget_leaves_in_whole_blocks() -> None:
         (["qwen3-8b", "--gpu-memory", "24GB", "--max-model-len", "40960"], ["--max-model-len", "--tensor-parallel"]),
         (["qwen3-32b", "--gpu-memory", "24GB"], ["--tensor-parallel-size 4"]),
         (["qwen3-8b", "--gpu-memory", "24GB", "--dtype", "float32"], ["--dtype bfloat16"]),
+        (["qwen3-8b", "--gpu-memory", "24GB", "--max-model-len", "30000"], ["--kv-cache-dtype int8"]),
         (["qwen3-0.6b", "--gpu-memory", "3.5GB", "--max-num-seqs", "2000"], ["--max-num-seqs 64"]),
         (["qwen3-32b", "--gpu-memory", "4GB"], ["no option alone, but a larger GPU"]),
     ],
