@@ -149,26 +149,30 @@ void attend_rows(const typename T::element* q, const Cache& cache, const int32_t
 // The reference is `attend_reference` in ops/attention.py.
 template <class T>
 void attend(const void* q, const void* keys, const void* values, const float* key_scales, const float* value_scales,
-            const int32_t* block_tables, const int32_t* cu_seqlens, const int32_t* seq_lens, void* out, int64_t num_seqs,
-            int64_t max_blocks, int64_t num_kv_heads, int64_t group, int64_t dim, int64_t block_size, float scale) {
+            const int32_t* block_tables, const int32_t* cu_seqlens, const int32_t* seq_lens, void* out,
+            int64_t num_seqs, int64_t max_blocks, int64_t num_kv_heads, int64_t group, int64_t dim, int64_t block_size,
+            float scale) {
     using E = typename T::element;
     const Cache cache = {keys, values, key_scales, value_scales};
     const auto attend_piece = key_scales ? attend_rows<T, true> : attend_rows<T, false>;
-    struct Queries { int32_t seq, first, tokens; };
-    const int32_t most = std::max<int32_t>(QUERY_ROWS / group, 1);
+    struct Queries { int64_t seq, first_piece; };  // the number of its sequence's first one
+    const int64_t most = std::max<int64_t>(QUERY_ROWS / group, 1);
     std::vector<Queries> pieces;
-    for (int32_t s = 0; s < num_seqs; ++s)
-        for (int32_t length = cu_seqlens[s + 1] - cu_seqlens[s], first = 0; first < length; first += most)
-            pieces.push_back({s, first, std::min(most, length - first)});
-    const int64_t work = (int64_t)pieces.size() * num_kv_heads;
-    share(work, 4, [&](Span some) {
+    for (int64_t s = 0; s < num_seqs; ++s) {
+        const int64_t first_piece = pieces.size(), length = cu_seqlens[s + 1] - cu_seqlens[s];
+        pieces.insert(pieces.end(), (length + most - 1) / most, {s, first_piece});
+    }
+    // All pieces of a sequence read one head after another, so its keys and values stay in the L2 cache.
+    share(pieces.size() * num_kv_heads, 4, [&](Span some) {
         for (int64_t i = some.begin; i < some.end; ++i) {
             const Queries queries = pieces[i / num_kv_heads];
-            const int64_t token = cu_seqlens[queries.seq] + queries.first;
-            const int64_t position = seq_lens[queries.seq] - cu_seqlens[queries.seq + 1] + token;
+            const int64_t begin = cu_seqlens[queries.seq], length = cu_seqlens[queries.seq + 1] - begin;
+            const int64_t count = (length + most - 1) / most, number = i - queries.first_piece * num_kv_heads;
+            const int64_t head = number / count, first = number % count * most, tokens = std::min(most, length - first);
+            const int64_t token = begin + first, position = seq_lens[queries.seq] - length + first;
             const int64_t at = token * num_kv_heads * group * dim;
-            attend_piece((const E*)q + at, cache, block_tables + queries.seq * max_blocks, (E*)out + at, queries.tokens,
-                         position, i % num_kv_heads, num_kv_heads, group, dim, block_size, scale);
+            attend_piece((const E*)q + at, cache, block_tables + queries.seq * max_blocks, (E*)out + at, tokens,
+                         position, head, num_kv_heads, group, dim, block_size, scale);
         }
     });
 }
