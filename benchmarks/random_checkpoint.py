@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from nanovllm.models.model_config import load_model_config
 from nanovllm.models.shapes import PRESETS, preset_config
 from nanovllm.models.sizes import Sizes
-from nanovllm.quantized.checkpoints import find_format
+from nanovllm.quantized.checkpoints import ScaledFloat8, find_format
 from nanovllm.quantized.formats import Format, RawTensor
 
 SHARD = 1 << 30
@@ -106,7 +106,7 @@ def _draw(suffix: str, raw: RawTensor, format: Format, shape: tuple[int, ...]) -
     if suffix == "g_idx":
         return torch.arange(shape[1], dtype=torch.int32) // (format.group_size or shape[1])
     if "scale" in suffix:
-        most = 448 if format.gives_floats else 2 ** (format.bits - 1)
+        most = 448 if isinstance(format, ScaledFloat8) else 2 ** (format.bits - 1)
         return torch.full(raw.shape, DEVIATION * math.sqrt(3) / most).half()  # the deviation of equally likely codes
     if "F8_E4M3" in raw.dtypes:
         return torch.empty(raw.shape).uniform_(-448, 448).to(torch.float8_e4m3fn)

@@ -22,6 +22,13 @@ OPTIONS = "<!-- the options -->"
 """Where docs/api.md lists the options."""
 DEMO = "<!-- the demo -->"
 """Where the guide's first page links to the demo, a page that only the site has."""
+EVENT_CHAPTERS = {
+    "preemption": "6-scheduler",
+    "queue": "6-scheduler",
+    "hit": "5-prefixes",
+    "eviction": "5-prefixes",
+}
+"""The chapter of the guide that explains each kind of event."""
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -36,9 +43,9 @@ def on_files(files: Files, config: Any) -> Files:
 
 def add_demo(files: Files, config: Any) -> None:
     """Add the window of the run that docs/guide/demo.json recorded (python -m docs.guide.draw demo)."""
-    from nanovllm.view.page import CHAPTERS, read_recording, render_page
+    from nanovllm.view.page import read_recording, render_page
 
-    guide = {kind: f"{chapter}/" for kind, chapter in CHAPTERS.items()}
+    guide = {kind: f"{chapter}/" for kind, chapter in EVENT_CHAPTERS.items()}
     recording = read_recording(ROOT / "docs" / "guide" / "demo.json")
     page = render_page(recording, "48 chats in a cache that is too small", guide)
     files.append(File.generated(config, "guide/demo.html", content=page))

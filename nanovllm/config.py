@@ -4,7 +4,7 @@ EngineConfig documents each option where it is defined. resolve.py decides what 
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field
 from typing import Any, TypedDict
@@ -102,13 +102,12 @@ class EngineConfig:
     )
     kvcache_block_size: int | str = _pace(
         "auto",
-        "tokens in a block of the KV cache: a power of two, at least 16 (flash_attn: at least 256). auto is 256 for "
-        "flash_attn, else 64",
+        "tokens in a block of the KV cache: a power of two, at least 16 (flash_attn: 256). auto is the backend's own",
     )
     kv_cache_dtype: str = _results(
         "auto",
-        "number format of the KV cache. auto is that of the model. int8 takes half the memory of bfloat16: codes of one "
-        "byte, and a scale for each head of a token. So does fp8, for GPUs of compute capability 8.9 or more",
+        "number format of the KV cache. auto is that of the model. int8 takes about half the memory of bfloat16: one "
+        "byte a number, and a scale for each head of a token. So does fp8, on GPUs of compute capability 8.9 or more",
     )
     enable_prefix_caching: bool | None = _pace(
         None,
@@ -242,6 +241,7 @@ class ResolvedConfig(EngineConfig):
         use_graphs: whether steps that only decode run as CUDA graphs.
         depth: how many steps may be launched before the first of them is read.
         vocab_size: the model's number of token ids.
+        refused_params: names of the sampling parameters that the backend does not have.
         draft: a draft model's "config" (a dict of this class's fields), "hf_config" and "folder"; None without one.
     """
 
@@ -252,6 +252,7 @@ class ResolvedConfig(EngineConfig):
     use_graphs: bool
     depth: int
     vocab_size: int
+    refused_params: Sequence[str] = ()
     draft: Mapping[str, Any] | None = None
 
     @property

@@ -33,7 +33,6 @@ class NanoVLLM(TemplateLM):  # type: ignore[misc]  # where the harness is not in
         pretrained: str | LLM,
         batch_size: Any = None,
         max_batch_size: Any = None,
-        device: str | None = None,
         add_bos_token: bool | None = None,
         prefix_token_id: int | None = None,
         max_gen_toks: int = 256,
@@ -51,8 +50,6 @@ class NanoVLLM(TemplateLM):  # type: ignore[misc]  # where the harness is not in
             options: see `EngineConfig`.
         """
         super().__init__()
-        if device is not None:
-            options["device"] = device
         self.llm = pretrained if isinstance(pretrained, LLM) else LLM(pretrained, **options)
         self.tokenizer = self.llm.get_tokenizer()
         self.max_length = self.llm.max_model_len

@@ -296,9 +296,9 @@ def load_parser(config: ResolvedConfig, tokenizer: Tokenizer | None) -> "AnswerP
     """Return the parser of outputs that the options ask for; None if they ask for none."""
     if config.reasoning_parser is None and config.tool_call_parser is None:
         return None
-    from nanovllm.parsing.parser import make_parser
+    from nanovllm.parsing.parser import AnswerParser
 
-    return make_parser(tokenizer, config.reasoning_parser, config.tool_call_parser)
+    return AnswerParser(tokenizer, config.reasoning_parser, config.tool_call_parser)
 
 
 def read_generation_config(folder: Path | None) -> tuple[dict[str, Any], SamplingParams]:

@@ -14,10 +14,8 @@ for row in outputs.iter_rows():
     print(row["generated_text"], row["error"])
 """
 
-import asyncio
 import logging
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -102,11 +100,10 @@ class RayLLM:
         self._engine = EngineThread(self._llm.engine)
         self._params = sampling_params or self._llm.get_default_sampling_params()
         self._no_output = _NO_EMBEDDING if self._params.embed else _NO_OUTPUT
-        self._threads = ThreadPoolExecutor(MAX_BATCHES)
 
-    async def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Run `generate` in a thread. Because this is a coroutine, Ray calls it for several batches at a time."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self.generate, batch)
+    def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Run `generate`. In a pool of `actors`, Ray calls it in several threads at a time."""
+        return self.generate(batch)
 
     def generate(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Complete the rows of a batch, and return it with the columns added. Many threads may call it at a time.

@@ -19,7 +19,7 @@ from nanovllm.backends.steps import EAGER, Steps, Stopwatch
 from nanovllm.ops.attention import KVCache, attend_reference
 from nanovllm.ops.norm_rope_store import norm_rope_store_reference
 from nanovllm.ops.rms_norm import add_rms_norm_reference, rms_norm_reference
-from nanovllm.ops.sample import sample_reference, store_samples_reference
+from nanovllm.ops.sample import SamplingValues, sample_reference, store_samples_reference
 from nanovllm.ops.silu_and_mul import silu_and_mul_reference
 from nanovllm.ops.step_inputs import StepInputs, step_inputs_reference
 from nanovllm.ops.token_logprobs import token_logprobs_reference
@@ -41,8 +41,9 @@ class Backend:
     Attributes:
         name: the name in the option `attention_backend`.
         kernels: the kernels that it runs: "torch" (none but torch's), "cpu" or "gpu". See `find_operators`.
-        dtypes, kv_cache_dtypes, head_dims, groups, block_sizes: the values that its kernels support; None supports all. A group is the
-            number of query heads that share a KV head.
+        dtypes, kv_cache_dtypes, head_dims, groups, block_sizes: the values that its kernels support; None supports all.
+            A group is the number of query heads that share a KV head.
+        sampling_values: the fields of `SamplingValues` that `sample` reads. A request with another one is refused.
         default_block_size: tokens in a block of the KV cache if the user does not choose.
         captures_steps: whether steps can become CUDA graphs.
         device: the device that its tensors are on.
@@ -55,6 +56,7 @@ class Backend:
     head_dims: ClassVar[Collection[int] | None] = None
     groups: ClassVar[Collection[int] | None] = None
     block_sizes: ClassVar[tuple[int, ...]] = tuple(2**i for i in range(4, 21))
+    sampling_values: ClassVar[Collection[str]] = SamplingValues._fields
     default_block_size: ClassVar[int] = 64
     captures_steps: ClassVar[bool] = False
 
@@ -74,11 +76,11 @@ class Backend:
     token_logprobs = staticmethod(token_logprobs_reference)
 
     def find_operators(self, reference: Callable[["Backend"], T], module: str) -> T:
-        """Return the operators that only a family of models or a wing has, in the form for this backend's kernels.
+        """Return operators that only one family of models has, or only one wing.
 
         Args:
-            reference: the class of the operators in plain torch.
-            module: the module of backends/cpu and of backends/gpu whose class `Operators` has the faster ones.
+            reference: the class of these operators in plain torch.
+            module: the name of a module in backends/cpu and in backends/gpu. Its class `Operators` has them as kernels.
         """
         if self.kernels == "torch":
             return reference(self)
@@ -111,7 +113,7 @@ class Backend:
         return nullcontext()
 
     def make_steps(self, runner: "ModelRunner") -> Steps:
-        """Return what runs the halves of the runner's steps. Called when the KV cache is there."""
+        """Return the object that runs the parts of the runner's steps. It is called when the KV cache is there."""
         return EAGER
 
     def make_staging(self, size: int) -> Staging:

@@ -1,4 +1,4 @@
-"""Runs the parts of a step: each eagerly, or as a device repeats them after it has recorded them once."""
+"""Runs the parts of a step. Here each part runs eagerly. A device may record a part once, and then repeat it."""
 
 from collections.abc import Callable
 from typing import Literal, TypeVar
@@ -8,18 +8,11 @@ from nanovllm.utils.clock import Clock
 
 T = TypeVar("T")
 StepPart = Literal["model", "sampler"]
-"""The parts of a step. They are run apart, because logits may be edited between them."""
-
-
-MOST_SEQS = 1024
-"""The most sequences of a CUDA graph. So a start captures 45 sizes at most; 4,096 sequences would make it 141.
-
-A larger step runs eagerly: it has as many launches as a small one, beside far more work for the device.
-"""
+"""The two parts of a step: the model's layers, then LM head and sampler. Logits may be edited between them."""
 
 
 class Steps:
-    """Runs the parts of steps eagerly. A subclass records those of steps that only decode, and repeats them.
+    """Runs the parts of steps eagerly. A subclass records the parts of steps that only decode, and repeats them.
 
     Attributes:
         most_seqs: the most sequences of a step that can be repeated; 0 if none can.
@@ -35,8 +28,8 @@ class Steps:
         """Run a part of a step of `size` sequences, and return its results.
 
         Args:
-            work: runs it. Its inputs are at addresses that are the same in every step of that size: the staging
-                buffer, and results of the other part.
+            work: computes the part. In every step of that size it reads its inputs at the same addresses: in the
+                staging buffer, and in the results of the other part. So a recording of it can be repeated.
         """
         return work()
 

@@ -15,8 +15,6 @@ from nanovllm.config import EngineConfig
 from nanovllm.drafts.options import read_speculative_config
 from nanovllm.jobs import ray_guard
 from nanovllm.jobs.job import STATUS_HELP, Status
-from nanovllm.jobs.source import MAX_LINE_BYTES
-from nanovllm.utils.checks import as_integer
 from nanovllm.version import __version__
 
 _ENGINE_FIELDS = {field.name: field for field in fields(EngineConfig)}
@@ -58,20 +56,21 @@ def run() -> NoReturn:
     """Run the command of this process, and end the process with its status.
 
     After Ctrl-C or SIGTERM the interpreter's clean-up is left out. By then all is closed that this package opened, and
-    to take torch and transformers to pieces lasts up to seconds on a busy machine.
+    to take torch and transformers to pieces lasts up to seconds on a busy machine. It is also left out in the process
+    that works on Ray, whose clean-up might crash and so hide the status.
     """
-    pipe = ray_guard.enter_child()
+    is_child = ray_guard.enter_child()
     arguments = sys.argv[1:]
-    needs_child = pipe is None and ray_guard.works_on_ray(arguments)
-    status = ray_guard.run_in_child(arguments) if needs_child else main()
-    if pipe is not None:
-        ray_guard.report_end(pipe, status)
-    if status in (Status.INTERRUPTED, Status.TERMINATED):
+    if arguments[:1] == ["run-batch"] and "--ray" in arguments and not is_child:
+        status = ray_guard.run_in_child(arguments)
+    else:
+        status = main()
+    if is_child or status in (Status.INTERRUPTED, Status.TERMINATED):
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):  # its reader may have gone, or it may be closed
                 stream.flush()
-        os._exit(status)
+        os._exit(status + ray_guard.REPORTED if is_child else status)
     sys.exit(status)
 
 
@@ -137,24 +136,12 @@ def _add_run_batch(commands: Any) -> None:
     )
     add("--overwrite", action="store_true", help="start anew: throw away what the output file holds")
     add("--accept-changes", action="store_true", help="resume even if options or the engine differ from before")
-    add(
-        "--max-line-bytes",
-        type=int,
-        default=MAX_LINE_BYTES,
-        metavar="N",
-        help=f"answer longer lines by an error (default: {MAX_LINE_BYTES})",
-    )
     add("--served-model-name", metavar="NAME", help='the only "model" that lines may ask for (default: --model)')
     add("--stats", metavar="FILE", help="write the summary to this file, as JSON")
     add("--model", required=True, help=_help("model"))
-    cluster = parser.add_argument_group("on a Ray cluster")
+    cluster = parser.add_argument_group("on a Ray cluster: the one at RAY_ADDRESS, or one of this machine alone")
     cluster.add_argument("--ray", action="store_true", help="run on a cluster; needs the extra nano-vllm[ray]")
     cluster.add_argument("--replicas", type=int, default=1, metavar="N", help="number of engines (default: 1)")
-    cluster.add_argument(
-        "--ray-address",
-        metavar="ADDRESS",
-        help="the cluster's address (default: RAY_ADDRESS, or a new cluster of this machine alone)",
-    )
     _add_engine_options(parser, without=("model",))
     parser.set_defaults(run=_run_batch)
 
@@ -170,18 +157,17 @@ def _run_batch(options: argparse.Namespace) -> int:
         model_name=options.served_model_name or options.model,
         overwrite=options.overwrite,
         stats=options.stats,
-        max_line_bytes=as_integer(options.max_line_bytes, "--max-line-bytes", 1),
         accept_changes=options.accept_changes,
     )
     if not options.ray:
-        if options.replicas != 1 or options.ray_address is not None:
-            raise ValueError("--replicas and --ray-address are for a Ray cluster: add --ray")
+        if options.replicas != 1:
+            raise ValueError("--replicas is for a Ray cluster: add --ray")
         return run_job(job)
     try:
         from nanovllm.jobs.cluster import run_on_ray
     except ImportError as error:
         raise ValueError(f"--ray needs Ray Data: pip install 'nano-vllm[ray]' ({error})") from error
-    return run_on_ray(job, options.replicas, options.ray_address)
+    return run_on_ray(job, options.replicas)
 
 
 def _add_estimate(commands: Any) -> None:

@@ -25,17 +25,14 @@ from nanovllm.utils.checks import quote
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-_UNITS = {"": 1, "B": 1, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_UNITS = {"": 1, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 def parse_size(text: str) -> int:
     """Return the bytes of "80GB", "80GiB", "80G" or a plain number. GB means 2**30 bytes, as makers of GPUs use it."""
-    match = re.fullmatch(r"([\d.]+)\s*(?:([MGT])(?:i?B)?|B)?", text.strip(), re.IGNORECASE)
-    try:
-        size = int(float(match[1]) * _UNITS[(match[2] or "").upper()]) if match else 0
-    except ValueError:
-        size = 0
-    if size <= 0:
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d*)?)\s*(?:([MGT])(?:i?B)?|B)?", text.strip(), re.IGNORECASE)
+    size = int(float(match[1]) * _UNITS[(match[2] or "").upper()]) if match else 0
+    if size == 0:
         raise ValueError(f"--gpu-memory is {quote(text)}; it must be a size such as 80GB")
     return size
 
@@ -49,19 +46,15 @@ def fetch_config(model: str) -> "PretrainedConfig":
         ValueError: there is no such model, or one that is not supported.
     """
     try:
-        return _fetch_config(model)
+        path = as_path(model)
+        shape = model.rpartition("/")[2].lower()
+        if model.lower() in (shape, PRESETS.get(shape, "").lower()) and shape in PRESETS and not path.exists():
+            return load_model_config(preset_config(shape), f"preset {shape}")
+        if not path.is_file():
+            path = (find_folder(model) or download(model, ["config.json"])) / "config.json"
+        return load_model_config(read_json(path), str(path))
     except ValueError as error:
         raise explain(error, model) or error from error
-
-
-def _fetch_config(model: str) -> "PretrainedConfig":
-    path = as_path(model)
-    shape = model.rpartition("/")[2].lower()
-    if model.lower() in (shape, PRESETS.get(shape, "").lower()) and shape in PRESETS and not path.exists():
-        return load_model_config(preset_config(shape), f"preset {shape}")
-    if not path.is_file():
-        path = (find_folder(model) or download(model, ["config.json"])) / "config.json"
-    return load_model_config(read_json(path), str(path))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.backends.steps import EAGER, MOST_SEQS, Steps
+from nanovllm.backends.steps import EAGER, Steps
 from nanovllm.config import ResolvedConfig
 from nanovllm.distributed.collectives import GroupParallel
 from nanovllm.distributed.stage_decoder import make_stage_decoder
@@ -79,8 +79,7 @@ class StageRunner(ModelRunner):
         self.inputs: StageInputs | None = None
         """The memory that the CUDA graphs read beside the staging buffer; None without graphs."""
         if config.use_graphs:
-            num_seqs = min(config.max_num_seqs, MOST_SEQS)
-            self.inputs = StageInputs(num_seqs, hf_config.hidden_size, self.dtype, self.device, config.max_num_seqs)
+            self.inputs = StageInputs(config.max_num_seqs, hf_config.hidden_size, self.dtype, self.device)
         self._received: Tensor | None = None
         self._group = group
         self._report = report
@@ -144,7 +143,7 @@ class StageRunner(ModelRunner):
         """See `ModelRunner.sample_decodes`. The hidden states come from the last stage, when later steps have begun."""
         if self.inputs is None:
             return super().sample_decodes(inputs, hidden)
-        return self.sample(*self.inputs.read(len(inputs.rows)))
+        return self.sample_hidden(*self.inputs.read(len(inputs.rows)))
 
     def receive(self, num_rows: int, rank: int, number: int) -> Tensor:
         """Wait for [num_rows, hidden] of plan `number` from another rank. Over NCCL only the device waits."""
@@ -167,13 +166,12 @@ class StageRunner(ModelRunner):
     def _choose_wanted(self, head: HeadInputs) -> Tensor:
         """Return the hidden states that want logits, [n, hidden]: those that score, then those that sample."""
         plan = head.plan
-        if head.sampled is None and not len(plan.targets):
+        if head.sample_indices is None and not len(plan.targets):
             return head.hidden
-        parts = [self.backend.to_device(find_targets(plan))] if len(plan.targets) else []
+        parts = [head.hidden[self.backend.to_device(find_targets(plan))]] if len(plan.targets) else []
         if plan.num_sampled.any():
-            sampled = torch.arange(len(head.hidden), device=self.device) if head.sampled is None else head.sampled
-            parts.append(sampled.long())
-        return head.hidden[torch.cat(parts)]
+            parts.append(head.hidden if head.sample_indices is None else head.hidden[head.sample_indices])
+        return torch.cat(parts)
 
     def note(self, name: str, since: float, number: int) -> None:
         """Report a span of time that ends now, or when the device has done what it was given."""
@@ -271,8 +269,8 @@ class FirstStage:
             assert self.runner.inputs is not None
             return self.runner.inputs.fill(head, hidden)
         num_scored = len(head.plan.targets)
-        sampled = torch.arange(num_scored, len(hidden), device=hidden.device)
-        return head._replace(hidden=hidden, scored=np.arange(num_scored), sampled=sampled)
+        sample_indices = torch.arange(num_scored, len(hidden), device=hidden.device)
+        return head._replace(hidden=hidden, target_indices=np.arange(num_scored), sample_indices=sample_indices)
 
     def _take_spans(self, number: int) -> list[StageSpan]:
         """Return the spans that were reported since the last call, with plans counted from plan `number`."""

@@ -17,14 +17,14 @@ class StageInputs:
         hidden: [num_seqs, hidden], what the stage before has sent; in the first stage, what the last one has sent.
     """
 
-    def __init__(self, num_seqs: int, hidden_size: int, dtype: torch.dtype, device: torch.device, row: int) -> None:
+    def __init__(self, num_seqs: int, hidden_size: int, dtype: torch.dtype, device: torch.device) -> None:
         """
         Args:
-            num_seqs: the number of sequences of the largest graph.
-            row: the row of padding, which the graphs write to while they are captured.
+            num_seqs: the most sequences of a step. It is also the row of padding, to which the graphs write while they
+                are captured.
         """
         self.hidden = torch.zeros(num_seqs, hidden_size, dtype=dtype, device=device)
-        self._rows = torch.full((num_seqs,), row, dtype=torch.int32, device=device)
+        self._rows = torch.full((num_seqs,), num_seqs, dtype=torch.int32, device=device)
         self._positions = torch.zeros(num_seqs, dtype=torch.int32, device=device)
         self._sampling = torch.zeros(num_seqs, len(SAMPLING_COLUMNS), dtype=torch.int32, device=device)
 

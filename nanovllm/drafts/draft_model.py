@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from nanovllm.config import EngineConfig, ResolvedConfig
 from nanovllm.drafts.costs import PlanRunner
 from nanovllm.engine.interfaces import Handle
-from nanovllm.engine.plan import ROW_SAMPLING, IntArray, StepPlan
+from nanovllm.engine.plan import IntArray, StepPlan
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import ScheduledStep
 from nanovllm.models.model_config import load_model_config
@@ -198,7 +198,7 @@ class ModelDrafter:
         token_ids = np.frombuffer(tokens, np.int32)
         token_ids[token_ids >= self._draft_vocab_size] = 0
         num_sampled = (num_drafts[order] > 0).astype(np.int32)
-        first = StepPlan(
+        first = plan._replace(
             rows=plan.rows[order],
             num_computed=starts[order],
             num_scheduled=(ends - starts)[order],
@@ -206,22 +206,12 @@ class ModelDrafter:
             num_scored=np.zeros_like(num_sampled),
             token_ids=token_ids,
             targets=np.empty(0, np.int32),
-            block_entries=plan.block_entries,
             new_rows=new_rows,
         )
         return order[num_sampled > 0], self._runner.launch(first)
 
     def _plan_decodes(self, rows: IntArray, num_computed: IntArray) -> StepPlan:
         """Return the plan of a pass that computes the draft drawn last for each of some rows, and draws the next."""
+        ones = np.ones_like(rows)
         nothing = np.empty(0, np.int32)
-        return StepPlan(
-            rows=rows,
-            num_computed=num_computed,
-            num_scheduled=np.ones_like(rows),
-            num_sampled=np.ones_like(rows),
-            num_scored=np.zeros_like(rows),
-            token_ids=-np.ones_like(rows),
-            targets=nothing,
-            block_entries=nothing.reshape(0, 3),
-            new_rows=np.empty(0, ROW_SAMPLING),
-        )
+        return StepPlan.from_arrays([rows, num_computed, ones, ones, 0 * ones, -ones, nothing, nothing, nothing])

@@ -15,9 +15,10 @@ class BadWord:
     """
 
     def __init__(self, word: str, tokenizer: Tokenizer, vocab_size: int) -> None:
-        """ValueError if the word is too long."""
+        """ValueError if the word is too long, or cannot be tokenised."""
         if len(word) > LONGEST_WORD:
             raise ValueError(f"bad_words has a word of {len(word)} characters; it may have at most {LONGEST_WORD}")
+        tokenizer.check(word)
         (token_ids,) = tokenizer.encode_batch([" " + word.lstrip()], add_special_tokens=False)
         text = tokenizer.join_tokens(token_ids)
         bare = text.lstrip("Ġ▁")  # signs of a space, of tokenizers for bytes and of SentencePiece

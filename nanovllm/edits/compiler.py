@@ -47,14 +47,12 @@ class Grammar:
         kind: which parameter of structured_outputs gave it.
         text: the text as it was given.
         schema: the schema of the kinds json and json_object, parsed and changed for llguidance.
-        cost: bytes of the text, and the sum of its `multipleOf`: the memory of a compiled grammar grows with both.
         is_safe: whether this process may compile it at once.
     """
 
     kind: str
     text: str
     schema: dict[str, Any] | None
-    cost: int
     is_safe: bool
 
 
@@ -75,7 +73,7 @@ def read_grammar(kind: str, text: str) -> Grammar:
         safe = is_safe(size)
     elif kind == "json_object":
         schema = {"type": "object"}
-    return Grammar(kind, text, schema, size.bytes + size.multiples, safe)
+    return Grammar(kind, text, schema, safe)
 
 
 def convert_gbnf(text: str) -> str:

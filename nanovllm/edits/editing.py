@@ -1,6 +1,7 @@
 """Edits of logits, read from requests and collected for each step."""
 
 from collections.abc import Callable, Collection
+from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING
 
@@ -76,8 +77,5 @@ class Editing:
             read_tokens: reads all steps in flight. If the edits depend on their tokens, `sample` calls it first: by
                 then the model of the planned step runs.
         """
-
-        def collect_now() -> LogitEdits | None:
-            return collect_edits(step, self._vocab_size, self._counts)
-
+        collect_now = partial(collect_edits, step, self._vocab_size, self._counts)
         return LateEdits(read_tokens, collect_now) if lacks_tokens(step) else collect_now()

@@ -6,12 +6,10 @@ token before it. So the masks of a step are made once the step before it is read
 """
 
 import json
-from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from collections.abc import Sequence as Seq
-from functools import cached_property
-from threading import Lock
-from typing import Any, NamedTuple
+from functools import cached_property, lru_cache
+from typing import Any
 
 from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from llguidance.numpy import fill_next_token_bitmask_par, fill_next_token_bitmask_par_with_draft_tokens
@@ -22,13 +20,8 @@ from nanovllm.sampling_params import KINDS, StructuredOutputsParams
 from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.utils.checks import quote
 
-MOST_KEPT = 256
-MOST_BYTES_KEPT = 256 << 20
-"""Compiled grammars that are kept for later requests, and their memory; requests hold their own as long as they run."""
-
-_BYTES_OF_ANY = 16 << 10
-_BYTES_PER_COST = 640
-"""Memory of a compiled grammar that no child has measured, at most: of any, and for each unit of `Grammar.cost`."""
+MOST_KEPT = 32
+"""Compiled grammars that are kept for later requests; a large one may take tens of megabytes."""
 
 LONGEST_ERROR = 500
 """Characters of an error: it may repeat a part of the grammar."""
@@ -64,13 +57,6 @@ def fill_masks(masks: IntArray, places: Seq[tuple[LLMatcher, int, list[int]]]) -
         fill_next_token_bitmask_par(_executor, plain, masks)
 
 
-class _Kept(NamedTuple):
-    """A compiled grammar, or the error of a bad one, and its bytes of memory."""
-
-    found: LLMatcher | str
-    num_bytes: int
-
-
 class Grammars:
     """The grammars of one model's requests."""
 
@@ -85,10 +71,8 @@ class Grammars:
             self._tokenizer = LLTokenizer(tokenizer.to_str(), n_vocab=vocab_size, eos_token=sorted(eos_token_ids))
         except ValueError as why:  # it does not spell bytes
             raise ValueError(f"structured_outputs cannot be had with this model's tokenizer: {why}") from None
-        self._kept: OrderedDict[tuple[str, str], _Kept] = OrderedDict()
-        """The grammars asked for last, the last one at the end."""
-        self._num_bytes_kept = 0
-        self._lock = Lock()  # requests are prepared ahead, in a thread
+        self.find = lru_cache(MOST_KEPT)(self._compile)
+        """Returns what `_compile` returns. Two threads may compile the same grammar at the same time."""
 
     def compile(self, params: StructuredOutputsParams | Mapping[str, Any]) -> LLMatcher:
         """Return the matcher at the start of a grammar, of which each sequence gets a copy.
@@ -96,40 +80,23 @@ class Grammars:
         Raises:
             ValueError: the grammar is bad or too large, or llguidance would not keep a part of it.
         """
-        params = StructuredOutputsParams.convert(params)
-        key = read_value(params)
-        with self._lock:
-            if key not in self._kept:
-                self._keep(key, self._compile(*key))
-            self._kept.move_to_end(key)
-            found = self._kept[key].found
+        found = self.find(*read_value(StructuredOutputsParams.convert(params)))
         if isinstance(found, str):
             raise ValueError(found)
         return found
 
-    def _keep(self, key: tuple[str, str], kept: _Kept) -> None:
-        """Keep a grammar, and let go of those that nobody has asked for longest. The last one stays, however large."""
-        self._kept[key] = kept
-        self._num_bytes_kept += kept.num_bytes
-        while len(self._kept) > 1 and (len(self._kept) > MOST_KEPT or self._num_bytes_kept > MOST_BYTES_KEPT):
-            _, oldest = self._kept.popitem(last=False)
-            self._num_bytes_kept -= oldest.num_bytes
-
-    def _compile(self, kind: str, text: str) -> _Kept:
+    def _compile(self, kind: str, text: str) -> LLMatcher | str:
+        """Return the matcher at the start of a grammar, or the error of a bad one."""
         try:
             grammar = read_grammar(kind, text)
-            num_bytes = _BYTES_OF_ANY + _BYTES_PER_COST * grammar.cost
             if not grammar.is_safe:
                 from nanovllm.edits.trial import try_in_child
 
-                trial = try_in_child(kind, text, self._special_tokens, self._vocab_size, self._eos)
-                if trial.error:
-                    raise ValueError(trial.error)
-                num_bytes = _BYTES_OF_ANY + 2 * len(text) + trial.num_bytes
-            return _Kept(compile_grammar(self._tokenizer, grammar), num_bytes)
+                if error := try_in_child(kind, text, self._special_tokens, self._vocab_size, self._eos):
+                    raise ValueError(error)
+            return compile_grammar(self._tokenizer, grammar)
         except ValueError as why:
-            error = f"structured_outputs.{kind}: {str(why)[:LONGEST_ERROR]}"
-            return _Kept(error, _BYTES_OF_ANY + 2 * len(text))
+            return f"structured_outputs.{kind}: {str(why)[:LONGEST_ERROR]}"
 
     @cached_property
     def _special_tokens(self) -> dict[int, str]:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import CancelledError
-from typing import Any, NamedTuple
+from typing import Any
 
 from llguidance import LLTokenizer
 
@@ -40,15 +40,8 @@ SECONDS_BETWEEN_LOOKS = 0.05
 """How often the waiting thread looks whether the answer is still wanted."""
 
 
-class Trial(NamedTuple):
-    """The findings of a child. `error` is "" if the grammar compiles; then it took num_bytes of memory."""
-
-    error: str
-    num_bytes: int
-
-
-def try_in_child(kind: str, text: str, special_tokens: Mapping[int, str], vocab_size: int, eos: int) -> Trial:
-    """Compile a grammar in a child process and wait for the result.
+def try_in_child(kind: str, text: str, special_tokens: Mapping[int, str], vocab_size: int, eos: int) -> str:
+    """Compile a grammar in a child process; return its error, or "" if it is good.
 
     Args:
         special_tokens: their texts by id. A Lark grammar may name them.
@@ -68,23 +61,21 @@ def try_in_child(kind: str, text: str, special_tokens: Mapping[int, str], vocab_
                 start_new_session=True,  # a Ctrl-C at the terminal is for this process
             )
     except OSError as error:
-        return Trial(f"it is so large that a child process must try it first, and none can be started: {error}", 0)
+        return f"it is so large that a child process must try it first, and none can be started: {error}"
     with child:
         try:
             answer = _await_answer(child)
         finally:
             child.kill()  # does nothing to a child that has ended
-    if answer is None:
-        return Trial(f"it takes more than {SECONDS} s to compile", 0)
     try:
-        return Trial(**json.loads(answer))
+        return str(json.loads(answer))
     except ValueError:
         limits = f"{SECONDS} s, {BYTES >> 20} MB of memory or {STACK >> 20} MB of stack"
-        return Trial(f"to compile it takes more than {limits} (the child process ended with {child.returncode})", 0)
+        return f"to compile it takes more than {limits} (the child process ended with {child.returncode})"
 
 
-def _await_answer(child: "subprocess.Popen[bytes]") -> bytes | None:
-    """Return what a child prints; None if that takes longer than PATIENCE.
+def _await_answer(child: "subprocess.Popen[bytes]") -> bytes:
+    """Return what a child prints; nothing if that takes longer than PATIENCE.
 
     Raises:
         CancelledError: nobody waits for the answer any more, for example after a Ctrl-C.
@@ -97,7 +88,7 @@ def _await_answer(child: "subprocess.Popen[bytes]") -> bytes | None:
             return child.communicate(timeout=SECONDS_BETWEEN_LOOKS)[0]
         except subprocess.TimeoutExpired:
             continue
-    return None
+    return b""
 
 
 class _ByteTokenizer:
@@ -128,44 +119,33 @@ def _limit(kind: int, most: int) -> None:
     resource.setrlimit(kind, (bound, bound))
 
 
-def _read_memory() -> tuple[int, int]:
-    """Return the bytes of this process's address space, and those of them that are in memory; Linux alone tells."""
-    if sys.platform != "linux":
-        return 0, 0
-    with open("/proc/self/statm") as file:
-        size, resident, *_ = file.read().split()
-    return int(size) * resource.getpagesize(), int(resident) * resource.getpagesize()
-
-
-def _compile(tokenizer: LLTokenizer, kind: str, text: str) -> Trial:
-    _, before = _read_memory()
+def _compile(tokenizer: LLTokenizer, kind: str, text: str) -> str:
     try:
-        matcher = compile_grammar(tokenizer, read_grammar(kind, text))
+        compile_grammar(tokenizer, read_grammar(kind, text))  # and in this thread it is taken to pieces
     except ValueError as error:
-        return Trial(str(error), 0)
-    _, after = _read_memory()
-    del matcher  # in this thread: to take a large grammar to pieces needs stack as well
-    return Trial("", max(0, after - before))
+        return str(error)
+    return ""
 
 
 def main() -> None:
-    """The child: reads a request from standard input, and writes its Trial to standard output."""
+    """The child: reads a request from standard input, and writes the grammar's error to standard output."""
     request = json.load(sys.stdin)
     special_tokens = {int(token_id): text for token_id, text in request["special_tokens"].items()}
     wrapped: Any = _ByteTokenizer(special_tokens, request["vocab_size"], request["eos"])
     tokenizer = LLTokenizer(wrapped)
     _limit(resource.RLIMIT_CORE, 0)
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.setitimer(signal.ITIMER_PROF, SECONDS)  # of processor time, then SIGPROF ends this process
     _limit(resource.RLIMIT_CPU, int(time.process_time() + SECONDS) + 2)  # even if it does not
-    if size := _read_memory()[0]:
-        _limit(resource.RLIMIT_AS, size + BYTES)
+    if sys.platform == "linux":  # which alone tells the size of the address space
+        with open("/proc/self/statm") as file:
+            num_pages = int(file.read().split()[0])
+        _limit(resource.RLIMIT_AS, num_pages * resource.getpagesize() + BYTES)
     threading.stack_size(STACK)
-    found: list[Trial] = []
+    found: list[str] = []
     thread = threading.Thread(target=lambda: found.append(_compile(tokenizer, request["kind"], request["text"])))
     thread.start()
     thread.join()
-    print(json.dumps(found[0]._asdict()))
+    print(json.dumps(found[0]))
 
 
 if __name__ == "__main__":

@@ -70,10 +70,10 @@ class BlockManager:
         return ceil_div(num_tokens, self.block_size)
 
     def find_prefix(self, seq: Sequence) -> list[int]:
-        """Return the blocks that hold the KV of the sequence's first tokens, as many as can be found without a gap.
+        """Return the blocks that hold the KV of the sequence's first tokens, up to the first block that is not found.
 
-        It covers at most `Sequence.max_cached_tokens`. So at least one token is always left to compute, into a block
-        of the sequence's own, and nothing ever writes into a shared block.
+        They hold at most `Sequence.max_cached_tokens` tokens, so at least one token is always left to compute. Its KV
+        goes into a block of the sequence's own. So nothing ever writes into a shared block.
         """
         hits: list[int] = []
         if not self.enable_prefix_caching:
@@ -86,10 +86,13 @@ class BlockManager:
             hits.append(block)
         return hits
 
-    def can_take(self, count: int, hits: Seq[int]) -> bool:
-        """Return whether `count` blocks are left to take once the blocks in `hits` have got a reference."""
-        revived = sum(1 for block in hits if self._references[block] == 0)
-        num_lacking = count + revived - self.num_free
+    def can_take(self, count: int, hits: Seq[int] = ()) -> bool:
+        """Return whether the pool can give a reference to each block in `hits`, and then `count` other blocks.
+
+        A hit that no sequence uses is free until it gets a reference, so it leaves one free block less.
+        """
+        num_free_hits = sum(1 for block in hits if self._references[block] == 0)
+        num_lacking = count + num_free_hits - self.num_free
         if num_lacking > 0:
             self.on_refusal(num_lacking)
         return num_lacking <= 0

@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING
@@ -26,7 +27,7 @@ from nanovllm.engine.step import ScheduledStep
 from nanovllm.outputs import Output
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.text.tokenizer import Tokenizer
-from nanovllm.utils.checks import quote
+from nanovllm.utils.checks import quote, refuse
 from nanovllm.utils.clock import Clock
 
 if TYPE_CHECKING:
@@ -110,7 +111,7 @@ class LLMEngine:
         self._in_flight: deque[tuple[int, ScheduledStep, Handle, Clock]] = deque()
         """The launched steps whose results are not fetched yet, the oldest first, with their numbers."""
         self._kept_error: Exception | None = None
-        """The error of a step that had ended requests before. They are returned first; the next call raises it."""
+        """An error of `step` that came when requests had ended. That call returns them; the next one raises this."""
         self.last_read: ScheduledStep | None = None
         """The most recent step that was read."""
 
@@ -148,6 +149,9 @@ class LLMEngine:
             raise ValueError("this model has no LM head, so it can only embed: use embed()")
         params = params.clone()  # the caller may change the original while the request runs
         check_request(token_ids, params, self.tokenizer is not None, self.config.vocab_size, self.config.max_model_len)
+        for name in self.config.refused_params:
+            if (value := getattr(params, name)) != getattr(SamplingParams(), name):
+                raise refuse(value, name, f'left out with attention_backend="{self.config.attention_backend}"')
         edits = self.editor.read_request(params) if params.edits_logits else None
         return Request(token_ids, params, text, edits, self.identity)
 
@@ -192,26 +196,18 @@ class LLMEngine:
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_unfinished or bool(self._in_flight) or self._kept_error is not None
+        return bool(self.scheduler.waiting or self.scheduler.running or self._in_flight or self._kept_error)
 
     def run(
         self, requests: Iterable[Request | None], holder: tuple[str, str] = OPEN_RUN
     ) -> Generator[list[tuple[int, Sequence]], None, None]:
         """Run requests. After each step, yield a list: (number, sequence) of each request that the step ended.
 
-        The first number is 0. Requests are taken while fewer than 2 x max_num_seqs sequences wait. If `requests` yields
-        None, no request is ready now: `run` makes a step and then asks again. If it yields None and no request runs,
-        the run ends. A Ctrl-C during a step is raised after the ended requests were yielded; a second one closes the
-        engine and is raised at once. However the generator is left, requests that have not ended are aborted.
-
-        Args:
-            holder: names the run to other activities, which are refused until it ends: see `Claim.held_by`.
+        The first number is 0. If `requests` yields None, no request is ready now: `run` makes a step, then asks again.
+        If it yields None and no request runs, the run ends. A Ctrl-C during a step is raised after the ended requests
+        were yielded. A second one closes the engine and is raised at once. However the generator is left, requests that
+        have not ended are aborted. `holder` names the run to other activities: see `Claim.held_by`.
         """
-        return self._run(requests, holder)
-
-    def _run(
-        self, requests: Iterable[Request | None], holder: tuple[str, str]
-    ) -> Generator[list[tuple[int, Sequence]], None, None]:
         with self.claim.held_by(*holder):
             hold = HoldInterrupt(on_second=self.close)
             interrupt: KeyboardInterrupt | None = None
@@ -219,19 +215,16 @@ class LLMEngine:
             count = itertools.count()
             try:
                 with self.claim.work():
-                    self.abort_all()  # a Ctrl-C may have kept the run before from it
+                    self.abort_all()  # a Ctrl-C may have ended the run before this one too early to do it
                 incoming = iter(requests)
-                most_waiting = 2 * self.config.max_num_seqs
                 while interrupt is None:
-                    # next() also returns None if the iterable has ended. To ask it again does no harm.
-                    while len(self.scheduler.waiting) < most_waiting and (request := next(incoming, None)):
-                        with self.claim.work():
-                            numbers[self.add(request)] = next(count)
+                    self._take(incoming, numbers, count)
                     if not numbers:
                         return
                     finished: list[Sequence] = []
                     try:
-                        with hold, self.claim.work():  # a held Ctrl-C is raised at the end: `finished` has its value
+                        # `hold` raises a held Ctrl-C when this block has ended, so `finished` has its value by then.
+                        with hold, self.claim.work():
                             finished = self.step()
                     except KeyboardInterrupt as error:
                         interrupt = error
@@ -239,33 +232,45 @@ class LLMEngine:
                     self._raise_kept()
             finally:
                 self._kept_error = None
-                # A Ctrl-C that comes now must not stop this call halfway. An engine that is closed has no sequences.
+                # No Ctrl-C stops abort_all() halfway. A closed engine raises ClosedError, and has nothing to abort.
                 with hold, suppress(ClosedError), self.claim.work():
                     self.abort_all()
                 if interrupt is not None:
                     raise interrupt
 
+    def _take(self, incoming: Iterator[Request | None], numbers: dict[Sequence, int], count: Iterator[int]) -> None:
+        """Queue and number requests while fewer than 2 x max_num_seqs sequences wait.
+
+        next() returns None if no request is ready now, and also if there are no more. To ask again does no harm.
+        """
+        most_waiting = 2 * self.config.max_num_seqs
+        while len(self.scheduler.waiting) < most_waiting and (request := next(incoming, None)):
+            with self.claim.work():
+                numbers[self.add(request)] = next(count)
+
     def step(self) -> list[Sequence]:
         """Launch the next step if one can be planned. Then read the oldest step in flight.
 
-        While fewer than `depth` steps are in flight, no step is read. Edits of logits may depend on tokens in flight:
-        then the runner reads these after it has run the new step's model, and before it samples.
+        If a step was launched, and fewer than `depth` steps are in flight now, this call reads nothing.
+
+        An exception leaves the engine without requests and with an empty prefix cache. If the runner cannot go on, the
+        engine is closed. If requests had ended before the exception in the same call, this call returns them, and the
+        next call raises the exception.
 
         Returns:
-            The lead of each request that ended. After an exception the engine has no requests, and its prefix cache is
-            empty. The engine is closed if the runner cannot go on. If requests had ended before the exception, they are
-            returned, and the next call raises it.
+            The lead of each request that ended.
         """
         self._raise_kept()
-        scheduler = self.scheduler
         finished: list[Sequence] = []
         try:
             clock = Clock()
             step = self._plan(clock)
             if step is not None:
                 edits = None
-                if scheduler.edited_rows:
-                    edits = self.editor.collect(step, lambda: finished.extend(self._read_all(clock)))
+                if self.scheduler.edited_rows:
+                    # Edits may depend on tokens of steps in flight. If so, the runner runs the new step's model, reads
+                    # the steps in flight through this function, and then samples.
+                    edits = self.editor.collect(step, partial(self._read_all, clock, finished))
                 handle = self.runner.launch(step.plan, edits)
                 clock.span("launch")
                 self.num_steps += 1
@@ -273,7 +278,7 @@ class LLMEngine:
                 if len(self._in_flight) < self.depth:
                     return finished
             if not self._in_flight:
-                raise RuntimeError(f"nothing can run: {self.stats()}, waiting: {list(scheduler.waiting)[:3]}")
+                raise RuntimeError(f"nothing can run: {self.stats()}, waiting: {list(self.scheduler.waiting)[:3]}")
             return finished + self._read_oldest()
         except BaseException as error:
             self._recover()
@@ -321,11 +326,16 @@ class LLMEngine:
         leads = dict.fromkeys(seq.lead or seq for seq in finished)
         return [lead for lead in leads if all(seq.finish_reason for seq in (lead, *lead.others))]
 
-    def _read_all(self, clock: Clock) -> Iterator[Sequence]:
-        """Read all steps in flight while another one is being launched. `clock` is that of the new step."""
+    def _read_all(self, clock: Clock, finished: list[Sequence]) -> None:
+        """Read all steps in flight while another one is being launched.
+
+        Args:
+            clock: the new step's clock.
+            finished: gets the lead of each request that ended.
+        """
         clock.span("launch")
         while self._in_flight:
-            yield from self._read_oldest()
+            finished += self._read_oldest()
         clock.resume()
 
     def _await_oldest(self) -> tuple[int, ScheduledStep, Clock, StepResult]:
@@ -341,7 +351,8 @@ class LLMEngine:
         Otherwise drop every sequence and the prefix cache, because the KV cache may now hold wrong values.
         """
         if self.closed:
-            return  # by an observer or a second Ctrl-C: it is freed next, and nobody waits for steps in flight
+            # An observer or a second Ctrl-C has closed it. It is freed next, and nobody waits for steps in flight.
+            return
         if (reason := self.runner.reason_to_close()) is not None:
             logger.error("the engine is closed: %s", reason)
             self.close()

@@ -72,12 +72,13 @@ class StepPlan(NamedTuple):
         rows: int32 [num_seqs], the row of each scheduled sequence.
         num_computed: int32 [num_seqs], tokens whose KV is in the cache before this step.
         num_scheduled: int32 [num_seqs], tokens to compute in this step, at least 1.
-        num_sampled: int32 [num_seqs], how many tokens to sample. It is 1 + the number of drafts if this step computes
-            the sequence's last token, else 0. They are sampled from the logits of its last num_sampled tokens.
-        num_scored: int32 [num_seqs], how many targets to score. The num_scored tokens before those that sample give the
-            logits for scoring.
-        token_ids: int32 [num_tokens], the tokens to compute, sequence after sequence, drafts included. -1 stands for
-            the token that was sampled last for that row: it is on the device, and the host may not know it yet.
+        num_sampled: int32 [num_seqs], how many tokens to sample. It is 0 if this step does not compute the sequence's
+            last token. Otherwise it is 1 + the number of drafts. The logits of the sequence's last num_sampled tokens
+            of this step are used, each for one sample.
+        num_scored: int32 [num_seqs], how many targets to score. The logits come from the num_scored tokens before the
+            last num_sampled ones.
+        token_ids: int32 [num_tokens], the ids of the tokens to compute, sequence after sequence. Its drafts are the
+            last ones of a sequence. -1 stands for the token that the device sampled last for the row.
         targets: int32 [sum of num_scored], sequence after sequence: the prompt tokens whose log-probability is wanted.
             The last target may be the first token of the next chunk. EMBED stands for the hidden state itself.
         block_entries: int32 [n, 3], new (row, index, block) entries of the block tables.

@@ -21,21 +21,28 @@ _NO_ENTRIES = np.empty((0, 3), np.int32)
 
 
 class RowTable:
-    """The resident sequences by row, and their counts: flat arrays, because each step visits all rows.
+    """Holds the resident sequences by row, and counts of their tokens.
 
-        tokens of a row   0 .... num_computed .... num_known .... num_tokens .... num_needed + 1
+    The counts are flat arrays, because each step visits all rows:
+
         num_computed      tokens whose KV is in the cache when all launched steps have run
         num_known         tokens whose ids the host has read
-        num_tokens        known tokens, and those that launched steps will sample (placeholders)
-        num_needed        the most tokens that are ever computed. The last token of all is not, because none follows it.
+        num_tokens        known tokens, and placeholders: tokens that launched steps will sample
+        num_needed        the most tokens that are ever computed: `Sequence.num_needed`
 
-    `num_computed <= num_tokens` always holds. The next step computes the difference, at most up to num_needed. When
-    steps overlap, num_computed may be larger than num_known, which the picture does not show: the device computes a
-    token whose id the host has not read yet.
+    The counts of a sequence whose prompt had 5 tokens, and whose first token of output the host has read:
 
-    The release clock finds rows that have lost their sequence since a step was planned. `num_releases` counts all rows
-    that were ever freed. `released_at[row]` is that count when the row was freed last. If it is larger than the step's
-    `num_releases`, the row was freed after the step was planned. One comparison of arrays answers this for all rows.
+        steps in flight   num_computed   num_known   num_tokens
+              0                 5            6            6
+              1                 6            6            7
+              2                 7            6            8
+
+    `num_computed <= num_tokens` always holds. The next step computes the difference, at most up to num_needed. With two
+    steps in flight the device computes a token whose id the host has not read yet.
+
+    `num_releases` counts the rows that were ever freed. `released_at[row]` is this count from when the row was freed
+    last. A step keeps a copy of the count from when it was planned. If `released_at[row]` is larger than the copy, the
+    row was freed after that. One comparison of arrays answers this for all rows.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -135,8 +142,8 @@ class RowTable:
 class BlockTables:
     """Gives blocks to resident sequences, and makes their full blocks findable by prefix.
 
-    Only this class changes `Sequence.block_table`. It keeps two counts per row. It also collects the new entries that
-    the device's copy of the tables needs. The block manager owns the blocks and knows nothing of rows.
+    Only this class changes `Sequence.block_table`. The device has a copy of all block tables, so this class collects
+    the entries that the copy does not have yet. The block manager owns the blocks, and knows nothing of rows.
     """
 
     def __init__(self, block_manager: BlockManager, table: RowTable) -> None:
@@ -157,9 +164,9 @@ class BlockTables:
         return entries
 
     def missing(self, rows: Rows, ends: IntArray) -> dict[int, int]:
-        """Return {row: number of blocks that it lacks for its first `ends` tokens}, only for rows that lack blocks.
+        """Return {row: how many blocks it must get to hold its first `ends` tokens}, without rows that need none.
 
-        `room` is always a whole number of blocks, so the lacking tokens alone tell how many blocks are lacking.
+        A row's blocks are full when it has `room` tokens. So the tokens beyond `room` need blocks of their own.
         """
         num_lacking = ends - self.room[rows]
         short = (num_lacking > 0).nonzero()[0]
@@ -169,11 +176,11 @@ class BlockTables:
         return {row: self.manager.blocks_for(num_tokens) for row, num_tokens in lacking}
 
     def can_grow(self, missing: dict[int, int]) -> bool:
-        """Return whether the pool has the blocks that are missing."""
-        return not missing or self.manager.can_take(sum(missing.values()), [])
+        """Return whether the pool has all the blocks that `missing` has returned."""
+        return not missing or self.manager.can_take(sum(missing.values()))
 
     def grow(self, missing: dict[int, int]) -> None:
-        """Take the blocks that are missing."""
+        """Give each row its missing blocks. Ask `can_grow` first."""
         for row, count in missing.items():
             self._extend(self._table.resident[row], self.manager.take(count))
 
@@ -196,11 +203,11 @@ class BlockTables:
         self.room[seq.row] = len(seq.block_table) * self.manager.block_size
 
     def register(self, rows: Rows, ends: IntArray) -> None:
-        """Make blocks findable by prefix: those that are full of tokens whose ids are known, up to each row's `ends`.
+        """Make the rows' full blocks findable by prefix, up to `ends`, if the ids of all their tokens are known.
 
-        These tokens are computed already, or the step that is being planned computes them. In each layer all keys and
-        values are stored before attention reads them, so even another sequence of the same step may use the blocks. A
-        block with a placeholder cannot be found, because the id of that token is not known.
+        The step that is being planned computes the tokens before `ends` that are not computed yet. In each layer all
+        keys and values are stored before attention reads them. So even another sequence of the same step may use these
+        blocks. A block with a placeholder cannot be found, because the id of that token is not known.
         """
         size = self.manager.block_size
         known = np.minimum(ends, self._table.num_known[rows])

@@ -28,14 +28,14 @@ _NO_TARGETS = np.empty(0, np.int32)
 class Scheduler:
     """Holds all sequences that have not ended, plans steps for them, and appends the tokens that the steps sampled.
 
-    There are no separate prefill and decode steps. Every step computes tokens that are not computed yet, until its
-    token budget (max_num_batched_tokens) is spent. Running sequences come first, in order of admission; then waiting
-    sequences are admitted, in order. Drafts get what is left of the budget.
+    There are no separate prefill and decode steps. Every step computes tokens that are not computed yet. Its budget is
+    max_num_batched_tokens. Running sequences get tokens first, in order of admission. Then waiting sequences are
+    admitted, in order. Drafts get what is left of the budget.
 
-    If a step may compute every running row, it computes all tokens of every sequence but the last one. At most that
-    one, a prompt, is cut. The proof: a sequence is admitted only while a token of the budget is left after all
-    sequences before it, so at most one prompt is unfinished, and it is the last one. Each other sequence needs one
-    token per step, and there are never more of them than tokens in the budget.
+    At most one sequence of a step is cut: the last one, and only while it computes its prompt. This holds if the step
+    may compute every running row (see `choose_running`). The reason: a sequence is admitted only if the sequences
+    before it leave a token of the budget. So at most one prompt is unfinished, and it is the last sequence. Each other
+    sequence needs one token per step, and there are never more of them than tokens in the budget.
 
     A step that preempts a sequence admits nobody. The preempted sequence is now the first in the queue, and a moment
     ago there were no blocks for it. Such a step verifies no drafts either, because drafts take blocks, too.
@@ -85,10 +85,6 @@ class Scheduler:
     def running(self) -> list[Sequence]:
         """Resident sequences in order of admission."""
         return self.table.running
-
-    @property
-    def has_unfinished(self) -> bool:
-        return bool(self.waiting or self.table.resident)
 
     # ---- schedule
 
@@ -211,14 +207,15 @@ class Scheduler:
             num_computed = num_computed[order]
             num_scheduled = num_scheduled[order]
         num_before = table.num_tokens[rows]
-        is_complete = ends >= num_before  # the step computes the row's last token, and its drafts
+        is_complete = ends >= num_before  # whether the step computes the row's last token, and so samples the next one
         num_scored = np.zeros(len(rows), np.int32)
         targets = _NO_TARGETS
         scored: Seq[Scored] = ()
         if self.scoring is not None and self.scoring.seqs:
             num_scored, targets, scored, is_only_scored = self.scoring.choose_targets(rows, ends)
             is_complete &= ~is_only_scored
-        num_sampled = ends + 1 - num_before  # a token after the last one, and one more after each draft
+        # For a complete row this is 1, and 1 more for each draft: `ends` counts drafts, and `num_before` does not.
+        num_sampled = ends + 1 - num_before
         sampling = rows
         if np.count_nonzero(is_complete) < len(rows):
             num_sampled[~is_complete] = 0
@@ -235,14 +232,16 @@ class Scheduler:
             new_rows=pack_sampling(admitted, len(self.may_stop) - 1),
         )
         table.count_launched(rows, ends, num_before + num_sampled)
-        are_all = num_tokens == len(sampling) == len(table.resident)  # as in most steps: in order of admission, too
+        # In most steps every resident sequence decodes. Then they are in order of admission, as in `table.running`.
+        are_all = num_tokens == len(sampling) == len(table.resident)
         seqs = table.running if are_all else table.sequences(sampling)
         return ScheduledStep(plan, seqs, sampling, table.num_releases, scored)
 
     def _fill_token_ids(self, rows: Rows, starts: IntArray, ends: IntArray, num_tokens: int) -> IntArray:
-        """Return the ids of the tokens of a step: the known ones up to `RowTable.num_sent`, and -1 for the others.
+        """Return the ids of the tokens that a step computes, int32 [num_tokens].
 
-        The device has sampled the token of a row beyond that. Drafts are written later.
+        The host sends the ids that come before `RowTable.num_sent`. The others are -1: the device has sampled these
+        tokens, or they are drafts, whose ids are written later.
         """
         table = self.table
         token_ids = np.empty(num_tokens, np.int32)
@@ -280,6 +279,7 @@ class Scheduler:
             owners, result = step.keep(result, num_new)
             receivers = [seqs[i] for i in owners.tolist()]
             may_end = table.add_known(rows, num_new)
+            # `owners` has the index in `seqs` for each token. The owner of a stop token may end, too.
             may_end[owners[self.may_stop[result.token_ids]]] = True
         for i, values in result.logprobs.items():
             receivers[i].logprobs.append(values)
@@ -294,13 +294,14 @@ class Scheduler:
         return finished
 
     def _find_receivers(self, step: ScheduledStep, drawn: IntArray) -> tuple[Rows, IntArray]:
-        """Find out who gets how many of the tokens that a step drew, and take rejected drafts out of the row table.
+        """Find out how many of the drawn tokens each sequence gets, and take rejected drafts out of the row table.
 
         A sequence may have lost its row since the step was planned. If it was preempted, it gets its tokens. If it has
         ended, it gets none. No other step of a sequence with drafts is in flight.
 
         Returns:
-            The row of each of the step's sequences, NO_ROW if it has lost it; and int32 [n], how many tokens it gets.
+            For each of the step's n sequences: its row, or NO_ROW if it has lost it; and how many tokens it gets, int32
+            [n].
         """
         table = self.table
         num_drawn = step.num_drawn
@@ -359,7 +360,7 @@ class Scheduler:
         row, seq = next(reversed(table.resident.items()))  # the last item: a dict keeps the order of insertion
         seq.num_in_flight = int(table.num_tokens[row] - table.num_known[row])
         if seq.is_only_scored and table.num_computed[row] == seq.num_needed:
-            # The step with its last scores is in flight. They will end it, so it must not be admitted again before.
+            # The step with its last scores is in flight. These will end it, so it must wait for them.
             seq.num_in_flight = 1
         self._release(seq)
         self.waiting.appendleft(seq)

@@ -71,17 +71,10 @@ def check_request(
 
 
 class Sequence:
-    """One completion of a request: its tokens, its limits, and, while it is resident, its row and its blocks.
+    """Holds one completion of a request: its tokens, its limits, how it ended, and its log-probabilities.
 
-    It is resident from admission until it ends or is preempted. Counts that change with every token of a resident
-    sequence are in the scheduler's `RowTable`, not here.
-
-    Three facts are kept here and nowhere else:
-
-        how it ended       `check_end` decides after each token. `Scheduler.end` ends a sequence that is aborted, or
-                           that has received its last scores.
-        log-probabilities  `logprobs` has an entry per token of output, `prompt_logprobs` an entry per prompt token.
-        the text           `stop_matcher` decodes the output, if there are stop strings to find in it.
+    A sequence is resident from its admission until it ends or is preempted. While it is resident, it has a row and
+    blocks. The counts that change with every token of a resident sequence are in the scheduler's `RowTable`.
     """
 
     def __init__(
@@ -111,8 +104,9 @@ class Sequence:
         self.limit = max(min(self.num_prompt_tokens + max_tokens, max_model_len), self.num_prompt_tokens)
         """Prompt and output together have at most this many tokens."""
         self.num_needed = self.num_prompt_tokens if params.embed else max(self.limit - 1, 1)
-        """At most this many tokens are computed: all of a prompt that is embedded, otherwise all but the last, because
-        no token follows it. At least 1, because a prompt of one token that is only scored takes part in one step."""
+        """At most this many tokens are computed. A prompt that is embedded is computed as a whole. Otherwise the last
+        of `limit` tokens is not computed, because no token follows it. A prompt of one token that is only scored takes
+        part in one step, so at least 1 token is computed."""
         scores_from = self.num_prompt_tokens if params.prompt_logprobs is None else max(params.prompt_logprob_start, 1)
         self.next_scored = scores_from
         """Index of the first prompt token that no launched step scores. It is num_prompt_tokens if all are scored."""
@@ -137,11 +131,11 @@ class Sequence:
         self.block_table: list[int] = []
         """The sequence's blocks in order, while it is resident. Only `BlockTables` changes this list."""
         self.digests: list[bytes] = []
-        """Prefix digests of the first full blocks. They are kept, so that no block is hashed twice."""
+        """The `prefix_digest` of each of the first full blocks. They are kept, so that no block is hashed twice."""
         self.drafting: Any = None
-        """Only drafts/ uses this."""
+        """Only drafts/ reads and writes this."""
         self.num_in_flight = 0
-        """After a preemption: how many results of launched steps must arrive before the sequence is admitted again."""
+        """A preempted sequence waits until so many results of launched steps have arrived. Then it may be admitted."""
         self.num_cached_tokens: int | None = None
         """How many prompt tokens the prefix cache had at the first admission; None before it."""
         self.finish_reason: FinishReason | None = None
@@ -187,15 +181,16 @@ class Sequence:
     def check_end(self, num_new: int = 1) -> FinishReason | None:
         """Decide whether one of the last num_new tokens ends the sequence, and drop the tokens after that one.
 
-        Set finish_reason and stop_reason; return finish_reason. The scheduler calls this for every token, in order,
-        because stop strings and grammars need that. It skips the call if `Scheduler.may_stop` and
-        `RowTable.unchecked_until` show that no token can end the sequence.
+        This sets finish_reason and stop_reason, and returns finish_reason. Stop strings and grammars must see every
+        token, in order. Without them, the scheduler skips the call if `Scheduler.may_stop` and
+        `RowTable.unchecked_until` show that no new token can end the sequence.
         """
         num_before = len(self.token_ids) - num_new
-        for end, token_id in enumerate(self.token_ids[num_before:], num_before + 1):
-            self.finish_reason = self._check_token(token_id, end)
+        for num_tokens, token_id in enumerate(self.token_ids[num_before:], num_before + 1):
+            self.finish_reason = self._check_token(token_id, num_tokens)
             if self.finish_reason is not None:
-                num_kept = end - 1 if self.finish_reason == "error" else end
+                # The token that ends the sequence is kept, but not the mark of a failed sample.
+                num_kept = num_tokens - 1 if self.finish_reason == "error" else num_tokens
                 del self.token_ids[num_kept:]
                 del self.logprobs[num_kept - self.num_prompt_tokens :]
                 break

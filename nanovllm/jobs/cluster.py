@@ -9,7 +9,6 @@ The machine of the command reads the input and writes the results, so the other 
 import logging
 import os
 import pickle
-import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
@@ -25,30 +24,27 @@ from ray.data import DataContext
 from nanovllm.config import DEFAULT_NUM_SEQS, EngineConfig
 from nanovllm.jobs.compact_sets import DigestSet
 from nanovllm.jobs.job import Job, Status
-from nanovllm.jobs.open_job import OpenJob
 from nanovllm.jobs.provenance import read_provenance
 from nanovllm.jobs.request_lines import LineError, read_request_line
 from nanovllm.jobs.result_lines import ResultLine, make_error_line
-from nanovllm.jobs.run import answer_lines, load_llm, supervise
+from nanovllm.jobs.run import OpenJob, answer_lines, load_llm, supervise
 from nanovllm.jobs.source import InputDigest, Line, Reading, Source
 from nanovllm.ray import MAX_BATCHES, actors
 from nanovllm.uses.sharing import EngineThread
 
-logger = logging.getLogger(__name__)
 
-
-def run_on_ray(job: Job, replicas: int = 1, address: str | None = None) -> Status:
+def run_on_ray(job: Job, replicas: int = 1) -> Status:
     """Run a job on a cluster, or resume it. The results are those of `run_job`, and either may resume the other's job.
+
+    The cluster is that at RAY_ADDRESS, or else one of this machine alone, made for this job.
 
     Args:
         replicas: the number of engines.
-        address: the cluster's address. None means RAY_ADDRESS, or else a cluster of this machine alone, made for this
-            job.
     """
-    return supervise(job, lambda work: _answer(work, replicas, address))
+    return supervise(job, lambda work: _answer(work, replicas))
 
 
-def _answer(work: OpenJob, replicas: int, address: str | None) -> None:
+def _answer(work: OpenJob, replicas: int) -> None:
     config = work.job.config
     if replicas < 1:
         raise ValueError(f"replicas is {replicas}; it must be at least 1")
@@ -58,7 +54,7 @@ def _answer(work: OpenJob, replicas: int, address: str | None) -> None:
         raise ValueError("trace is a file of one engine: leave it out with --ray")
     size = lines_per_part(work.num_left)
     num_seqs = config.max_num_seqs or DEFAULT_NUM_SEQS
-    with _cluster(address, config, replicas) as on_gpu, work.counts.show(lambda: vars(work.counts)):
+    with _cluster(config, replicas) as on_gpu, work.counts.show(lambda: vars(work.counts)):
         pool = actors(
             replicas,
             tensor_parallel_size=config.tensor_parallel_size,
@@ -203,7 +199,7 @@ def _answer_parts(work: OpenJob, known: Container[int], size: int, pool: Mapping
 
 
 @contextmanager
-def _cluster(address: str | None, config: EngineConfig, replicas: int) -> Iterator[bool]:
+def _cluster(config: EngineConfig, replicas: int) -> Iterator[bool]:
     """Connect to a cluster, or make one of this machine alone. Yields whether the engines run on GPUs.
 
     Raises:
@@ -212,15 +208,14 @@ def _cluster(address: str | None, config: EngineConfig, replicas: int) -> Iterat
     ranks = config.num_ranks
     is_ours = not ray.is_initialized()
     if is_ours:
-        address = address or os.environ.get("RAY_ADDRESS") or "local"
+        address = os.environ.get("RAY_ADDRESS") or "local"
         # A new cluster gets as many CPUs as the engines need, even if the machine has fewer: sharing a CPU is slow, but
         # Ray would wait for ever for one that is not there.
         num_cpus = {"num_cpus": max(os.cpu_count() or 1, replicas * ranks + 1)} if address == "local" else {}
         # Ray logs a spurious error for every actor that may be restarted. This hides it.
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
         try:
-            with _silence_stderr():  # Ray reports the variable just set
-                ray.init(address, log_to_driver=False, logging_level=logging.WARNING, **num_cpus)
+            ray.init(address, log_to_driver=False, logging_level=logging.WARNING, **num_cpus)
         except ConnectionError as error:
             raise ValueError(f"no Ray cluster answers at {address}: {error}") from error
     try:
@@ -249,18 +244,3 @@ def check_room(nodes: Sequence[Mapping[str, float]], kind: str, replicas: int, p
             f"and Ray would wait for them for ever: use --replicas {max(room, 1)}, or start Ray with "
             f"--num-{kind.lower()}s"
         )
-
-
-@contextmanager
-def _silence_stderr() -> Iterator[None]:
-    """Within this block nothing reaches stderr, not even from C++."""
-    sys.stderr.flush()
-    kept = os.dup(2)
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), 2)
-    try:
-        yield
-    finally:
-        sys.stderr.flush()
-        os.dup2(kept, 2)
-        os.close(kept)

@@ -53,13 +53,12 @@ class JobCounts:
 
     @contextmanager
     def show(self, stats: Callable[[], Mapping[str, int]]) -> Iterator[ProgressBar]:
-        """Show a progress bar within the block, and yield it. Measure the seconds and count the drafts of the block.
+        """Show a progress bar within the block, and yield it. Measure the seconds of the block.
 
         Args:
-            stats: returns the engine's counts of tokens; see `LLM.stats`.
+            stats: returns the counts of an engine that has done nothing before; see `LLM.stats`.
         """
         since = time.perf_counter()
-        before = dict(stats())
         self._bar = ProgressBar(
             stats,
             desc="Answering",
@@ -73,9 +72,8 @@ class JobCounts:
         finally:
             self._bar.close()
             self._bar = None
-            now = stats()
-            self.num_draft_tokens = now["num_draft_tokens"] - before["num_draft_tokens"]
-            self.num_accepted_tokens = now["num_accepted_tokens"] - before["num_accepted_tokens"]
+            self.num_draft_tokens = stats()["num_draft_tokens"]
+            self.num_accepted_tokens = stats()["num_accepted_tokens"]
             self.seconds = time.perf_counter() - since
 
     def describe(self) -> str:

@@ -6,7 +6,6 @@ from enum import IntEnum
 from pathlib import Path
 
 from nanovllm.config import EngineConfig
-from nanovllm.jobs.source import MAX_LINE_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +17,6 @@ class Job:
         model_name: the only `model` that a line may ask for. Result lines repeat it.
         overwrite: throw away the results that are there and start anew.
         stats: the file that gets the summary as JSON.
-        max_line_bytes: a longer line of the input is answered by an error.
         accept_changes: resume even if the options or the engine differ from those that gave the earlier results.
     """
 
@@ -28,7 +26,6 @@ class Job:
     model_name: str
     overwrite: bool = False
     stats: str | None = None
-    max_line_bytes: int = MAX_LINE_BYTES
     accept_changes: bool = False
 
 

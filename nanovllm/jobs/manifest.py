@@ -153,13 +153,12 @@ def _find_differences(before: Any, now: Mapping[str, Any], prefix: str) -> Itera
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
     """Write a JSON file. After a failure the file is as it was before: it is never half written. Raises an OSError."""
-    for stale in path.parent.glob(f"{hidden_prefix(path)}*.new"):  # a killed process left it
+    prefix = f".nanovllm-{xxhash.xxh3_64_hexdigest(os.fsencode(path.name))}-"  # as short for the longest name
+    for stale in path.parent.glob(f"{prefix}*.new"):  # a killed process left it
         stale.unlink(missing_ok=True)
-    new = path.with_name(f"{hidden_prefix(path)}{secrets.token_hex(8)}.new")
+    new = path.with_name(f"{prefix}{secrets.token_hex(8)}.new")
     try:
-        # Nobody can foresee this name, so no link that leads elsewhere can wait there.
-        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
-        with open(descriptor, "wb") as file:
+        with open(new, "xb") as file:  # "x" follows no link, and nobody can foresee this name
             file.write(json.dumps(data, indent=2).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
@@ -172,8 +171,3 @@ def write_json(path: Path, data: Mapping[str, Any]) -> None:
         os.fsync(folder)
     finally:
         os.close(folder)
-
-
-def hidden_prefix(path: Path) -> str:
-    """Return the beginning of the names of hidden files beside `path`. Its length does not depend on the path."""
-    return f".nanovllm-{xxhash.xxh3_64_hexdigest(os.fsencode(path.name))}-"

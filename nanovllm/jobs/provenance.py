@@ -1,5 +1,6 @@
 """Facts beside requests and options that decide the tokens of a run: the model, and versions of what computes."""
 
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +12,8 @@ from nanovllm.version import __version__
 if TYPE_CHECKING:
     from nanovllm.engine.llm_engine import LLMEngine
 
+MODEL = ("*.json", "*.txt", "*.jinja", "*.safetensors")
+"""The files that configure a model, its tokenizer and its chat template, and its shards."""
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 """The files of a LoRA adapter."""
 
@@ -25,10 +28,14 @@ def read_provenance(engine: "LLMEngine") -> dict[str, str]:
     """
     config = engine.config
     origin = engine.facts.origin
+    optional = {}
+    if config.lora is not None:
+        optional["lora"] = digest_files(Path(config.lora).expanduser(), ADAPTER, with_tensors=True)
+    if config.quantization is not None:
+        optional["quantization"] = config.quantization
     return {
-        "model": model_digest(origin) if isinstance(origin, Path) else origin,
-        **({"lora": digest_adapter(config.lora)} if config.lora is not None else {}),
-        **({"quantization": config.quantization} if config.quantization is not None else {}),
+        "model": digest_files(origin, MODEL, with_tensors=False) if isinstance(origin, Path) else origin,
+        **optional,
         "dtype": config.dtype,
         "device": config.device.split(":")[0],
         "attention_backend": config.attention_backend,
@@ -37,34 +44,22 @@ def read_provenance(engine: "LLMEngine") -> dict[str, str]:
     }
 
 
-def model_digest(folder: Path) -> str:
-    """Return a hexadecimal digest of a model's folder that tells it from other models, without reading its weights.
+def digest_files(folder: Path, patterns: Sequence[str], with_tensors: bool) -> str:
+    """Return a hexadecimal digest of a folder's files: of their sizes and contents. ValueError if one cannot be read.
 
-    The digest covers the sizes of all files, the headers of the shards (which name every tensor), and the contents of
-    the files that configure the model, its tokenizer and its chat template. ValueError if a file cannot be read.
+    Args:
+        with_tensors: read all of the files of tensors, or only their headers, which name every tensor.
     """
     digest = xxhash.xxh3_128()
-    patterns = ("*.json", "*.txt", "*.jinja", "*.safetensors")
     try:
         for path in sorted(path for pattern in patterns for path in folder.glob(pattern)):
             with open(path, "rb") as file:
-                if path.suffix == ".safetensors":
+                if path.suffix == ".safetensors" and not with_tensors:
                     content = file.read(8)
                     content += file.read(min(int.from_bytes(content, "little"), MAX_HEADER))
                 else:
                     content = file.read()
             digest.update(f"{path.name}/{path.stat().st_size}/{len(content)}/".encode() + content)
-    except OSError as error:
-        raise ValueError(f"{folder} cannot be read: {error}") from error
-    return digest.hexdigest()
-
-
-def digest_adapter(folder: str) -> str:
-    """Return a hexadecimal digest of an adapter's two files; ValueError if one cannot be read."""
-    digest = xxhash.xxh3_128()
-    try:
-        for name in ADAPTER:
-            digest.update((Path(folder).expanduser() / name).read_bytes())
     except OSError as error:
         raise ValueError(f"{folder} cannot be read: {error}") from error
     return digest.hexdigest()

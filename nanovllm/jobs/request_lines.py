@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.sequence import derive_seed
 from nanovllm.jobs.source import Line
-from nanovllm.text.conversations import join_parts
 from nanovllm.utils.checks import as_choice, as_integer, quote, refuse, refuse_unknown
 
 if TYPE_CHECKING:
@@ -30,7 +29,6 @@ ROLES = {"system": "system", "developer": "system", "user": "user", "assistant":
 # OpenAI's limits:
 MAX_LOGPROBS = 20
 MAX_N = 128
-MAX_BIAS = 100
 MAX_STRINGS = 256
 """One line may have this many stop strings, and this many bad words. They are searched for after every token, while the
 other lines wait."""
@@ -61,8 +59,6 @@ _NEUTRAL: dict[str, Any] = {
     **{"best_of": 1, "stream": False, "echo": False, "tools": [], "tool_choice": "none"},
 }
 """Fields that are not supported, each with the one value that asks for nothing. That value and null are accepted."""
-_MESSAGE_NULLS = ("refusal", "annotations", "audio", "function_call", "tool_calls", "tool_call_id", "name")
-"""Fields of the messages that OpenAI's server returns. They may be null."""
 _TOOL_FIELDS = {"assistant": "tool_calls", "tool": "tool_call_id"}
 """The field that a message of this role may have, because it calls tools or answers a call."""
 
@@ -110,7 +106,7 @@ def read_request_line(line: Line, is_new: Callable[[str], bool] = lambda _: True
         LineError: the line has neither form, or its id was seen before.
     """
     if line.is_cut:
-        raise LineError("invalid_request", f"the line has more than {len(line.raw) - 1} bytes: see --max-line-bytes")
+        raise LineError("invalid_request", f"the line has more than {len(line.raw) - 1} bytes")
     data = _read_object(line.raw.removeprefix(b"\xef\xbb\xbf").strip())
     if not data.keys() & _LINE_FIELDS.keys():
         if sum(name in data for name in _PLAIN) != 1:
@@ -230,8 +226,6 @@ def _check_body(line: RequestLine, model_name: str) -> dict[str, Any]:
     check_model(body, model_name)
     if "n" in body:
         as_integer(body["n"], "n", 1, MAX_N)
-    if any(isinstance(bias, (int, float)) and abs(bias) > MAX_BIAS for bias in body.get("logit_bias", {}).values()):
-        raise ValueError(f"logit_bias has a value that is not from -{MAX_BIAS} to {MAX_BIAS}")
     if "max_tokens" in body and "max_completion_tokens" in body:
         raise ValueError("max_tokens and max_completion_tokens are the same limit: give one")
     return body
@@ -332,20 +326,16 @@ def _read_messages(messages: Any) -> list[dict[str, Any]]:
 
 def _read_message(message: Any, index: int) -> dict[str, Any]:
     given = message if isinstance(message, dict) else {}
-    read = {name: value for name, value in given.items() if value is not None or name not in _MESSAGE_NULLS}
+    read = {name: value for name, value in given.items() if value is not None}
     role = read.get("role")
     fields = ["role", "content", "name"]
     if isinstance(role, str) and role in _TOOL_FIELDS:
         fields.append(_TOOL_FIELDS[role])
-    if "tool_calls" in read and read.get("content") is None:
-        read["content"] = ""  # a message that only calls tools has no content
+    if "tool_calls" in read:
+        read.setdefault("content", "")  # a message that only calls tools has no content
     if not {"role", "content"} <= read.keys() <= {*fields}:
         raise ValueError(f"message {index} is {quote(message)}; it must have a role and a content, and may have a name")
     read["role"] = ROLES[as_choice(role, f"the role of message {index}", ROLES)]
-    content = read["content"]
-    if not isinstance(content, str | list):
-        raise ValueError(f"message {index} has the content {quote(content)}; it must be a string or a list of parts")
-    read["content"] = join_parts(content, index)
     for name in ("name", "tool_call_id"):
         if not isinstance(read.get(name), str | None):
             raise ValueError(f"message {index} has the {name} {quote(read[name])}; it must be a string")

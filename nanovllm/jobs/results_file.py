@@ -1,22 +1,19 @@
 """Writes the file of results, one whole line at a time, and reads it back when a job is resumed."""
 
-import errno
 import fcntl
 import logging
 import os
 import shutil
 import stat
 import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from secrets import token_hex
-from typing import Any
 
 from nanovllm.jobs.compact_sets import LineSet
 from nanovllm.jobs.job import OutputError, cannot_write
-from nanovllm.jobs.manifest import Manifest, hidden_prefix
+from nanovllm.jobs.manifest import Manifest
 from nanovllm.jobs.result_lines import read_result_line
 from nanovllm.jobs.source import STANDARD, is_file
 
@@ -49,21 +46,18 @@ class ResultsFile:
     this class notices it, raises an OutputError, and saves a copy of a file that was moved or removed.
     """
 
-    def __init__(
-        self, descriptor: int, path: str, end: int | None, manifest: Manifest, held: AbstractContextManager[Any]
-    ) -> None:
+    def __init__(self, descriptor: int, path: str, end: int | None, manifest: Manifest) -> None:
         """
         Args:
+            descriptor: of the opened file; `close` closes it, which also gives its lock back.
             end: the offset in bytes after the file's last whole line; None for a stream, which is never synced or cut.
             manifest: is copied together with the results.
-            held: closes the descriptor and gives the locks back when it is left.
         """
         self._descriptor = descriptor
         self._path = Path(os.path.abspath(path))
         self._name = path
         self._end = end
         self._manifest = manifest
-        self._held = held
         self._failure: OSError | None = None
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._sync_regularly, daemon=True)
@@ -76,19 +70,17 @@ class ResultsFile:
             if self._failure is not None:
                 raise self._failure
             self._check_size()
+            rest = memoryview(line)
+            try:
+                while rest:
+                    rest = rest[os.write(self._descriptor, rest) :]
+            except BaseException:
+                if self._end is not None:
+                    with suppress(OSError):  # if this fails, the next run takes the torn line away
+                        os.ftruncate(self._descriptor, self._end)
+                raise
         except OSError as error:
             raise cannot_write(self._name, error) from error
-        try:
-            rest = memoryview(line)
-            while rest:
-                rest = rest[os.write(self._descriptor, rest) :]
-        except BaseException as error:
-            if self._end is not None:
-                with suppress(OSError):  # if this fails, the next run takes the torn line away
-                    os.ftruncate(self._descriptor, self._end)
-            if isinstance(error, OSError):
-                raise cannot_write(self._name, error) from error
-            raise
         if self._end is not None:
             self._end += len(line)
 
@@ -116,20 +108,21 @@ class ResultsFile:
         Raises:
             OutputError: that failed, or the file was moved, removed or changed during the job.
         """
-        with self._held:
+        try:
             if self._end is None:
                 return
             self._closing.set()
             self._thread.join()
-            try:
-                if not _leads_to(self._path, self._descriptor):
-                    raise OutputError(self._save_copy())
-                if self._failure is not None:
-                    raise self._failure
-                self._sync()
-                self._check_size()
-            except OSError as error:
-                raise cannot_write(self._name, error) from error
+            if not _leads_to(self._path, self._descriptor):
+                raise OutputError(self._save_copy())
+            if self._failure is not None:
+                raise self._failure
+            self._sync()
+            self._check_size()
+        except OSError as error:
+            raise cannot_write(self._name, error) from error
+        finally:
+            os.close(self._descriptor)
 
     def _save_copy(self) -> str:
         """Copy the results and the manifest to a new name; return the message that tells it."""
@@ -160,32 +153,6 @@ def _leads_to(path: Path, descriptor: int) -> bool:
         return False
 
 
-@contextmanager
-def _lock_path(path: str) -> Iterator[None]:
-    """Lock the path of the results, so that no other job starts there even if the file itself was renamed.
-
-    The lock is on a hidden file beside the results. A killed job leaves that file behind, empty and unlocked.
-
-    Raises:
-        ValueError: another process holds the lock.
-        OSError: the hidden file cannot be opened.
-    """
-    place = Path(os.path.realpath(path))
-    hidden = place.with_name(f"{hidden_prefix(place)}lock")
-    descriptor = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-    try:
-        _lock_file(descriptor, path)
-        if not _leads_to(hidden, descriptor):  # its last owner removed it before we had the lock
-            raise ValueError(f"{path} is being written by another process")
-        try:
-            yield
-        finally:
-            if _leads_to(hidden, descriptor):
-                hidden.unlink(missing_ok=True)
-    finally:
-        os.close(descriptor)
-
-
 def _lock_file(descriptor: int, path: str) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -195,7 +162,7 @@ def _lock_file(descriptor: int, path: str) -> None:
 
 def open_results(
     path: str, manifest: Manifest, numbers: LineSet, overwrite: bool
-) -> tuple[ResultsFile | None, EarlierResults]:
+) -> tuple[ResultsFile, EarlierResults]:
     """Open the results, new or begun, and read what earlier runs wrote.
 
     Args:
@@ -203,31 +170,22 @@ def open_results(
         numbers: the numbers of the input lines.
 
     Returns:
-        The file, and the results of earlier runs. The file is None if it is complete and cannot be written.
+        The file, and the results of earlier runs.
 
     Raises:
         ValueError: the file cannot be opened, is another job's, is written by another process, or is damaged.
         OutputError: it cannot be written.
     """
     if path == STANDARD:
-        return ResultsFile(1, "standard output", None, manifest, nullcontext()), EarlierResults()
-    if Path(path).is_dir():
-        raise ValueError(f"{path} cannot be opened for writing: it is a folder. -o names a file")
+        return ResultsFile(os.dup(1), "standard output", None, manifest), EarlierResults()
     # A pipe is opened for writing only: if this process could read it too, a write would block after its reader died.
     mode = os.O_RDWR | os.O_CREAT | os.O_APPEND if is_file(path) else os.O_WRONLY
-    with ExitStack() as held:
-        try:
-            if is_file(path):
-                held.enter_context(_lock_path(path))
-            descriptor = os.open(path, mode, 0o666)
-        except OSError as error:
-            if error.errno in (errno.EROFS, errno.EACCES) and Path(path).is_file() and not overwrite:
-                manifest.resume(Path(path).stat().st_size)
-                earlier = _read_earlier(Path(path), numbers)
-                if len(earlier.done) == len(numbers):
-                    return None, earlier
-            raise ValueError(f"{path} cannot be opened for writing: {error.strerror}") from error
-        held.callback(os.close, descriptor)
+    try:
+        descriptor = os.open(path, mode, 0o666)
+    except OSError as error:
+        raise ValueError(f"{path} cannot be opened for writing: {error.strerror}") from error
+    with ExitStack() as after_failure:
+        after_failure.callback(os.close, descriptor)
         earlier = EarlierResults()
         end = None
         try:
@@ -237,7 +195,8 @@ def open_results(
                 end = earlier.end
         except OSError as error:
             raise cannot_write(path, error) from error
-        return ResultsFile(descriptor, path, end, manifest, held.pop_all()), earlier
+        after_failure.pop_all()
+        return ResultsFile(descriptor, path, end, manifest), earlier
 
 
 def _prepare_file(descriptor: int, path: Path, manifest: Manifest, numbers: LineSet, overwrite: bool) -> EarlierResults:

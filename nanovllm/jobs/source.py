@@ -6,7 +6,6 @@ import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from gzip import GzipFile
 from io import BufferedReader
 from pathlib import Path
@@ -20,6 +19,7 @@ from nanovllm.utils.checks import quote
 STANDARD = "-"
 """Stands for standard input or standard output where a path is expected."""
 MAX_LINE_BYTES = 32 << 20
+"""A longer line is answered by an error, and never held in memory."""
 
 
 class InputError(Exception):
@@ -31,7 +31,7 @@ class Line(NamedTuple):
 
     Attributes:
         number: the line's number in the input, from 1.
-        is_cut: the line is longer than allowed, and raw is only its beginning.
+        is_cut: the line is longer than MAX_LINE_BYTES, and raw is only its beginning.
     """
 
     number: int
@@ -39,8 +39,7 @@ class Line(NamedTuple):
     is_cut: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class InputDigest:
+class InputDigest(NamedTuple):
     """Identifies the content of an input. Its path and its compression do not matter.
 
     Attributes:
@@ -72,10 +71,9 @@ class Source:
         files: absolute paths, or "-". For a folder: its files in the order of their names, without hidden ones.
     """
 
-    def __init__(self, path: str, max_line_bytes: int = MAX_LINE_BYTES) -> None:
+    def __init__(self, path: str) -> None:
         """Raises a ValueError if there is no such file or folder, or the folder is empty."""
         self.path = path
-        self.max_line_bytes = max_line_bytes
         self.is_file = is_file(path)
         self.is_folder = Path(path).is_dir()
         if path == STANDARD:
@@ -106,14 +104,13 @@ class Reading:
     def __iter__(self) -> Iterator[Line]:
         """Raises an InputError if a file cannot be read or unpacked, or is no UTF-8 text."""
         number = 0
-        limit = self._source.max_line_bytes
         for name in self._source.files:
             with _open(name) as file:
-                while raw := file.readline(limit + 1):
+                while raw := file.readline(MAX_LINE_BYTES + 1):
                     number += 1
                     self._hash.update(raw)
                     self._num_bytes += len(raw)
-                    if is_cut := len(raw) > limit and not raw.endswith(b"\n"):
+                    if is_cut := len(raw) > MAX_LINE_BYTES and not raw.endswith(b"\n"):
                         self._skip_rest_of_line(file)
                     elif raw.isspace():
                         continue

@@ -8,14 +8,14 @@ import difflib
 import errno
 import json
 import re
-import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from subprocess import CalledProcessError
 
 from nanovllm.models.hub import BOX, ModelNotFoundError, as_path
 from nanovllm.models.shapes import PRESETS
+from nanovllm.models.weight_reader import name_some
 from nanovllm.utils.memory import find_memory_limits, free_memory
 
 LFS = b"version https://git-lfs.github.com/spec/"
@@ -23,6 +23,9 @@ LFS = b"version https://git-lfs.github.com/spec/"
 
 UNFINISHED = ("*.incomplete", "*.part", "*.crdownload", "*.aria2", "*.tmp")
 """Files that huggingface_hub, browsers and aria2 leave when a download ends early."""
+
+CUT_SHORT = ("header too small", "invalid header length", "file not fully covered")
+"""Words of safetensors' errors for a file that is shorter than its header says."""
 
 SHARD = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.safetensors")
 
@@ -63,7 +66,7 @@ def advise_on_model(error: ValueError, model: str) -> str:
     folder = Path(downloaded[0]) if downloaded else path
     if path.is_file():
         return f"name the folder, {path.absolute().parent}"
-    return advise_on_folder(folder) if folder.is_dir() and str(folder) in str(error) else ""
+    return advise_on_folder(folder, error) if folder.is_dir() and str(folder) in str(error) else ""
 
 
 # ---- folders
@@ -74,11 +77,11 @@ ADVICE_ON_GGUF = (
 )
 
 
-def advise_on_folder(folder: Path) -> str:
+def advise_on_folder(folder: Path, error: ValueError) -> str:
     """Return what is wrong with a model's folder, and how to mend it; "" if nothing is found."""
     if pointers := [path.name for path in _list_files(folder) if is_lfs_pointer(path)]:
         return (
-            f"{_name_some(pointers)} in {folder} is a git-lfs pointer: a note in place of a large file; run "
+            f"{name_some(pointers)} in {folder} is a git-lfs pointer: a note in place of a large file; run "
             f"`git lfs install` and then `git lfs pull` in that folder, or download the model with `hf download`"
         )
     names = {path.name for path in _list_files(folder)}
@@ -86,19 +89,17 @@ def advise_on_folder(folder: Path) -> str:
     if "adapter_config.json" in names and not weights - {"adapter_model.safetensors"}:
         return advise_on_adapter(folder)
     again = "; complete it, for example with `hf download MODEL --local-dir FOLDER`, which fetches only what is missing"
-    if missing := find_missing_shards(folder, weights):
-        return f"the download of {folder} is incomplete: it lacks {_name_some(missing)}{again}"
-    if cut := [name for name in sorted(weights) if is_cut_short(folder / name)]:
-        return (
-            f"{_name_some(cut)} in {folder} is cut short: its download is incomplete; delete it and download it again"
-        )
+    if missing := find_missing_shards(weights):
+        return f"the download of {folder} is incomplete: it lacks {name_some(missing)}{again}"
+    if any(words in str(error) for words in CUT_SHORT):
+        return "the file is cut short: its download is incomplete; delete it and download it again"
     if not weights or "config.json" not in names:
         if unfinished := find_unfinished(folder):
-            return f"the download of {folder} is incomplete: there is {_name_some(unfinished)}{again}"
+            return f"the download of {folder} is incomplete: there is {name_some(unfinished)}{again}"
         if any(name.endswith(".gguf") for name in names):
             return ADVICE_ON_GGUF
         if inner := sorted(path.parent for path in folder.glob("*/config.json")):
-            return f"did you mean {_name_some([str(path) for path in inner])}?"
+            return f"did you mean {name_some([str(path) for path in inner])}?"
     return ""
 
 
@@ -106,59 +107,26 @@ def _list_files(folder: Path) -> list[Path]:
     return sorted(path for path in folder.iterdir() if path.is_file())
 
 
-def _name_some(names: list[str]) -> str:
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
 def is_lfs_pointer(path: Path) -> bool:
     """Return whether the file is the small text that git-lfs puts in place of a large file."""
-    if path.stat().st_size > 1024:
-        return False
-    return path.read_bytes().startswith(LFS)
-
-
-def is_cut_short(path: Path) -> bool:
-    """Return whether a safetensors file is shorter than its header says.
-
-    The format: 8 bytes hold the header's length, then comes the header, a JSON object, then the tensors' bytes.
-    """
-    size = path.stat().st_size
     with path.open("rb") as file:
-        header_length = int.from_bytes(file.read(8), "little")
-        if size < 8 + header_length:
-            return header_length < 100 << 20 or size < 8  # a larger number is no header's length: another kind of file
-        try:
-            header = json.loads(file.read(header_length))
-            ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-            return size < 8 + header_length + max(ends, default=0)
-        except (ValueError, TypeError, KeyError, AttributeError, IndexError):
-            return False
+        return file.read(len(LFS)) == LFS
 
 
-def find_missing_shards(folder: Path, weights: set[str]) -> list[str]:
-    """Return the shards that are not there, though the index or the names of the others tell of them."""
+def find_missing_shards(weights: set[str]) -> list[str]:
+    """Return the shards that are not there, though the names of the others tell of them."""
     expected: set[str] = set()
     for name in weights:
         if match := SHARD.fullmatch(name):
             count = int(match[3])
             expected |= {f"{match[1]}-{i:05d}-of-{match[3]}.safetensors" for i in range(1, min(count, 9999) + 1)}
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        weight_map = json.loads(index.read_text(encoding="utf-8")).get("weight_map") or {}
-        expected |= {str(name) for name in weight_map.values()}
     return sorted(expected - weights)
 
 
 def find_unfinished(folder: Path) -> list[str]:
     """Return files of a download that has not ended, in the folder or where huggingface_hub keeps them."""
-
-    def places() -> Iterator[Path]:
-        yield folder
-        yield folder / ".cache" / "huggingface" / "download"
-        if folder.parent.name == "snapshots":
-            yield folder.parent.parent / "blobs"
-
-    return sorted(path.name for place in places() for pattern in UNFINISHED for path in place.glob(pattern))
+    places = (folder, folder / ".cache" / "huggingface" / "download", folder.parent.parent / "blobs")
+    return sorted(path.name for place in places for pattern in UNFINISHED for path in place.glob(pattern))
 
 
 def advise_on_adapter(folder: Path) -> str:
@@ -196,32 +164,24 @@ def advise_on_hub(cause: BaseException, model: str) -> str:
     Args:
         cause: huggingface_hub's exception.
     """
-    from huggingface_hub import constants
-    from huggingface_hub.errors import (
-        GatedRepoError,
-        HfHubHTTPError,
-        IncompleteSnapshotError,
-        OfflineModeIsEnabled,
-        RepositoryNotFoundError,
-        RevisionNotFoundError,
-    )
+    from huggingface_hub import constants, errors
 
     elsewhere = f"or download it elsewhere with `hf download {model} --local-dir FOLDER`, and name the folder"
-    if isinstance(cause, GatedRepoError):
+    if isinstance(cause, errors.GatedRepoError):
         page = f"{constants.ENDPOINT}/{model}"
         return f"accept its authors' terms at {page}, then log in with `hf auth login` or set HF_TOKEN"
-    if isinstance(cause, RepositoryNotFoundError):
+    if isinstance(cause, errors.RepositoryNotFoundError):
         names = {name.lower(): name for name in PRESETS.values()}
         near = difflib.get_close_matches(model.lower(), names, n=1, cutoff=0.8)
         hint = f'did you mean "{names[near[0]]}"? ' if near else ""
         return f"{hint}the hub has no model of that name, or it is private: then log in with `hf auth login`"
-    if isinstance(cause, RevisionNotFoundError):
+    if isinstance(cause, errors.RevisionNotFoundError):
         return "the model has no such revision: give a branch, a tag or a commit that its page on the hub lists"
-    if isinstance(cause, IncompleteSnapshotError):
+    if isinstance(cause, errors.IncompleteSnapshotError):
         return f"an earlier download is incomplete, and the hub cannot be asked: repeat it with a network, {elsewhere}"
-    if constants.HF_HUB_OFFLINE or isinstance(cause.__cause__, OfflineModeIsEnabled):
+    if constants.HF_HUB_OFFLINE or isinstance(cause.__cause__, errors.OfflineModeIsEnabled):
         return f"HF_HUB_OFFLINE is set, and {constants.HF_HUB_CACHE} does not have the model: unset it, {elsewhere}"
-    if isinstance(cause, HfHubHTTPError):
+    if isinstance(cause, errors.HfHubHTTPError):
         return f"the hub {constants.ENDPOINT} answered with an error: try again later, {elsewhere}"
     return (
         f"the hub {constants.ENDPOINT} cannot be reached: check the network (HTTPS_PROXY, if you are behind a proxy), "
@@ -252,16 +212,14 @@ def advise_on_compiler(error: Exception) -> str:
     Triton calls each kernel, and the GPU's driver, through a small library that it compiles on first use. If the
     compiler fails, the error has only its command: its message is on stderr.
     """
-    header = Path(sysconfig.get_path("include"), "Python.h")
-    if "Failed to find C compiler" in str(error):
-        lacking = "there is no C compiler: install gcc"
-    elif not isinstance(error, CalledProcessError) or "-shared" not in error.cmd:
+    has_failed = isinstance(error, CalledProcessError) and "-shared" in error.cmd
+    if not has_failed and "Failed to find C compiler" not in str(error):
         return ""
-    elif not header.is_file():
-        lacking = f"{header} is missing: install Python's headers, for example the package python3-dev"
-    else:
-        lacking = "the compiler's own message is above"
-    return f'Triton compiles a small C library, and {lacking}. attention_backend="torch" needs no compiler, but is slow'
+    return (
+        "Triton compiles a small C library, for which it needs gcc and Python's headers, for example the packages gcc "
+        'and python3-dev; a compiler that fails has said why above. attention_backend="torch" needs no compiler, but '
+        "is slow"
+    )
 
 
 # ---- methods

@@ -55,18 +55,12 @@ class Adapter:
             if own.replace(".base_layer.", ".") in COPIED:
                 self._copies[own.replace(".base_layer.", ".")] = tensors[name]
                 continue
-            module, ending, _ = own.partition(".lora_A.weight")
-            if not ending:
-                if ".lora_B." not in name or name.replace(".lora_B.", ".lora_A.") not in tensors:
-                    raise ValueError(f"{self._source} has the tensor {quote(name)}, which cannot be merged")
-                continue
-            b = tensors.get(name.replace(".lora_A.", ".lora_B."))
-            if b is None:
-                raise ValueError(f"{self._source} has {quote(name)}, but not its lora_B")
-            if tensors[name].dim() != 2 or b.dim() != 2:
-                shapes = f"{list(b.shape)} times {list(tensors[name].shape)}"
-                raise ValueError(f"{self._source} has {quote(name)} as {shapes}; both must be matrices")
-            self._pairs[f"{module}.weight"] = (tensors[name].float(), b.float())
+            a = name.replace(".lora_B.weight", ".lora_A.weight")
+            b = name.replace(".lora_A.weight", ".lora_B.weight")
+            if a == b or a not in tensors or b not in tensors:
+                raise ValueError(f"{self._source} has the tensor {quote(name)}, which cannot be merged")
+            module = own.partition(".lora_")[0]  # A and B make the same entry
+            self._pairs[f"{module}.weight"] = (tensors[a].float(), tensors[b].float())
         if not self._pairs:
             raise ValueError(f"{self._source} changes no matrix: it has no lora_A")
 
@@ -90,7 +84,8 @@ class Adapter:
             return source
         a, b = self._pairs[name]
         shape = list(source.get_shape())
-        if shape != [len(b), a.shape[1]] or a.shape[0] != self._rank or b.shape[1] != self._rank:
+        fits = len(shape) == 2 and list(b.shape) == [shape[0], self._rank] and list(a.shape) == [self._rank, shape[1]]
+        if not fits:
             raise ValueError(
                 f"{self._source} has {quote(name)} as {list(b.shape)} times {list(a.shape)}, and r={self._rank}; the "
                 f"checkpoint's matrix is {shape}"

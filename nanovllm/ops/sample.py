@@ -129,8 +129,8 @@ def filter_reference(z: Tensor, values: SamplingValues) -> Tensor:
     vocab_size = z.shape[1]
     top_p = values.top_p
     k = torch.where((values.top_k > 0) & (values.top_k < vocab_size), values.top_k, vocab_size)
-    # Sorting 150,000 values takes 10 ms a row. If every row has a small k, the largest k values are enough: a token
-    # that ties with the k-th has the same z, so comparing with the threshold finds it, even if `descending` lacks it.
+    # Sorting 150,000 values takes 10 ms a row, so only the largest values are sorted: as many as the largest k of the
+    # rows. `descending` may lack a token whose z equals the k-th one. The last line keeps it: it compares every z.
     descending = z.topk(int(k.max()), dim=1).values
     kth = descending.gather(1, (k - 1).unsqueeze(1).long())
     threshold = kth

@@ -88,21 +88,20 @@ def step_inputs_reference(planned: DevicePlan, block_tables: Tensor, last_token:
         last_token: int32 [num_rows], of all rows.
     """
     rows = planned.rows
-    num_computed = planned.num_computed
     num_scheduled = planned.num_scheduled
-    token_ids = planned.token_ids
     num_seqs = len(rows)
-    num_tokens = len(token_ids)
+    num_tokens = len(planned.token_ids)
     padding_row = len(last_token) - 1
     ends = num_scheduled.cumsum(0, dtype=torch.int32)
     indices = torch.arange(max(num_seqs, num_tokens), dtype=torch.int32, device=rows.device)
     seq_of_token = indices[:num_seqs].repeat_interleave(num_scheduled, output_size=num_tokens)
-    seq_lens = num_computed + num_scheduled
+    seq_lens = planned.num_computed + num_scheduled
+    # A sequence's last token of this step has the position seq_lens - 1, and is token ends - 1 of the step.
     positions = indices[:num_tokens] + (seq_lens - ends)[seq_of_token]
     block_tables = block_tables[rows]
     blocks = block_tables[seq_of_token, positions // block_size].long()
     slots = torch.where(rows[seq_of_token] == padding_row, -1, blocks * block_size + positions % block_size)
-    token_ids = torch.where(token_ids < 0, last_token[rows[seq_of_token]], token_ids)
+    token_ids = torch.where(planned.token_ids < 0, last_token[rows[seq_of_token]], planned.token_ids)
     return StepInputs(
         token_ids=token_ids,
         positions=positions,

@@ -11,14 +11,17 @@ from nanovllm.text.tokenizer import Tokenizer
 class AnswerParser:
     """Parses the outputs of one engine."""
 
-    def __init__(self, tokenizer: Tokenizer, thinking: ThinkingTokens | None, tool_calls: str | None) -> None:
-        """
+    def __init__(self, tokenizer: Tokenizer | None, reasoning: str | None, tool_calls: str | None) -> None:
+        """ValueError if the model's tokenizer does not allow it.
+
         Args:
-            thinking: None: thinking stays in the text.
-            tool_calls: the name of a parser; None: calls of tools stay in the text.
+            reasoning: the option reasoning_parser; None: thinking stays in the text.
+            tool_calls: the option tool_call_parser; None: calls of tools stay in the text.
         """
+        self.thinking = None if reasoning is None else ThinkingTokens(tokenizer)
+        if tokenizer is None:
+            raise ValueError("tool_call_parser reads texts, and this model has no tokenizer: leave the option out")
         self._tokenizer = tokenizer
-        self.thinking = thinking
         self._tool_calls = tool_calls
 
     def parse(self, seq: Sequence, output: Output) -> None:
@@ -49,15 +52,3 @@ class AnswerParser:
         output["reasoning"] = reasoning.strip("\n")
         # A grammar's text stays as it is. Otherwise models write an empty line between thinking and answer.
         output["text"] = text if seq.grammar is not None else text.lstrip("\n")
-
-
-def make_parser(tokenizer: Tokenizer | None, reasoning: str | None, tool_calls: str | None) -> AnswerParser:
-    """Return the parser for the options reasoning_parser and tool_call_parser.
-
-    Raises:
-        ValueError: the model's tokenizer does not allow it.
-    """
-    thinking = None if reasoning is None else ThinkingTokens(tokenizer)
-    if tokenizer is None:
-        raise ValueError("tool_call_parser reads texts, and this model has no tokenizer: leave the option out")
-    return AnswerParser(tokenizer, thinking, tool_calls)

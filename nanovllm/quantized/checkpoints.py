@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nanovllm.quantized.codes import Codes
 from nanovllm.quantized.formats import MADE_AT_LOAD, Format, RawTensor, RawTensors
-from nanovllm.quantized.unpack import ScaledFloats, unpack_awq, unpack_compressed, unpack_gptq
+from nanovllm.quantized.unpack import AWQ_ORDER, ScaledFloats, make_codes, unpack_words
 from nanovllm.utils.checks import as_integer, quote
 from nanovllm.utils.integers import ceil_div
 
@@ -40,7 +40,9 @@ class Awq(Format):
         }
 
     def convert(self, tensors: Mapping[str, Tensor], out: int, size: int) -> Codes:
-        return unpack_awq(tensors["qweight"], tensors["qzeros"], tensors["scales"], self.group_size or size)
+        numbers = unpack_words(tensors["qweight"], 4, AWQ_ORDER).T
+        zeros = unpack_words(tensors["qzeros"], 4, AWQ_ORDER).T.contiguous()
+        return make_codes(numbers, tensors["scales"].T.contiguous(), zeros, 4, self.group_size or size)
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,8 @@ class Gptq(Format):
     """GPTQ (Frantar et al. 2022, https://arxiv.org/abs/2210.17323), as auto-gptq and gptqmodel save it.
 
     Attributes:
-        is_v1: whether the stored zeros are one less than the zeros: checkpoint_format "gptq", not "gptq_v2".
+        is_v1: whether the words of zeros had one subtracted from each zero when they were packed, borrows and all:
+            checkpoint_format "gptq", not "gptq_v2".
     """
 
     is_v1: bool = True
@@ -70,8 +73,13 @@ class Gptq(Format):
         return tensors
 
     def convert(self, tensors: Mapping[str, Tensor], out: int, size: int) -> Codes:
-        words = (tensors["qweight"], tensors["qzeros"], tensors["scales"], tensors.get("g_idx"))
-        return unpack_gptq(*words, bits=self.bits, group_size=self.group_size or size, is_v1=self.is_v1)
+        bits = self.bits
+        # The weights are packed along the inputs, the zeros along the outputs.
+        numbers = unpack_words(tensors["qweight"].T.contiguous(), bits)
+        ones = sum(1 << i for i in range(0, 32, bits)) if self.is_v1 else 0
+        zeros = unpack_words(tensors["qzeros"] + ones, bits).T.contiguous()  # wraps around, as the subtraction did
+        scales = tensors["scales"].T.contiguous()
+        return make_codes(numbers, scales, zeros, bits, self.group_size or size, tensors.get("g_idx"))
 
 
 @dataclass(frozen=True)
@@ -101,15 +109,12 @@ class PackQuantized(Format):
     def convert(self, tensors: Mapping[str, Tensor], out: int, size: int) -> Codes:
         if (stated := tensors["weight_shape"].tolist()) != [out, size]:
             raise ValueError(f"weight_shape is {stated}; config.json asks for {[out, size]}")
-        return unpack_compressed(
-            tensors["weight_packed"],
-            tensors["weight_scale"],
-            tensors.get("weight_zero_point"),
-            tensors.get("weight_g_idx"),
-            (out, size),
-            self.bits,
-            self.group_size or size,
-        )
+        numbers = unpack_words(tensors["weight_packed"], self.bits)[:, :size]
+        zeros = tensors.get("weight_zero_point")
+        if zeros is not None:
+            zeros = unpack_words(zeros.T.contiguous(), self.bits).T[:out].contiguous()
+        groups = tensors.get("weight_g_idx")
+        return make_codes(numbers, tensors["weight_scale"], zeros, self.bits, self.group_size or size, groups)
 
 
 @dataclass(frozen=True)
@@ -142,7 +147,6 @@ class ScaledFloat8(Format):
 
     block: tuple[int, int] = (0, 0)
 
-    gives_floats: ClassVar[bool] = True
     suffixes: ClassVar[tuple[str, ...]] = ("weight_scale_inv", "weight_scale")
     """Both names are in use for the same factors."""
 
@@ -157,7 +161,7 @@ class ScaledFloat8(Format):
             tensors["input_scale"] = RawTensor((1,), FLOATS)
         return tensors
 
-    def dequantize(self, tensors: Mapping[str, Tensor], out: int, size: int) -> ScaledFloats:
+    def convert(self, tensors: Mapping[str, Tensor], out: int, size: int) -> ScaledFloats:
         rows, columns = self.block
         scales = next(tensors[suffix] for suffix in self.suffixes if suffix in tensors)
         return ScaledFloats(
@@ -203,15 +207,12 @@ def find_format(asked: str | None, hf_config: "PretrainedConfig") -> Format | No
         ) from None
     if asked in (None, method):
         return format
-    if asked in MADE_AT_LOAD and format.gives_floats:
+    if asked in MADE_AT_LOAD and isinstance(format, ScaledFloat8):
         rounds_inputs = MADE_AT_LOAD[asked].rounds_inputs
         return replace(format, name=asked, bits=8, quantizes_head=True, rounds_inputs=rounds_inputs)
-    if asked in MADE_AT_LOAD:
-        raise ValueError(
-            f'quantization is "{asked}", and the checkpoint is quantised already, with {format.bits} bits ({method}): '
-            "leave the option out"
-        )
-    raise ValueError(f"quantization is {quote(asked)}, and the checkpoint is {quote(method)}: leave the option out")
+    raise ValueError(
+        f"quantization is {quote(asked)}, and the checkpoint is quantised already ({method}): leave the option out"
+    )
 
 
 def describe_format(format: Format, dtype: str) -> str:

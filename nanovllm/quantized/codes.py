@@ -1,8 +1,7 @@
 """The one form of quantised weights: whole numbers, scales, and zeros. All formats are converted to it at load."""
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -50,18 +49,6 @@ class Codes:
         """The number of rows, of one expert if there are several."""
         return self.codes.shape[-2]
 
-    @property
-    def num_bytes(self) -> int:
-        """The memory of all tensors."""
-        return sum(tensor.nbytes for tensor in self.tensors())
-
-    def tensors(self) -> Iterator[Tensor]:
-        """Yield the tensors that this matrix has."""
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if isinstance(value, Tensor):
-                yield value
-
     def integers(self) -> Tensor:
         """Return code - zero, int16 [out, in], in the order of the codes' columns."""
         if self.bits == 8:
@@ -89,8 +76,8 @@ class Codes:
         order = None if self.order is None else self.order[index]
         return replace(self, codes=self.codes[index], scales=self.scales[index], zeros=zeros, order=order)
 
-    def take_columns(self, start: int, length: int) -> "Codes":
-        """Return the matrix of the columns from start to start + length - 1 only.
+    def take_columns(self, columns: slice) -> "Codes":
+        """Return the matrix of some columns only.
 
         A slice that cuts a group keeps its scales: the new groups are smaller, and several have the same scale. It is
         one of several ranks' equal slices.
@@ -98,7 +85,9 @@ class Codes:
         Raises:
             ValueError: the smaller groups would have less than SMALLEST_GROUP columns, or the columns are permuted.
         """
-        if start == 0 and length == self.in_features:
+        start, stop, _ = columns.indices(self.in_features)
+        length = stop - start
+        if length == self.in_features:
             return self
         if self.order is not None:
             raise ValueError(

@@ -46,8 +46,6 @@ class Format:
     quantizes_head: bool = False
     rounds_inputs: bool = False
 
-    gives_floats: ClassVar[bool] = False
-    """Whether a checkpoint's matrices are read by `dequantize` and not by `convert`."""
     suffixes: ClassVar[tuple[str, ...]] = ()
     """Suffixes of names of which each shows that a matrix of the checkpoint is quantised."""
 
@@ -65,12 +63,12 @@ class Format:
         """Return the tensors that make a quantised matrix."""
         raise NotImplementedError
 
-    def convert(self, tensors: Mapping[str, Tensor], out: int, size: int) -> Codes:
-        """Convert the tensors of one matrix, in the shapes of `list_tensors`. ValueError if they contradict them."""
-        raise NotImplementedError
+    def convert(self, tensors: Mapping[str, Tensor], out: int, size: int) -> "Codes | ScaledFloats":
+        """Convert the tensors of one matrix, in the shapes of `list_tensors`. ValueError if they contradict them.
 
-    def dequantize(self, tensors: Mapping[str, Tensor], out: int, size: int) -> "ScaledFloats":
-        """Return the weights that the tensors of one matrix mean, for a format whose weights are kept in 16 bits."""
+        Returns:
+            The codes; or the weights that the tensors mean, for a format whose weights are kept in 16 bits.
+        """
         raise NotImplementedError
 
     def count_groups(self, size: int) -> int:

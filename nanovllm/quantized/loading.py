@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -252,12 +253,11 @@ class Filling:
                 yield path, name, inner
                 continue
             prefix = name.removesuffix(".weight")
-            matrix = RawMatrix(self, path, prefix, inner, frozenset(tensors))
+            make_raw = partial(RawTarget, filling=self, prefix=prefix, matrix=inner, come={}, num_tensors=len(tensors))
             view = target.view
             for suffix, tensor in tensors.items():
-                raw = RawTarget(view, tensor.shape, (), dtypes=tensor.dtypes, matrix=matrix, suffix=suffix)
+                yield path, f"{prefix}.{suffix}", make_raw(view, tensor.shape, (), dtypes=tensor.dtypes, suffix=suffix)
                 view = view[:0]  # together they cover the matrix once
-                yield path, f"{prefix}.{suffix}", raw
 
     def allocate_others(self, names: Collection[str]) -> None:
         """Allocate the matrices that are not quantised in a checkpoint with tensors of these names.
@@ -339,7 +339,7 @@ class Filling:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundedTarget(WeightTarget):
-    """A place for codes, which are made of a tensor of 16 or 32 bits by rounding.
+    """A place for codes, which are made of a tensor of 16 or 32 bits by rounding, or come as codes.
 
     The scale is that of the whole row, also where ranks share it. So whole rows are read, a few at a time.
     """
@@ -349,23 +349,22 @@ class RoundedTarget(WeightTarget):
     attaches: bool
 
     def fill(self, source: Any, copy: Copy) -> None:
-        if self.view.dim() == 2:
-            self._fill_matrix(self.view, lambda rows: source[rows, :])
+        rows, columns = find_place(self)
+        if isinstance(source, Codes):
+            self.filling.put(self.path, self.view, source.take_rows(rows).take_columns(columns))
+        elif self.view.dim() == 2:
+            self._round(self.view, source)
         else:
             for i, matrix in enumerate(self.view):
-                self._fill_matrix(matrix, partial(_read_expert, source, i))
+                self._round(matrix, source, i)
         if self.attaches:
             self.filling.attach_if_complete(self.path)
 
-    def _fill_matrix(self, view: Tensor, read: Callable[[slice], Tensor]) -> None:
-        rows, columns = find_place(self)
-        first, end, _ = rows.indices(self.shape[-2])
-        start, stop, _ = columns.indices(self.shape[-1])
-        for begin, count in split_rows(end - first, self.shape[-1]):
-            rows = slice(first + begin, first + begin + count)
-            values = read(rows) if count else torch.empty(0, self.shape[-1])
-            part = quantize_int8(values.to(self.filling.device)).take_columns(start, stop - start)
-            self.filling.put(self.path, view[begin : begin + count], part)
+    def _round(self, view: Tensor, source: Any, *expert: int) -> None:
+        _, columns = find_place(self)
+        for rows, part in split_rows(self, view):
+            values = source[*expert, rows, :].to(self.filling.device)
+            self.filling.put(self.path, part, quantize_int8(values).take_columns(columns))
 
 
 def find_place(target: WeightTarget) -> tuple[slice, slice]:
@@ -375,81 +374,53 @@ def find_place(target: WeightTarget) -> tuple[slice, slice]:
     return rows, columns
 
 
-def _read_expert(source: Any, index: int, rows: slice) -> Tensor:
-    values: Tensor = source[index, rows, :]
-    return values
-
-
-def split_rows(num_rows: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yield (first, count) of a few rows of a matrix at a time: rows of `size` elements, about CHUNK elements.
+def split_rows(target: WeightTarget, view: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the rows of a target a few at a time, about CHUNK elements: those of the checkpoint's matrix, and a view.
 
     A matrix without rows, as the last of many ranks may have of the vocabulary, has one part without rows.
+
+    Args:
+        view: the target's matrix, or that of one expert.
     """
-    height = max(1, CHUNK // max(1, size))
-    for first in range(0, max(1, num_rows), height):
-        yield first, min(height, num_rows - first)
-
-
-class RawMatrix:
-    """The tensors of one matrix of a quantised checkpoint, until all of them have come."""
-
-    def __init__(
-        self, filling: Filling, path: str, prefix: str, target: WeightTarget, lacking: Collection[str]
-    ) -> None:
-        """
-        Args:
-            path: the path of the module.
-            prefix: the matrix's name in the checkpoint.
-            target: where the matrix goes.
-            lacking: the suffixes of all its tensors.
-        """
-        self._filling = filling
-        self._path = path
-        self._prefix = prefix
-        self._target = target
-        self._lacking = set(lacking)
-        self._tensors: dict[str, Tensor] = {}
-
-    def take(self, suffix: str, tensor: Tensor, copy: Copy) -> None:
-        """Take one tensor. The last one fills the target."""
-        self._tensors[suffix] = tensor.to(self._filling.device)
-        self._lacking.discard(suffix)
-        if not self._lacking:
-            tensors = self._tensors
-            self._tensors = {}
-            try:
-                self._fill(tensors, copy)
-            except ValueError as error:
-                raise ValueError(f"{self._prefix}: {error}") from None
-
-    def _fill(self, tensors: dict[str, Tensor], copy: Copy) -> None:
-        target = self._target
-        format = self._filling.format
-        out, size = target.shape
-        if format.gives_floats:
-            source = format.dequantize(tensors, out, size)
-            if isinstance(target, RoundedTarget):
-                target.fill(source, copy)
-                return
-            rows, columns = find_place(target)
-            first, end, _ = rows.indices(out)
-            for begin, count in split_rows(end - first, size):
-                values = source[first + begin : first + begin + count, columns]
-                target.view[begin : begin + count].copy_(values)
-            return
-        codes = format.convert(tensors, out, size)
-        rows, columns = find_place(target)
-        start, stop, _ = columns.indices(size)
-        self._filling.put(self._path, target.view, codes.take_rows(rows).take_columns(start, stop - start))
-        self._filling.attach_if_complete(self._path)
+    first = find_place(target)[0].start or 0
+    height = max(1, CHUNK // target.shape[-1])
+    parts = view.split(height)  # type: ignore[no-untyped-call]
+    for begin, part in zip(count(first, height), parts, strict=False):
+        yield slice(begin, begin + len(part)), part
 
 
 @dataclass(frozen=True, kw_only=True)
 class RawTarget(WeightTarget):
-    """A place for one of the tensors of a `RawMatrix`."""
+    """A place for one of the tensors that make a matrix of a quantised checkpoint. The last one fills the matrix.
 
-    matrix: RawMatrix
+    Attributes:
+        suffix: the end of the tensor's name.
+        filling: what the matrix belongs to.
+        prefix: the matrix's name in the checkpoint.
+        matrix: where the matrix goes.
+        come: {suffix: tensor} of those that have come; all targets of the matrix share it.
+        num_tensors: how many tensors make the matrix.
+    """
+
     suffix: str
+    filling: Filling
+    prefix: str
+    matrix: WeightTarget
+    come: dict[str, Tensor]
+    num_tensors: int
 
     def fill(self, source: Any, copy: Copy) -> None:
-        self.matrix.take(self.suffix, source[...], copy)
+        self.come[self.suffix] = source[...].to(self.filling.device)
+        if len(self.come) < self.num_tensors:
+            return
+        try:
+            weights: Any = self.filling.format.convert(self.come, *self.matrix.shape)
+            self.come.clear()
+            if isinstance(self.matrix, RoundedTarget):
+                self.matrix.fill(weights, copy)
+                return
+            _, columns = find_place(self.matrix)
+            for rows, part in split_rows(self.matrix, self.matrix.view):
+                part.copy_(weights[rows, columns])
+        except ValueError as error:
+            raise ValueError(f"{self.prefix}: {error}") from None

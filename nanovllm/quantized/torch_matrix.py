@@ -9,22 +9,12 @@ from torch import Tensor
 
 from nanovllm.layers.linear import PackedMatrix
 from nanovllm.models.qwen3_moe.decoder import PackedExperts
-from nanovllm.models.qwen3_moe.ops import Routing, grouped_linear_reference
+from nanovllm.models.qwen3_moe.ops import Routing
 from nanovllm.quantized.codes import CHUNK, Codes
 from nanovllm.quantized.dynamic import multiply_rounded
 from nanovllm.quantized.formats import Format
 
 logger = logging.getLogger(__name__)
-
-
-def quantized_linear_reference(x: Tensor, codes: Codes, bias: Tensor | None) -> Tensor:
-    """x [n, in] -> x W^T + bias [n, out], summed in float32, in x's dtype."""
-    return F.linear(x.float(), codes.dequantize(), None if bias is None else bias.float()).to(x.dtype)
-
-
-def grouped_quantized_reference(x: Tensor, codes: Codes, routing: Routing, gather: bool) -> Tensor:
-    """Do what `grouped_linear_reference` does with weights [num_experts, out, in], summed in float32."""
-    return grouped_linear_reference(x.float(), codes.dequantize(), routing, gather).to(x.dtype)
 
 
 class TorchMatrix:
@@ -91,13 +81,7 @@ class MatrixOperators:
 
     def warn(self, format: Format) -> None:
         """Log it if matrices of this format are multiplied slowly."""
-        if format.rounds_inputs:
-            logger.warning(
-                "plain torch multiplies in int8 slowly: it converts each matrix to float32 in every step. The backend "
-                '"cpu" has kernels for it'
-            )
-        else:
-            logger.warning(
-                "plain torch multiplies quantised weights slowly: it dequantises each matrix in every step. The "
-                'backends "cpu" and "triton" have kernels for them'
-            )
+        logger.warning(
+            "plain torch multiplies quantised weights slowly: it converts each matrix in every step. The backends "
+            '"cpu" and, but for int8-dynamic, "triton" have kernels for them'
+        )

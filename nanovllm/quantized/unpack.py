@@ -1,4 +1,4 @@
-"""Turns the packed words of checkpoints into codes. Every function here undoes what a library's packing did."""
+"""Turns the packed words of checkpoints into codes: what the formats of checkpoints.py have in common."""
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ def unpack_words(words: Tensor, bits: int, order: tuple[int, ...] | None = None)
 
 
 def make_codes(
-    numbers: Numbers, scales: Tensor, zeros: Tensor | None, bits: int, group_size: int, order: Tensor | None = None
+    numbers: Numbers, scales: Tensor, zeros: Tensor | None, bits: int, group_size: int, groups: Tensor | None = None
 ) -> Codes:
     """Return the codes for numbers as a checkpoint stores them. Those of 8 bits are shifted by 128, zeros included.
 
@@ -34,50 +34,18 @@ def make_codes(
         numbers: [out, in].
         scales: [out, groups].
         zeros: [out, groups]; None if they are the middle of the range.
+        groups: [in], the group of each input; None if they are in order.
+
+    Raises:
+        ValueError: groups have other sizes.
     """
+    order = None if groups is None else find_order(groups, group_size)
+    if order is not None:
+        numbers = numbers[:, order]
     if zeros is not None:
         zeros = zeros.to(torch.int16) - (128 if bits == 8 else 0)
     codes = pack_int4(numbers) if bits == 4 else (numbers ^ 128).view(torch.int8)
     return Codes(bits, codes, scales.to(torch.float32), zeros, group_size, order)
-
-
-def unpack_awq(qweight: Tensor, qzeros: Tensor, scales: Tensor, group_size: int) -> Codes:
-    """Convert AWQ's tensors.
-
-    Args:
-        qweight: int32 [in, out / 8].
-        qzeros: int32 [groups, out / 8].
-        scales: [groups, out].
-    """
-    numbers = unpack_words(qweight, 4, AWQ_ORDER).T
-    zeros = unpack_words(qzeros, 4, AWQ_ORDER).T
-    return make_codes(numbers, scales.T.contiguous(), zeros.contiguous(), 4, group_size)
-
-
-def unpack_gptq(
-    qweight: Tensor, qzeros: Tensor, scales: Tensor, g_idx: Tensor | None, bits: int, group_size: int, is_v1: bool
-) -> Codes:
-    """Convert GPTQ's tensors.
-
-    Args:
-        qweight: int32 [in * bits / 32, out], packed along the inputs.
-        qzeros: int32 [groups, out * bits / 32], packed along the outputs.
-        scales: [groups, out].
-        g_idx: int32 [in], the group of each input; None if they are in order.
-        is_v1: whether the words of zeros had one subtracted from each zero when they were packed, borrows and all.
-
-    Raises:
-        ValueError: g_idx has groups of other sizes.
-    """
-    numbers = unpack_words(qweight.T.contiguous(), bits)
-    if is_v1:
-        ones = sum(1 << i for i in range(0, 32, bits))
-        qzeros = qzeros + ones  # wraps around, as the subtraction did
-    zeros = unpack_words(qzeros, bits).T.contiguous()
-    order = None if g_idx is None else find_order(g_idx, group_size)
-    if order is not None:
-        numbers = numbers[:, order]
-    return make_codes(numbers, scales.T.contiguous(), zeros, bits, group_size, order)
 
 
 def find_order(g_idx: Tensor, group_size: int) -> Tensor | None:
@@ -94,38 +62,6 @@ def find_order(g_idx: Tensor, group_size: int) -> Tensor | None:
     if not torch.equal(sorted_groups, expected):
         raise ValueError(f"g_idx has groups of other sizes than {group_size}, which is not supported")
     return None if torch.equal(g_idx.long(), expected) else order
-
-
-def unpack_compressed(
-    packed: Tensor,
-    scales: Tensor,
-    packed_zeros: Tensor | None,
-    g_idx: Tensor | None,
-    shape: tuple[int, int],
-    bits: int,
-    group_size: int,
-) -> Codes:
-    """Convert the tensors of compressed-tensors' pack-quantized.
-
-    Args:
-        packed: int32 [out, ceil(in * bits / 32)], packed along the inputs.
-        scales: [out, groups].
-        packed_zeros: int32 [ceil(out * bits / 32), groups], packed along the outputs; None if the zeros are the middle.
-        g_idx: [in], the group of each input; None if they are in order.
-        shape: (out, in).
-
-    Raises:
-        ValueError: g_idx has groups of other sizes.
-    """
-    out, size = shape
-    numbers = unpack_words(packed, bits)[:, :size]
-    zeros = None
-    if packed_zeros is not None:
-        zeros = unpack_words(packed_zeros.T.contiguous(), bits).T[:out].contiguous()
-    order = None if g_idx is None else find_order(g_idx, group_size)
-    if order is not None:
-        numbers = numbers[:, order]
-    return make_codes(numbers, scales, zeros, bits, group_size, order)
 
 
 class ScaledFloats:

@@ -18,20 +18,21 @@ class HeadInputs(NamedTuple):
         asked: ROW_SAMPLING [num_seqs], what each sequence of the plan asks for.
         hidden: [num_tokens, hidden], the hidden states.
         targets: int32 [num_scored in all], on the device.
-        sampled: int [n], the row of `hidden` that each sample needs; None if each row has one sample.
+        sample_indices: int [n], the row of `hidden` that each sample needs; None if each row has one sample.
         rows: int32 [n], the row that gets each sample.
         positions: int32 [n], the index in its sequence of each token that is sampled.
         sampling: int32 [n, width], the packed sampling values of each sample, if a row may have a new owner when they
             are needed; None if the device's table still has them.
-        scored: [len(targets)], the row of `hidden` that each target needs, if `hidden` no longer has all tokens.
+        target_indices: [len(targets)], the row of `hidden` that each target needs; None while `hidden` has all
+            tokens.
     """
 
     plan: StepPlan
     asked: NDArray[Any]
     hidden: Tensor
     targets: Tensor
-    sampled: Tensor | None
+    sample_indices: Tensor | None
     rows: Tensor
     positions: Tensor
     sampling: Tensor | None = None
-    scored: NDArray[np.intp] | None = None
+    target_indices: NDArray[np.intp] | None = None

@@ -95,8 +95,6 @@ def start_logprobs(
     Returns:
         The log-probabilities, and which of token_ids they belong to.
     """
-    if counts.max() < 0:  # as in most steps
-        return None
     counts = np.repeat(np.where(plan.num_sampled > 0, counts, -1), 1 + plan.num_drafts)
     asking = np.flatnonzero(counts >= 0)
     if not len(asking):

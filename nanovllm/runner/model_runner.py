@@ -119,12 +119,13 @@ class ModelRunner:
         Args:
             packed: the plan's arrays on the device: see `send`.
         """
+        # What repeats steps must not depend on the numbers of one plan, so it gets no plan.
         planned = split_head(packed, plan.num_seqs, plan.num_tokens, plan if steps is EAGER else None)
         inputs, hidden = steps.run("model", plan.num_seqs, partial(self.forward, planned))
-        rows, sampled, positions = choose_samples(plan, inputs, self.backend)
+        rows, sample_indices, positions = choose_samples(plan, inputs, self.backend)
         asked = self.device_rows.sampling_cpu[plan.rows]
         targets = packed[len(packed) - len(plan.targets) :]
-        return HeadInputs(plan, asked, hidden, targets, sampled, rows, positions)
+        return HeadInputs(plan, asked, hidden, targets, sample_indices, rows, positions)
 
     def run_head(self, head: HeadInputs, edits: StepEdits | None = None, steps: Steps = EAGER) -> DeviceResult:
         """Run the second part of a step: logits, scores and samples.
@@ -147,24 +148,30 @@ class ModelRunner:
             targets = Targets(head, self.model, self.backend)
         if not plan.num_sampled.any():
             return DeviceResult(targets=targets)
-        hidden = head.hidden if head.sampled is None else head.hidden[head.sampled]
+        hidden = head.hidden if head.sample_indices is None else head.hidden[head.sample_indices]
         counts = head.asked["num_logprobs"]
         if not head.asked["is_edited"].any() and counts.max() < 0:
             sampled = steps.run(
-                "sampler", plan.num_seqs, partial(self.sample, hidden, head.rows, head.positions, head.sampling)
+                "sampler", plan.num_seqs, partial(self.sample_hidden, hidden, head.rows, head.positions, head.sampling)
             )
             return DeviceResult(sampled, targets=targets)
         logits = self.model.compute_logits(hidden)
         sampled = self.sampler.sample(logits, head.rows, head.positions, edits, head.sampling)
         return DeviceResult(sampled, start_logprobs(plan, counts, sampled, logits, self.backend), targets)
 
-    def sample(self, hidden: Tensor, rows: Tensor, positions: Tensor, sampling: Tensor | None = None) -> Tensor:
-        """Sample a token, int32 [n], after each of the hidden states [n, hidden]. `HeadInputs` explains the others."""
-        return self.sampler.sample(self.model.compute_logits(hidden), rows, positions, kept=sampling)
+    def sample_hidden(self, hidden: Tensor, rows: Tensor, positions: Tensor, sampling: Tensor | None = None) -> Tensor:
+        """Sample a token, int32 [n], from the logits of each of the hidden states [n, hidden], without edits.
+
+        `HeadInputs` explains the other arguments.
+        """
+        return self.sampler.sample(self.model.compute_logits(hidden), rows, positions, sampling=sampling)
 
     def sample_decodes(self, inputs: StepInputs, hidden: Tensor) -> Tensor:
-        """Sample a token, int32 [n], for each of n decodes. This is what a CUDA graph records after `forward`."""
-        return self.sample(hidden, inputs.rows, inputs.seq_lens)
+        """Sample as `sample_hidden` does, in a step that only decodes: each sequence has one hidden state.
+
+        A CUDA graph records this after `forward`.
+        """
+        return self.sample_hidden(hidden, inputs.rows, inputs.seq_lens)
 
     def forward(self, planned: DevicePlan) -> tuple[StepInputs, Tensor]:
         """Compute the hidden states of all tokens, [num_tokens, hidden]. Returns the step's inputs, too."""

@@ -14,7 +14,7 @@ from nanovllm.layers.weights import WeightTarget
 from nanovllm.models.model_config import find_decoder
 from nanovllm.models.weight_reader import name_canonically, name_some
 from nanovllm.runner.model_runner import ModelRunner
-from nanovllm.utils.checks import as_bool, quote, refuse
+from nanovllm.utils.checks import as_bool, as_integer, quote
 from nanovllm.utils.machine import default_dtype
 
 Command = dict[str, Any]
@@ -34,12 +34,10 @@ class Renewal:
     def __init__(self, engine: LLMEngine) -> None:
         self._engine = engine
         self._claim = engine.claim
-        is_alone = isinstance(engine.runner, ModelRunner)
-        runner: ModelRunner = engine.runner if is_alone else engine.runner.local  # type: ignore[assignment, attr-defined]
-        self._rank = RankRenewal(runner)
-        self._send: Callable[[Command, Tensor | None], None] | None = None
-        if not is_alone:
-            self._send = engine.runner.send_command  # type: ignore[attr-defined]
+        runner: Any = engine.runner
+        self._rank = RankRenewal(getattr(runner, "local", runner))
+        self._send: Callable[[Command, Tensor | None], None] | None = getattr(runner, "send_command", None)
+        """Sends a command to the other ranks; None if there are none."""
         self._num_blocks = engine.scheduler.block_manager.num_blocks
         self._level = 0
         """The level of the sleep; 0 while the engine is awake."""
@@ -95,8 +93,7 @@ class Renewal:
 
     def sleep(self, level: int) -> None:
         """Free memory: see `LLM.sleep`."""
-        if level not in (1, 2) or isinstance(level, bool):
-            raise refuse(level, "level", "1 (frees the KV cache) or 2 (frees the weights, too)")
+        level = as_integer(level, "level", 1, 2, "1 (frees the KV cache) or 2 (frees the weights, too)")
         with self._claim.held_by("sleep()"):
             self._forget_prefixes()
             self._claim.refusal = ASLEEP

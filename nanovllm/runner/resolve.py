@@ -11,6 +11,7 @@ from nanovllm.layers.parallel import Parallel
 from nanovllm.models.decoder import share_heads
 from nanovllm.models.model_config import limit_length
 from nanovllm.models.sizes import Sizes
+from nanovllm.ops.sample import SamplingValues
 from nanovllm.utils.checks import quote
 
 if TYPE_CHECKING:
@@ -40,8 +41,8 @@ def resolve(
     group = find_group(hf_config, config.tensor_parallel_size)
     if config.tensor_parallel_size > 1:
         Sizes(hf_config, config.tensor_parallel_size)  # raises an error if the ranks cannot share the model
-    model = (read_dtype(hf_config), config.kv_cache_dtype, hf_config.head_dim, group)
-    work = Work(device, *model, block_size, sizes.num_parameters)
+    heads = (hf_config.head_dim, group)
+    work = Work(device, read_dtype(hf_config), *heads, block_size, sizes.num_parameters, config.kv_cache_dtype)
     if gpu_memory is None:
         check_kv_cache_dtype(config.kv_cache_dtype, device)
         dtype = resolve_dtype(config.dtype, config.attention_backend, work)
@@ -49,11 +50,13 @@ def resolve(
         name = backend.name
         captures_steps = backend.captures_steps
         block_size = block_size or backend.default_block_size
+        refused = [name for name in SamplingValues._fields if name not in backend.sampling_values]
     else:  # the backends of a GPU may not be installed here
         dtype = work.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
         name = "triton"
         captures_steps = True
         block_size = block_size or LARGEST_DEFAULT_BLOCK
+        refused = []
     is_cuda = device.type == "cuda"
     resolved = {
         "device": str(device),
@@ -66,6 +69,7 @@ def resolve(
         "max_model_len": limit_length(hf_config, config.max_model_len),
         "depth": 2 if config.overlap and is_cuda and config.speculative_config is None else 1,
         "vocab_size": int(hf_config.vocab_size),
+        "refused_params": refused,
         "max_num_seqs": config.max_num_seqs or DEFAULT_NUM_SEQS,
         "enable_prefix_caching": config.enable_prefix_caching is not False,
     }
@@ -111,20 +115,20 @@ class Work(NamedTuple):
 
     Attributes:
         dtype: the model's own, until it is resolved.
-        kv_cache_dtype: as the user asks for it.
         head_dim: elements of a head.
         group: query heads per KV head, on one rank.
         block_size: tokens in a block of the KV cache; None if the backend is to choose.
         num_parameters: the parameters of the whole model.
+        kv_cache_dtype: as the user asks for it.
     """
 
     device: torch.device
     dtype: torch.dtype
-    kv_cache_dtype: str
     head_dim: int
     group: int
     block_size: int | None = None
     num_parameters: int = 0
+    kv_cache_dtype: str = "auto"
 
 
 def resolve_dtype(name: str, backend: str, work: Work) -> torch.dtype:
@@ -148,8 +152,8 @@ def check_kv_cache_dtype(name: str, device: torch.device) -> None:
     """Raise a ValueError if the device has no instructions for keys and values of this format."""
     if name == "fp8" and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9)):
         raise ValueError(
-            f'kv_cache_dtype is "fp8", which needs a GPU of compute capability 8.9 or more, and the device is {device}: '
-            'use kv_cache_dtype="int8", which runs everywhere'
+            f'kv_cache_dtype="fp8" needs a GPU of compute capability 8.9 or more, and the device is {device}; '
+            'kv_cache_dtype="int8" runs everywhere'
         )
 
 

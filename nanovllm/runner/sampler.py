@@ -17,18 +17,17 @@ from nanovllm.runner.device_rows import DeviceRows
 def choose_samples(plan: StepPlan, inputs: StepInputs, backend: Backend) -> tuple[Tensor, Tensor | None, Tensor]:
     """Choose the tokens after which the step samples: the last one of each sequence, and those followed by a draft.
 
-    A step samples for every sequence, or for none: that keeps shapes simple. Some samples are not wanted (num_sampled
-    is 0): after a chunk that does not end a prompt, and after a prompt that is only scored. `StepHandle` in
-    step_handle.py drops them. `Sampler.sample` writes them to the row's last_token, too. That does no harm, because the
-    row's next plan has the real token id, not -1.
+    A step samples for every sequence, or for none, so shapes are simple. A sequence whose num_sampled is 0 does not
+    want its sample: its prompt is not complete yet, or is only scored. `StepHandle` drops this sample.
 
-    After a step with drafts the row's next plan has the real id, too. Several samples were written then, and the device
-    does not know which of them is valid.
+    `Sampler.sample` writes every sample to the row's last_token. After an unwanted sample, or after several samples of
+    one row, last_token is not valid. Nothing reads it then: the row's next plan has the token id itself, not -1.
 
     Returns:
-        For n samples, sequence after sequence: their rows int32 [n]; the index, among the step's tokens, of the token
-        whose logits each uses [n], or None if that is every token, in order; and the index, in its sequence, of the
-        token that it samples, int32 [n].
+        For n samples, sequence after sequence:
+        their rows, int32 [n];
+        which of the step's tokens gives each sample its logits, [n], or None if each token gives one, in order;
+        and the position, in its sequence, of each token that is sampled, int32 [n].
     """
     rows = inputs.rows
     if plan.num_tokens == plan.num_seqs:  # all sequences decode
@@ -37,8 +36,8 @@ def choose_samples(plan: StepPlan, inputs: StepInputs, backend: Backend) -> tupl
     if plan.num_sampled.max() <= 1:  # without drafts
         return rows, last, inputs.seq_lens
     num_samples = 1 + plan.num_drafts
-    # With drafts: for each sample its sequence, and how many samples of the same sequence follow it. A sample with k
-    # followers comes k tokens before the sequence's last token, and its position is k lower.
+    # With drafts: find the sequence of each sample, and how many samples of that sequence come after it. If k samples
+    # come after it, it uses the logits k tokens before the sequence's last one, and its position is k lower.
     sequences = np.repeat(np.arange(plan.num_seqs), num_samples)
     num_later = np.repeat(num_samples.cumsum(), num_samples) - 1 - np.arange(len(sequences))
     chosen, back = backend.to_device(np.stack((sequences, num_later))).unbind(0)
@@ -59,7 +58,7 @@ class Sampler:
         rows: Tensor,
         positions: Tensor,
         edits: StepEdits | None = None,
-        kept: Tensor | None = None,
+        sampling: Tensor | None = None,
     ) -> Tensor:
         """Sample one token for each of n rows. Rank 0 samples and broadcasts the tokens to the other ranks.
 
@@ -68,8 +67,8 @@ class Sampler:
                 ranks other than 0.
             rows: int32 [n].
             positions: int32 [n], the index in its sequence of each token.
-            kept: int32 [n, width], the packed sampling values of each token, if the rows may have new owners by now;
-                None if the device's table still has them.
+            sampling: int32 [n, width], the packed sampling values of each token, if the rows may have new owners by
+                now; None if the device's table still has the values.
 
         Returns:
             int32 [n], -1 for a row whose logits are not a valid distribution. On ranks other than 0 the values mean
@@ -79,10 +78,10 @@ class Sampler:
             token_ids = checked = torch.empty_like(rows)
         else:
             sample = self._backend.sample if edits is None else partial(edits.sample, self._backend)
-            if kept is None:
+            if sampling is None:
                 token_ids, checked = sample(logits, self._device_rows.sampling, rows, positions)
             else:
-                every_row = torch.arange(len(kept), dtype=torch.int32, device=kept.device)
-                token_ids, checked = sample(logits, kept, every_row, positions)
+                every_row = torch.arange(len(sampling), dtype=torch.int32, device=sampling.device)
+                token_ids, checked = sample(logits, sampling, every_row, positions)
         self._backend.store_samples(self._parallel.broadcast(token_ids), rows, self._device_rows.last_token)
         return checked

@@ -18,7 +18,7 @@ class Targets:
     def __init__(self, head: HeadInputs, model: Decoder, backend: Backend) -> None:
         """Start to compute. The device may be at work when this returns."""
         plan = head.plan
-        indices = find_targets(plan) if head.scored is None else head.scored
+        indices = find_targets(plan) if head.target_indices is None else head.target_indices
         are_tokens = plan.targets != EMBED
         hidden = head.hidden
         self._token_ids = plan.targets[are_tokens]

@@ -134,6 +134,7 @@ def tokenise_prompts(
             if text is not None and token_ids is None:
                 if tokenizer is None:
                     raise ValueError("the prompt is a string, and this model has no tokenizer: pass token ids")
+                tokenizer.check(text)
                 texts.append((i, text))
             done.append(TokenisedPrompt(text, token_ids or []))
     if tokenizer is None:
@@ -142,13 +143,7 @@ def tokenise_prompts(
     bar = {"desc": "Tokenising", "unit": kind, "unit_scale": BATCH, "leave": False, "delay": 1.0}
     for start in tqdm(starts, **bar) if show else starts:
         batch = texts[start : start + BATCH]
-        try:
-            encoded = tokenizer.encode_batch([text for _, text in batch], add_special_tokens)
-        except ValueError:
-            for i, text in batch:  # find out which text has the error
-                with name_errors(kind, i, count):
-                    tokenizer.encode_batch([text], add_special_tokens)
-            raise
+        encoded = tokenizer.encode_batch([text for _, text in batch], add_special_tokens)
         for (i, text), token_ids in zip(batch, encoded, strict=True):
             done[i] = TokenisedPrompt(text, token_ids)
     return done

@@ -50,8 +50,8 @@ class Tokenizer:
         """Return the contents of its tokenizer.json."""
         return self._backend.to_str()  # type: ignore[no-any-return]
 
-    def _check_length(self, text: str) -> None:
-        """Raise a ValueError for a text that is far too long, before time and memory are spent on it.
+    def check(self, text: str) -> None:
+        """Raise a ValueError for a text that cannot be tokenised, or is far too long, before time and memory are spent.
 
         The limit is 4 times the characters that max_model_len of the longest tokens have: normalisers may drop some.
         """
@@ -65,24 +65,20 @@ class Tokenizer:
                     f"the prompt has {len(text)} characters; with max_model_len={max_tokens} it may have at most "
                     f"{most}: shorten it or raise max_model_len"
                 )
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            why = f"character {error.start} is half of a surrogate pair"
+            raise ValueError(f"the text cannot be tokenised: {why}") from None
 
     def encode_batch(self, texts: Seq[str], add_special_tokens: bool = True) -> list[list[int]]:
-        """Tokenise texts on all cores.
+        """Tokenise texts on all cores. `check` must have let each of them pass.
 
         Args:
             add_special_tokens: put the tokenizer's special tokens around each text. A text that begins with the bos
                 token gets no second one.
-
-        Raises:
-            ValueError: one of the texts is far too long, or has half of a surrogate pair in it.
         """
-        for text in texts:
-            self._check_length(text)
-        try:
-            encodings = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
-        except TypeError as error:  # tokenizers says only that this is no valid text, and not why
-            reason = next(filter(None, map(why_not_unicode, texts)), error)
-            raise ValueError(f"the text cannot be tokenised: {reason}") from error
+        encodings = self._backend.encode_batch_fast(texts, add_special_tokens=add_special_tokens)
         bos = self.transformers.bos_token_id
         return [e.ids[1:] if bos is not None and e.ids[:2] == [bos, bos] else e.ids for e in encodings]
 
@@ -132,12 +128,3 @@ class Tokenizer:
     def stop_matcher(self, params: SamplingParams, prompt: Seq[int]) -> StopStringMatcher:
         """Return a matcher that decodes an output, and watches it for the request's stop strings."""
         return StopStringMatcher(self._backend, params, self._find_context(prompt))
-
-
-def why_not_unicode(text: str) -> str:
-    """Return the reason why a text cannot be encoded as UTF-8; "" if it can."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        return f"character {error.start} is half of a surrogate pair"
-    return ""

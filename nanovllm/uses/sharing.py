@@ -1,13 +1,10 @@
 """One engine for many threads, or for the tasks of an asyncio loop: all their requests run in the same steps."""
 
 import atexit
-import os
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, as_completed
 from contextlib import closing
-from functools import partial
-from queue import SimpleQueue
 from threading import RLock, Thread
 
 from nanovllm.engine.llm_engine import LLMEngine
@@ -34,7 +31,6 @@ class EngineThread:
         self._lock = RLock()  # reentrant, because a signal's handler may submit
         self._incoming: deque[tuple[Request, Future[Output]]] = deque()
         self._thread: Thread | None = None
-        self._pid = os.getpid()
         self._program_ends = False
 
     def submit(self, request: Request) -> "Future[Output]":
@@ -63,7 +59,7 @@ class EngineThread:
 
     def _end(self) -> None:
         """Stop the thread after its step, because the program ends."""
-        if os.getpid() == self._pid and (thread := self._thread) is not None:
+        if (thread := self._thread) is not None:
             self._program_ends = True
             thread.join()
 
@@ -73,20 +69,11 @@ class EngineThread:
         Raises:
             RuntimeError: the engine has stopped.
         """
-        ended: SimpleQueue[tuple[int, Future[Output]]] = SimpleQueue()
-
-        def note_end(position: int, future: "Future[Output]") -> None:
-            ended.put((position, future))
-
-        count = 0
-        for request in requests:
-            self.submit(request).add_done_callback(partial(note_end, count))
-            count += 1
-        for _ in range(count):
-            position, future = ended.get()
+        positions = {self.submit(request): position for position, request in enumerate(requests)}
+        for future in as_completed(positions):
             if (error := future.exception()) is not None:
                 raise RuntimeError(f"the engine has stopped: {error}") from error
-            yield position, future.result()
+            yield positions[future], future.result()
 
     def _run(self) -> None:
         """Run requests until none is left. If the engine fails, give the error to all who wait."""

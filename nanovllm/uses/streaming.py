@@ -19,9 +19,12 @@ def stream_outputs(llm: Any, requests: Any, sampling_params: SamplingParams | No
     Args:
         llm: the `LLM`.
     """
+    # A generator is read lazily, as it is. Anything else is read by `list_prompts`.
+    is_lazy = isinstance(requests, Iterable) and not isinstance(requests, Sequence | Mapping)
+    prompts = requests if is_lazy and not hasattr(requests, "tolist") else list_prompts(requests)
     prepare = partial(llm.prepare, sampling_params=sampling_params)
     num_ahead = 2 * llm.engine.config.max_num_seqs
-    with closing(work_ahead(iterate_prompts(requests), prepare, num_ahead)) as preparing:
+    with closing(work_ahead(prompts, prepare, num_ahead)) as preparing:
 
         def wait_for_each() -> Iterator[Request]:
             for i, (_, future) in enumerate(preparing):
@@ -30,15 +33,6 @@ def stream_outputs(llm: Any, requests: Any, sampling_params: SamplingParams | No
                 yield request
 
         yield from llm.run_requests(wait_for_each())
-
-
-def iterate_prompts(requests: Any) -> Iterable[Any]:
-    """Return the prompts as an iterable. A generator is returned as it is, so that it is read lazily.
-
-    Anything else is read by `list_prompts`.
-    """
-    is_lazy = isinstance(requests, Iterable) and not isinstance(requests, Sequence | Mapping)
-    return requests if is_lazy and not hasattr(requests, "tolist") else list_prompts(requests)
 
 
 def stream_pieces(llm: Any, prompt: Any, sampling_params: SamplingParams | None) -> Iterator[str]:

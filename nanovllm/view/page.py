@@ -8,14 +8,6 @@ from typing import Any
 
 from nanovllm.utils.checks import quote
 
-CHAPTERS = {
-    "preemption": "6-scheduler",
-    "queue": "6-scheduler",
-    "hit": "5-prefixes",
-    "eviction": "5-prefixes",
-}
-"""The chapter of the guide that explains each kind of event."""
-
 HOST_SPANS = ("schedule", "prepare", "launch", "update")
 """The spans that are the host's own work. During "wait" the device works."""
 
@@ -158,13 +150,6 @@ def write_page(trace: Path, output: Path, other: Path | None = None) -> Recordin
     return recording
 
 
-def find_guide() -> dict[str, str]:
-    """Return {kind of event: link to its chapter} if the package lies beside its documentation; {} otherwise."""
-    folder = Path(__file__).resolve().parents[2] / "docs" / "guide"
-    pages = {kind: folder / f"{chapter}.md" for kind, chapter in CHAPTERS.items()}
-    return {kind: page.as_uri() for kind, page in pages.items() if page.is_file()}
-
-
 def render_pair(runs: list[tuple[Recording, str]]) -> str:
     """Return a page that shows the pages of two (recording, title) in frames and keeps them at the same step."""
     (first, _), (second, _) = runs
@@ -196,10 +181,9 @@ def render_page(recording: Recording, title: str, guide: dict[str, str] | None =
     Text from the run, such as prompts and the file's name, never becomes markup.
 
     Args:
-        guide: the links of `CHAPTERS`, where they are known; None looks for the guide on this machine.
+        guide: for kinds of events ("preemption", "queue", "hit", "eviction"), links to pages that explain them.
     """
-    links = find_guide() if guide is None else guide
-    data = {"title": title, "guide": links, **vars(recording)}
+    data = {"title": title, "guide": guide or {}, **vars(recording)}
     parts = {"style": _read_part("page.css"), "script": _read_part("page.js"), "data": _to_script(data)}
     return _fill("page.html", parts)
 

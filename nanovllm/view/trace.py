@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
@@ -45,7 +45,7 @@ class Trace:
             ValueError: the file cannot be written.
         """
         try:
-            self._file: TextIO | None = open(path, "w", encoding="utf-8")  # noqa: SIM115  # lives as long as the engine
+            self._file = open(path, "w", encoding="utf-8")  # noqa: SIM115  # lives as long as the engine
         except OSError as error:
             raise ValueError(f"trace file {path} cannot be written: {error}") from error
         self._path = path
@@ -88,7 +88,7 @@ class Trace:
         if self._num_events >= MAX_EVENTS and self._stopped_at is None:
             self._stopped_at = number
         if self._stopped_at is not None:
-            if self._file is None:
+            if self._file.closed:
                 self._block_log.clear()
                 self._shortages.clear()
             return
@@ -126,7 +126,7 @@ class Trace:
         after the span of the step before.
         """
         if self._stopped_at is not None and number >= self._stopped_at:
-            if self._file is not None:
+            if not self._file.closed:
                 logger.warning("%s has %d events: the rest of the run is not recorded", self._path, self._num_events)
                 self.close()
             return
@@ -165,16 +165,13 @@ class Trace:
 
     def close(self) -> None:
         """Write the end of the file, and close it. Closing twice is allowed."""
-        if self._file is not None:
+        if not self._file.closed:
             is_stopped = self._stopped_at is not None
             fields = {"stopped": is_stopped, "ended": self._end_requests(list(self._live)), **self._collect_blocks()}
             event = _format_event("end", "i", HOST, json.dumps(fields), ', "ts": 0, "s": "g"')
             self._lines.append(event.replace(",\n", "\n]\n"))
             self._flush()
-        file = self._file
-        self._file = None
-        if file is not None:
-            file.close()
+            self._file.close()
 
     # ---- what happened to requests and blocks
 
@@ -284,16 +281,14 @@ class Trace:
 
     def _flush(self) -> None:
         """Hand the events to the operating system, so that a killed run loses only the steps that were not read."""
-        if self._file is not None:
+        if not self._file.closed:
             try:
                 self._file.write("".join(self._lines))
                 self._file.flush()
             except OSError as error:
                 logger.warning("%s cannot be written, and ends here; the run goes on: %s", self._path, error)
-                file = self._file
-                self._file = None
-                with suppress(OSError):  # close() tries again to write what is left
-                    file.close()
+                with suppress(OSError):  # close() tries again to write what is left, and closes the file all the same
+                    self._file.close()
         self._num_events += len(self._lines)
         self._lines.clear()
 

@@ -17,6 +17,7 @@ from helpers.tiny import SMALL, edit_json, save_random
 from safetensors.torch import load_file, save_file
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.backends.torch_backend import TorchBackend
 from nanovllm.config import EngineConfig
 
 OPTIONS = SMALL | {"max_model_len": 32, "num_kvcache_blocks": 8}
@@ -361,6 +362,16 @@ def test_what_this_machine_lacks_is_refused(options: dict[str, str], random_mode
     ((option, value),) = options.items()
     with pytest.raises(ValueError, match=f"{option}.*{value}.*auto"):
         LLM(random_model, **options)
+
+
+def test_a_sampling_parameter_that_the_backend_lacks_is_refused(
+    monkeypatch: pytest.MonkeyPatch, random_model: Path
+) -> None:
+    monkeypatch.setattr(TorchBackend, "sampling_values", ("temperature", "top_k", "min_p", "seeds"))
+    with LLM(random_model, **OPTIONS, attention_backend="torch") as llm:
+        message = '^top_p is 0.5; it must be left out with attention_backend="torch"'
+        assert_refused_and_usable(llm, lambda: llm.generate([[1]], SamplingParams(top_p=0.5)), message)
+        assert len(llm.generate([[1]], SamplingParams(top_k=3, top_p=1.0, seed=1, max_tokens=4))[0]["token_ids"]) == 4
 
 
 def test_the_block_size_is_the_backend_s_unless_it_is_given(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,7 +122,7 @@ def test_a_truncated_file_is_called_incomplete(share: float, folder: Path) -> No
     os.truncate(file, int(file.stat().st_size * share))
     message = fail(folder)
     assert f"{file} cannot be read" in message
-    assert f"model.safetensors in {folder} is cut short: its download is incomplete" in message
+    assert "the file is cut short: its download is incomplete" in message
 
 
 def test_a_file_that_is_damaged_otherwise_is_not_called_cut_short(folder: Path) -> None:
@@ -281,22 +281,14 @@ def test_without_a_c_compiler_the_error_says_what_triton_needs(monkeypatch: pyte
     assert words in inspect.getsource(pytest.importorskip("triton.runtime.build"))
     monkeypatch.setattr("nanovllm.load.make_engine", raiser(RuntimeError(f"{words}. Please specify via CC")))
     message = fail("tiny-qwen3")
-    assert "there is no C compiler: install gcc" in message and 'attention_backend="torch"' in message
+    assert "it needs gcc and Python's headers" in message and 'attention_backend="torch"' in message
 
 
-@pytest.mark.parametrize(
-    ("folder_of_headers", "advice"),
-    [("/nowhere", "/nowhere/Python.h is missing: install Python's headers"), (None, "own message is above")],
-)
-def test_of_a_c_compiler_that_fails_it_is_said_what_it_lacks(
-    folder_of_headers: str | None, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "Python.h").touch()
-    monkeypatch.setattr("sysconfig.get_path", lambda name: folder_of_headers or str(tmp_path))
+def test_of_a_c_compiler_that_fails_it_is_said_what_it_may_lack(monkeypatch: pytest.MonkeyPatch) -> None:
     error = subprocess.CalledProcessError(1, ["gcc", "main.c", "-O3", "-shared", "-fPIC"])
     monkeypatch.setattr("nanovllm.load.make_engine", raiser(error))
     message = fail("tiny-qwen3")
-    assert "gcc" in message and advice in message
+    assert message.startswith("Command '['gcc'") and "it needs gcc and Python's headers" in message
     other = subprocess.CalledProcessError(1, ["git", "pull"])
     assert explain(other, "tiny-qwen3") is None
 

@@ -45,7 +45,7 @@ def assert_idle(llm: LLM) -> None:
     """Nothing is left of any request, in the counts and inside."""
     stats = llm.stats()
     assert stats["num_free_blocks"] == stats["num_blocks"]
-    assert not llm.engine.scheduler.has_unfinished
+    assert not llm.engine.has_work
     check_scheduler(llm.engine.scheduler)
 
 

@@ -243,8 +243,9 @@ def test_the_bar_and_a_job_s_summary_tell_tokens_a_step() -> None:
         counts |= {"num_generated_tokens": 90, "num_draft_tokens": 80, "num_accepted_tokens": 60}
         assert ", 3.00 tok/step" in bar.format_dict["postfix"]
     tally = JobCounts()
+    counts = dict.fromkeys(counts, 0)
     with tally.show(lambda: counts):
-        counts |= {"num_generated_tokens": 190, "num_draft_tokens": 180, "num_accepted_tokens": 135}
+        counts |= {"num_generated_tokens": 100, "num_draft_tokens": 100, "num_accepted_tokens": 75}
         tally.count(Usage(10, 0, 100))
     assert tally.as_dict() | {"num_draft_tokens": 100, "num_accepted_tokens": 75} == tally.as_dict()
     assert tally.as_dict()["tokens_per_step"] == 4.0

@@ -15,7 +15,7 @@ from helpers.batch_jobs import openai_line, read_answers, write_lines
 from helpers.schemas import SCHEMAS
 
 import nanovllm
-from nanovllm.edits import grammars, trial
+from nanovllm.edits import trial
 from nanovllm.edits.grammar_size import MOST, SAFE, is_safe, measure_schema, measure_text
 from nanovllm.edits.grammars import Grammars
 from nanovllm.edits.json_schema import read_schema
@@ -156,7 +156,7 @@ def test_a_large_grammar_that_is_good_is_tried_in_a_child_and_accepted(
 ) -> None:
     tried = []
 
-    def count(*request: Any) -> trial.Trial:
+    def count(*request: Any) -> str:
         tried.append(trial_in_child(*request))
         return tried[-1]
 
@@ -164,8 +164,7 @@ def test_a_large_grammar_that_is_good_is_tried_in_a_child_and_accepted(
     monkeypatch.setattr(trial, "try_in_child", count)
     for _ in range(2):
         assert not compiler.compile(asked).is_error()
-    assert [found.error for found in tried] == [""], "the second request finds it compiled"
-    assert tried[0].num_bytes > 0
+    assert tried == [""], "the second request finds it compiled"
 
 
 def test_a_bad_schema_that_is_large_is_refused_with_its_place(compiler: Grammars) -> None:
@@ -178,7 +177,7 @@ def test_children_run_beside_each_other_and_import_no_torch(compiler: Grammars) 
     wanted = [json.dumps({"enum": [f"{name}{i}" for i in range(4000)]}) for name in "abcd"]
     with ThreadPoolExecutor(4) as pool:
         for found in pool.map(lambda text: trial.try_in_child("json", text, {}, VOCAB_SIZE, EOS), wanted):
-            assert found.error == ""
+            assert found == ""
     script = "import nanovllm.edits.trial, sys; print([name for name in ('torch', 'numpy') if name in sys.modules])"
     assert subprocess.run([sys.executable, "-c", script], capture_output=True, text=True).stdout.strip() == "[]"
 
@@ -206,17 +205,6 @@ def test_a_grammar_that_nobody_waits_for_any_more_ends_its_child_and_is_not_take
             compiler.compile(LARGE[0])
     assert [child.returncode for child in children] == [-signal.SIGKILL]
     assert not compiler.compile(LARGE[0]).is_error()
-
-
-def test_the_memory_of_kept_grammars_is_bounded(compiler: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammars, "MOST_BYTES_KEPT", 4 << 20)
-    for i in range(50):
-        compiler.compile({"choice": [f"{i}-{j}-{'x' * 50}" for j in range(20)]})
-        assert compiler._num_bytes_kept == sum(kept.num_bytes for kept in compiler._kept.values()) <= 4 << 20
-    assert 2 < len(compiler._kept) < 10
-    compiler.compile({"choice": [str(i) for i in range(3000)]})
-    assert len(compiler._kept) == 1, "the last one is kept, however large"
-    assert compiler.compile({"regex": "a"}) is compiler.compile({"regex": "a"})
 
 
 def test_a_panic_is_one_sentence(compiler: Grammars, capfd: pytest.CaptureFixture[str]) -> None:
@@ -264,7 +252,7 @@ def test_sizes_are_counted_in_bytes_and_beyond_each_bound_a_grammar_is_no_longer
 
 @pytest.mark.slow
 def test_memory_and_descriptors_stay_flat_over_two_thousand_grammars(compiler: Grammars) -> None:
-    """The memory that the first half takes is the cache's; the second half may take a tenth of its bound more."""
+    """The memory that the first half takes is the cache's; the second half may take 25 MB more."""
 
     def read_resources() -> tuple[int, int]:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
@@ -282,5 +270,5 @@ def test_memory_and_descriptors_stay_flat_over_two_thousand_grammars(compiler: G
             found.append(read_resources())
     (memory, descriptors), (memory_after, descriptors_after) = found
     print(f"{memory >> 20} MB after 1000 grammars, {memory_after >> 20} MB after 2000")
-    assert memory_after - memory < grammars.MOST_BYTES_KEPT / 10
+    assert memory_after - memory < 25 << 20
     assert descriptors_after == descriptors

@@ -27,13 +27,13 @@ def compile_into(cache: Path) -> bool:
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from nanovllm.backends.gpu.silu_and_mul import _silu_and_mul_kernel as kernel
+from nanovllm.backends.gpu.gate_and_mul import _gate_and_mul_kernel as kernel
 
 def listen(cache_hit, **others):
     print(cache_hit)
 
 triton.knobs.compilation.listener = listen
-values = {"BLOCK": 64, "PDL": False}
+values = {"SILU": True, "BLOCK": 64, "PDL": False}
 signature = {}
 for name in kernel.arg_names:
     signature[name] = "*fp32" if name.endswith("_ptr") else "constexpr" if name in values else "i32"

@@ -41,13 +41,13 @@ from helpers.quantized_cases import FORMATS, make_codes
 
 from nanovllm.backends import Backend, make_backend
 from nanovllm.backends.gpu.edit_logits import edit_logits
+from nanovllm.backends.gpu.gate_and_mul import silu_and_mul
 from nanovllm.backends.gpu.hybrids import Operators as TritonHybridOperators
 from nanovllm.backends.gpu.norm_rope_store import norm_rope_store
 from nanovllm.backends.gpu.quantized import TritonMatrix
 from nanovllm.backends.gpu.rms_norm import add_rms_norm, rms_norm
 from nanovllm.backends.gpu.route import route
 from nanovllm.backends.gpu.sample import sample
-from nanovllm.backends.gpu.silu_and_mul import silu_and_mul
 from nanovllm.edits.edit_logits import MaskAndPenalties, edit_logits_reference
 from nanovllm.models.qwen3_moe.ops import route_reference
 from nanovllm.ops.norm_rope_store import NormRope, norm_rope_store_reference

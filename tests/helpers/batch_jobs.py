@@ -13,6 +13,7 @@ from nanovllm import SamplingParams
 from nanovllm.config import EngineConfig
 from nanovllm.jobs.job import Job, Status
 from nanovllm.jobs.run import run_job
+from nanovllm.text.conversations import read_conversation
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -85,7 +86,8 @@ class InstantLLM:
         return token_ids, params
 
     def render_chat(self, messages: list[dict[str, str]], kwargs: dict[str, Any] | None) -> str:
-        return "".join(f"<{m['role']}>{m['content']}" for m in messages) + (str(kwargs) if kwargs else "")
+        read = read_conversation(messages)
+        return "".join(f"<{m['role']}>{m['content']}" for m in read) + (str(kwargs) if kwargs else "")
 
     def stream(self, requests: Iterable[tuple[list[int], SamplingParams]]) -> Iterator[tuple[int, dict[str, Any]]]:
         order = random.Random(0)

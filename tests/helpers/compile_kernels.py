@@ -29,6 +29,7 @@ from nanovllm.backends.gpu import (
     causal_conv,
     combine,
     edit_logits,
+    gate_and_mul,
     gated_delta,
     gated_rms_norm,
     grouped_linear,
@@ -40,8 +41,6 @@ from nanovllm.backends.gpu import (
     route,
     sample,
     sample_filter,
-    sigmoid_and_mul,
-    silu_and_mul,
     step_inputs,
     token_logprobs,
     triton_shim,
@@ -152,7 +151,7 @@ def launches(
             yield launch(causal_conv._causal_conv_kernel, causal_conv.causal_conv_config(4))
             config = gated_rms_norm.gated_rms_norm_config(model.value_heads, 128)
             yield launch(gated_rms_norm._gated_rms_norm_kernel, config)
-            yield launch(sigmoid_and_mul._sigmoid_and_mul_kernel, sigmoid_and_mul.sigmoid_and_mul_config())
+            yield launch(gate_and_mul._gate_and_mul_kernel, gate_and_mul.gate_and_mul_config(silu=False))
             for ranks in (1, 2, 4, 8):
                 config = gated_delta.gated_delta_config(16 // ranks, model.value_heads // ranks, 128, 128)
                 yield launch(gated_delta._gated_delta_kernel, config)
@@ -166,7 +165,7 @@ def launches(
                     yield launch(grouped_linear._grouped_linear_kernel, config)
     for kernel, config, types in quantized_launches(FORMATS[:2] if len(block_sizes) == 1 else FORMATS, itemsize):
         yield launch(kernel, config, **types)
-    yield launch(silu_and_mul._silu_and_mul_kernel, silu_and_mul.silu_and_mul_config())
+    yield launch(gate_and_mul._gate_and_mul_kernel, gate_and_mul.gate_and_mul_config(silu=True))
     num_chunks = -(-VOCAB_SIZE // sample.CHUNK)
     # Edited logits are float32.
     for kind, pointer in {dtype: own, torch.float32: "*fp32"}.items():
@@ -216,7 +215,7 @@ def compile_launch(launch: Launch, arch: int) -> dict[str, Any]:
             signature[name] = overrides.get(name) or _POINTERS.get(name, launch.own)
         else:
             signature[name] = "fp32" if name in _FLOATS else "i32"
-        if name.endswith(("_ptr", "stride", "size", "experts")):  # multiples of 16, and specialised as such
+        if name.endswith(("_ptr", "stride", "start", "size", "experts")):  # multiples of 16, and specialised as such
             attrs[(i,)] = [["tt.divisibility", 16]]
     constexprs = {(names.index(name),): value for name, value in config.items()}
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constexprs, attrs=attrs)

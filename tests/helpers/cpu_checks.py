@@ -142,7 +142,37 @@ def assert_attends_alike(
         expected = attend_after_storing(TorchBackend(), query_lens, seq_lens, shape, dtype, kv_dtype or dtype)
         # In bfloat16 q and k differ by a rounding here and there, and both sides round weights and outputs.
         tolerance = attention_tolerance(dtype) * (2 if dtype == BF16 else 1)
+        if kv_dtype == torch.int8:  # where a rounding differs, a code may be the next one
+            tolerance = max(tolerance, 5e-3)
         torch.testing.assert_close(got, expected, atol=tolerance, rtol=0)
+
+
+def check_codes(backend: CpuBackend, dim: int, dtype: torch.dtype) -> None:
+    """What the kernel stores of heads that are neither normed nor rotated has the reference's codes and scales."""
+    torch.manual_seed(3)
+    heads = torch.randn(40, 6, dim) * 10.0 ** torch.linspace(-35, 37, 40)[:, None, None]
+    heads[3, 2] = 0
+    heads[5, 3, dim // 2] = float("inf")
+    heads[6, 4, 1] = float("nan")
+    heads[7, 5, 0] = -float("inf")
+    heads[13, 4:] *= 1e-44 / heads[13, 4:].abs().amax()  # keys so small are zeros when they have been rotated
+    heads[8:12] = (8 * heads[8:12] / heads[8:12].abs().amax(-1, keepdim=True)).round() / 2  # ties
+    qkv = heads.to(dtype).flatten(1)
+    norms = NormRope(None, None, 1e-6, torch.cat((torch.ones(40, dim // 2), torch.zeros(40, dim // 2)), dim=1))
+    positions = torch.arange(40)
+    caches = []
+    for side in (backend, TorchBackend()):
+        cache = side.allocate_cache((3, 16, 2, dim), torch.int8, CPU)
+        side.norm_rope_store(qkv, norms, positions, cache, positions)
+        caches.append(cache)
+    got, expected = caches
+    assert got.key_scales is not None and got.value_scales is not None
+    torch.testing.assert_close(got.key_scales, expected.key_scales, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(got.value_scales, expected.value_scales, rtol=0, atol=0, equal_nan=True)
+    assert got.value_scales[0, 7, 1].isnan() and not got.key_scales[0, 7, 0].isnan()
+    assert torch.equal(got.values, expected.values)
+    tiles = got.keys.transpose(1, 2).reshape(3, 2, dim, 16)  # 16 keys of a tile lie side by side
+    assert torch.equal(tiles.permute(0, 3, 1, 2), expected.keys)
 
 
 def check_experts(backend: CpuBackend, dtype: torch.dtype) -> None:

@@ -332,7 +332,7 @@ def missing(
         if isinstance(runner, StageRunner):
             num_seqs = runner.config.max_num_seqs
             hidden_size = runner.hf_config.hidden_size
-            runner.inputs = StageInputs(num_seqs, hidden_size, runner.dtype, runner.device, row=num_seqs)
+            runner.inputs = StageInputs(num_seqs, hidden_size, runner.dtype, runner.device)
         with wanted() as ahead:
             compile_kernels(runner, runs_on_fake_tensors=True)
         for one in (runner, runner.draft):

@@ -181,7 +181,7 @@ BAD_LINES = {
     ),
     "too many answers": (with_body(n=129), "invalid_request", "n is 129; it must be from 1 to 128"),
     "true for one": (with_body(n=True), "invalid_request", "n is True"),
-    "a bias": (with_chat(logit_bias={"5": 101}), "invalid_request", "from -100 to 100"),
+    "a bias": (with_chat(logit_bias={"5": "a"}), "invalid_request", "logit_bias"),
     "a bias of no token": (with_chat(logit_bias={"a": 1}), "invalid_request", "a token id of logit_bias is 'a'"),
     "bad words": (with_chat(bad_words="a"), "invalid_request", "bad_words is 'a'"),
     "a stream": (with_chat(stream=True), "invalid_request", "stream is True"),
@@ -226,7 +226,7 @@ BAD_LINES = {
         "invalid_request",
         "text",
     ),
-    "no content": (with_chat(messages=[{"role": "user", "content": None}]), "invalid_request", "content None"),
+    "no content": (with_chat(messages=[{"role": "user", "content": None}]), "invalid_request", "message 0"),
 }
 
 

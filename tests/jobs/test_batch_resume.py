@@ -238,7 +238,7 @@ def test_a_full_device_and_a_disk_that_fails_later_are_reported(
     assert "Input/output error" in log.text
 
 
-@pytest.mark.parametrize(("name", "words"), [("no/such", "does not exist"), (".", "cannot be opened")])
+@pytest.mark.parametrize(("name", "words"), [("no/such", "does not exist"), (".", "is a folder")])
 def test_an_output_that_cannot_be_opened_is_a_usage_error(
     name: str, words: str, tmp_path: Path, log: pytest.LogCaptureFixture
 ) -> None:

@@ -9,12 +9,13 @@ from helpers.kernel_cases import assert_attends, attention_case, attention_toler
 
 pytest.importorskip("triton")
 
-from nanovllm.backends import NAMES, find_backend
+from nanovllm.backends import NAMES, Backend, find_backend
 from nanovllm.backends.gpu import triton_backend as triton_backend_module
 from nanovllm.backends.gpu.flash_attn_backend import FlashAttnBackend
 from nanovllm.backends.gpu.triton_backend import TritonKernels
 from nanovllm.backends.torch_backend import TorchBackend
 from nanovllm.config import CHOICES, WORTH_COMPILING
+from nanovllm.ops.sample import SamplingValues
 from nanovllm.runner.resolve import Work, resolve_backend, resolve_device, resolve_dtype, why_cannot
 
 CPU = torch.device("cpu")
@@ -207,6 +208,16 @@ def test_block_sizes_are_powers_of_two_within_what_the_backend_knows(
             resolve_backend(name, work._replace(block_size=size))
     with pytest.raises(ValueError, match=r"^kvcache_block_size is 40; it must be a power of two from 16"):
         resolve_backend("auto", work._replace(block_size=40))
+
+
+@pytest.mark.parametrize(("name", "device"), [("cpu", CPU), ("triton", CPU), ("triton", GPU), ("flash_attn", GPU)])
+def test_a_sampler_of_its_own_names_the_values_that_it_reads(name: str, device: torch.device) -> None:
+    """So a value that only the reference reads is refused, and never ignored."""
+    bases = find_backend(name, device).__mro__
+    owner = next(base for base in bases if "sample" in vars(base))
+    assert owner is not Backend
+    assert "sampling_values" in vars(owner)
+    assert set(owner.sampling_values) <= {*SamplingValues._fields}
 
 
 # ---- what a step shares

@@ -38,12 +38,12 @@ from helpers.kernel_tests import (  # noqa: F401
 )
 
 from nanovllm.backends.gpu import paged_decode as paged_decode_module
+from nanovllm.backends.gpu.gate_and_mul import silu_and_mul
 from nanovllm.backends.gpu.norm_rope_store import norm_rope_store
 from nanovllm.backends.gpu.paged_decode import decode_metadata, key_tile
 from nanovllm.backends.gpu.rms_norm import add_rms_norm, rms_norm
 from nanovllm.backends.gpu.sample import sample
 from nanovllm.backends.gpu.sample_filter import PART, filter_rows
-from nanovllm.backends.gpu.silu_and_mul import silu_and_mul
 from nanovllm.backends.gpu.step_inputs import step_inputs
 from nanovllm.backends.gpu.token_logprobs import token_logprobs
 from nanovllm.backends.gpu.triton_backend import TritonBackend

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.cpu_checks import (
     BF16,
     FP32,
     assert_attends_alike,
+    check_codes,
     check_edited_logits,
     check_experts,
     check_linear_attention,
@@ -25,6 +27,7 @@ from nanovllm.backends.cpu import library as cpu_library
 from nanovllm.backends.cpu.backend import CpuBackend
 from nanovllm.backends.cpu.dynamic import DynamicLibrary
 from nanovllm.backends.cpu.quantized import QuantizedLibrary
+from nanovllm.commands.doctor import read_processor
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +53,7 @@ def missing(processor: str) -> str | None:
         return None if HAS_EMULATOR else "needs g++-aarch64-linux-gnu and qemu-user"
     if platform.machine() != "x86_64":
         return "needs an x86-64 processor"
-    unknown = NEEDS[processor].difference(cpu_library._processor().split())
+    unknown = NEEDS[processor].difference(read_processor()[1])
     return f"this processor lacks {', '.join(sorted(unknown))}" if unknown else None
 
 
@@ -104,7 +107,9 @@ def test_small_operators_are_the_references(backend: CpuBackend, dtype: Any) -> 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("shape", [(64, 7, 16), (128, 2, 64)], ids=str)
 def test_attention_is_the_reference(backend: CpuBackend, shape: tuple[int, int, int], dtype: Any) -> None:
-    assert_attends_alike(backend, shape, dtype)
+    for kv_dtype in (None, torch.int8):
+        assert_attends_alike(backend, shape, dtype, kv_dtype)
+    check_codes(backend, shape[0], dtype)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])

@@ -30,10 +30,11 @@ from nanovllm.backends.cpu.quantized import quantized_library
 from nanovllm.commands.estimate import fetch_config
 from nanovllm.models.shapes import preset_config
 from nanovllm.models.sizes import Sizes
-from nanovllm.quantized.checkpoints import find_format
+from nanovllm.quantized.checkpoints import Awq, Gptq, PackQuantized, find_format
+from nanovllm.quantized.codes import Codes
 from nanovllm.quantized.formats import Format
 from nanovllm.quantized.loading import count_bytes
-from nanovllm.quantized.unpack import find_order, unpack_awq, unpack_compressed, unpack_gptq
+from nanovllm.quantized.unpack import find_order
 
 GOLDEN = Path(__file__).parent / "golden"
 CODED = [name for name in CHECKPOINTS if not name.startswith("fp8")]
@@ -79,10 +80,8 @@ def test_a_file_of_the_library_means_what_the_library_says(name: str) -> None:
     assert format.find_tensors("x", names, out, size).keys() == tensors.keys()
     for suffix, raw in format.find_tensors("x", names, out, size).items():
         assert tuple(tensors[suffix].shape) == raw.shape
-    if format.gives_floats:
-        weights = format.dequantize(tensors, out, size)[:, :]
-    else:
-        weights = format.convert(tensors, out, size).dequantize()
+    converted = format.convert(tensors, out, size)
+    weights = converted.dequantize() if isinstance(converted, Codes) else converted[:, :]
     assert torch.allclose(weights, expected, rtol=2e-3, atol=1e-6)  # the libraries multiply in float16 or bfloat16
 
 
@@ -105,20 +104,23 @@ def test_what_loops_pack_is_unpacked(
     words = pack_rows(made.numbers.T.reshape(-1, 32 // bits, out).transpose(1, 2).flatten(0, 1), bits).view(-1, out)
     for is_v1 in (True, False):
         zeros = pack_rows(made.zeros.T - int(is_v1), bits)
-        codes = unpack_gptq(words, zeros, scales, made.groups, bits=bits, group_size=size, is_v1=is_v1)
+        tensors = {"qweight": words, "qzeros": zeros, "scales": scales, "g_idx": made.groups}
+        codes = Gptq("gptq", bits, size, is_v1=is_v1).convert(tensors, *weight.shape)
         assert torch.equal(codes.dequantize(), made.mean())
         assert (codes.order is None) == (find_order(made.groups, size) is None)
     packed = pack_rows(made.numbers, bits)
     packed_zeros = pack_rows(made.zeros.T, bits).T
-    shape = (out, size * num_groups)
-    codes = unpack_compressed(packed, made.scales, packed_zeros, made.groups, shape, bits, size)
-    assert torch.equal(codes.dequantize(), made.mean())
-    if symmetric:
-        codes = unpack_compressed(packed, made.scales, None, made.groups, shape, bits, size)
+    tensors = {"weight_packed": packed, "weight_scale": made.scales, "weight_g_idx": made.groups}
+    tensors["weight_shape"] = torch.tensor(weight.shape)
+    with_zeros = tensors | {"weight_zero_point": packed_zeros}
+    for stored in (with_zeros, tensors) if symmetric else (with_zeros,):
+        codes = PackQuantized("compressed-tensors", bits, size).convert(stored, *weight.shape)
         assert torch.equal(codes.dequantize(), made.mean())
     if bits == 4 and not shuffle:
         order = (0, 2, 4, 6, 1, 3, 5, 7)
-        codes = unpack_awq(pack_rows(made.numbers.T, 4, order), pack_rows(made.zeros.T, 4, order), scales, size)
+        words = pack_rows(made.numbers.T, 4, order)
+        tensors = {"qweight": words, "qzeros": pack_rows(made.zeros.T, 4, order), "scales": scales}
+        codes = Awq("awq", 4, size).convert(tensors, *weight.shape)
         assert torch.equal(codes.dequantize(), made.mean())
 
 
@@ -127,7 +129,8 @@ def test_zeros_of_gptq_that_borrowed_are_whole_again() -> None:
     zeros = torch.tensor([[0, 3, 0, 0, 15, 1, 0, 8]])
     word = sum((int(zero) - 1) << 4 * i for i, zero in enumerate(zeros[0])) % 2**32
     qzeros = torch.tensor([[word - 2**32 if word >= 2**31 else word]], dtype=torch.int32)
-    codes = unpack_gptq(torch.zeros(1, 8, dtype=torch.int32), qzeros, torch.ones(1, 8), None, 4, 8, is_v1=True)
+    tensors = {"qweight": torch.zeros(1, 8, dtype=torch.int32), "qzeros": qzeros, "scales": torch.ones(1, 8)}
+    codes = Gptq("gptq", 4, 8).convert(tensors, 8, 8)
     assert codes.zeros is not None
     assert codes.zeros.flatten().tolist() == zeros[0].tolist()
 
@@ -362,7 +365,8 @@ def test_the_memory_of_the_weights_is_counted_to_the_byte(name: str, tmp_path: P
         forms = {id(module.packed): module.packed for module in runner.model.modules() if hasattr(module, "packed")}
         for form in forms.values():
             for packed in form if isinstance(form, tuple) else [form]:
-                found += packed._codes.num_bytes if packed is not None else 0
+                kept = vars(packed._codes).values() if packed is not None else ()
+                found += sum(value.nbytes for value in kept if isinstance(value, torch.Tensor))
         format = runner.quantizer.format
         zeros = 0
         if format.has_zeros:  # dummy weights have none
@@ -382,9 +386,9 @@ def test_the_option_must_agree_with_the_checkpoint(tmp_path: Path) -> None:
     edit_json(tmp_path / "model" / "config.json", quantization_config=CHECKPOINTS["awq"][0])
     for option in ("awq", "awq_marlin", None):
         LLM(str(tmp_path / "model"), quantization=option, load_format="dummy", **OPTIONS).exit()
-    with pytest.raises(ValueError, match="quantization is 'gptq', and the checkpoint is 'awq': leave the option out"):
+    with pytest.raises(ValueError, match=r"is 'gptq', and the checkpoint is quantised already \(awq\)"):
         LLM(str(tmp_path / "model"), quantization="gptq_marlin", **OPTIONS)
-    with pytest.raises(ValueError, match=r'"int8", and the checkpoint is quantised already, with 4 bits \(awq\)'):
+    with pytest.raises(ValueError, match=r"'int8', and the checkpoint is quantised already \(awq\): leave"):
         LLM(str(tmp_path / "model"), quantization="int8", **OPTIONS)
     with pytest.raises(ValueError, match="lora is 'folder', and the checkpoint is quantised already"):
         LLM(str(tmp_path / "model"), lora="folder", **OPTIONS)

@@ -465,7 +465,7 @@ def test_options_may_be_changed_on_purpose_but_never_the_input(
     finished: Finished, log: pytest.LogCaptureFixture
 ) -> None:
     out = finished.copy(b"".join(finished.lines[:20]), finished.manifest.read_bytes())
-    for change in ({"seed": 5}, {"max_line_bytes": 1000}, {"model_name": "other"}, {"dtype": "float32"}):
+    for change in ({"seed": 5}, {"model_name": "other"}, {"dtype": "float32"}):
         assert run(finished.source, out, **change) == Status.USAGE
     assert run(finished.source, out, seed=5, accept_changes=True) == Status.LINES_FAILED
     assert run(finished.source, out, seed=5) == Status.LINES_FAILED
@@ -595,7 +595,10 @@ def test_a_line_may_name_no_argument_of_the_rendering_itself() -> None:
                 prepare_request(read_request_line(Line(1, chat_of(**{name: 1}))), llm, "tiny-qwen3")
 
 
-def test_a_line_that_is_too_long_is_an_error_and_is_never_held(tmp_path: Path, log: pytest.LogCaptureFixture) -> None:
+def test_a_line_that_is_too_long_is_an_error_and_is_never_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("nanovllm.jobs.source.MAX_LINE_BYTES", 1000)
     packed = tmp_path / "in.gz"
     with gzip.open(packed, "wb", compresslevel=1) as file:
         file.write(body_of(prompt="first") + b"\n")
@@ -604,7 +607,7 @@ def test_a_line_that_is_too_long_is_an_error_and_is_never_held(tmp_path: Path, l
         file.write(b"\n" + body_of(prompt="x" * 900) + b"\n" + body_of(prompt="last"))
     tracemalloc.start()
     try:
-        status = run(packed, tmp_path / "out", max_line_bytes=1000)
+        status = run(packed, tmp_path / "out")
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -614,11 +617,12 @@ def test_a_line_that_is_too_long_is_an_error_and_is_never_held(tmp_path: Path, l
     assert all(answers[f"batch_req_{number}"]["error"] is None for number in (1, 3, 4))
 
 
-def test_the_longest_line_allowed_is_read_whole(tmp_path: Path) -> None:
+def test_the_longest_line_allowed_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nanovllm.jobs.source.MAX_LINE_BYTES", 10)
     lines = [b"x" * 10, b"x" * 11, b"x" * 9, b" " * 10, b"x" * 10]
     path = tmp_path / "in"
     path.write_bytes(b"\n".join(lines))
-    read = list(Reading(Source(str(path), max_line_bytes=10)))
+    read = list(Reading(Source(str(path))))
     assert [(line.number, line.is_cut) for line in read] == [(1, False), (2, True), (3, False), (5, False)]
 
 

@@ -138,13 +138,14 @@ TAG = f"NANOVLLM_TEST_{uuid.uuid4().hex}"
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Two nodes, of which the head has a CPU and the other two."""
+    """Two nodes, of which the head has a CPU and the other two. Commands find it by RAY_ADDRESS."""
     pytest.importorskip("ray.data")
     from ray.cluster_utils import Cluster
 
     monkeypatch.setenv(TAG, "1")
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
     cluster.other = cluster.add_node(num_cpus=2)
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
     yield cluster
     cluster.shutdown()
 
@@ -171,7 +172,7 @@ def test_a_job_on_two_nodes_survives_the_loss_of_its_driver_of_engines_and_of_no
     num_kills = max(2, count_of(10))
     job = Undisturbed(tmp_path, 96 + 48 * num_kills)
     out = tmp_path / "out.jsonl"
-    options = ("--ray", "--replicas=2", f"--ray-address={cluster.address}")
+    options = ("--ray", "--replicas=2")
     process = job.start(out, *options)
 
     def let_answer(least: int) -> None:
@@ -205,7 +206,7 @@ def test_a_job_goes_from_a_cluster_to_one_process_and_back_after_kills(
 ) -> None:
     """Each run is killed after some answers; the next one, without Ray or with it, goes on; the last one finishes."""
     out = tmp_path / "out.jsonl"
-    on_ray = ("--ray", f"--ray-address={cluster.address}")
+    on_ray = ("--ray",)
     for options in (on_ray, (), on_ray, ()):
         process = job.start(out, *options)
         try:
@@ -228,7 +229,7 @@ def test_a_job_outlives_a_raylet_and_ends_with_its_own(cluster: Any, tmp_path: P
     """kill -9 of the other node's raylet, then of the driver's. What that one leaves is resumed without Ray."""
     job = Undisturbed(tmp_path, 160)
     out = tmp_path / "out.jsonl"
-    process = job.start(out, "--ray", "--replicas=2", f"--ray-address={cluster.address}")
+    process = job.start(out, "--ray", "--replicas=2")
     try:
         for node in (cluster.other, cluster.head_node):
             wait_for_answers(process, out, num_answers(out) + 16)

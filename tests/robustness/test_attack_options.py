@@ -179,7 +179,6 @@ def test_any_option_makes_an_engine_or_a_short_reason_soon() -> None:
         ["--num-kvcache-blocks", str(10**12)],
         ["--model", "~nosuchuser/x"],
         ["--model", "a" * 300],
-        ["--max-line-bytes", "0"],
         ["--served-model-name", "\ud800"],
         ["--trace", "a" * 300],
     ],

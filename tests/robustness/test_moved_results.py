@@ -1,11 +1,9 @@
 """Results that other processes move, remove or change while a job writes them: noticed, told, and saved if possible."""
 
-import json
 import logging
 import os
 import re
 import shutil
-import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -108,22 +106,6 @@ def test_without_a_place_for_the_copy_the_message_says_so(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["in", "out.job.json"]
 
 
-def test_the_path_stays_locked_when_its_file_was_renamed(
-    source: Path, tmp_path: Path, log: pytest.LogCaptureFixture
-) -> None:
-    statuses = []
-
-    def rename_and_start_another() -> None:
-        rename(tmp_path / "out")
-        statuses.append(run(source, tmp_path / "out"))
-        statuses.append(run(source, tmp_path / "out", overwrite=True))
-
-    assert run_job_that_calls(rename_and_start_another, source, tmp_path / "out") == Status.OUTPUT_FAILED
-    assert statuses == [Status.USAGE] * 2 and log.text.count("is being written by another process") == 2
-    assert not (tmp_path / "out").exists() and len(read_answers(tmp_path / "moved")) == NUM_LINES
-    assert run(source, tmp_path / "out") == Status.OK, "the lock ends with the job"
-
-
 @pytest.mark.parametrize("size", [0, 100, None], ids=["emptied", "cut", "appended to"])
 def test_results_whose_size_another_process_changed_are_never_written_to_again(
     size: int | None, source: Path, tmp_path: Path, log: pytest.LogCaptureFixture
@@ -166,37 +148,6 @@ def test_a_line_that_meets_a_truncation_leaves_no_hole(
     monkeypatch.undo()
     assert len(read_answers(out)) == 1 and b"\0" not in out.read_bytes()
     assert run(source, out) == Status.OK and len(read_answers(out)) == NUM_LINES
-
-
-def mount(folder: Path, *options: str) -> bool:
-    done = subprocess.run(["mount", *options, str(folder)], capture_output=True)
-    return done.returncode == 0
-
-
-def test_a_finished_job_tells_its_status_also_where_nothing_can_be_written(
-    source: Path, tmp_path: Path, log: pytest.LogCaptureFixture
-) -> None:
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    if not mount(folder, "-t", "tmpfs", "tmpfs"):
-        pytest.skip("mounting a file system needs root")
-    bad = write_lines(tmp_path / "bad", [{"prompt": "x"}, b"{"])
-    try:
-        assert run(source, folder / "out") == Status.OK and run(bad, folder / "bad") == Status.LINES_FAILED
-        assert run(source, folder / "half", {"dies_after": 5}) == Status.BROKEN
-        assert mount(folder, "-o", "remount,ro")
-        for _ in range(2):
-            assert run(source, folder / "out", {"no such option": 1}) == Status.OK
-            assert run(bad, folder / "bad") == Status.LINES_FAILED
-            assert run(bad, folder / "bad", stats=str(tmp_path / "stats")) == Status.LINES_FAILED
-        assert json.loads((tmp_path / "stats").read_text())["num_earlier"] == 2
-        log.clear()
-        for out, options in (("half", {}), ("new", {}), ("out", {"overwrite": True})):
-            assert run(source, folder / out, **options) == Status.USAGE
-        assert log.text.count("cannot be opened for writing: Read-only file system") == 3
-        assert run(bad, folder / "out") == Status.USAGE and "is of another job" in log.text
-    finally:
-        subprocess.run(["umount", str(folder)], check=True)
 
 
 @pytest.mark.parametrize("hours", [-48, 48])

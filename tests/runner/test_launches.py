@@ -30,7 +30,7 @@ from nanovllm.ops.attention import KVCache
 
 LAYERS = 28
 ONCE = {f"_{name}_kernel": 1 for name in ("step_inputs", "share", "stats", "filter", "draw")}
-A_LAYER = {"_norm_rope_store_kernel": 1, "_split_kernel": 1, "_silu_and_mul_kernel": 1}
+A_LAYER = {"_norm_rope_store_kernel": 1, "_split_kernel": 1, "_gate_and_mul_kernel": 1}
 """Beside its two norms; the last norm is one more."""
 
 
@@ -70,8 +70,8 @@ def test_a_state_per_row_needs_no_value_on_the_host_either(num_seqs: int) -> Non
             graphs.run_once(num_seqs)
     counts = Counter(launch.kernel.__name__ for launch in launches)
     in_states = dict.fromkeys(("_causal_conv_kernel", "_gated_delta_kernel", "_gated_rms_norm_kernel"), 18)
-    in_attention = dict.fromkeys(("_norm_rope_store_kernel", "_split_kernel", "_sigmoid_and_mul_kernel"), 6)
-    in_all = {"_silu_and_mul_kernel": 24, "_rms_norm_kernel": 2 * 24 + 1}
+    in_attention = dict.fromkeys(("_norm_rope_store_kernel", "_split_kernel"), 6)
+    in_all = {"_gate_and_mul_kernel": 24 + 6, "_rms_norm_kernel": 2 * 24 + 1}
     assert counts == ONCE | in_states | in_attention | in_all
     # In a layer, two products of the MLP, and two with a state or three with attention; the LM head.
     assert operators.counts == {"linear": 18 * 4 + 6 * 5 + 1, "embedding": 1, "index_put_": 1}

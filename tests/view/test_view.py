@@ -17,7 +17,7 @@ from helpers.window import Page, record_a_hundred_thousand_events, run_small, st
 from nanovllm import LLM, SamplingParams
 from nanovllm.commands.cli import main
 from nanovllm.view import trace as trace_module
-from nanovllm.view.page import CHAPTERS, find_first_difference, find_guide, read_recording, render_page, write_page
+from nanovllm.view.page import find_first_difference, read_recording, render_page, write_page
 
 HOSTILE = "</script><img src=x onerror=document.title='owned'><!--<script>"
 ROOM = {"num_kvcache_blocks": 24, "kvcache_block_size": 16, "max_model_len": 192, "max_num_batched_tokens": 64}
@@ -187,10 +187,10 @@ def test_view_compares_two_traces(tmp_path, capsys):
         write_page(Path(paths[0]), Path(paths[1]), Path(paths[1]))
 
 
-def test_the_page_links_to_chapters_that_exist():
-    links = find_guide()
-    assert links.keys() == CHAPTERS.keys()
-    assert all(Path(link.removeprefix("file://")).is_file() for link in links.values())
+def test_a_page_has_the_links_that_explain_its_events(tmp_path):
+    run_small(tmp_path / "run.json", num_requests=1)
+    page = render_page(read_recording(tmp_path / "run.json"), "run.json", {"hit": "5-prefixes/"})
+    assert '"guide":{"hit":"5-prefixes/"}' in page
 
 
 def test_a_page_is_small_and_fetches_nothing(tmp_path):
@@ -438,12 +438,10 @@ def test_a_prefix_hit_names_who_computed_the_blocks_and_who_found_them(page):
         assert re.match(rf"computed by requests? {donor}\b", shown)
 
 
-def test_events_say_why_and_lead_to_the_guide_and_to_the_request(page):
+def test_events_say_why_and_lead_to_the_request(page):
     page.browser.execute_script("document.getElementById('kind').value = 'preemption'")
     page.press("n")
     assert re.search(r"is preempted: it was admitted last, and \d+ blocks? w(as|ere) lacking", page.text("events"))
-    links = page.browser.execute_script("return [...document.querySelectorAll('#events a')].map((a) => a.href)")
-    assert links and all(Path(link.removeprefix("file://")).is_file() for link in links)
     page.browser.execute_script("document.querySelector('#events button').click()")
     page.settle()
     assert page.text("request-title") == f"Request {page.browser.execute_script('return chosen')}"

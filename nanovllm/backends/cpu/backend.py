@@ -39,6 +39,7 @@ class CpuBackend(Backend):
     dtypes = (torch.bfloat16, torch.float32)
     head_dims = tuple(range(2 * LANES, MAX_HEAD_DIM + 1, 2 * LANES))
     groups = range(1, 48 + 1)
+    sampling_values = ("temperature", "top_k", "top_p", "min_p", "seeds")
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         super().__init__(device)

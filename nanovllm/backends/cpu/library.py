@@ -38,10 +38,10 @@ logger = logging.getLogger(__name__)
 
 SOURCES = Path(__file__).parent
 
-FLAGS = ("-O3", "-march=native", "-std=c++17", "-pthread", "-fno-math-errno", "-fPIC", "-shared")
+NATIVE = "-march=native" if platform.machine().lower() in ("x86_64", "amd64") else "-mcpu=native"
+"""Asks for this processor's own instructions. Some versions of Clang for Arm do not know -march=native."""
 
-NATIVE = ("-march=native", "-mcpu=native")
-"""Two ways to ask for this processor's own instructions. Some versions of Clang for Arm know only the second."""
+FLAGS = ("-O3", NATIVE, "-std=c++17", "-pthread", "-fno-math-errno", "-fPIC", "-shared")
 
 _PLAIN = frozenset((int, float, bool, type(None)))
 """Types that ctypes takes as they are. Looking one up takes a third of the time of isinstance."""
@@ -232,10 +232,8 @@ def cache_folder() -> Path:
 def _load(compiler: str, kind: type[AnyLibrary]) -> AnyLibrary:
     """Load a library from the cache folder, or compile it there (elsewhere if the folder cannot be written)."""
     sources = sorted(path for path in SOURCES.iterdir() if path.suffix in (".cpp", ".h"))
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
-    key = "\0".join(
-        (*(source.read_text() for source in sources), version, " ".join((*FLAGS, *kind.flags)), _processor())
-    )
+    flags = (*FLAGS, *kind.flags)
+    key = "\0".join((*(source.read_text() for source in sources), *flags, _describe_target(compiler)))
     folder = cache_folder()
     target = folder / f"cpu_{Path(kind.source).stem}-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     if target.is_file():
@@ -251,7 +249,7 @@ def _load(compiler: str, kind: type[AnyLibrary]) -> AnyLibrary:
         is_kept = False
     with build_folder:
         built = Path(build_folder.name) / target.name
-        command = [compiler, *_usable_flags(compiler), *kind.flags, str(SOURCES / kind.source), "-o", str(built)]
+        command = [compiler, *flags, str(SOURCES / kind.source), "-o", str(built)]
         subprocess.run(command, capture_output=True, text=True, check=True, timeout=300)
         if is_kept:
             # Another process may be loading the file: replace is atomic, so nobody reads half of it.
@@ -263,25 +261,10 @@ def _load(compiler: str, kind: type[AnyLibrary]) -> AnyLibrary:
     return library
 
 
-def _usable_flags(compiler: str) -> list[str]:
-    """Return FLAGS with the way to ask for this processor's instructions that the compiler knows."""
-    others = [flag for flag in FLAGS if flag != "-march=native"]
-    if len(others) == len(FLAGS):
-        return others  # they name another processor
-    for native in NATIVE:
-        empty = [compiler, native, "-x", "c++", "-fsyntax-only", os.devnull]
-        if subprocess.run(empty, capture_output=True, timeout=60).returncode == 0:
-            return [native, *others]
-    logger.warning("%s knows neither of %s: the CPU kernels may be slow", compiler, " and ".join(NATIVE))
-    return others
+def _describe_target(compiler: str) -> str:
+    """Return all that the compiler defines by itself: its version, and the processor's features, which NATIVE finds.
 
-
-def _processor() -> str:
-    """Return the processor's features, which -march=native depends on: machines may share a cache folder."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    return "".join(
-        next((line for line in lines if line.startswith(key)), "") for key in ("flags", "Features", "model\t")
-    )
+    Machines with different processors may share a cache folder.
+    """
+    command = [compiler, *FLAGS, "-dM", "-E", "-x", "c++", os.devnull]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout

@@ -111,25 +111,10 @@ def _quantized_linear_kernel(
     column = tl.program_id(0) // num_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row = row < num_rows
     is_column = column < out_size
-    acc = _multiply_tile(
-        x_ptr,
-        codes_ptr,
-        scales_ptr,
-        zeros_ptr,
-        row,
-        is_row,
-        column,
-        is_column,
-        in_size,
-        packed_size,
-        out_size,
-        BITS,
-        GROUP,
-        HAS_ZEROS,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-    )
+    pointers = (x_ptr, codes_ptr, scales_ptr, zeros_ptr)
+    tile = (row, is_row, column, is_column)
+    sizes = (in_size, packed_size, out_size)
+    acc = _multiply_tile(*pointers, *tile, *sizes, BITS, GROUP, HAS_ZEROS, BLOCK_M, BLOCK_N, BLOCK_K)
     if HAS_BIAS:
         acc += tl.load(bias_ptr + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
     y_at = y_ptr + row.to(tl.int64)[:, None] * out_size + column[None, :]
@@ -172,25 +157,13 @@ def _grouped_quantized_kernel(
     column = tl.program_id(0) % num_columns * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column = column < out_size
     matrix = expert.to(tl.int64) * out_size
-    acc = _multiply_tile(
-        x_ptr,
-        codes_ptr + matrix * packed_size,
-        scales_ptr + matrix * num_groups,
-        zeros_ptr + matrix * num_groups,
-        row,
-        is_pair,
-        column,
-        is_column,
-        in_size,
-        packed_size,
-        out_size,
-        BITS,
-        GROUP,
-        HAS_ZEROS,
-        BLOCK_M,
-        BLOCK_N,
-        BLOCK_K,
-    )
+    codes_ptr += matrix * packed_size
+    scales_ptr += matrix * num_groups
+    zeros_ptr += matrix * num_groups
+    pointers = (x_ptr, codes_ptr, scales_ptr, zeros_ptr)
+    tile = (row, is_pair, column, is_column)
+    sizes = (in_size, packed_size, out_size)
+    acc = _multiply_tile(*pointers, *tile, *sizes, BITS, GROUP, HAS_ZEROS, BLOCK_M, BLOCK_N, BLOCK_K)
     y_at = y_ptr + pair.to(tl.int64)[:, None] * out_size + column[None, :]
     tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=is_pair[:, None] & is_column[None, :])
 
@@ -225,7 +198,7 @@ def tile_config(num_rows: int, tiles: tuple[tuple[int, int, int], ...], itemsize
 
 
 def quantized_linear(x: Tensor, weight: Codes, bias: Tensor | None) -> Tensor:
-    """Do what `quantized_linear_reference` does, in one kernel.
+    """x [n, in] -> x W^T + bias [n, out], summed in float32, in x's dtype.
 
     Args:
         x: contiguous, with its columns in the order of the codes'.
@@ -247,7 +220,7 @@ def quantized_linear(x: Tensor, weight: Codes, bias: Tensor | None) -> Tensor:
 
 
 def grouped_quantized(x: Tensor, weight: Codes, routing: Routing, gather: bool) -> Tensor:
-    """Do what `grouped_quantized_reference` does, in one kernel. Its grid needs no length from the device.
+    """Do what `grouped_linear_reference` does, in one kernel. Its grid needs no length from the device.
 
     Args:
         weight: what `transpose_scales` returns.

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from nanovllm.backends.base import Backend
 from nanovllm.backends.gpu.device import CudaBackend
+from nanovllm.backends.gpu.gate_and_mul import silu_and_mul
 from nanovllm.backends.gpu.norm_rope_store import norm_rope_store
 from nanovllm.backends.gpu.paged_decode import decode_metadata, paged_decode
 from nanovllm.backends.gpu.paged_prefill import paged_prefill
 from nanovllm.backends.gpu.rms_norm import add_rms_norm, rms_norm
 from nanovllm.backends.gpu.sample import sample
-from nanovllm.backends.gpu.silu_and_mul import silu_and_mul
 from nanovllm.backends.gpu.step_inputs import step_inputs
 from nanovllm.backends.gpu.token_logprobs import token_logprobs
 from nanovllm.backends.gpu.triton_shim import INTERPRETED
@@ -29,6 +29,7 @@ class TritonKernels(Backend):
     head_dims = (32, 64, 128, 256)
     groups = (1, 2, 3, 4, 5, 6, 7, 8, 16)
     block_sizes = (16, 32, 64, 128, 256)
+    sampling_values = ("temperature", "top_k", "top_p", "min_p", "seeds")
 
     step_inputs = staticmethod(step_inputs)
     rms_norm = staticmethod(rms_norm)

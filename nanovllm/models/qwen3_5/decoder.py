@@ -120,11 +120,6 @@ class HybridDecoder(Decoder):
         for name in LINEAR_SIZES:
             if getattr(config, name) < 1:
                 raise ValueError(f"{source}: {name} is {getattr(config, name)}; it must be at least 1")
-        num_kinds = len(config.layer_types)
-        if num_kinds != config.num_hidden_layers:
-            raise ValueError(
-                f"{source}: layer_types names {num_kinds} layers, and num_hidden_layers is {config.num_hidden_layers}"
-            )
         dim = find_rotary_dim(config)
         if dim % 2 or not 2 <= dim <= config.head_dim:
             raise ValueError(

@@ -1,13 +1,14 @@
 """Takes away what macOS lacks. Python imports it at its start from a folder of PYTHONPATH: see test_without_linux.py.
 
 macOS has no /proc, /sys and /dev/shm, no masks of CPUs, no memory without a name, no advice for huge pages, no counts
-of single threads, and `sendfile` sends to sockets only. Triton is not installed there.
+of single threads, and `sendfile` sends to sockets only. Triton is not installed there. The processor is an Arm.
 """
 
 import builtins
 import io
 import mmap
 import os
+import platform
 import resource
 import sys
 from collections.abc import Callable
@@ -32,6 +33,7 @@ def send_to_sockets_only(*arguments: object) -> int:
     raise OSError(38, "Socket operation on non-socket")
 
 
+platform.machine = lambda: "arm64"
 io.open = builtins.open = refuse_missing(open)
 for name in ("open", "stat", "lstat", "listdir", "scandir", "access"):
     setattr(os, name, refuse_missing(getattr(os, name)))
