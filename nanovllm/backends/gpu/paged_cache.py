@@ -21,7 +21,7 @@ def quantize_halves(first, second, CODE: tl.constexpr):
 
     It returns the codes of both halves in the type CODE, and the scales, [HEADS, 1].
     """
-    LARGEST: tl.constexpr = 127.0 if CODE == tl.int8 else 448.0
+    LARGEST: tl.constexpr = 127.0 if tl.int8 == CODE else 448.0
     infinity = float("inf")
     first = first.to(tl.float32)
     second = second.to(tl.float32)
@@ -34,7 +34,7 @@ def quantize_halves(first, second, CODE: tl.constexpr):
     divisor = tl.where(scales > 0.0, scales, infinity)
     first = tl.where(scales > 0.0, tl.div_rn(first, divisor), 0.0)
     second = tl.where(scales > 0.0, tl.div_rn(second, divisor), 0.0)
-    if CODE == tl.int8:
+    if tl.int8 == CODE:
         # A float32 of this size has no fraction, so the sum is rounded to a whole number, and halves to an even one.
         WHOLE: tl.constexpr = 1.5 * 2**23
         first = (first + WHOLE) - WHOLE

@@ -137,15 +137,22 @@ def prefill_config(
     """Return 128 rows (tokens x padded group) and 8 warps; fewer rows for float32, or where shared memory is small.
 
     Heads of 256 take all registers of a thread. Only Hopper and later, which multiply from shared memory, have enough
-    for 128 rows of them; others spill unless there are 32. float32 is multiplied without tensor cores, and a thread
-    keeps what it multiplies in registers: more than 32 rows and 16 keys spill kilobytes. itemsize is that of q.
+    for 128 rows of them, or of codes that become q's type; others spill unless there are 32 rows, or 64 with codes.
+    float32 is multiplied without tensor cores, and a thread keeps what it multiplies in registers: more than 32 rows
+    and 16 keys spill kilobytes.
+
+    Args:
+        itemsize: the bytes of an element of q.
+        cache_itemsize: the bytes of an element of the cache.
+        shared_kib: the shared memory that a program may use.
     """
     is_wide = head_dim > 128
     is_float32 = itemsize == 4
     padded_group = next_power_of_2(group)
     tile = key_tile(head_dim, block_size, cache_itemsize)
     rows = 32 if is_wide or is_float32 else 64
-    if not is_float32 and shared_kib >= (200 if is_wide else 160):
+    needs_hopper = is_wide or cache_itemsize == 1
+    if not is_float32 and shared_kib >= (200 if needs_hopper else 160):
         rows = 128
     return {
         "GROUP": group,
