@@ -54,7 +54,7 @@ def measure(args: argparse.Namespace) -> None:
         seconds = min(seconds, time.perf_counter() - since)
     reads = read_rate()
     computes = 2 * 512 * 1024 * 6144 / seconds
-    model = Model(fetch_config(args.model), dtype, dtype)
+    model = Model(fetch_config(args.model), dtype)
     load_format = "dummy" if args.model in PRESETS else "auto"
     options = {"dtype": args.dtype, "attention_backend": "cpu", "max_model_len": 64, "kvcache_memory_bytes": 2 << 30}
     params = nanovllm.SamplingParams(temperature=0, max_tokens=OUTPUT_LEN, ignore_eos=True)

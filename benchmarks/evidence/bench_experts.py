@@ -95,7 +95,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         config = preset_config(args.model) | {"num_hidden_layers": args.layers}
         (Path(folder) / "config.json").write_text(json.dumps(config))
-        model = Model(fetch_config(folder), dtype, dtype)
+        model = Model(fetch_config(folder), dtype)
         options: dict[str, Any] = {"dtype": args.dtype, "device": "cpu", "attention_backend": "cpu"}
         llm = LLM(folder, load_format="dummy", max_model_len=1024, max_num_seqs=max(args.batches), **options)
     print(f"commit {commit()}, {torch.get_num_threads()} threads, {model.sizes.num_parameters / 1e9:.2f} B parameters")

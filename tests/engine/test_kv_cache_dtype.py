@@ -1,6 +1,7 @@
 """Keys and values in one byte: the same requests, and other numbers only where a code rounds."""
 
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from nanovllm.ops.attention import KVCache
 from nanovllm.ops.norm_rope_store import NormRope
 
 INT8: dict[str, Any] = {"kv_cache_dtype": "int8"}
-BACKENDS = ["torch", "cpu"]
+BACKENDS: list[Any] = ["torch", "cpu"]
 if CpuBackend.why_cannot(torch.device("cpu")):
     BACKENDS.remove("cpu")
+if find_spec("triton"):
+    BACKENDS.append(pytest.param("triton", marks=pytest.mark.slow))  # by its interpreter
 
 
 def score(folder: Path | str, prompts: list[list[int]], **options: Any) -> list[float]:
