@@ -107,8 +107,7 @@ class EngineConfig:
     )
     kv_cache_dtype: str = _results(
         "auto",
-        "number format of the KV cache. auto is that of the model. int8 takes about half the memory of bfloat16: one "
-        "byte a number, and a scale for each head of a token. So does fp8, on GPUs of compute capability 8.9 or more",
+        "type of keys and values; auto: the model's; int8: half the memory; fp8: likewise, on GPUs of sm_89 and later",
     )
     enable_prefix_caching: bool | None = _pace(
         None,

@@ -41,8 +41,8 @@ class Backend:
     Attributes:
         name: the name in the option `attention_backend`.
         kernels: the kernels that it runs: "torch" (none but torch's), "cpu" or "gpu". See `find_operators`.
-        dtypes, kv_cache_dtypes, head_dims, groups, block_sizes: the values that its kernels support; None supports all.
-            A group is the number of query heads that share a KV head.
+        dtypes, head_dims, groups, block_sizes: the values that its kernels support; None supports all. A group is the
+            number of query heads that share a KV head.
         sampling_values: the fields of `SamplingValues` that `sample` reads. A request with another one is refused.
         default_block_size: tokens in a block of the KV cache if the user does not choose.
         captures_steps: whether steps can become CUDA graphs.
@@ -52,7 +52,6 @@ class Backend:
     name: ClassVar[str] = "torch"
     kernels: ClassVar[str] = "torch"
     dtypes: ClassVar[Collection[torch.dtype]] = (torch.bfloat16, torch.float16, torch.float32)
-    kv_cache_dtypes: ClassVar[Sequence[str] | None] = None
     head_dims: ClassVar[Collection[int] | None] = None
     groups: ClassVar[Collection[int] | None] = None
     block_sizes: ClassVar[tuple[int, ...]] = tuple(2**i for i in range(4, 21))
@@ -191,6 +190,11 @@ class Backend:
     def why_cannot(cls, device: torch.device) -> str | None:
         """Return why this backend cannot run on this machine, as a clause of an error message; None if it can."""
         return None
+
+    @classmethod
+    def list_kv_cache_dtypes(cls, device: torch.device) -> tuple[str, ...]:
+        """Return the values of `kv_cache_dtype` that this backend's kernels support on the device."""
+        return ("auto", "int8")
 
     def compile_kernels(self, runner: "ModelRunner") -> None:
         """Compile the kernels that steps will launch, if any are compiled while a program runs."""

@@ -54,18 +54,16 @@ def attend_reference(q: Tensor, cache: KVCache, inputs: StepInputs, scale: float
     out = torch.empty_like(q)
     grouped_q = q.view(-1, num_kv_heads, group, head_dim)
     grouped_out = out.view(-1, num_kv_heads, group, head_dim)
-    sides = [side.transpose(1, 2) for side in cache[:2]]  # [block, head, offset, dim]
-    scales = [None if side is None else side.transpose(1, 2) for side in cache[2:]]  # [block, head, offset]
+    sides = [side.transpose(1, 2) for side in cache if side is not None]  # [block, head, offset, ...]
     seq_lens = inputs.seq_lens if inputs.seq_lens_cpu is None else inputs.seq_lens_cpu
     query_lens = [1] * len(seq_lens) if inputs.query_lens_cpu is None else inputs.query_lens_cpu.tolist()
     start = 0
     for query_len, seq_len, table in zip(query_lens, seq_lens.tolist(), inputs.block_tables.unbind(0), strict=True):
         blocks = table[: ceil_div(seq_len, block_size)]
         # Small models spend most of a step here, and index_select is faster than indexing with [].
-        k, v = [
-            read_blocks(side, scale_of, blocks).reshape(num_kv_heads, -1, head_dim)
-            for side, scale_of in zip(sides, scales, strict=True)
-        ]
+        k, v, *scales = [side.index_select(0, blocks).transpose(0, 1).flatten(1, 2) for side in sides]
+        if scales:
+            k, v = (side.float() * scale_of[..., None] for side, scale_of in zip((k, v), scales, strict=True))
         rows = grouped_q[start : start + query_len].permute(1, 2, 0, 3)
         mask = None
         if query_len > 1:
@@ -84,19 +82,3 @@ def attend_reference(q: Tensor, cache: KVCache, inputs: StepInputs, scale: float
         grouped_out[start : start + query_len] = attended
         start += query_len
     return out
-
-
-def read_blocks(side: Tensor, scales: Tensor | None, blocks: Tensor) -> Tensor:
-    """Return the keys or the values of some blocks, [num_kv_heads, num_blocks, block_size, head_dim].
-
-    Codes become float32 numbers.
-
-    Args:
-        side: [num_blocks, num_kv_heads, block_size, head_dim].
-        scales: [num_blocks, num_kv_heads, block_size]; None if there are no codes.
-        blocks: [n], the numbers of the blocks.
-    """
-    read = side.index_select(0, blocks).transpose(0, 1)
-    if scales is None:
-        return read
-    return read.float() * scales.index_select(0, blocks).transpose(0, 1).unsqueeze(-1)

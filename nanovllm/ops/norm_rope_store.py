@@ -35,29 +35,6 @@ def rope_reference(x: Tensor, cos_sin: Tensor, positions: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
-LARGEST_CODE = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
-"""The largest code of each type of one byte."""
-
-
-def quantize_heads(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Quantise each head of x [..., head_dim] by a scale of its own, so that its largest element has the largest code.
-
-    A head of zeros has scale 0. A head with an element that is not finite has scale NaN, and so its request ends with
-    an error.
-
-    Returns:
-        The codes [..., head_dim], and the scales, float32 [...].
-    """
-    most = LARGEST_CODE[dtype]
-    x = x.float()
-    largest = x.abs().amax(-1)
-    scales = torch.where(largest.isfinite(), largest / most, torch.nan)
-    codes = torch.where(scales[..., None] > 0, x / scales[..., None], 0.0)
-    if dtype == torch.int8:
-        codes = codes.round()  # halves go to the even neighbour
-    return codes.clamp(-most, most).to(dtype), scales
-
-
 def store_kv_reference(key: Tensor, value: Tensor, cache: KVCache, slots: Tensor) -> None:
     """Write key and value [num_tokens, num_kv_heads, head_dim] into their slots (int64 [num_tokens]; -1: nowhere)."""
     block_size = cache.keys.shape[1]
@@ -68,11 +45,12 @@ def store_kv_reference(key: Tensor, value: Tensor, cache: KVCache, slots: Tensor
         slots = slots[kept]
     blocks = slots // block_size
     offsets = slots % block_size
-    for x, side, scales in ((key, cache.keys, cache.key_scales), (value, cache.values, cache.value_scales)):
-        if scales is None:
-            side[blocks, offsets] = x
-        else:
-            side[blocks, offsets], scales[blocks, offsets] = quantize_heads(x, side.dtype)
+    if cache.key_scales is not None:
+        from nanovllm.ops.kv_codes import store_codes
+
+        return store_codes(key, value, cache, blocks, offsets)
+    cache.keys[blocks, offsets] = key
+    cache.values[blocks, offsets] = value
 
 
 def norm_rope_store_reference(qkv: Tensor, norms: NormRope, positions: Tensor, cache: KVCache, slots: Tensor) -> Tensor:

@@ -41,12 +41,11 @@ def resolve(
     group = find_group(hf_config, config.tensor_parallel_size)
     if config.tensor_parallel_size > 1:
         Sizes(hf_config, config.tensor_parallel_size)  # raises an error if the ranks cannot share the model
-    heads = (hf_config.head_dim, group)
-    work = Work(device, read_dtype(hf_config), *heads, block_size, sizes.num_parameters, config.kv_cache_dtype)
+    work = Work(device, read_dtype(hf_config), hf_config.head_dim, group, block_size, sizes.num_parameters)
     if gpu_memory is None:
-        check_kv_cache_dtype(config.kv_cache_dtype, device)
         dtype = resolve_dtype(config.dtype, config.attention_backend, work)
-        backend = resolve_backend(config.attention_backend, work._replace(dtype=dtype))
+        work = work._replace(dtype=dtype, kv_cache_dtype=config.kv_cache_dtype)
+        backend = resolve_backend(config.attention_backend, work)
         name = backend.name
         captures_steps = backend.captures_steps
         block_size = block_size or backend.default_block_size
@@ -148,15 +147,6 @@ def resolve_dtype(name: str, backend: str, work: Work) -> torch.dtype:
     return torch.float32
 
 
-def check_kv_cache_dtype(name: str, device: torch.device) -> None:
-    """Raise a ValueError if the device has no instructions for keys and values of this format."""
-    if name == "fp8" and (device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9)):
-        raise ValueError(
-            f'kv_cache_dtype="fp8" needs a GPU of compute capability 8.9 or more, and the device is {device}; '
-            'kv_cache_dtype="int8" runs everywhere'
-        )
-
-
 def has_native_bfloat16(device: torch.device) -> bool:
     """Return whether the device computes bfloat16 in hardware."""
     if device.type == "cuda":
@@ -212,7 +202,7 @@ def why_cannot(name: str, work: Work) -> str | None:
         return f"kvcache_block_size is {work.block_size}; it must be a power of two from {sizes[0]} to {sizes[-1]}"
     facts = (
         ("dtype", work.dtype, backend.dtypes),
-        ("kv_cache_dtype", work.kv_cache_dtype, backend.kv_cache_dtypes),
+        ("kv_cache_dtype", work.kv_cache_dtype, backend.list_kv_cache_dtypes(work.device)),
         ("head_dim", work.head_dim, backend.head_dims),
         ("query heads per KV head", work.group, backend.groups),
     )

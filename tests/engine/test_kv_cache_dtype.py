@@ -97,7 +97,7 @@ def test_a_cache_of_the_same_memory_holds_nearly_twice_the_tokens(tmp_path: Path
 
 
 def test_what_cannot_run_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match=r'kv_cache_dtype="fp8" needs a GPU .* kv_cache_dtype="int8" runs everywhere'):
+    with pytest.raises(ValueError, match="kv_cache_dtype of auto, int8, not fp8"):
         LLM("tiny-qwen3", device="cpu", kv_cache_dtype="fp8")
     with pytest.raises(ValueError, match=r"kv_cache_dtype.*int4.*auto, int8"):
         LLM("tiny-qwen3", kv_cache_dtype="int4")

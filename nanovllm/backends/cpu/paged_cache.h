@@ -87,7 +87,7 @@ inline void widen_values(const int8_t* codes, uint32_t* units, int64_t count, in
 }
 
 // Quantises x [dim] to codes, and returns their scale: largest magnitude / 127. The scale of zeros is 0. If an element
-// is not finite, the scale is NaN. The reference is `quantize_heads` in ops/norm_rope_store.py.
+// is not finite, the scale is NaN. The reference is `quantize_heads` in ops/kv_codes.py.
 template <class T> inline float quantise_head(const typename T::element* x, int8_t* codes, int64_t dim) {
     vf top{}, zeros{};
     for (int64_t d = 0; d < dim; d += LANES) {

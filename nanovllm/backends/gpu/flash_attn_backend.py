@@ -27,7 +27,6 @@ class FlashAttnBackend(TritonBackend):
 
     name = "flash_attn"
     dtypes = (torch.float16, torch.bfloat16)
-    kv_cache_dtypes = ("auto",)
     block_sizes = (256, 512, 1024, 2048, 4096)
     default_block_size = 256
     runs_on_fake_tensors = False
@@ -49,6 +48,10 @@ class FlashAttnBackend(TritonBackend):
         except ImportError as error:
             return f'flash-attn does not import ({error}); install it with: pip install "nano-vllm[flash-attn]"'
         return super().why_cannot(device)
+
+    @classmethod
+    def list_kv_cache_dtypes(cls, device: torch.device) -> tuple[str, ...]:
+        return ("auto",)
 
     def allocate_cache(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> KVCache:
         return KVCache(*(torch.zeros(shape, dtype=dtype, device=device) for _ in ("keys", "values")))

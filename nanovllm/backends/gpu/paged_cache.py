@@ -1,6 +1,6 @@
 """The paged cache as Triton kernels see it: elements of the model's type, or codes of one byte with scales.
 
-A kernel has codes if the cache's pointer has a type of one byte. The references are in ops/norm_rope_store.py and
+A kernel has codes if the cache's pointer has a type of one byte. The references are in ops/kv_codes.py and
 ops/attention.py.
 """
 
