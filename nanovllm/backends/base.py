@@ -145,9 +145,8 @@ class Backend:
         num_blocks, block_size, num_kv_heads, head_dim = shape
         stored = (num_blocks, num_kv_heads, block_size, head_dim)
         parts = [self.zeros(stored, dtype, device) for _ in ("keys", "values")]
-        if dtype.itemsize == 1:
-            parts += [self.zeros(stored[:3], torch.float32, device) for _ in ("keys", "values")]
-        return KVCache(*(part.transpose(1, 2) for part in parts))
+        scales = [self.zeros(stored[:3], torch.float32, device) for _ in parts if dtype.itemsize == 1]
+        return KVCache(*(part.transpose(1, 2) for part in parts + scales))
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return zeros for a part of a layer's cache: its keys, its values, or the scales of one of them."""

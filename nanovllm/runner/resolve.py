@@ -38,14 +38,13 @@ def resolve(
     """
     device = resolve_device(config.device) if gpu_memory is None else torch.device("cuda:0")
     block_size = None if config.kvcache_block_size == "auto" else int(config.kvcache_block_size)
-    group = find_group(hf_config, config.tensor_parallel_size)
+    heads = (hf_config.head_dim, find_group(hf_config, config.tensor_parallel_size))
     if config.tensor_parallel_size > 1:
         Sizes(hf_config, config.tensor_parallel_size)  # raises an error if the ranks cannot share the model
-    work = Work(device, read_dtype(hf_config), hf_config.head_dim, group, block_size, sizes.num_parameters)
+    work = Work(device, read_dtype(hf_config), *heads, block_size, sizes.num_parameters, config.kv_cache_dtype)
     if gpu_memory is None:
         dtype = resolve_dtype(config.dtype, config.attention_backend, work)
-        work = work._replace(dtype=dtype, kv_cache_dtype=config.kv_cache_dtype)
-        backend = resolve_backend(config.attention_backend, work)
+        backend = resolve_backend(config.attention_backend, work._replace(dtype=dtype))
         name = backend.name
         captures_steps = backend.captures_steps
         block_size = block_size or backend.default_block_size
