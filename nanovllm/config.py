@@ -16,6 +16,7 @@ from nanovllm.utils.memory import CPU_CACHE_LIMIT
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "dtype": ("auto", "float32", "float16", "bfloat16"),
     "attention_backend": ("auto", "flash_attn", "triton", "cpu", "torch"),
+    "kv_cache_dtype": ("auto", "int8", "fp8"),
     "distributed_backend": ("auto", "nccl", "gloo"),
     "load_format": ("auto", "dummy"),
     "quantization": ("int8", "int8-dynamic", "awq", "gptq", "compressed-tensors", "fp8"),
@@ -103,6 +104,10 @@ class EngineConfig:
     kvcache_block_size: int | str = _pace(
         "auto",
         "tokens in a block of the KV cache: a power of two, at least 16 (flash_attn: 256). auto is the backend's own",
+    )
+    kv_cache_dtype: str = _results(
+        "auto",
+        "type of keys and values; auto: the model's; int8: half the memory; fp8: likewise, on GPUs of sm_89 and later",
     )
     enable_prefix_caching: bool | None = _pace(
         None,
@@ -262,6 +267,11 @@ class ResolvedConfig(EngineConfig):
         return int((self.speculative_config or {}).get("num_speculative_tokens", 0))
 
     @property
+    def kv_dtype(self) -> str:
+        """The torch name of the type that the KV cache has."""
+        return {"auto": self.dtype, "fp8": "float8_e4m3fn"}.get(self.kv_cache_dtype, self.kv_cache_dtype)
+
+    @property
     def max_blocks_per_seq(self) -> int:
         """The blocks that a sequence of max_model_len tokens needs."""
         return ceil_div(self.max_model_len, self.block_size)
@@ -283,6 +293,7 @@ class EngineOptions(TypedDict, total=False):
     num_kvcache_blocks: int | None
     kvcache_memory_bytes: int | None
     kvcache_block_size: int | str
+    kv_cache_dtype: str
     enable_prefix_caching: bool | None
     enforce_eager: bool
     attention_backend: str

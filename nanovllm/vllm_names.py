@@ -43,7 +43,7 @@ OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "data_parallel_size": (1,),
     **dict.fromkeys(("task", "runner"), ("auto", "generate")),
     **dict.fromkeys(("tokenizer_mode", "config_format"), ("auto", "hf")),
-    **dict.fromkeys(("kv_cache_dtype", "generation_config"), ("auto",)),
+    "generation_config": ("auto",),
     "cpu_offload_gb": (0,),
     "tokenizer": (None,),  # or the model
     # These are nano-vLLM's.
@@ -95,6 +95,7 @@ ADVICE: Mapping[str, str] = {
 SYNONYMS: Mapping[str, Mapping[Any, Any]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "load_format": {"safetensors": "auto", "hf": "auto"},
+    "kv_cache_dtype": {"fp8_e4m3": "fp8", "int8_per_token_head": "int8", "fp8_per_token_head": "fp8"},
     "num_kvcache_blocks": {-1: None},
     "quantization": {"int8_per_channel_weight_only": "int8", "awq_marlin": "awq", "gptq_marlin": "gptq"},
 }

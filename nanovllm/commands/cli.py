@@ -185,7 +185,7 @@ def _add_estimate(commands: Any) -> None:
         metavar="SIZE",
         help="memory of one GPU, such as 80GB (which means 80 GiB), or in bytes",
     )
-    weights = ("tensor_parallel_size", "pipeline_parallel_size", "dtype", "quantization")
+    weights = ("tensor_parallel_size", "pipeline_parallel_size", "dtype", "quantization", "kv_cache_dtype")
     sizes = ("kvcache_block_size", "max_num_seqs", "max_num_batched_tokens")
     for name in ("max_model_len", *weights, "gpu_memory_utilization", *sizes):
         _add_engine_option(parser, name)

@@ -69,6 +69,7 @@ class ModelRunner:
         self.parallel = parallel
         self.device = torch.device(config.device)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
+        self.kv_dtype: torch.dtype = getattr(torch, config.kv_dtype)
         self.hf_config = hf_config
         self.sizes = Sizes(hf_config, parallel.size, decoder)
         self.backend = make_backend(config.attention_backend, self.device)
@@ -198,7 +199,7 @@ class ModelRunner:
 
     def count_block_bytes(self) -> int:
         """Return the bytes of one block on this rank: keys and values of all layers, and those of the draft model."""
-        own = self.sizes.kv_bytes(self.dtype) * self.config.block_size
+        own = self.sizes.kv_bytes(self.kv_dtype) * self.config.block_size
         return own + (self.draft.count_block_bytes() if self.draft is not None else 0)
 
     def count_state_bytes(self) -> int:
@@ -211,7 +212,7 @@ class ModelRunner:
 
     def make_caches(self, num_blocks: int) -> list[LayerCache]:
         """Return the cache of each layer: blocks for keys and values, or a state for each row."""
-        size = CacheSize(num_blocks, self.config.block_size, self.config.max_num_seqs + 1)
+        size = CacheSize(num_blocks, self.config.block_size, self.config.max_num_seqs + 1, self.kv_dtype)
         layers: Iterable[Any] = self.model.layers
         return [layer.self_attn.make_cache(size, self.dtype, self.device) for layer in layers]
 

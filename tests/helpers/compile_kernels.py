@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,6 +101,10 @@ DTYPES = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
 """A pointer to each type of activations and cache."""
 
 
+CODES = {"*i8": 80, "*fp8e4nv": 89}
+"""A pointer to each type of codes in a cache, and the first architecture that knows it."""
+
+
 COUNTED = ("_choose_experts_kernel", "_sort_pairs_kernel")
 """Kernels whose instructions are counted."""
 
@@ -116,12 +121,12 @@ class Launch(NamedTuple):
     own: str = "*bf16"
 
 
-def launches(
-    models: dict[str, Model], block_sizes: tuple[int, ...], shared_kib: int, dtype: torch.dtype
-) -> Iterator[Launch]:
+def launches(models: dict[str, Model], block_sizes: tuple[int, ...], arch: int, dtype: torch.dtype) -> Iterator[Launch]:
     """Yield the launches of an engine for those models in dtype, under tensor parallelism of 1, 2, 4 and 8."""
     own = DTYPES[str(dtype).removeprefix("torch.")]
     itemsize = dtype.itemsize
+    # Float32 is no type for speed: kernels of float32 with codes spill.
+    caches = {own: itemsize} | {code: 1 for code, first in CODES.items() if arch >= first and itemsize == 2}
 
     def launch(kernel: Any, config: dict[str, int], **types: str) -> Launch:
         return Launch(kernel, tuple(config.items()), tuple(types.items()), own)
@@ -131,24 +136,34 @@ def launches(
         for size in (model.hidden_size, model.head_dim):
             for add in (False, True):
                 yield launch(rms_norm._rms_norm_kernel, rms_norm.rms_norm_config(size, add), weight_ptr=wide)
-        for block_size in block_sizes:
+        for block_size, (cache, cache_itemsize) in product(block_sizes, caches.items()):
+            types = {}
+            scales = {}
+            if cache in CODES:
+                types = dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), cache)
+                types |= dict.fromkeys(("k_scales_ptr", "v_scales_ptr"), "*fp32")
+                scales = {"token_scales_stride": 1}  # which Triton takes for a constant
             for ranks in (n for n in (1, 2, 4, 8) if model.num_kv_heads % n == 0):
                 heads = model.num_heads // ranks
                 kv_heads = model.num_kv_heads // ranks
                 shape = (model.head_dim, block_size)
                 yield launch(
                     norm_rope_store._norm_rope_store_kernel,
-                    norm_rope_store.norm_rope_store_config(heads + 2 * kv_heads, *shape, model.qk_norm),
+                    norm_rope_store.norm_rope_store_config(heads + 2 * kv_heads, *shape, model.qk_norm) | scales,
                     q_weight_ptr=wide,
                     k_weight_ptr=wide,
+                    **types,
                 )
             group = model.num_heads // model.num_kv_heads
-            yield launch(paged_decode._split_kernel, paged_decode.split_config(group, *shape, itemsize))
-            config = paged_prefill.prefill_config(group, *shape, itemsize, shared_kib)
-            yield launch(paged_prefill._prefill_kernel, config)
+            config = paged_decode.split_config(group, *shape, cache_itemsize) | scales
+            yield launch(paged_decode._split_kernel, config, **types)
+            config = paged_prefill.prefill_config(group, *shape, itemsize, cache_itemsize, SHARED_KIB[arch]) | scales
+            yield launch(paged_prefill._prefill_kernel, config, **types)
             for num_seqs in (1, 512, 1024):
                 yield launch(step_inputs._step_inputs_kernel, step_inputs.step_inputs_config(num_seqs, block_size))
-                yield launch(paged_decode._share_kernel, paged_decode.share_config(num_seqs, 49, *shape, itemsize))
+                yield launch(
+                    paged_decode._share_kernel, paged_decode.share_config(num_seqs, 49, *shape, cache_itemsize)
+                )
         if model.value_heads:
             yield launch(causal_conv._causal_conv_kernel, causal_conv.causal_conv_config(4))
             config = gated_rms_norm.gated_rms_norm_config(model.value_heads, 128)
@@ -276,7 +291,7 @@ def main() -> None:
         models = {name: MODELS[name] for name in ("0.6B", "30B-A3B", "Qwen3.5 35B-A3B")} if args.quick else MODELS
         block_sizes = BLOCK_SIZES[:1] if args.quick else BLOCK_SIZES
         dtype = getattr(torch, args.dtype)
-        for launch in dict.fromkeys(launches(models, block_sizes, SHARED_KIB[arch], dtype)):
+        for launch in dict.fromkeys(launches(models, block_sizes, arch, dtype)):
             results.append(compile_launch(launch, arch))
     print(json.dumps(results))
 
