@@ -65,13 +65,12 @@ class InstantLLM:
         self.error = error
         facts = {"seed": config.seed, "dtype": "float32", "device": "cpu", "attention_backend": "torch"}
         facts |= {"lora": config.lora, "quantization": config.quantization}
-        self.engine = SimpleNamespace(config=SimpleNamespace(**facts), facts=SimpleNamespace(origin=origin))
+        self.engine = SimpleNamespace(
+            config=SimpleNamespace(**facts), facts=SimpleNamespace(origin=origin), observers=[]
+        )
         self.tokenizer = SimpleNamespace(apply_chat_template=lambda chat_template: None)
         self.requests: list[tuple[list[int], SamplingParams]] = []
         self.is_closed = False
-
-    def observe(self, observer: object) -> None:
-        pass
 
     def get_default_sampling_params(self) -> SamplingParams:
         return SamplingParams()
