@@ -1,12 +1,12 @@
 """The program of a replica: an engine in a process of its own. replicas.py starts it with the descriptor of a socket.
 
 It receives a `Start`, and then messages: a list of requests, ABORT to end all requests, None to end the process.
-It sends dicts:
+It sends dicts, with new values of the attributes of `Replica`:
 
-    {"config": ResolvedConfig, "stats": ...}         once, when the engine is loaded
-    {"ended": [(number, Output), ...], "stats": ...} when requests have ended, and ten times a second
-    {"aborted": True, "stats": ...}                  after ABORT
-    {"error": text, "is_mistake": bool}              before it ends because of an exception
+    {"config": ResolvedConfig, "stats": ...}            once, when the engine is loaded
+    {"ended": [(number, Output), ...], "stats": ...}    when requests have ended, and ten times a second
+    {"is_aborting": False, "stats": ...}                after ABORT
+    {"error": Exception}                                before it ends because of one
 """
 
 import faulthandler
@@ -36,11 +36,13 @@ class Start(NamedTuple):
     Attributes:
         cpus: the hardware threads that it may run on; empty if it may run on all.
         memory: the bytes that it may take.
+        variables: what its environment has beside that of the user's process.
     """
 
     config: EngineConfig
     cpus: set[int]
     memory: int
+    variables: dict[str, str]
 
 
 def main(fd: int) -> None:
@@ -75,9 +77,8 @@ def main(fd: int) -> None:
             serve(engine, connection, inbox)
     except BaseException as error:
         is_mistake = isinstance(error, ValueError) and not is_loaded
-        text = str(error) if is_mistake else traceback.format_exc()
         with suppress(OSError):  # the user's process does not listen any more
-            connection.send({"error": text, "is_mistake": is_mistake})
+            connection.send({"error": ValueError(str(error)) if is_mistake else RuntimeError(traceback.format_exc())})
         os._exit(1)
     os._exit(0)
 
@@ -110,7 +111,7 @@ def serve(engine: Any, connection: Connection, inbox: "SimpleQueue[Any]") -> Non
                 return
             if message == ABORT:
                 engine.abort_all()
-                connection.send({"aborted": True, "stats": engine.stats()})
+                connection.send({"is_aborting": False, "stats": engine.stats()})
                 continue
             for number, token_ids, params, seed, text in message:
                 lead = engine.add(engine.prepare(token_ids, replace(params, seed=seed), text))

@@ -29,7 +29,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from operator import attrgetter
 from subprocess import TimeoutExpired
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -60,36 +60,31 @@ RUNS = (OPEN_RUN[0], "submit()")
 # ---- shares of the machine
 
 
-class Share(NamedTuple):
-    """A replica's share of the machine: the first fields of its `Start`, and variables of its environment."""
-
-    cpus: set[int]
-    memory: int
-    variables: dict[str, str]
-
-
-def share_machine(config: EngineConfig) -> list[Share]:
+def share_machine(config: EngineConfig) -> list[Start]:
     """Divide GPUs or cores, the quota of processor time and the free memory among the replicas.
 
     Raises:
         ValueError: a replica would have no GPU, or no core. The message says how many replicas there may be.
     """
     count = config.data_parallel_size
-    memory = free_memory() // count
     cores = share_cores(list_sockets(), count)
-    quota = cpu_quota() / count
-    asked = os.environ.get("OMP_NUM_THREADS", "")
-    most = min(quota, int(asked)) if asked.isdigit() else quota
+    most = cpu_quota() / count
+    if (asked := os.environ.get("OMP_NUM_THREADS", "")).isdigit():
+        most = min(most, int(asked))
     variables = [{"OMP_NUM_THREADS": str(int(max(1, min(len(own), most))))} for own in cores]
     if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
         if not all(cores):
             num_cores = count - cores.count([])
             raise refuse(count, "data_parallel_size", f"at most {num_cores}, the cores that this process may use")
-        return [Share(set().union(*own), memory, more) for own, more in zip(cores, variables, strict=True)]
-    if config.device not in ("auto", "cuda"):
+    elif config.device in ("auto", "cuda"):
+        gpus = share_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count(), count, config.num_ranks)
+        variables = [own | {"CUDA_VISIBLE_DEVICES": gpu} for own, gpu in zip(variables, gpus, strict=True)]
+        cores = [[]] * count  # the system moves their few threads as it likes
+    else:
         raise refuse(config.device, "device", f'"cuda", "cpu" or "auto" with data_parallel_size={count}')
-    gpus = share_gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), torch.cuda.device_count(), count, config.num_ranks)
-    return [Share(set(), memory, more | gpu) for more, gpu in zip(variables, gpus, strict=True)]
+    config = replace(config, data_parallel_size=1)
+    memory = free_memory() // count
+    return [Start(config, set().union(*cores[i]), memory, variables[i]) for i in range(count)]
 
 
 def share_cores(sockets: list[list[set[int]]], count: int) -> list[list[set[int]]]:
@@ -109,8 +104,8 @@ def share_cores(sockets: list[list[set[int]]], count: int) -> list[list[set[int]
     ]
 
 
-def share_gpus(visible: str | None, num_gpus: int, count: int, num_ranks: int) -> list[dict[str, str]]:
-    """Return the variable that shows a replica its GPUs, for each replica.
+def share_gpus(visible: str | None, num_gpus: int, count: int, num_ranks: int) -> list[str]:
+    """Return the variable CUDA_VISIBLE_DEVICES of each replica.
 
     Args:
         visible: the variable in this process; None if it is not set.
@@ -122,34 +117,36 @@ def share_gpus(visible: str | None, num_gpus: int, count: int, num_ranks: int) -
             f"{num_gpus}: lower it"
         )
     names = visible.split(",") if visible else [str(i) for i in range(num_gpus)]
-    return [{"CUDA_VISIBLE_DEVICES": ",".join(names[i * num_ranks : (i + 1) * num_ranks])} for i in range(count)]
+    return [",".join(names[i * num_ranks : (i + 1) * num_ranks]) for i in range(count)]
 
 
 # ---- processes
 
 
 class Replica:
-    """The process of one replica, and the requests that it has."""
+    """The process of one replica, and the requests that it has. Each message has new values of some attributes."""
 
-    def __init__(self, number: int, config: EngineConfig, share: Share) -> None:
+    def __init__(self, number: int, start: Start) -> None:
         self.number = number
         self.config: ResolvedConfig | None = None
         """Its engine's; None until that is loaded."""
         self.stats: dict[str, int] = {}
         """The newest counts of its engine."""
+        self.ended: list[tuple[int, Output]] = []
+        """The requests that ended by the newest message."""
+        self.is_aborting = False
+        """True from ABORT on until no request runs."""
+        self.error: Exception | None = None
+        """Why it ends."""
         self.sequences: dict[int, Sequence] = {}
         """The lead of each request that it has, by number."""
         self.load = 0
-        """How many rows they will take, in all."""
-        self.dealt: list[Any] = []
-        """Requests that are not sent yet."""
-        self.is_aborting = False
-        self.error: str | None = None
-        self.is_mistake = False
+        """How many rows these take, in all."""
+        self.start = start
         self.connection, theirs = Pipe()
         with theirs:
-            self.process = start_process("replica", (theirs.fileno(),), share.variables)
-        self.send(Start(config, share.cpus, share.memory))
+            self.process = start_process("replica", (theirs.fileno(),), start.variables)
+        self.send(start)
 
     def send(self, message: Any) -> None:
         with suppress(OSError):  # it has ended, which `ReplicaGroup.receive` will tell
@@ -158,45 +155,7 @@ class Replica:
     @property
     def room(self) -> int:
         """The rows that it should have: all, and some more that wait, so that it has requests when others end."""
-        return 0 if self.config is None else self.config.max_num_seqs + self.config.max_num_seqs // 4
-
-    def give(self, seq: Sequence, num_rows: int) -> None:
-        """Let it have a request. `send_dealt` sends the request.
-
-        Args:
-            seq: the request's lead.
-        """
-        self.sequences[seq.seq_id] = seq
-        self.load += num_rows
-        self.dealt.append((seq.seq_id, seq.prompt_token_ids, seq.params, seq.seed, seq.prompt))
-
-    def send_dealt(self) -> None:
-        if self.dealt:
-            self.send(self.dealt)
-            self.dealt = []
-
-    def take(self, number: int) -> Sequence | None:
-        """Return the lead of a request that has ended, and forget it; None if the request was aborted before."""
-        seq = self.sequences.pop(number, None)
-        if seq is not None:
-            self.load = self.load - seq.params.n if self.sequences else 0
-        return seq
-
-    def abort(self) -> None:
-        """Have it end its requests. `is_aborting` is True until it has."""
-        if self.sequences:
-            self.sequences.clear()
-            self.load = 0
-            self.is_aborting = True
-            self.send(ABORT)
-
-    def note(self, message: dict[str, Any]) -> None:
-        """Note what a message says of the replica itself."""
-        for name, value in message.items():
-            if name in ("config", "stats", "error", "is_mistake"):
-                setattr(self, name, value)
-        if "aborted" in message:
-            self.is_aborting = False
+        return 0 if self.config is None else self.config.max_num_seqs * 5 // 4
 
 
 class ReplicaGroup:
@@ -209,49 +168,44 @@ class ReplicaGroup:
             ValueError: there are too few GPUs or cores, or a replica refuses the options.
             RuntimeError: a replica has failed; the others have ended.
         """
-        self._config = replace(config, data_parallel_size=1)
-        self._shares = share_machine(config)
         self.replicas: list[Replica] = []
         # Runs at the latest when this object is collected or the interpreter exits, if nobody calls close().
-        self._end = weakref.finalize(self, _end_replicas, self.replicas, os.getpid())
+        self.close = weakref.finalize(self, _end_replicas, self.replicas, os.getpid())
         try:
-            for number, share in enumerate(self._shares):
-                self.replicas.append(Replica(number, self._config, share))
+            for number, start in enumerate(share_machine(config)):
+                self.replicas.append(Replica(number, start))
             while any(replica.config is None for replica in self.replicas):
-                for replica, message in self.receive(POLL):
-                    if message is None:
-                        raise (ValueError if replica.is_mistake else RuntimeError)(self.describe_failure(replica))
+                for replica, is_alive in self.receive():
+                    if not is_alive:
+                        kind = ValueError if isinstance(replica.error, ValueError) else RuntimeError
+                        raise kind(describe_failure(replica))
         except BaseException:
             self.close()
             raise
 
-    def receive(self, timeout: float) -> Iterator[tuple[Replica, dict[str, Any] | None]]:
-        """Wait for messages, and yield one of each replica that has sent one; None if it has ended."""
-        senders = {replica.connection: replica for replica in self.replicas}
-        for connection in wait(list(senders), timeout):
-            replica = senders[connection]  # type: ignore[index]
-            message = None
-            with suppress(EOFError, OSError):
-                message = replica.connection.recv()
-                replica.note(message)
-            yield replica, message
-
-    def describe_failure(self, replica: Replica) -> str:
-        """Return how a replica has ended."""
-        reason = replica.error or describe_end(replica.process)
-        return f"replica {replica.number} of {len(self._shares)} failed: {reason}"
+    def receive(self) -> Iterator[tuple[Replica, bool]]:
+        """Wait for messages for a moment. Yield the replicas that have one, or have ended, and whether they live."""
+        senders: dict[Any, Replica] = {replica.connection: replica for replica in self.replicas}
+        for connection in wait(list(senders), POLL):
+            replica = senders[connection]
+            try:
+                vars(replica).update(replica.connection.recv())
+            except (EOFError, OSError):
+                yield replica, False
+            else:
+                yield replica, True
 
     def replace(self, replica: Replica) -> None:
         """Start another process in the place of a replica that has ended; none if it had not loaded."""
         _end_replicas([replica], os.getpid())
         place = self.replicas.index(replica)
-        self.replicas[place : place + 1] = []
-        if replica.config is not None:
-            self.replicas.insert(place, Replica(replica.number, self._config, self._shares[replica.number]))
+        others = [] if replica.config is None else [Replica(replica.number, replica.start)]
+        self.replicas[place : place + 1] = others
 
-    def close(self) -> None:
-        """End all replicas, and wait for that."""
-        self._end()
+
+def describe_failure(replica: Replica) -> str:
+    """Return which replica has ended, and how."""
+    return f"replica {replica.number} failed: {replica.error or describe_end(replica.process)}"
 
 
 def _end_replicas(replicas: list[Replica], pid: int) -> None:
@@ -281,13 +235,8 @@ class RunClaim(Claim):
     def held_by(self, activity: str, advice: str = "", but_for: tuple[str, ...] = ()) -> Any:
         """Claim the engine; see `Claim.held_by`. ValueError if several replicas cannot have the activity."""
         if activity not in RUNS:
-            raise refuse_replicas(activity)
+            raise ValueError(f"{activity} is for one engine, and data_parallel_size is above 1: leave that out")
         return super().held_by(activity, advice, but_for)
-
-
-def refuse_replicas(activity: str) -> ValueError:
-    """Return the error for an activity that several replicas cannot have."""
-    return ValueError(f"{activity} is for one engine, and data_parallel_size is above 1: leave that out")
 
 
 class ReplicatedEngine(LLMEngine):
@@ -335,6 +284,7 @@ class ReplicatedEngine(LLMEngine):
         """Give waiting requests to the replicas that have room, each to the one that has least work."""
         waiting = self.scheduler.waiting
         loaded = [replica for replica in self.runner.replicas if replica.config is not None]
+        dealt: dict[Replica, list[Any]] = {replica: [] for replica in loaded}
         while waiting and loaded:
             seq = waiting[0]
             if seq.lead is None:  # the other completions go with the first one
@@ -343,25 +293,31 @@ class ReplicatedEngine(LLMEngine):
                 num_rows = replica.room if self._deaths[seq] == MOST_MOVES else seq.params.n
                 if replica.load > 0 and replica.load + num_rows > replica.room:
                     break
-                replica.give(seq, num_rows)
+                replica.sequences[seq.seq_id] = seq
+                replica.load += num_rows
+                dealt[replica].append((seq.seq_id, seq.prompt_token_ids, seq.params, seq.seed, seq.prompt))
             waiting.popleft()
-        for replica in loaded:
-            replica.send_dealt()
+        for replica, requests in dealt.items():
+            if requests:
+                replica.send(requests)
 
     def _receive(self) -> list[Sequence]:
         """Wait for messages for a moment, and return the leads of the requests that have ended."""
         finished = []
-        for replica, message in self.runner.receive(POLL):
-            if message is None:
+        for replica, is_alive in self.runner.receive():
+            if not is_alive:
                 finished += self._replace(replica)
                 continue
-            for number, output in message.get("ended", ()):
-                if (seq := replica.take(number)) is not None:
+            for number, output in replica.ended:
+                seq = replica.sequences.pop(number, None)
+                if seq is not None:  # it was not aborted meanwhile
+                    replica.load = replica.load - seq.params.n if replica.sequences else 0
                     output.request_id = str(number)
                     seq.token_ids.extend(output["token_ids"])
                     seq.finish_reason = output["finish_reason"]
                     self._outputs[seq] = output
                     finished.append(seq)
+            replica.ended = []
         return finished
 
     def _replace(self, replica: Replica) -> list[Sequence]:
@@ -370,7 +326,7 @@ class ReplicatedEngine(LLMEngine):
         Returns:
             The leads of requests that are the cause. They end with an error.
         """
-        self._failure = self.runner.describe_failure(replica)
+        self._failure = describe_failure(replica)
         numbers = ", ".join(map(str, replica.sequences)) or "none"
         logger.error("%s. Its requests go to the others: %s", self._failure, numbers)
         self._past.update({name: count for name, count in replica.stats.items() if not name.endswith("blocks")})
@@ -391,7 +347,11 @@ class ReplicatedEngine(LLMEngine):
         """Drop all requests, and return when the steps of the replicas that ran them have ended."""
         self.scheduler.abort_all()
         for replica in self.runner.replicas:
-            replica.abort()
+            if replica.sequences:
+                replica.sequences.clear()
+                replica.load = 0
+                replica.is_aborting = True
+                replica.send(ABORT)
         while any(replica.is_aborting for replica in self.runner.replicas):
             self._receive()
         self._outputs.clear()
@@ -404,7 +364,7 @@ class ReplicatedEngine(LLMEngine):
 
     def observe(self, observer: StepObserver) -> None:
         """Raise a ValueError: the steps are those of other processes."""
-        raise refuse_replicas("observe()")
+        self.claim.held_by("observe()")
 
     def stats(self) -> dict[str, int]:
         """Return the sums of the replicas' counts, as they were at their newest messages."""

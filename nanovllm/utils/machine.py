@@ -33,7 +33,8 @@ def list_sockets() -> list[list[set[int]]]:
         try:
             socket, core = ((topology / name).read_text() for name in ("physical_package_id", "thread_siblings_list"))
         except OSError:
-            socket, core = "", str(cpu)
+            socket = ""
+            core = str(cpu)
         sockets.setdefault(socket, {}).setdefault(core, set()).add(cpu)
     return [list(cores.values()) for cores in sockets.values()]
 
