@@ -19,6 +19,7 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "distributed_backend": ("auto", "nccl", "gloo"),
     "load_format": ("auto", "dummy"),
     "quantization": ("int8", "int8-dynamic", "awq", "gptq", "compressed-tensors", "fp8"),
+    "order": ("auto", "given"),
     "reasoning_parser": ("qwen3", "deepseek_r1"),
     "tool_call_parser": ("hermes", "llama3_json"),
 }
@@ -138,6 +139,12 @@ class EngineConfig:
         "guess tokens and verify several of them in one step. To guess from the text so far: "
         '{"method": "ngram", "num_speculative_tokens": 8, "prompt_lookup_max": 4, "prompt_lookup_min": 2}. To let a '
         'smaller model guess: {"model": NAME, "num_speculative_tokens": 4}',
+    )
+    order: str = _pace(
+        "auto",
+        "auto admits the requests of a list, and those of a job's file, in the order in which they end soonest: the "
+        "longest first, and those with a common prefix together if the KV cache cannot hold all prefixes. given keeps "
+        "their order",
     )
     reasoning_parser: str | None = _results(
         None,
@@ -291,6 +298,7 @@ class EngineOptions(TypedDict, total=False):
     quantization: str | None
     overlap: bool
     speculative_config: Mapping[str, Any] | None
+    order: str
     reasoning_parser: str | None
     tool_call_parser: str | None
     trace: str | None

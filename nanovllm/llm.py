@@ -116,6 +116,11 @@ class LLM:
             show: draw the progress bar.
         """
         total = len(requests) if isinstance(requests, list) else None
+        note_end = None
+        if isinstance(requests, list) and len(requests) > 1 and self.engine.config.order == "auto":
+            from nanovllm.uses.admission import put_in_order
+
+            requests, note_end = put_in_order(self.engine, requests)
         with (
             ProgressBar(self.stats, total=total, desc=label, unit="prompt", disable=not show) as bar,
             closing(self.engine.run(requests)) as run,
@@ -125,6 +130,8 @@ class LLM:
                 for ended in run:
                     for number, seq in ended:
                         bar.update()
+                        if note_end is not None:
+                            number = note_end(number, seq)
                         yield number, self.engine.make_output(seq)
             finally:
                 self.engine.observers.remove(bar)
@@ -138,8 +145,8 @@ class LLM:
 
         Args:
             prompts, continuations: one or a list, in every form that `generate` takes, one continuation per prompt. A
-                prompt and its continuation may have max_model_len + 1 tokens together. Put prompts with the same
-                beginning next to each other: the blocks of KV cache that they share are then computed only once.
+                prompt and its continuation may have max_model_len + 1 tokens together. With order="given", put prompts
+                with the same beginning next to each other: the blocks that they share are then computed only once.
 
         Returns:
             A dict per pair. It has the continuation's `logprobs` (one per token), their sum `logprob`, the
@@ -391,7 +398,10 @@ class LLM:
         self.engine.observe(observer)
 
     def stats(self) -> dict[str, int]:
-        """Return cumulative counts of steps, tokens, cache hits and preemptions, and the numbers of blocks."""
+        """Return cumulative counts of steps, tokens, cache hits and preemptions, and the numbers of blocks.
+
+        Steps, cache hits and preemptions depend on the order in which requests ran, and so on the option `order`.
+        """
         return self.engine.stats()
 
     # ---- new weights, and sleep

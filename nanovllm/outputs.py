@@ -73,7 +73,10 @@ class _OfPrompt(dict[str, Any]):
 
     @property
     def num_cached_tokens(self) -> int:
-        """Number of tokens of the prompt that were in the prefix cache when the request first began to run."""
+        """Number of tokens of the prompt that were in the prefix cache when the request first began to run.
+
+        It depends on the order in which requests ran, and so on the option `order`.
+        """
         return self["num_cached_tokens"]  # type: ignore[no-any-return]
 
 

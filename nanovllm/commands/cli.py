@@ -139,14 +139,7 @@ def _add_run_batch(commands: Any) -> None:
     add("--served-model-name", metavar="NAME", help='the only "model" that lines may ask for (default: --model)')
     add("--stats", metavar="FILE", help="write the summary to this file, as JSON")
     add("--model", required=True, help=_help("model"))
-    add(
-        "--replicas",
-        type=int,
-        default=1,
-        metavar="N",
-        dest="data_parallel_size",
-        help="number of engines, which share the lines (default: 1)",
-    )
+    add("--data-parallel-size", "--replicas", type=int, default=1, metavar="N", help=_help("data_parallel_size"))
     add(
         "--ray",
         action="store_true",

@@ -114,9 +114,8 @@ def serve(engine: Any, connection: Connection, inbox: "SimpleQueue[Any]") -> Non
                 connection.send({"is_aborting": False, "stats": engine.stats()})
                 continue
             for number, token_ids, params, seed, text in message:
-                lead = engine.add(engine.prepare(token_ids, replace(params, seed=seed), text))
-                for seq_id, seq in enumerate((lead, *lead.others), number):
-                    seq.seq_id = seq_id  # as in the user's process, for messages of errors
+                request = engine.prepare(token_ids, replace(params, seed=seed), text)
+                engine.add(replace(request, numbers=(0, number)))  # the first number would only make a seed
         ended = [(seq.seq_id, engine.make_output(seq)) for seq in engine.step()]
         if ended or time.monotonic() > sent_at + INTERVAL:
             connection.send({"ended": ended, "stats": engine.stats()})

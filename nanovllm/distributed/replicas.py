@@ -161,27 +161,25 @@ class Replica:
 class ReplicaGroup:
     """The processes of all replicas. It is the runner of a `ReplicatedEngine`, which closes it."""
 
-    def __init__(self, config: EngineConfig) -> None:
-        """Start the replicas, and return when they have loaded.
-
-        Raises:
-            ValueError: there are too few GPUs or cores, or a replica refuses the options.
-            RuntimeError: a replica has failed; the others have ended.
-        """
+    def __init__(self) -> None:
         self.replicas: list[Replica] = []
         # Runs at the latest when this object is collected or the interpreter exits, if nobody calls close().
         self.close = weakref.finalize(self, _end_replicas, self.replicas, os.getpid())
-        try:
-            for number, start in enumerate(share_machine(config)):
-                self.replicas.append(Replica(number, start))
-            while any(replica.config is None for replica in self.replicas):
-                for replica, is_alive in self.receive():
-                    if not is_alive:
-                        kind = ValueError if isinstance(replica.error, ValueError) else RuntimeError
-                        raise kind(describe_failure(replica))
-        except BaseException:
-            self.close()
-            raise
+
+    def start(self, starts: list[Start]) -> None:
+        """Start the replicas, and return when they have loaded.
+
+        Raises:
+            ValueError: a replica refuses the options.
+            RuntimeError: a replica has failed.
+        """
+        for number, start in enumerate(starts):
+            self.replicas.append(Replica(number, start))
+        while any(replica.config is None for replica in self.replicas):
+            for replica, is_alive in self.receive():
+                if not is_alive:
+                    kind = ValueError if isinstance(replica.error, ValueError) else RuntimeError
+                    raise kind(describe_failure(replica))
 
     def receive(self) -> Iterator[tuple[Replica, bool]]:
         """Wait for messages for a moment. Yield the replicas that have one, or have ended, and whether they live."""
@@ -382,19 +380,19 @@ def load_replicas(asked: EngineConfig, files: Any, assemble: Callable[..., LLMEn
         assemble: load.py's function.
 
     Raises:
-        ValueError, RuntimeError: as `ReplicaGroup`.
+        ValueError: there are too few GPUs or cores, or a replica refuses the options.
+        RuntimeError: a replica has failed; the others have ended.
     """
     if asked.trace is not None:
         raise refuse(asked.trace, "trace", f"None with data_parallel_size={asked.data_parallel_size}")
-    group = ReplicaGroup(asked)
+    group = ReplicaGroup()
     try:
-        config = group.replicas[0].config
-        assert config is not None
-        tokenizer = Tokenizer.find(files.folder, config.max_model_len)
+        group.start(share_machine(asked))
+        first: Any = group.replicas[0]
         # Drafts are the replicas' business.
-        config = replace(config, data_parallel_size=asked.data_parallel_size, speculative_config=None)
-        num_blocks = group.replicas[0].stats["num_blocks"]
-        engine = assemble(config, files, tokenizer, group, num_blocks, ReplicatedEngine)
+        config = replace(first.config, data_parallel_size=asked.data_parallel_size, speculative_config=None)
+        tokenizer = Tokenizer.find(files.folder, config.max_model_len)
+        engine = assemble(config, files, tokenizer, group, first.stats["num_blocks"], ReplicatedEngine)
     except BaseException:
         group.close()
         raise

@@ -162,22 +162,32 @@ class LLMEngine:
         of the engine's seed and the request's number. Completion i > 0 gets a hash of the first one's seed and i.
         """
         params = request.params
-        seed = derive_seed(self.config.seed, self._num_requests) if params.seed is None else params.seed
-        self._num_requests += 1
-        lead = self._queue(request, params, seed & MASK_64)
+        number, seq_id = request.numbers or self.next_numbers(params.n)
+        seed = derive_seed(self.config.seed, number) if params.seed is None else params.seed
+        lead = self._queue(request, params, seq_id, seed & MASK_64)
         if params.n > 1:
             params = replace(params, prompt_logprobs=None, prompt_logprob_start=0)
-            lead.others = [self._queue(request, params, derive_seed(seed, i), lead) for i in range(1, params.n)]
+            seeds = [derive_seed(seed, i) for i in range(1, params.n)]
+            lead.others = [self._queue(request, params, seq_id + i, s, lead) for i, s in enumerate(seeds, 1)]
         return lead
 
-    def _queue(self, request: Request, params: SamplingParams, seed: int, lead: Sequence | None = None) -> Sequence:
+    def next_numbers(self, num_seqs: int) -> tuple[int, int]:
+        """Return the numbers of the next request and of its first sequence. The request has `num_seqs` sequences."""
+        numbers = (self._num_requests, self._num_seqs)
+        self._num_requests += 1
+        self._num_seqs += num_seqs
+        return numbers
+
+    def _queue(
+        self, request: Request, params: SamplingParams, seq_id: int, seed: int, lead: Sequence | None = None
+    ) -> Sequence:
         tokenizer = self.tokenizer
         prompt = request.prompt_token_ids
         # An edits object keeps masks in memory. With a copy they are freed when the sequences end, even if the caller
         # keeps the request.
         edits = copy(request.edits) if lead is None else lead.edits
         seq = Sequence(
-            self._num_seqs,
+            seq_id,
             prompt,
             params,
             max_model_len=self.config.max_model_len,
@@ -187,8 +197,8 @@ class LLMEngine:
             edits=edits,
             lead=lead,
             prompt=request.prompt,
+            reason=request.reason,
         )
-        self._num_seqs += 1
         self.scheduler.add(seq)
         return seq
 

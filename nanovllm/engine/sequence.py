@@ -32,6 +32,10 @@ class Request:
     """The edits of the request's logits; None if the request asks for no edits."""
     engine: object
     """The `identity` of the engine that prepared the request. Only that engine may run it, because limits differ."""
+    numbers: tuple[int, int] | None = None
+    """The request's number, and that of its first sequence. None means the next ones: see `LLMEngine.next_numbers`."""
+    reason: str = ""
+    """Why the engine gets the request now; "" in the given order."""
 
 
 def derive_seed(engine_seed: int, key: int | str) -> int:
@@ -90,8 +94,11 @@ class Sequence:
         edits: "RowEdits | None" = None,
         lead: "Sequence | None" = None,
         prompt: str | None = None,
+        reason: str = "",
     ) -> None:
         self.seq_id = seq_id
+        self.reason = reason
+        """The reason of the request."""
         self.prompt = prompt
         """The text that was tokenised; None if the caller gave token ids."""
         self.params = params

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from nanovllm.engine.sequence import Request
     from nanovllm.llm import LLM
     from nanovllm.outputs import Output
+    from nanovllm.uses.admission import Admission
 
 logger = logging.getLogger(__name__)
 
@@ -46,13 +47,15 @@ def answer_lines(
     model_name: str,
     done: Container[int] = (),
     stream: "Callable[[Iterable[Request]], Iterator[tuple[int, Output]]] | None" = None,
+    admission: "Admission | None" = None,
 ) -> None:
     """Answer every line that is not done. Lines are read lazily, and written in the order in which they end.
 
     Args:
         write: is called with each result.
         done: the numbers of the lines that have a result. Their ids still count as seen.
-        stream: runs the requests; None means `llm.stream`.
+        stream: runs the requests; None means `llm.run_requests`.
+        admission: reads further ahead, and chooses the next line; None keeps the given order.
     """
     ids = DigestSet()
     running: dict[int, tuple[_RunningLine, int]] = {}
@@ -69,25 +72,37 @@ def answer_lines(
                 if not is_done:
                     write(make_error_line(line.number, error))
 
-    def prepare_requests() -> Generator["Request", None, None]:
-        count = 0
+    def prepare_lines() -> "Generator[tuple[RequestLine, list[Request]] | None, None, None]":
         tasks = work_ahead(read_lines(), lambda line: _prepare_line(line, llm, model_name), LINES_AHEAD)
         with closing(tasks):
             for request_line, task in tasks:
+                while admission is not None and admission.need_not_wait and not task.done():
+                    yield None
                 try:
                     prepared = task.result()
                 except LineError as error:
                     write(make_error_line(request_line.number, error))
                 else:
-                    running_line = _RunningLine(request_line, len(prepared), {})
-                    for position, request in enumerate(prepared):
-                        running[count] = (running_line, position)
-                        count += 1
-                        yield request
+                    yield request_line, prepared
+
+    def take_requests() -> Generator["Request", None, None]:
+        count = 0
+        with closing(prepare_lines()) as lines:
+            for line in lines if admission is None else admission.reorder(lines):
+                if line is None:
+                    continue
+                request_line, prepared = line
+                running_line = _RunningLine(request_line, len(prepared), {})
+                for position, request in enumerate(prepared):
+                    running[count] = (running_line, position)
+                    count += 1
+                    yield request
 
     # After a Ctrl-C the traceback keeps generators alive. Those that have a thread are closed here, not when it goes.
-    with closing(prepare_requests()) as requests:
-        for index, output in (stream or llm.stream)(requests):
+    with closing(take_requests()) as requests:
+        for index, output in (stream or llm.run_requests)(requests):
+            if admission is not None:
+                admission.learn(output["prompt_token_ids"], len(output["token_ids"]))
             running_line, position = running.pop(index)
             running_line.outputs[position] = output
             if len(running_line.outputs) == running_line.num_requests:
@@ -259,8 +274,13 @@ def _answer_here(work: OpenJob) -> None:
     with closing(load_llm(work.job.config)) as llm, work.counts.show(llm.stats) as bar:
         llm.engine.observers.append(bar)
         work.manifest.check_engine(read_provenance(llm.engine))
+        admission = None
+        if first is not None and work.job.config.order == "auto":  # whoever writes into a pipe may wait for answers
+            from nanovllm.uses.admission import Admission
+
+            admission = Admission(llm.engine)
         try:
-            answer_lines(llm, lines, work.write, work.job.model_name, work.done)
+            answer_lines(llm, lines, work.write, work.job.model_name, work.done, admission=admission)
         except ValueError as error:  # no line can cause it, and supervise() takes a ValueError for a usage error
             raise RuntimeError(str(error)) from error
     work.check_complete(reading.numbers, reading.digest)

@@ -93,7 +93,7 @@ function replayPlan(k, what) {
     request.notes.push([k, `is preempted: ${why}. It gives its blocks back, and will be computed anew`]);
   });
   if (what.held) steps[k].held = what.held;
-  const found = findDonors(what);
+  const found = findDonors(what), reasons = new Map(what.reasons || []);
   for (const [id, cached] of what.moved_in || []) {
     const request = requests.get(id), queue = request.life[request.life.length - 1];
     queue.to = k - 1;
@@ -106,7 +106,7 @@ function replayPlan(k, what) {
     const { blocks, donors } = found.get(id) || { blocks: [], donors: [] };
     if (cached) { steps[k].hits.push({ id, cached, blocks, donors }); totals.hits++; }
     const by = donors.length ? `, computed by ${who(donors)}` : "";
-    request.notes.push([k, `moves in; ${cached ? plural(cached, "token") + " found in the prefix cache" + by : "nothing of it is cached"}`]);
+    request.notes.push([k, `moves in; ${cached ? plural(cached, "token") + " found in the prefix cache" + by : "nothing of it is cached"}${reasons.has(id) ? "; " + reasons.get(id) : ""}`]);
     for (const donor of donors) requests.get(donor).notes.push([k, `request ${id} takes over blocks that this one computed`]);
   }
   for (const [id, start, count] of what.prefill || []) {

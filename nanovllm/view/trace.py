@@ -69,8 +69,8 @@ class Trace:
         """The requests that have not ended, by number."""
         self._num_written: dict[int, int] = {}
         """How many tokens of each of them are in the file."""
-        self._resident: set[int] = set()
-        """The numbers of the requests that had a row in the last step."""
+        self._resident: dict[int, None] = {}
+        """The numbers of the requests that had a row in the last step, in order of admission."""
         self._owners: dict[int, int] = {}
         """The number of the request that has each row."""
         self._written_texts: set[int] = set()
@@ -190,13 +190,17 @@ class Trace:
         for seq in arrived:
             self._live[seq.seq_id] = seq
             self._num_written[seq.seq_id] = 0
-        preempted = [seq.seq_id for seq in admitted if seq.seq_id in resident]  # and admitted again since
-        resident.update(seq.seq_id for seq in admitted)
+        preempted = {seq.seq_id for seq in admitted if seq.seq_id in resident}  # and admitted again since
         ended = []
-        if len(resident) != len(scheduler.running):
+        gone: list[int] = []
+        if len(resident) + len(admitted) - len(preempted) != len(scheduler.running):
             gone = [number for number in resident if self._live[number].row < 0]
-            preempted += [number for number in gone if self._live[number].finish_reason is None]
-            resident.difference_update(gone)
+            preempted.update(number for number in gone if self._live[number].finish_reason is None)
+        # Those that were admitted last are preempted first, each because of one refusal.
+        victims = [number for number in reversed(resident) if number in preempted] if preempted else []
+        for number in (*gone, *victims):
+            resident.pop(number, None)
+        resident.update(dict.fromkeys(seq.seq_id for seq in admitted))
         if len(self._live) != len(scheduler.running) + len(scheduler.waiting):
             ended = self._end_requests([i for i, seq in self._live.items() if seq.finish_reason is not None])
         for seq in admitted:
@@ -206,10 +210,9 @@ class Trace:
         if (plan.num_sampled > 1).any():
             drafts = zip(owners, plan.num_sampled.tolist(), strict=True)
             fields["drafts"] = [(owner, count - 1) for owner, count in drafts if count > 1]
-        if preempted:
-            # The victims are those that were admitted last, in this order; each left because of one refusal.
-            fields["preempted"] = sorted(preempted, reverse=True)
-            fields["lacking"] = self._shortages[-len(preempted) :]
+        if victims:
+            fields["preempted"] = victims
+            fields["lacking"] = self._shortages[-len(victims) :]
         elif self._shortages and scheduler.waiting:
             fields["held"] = [scheduler.waiting[0].seq_id, self._shortages[-1]]
         self._shortages.clear()
@@ -221,6 +224,8 @@ class Trace:
         if admitted:
             starts = dict(zip(owners, plan.num_computed.tolist(), strict=True))
             fields["moved_in"] = [(seq.seq_id, starts[seq.seq_id]) for seq in admitted]
+            if reasons := [(seq.seq_id, seq.reason) for seq in admitted if seq.reason]:
+                fields["reasons"] = reasons
         if arrived:
             arrived.reverse()
             fields["arrived"] = [(seq.seq_id, seq.num_prompt_tokens) for seq in arrived]
@@ -254,7 +259,7 @@ class Trace:
         """Forget requests; return [number, finish reason] of each."""
         for number in numbers:
             del self._num_written[number]
-            self._resident.discard(number)
+            self._resident.pop(number, None)
         return [[number, self._live.pop(number).finish_reason] for number in numbers]
 
     def _collect_blocks(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 from nanovllm import SamplingParams
 from nanovllm.config import EngineConfig
+from nanovllm.engine.sequence import Request
 from nanovllm.jobs.job import Job, Status
 from nanovllm.jobs.run import run_job
 from nanovllm.text.conversations import read_conversation
@@ -65,8 +66,14 @@ class InstantLLM:
         self.error = error
         facts = {"seed": config.seed, "dtype": "float32", "device": "cpu", "attention_backend": "torch"}
         facts |= {"lora": config.lora, "quantization": config.quantization}
+        facts |= {"max_model_len": config.max_model_len, "block_size": 16, "max_num_seqs": 4}
+        facts |= {"enable_prefix_caching": True}
+        scheduler = SimpleNamespace(block_manager=SimpleNamespace(num_blocks=64))
         self.engine = SimpleNamespace(
-            config=SimpleNamespace(**facts), facts=SimpleNamespace(origin=origin), observers=[]
+            config=SimpleNamespace(**facts),
+            facts=SimpleNamespace(origin=origin),
+            scheduler=scheduler,
+            observers=[],
         )
         self.tokenizer = SimpleNamespace(apply_chat_template=lambda chat_template: None)
         self.requests: list[tuple[list[int], SamplingParams]] = []
@@ -78,32 +85,32 @@ class InstantLLM:
     def token_text(self, token_id: int) -> str:
         return chr(token_id)
 
-    def prepare(self, prompt: str | list[int], params: SamplingParams) -> tuple[list[int], SamplingParams]:
+    def prepare(self, prompt: str | list[int], params: SamplingParams) -> Request:
         token_ids = [ord(c) for c in prompt] if isinstance(prompt, str) else prompt
         if not 0 < len(token_ids) < self.max_model_len:
             raise ValueError(f"the prompt has {len(token_ids)} tokens")
-        return token_ids, params
+        return Request(token_ids, params, None, None, self.engine)
 
     def render_chat(self, messages: list[dict[str, str]], kwargs: dict[str, Any] | None) -> str:
         read = read_conversation(messages)
         return "".join(f"<{m['role']}>{m['content']}" for m in read) + (str(kwargs) if kwargs else "")
 
-    def stream(self, requests: Iterable[tuple[list[int], SamplingParams]]) -> Iterator[tuple[int, dict[str, Any]]]:
+    def run_requests(self, requests: Iterable[Request]) -> Iterator[tuple[int, dict[str, Any]]]:
         order = random.Random(0)
         window = []
         incoming = enumerate(requests)
         num_answers = 0
         while True:
             while len(window) < 8 and (item := next(incoming, None)) is not None:
-                self.requests.append(item[1])
+                self.requests.append((item[1].prompt_token_ids, item[1].params))
                 window.append(item)
             if not window:
                 return
-            index, (token_ids, params) = window.pop(order.randrange(len(window)))
+            index, request = window.pop(order.randrange(len(window)))
             if num_answers == self.dies_after:
                 raise self.error or RuntimeError("the engine died")
             num_answers += 1
-            yield index, self._answer(token_ids, params)
+            yield index, self._answer(request.prompt_token_ids, request.params)
 
     def _answer(self, token_ids: list[int], params: SamplingParams) -> dict[str, Any]:
         text = f"{len(token_ids)} tokens, seed {params.seed}"
@@ -138,8 +145,8 @@ def run_job_that_calls(change: Callable[[], None], source: Path, out: Path, afte
     """Run a job over an engine that calls a function after some answers."""
 
     class Changing(InstantLLM):
-        def stream(self, requests: Any) -> Iterator[Any]:
-            for count, answer in enumerate(super().stream(requests)):
+        def run_requests(self, requests: Any) -> Iterator[Any]:
+            for count, answer in enumerate(super().run_requests(requests)):
                 if count == after:
                     change()
                 yield answer

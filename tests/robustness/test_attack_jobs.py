@@ -287,8 +287,8 @@ def test_a_line_that_is_edited_after_it_was_read_twice_is_answered_as_it_was(
 def test_an_engine_that_forgets_a_request_leaves_the_job_incomplete(
     tmp_path: Path, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = InstantLLM.stream
-    monkeypatch.setattr(InstantLLM, "stream", lambda *a: (x for x in real(*a) if x[0] not in (3, 5)))
+    real = InstantLLM.run_requests
+    monkeypatch.setattr(InstantLLM, "run_requests", lambda *a: (x for x in real(*a) if x[0] not in (3, 5)))
     source = write_lines(tmp_path / "in", [{"prompt": "x"}] * 9)
     assert run(source, tmp_path / "out") == Status.INCOMPLETE
     assert "2 lines have no answer: 4, 6" in log.text

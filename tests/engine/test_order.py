@@ -1,0 +1,342 @@
+"""Requests that are known in advance run in the order that ends soonest, and say what they say in the given order."""
+
+import json
+import random
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from helpers.fakes import VOCAB, expected_tokens, make_engine
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from nanovllm import LLM, Output, SamplingParams
+from nanovllm.backends.cpu.backend import CpuBackend
+from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.sequence import Request, derive_seed
+from nanovllm.uses.admission import LINES_AHEAD, Admission, Candidate, form_groups, put_in_order, sort_candidates
+
+BLOCK = 4
+
+
+def as_bytes(prompt: list[int]) -> bytes:
+    return b"".join(token.to_bytes(4, "little") for token in prompt)
+
+
+def make_candidates(prompts: list[list[int]], lengths: list[int]) -> list[Candidate]:
+    return [Candidate((i, []), i, as_bytes(p), n) for i, (p, n) in enumerate(zip(prompts, lengths, strict=True))]
+
+
+def group(candidates: list[Candidate], num_blocks: int, max_num_seqs: int = 4, last: bytes = b"") -> None:
+    options = {"block_size": BLOCK, "max_num_seqs": max_num_seqs, "max_model_len": 64, "enable_prefix_caching": True}
+    form_groups(candidates, SimpleNamespace(**options), num_blocks, last)  # type: ignore[arg-type]
+
+
+def common_blocks(one: bytes, other: bytes) -> int:
+    blocks = range(min(len(one), len(other)) // (4 * BLOCK))
+    differing = (i for i in blocks if one[: 4 * BLOCK * (i + 1)] != other[: 4 * BLOCK * (i + 1)])
+    return next(differing, len(blocks))
+
+
+prompts_of_few_blocks = st.lists(
+    st.lists(st.sampled_from([[1] * BLOCK, [2] * BLOCK, [3] * BLOCK, [4]]), min_size=1, max_size=5).map(
+        lambda blocks: [token for block in blocks for token in block]
+    ),
+    min_size=1,
+    max_size=24,
+)
+
+
+# ---- the order
+
+
+@given(prompts_of_few_blocks, st.data(), st.integers(0, 40))
+def test_candidates_come_by_group_and_the_last_ones_longest_first(prompts, data, num_blocks):
+    lengths = data.draw(st.lists(st.integers(0, 9), min_size=len(prompts), max_size=len(prompts)))
+    candidates = make_candidates(prompts, lengths)
+    group(candidates, num_blocks)
+    ordered = sort_candidates(candidates, 4)
+    assert sorted(one.number for one in ordered) == list(range(len(prompts)))
+    for one, after in pairwise(ordered):
+        assert one.group <= after.group and one.is_late <= after.is_late
+        if one.group == after.group and one.is_late == after.is_late:
+            keys = [(-c.max_tokens, -len(c.prompt), c.number) if c.is_late else (c.number,) for c in (one, after)]
+            assert keys[0] < keys[1]
+    work = sum(one.length for one in ordered if one.is_late)
+    assert work <= 4 * max(lengths)
+    early = [one for one in ordered if not one.is_late]
+    assert not early or not max(lengths) or work + early[-1].length > 4 * max(lengths)
+
+
+@given(prompts_of_few_blocks)
+def test_in_a_pool_without_room_each_block_is_computed_once(prompts):
+    """Neighbours share what can be shared: only the blocks of the prompt before are in the cache."""
+    candidates = make_candidates(prompts, [1] * len(prompts))
+    group(candidates, 0)
+    ordered = [one.prompt for one in sort_candidates(candidates, 4)]
+    num_computed = len(ordered[0]) // (4 * BLOCK)
+    num_computed += sum(len(b) // (4 * BLOCK) - common_blocks(a, b) for a, b in pairwise(ordered))
+    distinct = {p[: 4 * BLOCK * i] for p in ordered for i in range(1, len(p) // (4 * BLOCK) + 1)}
+    assert num_computed == len(distinct)
+
+
+@given(prompts_of_few_blocks)
+def test_in_a_pool_with_room_for_all_there_is_one_group(prompts):
+    candidates = make_candidates(prompts, [1] * len(prompts))
+    group(candidates, 10_000)
+    assert len({one.group for one in candidates}) == 1
+
+
+def test_the_largest_group_comes_first_and_those_that_share_nothing_last():
+    a, b, c = ([i] * BLOCK for i in (1, 2, 3))
+    prompts = [[5] * 6, [*a, 1], [*b, 1], c, [*b, 2], [6] * 6, [*a, 2], [*b, 3]]
+    candidates = make_candidates(prompts, [1, 2, 3, 4, 5, 6, 7, 8])
+    group(candidates, 1, max_num_seqs=1)
+    assert [one.number for one in sort_candidates(candidates, 0)] == [2, 4, 7, 1, 6, 0, 3, 5]
+    assert [one.number for one in sort_candidates(candidates, 100)] == [7, 4, 2, 6, 1, 5, 3, 0]
+    group(candidates, 1, max_num_seqs=1, last=as_bytes([*a, 9]))
+    assert [one.number for one in sort_candidates(candidates, 0)] == [1, 6, 2, 4, 7, 0, 3, 5]
+
+
+# ---- in an engine without a model
+
+
+def prepare(engine: LLMEngine, prompts: list[list[int]], params: list[SamplingParams]) -> list[Request]:
+    return [engine.prepare(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
+
+
+def run_list(engine: LLMEngine, requests: list[Request]) -> dict[int, Any]:
+    """Run a list as `LLM.run_requests` does; return the sequences by their numbers in the given order."""
+    incoming, note_end = put_in_order(engine, requests)
+    return {note_end(number, seq): seq for ended in engine.run(incoming) for number, seq in ended}
+
+
+@settings(max_examples=60)
+@given(prompts_of_few_blocks, st.randoms(use_true_random=False), st.sampled_from([(8, 1), (9, 2), (64, 2)]))
+def test_numbers_seeds_and_tokens_are_those_of_the_given_order(prompts, draw, pool):
+    num_blocks, depth = pool
+    params = [SamplingParams(max_tokens=draw.randint(1, 10), n=draw.randint(1, 3)) for _ in prompts]
+    engine = make_engine(num_blocks=num_blocks, depth=depth)
+    first = run_list(engine, prepare(engine, prompts, params))
+    second = run_list(engine, prepare(engine, prompts, params))
+    assert sorted(first) == sorted(second) == list(range(len(prompts)))
+    next_id = 0
+    for count, seqs in enumerate((first, second)):
+        for number, (prompt, one) in enumerate(zip(prompts, params, strict=True)):
+            seed = derive_seed(0, count * len(prompts) + number)
+            lead = seqs[number]
+            assert [seq.seq_id for seq in (lead, *lead.others)] == list(range(next_id, next_id + one.n))
+            next_id += one.n
+            for i, seq in enumerate((lead, *lead.others)):
+                drawn = seed if i == 0 else derive_seed(seed, i)
+                tokens, reason = expected_tokens(prompt, one, drawn, frozenset(), 32)
+                assert (seq.output_token_ids, seq.finish_reason) == (tokens, reason)
+
+
+def test_64_shuffled_prefixes_are_computed_about_as_rarely_as_sorted_ones():
+    """2,000 requests share 64 prefixes of 1,000 tokens, and the pool has room for 16 of these."""
+    draw = random.Random(0)
+    prefixes = [[draw.randrange(VOCAB) for _ in range(1000)] for _ in range(64)]
+    prompts = [prefixes[i % 64] + [draw.randrange(VOCAB) for _ in range(20)] for i in range(2000)]
+    params = [SamplingParams(max_tokens=draw.randint(1, 6)) for _ in prompts]
+    computed = []
+    for given_prompts in (sorted(prompts), draw.sample(prompts, 2000)):
+        engine = make_engine(
+            num_blocks=256, block_size=64, max_num_seqs=16, max_num_batched_tokens=2048, max_model_len=1100
+        )
+        run_list(engine, prepare(engine, given_prompts, params))
+        computed.append(engine.runner.num_tokens_computed)  # type: ignore[attr-defined]
+    assert computed[1] <= 1.1 * computed[0]
+
+
+def test_lengths_of_prompts_that_have_ended_tell_those_of_their_like():
+    engine = make_engine(max_num_seqs=2, num_blocks=64)
+    likes = [[i] * BLOCK for i in (1, 2)]
+    params = SamplingParams(max_tokens=9)
+    lines = [(i, [engine.prepare([*likes[i % 2], i % 16], params)]) for i in range(40)]
+    admission = Admission(engine, is_list=True)
+    order = []
+    for number, _ in admission.reorder(lines):
+        order.append(number)
+        admission.learn([*likes[number % 2], 0], 2 + 4 * (number % 2))
+    assert order[:10] == list(range(10))  # nothing is known
+    late = order[-3:]
+    assert sorted(late, key=lambda number: (-(number % 2), number)) == late
+
+
+def test_where_max_tokens_differ_they_tell_the_length_whatever_has_ended():
+    engine = make_engine(max_num_seqs=2, num_blocks=64)
+    limits = [1, 9, 2, 3, 4, 5, 6, 7, 8, 1, 2, 8, 1, 4]
+    lines = [(n, [engine.prepare([1, 2], SamplingParams(max_tokens=n))]) for n in limits]
+    admission = Admission(engine, is_list=True)
+    order = []
+    for number, _ in admission.reorder(lines):
+        order.append(number)
+        admission.learn([1, 2], 1)
+    assert order == [*limits[:9], 8, 4, 2, 1, 1]  # the last five have 16 tokens together; two times 9 are allowed
+
+
+def test_a_job_takes_what_is_ready_and_reads_no_further_than_it_may():
+    engine = make_engine(max_num_seqs=2)
+    params = SamplingParams(max_tokens=1)
+    num_read = 0
+
+    def read(ready):
+        nonlocal num_read
+        for number in range(100):
+            if not ready(number):
+                yield None
+            num_read += 1
+            yield number, [engine.prepare([1, number % 16], params)]
+
+    order = []
+    for number, _ in Admission(engine).reorder(read(lambda number: True)):
+        order.append(number)
+        assert num_read - len(order) <= LINES_AHEAD * 2
+    assert sorted(order) == list(range(100))
+    num_read = 0
+    taken = Admission(engine).reorder(read(lambda number: number < 20))
+    assert [next(taken)[0] for _ in range(3)] == [0, 1, 2]
+    assert num_read == 22  # 20 were ready; then one was awaited for each that was taken, but the last
+
+
+def test_the_trace_tells_why_a_request_was_admitted(tmp_path):
+    engine = make_engine(max_num_seqs=2, trace=str(tmp_path / "run.json"))
+    requests = prepare(engine, [[1, 2]] * 9, [SamplingParams(max_tokens=n) for n in range(1, 10)])
+    run_list(engine, requests)
+    engine.close()
+    plans = [e["args"] for e in json.loads((tmp_path / "run.json").read_text()) if e["name"] == "plan"]
+    reasons = {number: reason for plan in plans for number, reason in plan.get("reasons", [])}
+    assert reasons[0] == "in turn"
+    assert reasons[8].startswith("longest first: max_tokens 9, ") and reasons[8].endswith(", 2 in the prompt")
+
+
+# ---- in whole engines
+
+
+@pytest.fixture(scope="module")
+def kernels() -> None:
+    if reason := CpuBackend.why_cannot(torch.device("cpu")):
+        pytest.skip(reason)
+
+
+def spy_on_admission(llm: LLM) -> list[int]:
+    """Return a list that gets the number of each sequence that is admitted."""
+    admitted: list[int] = []
+    table = llm.engine.scheduler.table
+    move_in = table.move_in
+
+    def note(seq: Any, num_cached: int) -> None:
+        admitted.append(seq.seq_id)
+        move_in(seq, num_cached)
+
+    table.move_in = note  # type: ignore[method-assign]
+    return admitted
+
+
+def strip(output: Output) -> Any:
+    return [(c.index, c.text, c.token_ids, c.finish_reason, c.stop_reason, c.logprobs) for c in output.outputs] + [
+        output.prompt_token_ids,
+        output.prompt_logprobs,
+    ]
+
+
+TINY: dict[str, Any] = {"dtype": "float32", "attention_backend": "cpu", "kvcache_block_size": 16, "max_model_len": 128}
+CROWDED = TINY | {"num_kvcache_blocks": 12, "max_num_seqs": 4, "max_num_batched_tokens": 40}
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+
+
+@pytest.mark.parametrize("more", [{}, {"speculative_config": NGRAM}], ids=["preempted", "with drafts"])
+@pytest.mark.usefixtures("kernels")
+def test_every_bit_is_that_of_the_given_order(more):
+    draw = random.Random(1)
+    prefixes = [[draw.randrange(600) for _ in range(32)] for _ in range(4)]
+    prompts = [prefixes[i % 4] + [draw.randrange(600) for _ in range(draw.randint(1, 30))] for i in range(24)]
+    params = [
+        SamplingParams(temperature=0.8, max_tokens=draw.randint(1, 50), n=draw.choice([1, 1, 3]), logprobs=2)
+        for _ in prompts
+    ]
+    params[5:8] = [SamplingParams(temperature=0, max_tokens=n) for n in (9, 50, 20)]
+    for i in (3, 9, 20):
+        params[i] = SamplingParams(0.9, 30, structured_outputs={"regex": "[a-f]{3,40}"}, logprobs=1)
+    found = []
+    for order in ("given", "auto"):
+        with LLM("tiny-qwen3", order=order, **CROWDED, **more) as llm:
+            admitted = spy_on_admission(llm)
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            assert llm.stats()["num_preemptions"] > 0
+            scores = llm.score(prompts, [[1, 2]] * len(prompts), use_tqdm=False)
+            vectors = [v.embedding.tobytes() for v in llm.embed(prompts, use_tqdm=False)]
+            found.append(([strip(output) for output in outputs], scores, vectors))
+            is_sorted = admitted[:4] == [0, 1, 2, 3]
+            assert is_sorted == (order == "given")
+    assert found[0] == found[1]
+
+
+def test_only_lists_are_reordered():
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (6, 2, 1, 1, 2, 1)]
+    prompts = [[7, i] for i in range(6)]
+    options: dict[str, Any] = {"max_num_seqs": 1, "max_model_len": 64, "num_kvcache_blocks": 8, "device": "cpu"}
+    with LLM("tiny-qwen3", **options) as llm:
+        admitted = spy_on_admission(llm)
+        expected = [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)]
+        assert admitted == [0, 1, 4, 2, 3, 5]  # the last four have 5 tokens of output, with the second it were 7
+        del admitted[:]
+        streamed = dict(llm.stream(zip(prompts, params, strict=True)))
+        assert [streamed[i].token_ids for i in range(6)] == expected
+        assert admitted == list(range(6, 12))
+        del admitted[:]
+        futures = [llm.submit(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
+        assert [future.result().token_ids for future in futures] == expected
+        assert admitted == list(range(12, 18))
+        del admitted[:]
+        numbers = [llm.add_request(prompt, one) for prompt, one in zip(prompts, params, strict=True)]
+        while not llm.is_finished():
+            llm.step()
+        assert admitted == numbers
+    with LLM("tiny-qwen3", order="given", **options) as llm:
+        admitted = spy_on_admission(llm)
+        assert [output.token_ids for output in llm.generate(prompts, params, use_tqdm=False)] == expected
+        assert admitted == list(range(6))
+    with pytest.raises(ValueError, match="order is 'longest'"):
+        LLM("tiny-qwen3", order="longest", **options)
+
+
+def test_a_file_of_requests_gives_the_results_of_the_given_order(tmp_path: Path):
+    from nanovllm.config import EngineConfig
+    from nanovllm.jobs.job import Job, Status
+    from nanovllm.jobs.run import run_job
+
+    draw = random.Random(2)
+    lines = [
+        {"prompt": [draw.randrange(9) + 5] * 64 + [i % 600, 7], "max_tokens": draw.randint(1, 9), "temperature": 0.9}
+        for i in range(40)
+    ]
+    lines.insert(9, {"prompt": "x" * 9, "top_p": 7})
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = {}
+    for order in ("given", "auto"):
+        config = EngineConfig(
+            "tiny-qwen3",
+            max_model_len=96,
+            max_num_seqs=2,
+            num_kvcache_blocks=12,
+            kvcache_block_size=16,
+            device="cpu",
+            dtype="float32",
+            order=order,
+        )
+        job = Job(
+            str(tmp_path / "in.jsonl"), str(tmp_path / order), config, "tiny-qwen3", stats=str(tmp_path / "stats")
+        )
+        assert run_job(job) == Status.LINES_FAILED
+        answers = [json.loads(line) for line in (tmp_path / order).read_text().splitlines()]
+        stats = json.loads((tmp_path / "stats").read_text())
+        texts = {a["id"]: a["error"] or a["response"]["body"]["choices"] for a in answers}
+        found[order] = (texts, stats["num_cached_tokens"])
+        assert len(texts) == len(answers) == len(lines)
+    assert found["auto"][0] == found["given"][0]
+    assert found["auto"][1] > 1.5 * found["given"][1]
