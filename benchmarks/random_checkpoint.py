@@ -90,7 +90,7 @@ def _draw_tensors(shapes: dict[str, tuple[int, ...]], format: Format | None) -> 
     """Yield (name, values) of all tensors of a checkpoint whose matrices have these names and shapes."""
     for name, shape in shapes.items():
         prefix = name.removesuffix(".weight")
-        if format is None or len(shape) != 2 or prefix.endswith((".gate", "embed_tokens", "lm_head")):
+        if format is None or len(shape) != 2 or prefix.endswith(("gate", "embed_tokens", "lm_head")):
             value = torch.empty(shape, dtype=torch.bfloat16)
             yield name, value.fill_(1) if len(shape) == 1 else value.normal_(0, DEVIATION)
             continue

@@ -22,6 +22,8 @@ OPTIONS = "<!-- the options -->"
 """Where docs/api.md lists the options."""
 DEMO = "<!-- the demo -->"
 """Where the guide's first page links to the demo, a page that only the site has."""
+ESTIMATOR = "<!-- the estimator -->"
+"""Where docs/estimator.md has its controls. They need a script, so only the site has them."""
 EVENT_CHAPTERS = {
     "preemption": "6-scheduler",
     "queue": "6-scheduler",
@@ -67,10 +69,17 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return markdown
     if re.match(r"guide/\d", name):
         notebook = PurePosixPath(name).with_suffix(".ipynb").name
-        markdown += f"\n[This chapter as a notebook]({notebook})\n"
+        markdown += f"\n[Download this chapter as a notebook]({notebook}){{ download }}\n"
     markdown = markdown.replace(OPTIONS, list_options())
     markdown = markdown.replace(DEMO, "[Look at a ready run](demo.html) now; nothing needs to be installed.")
     return rewrite_links(markdown, (ROOT / "docs" / name).parent, PurePosixPath(name).parent)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Put the estimator into its page. mkdocs calls it for every page, after it has made HTML of it."""
+    from docs.estimator import render_estimator
+
+    return html.replace(ESTIMATOR, render_estimator()) if ESTIMATOR in html else html
 
 
 def rewrite_links(text: str, folder: Path, site_folder: PurePosixPath) -> str:

@@ -35,8 +35,8 @@ class LLM:
     A process may have several LLMs, at the same time or one after another. Only one thread at a time may use an LLM:
     the others are refused by a RuntimeError. But several may call `submit`.
 
-    >>> llm = LLM("tiny-qwen3")
-    >>> llm.generate(["..."], SamplingParams(temperature=0))[0]["text"]
+    >>> [output] = LLM("tiny-qwen3").generate(["..."], SamplingParams(temperature=0))
+    >>> output["text"]
     """
 
     def __init__(self, model: str | os.PathLike[str], **options: Unpack[EngineOptions]) -> None:
@@ -144,9 +144,9 @@ class LLM:
         The probabilities are the model's own, before temperature and filters.
 
         Args:
-            prompts, continuations: one or a list, in every form that `generate` takes, one continuation per prompt. A
-                prompt and its continuation may have max_model_len + 1 tokens together. With order="given", put prompts
-                with the same beginning next to each other: the blocks that they share are then computed only once.
+            prompts: one or a list, in every form that `generate` takes. With order="given", put prompts with the same
+                beginning next to each other: the blocks that they share are then computed only once.
+            continuations: one per prompt. Both may have max_model_len + 1 tokens together.
 
         Returns:
             A dict per pair. It has the continuation's `logprobs` (one per token), their sum `logprob`, the
@@ -291,7 +291,8 @@ class LLM:
         refused. An asyncio task waits with `await asyncio.wrap_future(llm.submit(prompt))`.
 
         Args:
-            prompt, sampling_params: the request, as `prepare` takes it. `render_chat` makes a conversation's prompt.
+            prompt: as `prepare` takes it. `render_chat` makes a conversation's prompt.
+            sampling_params: as `prepare` takes them.
 
         Returns:
             A future of the request's Output. If the engine fails, is closed or asleep, or is used otherwise, the future

@@ -105,3 +105,19 @@ def reciter(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("reciter")
     save_reciter(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Headless Chromium. Where there is none the tests skip, unless NANOVLLM_TEST_BROWSER asks for it."""
+    from helpers.window import start_browser
+
+    required = bool(os.environ.get("NANOVLLM_TEST_BROWSER"))
+    if not required:
+        pytest.importorskip("selenium")
+    try:
+        driver = start_browser()
+    except FileNotFoundError as missing:
+        pytest.fail(str(missing)) if required else pytest.skip(str(missing))
+    yield driver
+    driver.quit()

@@ -25,6 +25,7 @@ ARCHITECTURES = {
     "Qwen2ForCausalLM": gguf.MODEL_ARCH.QWEN2,
     "Qwen3ForCausalLM": gguf.MODEL_ARCH.QWEN3,
     "Qwen3_5ForCausalLM": gguf.MODEL_ARCH.QWEN35,
+    "Qwen3_5MoeForCausalLM": gguf.MODEL_ARCH.QWEN35MOE,
 }
 BATCH_TOKENS = 2048
 """n_batch, llama.cpp's own default."""
@@ -99,7 +100,14 @@ def export(folder: Path, exports: Path, kind: str) -> Path:
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
     writer.add_embedding_length(config["hidden_size"])
-    writer.add_feed_forward_length(config["intermediate_size"])
+    num_experts = config.get("num_experts", 0)
+    if num_experts:
+        writer.add_expert_count(num_experts)
+        writer.add_expert_used_count(config["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(config["moe_intermediate_size"])
+        writer.add_expert_shared_feed_forward_length(config["shared_expert_intermediate_size"])
+    else:
+        writer.add_feed_forward_length(config["intermediate_size"])
     writer.add_head_count(heads)
     writer.add_head_count_kv(config["num_key_value_heads"])
     writer.add_key_length(head_dim)
@@ -108,12 +116,12 @@ def export(folder: Path, exports: Path, kind: str) -> Path:
     writer.add_rope_freq_base(rope["rope_theta"])
     writer.add_vocab_size(config["vocab_size"])
     writer.add_tokenizer_model("no_vocab")  # token ids go in and come out
-    is_hybrid = architecture == gguf.MODEL_ARCH.QWEN35
+    is_hybrid = architecture in (gguf.MODEL_ARCH.QWEN35, gguf.MODEL_ARCH.QWEN35MOE)
     if is_hybrid:
         add_hybrid_sizes(writer, config, head_dim)
     names = gguf.get_tensor_name_map(architecture, config["num_hidden_layers"])
     matrices = gguf.GGMLQuantizationType[kind]
-    for name, values in read_tensors(folder):
+    for name, values in stack_experts(read_tensors(folder), num_experts):
         if name == "lm_head.weight" and config["tie_word_embeddings"]:
             continue
         if is_hybrid:
@@ -121,7 +129,7 @@ def export(folder: Path, exports: Path, kind: str) -> Path:
         target = names.get_name(name, (".weight", ".bias"))
         if target is None:
             raise CannotRun(f"the export to GGUF does not know the tensor {name}")
-        is_matrix = values.ndim == 2 and "conv1d" not in name
+        is_matrix = values.ndim > 1 and not name.endswith(("conv1d.weight", "gate.weight"))
         chosen = matrices if is_matrix else gguf.GGMLQuantizationType.F32
         writer.add_tensor(target, gguf.quants.quantize(values, chosen), raw_dtype=chosen)
     writer.write_header_to_file()
@@ -130,6 +138,22 @@ def export(folder: Path, exports: Path, kind: str) -> Path:
     writer.close()
     partial.rename(path)
     return path
+
+
+def stack_experts(tensors: Iterator[tuple[str, np.ndarray]], num_experts: int) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield the tensors, in which one has the matrices of all experts of a layer."""
+    parts: dict[str, dict[int, np.ndarray]] = {}
+    for name, values in tensors:
+        before, _, after = name.partition(".mlp.experts.")
+        if not after:
+            yield name, values
+            continue
+        index, _, kind = after.partition(".")
+        stacked = f"{before}.mlp.experts.{kind}"
+        parts.setdefault(stacked, {})[int(index)] = values
+        if len(parts[stacked]) == num_experts:
+            found = parts.pop(stacked)
+            yield stacked, np.stack([found[i] for i in range(num_experts)])
 
 
 def add_hybrid_sizes(writer: gguf.GGUFWriter, config: dict[str, Any], head_dim: int) -> None:

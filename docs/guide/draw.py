@@ -21,7 +21,10 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from docs.guide import big_picture
 from docs.guide import from_nothing as engine
+from docs.guide.big_picture import STORIES
+from docs.guide.exercises import replay, tell_story
 from nanovllm import LLM, SamplingParams
 from nanovllm.distributed.ring import pack_plan
 from nanovllm.ops.sample import uniform_reference
@@ -33,7 +36,6 @@ CACHED = "#009e73"
 WAITING = "#8a929c"
 ALERT = "#c0392b"
 OWNERS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#b5a800", "#7570b3")
-STORIES = [f"tell me a story about a {animal} and a friend who" for animal in ("fox", "cat", "dog", "owl")]
 LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
 TINY: dict[str, Any] = {"dtype": "float32", "kvcache_block_size": 16, "max_model_len": 192}
 
@@ -83,8 +85,8 @@ def from_nothing() -> Figure:
     for head, (axis, shares) in enumerate(zip(heads, attention, strict=True)):
         axis.imshow(shares, cmap="Blues", vmin=0, vmax=1)
         axis.set_xticks([])
-        axis.set_yticks(range(len(words)) if head == 0 else [], words if head == 0 else [], fontsize=7)
-        axis.set_title(f"head {head}: {float(shares[-1].max()):.2f}", fontsize=8)
+        axis.set_yticks(range(len(words)) if head == 0 else [], words if head == 0 else [], fontsize=9)
+        axis.set_title(f"head {head}: {float(shares[-1].max()):.2f}", fontsize=9)
     rows[2].suptitle("attention [8, 6, 6]: how much a token (row) attends to each other (column)", fontsize=9)
     likely = logits.softmax(-1).topk(10)
     axis = rows[-1].subplots()
@@ -128,11 +130,11 @@ def draw_numbers(axis: Axes, title: str, values: torch.Tensor, words: list[str])
     """Draw values [n, width] as colours, blue below zero and red above; name a few of the last token's."""
     bound = float(values.abs().quantile(0.99))
     axis.imshow(values, cmap="RdBu_r", vmin=-bound, vmax=bound, aspect="auto", interpolation="nearest")
-    axis.set_yticks(range(len(words)), words, fontsize=7)
+    axis.set_yticks(range(len(words)), words, fontsize=9)
     axis.set_xticks([])
-    few = ", ".join(f"{value:.2f}" for value in values[-1, :3].tolist())
+    few = ", ".join(f"{value:.2f}" for value in values[-1, :2].tolist())
     axis.set_title(f"{title} [{len(values)}, {values.shape[1]}]", fontsize=9)
-    axis.set_xlabel(f"last row: {few} ...", fontsize=7, labelpad=1)
+    axis.set_xlabel(f"last row: {few} ...", fontsize=9, labelpad=1)
 
 
 def prompt() -> Figure:
@@ -177,7 +179,7 @@ def transformer() -> Figure:
     for depth, row in enumerate(words):
         for x, place in enumerate(places):
             ink = "white" if chances[depth, x] > 0.55 else "black"
-            axis.text(x, depth, visible(row[place]), ha="center", va="center", color=ink, fontsize=8)
+            axis.text(x, depth, visible(row[place]), ha="center", va="center", color=ink, fontsize=9)
     axis.set_xticks(range(len(places)), [visible(prompt[place]) for place in places], fontsize=9)
     axis.set_yticks(range(len(words)), [f"after layer {i + 1}" for i in range(len(words))])
     axis.set_xlabel("the prompt's token at this place")
@@ -267,7 +269,7 @@ def draw_owners(axis: Axes, run: Recording) -> None:
                 start = part[0] + 0.5
                 width = len(part)
                 axis.broken_barh([(start, width)], (block - 0.42, 0.84), color=OWNERS[request % len(OWNERS)])
-                axis.text(start + 0.6, block, str(request), va="center", fontsize=7, color="white")
+                axis.text(start + 0.6, block, str(request), va="center", fontsize=9, color="white")
     axis.set_ylim(run.num_blocks - 0.4, -0.6)
     axis.set_xlim(0.5, run.num_steps + 0.5)
     axis.yaxis.get_major_locator().set_params(integer=True)
@@ -289,7 +291,8 @@ def prefixes() -> Figure:
         "You are a helpful assistant. Answer in one short sentence, be kind, and never make up what you do not know. "
     )
     prompts = [rules + f"what is {i} plus {2 * i % 7}?" for i in range(24)]
-    run = record(prompts, SamplingParams(temperature=0, max_tokens=12), chat=True, max_num_batched_tokens=256)
+    params = SamplingParams(temperature=0, max_tokens=12)
+    run = record(prompts, params, chat=True, max_num_batched_tokens=256, order="given")
     cached: dict[int, int] = {}
     lengths: dict[int, int] = {}
     for _, _, what in run.records:
@@ -430,6 +433,30 @@ def speed() -> Figure:
     return figure
 
 
+def guess_and_round() -> Figure:
+    """Draw the tokens of each step with drafts, and a row of weights as it is rounded."""
+    prompt, output = tell_story()
+    passes = np.array(list(replay(prompt + output + prompt, output, 4)))
+    with LLM("tiny-qwen3", **TINY) as llm:
+        row = llm.engine.runner.model.layers[0].mlp.down_proj.weight[0, :32].detach()  # type: ignore[attr-defined]
+    figure, (tokens, values) = panels(2, 5.6)
+    steps = np.arange(1, len(passes) + 1)
+    tokens.bar(steps, passes, color=CACHED, label="right drafts")
+    tokens.bar(steps, 1, bottom=passes, color=DECODE, label="the token that is drawn anyway")
+    tokens.set_ylabel("tokens of a pass")
+    tokens.set_xlabel("pass (the same story for the second time)")
+    tokens.set_ylim(top=6.5)
+    tokens.legend(frameon=False, ncols=2)
+    places = np.arange(32)
+    for levels, color, mark in ((127, DECODE, "o"), (7, ALERT, "x")):
+        scale = float(row.abs().max()) / levels
+        values.plot(places, (row / scale).round() * scale, mark, color=color, label=f"{2 * levels + 1} levels")
+    values.bar(places, row, color="#c9ced6", label="the weights")
+    values.set_xlabel("32 weights of a row, with one scale")
+    values.legend(frameon=False, ncols=3)
+    return figure
+
+
 PICTURES: dict[str, Callable[[], Figure]] = {
     "0-from-nothing": from_nothing,
     "1-prompt": prompt,
@@ -441,6 +468,7 @@ PICTURES: dict[str, Callable[[], Figure]] = {
     "7-sampling": sampling,
     "8-devices": devices,
     "9-speed": speed,
+    "10-guess-and-round": guess_and_round,
 }
 
 
@@ -466,7 +494,7 @@ def photograph(output: Path) -> None:
         run = write_page(trace, page)
         victim, step = next((what["preempted"][0], k) for _, k, what in run.records if "preempted" in what)
         chromium = webdriver.ChromeOptions()
-        for flag in ("headless", "no-sandbox", "disable-gpu", "hide-scrollbars", "window-size=1400,1090"):
+        for flag in ("headless", "no-sandbox", "disable-gpu", "hide-scrollbars", "window-size=1060,1350"):
             chromium.add_argument(f"--{flag}")
         driver = webdriver.Chrome(options=chromium, service=Service(shutil.which("chromedriver")))
         try:
@@ -485,16 +513,19 @@ def main(arguments: list[str] | None = None) -> None:
         "names",
         nargs="*",
         metavar="NAME",
-        help=f"of {', '.join((*PICTURES, 'window', 'demo'))} (default: all but demo)",
+        help=f"of {', '.join((*PICTURES, 'engine', 'window', 'demo'))} (default: all but demo)",
     )
     options = parser.parse_args(arguments)
     plt.rcParams |= {"svg.hashsalt": "nanovllm", "font.size": 10, "svg.fonttype": "path"}
-    for name in options.names or (*PICTURES, "window"):
+    for name in options.names or (*PICTURES, "engine", "window"):
         if name == "window":
             photograph(options.output)
             continue
         if name == "demo":
             record_demo(options.output / "demo.json")
+            continue
+        if name == "engine":
+            big_picture.write_pictures(options.output)
             continue
         figure = PICTURES[name]()
         figure.savefig(options.output / f"{name}.svg", metadata={"Date": None}, facecolor="white")

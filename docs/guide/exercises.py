@@ -140,20 +140,25 @@ def shortest_first() -> Iterator[None]:
 
 
 def find_broken_promise() -> str:
-    """Chapter 6: which promise breaks if the scheduler admits the shortest sequence first."""
+    """Chapter 6: which promise breaks if the scheduler admits the shortest sequence first.
+
+    The reader's own change may still be in the scheduler, so nothing is compared with the scheduler as it is.
+    """
     prompts = ["tell me a story about a fox and a friend who", "1 2 3", "count from 1 to 9", "tell me a story"]
 
-    def run() -> tuple[list[Any], list[int], int]:
-        with LLM(max_num_seqs=1, **SMALL) as llm:
-            watch = Watch(llm)
-            outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
-            stats = llm.stats()
-            return [o["token_ids"] for o in outputs], watch.admitted, stats["num_blocks"] - stats["num_free_blocks"]
-
-    before = run()
-    with shortest_first():
-        after = run()
-    return " ".join(name for name, x, y in zip(("tokens", "order", "blocks"), before, after, strict=True) if x != y)
+    params = SamplingParams(temperature=0, max_tokens=4)
+    with LLM(**SMALL) as llm:
+        alone = [llm.generate(prompt, params, use_tqdm=False)[0]["token_ids"] for prompt in prompts]
+    with shortest_first(), LLM(max_num_seqs=1, order="given", **SMALL) as llm:
+        watch = Watch(llm)
+        together = [output["token_ids"] for output in llm.generate(prompts, params, use_tqdm=False)]
+        stats = llm.stats()
+    promises = {
+        "tokens": together == alone,
+        "order": watch.admitted == sorted(watch.admitted),
+        "blocks": stats["num_free_blocks"] == stats["num_blocks"],
+    }
+    return " ".join(name for name, is_kept in promises.items() if not is_kept)
 
 
 def draw_hot() -> str:
@@ -178,6 +183,39 @@ def count_two_waves() -> str:
         return str(llm.stats()["num_steps"])
 
 
+def replay(text: list[int], output: list[int], num_drafts: int) -> Iterator[int]:
+    """Yield how many drafts are right in each pass that generates an output after a text.
+
+    The drafts are the tokens that followed when the last two tokens occurred before.
+    """
+    at = 0
+    while at < len(output):
+        known = text + output[:at]
+        places = (i for i in range(len(known) - 3, -1, -1) if known[i : i + 2] == known[-2:])
+        start = next(places, len(known)) + 2
+        right = 0
+        for draft, token in zip(known[start : start + num_drafts], output[at:], strict=False):
+            if draft != token:
+                break
+            right += 1
+        yield right
+        at += right + 1
+
+
+def tell_story() -> tuple[list[int], list[int]]:
+    """Return the prompt and the output of chapter 10's story, as token ids."""
+    with LLM(**SMALL) as llm:
+        params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+        output = llm.chat([{"role": "user", "content": "tell me a story about a fox"}], params, use_tqdm=False)[0]
+    return list(output["prompt_token_ids"]), list(output["token_ids"])
+
+
+def count_passes() -> str:
+    """Chapter 10: the passes of a story that is told for the second time, with three drafts a pass."""
+    prompt, output = tell_story()
+    return str(len(list(replay(prompt + output + prompt, output, 3))))
+
+
 EXERCISES: list[tuple[Callable[[], str], str]] = [
     (count_rows, "Without a cache, step i computes the prompt and the i tokens after it. With one, each token once."),
     (count_steps, "Requests share steps. So look for the one that needs the most."),
@@ -189,6 +227,7 @@ EXERCISES: list[tuple[Callable[[], str], str]] = [
     (draw_hot, "Divide the logits by 2, apply softmax, and walk along the strip to the same u."),
     (count_sums, "Two sums in each layer, 192 numbers of 4 bytes for each token."),
     (count_two_waves, "Eight requests run at a time, and all of them need equally many steps."),
+    (count_passes, "Change the 6 of `start + 6` to 5, and paste the three blocks again."),
 ]
 """For each chapter: what finds the answer, and a hint for who was wrong."""
 

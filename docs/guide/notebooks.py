@@ -1,6 +1,7 @@
 """Writes each chapter of the guide as a notebook: python docs/guide/notebooks.py [-o FOLDER]
 
-A notebook has the chapter's words, its experiments, what they print, and its picture. Start it in the project's folder.
+A notebook has the chapter's words, its experiments, what they print, and its pictures. Its first cell installs the
+project.
 """
 
 import argparse
@@ -12,9 +13,18 @@ from pathlib import Path
 from typing import Any
 
 GUIDE = Path(__file__).parent
-CHAPTERS = sorted(GUIDE.glob("[0-9]-*.md"))
+CHAPTERS = sorted(GUIDE.glob("[0-9]*-*.md"), key=lambda chapter: int(chapter.name.partition("-")[0]))
 BLOCK = re.compile(r"^```(python|text)\n(.*?)^```\n", re.M | re.S)
 IMAGE = re.compile(r"!\[([^\]]*)\]\(([\w-]+\.(?:svg|png))\)")
+INSTALL = """\
+# Installs the project. If this notebook lies outside a clone of the repository, write the repository's address here.
+REPOSITORY = ""
+if REPOSITORY:
+    !git clone --depth 1 {REPOSITORY} nano-vllm
+    %cd nano-vllm
+%pip install -q -e .
+"""
+"""The first cell."""
 KINDS = {".svg": "image/svg+xml", ".png": "image/png"}
 
 
@@ -58,6 +68,7 @@ def make_notebook(chapter: Path) -> dict[str, Any]:
     text = chapter.read_text(encoding="utf-8")
     cells: list[dict[str, Any]] = []
     at = 0
+    add_code(cells, Experiment(INSTALL, 0, 0))
     for experiment in find_experiments(text):
         add_words(cells, text[at : experiment.start])
         add_code(cells, experiment)

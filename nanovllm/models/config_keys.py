@@ -25,6 +25,7 @@ READ = _names(
     sliding_window layer_types rope_parameters rope_theta partial_rotary_factor
     linear_num_key_heads linear_num_value_heads linear_key_head_dim linear_value_head_dim linear_conv_kernel_dim
     num_experts num_experts_per_tok moe_intermediate_size norm_topk_prob decoder_sparse_step mlp_only_layers
+    shared_expert_intermediate_size
     """
 )
 """The keys that the engine reads."""

@@ -120,11 +120,14 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
+    size_name = "intermediate_size"
+    """The key of the configuration that has its intermediate size."""
+
     def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel) -> None:
         super().__init__()
         self.backend = backend
-        size: int = config.intermediate_size
-        start, length = parallel.shard(size, "intermediate_size")
+        size: int = getattr(config, self.size_name)
+        start, length = parallel.shard(size, self.size_name)
         parts = [Part(name, size, start, length) for name in ("gate_proj", "up_proj")]
         self.gate_up_proj = ColumnParallelLinear(config.hidden_size, parts, bias=False)
         self.down_proj = RowParallelLinear(size, config.hidden_size, False, parallel, "down_proj")

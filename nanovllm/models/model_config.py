@@ -36,6 +36,7 @@ class Family:
 
 
 QWEN3_5 = Family("Qwen3_5TextConfig", qk_norm=True, decoder="nanovllm.models.qwen3_5.decoder:HybridDecoder")
+QWEN3_5_MOE = Family("Qwen3_5MoeTextConfig", qk_norm=True, decoder="nanovllm.models.qwen3_5_moe:SparseHybridDecoder")
 FAMILIES = {
     "Qwen3ForCausalLM": Family("Qwen3Config", qk_norm=True),
     "Qwen3MoeForCausalLM": Family(
@@ -46,6 +47,8 @@ FAMILIES = {
     "MistralForCausalLM": Family("MistralConfig", biases=(False, False)),
     "Qwen3_5ForCausalLM": QWEN3_5,
     "Qwen3_5ForConditionalGeneration": QWEN3_5,
+    "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,
+    "Qwen3_5MoeForConditionalGeneration": QWEN3_5_MOE,
 }
 """By architecture, as config.json names it."""
 
@@ -146,8 +149,10 @@ def _check(config: "PretrainedConfig", source: str) -> None:
     for name, value in rope.items():
         if isinstance(value, float) and not math.isfinite(value):
             fail(f"{name} of the rope parameters is {value}; it must be finite")
-    sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim", "intermediate_size")
-    for name in (*sizes, "max_position_embeddings"):
+    sizes = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim")
+    # A family whose layers all have experts has no such size, even if config.json names one.
+    dense = ("intermediate_size",) if hasattr(type(config), "intermediate_size") else ()
+    for name in (*sizes, *dense, "max_position_embeddings"):
         if getattr(config, name) < 1:
             fail(f"{name} is {getattr(config, name)}; it must be at least 1")
     heads = config.num_attention_heads

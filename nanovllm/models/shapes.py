@@ -1,6 +1,7 @@
 """Shapes of published models, by name. With load_format="dummy" they need no download.
 
-Sizes are those of each model's config.json; whatever changes no size is the family's.
+Sizes are those of each model's config.json; whatever changes no size is the family's. An intermediate_size of 0 is
+that of a model without dense layers.
 """
 
 from typing import Any
@@ -20,6 +21,9 @@ _SHAPES = {
     "Qwen/Qwen3-235B-A22B": (4096, 94, 64, 4, 12288, 128, 151936, False),
     "Qwen/Qwen3.5-0.8B": (1024, 24, 8, 2, 3584, 256, 248320, True),
     "Qwen/Qwen3.5-4B": (2560, 32, 16, 4, 9216, 256, 248320, True),
+    "Qwen/Qwen3.5-35B-A3B": (2048, 40, 16, 2, 0, 256, 248320, False),
+    "Qwen/Qwen3.5-122B-A10B": (3072, 48, 32, 2, 0, 256, 248320, False),
+    "Qwen/Qwen3.5-397B-A17B": (4096, 60, 32, 2, 0, 256, 248320, False),
     "Qwen/Qwen2.5-0.5B": (896, 24, 14, 2, 4864, 64, 151936, True),
     "Qwen/Qwen2.5-1.5B": (1536, 28, 12, 2, 8960, 128, 151936, True),
     "Qwen/Qwen2.5-3B": (2048, 36, 16, 2, 11008, 128, 151936, True),
@@ -35,9 +39,18 @@ _SHAPES = {
     "meta-llama/Llama-3.2-3B": (3072, 28, 24, 8, 8192, 128, 128256, True),
     "mistralai/Mistral-7B-v0.3": (4096, 32, 32, 8, 14336, 128, 32768, False),
 }
-_EXPERTS = {"Qwen/Qwen3-30B-A3B": 768, "Qwen/Qwen3-235B-A22B": 1536}
-"""The intermediate size of an expert, in models of 128 experts a layer."""
-_VALUE_HEADS = {"Qwen/Qwen3.5-0.8B": 16, "Qwen/Qwen3.5-4B": 32}
+_EXPERTS = {
+    "Qwen/Qwen3-30B-A3B": (128, 8, 768),
+    "Qwen/Qwen3-235B-A22B": (128, 8, 1536),
+    "Qwen/Qwen3.5-35B-A3B": (256, 8, 512),
+    "Qwen/Qwen3.5-122B-A10B": (256, 8, 1024),
+    "Qwen/Qwen3.5-397B-A17B": (512, 10, 1024),
+}
+"""The experts of a layer, those of a token, and the intermediate size of one."""
+_VALUE_HEADS = {
+    **{"Qwen/Qwen3.5-0.8B": 16, "Qwen/Qwen3.5-4B": 32, "Qwen/Qwen3.5-35B-A3B": 32},
+    **{"Qwen/Qwen3.5-122B-A10B": 64, "Qwen/Qwen3.5-397B-A17B": 64},
+}
 """The value heads of a DeltaNet layer, in models of which three of four layers are such. Each has 16 key heads."""
 
 
@@ -76,13 +89,18 @@ def preset_config(name: str) -> dict[str, Any]:
     architecture, model_type, max_position, eps, rope, eos = family
     more: dict[str, Any] = {}
     if model in _EXPERTS:
-        architecture = "Qwen3MoeForCausalLM"
-        model_type = "qwen3_moe"
-        more = {"moe_intermediate_size": _EXPERTS[model], "num_experts": 128, "num_experts_per_tok": 8}
-        more |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+        architecture = architecture.replace("For", "MoeFor")
+        model_type = {"qwen3": "qwen3_moe", "qwen3_5_text": "qwen3_5_moe_text"}[model_type]
+        names = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+        more = dict(zip(names, _EXPERTS[model], strict=True))
+        if model in _VALUE_HEADS:
+            more["shared_expert_intermediate_size"] = more["moe_intermediate_size"]
+        else:
+            more |= {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
     if model in _VALUE_HEADS:
-        more = {"linear_num_value_heads": _VALUE_HEADS[model], "linear_num_key_heads": 16, "full_attention_interval": 4}
+        more |= {"linear_num_value_heads": _VALUE_HEADS[model], "linear_num_key_heads": 16}
         more |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4}
+        more["full_attention_interval"] = 4
     else:
         more["sliding_window"] = None
     return (

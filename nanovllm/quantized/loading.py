@@ -419,6 +419,8 @@ class RawTarget(WeightTarget):
             if isinstance(self.matrix, RoundedTarget):
                 self.matrix.fill(weights, copy)
                 return
+            if isinstance(weights, Codes):
+                weights = weights.dequantize()  # of a router, which is not quantised here, however it was stored
             _, columns = find_place(self.matrix)
             for rows, part in split_rows(self.matrix, self.matrix.view):
                 part.copy_(weights[rows, columns])

@@ -257,7 +257,7 @@ def test_a_worker_prints_one_document(
 @pytest.fixture
 def exporter(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The worker of llama.cpp, without its packages."""
-    names = SimpleNamespace(QWEN2=2, QWEN3=3, QWEN35=35)
+    names = SimpleNamespace(QWEN2=2, QWEN3=3, QWEN35=35, QWEN35MOE=36)
     monkeypatch.setitem(sys.modules, "gguf", SimpleNamespace(MODEL_ARCH=names, GGUFWriter=None))
     monkeypatch.setitem(sys.modules, "llama_cpp", SimpleNamespace(llama_log_callback=lambda function: function))
     monkeypatch.delitem(sys.modules, "benchmarks.rivals.llama_cpp", raising=False)
@@ -290,6 +290,16 @@ def test_llama_cpp_finds_the_key_head_of_each_value_head(exporter: Any) -> None:
     assert np.array_equal(convert("norm.weight", heads), heads)
     assert np.array_equal(exporter.convert_hybrid("model.norm.weight", heads, config)[1], heads + 1)
     assert exporter.convert_hybrid("model.layers.0.linear_attn.dt_bias", heads, config)[0].endswith(".dt_proj.bias")
+
+
+def test_llama_cpp_gets_one_tensor_for_all_experts_of_a_layer(exporter: Any) -> None:
+    names = [f"model.layers.0.mlp.experts.{i}.{kind}_proj.weight" for kind in ("up", "down") for i in (2, 0, 1)]
+    tensors = [(name, np.full((2, 3), i)) for i, name in enumerate(names)]
+    found = dict(exporter.stack_experts(iter([*tensors, ("model.norm.weight", np.ones(3))]), 3))
+    assert list(found) == [f"model.layers.0.mlp.experts.{kind}_proj.weight" for kind in ("up", "down")] + [
+        "model.norm.weight"
+    ]
+    assert found["model.layers.0.mlp.experts.down_proj.weight"][:, 0, 0].tolist() == [4, 5, 3]
 
 
 def test_layers_have_the_kinds_that_the_configuration_names(exporter: Any) -> None:

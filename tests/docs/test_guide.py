@@ -2,6 +2,7 @@
 
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -13,10 +14,11 @@ from pathlib import Path
 import pytest
 from helpers.paths import ROOT
 
-from docs.guide import from_nothing
-from docs.guide.exercises import EXERCISES
+from docs.estimator import render_estimator
+from docs.guide import big_picture, from_nothing
+from docs.guide.exercises import EXERCISES, shortest_first
 from docs.guide.exercises import main as check_answer
-from docs.guide.notebooks import CHAPTERS, find_experiments, format_notebook
+from docs.guide.notebooks import CHAPTERS, INSTALL, find_experiments, format_notebook
 from docs.guide.notebooks import main as write_notebooks
 from nanovllm import LLM, SamplingParams
 
@@ -51,9 +53,13 @@ def compare(printed: list[str], expected: list[str], code: str) -> None:
         assert wanted.endswith("# varies") or said == wanted, f"{code}\nprinted\n" + "\n".join(printed)
 
 
-def test_there_are_ten_chapters_and_the_first_page_names_them_in_order():
-    assert [chapter.name[0] for chapter in CHAPTERS] == list("0123456789")
-    assert re.findall(r"\]\((\d-[\w-]+\.md)\)", (GUIDE / "index.md").read_text()) == [c.name for c in CHAPTERS]
+def number_of(chapter: Path) -> int:
+    return int(chapter.name.partition("-")[0])
+
+
+def test_there_are_eleven_chapters_and_the_first_page_names_them_in_order():
+    assert [number_of(chapter) for chapter in CHAPTERS] == list(range(11))
+    assert re.findall(r"\]\((\d+-[\w-]+\.md)\)", (GUIDE / "index.md").read_text()) == [c.name for c in CHAPTERS]
 
 
 @pytest.mark.slow
@@ -65,7 +71,7 @@ def test_every_block_of_a_chapter_can_be_pasted_and_prints_what_the_chapter_says
     exact = 0
     for experiment, printed in zip(experiments, all_printed, strict=True):
         lines = experiment.code.rstrip().splitlines()
-        assert len(lines) <= 10 or chapter.name[0] == "0", f"at most ten lines:\n{experiment.code}"
+        assert len(lines) <= 10 or number_of(chapter) == 0, f"at most ten lines:\n{experiment.code}"
         compare(printed, experiment.printed, experiment.code)
         exact += sum(not line.endswith("# varies") for line in experiment.printed)
     assert exact, "each chapter prints at least one exact line"
@@ -107,7 +113,8 @@ def test_a_notebook_has_a_chapter_s_words_code_and_picture(chapter):
     code = [cell for cell in cells if cell["cell_type"] == "code"]
     words = [cell for cell in cells if cell["cell_type"] == "markdown"]
     assert len({cell["id"] for cell in cells}) == len(cells) == len(code) + len(words)
-    sources = ["".join(cell["source"]) for cell in code]
+    install, *sources = ["".join(cell["source"]) for cell in code]
+    assert cells[0] is code[0] and install == INSTALL.rstrip("\n")
     assert sources == [experiment.code.rstrip("\n") for experiment in find_experiments(text)]
     for source in sources:
         compile(source, chapter.name, "exec")
@@ -120,9 +127,26 @@ def test_a_notebook_has_a_chapter_s_words_code_and_picture(chapter):
     assert all_words.startswith(heading)
 
 
+@pytest.mark.slow
+def test_the_notebook_of_chapter_0_stands_alone(tmp_path):
+    """Its cells run in an empty folder, with the package and nothing else of the project."""
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib" / "nanovllm").symlink_to(ROOT / "nanovllm")
+    (tmp_path / "empty").mkdir()
+    notebook = json.loads(format_notebook(CHAPTERS[0]))
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"][1:]
+    code = "\n".join("".join(cell["source"]) for cell in cells)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "lib")}
+    run = [sys.executable, "-c", code]
+    done = subprocess.run(run, cwd=tmp_path / "empty", env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    wanted = [line for cell in cells for output in cell["outputs"] for line in "".join(output["text"]).splitlines()]
+    compare(done.stdout.splitlines(), wanted, "chapter 0")
+
+
 def test_the_command_writes_every_notebook(tmp_path, capsys):
     write_notebooks(["-o", str(tmp_path / "books")])
-    written = sorted((tmp_path / "books").iterdir())
+    written = sorted((tmp_path / "books").iterdir(), key=number_of)
     assert [path.stem for path in written] == [chapter.stem for chapter in CHAPTERS]
     assert [path.read_text() for path in written] == [format_notebook(chapter) for chapter in CHAPTERS]
     assert capsys.readouterr().out.split() == [str(path) for path in written]
@@ -132,10 +156,36 @@ def test_each_chapter_ends_with_an_exercise_that_a_command_checks():
     assert len(EXERCISES) == len(CHAPTERS)
     for chapter in CHAPTERS:
         _, exercise = chapter.read_text().split("\n## Exercise\n")
-        assert f"python -m docs.guide.exercises {chapter.name[0]} " in exercise
+        assert f"python -m docs.guide.exercises {number_of(chapter)} " in exercise
 
 
-@pytest.mark.parametrize("number", [2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 1, 4, 5, 6, 7, 8, 9))])
+ENDING = re.compile("\n## What many get wrong\n(.*)\n## Three questions\n(.*)\n## What you can do now\n(.*)", re.S)
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda chapter: chapter.stem)
+def test_a_chapter_ends_with_mistakes_questions_and_what_the_reader_can_do(chapter):
+    wrong, questions, abilities = ENDING.search(chapter.read_text()).groups()
+    assert 2 <= len(re.findall(r'^\* \*\*"', wrong, re.M)) <= 3
+    parts = re.split(r"^\*\*\d\.\*\* ", questions, flags=re.M)[1:]
+    assert len(parts) == 3
+    for part in parts:
+        choices = re.findall(r"^\* \((\w)\) ", part, re.M)
+        (right,) = re.findall(r"\n\*\*\((\w)\)\.\*\*", part)
+        explained = re.findall(r"Not\s\((\w)\): ", part)
+        assert sorted([right, *explained]) == choices, "the answer explains every wrong choice"
+        assert part.count("<details") == part.count("</details>") == 1
+    assert len(re.findall(r"^\* ", abilities, re.M)) >= 3
+
+
+def test_right_answers_stand_at_every_place():
+    rights = re.findall(r"^\*\*\((\w)\)\.\*\*", "\n".join(chapter.read_text() for chapter in CHAPTERS), re.M)
+    assert min(rights.count(letter) for letter in "abc") >= 8
+
+
+SLOW_EXERCISES = (0, 1, 4, 5, 6, 7, 8, 9, 10)
+
+
+@pytest.mark.parametrize("number", [2, 3, *(pytest.param(n, marks=pytest.mark.slow) for n in SLOW_EXERCISES)])
 def test_an_exercise_accepts_the_right_answer_and_no_other(number, capsys):
     find, hint = EXERCISES[number]
     answer = find()
@@ -146,14 +196,18 @@ def test_an_exercise_accepts_the_right_answer_and_no_other(number, capsys):
 
 def test_shortest_first_breaks_the_order_of_admission_and_nothing_else():
     assert EXERCISES[6][0]() == "order"
+    with shortest_first():  # the reader's change is still there
+        assert EXERCISES[6][0]() == "order"
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS, ids=lambda chapter: chapter.stem)
 def test_a_chapter_is_a_page_with_a_picture_and_places_in_the_code(chapter):
     text = chapter.read_text()
     links = LINK.findall(text)
-    assert 300 <= len(BLOCK.sub("", text).split()) <= 900
-    assert [target for image, target in links if image and target.endswith((".svg", ".png"))]
+    body, _, ending = BLOCK.sub("", text).partition("\n## What many get wrong\n")
+    assert 300 <= len(body.split()) <= 900 and len(ending.split()) <= 450
+    pictures = [target for image, target in links if image and target.endswith((".svg", ".png"))]
+    assert pictures[0] == f"where-{number_of(chapter)}.svg" and len(pictures) >= 2
     assert sum("nanovllm/" in target and "#" in target for _, target in links) >= 3
 
 
@@ -190,16 +244,70 @@ def test_every_link_leads_to_a_file_and_every_symbol_to_its_definition(page):
             assert symbol in headings_of(path), f"{page.name} links to {target}, and there is no such heading"
 
 
+def read_rows(page: str, columns: int) -> list[list[str]]:
+    """Return the cells of a page's table, without its head."""
+    lines = [line for line in (GUIDE / page).read_text().splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines[2:]]
+    assert all(len(row) == columns for row in rows)
+    return rows
+
+
+def test_the_map_has_25_rows_with_a_definition_of_ours():
+    rows = read_rows("map.md", 5)
+    assert [row[0] for row in rows] == [str(n) for n in range(1, 26)]
+    for _, _, ours, theirs, vllm in rows:
+        assert [target for _, target in LINK.findall(ours) if "#" in target]
+        assert theirs and re.match(r"`(v1|model_executor|distributed|entrypoints)/[\w/]+\.py`", vllm)
+
+
+NAMED = "PagedAttention|continuous batching|chunked prefill|prefix caching|speculative decoding|tensor parallelism"
+NAMED += "|pipeline parallelism|data parallelism|CUDA graph|quantisation"
+
+
+def test_each_term_of_the_index_is_named_in_its_chapter_with_its_paper():
+    rows = read_rows("terms.md", 4)
+    assert [row[0] for row in rows] == sorted((row[0] for row in rows), key=str.lower)
+    assert set(NAMED.split("|")) <= {row[0] for row in rows}
+    for term, _, chapter, paper in rows:
+        text = " ".join((GUIDE / LINK.search(chapter)[2]).read_text().split())
+        assert term.partition(",")[0].lower() in text.lower(), term
+        assert paper.partition(":")[0] in text, f"{term} without {paper}"
+        assert bool(paper) == bool(LINK.search(paper))
+
+
+def test_the_big_picture_has_the_names_and_the_numbers_of_today():
+    for part in big_picture.PARTS.values():
+        path, _, symbol = part.symbol.partition("#")
+        assert symbol in defined_in(ROOT / path), f"the picture names {part.symbol}"
+    explained = {chapter for part in big_picture.PARTS.values() for chapter in part.chapters}
+    assert explained == {number_of(chapter) for chapter in CHAPTERS}
+    assert (GUIDE / "engine.svg").read_text() == big_picture.draw_engine(big_picture.run_step()), (
+        "run python -m docs.guide.draw engine"
+    )
+    for chapter in explained:
+        assert (GUIDE / f"where-{chapter}.svg").read_text() == big_picture.draw_place(chapter)
+
+
+def test_no_picture_has_text_below_11_pixels():
+    """matplotlib writes the size of text as the scale of its glyphs, which are 100 high, in points of 4/3 pixels."""
+    for picture in sorted((ROOT / "docs").rglob("*.svg")):
+        text = picture.read_text()
+        points = [float(scale) * 100 for scale in re.findall(r"scale\(([\d.]+) -\1\)", text)]
+        sizes = [float(size) for size in re.findall(r'font-size[=:]\s*"?([\d.]+)', text)]
+        assert points or sizes, picture.name
+        assert min([*(size * 4 / 3 for size in points), *sizes]) >= 11, picture.name
+
+
 @pytest.mark.slow
 def test_every_picture_of_the_guide_is_drawn_by_one_command(tmp_path):
     pytest.importorskip("matplotlib")
     from docs.guide import draw
 
-    draw.main(["-o", str(tmp_path), *draw.PICTURES])
+    draw.main(["-o", str(tmp_path), *draw.PICTURES, "engine"])
     pictures = {
         target
-        for chapter in CHAPTERS
-        for image, target in LINK.findall(chapter.read_text())
+        for page in (*CHAPTERS, GUIDE / "engine.md")
+        for image, target in LINK.findall(page.read_text())
         if image and "/" not in target
     }
     assert {path.name for path in tmp_path.iterdir()} == pictures
@@ -230,3 +338,4 @@ def test_the_site_has_the_guide_first_its_notebooks_and_a_demo(tmp_path):
     links = json.loads(re.search(r'"guide":(\{.*?\})', demo)[1])
     assert links and all((tmp_path / "guide" / link / "index.html").is_file() for link in links.values())
     assert 'href="demo.html"' in (tmp_path / "guide" / "index.html").read_text()
+    assert render_estimator() in (tmp_path / "estimator" / "index.html").read_text()

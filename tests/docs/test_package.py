@@ -55,6 +55,7 @@ ROOMS = (
     ("uses", "view", "distributed", "drafts"),
     ("runner", "backends.cpu", "backends.gpu"),
     ("quantized",),
+    ("models.qwen3_5_moe",),
     ("models.qwen3_5", "models.qwen3_moe"),
     ("edits",),
     ("models",),
@@ -71,7 +72,8 @@ run upwards: that is how a device, a family or a wing is loaded when it is asked
 
 WINGS = (
     *("__main__", "backends.cpu", "backends.gpu", "commands", "distributed", "drafts", "edits", "jobs", "lm_eval"),
-    *("models.diagnosis", "models.dummy_weights", "models.lora", "models.qwen3_5", "models.qwen3_moe", "models.shapes"),
+    *("models.diagnosis", "models.dummy_weights", "models.lora", "models.shapes"),
+    *("models.qwen3_5", "models.qwen3_5_moe", "models.qwen3_moe"),
     *("engine.scoring", "parsing", "quantized", "ray", "runner.renewal", "runner.scoring", "text.conversations"),
     *("uses", "utils.work_ahead", "view", "vllm_names"),
 )

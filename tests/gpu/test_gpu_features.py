@@ -4,6 +4,7 @@
 """
 
 import math
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.fakes import FREE
-from helpers.hybrids import save_hybrid
+from helpers.hybrids import save_hybrid, save_sparse_hybrid
 from helpers.tiny import draw_prompts, save_random, save_reciter
 from safetensors.torch import load_file
 from transformers import Qwen3MoeForCausalLM
@@ -101,9 +102,10 @@ def test_experts_say_the_same(dtype: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES)
-def test_a_hybrid_says_the_same(dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("save", [save_hybrid, save_sparse_hybrid])
+def test_a_hybrid_says_the_same(save: Callable[[Path], object], dtype: str, tmp_path: Path) -> None:
     """Decodes run as graphs, which keep the states. A sequence that is preempted computes its state anew."""
-    save_hybrid(tmp_path)
+    save(tmp_path)
     expected = serve(tmp_path, "torch", dtype=dtype)
     with LLM(tmp_path, **OPTIONS | {"attention_backend": "triton", "dtype": dtype, "num_kvcache_blocks": 18}) as llm:
         found = llm.generate(PROMPTS, GREEDY, use_tqdm=False)

@@ -54,7 +54,8 @@ class Model(NamedTuple):
     head_dim: int = 128
     qk_norm: bool = True
     expert_size: int = 0
-    """Of each of 128 experts, of which a token has 8."""
+    """Of each of `num_experts` experts, of which a token has 8."""
+    num_experts: int = 128
     value_heads: int = 0
     """Of linear attention, beside 16 key heads. All have 128 elements. Its models have norms with float32 weights."""
 
@@ -75,6 +76,7 @@ MODELS = {
     "Qwen3.5 0.8B": Model(1024, 8, 2, 256, value_heads=16),
     "Qwen3.5 4B": Model(2560, 16, 4, 256, value_heads=32),
     "Qwen3.5 27B": Model(5120, 24, 4, 256, value_heads=48),
+    "Qwen3.5 35B-A3B": Model(2048, 16, 2, 256, expert_size=512, num_experts=256, value_heads=32),
 }
 VOCAB_SIZE = 151_936
 BLOCK_SIZES = (64, 256)  # the defaults: triton's own, and flash_attn's (which uses the small kernels)
@@ -105,7 +107,7 @@ COUNTED = ("_choose_experts_kernel", "_sort_pairs_kernel")
 class Launch(NamedTuple):
     """One kernel with one set of constexprs and options, and pointer types that differ from the usual.
 
-    What has no type of its own has `own`, that of activations and cache.
+    What has no type of its own has `own`, that of activations and cache. A number with a type is no multiple of 16.
     """
 
     kernel: Any
@@ -156,12 +158,15 @@ def launches(
                 config = gated_delta.gated_delta_config(16 // ranks, model.value_heads // ranks, 128, 128)
                 yield launch(gated_delta._gated_delta_kernel, config)
         if model.expert_size:
-            yield launch(route._choose_experts_kernel, route.choose_experts_config(128, 8, True))
+            has_shared = model.value_heads > 0
+            config = route.choose_experts_config(model.num_experts, 8, True)
+            # The gate of a shared expert stands in the same rows as the logits of the router.
+            yield launch(route._choose_experts_kernel, config, **({"logits_stride": "i32"} if has_shared else {}))
             yield launch(route._sort_pairs_kernel, route.sort_pairs_config(8))
-            yield launch(combine._combine_experts_kernel, combine.combine_config(8))
+            yield launch(combine._combine_experts_kernel, combine.combine_config(8, has_shared))
             for num_tokens in (1, 128, 512, 1024):
                 for gather in (True, False):
-                    config = grouped_linear.grouped_linear_config(num_tokens, 128, gather, itemsize)
+                    config = grouped_linear.grouped_linear_config(num_tokens, model.num_experts, gather, itemsize)
                     yield launch(grouped_linear._grouped_linear_kernel, config)
     for kernel, config, types in quantized_launches(FORMATS[:2] if len(block_sizes) == 1 else FORMATS, itemsize):
         yield launch(kernel, config, **types)
@@ -215,7 +220,9 @@ def compile_launch(launch: Launch, arch: int) -> dict[str, Any]:
             signature[name] = overrides.get(name) or _POINTERS.get(name, launch.own)
         else:
             signature[name] = "fp32" if name in _FLOATS else "i32"
-        if name.endswith(("_ptr", "stride", "start", "size", "experts")):  # multiples of 16, and specialised as such
+        is_number = not name.endswith("_ptr")
+        if name.endswith(("_ptr", "stride", "start", "size", "experts")) and not (is_number and name in overrides):
+            # These are multiples of 16, and specialised as such.
             attrs[(i,)] = [["tt.divisibility", 16]]
     constexprs = {(names.index(name),): value for name, value in config.items()}
     source = ASTSource(fn=launch.kernel, signature=signature, constexprs=constexprs, attrs=attrs)
@@ -263,7 +270,7 @@ def main() -> None:
     args = parser.parse_args()
     results = []
     for arch in args.arch:
-        models = {name: MODELS[name] for name in ("0.6B", "30B-A3B", "Qwen3.5 0.8B")} if args.quick else MODELS
+        models = {name: MODELS[name] for name in ("0.6B", "30B-A3B", "Qwen3.5 35B-A3B")} if args.quick else MODELS
         block_sizes = BLOCK_SIZES[:1] if args.quick else BLOCK_SIZES
         dtype = getattr(torch, args.dtype)
         for launch in dict.fromkeys(launches(models, block_sizes, SHARED_KIB[arch], dtype)):

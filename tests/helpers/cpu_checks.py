@@ -28,7 +28,12 @@ from nanovllm.edits.edit_logits import MaskAndPenalties, edit_logits_reference
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.qwen3_5.ops import sigmoid_and_mul_reference
 from nanovllm.models.qwen3_moe.decoder import Experts
-from nanovllm.models.qwen3_moe.ops import combine_reference, grouped_linear_reference, route_reference
+from nanovllm.models.qwen3_moe.ops import (
+    SharedOutput,
+    combine_reference,
+    grouped_linear_reference,
+    route_reference,
+)
 from nanovllm.ops.norm_rope_store import NormRope
 
 BF16 = torch.bfloat16
@@ -160,6 +165,9 @@ def check_experts(backend: CpuBackend, dtype: torch.dtype) -> None:
     y = torch.randn(2 * tokens, 96).to(dtype)
     close = {"rtol": rounding(dtype), "atol": rounding(dtype)}
     torch.testing.assert_close(operators.combine(y, routing), combine_reference(y, routing), **close)
+    shared = SharedOutput(torch.randn(tokens, 96).to(dtype), (9 * torch.randn(tokens, 7)).to(dtype)[:, 6:])
+    got, expected = (combine(y, routing, shared) for combine in (operators.combine, combine_reference))
+    torch.testing.assert_close(got, expected, **close)
 
 
 def check_linear_attention(backend: CpuBackend, dtype: torch.dtype) -> None:

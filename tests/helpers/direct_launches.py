@@ -356,6 +356,8 @@ def missing_kernels() -> dict[str, list[str]]:
         "experts, few sequences": missing(serve_prompts, "qwen3-30b-a3b", max_num_seqs=4),
         "two experts for a token": missing(serve_prompts, "qwen3-30b-a3b", changes={"num_experts_per_tok": 2}),
         "states": missing(serve_prompts, "qwen3.5-0.8b"),
+        "states and experts": missing(serve_prompts, "qwen3.5-35b-a3b"),
+        "states and experts, int8": missing(serve_prompts, "qwen3.5-35b-a3b", quantized=(8, None)),
         "drafts": missing(serve_drafts, "qwen3-8b", draft="qwen3-0.6b"),
         "drafts by experts": missing(serve_drafts, "qwen3-0.6b", draft="qwen3-30b-a3b"),
         "int8": missing(serve_prompts, "qwen3-0.6b", quantized=(8, None)),

@@ -39,7 +39,12 @@ from nanovllm.backends.cpu.quantized import QuantizedLibrary
 from nanovllm.backends.cpu.scratch import Scratch
 from nanovllm.backends.torch_backend import TorchBackend
 from nanovllm.edits.edit_logits import edit_logits_reference
-from nanovllm.models.qwen3_moe.ops import combine_reference, grouped_linear_reference, route_reference
+from nanovllm.models.qwen3_moe.ops import (
+    SharedOutput,
+    combine_reference,
+    grouped_linear_reference,
+    route_reference,
+)
 
 COMPILER = os.environ.get("CXX") or "g++"
 SANITIZERS = ["-O1", "-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
@@ -159,7 +164,8 @@ class Fuzzer:
         tokens = self.draw.choice([0, 1, self.draw.randrange(2, 90)])
         num_experts = self.draw.randrange(1, 70)
         k = self.draw.randrange(1, min(num_experts, 9) + 1)
-        logits = self.draw_tensor(tokens, num_experts, dtype=dtype, scale=8)
+        logits = self.draw_tensor(tokens, num_experts + 1, dtype=dtype, scale=8)
+        logits, gate = logits.split([num_experts, 1], dim=1)
         slots = torch.arange(tokens)
         slots[tokens // 2 :] -= self.draw.choice([0, tokens])  # padding has the slot -1 or less
         normalize = self.draw.random() < 0.5
@@ -180,8 +186,10 @@ class Fuzzer:
         close = {"rtol": rounding(dtype), "atol": 2 * rounding(dtype) * size**0.5}
         torch.testing.assert_close(product[:num_routed], plain[:num_routed], **close)
         product.nan_to_num_(0.0, 0.0, 0.0)
-        combined, plain = (combine(product, routing) for combine in (operators.combine, combine_reference))
-        torch.testing.assert_close(combined, plain, rtol=rounding(dtype), atol=k * rounding(dtype) * size**0.5)
+        shared = SharedOutput(self.draw_tensor(tokens, num_columns, dtype=dtype), gate)
+        for given in (None, shared):
+            combined, plain = (combine(product, routing, given) for combine in (operators.combine, combine_reference))
+            torch.testing.assert_close(combined, plain, rtol=rounding(dtype), atol=k * rounding(dtype) * size**0.5)
 
     def check_quantized(self, dtype: torch.dtype) -> None:
         draw = self.draw_quantized

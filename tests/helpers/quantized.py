@@ -30,7 +30,8 @@ def round_rows(weight: Tensor) -> Tensor:
 
 def is_quantised(name: str, is_tied: bool) -> bool:
     """Whether int8 at load quantises the tensor of this name."""
-    if "norm" in name or name.endswith((".bias", ".gate.weight", ".conv1d.weight", ".A_log", ".dt_bias")):
+    plain = (".bias", ".gate.weight", "shared_expert_gate.weight", ".conv1d.weight", ".A_log", ".dt_bias")
+    if "norm" in name or name.endswith(plain):
         return False
     return is_tied if "embed_tokens" in name else True
 
@@ -221,15 +222,21 @@ CHECKPOINTS: dict[str, tuple[dict[str, object], Pack]] = {
 """{name: (quantization_config, the function that packs a matrix and tells what it means)}."""
 
 
-def save_quantised(folder: Path, target: Path, config: Mapping[str, object], pack: Pack) -> tuple[Path, Path]:
+PLAIN = ("embed_tokens", "lm_head", "conv1d", "gate.")
+"""Parts of the names of matrices that stay as they are: the last is that of routers, and of a shared expert's gate."""
+
+
+def save_quantised(
+    folder: Path, target: Path, config: Mapping[str, object], pack: Pack, plain: Seq[str] = PLAIN
+) -> tuple[Path, Path]:
     """Copy a checkpoint twice: quantised, and with the values that this means. Return both folders.
 
-    Embedding, LM head, norms and routers stay as they are.
+    Norms and `plain` stay as they are.
     """
     means: dict[str, Tensor] = {}
 
     def change(name: str, tensor: Tensor) -> dict[str, Tensor]:
-        if tensor.dim() < 2 or any(part in name for part in ("embed_tokens", "lm_head", ".gate.")):
+        if tensor.dim() < 2 or any(part in name for part in plain):
             return {name: tensor}
         torch.manual_seed(crc32(name.rsplit(".", 2)[0].encode()))  # matrices of the same inputs are shuffled alike
         tensors, means[name] = pack(tensor)

@@ -46,9 +46,11 @@ def check(compiled: list[dict[str, Any]]) -> None:
             assert result["stack"] == 0 or result["config"]["HEAD_DIM"] < 256, result
             continue
         # What a step of decodes launches reads nothing two bytes at a time, and logits sixteen.
-        # But for the two gates of a head, of this token and of the next one.
-        most = 4 if result["kernel"] == "_gated_delta_kernel" else 0
-        assert result["narrow_loads"] <= most, result
+        # But for the two gates of a head, of this token and of the next one; for the gate of a shared expert; and for
+        # the logits of a router that stand beside such gates: a thread has eight of them.
+        most = {"_gated_delta_kernel": 4, "_combine_experts_kernel": result["config"].get("HAS_SHARED", 0)}
+        most["_choose_experts_kernel"] = 8 if "logits_stride" in result["types"] else 0
+        assert result["narrow_loads"] <= most.get(result["kernel"], 0), result
         assert result["wide_loads"] >= 2 or "logits_ptr" not in result["types"], result
 
 
@@ -62,14 +64,16 @@ def check_waits_first(result: dict[str, Any]) -> None:
 
 
 def check_routing_is_short(compiled: list[dict[str, Any]]) -> None:
-    """A warp chooses one token's experts in some 380 instructions, and sorts in two short loops over all pairs.
+    """A warp chooses a token's experts of 128 in some 380 instructions, and sorts in two short loops over all pairs.
 
     One program of 4 warps used to do all: 3,700 instructions of a warp for each 16 tokens, one after another.
     """
     for result in compiled:
         if result["kernel"] == "_choose_experts_kernel":
             assert result["config"]["TOKENS"] == result["config"]["num_warps"]
-            assert result["instructions"] <= 500, result
+            # 256 experts take 630 instructions, and 1,070 if logits are read one at a time.
+            each = 5 if "logits_stride" in result["types"] else 4
+            assert result["instructions"] <= each * result["config"]["EXPERTS"], result
         if result["kernel"] == "_sort_pairs_kernel":
             assert result["instructions"] <= 800, result
 

@@ -21,7 +21,13 @@ from nanovllm.backends.gpu.route import route
 from nanovllm.backends.gpu.triton_shim import tl
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.qwen3_moe.decoder import Experts
-from nanovllm.models.qwen3_moe.ops import Routing, combine_reference, grouped_linear_reference, route_reference
+from nanovllm.models.qwen3_moe.ops import (
+    Routing,
+    SharedOutput,
+    combine_reference,
+    grouped_linear_reference,
+    route_reference,
+)
 
 SHAPE = {
     "num_hidden_layers": 3,
@@ -193,7 +199,7 @@ def assert_same_routing(got: Routing, expected: Routing, dtype: torch.dtype = to
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize(("tokens", "experts", "k"), [(1, 8, 2), (5, 128, 8), (40, 5, 5), (33, 64, 1), (520, 16, 8)])
 def test_routing_is_its_reference(tokens: int, experts: int, k: int, normalize: bool) -> None:
-    logits = draw(tokens, experts)
+    logits = draw(tokens, experts + 1)[:, :experts]  # beside them is the gate of a shared expert
     logits[tokens // 2] = 0.0  # ties: the lowest number wins
     slots = torch.arange(tokens)
     slots[1::3] = -1
@@ -235,7 +241,7 @@ def test_a_token_with_broken_logits_has_k_different_experts(
 def test_routing_on_the_cpu_is_its_reference(
     tokens: int, experts: int, k: int, normalize: bool, dtype: torch.dtype
 ) -> None:
-    logits = draw(tokens, experts, scale=8.0).to(dtype)
+    logits = draw(tokens, experts + 1, scale=8.0).to(dtype)[:, :experts]  # beside them is the gate of a shared expert
     logits[tokens // 2 : tokens // 2 + 1] = 0.0  # ties: the lowest number wins
     slots = torch.arange(tokens)
     slots[1::3] = -1
@@ -305,13 +311,15 @@ def test_grouped_linear_is_its_reference(
     torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-5)
 
 
-def test_combining_is_its_reference_and_reads_no_padding() -> None:
+@pytest.mark.parametrize("has_shared", [True, False])
+def test_combining_is_its_reference_and_reads_no_padding(has_shared: bool) -> None:
     routing = routing_of(30, 8, 3)
     y = draw(90, 1500)
     y[int(routing.offsets[-1]) :] = float("nan")
     is_real = routing.places[:, 0] < routing.offsets[-1]
-    got = combine(y, routing)
-    expected = combine_reference(y, routing)
+    shared = SharedOutput(draw(30, 1500, seed=4), draw(30, 9, scale=5.0)[:, 8:]) if has_shared else None
+    got = combine(y, routing, shared)
+    expected = combine_reference(y, routing, shared)
     torch.testing.assert_close(got[is_real], expected[is_real])
     assert got.isfinite().all()
 

@@ -77,6 +77,24 @@ def test_a_state_per_row_needs_no_value_on_the_host_either(num_seqs: int) -> Non
     assert operators.counts == {"linear": 18 * 4 + 6 * 5 + 1, "embedding": 1, "index_put_": 1}
 
 
+def test_a_shared_expert_takes_two_products_and_an_activation_more() -> None:
+    """Qwen3.5-35B-A3B: its gate is a row of the router's matrix, and its output is added with those of the others."""
+    layers = 40
+    with pretend_runner("qwen3.5-35b-a3b", max_num_seqs=64) as runner:
+        graphs = CudaGraphs(runner)
+        with noted() as launches, Operators() as operators:
+            graphs.run_once(64)
+    counts = Counter(launch.kernel.__name__ for launch in launches)
+    in_states = dict.fromkeys(("_causal_conv_kernel", "_gated_delta_kernel", "_gated_rms_norm_kernel"), 30)
+    in_attention = dict.fromkeys(("_norm_rope_store_kernel", "_split_kernel"), 10)
+    of_experts = ("_choose_experts_kernel", "_sort_pairs_kernel", "_combine_experts_kernel")
+    # Gates of the experts, of the shared one, and of attention.
+    in_all = dict.fromkeys(of_experts, layers) | {"_grouped_linear_kernel": 2 * layers, "_gate_and_mul_kernel": 90}
+    assert counts == ONCE | in_states | in_attention | in_all | {"_rms_norm_kernel": 2 * layers + 1}
+    # In a layer, the router and two products of the shared expert, and two with a state or three with attention.
+    assert operators.counts == {"linear": 30 * 5 + 10 * 6 + 1, "embedding": 1, "index_put_": 1}
+
+
 def test_a_mixed_step_waits_for_nothing_and_copies_nothing() -> None:
     plan = unscored_plan([1, 1, 100, 198])
     with pretend_runner() as runner:
@@ -155,5 +173,5 @@ def test_nothing_is_compiled_while_serving(directly: dict[str, dict[str, list[st
 
     Each rank of several is ready for its share, too. And no argument has an address that would make a variant.
     """
-    assert len(directly["missing"]) == 22
+    assert len(directly["missing"]) == 24
     assert not any(directly["missing"].values()), directly["missing"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.hybrids import save_hybrid
+from helpers.hybrids import save_hybrid, save_sparse_hybrid
 from helpers.tiny import CROWDED, draw_prompts, save_random
 from transformers import Qwen3MoeForCausalLM
 
@@ -68,13 +68,15 @@ def find_recorded(llm: LLM) -> RecordedSteps:
         (save_random, {}),
         (lambda folder: save_random(folder, tie_word_embeddings=False), {}),
         (save_hybrid, {}),
+        (save_sparse_hybrid, {}),
+        (save_sparse_hybrid, {"quantization": "int8"}),
         (lambda folder: save_random(folder, **EXPERTS), {}),
         (lambda folder: save_random(folder, **EXPERTS), {"quantization": "int8"}),
         (save_random, {"quantization": "int8"}),
         (save_random, {"quantization": "int8-dynamic"}),
         (save_random, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
     ],
-    ids=["tied", "untied", "hybrid", "experts", "int8-experts", "int8", "int8-dynamic", "drafts"],
+    ids=["tied", "untied", "hybrid", "both", "int8-both", "experts", "int8-experts", "int8", "int8-dynamic", "drafts"],
 )
 def test_repeated_steps_give_the_very_numbers_of_eager_ones(
     save: Callable[[Path], object], options: dict[str, Any], dtype: str, tmp_path: Path

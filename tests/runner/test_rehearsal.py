@@ -27,7 +27,7 @@ from helpers.rehearsal.card import current_card
 from helpers.rehearsal.flash_attn import make_module
 from helpers.rehearsal.timeline import has_passed
 from safetensors.torch import load_file
-from transformers import Qwen3_5ForCausalLM, Qwen3MoeForCausalLM
+from transformers import Qwen3_5MoeForCausalLM, Qwen3MoeForCausalLM
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.backends.gpu import device
@@ -60,6 +60,7 @@ HYBRID: dict[str, Any] = {
     "linear_num_value_heads": 2,
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
+    "shared_expert_intermediate_size": 48,
 }
 
 
@@ -87,9 +88,12 @@ def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model whose first layer keeps a state for each row, and whose second one keeps keys and values."""
+    """A model whose first layer keeps a state for each row, and whose second one keeps keys and values.
+
+    Both have experts and a shared one.
+    """
     folder = tmp_path_factory.mktemp("hybrid")
-    save_random(folder, model_class=Qwen3_5ForCausalLM, **TINY, **HYBRID)
+    save_random(folder, model_class=Qwen3_5MoeForCausalLM, intermediate_size=..., **TINY, **HYBRID, **EXPERTS)
     return folder
 
 

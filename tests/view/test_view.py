@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import random
 import re
 import shutil
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 from helpers.fakes import FakeRunner, make_engine, run_all
 from helpers.paths import ROOT
-from helpers.window import Page, record_a_hundred_thousand_events, run_small, start_browser
+from helpers.window import Page, record_a_hundred_thousand_events, run_small
 
 from nanovllm import LLM, SamplingParams
 from nanovllm.commands.cli import main
@@ -239,20 +238,6 @@ def test_a_page_is_never_written_over_its_trace(tmp_path):
 
 
 # ---- the page in a browser
-
-
-@pytest.fixture(scope="module")
-def browser():
-    """Headless Chromium. Where there is none the tests skip, unless NANOVLLM_TEST_BROWSER asks for it."""
-    required = bool(os.environ.get("NANOVLLM_TEST_BROWSER"))
-    if not required:
-        pytest.importorskip("selenium")
-    try:
-        driver = start_browser()
-    except FileNotFoundError as missing:
-        pytest.fail(str(missing)) if required else pytest.skip(str(missing))
-    yield driver
-    driver.quit()
 
 
 @pytest.mark.slow

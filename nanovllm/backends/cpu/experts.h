@@ -4,21 +4,22 @@
 #include <vector>
 
 #include "linear.h"
+#include "operators.h"
 
 namespace {
 
-// Routes tokens by logits[tokens][experts]. First it chooses the k experts of each token; of
-// experts with equal logits, the lowest number wins. Then it sorts the (token, expert) pairs by expert with a counting
+// Routes tokens by logits[tokens][experts], whose rows are `stride` apart. First it chooses the k experts of each token;
+// of experts with equal logits, the lowest number wins. Then it sorts the (token, expert) pairs by expert with a counting
 // sort. The pairs of padding tokens get the extra expert number `experts`, so they come last.
 // The reference is `route_reference` in models/qwen3_moe/ops.py.
 template <class T>
 void route(const void* logits_, const int64_t* slots, float* weights, int32_t* places, int32_t* tokens,
-           int32_t* offsets, int64_t num_tokens, int64_t experts, int64_t k, int64_t normalize) {
+           int32_t* offsets, int64_t num_tokens, int64_t experts, int64_t k, int64_t normalize, int64_t stride) {
     std::vector<int32_t> chosen(num_tokens * k), next(experts + 2);
     share(num_tokens, quarter_unless_small(num_tokens, num_tokens * experts), [&](Span some) {
         for (int64_t t = some.begin; t < some.end; ++t) {
             std::vector<float> p(experts + LANES, -INFINITY);
-            const auto* logits = (const typename T::element*)logits_ + t * experts;
+            const auto* logits = (const typename T::element*)logits_ + t * stride;
             std::transform(logits, logits + experts, p.begin(), T::to_float);
             const float top = *std::max_element(p.begin(), p.begin() + experts);
             vf totals{};
@@ -76,11 +77,12 @@ void grouped_linear(const void* x, const uint32_t* packed, const int32_t* offset
     });
 }
 
-// Computes out[t][size] = the sum over j of y[places[t][j]] weights[t][j], in float32 and in the order of j.
+// Computes out[t][size] = the sum over j of y[places[t][j]] weights[t][j], in float32 and in the order of j. If there is
+// a shared expert, shared[t][size] times the sigmoid of its gate comes last. Gates of tokens are gate_stride apart.
 // The reference is `combine_reference` in models/qwen3_moe/ops.py.
 template <class T>
-void combine(const void* y_, const float* weights, const int32_t* places, void* out_, int64_t tokens, int64_t k,
-             int64_t size) {
+void combine(const void* y_, const float* weights, const int32_t* places, const void* shared, const void* gate,
+             void* out_, int64_t tokens, int64_t k, int64_t size, int64_t gate_stride) {
     using E = typename T::element;
     const int64_t vectors = size / LANES, items = tokens * vectors;
     share(items, quarter_unless_small(items, items * LANES * k), [&](Span some) {
@@ -89,6 +91,9 @@ void combine(const void* y_, const float* weights, const int32_t* places, void* 
             vf total = {};
             for (int64_t j = t * k; j < (t + 1) * k; ++j)
                 total += T::widen((const E*)y_ + places[j] * size + v) * weights[j];
+            if (shared)
+                total += T::widen((const E*)shared + t * size + v) *
+                         sigmoid(splat(T::to_float(((const E*)gate)[t * gate_stride])));
             T::narrow((E*)out_ + t * size + v, total);
         }
     });

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from nanovllm.backends.cpu.backend import CpuBackend, gather_rows, packs_in_place
 from nanovllm.backends.cpu.library import LANES
-from nanovllm.models.qwen3_moe.ops import ExpertOperators, Routing
+from nanovllm.models.qwen3_moe.ops import ExpertOperators, Routing, SharedOutput
 
 
 class Operators(ExpertOperators):
@@ -24,7 +24,8 @@ class Operators(ExpertOperators):
             tokens=pairs[1],
             offsets=self._scratch.empty(experts + 1, dtype=torch.int32),
         )
-        self._library.call("route", logits.dtype, logits.contiguous(), slots, *routing, tokens, experts, k, normalize)
+        sizes = (tokens, experts, k, normalize, logits.stride(0))
+        self._library.call("route", logits.dtype, logits, slots, *routing, *sizes)
         return routing
 
     def grouped_linear(self, x: Tensor, weight: Tensor, routing: Routing, gather: bool) -> Tensor:
@@ -36,13 +37,15 @@ class Operators(ExpertOperators):
         self._library.call("grouped_linear", x.dtype, rows, weight, routing.offsets, y, num_experts, in_size, out_size)
         return y
 
-    def combine(self, y: Tensor, routing: Routing) -> Tensor:
+    def combine(self, y: Tensor, routing: Routing, shared: SharedOutput | None = None) -> Tensor:
         tokens, k = routing.places.shape
         size = y.shape[1]
         if size % LANES:
-            return super().combine(y, routing)
+            return super().combine(y, routing, shared)
         out = self._scratch.empty(tokens, size, dtype=y.dtype)
         weights = routing.weights.contiguous()
         places = routing.places.contiguous()
-        self._library.call("combine", y.dtype, y, weights, places, out, tokens, k, size)
+        gated = (None, None) if shared is None else shared
+        sizes = (tokens, k, size, 0 if shared is None else shared.gate.stride(0))
+        self._library.call("combine", y.dtype, y, weights, places, *gated, out, *sizes)
         return out

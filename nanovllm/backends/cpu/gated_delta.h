@@ -196,10 +196,8 @@ void sigmoid_and_mul(const void* x_, const void* gate_, void* y_, int64_t tokens
         for (int64_t t = some.begin; t < some.end; ++t) {
             const E *x = (const E*)x_ + t * size, *gate = (const E*)gate_ + t * gate_stride;
             for (int64_t i = 0; i < size; i += LANES) {
-                const vf g = T::widen(gate + i);
-                const vf of_number = 1.0f / (1.0f + exp(-maximum(g, splat(-80.0f))));
-                const vf sigmoid = by_register([](rf x, rf y) { return x == x ? y : x; }, g, of_number);
-                T::narrow((E*)y_ + t * size + i, T::widen(x + i) * round_to<T>(sigmoid));
+                const vf rounded = round_to<T>(sigmoid(T::widen(gate + i)));
+                T::narrow((E*)y_ + t * size + i, T::widen(x + i) * rounded);
             }
         }
     });

@@ -34,14 +34,15 @@ int is_amx_refused() {
 
 EXPORT(linear, (x, packed, bias, y, rows, in, out),
        const void* x, const uint32_t* packed, const void* bias, void* y, int64_t rows, int64_t in, int64_t out)
-EXPORT(route, (logits, slots, weights, places, tokens, offsets, num_tokens, experts, k, normalize),
+EXPORT(route, (logits, slots, weights, places, tokens, offsets, num_tokens, experts, k, normalize, stride),
        const void* logits, const int64_t* slots, float* weights, int32_t* places, int32_t* tokens, int32_t* offsets,
-       int64_t num_tokens, int64_t experts, int64_t k, int64_t normalize)
+       int64_t num_tokens, int64_t experts, int64_t k, int64_t normalize, int64_t stride)
 EXPORT(grouped_linear, (x, packed, offsets, y, experts, in, out),
        const void* x, const uint32_t* packed, const int32_t* offsets, void* y, int64_t experts, int64_t in,
        int64_t out)
-EXPORT(combine, (y, weights, places, out, tokens, k, size),
-       const void* y, const float* weights, const int32_t* places, void* out, int64_t tokens, int64_t k, int64_t size)
+EXPORT(combine, (y, weights, places, shared, gate, out, tokens, k, size, gate_stride),
+       const void* y, const float* weights, const int32_t* places, const void* shared, const void* gate, void* out,
+       int64_t tokens, int64_t k, int64_t size, int64_t gate_stride)
 EXPORT(attend, (q, k, v, tables, cu_seqlens, lens, out, seqs, max_blocks, kv_heads, group, dim, block_size, scale),
        const void* q, const uint32_t* k, const uint32_t* v, const int32_t* tables, const int32_t* cu_seqlens,
        const int32_t* lens, void* out, int64_t seqs, int64_t max_blocks, int64_t kv_heads, int64_t group, int64_t dim,

@@ -43,6 +43,11 @@ void add_rms_norm(const void* x_, const void* residual_, const void* weight, voi
     });
 }
 
+inline vf sigmoid(vf x) {
+    const vf of_number = 1.0f / (1.0f + exp(-maximum(x, splat(-80.0f))));
+    return by_register([](rf a, rf b) { return a == a ? b : a; }, x, of_number);  // NaN stays NaN
+}
+
 inline vf silu(vf x) { return x / (1.0f + exp(-maximum(x, splat(-80.0f)))); }
 
 // Computes y[rows][size] = silu(gate) * up. A row of gate_up holds `size` gates, then `size` ups.

@@ -83,31 +83,52 @@ class Experts(ShardedLayer):
 class SparseMLP(nn.Module):
     """Mixture of experts: for each token a router chooses k of E experts, and their outputs are summed with weights."""
 
-    def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel) -> None:
+    def __init__(
+        self,
+        config: "PretrainedConfig",
+        backend: Backend,
+        parallel: Parallel,
+        normalize: bool,
+        gates: tuple[str, ...] = (),
+    ) -> None:
+        """
+        Args:
+            normalize: whether the weights of a token's experts are divided by their sum.
+            gates: names of further vectors that are multiplied with x beside the router. Each gives one number a token.
+        """
         super().__init__()
         self.backend = backend
         self.operators = backend.find_operators(ExpertOperators, "experts")
         self.parallel = parallel
         self.k: int = config.num_experts_per_tok
-        self.normalize = bool(config.norm_topk_prob)
+        self.normalize = normalize
         num_experts: int = config.num_experts
         hidden: int = config.hidden_size
         parts = [Part("gate", num_experts, 0, num_experts)]  # each rank holds the whole router
+        parts += [Part(name, 1, 0, 1) for name in gates]
         self.gate = ColumnParallelLinear(hidden, parts, bias=False)
         self.experts = Experts(num_experts, hidden, config.moe_intermediate_size, parallel)
 
     def forward(self, x: Tensor, inputs: StepInputs) -> Tensor:
         """x [num_tokens, hidden] -> the same shape. Padding, whose slot is -1, goes to no expert."""
+        y, routing = self.multiply(x, self.gate(x), inputs)
+        return self.parallel.all_reduce(self.operators.combine(y, routing))
+
+    def multiply(self, x: Tensor, logits: Tensor, inputs: StepInputs) -> tuple[Tensor, Routing]:
+        """Return what the experts compute of x, [pairs, hidden] in sorted order, and the pairs.
+
+        Args:
+            logits: [num_tokens, num_experts], of the router.
+        """
         operators = self.operators
-        routing = operators.route(self.gate(x), self.k, self.normalize, inputs.slots)
         experts = self.experts
+        routing = operators.route(logits, self.k, self.normalize, inputs.slots)
         if experts.packed is not None:
             gate_up, down = experts.packed
-            y = down.multiply(self.backend.silu_and_mul(gate_up.multiply(x, routing, True)), routing, False)
-        else:
-            hidden = self.backend.silu_and_mul(operators.grouped_linear(x, experts.gate_up, routing, gather=True))
-            y = operators.grouped_linear(hidden, experts.down, routing, gather=False)
-        return self.parallel.all_reduce(operators.combine(y, routing))
+            hidden = self.backend.silu_and_mul(gate_up.multiply(x, routing, True))
+            return down.multiply(hidden, routing, False), routing
+        hidden = self.backend.silu_and_mul(operators.grouped_linear(x, experts.gate_up, routing, gather=True))
+        return operators.grouped_linear(hidden, experts.down, routing, gather=False), routing
 
     def count_activations(self) -> int:
         """Return how many numbers it holds for each token: what an `MLP` holds, and the output, for each expert."""
@@ -119,8 +140,24 @@ class SparseLayer(Layer):
     """Attention, and a mixture of experts or an MLP."""
 
     def make_mlp(self, config: "PretrainedConfig", index: int, parallel: Parallel) -> nn.Module:
-        is_sparse = index in find_sparse_layers(config)
-        return SparseMLP(config, self.backend, parallel) if is_sparse else super().make_mlp(config, index, parallel)
+        if index in find_sparse_layers(config):
+            return SparseMLP(config, self.backend, parallel, bool(config.norm_topk_prob))
+        return super().make_mlp(config, index, parallel)
+
+
+def check_experts(config: "PretrainedConfig", source: str, sizes: tuple[str, ...] = ("moe_intermediate_size",)) -> None:
+    """Raise a ValueError, which begins with `source`, if a mixture of experts cannot have these values.
+
+    Args:
+        sizes: the names of the sizes that must be at least 1.
+    """
+    k = config.num_experts_per_tok
+    experts = config.num_experts
+    if not 1 <= k <= experts:
+        raise ValueError(f"{source}: num_experts_per_tok is {k}; it must be from 1 to num_experts, which is {experts}")
+    for name in sizes:
+        if getattr(config, name) < 1:
+            raise ValueError(f"{source}: {name} is {getattr(config, name)}; it must be at least 1")
 
 
 class SparseDecoder(Decoder):
@@ -131,15 +168,5 @@ class SparseDecoder(Decoder):
     @classmethod
     def check_config(cls, config: "PretrainedConfig", source: str) -> None:
         super().check_config(config, source)
-        if not find_sparse_layers(config):
-            return
-        k = config.num_experts_per_tok
-        experts = config.num_experts
-        if not 1 <= k <= experts:
-            raise ValueError(
-                f"{source}: num_experts_per_tok is {k}; it must be from 1 to num_experts, which is {experts}"
-            )
-        if config.moe_intermediate_size < 1:
-            raise ValueError(
-                f"{source}: moe_intermediate_size is {config.moe_intermediate_size}; it must be at least 1"
-            )
+        if find_sparse_layers(config):
+            check_experts(config, source)

@@ -30,10 +30,23 @@ class Routing(NamedTuple):
     offsets: Tensor
 
 
+class SharedOutput(NamedTuple):
+    """Holds the output of an expert that every token has, and its gate.
+
+    Attributes:
+        y: [num_tokens, size], what it has computed.
+        gate: [num_tokens, 1]. The sigmoid of it is the expert's weight. Its rows may lie apart in memory.
+    """
+
+    y: Tensor
+    gate: Tensor
+
+
 def route_reference(logits: Tensor, k: int, normalize: bool, slots: Tensor) -> Routing:
     """Choose k experts for each token by the router's logits [num_tokens, num_experts].
 
     Args:
+        logits: their rows may lie apart in memory.
         normalize: whether a token's weights are divided by their sum.
         slots: int64 [num_tokens], where K and V of a token are stored; -1 marks padding, which gets no expert.
     """
@@ -71,14 +84,19 @@ def grouped_linear_reference(x: Tensor, weight: Tensor, routing: Routing, gather
     return y
 
 
-def combine_reference(y: Tensor, routing: Routing) -> Tensor:
+def combine_reference(y: Tensor, routing: Routing, shared: SharedOutput | None = None) -> Tensor:
     """Return the weighted sums [num_tokens, size] of each token's rows of y [pairs, size], which is in sorted order.
 
     Sums are float32, in the order of each token's weights. So the other tokens of a step change no bit of them.
+
+    Args:
+        shared: comes last in the sums, if the model has a shared expert.
     """
     total = torch.zeros(len(routing.places), y.shape[1], dtype=torch.float32, device=y.device)
     for places, weights in zip(routing.places.long().unbind(1), routing.weights.unbind(1), strict=True):
         total += y[places].float() * weights.unsqueeze(1)
+    if shared is not None:
+        total += shared.y.float() * shared.gate.float().sigmoid()
     return total.to(y.dtype)
 
 

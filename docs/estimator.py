@@ -1,0 +1,95 @@
+"""Writes the numbers of the estimator's page, docs/estimator.json: python -m docs.estimator
+
+All bytes come from `nanovllm estimate`, and the operations from the benchmark's count of a step. The page multiplies.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.bench_cost import Machine, Model, step_cost
+from nanovllm.commands.estimate import Estimate, estimate
+from nanovllm.config import EngineConfig
+from nanovllm.models.model_config import load_model_config
+from nanovllm.models.shapes import PRESETS, preset_config
+from nanovllm.runner.resolve import read_dtype
+
+NUMBERS = Path(__file__).with_suffix(".json")
+PAGE = Path(__file__).with_suffix(".html")
+DTYPES = ("bfloat16", "float32")
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+WEIGHTS: dict[str, tuple[dict[str, Any], str | None]] = {
+    "plain": ({}, None),
+    "int8": ({}, "int8"),
+    "4 bits": ({"quantization_config": AWQ}, None),
+}
+"""How weights are stored: what config.json has for it, and the option quantization."""
+
+
+def run_estimate(name: str, weights: str, dtype: str, max_num_seqs: int = 1, budget: int = 2) -> Estimate:
+    """Return the estimate of a preset, for a GPU in which everything fits."""
+    keys, quantization = WEIGHTS[weights]
+    hf_config = load_model_config(preset_config(name) | keys, name)
+    config = EngineConfig(
+        name, dtype=dtype, quantization=quantization, max_num_seqs=max_num_seqs, max_num_batched_tokens=budget
+    )
+    return estimate(hf_config, config, 1 << 50)
+
+
+def describe_preset(name: str) -> dict[str, Any]:
+    """Return what the page multiplies.
+
+    Bytes: `weights`, and of one token `kv`, of one row `state`, by their types. `activation`, of one token of a step,
+    and `logits`, of one sequence, are differences of two estimates. `unread` are parameters that a decode does not
+    read, because they belong to an embedding that is not the LM head.
+    """
+    hf_config = load_model_config(preset_config(name), name)
+    model = Model(hf_config, read_dtype(hf_config))
+    numbers: dict[str, Any] = {
+        "id": PRESETS[name],
+        "context": hf_config.max_position_embeddings,
+        "parameters": model.sizes.num_parameters,
+        "unread": 0 if hf_config.tie_word_embeddings else model.vocabulary_parameters,
+        "experts": None,
+    }
+    for mixture in model.mixtures[:1]:  # all have the same sizes
+        num_experts = len(mixture.experts.gate_up)
+        one = mixture.experts.gate_up[0].numel() + mixture.experts.down[0].numel()
+        parameters = num_experts * one * len(model.mixtures)
+        numbers["experts"] = {"parameters": parameters, "number": num_experts, "chosen": mixture.k}
+    for dtype in DTYPES:
+        small = run_estimate(name, "plain", dtype)
+        longer = run_estimate(name, "plain", dtype, budget=3)
+        wider = run_estimate(name, "plain", dtype, max_num_seqs=2)
+        numbers[dtype] = {
+            "kv": small.kv_bytes_per_token,
+            "state": wider.memory.states - small.memory.states,
+            "activation": longer.memory.activations - small.memory.activations,
+            "logits": wider.memory.activations - small.memory.activations,
+            "weights": {},
+            "formats": {},
+        }
+        for weights in WEIGHTS:
+            found = run_estimate(name, weights, dtype)
+            numbers[dtype]["weights"][weights] = found.memory.weights
+            numbers[dtype]["formats"][weights] = found.format
+    nothing = Machine(1, 1, 1)
+    first = step_cost(model, nothing, [(0, 1)], 1).flops
+    second = step_cost(model, nothing, [(1, 1)], 1).flops
+    numbers["operations"] = {"token": 2 * first - second, "context": second - first}
+    return numbers
+
+
+def render_estimator() -> str:
+    """Return the estimator: HTML with its style, its script and its numbers, to be put into a page."""
+    return PAGE.read_text(encoding="utf-8").replace("NUMBERS", NUMBERS.read_text(encoding="utf-8").strip(), 1)
+
+
+def main() -> None:
+    numbers = {name: describe_preset(name) for name in PRESETS}
+    lines = (f"{json.dumps(name)}: {json.dumps(values)}" for name, values in numbers.items())
+    NUMBERS.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
