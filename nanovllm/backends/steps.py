@@ -34,7 +34,7 @@ class Steps:
         return work()
 
     def renew(self) -> None:
-        """Note that weights may lie in other memory than before."""
+        """Note that weights may lie in other memory than before. On a GPU they never do."""
 
     def release(self) -> None:
         """Forget what was recorded. This comes before the memory that it uses is freed."""

@@ -88,7 +88,7 @@ FORMATS = ((8, 1024, False), (4, 128, True), (4, 128, False), (4, 32, False), (8
 # Types by argument name: pointers first, then scalars; anything else is an int32.
 _TYPES = {
     "*fp32": """cos_sin partial_out partial_lse chunk_max chunk_weight part_weight threshold weights penalties values
-        log_sums scales recurrent a_log dt_bias""",
+        log_sums scales recurrent a_log dt_bias solve attend gains""",
     "*i32": """seq_lens items first_item share_begins arrivals block_tables cu_seqlens positions chunk_argmax listed
         places tokens offsets experts rows indices masks counts num_computed num_scheduled planned_ids tables table
         last_token token_ids checked num_above zeros""",
@@ -155,8 +155,10 @@ def launches(
             yield launch(gated_rms_norm._gated_rms_norm_kernel, config)
             yield launch(gate_and_mul._gate_and_mul_kernel, gate_and_mul.gate_and_mul_config(silu=False))
             for ranks in (1, 2, 4, 8):
-                config = gated_delta.gated_delta_config(16 // ranks, model.value_heads // ranks, 128, 128)
-                yield launch(gated_delta._gated_delta_kernel, config)
+                config = gated_delta.head_config(16 // ranks, model.value_heads // ranks, 128, 128)
+                yield launch(gated_delta._gated_delta_kernel, config | gated_delta.TOKEN_CONFIG)
+                yield launch(gated_delta._prepare_chunks_kernel, config | gated_delta.chunk_config(dtype))
+                yield launch(gated_delta._run_chunks_kernel, config | gated_delta.run_config(dtype))
         if model.expert_size:
             has_shared = model.value_heads > 0
             config = route.choose_experts_config(model.num_experts, 8, True)
@@ -195,6 +197,7 @@ def quantized_launches(
         for num_rows in (1, 64, 65):
             tile = quantized_linear.tile_config(num_rows, quantized_linear.TILES, itemsize)
             yield quantized_linear._quantized_linear_kernel, config | {"HAS_BIAS": num_rows == 64} | tile, types
+        yield quantized_linear._dequantize_kernel, config | {"BLOCK_N": 32, "num_warps": 4}, types
         for num_tokens in (1, 512, 1024) if formats is FORMATS else (1,):
             tile = quantized_linear.tile_config(num_tokens, quantized_linear.GROUPED_TILES, itemsize)
             experts = {"GATHER": num_tokens != 512, "EXPERTS": 128}

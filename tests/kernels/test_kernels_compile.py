@@ -31,7 +31,7 @@ def compile_all(*arguments: str) -> list[dict[str, Any]]:
 
 def check(compiled: list[dict[str, Any]]) -> None:
     kernels = {result["kernel"] for result in compiled}
-    assert len(kernels) == 21, kernels
+    assert len(kernels) == 24, kernels
     for result in compiled:
         assert result["shared"] <= SHARED_KIB[result["arch"]] * 1024, result
         check_waits_first(result)
@@ -46,9 +46,10 @@ def check(compiled: list[dict[str, Any]]) -> None:
             assert result["stack"] == 0 or result["config"]["HEAD_DIM"] < 256, result
             continue
         # What a step of decodes launches reads nothing two bytes at a time, and logits sixteen.
-        # But for the two gates of a head, of this token and of the next one; for the gate of a shared expert; and for
-        # the logits of a router that stand beside such gates: a thread has eight of them.
-        most = {"_gated_delta_kernel": 4, "_combine_experts_kernel": result["config"].get("HAS_SHARED", 0)}
+        # But for the two gates of a head, which in a step with prompts are those of a chunk; for the gate of a shared
+        # expert; and for the logits of a router that stand beside such gates: a thread has eight of them.
+        most = {"_gated_delta_kernel": 2, "_prepare_chunks_kernel": 20}
+        most["_combine_experts_kernel"] = result["config"].get("HAS_SHARED", 0)
         most["_choose_experts_kernel"] = 8 if "logits_stride" in result["types"] else 0
         assert result["narrow_loads"] <= most.get(result["kernel"], 0), result
         assert result["wide_loads"] >= 2 or "logits_ptr" not in result["types"], result

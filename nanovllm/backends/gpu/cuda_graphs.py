@@ -141,12 +141,6 @@ class CudaGraphs(Steps):
         graph.replay()
         return result
 
-    def renew(self) -> None:
-        """Capture all graphs anew, if the matrices lie in other memory now. Weights in 16 bits are written in place."""
-        if self._runner.quantizer is not None:
-            self.release()
-            self.capture()
-
     def release(self) -> None:
         """Free the graphs. This comes before the memory they point into is freed, and before a process group ends."""
         for graph, _ in self._graphs.values():
