@@ -73,6 +73,11 @@ class EngineConfig:
     pipeline_parallel_size: int = _pace(
         1, "number of ranks (GPUs, or processes on a CPU) of which each computes some of the layers"
     )
+    data_parallel_size: int = _pace(
+        1,
+        "number of replicas: engines in processes of their own that share the requests. Each has its own GPUs, or its "
+        "own share of the cores and the memory",
+    )
     distributed_backend: str = _results(
         "auto",
         "library through which the ranks talk: nccl or gloo. With gloo, several ranks can share one GPU, but slowly. "
@@ -184,6 +189,7 @@ class EngineConfig:
         put("device", str(self.device))
         check_integer("tensor_parallel_size", 1, 8)
         check_integer("pipeline_parallel_size", 1, 8)
+        check_integer("data_parallel_size", 1)
         if self.tensor_parallel_size > 1 and self.pipeline_parallel_size > 1:
             raise ValueError(
                 f"tensor_parallel_size is {self.tensor_parallel_size} and pipeline_parallel_size is "
@@ -211,7 +217,7 @@ class EngineConfig:
 
     @property
     def num_ranks(self) -> int:
-        """The number of processes of an engine."""
+        """The number of processes of an engine, of which there are data_parallel_size."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @classmethod
@@ -285,6 +291,7 @@ class EngineOptions(TypedDict, total=False):
     device: str
     tensor_parallel_size: int
     pipeline_parallel_size: int
+    data_parallel_size: int
     distributed_backend: str
     max_model_len: int
     max_num_seqs: int | None

@@ -400,7 +400,7 @@ class LLM:
 
     def observe(self, observer: StepObserver) -> None:
         """Tell an observer about every step from now on. Benchmarks use this, for example."""
-        self.engine.observers.append(observer)
+        self.engine.observe(observer)
 
     def stats(self) -> dict[str, int]:
         """Return cumulative counts of steps, tokens, cache hits and preemptions, and the numbers of blocks.

@@ -390,6 +390,10 @@ class LLMEngine:
         """Return the output of a request that has ended, with all its completions. `seq` is the first completion."""
         return make_output(seq, self.tokenizer, self._parse)
 
+    def observe(self, observer: StepObserver) -> None:
+        """Tell an observer about every step from now on."""
+        self.observers.append(observer)
+
     def stats(self) -> dict[str, int]:
         """Return counts since the engine was made, and how many blocks there are and are free now."""
         scheduler = self.scheduler
