@@ -51,6 +51,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--temperature", type=float, default=0.6)
     add("--seed", type=int, default=0, help="seed of the workload")
     add("--dtype", default="auto", help="type of weights, activations and KV cache")
+    add("--kv-cache-dtype", default="auto", help="as the option of LLM; other engines ignore it")
     add("--device", default="auto", help="cpu or cuda")
     add("--threads", type=int, help="CPU threads; default: OMP_NUM_THREADS, or the physical cores")
     add("--tensor-parallel-size", type=int, default=1, metavar="N")
@@ -101,6 +102,7 @@ def run_engine(args: argparse.Namespace, workload: Workload, vocab_size: int, de
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
         attention_backend=args.attention_backend,
+        kv_cache_dtype=args.kv_cache_dtype,
         speculative_config=args.speculative_config,
         **options,
     )
@@ -247,12 +249,12 @@ def main(arguments: list[str] | None = None) -> None:
     is_shape = args.model.lower() in PRESETS
     hf_config = fetch_config(args.model)
     names = ("model", "dtype", "device", "attention_backend", "tensor_parallel_size", "pipeline_parallel_size")
-    names += ("max_num_seqs",)
+    names += ("max_num_seqs", "kv_cache_dtype")
     resolved = resolve_options(EngineConfig(**{name: getattr(args, name) for name in names}), hf_config)
     args.max_num_seqs = resolved.max_num_seqs
     device = torch.device(resolved.device)
     dtype = getattr(torch, resolved.dtype)
-    model = Model(hf_config, dtype)
+    model = Model(hf_config, dtype, kv_dtype=getattr(torch, resolved.kv_dtype))
     if format := find_format(args.quantization, hf_config):
         num_bytes = count_bytes(model.sizes.model, format, dtype.itemsize)
         model = replace(model, quantized_itemsize=num_bytes / model.sizes.num_parameters)

@@ -182,6 +182,7 @@ def _own_arguments(args: argparse.Namespace) -> list[str]:
     """Return the arguments that make bench.py run the same workload with the same options."""
     names = ("num_seqs", "input_len", "output_len", "shared_prefix", "temperature", "seed", "device", "max_model_len")
     names += ("tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "attention_backend")
+    names += ("kv_cache_dtype",)
     arguments = []
     for name in names:
         value = getattr(args, name)

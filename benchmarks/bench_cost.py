@@ -27,13 +27,16 @@ class Model:
 
     Attributes:
         config: its transformers configuration.
-        dtype: the type of its activations and its cache, and of its weights unless these are quantised.
+        dtype: the type of its activations, of its weights unless these are quantised, and of its cache unless that has
+            a type of its own.
         quantized_itemsize: the bytes of a weight, if some are quantised: the mean of all. None if none are.
+        kv_dtype: the type of its keys and values; None: dtype.
     """
 
     config: Any
     dtype: torch.dtype
     quantized_itemsize: float | None = None
+    kv_dtype: torch.dtype | None = None
 
     @functools.cached_property
     def sizes(self) -> Sizes:
@@ -50,7 +53,7 @@ class Model:
 
     @functools.cached_property
     def kv_bytes_per_token(self) -> int:
-        return self.sizes.kv_bytes(self.dtype)
+        return self.sizes.kv_bytes(self.kv_dtype or self.dtype)
 
     @functools.cached_property
     def row_bytes(self) -> int:

@@ -196,7 +196,7 @@ def time_attention(backend: Backend, model: Model, num_seqs: int, query_len: int
     read = 2 * num_seqs * seq_len * model.num_kv_heads * model.head_dim * ITEMSIZE
     caches = [backend.allocate_cache(shape, DTYPE, torch.device("cuda")) for _ in range(num_sets(read))]
     for cache in caches:
-        for side in cache:
+        for side in (cache.keys, cache.values):
             side.normal_()
     tables = torch.randperm(num_blocks, device="cuda").view(num_seqs, per_seq).int()
     inputs = make_inputs(num_seqs, query_len, seq_len, tables)

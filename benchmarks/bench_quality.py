@@ -1,4 +1,4 @@
-"""Measures what quantised weights cost in quality: perplexity, KL divergence and equal most likely tokens.
+"""Measures what quantised weights, or a KV cache of bytes, cost: perplexity, KL divergence, equal most likely tokens.
 
     python benchmarks/bench_quality.py MODEL                        a folder or a Hugging Face id
     python benchmarks/bench_quality.py tiny-qwen3 --chats 300       the built-in model, on questions of its own kind
@@ -61,6 +61,8 @@ class Format(NamedTuple):
 
 FORMATS = {
     "bfloat16": Format({"dtype": "bfloat16"}),
+    "bfloat16, KV cache in int8": Format({"dtype": "bfloat16", "kv_cache_dtype": "int8"}),
+    "float32, KV cache in int8": Format({"dtype": "float32", "kv_cache_dtype": "int8"}),
     "int8, computed in bfloat16": Format({"dtype": "bfloat16", "quantization": "int8"}),
     "int8, computed in float32": Format({"dtype": "float32", "quantization": "int8"}),
     "int8-dynamic, in bfloat16": Format({"dtype": "bfloat16", "quantization": "int8-dynamic"}),

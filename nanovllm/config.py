@@ -16,6 +16,7 @@ from nanovllm.utils.memory import CPU_CACHE_LIMIT
 CHOICES: Mapping[str, tuple[str, ...]] = {
     "dtype": ("auto", "float32", "float16", "bfloat16"),
     "attention_backend": ("auto", "flash_attn", "triton", "cpu", "torch"),
+    "kv_cache_dtype": ("auto", "int8", "fp8"),
     "distributed_backend": ("auto", "nccl", "gloo"),
     "load_format": ("auto", "dummy"),
     "quantization": ("int8", "int8-dynamic", "awq", "gptq", "compressed-tensors", "fp8"),
@@ -72,6 +73,11 @@ class EngineConfig:
     pipeline_parallel_size: int = _pace(
         1, "number of ranks (GPUs, or processes on a CPU) of which each computes some of the layers"
     )
+    data_parallel_size: int = _pace(
+        1,
+        "number of replicas: engines in processes of their own that share the requests. Each has its own GPUs, or its "
+        "own share of the cores and the memory",
+    )
     distributed_backend: str = _results(
         "auto",
         "library through which the ranks talk: nccl or gloo. With gloo, several ranks can share one GPU, but slowly. "
@@ -103,6 +109,10 @@ class EngineConfig:
     kvcache_block_size: int | str = _pace(
         "auto",
         "tokens in a block of the KV cache: a power of two, at least 16 (flash_attn: 256). auto is the backend's own",
+    )
+    kv_cache_dtype: str = _results(
+        "auto",
+        "type of keys and values; auto: the model's; int8: half the memory; fp8: likewise, on GPUs of sm_89 and later",
     )
     enable_prefix_caching: bool | None = _pace(
         None,
@@ -179,6 +189,7 @@ class EngineConfig:
         put("device", str(self.device))
         check_integer("tensor_parallel_size", 1, 8)
         check_integer("pipeline_parallel_size", 1, 8)
+        check_integer("data_parallel_size", 1)
         if self.tensor_parallel_size > 1 and self.pipeline_parallel_size > 1:
             raise ValueError(
                 f"tensor_parallel_size is {self.tensor_parallel_size} and pipeline_parallel_size is "
@@ -206,7 +217,7 @@ class EngineConfig:
 
     @property
     def num_ranks(self) -> int:
-        """The number of processes of an engine."""
+        """The number of processes of an engine, of which there are data_parallel_size."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @classmethod
@@ -264,6 +275,11 @@ class ResolvedConfig(EngineConfig):
         return int((self.speculative_config or {}).get("num_speculative_tokens", 0))
 
     @property
+    def kv_dtype(self) -> str:
+        """The torch name of the type that the KV cache has."""
+        return {"auto": self.dtype, "fp8": "float8_e4m3fn"}.get(self.kv_cache_dtype, self.kv_cache_dtype)
+
+    @property
     def max_blocks_per_seq(self) -> int:
         """The blocks that a sequence of max_model_len tokens needs."""
         return ceil_div(self.max_model_len, self.block_size)
@@ -277,6 +293,7 @@ class EngineOptions(TypedDict, total=False):
     device: str
     tensor_parallel_size: int
     pipeline_parallel_size: int
+    data_parallel_size: int
     distributed_backend: str
     max_model_len: int
     max_num_seqs: int | None
@@ -285,6 +302,7 @@ class EngineOptions(TypedDict, total=False):
     num_kvcache_blocks: int | None
     kvcache_memory_bytes: int | None
     kvcache_block_size: int | str
+    kv_cache_dtype: str
     enable_prefix_caching: bool | None
     enforce_eager: bool
     attention_backend: str

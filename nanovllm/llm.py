@@ -24,7 +24,7 @@ from nanovllm.utils.progress import ProgressBar
 logger = logging.getLogger(__name__)
 
 UNFINISHED = "requests of add_request() are unfinished: call step() until is_finished()"
-"""Refuses other activities between the calls of this loop."""
+"""Why other activities are refused until the requests of `add_request` have ended: see `Claim.refusal`."""
 
 Item = Request | Prompt | tuple[Prompt, SamplingParams | None]
 """An item of `stream`: a prompt, a prompt with its own sampling_params, or a request that `prepare` returned."""
@@ -88,6 +88,7 @@ class LLM:
             ValueError: a prompt is not valid. With several prompts the message has its number. No prompt has run then.
         """
         _check_others("generate", others)
+        # The claim knows which activity has the engine: a run, the loop of `step`, a load of weights, or sleep.
         self.engine.claim.check()
         requests = self.prepare_requests(list_prompts(prompts), sampling_params, show=use_tqdm)
         return _list_outputs(dict(self.run_requests(requests, "Generating", use_tqdm)))
@@ -143,7 +144,7 @@ class LLM:
                 for ended in run:
                     for number, seq in ended:
                         bar.update()
-                        if note_end is not None:
+                        if note_end is not None:  # it returns the request's number in the caller's order
                             number = note_end(number, seq)
                         yield number, self.engine.make_output(seq)
             finally:
@@ -290,9 +291,10 @@ class LLM:
     ) -> Iterator[tuple[int, Output]]:
         """Run requests from any iterable, and yield (index, output) as each request ends.
 
-        The iterable is read lazily, so it may be endless: at most 2 x max_num_seqs requests wait in the engine, and at
-        most 2 x max_num_seqs more in a thread that tokenises them while steps run. If the caller leaves the iterator
-        early, the requests that still run are aborted. `stream_tokens` yields the text of one request piece by piece.
+        The iterable is read lazily, so it may be endless. The engine takes a request while fewer than 2 x max_num_seqs
+        sequences wait. A thread tokenises up to 2 x max_num_seqs further requests while steps run. If the caller leaves
+        the iterator early, the requests that still run are aborted. `stream_tokens` yields the text of one request
+        piece by piece.
 
         Args:
             requests: one prompt or many, in every form that `generate` takes. An item may also be a tuple
@@ -317,8 +319,8 @@ class LLM:
             sampling_params: as `prepare` takes them.
 
         Returns:
-            A future of the request's Output. If the engine fails, is closed or asleep, or is used otherwise, the future
-            raises the reason.
+            A future of the request's Output. If the engine fails, is closed or asleep, or belongs to another activity,
+            the future raises the reason.
 
         Raises:
             ValueError: the request is not valid.
@@ -342,7 +344,7 @@ class LLM:
 
         return stream_pieces(self, prompt, sampling_params)
 
-    # ---- the loop of the project nano-vLLM, with which this class is compatible: the caller calls step()
+    # ---- the loop of the original nano-vLLM, with which this class is compatible: the caller calls step()
 
     @property
     def tokenizer(self) -> Any:
@@ -369,8 +371,8 @@ class LLM:
 
         Returns:
             ([(number, token ids) of each request that ended], count). The count is how many tokens the step computed,
-            as a negative number if the step only decoded. It is 0 if this call read no result: with overlap, the first
-            call only launches a step.
+            as a negative number if the step only decoded. It is 0 if this call read no result. At depth 2 (see
+            `LLMEngine`) the first call only launches a step.
         """
         with self._claim_loop("step()"):
             self.engine.last_read = None
@@ -379,6 +381,8 @@ class LLM:
         if read is None:
             return ended, 0
         plan = read.plan
+        # In a step that only decodes, each token gives a sample, and comes after the prompt. The last token of a prompt
+        # gives a sample, too, and may be the only one that the step computes of it.
         lengths = [seq.num_prompt_tokens for seq in read.seqs]
         are_decodes = plan.num_tokens == plan.num_sampled.sum() and (plan.num_computed >= lengths).all()
         return ended, -plan.num_tokens if are_decodes else plan.num_tokens
@@ -399,7 +403,7 @@ class LLM:
         return not self.engine.has_work
 
     def exit(self) -> None:
-        """`close`, as nano-vLLM calls it."""
+        """`close`, as the original nano-vLLM calls it."""
         self.close()
 
     @property
@@ -418,7 +422,7 @@ class LLM:
 
     def observe(self, observer: StepObserver) -> None:
         """Tell an observer about every step from now on. Benchmarks use this, for example."""
-        self.engine.observers.append(observer)
+        self.engine.observe(observer)
 
     def stats(self) -> dict[str, int]:
         """Return cumulative counts of steps, tokens, cache hits and preemptions, and the numbers of blocks.
@@ -439,7 +443,7 @@ class LLM:
         """Replace weights, for example after a step of training. The prefix cache is forgotten.
 
         One call is one load, unless `finish` says otherwise. Each call checks all names and shapes before it writes. A
-        load may replace some layers only, but of each layer's fused matrices (q, k and v; gate and up) all.
+        load may replace only some layers. It must replace all parts of a fused matrix: q, k and v, or gate and up.
 
         Args:
             named_tensors: (name in a checkpoint, tensor of any floating dtype, on any device). The head of a tied model

@@ -84,6 +84,10 @@ def make_engine(asked: EngineConfig) -> LLMEngine:
     """Load a model and what belongs to it: see `load_engine`. Errors are as short as their places raise them."""
     check_room()
     files = read_files(asked)
+    if asked.data_parallel_size > 1:
+        from nanovllm.distributed.replicas import load_replicas
+
+        return load_replicas(asked, files, assemble)
     config = resolve_options(asked, files.hf_config)
     if config.device == "cpu":
         limit_threads()
@@ -128,6 +132,7 @@ def assemble(
     tokenizer: Tokenizer | None,
     runner: "ModelRunner | LeadingRunner",
     num_blocks: int,
+    engine_class: Callable[..., LLMEngine] = LLMEngine,
 ) -> LLMEngine:
     """Put an engine together around a runner whose KV cache has so many blocks."""
     eos_token_ids = find_eos_token_ids(files.eos_token_id, tokenizer, config.vocab_size)
@@ -146,7 +151,7 @@ def assemble(
         default_params=files.default_params,
         origin=files.folder or files.source,
     )
-    return LLMEngine(
+    return engine_class(
         config,
         runner,
         scheduler,

@@ -69,13 +69,12 @@ OPTIONS: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("hf_overrides", "rope_scaling", "mm_processor_kwargs", "override_generation_config"), (None, {})),
     **dict.fromkeys(("enable_lora", "enable_prompt_embeds"), (False,)),
     **dict.fromkeys(("enable_expert_parallel", "skip_tokenizer_init", "calculate_kv_scales"), (False,)),
-    "data_parallel_size": (1,),
     "task": ("auto", "generate", "embed", "embedding"),
     "runner": ("auto", "generate", "pooling"),
     "convert": ("auto", "none", "embed"),
     **dict.fromkeys(("tokenizer_mode", "config_format"), ("auto", "hf")),
     "model_impl": ("auto", "vllm"),
-    **dict.fromkeys(("kv_cache_dtype", "generation_config"), ("auto",)),
+    "generation_config": ("auto",),
     "cpu_offload_gb": (0,),
     "tokenizer": (None,),  # or the model
     # These are nano-vLLM's.
@@ -135,7 +134,6 @@ HINTS: Mapping[str, str] = {
     "disable_additional_properties": 'write "additionalProperties": false into the schema',
     "enable_prompt_embeds": _TEXT_ALONE,
     "enable_lora": _ONE_ADAPTER,
-    "data_parallel_size": "a batch job shares its lines among engines (docs/ray.md)",
     "tokenizer": "put the other tokenizer's files into a copy of the model's folder",
     **dict.fromkeys(("hf_overrides", "rope_scaling"), _COPY),
     "override_generation_config": "give the values to SamplingParams",
@@ -199,6 +197,7 @@ HINTS: Mapping[str, str] = {
 SYNONYMS: Mapping[str, Mapping[Any, Any]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "load_format": {"safetensors": "auto", "hf": "auto"},
+    "kv_cache_dtype": {"fp8_e4m3": "fp8", "int8_per_token_head": "int8", "fp8_per_token_head": "fp8"},
     "num_kvcache_blocks": {-1: None},
     "quantization": {"int8_per_channel_weight_only": "int8", "awq_marlin": "awq", "gptq_marlin": "gptq"},
 }

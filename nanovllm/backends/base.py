@@ -1,6 +1,6 @@
 """The device seam: one object has all that differs from device to device.
 
-It computes the operators of a model, runs and repeats steps, moves data, and knows the memory. runner/resolve.py
+It computes the operators of a model, runs and replays steps, moves data, and knows the memory. runner/resolve.py
 chooses a backend at start-up. The runner and every layer call that object, so they do not need to know where they run.
 """
 
@@ -126,7 +126,7 @@ class Backend:
     def start_copy(self, values: Tensor) -> Tensor:
         """Start a copy to the host, and return it. Its values may be read when the device has ended the step.
 
-        It is a copy on a CPU, too: what repeats a step writes the results to the same place each time.
+        It is a copy on a CPU, too: a replayed step writes its results to the same place each time.
         """
         return values.to("cpu", copy=True)
 
@@ -140,14 +140,16 @@ class Backend:
         """Return a zeroed cache of one layer. Its shape is [num_blocks, block_size, num_kv_heads, head_dim].
 
         Its memory has another order: heads come before tokens. So one head of one block is contiguous, as kernels read
-        it.
+        it. A type of one byte holds codes, and gets scales.
         """
         num_blocks, block_size, num_kv_heads, head_dim = shape
         stored = (num_blocks, num_kv_heads, block_size, head_dim)
-        return KVCache(*(self.zeros(stored, dtype, device).transpose(1, 2) for _ in KVCache._fields))
+        parts = [self.zeros(stored, dtype, device) for _ in ("keys", "values")]
+        scales = [self.zeros(stored[:3], torch.float32, device) for _ in parts if dtype.itemsize == 1]
+        return KVCache(*(part.transpose(1, 2) for part in parts + scales))
 
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return zeros for the keys, or for the values, of one layer. `allocate_cache` calls it for each of the two."""
+        """Return zeros for a part of a layer's cache: its keys, its values, or the scales of one of them."""
         return torch.zeros(shape, dtype=dtype, device=device)
 
     def prepare_weights(self, weights: Iterable[Tensor]) -> None:
@@ -188,8 +190,13 @@ class Backend:
         """Return why this backend cannot run on this machine, as a clause of an error message; None if it can."""
         return None
 
+    @classmethod
+    def list_kv_cache_dtypes(cls, device: torch.device) -> tuple[str, ...]:
+        """Return the values of `kv_cache_dtype` that this backend's kernels support on the device."""
+        return ("auto", "int8")
+
     def compile_kernels(self, runner: "ModelRunner") -> None:
-        """Compile the kernels that steps will launch, if any are compiled while a program runs."""
+        """Compile the kernels that steps will run, if any are compiled while a program runs."""
 
     def why_broken(self) -> str | None:
         """Return why no further step can run after a failed one; None if it can."""

@@ -1,4 +1,4 @@
-"""Runs the parts of a step. Here each part runs eagerly. A device may record a part once, and then repeat it."""
+"""Runs the parts of a step. Here each part runs eagerly. A device may record a part once, and then replay it."""
 
 from collections.abc import Callable
 from typing import Literal, TypeVar
@@ -8,33 +8,35 @@ from nanovllm.utils.clock import Clock
 
 T = TypeVar("T")
 StepPart = Literal["model", "sampler"]
-"""The two parts of a step: the model's layers, then LM head and sampler. Logits may be edited between them."""
+"""The two parts of a step: the model's layers; then LM head and sampler."""
 
 
 class Steps:
-    """Runs the parts of steps eagerly. A subclass records the parts of steps that only decode, and repeats them.
+    """Runs the parts of steps eagerly. A subclass records the parts of steps that only decode, and replays them:
+    `CudaGraphs` on a GPU, `RecordedSteps` with the C++ kernels.
 
     Attributes:
-        most_seqs: the most sequences of a step that can be repeated; 0 if none can.
+        most_seqs: the most sequences of a step that can be replayed; 0 if none can.
     """
 
     most_seqs = 0
 
     def pad(self, plan: StepPlan) -> StepPlan:
-        """Return a plan of decodes, filled up to a size that can be repeated."""
+        """Return a plan of decodes, filled up to a size that can be replayed."""
         return plan
 
     def run(self, part: StepPart, size: int, work: Callable[[], T]) -> T:
         """Run a part of a step of `size` sequences, and return its results.
 
         Args:
-            work: computes the part. In every step of that size it reads its inputs at the same addresses: in the
-                staging buffer, and in the results of the other part. So a recording of it can be repeated.
+            work: computes the part, and returns its results. In every step of one size, the inputs of `work` are at
+                the same addresses: in the staging buffer, or in the results of the other part. So what one call of
+                `work` did can be recorded and replayed.
         """
         return work()
 
     def renew(self) -> None:
-        """Note that weights may lie in other memory than before."""
+        """Note that weights may lie in other memory than before. On a GPU they never do."""
 
     def release(self) -> None:
         """Forget what was recorded. This comes before the memory that it uses is freed."""

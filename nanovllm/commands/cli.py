@@ -102,7 +102,7 @@ def _add_chat(commands: Any) -> None:
     parser.add_argument(
         "--max-tokens", type=int, metavar="N", help="most tokens of an answer (default: what --max-model-len leaves)"
     )
-    add_engine_options(parser, without=("model", "max_num_seqs"))
+    add_engine_options(parser, without=("model", "max_num_seqs", "data_parallel_size"))
     parser.set_defaults(run=_chat, max_num_seqs=1)
 
 
@@ -145,10 +145,13 @@ def _add_run_batch(commands: Any) -> None:
     add("--served-model-name", metavar="NAME", help='the only "model" that lines may ask for (default: --model)')
     add("--stats", metavar="FILE", help="write the summary to this file, as JSON")
     add("--model", required=True, help=_help("model"))
-    cluster = parser.add_argument_group("on a Ray cluster: the one at RAY_ADDRESS, or one of this machine alone")
-    cluster.add_argument("--ray", action="store_true", help="run on a cluster; needs ray[data]")
-    cluster.add_argument("--replicas", type=int, default=1, metavar="N", help="number of engines (default: 1)")
-    add_engine_options(parser, without=("model",))
+    add("--data-parallel-size", "--replicas", type=int, default=1, metavar="N", help=_help("data_parallel_size"))
+    add(
+        "--ray",
+        action="store_true",
+        help="run on the Ray cluster at RAY_ADDRESS, or on one of this machine alone; needs ray[data]",
+    )
+    add_engine_options(parser, without=("model", "data_parallel_size"))
     parser.set_defaults(run=_run_batch)
 
 
@@ -166,14 +169,12 @@ def _run_batch(options: argparse.Namespace) -> int:
         accept_changes=options.accept_changes,
     )
     if not options.ray:
-        if options.replicas != 1:
-            raise ValueError("--replicas is for a Ray cluster: add --ray")
         return run_job(job)
     try:
         from nanovllm.jobs.cluster import run_on_ray
     except ImportError as error:
         raise ValueError(f"--ray needs Ray Data: pip install 'ray[data]' ({error})") from error
-    return run_on_ray(job, options.replicas)
+    return run_on_ray(job)
 
 
 def _add_estimate(commands: Any) -> None:
@@ -191,7 +192,7 @@ def _add_estimate(commands: Any) -> None:
         metavar="SIZE",
         help="memory of one GPU, such as 80GB or 80 (both mean 80 GiB), or in bytes",
     )
-    weights = ("tensor_parallel_size", "pipeline_parallel_size", "dtype", "quantization")
+    weights = ("tensor_parallel_size", "pipeline_parallel_size", "dtype", "quantization", "kv_cache_dtype")
     sizes = ("kvcache_block_size", "max_num_seqs", "max_num_batched_tokens")
     for name in ("max_model_len", *weights, "gpu_memory_utilization", *sizes):
         _add_engine_option(parser, name)

@@ -166,7 +166,7 @@ def _estimate(hf_config: "PretrainedConfig", config: ResolvedConfig, gpu_memory:
         weights = one.weight_bytes(dtype, quantizer)
         states = one.row_bytes(dtype) * (config.max_num_seqs + 1)
         taken = replace(memory, weights=weights, states=states)
-        return Estimate(config, num_parameters, taken, one.kv_bytes(dtype), named)
+        return Estimate(config, num_parameters, taken, one.kv_bytes(getattr(torch, config.kv_dtype)), named)
 
     estimates = [estimate_share(one) for one in shares]
     return min(estimates, key=lambda one: one.num_tokens)  # all stages have as many blocks as the poorest
@@ -182,6 +182,8 @@ def _advise(hf_config: "PretrainedConfig", estimated: Estimate) -> list[str]:
         changes.append({"dtype": "bfloat16"})
     if find_format(config.quantization, hf_config) is None:
         changes.append({"quantization": "int8"})
+    if config.kv_cache_dtype == "auto":
+        changes.append({"kv_cache_dtype": "int8"})
     changes += [{"max_num_batched_tokens": 2048}, {"max_num_seqs": 64}, {"gpu_memory_utilization": 0.95}]
     changes += [{"tensor_parallel_size": ranks} for ranks in (2, 4, 8) if ranks > config.tensor_parallel_size]
     advice: list[str] = []

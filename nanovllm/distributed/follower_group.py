@@ -25,7 +25,7 @@ import torch
 
 from nanovllm.config import ResolvedConfig
 from nanovllm.distributed.collectives import PeerLostError, choose_device
-from nanovllm.distributed.follower_process import FollowerProcess
+from nanovllm.distributed.follower_process import FollowerProcess, describe_end
 from nanovllm.distributed.ring import make_anonymous_file, make_ring
 from nanovllm.distributed.stages import StageSpan
 from nanovllm.engine.plan import IntArray
@@ -116,7 +116,7 @@ class FollowerGroup:
             self._fail(follower, str(error))
         except Exception as error:
             self._fail(follower, f"its report cannot be read: {error!r}")
-        end = follower.describe_end()
+        end = describe_end(follower.process)
         if self._deadline is not None and follower.process.returncode != 0:
             self._kill()  # rank 0, which closes the engine, may be waiting for a collective with it
         self._fail(follower, end)

@@ -40,7 +40,7 @@ from nanovllm.utils.checks import quote
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-ALIKE = ("dtype", "device", "attention_backend", "max_num_seqs", "max_model_len")
+ALIKE = ("dtype", "kv_cache_dtype", "device", "attention_backend", "max_num_seqs", "max_model_len")
 """The options that a draft model shares with the model, once they are resolved."""
 
 Indices = NDArray[np.intp]

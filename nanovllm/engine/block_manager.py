@@ -30,14 +30,16 @@ class BlockManager:
         evictable   no sequence has it, but its content can be found by digest and used again
         blank       no sequence has it, and its content is of no use
 
-    `take` gives out blank blocks first, then evictable ones, the least recently used first. `_evictable` is an ordered
-    dict (a linked list with an index), because a hit removes a block from its middle; a deque needs O(n) for that. A
-    sequence gives its blocks back in reverse order. So the tail of a prefix is evicted before its head. The other order
-    would be useless: a tail cannot be found without its head.
+    `take` gives out blank blocks first, then evictable ones, the least recently used first. A sequence gives its blocks
+    back in reverse order. So the tail of a prefix is evicted before its head. The other order would be useless: a tail
+    cannot be found without its head.
+
+    `_evictable` is an ordered dict, which is a linked list with an index. A hit removes a block from its middle in O(1)
+    time; a deque would need O(n).
 
     `_findable[digest]` is the one block that can be found by that digest. `_content[block]` is its digest, its parent's
     digest and its token ids. A hit must agree on all three. So if two digests are equal by accident, the block is not
-    used; wrong KV is never used. Both entries are removed when the block is given out again.
+    used; wrong KV is never used. Both entries are removed when the block is given out again, or when it is forgotten.
     """
 
     _digest = staticmethod(prefix_digest)
@@ -70,8 +72,9 @@ class BlockManager:
         return ceil_div(num_tokens, self.block_size)
 
     def find_prefix(self, seq: Sequence) -> list[int]:
-        """Return the blocks that hold the KV of the sequence's first tokens, up to the first block that is not found.
+        """Return the blocks of the sequence's first tokens, up to the first block that is not found.
 
+        They hold the KV of these tokens, or they will hold it when the steps that are planned by now have stored it.
         They hold at most `Sequence.max_cached_tokens` tokens, so at least one token is always left to compute. Its KV
         goes into a block of the sequence's own. So nothing ever writes into a shared block.
         """
@@ -89,7 +92,8 @@ class BlockManager:
     def can_take(self, count: int, hits: Seq[int] = ()) -> bool:
         """Return whether the pool can give a reference to each block in `hits`, and then `count` other blocks.
 
-        A hit that no sequence uses is free until it gets a reference, so it leaves one free block less.
+        A hit that no sequence uses counts as a free block until it gets its reference. Then one free block less is left
+        for the others.
         """
         num_free_hits = sum(1 for block in hits if self._references[block] == 0)
         num_lacking = count + num_free_hits - self.num_free

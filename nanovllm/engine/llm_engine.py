@@ -39,12 +39,12 @@ OPEN_RUN = (
     "another generate() or stream()",
     "of this engine is open: finish or close it first; several threads or asyncio tasks use submit()",
 )
-"""The arguments of `Claim.held_by` for a run."""
+"""Two arguments of `Claim.held_by`: how a run names itself, and what an activity that is refused can do."""
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Tells an engine about its model. The tokenizer and the runner are apart.
+    """Tells an engine about its model.
 
     Attributes:
         embedding_size: the number of elements of a hidden state.
@@ -66,6 +66,7 @@ class LLMEngine:
 
         request -> Sequence -> waiting -> schedule() -> launch(plan) -> handle.result() -> update() -> output
 
+    A request becomes one sequence for each of its completions. A step computes some tokens of several sequences.
     `run` takes requests and calls `step` until all requests have ended. At depth 1 the host launches a step and waits
     for its result. At depth 2 the host plans and launches step N + 1 while the device runs step N, so it reads tokens
     one step later. The code is the same; at depth 2 `_in_flight` has one more entry.
@@ -86,8 +87,9 @@ class LLMEngine:
         """Put an engine together from its parts. load.py makes the parts.
 
         Args:
-            runner: `ModelRunner` on one device; `LeadingRunner` (distributed/) for several ranks.
-            make_editor: called when the first request asks for edits of logits.
+            runner: `ModelRunner` on one device; `LeadingRunner` (distributed/) for several ranks, which are processes
+                that share one model.
+            make_editor: called when the first request asks for edits: changes of logits, such as penalties or masks.
             parse: see `make_output`.
         """
         self.config = config
@@ -111,7 +113,8 @@ class LLMEngine:
         self._in_flight: deque[tuple[int, ScheduledStep, Handle, Clock]] = deque()
         """The launched steps whose results are not fetched yet, the oldest first, with their numbers."""
         self._kept_error: Exception | None = None
-        """An error of `step` that came when requests had ended. That call returns them; the next one raises this."""
+        """An error of `step` that came after requests had ended in the same call. That call returned the requests; the
+        next one raises the error."""
         self.last_read: ScheduledStep | None = None
         """The most recent step that was read."""
 
@@ -141,7 +144,7 @@ class LLMEngine:
             ValueError: the engine cannot run the request. The message names the bad value, the limit, and the option
                 to change.
         """
-        self.claim.check_process()  # `editor` takes a lock
+        self.claim.check_process()  # in a forked process `editor` might wait for ever for its lock
         params = self.facts.default_params if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params is {quote(params)}; it must be a SamplingParams")
@@ -149,6 +152,7 @@ class LLMEngine:
             raise ValueError("this model has no LM head, so it can only embed: use embed()")
         params = params.clone()  # the caller may change the original while the request runs
         check_request(token_ids, params, self.tokenizer is not None, self.config.vocab_size, self.config.max_model_len)
+        # These are the fields of `SamplingValues` (ops/sample.py) that the backend's own sampler does not read.
         for name in self.config.refused_params:
             if (value := getattr(params, name)) != getattr(SamplingParams(), name):
                 raise refuse(value, name, f'left out with attention_backend="{self.config.attention_backend}"')
@@ -214,7 +218,7 @@ class LLMEngine:
         """Run requests. After each step, yield a list: (number, sequence) of each request that the step ended.
 
         The first number is 0. If `requests` yields None, no request is ready now: `run` makes a step, then asks again.
-        If it yields None and no request runs, the run ends. A Ctrl-C during a step is raised after the ended requests
+        The run ends when it has no request and gets none. A Ctrl-C during a step is raised after the ended requests
         were yielded. A second one closes the engine and is raised at once. However the generator is left, requests that
         have not ended are aborted. `holder` names the run to other activities: see `Claim.held_by`.
         """
@@ -251,7 +255,8 @@ class LLMEngine:
     def _take(self, incoming: Iterator[Request | None], numbers: dict[Sequence, int], count: Iterator[int]) -> None:
         """Queue and number requests while fewer than 2 x max_num_seqs sequences wait.
 
-        next() returns None if no request is ready now, and also if there are no more. To ask again does no harm.
+        next() returns None if no request is ready now, or if `incoming` has no more. The two need no distinction: `run`
+        asks again after the next step, and an iterator without items answers None again.
         """
         most_waiting = 2 * self.config.max_num_seqs
         while len(self.scheduler.waiting) < most_waiting and (request := next(incoming, None)):
@@ -278,8 +283,8 @@ class LLMEngine:
             if step is not None:
                 edits = None
                 if self.scheduler.edited_rows:
-                    # Edits may depend on tokens of steps in flight. If so, the runner runs the new step's model, reads
-                    # the steps in flight through this function, and then samples.
+                    # Edits of logits may depend on tokens of steps in flight. If so, the runner launches the layers of
+                    # the new step, reads the steps in flight through `_read_all`, and then samples.
                     edits = self.editor.collect(step, partial(self._read_all, clock, finished))
                 handle = self.runner.launch(step.plan, edits)
                 clock.span("launch")
@@ -298,7 +303,7 @@ class LLMEngine:
             return finished
 
     def _plan(self, clock: Clock) -> ScheduledStep | None:
-        """Return the next step, with its drafts; None if there is none. Observers hear of it."""
+        """Return the next step, with its drafts: guessed tokens that it verifies. None if no step can be planned."""
         step = self.scheduler.schedule()
         if step is None:
             return None
@@ -384,6 +389,10 @@ class LLMEngine:
     def make_output(self, seq: Sequence) -> Output:
         """Return the output of a request that has ended, with all its completions. `seq` is the first completion."""
         return make_output(seq, self.tokenizer, self._parse)
+
+    def observe(self, observer: StepObserver) -> None:
+        """Tell an observer about every step from now on."""
+        self.observers.append(observer)
 
     def stats(self) -> dict[str, int]:
         """Return counts since the engine was made, and how many blocks there are and are free now."""

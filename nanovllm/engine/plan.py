@@ -32,25 +32,26 @@ ROW_SAMPLING = np.dtype(
         ("is_edited", "<i4"),  # 1: its logits are edited before a token is sampled
     ]
 )
-"""The sampling values of a row. A plan carries them once, when a sequence moves in. Every field has 4 bytes, so an
-array of them can be read as int32: as a table of packed rows, with a column for each field. A float is there as its
-bits."""
+"""The sampling values of a row. A plan carries them once, when a sequence moves in. Every field has 4 bytes. So an
+array of n elements can be read as an int32 table with n rows and a column for each field: the packed sampling values.
+The 32 bits of a float stand there as an integer."""
 
 SAMPLING_COLUMNS = {name: column for column, name in enumerate(ROW_SAMPLING.names or ())}
-"""{a field of ROW_SAMPLING: its column in a table of packed rows, which is int32 [num_rows, all fields]}."""
+"""{a field of ROW_SAMPLING: its column in a table of packed sampling values, int32 [num_rows, all fields]}."""
 
 NUM_PER_SEQ = 5
-"""How many arrays of a plan have one element per sequence: rows to num_scored. They come first, then token_ids."""
+"""How many arrays of a `StepPlan` have one element per sequence: rows, num_computed, num_scheduled, num_sampled and
+num_scored. They come first, then token_ids."""
 
 EMBED = -1
 """The target of a prompt that is embedded: the hidden state of its last token is wanted, and no score."""
 
 
 def make_padding(num_seqs: int, row: int) -> IntArray:
-    """Return the first arrays of a plan of num_seqs dummy sequences. Each computes one token, with id 0.
+    """Return the first arrays of a plan whose sequences are all dummies. Each computes one token, with id 0.
 
-    A CUDA graph has a fixed number of sequences. A step with fewer is filled up with these. All of
-    them use one row that belongs to no sequence.
+    A CUDA graph has a fixed number of sequences. A step with fewer is filled up with dummies. All of them use one row
+    that belongs to no sequence.
 
     Returns:
         int32 [NUM_PER_SEQ + 1, num_seqs]: the arrays with one element per sequence, then token_ids.
@@ -63,22 +64,36 @@ def make_padding(num_seqs: int, row: int) -> IntArray:
 
 
 class StepPlan(NamedTuple):
-    """One step's work. Decodes (num_scheduled == 1) come first, then longer rows, each in order of admission.
+    """One step's work. Sequences that compute one token come first: those that decode, and prompts with one token left.
+    Then come those that compute several. Both kinds are in order of admission.
 
     A resident sequence owns one row of the device's tables from admission to release. The runner is not told when a row
     is released. The next owner overwrites what it needs.
+
+    An example: one request alone, whose prompt has the token ids 10 to 15. It asks for prompt_logprobs, so the tokens
+    of its prompt are scored, all but the first. The budget is 4 tokens a step. Two steps compute the prompt in two
+    chunks, and the third step decodes:
+
+        num_computed   num_scheduled   num_sampled   num_scored   token_ids     targets
+             0               4              0            4        10 11 12 13   11 12 13 14
+             4               2              1            1        14 15         15
+             6               1              1            0        -1
+
+    The logits of a token score the token after it. So the first chunk scores 14, which the second chunk computes. The
+    logits of 14 score 15. The first token of output is sampled from the logits of 15. It is on the device when the
+    third step runs, so the plan has -1 in its place.
 
     Attributes:
         rows: int32 [num_seqs], the row of each scheduled sequence.
         num_computed: int32 [num_seqs], tokens whose KV is in the cache before this step.
         num_scheduled: int32 [num_seqs], tokens to compute in this step, at least 1.
         num_sampled: int32 [num_seqs], how many tokens to sample. It is 0 if this step does not compute the sequence's
-            last token. Otherwise it is 1 + the number of drafts. The logits of the sequence's last num_sampled tokens
-            of this step are used, each for one sample.
+            last token. Otherwise it is 1 + the number of drafts. The last num_sampled tokens that the sequence computes
+            in this step give one sample each.
         num_scored: int32 [num_seqs], how many targets to score. The logits come from the num_scored tokens before the
             last num_sampled ones.
-        token_ids: int32 [num_tokens], the ids of the tokens to compute, sequence after sequence. Its drafts are the
-            last ones of a sequence. -1 stands for the token that the device sampled last for the row.
+        token_ids: int32 [num_tokens], the ids of the tokens to compute, sequence after sequence. The drafts of a
+            sequence are its last ids. -1 stands for the token that the device sampled last for the row.
         targets: int32 [sum of num_scored], sequence after sequence: the prompt tokens whose log-probability is wanted.
             The last target may be the first token of the next chunk. EMBED stands for the hidden state itself.
         block_entries: int32 [n, 3], new (row, index, block) entries of the block tables.
@@ -105,6 +120,7 @@ class StepPlan(NamedTuple):
 
     @property
     def num_decodes(self) -> int:
+        """How many sequences compute one token. To the layers such a sequence is a decode, even if it is a prompt."""
         return int(np.count_nonzero(self.num_scheduled == 1))
 
     @property
@@ -176,8 +192,8 @@ class StepResult:
         scores: {token id: log-probability} of each of the plan's targets that is a token.
         embeddings: float32 [hidden] of each target that is EMBED.
         prepare_seconds: how long the host took to pack the plan and send it to the device.
-        device_seconds: how long the device worked on the step. If several ranks share the layers out, how long rank
-            0's layers did.
+        device_seconds: how long the device worked on the step. If several ranks share the layers out, it is how long
+            rank 0 computed its own layers.
         command_seconds: how long rank 0 took to send the plan to the other ranks.
         spans: what such ranks did since the last result; only if they are asked to record it.
     """

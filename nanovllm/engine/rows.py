@@ -40,9 +40,10 @@ class RowTable:
     `num_computed <= num_tokens` always holds. The next step computes the difference, at most up to num_needed. With two
     steps in flight the device computes a token whose id the host has not read yet.
 
-    `num_releases` counts the rows that were ever freed. `released_at[row]` is this count from when the row was freed
-    last. A step keeps a copy of the count from when it was planned. If `released_at[row]` is larger than the copy, the
-    row was freed after that. One comparison of arrays answers this for all rows.
+    When the results of a step arrive, one question is asked for each of its rows: was the row freed after the step was
+    planned? `num_releases` counts how often rows were freed. `released_at[row]` is this count from when the row was
+    freed last, and a step keeps the count from when it was planned. The answer is yes if `released_at[row]` is larger.
+    One comparison of arrays answers the question for all rows.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -57,7 +58,7 @@ class RowTable:
         its own last sample."""
         self.unchecked_until = np.zeros(num_elements, np.int32)
         """While num_known is at most this, only a stop token can end the sequence. Above it, the length limit can, too.
-        It is 0 with stop strings or a grammar, so that `Sequence.check_end` looks at every token."""
+        With stop strings or a grammar it is 0: num_known is always more, so `Sequence.check_end` sees every token."""
         self.unchecked_until[NO_ROW] = np.iinfo(np.int32).min
         self.released_at = np.zeros(num_elements, np.int64)
         self.num_releases = 0
@@ -152,7 +153,8 @@ class BlockTables:
         self.room = np.zeros(table.num_rows, np.int32)
         """How many tokens fit into the row's blocks."""
         self._next_full = np.zeros(table.num_rows, np.int32)
-        """The sequence length at which the row's next block is full and can become findable. NEVER if none will."""
+        """How many tokens the sequence has when the first block that `register` has not handled yet is full. NEVER if
+        no further block will become findable."""
         self._new_entries: list[tuple[int, int, int]] = []
 
     def take_new_entries(self) -> IntArray:
@@ -205,9 +207,9 @@ class BlockTables:
     def register(self, rows: Rows, ends: IntArray) -> None:
         """Make the rows' full blocks findable by prefix, up to `ends`, if the ids of all their tokens are known.
 
-        The step that is being planned computes the tokens before `ends` that are not computed yet. In each layer all
-        keys and values are stored before attention reads them. So even another sequence of the same step may use these
-        blocks. A block with a placeholder cannot be found, because the id of that token is not known.
+        A block becomes findable before it is computed: when the step that fills it is planned. Even another sequence of
+        the same step may use it, because in each layer all keys and values are stored before attention reads them. A
+        block with a placeholder cannot be found, because the id of that token is not known.
         """
         size = self.manager.block_size
         known = np.minimum(ends, self._table.num_known[rows])

@@ -31,12 +31,13 @@ class Scheduler:
 
     There are no separate prefill and decode steps. Every step computes tokens that are not computed yet. Its budget is
     max_num_batched_tokens. Running sequences get tokens first, in order of admission. Then waiting sequences are
-    admitted, in order. Drafts get what is left of the budget.
+    admitted, in order. Drafts (guessed tokens that a step verifies) get what is left of the budget.
 
-    At most one sequence of a step is cut: the last one, and only while it computes its prompt. This holds if the step
-    may compute every running row (see `choose_running`). The reason: a sequence is admitted only if the sequences
-    before it leave a token of the budget. So at most one prompt is unfinished, and it is the last sequence. Each other
-    sequence needs one token per step, and there are never more of them than tokens in the budget.
+    A step cuts a sequence if it computes only some of the tokens that are known and not computed. At most one sequence
+    of a step is cut: the one that was admitted last. It still computes its prompt or, if it comes back after a
+    preemption, its prompt and its output. This holds if the step may compute every running row (see `choose_running`).
+    The reason: a sequence is admitted only if the sequences before it leave a token of the budget. Each sequence before
+    it needs one token per step, and there are never more of them than tokens in the budget.
 
     A step that preempts a sequence admits nobody. The preempted sequence is now the first in the queue, and a moment
     ago there were no blocks for it. Such a step verifies no drafts either, because drafts take blocks, too.
@@ -56,7 +57,8 @@ class Scheduler:
         self.scoring: Scoring | None = None
         """Made when the first request asks for scores or an embedding."""
         self.choose_running: Callable[[RowTable], Rows] | None = None
-        """Chooses the running rows that the next step may compute, in order of admission; None: all of them."""
+        """Chooses the running rows that the next step may compute, in order of admission; None: all of them. load.py
+        sets it for a pipeline (ranks share the layers out): there a sequence may be in only one step at a time."""
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[Sequence] = deque()
         self.table = RowTable(max_num_seqs)
@@ -66,9 +68,10 @@ class Scheduler:
         self.edited_rows: set[int] = set()
         """Rows of sequences that ask for edits of their logits."""
         self.may_stop = np.zeros(vocab_size + 1, bool)
-        """may_stop[id] is True if the token id is a stop token of any sequence ever added. If it is False, and
-        num_known is at most `RowTable.unchecked_until`, the token ends nothing, and `Sequence.check_end` is not called.
-        The last element is for id -1, a failed sample: numpy reads index -1 as the last one."""
+        """may_stop[id] is True if the token id is a stop token of any sequence ever added. No element is set back to
+        False: the price is a needless call of `Sequence.check_end` now and then. If the element is False, and num_known
+        is at most `RowTable.unchecked_until`, the token ends nothing. The last element is for id -1, a failed sample:
+        numpy reads index -1 as the last one."""
         self.may_stop[-1] = True
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
@@ -105,8 +108,8 @@ class Scheduler:
     def _schedule_running(self) -> tuple[Rows, IntArray, bool]:
         """Choose the running rows that compute tokens in this step, and take the blocks that they need.
 
-        While the pool has too few free blocks, the sequence that was admitted last is preempted, even if it is itself
-        the one that needs blocks. The loop ends, because the pool has blocks enough for any one sequence.
+        While the pool has too few free blocks, the sequence that was admitted last is preempted. This may be the very
+        sequence that needs blocks. The loop ends, because the pool has blocks enough for any one sequence.
 
         Returns:
             rows: the chosen rows, in order of admission.
@@ -218,7 +221,7 @@ class Scheduler:
         if self.scoring is not None and self.scoring.seqs:
             num_scored, targets, scored, is_only_scored = self.scoring.choose_targets(rows, ends)
             is_complete &= ~is_only_scored
-        # For a complete row this is 1, and 1 more for each draft: `ends` counts drafts, and `num_before` does not.
+        # A complete row samples 1 token, and 1 more for each draft. `ends` counts drafts, and `num_before` does not.
         num_sampled = ends + 1 - num_before
         sampling = rows
         if np.count_nonzero(is_complete) < len(rows):
@@ -236,7 +239,8 @@ class Scheduler:
             new_rows=pack_sampling(admitted, len(self.may_stop) - 1),
         )
         table.count_launched(rows, ends, num_before + num_sampled)
-        # In most steps every resident sequence decodes. Then they are in order of admission, as in `table.running`.
+        # In most steps every resident sequence decodes. Each scheduled row has at least one token. So if there are as
+        # many tokens as samples, each row has one, and the rows are in order of admission, as in `table.running`.
         are_all = num_tokens == len(sampling) == len(table.resident)
         seqs = table.running if are_all else table.sequences(sampling)
         return ScheduledStep(plan, seqs, sampling, table.num_releases, scored)
@@ -244,8 +248,8 @@ class Scheduler:
     def _fill_token_ids(self, rows: Rows, starts: IntArray, ends: IntArray, num_tokens: int) -> IntArray:
         """Return the ids of the tokens that a step computes, int32 [num_tokens].
 
-        The host sends the ids that come before `RowTable.num_sent`. The others are -1: the device has sampled these
-        tokens, or they are drafts, whose ids are written later.
+        The host sends the ids that come before `RowTable.num_sent`. The others are -1. They are tokens that the device
+        has sampled when this step runs, or drafts, whose ids `LLMEngine._plan` writes into the array afterwards.
         """
         table = self.table
         token_ids = np.empty(num_tokens, np.int32)
@@ -278,12 +282,13 @@ class Scheduler:
         if len(result.token_ids) == len(seqs) and step.num_releases == table.num_releases:
             receivers = seqs  # each sequence gets one token
             may_end = table.add_known(step.rows, 1) | self.may_stop[result.token_ids]
-        else:
+        else:  # the step verified drafts, or a row has lost its sequence meanwhile
             rows, num_new = self._find_receivers(step, result.token_ids)
             owners, result = step.keep(result, num_new)
             receivers = [seqs[i] for i in owners.tolist()]
             may_end = table.add_known(rows, num_new)
-            # `owners` has the index in `seqs` for each token. The owner of a stop token may end, too.
+            # `keep` has left only the tokens that a sequence gets in `result`. `owners` has the index in `seqs` of the
+            # sequence of each of them. The owner of a stop token may end, too.
             may_end[owners[self.may_stop[result.token_ids]]] = True
         for i, values in result.logprobs.items():
             receivers[i].logprobs.append(values)
@@ -307,7 +312,8 @@ class Scheduler:
         """Find out how many of the drawn tokens each sequence gets, and take rejected drafts out of the row table.
 
         A sequence may have lost its row since the step was planned. If it was preempted, it gets its tokens. If it has
-        ended, it gets none. No other step of a sequence with drafts is in flight.
+        ended, it gets none. A sequence keeps the drafts that agree with the drawn tokens. The others are rejected. They
+        can be taken out of the counts, because a sequence with drafts is in no other step in flight.
 
         Returns:
             For each of the step's n sequences: its row, or NO_ROW if it has lost it; and how many tokens it gets, int32
@@ -371,7 +377,8 @@ class Scheduler:
         row, seq = next(reversed(table.resident.items()))  # the last item: a dict keeps the order of insertion
         seq.num_in_flight = int(table.num_tokens[row] - table.num_known[row])
         if seq.is_only_scored and table.num_computed[row] == seq.num_needed:
-            # The step with its last scores is in flight. These will end it, so it must wait for them.
+            # The step that computes the sequence's last scores is in flight. The scores will end the sequence, so it
+            # must not be admitted again before they arrive.
             seq.num_in_flight = 1
         self._release(seq)
         self.waiting.appendleft(seq)
@@ -380,8 +387,11 @@ class Scheduler:
     def _release(self, seq: Sequence) -> None:
         """Free a sequence's blocks and row at once.
 
-        A step in flight may still write into these blocks. The step of a new owner is launched later, and the device
-        runs steps in order, so the new owner's data replace what was written.
+        A step in flight may still write into these blocks. Example: a sequence ends with a stop token, and the next
+        step is in flight and computes that token. Its keys and values go to a block that may have a new owner by then.
+        The step of the new owner is launched later, and the device runs steps in order, so the new owner's keys and
+        values replace them. A findable block is safe, too: all its tokens are known, and a step in flight writes there
+        only keys and values of just these tokens.
         """
         self.blocks.release(seq)
         if self.scoring is not None:

@@ -36,7 +36,7 @@ class Request:
     numbers: tuple[int, int] | None = None
     """The request's number, and that of its first sequence. None means the next ones: see `LLMEngine.next_numbers`."""
     reason: str = ""
-    """Why the engine gets the request now; "" in the given order."""
+    """Why the request comes at this place of the order. A trace shows it. It is "" if the order is the caller's."""
 
 
 def derive_seed(engine_seed: int, key: int | str) -> int:
@@ -60,8 +60,9 @@ def check_request(
     if not token_ids:
         raise ValueError("the prompt is empty; it must have at least one token")
     # A prompt that generates needs room for one more token, so its limit is max_model_len - 1. A prompt that is only
-    # scored generates nothing, and the model never computes its last token, so its limit is max_model_len + 1. A prompt
-    # that is embedded generates nothing, and the model computes all its tokens.
+    # scored (only the log-probabilities of its tokens are wanted) generates nothing. The model need not compute its
+    # last token, so its limit is max_model_len + 1. A prompt that is embedded (only its vector is wanted) generates
+    # nothing, and the model computes all its tokens.
     most = max_model_len + (0 if params.embed else 1 if params.max_tokens == 0 else -1)
     if len(token_ids) > most:
         raise ValueError(
@@ -78,8 +79,10 @@ def check_request(
 class Sequence:
     """Holds one completion of a request: its tokens, its limits, how it ended, and its log-probabilities.
 
-    A sequence is resident from its admission until it ends or is preempted. While it is resident, it has a row and
-    blocks. The counts that change with every token of a resident sequence are in the scheduler's `RowTable`.
+    A sequence waits until the scheduler admits it: gives it a row, which is a place in the device's tables, and blocks
+    of the KV cache. From then on it is resident, until it ends or is preempted. To preempt a sequence means to take its
+    row and its blocks away, and to let it wait again. The counts that change with every token of a resident sequence
+    are in the scheduler's `RowTable`.
     """
 
     error: str | None = None
@@ -103,7 +106,7 @@ class Sequence:
     ) -> None:
         self.seq_id = seq_id
         self.reason = reason
-        """The reason of the request."""
+        """`Request.reason`: why the request comes at its place of the order."""
         self.prompt = prompt
         """The text that was tokenised; None if the caller gave token ids."""
         self.params = params
@@ -116,12 +119,14 @@ class Sequence:
         self.limit = max(min(self.num_prompt_tokens + max_tokens, max_model_len), self.num_prompt_tokens)
         """Prompt and output together have at most this many tokens."""
         self.num_needed = self.num_prompt_tokens if params.embed else max(self.limit - 1, 1)
-        """At most this many tokens are computed. A prompt that is embedded is computed as a whole. Otherwise the last
-        of `limit` tokens is not computed, because no token follows it. A prompt of one token that is only scored takes
-        part in one step, so at least 1 token is computed."""
+        """At most this many tokens are computed:
+        all tokens of a prompt that is embedded;
+        otherwise all of `limit` tokens but the last one, because no token follows it;
+        but at least 1, so that a prompt of one token that is only scored takes part in one step."""
         scores_from = self.num_prompt_tokens if params.prompt_logprobs is None else max(params.prompt_logprob_start, 1)
         self.next_scored = scores_from
-        """Index of the first prompt token that no launched step scores. It is num_prompt_tokens if all are scored."""
+        """Index of the first prompt token that must be scored, and that no launched step scores. It is
+        num_prompt_tokens if no such token is left, or if no scores were asked for."""
         self.prompt_logprobs: list[dict[int, Logprob] | None] = [None] * scores_from
         """{token id: log-probability} per prompt token whose score was read. Tokens that are not scored have None."""
         self.embedding: NDArray[np.float32] | None = None
@@ -143,11 +148,13 @@ class Sequence:
         self.block_table: list[int] = []
         """The sequence's blocks in order, while it is resident. Only `BlockTables` changes this list."""
         self.digests: list[bytes] = []
-        """The `prefix_digest` of each of the first full blocks. They are kept, so that no block is hashed twice."""
+        """The hash of each full block that was hashed so far, in order: see `prefix_digest` in block_manager.py. They
+        are kept, so that no block is hashed twice."""
         self.drafting: Any = None
         """Only drafts/ reads and writes this."""
         self.num_in_flight = 0
-        """A preempted sequence waits until so many results of launched steps have arrived. Then it may be admitted."""
+        """After a preemption: how many of its tokens launched steps still sample. It is admitted again when they have
+        arrived. The value is 1 if a launched step computes its last scores."""
         self.times = [time.time()]
         """When it came and, once that is read, when it had its first token: in seconds since 1970."""
         self.num_cached_tokens: int | None = None
@@ -163,14 +170,14 @@ class Sequence:
     def is_only_scored(self) -> bool:
         """True if the sequence ends when its prompt is scored or embedded.
 
-        The last token of a prompt that is scored is never computed: its score comes from the logits of the token
-        before it.
+        The last token of a prompt that is only scored is not computed, unless it is the only one: its score comes from
+        the logits of the token before it.
         """
         return self.params.max_tokens == 0
 
     @property
     def wants_scoring(self) -> bool:
-        """True until all that is wanted of the prompt's scores, or its embedding, is planned."""
+        """True if the sequence is only scored or embedded, or if prompt tokens are left to score."""
         return self.is_only_scored or self.next_scored < self.num_prompt_tokens
 
     @property
@@ -194,8 +201,8 @@ class Sequence:
         """Decide whether one of the last num_new tokens ends the sequence, and drop the tokens after that one.
 
         This sets finish_reason and stop_reason, and returns finish_reason. Stop strings and grammars must see every
-        token, in order. Without them, the scheduler skips the call if `Scheduler.may_stop` and
-        `RowTable.unchecked_until` show that no new token can end the sequence.
+        token, in order. Without them the scheduler calls this only if a new token may be a stop token, or may reach
+        `limit`.
         """
         num_before = len(self.token_ids) - num_new
         for num_tokens, token_id in enumerate(self.token_ids[num_before:], num_before + 1):

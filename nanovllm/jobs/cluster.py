@@ -33,21 +33,18 @@ from nanovllm.ray import MAX_BATCHES, actors
 from nanovllm.uses.sharing import EngineThread
 
 
-def run_on_ray(job: Job, replicas: int = 1) -> Status:
+def run_on_ray(job: Job) -> Status:
     """Run a job on a cluster, or resume it. The results are those of `run_job`, and either may resume the other's job.
 
-    The cluster is that at RAY_ADDRESS, or else one of this machine alone, made for this job.
-
-    Args:
-        replicas: the number of engines.
+    The cluster is that at RAY_ADDRESS, or else one of this machine alone, made for this job. It gets data_parallel_size
+    engines.
     """
-    return supervise(job, lambda work: _answer(work, replicas))
+    return supervise(job, _answer)
 
 
-def _answer(work: OpenJob, replicas: int) -> None:
+def _answer(work: OpenJob) -> None:
     config = work.job.config
-    if replicas < 1:
-        raise ValueError(f"replicas is {replicas}; it must be at least 1")
+    replicas = config.data_parallel_size
     if work.first_reading is None or work.num_left is None:
         raise ValueError("with --ray the input must be a file or a folder: a pipe cannot be read twice")
     if config.trace is not None:
@@ -169,7 +166,7 @@ def _answer_parts(work: OpenJob, known: Container[int], size: int, pool: Mapping
     here: dict[str, Any] = {
         name: os.path.abspath(path) for name, path in folders.items() if path is not None and os.path.isdir(path)
     }
-    config = replace(job.config, **here)
+    config = replace(job.config, data_parallel_size=1, **here)
 
     def read(_: pyarrow.Table) -> Iterator[pyarrow.Table]:
         for part in read_parts(source, size, done, known):

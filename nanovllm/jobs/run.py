@@ -272,7 +272,7 @@ def _answer_here(work: OpenJob) -> None:
     first = work.first_reading
     lines = (line for line in reading if first is None or line.number in first.numbers)
     with closing(load_llm(work.job.config)) as llm, work.counts.show(llm.stats) as bar:
-        llm.observe(bar)
+        llm.engine.observers.append(bar)
         work.manifest.check_engine(read_provenance(llm.engine))
         admission = None
         if first is not None and work.job.config.order == "auto":  # whoever writes into a pipe may wait for answers

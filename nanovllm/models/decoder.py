@@ -1,7 +1,8 @@
 """The decoder of Qwen3 (https://arxiv.org/abs/2505.09388), Qwen2, Llama and Mistral.
 
 It computes the same numbers as transformers. The families differ in biases, and in norms of queries and keys.
-`FAMILIES` in config.py says which family has which. The decoders of other families replace parts of it.
+`FAMILIES` in models/model_config.py says which family has which. The decoders of other families are subclasses, which
+replace parts of this one.
 """
 
 from collections.abc import Collection, Iterator
@@ -106,7 +107,7 @@ class Attention(nn.Module):
     def make_cache(self, size: CacheSize, dtype: torch.dtype, device: torch.device) -> KVCache:
         """Return the blocks of this layer, empty."""
         shape = (size.num_blocks, size.block_size, self.kv_heads, self.head_dim)
-        return self.backend.allocate_cache(shape, dtype, device)
+        return self.backend.allocate_cache(shape, size.kv_dtype, device)
 
     def forward(self, x: Tensor, cos_sin: Tensor, cache: KVCache, inputs: StepInputs) -> Tensor:
         """x [num_tokens, hidden] -> [num_tokens, hidden]; the tokens' keys and values are stored in the cache first."""
@@ -192,8 +193,8 @@ class Decoder(nn.Module):
 
     Attributes:
         layer_class: the class of its layers. A family that differs in more than `Family` says has classes of its own.
-        norm_plus: the number that is added to the weights of norms when they are read. If it is 1, they stay in
-            float32, because the sum would lose bits in the model's dtype.
+        norm_plus: the number that is added to the weights of norms when they are read. A family that adds 1 also sets
+            `norm_dtype` of its layers to float32, because the sum would lose bits in the model's dtype.
         unread: prefixes of tensors' names. A checkpoint may have such tensors; no model reads them.
         elsewhere: prefixes of tensors' names. Other ranks read them.
     """
@@ -251,7 +252,8 @@ class Decoder(nn.Module):
             config: the same, resolved as for other families.
             sizes: those of the whole model.
             quantizer: knows the memory of quantised weights; None if none are.
-            gpu_memory: the bytes of a GPU that need not be here; None: the device that `config` names.
+            gpu_memory: the bytes of memory of a GPU that this machine may lack: `nanovllm estimate` asks for such a
+                GPU. None means the device that `config` names.
 
         Raises:
             ValueError: an option asks for what the family cannot do.
@@ -286,7 +288,7 @@ class Decoder(nn.Module):
     def weight_targets(self, names: Collection[str] = ()) -> NamedTargets:
         """Yield (name in a checkpoint, place to load it to) for every tensor that the model needs.
 
-        Modules have the names that checkpoints use.
+        Modules have the names that checkpoints use, there with "model." before them: see `name_in_checkpoint`.
 
         Args:
             names: the names in the checkpoint. They show in which of several forms it was saved.

@@ -43,15 +43,15 @@ class Sizes:
             return quantizer.count_bytes(self.model, dtype.itemsize)
         return self.num_parameters * dtype.itemsize
 
-    def kv_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of one token's keys and values, in all layers."""
-        return self._cache_bytes(CacheSize(num_blocks=1, block_size=1, num_rows=0), dtype)
+    def kv_bytes(self, kv_dtype: torch.dtype) -> int:
+        """Return the bytes of one token's keys and values in all layers, with their scales if they have some."""
+        return self._cache_bytes(CacheSize(num_blocks=1, block_size=1, num_rows=0, kv_dtype=kv_dtype), kv_dtype)
 
     def row_bytes(self, dtype: torch.dtype) -> int:
         """Return the bytes of the state of one row, in all layers; 0 for most families."""
-        return self._cache_bytes(CacheSize(num_blocks=0, block_size=1, num_rows=1), dtype)
+        return self._cache_bytes(CacheSize(num_blocks=0, block_size=1, num_rows=1, kv_dtype=dtype), dtype)
 
     def _cache_bytes(self, size: CacheSize, dtype: torch.dtype) -> int:
         layers: Iterable[Any] = self.model.layers
         caches = (layer.self_attn.make_cache(size, dtype, torch.device("meta")) for layer in layers)
-        return sum(tensor.nbytes for cache in caches for tensor in cache)
+        return sum(tensor.nbytes for cache in caches for tensor in cache if tensor is not None)

@@ -14,25 +14,35 @@ class KVCache(NamedTuple):
     """Keys and values of one layer, each of shape [num_blocks, block_size, num_kv_heads, head_dim].
 
     Each backend chooses the strides, that is the order in memory. A slot is `block * block_size + offset`.
+
+    If an element takes one byte, keys and values are codes, and each head of a token has a scale: float32 [num_blocks,
+    block_size, num_kv_heads]. An element means code * scale. Otherwise there are no scales.
     """
 
     keys: Tensor
     values: Tensor
+    key_scales: Tensor | None = None
+    value_scales: Tensor | None = None
 
 
 class CacheSize(NamedTuple):
-    """How much a layer caches: num_blocks blocks of block_size tokens, or a state for each of num_rows rows."""
+    """How much a layer caches: num_blocks blocks of block_size tokens, or a state for each of num_rows rows.
+
+    kv_dtype is the type of the keys and values in the blocks.
+    """
 
     num_blocks: int
     block_size: int
     num_rows: int
+    kv_dtype: torch.dtype
 
 
 def attend_reference(q: Tensor, cache: KVCache, inputs: StepInputs, scale: float) -> Tensor:
     """Compute causal attention of q over the cached keys and values.
 
-    It calls scaled_dot_product_attention once per sequence. The query heads that share a KV head are stacked as
-    rows of one matrix: first all tokens of one head, then of the next. So K and V need no copies for each head.
+    It calls scaled_dot_product_attention once per sequence. The query heads that share a KV head are stacked: their
+    queries are the rows of one matrix, first all tokens of one head, then of the next. So K and V need no copies for
+    each head.
 
     Args:
         q: [num_tokens, num_heads, head_dim].
@@ -45,14 +55,16 @@ def attend_reference(q: Tensor, cache: KVCache, inputs: StepInputs, scale: float
     out = torch.empty_like(q)
     grouped_q = q.view(-1, num_kv_heads, group, head_dim)
     grouped_out = out.view(-1, num_kv_heads, group, head_dim)
-    sides = [side.transpose(1, 2) for side in cache]  # [block, head, offset, dim]
+    sides = [side.transpose(1, 2) for side in cache if side is not None]  # [block, head, offset, ...]
     seq_lens = inputs.seq_lens if inputs.seq_lens_cpu is None else inputs.seq_lens_cpu
     query_lens = [1] * len(seq_lens) if inputs.query_lens_cpu is None else inputs.query_lens_cpu.tolist()
     start = 0
     for query_len, seq_len, table in zip(query_lens, seq_lens.tolist(), inputs.block_tables.unbind(0), strict=True):
         blocks = table[: ceil_div(seq_len, block_size)]
         # Small models spend most of a step here, and index_select is faster than indexing with [].
-        k, v = [side.index_select(0, blocks).transpose(0, 1).reshape(num_kv_heads, -1, head_dim) for side in sides]
+        k, v, *scales = [side.index_select(0, blocks).transpose(0, 1).flatten(1, 2) for side in sides]
+        if scales:
+            k, v = (side.float() * scale_of[..., None] for side, scale_of in zip((k, v), scales, strict=True))
         rows = grouped_q[start : start + query_len].permute(1, 2, 0, 3)
         mask = None
         if query_len > 1:
@@ -61,7 +73,7 @@ def attend_reference(q: Tensor, cache: KVCache, inputs: StepInputs, scale: float
             mask = torch.ones(query_len, seq_len, dtype=torch.bool, device=q.device).tril(seq_len - query_len)
             mask = mask.repeat(group, 1).unsqueeze(0)
         attended = F.scaled_dot_product_attention(
-            rows.reshape(1, num_kv_heads, group * query_len, head_dim),
+            rows.reshape(1, num_kv_heads, group * query_len, head_dim).to(k.dtype),
             k[None, :, :seq_len],
             v[None, :, :seq_len],
             attn_mask=mask,

@@ -45,6 +45,10 @@ def store_kv_reference(key: Tensor, value: Tensor, cache: KVCache, slots: Tensor
         slots = slots[kept]
     blocks = slots // block_size
     offsets = slots % block_size
+    if cache.key_scales is not None:
+        from nanovllm.ops.kv_codes import store_codes
+
+        return store_codes(key, value, cache, blocks, offsets)
     cache.keys[blocks, offsets] = key
     cache.values[blocks, offsets] = value
 

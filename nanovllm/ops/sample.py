@@ -1,5 +1,5 @@
-"""Samples one token per row. It draws a number u in (0, 1), adds the probabilities in order of token id, and takes the
-first token at which the sum exceeds u.
+"""Samples n tokens from a matrix of logits, [n, vocab]. For each of them it draws a number u in (0, 1), adds the
+probabilities in order of token id, and takes the first token at which the sum exceeds u.
 
 Every backend follows the same rule:
 
@@ -10,12 +10,13 @@ Every backend follows the same rule:
 4. min-p keeps the tokens whose exp(z) is at least min_p. exp(z) is the probability relative to the most likely token.
 5. Philox4x32-10 makes a uniform number u in (0, 1) from the request's seed (the key) and the position of the sampled
    token (the counter). It has no state, so a request draws the same numbers whatever else is in its batch, and also
-   after a preemption. (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".)
+   after a preemption. It gets the same tokens, too, if its logits have the same bits: with the C++ kernels they always
+   have; elsewhere rounding may differ. (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".)
 6. The token is the first one whose cumulative weight exceeds u * total. It is found in two levels: first the chunk of
    CHUNK tokens, then the token inside it.
 
-If the logits of a row hold a NaN, +inf or nothing finite, they are no distribution. Such a row is flagged as broken
-before all this, and gets some token of the vocabulary.
+If the logits of a token hold a NaN, +inf or nothing finite, they are no valid distribution. That is noted before all
+this, and the token is any one of the vocabulary.
 """
 
 import math
@@ -35,7 +36,7 @@ _MASK = 0xFFFFFFFF
 
 
 class SamplingValues(NamedTuple):
-    """The sampling parameters of n rows.
+    """The sampling parameters of n tokens that are sampled.
 
     Attributes:
         temperature, top_p, min_p: float32 [n].
@@ -49,12 +50,12 @@ class SamplingValues(NamedTuple):
     min_p: Tensor
     seeds: Tensor
 
-    def select(self, rows: Tensor) -> "SamplingValues":
-        """Return the values of some of the rows; `rows` has their indices, in any order."""
-        return SamplingValues(*(values[rows] for values in self))
+    def select(self, indices: Tensor) -> "SamplingValues":
+        """Return the values of some of the tokens, given their indices in any order."""
+        return SamplingValues(*(values[indices] for values in self))
 
     def has_filter(self, vocab_size: int) -> Tensor:
-        """Return bool [n]: whether top-k, top-p or min-p is on in each row."""
+        """Return bool [n]: whether top-k, top-p or min-p is on for each token."""
         return ((self.top_k > 0) & (self.top_k < vocab_size)) | (self.top_p < 1) | (self.min_p > 0)
 
 
@@ -79,11 +80,11 @@ def unpack_sampling(packed: Tensor) -> SamplingValues:
 
 
 class Sampled(NamedTuple):
-    """The sampled tokens, int32 [n], twice.
+    """The sampled tokens in two forms, int32 [n] each.
 
     Attributes:
         token_ids: always a token of the vocabulary, so that the next step can compute with it.
-        checked: the same, but -1 where the row is broken. The host reads these.
+        checked: the same, but -1 where the logits were not a valid distribution. The host reads these.
     """
 
     token_ids: Tensor
@@ -93,7 +94,7 @@ class Sampled(NamedTuple):
 def store_samples_reference(token_ids: Tensor, rows: Tensor, last_token: Tensor) -> None:
     """Write token_ids int32 [n] to the places `rows` int32 [n] of last_token, where the rows' next decodes read them.
 
-    If a row is there more than once, it keeps one of its tokens.
+    If a row occurs more than once in `rows`, it keeps one of its tokens.
     """
     last_token[rows] = token_ids
 
@@ -125,12 +126,12 @@ def uniform_reference(seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 def filter_reference(z: Tensor, values: SamplingValues) -> Tensor:
-    """Return bool [n, vocab]: the tokens that the filters keep, for z float32 [n, vocab] with maximum 0 in each row."""
+    """Return bool [n, vocab]: the tokens that the filters keep. z is float32 [n, vocab], and max(z, 1) is 0."""
     vocab_size = z.shape[1]
     top_p = values.top_p
     k = torch.where((values.top_k > 0) & (values.top_k < vocab_size), values.top_k, vocab_size)
-    # Sorting 150,000 values takes 10 ms a row, so only the largest values are sorted: as many as the largest k of the
-    # rows. `descending` may lack a token whose z equals the k-th one. The last line keeps it: it compares every z.
+    # Sorting 150,000 values takes 10 ms for one token. So only the largest values are sorted: as many as the largest k.
+    # `descending` may lack a token whose z equals the k-th one. The last line compares every z, so it keeps that token.
     descending = z.topk(int(k.max()), dim=1).values
     kth = descending.gather(1, (k - 1).unsqueeze(1).long())
     threshold = kth
@@ -146,8 +147,8 @@ def filter_reference(z: Tensor, values: SamplingValues) -> Tensor:
 
 
 def _find_first_above(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Return for each row the first index whose cumulative weight exceeds target [n], and the sum of the
-    weights before that index.
+    """Return for each row of the matrix `weights` the first index whose cumulative weight exceeds target [n], and the
+    sum of the weights before that index.
 
     Rounding may leave the target at or above the total. Then the index is the last one with a weight.
     """

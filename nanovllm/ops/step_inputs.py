@@ -12,7 +12,7 @@ from nanovllm.engine.plan import NUM_PER_SEQ, IntArray, StepPlan
 
 
 class DevicePlan(NamedTuple):
-    """The part of a `StepPlan` (engine/plan.py) that says what the layers compute, on the device.
+    """The arrays of a `StepPlan` (engine/plan.py) that say what the layers compute. The tensors are on the device.
 
     Attributes:
         rows, num_computed, num_scheduled: int32 [num_seqs].
@@ -31,7 +31,8 @@ class DevicePlan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """The inputs of the layers in one step of num_seqs sequences. Decodes (one query token) come first.
+    """The inputs of the layers in one step of num_seqs sequences. Query tokens are the tokens that the step computes.
+    Sequences with one query token come first: here they are called decodes.
 
     Every layer stores K and V before attention reads them. So a sequence finds its own new tokens in the cache. If it
     shares a block with another sequence of the same step, it finds that one's tokens, too.
@@ -45,8 +46,8 @@ class StepInputs:
         block_tables: int32 [num_seqs, max_blocks]; entries after a sequence's blocks are any valid block numbers.
         rows: int32 [num_seqs], the row of each sequence. Layers of linear attention keep their states in these.
         num_decodes: how many sequences have one query token.
-        query_lens_cpu, seq_lens_cpu: int32 [num_seqs] on the host. Backends choose the sizes of their launches by them.
-            None when a step is captured or recorded; every sequence is a decode then.
+        query_lens_cpu, seq_lens_cpu: int32 [num_seqs] on the host, from which backends choose how many programs a
+            kernel has. None while a step is recorded; every sequence is a decode then.
         prepared: what `Backend.prepare_attention` has made for `attend`. Only that backend reads it.
     """
 
@@ -68,8 +69,8 @@ def split_head(head: Tensor, num_seqs: int, num_tokens: int, plan: StepPlan | No
 
     Args:
         head: int32, the plan's arrays on the device. The result has views of it.
-        plan: its lengths choose the sizes of launches; None if every sequence computes one token, and the step is
-            recorded: then it must not depend on the numbers of one plan.
+        plan: the result gets its lengths. None while a step is recorded, which must not depend on the numbers of one
+            plan. Every sequence computes one token then.
     """
     end = NUM_PER_SEQ * num_seqs
     rows, num_computed, num_scheduled, *_ = head[:end].view(NUM_PER_SEQ, num_seqs).unbind(0)

@@ -325,14 +325,16 @@ class Filling:
         empty = nn.Parameter(torch.empty(0, dtype=dtype, device=self.device), requires_grad=False)
         operators = model.backend.find_operators(MatrixOperators, "quantized")
         if isinstance(module, Experts):
-            gate_up, down = (operators.make_experts(each, dtype) for each in codes)
+            new = (operators.make_experts(each, dtype) for each in codes)
+            gate_up, down = map(operators.keep_place, module.packed or (None, None), new)
             module.packed = (gate_up, down)
             module.gate_up = module.down = empty
             return
+        assert isinstance(module, MatrixModule)
         matrix = operators.make_matrix(codes.pop(), dtype, self.format.rounds_inputs)
+        matrix = operators.keep_place(module.packed, matrix)
         is_shared = model.tied and module is model.embed_tokens
         for owner in (module, model.lm_head) if is_shared else (module,):
-            assert isinstance(owner, MatrixModule)
             owner.packed = matrix
             owner.weight = empty
 

@@ -2,6 +2,7 @@
 
 import logging
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -78,6 +79,14 @@ class MatrixOperators:
     def make_experts(self, codes: Codes, dtype: torch.dtype) -> PackedExperts:
         """Return the matrices of one projection of all experts."""
         return TorchExperts(codes, dtype)
+
+    def keep_place(self, old: Any, new: Any) -> Any:
+        """Return what takes the place of a packed form: `new`, or `old` with the codes of `new`.
+
+        Args:
+            old: the form of the same matrix with other weights; None if there is none.
+        """
+        return new
 
     def warn(self, format: Format) -> None:
         """Log it if matrices of this format are multiplied slowly."""

@@ -18,12 +18,12 @@ class HeadInputs(NamedTuple):
         asked: ROW_SAMPLING [num_seqs], what each sequence of the plan asks for.
         hidden: [num_tokens, hidden], the hidden states.
         targets: int32 [num_scored in all], on the device.
-        sample_indices: int [n], the row of `hidden` that each sample needs; None if each row has one sample.
-        rows: int32 [n], the row that gets each sample.
+        sample_indices: int [n], the index in `hidden` that each sample needs; None if each index has one sample.
+        rows: int32 [n], the row of the device's tables that gets each sample.
         positions: int32 [n], the index in its sequence of each token that is sampled.
         sampling: int32 [n, width], the packed sampling values of each sample, if a row may have a new owner when they
             are needed; None if the device's table still has them.
-        target_indices: [len(targets)], the row of `hidden` that each target needs; None while `hidden` has all
+        target_indices: [len(targets)], the index in `hidden` that each target needs; None while `hidden` has all
             tokens.
     """
 

@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 def make_cache(runner: "ModelRunner") -> int:
-    """Make the KV cache, of as many blocks as every rank has room for, and what repeats the steps that read it.
+    """Make the KV cache, of as many blocks as every rank has room for, and what replays the steps that read it.
 
     All ranks call it, once. Returns the number of blocks.
 

@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 class ModelRunner:
     """One rank: the model, its KV cache, and the device's tables. Steps run in the order of their launch.
 
+    A rank is a process that computes the model or a share of it. `backend` has all that differs from device to device.
+    `device_rows` are the device's tables: a row has a sequence's blocks, its last token and its sampling values.
+
     Attributes:
         has_head: whether this rank takes part in computing logits.
     """
@@ -57,8 +60,8 @@ class ModelRunner:
             quantizer: gives it quantised matrices; None for a model without them.
             decoder: the class of the model.
         """
-        # It is the first attribute, because Python deletes attributes in order. If a runner is deleted without close(),
-        # its graphs must go before the process group (in `parallel`) that they use.
+        # `steps` is the first attribute, because Python deletes attributes in order. If a runner is deleted without
+        # close(), its graphs must go before the process group (in `parallel`) that they use.
         self.steps: Steps = EAGER
         self.caches: list[LayerCache] = []  # `fill_cache` fills it after the model is loaded
         self.draft: ModelRunner | None = None  # runs the draft model; load.py sets it if there is one
@@ -66,6 +69,7 @@ class ModelRunner:
         self.parallel = parallel
         self.device = torch.device(config.device)
         self.dtype: torch.dtype = getattr(torch, config.dtype)
+        self.kv_dtype: torch.dtype = getattr(torch, config.kv_dtype)
         self.hf_config = hf_config
         self.sizes = Sizes(hf_config, parallel.size, decoder)
         self.backend = make_backend(config.attention_backend, self.device)
@@ -81,8 +85,8 @@ class ModelRunner:
     # ---- a step
 
     def launch(self, plan: StepPlan, edits: StepEdits | None = None) -> StepHandle:
-        """Start a step. The handle's `result` waits for it. The plan has all sizes, so nothing is read from the device
-        here."""
+        """Start a step. The handle's `result` waits for it. The sizes of all tensors follow from the plan, so the host
+        need not wait for the device here."""
         with self.computing():
             stopwatch = self.backend.make_stopwatch()
             steps = self.choose_steps(plan)
@@ -95,7 +99,7 @@ class ModelRunner:
             return StepHandle(plan, result, stopwatch, self.backend)
 
     def choose_steps(self, plan: StepPlan) -> Steps:
-        """Return what runs the plan. It is repeated if it only decodes and is not too large.
+        """Return what runs the plan. A step that only decodes is replayed, if it is not too large.
 
         A step that also scores prompt tokens runs eagerly, because their number varies.
         """
@@ -113,12 +117,12 @@ class ModelRunner:
         return packed[: plan.head_size]
 
     def run_layers(self, plan: StepPlan, packed: Tensor, steps: Steps) -> HeadInputs:
-        """Run the first part of a step: the model's layers.
+        """Run the first part of a step: the model's layers. Return what the second part needs.
 
         Args:
             packed: the plan's arrays on the device: see `send`.
         """
-        # What repeats steps must not depend on the numbers of one plan, so it gets no plan.
+        # A recorded step must not depend on the numbers of one plan, so it gets no plan.
         planned = split_head(packed, plan.num_seqs, plan.num_tokens, plan if steps is EAGER else None)
         inputs, hidden = steps.run("model", plan.num_seqs, partial(self.forward, planned))
         rows, sample_indices, positions = choose_samples(plan, inputs, self.backend)
@@ -129,11 +133,11 @@ class ModelRunner:
     def run_head(self, head: HeadInputs, edits: StepEdits | None = None, steps: Steps = EAGER) -> DeviceResult:
         """Run the second part of a step: logits, scores and samples.
 
-        If logits are edited, or log-probabilities wanted, the step samples eagerly: graphs do not keep logits, because
-        those of all sizes would take gigabytes.
+        If logits are edited, or log-probabilities wanted, the step samples eagerly: no recording keeps its logits,
+        because on a GPU those of all sizes would take gigabytes.
 
         All ranks must choose the same way. Sampling ends with a broadcast between the ranks. If one rank did it
-        inside a graph and another outside, the broadcasts would not match, and both would wait for ever. So the
+        inside a CUDA graph and another outside, the broadcasts would not match, and both would wait for ever. So the
         choice depends on what every rank knows.
 
         Args:
@@ -168,7 +172,7 @@ class ModelRunner:
     def sample_decodes(self, inputs: StepInputs, hidden: Tensor) -> Tensor:
         """Sample as `sample_hidden` does, in a step that only decodes: each sequence has one hidden state.
 
-        A CUDA graph records this after `forward`.
+        Only `CudaGraphs` calls this: it is recorded before there is a plan, and replayed in place of `sample_hidden`.
         """
         return self.sample_hidden(hidden, inputs.rows, inputs.seq_lens)
 
@@ -195,7 +199,7 @@ class ModelRunner:
 
     def count_block_bytes(self) -> int:
         """Return the bytes of one block on this rank: keys and values of all layers, and those of the draft model."""
-        own = self.sizes.kv_bytes(self.dtype) * self.config.block_size
+        own = self.sizes.kv_bytes(self.kv_dtype) * self.config.block_size
         return own + (self.draft.count_block_bytes() if self.draft is not None else 0)
 
     def count_state_bytes(self) -> int:
@@ -208,20 +212,20 @@ class ModelRunner:
 
     def make_caches(self, num_blocks: int) -> list[LayerCache]:
         """Return the cache of each layer: blocks for keys and values, or a state for each row."""
-        size = CacheSize(num_blocks, self.config.block_size, self.config.max_num_seqs + 1)
+        size = CacheSize(num_blocks, self.config.block_size, self.config.max_num_seqs + 1, self.kv_dtype)
         layers: Iterable[Any] = self.model.layers
         return [layer.self_attn.make_cache(size, self.dtype, self.device) for layer in layers]
 
     def fill_cache(self, num_blocks: int) -> None:
-        """Allocate the KV cache of this runner and of the draft model, and make what repeats steps."""
+        """Allocate the KV cache of this runner and of the draft model, and make what records and replays steps."""
         if self.draft is not None:
             self.draft.fill_cache(num_blocks)
         self.caches = self.make_caches(num_blocks)
         self.steps = self.backend.make_steps(self)
-        self.backend.synchronize()  # the first step may come from another thread's stream
+        self.backend.synchronize()  # the first step may run on the stream of another thread, which does not wait
 
     def free_cache(self) -> None:
-        """Free the KV cache. What repeats steps goes first, because it uses addresses in the cache."""
+        """Free the KV cache. Recorded steps go first, because they use addresses in the cache."""
         self.steps.release()
         self.steps = EAGER
         self.caches = []

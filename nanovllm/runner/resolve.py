@@ -38,10 +38,10 @@ def resolve(
     """
     device = resolve_device(config.device) if gpu_memory is None else torch.device("cuda:0")
     block_size = None if config.kvcache_block_size == "auto" else int(config.kvcache_block_size)
-    group = find_group(hf_config, config.tensor_parallel_size)
+    heads = (hf_config.head_dim, find_group(hf_config, config.tensor_parallel_size))
     if config.tensor_parallel_size > 1:
         Sizes(hf_config, config.tensor_parallel_size)  # raises an error if the ranks cannot share the model
-    work = Work(device, read_dtype(hf_config), hf_config.head_dim, group, block_size, sizes.num_parameters)
+    work = Work(device, read_dtype(hf_config), *heads, block_size, sizes.num_parameters, config.kv_cache_dtype)
     if gpu_memory is None:
         dtype = resolve_dtype(config.dtype, config.attention_backend, work)
         backend = resolve_backend(config.attention_backend, work._replace(dtype=dtype))
@@ -117,6 +117,7 @@ class Work(NamedTuple):
         group: query heads per KV head, on one rank.
         block_size: tokens in a block of the KV cache; None if the backend is to choose.
         num_parameters: the parameters of the whole model.
+        kv_cache_dtype: as the user asks for it.
     """
 
     device: torch.device
@@ -125,6 +126,7 @@ class Work(NamedTuple):
     group: int
     block_size: int | None = None
     num_parameters: int = 0
+    kv_cache_dtype: str = "auto"
 
 
 def resolve_dtype(name: str, backend: str, work: Work) -> torch.dtype:
@@ -199,6 +201,7 @@ def why_cannot(name: str, work: Work) -> str | None:
         return f"kvcache_block_size is {work.block_size}; it must be a power of two from {sizes[0]} to {sizes[-1]}"
     facts = (
         ("dtype", work.dtype, backend.dtypes),
+        ("kv_cache_dtype", work.kv_cache_dtype, backend.list_kv_cache_dtypes(work.device)),
         ("head_dim", work.head_dim, backend.head_dims),
         ("query heads per KV head", work.group, backend.groups),
     )

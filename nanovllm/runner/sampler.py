@@ -17,8 +17,9 @@ from nanovllm.runner.device_rows import DeviceRows
 def choose_samples(plan: StepPlan, inputs: StepInputs, backend: Backend) -> tuple[Tensor, Tensor | None, Tensor]:
     """Choose the tokens after which the step samples: the last one of each sequence, and those followed by a draft.
 
-    A step samples for every sequence, or for none, so shapes are simple. A sequence whose num_sampled is 0 does not
-    want its sample: its prompt is not complete yet, or is only scored. `StepHandle` drops this sample.
+    If a step samples for one of its sequences, it samples for all of them. So the number of samples follows from the
+    numbers of sequences and drafts. A sequence whose num_sampled is 0 does not want its sample: its prompt is not
+    complete yet, or is only scored. `StepHandle` drops this sample.
 
     `Sampler.sample` writes every sample to the row's last_token. After an unwanted sample, or after several samples of
     one row, last_token is not valid. Nothing reads it then: the row's next plan has the token id itself, not -1.
@@ -67,8 +68,9 @@ class Sampler:
                 ranks other than 0.
             rows: int32 [n].
             positions: int32 [n], the index in its sequence of each token.
-            sampling: int32 [n, width], the packed sampling values of each token, if the rows may have new owners by
-                now; None if the device's table still has the values.
+            sampling: int32 [n, width], the packed sampling values of each token. In a pipeline other steps were sent to
+                the device since this step's layers began, so rows may have new owners. None if the device's table still
+                has the values.
 
         Returns:
             int32 [n], -1 for a row whose logits are not a valid distribution. On ranks other than 0 the values mean

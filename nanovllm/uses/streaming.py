@@ -5,6 +5,7 @@ from contextlib import closing
 from functools import partial
 from typing import Any
 
+from nanovllm.engine.llm_engine import OPEN_RUN
 from nanovllm.engine.output import read_text
 from nanovllm.engine.sequence import Request
 from nanovllm.outputs import Output
@@ -53,7 +54,7 @@ def stream_pieces(llm: Any, prompt: Any, sampling_params: SamplingParams | None)
     decoder = tokenizer.stop_matcher(request.params, request.prompt_token_ids)
     num_decoded = len(request.prompt_token_ids)
     num_given = 0
-    with closing(engine.run([request])) as run:
+    with closing(engine.run([request], ("stream_tokens()", OPEN_RUN[1]))) as run:
         for ended in run:
             for _, seq in ended:
                 yield read_text(seq, tokenizer)[num_given:]

@@ -2,7 +2,6 @@
 
 import math
 import os
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -21,15 +20,23 @@ def physical_cores(of_one_socket: bool = False) -> int:
     Args:
         of_one_socket: count only the socket with the most cores.
     """
+    counts = [len(cores) for cores in list_sockets()]
+    return max(counts) if of_one_socket else sum(counts)
+
+
+def list_sockets() -> list[list[set[int]]]:
+    """Return the cores of each socket that this process may use, each core as the numbers of its hyperthreads."""
     cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    cores = set()
-    for cpu in cpus:
+    sockets: dict[str, dict[str, set[int]]] = {}
+    for cpu in sorted(cpus):
         topology = CPUS / f"cpu{cpu}" / "topology"
         try:
-            cores.add(tuple((topology / name).read_text() for name in ("physical_package_id", "thread_siblings_list")))
+            socket, core = ((topology / name).read_text() for name in ("physical_package_id", "thread_siblings_list"))
         except OSError:
-            cores.add(("", str(cpu)))
-    return max(Counter(socket for socket, _ in cores).values()) if of_one_socket else len(cores)
+            socket = ""
+            core = str(cpu)
+        sockets.setdefault(socket, {}).setdefault(core, set()).add(cpu)
+    return [list(cores.values()) for cores in sockets.values()]
 
 
 def cpu_quota() -> float:

@@ -21,6 +21,9 @@ leaves less, they may end the process: tokenizers did so with 60 MiB."""
 CPU_CACHE_LIMIT = 4 << 30
 """Bytes that the KV cache takes on a CPU at most, where the user does not say."""
 
+share: int | None = None
+"""The bytes that this process may take, where it shares the machine with others of its kind; None: all that is free."""
+
 
 def cpu_cache_budget() -> int:
     """Return the bytes that the KV cache takes on a CPU, where the user does not say: other programs run there, too."""
@@ -34,14 +37,17 @@ def free_memory() -> int:
 
 
 def find_memory_limits() -> dict[str, int]:
-    """Return the limits of this process in bytes, by name: "RLIMIT_AS", "RLIMIT_DATA", "cgroup"."""
+    """Return the limits of this process in bytes, by name.
+
+    The names are "RLIMIT_AS", "RLIMIT_DATA", "data_parallel_size" (see `share`) and "cgroup".
+    """
     return {name: limit for name, (limit, _) in _read_limits().items()}
 
 
 def check_room() -> None:
     """Raise a ValueError if RLIMIT_AS or RLIMIT_DATA leaves so little that libraries would end the process."""
     for name, (limit, used) in _read_limits().items():
-        if name != "cgroup" and limit - used < ROOM:
+        if name.startswith("RLIMIT") and limit - used < ROOM:
             raise ValueError(
                 f"{name} is {limit >> 20} MiB, which leaves this process {max(limit - used, 0) >> 20} MiB; an engine "
                 f"needs at least {ROOM >> 20} MiB beside weights and KV cache: raise the limit (ulimit)"
@@ -60,7 +66,8 @@ def _read_limits() -> dict[str, tuple[int, int]]:
     """Return (limit, used) in bytes for each limit; of several cgroups that one which leaves least."""
     limits = {}
     with suppress(OSError, ValueError, IndexError):
-        # /proc/PID/statm counts pages: all of the address space first, data and stack in the sixth place.
+        # /proc/PID/statm counts pages: all of the address space, the resident ones, the resident ones of
+        # files, and in the sixth place data and stack.
         pages = [int(number) * os.sysconf("SC_PAGE_SIZE") for number in (PROCESS / "statm").read_text().split()]
         for name, kind, used in (
             ("RLIMIT_AS", resource.RLIMIT_AS, pages[0]),
@@ -69,6 +76,8 @@ def _read_limits() -> dict[str, tuple[int, int]]:
             limit = resource.getrlimit(kind)[0]
             if limit != resource.RLIM_INFINITY:
                 limits[name] = (limit, used)
+        if share is not None:
+            limits["data_parallel_size"] = (share, pages[1] - pages[2])  # what is resident, without files
     cgroups = []
     for folder, version in list_cgroups("memory"):
         with suppress(OSError, ValueError, KeyError):  # no limit ("max"), or no such file

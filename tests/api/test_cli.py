@@ -68,10 +68,10 @@ def test_every_engine_option_reaches_the_engine(monkeypatch: pytest.MonkeyPatch)
         "attention_backend": "torch",
         "load_format": "auto",  # with "dummy" there is no lora
         "distributed_backend": "gloo",
+        "order": "given",
         "reasoning_parser": "qwen3",
         "tool_call_parser": "hermes",
         "quantization": "int8",
-        "order": "given",
         "seed": -3,
         "speculative_config": {"method": "ngram", "num_speculative_tokens": 3},
     }

@@ -185,7 +185,6 @@ REFUSED = {
         "enable_lora": True,
         "hf_overrides": {"a": 1},
         "task": "classify",
-        "data_parallel_size": 2,
     },
     "SamplingParams": {"best_of": 2, "logits_processors": [print], "truncate_prompt_tokens": 4, "extra_args": {"a": 1}},
     "StructuredOutputsParams": {"structural_tag": "{}", "disable_any_whitespace": True, "whitespace_pattern": " "},

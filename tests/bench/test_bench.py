@@ -109,6 +109,14 @@ def test_quantised_weights_are_read_in_a_byte_each_and_activations_are_not() -> 
     assert (quantised.weight_bytes, quantised.kv_bytes_per_token) == (596_049_920, 114_688)
 
 
+def test_keys_and_values_are_read_in_a_byte_each_and_their_scales_in_four() -> None:
+    model = make_model(QWEN3_06B)
+    codes = replace(model, kv_dtype=torch.int8)
+    whole, half = (step_cost(one, Machine(1e9, 2e9, 1e30), [(99, 1)], num_sampled=1) for one in (model, codes))
+    assert codes.kv_bytes_per_token == 28 * 2 * 8 * (128 + 4)
+    assert whole.bytes - half.bytes == 101 * (114_688 - codes.kv_bytes_per_token)
+
+
 def test_the_floor_of_experts_reads_those_that_are_expected_to_be_touched() -> None:
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     config = TINY | experts | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}

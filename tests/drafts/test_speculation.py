@@ -293,7 +293,7 @@ def test_a_step_without_drafts_is_priced_as_it_runs(eager: bool, monkeypatch: py
     now = 0.0
 
     class Runner:
-        """Takes 10 ms for each token; half of that for a step that only decodes, if it may be repeated."""
+        """Takes 10 ms for each token; half of that for a step that only decodes, if it may be replayed."""
 
         def launch(self, plan: StepPlan) -> Any:
             nonlocal now

@@ -32,6 +32,8 @@ ENGINES: dict[str, dict[str, Any]] = {
     "without prefix cache": SMALL | {"enable_prefix_caching": False},
     "drafts from text": SMALL | {"speculative_config": NGRAM},
     "drafts from a model": SMALL | {"speculative_config": {"model": "tiny-qwen3", "num_speculative_tokens": 3}},
+    "keys and values in one byte": SMALL | {"kv_cache_dtype": "int8"},
+    "drafts, and keys and values in one byte": SMALL | {"kv_cache_dtype": "int8", "speculative_config": NGRAM},
 }
 VOCAB_SIZE = 664
 RECORD = {
@@ -98,8 +100,11 @@ def requests(draw: st.DrawFn) -> tuple[list[int] | str, SamplingParams]:
 
 
 @pytest.fixture(scope="module")
-def alone() -> LLM:
-    return LLM("tiny-qwen3", **BASE, num_kvcache_blocks=64, max_num_seqs=16, enable_prefix_caching=False)
+def alone(together: LLM) -> Iterator[LLM]:
+    """An engine for one request at a time, whose keys and values have the format of the other engine's."""
+    options = BASE | {"kv_cache_dtype": together.engine.config.kv_cache_dtype}
+    with LLM("tiny-qwen3", **options, num_kvcache_blocks=64, max_num_seqs=16, enable_prefix_caching=False) as llm:
+        yield llm
 
 
 @pytest.fixture(scope="module", params=ENGINES.values(), ids=ENGINES.keys())

@@ -58,7 +58,7 @@ def test_the_same_prefix_inside_one_batch_is_computed_once(llm: LLM, make: Calla
     prompts = [prefix + tail for tail in tails]
     outputs, computed = generate(llm, prompts)
     assert computed == len(prefix) + sum(map(len, tails))
-    assert [o["num_cached_tokens"] for o in outputs] == [0, 4 * BLOCK, 4 * BLOCK, 4 * BLOCK]
+    assert sorted(o["num_cached_tokens"] for o in outputs) == [0, 4 * BLOCK, 4 * BLOCK, 4 * BLOCK]
     apart, _ = generate(make(enable_prefix_caching=False), prompts)
     assert [o["token_ids"] for o in outputs] == [o["token_ids"] for o in apart]
 

@@ -1,6 +1,8 @@
 """The control plane around a device without a model: whatever happens, every request gets its own tokens."""
 
+import inspect
 import random
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +13,7 @@ from helpers.traces import run_trace, traces
 from hypothesis import given, settings
 
 from nanovllm.distributed.ring import HEADER, pack_plan, unpack_plan
+from nanovllm.engine.plan import StepPlan
 from nanovllm.sampling_params import SamplingParams
 
 
@@ -200,6 +203,18 @@ def test_temperatures_that_float32_cannot_divide_by_mean_greedy(asked: float, se
     engine.add(engine.prepare([1, 2, 3], SamplingParams(temperature=asked)))
     new_rows = engine.scheduler.schedule().plan.new_rows
     assert new_rows["temperature"].tolist() == [np.float32(sent)]
+
+
+def test_the_example_in_the_docstring_of_a_plan_is_what_the_scheduler_plans():
+    engine = make_engine(max_num_batched_tokens=4)
+    plans = []
+    seen = SimpleNamespace(planned=lambda number, at, step: plans.append(step.plan), finished=lambda *_: None)
+    engine.observers.append(seen)
+    run_all(engine, [list(range(10, 16))], max_tokens=2, prompt_logprobs=0)
+    (header,) = re.findall(r"^ +(num_computed .*)", inspect.getdoc(StepPlan), re.MULTILINE)
+    planned = [[number for name in header.split() for number in getattr(plan, name).tolist()] for plan in plans]
+    lines = re.findall(r"^ +(\d[-\d ]+)$", inspect.getdoc(StepPlan), re.MULTILINE)
+    assert planned == [[int(number) for number in line.split()] for line in lines]
 
 
 def test_continuations_of_one_context_compute_it_once():

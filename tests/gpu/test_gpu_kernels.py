@@ -148,7 +148,7 @@ def copy_into(static: AttentionCase, case: AttentionCase) -> None:
     static.inputs.seq_lens.copy_(case.inputs.seq_lens)
     width = case.inputs.block_tables.shape[1]
     static.inputs.block_tables[:, :width] = case.inputs.block_tables
-    for side, new in zip(static.cache, case.cache, strict=True):
+    for side, new in zip(static.cache[:2], case.cache[:2], strict=True):
         side.fill_(float("nan"))
         side[: new.shape[0]] = new
 

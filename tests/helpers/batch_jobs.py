@@ -70,14 +70,14 @@ class InstantLLM:
         facts |= {"enable_prefix_caching": True}
         scheduler = SimpleNamespace(block_manager=SimpleNamespace(num_blocks=64))
         self.engine = SimpleNamespace(
-            config=SimpleNamespace(**facts), facts=SimpleNamespace(origin=origin), scheduler=scheduler
+            config=SimpleNamespace(**facts),
+            facts=SimpleNamespace(origin=origin),
+            scheduler=scheduler,
+            observers=[],
         )
         self.tokenizer = SimpleNamespace(apply_chat_template=lambda chat_template: None)
         self.requests: list[tuple[list[int], SamplingParams]] = []
         self.is_closed = False
-
-    def observe(self, observer: object) -> None:
-        pass
 
     def get_default_sampling_params(self) -> SamplingParams:
         return SamplingParams()

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,7 +89,7 @@ FORMATS = ((8, 1024, False), (4, 128, True), (4, 128, False), (4, 32, False), (8
 # Types by argument name: pointers first, then scalars; anything else is an int32.
 _TYPES = {
     "*fp32": """cos_sin partial_out partial_lse chunk_max chunk_weight part_weight threshold weights penalties values
-        log_sums scales recurrent a_log dt_bias""",
+        log_sums scales recurrent a_log dt_bias solve attend gains""",
     "*i32": """seq_lens items first_item share_begins arrivals block_tables cu_seqlens positions chunk_argmax listed
         places tokens offsets experts rows indices masks counts num_computed num_scheduled planned_ids tables table
         last_token token_ids checked num_above zeros""",
@@ -98,6 +99,10 @@ _POINTERS = {f"{name}_ptr": kind for kind, names in _TYPES.items() for name in n
 _FLOATS = ("eps", "scale_log2")
 DTYPES = {"bfloat16": "*bf16", "float16": "*fp16", "float32": "*fp32"}
 """A pointer to each type of activations and cache."""
+
+
+CODES = {"*i8": 80, "*fp8e4nv": 89}
+"""A pointer to each type of codes in a cache, and the first architecture that knows it."""
 
 
 COUNTED = ("_choose_experts_kernel", "_sort_pairs_kernel")
@@ -116,12 +121,12 @@ class Launch(NamedTuple):
     own: str = "*bf16"
 
 
-def launches(
-    models: dict[str, Model], block_sizes: tuple[int, ...], shared_kib: int, dtype: torch.dtype
-) -> Iterator[Launch]:
+def launches(models: dict[str, Model], block_sizes: tuple[int, ...], arch: int, dtype: torch.dtype) -> Iterator[Launch]:
     """Yield the launches of an engine for those models in dtype, under tensor parallelism of 1, 2, 4 and 8."""
     own = DTYPES[str(dtype).removeprefix("torch.")]
     itemsize = dtype.itemsize
+    # Float32 is no type for speed: kernels of float32 with codes spill.
+    caches = {own: itemsize} | {code: 1 for code, first in CODES.items() if arch >= first and itemsize == 2}
 
     def launch(kernel: Any, config: dict[str, int], **types: str) -> Launch:
         return Launch(kernel, tuple(config.items()), tuple(types.items()), own)
@@ -131,32 +136,44 @@ def launches(
         for size in (model.hidden_size, model.head_dim):
             for add in (False, True):
                 yield launch(rms_norm._rms_norm_kernel, rms_norm.rms_norm_config(size, add), weight_ptr=wide)
-        for block_size in block_sizes:
+        for block_size, (cache, cache_itemsize) in product(block_sizes, caches.items()):
+            types = {}
+            scales = {}
+            if cache in CODES:
+                types = dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), cache)
+                types |= dict.fromkeys(("k_scales_ptr", "v_scales_ptr"), "*fp32")
+                scales = {"token_scales_stride": 1}  # which Triton takes for a constant
             for ranks in (n for n in (1, 2, 4, 8) if model.num_kv_heads % n == 0):
                 heads = model.num_heads // ranks
                 kv_heads = model.num_kv_heads // ranks
                 shape = (model.head_dim, block_size)
                 yield launch(
                     norm_rope_store._norm_rope_store_kernel,
-                    norm_rope_store.norm_rope_store_config(heads + 2 * kv_heads, *shape, model.qk_norm),
+                    norm_rope_store.norm_rope_store_config(heads + 2 * kv_heads, *shape, model.qk_norm) | scales,
                     q_weight_ptr=wide,
                     k_weight_ptr=wide,
+                    **types,
                 )
             group = model.num_heads // model.num_kv_heads
-            yield launch(paged_decode._split_kernel, paged_decode.split_config(group, *shape, itemsize))
-            config = paged_prefill.prefill_config(group, *shape, itemsize, shared_kib)
-            yield launch(paged_prefill._prefill_kernel, config)
+            config = paged_decode.split_config(group, *shape, cache_itemsize) | scales
+            yield launch(paged_decode._split_kernel, config, **types)
+            config = paged_prefill.prefill_config(group, *shape, itemsize, cache_itemsize, SHARED_KIB[arch]) | scales
+            yield launch(paged_prefill._prefill_kernel, config, **types)
             for num_seqs in (1, 512, 1024):
                 yield launch(step_inputs._step_inputs_kernel, step_inputs.step_inputs_config(num_seqs, block_size))
-                yield launch(paged_decode._share_kernel, paged_decode.share_config(num_seqs, 49, *shape, itemsize))
+                yield launch(
+                    paged_decode._share_kernel, paged_decode.share_config(num_seqs, 49, *shape, cache_itemsize)
+                )
         if model.value_heads:
             yield launch(causal_conv._causal_conv_kernel, causal_conv.causal_conv_config(4))
             config = gated_rms_norm.gated_rms_norm_config(model.value_heads, 128)
             yield launch(gated_rms_norm._gated_rms_norm_kernel, config)
             yield launch(gate_and_mul._gate_and_mul_kernel, gate_and_mul.gate_and_mul_config(silu=False))
             for ranks in (1, 2, 4, 8):
-                config = gated_delta.gated_delta_config(16 // ranks, model.value_heads // ranks, 128, 128)
-                yield launch(gated_delta._gated_delta_kernel, config)
+                config = gated_delta.head_config(16 // ranks, model.value_heads // ranks, 128, 128)
+                yield launch(gated_delta._gated_delta_kernel, config | gated_delta.TOKEN_CONFIG)
+                yield launch(gated_delta._prepare_chunks_kernel, config | gated_delta.chunk_config(dtype))
+                yield launch(gated_delta._run_chunks_kernel, config | gated_delta.run_config(dtype))
         if model.expert_size:
             has_shared = model.value_heads > 0
             config = route.choose_experts_config(model.num_experts, 8, True)
@@ -195,6 +212,7 @@ def quantized_launches(
         for num_rows in (1, 64, 65):
             tile = quantized_linear.tile_config(num_rows, quantized_linear.TILES, itemsize)
             yield quantized_linear._quantized_linear_kernel, config | {"HAS_BIAS": num_rows == 64} | tile, types
+        yield quantized_linear._dequantize_kernel, config | {"BLOCK_N": 32, "num_warps": 4}, types
         for num_tokens in (1, 512, 1024) if formats is FORMATS else (1,):
             tile = quantized_linear.tile_config(num_tokens, quantized_linear.GROUPED_TILES, itemsize)
             experts = {"GATHER": num_tokens != 512, "EXPERTS": 128}
@@ -273,7 +291,7 @@ def main() -> None:
         models = {name: MODELS[name] for name in ("0.6B", "30B-A3B", "Qwen3.5 35B-A3B")} if args.quick else MODELS
         block_sizes = BLOCK_SIZES[:1] if args.quick else BLOCK_SIZES
         dtype = getattr(torch, args.dtype)
-        for launch in dict.fromkeys(launches(models, block_sizes, SHARED_KIB[arch], dtype)):
+        for launch in dict.fromkeys(launches(models, block_sizes, arch, dtype)):
             results.append(compile_launch(launch, arch))
     print(json.dumps(results))
 

@@ -88,9 +88,17 @@ def check_small_operators(backend: CpuBackend, dtype: torch.dtype) -> None:
 
 
 def attend_after_storing(
-    backend: Backend, query_lens: list[int], seq_lens: list[int], shape: tuple[int, int, int], dtype: torch.dtype
+    backend: Backend,
+    query_lens: list[int],
+    seq_lens: list[int],
+    shape: tuple[int, int, int],
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
 ) -> Tensor:
-    """Store whole sequences through norm_rope_store, in shuffled order, into a cache full of NaN; then attend."""
+    """Store whole sequences through norm_rope_store, in shuffled order, into a cache full of NaN; then attend.
+
+    If the cache holds codes, they are 77 before, and their scales are NaN.
+    """
     head_dim, group, block_size = shape
     num_kv_heads = 2
     torch.manual_seed(2)
@@ -99,9 +107,10 @@ def attend_after_storing(
     tables = torch.full((len(seq_lens), max(needed) + 1), int(order[-1]), dtype=torch.int32)
     for i, count in enumerate(needed):
         tables[i, :count] = order[sum(needed[:i]) :][:count]
-    cache = backend.allocate_cache((len(order), block_size, num_kv_heads, head_dim), dtype, CPU)
-    for side in cache:
-        side.fill_(float("nan"))
+    cache = backend.allocate_cache((len(order), block_size, num_kv_heads, head_dim), kv_dtype, CPU)
+    for part in cache:
+        if part is not None:
+            part.fill_(77 if part.dtype == torch.int8 else float("nan"))
     positions = torch.cat([torch.arange(n) for n in seq_lens])
     blocks = torch.cat([tables[i, torch.arange(n) // block_size] for i, n in enumerate(seq_lens)])
     slots = blocks.long() * block_size + positions % block_size
@@ -127,15 +136,51 @@ def attend_after_storing(
     return backend.attend(q[rows], cache, inputs, head_dim**-0.5).float()
 
 
-def assert_attends_alike(backend: CpuBackend, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+def assert_attends_alike(
+    backend: CpuBackend, shape: tuple[int, int, int], dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+) -> None:
+    """The kernels attend as the references do. kv_dtype is the type of the cache; None: dtype."""
     block_size = shape[2]
     decodes = [n for n in decode_lengths(block_size) if n]
     for query_lens, seq_lens in (mixed_lengths(block_size), ([1] * len(decodes), decodes)):
-        got = attend_after_storing(backend, query_lens, seq_lens, shape, dtype)
-        expected = attend_after_storing(TorchBackend(), query_lens, seq_lens, shape, dtype)
+        got = attend_after_storing(backend, query_lens, seq_lens, shape, dtype, kv_dtype or dtype)
+        expected = attend_after_storing(TorchBackend(), query_lens, seq_lens, shape, dtype, kv_dtype or dtype)
         # In bfloat16 q and k differ by a rounding here and there, and both sides round weights and outputs.
         tolerance = attention_tolerance(dtype) * (2 if dtype == BF16 else 1)
+        if kv_dtype == torch.int8:  # where a rounding differs, a code may be the next one
+            tolerance = max(tolerance, 5e-3)
         torch.testing.assert_close(got, expected, atol=tolerance, rtol=0)
+
+
+def check_codes(backend: Backend, dim: int, dtype: torch.dtype) -> None:
+    """The codes and scales that a kernel stores of heads without norms and rotation are the reference's."""
+    torch.manual_seed(3)
+    heads = torch.randn(40, 6, dim) * 10.0 ** torch.linspace(-35, 37, 40)[:, None, None]
+    heads[3, 2] = 0
+    heads[5, 3, dim // 2] = float("inf")
+    heads[6, 4, 1] = float("nan")
+    heads[7, 5, 0] = -float("inf")
+    heads[13, 4:] *= 1e-44 / heads[13, 4:].abs().amax()  # keys so small are zeros when they have been rotated
+    heads[8:12] = (8 * heads[8:12] / heads[8:12].abs().amax(-1, keepdim=True)).round() / 2  # ties
+    qkv = heads.to(dtype).flatten(1)
+    norms = NormRope(None, None, 1e-6, torch.cat((torch.ones(40, dim // 2), torch.zeros(40, dim // 2)), dim=1))
+    positions = torch.arange(40)
+    caches = []
+    for side in (backend, TorchBackend()):
+        cache = side.allocate_cache((3, 16, 2, dim), torch.int8, CPU)
+        side.norm_rope_store(qkv.clone(), norms, positions, cache, positions)
+        caches.append(cache)
+    got, expected = caches
+    assert got.key_scales is not None and got.value_scales is not None
+    torch.testing.assert_close(got.key_scales, expected.key_scales, rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(got.value_scales, expected.value_scales, rtol=0, atol=0, equal_nan=True)
+    assert got.value_scales[0, 7, 1].isnan() and not got.key_scales[0, 7, 0].isnan()
+    keys = got.keys
+    if backend.name == "cpu":
+        tiles = keys.transpose(1, 2).reshape(3, 2, dim, 16)  # 16 keys of a tile lie side by side
+        keys = tiles.permute(0, 3, 1, 2)
+    assert torch.equal(keys, expected.keys)
+    assert torch.equal(got.values, expected.values)
 
 
 def check_experts(backend: CpuBackend, dtype: torch.dtype) -> None:

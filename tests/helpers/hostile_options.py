@@ -38,6 +38,7 @@ CONFIGS: dict[str, list[Any]] = {
     "kvcache_block_size": [0, 1, 24, 2**20, 2**40, 2**64, "16", "x" * 10_000, None, 16.0],
     "tensor_parallel_size": [0, 9, 1.0, True, None, "1", HUGE],
     "pipeline_parallel_size": [0, 9, 1.0, True, None, "1", HUGE],
+    "data_parallel_size": [0, -1, 1.0, True, None, "1", HUGE],
     "seed": [-1, 2**63 - 1, 2**63, HUGE, None, "x"],
     "gpu_memory_utilization": [0, 1.5, -1, math.nan, math.inf, "0.5", None, True],
     "dtype": ["x", None, 5, "float64", "half", torch.float32],

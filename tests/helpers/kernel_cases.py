@@ -17,6 +17,7 @@ from nanovllm.backends.torch_backend import TorchBackend
 from nanovllm.edits.edit_logits import MaskAndPenalties
 from nanovllm.engine.plan import ROW_SAMPLING
 from nanovllm.ops.attention import attend_reference
+from nanovllm.ops.norm_rope_store import store_kv_reference
 from nanovllm.ops.sample import (
     Sampled,
     SamplingValues,
@@ -36,6 +37,15 @@ GROUPS = (1, 2, 3, 4, 5, 6, 7, 8, 16)
 BLOCK_SIZES = (16, 64, 256)
 WIDE_SHAPES = [(256, 4, 64, torch.float32), (256, 6, 16, torch.float16)]
 """Heads of 256, which Qwen3.5 has, by group, block size and dtype. Few: the interpreter takes seconds for each."""
+CODE_SHAPES = [
+    (32, 3, 16, torch.float32, torch.int8),
+    (64, 7, 64, torch.float16, torch.int8),
+    (128, 2, 256, torch.float16, torch.int8),
+    (256, 4, 64, torch.float32, torch.int8),
+    (64, 2, 64, torch.float32, torch.float8_e4m3fn),
+    (128, 8, 16, torch.float16, torch.float8_e4m3fn),
+]
+"""The same with a cache of codes, whose type comes last."""
 HALF = torch.float16  # Triton's interpreter does no arithmetic in bfloat16
 
 
@@ -116,7 +126,8 @@ class AttentionCase:
             query_lens_cpu=self.inputs.query_lens_cpu[real],
             seq_lens_cpu=self.inputs.seq_lens_cpu[real],
         )
-        cache = KVCache(*(side.float() for side in self.cache))
+        has_codes = self.cache.key_scales is not None
+        cache = self.cache if has_codes else KVCache(*(side.float() for side in self.cache[:2]))
         out = torch.full(self.q.shape, float("nan"), device=self.q.device)
         with sdpa_kernel(SDPBackend.MATH):  # on a GPU the others multiply float32 in fewer bits
             out[kept] = attend_reference(self.q[kept].float(), cache, inputs, self.scale)
@@ -134,9 +145,13 @@ def attention_case(
     backend: Backend | None = None,
     device: torch.device = DEVICE,
     seed: int = 0,
+    kv_dtype: torch.dtype | None = None,
 ) -> AttentionCase:
     """Sequences in shuffled blocks. NaN everywhere else: in free blocks, to which the unused entries of the tables
-    point, in the slots beyond each sequence, and beside q in its rows."""
+    point, in the slots beyond each sequence, and beside q in its rows. Codes of int8 are 77 there, with scales of NaN.
+
+    kv_dtype is the type of the cache; None: dtype.
+    """
     generator = torch.Generator().manual_seed(seed)
     needed = [-(-n // block_size) for n in seq_lens]
     num_blocks = sum(needed) + 1
@@ -144,18 +159,19 @@ def attention_case(
     free = int(order[-1])
     tables = torch.full((len(seq_lens), max(*needed, 1) + 1), free, dtype=torch.int32)
     shape = (num_blocks, block_size, num_kv_heads, head_dim)
-    cache = (backend or TorchBackend()).allocate_cache(shape, dtype, device)
-    for side in cache:
-        side.fill_(float("nan"))
+    cache = (backend or TorchBackend()).allocate_cache(shape, kv_dtype or dtype, device)
+    for part in cache:
+        if part is not None:
+            part.fill_(77 if part.dtype == torch.int8 else float("nan"))
     taken = 0
     for i, (length, count) in enumerate(zip(seq_lens, needed, strict=True)):
         blocks = order[taken : taken + count]
         tables[i, :count] = blocks.int()
         taken += count
         token = torch.arange(length)
-        for side in cache:
-            values = torch.randn(length, num_kv_heads, head_dim, generator=generator)
-            side[blocks[token // block_size].to(device), (token % block_size).to(device)] = values.to(device, dtype)
+        keys, values = (torch.randn(length, num_kv_heads, head_dim, generator=generator) for _ in "kv")
+        slots = blocks[token // block_size] * block_size + token % block_size
+        store_kv_reference(keys.to(device, dtype), values.to(device, dtype), cache, slots.to(device))
     num_heads = group * num_kv_heads
     qkv = torch.full((sum(query_lens), (num_heads + 2 * num_kv_heads) * head_dim), float("nan"))
     qkv[:, : num_heads * head_dim] = torch.randn(len(qkv), num_heads * head_dim, generator=generator)

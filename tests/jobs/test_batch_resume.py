@@ -101,6 +101,8 @@ def test_another_input_or_option_is_refused_and_overwrite_starts_anew(
     assert "options.seed was 0 and is 1" in log.text and "--overwrite" in log.text
     assert run(source, out, quantization="int8") == Status.USAGE
     assert "options.quantization was None and is 'int8'" in log.text
+    assert run(source, out, kv_cache_dtype="int8") == Status.USAGE
+    assert "options.kv_cache_dtype was 'auto' and is 'int8'" in log.text
     write_lines(source, LINES[1:])
     assert run(source, out) == Status.USAGE
     assert "input.num_lines was 30 and is 29" in log.text

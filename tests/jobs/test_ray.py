@@ -191,8 +191,6 @@ def test_wrong_commands_say_what_to_do(
 ) -> None:
     source = str(write_lines(tmp_path / "in", [{"prompt": "x"}]))
     command = ["run-batch", "-i", source, "-o", str(tmp_path / "out"), "--model", "m"]
-    assert main([*command, "--replicas", "2"]) == Status.USAGE
-    assert "add --ray" in capsys.readouterr().err
     assert main([*command, "--ray", "--replicas", "0"]) == Status.USAGE
     assert "at least 1" in capsys.readouterr().err
     assert main([*command, "--ray", "--trace", "t.json"]) == Status.USAGE
@@ -312,8 +310,8 @@ def read_answers(path: Path) -> dict[str, Any]:
 def test_a_cluster_answers_as_one_process_does(
     replicas: int, stages: int, cluster: str, source: Path, expected: dict[str, Any], tmp_path: Path
 ) -> None:
-    job = make_job(source, tmp_path / "out", pipeline_parallel_size=stages)
-    assert run_on_ray(job, replicas=replicas) == Status.LINES_FAILED
+    job = make_job(source, tmp_path / "out", pipeline_parallel_size=stages, data_parallel_size=replicas)
+    assert run_on_ray(job) == Status.LINES_FAILED
     assert read_answers(tmp_path / "out") == expected and len(expected) == NUM_LINES
     assert [a["error"]["line"] for a in expected.values() if a["error"] and a["error"]["code"] == "duplicate_id"] == [
         101
@@ -373,5 +371,5 @@ def test_a_pool_that_leaves_no_cpu_for_reading_is_warned_of(cluster: str, caplog
 def test_more_engines_than_the_cluster_holds_are_refused_before_anything_waits(
     cluster: str, source: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert run_on_ray(make_job(source, tmp_path / "out"), replicas=3) == Status.USAGE
+    assert run_on_ray(make_job(source, tmp_path / "out", data_parallel_size=3)) == Status.USAGE
     assert "--replicas 2" in caplog.text

@@ -16,7 +16,13 @@ from nanovllm.backends.gpu.triton_backend import TritonKernels
 from nanovllm.backends.torch_backend import TorchBackend
 from nanovllm.config import CHOICES, WORTH_COMPILING
 from nanovllm.ops.sample import SamplingValues
-from nanovllm.runner.resolve import Work, resolve_backend, resolve_device, resolve_dtype, why_cannot
+from nanovllm.runner.resolve import (
+    Work,
+    resolve_backend,
+    resolve_device,
+    resolve_dtype,
+    why_cannot,
+)
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
@@ -78,6 +84,26 @@ def test_auto_takes_triton_where_flash_attn_cannot_run(
     assert chosen("auto", GPU, BF16, block_size=64) == "triton"
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
     assert chosen("auto", GPU, torch.float16) == "triton"
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8"])
+def test_a_cache_of_codes_takes_triton_before_flash_attn(name: str, flash_attn: None, hopper: None) -> None:
+    work = Work(GPU, BF16, 128, 2, kv_cache_dtype=name)
+    assert resolve_backend("auto", work).name == "triton"
+    with pytest.raises(ValueError, match=rf'flash_attn.*kv_cache_dtype.*"?{name}.*"auto"'):
+        resolve_backend("flash_attn", work)
+
+
+@pytest.mark.parametrize(("capability", "runs"), [((8, 0), False), ((8, 6), False), ((8, 9), True), ((10, 0), True)])
+def test_fp8_needs_a_gpu_that_knows_it(
+    capability: tuple[int, int], runs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+    assert ("fp8" in triton_backend_module.TritonBackend.list_kv_cache_dtypes(GPU)) == runs
+    assert "fp8" not in triton_backend_module.TritonBackend.list_kv_cache_dtypes(CPU)
+    if not runs:
+        with pytest.raises(ValueError, match="kv_cache_dtype of auto, int8, not fp8"):
+            resolve_backend("auto", Work(GPU, torch.bfloat16, head_dim=128, group=2, kv_cache_dtype="fp8"))
 
 
 def test_auto_takes_triton_where_flash_attn_is_not_installed(no_flash_attn: None, hopper: None) -> None:
@@ -262,7 +288,7 @@ def test_flash_attn_is_called_as_documented_and_agrees_with_torch(
 
 
 def test_flash_attn_keeps_tokens_before_heads_in_blocks_of_256(on_cpu: FlashAttnBackend) -> None:
-    for side in on_cpu.allocate_cache((3, 512, 2, 64), BF16, CPU):
+    for side in on_cpu.allocate_cache((3, 512, 2, 64), BF16, CPU)[:2]:
         assert side.shape == (3, 512, 2, 64) and side.is_contiguous() and not side.any()
     assert all(size % 256 == 0 for size in FlashAttnBackend.block_sizes)
 
@@ -277,7 +303,7 @@ def test_flash_attn_needs_host_lengths_for_prefills(on_cpu: FlashAttnBackend) ->
 
 def test_caches_of_all_backends_are_zeroed_and_have_one_logical_shape(on_cpu: FlashAttnBackend) -> None:
     for backend in (on_cpu, TritonKernels(), TorchBackend()):
-        for side in backend.allocate_cache((3, 256, 2, 64), torch.float32, CPU):
+        for side in backend.allocate_cache((3, 256, 2, 64), torch.float32, CPU)[:2]:
             assert side.shape == (3, 256, 2, 64) and side.stride(-1) == 1 and not side.any()
 
 

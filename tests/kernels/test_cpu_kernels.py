@@ -18,6 +18,7 @@ from helpers.cpu_checks import (
     CPU,
     FP32,
     assert_attends_alike,
+    check_codes,
     check_packed_products,
     check_sampled_tokens,
     check_small_operators,
@@ -112,26 +113,35 @@ def test_threads_never_share_two_tokens_of_one_unit(backend: CpuBackend, tokens:
     stored = caches[0][1].count_nonzero() / (2 * 128)
     assert stored == pytest.approx(tokens, abs=0.2)  # a random value may be zero
     for cache in caches[1:]:
-        assert all(torch.equal(*sides) for sides in zip(cache, caches[0], strict=True))
+        assert all(torch.equal(*sides) for sides in zip(cache[:2], caches[0][:2], strict=True))
 
 
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize(
     "shape", [(128, 2, 64), (32, 3, 16), (64, 5, 256), (64, 7, 64), (96, 6, 64), (128, 16, 64)], ids=str
 )
 def test_attention_over_what_was_stored_equals_the_reference(
-    backend: CpuBackend, shape: tuple[int, int, int], dtype: torch.dtype
+    backend: CpuBackend, shape: tuple[int, int, int], dtype: torch.dtype, kv_dtype: torch.dtype | None
 ) -> None:
-    assert_attends_alike(backend, shape, dtype)
+    assert_attends_alike(backend, shape, dtype, kv_dtype)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("shape", GRID, ids=str)
 def test_attention_equals_the_reference_for_every_pair_of_values(
-    backend: CpuBackend, shape: tuple[int, int, int], dtype: torch.dtype
+    backend: CpuBackend, shape: tuple[int, int, int], dtype: torch.dtype, kv_dtype: torch.dtype | None
 ) -> None:
-    assert_attends_alike(backend, shape, dtype)
+    assert_attends_alike(backend, shape, dtype, kv_dtype)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+@pytest.mark.parametrize("dim", [32, 128, 256])
+def test_codes_and_scales_are_the_references_to_the_last_bit(backend: CpuBackend, dim: int, dtype: torch.dtype) -> None:
+    """Heads of all magnitudes, zeros, the smallest numbers, infinities and NaN. Nothing is normed or rotated."""
+    check_codes(backend, dim, dtype)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])

@@ -48,12 +48,14 @@ def test_any_shape_with_any_number_of_threads_gives_the_reference(kind: str) -> 
             if kind == "products":
                 check_packed_products(cpu_library(), dtype, in_features, out_features)
             elif kind == "attention":
-                assert_attends_alike(backend, shape, dtype)
+                kv_dtype = rng.choice((dtype, torch.int8))
+                print(kv_dtype)
+                assert_attends_alike(backend, shape, dtype, kv_dtype)
                 lengths = [rng.randrange(1, 200) for _ in range(rng.randrange(1, 9))]
                 found = []
                 for count in (1, torch.get_num_threads()):
                     torch.set_num_threads(count)
-                    found.append(attend_after_storing(backend, [1] * len(lengths), lengths, shape, dtype))
+                    found.append(attend_after_storing(backend, [1] * len(lengths), lengths, shape, dtype, kv_dtype))
                 assert torch.equal(*found)
             elif kind == "dynamic":
                 check_dynamic_products(in_features, out_features, dtype, seed=rng.randrange(1 << 30))

@@ -12,14 +12,15 @@ from helpers.kernel_cases import DEVICE, HALF, make_inputs, poisoned_memory
 from nanovllm.backends.cpu.backend import CpuBackend
 from nanovllm.backends.cpu.hybrids import Operators as CpuHybridOperators
 from nanovllm.backends.gpu.hybrids import Operators as TritonHybridOperators
+from nanovllm.models.qwen3_5.ops import HybridOperators
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton")
 
 STEPS = ([5, 0, 40, 1], [1, 3, 1, 1], [1, 1, 1, 1], [2, 70, 1, 0], [1, 1, 1, 1])
 """Tokens of each of four sequences in each step: prompts in pieces shorter than the convolution, and decodes."""
 
-SHORT_STEPS = ([5, 0, 12], [1, 2, 1], [0, 1, 1])
-"""The same for Triton's interpreter, which takes milliseconds for a token."""
+SHORT_STEPS = {FP32: ([5, 0, 20], [1, 2, 1], [0, 1, 17]), HALF: ([5, 0, 70], [1, 2, 1], [0, 1, 66])}
+"""The same for Triton: one token, chunks of 16 or 64 tokens, parts of one, and a chunk that begins with a state."""
 
 
 @pytest.fixture
@@ -108,7 +109,49 @@ def test_tritons_kernels_are_the_references(
     with poisoned_memory():
         # Sums of up to 128 terms in another order, and one rounding to the dtype and its neighbour.
         tolerance = 2e-5 if dtype == FP32 else 4 * torch.finfo(HALF).eps
-        assert_delta_is_the_reference(layer, TritonHybridOperators(None), SHORT_STEPS, tolerance)
+        assert_delta_is_the_reference(layer, TritonHybridOperators(None), SHORT_STEPS[dtype], tolerance)
+
+
+@needs_triton
+@pytest.mark.parametrize("gate", [-300.0, 300.0])
+def test_extreme_gates_in_chunks(gate: float) -> None:
+    """As on a CPU. Equal keys, none of which fades, are the hardest chunk to solve."""
+    layer = DeltaLayer(1, 1, 16, 16, 1, HALF, DEVICE)
+    inputs = layer.inputs(70)
+    inputs[:, 16:32] = 1.0
+    inputs[:, -1] = gate
+    inputs[:, -2] = -gate
+    outs = [
+        run_in_chunks(layer, operators, [inputs], 100, together=True)[0]
+        for operators in (HybridOperators(None), TritonHybridOperators(None))
+    ]
+    torch.testing.assert_close(outs[1], outs[0], rtol=4e-3, atol=4e-3)
+
+
+@needs_triton
+def test_nan_stays_in_its_sequence() -> None:
+    layer = DeltaLayer(1, 1, 16, 16, 1, HALF, DEVICE)
+    results = []
+    for value in (0.0, float("nan")):
+        state = layer.new_state(4)
+        inputs = layer.inputs(80)
+        inputs[70:75] = value
+        step = make_inputs([70, 5, 5], [70, 5, 5], rows=[0, 1, 2], device=DEVICE)
+        out = layer.run(TritonHybridOperators(None), inputs, state, step)[1]
+        results.append((out[:70], out[75:], state.recurrent[[0, 2]]))
+    assert out[70:75].isnan().all()
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other) and torch.isfinite(one).all()
+
+
+@needs_triton
+@pytest.mark.slow
+def test_chunks_are_found_among_many_sequences() -> None:
+    """Of 300, more than are counted at a time, a few have several tokens."""
+    layer = DeltaLayer(1, 1, 16, 16, 1, FP32, DEVICE)
+    several = {3: 20, 255: 2, 256: 33, 299: 3}
+    lens = [several.get(i, 1) for i in range(300)]
+    assert_delta_is_the_reference(layer, TritonHybridOperators(None), [lens], 2e-5)
 
 
 @needs_triton

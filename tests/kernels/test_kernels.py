@@ -4,7 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers.cpu_checks import check_codes
 from helpers.kernel_cases import (
+    CODE_SHAPES,
     DEVICE,
     HALF,
     HEAD_DIMS,
@@ -55,6 +57,11 @@ from nanovllm.ops.sample import CHUNK, filter_reference
 from nanovllm.ops.silu_and_mul import silu_and_mul_reference
 
 DTYPES = (torch.float32, HALF)
+
+
+def with_cache(shapes: list[tuple[int, int, int, torch.dtype]]) -> list[tuple[int, int, int, torch.dtype, torch.dtype]]:
+    """Shapes with a cache of the model's type, and a few with a cache of codes."""
+    return [(*shape, shape[3]) for shape in shapes] + CODE_SHAPES
 
 
 @pytest.fixture(autouse=True)
@@ -118,18 +125,24 @@ def test_small_kernels_take_no_tokens() -> None:
 
 
 def caches(
-    heads_first: bool, *, blocks: int, block_size: int, heads: int, head_dim: int, dtype: torch.dtype
+    heads_first: bool, *, blocks: int, block_size: int, heads: int, head_dim: int, kv_dtype: torch.dtype
 ) -> list[KVCache]:
     """Two equal caches, holding noise that must survive."""
     shape = (blocks, heads, block_size, head_dim) if heads_first else (blocks, block_size, heads, head_dim)
-    sides = [randn(*shape, dtype=dtype, seed=i) for i in (7, 8)]
-    return [KVCache(*(side.clone().transpose(1, 2) if heads_first else side.clone() for side in sides)) for _ in "ab"]
+    parts = [(100 * randn(*shape, seed=i)).to(kv_dtype) for i in (7, 8)]
+    if kv_dtype.itemsize == 1:
+        parts += [randn(*shape[:3], seed=i) for i in (9, 10)]
+    return [KVCache(*(part.clone().transpose(1, 2) if heads_first else part.clone() for part in parts)) for _ in "ab"]
 
 
-@pytest.mark.parametrize(("head_dim", "group", "block_size", "dtype"), pairwise_shapes(*DTYPES) + WIDE_SHAPES)
+@pytest.mark.parametrize(
+    ("head_dim", "group", "block_size", "dtype", "kv_dtype"),
+    [shape for shape in with_cache(pairwise_shapes(*DTYPES) + WIDE_SHAPES) if shape[4] != torch.float8_e4m3fn],
+)
 def test_norm_rope_store_is_its_reference_and_touches_no_other_slot(
-    head_dim: int, group: int, block_size: int, dtype: torch.dtype
+    head_dim: int, group: int, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> None:
+    """Keys that differ by a rounding may have the next code."""
     heads_first = head_dim == 64
     kv_heads = 1 + group % 3
     slots = torch.tensor([block_size, -1, 0, 3 * block_size - 1, 5], device=DEVICE)
@@ -139,8 +152,8 @@ def test_norm_rope_store_is_its_reference_and_touches_no_other_slot(
     k_weight = randn(head_dim, dtype=dtype, seed=2)
     angle = torch.rand(1000, head_dim // 2, generator=torch.Generator().manual_seed(3)) * 6.28
     cos_sin = torch.cat((angle.cos(), angle.sin()), dim=1).to(DEVICE)
-    shape = {"blocks": 3, "block_size": block_size, "heads": kv_heads, "head_dim": head_dim, "dtype": dtype}
-    got_cache, expected_cache = caches(heads_first, **shape)
+    shape = {"blocks": 3, "block_size": block_size, "heads": kv_heads, "head_dim": head_dim}
+    got_cache, expected_cache = caches(heads_first, **shape, kv_dtype=kv_dtype)
     weights = (q_weight, k_weight) if group % 2 else (None, None)
     if head_dim == 256:
         weights = (q_weight.float(), k_weight.float())
@@ -148,24 +161,70 @@ def test_norm_rope_store_is_its_reference_and_touches_no_other_slot(
     expected = norm_rope_store_reference(qkv, norms, positions, expected_cache, slots)
     got = norm_rope_store(qkv.clone(), norms, positions, got_cache, slots)
     assert_close(got, expected)
-    assert_close(got_cache[0], expected_cache[0])
-    assert torch.equal(got_cache[1], expected_cache[1])
+    assert torch.equal(got_cache.values, expected_cache.values)
+    if got_cache.key_scales is None or expected_cache.key_scales is None:
+        assert_close(got_cache.keys, expected_cache.keys)
+        return
+    keys, expected_keys = (cache.keys.int() for cache in (got_cache, expected_cache))
+    has_flipped = keys != expected_keys
+    assert has_flipped.float().mean() < 0.01
+    assert (keys - expected_keys).abs().max() <= 1
+    rounding = 4 * torch.finfo(dtype).eps
+    torch.testing.assert_close(got_cache.key_scales, expected_cache.key_scales, rtol=rounding, atol=0)
+    assert got_cache.value_scales is not None
+    assert torch.equal(got_cache.value_scales, expected_cache.value_scales)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [32, 128])
+def test_codes_and_scales_are_the_references_to_the_last_bit(head_dim: int, dtype: torch.dtype) -> None:
+    """Heads of all magnitudes, zeros, the smallest numbers, infinities and NaN. Nothing is normed or rotated."""
+    check_codes(TritonBackend(DEVICE), head_dim, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_numbers_that_are_codes_of_fp8_are_stored_as_they_are(dtype: torch.dtype) -> None:
+    """Times a power of two, which is their scale. Triton's interpreter rounds other numbers to fp8 in its own way."""
+    every = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    every = every[every.isfinite()]
+    codes = every[torch.randint(len(every), (16, 3, 64), generator=torch.Generator().manual_seed(0))]
+    codes[:, :, 5] = -448
+    powers = 2.0 ** (torch.arange(48).view(16, 3) % 16 - 10)
+    powers[3, 2] = 0
+    codes[3, 2] = 0
+    qkv = (codes * powers[..., None]).to(DEVICE, dtype).flatten(1)
+    positions = torch.arange(16, device=DEVICE)
+    norms = NormRope(None, None, 1e-6, torch.cat((torch.ones(16, 32), torch.zeros(16, 32)), dim=1).to(DEVICE))
+    cache = TritonBackend(DEVICE).allocate_cache((1, 16, 1, 64), torch.float8_e4m3fn, DEVICE)
+    norm_rope_store(qkv, norms, positions, cache, positions)
+    assert cache.key_scales is not None and cache.value_scales is not None
+    for i, side, scales in ((1, cache.keys, cache.key_scales), (2, cache.values, cache.value_scales)):
+        assert torch.equal(side[0, :, 0].float().cpu(), codes[:, i])
+        assert torch.equal(scales[0, :, 0].cpu(), powers[:, i])
 
 
 # ---- attention
 
 
-@pytest.mark.parametrize(("head_dim", "group", "block_size", "dtype"), few_shapes(*DTYPES) + WIDE_SHAPES)
-def test_decode_is_the_reference(head_dim: int, group: int, block_size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "group", "block_size", "dtype", "kv_dtype"), with_cache(few_shapes(*DTYPES) + WIDE_SHAPES)
+)
+def test_decode_is_the_reference(
+    head_dim: int, group: int, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> None:
     lengths = decode_lengths(block_size)
-    case = attention_case([1] * len(lengths), lengths, head_dim, group, block_size, dtype)
+    case = attention_case([1] * len(lengths), lengths, head_dim, group, block_size, dtype, kv_dtype=kv_dtype)
     assert_attends(case, TritonBackend(), attention_tolerance(dtype))
 
 
-@pytest.mark.parametrize(("head_dim", "group", "block_size", "dtype"), few_shapes(*DTYPES) + WIDE_SHAPES)
-def test_mixed_step_is_the_reference(head_dim: int, group: int, block_size: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("head_dim", "group", "block_size", "dtype", "kv_dtype"), with_cache(few_shapes(*DTYPES) + WIDE_SHAPES)
+)
+def test_mixed_step_is_the_reference(
+    head_dim: int, group: int, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> None:
     query_lens, seq_lens = mixed_lengths(block_size)
-    case = attention_case(query_lens, seq_lens, head_dim, group, block_size, dtype)
+    case = attention_case(query_lens, seq_lens, head_dim, group, block_size, dtype, kv_dtype=kv_dtype)
     assert_attends(case, TritonBackend(), attention_tolerance(dtype))
 
 
@@ -176,8 +235,9 @@ def test_mixed_step_is_the_reference(head_dim: int, group: int, block_size: int,
 def test_attention_is_the_reference_for_every_pair_of_values_in_both_precisions(
     head_dim: int, group: int, block_size: int, dtype: torch.dtype
 ) -> None:
-    test_decode_is_the_reference(head_dim, group, block_size, dtype)
-    test_mixed_step_is_the_reference(head_dim, group, block_size, dtype)
+    for kv_dtype in (dtype, torch.int8):
+        test_decode_is_the_reference(head_dim, group, block_size, dtype, kv_dtype)
+        test_mixed_step_is_the_reference(head_dim, group, block_size, dtype, kv_dtype)
 
 
 @pytest.mark.parametrize("block_size", [16, 64])

@@ -88,9 +88,10 @@ def check(compiled: list[dict[str, Any]]) -> None:
             assert result["stack"] == 0 or result["config"]["HEAD_DIM"] < 256, result
             continue
         # What a step of decodes launches reads nothing two bytes at a time, and logits sixteen.
-        # But for the two gates of a head, of this token and of the next one; for the gate of a shared expert; and for
-        # the logits of a router that stand beside such gates: a thread has eight of them.
-        most = {"_gated_delta_kernel": 4, "_combine_experts_kernel": result["config"].get("HAS_SHARED", 0)}
+        # But for the two gates of a head, which in a step with prompts are those of a chunk; for the gate of a shared
+        # expert; and for the logits of a router that stand beside such gates: a thread has eight of them.
+        most = {"_gated_delta_kernel": 2, "_prepare_chunks_kernel": 20}
+        most["_combine_experts_kernel"] = result["config"].get("HAS_SHARED", 0)
         most["_choose_experts_kernel"] = 8 if "logits_stride" in result["types"] else 0
         assert result["narrow_loads"] <= most.get(result["kernel"], 0), result
         assert result["wide_loads"] >= 2 or "logits_ptr" not in result["types"], result
@@ -121,12 +122,14 @@ def check_routing_is_short(compiled: list[dict[str, Any]]) -> None:
 
 
 def check_pipelined(compiled: list[dict[str, Any]]) -> None:
-    """Three stages hold two buffers of K and V, and two stages one. Were the page's number looked up in its own
-    iteration, the lookup would be a stage, and there would be one buffer fewer (38,912 bytes at head_dim 128)."""
+    """There is one buffer of K and V fewer than stages. Were the page's number looked up in its own iteration, that
+    would be a stage, and there would be another one fewer (38,912 bytes at head_dim 128)."""
     for result in compiled:
         if result["kernel"] == "_split_kernel":
             config = result["config"]
             itemsize = 4 if result["own"] == "*fp32" else 2
+            if "k_cache_ptr" in result["types"]:
+                itemsize = 1
             tile = config["TILE"] * config["HEAD_DIM"] * itemsize
             assert result["shared"] >= (config["num_stages"] - 1) * 2 * tile, result
             # All programs of the grid run at once: they share 64 Ki registers, of which a warp takes multiples of 256,

@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.cpu_checks import (
     BF16,
     FP32,
     assert_attends_alike,
+    check_codes,
     check_edited_logits,
     check_experts,
     check_linear_attention,
@@ -105,7 +107,9 @@ def test_small_operators_are_the_references(backend: CpuBackend, dtype: Any) -> 
 @pytest.mark.parametrize("dtype", [BF16, FP32])
 @pytest.mark.parametrize("shape", [(64, 7, 16), (128, 2, 64)], ids=str)
 def test_attention_is_the_reference(backend: CpuBackend, shape: tuple[int, int, int], dtype: Any) -> None:
-    assert_attends_alike(backend, shape, dtype)
+    for kv_dtype in (None, torch.int8):
+        assert_attends_alike(backend, shape, dtype, kv_dtype)
+    check_codes(backend, shape[0], dtype)
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP32])

@@ -7,8 +7,9 @@ from helpers.quantized_cases import FORMATS, make_codes
 
 pytest.importorskip("triton")
 
+from nanovllm.backends.gpu import quantized_linear
 from nanovllm.backends.gpu.quantized import TritonExperts, TritonMatrix, transpose_scales
-from nanovllm.backends.gpu.quantized_linear import format_config, grouped_quantized
+from nanovllm.backends.gpu.quantized_linear import format_config, grouped_quantized, split_steps
 from nanovllm.models.qwen3_moe.ops import Routing, grouped_linear_reference, route_reference
 
 
@@ -37,18 +38,54 @@ def test_products_are_those_of_the_dequantised_matrix(
     assert_close(TritonMatrix(codes, dtype).multiply(x, bias), expected.to(dtype))
 
 
-@pytest.mark.parametrize("num_rows", [1, 16, 17, 65, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_rows", [1, 16, 17, 65, pytest.param(128, marks=pytest.mark.slow)])
 def test_a_row_has_the_same_bits_whatever_the_tile(num_rows: int) -> None:
-    """In the interpreter numpy multiplies tiles of any height row by row, so what differs could only be our order."""
-    codes = make_codes((40, 192), 4, 64, True)
+    """In the interpreter numpy multiplies tiles of any height row by row, so what differs could only be our order.
+
+    Two programs sum a part of the five steps each.
+    """
+    codes = make_codes((20, 320), 4, 64, True)
+    assert split_steps(320, 20, 64) == (2, 4)
     matrix = TritonMatrix(codes, torch.float32)
-    x = randn(num_rows, 192)
+    x = randn(num_rows, 320)
     expected = torch.cat([matrix.multiply(row, None) for row in x.split(1)])
     torch.testing.assert_close(matrix.multiply(x, None), expected, atol=2e-5, rtol=1e-6)
 
 
-def test_no_rows_make_no_product() -> None:
-    assert TritonMatrix(make_codes((8, 32), 8, 0, False), HALF).multiply(randn(0, 32, dtype=HALF), None).shape == (0, 8)
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize(("bits", "group_size", "has_zeros"), [(8, 0, False), (4, 128, True)])
+def test_sums_in_parts_are_those_of_the_dequantised_matrix(
+    bits: int, group_size: int, has_zeros: bool, dtype: torch.dtype
+) -> None:
+    """The last of three programs adds their parts and the bias, and leaves the counts as it found them."""
+    codes = make_codes((70, 1100 if group_size == 0 else 1152), bits, group_size, has_zeros)
+    matrix = TritonMatrix(codes, dtype)
+    bias = randn(70, dtype=dtype)
+    for num_rows in (5, 40):
+        x = randn(num_rows, codes.in_features, dtype=dtype, seed=num_rows)
+        expected = x.float() @ codes.dequantize().T + bias.float()
+        assert_close(matrix.multiply(x, bias), expected.to(dtype))
+        assert not matrix._arrivals.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
+@pytest.mark.parametrize(("bits", "group_size", "has_zeros"), FORMATS)
+def test_many_rows_meet_the_dequantised_matrix(
+    bits: int, group_size: int, has_zeros: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The matrix is dequantised 48 rows at a time, and its weights are rounded to the dtype."""
+    codes = make_codes((70, 256), bits, group_size, has_zeros)
+    monkeypatch.setattr(quantized_linear, "MAX_SCRATCH", 48 * 256)
+    bias = randn(70, dtype=dtype)
+    x = randn(129, 256, dtype=dtype)
+    found = TritonMatrix(codes, dtype).multiply(x, bias)
+    assert_close(found, torch.nn.functional.linear(x.float(), codes.dequantize().to(dtype).float(), bias.float()))
+
+
+@pytest.mark.parametrize(("num_rows", "out_size"), [(0, 8), (3, 0), (129, 0)])
+def test_no_rows_make_no_product(num_rows: int, out_size: int) -> None:
+    matrix = TritonMatrix(make_codes((out_size, 32), 8, 0, False), HALF)
+    assert matrix.multiply(randn(num_rows, 32, dtype=HALF), None).shape == (num_rows, out_size)
 
 
 @pytest.mark.parametrize(("bits", "group_size", "has_zeros"), FORMATS[1:5])
@@ -106,6 +143,17 @@ def test_experts_after_an_empty_one_find_their_matrices() -> None:
 
 def test_the_order_of_a_sum_follows_from_the_matrix_alone() -> None:
     assert format_config(8, 1024, 1024, False)["BLOCK_K"] == 128
+    # Parts and their steps: o and down of 0.6B, qkv, o and down of 8B, a head, and no rows.
+    for sizes, found in {
+        (2048, 1024): (4, 4),
+        (3072, 1024): (6, 4),
+        (4096, 6144): (2, 16),
+        (4096, 4096): (3, 11),
+        (12288, 4096): (3, 32),
+        (4096, 151936): (1, 32),
+        (1024, 0): (2, 4),
+    }.items():
+        assert split_steps(*sizes, 128) == found
     assert format_config(4, 1024, 96, True) == {"BITS": 4, "GROUP": 96, "HAS_ZEROS": True, "BLOCK_K": 32}
     with pytest.raises(ValueError, match="multiple of 16 weights, and these have 24"):
         transpose_scales(make_codes((8, 48), 4, 24, False))

@@ -28,14 +28,19 @@ def generate(folder: Path, backend: str, **options: Any) -> list[list[int]]:
         return [output["token_ids"] for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)]
 
 
-@pytest.mark.parametrize("changes", [{}, {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 64}])
-def test_tokens_on_triton_are_those_on_torch(tmp_path: Path, changes: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("changes", "kv_cache_dtype"),
+    [({}, "auto"), ({"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 64}, "auto"), ({}, "int8")],
+)
+def test_tokens_on_triton_are_those_on_torch(tmp_path: Path, changes: dict[str, int], kv_cache_dtype: str) -> None:
     """In float32, so that the two differ by a few units in the last place, far less than the gaps between logits.
+    So does a code that is the next one, in int8.
 
     A small token budget cuts the long prompt into chunks: decodes and prefills share steps.
     """
     save_random(tmp_path, seed=1, **changes)
-    options = {"kvcache_block_size": 16, "max_num_batched_tokens": 24, "max_num_seqs": 4}
+    options: dict[str, Any] = {"kvcache_block_size": 16, "max_num_batched_tokens": 24, "max_num_seqs": 4}
+    options["kv_cache_dtype"] = kv_cache_dtype
     assert generate(tmp_path, "triton", **options) == generate(tmp_path, "torch", **options)
 
 

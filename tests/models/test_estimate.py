@@ -98,12 +98,25 @@ def test_the_kv_cache_is_what_the_budget_leaves_in_whole_blocks() -> None:
     )
 
 
+def test_one_byte_a_value_gives_1_9_times_the_tokens_in_the_same_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["qwen3-8b", "--gpu-memory", "80GB", "--max-model-len", "8192"]
+    tokens = []
+    for name in ("auto", "int8"):
+        status, shown = run(capsys, *arguments, "--kv-cache-dtype", name)
+        assert status == 0
+        (line,) = (line for line in shown.splitlines() if "tokens in the KV cache" in line)
+        tokens.append(int(line.split()[-1].replace(",", "")))
+    assert f"{2 * 36 * 8 * (128 + 4):,} bytes" in shown
+    assert 1.9 < tokens[1] / tokens[0] < 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "helps"),
     [
         (["qwen3-8b", "--gpu-memory", "24GB", "--max-model-len", "40960"], ["--max-model-len", "--tensor-parallel"]),
         (["qwen3-32b", "--gpu-memory", "24GB"], ["--tensor-parallel-size 4"]),
         (["qwen3-8b", "--gpu-memory", "24GB", "--dtype", "float32"], ["--dtype bfloat16"]),
+        (["qwen3-8b", "--gpu-memory", "24GB", "--max-model-len", "30000"], ["--kv-cache-dtype int8"]),
         (["qwen3-0.6b", "--gpu-memory", "3.5GB", "--max-num-seqs", "2000"], ["--max-num-seqs 64"]),
         (["qwen3-32b", "--gpu-memory", "4GB"], ["no option alone, but a larger GPU"]),
     ],

@@ -53,6 +53,18 @@ def test_without_limits_all_that_the_machine_has_is_free(files: Path) -> None:
     assert free_memory() == 64 * GIB
 
 
+def test_one_of_several_replicas_has_its_share_less_what_it_has_taken(
+    files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = resource.getpagesize()
+    (files / "PROCESS" / "statm").write_text(f"{20 * GIB // page} {5 * GIB // page} {3 * GIB // page} 1 0 1 0\n")
+    monkeypatch.setattr(memory, "share", 8 * GIB)
+    assert free_memory() == 6 * GIB and find_memory_limits() == {"data_parallel_size": 8 * GIB}
+    monkeypatch.setattr(memory, "share", GIB)
+    assert free_memory() == 0
+    memory.check_room()  # that is about limits which end a process
+
+
 @pytest.mark.parametrize("version", [1, 2])
 def test_a_cgroup_leaves_its_limit_less_what_it_uses(version: int, files: Path) -> None:
     make_group(files, "jobs/mine", str(8 * GIB), used=5 * GIB, droppable=2 * GIB, version=version)

@@ -1,4 +1,4 @@
-"""With the CPU kernels a decode step is recorded once, and its calls are repeated: nobody can tell from the results."""
+"""With the CPU kernels a decode step is recorded once, and its calls are replayed: nobody can tell from the results."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -78,7 +78,7 @@ def find_recorded(llm: LLM) -> RecordedSteps:
     ],
     ids=["tied", "untied", "hybrid", "both", "int8-both", "experts", "int8-experts", "int8", "int8-dynamic", "drafts"],
 )
-def test_repeated_steps_give_the_very_numbers_of_eager_ones(
+def test_replayed_steps_give_the_very_numbers_of_eager_ones(
     save: Callable[[Path], object], options: dict[str, Any], dtype: str, tmp_path: Path
 ) -> None:
     save(tmp_path)
@@ -166,7 +166,7 @@ def test_calls_are_recorded_in_one_thread_and_only_within_the_block() -> None:
     backend.silu_and_mul(x)
     assert len(calls) == 2
     x.copy_(torch.randn(3, 64))
-    calls.repeat()
+    calls.replay()
     assert torch.equal(z, backend.silu_and_mul(backend.silu_and_mul(x)))
 
 
@@ -175,7 +175,7 @@ def test_a_kernel_that_cannot_be_called_again_is_noticed() -> None:
     rows = torch.zeros(1, dtype=torch.int32)
     with record_calls() as calls:
         backend.silu_and_mul(torch.randn(3, 64))
-        assert calls.can_repeat
+        assert calls.can_replay
         edits = MaskAndPenalties(rows, None, rows, None, None)
         CpuEditOperators(backend).edit_logits(torch.zeros(1, 64), edits)
-    assert not calls.can_repeat
+    assert not calls.can_replay

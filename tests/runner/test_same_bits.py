@@ -59,8 +59,9 @@ def test_a_row_of_a_product_has_the_same_bits_among_any_number(
             assert torch.equal(matrix.multiply(x[:rows], None), alone[:rows]), rows
 
 
+@pytest.mark.parametrize("kv_dtype", [None, torch.int8], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_attention_has_the_same_bits_in_blocks_of_any_size(dtype: torch.dtype) -> None:
+def test_attention_has_the_same_bits_in_blocks_of_any_size(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
     backend = CpuBackend()
     lens = torch.tensor([[1, 90, 33], [150, 90, 200]], dtype=torch.int32)
     num_queries, num_keys = (int(n) for n in lens.sum(dim=1))
@@ -75,7 +76,7 @@ def test_attention_has_the_same_bits_in_blocks_of_any_size(dtype: torch.dtype) -
         tables = torch.randperm(3 * width).int().view(3, width)
         sequences = torch.arange(3).repeat_interleave(lens[1])
         slots = tables[sequences, positions // block_size].long() * block_size + positions % block_size
-        cache = backend.allocate_cache((3 * width, block_size, 2, 128), dtype, CPU)
+        cache = backend.allocate_cache((3 * width, block_size, 2, 128), kv_dtype or dtype, CPU)
         backend.norm_rope_store(qkv, norms, positions, cache, slots)
         return backend.attend(q, cache, make_inputs(*lens.tolist(), tables), 0.1).clone()
 
@@ -187,11 +188,12 @@ def test_quantised_weights_leave_a_request_its_bits(quantization: str, tmp_path:
     assert stats["num_preemptions"] > 0
 
 
-@pytest.fixture(scope="module", params=DTYPES, ids=str)
+@pytest.fixture(scope="module", params=[(torch.float32, "auto"), (torch.bfloat16, "auto"), (torch.bfloat16, "int8")])
 def company(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Company:
+    dtype, kv_cache_dtype = request.param
     folder = tmp_path_factory.mktemp("model")
     save_random(folder)
-    return Company(folder, request.param)
+    return Company(folder, dtype, kv_cache_dtype=kv_cache_dtype)
 
 
 def test_sixty_four_together_get_what_each_got_alone(company: Company) -> None:

@@ -43,20 +43,21 @@ EXPORT(grouped_linear, (x, packed, offsets, y, experts, in, out),
 EXPORT(combine, (y, weights, places, shared, gate, out, tokens, k, size, gate_stride),
        const void* y, const float* weights, const int32_t* places, const void* shared, const void* gate, void* out,
        int64_t tokens, int64_t k, int64_t size, int64_t gate_stride)
-EXPORT(attend, (q, k, v, tables, cu_seqlens, lens, out, seqs, max_blocks, kv_heads, group, dim, block_size, scale),
-       const void* q, const uint32_t* k, const uint32_t* v, const int32_t* tables, const int32_t* cu_seqlens,
-       const int32_t* lens, void* out, int64_t seqs, int64_t max_blocks, int64_t kv_heads, int64_t group, int64_t dim,
-       int64_t block_size, float scale)
+EXPORT(attend, (q, k, v, k_scales, v_scales, tables, cu_seqlens, lens, out, seqs, max_blocks, kv_heads, group, dim,
+       block_size, scale),
+       const void* q, const void* k, const void* v, const float* k_scales, const float* v_scales,
+       const int32_t* tables, const int32_t* cu_seqlens, const int32_t* lens, void* out, int64_t seqs,
+       int64_t max_blocks, int64_t kv_heads, int64_t group, int64_t dim, int64_t block_size, float scale)
 EXPORT(add_rms_norm, (x, residual, weight, y, sum, rows, size, is_wide, eps),
        const void* x, const void* residual, const void* weight, void* y, void* sum, int64_t rows, int64_t size,
        int64_t is_wide, float eps)
 EXPORT(silu_and_mul, (gate_up, y, rows, size),
        const void* gate_up, void* y, int64_t rows, int64_t size)
-EXPORT(norm_rope_store, (qkv, is_wide, qw, kw, cos_sin, positions, slots, q, k, v, tokens, heads, kv_heads, dim,
-       block_size, eps),
+EXPORT(norm_rope_store, (qkv, is_wide, qw, kw, cos_sin, positions, slots, q, k, v, k_scales, v_scales, tokens, heads,
+       kv_heads, dim, block_size, eps),
        const void* qkv, const void* qw, const void* kw, const float* cos_sin, const int32_t* positions,
-       const int64_t* slots, void* q, uint32_t* k, uint32_t* v, int64_t tokens, int64_t heads, int64_t kv_heads,
-       int64_t dim, int64_t block_size, int64_t is_wide, float eps)
+       const int64_t* slots, void* q, void* k, void* v, float* k_scales, float* v_scales, int64_t tokens, int64_t heads,
+       int64_t kv_heads, int64_t dim, int64_t block_size, int64_t is_wide, float eps)
 EXPORT(causal_conv, (x, weight, state, y, cu_seqlens, lens, rows, seqs, channels, width, stride),
        const void* x, const void* weight, void* state, void* y, const int32_t* cu_seqlens, const int32_t* lens,
        const int32_t* rows, int64_t seqs, int64_t channels, int64_t width, int64_t stride)
@@ -123,7 +124,7 @@ void store_samples(int64_t, const int32_t* tokens, const int32_t* rows, int32_t*
 
 // Makes recorded calls one after another. Each has two words: the address of a function that AGAIN defines, and that of
 // its arguments.
-void repeat(int64_t threads, const Word* calls, int64_t num_words) {
+void replay(int64_t threads, const Word* calls, int64_t num_words) {
     for (const Word* call = calls; call < calls + num_words; call += 2) {
         const auto again = from_word<void (*)(int64_t, const Word*)>(call[0]);
         again(threads, from_word<const Word*>(call[1]));
@@ -151,6 +152,6 @@ AGAIN(gather_rows)
 KERNEL(edit_logits_float32)
 AGAIN(step_inputs)
 AGAIN(store_samples)
-KERNEL(repeat)
+KERNEL(replay)
 KERNEL(touch_pages)
 }

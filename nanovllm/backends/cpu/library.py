@@ -64,14 +64,14 @@ MAX_HEAD_DIM = read_constant("MAX_HEAD_DIM", "vectors.h")
 
 
 class RecordedCalls:
-    """Calls of kernels, in the order in which they were made. `repeat` makes them again, in C++.
+    """Calls of kernels, in the order in which they were made. `replay` makes them again, in C++.
 
     Attributes:
-        can_repeat: False if C++ cannot make one of the calls again, because AGAIN does not name its kernel.
+        can_replay: False if C++ cannot make one of the calls again, because AGAIN does not name its kernel.
     """
 
     def __init__(self) -> None:
-        self.can_repeat = True
+        self.can_replay = True
         self._words: list[array[int]] = []
         self._calls = array("q")
         """Two words for each call: the address of the function that makes it again, and that of its arguments."""
@@ -88,16 +88,16 @@ class RecordedCalls:
         """
         address = ctypes.cast(function.again, ctypes.c_void_p).value  # type: ignore[attr-defined]
         if address is None:
-            self.can_repeat = False
+            self.can_replay = False
             return
         kinds = function.argtypes[1:]
         words = array("q", [_to_word(kind, a) for kind, a in zip(kinds, arguments, strict=True)])
         self._words.append(words)
         self._calls.extend((address, words.buffer_info()[0]))
 
-    def repeat(self) -> None:
+    def replay(self) -> None:
         """Make the calls again. All that they read and write must still be at the same addresses."""
-        cpu_library().call("repeat", None, *self._calls.buffer_info())
+        cpu_library().call("replay", None, *self._calls.buffer_info())
 
 
 def _to_word(kind: type, argument: float | None) -> int:

@@ -88,9 +88,9 @@ void norm_rope(const typename T::element* x, const void* weight, const float* co
 // clears the unit's other half, so that no old value is left in it.
 template <class T, class W>
 void norm_rope_store_as(const void* qkv_, const void* q_weight, const void* k_weight, const float* cos_sin,
-                        const int32_t* positions, const int64_t* slots, void* q_, uint32_t* k_cache, uint32_t* v_cache,
-                        int64_t tokens, int64_t heads, int64_t num_kv_heads, int64_t dim, int64_t block_size,
-                        float eps) {
+                        const int32_t* positions, const int64_t* slots, void* q_, void* k_cache, void* v_cache,
+                        float* k_scales, float* v_scales, int64_t tokens, int64_t heads, int64_t num_kv_heads,
+                        int64_t dim, int64_t block_size, float eps) {
     using E = typename T::element;
     const int64_t stride = (heads + 2 * num_kv_heads) * dim, dim_units = dim / T::PER_UNIT;
     const auto owned_from = [=](int64_t t) {
@@ -105,11 +105,20 @@ void norm_rope_store_as(const void* qkv_, const void* q_weight, const void* k_we
             if (slots[t] < 0) continue;
             const int64_t block = slots[t] / block_size, offset = slots[t] % block_size;
             for (int64_t h = 0; h < num_kv_heads; ++h, from += dim) {
-                const int64_t at = cache_tile(block, h, num_kv_heads, dim_units * block_size);
+                const E* v = from + num_kv_heads * dim;
                 alignas(64) E k[MAX_HEAD_DIM];
                 norm_rope<T, W>(from, k_weight, angles, k, dim, eps);
-                store_key<T>(k, k_cache + at, offset, dim);
-                store_value<T>(from + num_kv_heads * dim, v_cache + at, offset, dim);
+                if (k_scales) {
+                    const int64_t tile = cache_tile(block, h, num_kv_heads, block_size), at = tile * dim;
+                    alignas(64) int8_t codes[MAX_HEAD_DIM];
+                    k_scales[tile + offset] = quantise_head<T>(k, codes, dim);
+                    store_key_codes(codes, (int8_t*)k_cache + at, offset, dim);
+                    v_scales[tile + offset] = quantise_head<T>(v, (int8_t*)v_cache + at + offset * dim, dim);
+                } else {
+                    const int64_t at = cache_tile(block, h, num_kv_heads, dim_units * block_size);
+                    store_key<T>(k, (uint32_t*)k_cache + at, offset, dim);
+                    store_value<T>(v, (uint32_t*)v_cache + at, offset, dim);
+                }
             }
         }
     });

@@ -1,6 +1,9 @@
 // Where the cache holds K and V of a token. A block of K or V has num_kv_heads tiles of block_size x head_dim elements:
 //   a tile of K  [block_size / LANES][head_dim units][LANES]
 //   a tile of V  [block_size units][head_dim]
+// With keys and values in one byte, a tile has block_size x head_dim codes, and a scale for each of its tokens:
+//   a tile of K  [block_size / LANES][head_dim][LANES]
+//   a tile of V  [block_size][head_dim]
 #pragma once
 
 #include "vectors.h"
@@ -28,6 +31,85 @@ template <class T> inline void store_value(const typename T::element* v, uint32_
         for (int64_t d = 0; d < dim; ++d) row[d] = (uint32_t)v[d];
     else
         for (int64_t d = 0; d < dim; ++d) row[d] = (row[d] & 0xffff) | (uint32_t)v[d] << 16;
+}
+
+typedef int8_t codes_of_vector __attribute__((vector_size(LANES)));
+
+// Returns 16 codes as numbers. Compilers convert bytes one by one, so each kind of processor has its instructions here.
+ALWAYS_INLINE vf number_codes(const int8_t* codes) {
+#if defined(__AVX512F__)
+    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)codes)));
+#elif defined(__AVX2__)
+    const auto widen = [](const int8_t* from) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)); };
+    Registers numbers;
+    numbers.parts[0] = (rf)_mm256_cvtepi32_ps(widen(codes));
+    numbers.parts[1] = (rf)_mm256_cvtepi32_ps(widen(codes + 8));
+    return numbers.whole;
+#elif defined(__ARM_NEON)
+    Registers numbers;
+    for (int i = 0; i < 2; ++i) {
+        const int16x8_t wide = vmovl_s8(vld1_s8(codes + 8 * i));
+        numbers.parts[2 * i] = (rf)vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide)));
+        numbers.parts[2 * i + 1] = (rf)vcvtq_f32_s32(vmovl_s16(vget_high_s16(wide)));
+    }
+    return numbers.whole;
+#else
+    return __builtin_convertvector(__builtin_convertvector(load<codes_of_vector>(codes), vi), vf);
+#endif
+}
+
+// Returns the units of 16 columns, whose elements are the codes at `codes`, and, if a unit has two, at `second`.
+// bfloat16 holds every code exactly.
+template <class T> ALWAYS_INLINE vi widen_codes(const int8_t* codes, const int8_t* second) {
+    const vi first = (vi)number_codes(codes);
+    return T::PER_UNIT == 1 ? first : ((first >> 16) & 0xffff) | (vi)number_codes(second);
+}
+
+// Widens `keys` codes of K, a multiple of LANES, to units as a tile of K has them. Meanwhile it prefetches as many
+// codes from `ahead`: so many requests at once would delay every other read.
+template <class T>
+inline void widen_keys(const int8_t* codes, uint32_t* units, int64_t keys, int64_t dim, const int8_t* ahead) {
+    constexpr int64_t STEP = T::PER_UNIT * LANES;
+    for (int64_t i = 0; i < keys * dim; i += STEP, units += LANES) {
+        __builtin_prefetch(ahead + i, 0, 2);  // into the L2 cache
+        store(units, widen_codes<T>(codes + i, codes + i + LANES));
+    }
+}
+
+// Does the same with the codes of V of `count` units of tokens.
+template <class T>
+inline void widen_values(const int8_t* codes, uint32_t* units, int64_t count, int64_t dim, const int8_t* ahead) {
+    for (int64_t u = 0; u < count; ++u, codes += T::PER_UNIT * dim, ahead += T::PER_UNIT * dim, units += dim)
+        for (int64_t d = 0; d < dim; d += LANES) {
+            __builtin_prefetch(ahead + d * T::PER_UNIT, 0, 2);
+            store(units + d, widen_codes<T>(codes + d, codes + dim + d));
+        }
+}
+
+// Quantises x [dim] to codes, and returns their scale: largest magnitude / 127. The scale of zeros is 0. If an element
+// is not finite, the scale is NaN. The reference is `quantize_heads` in ops/kv_codes.py.
+template <class T> inline float quantise_head(const typename T::element* x, int8_t* codes, int64_t dim) {
+    vf top{}, zeros{};
+    for (int64_t d = 0; d < dim; d += LANES) {
+        const vf v = T::widen(x + d);
+        top = maximum(maximum(v, -v), top);
+        zeros += v * 0.0f;  // NaN for what is not finite
+    }
+    const float scale = largest(top) / 127.0f + sum(zeros);
+    const float magic = 12582912.0f;  // adding it rounds to an integer, ties to even
+    for (int64_t d = 0; d < dim; d += LANES) {
+        vf code{};
+        if (scale > 0) code = (T::widen(x + d) / scale + magic) - magic;
+        code = -maximum(-maximum(code, splat(-127.0f)), splat(-127.0f));
+        store(codes + d, __builtin_convertvector(__builtin_convertvector(code, vi), codes_of_vector));
+    }
+    return scale;
+}
+
+// Stores the codes of a key as a column of its tile.
+inline void store_key_codes(const int8_t* codes, int8_t* tile, int64_t offset, int64_t dim) {
+    int8_t* column = tile + offset / LANES * LANES * dim + offset % LANES;
+    for (int64_t i = 0; i < dim; ++i) column[i * LANES] = codes[i];
 }
 
 }  // namespace

@@ -14,17 +14,17 @@ MOST_SEQS = 64
 
 
 class RecordedSteps(Steps):
-    """Repeats decode steps on a CPU, as CUDA graphs do on a GPU: from the staging buffer to the sampled tokens.
+    """Replays decode steps on a CPU, as CUDA graphs do on a GPU: from the staging buffer to the sampled tokens.
 
     Python prepares a few hundred calls of kernels in a step: for a small model that takes longer than the kernels. What
     it prepares depends on the number of sequences alone. So the first step of each size is recorded while it runs, as
-    two parts, the model's and the sampler's. Later steps repeat the calls, in C++.
+    two parts, the model's and the sampler's. Later steps replay the calls, in C++.
 
     Steps share the memory of what they compute, because only one runs at a time. So results must be read before the
     next step runs, of whatever size.
 
     Operators of torch are not recorded. If a step calls one, or a kernel that C++ cannot call again, it cannot be
-    repeated, and no step is recorded from then on.
+    replayed, and no step is recorded from then on.
 
     Attributes:
         most_seqs: the most sequences of a step that can be recorded; 0 if no step can be.
@@ -37,17 +37,17 @@ class RecordedSteps(Steps):
         """{part and size of a step: its calls, and the tensors that they write, always at the same addresses}."""
 
     def run(self, part: StepPart, size: int, work: Callable[[], Any]) -> Any:
-        """Repeat a part of a step of that size, which reads from the staging buffer or from the other part's results.
+        """Replay a part of a step of that size, which reads from the staging buffer or from the other part's results.
 
         The first time `work` runs it, and is recorded. Returns what `work` has returned.
         """
         if (part, size) in self._recordings:
             calls, result = self._recordings[part, size]
-            calls.repeat()
+            calls.replay()
             return result
         with borrow_from(self._scratch), record_calls() as calls, _TorchWatch() as watch:  # type: ignore[no-untyped-call]
             result = work()
-        if watch.computes or not calls.can_repeat:
+        if watch.computes or not calls.can_replay:
             self.most_seqs = 0
             self.release()
         elif self.most_seqs:
@@ -58,7 +58,7 @@ class RecordedSteps(Steps):
         self.release()
 
     def release(self) -> None:
-        """Forget all recordings: weights have moved or go, or a part cannot be repeated."""
+        """Forget all recordings: weights have moved or go, or a part cannot be replayed."""
         self._recordings.clear()
 
 

@@ -7,10 +7,10 @@
 #include <cstring>
 #include <vector>
 
-#ifdef __AVX512BF16__
+#if defined(__AVX512F__) || defined(__AVX2__)
 #include <immintrin.h>
 #endif
-#ifdef __ARM_FEATURE_BF16_VECTOR_ARITHMETIC
+#ifdef __ARM_NEON
 #include <arm_neon.h>
 #endif
 

@@ -58,6 +58,8 @@ def _capture_stream(device: int) -> Any:
 class CudaGraphs(Steps):
     """Decode steps of each batch size as CUDA graphs, from the staging buffer to hidden states and sampled tokens.
 
+    CUDA calls it a capture when a step is recorded as a graph.
+
     A step is two graphs, the model's and the sampler's. The second is left out where logits are edited or
     log-probabilities wanted.
 
@@ -140,12 +142,6 @@ class CudaGraphs(Steps):
         graph, result = self._graphs[part, size]
         graph.replay()
         return result
-
-    def renew(self) -> None:
-        """Capture all graphs anew, if the matrices lie in other memory now. Weights in 16 bits are written in place."""
-        if self._runner.quantizer is not None:
-            self.release()
-            self.capture()
 
     def release(self) -> None:
         """Free the graphs. This comes before the memory they point into is freed, and before a process group ends."""

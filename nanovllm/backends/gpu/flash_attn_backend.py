@@ -49,8 +49,12 @@ class FlashAttnBackend(TritonBackend):
             return f"flash-attn does not import ({error}); install it with: pip install flash-attn"
         return super().why_cannot(device)
 
+    @classmethod
+    def list_kv_cache_dtypes(cls, device: torch.device) -> tuple[str, ...]:
+        return ("auto",)
+
     def allocate_cache(self, shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> KVCache:
-        return KVCache(*(torch.zeros(shape, dtype=dtype, device=device) for _ in KVCache._fields))
+        return KVCache(*(torch.zeros(shape, dtype=dtype, device=device) for _ in ("keys", "values")))
 
     def prepare_attention(self, inputs: StepInputs, cache: KVCache, num_heads: int) -> StepInputs:
         decodes = inputs.num_decodes
@@ -72,7 +76,7 @@ class FlashAttnBackend(TritonBackend):
         if decodes:
             attended = self._with_kvcache(
                 q[:decodes].unsqueeze(1),  # one query token a sequence
-                *cache,
+                *cache[:2],
                 cache_seqlens=inputs.seq_lens[:decodes],
                 block_table=inputs.block_tables[:decodes],
                 softmax_scale=scale,
@@ -82,7 +86,7 @@ class FlashAttnBackend(TritonBackend):
         if inputs.prepared is not None:
             attended = self._varlen(
                 q[decodes:],
-                *cache,
+                *cache[:2],
                 **inputs.prepared._asdict(),
                 softmax_scale=scale,
                 causal=True,

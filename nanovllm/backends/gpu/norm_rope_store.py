@@ -6,6 +6,7 @@ The reference is `norm_rope_store_reference` in ops/norm_rope_store.py.
 from torch import Tensor
 
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
+from nanovllm.backends.gpu.paged_cache import has_codes, list_parts, quantize_halves
 from nanovllm.backends.gpu.triton_shim import next_power_of_2, tl, triton
 from nanovllm.ops.attention import KVCache
 from nanovllm.ops.norm_rope_store import NormRope
@@ -22,10 +23,15 @@ def _norm_rope_store_kernel(
     slots_ptr,
     k_cache_ptr,
     v_cache_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
     qkv_stride,
     page_stride,
     token_stride,
     head_stride,
+    page_scales_stride,
+    token_scales_stride,
+    head_scales_stride,
     eps,
     num_heads,
     num_kv_heads,
@@ -42,7 +48,7 @@ def _norm_rope_store_kernel(
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     dim = tl.arange(0, HALF)
-    dtype = k_cache_ptr.dtype.element_ty
+    dtype = qkv_ptr.dtype.element_ty
     is_q = (head < num_heads)[:, None]
     is_v = (head >= num_heads + num_kv_heads)[:, None]
     exists = (head < num_heads + 2 * num_kv_heads)[:, None]
@@ -76,6 +82,12 @@ def _norm_rope_store_kernel(
     tl.store(row, new_first, mask=is_q)
     tl.store(row + HALF, new_second, mask=is_q)
 
+    if has_codes(k_cache_ptr):
+        first = tl.where(is_v, first_in, new_first)
+        second = tl.where(is_v, second_in, new_second)
+        new_first, new_second, scales = quantize_halves(first, second, k_cache_ptr.dtype.element_ty)
+        first_in = new_first
+        second_in = new_second
     slot = tl.load(slots_ptr + token).to(tl.int64)
     if slot >= 0:
         place = (slot // BLOCK_SIZE) * page_stride + (slot % BLOCK_SIZE) * token_stride
@@ -86,6 +98,11 @@ def _norm_rope_store_kernel(
         v_offset = place + (head - num_heads - num_kv_heads)[:, None].to(tl.int64) * head_stride + dim[None, :]
         tl.store(v_cache_ptr + v_offset, first_in, mask=exists & is_v)
         tl.store(v_cache_ptr + v_offset + HALF, second_in, mask=exists & is_v)
+        if has_codes(k_cache_ptr):
+            k_place = (slot // BLOCK_SIZE) * page_scales_stride + (slot % BLOCK_SIZE) * token_scales_stride
+            k_place += (head - num_heads)[:, None] * head_scales_stride
+            tl.store(k_scales_ptr + k_place, scales, mask=is_k)
+            tl.store(v_scales_ptr + k_place - num_kv_heads * head_scales_stride, scales, mask=exists & is_v)
 
 
 def norm_rope_store_config(all_heads: int, head_dim: int, block_size: int, norm: bool) -> dict[str, int]:
@@ -107,9 +124,9 @@ def norm_rope_store(qkv: Tensor, norms: NormRope, positions: Tensor, cache: KVCa
     num_heads = all_heads - 2 * num_kv_heads
     config = norm_rope_store_config(all_heads, head_dim, block_size, norms.q_weight is not None)
     grid = (num_tokens, ceil_div(all_heads, config["HEADS"]))
-    strides = (qkv.stride(0), *cache.keys.stride()[:3])
+    pointers, strides = list_parts(cache)
     weights = (qkv if norms.q_weight is None else norms.q_weight, qkv if norms.k_weight is None else norms.k_weight)
     sizes = (norms.eps, num_heads, num_kv_heads)
-    args = (qkv, *weights, norms.cos_sin, positions, slots, *cache, *strides, *sizes)
+    args = (qkv, *weights, norms.cos_sin, positions, slots, *pointers, qkv.stride(0), *strides, *sizes)
     launch(_norm_rope_store_kernel, grid, args, config)
     return qkv[:, : num_heads * head_dim].view(num_tokens, num_heads, head_dim)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
+from nanovllm.backends.gpu.paged_cache import has_codes, list_parts, load_scales
 from nanovllm.backends.gpu.triton_shim import next_power_of_2, num_multiprocessors, shared_memory_kib, tl, triton
 from nanovllm.ops.attention import KVCache
 
@@ -116,19 +117,24 @@ def _merge(out_row, partials, first, num_parts, head, num_heads, GROUP: tl.const
 
 
 @triton.jit
-def accumulate(q, k, v, scale_log2, allowed, highest, total, acc, MASKED: tl.constexpr):
+def accumulate(q, k, v, scales, scale_log2, allowed, highest, total, acc, MASKED: tl.constexpr):
     """Add one tile of keys to the online softmax (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867).
 
-    The first tile has a key for every row, so `highest` is finite after it.
+    The first tile has a key for every row, so `highest` is finite after it. Codes become q's type, which is exact.
+    scales are those of keys and of values, or None.
     """
-    scores = tl.dot(q, k, input_precision="ieee") * scale_log2
+    k_scales, v_scales = scales
+    scores = tl.dot(q, k.to(q.dtype), input_precision="ieee")
+    scores *= scale_log2 if k_scales is None else (k_scales * scale_log2)[None, :]
     if MASKED:
         scores = tl.where(allowed, scores, float("-inf"))
     new_highest = tl.maximum(highest, tl.max(scores, 1))
     weights = tl.exp2(scores - new_highest[:, None])
     shrink = tl.exp2(highest - new_highest)
     total = total * shrink + tl.sum(weights, 1)
-    acc = tl.dot(weights.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+    if v_scales is not None:
+        weights *= v_scales[None, :]
+    acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * shrink[:, None], input_precision="ieee")
     return new_highest, total, acc
 
 
@@ -137,6 +143,8 @@ def _split_kernel(
     q_ptr,
     k_cache_ptr,
     v_cache_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
     out_ptr,
     block_tables_ptr,
     items_ptr,
@@ -152,6 +160,9 @@ def _split_kernel(
     page_stride,
     token_stride,
     head_stride,
+    page_scales_stride,
+    token_scales_stride,
+    head_scales_stride,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -189,12 +200,16 @@ def _split_kernel(
         page = tl.load(table_ptr + begin // BLOCK_SIZE)
         for start in tl.range(begin, end, TILE):
             place = page.to(tl.int64) * page_stride + head * head_stride + (start % BLOCK_SIZE) * token_stride
+            scale_place = page.to(tl.int64) * page_scales_stride + head * head_scales_stride
+            scale_place += (start % BLOCK_SIZE + key) * token_scales_stride
             page = tl.load(table_ptr + (start + TILE) // BLOCK_SIZE, mask=start + TILE < end, other=0)
             valid = start + key < end
             k = tl.load(k_cache_ptr + place + k_offset)
             # Masked, because 0 * NaN from a stale slot would be NaN.
             v = tl.load(v_cache_ptr + place + v_offset, mask=valid[:, None], other=0.0)
-            highest, total, acc = accumulate(q, k, v, scale_log2, valid[None, :], highest, total, acc, MASKED=True)
+            scales = load_scales(k_scales_ptr, v_scales_ptr, scale_place, valid, has_codes(k_cache_ptr))
+            allowed = valid[None, :]
+            highest, total, acc = accumulate(q, k, v, scales, scale_log2, allowed, highest, total, acc, MASKED=True)
 
         out = acc / tl.where(total > 0.0, total, 1.0)[:, None]  # zeros where there are no keys
         out_row = out_ptr + seq * num_heads * HEAD_DIM
@@ -215,8 +230,11 @@ def _split_kernel(
 
 
 def key_tile(head_dim: int, block_size: int, itemsize: int) -> int:
-    """Return the keys in a tile: a power of two within a block, and up to 16 KiB of K (64 keys at head_dim 128)."""
-    most = 64 if itemsize < 4 else 32
+    """Return the keys in a tile: a power of two within a block, and up to 16 KiB of K (64 keys at head_dim 128).
+
+    Codes of one byte need more registers than elements of two, so their tiles have half as many keys.
+    """
+    most = 64 if itemsize == 2 else 32
     return min(most if head_dim <= 128 else most // 2, block_size & -block_size)
 
 
@@ -235,7 +253,7 @@ def share_config(num_seqs: int, num_programs: int, head_dim: int, block_size: in
 def split_config(group: int, head_dim: int, block_size: int, itemsize: int) -> dict[str, int]:
     """64 keys, 3 stages and 4 warps: two buffers of K and V in 72 KiB, so three programs share a Hopper's memory.
 
-    At most 168 registers a thread let three programs share its registers, too.
+    At most 168 registers a thread let three programs share its registers, too. itemsize is that of the cache.
     """
     return {
         "GROUP": group,
@@ -243,7 +261,7 @@ def split_config(group: int, head_dim: int, block_size: int, itemsize: int) -> d
         "BLOCK_SIZE": block_size,
         "TILE": key_tile(head_dim, block_size, itemsize),
         "num_warps": 4,
-        "num_stages": 3 if itemsize < 4 else 2,
+        "num_stages": {1: 4, 2: 3, 4: 2}[itemsize],
         "maxnreg": 168,
     }
 
@@ -321,7 +339,8 @@ def paged_decode(
     num_seqs, num_heads, head_dim = q.shape
     block_size, num_kv_heads = cache.keys.shape[1:3]
     config = split_config(num_heads // num_kv_heads, head_dim, block_size, cache.keys.element_size())
-    strides = (q.stride(0), block_tables.stride(0), *cache.keys.stride()[:3])
-    args = (q, *cache, out, block_tables, *metadata, scale * math.log2(math.e), num_seqs, *strides)
+    pointers, strides = list_parts(cache)
+    sizes = (scale * math.log2(math.e), num_seqs, q.stride(0), block_tables.stride(0))
+    args = (q, *pointers, out, block_tables, *metadata, *sizes, *strides)
     num_programs = len(metadata.share_begins) - 1
     launch(_split_kernel, (num_kv_heads, num_programs), args, config)

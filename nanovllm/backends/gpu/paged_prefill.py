@@ -8,6 +8,7 @@ import math
 from torch import Tensor
 
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
+from nanovllm.backends.gpu.paged_cache import has_codes, list_parts, load_scales
 from nanovllm.backends.gpu.paged_decode import accumulate, key_tile
 from nanovllm.backends.gpu.triton_shim import next_power_of_2, shared_memory_kib, tl, triton
 from nanovllm.ops.attention import KVCache
@@ -40,6 +41,8 @@ def _prefill_kernel(
     q_ptr,
     k_cache_ptr,
     v_cache_ptr,
+    k_scales_ptr,
+    v_scales_ptr,
     out_ptr,
     cu_seqlens_ptr,
     seq_lens_ptr,
@@ -52,6 +55,9 @@ def _prefill_kernel(
     page_stride,
     token_stride,
     head_stride,
+    page_scales_stride,
+    token_scales_stride,
+    head_scales_stride,
     GROUP: tl.constexpr,
     PADDED_GROUP: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -89,6 +95,7 @@ def _prefill_kernel(
 
     k_tile_ptr = k_cache_ptr + head * head_stride + key[None, :] * token_stride + dim[:, None]
     v_tile_ptr = v_cache_ptr + head * head_stride + key[:, None] * token_stride + dim[None, :]
+    first_scale = head * head_scales_stride + key * token_scales_stride
     table_ptr = block_tables_ptr + seq.to(tl.int64) * table_stride
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -102,36 +109,50 @@ def _prefill_kernel(
     page = tl.load(table_ptr)
     for start in tl.range(0, diagonal, TILE):
         place = page.to(tl.int64) * page_stride + (start % BLOCK_SIZE) * token_stride
+        scale_place = page.to(tl.int64) * page_scales_stride + (start % BLOCK_SIZE) * token_scales_stride + first_scale
         page = tl.load(table_ptr + (start + TILE) // BLOCK_SIZE, mask=start + TILE < end, other=0)
         k = tl.load(k_tile_ptr + place)
         v = tl.load(v_tile_ptr + place)
-        highest, total, acc = accumulate(q, k, v, scale_log2, True, highest, total, acc, MASKED=False)
+        scales = load_scales(k_scales_ptr, v_scales_ptr, scale_place, True, has_codes(k_cache_ptr))
+        highest, total, acc = accumulate(q, k, v, scales, scale_log2, True, highest, total, acc, MASKED=False)
     for start in tl.range(diagonal, end, TILE):
         place = page.to(tl.int64) * page_stride + (start % BLOCK_SIZE) * token_stride
+        scale_place = page.to(tl.int64) * page_scales_stride + (start % BLOCK_SIZE) * token_scales_stride + first_scale
         page = tl.load(table_ptr + (start + TILE) // BLOCK_SIZE, mask=start + TILE < end, other=0)
         k = tl.load(k_tile_ptr + place)
         # Slots beyond the sequence may be stale, and 0 * NaN is NaN.
-        v = tl.load(v_tile_ptr + place, mask=(start + key < seq_len)[:, None], other=0.0)
+        is_used = start + key < seq_len
+        v = tl.load(v_tile_ptr + place, mask=is_used[:, None], other=0.0)
         allowed = (start + key)[None, :] <= position
-        highest, total, acc = accumulate(q, k, v, scale_log2, allowed, highest, total, acc, MASKED=True)
+        scales = load_scales(k_scales_ptr, v_scales_ptr, scale_place, is_used, has_codes(k_cache_ptr))
+        highest, total, acc = accumulate(q, k, v, scales, scale_log2, allowed, highest, total, acc, MASKED=True)
 
     out_row = out_ptr + token_row * (num_kv_heads * GROUP * HEAD_DIM)
     tl.store(out_row + offset, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_query)
 
 
-def prefill_config(group: int, head_dim: int, block_size: int, itemsize: int, shared_kib: int) -> dict[str, int]:
+def prefill_config(
+    group: int, head_dim: int, block_size: int, itemsize: int, cache_itemsize: int, shared_kib: int
+) -> dict[str, int]:
     """Return 128 rows (tokens x padded group) and 8 warps; fewer rows for float32, or where shared memory is small.
 
     Heads of 256 take all registers of a thread. Only Hopper and later, which multiply from shared memory, have enough
-    for 128 rows of them; others spill unless there are 32. float32 is multiplied without tensor cores, and a thread
-    keeps what it multiplies in registers: more than 32 rows and 16 keys spill kilobytes.
+    for 128 rows of them, or of codes that become q's type; others spill unless there are 32 rows, or 64 with codes.
+    float32 is multiplied without tensor cores, and a thread keeps what it multiplies in registers: more than 32 rows
+    and 16 keys spill kilobytes.
+
+    Args:
+        itemsize: the bytes of an element of q.
+        cache_itemsize: the bytes of an element of the cache.
+        shared_kib: the shared memory that a program may use.
     """
     is_wide = head_dim > 128
     is_float32 = itemsize == 4
     padded_group = next_power_of_2(group)
-    tile = key_tile(head_dim, block_size, itemsize)
+    tile = key_tile(head_dim, block_size, cache_itemsize)
     rows = 32 if is_wide or is_float32 else 64
-    if not is_float32 and shared_kib >= (200 if is_wide else 160):
+    needs_hopper = is_wide or cache_itemsize == 1
+    if not is_float32 and shared_kib >= (200 if needs_hopper else 160):
         rows = 128
     return {
         "GROUP": group,
@@ -164,10 +185,11 @@ def paged_prefill(
     num_heads, head_dim = q.shape[1:]
     block_size, num_kv_heads = cache.keys.shape[1:3]
     num_seqs = seq_lens.shape[0]
-    itemsize = cache.keys.element_size()
-    config = prefill_config(num_heads // num_kv_heads, head_dim, block_size, itemsize, shared_memory_kib(q.device))
-    strides = (q.stride(0), block_tables.stride(0), *cache.keys.stride()[:3])
+    itemsizes = (q.element_size(), cache.keys.element_size())
+    config = prefill_config(num_heads // num_kv_heads, head_dim, block_size, *itemsizes, shared_memory_kib(q.device))
+    pointers, strides = list_parts(cache)
     sequences = (cu_seqlens_q, seq_lens, block_tables)
-    args = (q, *cache, out, *sequences, scale * math.log2(math.e), num_seqs, num_kv_heads, *strides)
+    sizes = (scale * math.log2(math.e), num_seqs, num_kv_heads, q.stride(0), block_tables.stride(0))
+    args = (q, *pointers, out, *sequences, *sizes, *strides)
     num_tiles = num_tokens // config["TOKENS"] + num_seqs
     launch(_prefill_kernel, (num_tiles * num_kv_heads,), args, config)

@@ -1,11 +1,18 @@
 """Quantised matrices on a GPU: the Triton kernel multiplies by their codes as they are."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from nanovllm.backends.gpu.quantized_linear import TILES, format_config, grouped_quantized, quantized_linear
+from nanovllm.backends.gpu.quantized_linear import (
+    TILES,
+    format_config,
+    grouped_quantized,
+    make_arrivals,
+    quantized_linear,
+)
 from nanovllm.models.qwen3_moe.ops import Routing
 from nanovllm.quantized.codes import Codes
 from nanovllm.quantized.formats import Format
@@ -19,7 +26,7 @@ class TritonMatrix(TorchMatrix):
         row_limits: the numbers of rows up to which each variant of the kernel is taken. At start-up each is compiled.
     """
 
-    row_limits = tuple(most for most, _, _ in TILES)
+    row_limits = tuple(most for most, *_ in TILES)
 
     def __init__(self, codes: Codes, dtype: torch.dtype) -> None:
         """
@@ -30,12 +37,13 @@ class TritonMatrix(TorchMatrix):
             ValueError: the kernel cannot take groups of this size.
         """
         super().__init__(transpose_scales(codes), dtype)
+        self._arrivals = make_arrivals(codes)
 
     def multiply(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x [n, in] -> x W^T + bias [n, out]. The codes' columns may have another order than those of x."""
         order = self._codes.order
         x = x.contiguous() if order is None else x.index_select(1, order)
-        return quantized_linear(x, self._codes, bias)
+        return quantized_linear(x, self._codes, bias, self._arrivals)
 
 
 class TritonExperts:
@@ -85,6 +93,14 @@ class Operators(MatrixOperators):
 
     def make_experts(self, codes: Codes, dtype: torch.dtype) -> TritonExperts:
         return TritonExperts(codes)
+
+    def keep_place(self, old: Any, new: Any) -> Any:
+        """Write new codes into the memory of the old ones, which CUDA graphs read. They have the same shapes."""
+        if old is None:
+            return new
+        old._codes.codes.copy_(new._codes.codes)
+        old._codes.scales.copy_(new._codes.scales)  # zeros and orders are a checkpoint's, which is never replaced
+        return old
 
     def warn(self, format: Format) -> None:
         pass

@@ -4,6 +4,7 @@ The references are in quantized/torch_matrix.py.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.backends.gpu.grouped_linear import locate_tile
@@ -13,18 +14,62 @@ from nanovllm.models.qwen3_moe.ops import Routing
 from nanovllm.quantized.codes import Codes
 from nanovllm.utils.integers import ceil_div
 
-TILES = ((16, 16, 32), (64, 64, 64))
-"""Rows and columns of a tile, each after the most rows of x for which it is taken. More rows take (128, 64)."""
+TILES = ((16, 16, 32, 6), (64, 64, 64, 3), (128, 128, 64, 3))
+"""Rows, columns and stages of a tile, each after the most rows of x for which it is taken. More rows take none of them.
+
+Few rows wait for memory alone: six stages have five steps' codes under way, three have two.
+"""
 
 
-GROUPED_TILES = ((128, 16, 64), (512, 32, 64))
-"""The same for experts, each after the most tokens for which it is taken."""
+GROUPED_TILES = ((128, 16, 64, 3), (512, 32, 64, 3))
+"""The same for experts, each after the most tokens for which it is taken. More tokens take (128, 64, 3)."""
+
+
+MIN_PROGRAMS = 264
+"""A product has at least so many programs if its sums are long enough: two for each multiprocessor of an H100."""
+
+
+MIN_STEPS = 4
+"""The fewest steps along K of a program's part of a sum."""
+
+
+MAX_SCRATCH = 2**26
+"""The most weights that are dequantised at a time: 128 MiB in 16 bits."""
 
 
 MAX_BLOCK_K = 128
 
 
 MIN_BLOCK_K = 16
+
+
+@triton.jit
+def _load_codes(
+    codes_ptr,
+    zeros_ptr,
+    step,
+    column,
+    is_column,
+    packed_size,
+    out_size,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Return code - zero of some columns of W^T at one step along K, int32 [columns, BLOCK_K]."""
+    byte = step * (BLOCK_K * BITS // 8) + tl.arange(0, BLOCK_K * BITS // 8)
+    inside = is_column[:, None] & (byte < packed_size)[None, :]
+    codes = tl.load(codes_ptr + column.to(tl.int64)[:, None] * packed_size + byte[None, :], mask=inside, other=0)
+    if BITS == 4:
+        codes = tl.interleave(codes & 15, codes >> 4)
+    codes = codes.to(tl.int32)
+    if HAS_ZEROS:
+        group = step * BLOCK_K // GROUP if GROUP else 0
+        codes -= tl.load(zeros_ptr + group * out_size + column, mask=is_column, other=0)[:, None]
+    elif BITS == 4:
+        codes -= 8
+    return codes
 
 
 @triton.jit
@@ -40,6 +85,8 @@ def _multiply_tile(
     in_size,
     packed_size,
     out_size,
+    first_step,
+    end_step,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
@@ -47,33 +94,22 @@ def _multiply_tile(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Return rows of x times columns of W^T, float32 [BLOCK_M, BLOCK_N].
+    """Return rows of x times columns of W^T, float32 [BLOCK_M, BLOCK_N], summed over some steps along K.
 
     Codes become x's type, which is exact. A group's sum gets its scale, and sums go along K by BLOCK_K, so every
     element has one order of summing.
     """
     k = tl.arange(0, BLOCK_K)
-    byte = tl.arange(0, BLOCK_K * BITS // 8)
     x_at = x_ptr + row.to(tl.int64)[:, None] * in_size + k[None, :]
-    codes_at = codes_ptr + column.to(tl.int64)[:, None] * packed_size + byte[None, :]
+    columns = (column, is_column, packed_size, out_size)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for step in range(0, tl.cdiv(in_size, BLOCK_K)):
+    for step in range(first_step, end_step):
         start = step * BLOCK_K
-        first_byte = step * (BLOCK_K * BITS // 8)
-        group = start // GROUP if GROUP else 0
         x = tl.load(x_at + start, mask=is_row[:, None] & (start + k < in_size)[None, :], other=0.0)
-        inside = is_column[:, None] & (first_byte + byte < packed_size)[None, :]
-        codes = tl.load(codes_at + first_byte, mask=inside, other=0)
-        if BITS == 4:
-            codes = tl.interleave(codes & 15, codes >> 4)
-        codes = codes.to(tl.int32)
-        if HAS_ZEROS:
-            codes -= tl.load(zeros_ptr + group * out_size + column, mask=is_column, other=0)[:, None]
-        elif BITS == 4:
-            codes -= 8
+        codes = _load_codes(codes_ptr, zeros_ptr, step, *columns, BITS, GROUP, HAS_ZEROS, BLOCK_K)
         weight = tl.trans(codes.to(x.dtype))
         if GROUP:
-            scale = tl.load(scales_ptr + group * out_size + column, mask=is_column, other=0.0)
+            scale = tl.load(scales_ptr + start // GROUP * out_size + column, mask=is_column, other=0.0)
             acc += tl.dot(x, weight, input_precision="ieee") * scale[None, :]
         else:
             acc = tl.dot(x, weight, acc, input_precision="ieee")
@@ -82,7 +118,7 @@ def _multiply_tile(
     return acc
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_rows", "part_steps"])
 def _quantized_linear_kernel(
     x_ptr,
     codes_ptr,
@@ -90,10 +126,13 @@ def _quantized_linear_kernel(
     zeros_ptr,
     bias_ptr,
     y_ptr,
+    partial_ptr,
+    arrivals_ptr,
     in_size,
     packed_size,
     out_size,
     num_rows,
+    part_steps,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
@@ -103,22 +142,77 @@ def _quantized_linear_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    # Grid (num_rows / BLOCK_M x out_size / BLOCK_N,), rows fastest: programs that read the same weights run together.
-    # A program owns BLOCK_M rows and BLOCK_N columns of the product. No input is padding.
+    # Grid (num_rows / BLOCK_M x out_size / BLOCK_N, parts), rows fastest: programs that read the same weights run
+    # together. A program owns part_steps steps along K of BLOCK_M rows and BLOCK_N columns of the product, a tile. The
+    # last program of a tile to arrive adds the parts in their order, and leaves arrivals as it found them: zero.
+    # No input is padding.
     wait_for_predecessor(PDL)
-    num_tiles = tl.cdiv(num_rows, BLOCK_M)
-    row = tl.program_id(0) % num_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
-    column = tl.program_id(0) // num_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
+    tile = tl.program_id(0)
+    part = tl.program_id(1)
+    num_parts = tl.num_programs(1)
+    row_tiles = tl.cdiv(num_rows, BLOCK_M)
+    row = tile % row_tiles * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = tile // row_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row = row < num_rows
     is_column = column < out_size
     pointers = (x_ptr, codes_ptr, scales_ptr, zeros_ptr)
-    tile = (row, is_row, column, is_column)
-    sizes = (in_size, packed_size, out_size)
-    acc = _multiply_tile(*pointers, *tile, *sizes, BITS, GROUP, HAS_ZEROS, BLOCK_M, BLOCK_N, BLOCK_K)
-    if HAS_BIAS:
-        acc += tl.load(bias_ptr + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
-    y_at = y_ptr + row.to(tl.int64)[:, None] * out_size + column[None, :]
-    tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+    place = (row, is_row, column, is_column)
+    first = part * part_steps
+    sizes = (in_size, packed_size, out_size, first, min(first + part_steps, tl.cdiv(in_size, BLOCK_K)))
+    acc = _multiply_tile(*pointers, *place, *sizes, BITS, GROUP, HAS_ZEROS, BLOCK_M, BLOCK_N, BLOCK_K)
+    is_last = num_parts == 1
+    if num_parts > 1:
+        SIZE: tl.constexpr = BLOCK_M * BLOCK_N
+        element = tl.arange(0, BLOCK_M)[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        partial_at = partial_ptr + tile.to(tl.int64) * num_parts * SIZE + element
+        tl.store(partial_at + part * SIZE, acc)
+        tl.debug_barrier()  # whoever sees this program's arrival sees what all its threads have stored
+        is_last = tl.atomic_add(arrivals_ptr + tile, 1, sem="acq_rel") == num_parts - 1
+        if is_last:
+            tl.store(arrivals_ptr + tile, 0)
+            acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+            for i in range(num_parts):
+                acc += tl.load(partial_at + i * SIZE, cache_modifier=".cg")  # from L2: others have written it
+    if is_last:
+        if HAS_BIAS:
+            acc += tl.load(bias_ptr + column, mask=is_column, other=0.0).to(tl.float32)[None, :]
+        y_at = y_ptr + row.to(tl.int64)[:, None] * out_size + column[None, :]
+        tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=is_row[:, None] & is_column[None, :])
+
+
+@triton.jit(do_not_specialize=["first", "num_rows"])
+def _dequantize_kernel(
+    codes_ptr,
+    scales_ptr,
+    zeros_ptr,
+    weight_ptr,
+    in_size,
+    packed_size,
+    out_size,
+    first,
+    num_rows,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    # Grid (num_rows / BLOCK_N, in_size / BLOCK_K).
+    # A program owns BLOCK_N rows and BLOCK_K columns of the result, whose row 0 is the matrix's row `first`.
+    # No input is padding.
+    wait_for_predecessor(PDL)
+    step = tl.program_id(1)
+    row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    is_row = row < num_rows
+    columns = (first + row, is_row, packed_size, out_size)
+    codes = _load_codes(codes_ptr, zeros_ptr, step, *columns, BITS, GROUP, HAS_ZEROS, BLOCK_K)
+    group = step * BLOCK_K // GROUP if GROUP else 0
+    scale = tl.load(scales_ptr + group * out_size + first + row, mask=is_row, other=0.0)
+    k = step * BLOCK_K + tl.arange(0, BLOCK_K)
+    weight = (codes.to(tl.float32) * scale[:, None]).to(weight_ptr.dtype.element_ty)
+    weight_at = weight_ptr + row.to(tl.int64)[:, None] * in_size + k[None, :]
+    tl.store(weight_at, weight, mask=is_row[:, None] & (k < in_size)[None, :])
 
 
 @triton.jit(do_not_specialize=["num_groups", "num_experts"])
@@ -162,7 +256,7 @@ def _grouped_quantized_kernel(
     zeros_ptr += matrix * num_groups
     pointers = (x_ptr, codes_ptr, scales_ptr, zeros_ptr)
     tile = (row, is_pair, column, is_column)
-    sizes = (in_size, packed_size, out_size)
+    sizes = (in_size, packed_size, out_size, 0, tl.cdiv(in_size, BLOCK_K))
     acc = _multiply_tile(*pointers, *tile, *sizes, BITS, GROUP, HAS_ZEROS, BLOCK_M, BLOCK_N, BLOCK_K)
     y_at = y_ptr + pair.to(tl.int64)[:, None] * out_size + column[None, :]
     tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=is_pair[:, None] & is_column[None, :])
@@ -186,37 +280,84 @@ def format_config(bits: int, in_size: int, group_size: int, has_zeros: bool) -> 
     return {"BITS": bits, "GROUP": group_size if is_grouped else 0, "HAS_ZEROS": has_zeros, "BLOCK_K": block}
 
 
-def tile_config(num_rows: int, tiles: tuple[tuple[int, int, int], ...], itemsize: int) -> dict[str, int]:
+def split_steps(in_size: int, out_size: int, block_k: int) -> tuple[int, int]:
+    """Return into how many parts the sums of a matrix are split, and the steps along K of a part.
+
+    They follow from the matrix alone, so the order of a sum does, too.
+    """
+    num_steps = ceil_div(in_size, block_k)
+    num_tiles = max(1, ceil_div(out_size, TILES[0][2]))  # the last of many ranks may have no rows of a vocabulary
+    part_steps = max(ceil_div(num_steps, ceil_div(MIN_PROGRAMS, num_tiles)), min(MIN_STEPS, num_steps))
+    return ceil_div(num_steps, part_steps), part_steps
+
+
+def tile_config(num_rows: int, tiles: tuple[tuple[int, int, int, int], ...], itemsize: int) -> dict[str, int]:
     """Return the tile for a number of rows, and how it is computed.
 
     float32 is multiplied without tensor cores, from registers: larger tiles, or fewer warps, spill kilobytes.
     """
     if itemsize == 4:
         return {"BLOCK_M": 16, "BLOCK_N": 32, "num_warps": 8, "num_stages": 3}
-    rows, columns = next(((m, n) for most, m, n in tiles if num_rows <= most), (128, 64))
-    return {"BLOCK_M": rows, "BLOCK_N": columns, "num_warps": 8 if rows == 128 else 4, "num_stages": 3}
+    rows, columns, stages = next((tile for most, *tile in tiles if num_rows <= most), (128, 64, 3))
+    return {"BLOCK_M": rows, "BLOCK_N": columns, "num_warps": 8 if rows == 128 else 4, "num_stages": stages}
 
 
-def quantized_linear(x: Tensor, weight: Codes, bias: Tensor | None) -> Tensor:
+def make_arrivals(weight: Codes) -> Tensor:
+    """Return what counts the parts of each tile that are done. A matrix needs one of its own: int32, all zero."""
+    most_tiles = TILES[-1][0] // TILES[0][1] * ceil_div(weight.out_features, TILES[0][2])
+    return torch.zeros(most_tiles, dtype=torch.int32, device=weight.codes.device)
+
+
+def quantized_linear(x: Tensor, weight: Codes, bias: Tensor | None, arrivals: Tensor) -> Tensor:
     """x [n, in] -> x W^T + bias [n, out], summed in float32, in x's dtype.
 
     Args:
         x: contiguous, with its columns in the order of the codes'.
         weight: what `transpose_scales` returns.
+        arrivals: what `make_arrivals` returns.
     """
     num_rows = x.shape[0]
+    if num_rows > TILES[-1][0]:
+        return _multiply_dequantized(x, weight, bias)
     out_size = weight.codes.shape[0]
     y = torch.empty(num_rows, out_size, dtype=x.dtype, device=x.device)
     config = format_config(weight.bits, weight.in_features, weight.group_size, weight.zeros is not None)
     config |= {"HAS_BIAS": bias is not None} | tile_config(num_rows, TILES, x.element_size())
-    grid = (ceil_div(num_rows, config["BLOCK_M"]) * ceil_div(out_size, config["BLOCK_N"]),)
+    num_tiles = ceil_div(num_rows, config["BLOCK_M"]) * ceil_div(out_size, config["BLOCK_N"])
+    num_parts, part_steps = split_steps(weight.in_features, out_size, config["BLOCK_K"])
+    num_partial = num_parts * num_tiles * config["BLOCK_M"] * config["BLOCK_N"] if num_parts > 1 else 0
+    partial = torch.empty(num_partial, dtype=torch.float32, device=x.device)
     # If zeros or a bias are missing, another tensor takes their place as argument. The kernel does not read it.
     scales = weight.scales.mT
     zeros = scales if weight.zeros is None else weight.zeros.mT
-    pointers = (x, weight.codes, scales, zeros, x if bias is None else bias, y)
-    sizes = (weight.in_features, weight.codes.shape[1], out_size, num_rows)
-    launch(_quantized_linear_kernel, grid, (*pointers, *sizes), config)
+    pointers = (x, weight.codes, scales, zeros, x if bias is None else bias, y, partial, arrivals)
+    sizes = (weight.in_features, weight.codes.shape[1], out_size, num_rows, part_steps)
+    launch(_quantized_linear_kernel, (num_tiles, num_parts), (*pointers, *sizes), config)
     return y
+
+
+def _multiply_dequantized(x: Tensor, weight: Codes, bias: Tensor | None) -> Tensor:
+    """Do what `quantized_linear` does for many rows: dequantise rows of the matrix, and take torch's product.
+
+    The weights are rounded to x's dtype.
+    """
+    out_size, packed_size = weight.codes.shape
+    in_size = weight.in_features
+    config = format_config(weight.bits, in_size, weight.group_size, weight.zeros is not None)
+    config |= {"BLOCK_N": 32, "num_warps": 4}
+    scales = weight.scales.mT
+    zeros = scales if weight.zeros is None else weight.zeros.mT
+    height = max(1, MAX_SCRATCH // in_size)
+    parts = []
+    for first in range(0, max(out_size, 1), height):
+        num_rows = min(height, out_size - first)
+        scratch = torch.empty(num_rows, in_size, dtype=x.dtype, device=x.device)
+        grid = (ceil_div(num_rows, config["BLOCK_N"]), ceil_div(in_size, config["BLOCK_K"]))
+        sizes = (in_size, packed_size, out_size, first, num_rows)
+        launch(_dequantize_kernel, grid, (weight.codes, scales, zeros, scratch, *sizes), config)
+        parts.append(F.linear(x, scratch, None if bias is None else bias[first : first + num_rows]))
+        del scratch  # its memory is free for the next rows
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
 
 
 def grouped_quantized(x: Tensor, weight: Codes, routing: Routing, gather: bool) -> Tensor:

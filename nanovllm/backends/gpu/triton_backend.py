@@ -45,6 +45,11 @@ class TritonKernels(Backend):
             return f"it needs a CUDA device, not {device.type} (or, for tests, TRITON_INTERPRET=1 set before the start)"
         return None
 
+    @classmethod
+    def list_kv_cache_dtypes(cls, device: torch.device) -> tuple[str, ...]:
+        has_fp8 = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+        return ("auto", "int8", "fp8") if has_fp8 else ("auto", "int8")
+
     def prepare_attention(self, inputs: StepInputs, cache: KVCache, num_heads: int) -> StepInputs:
         decodes = inputs.num_decodes
         if not decodes:

@@ -77,7 +77,7 @@ class GatedAttention(ShardedLayer):
     def make_cache(self, size: CacheSize, dtype: torch.dtype, device: torch.device) -> KVCache:
         """Return the blocks of this layer, empty."""
         shape = (size.num_blocks, size.block_size, self.kv_heads, self.head_dim)
-        return self.backend.allocate_cache(shape, dtype, device)
+        return self.backend.allocate_cache(shape, size.kv_dtype, device)
 
     def forward(self, x: Tensor, cos_sin: Tensor, cache: KVCache, inputs: StepInputs) -> Tensor:
         """x [num_tokens, hidden] -> [num_tokens, hidden]; the tokens' keys and values are stored in the cache first."""

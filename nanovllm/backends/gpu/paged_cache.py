@@ -1,0 +1,66 @@
+"""The paged cache as Triton kernels see it: elements of the model's type, or codes of one byte with scales.
+
+A kernel has codes if the cache's pointer has a type of one byte. The references are in ops/kv_codes.py and
+ops/attention.py.
+"""
+
+from torch import Tensor
+
+from nanovllm.backends.gpu.triton_shim import tl, triton
+from nanovllm.ops.attention import KVCache
+
+
+@triton.jit
+def has_codes(cache_ptr):
+    return cache_ptr.dtype.element_ty.primitive_bitwidth == 8
+
+
+@triton.jit
+def quantize_halves(first, second, CODE: tl.constexpr):
+    """Quantise heads whose halves are first and second, [HEADS, HALF] each, as `quantize_heads` does.
+
+    It returns the codes of both halves in the type CODE, and the scales, [HEADS, 1].
+    """
+    LARGEST: tl.constexpr = 127.0 if tl.int8 == CODE else 448.0
+    infinity = float("inf")
+    first = first.to(tl.float32)
+    second = second.to(tl.float32)
+    # A maximum ignores NaN, so NaN becomes infinity before.
+    first_size = tl.where(tl.abs(first) < infinity, tl.abs(first), infinity)
+    second_size = tl.where(tl.abs(second) < infinity, tl.abs(second), infinity)
+    largest = tl.max(tl.maximum(first_size, second_size), 1, keep_dims=True)
+    # div_rn rounds as the reference does, and / does not.
+    scales = tl.where(largest < infinity, tl.div_rn(largest, LARGEST), float("nan"))
+    divisor = tl.where(scales > 0.0, scales, infinity)
+    first = tl.where(scales > 0.0, tl.div_rn(first, divisor), 0.0)
+    second = tl.where(scales > 0.0, tl.div_rn(second, divisor), 0.0)
+    if tl.int8 == CODE:
+        # A float32 of this size has no fraction, so the sum is rounded to a whole number, and halves to an even one.
+        WHOLE: tl.constexpr = 1.5 * 2**23
+        first = (first + WHOLE) - WHOLE
+        second = (second + WHOLE) - WHOLE
+    first = tl.clamp(first, -LARGEST, LARGEST)
+    second = tl.clamp(second, -LARGEST, LARGEST)
+    return first.to(CODE), second.to(CODE), scales
+
+
+@triton.jit
+def load_scales(k_scales_ptr, v_scales_ptr, place, is_used, CODES: tl.constexpr):
+    """Return the scales of a tile's keys and values, 0 for slots that are not used. A cache without codes has none."""
+    if CODES:
+        k_scales = tl.load(k_scales_ptr + place, mask=is_used, other=0.0)
+        v_scales = tl.load(v_scales_ptr + place, mask=is_used, other=0.0)
+        return k_scales, v_scales
+    else:
+        return None, None
+
+
+def list_parts(cache: KVCache) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
+    """Return a cache's tensors, and the strides of its elements and scales, as kernels take them.
+
+    If there are no scales, keys and values stand in their places, where no kernel reads.
+    """
+    key_scales = cache.keys if cache.key_scales is None else cache.key_scales
+    value_scales = cache.values if cache.value_scales is None else cache.value_scales
+    tensors = (cache.keys, cache.values, key_scales, value_scales)
+    return tensors, (*cache.keys.stride()[:3], *key_scales.stride()[:3])
