@@ -68,6 +68,7 @@ def test_every_engine_option_reaches_the_engine(monkeypatch: pytest.MonkeyPatch)
         "attention_backend": "torch",
         "load_format": "auto",  # with "dummy" there is no lora
         "distributed_backend": "gloo",
+        "kv_cache_dtype": "int8",
         "order": "given",
         "reasoning_parser": "qwen3",
         "tool_call_parser": "hermes",
