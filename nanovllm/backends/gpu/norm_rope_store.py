@@ -6,7 +6,7 @@ The reference is `norm_rope_store_reference` in ops/norm_rope_store.py.
 from torch import Tensor
 
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
-from nanovllm.backends.gpu.paged_cache import has_codes, list_parts, quantize_halves
+from nanovllm.backends.gpu.paged_cache import list_parts, quantize_halves
 from nanovllm.backends.gpu.triton_shim import next_power_of_2, tl, triton
 from nanovllm.ops.attention import KVCache
 from nanovllm.ops.norm_rope_store import NormRope
@@ -49,6 +49,7 @@ def _norm_rope_store_kernel(
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     dim = tl.arange(0, HALF)
     dtype = qkv_ptr.dtype.element_ty
+    CODES: tl.constexpr = k_cache_ptr.dtype.element_ty.primitive_bitwidth == 8
     is_q = (head < num_heads)[:, None]
     is_v = (head >= num_heads + num_kv_heads)[:, None]
     exists = (head < num_heads + 2 * num_kv_heads)[:, None]
@@ -82,7 +83,7 @@ def _norm_rope_store_kernel(
     tl.store(row, new_first, mask=is_q)
     tl.store(row + HALF, new_second, mask=is_q)
 
-    if has_codes(k_cache_ptr):
+    if CODES:
         first = tl.where(is_v, first_in, new_first)
         second = tl.where(is_v, second_in, new_second)
         new_first, new_second, scales = quantize_halves(first, second, k_cache_ptr.dtype.element_ty)
@@ -98,7 +99,7 @@ def _norm_rope_store_kernel(
         v_offset = place + (head - num_heads - num_kv_heads)[:, None].to(tl.int64) * head_stride + dim[None, :]
         tl.store(v_cache_ptr + v_offset, first_in, mask=exists & is_v)
         tl.store(v_cache_ptr + v_offset + HALF, second_in, mask=exists & is_v)
-        if has_codes(k_cache_ptr):
+        if CODES:
             k_place = (slot // BLOCK_SIZE) * page_scales_stride + (slot % BLOCK_SIZE) * token_scales_stride
             k_place += (head - num_heads)[:, None] * head_scales_stride
             tl.store(k_scales_ptr + k_place, scales, mask=is_k)

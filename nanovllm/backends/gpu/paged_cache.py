@@ -1,6 +1,6 @@
 """The paged cache as Triton kernels see it: elements of the model's type, or codes of one byte with scales.
 
-A kernel has codes if the cache's pointer has a type of one byte. The references are in ops/kv_codes.py and
+A kernel has CODES if the cache's pointer has a type of one byte. The references are in ops/kv_codes.py and
 ops/attention.py.
 """
 
@@ -8,11 +8,6 @@ from torch import Tensor
 
 from nanovllm.backends.gpu.triton_shim import tl, triton
 from nanovllm.ops.attention import KVCache
-
-
-@triton.jit
-def has_codes(cache_ptr):
-    return cache_ptr.dtype.element_ty.primitive_bitwidth == 8
 
 
 @triton.jit
@@ -42,17 +37,6 @@ def quantize_halves(first, second, CODE: tl.constexpr):
     first = tl.clamp(first, -LARGEST, LARGEST)
     second = tl.clamp(second, -LARGEST, LARGEST)
     return first.to(CODE), second.to(CODE), scales
-
-
-@triton.jit
-def load_scales(k_scales_ptr, v_scales_ptr, place, is_used, CODES: tl.constexpr):
-    """Return the scales of a tile's keys and values, 0 for slots that are not used. A cache without codes has none."""
-    if CODES:
-        k_scales = tl.load(k_scales_ptr + place, mask=is_used, other=0.0)
-        v_scales = tl.load(v_scales_ptr + place, mask=is_used, other=0.0)
-        return k_scales, v_scales
-    else:
-        return None, None
 
 
 def list_parts(cache: KVCache) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
-from nanovllm.backends.gpu.paged_cache import has_codes, list_parts, load_scales
+from nanovllm.backends.gpu.paged_cache import list_parts
 from nanovllm.backends.gpu.triton_shim import next_power_of_2, num_multiprocessors, shared_memory_kib, tl, triton
 from nanovllm.ops.attention import KVCache
 
@@ -117,22 +117,28 @@ def _merge(out_row, partials, first, num_parts, head, num_heads, GROUP: tl.const
 
 
 @triton.jit
-def accumulate(q, k, v, scales, scale_log2, allowed, highest, total, acc, MASKED: tl.constexpr):
+def accumulate(q, k, v, scales, scale_log2, allowed, highest, total, acc, MASKED: tl.constexpr, CODES: tl.constexpr):
     """Add one tile of keys to the online softmax (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867).
 
     The first tile has a key for every row, so `highest` is finite after it. Codes become q's type, which is exact.
-    scales are those of keys and of values, or None.
+    scales are pointers to those of keys and of values, and which keys have some. Without CODES nothing reads them.
     """
-    k_scales, v_scales = scales
+    k_scales_ptr, v_scales_ptr, has_scale = scales
+    if CODES:
+        k_scales = tl.load(k_scales_ptr, mask=has_scale, other=0.0)
+        v_scales = tl.load(v_scales_ptr, mask=has_scale, other=0.0)
     scores = tl.dot(q, k.to(q.dtype), input_precision="ieee")
-    scores *= scale_log2 if k_scales is None else (k_scales * scale_log2)[None, :]
+    if CODES:
+        scores *= (k_scales * scale_log2)[None, :]
+    else:
+        scores *= scale_log2
     if MASKED:
         scores = tl.where(allowed, scores, float("-inf"))
     new_highest = tl.maximum(highest, tl.max(scores, 1))
     weights = tl.exp2(scores - new_highest[:, None])
     shrink = tl.exp2(highest - new_highest)
     total = total * shrink + tl.sum(weights, 1)
-    if v_scales is not None:
+    if CODES:
         weights *= v_scales[None, :]
     acc = tl.dot(weights.to(q.dtype), v.to(q.dtype), acc * shrink[:, None], input_precision="ieee")
     return new_highest, total, acc
@@ -176,6 +182,7 @@ def _split_kernel(
     head = tl.program_id(0)
     program = tl.program_id(1)
     num_heads = (tl.num_programs(0) * GROUP).to(tl.int64)
+    CODES: tl.constexpr = k_cache_ptr.dtype.element_ty.primitive_bitwidth == 8
     ROWS: tl.constexpr = 16  # tl.dot takes no fewer, and a group has no more
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, HEAD_DIM)
@@ -207,9 +214,10 @@ def _split_kernel(
             k = tl.load(k_cache_ptr + place + k_offset)
             # Masked, because 0 * NaN from a stale slot would be NaN.
             v = tl.load(v_cache_ptr + place + v_offset, mask=valid[:, None], other=0.0)
-            scales = load_scales(k_scales_ptr, v_scales_ptr, scale_place, valid, has_codes(k_cache_ptr))
-            allowed = valid[None, :]
-            highest, total, acc = accumulate(q, k, v, scales, scale_log2, allowed, highest, total, acc, MASKED=True)
+            scales = (k_scales_ptr + scale_place, v_scales_ptr + scale_place, valid)
+            highest, total, acc = accumulate(
+                q, k, v, scales, scale_log2, valid[None, :], highest, total, acc, MASKED=True, CODES=CODES
+            )
 
         out = acc / tl.where(total > 0.0, total, 1.0)[:, None]  # zeros where there are no keys
         out_row = out_ptr + seq * num_heads * HEAD_DIM
@@ -253,7 +261,8 @@ def share_config(num_seqs: int, num_programs: int, head_dim: int, block_size: in
 def split_config(group: int, head_dim: int, block_size: int, itemsize: int) -> dict[str, int]:
     """64 keys, 3 stages and 4 warps: two buffers of K and V in 72 KiB, so three programs share a Hopper's memory.
 
-    At most 168 registers a thread let three programs share its registers, too. itemsize is that of the cache.
+    At most 168 registers a thread let three programs share its registers, too. With codes some variants need more, so
+    there are two. itemsize is that of the cache.
     """
     return {
         "GROUP": group,
@@ -262,18 +271,18 @@ def split_config(group: int, head_dim: int, block_size: int, itemsize: int) -> d
         "TILE": key_tile(head_dim, block_size, itemsize),
         "num_warps": 4,
         "num_stages": {1: 4, 2: 3, 4: 2}[itemsize],
-        "maxnreg": 168,
+        "maxnreg": 255 if itemsize == 1 else 168,
     }
 
 
 def programs_at_once(config: dict[str, int], itemsize: int, shared_kib: int) -> int:
     """Return how many programs of the split one multiprocessor runs at once.
 
-    Its shared memory limits them (all buffers of K and V but one are in use, and 8 KiB beside them), or its registers,
-    which are enough for three.
+    Its shared memory limits them (all buffers of K and V but one are in use, and 8 KiB beside them), or its 65,536
+    registers.
     """
     buffers = 2 * (config["num_stages"] - 1) * config["TILE"] * config["HEAD_DIM"] * itemsize
-    return min(max(shared_kib * 1024 // (buffers + 8192), 1), 3)
+    return min(max(shared_kib * 1024 // (buffers + 8192), 1), 65536 // (128 * config["maxnreg"]))
 
 
 class DecodeMetadata(NamedTuple):

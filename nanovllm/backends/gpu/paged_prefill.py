@@ -8,7 +8,7 @@ import math
 from torch import Tensor
 
 from nanovllm.backends.gpu.launch import launch, wait_for_predecessor
-from nanovllm.backends.gpu.paged_cache import has_codes, list_parts, load_scales
+from nanovllm.backends.gpu.paged_cache import list_parts
 from nanovllm.backends.gpu.paged_decode import accumulate, key_tile
 from nanovllm.backends.gpu.triton_shim import next_power_of_2, shared_memory_kib, tl, triton
 from nanovllm.ops.attention import KVCache
@@ -70,6 +70,7 @@ def _prefill_kernel(
     # A program owns TOKENS query tokens of one sequence x the query heads of one KV head: K and V serve all of them.
     # Tiles beyond a sequence's tokens do nothing; rows that pad the group or the last tile are computed, never stored.
     wait_for_predecessor(PDL)
+    CODES: tl.constexpr = k_cache_ptr.dtype.element_ty.primitive_bitwidth == 8
     ROWS: tl.constexpr = TOKENS * PADDED_GROUP
     SEARCH: tl.constexpr = 128
     # Backwards: the last tiles of a long prompt have the most keys, so they start first. The heads of a tile follow
@@ -113,8 +114,10 @@ def _prefill_kernel(
         page = tl.load(table_ptr + (start + TILE) // BLOCK_SIZE, mask=start + TILE < end, other=0)
         k = tl.load(k_tile_ptr + place)
         v = tl.load(v_tile_ptr + place)
-        scales = load_scales(k_scales_ptr, v_scales_ptr, scale_place, True, has_codes(k_cache_ptr))
-        highest, total, acc = accumulate(q, k, v, scales, scale_log2, True, highest, total, acc, MASKED=False)
+        scales = (k_scales_ptr + scale_place, v_scales_ptr + scale_place, key >= 0)
+        highest, total, acc = accumulate(
+            q, k, v, scales, scale_log2, True, highest, total, acc, MASKED=False, CODES=CODES
+        )
     for start in tl.range(diagonal, end, TILE):
         place = page.to(tl.int64) * page_stride + (start % BLOCK_SIZE) * token_stride
         scale_place = page.to(tl.int64) * page_scales_stride + (start % BLOCK_SIZE) * token_scales_stride + first_scale
@@ -124,8 +127,10 @@ def _prefill_kernel(
         is_used = start + key < seq_len
         v = tl.load(v_tile_ptr + place, mask=is_used[:, None], other=0.0)
         allowed = (start + key)[None, :] <= position
-        scales = load_scales(k_scales_ptr, v_scales_ptr, scale_place, is_used, has_codes(k_cache_ptr))
-        highest, total, acc = accumulate(q, k, v, scales, scale_log2, allowed, highest, total, acc, MASKED=True)
+        scales = (k_scales_ptr + scale_place, v_scales_ptr + scale_place, is_used)
+        highest, total, acc = accumulate(
+            q, k, v, scales, scale_log2, allowed, highest, total, acc, MASKED=True, CODES=CODES
+        )
 
     out_row = out_ptr + token_row * (num_kv_heads * GROUP * HEAD_DIM)
     tl.store(out_row + offset, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_query)
