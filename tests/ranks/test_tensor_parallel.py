@@ -276,14 +276,14 @@ def test_ranks_that_were_stopped_go_on(model: Path) -> None:
     So a pause of the whole machine is not taken for silence.
     """
     script = SCRIPT.replace(
-        "import json", "from nanovllm.distributed import follower_process\nfollower_process.SILENCE = 6\nimport json"
+        "import json", "from nanovllm.distributed import follower_process\nfollower_process.SILENCE = 10\nimport json"
     )
     command = [sys.executable, "-c", script, str(model), json.dumps(CROWDED)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None and process.stdout.readline() == "ready\n"
         pids = [process.pid, *list_children(process.pid)]
-        for stopped, seconds in ((pids[:1], 3.0), (pids, 7.5)):
+        for stopped, seconds in ((pids[:1], 3.0), (pids, 11.5)):
             for pid in stopped:
                 os.kill(pid, signal.SIGSTOP)
             time.sleep(seconds)
