@@ -113,7 +113,7 @@ def main(folder: str) -> None:
                 alone.append(time.perf_counter() - since)
                 assert matcher.consume_token(token_id), matcher.get_error()
             assert matcher.is_accepting()
-        print(f"{params.kind}: {percentiles(alone[-ROUNDS * len(token_ids) :])}")
+        print(f"{document[:40]!r}: {percentiles(alone[-ROUNDS * len(token_ids) :])}")
     places = [
         (compiled.deep_copy(), iter(ids)) for compiled, ids in (documents[i % len(documents)] for i in range(ROWS))
     ]
