@@ -12,7 +12,7 @@ namespace {
 #ifdef WITH_AMX
 constexpr int QUERY_ROWS = 64, KEY_TILE = 128;
 #else
-constexpr int QUERY_ROWS = 48, KEY_TILE = 64;
+constexpr int QUERY_ROWS = 96, KEY_TILE = 64;
 #endif
 // A layer's keys and values: elements of T, or codes with scales. Without codes both scales are null.
 struct Cache { const void *keys, *values; const float *key_scales, *value_scales; };
@@ -29,19 +29,20 @@ void attend_rows(const typename T::element* q, const Cache& cache, const int32_t
                  int64_t tokens, int64_t position, int64_t head, int64_t num_kv_heads, int64_t group, int64_t dim,
                  int64_t block_size, float scale) {
     using E = typename T::element;
-    constexpr int64_t PER_LEFT = T::PER_UNIT / T::STEPS;
+    using P = std::conditional_t<CODES, FormatOfCodes<T>, T>;  // the format of the products
+    constexpr int64_t PER_LEFT = P::PER_UNIT / P::STEPS;
     const int64_t stride = num_kv_heads * group * dim, rows = tokens * group, num_keys = position + tokens;
-    const int64_t dim_units = dim / T::PER_UNIT, tile_units = dim_units * block_size;
+    const int64_t dim_units = dim / P::PER_UNIT, tile_units = dim_units * block_size;
     const int64_t run = std::min<int64_t>(block_size, KEY_TILE);  // how many keys of a tile lie in one block
     alignas(64) typename T::left queries[QUERY_ROWS * LEFT_ROW], weights[QUERY_ROWS * LEFT_ROW];
     alignas(64) float scores[QUERY_ROWS * KEY_TILE], sums[QUERY_ROWS * MAX_HEAD_DIM];
     float maxima[QUERY_ROWS], before[QUERY_ROWS], totals[QUERY_ROWS];
     const AmxRegisters registers(rows, uses_amx<T>());
     // The sums of AMX depend on where its pieces of 32 values begin, so values of shorter blocks are put together.
-    const bool is_gathered = CODES || (uses_amx<T>() && run < AMX_UNITS * T::PER_UNIT);
+    const bool is_gathered = CODES || (uses_amx<T>() && run < AMX_UNITS * P::PER_UNIT);
     alignas(64) float key_scales[KEY_TILE], value_scales[KEY_TILE];
-    alignas(64) uint32_t gathered[KEY_TILE / T::PER_UNIT * MAX_HEAD_DIM];
-    const auto units_of = [](int64_t keys) { return (keys + T::PER_UNIT - 1) / T::PER_UNIT; };
+    alignas(64) uint32_t gathered[KEY_TILE / P::PER_UNIT * MAX_HEAD_DIM];
+    const auto units_of = [](int64_t keys) { return (keys + P::PER_UNIT - 1) / P::PER_UNIT; };
     for (int64_t t = 0; t < tokens; ++t)
         put_left<T>(q + t * stride + head * group * dim, group, dim, queries + t * group * LEFT_ROW);
     std::fill_n(maxima, rows, -INFINITY);
@@ -55,7 +56,7 @@ void attend_rows(const typename T::element* q, const Cache& cache, const int32_t
     };
     const auto values_at = [=](int64_t key) {
         const int64_t at = cache_tile(blocks[key / block_size], head, num_kv_heads, tile_units);
-        return (const uint32_t*)cache.values + at + key % block_size / T::PER_UNIT * dim;
+        return (const uint32_t*)cache.values + at + key % block_size / P::PER_UNIT * dim;
     };
     // Returns the number of the first token of a run of keys, counted over the tiles of all blocks and heads.
     const auto token_at = [=](int64_t key) {
@@ -70,12 +71,12 @@ void attend_rows(const typename T::element* q, const Cache& cache, const int32_t
             if (CODES) {
                 const int64_t at = token_at(start + first), used = std::min(keys - first, run);
                 const int8_t* codes = (const int8_t*)cache.keys + at * dim;
-                widen_keys<T>(codes, gathered, count, dim, (const int8_t*)cache.values + at * dim);
+                widen_keys<P>(codes, gathered, count, dim, (const int8_t*)cache.values + at * dim);
                 std::copy_n(cache.key_scales + at, used, key_scales + first);
                 std::copy_n(cache.value_scales + at, used, value_scales + first);
                 k_run = {gathered, LANES, LANES * dim_units, gathered};
             }
-            product<T>(rows, queries, k_run, dim_units, scores + first, KEY_TILE, count, false);
+            product<P>(rows, queries, k_run, dim_units, scores + first, KEY_TILE, count, false);
         }
         if (CODES) {  // the scale of a slot without a token may be NaN
             std::fill(key_scales + keys, key_scales + padded, 0.0f);
@@ -118,7 +119,7 @@ void attend_rows(const typename T::element* q, const Cache& cache, const int32_t
         const auto add_values = [&](int64_t first, int64_t count, const uint32_t* values) {
             const int64_t next = std::min(start + KEY_TILE + first, num_keys - 1);
             const Columns columns = {values, dim, LANES, CODES ? values : keys_at(next)};
-            product<T>(rows, weights + first / PER_LEFT, columns, units_of(count), sums, dim, dim, true);
+            product<P>(rows, weights + first / PER_LEFT, columns, units_of(count), sums, dim, dim, true);
         };
         for (int64_t first = 0; first < keys; first += run) {
             const int64_t count = std::min(keys - first, run);
@@ -131,7 +132,7 @@ void attend_rows(const typename T::element* q, const Cache& cache, const int32_t
                     __builtin_prefetch(cache.key_scales + next + k, 0, 2);
                     __builtin_prefetch(cache.value_scales + next + k, 0, 2);
                 }
-                widen_values<T>(codes, place, units_of(count), dim, (const int8_t*)cache.keys + next * dim);
+                widen_values<P>(codes, place, units_of(count), dim, (const int8_t*)cache.keys + next * dim);
             } else if (is_gathered) std::copy_n(values, units_of(count) * dim, place);
             else add_values(first, count, values);
         }

@@ -6,6 +6,8 @@
 //   a tile of V  [block_size][head_dim]
 #pragma once
 
+#include <type_traits>
+
 #include "vectors.h"
 
 namespace {
@@ -33,36 +35,20 @@ template <class T> inline void store_value(const typename T::element* v, uint32_
         for (int64_t d = 0; d < dim; ++d) row[d] = (row[d] & 0xffff) | (uint32_t)v[d] << 16;
 }
 
+// The format in which codes are multiplied: float32 where products widen bfloat16 anyway.
+template <class T> using FormatOfCodes = std::conditional_t<T::STEPS == 1, T, Float>;
+
 typedef int8_t codes_of_vector __attribute__((vector_size(LANES)));
 
-// Returns 16 codes as numbers. Compilers convert bytes one by one, so each kind of processor has its instructions here.
-ALWAYS_INLINE vf number_codes(const int8_t* codes) {
-#if defined(__AVX512F__)
-    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)codes)));
-#elif defined(__AVX2__)
-    const auto widen = [](const int8_t* from) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)from)); };
-    Registers numbers;
-    numbers.parts[0] = (rf)_mm256_cvtepi32_ps(widen(codes));
-    numbers.parts[1] = (rf)_mm256_cvtepi32_ps(widen(codes + 8));
-    return numbers.whole;
-#elif defined(__ARM_NEON)
-    Registers numbers;
-    for (int i = 0; i < 2; ++i) {
-        const int16x8_t wide = vmovl_s8(vld1_s8(codes + 8 * i));
-        numbers.parts[2 * i] = (rf)vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide)));
-        numbers.parts[2 * i + 1] = (rf)vcvtq_f32_s32(vmovl_s16(vget_high_s16(wide)));
+// Writes the units of 16 columns, whose elements are the codes at `codes`, and, if a unit has two, at `second`. bfloat16
+// holds every code exactly.
+template <class T> ALWAYS_INLINE void widen_codes(const int8_t* codes, const int8_t* second, uint32_t* units) {
+    typedef uint32_t ru __attribute__((vector_size(REGISTER)));
+    const auto numbers = [](const int8_t* at) { return (ru)__builtin_convertvector(widen_bytes(at), rf); };
+    for (int i = 0; i < LANES; i += PART_LANES) {
+        const ru first = numbers(codes + i);
+        store(units + i, T::PER_UNIT == 1 ? first : numbers(second + i) | first >> 16);  // the lower halves are zero
     }
-    return numbers.whole;
-#else
-    return __builtin_convertvector(__builtin_convertvector(load<codes_of_vector>(codes), vi), vf);
-#endif
-}
-
-// Returns the units of 16 columns, whose elements are the codes at `codes`, and, if a unit has two, at `second`.
-// bfloat16 holds every code exactly.
-template <class T> ALWAYS_INLINE vi widen_codes(const int8_t* codes, const int8_t* second) {
-    const vi first = (vi)number_codes(codes);
-    return T::PER_UNIT == 1 ? first : ((first >> 16) & 0xffff) | (vi)number_codes(second);
 }
 
 // Widens `keys` codes of K, a multiple of LANES, to units as a tile of K has them. Meanwhile it prefetches as many
@@ -72,7 +58,7 @@ inline void widen_keys(const int8_t* codes, uint32_t* units, int64_t keys, int64
     constexpr int64_t STEP = T::PER_UNIT * LANES;
     for (int64_t i = 0; i < keys * dim; i += STEP, units += LANES) {
         __builtin_prefetch(ahead + i, 0, 2);  // into the L2 cache
-        store(units, widen_codes<T>(codes + i, codes + i + LANES));
+        widen_codes<T>(codes + i, codes + i + LANES, units);
     }
 }
 
@@ -82,7 +68,7 @@ inline void widen_values(const int8_t* codes, uint32_t* units, int64_t count, in
     for (int64_t u = 0; u < count; ++u, codes += T::PER_UNIT * dim, ahead += T::PER_UNIT * dim, units += dim)
         for (int64_t d = 0; d < dim; d += LANES) {
             __builtin_prefetch(ahead + d * T::PER_UNIT, 0, 2);
-            store(units + d, widen_codes<T>(codes + d, codes + dim + d));
+            widen_codes<T>(codes + d, codes + dim + d, units + d);
         }
 }
 

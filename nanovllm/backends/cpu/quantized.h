@@ -93,16 +93,7 @@ template <class P, bool WHOLE> struct Int8 {
         return (int8_t)stored;
     }
     static inline ri numbers(const uint8_t* chunk, int k, int v) {
-        const uint8_t* at = chunk + k * PANEL + v * PART_LANES;
-#if defined(__AVX512F__)
-        return (ri)_mm512_cvtepi8_epi32(load<__m128i>(at));
-#elif defined(__AVX2__)
-        return (ri)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)at));
-#else
-        typedef int8_t bytes __attribute__((vector_size(PART_LANES)));
-        typedef int16_t words __attribute__((vector_size(2 * PART_LANES)));  // compilers double a width well
-        return __builtin_convertvector(__builtin_convertvector(load<bytes>(at), words), ri);
-#endif
+        return widen_bytes(chunk + k * PANEL + v * PART_LANES);
     }
     static inline rf right(const uint8_t* chunk, int step, int v) {
 #ifdef __AVX512VBMI__

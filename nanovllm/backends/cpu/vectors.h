@@ -66,6 +66,19 @@ ALWAYS_INLINE vf select_less(vf a, float limit, vf yes, vf no) {
 // Returns -1 in the lanes that are NaN, else 0. The magnitude of a NaN, as a whole number, is above infinity's.
 inline vi is_nan(vf v) { return (0x7f800000 - ((vi)v & 0x7fffffff)) >> 31; }
 
+// Returns a register of signed bytes as 32-bit numbers.
+ALWAYS_INLINE ri widen_bytes(const void* at) {
+#if defined(__AVX512F__)
+    return (ri)_mm512_cvtepi8_epi32(load<__m128i>(at));
+#elif defined(__AVX2__)
+    return (ri)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)at));
+#else
+    typedef int8_t bytes __attribute__((vector_size(PART_LANES)));
+    typedef int16_t words __attribute__((vector_size(2 * PART_LANES)));  // compilers double a width well
+    return __builtin_convertvector(__builtin_convertvector(load<bytes>(at), words), ri);
+#endif
+}
+
 // Combines the 16 lanes into one number: the two halves first, then the halves of the result, and so on. The halves are
 // loaded as vectors from a copy in memory, because compilers make slow code of single lanes and of vectors whose
 // address is taken.
