@@ -12,7 +12,6 @@ import torch
 from nanovllm.models.model_config import load_model_config
 from nanovllm.models.sizes import Sizes
 
-
 WARM_UP_LEN = 1024
 """Most tokens of a prompt of the warm-up: a longer one would take as long as the run, and warm nothing more."""
 

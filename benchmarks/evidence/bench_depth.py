@@ -83,9 +83,11 @@ def main() -> None:
         step = {kind: statistics.median(steps[kind]) for kind in KINDS}
         read = {kind: weight_bytes + num_seqs * depth * token_bytes[kind] for kind in KINDS}
         results.append({"num_seqs": num_seqs, "depth": depth, "prompts": prompt, "step": step, "bytes": read})
+        gain = prompt["auto"] / prompt["int8"]
+        step_gain = step["auto"] / step["int8"]
         print(
-            f"{num_seqs:4d} x {depth:5d} {prompt['auto']:8.3f}{prompt['int8']:8.3f} {prompt['auto'] / prompt['int8']:7.3f}"
-            f" {step['auto'] * 1e3:8.2f}{step['int8'] * 1e3:8.2f} {step['auto'] / step['int8']:7.3f}"
+            f"{num_seqs:4d} x {depth:5d} {prompt['auto']:8.3f}{prompt['int8']:8.3f} {gain:7.3f}"
+            f" {step['auto'] * 1e3:8.2f}{step['int8'] * 1e3:8.2f} {step_gain:7.3f}"
             f" {read['auto'] / 1e9:6.2f}{read['int8'] / 1e9:6.2f}",
             flush=True,
         )
