@@ -67,6 +67,7 @@ RIVALS = {
             "llama-cpp Q8_0": "q8_0",
             "llama-cpp Q4_0": "q4_0",
             "llama-cpp Q4_K_M": "q4_k_m",
+            "llama-cpp KV Q8_0": "kv_q8_0",
         },
     ),
 }

@@ -2,7 +2,8 @@
 
 It calls llama_decode as llama.cpp's server does: a step has one token of every sequence that decodes, then prompts, up
 to n_batch tokens. The mode is one of llama.cpp's types of weights (q8_0, q4_0, q4_k_m), or "" for the comparison's.
-With quantised weights llama.cpp also quantises activations, in blocks of 32 or 256 to 8 bits.
+With quantised weights llama.cpp also quantises activations, in blocks of 32 or 256 to 8 bits. In the mode "kv_q8_0" the
+weights have the comparison's type, and keys and values are in q8_0, which needs llama.cpp's flash attention.
 """
 
 import hashlib
@@ -259,18 +260,21 @@ class Batch:
 
 def load(spec: dict[str, Any], mode: str) -> Engine:
     source = TYPES[spec["dtype"]]
-    kind = mode.upper() or source
+    has_small_cache = mode == "kv_q8_0"
+    kind = source if has_small_cache or not mode else mode.upper()
     llama_cpp.llama_backend_init()
     llama_cpp.llama_log_set(print_errors, None)
     places = (Path(spec["model"]), Path(spec["exports"]), kind)
-    path = quantize(*places, source) if mode else export(*places)
+    path = export(*places) if kind == source else quantize(*places, source)
     model = llama_cpp.llama_model_load_from_file(str(path).encode(), llama_cpp.llama_model_default_params())
     if not model:
         raise CannotRun(f"llama.cpp does not load {path}")
     lens = [len(p) + n for p, n in zip(spec["workload"]["prompts"], spec["workload"]["output_lens"], strict=True)]
     num_slots = min(len(lens), spec["max_num_seqs"], llama_cpp.llama_max_parallel_sequences())
-    cache = "F32" if kind == "F32" else "F16"
+    cache = "Q8_0" if has_small_cache else "F32" if kind == "F32" else "F16"
     params = llama_cpp.llama_context_default_params()
+    if has_small_cache:
+        params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
     params.n_ctx = num_slots * (-(-max(lens) // 256) * 256)
     params.n_batch = BATCH_TOKENS
     params.n_seq_max = params.n_outputs_max = num_slots
@@ -287,7 +291,7 @@ def load(spec: dict[str, Any], mode: str) -> Engine:
         return decode(context, sampler, batch, workload, num_slots)
 
     num_bytes = llama_cpp.llama_model_size(model) / llama_cpp.llama_model_n_params(model)
-    activations = "activations 8 bits, " if mode else ""
+    activations = "activations 8 bits, " if kind != source else ""
     return Engine(run, f"weights {kind}, {num_bytes:.2f} bytes each, {activations}KV {cache}")
 
 
