@@ -101,18 +101,19 @@ class Backend:
     # ---- a step
 
     def on_device(self) -> AbstractContextManager[object]:
-        """Within, new work of this thread goes to this backend's device."""
+        """Return a context manager. In its `with` block new work of this thread goes to this backend's device."""
         return nullcontext()
 
     def limit_threads(self, num_parameters: int) -> None:
         """Choose with how many threads of the CPU the steps of a model are computed. Called once, at load."""
 
     def choose_threads(self) -> AbstractContextManager[object]:
-        """Within, this thread computes a step, with as many threads of the CPU as `limit_threads` has chosen."""
+        """Return a context manager. In its `with` block this thread computes a step with as many threads of the CPU as
+        `limit_threads` has chosen."""
         return nullcontext()
 
     def make_steps(self, runner: "ModelRunner") -> Steps:
-        """Return the object that runs the parts of the runner's steps. It is called when the KV cache is there."""
+        """Return the object that runs the parts of the runner's steps. It is called when the KV cache exists."""
         return EAGER
 
     def make_staging(self, size: int) -> Staging:

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 class ScheduledStep(NamedTuple):
     """A plan and the sequences that receive its results.
 
-    The results are read one or more steps after the step was planned. Meanwhile a sequence may have ended or been
-    preempted, and its row may have a new owner. `num_releases` is a copy of the row table's count at planning time;
-    with it `Scheduler.update` finds out whether that happened.
+    Other steps may be planned and read before the results of this step are read. Meanwhile a sequence may have ended or
+    been preempted, and its row may have a new owner. `num_releases` is a copy of the row table's count at planning
+    time; with this copy `Scheduler.update` finds out whether a row has lost its sequence.
 
     Attributes:
         seqs: the sequences that the step samples for, in the plan's order.
