@@ -39,7 +39,7 @@ OPEN_RUN = (
     "another generate() or stream()",
     "of this engine is open: finish or close it first; several threads or asyncio tasks use submit()",
 )
-"""Two arguments of `Claim.held_by`: how a run names itself, and what an activity that is refused can do."""
+"""Two arguments of `Claim.held_by`: how a run names itself, and what a refused activity can do instead."""
 
 
 @dataclass(frozen=True)
@@ -230,8 +230,10 @@ class LLMEngine:
             numbers: dict[Sequence, int] = {}
             count = itertools.count()
             try:
+                # A Ctrl-C may have ended an earlier run before its abort_all(). Then the sequences of that run are
+                # left.
                 with self.claim.work():
-                    self.abort_all()  # an earlier run has left its sequences if a Ctrl-C skipped its abort_all()
+                    self.abort_all()
                 incoming = iter(requests)
                 while interrupt is None:
                     self._take(incoming, numbers, count)

@@ -34,7 +34,7 @@ ROW_SAMPLING = np.dtype(
 )
 """The sampling values of a row. A plan carries them once, when a sequence moves in. Every field has 4 bytes. So an
 array of n elements can be read as an int32 table with n rows and a column for each field: the packed sampling values.
-The 32 bits of a float stand there as an integer."""
+The 32 bits of a float stand in this table as an integer."""
 
 SAMPLING_COLUMNS = {name: column for column, name in enumerate(ROW_SAMPLING.names or ())}
 """{a field of ROW_SAMPLING: its column in a table of packed sampling values, int32 [num_rows, all fields]}."""
@@ -50,8 +50,8 @@ EMBED = -1
 def make_padding(num_seqs: int, row: int) -> IntArray:
     """Return the first arrays of a plan whose sequences are all dummies. Each computes one token, with id 0.
 
-    A CUDA graph has a fixed number of sequences. A step with fewer sequences is filled up with dummies. All
-    dummies use one row that belongs to no sequence.
+    A CUDA graph has a fixed number of sequences. A step with fewer sequences is filled up with dummies. All dummies
+    use one row that belongs to no sequence.
 
     Returns:
         int32 [NUM_PER_SEQ + 1, num_seqs]: the arrays with one element per sequence, then token_ids.

@@ -14,7 +14,7 @@ Rows = NDArray[np.intp]
 """Row numbers. numpy uses this type for indices; it would convert an array of int32 at each use."""
 
 NO_ROW = -1
-"""Stands for the row of a sequence that has none. numpy reads index -1 as the last element."""
+"""Stands for the row of a sequence that has no row. numpy reads index -1 as the last element."""
 NEVER = np.iinfo(np.int32).max
 _NO_NEW_ROWS = np.empty(0, ROW_SAMPLING)
 _NO_ENTRIES = np.empty((0, 3), np.int32)
@@ -42,8 +42,8 @@ class RowTable:
 
     When the results of a step arrive, one question is asked for each of its rows: was the row freed after the step was
     planned? `num_releases` counts how often rows were freed. `released_at[row]` is this count from when the row was
-    freed last, and a step keeps the count from when it was planned. The answer is yes if `released_at[row]` is larger.
-    One comparison of arrays answers the question for all rows.
+    freed last, and a step keeps the count from when it was planned. The answer is yes if `released_at[row]` is the
+    larger count. One comparison of arrays answers the question for all rows.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -123,8 +123,7 @@ class RowTable:
         return may_end
 
     def reject_drafts(self, rows: Rows, num_rejected: IntArray) -> None:
-        """Take rejected drafts out of the counts of rows that had drafts. The sequences keep the blocks of these
-        drafts.
+        """Take rejected drafts out of the counts of rows that had drafts. The sequences keep the blocks.
 
         The device does not know which draw was kept last: the next plan sends the id of that token.
         """

@@ -38,8 +38,8 @@ class Scheduler:
     last. The reason: a sequence is admitted only if the sequences before it leave a token of the budget. From then on
     each of these sequences needs one token per step. So the budget holds their tokens in every later step.
 
-    A step that preempts a sequence admits no sequence. The first in the queue is the preempted sequence, and a moment
-    ago it could not get its blocks. The step verifies no drafts either, because drafts take blocks, too.
+    A step that preempts a sequence admits no sequence: the first in the queue is the preempted sequence, which has just
+    lost its blocks to others. The step verifies no drafts either, because drafts take blocks, too.
     """
 
     def __init__(
@@ -107,9 +107,9 @@ class Scheduler:
     def _schedule_running(self) -> tuple[Rows, IntArray, bool]:
         """Choose the running rows that compute tokens in this step, and take the blocks that they need.
 
-        While the pool has too few free blocks, the sequence that was admitted last is preempted. It may be
-        the very sequence that needs blocks. The loop ends, because the pool has blocks enough for any one sequence:
-        `check_pool` (runner/kv_memory.py) refuses a smaller pool when the engine is made.
+        While the pool has too few free blocks, the sequence that was admitted last is preempted. It may be the very
+        sequence that needs blocks. The loop ends, because the pool has blocks enough for any one sequence: `check_pool`
+        (runner/kv_memory.py) refuses a smaller pool when the engine is made.
 
         Returns:
             rows: the chosen rows, in order of admission.
@@ -145,8 +145,8 @@ class Scheduler:
     def _admit(self, rows: Rows, ends: IntArray) -> tuple[Rows, IntArray, list[Sequence]]:
         """Admit waiting sequences, in order, until rows, blocks or the budget run out.
 
-        An admitted sequence takes the blocks for all its present tokens at once, even if this step computes only
-        some of these tokens.
+        An admitted sequence takes the blocks for all its present tokens at once, even if this step computes only some
+        of these tokens.
 
         Args:
             rows: the running rows that compute tokens in this step.
@@ -315,7 +315,7 @@ class Scheduler:
         """Find out how many of the drawn tokens each sequence gets, and take rejected drafts out of the row table.
 
         A sequence may have lost its row since the step was planned. If it was preempted, it gets its tokens. If it has
-        ended, it gets none. A sequence keeps the drafts that agree with the drawn tokens. The other drafts are
+        ended, it gets no token. A sequence keeps the drafts that agree with the drawn tokens. The other drafts are
         rejected. They can be taken out of the counts, because a sequence with drafts is in no other step in flight.
 
         Returns:
@@ -336,8 +336,8 @@ class Scheduler:
         return rows, num_new
 
     def _check_end(self, seq: Sequence, num_new: int) -> bool:
-        """Return whether one of a sequence's new tokens ends it: see `Sequence.check_end`. If so, the sequence
-        leaves."""
+        """Return whether a sequence ends with one of its new tokens: see `Sequence.check_end`. If so, it leaves its
+        row."""
         num_tokens = len(seq.token_ids)
         if seq.check_end(num_new) is None:
             return False

@@ -60,10 +60,10 @@ def check_request(
         raise ValueError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
     if not token_ids:
         raise ValueError("the prompt is empty; it must have at least one token")
-    # A prompt that generates needs room for one more token, so its limit is max_model_len - 1. A prompt that is only
-    # scored (only the log-probabilities of its tokens are wanted) generates nothing. The model need not compute its
-    # last token, so its limit is max_model_len + 1. A prompt that is embedded (only its vector is wanted) generates
-    # nothing, and the model computes all its tokens.
+    # A prompt with output needs room for one more token, so its limit is max_model_len - 1. A prompt that is only
+    # scored (only the log-probabilities of its tokens are wanted) has no output, and the model need not compute its
+    # last token. So its limit is max_model_len + 1. A prompt that is embedded (only its vector is wanted) has no
+    # output, and the model computes all its tokens.
     most = max_model_len + (0 if params.embed else 1 if params.max_tokens == 0 else -1)
     if len(token_ids) > most:
         raise ValueError(
@@ -219,7 +219,8 @@ class Sequence:
         return self.finish_reason
 
     def _check_token(self, token_id: int, num_tokens: int) -> FinishReason | None:
-        """Return how a token ends the sequence; None if the sequence goes on. With this token it has num_tokens."""
+        """Return how a token ends the sequence; None if the sequence goes on. With the token it has num_tokens
+        tokens."""
         grammar = self.grammar
         # Token id -1: the logits were not a valid distribution. consume_token() returns True for the end-of-sequence
         # token even if the matcher has failed, so is_error() is checked, too.

@@ -138,7 +138,8 @@ class MLP(nn.Module):
         """x [num_tokens, hidden] -> [num_tokens, hidden].
 
         Args:
-            inputs: the step's. An MLP does not read them. Another family may have a module here that reads them.
+            inputs: the inputs of the step. An MLP does not read them. Another family may have a module here that reads
+                them.
         """
         return self.down_proj(self.backend.silu_and_mul(self.gate_up_proj(x)))  # type: ignore[no-any-return]
 
@@ -193,8 +194,8 @@ class Decoder(nn.Module):
     """The model of one rank. Its parameters are uninitialised; the loader fills them, and checks that none is left out.
 
     Attributes:
-        layer_class: the class of its layers. A family whose layers differ in more than the fields of `Family`
-            has a class of its own.
+        layer_class: the class of its layers. A family whose layers differ in more than the fields of `Family` has a
+            class of its own.
         norm_plus: the number that is added to the weights of norms when they are read. A family that adds 1 also sets
             `norm_dtype` of its layers to float32, because the sum would lose bits in the model's dtype.
         unread: prefixes of names of tensors. A checkpoint may have tensors with these names; no model reads them.

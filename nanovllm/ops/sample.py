@@ -4,9 +4,9 @@ adds the probabilities in order of token id, and takes the first token at which 
 Every backend follows the same rule:
 
 1. Temperature 0 takes the most likely token; of equal ones, the lowest id. Otherwise z = (logits - max) / temperature.
-2. top-k keeps the tokens whose z is at least the k-th largest z. Ties are kept. 0 is off.
+2. top-k keeps the tokens whose z is at least the k-th largest z. Ties are kept. top_k = 0 is off.
 3. top-p adds the weights exp(z) of the tokens that top-k kept, from the most likely down, until the sum is at least
-   p times the total. Let t be the z of the token added last. All tokens with z >= t are kept. 1 is off.
+   top_p times the total. Let t be the z of the token added last. All tokens with z >= t are kept. top_p = 1 is off.
 4. min-p keeps the tokens whose exp(z) is at least min_p. exp(z) is the probability relative to the most likely token.
 5. Philox4x32-10 makes a uniform number u in (0, 1) from the request's seed (the key) and the position of the sampled
    token (the counter). The generator has no state, so a request draws the same numbers in every batch, and also after
@@ -14,7 +14,7 @@ Every backend follows the same rule:
    have the same bits; elsewhere rounding may differ. (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2,
    3".)
 6. The token is the first one whose cumulative weight exceeds u * total. It is found in two levels: first the chunk of
-   CHUNK tokens, then the token inside it.
+   CHUNK tokens, then the token inside this chunk.
 
 If the logits of a token hold a NaN, +inf or nothing finite, they are no valid distribution. The rules do not hold then:
 the result marks the token as failed, and has any token of the vocabulary in its place (see `Sampled`).

@@ -48,7 +48,7 @@ class StepInputs:
         num_decodes: how many sequences have one query token.
         query_lens_cpu, seq_lens_cpu: int32 [num_seqs] on the host: each sequence's number of query tokens, and a copy
             of seq_lens. None while a step is recorded: then every sequence is a decode.
-        prepared: what `Backend.prepare_attention` has made for `attend`. Only that backend reads it.
+        prepared: what `Backend.prepare_attention` has made for `attend`. Only the same backend reads it.
     """
 
     token_ids: Tensor

@@ -172,7 +172,7 @@ class ModelRunner:
     def sample_decodes(self, inputs: StepInputs, hidden: Tensor) -> Tensor:
         """Sample as `sample_hidden` does, in a step that only decodes: each sequence has one hidden state.
 
-        Only `CudaGraphs` calls this. It records the call before it has a plan, and replays it in place of
+        Only `CudaGraphs` calls this. It records the call when no plan exists yet, and replays the recording in place of
         `sample_hidden`.
         """
         return self.sample_hidden(hidden, inputs.rows, inputs.seq_lens)
@@ -209,7 +209,7 @@ class ModelRunner:
         return self.sizes.row_bytes(self.dtype) * (self.config.max_num_seqs + 1)
 
     def count_transfer_bytes(self, num_tokens: int) -> int:
-        """Return the bytes of the buffers in which a pipeline sends and receives hidden states of num_tokens tokens."""
+        """Return the bytes of a pipeline's buffers for hidden states of num_tokens tokens; 0 without a pipeline."""
         return 0
 
     def make_caches(self, num_blocks: int) -> list[LayerCache]:
@@ -224,7 +224,8 @@ class ModelRunner:
             self.draft.fill_cache(num_blocks)
         self.caches = self.make_caches(num_blocks)
         self.steps = self.backend.make_steps(self)
-        self.backend.synchronize()  # the first step may run in another thread, and its stream waits for no other
+        # The first step may run in another thread, whose stream does not wait for the stream of this thread.
+        self.backend.synchronize()
 
     def free_cache(self) -> None:
         """Free the KV cache. Recorded steps go first, because they use addresses in the cache."""
