@@ -360,7 +360,7 @@ class LLM:
         return self.engine.tokenizer.transformers
 
     def get_tokenizer(self) -> Any:
-        """`tokenizer`, as vLLM calls it."""
+        """Return `tokenizer`. The method has vLLM's name."""
         return self.tokenizer
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
@@ -433,8 +433,7 @@ class LLM:
     def stats(self) -> dict[str, int]:
         """Return cumulative counts of steps, tokens, cache hits and preemptions, and the numbers of blocks.
 
-        Steps, cache hits and preemptions depend on the order in which requests ran, and therefore on the option
-        `order`.
+        Steps, cache hits and preemptions depend on the order in which requests ran: see the option `order`.
         """
         return self.engine.stats()
 
@@ -484,8 +483,7 @@ class LLM:
     def wake_up(self, **others: Unpack[Others]) -> None:
         """Undo `sleep`. After level 2 the model's folder is read again.
 
-        If `load_weights` had replaced weights that level 2 has freed, no request runs until
-        `load_weights` is called again.
+        If `load_weights` had replaced weights that level 2 has freed, no request runs before another `load_weights`.
         """
         _check_others("wake_up", others)
         self._renewal.wake_up()

@@ -162,7 +162,7 @@ class BlockManager:
     def forget(self, seq: Sequence) -> None:
         """Remove all blocks of a sequence from the prefix cache, because their content may be wrong.
 
-        It looks the blocks up by digest. So it may remove a block of equal content that another sequence registered.
+        The blocks are looked up by digest. So one of them may be a block that another sequence registered.
         """
         blocks = [self._findable[digest] for digest in seq.digests if digest in self._findable]
         self.on_change("forget", blocks)

@@ -50,7 +50,7 @@ class ScheduledStep(NamedTuple):
             yield seq, plan.token_ids[end - count : end]
 
     def count_kept(self, drawn: IntArray) -> IntArray:
-        """Return how many of its draws each sequence keeps: those that agree with the drafts, and the first other one.
+        """Return how many of its draws each sequence keeps: those that agree with its drafts, and the next draw.
 
             computed by the step   c d e f      c was known, d e f are drafts
             drawn                  d e x y      d and e are accepted: d e x are kept, and c d e stay computed

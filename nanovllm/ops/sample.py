@@ -30,7 +30,7 @@ from nanovllm.engine.plan import SAMPLING_COLUMNS
 from nanovllm.utils.integers import ceil_div
 
 CHUNK = 4096
-"""How many tokens of the vocabulary, one after another, are a chunk of rule 6."""
+"""The number of tokens in a chunk of rule 6."""
 
 
 _MASK = 0xFFFFFFFF
@@ -64,7 +64,7 @@ def unpack_sampling(packed: Tensor) -> SamplingValues:
     """Unpack rows of a table of sampling values.
 
     Args:
-        packed: int32 [n, width], as ROW_SAMPLING in engine/plan.py says. A float is there as its bits, and a seed as
+        packed: int32 [n, width], as ROW_SAMPLING in engine/plan.py says. A float is stored as its bits, and a seed as
             two halves.
     """
 
@@ -132,7 +132,7 @@ def filter_reference(z: Tensor, values: SamplingValues) -> Tensor:
     top_p = values.top_p
     k = torch.where((values.top_k > 0) & (values.top_k < vocab_size), values.top_k, vocab_size)
     # Sorting 150,000 values takes 10 ms for one token. So only the largest values are sorted: as many as the largest k.
-    # `descending` may lack a token whose z equals the k-th one. The last line compares every z, so it keeps that token.
+    # `descending` may lack a token whose z equals the k-th z. The last line compares every z, so it keeps that token.
     descending = z.topk(int(k.max()), dim=1).values
     kth = descending.gather(1, (k - 1).unsqueeze(1).long())
     threshold = kth
@@ -151,7 +151,7 @@ def _find_first_above(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Return for each row of the matrix `weights` the first index whose cumulative weight exceeds target [n], and the
     sum of the weights before that index.
 
-    Rounding may leave the target at or above the total. Then the index is the last one with a weight.
+    Rounding may leave the target at or above the total. Then the index is the last index with a weight above 0.
     """
     cumulative = weights.cumsum(1)
     n = weights.shape[1]
