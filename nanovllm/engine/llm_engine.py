@@ -163,8 +163,7 @@ class LLMEngine:
         """Queue a request: one sequence per completion. Return the first sequence, the `lead` of the others.
 
         Seeds are chosen here. The first completion gets the request's seed. If the request has none, its seed is a hash
-        of the engine's seed and the request's number. Completion i > 0 gets a hash of i and the first completion's
-        seed.
+        of the engine's seed and the request's number. Completion i > 0 gets a hash of its lead's seed and i.
         """
         params = request.params
         number, seq_id = request.numbers or self.next_numbers(params.n)
@@ -230,8 +229,7 @@ class LLMEngine:
             numbers: dict[Sequence, int] = {}
             count = itertools.count()
             try:
-                # A Ctrl-C may have ended an earlier run before its abort_all(). Then the sequences of that run are
-                # left.
+                # A Ctrl-C may have ended an earlier run before its abort_all(), so its sequences may be left.
                 with self.claim.work():
                     self.abort_all()
                 incoming = iter(requests)
@@ -370,8 +368,7 @@ class LLMEngine:
         Otherwise drop every sequence and the prefix cache, because the KV cache may now hold wrong values.
         """
         if self.closed:
-            # An observer or a second Ctrl-C has closed the engine. It is freed next, and nobody waits for steps in
-            # flight.
+            # An observer or a second Ctrl-C has closed the engine. It is freed next, without a wait for other steps.
             return
         if (reason := self.runner.reason_to_close()) is not None:
             logger.error("the engine is closed: %s", reason)
