@@ -218,10 +218,9 @@ class LLMEngine:
         """Run requests. After each step, yield a list: (number, sequence) of each request that the step ended.
 
         The first request has number 0. If `requests` yields None, no request is ready now: `run` makes a step, then
-        asks again. The run ends when all its requests have ended and `requests` yields no other. A Ctrl-C during a step
-        is raised after the ended requests were yielded. A second Ctrl-C closes the engine and is raised at once. When
-        the generator ends, is closed or raises an error, requests that have not ended are aborted. `holder` names the
-        run to other activities: see `Claim.held_by`.
+        asks again. The run ends when all its requests have ended and `requests` yields no other. A Ctrl-C in a step is
+        raised after the ended requests were yielded. A second Ctrl-C closes the engine and is raised at once. When
+        the generator ends, even by an error, unfinished requests are aborted. `holder`: see `Claim.held_by`.
         """
         with self.claim.held_by(*holder):
             hold = HoldInterrupt(on_second=self.close)
@@ -229,9 +228,8 @@ class LLMEngine:
             numbers: dict[Sequence, int] = {}
             count = itertools.count()
             try:
-                # A Ctrl-C may have ended an earlier run before its abort_all(), so its sequences may be left.
                 with self.claim.work():
-                    self.abort_all()
+                    self.abort_all()  # a Ctrl-C may have ended an earlier run before its own abort_all()
                 incoming = iter(requests)
                 while interrupt is None:
                     self._take(incoming, numbers, count)
