@@ -34,7 +34,7 @@ class LLM:
     """An engine with one model.
 
     A process may have several LLMs, at the same time or one after another. Only one thread at a time may use an LLM:
-    the others are refused by a RuntimeError. But several may call `submit`.
+    other threads get a RuntimeError. But several threads may call `submit`.
 
     Examples:
         >>> [output] = LLM("tiny-qwen3").generate(["..."], SamplingParams(temperature=0))
@@ -55,11 +55,11 @@ class LLM:
 
     def __init_subclass__(cls) -> None:
         if "step" in vars(cls):
-            raise TypeError("generate does not call step(), so another one changes nothing: observe() sees each step")
+            raise TypeError("generate does not call step(), so this method changes nothing; observe() sees each step")
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineConfig) -> "LLM":
-        """Make an engine from options in one object, as vLLM calls it."""
+        """Make an LLM from options in one object. The method has vLLM's name."""
         return cls(**vars(engine_args))
 
     def generate(
@@ -74,18 +74,19 @@ class LLM:
         Args:
             prompts: one prompt, a list of prompts, or a table (pandas, polars, pyarrow) with a column "prompt". A
                 prompt is a string, a list of token ids, or a dict with "prompt" or "prompt_token_ids".
-            sampling_params: one for all prompts, or a list with one per prompt. None means the model's
+            sampling_params: a SamplingParams for all prompts, or a list with one per prompt. None means the model's
                 generation_config.
             use_tqdm: draw progress bars.
 
         Returns:
             An Output for each prompt: a dict with `text`, `token_ids`, `finish_reason`, `stop_reason`, `prompt`,
-            `prompt_token_ids`, `num_cached_tokens`, and `logprobs` and `prompt_logprobs` if they were asked for. It has
-            the attributes of vLLM's objects, too. With n > 1 the values are those of the first completion, and
-            `outputs` lists all completions.
+            `prompt_token_ids`, `num_cached_tokens`, and `logprobs` and `prompt_logprobs` if they were asked for. An
+            Output has the attributes of vLLM's objects, too. With n > 1 the values are those of the first completion,
+            and `outputs` lists all completions.
 
         Raises:
-            ValueError: a prompt is not valid. With several prompts the message has its number. No prompt has run then.
+            ValueError: a prompt is not valid; no prompt has run. If there are several prompts, the message has the
+                number of the bad one.
         """
         _check_others("generate", others)
         # The claim knows which activity has the engine: a run, the loop of `step`, a load of weights, or sleep.
@@ -107,7 +108,7 @@ class LLM:
         `tokenise_prompts` explains the other arguments.
 
         Args:
-            sampling_params: one for all prompts, or a list with one per prompt.
+            sampling_params: a SamplingParams for all prompts, or a list with one per prompt.
         """
         count = len(prompts)
         params = _list_params(sampling_params, count)
@@ -144,7 +145,7 @@ class LLM:
                 for ended in run:
                     for number, seq in ended:
                         bar.update()
-                        if note_end is not None:  # it returns the request's number in the caller's order
+                        if note_end is not None:  # note_end returns the number in the caller's order
                             number = note_end(number, seq)
                         yield number, self.engine.make_output(seq)
             finally:
@@ -162,16 +163,18 @@ class LLM:
         The probabilities are the model's own, before temperature and filters.
 
         Args:
-            prompts: one or a list, in every form that `generate` takes. With order="given", put prompts with the same
-                beginning next to each other: the blocks that they share are then computed only once.
-            continuations: one per prompt, or several for one prompt. Both together may have max_model_len + 1 tokens.
+            prompts: one prompt or a list, in every form that `generate` takes. With order="given", put prompts with
+                the same beginning next to each other: then their common blocks are computed only once.
+            continuations: one per prompt, or several for one prompt. A prompt and its continuation together may have at
+                most max_model_len + 1 tokens.
 
         Returns:
             A dict per pair. It has the continuation's `logprobs` (one per token), their sum `logprob`, the
             continuation's `token_ids`, and `is_greedy`: whether greedy decoding would give the continuation.
 
         Raises:
-            ValueError: a pair is not valid. With several pairs the message has its number. No pair has run then.
+            ValueError: a pair is not valid; no pair has run. If there are several pairs, the message has the number of
+                the bad one.
             RuntimeError: the model's logits are NaN or infinite, so there is no score.
         """
         _check_others("score", others)
@@ -192,8 +195,8 @@ class LLM:
 
         Args:
             prompts: one prompt or a list of prompts, as in `generate`. A prompt may have max_model_len tokens. The
-                tokenizer adds its special tokens, so a model that was trained to end a text with one gets it.
-            dimensions: cut each vector to so many elements; None keeps all.
+                tokenizer adds its special tokens, because some models need a special token at the end of a text.
+            dimensions: cut each vector to this many elements; None keeps all elements.
             normalize: divide each vector, after the cut, by its Euclidean length.
 
         Returns:
@@ -201,7 +204,7 @@ class LLM:
             `num_cached_tokens`.
 
         Raises:
-            ValueError: a prompt or `dimensions` is not valid. No prompt has run then.
+            ValueError: a prompt or `dimensions` is not valid; no prompt has run.
             RuntimeError: the model's hidden states are NaN or infinite.
         """
         _check_others("embed", others)
@@ -227,7 +230,7 @@ class LLM:
         Args:
             messages: one conversation, a list of conversations, or a table with a column "messages". A content is a
                 string, or a list of text parts as in OpenAI's API.
-            sampling_params: one for all conversations, or a list with one per conversation, as in `generate`.
+            sampling_params: a SamplingParams for all conversations, or a list with one per conversation.
             chat_template: a Jinja template to use instead of the model's.
             add_generation_prompt: end the prompt with the template's opening of an answer, so that the model answers.
             continue_final_message: let the model continue the last message; needs add_generation_prompt=False.
@@ -235,8 +238,8 @@ class LLM:
             chat_template_kwargs: values of the template's variables, for example {"enable_thinking": False}.
 
         Raises:
-            ValueError: the template refuses a conversation. With several conversations the message has its number. No
-                conversation has run then.
+            ValueError: the template refuses a conversation; no conversation has run. If there are several
+                conversations, the message has the number of the refused one.
         """
         _check_others("chat", others)
         from nanovllm.text.conversations import render_conversations
@@ -302,7 +305,8 @@ class LLM:
             sampling_params: used for prompts that have no sampling_params. None means the model's generation_config.
 
         Raises:
-            ValueError: a prompt is not valid. The message has its number. Earlier requests that still run are aborted.
+            ValueError: a prompt is not valid. The message has the prompt's number. Earlier requests that still run are
+                aborted.
         """
         from nanovllm.uses.streaming import stream_outputs
 
@@ -311,12 +315,14 @@ class LLM:
     def submit(self, prompt: Item, sampling_params: SamplingParams | None = None) -> "Future[Output]":
         """Queue one request and return at once. Several threads may call this at the same time.
 
-        All requests run in the same steps, in a thread of their own. While one runs, every other use of the engine is
-        refused. An asyncio task waits with `await asyncio.wrap_future(llm.submit(prompt))`.
+        All submitted requests share the engine's steps. One extra thread runs these steps. While a submitted request
+        runs, every other use of the engine is refused. An asyncio task waits with `await
+        asyncio.wrap_future(llm.submit(prompt))`.
 
         Args:
-            prompt: as `prepare` takes it. `render_chat` makes a conversation's prompt.
-            sampling_params: as `prepare` takes them.
+            prompt: a prompt or a request, in every form that `prepare` takes. `render_chat` makes a conversation's
+                prompt.
+            sampling_params: used if `prompt` has no sampling_params.
 
         Returns:
             A future of the request's Output. If the engine fails, is closed or asleep, or belongs to another activity,
@@ -329,7 +335,7 @@ class LLM:
         from nanovllm.uses.sharing import EngineThread
 
         request = self.prepare(prompt, sampling_params)
-        thread = self.__dict__.setdefault("_thread", EngineThread(self.engine))  # two callers get the same one
+        thread = self.__dict__.setdefault("_thread", EngineThread(self.engine))  # two callers get one thread
         return thread.submit(request)  # type: ignore[no-any-return]
 
     def stream_tokens(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
@@ -354,11 +360,11 @@ class LLM:
         return self.engine.tokenizer.transformers
 
     def get_tokenizer(self) -> Any:
-        """`tokenizer`, as vLLM calls it."""
+        """Return `tokenizer`. The method has vLLM's name."""
         return self.tokenizer
 
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> int:
-        """Queue a request for `step`, and return the request's number. `step` returns it when the request ends."""
+        """Queue a request for `step`, and return a number. `step` returns the same number when the request ends."""
         self.engine.claim.check(but_for=(UNFINISHED,))
         request = self.prepare(prompt, sampling_params)
         if request.params.n > 1:
@@ -370,9 +376,9 @@ class LLM:
         """Run one step of the queued requests.
 
         Returns:
-            ([(number, token ids) of each request that ended], count). The count is how many tokens the step computed,
-            as a negative number if the step only decoded. It is 0 if this call read no result. At depth 2 (see
-            `LLMEngine`) the first call only launches a step.
+            ([(number, token ids) of each request that ended], count). The count is for the step whose result this call
+            read: how many tokens the step computed, as a negative number if the step only decoded. The count is 0 if
+            this call read no result: at depth 2 (see `LLMEngine`) the first call only launches a step.
         """
         with self._claim_loop("step()"):
             self.engine.last_read = None
@@ -381,8 +387,8 @@ class LLM:
         if read is None:
             return ended, 0
         plan = read.plan
-        # In a step that only decodes, each token gives a sample, and comes after the prompt. The last token of a prompt
-        # gives a sample, too, and may be the only one that the step computes of it.
+        # In a step that only decodes, each token gives a sample and comes after its prompt. The second condition is
+        # needed: the last token of a prompt gives a sample, too, and may be the only token that a step computes.
         lengths = [seq.num_prompt_tokens for seq in read.seqs]
         are_decodes = plan.num_tokens == plan.num_sampled.sum() and (plan.num_computed >= lengths).all()
         return ended, -plan.num_tokens if are_decodes else plan.num_tokens
@@ -427,7 +433,7 @@ class LLM:
     def stats(self) -> dict[str, int]:
         """Return cumulative counts of steps, tokens, cache hits and preemptions, and the numbers of blocks.
 
-        Steps, cache hits and preemptions depend on the order in which requests ran, and so on the option `order`.
+        Steps, cache hits and preemptions depend on the order in which requests ran: see the option `order`.
         """
         return self.engine.stats()
 
@@ -446,9 +452,9 @@ class LLM:
         load may replace only some layers. It must replace all parts of a fused matrix: q, k and v, or gate and up.
 
         Args:
-            named_tensors: (name in a checkpoint, tensor of any floating dtype, on any device). The head of a tied model
-                is ignored. All are read before the load begins, so what yields them may use the engine.
-            finish: False says that more calls follow. Until the last one no request runs.
+            named_tensors: (name in a checkpoint, tensor of any floating dtype, on any device). The LM head of a tied
+                model is ignored. All pairs are read before the load begins. So a generator of pairs may use the engine.
+            finish: False says that more calls follow. Until the last of these calls no request runs.
 
         Raises:
             ValueError: a name or a shape is wrong, or the load is not complete. If something was written already, the
@@ -468,7 +474,7 @@ class LLM:
         """Free the KV cache (level 1), and the weights, too (level 2). Until `wake_up` no request runs.
 
         Raises:
-            ValueError: there is no such level.
+            ValueError: the level is neither 1 nor 2.
             RuntimeError: requests are unfinished, or a rank has failed.
         """
         _check_others("sleep", others)
@@ -477,7 +483,7 @@ class LLM:
     def wake_up(self, **others: Unpack[Others]) -> None:
         """Undo `sleep`. After level 2 the model's folder is read again.
 
-        If `load_weights` had replaced weights that level 2 has freed, no request runs until it is called again.
+        If `load_weights` had replaced weights that level 2 has freed, no request runs before another `load_weights`.
         """
         _check_others("wake_up", others)
         self._renewal.wake_up()
@@ -485,8 +491,8 @@ class LLM:
     def close(self) -> None:
         """Free the model and the KV cache. The engine cannot be used afterwards.
 
-        This waits for a step that another thread runs, and for nothing else. Requests that have not ended raise an
-        error.
+        This waits for a step that another thread runs, and for nothing else. Whoever waits for a request that has not
+        ended gets an error.
         """
         self.engine.close()
 

@@ -109,9 +109,9 @@ class SamplingParams:
 
     The values are checked here, and once more by each request, which takes a copy.
 
-    The logits are changed in this order: masks, biases, penalties, temperature, top-k, then top-p on the tokens that
-    are left; min-p is relative to the most likely token. `nanovllm/edits/edit_logits.py` and
-    `nanovllm/ops/sample.py` state the rules exactly.
+    The logits are changed in this order: masks, biases, penalties, temperature, top-k, top-p on the tokens that top-k
+    kept, min-p. min-p compares with the most likely token, so no other filter changes its result.
+    `nanovllm/edits/edit_logits.py` and `nanovllm/ops/sample.py` state the rules exactly.
 
     Attributes:
         temperature: divides the logits; 0 always takes the most likely token. Finite.
@@ -125,8 +125,9 @@ class SamplingParams:
         stop: a string or strings that end the output. The text ends before the match, which may span several tokens.
             Of several strings the one that is complete first counts; of those that end together, the first of the list.
         stop_token_ids: further token ids that end the output.
-        seed: makes the request repeatable whatever else runs beside it; taken modulo 2**64. None takes a seed that is
-            derived from the engine's.
+        seed: makes the request repeatable whatever else runs beside it; taken modulo 2**64. None takes a hash of the
+            engine's seed and the request's number. The engine counts its requests on from call to call, so a second
+            `generate` of the same prompt draws other tokens.
         logprobs: k returns, for each token of the output, the log-probabilities of the k most likely tokens and of
             itself; None is off.
         skip_special_tokens: leave special tokens out of the text.

@@ -43,7 +43,8 @@ class Backend:
         kernels: the kernels that it runs: "torch" (none but torch's), "cpu" or "gpu". See `find_operators`.
         dtypes, head_dims, groups, block_sizes: the values that its kernels support; None supports all. A group is the
             number of query heads that share a KV head.
-        sampling_values: the fields of `SamplingValues` that `sample` reads. A request with another one is refused.
+        sampling_values: the fields of `SamplingValues` that `sample` reads. A request that sets another field is
+            refused.
         default_block_size: tokens in a block of the KV cache if the user does not choose.
         captures_steps: whether steps can become CUDA graphs.
         device: the device that its tensors are on.
@@ -101,18 +102,19 @@ class Backend:
     # ---- a step
 
     def on_device(self) -> AbstractContextManager[object]:
-        """Within, new work of this thread goes to this backend's device."""
+        """Return a context manager. In its `with` block new work of this thread goes to this backend's device."""
         return nullcontext()
 
     def limit_threads(self, num_parameters: int) -> None:
         """Choose with how many threads of the CPU the steps of a model are computed. Called once, at load."""
 
     def choose_threads(self) -> AbstractContextManager[object]:
-        """Within, this thread computes a step, with as many threads of the CPU as `limit_threads` has chosen."""
+        """Return a context manager. In its `with` block this thread computes a step with as many threads of the CPU as
+        `limit_threads` has chosen."""
         return nullcontext()
 
     def make_steps(self, runner: "ModelRunner") -> Steps:
-        """Return the object that runs the parts of the runner's steps. It is called when the KV cache is there."""
+        """Return the object that runs the parts of the runner's steps. It is called when the KV cache exists."""
         return EAGER
 
     def make_staging(self, size: int) -> Staging:
@@ -167,7 +169,7 @@ class Backend:
         return free_memory()
 
     def room_for_cache(self, runner: "ModelRunner", most: int) -> int:
-        """Return how many bytes the KV cache of one rank takes, where the user does not say.
+        """Return how many bytes the KV cache of one rank takes, if the user gives no size.
 
         On a CPU, which other programs use too, it is a quarter of the free memory, but at most 4 GiB.
 
@@ -199,5 +201,5 @@ class Backend:
         """Compile the kernels that steps will run, if any are compiled while a program runs."""
 
     def why_broken(self) -> str | None:
-        """Return why no further step can run after a failed one; None if it can."""
+        """Return why no further step can run after a failed step; None if the next step can run."""
         return None

@@ -12,8 +12,10 @@ StepPart = Literal["model", "sampler"]
 
 
 class Steps:
-    """Runs the parts of steps eagerly. A subclass records the parts of steps that only decode, and replays them:
-    `CudaGraphs` on a GPU, `RecordedSteps` with the C++ kernels.
+    """Runs the parts of steps eagerly. A subclass records the parts of steps that only decode, and replays them.
+
+    `CudaGraphs` (on a GPU) records the sizes of `graph_batch_sizes` when the KV cache is made. `RecordedSteps` (with
+    the C++ kernels) records a size when the first step of this size runs. A size is a number of sequences.
 
     Attributes:
         most_seqs: the most sequences of a step that can be replayed; 0 if none can.
@@ -29,24 +31,24 @@ class Steps:
         """Run a part of a step of `size` sequences, and return its results.
 
         Args:
-            work: computes the part, and returns its results. In every step of one size, the inputs of `work` are at
-                the same addresses: in the staging buffer, or in the results of the other part. So what one call of
-                `work` did can be recorded and replayed.
+            work: computes the part, and returns its results. In all replayed steps of one size `work` reads the same
+                addresses: the staging buffer, the tables of `DeviceRows`, the caches, the weights, and the results of
+                the other part. So one call of `work` can be recorded and replayed.
         """
         return work()
 
     def renew(self) -> None:
-        """Note that weights may lie in other memory than before. On a GPU they never do."""
+        """Call this when weights may have moved in memory. On a GPU they never move."""
 
     def release(self) -> None:
-        """Forget what was recorded. This comes before the memory that it uses is freed."""
+        """Forget all recordings. Call this before the memory that they use is freed."""
 
 
 EAGER = Steps()
 
 
 class Stopwatch:
-    """Times the host from the making of this object to `start`, and the device from there to `stop`.
+    """Times the host from the making of this object to `start`, and the device from `start` to `stop`.
 
     Neither call waits for the device.
     """
@@ -59,7 +61,7 @@ class Stopwatch:
         self._clock.span("prepare")
 
     def stop(self) -> None:
-        """End the device's time, once it has done all that was launched before."""
+        """End the device's time, once the device has done all that was launched before."""
         self._clock.span("step")
 
     def read(self) -> tuple[float, float]:

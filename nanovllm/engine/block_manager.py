@@ -13,7 +13,7 @@ from nanovllm.utils.integers import ceil_div
 def prefix_digest(parent: bytes, tokens: bytes) -> bytes:
     """Return xxh3_128 of the parent's digest and the block's token ids.
 
-    The parent is the block before it in the sequence. The first block has none; its parent's digest is b"".
+    The parent of a block is the block before it in the sequence. For a sequence's first block, `parent` is b"".
     """
     return xxhash.xxh3_128_digest(parent + tokens)
 
@@ -21,8 +21,8 @@ def prefix_digest(parent: bytes, tokens: bytes) -> bytes:
 class BlockManager:
     """Owns `num_blocks` blocks of `block_size` tokens. Every operation takes O(1) time per block.
 
-    It knows the content of each block, and how many sequences use it. `BlockTables` in rows.py knows which sequence has
-    which blocks, in which order.
+    The manager knows the content of each block, and how many sequences use the block. `BlockTables` in rows.py knows
+    which sequence has which blocks, in which order.
 
     A block is in exactly one of three places:
 
@@ -37,9 +37,9 @@ class BlockManager:
     `_evictable` is an ordered dict, which is a linked list with an index. A hit removes a block from its middle in O(1)
     time; a deque would need O(n).
 
-    `_findable[digest]` is the one block that can be found by that digest. `_content[block]` is its digest, its parent's
-    digest and its token ids. A hit must agree on all three. So if two digests are equal by accident, the block is not
-    used; wrong KV is never used. Both entries are removed when the block is given out again, or when it is forgotten.
+    `_findable[digest]` is the one block that can be found by that digest. `_content[block]` is the block's digest, its
+    parent's digest and its token ids. A hit must agree on all three. So if two digests are equal by accident, the block
+    is not used, and nobody reads wrong KV. Both entries are removed when the block is given out again or forgotten.
     """
 
     _digest = staticmethod(prefix_digest)
@@ -74,9 +74,9 @@ class BlockManager:
     def find_prefix(self, seq: Sequence) -> list[int]:
         """Return the blocks of the sequence's first tokens, up to the first block that is not found.
 
-        They hold the KV of these tokens, or they will hold it when the steps that are planned by now have stored it.
-        They hold at most `Sequence.max_cached_tokens` tokens, so at least one token is always left to compute. Its KV
-        goes into a block of the sequence's own. So nothing ever writes into a shared block.
+        These blocks hold the KV of the tokens, or a step that is planned already will store it there. They hold at most
+        `Sequence.max_cached_tokens` tokens, so at least one token is always left to compute. The KV of this token goes
+        into a block of the sequence's own. So a sequence never writes into a block that it found.
         """
         hits: list[int] = []
         if not self.enable_prefix_caching:
@@ -92,8 +92,8 @@ class BlockManager:
     def can_take(self, count: int, hits: Seq[int] = ()) -> bool:
         """Return whether the pool can give a reference to each block in `hits`, and then `count` other blocks.
 
-        A hit that no sequence uses counts as a free block until it gets its reference. Then one free block less is left
-        for the others.
+        A hit that no sequence uses is a free block until it gets its reference. So it leaves one free block less for
+        the `count` other blocks.
         """
         num_free_hits = sum(1 for block in hits if self._references[block] == 0)
         num_lacking = count + num_free_hits - self.num_free
@@ -110,7 +110,7 @@ class BlockManager:
             self._references[block] += 1
 
     def take(self, count: int) -> list[int]:
-        """Return `count` blocks without content. Ask `can_take` first: RuntimeError if there are fewer."""
+        """Return `count` blocks without content. Ask `can_take` first: RuntimeError if fewer blocks are free."""
         if count > self.num_free:
             raise RuntimeError(f"{count} blocks wanted, {self.num_free} of {self.num_blocks} free")
         taken = []
@@ -143,8 +143,9 @@ class BlockManager:
     def register(self, seq: Sequence, index: int) -> bool:
         """Make block `index` of the sequence findable. The block is full, and its token ids are known.
 
-        If equal content is findable in another block, that one stays. Returns False if a block with other content has
-        the same digest. Then no later block of the sequence may be registered, because its parent could not be found.
+        If equal content is findable in another block, that block stays the findable one. Returns False if a block with
+        other content has the same digest. Then no later block of the sequence may be registered, because its parent
+        could not be found.
         """
         content = self._content_of(seq, index)
         holder = self._findable.get(content[0])
@@ -161,7 +162,7 @@ class BlockManager:
     def forget(self, seq: Sequence) -> None:
         """Remove all blocks of a sequence from the prefix cache, because their content may be wrong.
 
-        It looks the blocks up by digest. So it also removes a block of equal content that another sequence registered.
+        The blocks are looked up by digest. So one of them may be a block that another sequence registered.
         """
         blocks = [self._findable[digest] for digest in seq.digests if digest in self._findable]
         self.on_change("forget", blocks)
@@ -174,8 +175,8 @@ class BlockManager:
     def forget_all(self) -> None:
         """Forget the whole prefix cache.
 
-        All sequences must have ended, and given their blocks back. This runs after a failed step, when KV may be wrong,
-        when weights change, and when the user asks for it.
+        All sequences must have ended, and given their blocks back. This runs after a failed step, because KV may be
+        wrong then, after a change of weights, and when the user asks for it.
         """
         self.on_change("forget", self._findable.values())
         self._blank.extend(self._evictable)
@@ -186,7 +187,7 @@ class BlockManager:
     def _content_of(self, seq: Sequence, index: int) -> tuple[bytes, bytes, bytes]:
         """Return (digest, parent's digest, token ids) of a full block of the sequence."""
         size = self.block_size
-        digests = seq.digests  # kept there, so that no block is hashed twice
+        digests = seq.digests  # the sequence keeps them, so that no block is hashed twice
         while len(digests) <= index:
             start = len(digests) * size
             parent = digests[-1] if digests else b""

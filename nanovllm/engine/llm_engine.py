@@ -39,7 +39,7 @@ OPEN_RUN = (
     "another generate() or stream()",
     "of this engine is open: finish or close it first; several threads or asyncio tasks use submit()",
 )
-"""Two arguments of `Claim.held_by`: how a run names itself, and what an activity that is refused can do."""
+"""Two arguments of `Claim.held_by`: how a run names itself, and what a refused activity can do instead."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class LLMEngine:
     A request becomes one sequence for each of its completions. A step computes some tokens of several sequences.
     `run` takes requests and calls `step` until all requests have ended. At depth 1 the host launches a step and waits
     for its result. At depth 2 the host plans and launches step N + 1 while the device runs step N, so it reads tokens
-    one step later. The code is the same; at depth 2 `_in_flight` has one more entry.
+    one step later. Both depths run the same code; at depth 2 `_in_flight` has one more entry.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class LLMEngine:
         """The launched steps whose results are not fetched yet, the oldest first, with their numbers."""
         self._kept_error: Exception | None = None
         """An error of `step` that came after requests had ended in the same call. That call returned the requests; the
-        next one raises the error."""
+        next call raises the error."""
         self.last_read: ScheduledStep | None = None
         """The most recent step that was read."""
 
@@ -152,7 +152,7 @@ class LLMEngine:
             raise ValueError("this model has no LM head, so it can only embed: use embed()")
         params = params.clone()  # the caller may change the original while the request runs
         check_request(token_ids, params, self.tokenizer is not None, self.config.vocab_size, self.config.max_model_len)
-        # These are the fields of `SamplingValues` (ops/sample.py) that the backend's own sampler does not read.
+        # `refused_params` has the fields of `SamplingValues` (ops/sample.py) that the backend's sampler does not read.
         for name in self.config.refused_params:
             if (value := getattr(params, name)) != getattr(SamplingParams(), name):
                 raise refuse(value, name, f'left out with attention_backend="{self.config.attention_backend}"')
@@ -163,7 +163,7 @@ class LLMEngine:
         """Queue a request: one sequence per completion. Return the first sequence, the `lead` of the others.
 
         Seeds are chosen here. The first completion gets the request's seed. If the request has none, its seed is a hash
-        of the engine's seed and the request's number. Completion i > 0 gets a hash of the first one's seed and i.
+        of the engine's seed and the request's number. Completion i > 0 gets a hash of its lead's seed and i.
         """
         params = request.params
         number, seq_id = request.numbers or self.next_numbers(params.n)
@@ -187,8 +187,8 @@ class LLMEngine:
     ) -> Sequence:
         tokenizer = self.tokenizer
         prompt = request.prompt_token_ids
-        # An edits object keeps masks in memory. With a copy they are freed when the sequences end, even if the caller
-        # keeps the request.
+        # `RowEdits` makes masks when a step first needs them, and then keeps them. The sequences use a copy of the
+        # object. So the masks are freed with the sequences, even if the caller keeps the request.
         edits = copy(request.edits) if lead is None else lead.edits
         seq = Sequence(
             seq_id,
@@ -217,10 +217,10 @@ class LLMEngine:
     ) -> Generator[list[tuple[int, Sequence]], None, None]:
         """Run requests. After each step, yield a list: (number, sequence) of each request that the step ended.
 
-        The first number is 0. If `requests` yields None, no request is ready now: `run` makes a step, then asks again.
-        The run ends when it has no request and gets none. A Ctrl-C during a step is raised after the ended requests
-        were yielded. A second one closes the engine and is raised at once. However the generator is left, requests that
-        have not ended are aborted. `holder` names the run to other activities: see `Claim.held_by`.
+        The first request has number 0. If `requests` yields None, no request is ready now: `run` makes a step, then
+        asks again. The run ends when all its requests have ended and `requests` yields no other. A Ctrl-C in a step is
+        raised after the ended requests were yielded. A second Ctrl-C closes the engine and is raised at once. When
+        the generator ends, even by an error, unfinished requests are aborted. `holder`: see `Claim.held_by`.
         """
         with self.claim.held_by(*holder):
             hold = HoldInterrupt(on_second=self.close)
@@ -229,7 +229,7 @@ class LLMEngine:
             count = itertools.count()
             try:
                 with self.claim.work():
-                    self.abort_all()  # a Ctrl-C may have ended the run before this one too early to do it
+                    self.abort_all()  # a Ctrl-C may have ended an earlier run before its own abort_all()
                 incoming = iter(requests)
                 while interrupt is None:
                     self._take(incoming, numbers, count)
@@ -255,8 +255,8 @@ class LLMEngine:
     def _take(self, incoming: Iterator[Request | None], numbers: dict[Sequence, int], count: Iterator[int]) -> None:
         """Queue and number requests while fewer than 2 x max_num_seqs sequences wait.
 
-        next() returns None if no request is ready now, or if `incoming` has no more. The two need no distinction: `run`
-        asks again after the next step, and an iterator without items answers None again.
+        next() returns None if no request is ready now, or if `incoming` has no more requests. Both cases are treated
+        alike: `run` asks again after the next step, and an iterator without items answers None again.
         """
         most_waiting = 2 * self.config.max_num_seqs
         while len(self.scheduler.waiting) < most_waiting and (request := next(incoming, None)):
@@ -332,7 +332,7 @@ class LLMEngine:
         for seq in finished:
             if seq.finish_reason == "error":
                 num_output = len(seq.output_token_ids)
-                place = f"request {seq.seq_id}, step {number}, after {num_output} tokens of output"
+                place = f"sequence {seq.seq_id}, step {number}, after {num_output} tokens of output"
                 seq.error = f"{place}: {seq.explain_error()}"
         clock.span("update")
         for observer in self.observers:
@@ -342,7 +342,7 @@ class LLMEngine:
         return [lead for lead in leads if all(seq.finish_reason for seq in (lead, *lead.others))]
 
     def _read_all(self, clock: Clock, finished: list[Sequence]) -> None:
-        """Read all steps in flight while another one is being launched.
+        """Read all steps in flight while another step is being launched.
 
         Args:
             clock: the new step's clock.
@@ -366,7 +366,7 @@ class LLMEngine:
         Otherwise drop every sequence and the prefix cache, because the KV cache may now hold wrong values.
         """
         if self.closed:
-            # An observer or a second Ctrl-C has closed it. It is freed next, and nobody waits for steps in flight.
+            # An observer or a second Ctrl-C has closed the engine. It is freed next, without a wait for other steps.
             return
         if (reason := self.runner.reason_to_close()) is not None:
             logger.error("the engine is closed: %s", reason)

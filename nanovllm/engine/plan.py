@@ -34,7 +34,7 @@ ROW_SAMPLING = np.dtype(
 )
 """The sampling values of a row. A plan carries them once, when a sequence moves in. Every field has 4 bytes. So an
 array of n elements can be read as an int32 table with n rows and a column for each field: the packed sampling values.
-The 32 bits of a float stand there as an integer."""
+The 32 bits of a float stand in this table as an integer."""
 
 SAMPLING_COLUMNS = {name: column for column, name in enumerate(ROW_SAMPLING.names or ())}
 """{a field of ROW_SAMPLING: its column in a table of packed sampling values, int32 [num_rows, all fields]}."""
@@ -50,22 +50,22 @@ EMBED = -1
 def make_padding(num_seqs: int, row: int) -> IntArray:
     """Return the first arrays of a plan whose sequences are all dummies. Each computes one token, with id 0.
 
-    A CUDA graph has a fixed number of sequences. A step with fewer is filled up with dummies. All of them use one row
-    that belongs to no sequence.
+    A CUDA graph has a fixed number of sequences. A step with fewer sequences is filled up with dummies. All dummies
+    use one row that belongs to no sequence.
 
     Returns:
         int32 [NUM_PER_SEQ + 1, num_seqs]: the arrays with one element per sequence, then token_ids.
     """
-    head = np.zeros((NUM_PER_SEQ + 1, num_seqs), np.int32)
-    rows, _, num_scheduled, *_ = head
+    arrays = np.zeros((NUM_PER_SEQ + 1, num_seqs), np.int32)
+    rows, _, num_scheduled, *_ = arrays
     rows[:] = row
     num_scheduled[:] = 1
-    return head
+    return arrays
 
 
 class StepPlan(NamedTuple):
     """One step's work. Sequences that compute one token come first: those that decode, and prompts with one token left.
-    Then come those that compute several. Both kinds are in order of admission.
+    Then come sequences that compute several tokens. Both kinds are in order of admission.
 
     A resident sequence owns one row of the device's tables from admission to release. The runner is not told when a row
     is released. The next owner overwrites what it needs.
@@ -88,14 +88,14 @@ class StepPlan(NamedTuple):
         num_computed: int32 [num_seqs], tokens whose KV is in the cache before this step.
         num_scheduled: int32 [num_seqs], tokens to compute in this step, at least 1.
         num_sampled: int32 [num_seqs], how many tokens to sample. It is 0 if this step does not compute the sequence's
-            last token. Otherwise it is 1 + the number of drafts. The last num_sampled tokens that the sequence computes
-            in this step give one sample each.
+            last token, or if the prompt is only scored or embedded. Otherwise it is 1 + the number of drafts. The last
+            num_sampled tokens that the sequence computes in this step give one sample each.
         num_scored: int32 [num_seqs], how many targets to score. The logits come from the num_scored tokens before the
             last num_sampled ones.
         token_ids: int32 [num_tokens], the ids of the tokens to compute, sequence after sequence. The drafts of a
             sequence are its last ids. -1 stands for the token that the device sampled last for the row.
         targets: int32 [sum of num_scored], sequence after sequence: the prompt tokens whose log-probability is wanted.
-            The last target may be the first token of the next chunk. EMBED stands for the hidden state itself.
+            The last target may be the first token of the next chunk. EMBED stands for a hidden state.
         block_entries: int32 [n, 3], new (row, index, block) entries of the block tables.
         new_rows: ROW_SAMPLING [n], the sampling values of rows that have a new owner.
     """
@@ -129,8 +129,8 @@ class StepPlan(NamedTuple):
         return np.maximum(self.num_sampled - 1, 0)
 
     @property
-    def head_size(self) -> int:
-        """How many int32 elements of `arrays()` come before the block entries."""
+    def packed_size(self) -> int:
+        """How many int32 elements the arrays from `rows` to `targets` have."""
         return NUM_PER_SEQ * self.num_seqs + self.num_tokens + len(self.targets)
 
     def arrays(self) -> list[IntArray]:
@@ -143,10 +143,10 @@ class StepPlan(NamedTuple):
     def pad(self, num_seqs: int, row: int) -> "StepPlan":
         """Return this plan of decodes, filled up to num_seqs sequences: see `make_padding`."""
         arrays = self.arrays()
-        head = make_padding(num_seqs, row)
-        for padded, values in zip(head, arrays, strict=False):  # only the arrays of the head have padding
+        first = make_padding(num_seqs, row)
+        for padded, values in zip(first, arrays, strict=False):  # the arrays after token_ids get no padding
             padded[: self.num_seqs] = values
-        return StepPlan.from_arrays([*head, *arrays[len(head) :]])
+        return StepPlan.from_arrays([*first, *arrays[len(first) :]])
 
     @staticmethod
     def from_arrays(arrays: Seq[IntArray]) -> "StepPlan":
@@ -192,10 +192,10 @@ class StepResult:
         scores: {token id: log-probability} of each of the plan's targets that is a token.
         embeddings: float32 [hidden] of each target that is EMBED.
         prepare_seconds: how long the host took to pack the plan and send it to the device.
-        device_seconds: how long the device worked on the step. If several ranks share the layers out, it is how long
-            rank 0 computed its own layers.
+        device_seconds: how long the device worked on the step. If several ranks share the layers out, this is how
+            long rank 0 computed its own layers.
         command_seconds: how long rank 0 took to send the plan to the other ranks.
-        spans: what such ranks did since the last result; only if they are asked to record it.
+        spans: what the ranks of a pipeline did since the last result, if they record it.
     """
 
     token_ids: IntArray

@@ -14,7 +14,7 @@ Rows = NDArray[np.intp]
 """Row numbers. numpy uses this type for indices; it would convert an array of int32 at each use."""
 
 NO_ROW = -1
-"""Stands for the row of a sequence that has none. numpy reads index -1 as the last element."""
+"""Stands for the row of a sequence that has no row. numpy reads index -1 as the last element."""
 NEVER = np.iinfo(np.int32).max
 _NO_NEW_ROWS = np.empty(0, ROW_SAMPLING)
 _NO_ENTRIES = np.empty((0, 3), np.int32)
@@ -42,13 +42,13 @@ class RowTable:
 
     When the results of a step arrive, one question is asked for each of its rows: was the row freed after the step was
     planned? `num_releases` counts how often rows were freed. `released_at[row]` is this count from when the row was
-    freed last, and a step keeps the count from when it was planned. The answer is yes if `released_at[row]` is larger.
-    One comparison of arrays answers the question for all rows.
+    freed last, and a step keeps the count from when it was planned. The answer is yes if `released_at[row]` is the
+    larger count. One comparison of arrays answers the question for all rows.
     """
 
     def __init__(self, num_rows: int) -> None:
         self.num_rows = num_rows
-        num_elements = num_rows + 1  # what is written to the last one, for NO_ROW, is never read
+        num_elements = num_rows + 1  # the last element is for NO_ROW
         self.num_computed = np.zeros(num_elements, np.int32)
         self.num_known = np.zeros(num_elements, np.int32)
         self.num_tokens = np.zeros(num_elements, np.int32)
@@ -58,7 +58,8 @@ class RowTable:
         its own last sample."""
         self.unchecked_until = np.zeros(num_elements, np.int32)
         """While num_known is at most this, only a stop token can end the sequence. Above it, the length limit can, too.
-        With stop strings or a grammar it is 0: num_known is always more, so `Sequence.check_end` sees every token."""
+        With stop strings or a grammar the value is 0: num_known is always larger, so `Sequence.check_end` sees every
+        token. The value for NO_ROW is below every count: `check_end` also sees each token of a sequence without row."""
         self.unchecked_until[NO_ROW] = np.iinfo(np.int32).min
         self.released_at = np.zeros(num_elements, np.int64)
         self.num_releases = 0
@@ -106,15 +107,15 @@ class RowTable:
         self.unchecked_until[row] = 0 if needs_every_token else seq.num_needed
 
     def count_launched(self, rows: Rows, num_computed: IntArray, num_tokens: IntArray) -> None:
-        """Note what rows will have when the step that is planned now has run."""
+        """Note the counts that rows will have when the step that is planned now has run."""
         self.num_computed[rows] = num_computed
         self.num_tokens[rows] = num_tokens
 
     def add_known(self, rows: Rows, num_new: IntArray | int) -> NDArray[np.bool_]:
-        """Count new tokens of rows that the host has read.
+        """Count the tokens that the host has just read: num_new for each row.
 
         Returns:
-            bool [len(rows)]: whether any of them may end the sequence, even if none is a stop token.
+            bool [len(rows)]: whether one of the row's new tokens may end the sequence, even if it is no stop token.
         """
         num_known = self.num_known[rows] + num_new
         self.num_known[rows] = num_known
@@ -122,9 +123,9 @@ class RowTable:
         return may_end
 
     def reject_drafts(self, rows: Rows, num_rejected: IntArray) -> None:
-        """Take rejected drafts out of the counts of rows that had drafts. Their blocks stay with the sequence.
+        """Take rejected drafts out of the counts of rows that had drafts. The sequences keep the blocks.
 
-        The device does not know which draw was kept last: the next plan sends its id.
+        The device does not know which draw was kept last: the next plan sends the id of that token.
         """
         self.num_computed[rows] -= num_rejected
         self.num_tokens[rows] -= num_rejected
@@ -153,8 +154,8 @@ class BlockTables:
         self.room = np.zeros(table.num_rows, np.int32)
         """How many tokens fit into the row's blocks."""
         self._next_full = np.zeros(table.num_rows, np.int32)
-        """How many tokens the sequence has when the first block that `register` has not handled yet is full. NEVER if
-        no further block will become findable."""
+        """With this many tokens the row's next block is full: the first block that `register` has not handled yet.
+        NEVER if no further block will become findable."""
         self._new_entries: list[tuple[int, int, int]] = []
 
     def take_new_entries(self) -> IntArray:
@@ -166,7 +167,7 @@ class BlockTables:
         return entries
 
     def missing(self, rows: Rows, ends: IntArray) -> dict[int, int]:
-        """Return {row: how many blocks it must get to hold its first `ends` tokens}, without rows that need none.
+        """Return {row: how many blocks it must get to hold its first `ends` tokens}. Rows that need none are left out.
 
         A row's blocks are full when it has `room` tokens. So the tokens beyond `room` need blocks of their own.
         """
@@ -178,7 +179,7 @@ class BlockTables:
         return {row: self.manager.blocks_for(num_tokens) for row, num_tokens in lacking}
 
     def can_grow(self, missing: dict[int, int]) -> bool:
-        """Return whether the pool has all the blocks that `missing` has returned."""
+        """Return whether the pool has as many blocks as the rows of `missing` need."""
         return not missing or self.manager.can_take(sum(missing.values()))
 
     def grow(self, missing: dict[int, int]) -> None:
@@ -187,8 +188,8 @@ class BlockTables:
             self._extend(self._table.resident[row], self.manager.take(count))
 
     def start(self, seq: Sequence, hits: list[int], num_new: int) -> None:
-        """Give first blocks to a sequence that has just moved in: `hits`, found in the prefix cache, and num_new
-        others."""
+        """Give a sequence that has just moved in its first blocks: `hits`, which were found in the prefix cache, and
+        then num_new other blocks."""
         self.manager.reference(hits)
         self._extend(seq, hits + self.manager.take(num_new))
         can_be_found = self.manager.enable_prefix_caching
@@ -218,7 +219,7 @@ class BlockTables:
             num_full = int(known[i]) // size
             seq = self._table.resident[row]
             first = int(self._next_full[row]) // size - 1
-            # `all` stops at the first block that cannot be registered: no later one could be found without it.
+            # `all` stops at the first block that cannot be registered: no later block could be found without that one.
             are_registered = all(self.manager.register(seq, index) for index in range(first, num_full))
             self._next_full[row] = (num_full + 1) * size if are_registered else NEVER
 

@@ -33,14 +33,13 @@ class Scheduler:
     max_num_batched_tokens. Running sequences get tokens first, in order of admission. Then waiting sequences are
     admitted, in order. Drafts (guessed tokens that a step verifies) get what is left of the budget.
 
-    A step cuts a sequence if it computes only some of the tokens that are known and not computed. At most one sequence
-    of a step is cut: the one that was admitted last. It still computes its prompt or, if it comes back after a
-    preemption, its prompt and its output. This holds if the step may compute every running row (see `choose_running`).
-    The reason: a sequence is admitted only if the sequences before it leave a token of the budget. Each sequence before
-    it needs one token per step, and there are never more of them than tokens in the budget.
+    A step cuts a sequence if it computes only some of the sequence's tokens that are known and not computed. A step
+    that may compute every running row (see `choose_running`) cuts at most one sequence: the sequence that was admitted
+    last. The reason: a sequence is admitted only if the sequences before it leave a token of the budget. From then on
+    each of these sequences needs one token per step. So the budget holds their tokens in every later step.
 
-    A step that preempts a sequence admits nobody. The preempted sequence is now the first in the queue, and a moment
-    ago there were no blocks for it. Such a step verifies no drafts either, because drafts take blocks, too.
+    A step that preempts a sequence admits no sequence: the first in the queue is the preempted sequence, which has just
+    lost its blocks to others. The step verifies no drafts either, because drafts take blocks, too.
     """
 
     def __init__(
@@ -64,14 +63,14 @@ class Scheduler:
         self.table = RowTable(max_num_seqs)
         self.blocks = BlockTables(block_manager, self.table)
         self.starting: list[Sequence] = []
-        """Sequences that were admitted, and had no token when the last step was read."""
+        """Sequences that were admitted, and had no token of output when the last step was read."""
         self.edited_rows: set[int] = set()
         """Rows of sequences that ask for edits of their logits."""
         self.may_stop = np.zeros(vocab_size + 1, bool)
         """may_stop[id] is True if the token id is a stop token of any sequence ever added. No element is set back to
         False: the price is a needless call of `Sequence.check_end` now and then. If the element is False, and num_known
         is at most `RowTable.unchecked_until`, the token ends nothing. The last element is for id -1, a failed sample:
-        numpy reads index -1 as the last one."""
+        numpy reads index -1 as the last element."""
         self.may_stop[-1] = True
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
@@ -108,8 +107,9 @@ class Scheduler:
     def _schedule_running(self) -> tuple[Rows, IntArray, bool]:
         """Choose the running rows that compute tokens in this step, and take the blocks that they need.
 
-        While the pool has too few free blocks, the sequence that was admitted last is preempted. This may be the very
-        sequence that needs blocks. The loop ends, because the pool has blocks enough for any one sequence.
+        While the pool has too few free blocks, the sequence that was admitted last is preempted. It may be the very
+        sequence that needs blocks. The loop ends, because the pool has blocks enough for any one sequence: `check_pool`
+        (runner/kv_memory.py) refuses a smaller pool when the engine is made.
 
         Returns:
             rows: the chosen rows, in order of admission.
@@ -145,7 +145,8 @@ class Scheduler:
     def _admit(self, rows: Rows, ends: IntArray) -> tuple[Rows, IntArray, list[Sequence]]:
         """Admit waiting sequences, in order, until rows, blocks or the budget run out.
 
-        An admitted sequence takes the blocks for all its present tokens at once, even if this step computes only some.
+        An admitted sequence takes the blocks for all its present tokens at once, even if this step computes only some
+        of these tokens.
 
         Args:
             rows: the running rows that compute tokens in this step.
@@ -239,8 +240,9 @@ class Scheduler:
             new_rows=pack_sampling(admitted, len(self.may_stop) - 1),
         )
         table.count_launched(rows, ends, num_before + num_sampled)
-        # In most steps every resident sequence decodes. Each scheduled row has at least one token. So if there are as
-        # many tokens as samples, each row has one, and the rows are in order of admission, as in `table.running`.
+        # In most steps every resident sequence decodes. Each of `rows` computes at least one token, and `sampling` has
+        # some of `rows`. So if the three numbers are equal, every resident row computes one token and samples. Then
+        # `rows` was not sorted: it is in order of admission, as `table.running` is.
         are_all = num_tokens == len(sampling) == len(table.resident)
         seqs = table.running if are_all else table.sequences(sampling)
         return ScheduledStep(plan, seqs, sampling, table.num_releases, scored)
@@ -248,8 +250,9 @@ class Scheduler:
     def _fill_token_ids(self, rows: Rows, starts: IntArray, ends: IntArray, num_tokens: int) -> IntArray:
         """Return the ids of the tokens that a step computes, int32 [num_tokens].
 
-        The host sends the ids that come before `RowTable.num_sent`. The others are -1. They are tokens that the device
-        has sampled when this step runs, or drafts, whose ids `LLMEngine._plan` writes into the array afterwards.
+        The host sends the ids that come before `RowTable.num_sent`. Every other id is -1. It stands for the row's last
+        sample, which the device has when this step runs, or for a draft. `LLMEngine._plan` replaces the -1 of a draft
+        by the draft's id.
         """
         table = self.table
         token_ids = np.empty(num_tokens, np.int32)
@@ -287,8 +290,8 @@ class Scheduler:
             owners, result = step.keep(result, num_new)
             receivers = [seqs[i] for i in owners.tolist()]
             may_end = table.add_known(rows, num_new)
-            # `keep` has left only the tokens that a sequence gets in `result`. `owners` has the index in `seqs` of the
-            # sequence of each of them. The owner of a stop token may end, too.
+            # Now `result` has only tokens that a sequence gets. owners[i] is the index in `seqs` of the sequence that
+            # gets token i. A stop token may end its owner.
             may_end[owners[self.may_stop[result.token_ids]]] = True
         for i, values in result.logprobs.items():
             receivers[i].logprobs.append(values)
@@ -312,12 +315,12 @@ class Scheduler:
         """Find out how many of the drawn tokens each sequence gets, and take rejected drafts out of the row table.
 
         A sequence may have lost its row since the step was planned. If it was preempted, it gets its tokens. If it has
-        ended, it gets none. A sequence keeps the drafts that agree with the drawn tokens. The others are rejected. They
-        can be taken out of the counts, because a sequence with drafts is in no other step in flight.
+        ended, it gets no token. A sequence keeps the drafts that agree with the drawn tokens. The other drafts are
+        rejected. They can be taken out of the counts, because a sequence with drafts is in no other step in flight.
 
         Returns:
-            For each of the step's n sequences: its row, or NO_ROW if it has lost it; and how many tokens it gets, int32
-            [n].
+            For each of the step's n sequences: its row, or NO_ROW if it has lost its row; and how many tokens it gets,
+            int32 [n].
         """
         table = self.table
         num_drawn = step.num_drawn
@@ -333,11 +336,12 @@ class Scheduler:
         return rows, num_new
 
     def _check_end(self, seq: Sequence, num_new: int) -> bool:
-        """Return whether one of a sequence's new tokens ends it: see `Sequence.check_end`. If so, it leaves."""
+        """Return whether a sequence ends with one of its new tokens: see `Sequence.check_end`. If so, it leaves its
+        row."""
         num_tokens = len(seq.token_ids)
         if seq.check_end(num_new) is None:
             return False
-        self.num_generated_tokens -= num_tokens - len(seq.token_ids)  # those that were dropped do not count
+        self.num_generated_tokens -= num_tokens - len(seq.token_ids)  # dropped tokens do not count
         self._leave(seq)
         return True
 
@@ -388,10 +392,10 @@ class Scheduler:
         """Free a sequence's blocks and row at once.
 
         A step in flight may still write into these blocks. Example: a sequence ends with a stop token, and the next
-        step is in flight and computes that token. Its keys and values go to a block that may have a new owner by then.
-        The step of the new owner is launched later, and the device runs steps in order, so the new owner's keys and
-        values replace them. A findable block is safe, too: all its tokens are known, and a step in flight writes there
-        only keys and values of just these tokens.
+        step is in flight and computes that token. The token's keys and values go to a block that may have a new owner
+        by then. The step of the new owner is launched later, and the device runs steps in order, so the new owner's
+        keys and values replace them. A findable block is safe, too: all its tokens are known, so a step in flight that
+        writes into the block writes the keys and values of these same tokens.
         """
         self.blocks.release(seq)
         if self.scoring is not None:

@@ -34,15 +34,16 @@ class Request:
     engine: object
     """The `identity` of the engine that prepared the request. Only that engine may run it, because limits differ."""
     numbers: tuple[int, int] | None = None
-    """The request's number, and that of its first sequence. None means the next ones: see `LLMEngine.next_numbers`."""
+    """The request's number, and that of its first sequence. None: see `LLMEngine.next_numbers`."""
     reason: str = ""
     """Why the request comes at this place of the order. A trace shows it. It is "" if the order is the caller's."""
 
 
-def derive_seed(engine_seed: int, key: int | str) -> int:
-    """Return a 64-bit seed for a request: a hash of the engine's seed and the request's number or name."""
+def derive_seed(seed: int, key: int | str) -> int:
+    """Return a 64-bit hash of a seed and a key: of the engine's seed and a request's number or name, or of a request's
+    seed and a completion's number."""
     suffix = struct.pack("<q", key) if isinstance(key, int) else key.encode()
-    return xxhash.xxh3_64_intdigest(struct.pack("<Q", engine_seed & MASK_64) + suffix)
+    return xxhash.xxh3_64_intdigest(struct.pack("<Q", seed & MASK_64) + suffix)
 
 
 def check_request(
@@ -59,10 +60,10 @@ def check_request(
         raise ValueError("stop strings need a tokenizer, and this model has none; use stop_token_ids")
     if not token_ids:
         raise ValueError("the prompt is empty; it must have at least one token")
-    # A prompt that generates needs room for one more token, so its limit is max_model_len - 1. A prompt that is only
-    # scored (only the log-probabilities of its tokens are wanted) generates nothing. The model need not compute its
-    # last token, so its limit is max_model_len + 1. A prompt that is embedded (only its vector is wanted) generates
-    # nothing, and the model computes all its tokens.
+    # A prompt with output needs room for one more token, so its limit is max_model_len - 1. A prompt that is only
+    # scored (only the log-probabilities of its tokens are wanted) has no output, and the model need not compute its
+    # last token. So its limit is max_model_len + 1. A prompt that is embedded (only its vector is wanted) has no
+    # output, and the model computes all its tokens.
     most = max_model_len + (0 if params.embed else 1 if params.max_tokens == 0 else -1)
     if len(token_ids) > most:
         raise ValueError(
@@ -86,8 +87,8 @@ class Sequence:
     """
 
     error: str | None = None
-    """A message if finish_reason is "error". It stands in the class, because CPython finds the attributes of an object
-    that has 30 or more of its own by a slower way."""
+    """A message if finish_reason is "error". The default stands in the class, because CPython is slower with an object
+    that has 30 or more attributes of its own."""
 
     def __init__(
         self,
@@ -125,8 +126,8 @@ class Sequence:
         but at least 1, so that a prompt of one token that is only scored takes part in one step."""
         scores_from = self.num_prompt_tokens if params.prompt_logprobs is None else max(params.prompt_logprob_start, 1)
         self.next_scored = scores_from
-        """Index of the first prompt token that must be scored, and that no launched step scores. It is
-        num_prompt_tokens if no such token is left, or if no scores were asked for."""
+        """Index of the next prompt token to score: its score is wanted, and no launched step computes this score. The
+        value is num_prompt_tokens if no prompt token is left to score."""
         self.prompt_logprobs: list[dict[int, Logprob] | None] = [None] * scores_from
         """{token id: log-probability} per prompt token whose score was read. Tokens that are not scored have None."""
         self.embedding: NDArray[np.float32] | None = None
@@ -142,7 +143,7 @@ class Sequence:
         self.lead = lead
         """The first completion of the same request. In the first completion this is None."""
         self.others: list[Sequence] = []
-        """In the first completion: the request's n - 1 other completions. In those this list is empty."""
+        """In the first completion: the request's n - 1 other completions. In each of the others this list is empty."""
         self.row = -1
         """The sequence's row in the device's tables; -1 while it is not resident. Only `RowTable` sets it."""
         self.block_table: list[int] = []
@@ -153,25 +154,26 @@ class Sequence:
         self.drafting: Any = None
         """Only drafts/ reads and writes this."""
         self.num_in_flight = 0
-        """After a preemption: how many of its tokens launched steps still sample. It is admitted again when they have
-        arrived. The value is 1 if a launched step computes its last scores."""
+        """After a preemption: how many tokens launched steps still sample for the sequence, or 1 if a launched step
+        computes its last scores. The sequence is not admitted again before the results of these steps are read."""
         self.times = [time.time()]
-        """When it came and, once that is read, when it had its first token: in seconds since 1970."""
+        """Seconds since 1970: first the time when the sequence was made, then the time when its first token of output
+        was read. The second time is missing until then."""
         self.num_cached_tokens: int | None = None
-        """How many prompt tokens the prefix cache had at the first admission; None before it."""
+        """How many prompt tokens the prefix cache had at the first admission; None before that admission."""
         self.finish_reason: FinishReason | None = None
         """None until the sequence has ended."""
         self.stop_reason: int | str | None = None
         """The stop string, or the id in stop_token_ids, that ended the sequence; None if anything else ended it."""
         self.logprobs: list[dict[int, Logprob]] = []
-        """{token id: log-probability} per token of output; empty unless params.logprobs asks for this."""
+        """{token id: log-probability} per token of output; empty unless params.logprobs asks for them."""
 
     @property
     def is_only_scored(self) -> bool:
         """True if the sequence ends when its prompt is scored or embedded.
 
-        The last token of a prompt that is only scored is not computed, unless it is the only one: its score comes from
-        the logits of the token before it.
+        The last token of a prompt that is only scored is not computed, unless the prompt has no other token: the score
+        of the last token comes from the logits of the token before it.
         """
         return self.params.max_tokens == 0
 
@@ -198,17 +200,18 @@ class Sequence:
         return self.token_ids[self.num_prompt_tokens :].tolist()
 
     def check_end(self, num_new: int = 1) -> FinishReason | None:
-        """Decide whether one of the last num_new tokens ends the sequence, and drop the tokens after that one.
+        """Decide whether one of the last num_new tokens ends the sequence, and drop the tokens after that token.
 
         This sets finish_reason and stop_reason, and returns finish_reason. Stop strings and grammars must see every
-        token, in order. Without them the scheduler calls this only if a new token may be a stop token, or may reach
-        `limit`.
+        token, in order. For a sequence without them the scheduler calls this method only if a new token may be a stop
+        token, or may reach `limit`.
         """
         num_before = len(self.token_ids) - num_new
         for num_tokens, token_id in enumerate(self.token_ids[num_before:], num_before + 1):
             self.finish_reason = self._check_token(token_id, num_tokens)
             if self.finish_reason is not None:
-                # The token that ends the sequence is kept, but not the mark of a failed sample.
+                # The token that ends the sequence is kept. After an error it is dropped: it is -1, the mark of a failed
+                # sample, or a token that the grammar forbids.
                 num_kept = num_tokens - 1 if self.finish_reason == "error" else num_tokens
                 del self.token_ids[num_kept:]
                 del self.logprobs[num_kept - self.num_prompt_tokens :]
@@ -216,7 +219,8 @@ class Sequence:
         return self.finish_reason
 
     def _check_token(self, token_id: int, num_tokens: int) -> FinishReason | None:
-        """Return how a token ends the sequence, which has num_tokens tokens with it; None if it goes on."""
+        """Return how a token ends the sequence; None if the sequence goes on. With the token it has num_tokens
+        tokens."""
         grammar = self.grammar
         # Token id -1: the logits were not a valid distribution. consume_token() returns True for the end-of-sequence
         # token even if the matcher has failed, so is_error() is checked, too.

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 class ScheduledStep(NamedTuple):
     """A plan and the sequences that receive its results.
 
-    The results are read one or more steps after the step was planned. Meanwhile a sequence may have ended or been
-    preempted, and its row may have a new owner. `num_releases` is a copy of the row table's count at planning time;
-    with it `Scheduler.update` finds out whether that happened.
+    Other steps may be planned and read before the results of this step are read. Meanwhile a sequence may have ended or
+    been preempted, and its row may have a new owner. `num_releases` is a copy of the row table's count at planning
+    time; with this copy `Scheduler.update` finds out whether a row has lost its sequence.
 
     Attributes:
         seqs: the sequences that the step samples for, in the plan's order.
@@ -50,7 +50,7 @@ class ScheduledStep(NamedTuple):
             yield seq, plan.token_ids[end - count : end]
 
     def count_kept(self, drawn: IntArray) -> IntArray:
-        """Return how many of its draws each sequence keeps: those that agree with the drafts, and the first other one.
+        """Return how many of its draws each sequence keeps: those that agree with its drafts, and the next draw.
 
             computed by the step   c d e f      c was known, d e f are drafts
             drawn                  d e x y      d and e are accepted: d e x are kept, and c d e stay computed

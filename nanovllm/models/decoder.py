@@ -1,8 +1,8 @@
 """The decoder of Qwen3 (https://arxiv.org/abs/2505.09388), Qwen2, Llama and Mistral.
 
-It computes the same numbers as transformers. The families differ in biases, and in norms of queries and keys.
-`FAMILIES` in models/model_config.py says which family has which. The decoders of other families are subclasses, which
-replace parts of this one.
+It computes the same numbers as transformers, up to rounding. The families differ in biases, and in norms of queries
+and keys. `FAMILIES` in models/model_config.py lists the biases and norms of each family. The decoders of other families
+are subclasses, which replace parts of this decoder.
 """
 
 from collections.abc import Collection, Iterator
@@ -71,7 +71,8 @@ def share_heads(config: "PretrainedConfig", parallel: Parallel) -> tuple[range, 
 
 
 def find_biases(config: "PretrainedConfig") -> tuple[bool, bool]:
-    """Return whether the projection of queries, keys and values has a bias, and whether the output's has one."""
+    """Return whether the projection of queries, keys and values has a bias, and whether the output's projection has
+    one."""
     own = bool(getattr(config, "attention_bias", False))
     return find_family(config).biases or (own, own)
 
@@ -122,7 +123,7 @@ class MLP(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
     size_name = "intermediate_size"
-    """The key of the configuration that has its intermediate size."""
+    """The configuration's key for the intermediate size."""
 
     def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel) -> None:
         super().__init__()
@@ -137,12 +138,13 @@ class MLP(nn.Module):
         """x [num_tokens, hidden] -> [num_tokens, hidden].
 
         Args:
-            inputs: the step's. An MLP does not read them; what another family has in its place may.
+            inputs: the inputs of the step. An MLP does not read them. Another family may have a module here that reads
+                them.
         """
         return self.down_proj(self.backend.silu_and_mul(self.gate_up_proj(x)))  # type: ignore[no-any-return]
 
     def count_activations(self) -> int:
-        """Return how many numbers it holds for each token: gate, up and their product."""
+        """Return how many numbers the MLP holds for each token: gate, up and their product."""
         return 3 * self.down_proj.weight.shape[1]
 
 
@@ -168,11 +170,11 @@ class Layer(nn.Module):
         self.post_attention_layernorm = make_norm(config.hidden_size, self.norm_dtype)
 
     def make_attention(self, config: "PretrainedConfig", index: int, parallel: Parallel) -> nn.Module:
-        """Return this layer's attention, or what another family has in its place. It has the methods of `Attention`."""
+        """Return this layer's attention. Another family may return another module with the methods of `Attention`."""
         return Attention(config, self.backend, parallel)
 
     def make_mlp(self, config: "PretrainedConfig", index: int, parallel: Parallel) -> nn.Module:
-        """Return this layer's MLP, or what another family has in its place. It has the `forward` of `MLP`."""
+        """Return this layer's MLP. Another family may return another module with the `forward` of `MLP`."""
         return MLP(config, self.backend, parallel)
 
     def forward(
@@ -192,11 +194,12 @@ class Decoder(nn.Module):
     """The model of one rank. Its parameters are uninitialised; the loader fills them, and checks that none is left out.
 
     Attributes:
-        layer_class: the class of its layers. A family that differs in more than `Family` says has classes of its own.
+        layer_class: the class of its layers. A family whose layers differ in more than the fields of `Family` has a
+            class of its own.
         norm_plus: the number that is added to the weights of norms when they are read. A family that adds 1 also sets
             `norm_dtype` of its layers to float32, because the sum would lose bits in the model's dtype.
-        unread: prefixes of tensors' names. A checkpoint may have such tensors; no model reads them.
-        elsewhere: prefixes of tensors' names. Other ranks read them.
+        unread: prefixes of names of tensors. A checkpoint may have tensors with these names; no model reads them.
+        elsewhere: prefixes of names of tensors. Other ranks read the tensors with these names.
     """
 
     layer_class: type[Layer] = Layer
@@ -223,7 +226,7 @@ class Decoder(nn.Module):
 
     @classmethod
     def check_config(cls, config: "PretrainedConfig", source: str) -> None:
-        """Check what is the family's own. `load_model_config` has checked the rest.
+        """Check the values that this decoder limits. `load_model_config` has checked the others.
 
         Raises:
             ValueError: a value is out of range, or not supported. The message begins with `source`.
@@ -245,15 +248,15 @@ class Decoder(nn.Module):
         quantizer: "ModelQuantizer | None",
         gpu_memory: int | None = None,
     ) -> "ResolvedConfig":
-        """Resolve the options that the family has changed: most families change none.
+        """Return the options as the family needs them. Most families change none.
 
         Args:
             asked: the user's options.
-            config: the same, resolved as for other families.
-            sizes: those of the whole model.
-            quantizer: knows the memory of quantised weights; None if none are.
-            gpu_memory: the bytes of memory of a GPU that this machine may lack: `nanovllm estimate` asks for such a
-                GPU. None means the device that `config` names.
+            config: the same options, resolved as for other families.
+            sizes: the sizes of the whole model.
+            quantizer: knows the memory of quantised weights; None if no weights are quantised.
+            gpu_memory: the bytes of memory of the GPU for which `nanovllm estimate` asks. This machine need not have
+                that GPU. None means the device that `config` names.
 
         Raises:
             ValueError: an option asks for what the family cannot do.
@@ -261,7 +264,7 @@ class Decoder(nn.Module):
         return config
 
     def make_angles(self, config: "PretrainedConfig", num_positions: int) -> Tensor:
-        """Return cosines and sines for the heads as the model stores them, float32 [num_positions, head_dim]."""
+        """Return the cosines and sines that the layers read, float32 [num_positions, head_dim]."""
         return make_rotary_table(config, num_positions)
 
     def forward(self, inputs: StepInputs, caches: list[LayerCache]) -> Tensor:
@@ -282,16 +285,16 @@ class Decoder(nn.Module):
         return self.backend.add_rms_norm(x, residual, self.norm, self.eps)[0]
 
     def compute_logits(self, hidden: Tensor) -> Tensor | None:
-        """hidden [n, hidden] -> logits [n, vocab] on rank 0, None on the others."""
+        """hidden [n, hidden] -> logits [n, vocab] on rank 0, None on the other ranks."""
         return self.lm_head(hidden)  # type: ignore[no-any-return]
 
     def weight_targets(self, names: Collection[str] = ()) -> NamedTargets:
         """Yield (name in a checkpoint, place to load it to) for every tensor that the model needs.
 
-        Modules have the names that checkpoints use, there with "model." before them: see `name_in_checkpoint`.
+        The name of a module in a checkpoint is its name here with "model." before it: see `name_in_checkpoint`.
 
         Args:
-            names: the names in the checkpoint. They show in which of several forms it was saved.
+            names: the names in the checkpoint. They show in which of several forms the checkpoint was saved.
         """
         for _, name, target in self.module_targets(names):
             yield name, target

@@ -16,7 +16,7 @@ class KVCache(NamedTuple):
     Each backend chooses the strides, that is the order in memory. A slot is `block * block_size + offset`.
 
     If an element takes one byte, keys and values are codes, and each head of a token has a scale: float32 [num_blocks,
-    block_size, num_kv_heads]. An element means code * scale. Otherwise there are no scales.
+    block_size, num_kv_heads]. An element means code * scale. Without codes the scales are None.
     """
 
     keys: Tensor
@@ -40,9 +40,9 @@ class CacheSize(NamedTuple):
 def attend_reference(q: Tensor, cache: KVCache, inputs: StepInputs, scale: float) -> Tensor:
     """Compute causal attention of q over the cached keys and values.
 
-    It calls scaled_dot_product_attention once per sequence. The query heads that share a KV head are stacked: their
-    queries are the rows of one matrix, first all tokens of one head, then of the next. So K and V need no copies for
-    each head.
+    This calls scaled_dot_product_attention once per sequence. The query heads that share a KV head are stacked: their
+    queries are the rows of one matrix, first all tokens of one head, then all tokens of the next. So K and V need no
+    copies for each head.
 
     Args:
         q: [num_tokens, num_heads, head_dim].

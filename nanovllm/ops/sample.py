@@ -1,22 +1,23 @@
-"""Samples n tokens from a matrix of logits, [n, vocab]. For each of them it draws a number u in (0, 1), adds the
-probabilities in order of token id, and takes the first token at which the sum exceeds u.
+"""Samples n tokens from a matrix of logits, [n, vocab]. For each of the n tokens it draws a number u in (0, 1),
+adds the probabilities in order of token id, and takes the first token at which the sum exceeds u.
 
 Every backend follows the same rule:
 
 1. Temperature 0 takes the most likely token; of equal ones, the lowest id. Otherwise z = (logits - max) / temperature.
-2. top-k keeps the tokens whose z is at least the k-th largest z. Ties are kept. 0 is off.
+2. top-k keeps the tokens whose z is at least the k-th largest z. Ties are kept. top_k = 0 is off.
 3. top-p adds the weights exp(z) of the tokens that top-k kept, from the most likely down, until the sum is at least
-   p times the total. Let t be the z of the token added last. All tokens with z >= t are kept. 1 is off.
+   top_p times the total. Let t be the z of the token added last. All tokens with z >= t are kept. top_p = 1 is off.
 4. min-p keeps the tokens whose exp(z) is at least min_p. exp(z) is the probability relative to the most likely token.
 5. Philox4x32-10 makes a uniform number u in (0, 1) from the request's seed (the key) and the position of the sampled
-   token (the counter). It has no state, so a request draws the same numbers whatever else is in its batch, and also
-   after a preemption. It gets the same tokens, too, if its logits have the same bits: with the C++ kernels they always
-   have; elsewhere rounding may differ. (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".)
+   token (the counter). The generator has no state, so a request draws the same numbers in every batch, and also after
+   a preemption. If its logits have the same bits, it also gets the same tokens. With the C++ kernels its logits always
+   have the same bits; elsewhere rounding may differ. (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2,
+   3".)
 6. The token is the first one whose cumulative weight exceeds u * total. It is found in two levels: first the chunk of
-   CHUNK tokens, then the token inside it.
+   CHUNK tokens, then the token inside this chunk.
 
-If the logits of a token hold a NaN, +inf or nothing finite, they are no valid distribution. That is noted before all
-this, and the token is any one of the vocabulary.
+If the logits of a token hold a NaN, +inf or nothing finite, they are no valid distribution. The rules do not hold then:
+the result marks the token as failed, and has any token of the vocabulary in its place (see `Sampled`).
 """
 
 import math
@@ -29,7 +30,7 @@ from nanovllm.engine.plan import SAMPLING_COLUMNS
 from nanovllm.utils.integers import ceil_div
 
 CHUNK = 4096
-"""Tokens of the vocabulary that are weighed together."""
+"""The number of tokens in a chunk of rule 6."""
 
 
 _MASK = 0xFFFFFFFF
@@ -63,7 +64,7 @@ def unpack_sampling(packed: Tensor) -> SamplingValues:
     """Unpack rows of a table of sampling values.
 
     Args:
-        packed: int32 [n, width], as ROW_SAMPLING in engine/plan.py says. A float is there as its bits, and a seed as
+        packed: int32 [n, width], as ROW_SAMPLING in engine/plan.py says. A float is stored as its bits, and a seed as
             two halves.
     """
 
@@ -84,7 +85,7 @@ class Sampled(NamedTuple):
 
     Attributes:
         token_ids: always a token of the vocabulary, so that the next step can compute with it.
-        checked: the same, but -1 where the logits were not a valid distribution. The host reads these.
+        checked: the same ids, but -1 where the logits were not a valid distribution. The host reads these.
     """
 
     token_ids: Tensor
@@ -126,12 +127,12 @@ def uniform_reference(seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 def filter_reference(z: Tensor, values: SamplingValues) -> Tensor:
-    """Return bool [n, vocab]: the tokens that the filters keep. z is float32 [n, vocab], and max(z, 1) is 0."""
+    """Return bool [n, vocab]: the tokens that rules 2 to 4 keep. z is float32 [n, vocab]; the largest of a row is 0."""
     vocab_size = z.shape[1]
     top_p = values.top_p
     k = torch.where((values.top_k > 0) & (values.top_k < vocab_size), values.top_k, vocab_size)
     # Sorting 150,000 values takes 10 ms for one token. So only the largest values are sorted: as many as the largest k.
-    # `descending` may lack a token whose z equals the k-th one. The last line compares every z, so it keeps that token.
+    # `descending` may lack a token whose z equals the k-th z. The last line compares every z, so it keeps that token.
     descending = z.topk(int(k.max()), dim=1).values
     kth = descending.gather(1, (k - 1).unsqueeze(1).long())
     threshold = kth
@@ -150,7 +151,7 @@ def _find_first_above(weights: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     """Return for each row of the matrix `weights` the first index whose cumulative weight exceeds target [n], and the
     sum of the weights before that index.
 
-    Rounding may leave the target at or above the total. Then the index is the last one with a weight.
+    Rounding may leave the target at or above the total. Then the index is the last index with a weight above 0.
     """
     cumulative = weights.cumsum(1)
     n = weights.shape[1]

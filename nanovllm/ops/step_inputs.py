@@ -35,20 +35,20 @@ class StepInputs:
     Sequences with one query token come first: here they are called decodes.
 
     Every layer stores K and V before attention reads them. So a sequence finds its own new tokens in the cache. If it
-    shares a block with another sequence of the same step, it finds that one's tokens, too.
+    shares a block with another sequence of the same step, it finds the tokens of that sequence, too.
 
     Attributes:
         token_ids: int32 [num_tokens].
         positions: int32 [num_tokens], each token's index in its sequence.
         slots: int64 [num_tokens], each token's place in the KV cache; -1 for padding, which is not stored.
-        cu_seqlens: int32 [num_seqs + 1], where each sequence's tokens begin among token_ids, and the end of all.
+        cu_seqlens: int32 [num_seqs + 1], where each sequence's tokens begin among token_ids, and then num_tokens.
         seq_lens: int32 [num_seqs], tokens of each sequence in the cache after this step has stored its own.
         block_tables: int32 [num_seqs, max_blocks]; entries after a sequence's blocks are any valid block numbers.
-        rows: int32 [num_seqs], the row of each sequence. Layers of linear attention keep their states in these.
+        rows: int32 [num_seqs], the row of each sequence. Layers of linear attention keep a state for each row.
         num_decodes: how many sequences have one query token.
-        query_lens_cpu, seq_lens_cpu: int32 [num_seqs] on the host, from which backends choose how many programs a
-            kernel has. None while a step is recorded; every sequence is a decode then.
-        prepared: what `Backend.prepare_attention` has made for `attend`. Only that backend reads it.
+        query_lens_cpu, seq_lens_cpu: int32 [num_seqs] on the host: each sequence's number of query tokens, and a copy
+            of seq_lens. None while a step is recorded: then every sequence is a decode.
+        prepared: what `Backend.prepare_attention` has made for `attend`. Only the same backend reads it.
     """
 
     token_ids: Tensor
@@ -64,17 +64,17 @@ class StepInputs:
     prepared: Any = None
 
 
-def split_head(head: Tensor, num_seqs: int, num_tokens: int, plan: StepPlan | None) -> DevicePlan:
+def split_packed(packed: Tensor, num_seqs: int, num_tokens: int, plan: StepPlan | None) -> DevicePlan:
     """Return the part of a plan that says what the layers compute.
 
     Args:
-        head: int32, the plan's arrays on the device. The result has views of it.
-        plan: the result gets its lengths. None while a step is recorded, which must not depend on the numbers of one
-            plan. Every sequence computes one token then.
+        packed: int32, the plan's arrays on the device. The result has views of this tensor.
+        plan: the result gets the plan's lengths. None while a step is recorded, because a recording must not depend on
+            the lengths of one plan. Then every sequence computes one token.
     """
     end = NUM_PER_SEQ * num_seqs
-    rows, num_computed, num_scheduled, *_ = head[:end].view(NUM_PER_SEQ, num_seqs).unbind(0)
-    token_ids = head[end : end + num_tokens]
+    rows, num_computed, num_scheduled, *_ = packed[:end].view(NUM_PER_SEQ, num_seqs).unbind(0)
+    token_ids = packed[end : end + num_tokens]
     if plan is None:
         return DevicePlan(rows, num_computed, num_scheduled, token_ids, num_seqs)
     lengths = (plan.num_scheduled, plan.num_computed + plan.num_scheduled)

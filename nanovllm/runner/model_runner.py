@@ -17,7 +17,7 @@ from nanovllm.layers.parallel import Parallel
 from nanovllm.models.decoder import Decoder
 from nanovllm.models.sizes import Sizes
 from nanovllm.models.weight_reader import allocate
-from nanovllm.ops.step_inputs import DevicePlan, StepInputs, split_head
+from nanovllm.ops.step_inputs import DevicePlan, StepInputs, split_packed
 from nanovllm.runner.device_rows import DeviceRows
 from nanovllm.runner.head_inputs import HeadInputs
 from nanovllm.runner.kv_memory import check_free_memory
@@ -57,7 +57,7 @@ class ModelRunner:
 
         Args:
             read_weights: fills the model's parameters.
-            quantizer: gives it quantised matrices; None for a model without them.
+            quantizer: gives the model quantised matrices; None for a model without quantised matrices.
             decoder: the class of the model.
         """
         # `steps` is the first attribute, because Python deletes attributes in order. If a runner is deleted without
@@ -110,11 +110,11 @@ class ModelRunner:
         """Copy a plan to the device, and write what it changes into the tables.
 
         Returns:
-            int32 [head_size], the plan's arrays up to its targets, in the staging buffer.
+            int32 [packed_size] in the staging buffer: the plan's arrays from `rows` to `targets`.
         """
         packed = self.staging.send(plan.arrays())
-        self.device_rows.update(plan, packed[plan.head_size :])
-        return packed[: plan.head_size]
+        self.device_rows.update(plan, packed[plan.packed_size :])
+        return packed[: plan.packed_size]
 
     def run_layers(self, plan: StepPlan, packed: Tensor, steps: Steps) -> HeadInputs:
         """Run the first part of a step: the model's layers. Return what the second part needs.
@@ -123,7 +123,7 @@ class ModelRunner:
             packed: the plan's arrays on the device: see `send`.
         """
         # A recorded step must not depend on the numbers of one plan, so it gets no plan.
-        planned = split_head(packed, plan.num_seqs, plan.num_tokens, plan if steps is EAGER else None)
+        planned = split_packed(packed, plan.num_seqs, plan.num_tokens, plan if steps is EAGER else None)
         inputs, hidden = steps.run("model", plan.num_seqs, partial(self.forward, planned))
         rows, sample_indices, positions = choose_samples(plan, inputs, self.backend)
         asked = self.device_rows.sampling_cpu[plan.rows]
@@ -133,12 +133,12 @@ class ModelRunner:
     def run_head(self, head: HeadInputs, edits: StepEdits | None = None, steps: Steps = EAGER) -> DeviceResult:
         """Run the second part of a step: logits, scores and samples.
 
-        If logits are edited, or log-probabilities wanted, the step samples eagerly: no recording keeps its logits,
-        because on a GPU those of all sizes would take gigabytes.
+        If logits are edited, or log-probabilities wanted, the step samples eagerly, because both need the logits. A
+        recording keeps no logits: on a GPU the logits of all recorded sizes would take gigabytes.
 
-        All ranks must choose the same way. Sampling ends with a broadcast between the ranks. If one rank did it
-        inside a CUDA graph and another outside, the broadcasts would not match, and both would wait for ever. So the
-        choice depends on what every rank knows.
+        All ranks must choose the same way. Sampling ends with a broadcast between the ranks. If one rank sampled inside
+        a CUDA graph and another rank outside, the broadcasts would not match, and both ranks would wait for ever. So
+        the choice depends on what every rank knows.
 
         Args:
             edits: edits of the logits; None on ranks other than 0.
@@ -172,7 +172,8 @@ class ModelRunner:
     def sample_decodes(self, inputs: StepInputs, hidden: Tensor) -> Tensor:
         """Sample as `sample_hidden` does, in a step that only decodes: each sequence has one hidden state.
 
-        Only `CudaGraphs` calls this: it is recorded before there is a plan, and replayed in place of `sample_hidden`.
+        Only `CudaGraphs` calls this. It records the call when no plan exists yet, and replays the recording in place of
+        `sample_hidden`.
         """
         return self.sample_hidden(hidden, inputs.rows, inputs.seq_lens)
 
@@ -187,27 +188,28 @@ class ModelRunner:
 
     @contextmanager
     def computing(self) -> Iterator[None]:
-        """Within, this thread computes a step on this runner's device."""
+        """Return a context manager. In its `with` block this thread computes on this runner's device."""
         with self.backend.on_device(), torch.inference_mode(), self.backend.choose_threads():
             yield
 
     def reason_to_close(self) -> str | None:
-        """Return why no further step can run after a failed one; None if it can."""
+        """Return why no further step can run after a failed step; None if the next step can run."""
         return self.backend.why_broken()
 
     # ---- the KV cache
 
     def count_block_bytes(self) -> int:
-        """Return the bytes of one block on this rank: keys and values of all layers, and those of the draft model."""
+        """Return the bytes of one block on this rank: the keys and values of all layers, and of the draft model."""
         own = self.sizes.kv_bytes(self.kv_dtype) * self.config.block_size
         return own + (self.draft.count_block_bytes() if self.draft is not None else 0)
 
     def count_state_bytes(self) -> int:
-        """Return the bytes of the states of all rows on this rank, that of padding included; 0 for most models."""
+        """Return the bytes of this rank's states. In place of keys and values, a layer of linear attention keeps a
+        state for each row, the padding row included. Most models have no such layer, so the result is 0."""
         return self.sizes.row_bytes(self.dtype) * (self.config.max_num_seqs + 1)
 
     def count_transfer_bytes(self, num_tokens: int) -> int:
-        """Return the bytes that steps of so many tokens need while they are sent to other ranks, beside the results."""
+        """Return the bytes of a pipeline's buffers for hidden states of num_tokens tokens; 0 without a pipeline."""
         return 0
 
     def make_caches(self, num_blocks: int) -> list[LayerCache]:
@@ -222,7 +224,8 @@ class ModelRunner:
             self.draft.fill_cache(num_blocks)
         self.caches = self.make_caches(num_blocks)
         self.steps = self.backend.make_steps(self)
-        self.backend.synchronize()  # the first step may run on the stream of another thread, which does not wait
+        # The first step may run in another thread, whose stream does not wait for the stream of this thread.
+        self.backend.synchronize()
 
     def free_cache(self) -> None:
         """Free the KV cache. Recorded steps go first, because they use addresses in the cache."""

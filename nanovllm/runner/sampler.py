@@ -1,4 +1,4 @@
-"""Samples the tokens of a step. Rank 0 does it, from the logits of all ranks."""
+"""Samples the tokens of a step. Rank 0 samples, from the logits of all ranks."""
 
 from functools import partial
 

@@ -154,7 +154,7 @@ def misaligned() -> Iterator[set[str]]:
 
 
 def run_step(runner: ModelRunner, plan: StepPlan, edits: LogitEdits | None = None) -> None:
-    packed = torch.zeros(plan.head_size, dtype=torch.int32, device=DEVICE)
+    packed = torch.zeros(plan.packed_size, dtype=torch.int32, device=DEVICE)
     runner.run_head(runner.run_layers(plan, packed, EAGER), edits)
 
 
@@ -180,7 +180,7 @@ def run_replayed(runner: ModelRunner, size: int, edits: LogitEdits | None = None
     if edits is not None:
         runner.device_rows.sampling_cpu["is_edited"] = 1
     plan = unscored_plan([1] * size)
-    runner.run_head(runner.run_layers(plan, runner.staging.buffer[: plan.head_size], Unreplayed(runner)), edits)
+    runner.run_head(runner.run_layers(plan, runner.staging.buffer[: plan.packed_size], Unreplayed(runner)), edits)
     runner.device_rows.sampling_cpu["is_edited"] = 0
 
 

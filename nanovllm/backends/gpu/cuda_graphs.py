@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from nanovllm.backends.steps import StepPart, Steps
 from nanovllm.engine.plan import StepPlan, make_padding
-from nanovllm.ops.step_inputs import split_head
+from nanovllm.ops.step_inputs import split_packed
 
 if TYPE_CHECKING:
     from nanovllm.runner.model_runner import ModelRunner
@@ -90,8 +90,8 @@ class CudaGraphs(Steps):
             stream = _capture_stream(torch.cuda.current_device())
             current = torch.cuda.current_stream()
             for size in tqdm(sizes, desc="Capturing graphs", disable=not show_progress):
-                head = torch.from_numpy(make_padding(size, self._runner.device_rows.padding_row)).view(-1)
-                self._runner.staging.buffer[: len(head)].copy_(head)
+                padding = torch.from_numpy(make_padding(size, self._runner.device_rows.padding_row)).view(-1)
+                self._runner.staging.buffer[: len(padding)].copy_(padding)
                 stream.wait_stream(current)
                 with torch.cuda.stream(stream):
                     self.run_once(size)  # compiles kernels and warms libraries up, outside the capture
@@ -109,7 +109,7 @@ class CudaGraphs(Steps):
         """Yield each part of a decode step of that size, and what runs it. The caller runs one before it takes the
         next."""
         runner = self._runner
-        planned = split_head(runner.staging.buffer, size, size, None)
+        planned = split_packed(runner.staging.buffer, size, size, None)
         results: list[Any] = []
 
         def run_model() -> Any:
