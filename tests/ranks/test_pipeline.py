@@ -18,7 +18,7 @@ import torch
 from helpers.batch_jobs import texts_by_id, write_lines
 from helpers.fakes import FREE
 from helpers.integrity import check_scheduler
-from helpers.stages import LocalPipeline
+from helpers.stages import LocalPipeline, resolve_with_overlap
 from helpers.tiny import draw_prompts, save_random
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -97,9 +97,17 @@ class Runs:
         self.alone, _ = self.run(range(len(self.requests)))
         self.expected_logits = self.logits
 
-    def run(self, chosen: Any, **options: Any) -> tuple[list[Any], LLM]:
+    def run(self, chosen: Any, overlaps: bool = False, **options: Any) -> tuple[list[Any], LLM]:
+        """
+        Args:
+            overlaps: whether the host plans a step while rank 0 computes the tokens that the step begins with.
+        """
         self.logits = {}
-        with LLM(**self._options | options) as llm:
+        with pytest.MonkeyPatch.context() as patch:
+            if overlaps:
+                patch.setattr("nanovllm.distributed.options.resolve_ranks", resolve_with_overlap)
+            llm = LLM(**self._options | options)
+        with llm:
             runner = llm.engine.runner
             backend = getattr(runner, "local", runner).backend
             sample = backend.sample
@@ -145,12 +153,15 @@ def runs(request: pytest.FixtureRequest, model: Path) -> Runs:
 EVERY = list(range(20))
 
 
+@pytest.mark.parametrize("overlaps", [False, True], ids=["read first", "handed over"])
 @pytest.mark.parametrize("stages", [2, 3, 4])
-def test_a_pipeline_gives_the_bits_of_one_rank_through_preemption_chunks_and_hits(stages: int, runs: Runs) -> None:
-    llm = runs.check(EVERY, pipeline_parallel_size=stages, **TIGHT)
+def test_a_pipeline_gives_the_bits_of_one_rank_through_preemption_chunks_and_hits(
+    stages: int, overlaps: bool, runs: Runs
+) -> None:
+    llm = runs.check(EVERY, overlaps=overlaps, pipeline_parallel_size=stages, **TIGHT)
     stats = llm.stats()
     assert stats["num_preemptions"] > 0 and stats["num_cached_tokens"] > 0
-    assert llm.engine.runner.most_unfinished == stages, "the pipeline was never full"
+    assert llm.engine.runner.most_unfinished == stages + overlaps, "the pipeline was never full"
 
 
 @pytest.mark.parametrize("speculative_config", [NGRAM, "a model"], ids=["from the text", "from a model"])
@@ -175,6 +186,7 @@ ANY = {
     "max_num_seqs": st.integers(1, 12),
     "max_num_batched_tokens": st.integers(12, 120),
     "enable_prefix_caching": st.booleans(),
+    "overlaps": st.booleans(),
     "speculative_config": st.sampled_from([None, None, NGRAM]),
 }
 
