@@ -136,7 +136,7 @@ class LeadingRunner:
                     runner_class = partial(StageRunner, group=self._parallel, report=report)
                 self.local = make_runner(parallel, runner_class)
                 self._first: ModelRunner | FirstStage = self.local
-                self.choose_running: Callable[[RowTable], Rows] | None = None
+                self.choose_running: Callable[[RowTable], Rows] | None = None  # see `Scheduler.choose_running`
                 self.draft: ModelRunner | LeadingDraft | None = self.local.draft
                 if isinstance(self.local, StageRunner):
                     self._first = FirstStage(self.local, self._parallel, spans)

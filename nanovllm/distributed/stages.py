@@ -97,8 +97,8 @@ def choose_stages(hf_config: "PretrainedConfig", num_stages: int) -> list[Stage]
 def choose_ready(table: RowTable, num_stages: int, is_on_device: NDArray[np.bool_]) -> Rows:
     """Choose the running rows that the next step of a pipeline may compute; return them in order of admission.
 
-    A sequence is in one step in flight at most, unless the steps are chunks of its prompt. So each step leaves some
-    running sequences to the others, and more than one prompt may be unfinished.
+    A sequence's next token is computed after its last one is sampled. So each of the steps that keep the stages busy
+    leaves some running sequences to the others, and more than one prompt may be unfinished.
 
     A row whose next token is in flight waits until the host has read it, or until the device is sure to have it when
     the next step begins. Of the rows that need one token, a step takes at most ceil(running / stages). With more, all
@@ -107,8 +107,7 @@ def choose_ready(table: RowTable, num_stages: int, is_on_device: NDArray[np.bool
     Args:
         table: the scheduler's table.
         num_stages: how many steps in flight keep all stages busy.
-        is_on_device: [at least num_rows], whether what samples the last token of a row is launched, if a step has
-            sampled for the row's owner.
+        is_on_device: by row, whether a token that the host has not read is on the device when the next step begins.
     """
     rows = table.order
     num_left = np.minimum(table.num_tokens[rows], table.num_needed[rows]) - table.num_computed[rows]
