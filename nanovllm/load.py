@@ -282,10 +282,7 @@ def make_scheduler(
         max_num_batched_tokens=config.max_num_batched_tokens,
         vocab_size=config.vocab_size,
     )
-    if config.pipeline_parallel_size > 1:
-        from nanovllm.distributed.stages import choose_ready
-
-        scheduler.choose_running = partial(choose_ready, num_stages=config.pipeline_parallel_size)
+    scheduler.choose_running = getattr(runner, "choose_running", None)
     if config.speculative_config is not None:
         from nanovllm.drafts.speculation import start_speculation
 

@@ -24,17 +24,21 @@ ranks:
     LM head, sampler  <---------- rows that want logits ------------'                        if there are such rows
 
 The order of the plans is the schedule: each rank runs all plans in the ring's order, so each link carries its tensors
-in that order. The engine keeps three steps in flight, of sequences that differ:
+in that order. Three steps keep three ranks busy, each with other sequences:
 
     rank 0    front 1   front 2   front 3, back 1   front 4, back 2   front 5, back 3
     rank 1              layers 1  layers 2          layers 3          layers 4
     rank 2                        layers 1          layers 2          layers 3
 
-The back of a plan receives its rows, computes logits and samples. It runs when the engine asks for the result: with
-three steps in flight, after the front of the plan two later. Whoever sends goes on at once, and only receivers wait. So
-nobody waits for a rank that waits for him, and a step of nothing but prompt chunks sends nothing back.
+The back of a plan receives its rows, computes logits and samples. It comes after the front of the plan two later.
+Whoever sends goes on at once, and only receivers wait. So nobody waits for a rank that waits for him, and a step of
+nothing but prompt chunks sends nothing back.
 
-Over NCCL each arrow is a group of two ranks with a stream of its own (backends/gpu/links.py), and only streams wait.
+Over gloo the host waits for what it receives, so a back runs when the engine asks for the result. Front 4 is planned
+when the tokens of back 1 are read. Over NCCL only streams wait: each arrow is a group of two ranks with a stream of its
+own (backends/gpu/links.py). So back 1 is launched with front 3, and front 4 is planned before the host reads its
+tokens: the device has them when front 4 begins. The engine keeps four steps in flight.
+
 Between the arrows a step that only decodes is a CUDA graph: one in each stage, and one for rank 0's back
 (stage_inputs.py).
 

@@ -29,6 +29,7 @@ from nanovllm.distributed.pipeline import FirstStage, StageParallel, StageRunner
 from nanovllm.distributed.ring import pack_plan
 from nanovllm.engine.interfaces import Handle, StepEdits
 from nanovllm.engine.plan import StepPlan, StepResult
+from nanovllm.engine.rows import Rows, RowTable
 from nanovllm.layers.parallel import Parallel
 from nanovllm.runner.kv_memory import make_cache
 from nanovllm.runner.model_runner import ModelRunner
@@ -135,9 +136,11 @@ class LeadingRunner:
                     runner_class = partial(StageRunner, group=self._parallel, report=report)
                 self.local = make_runner(parallel, runner_class)
                 self._first: ModelRunner | FirstStage = self.local
+                self.choose_running: Callable[[RowTable], Rows] | None = None  # see `Scheduler.choose_running`
                 self.draft: ModelRunner | LeadingDraft | None = self.local.draft
                 if isinstance(self.local, StageRunner):
                     self._first = FirstStage(self.local, self._parallel, spans)
+                    self.choose_running = self._first.choose_running
                 elif self.local.draft is not None:
                     self.draft = LeadingDraft(self.local.draft, self._followers)
                 self._followers.wait_until("loaded")

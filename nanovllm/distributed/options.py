@@ -33,7 +33,8 @@ def resolve_ranks(asked: EngineConfig, config: ResolvedConfig, is_described: boo
         # A CUDA graph cannot capture work of the host, through which gloo sends. Stages send between their graphs.
         return replace(config, use_graphs=config.use_graphs and config.distributed_backend != "gloo")
     budget = asked.max_num_batched_tokens or shrink_budget(config.max_num_batched_tokens, stages)
-    return replace(config, depth=stages, max_num_batched_tokens=budget)
+    depth = stages + (config.distributed_backend == "nccl") * (config.depth - 1)  # for gloo's receives the host waits
+    return replace(config, depth=depth, max_num_batched_tokens=budget)
 
 
 def shrink_budget(budget: int, stages: int) -> int:

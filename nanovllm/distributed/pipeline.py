@@ -20,9 +20,10 @@ from nanovllm.config import ResolvedConfig
 from nanovllm.distributed.collectives import GroupParallel
 from nanovllm.distributed.stage_decoder import make_stage_decoder
 from nanovllm.distributed.stage_inputs import StageInputs
-from nanovllm.distributed.stages import StageSpan, choose_stages
+from nanovllm.distributed.stages import StageSpan, choose_ready, choose_stages
 from nanovllm.engine.interfaces import Handle, StepEdits
 from nanovllm.engine.plan import StepPlan, StepResult
+from nanovllm.engine.rows import Rows, RowTable
 from nanovllm.layers.parallel import Parallel
 from nanovllm.models.decoder import Decoder
 from nanovllm.ops.step_inputs import DevicePlan, StepInputs
@@ -88,7 +89,7 @@ class StageRunner(ModelRunner):
         """Transfers that may still be under way, with their tensors."""
 
     def count_transfer_bytes(self, num_tokens: int) -> int:
-        num_transfers = self._group.size + 3  # sends of the plans in the ring, and receives for two
+        num_transfers = self.config.depth + 3  # sends of the plans in the ring, and receives for two
         hidden: int = self.hf_config.hidden_size
         return num_transfers * num_tokens * hidden * self.dtype.itemsize
 
@@ -191,7 +192,11 @@ def count_wanted(plan: StepPlan) -> int:
 
 
 class PipelineHandle:
-    """A step whose first part was launched on rank 0."""
+    """A step whose first part was launched on rank 0.
+
+    Attributes:
+        back: the second part; None until it is launched.
+    """
 
     def __init__(self, stage: "FirstStage", number: int, plan: StepPlan, edits: StepEdits | None) -> None:
         """
@@ -209,20 +214,26 @@ class PipelineHandle:
             self.stopwatch.stop()
         if self.steps is EAGER:  # the hidden states are sent, so their memory is free for others
             self.head = self.head._replace(hidden=self.head.hidden.new_empty(0, self.head.hidden.shape[1]))
-        self.step_result: StepResult | None = None
+        self.back: StepHandle | None = None
 
     def result(self) -> StepResult:
-        """Run the second parts of all steps up to this one, in the order of their plans."""
-        while self.step_result is None:
-            self._stage.finish_oldest()
-        return self.step_result
+        """Launch the second parts of all steps up to this one, in the order of their plans, and wait for this one's."""
+        while self.back is None:
+            self._stage.launch_back()
+        result = self.back.result()
+        _, seconds = self.stopwatch.read()
+        return replace(result, device_seconds=seconds, spans=self._stage.take_spans(self.number))
 
 
 class FirstStage:
-    """Rank 0's stage. A step is launched as its first part. The second part runs when the result is asked for.
+    """Rank 0's stage. A step is launched as its first part, the front. The second part, the back, follows later.
 
-    With p stages the engine keeps p steps in flight. So the result that is asked for after launch n is that of plan
-    n - p + 1, whose hidden states the last stage sends while rank 0 computes the first parts of later plans.
+    With p stages the back of plan n - p + 1 comes after the front of plan n: the last stage sends its hidden states
+    while rank 0 computes the fronts of later plans. There are two ways, and the engine's depth decides:
+
+        depth p        The back is launched when the result is asked for. The host waits for it, and then plans.
+        depth p + 1    The back is launched with front n. The next front takes the sampled token on the device, and the
+                       host reads the token while that front runs. This needs a receive for which no host waits: NCCL's.
     """
 
     def __init__(self, runner: StageRunner, group: GroupParallel, spans: deque[StageSpan] | None) -> None:
@@ -231,36 +242,47 @@ class FirstStage:
             spans: collects the spans of all ranks; None if nobody wants them.
         """
         self.runner = runner
-        self._last_rank = group.size - 1
+        self._num_stages = group.size
+        self._hands_tokens_over = runner.config.depth > group.size
         self._spans = spans
         self._num_plans = 0
-        self._unread: deque[PipelineHandle] = deque()
+        self._num_backs = 0
+        self._fronts: deque[PipelineHandle] = deque()
+        """The steps whose back is not launched."""
+        self._drawn_by = np.zeros(runner.config.max_num_seqs + 1)
+        """By row, that of padding included: the number of the last plan that has the row. What is launched after the
+        back of that plan finds the row's last token. Infinity for edited rows: the host must know their tokens."""
 
     def launch(self, plan: StepPlan, edits: StepEdits | None = None) -> Handle:
-        """Run the first part of a step."""
+        """Launch the front of a step and, if tokens are handed over, the back that comes after it."""
         self._num_plans += 1
         handle = PipelineHandle(self, self._num_plans, plan, edits)
-        self._unread.append(handle)
+        self._drawn_by[handle.head.plan.rows] = np.where(handle.head.asked["is_edited"], np.inf, self._num_plans)
+        self._fronts.append(handle)
+        if self._hands_tokens_over and len(self._fronts) == self._num_stages:
+            self.launch_back()
         return handle
 
-    def finish_oldest(self) -> None:
-        """Run the second part of the oldest step: wait for its hidden states, compute logits, sample."""
-        handle = self._unread.popleft()
+    def choose_running(self, table: RowTable) -> Rows:
+        """Choose the rows that the next step may compute: see `choose_ready`."""
+        return choose_ready(table, self._num_stages, self._drawn_by <= self._num_backs)
+
+    def launch_back(self) -> None:
+        """Launch the second part of the oldest step without one: receive its hidden states, compute logits, sample."""
+        handle = self._fronts.popleft()
+        self._num_backs += 1
         runner = self.runner
         with runner.computing():
             hidden = handle.head.hidden[:0]
             if handle.num_wanted:
-                hidden = runner.receive(handle.num_wanted, self._last_rank, handle.number)
+                hidden = runner.receive(handle.num_wanted, self._num_stages - 1, handle.number)
             since = time.perf_counter()
             stopwatch = runner.backend.make_stopwatch()
             stopwatch.start()
             head = self._take_hidden(handle, hidden)
             device_result = runner.run_head(head, handle.edits, handle.steps)
-            result = StepHandle(head.plan, device_result, stopwatch, runner.backend).result()
+            handle.back = StepHandle(head.plan, device_result, stopwatch, runner.backend)
             runner.note("head", since, handle.number)
-            _, seconds = handle.stopwatch.read()
-        spans = self._take_spans(handle.number)
-        handle.step_result = replace(result, device_seconds=seconds, spans=spans)
 
     def _take_hidden(self, handle: PipelineHandle, hidden: Tensor) -> HeadInputs:
         """Return what the head of a step needs, with the hidden states that have come: those that want logits."""
@@ -272,7 +294,7 @@ class FirstStage:
         sample_indices = torch.arange(num_scored, len(hidden), device=hidden.device)
         return head._replace(hidden=hidden, target_indices=np.arange(num_scored), sample_indices=sample_indices)
 
-    def _take_spans(self, number: int) -> list[StageSpan]:
+    def take_spans(self, number: int) -> list[StageSpan]:
         """Return the spans that were reported since the last call, with plans counted from plan `number`."""
         spans = []
         while self._spans:

@@ -55,11 +55,11 @@ def make_anonymous_file() -> int:
 
 
 def make_ring(config: ResolvedConfig, fd: int) -> "Ring":
-    """Return one end of the ring for an engine's plans. A pipeline has a slot for each plan in flight, and one more.
+    """Return one end of the ring for an engine's plans. It has a slot for each plan in flight, and one more.
 
     The plan of a draft model has a mark before it, which takes one element.
     """
-    slots = max(NUM_SLOTS, config.pipeline_parallel_size + 1)
+    slots = max(NUM_SLOTS, config.depth + 1)
     return Ring(fd, config.num_ranks - 1, 1 + HEADER + StepPlan.max_size(config), slots)
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nanovllm.engine.rows import Rows, RowTable
 from nanovllm.models.sizes import Sizes
@@ -93,22 +94,25 @@ def choose_stages(hf_config: "PretrainedConfig", num_stages: int) -> list[Stage]
     return split_layers(weights, hf_config.vocab_size * hf_config.hidden_size // 4, num_stages)
 
 
-def choose_ready(table: RowTable, num_stages: int) -> Rows:
+def choose_ready(table: RowTable, num_stages: int, is_on_device: NDArray[np.bool_]) -> Rows:
     """Choose the running rows that the next step of a pipeline may compute; return them in order of admission.
 
-    A sequence is in one step in flight at most, unless the steps are chunks of its prompt. So each step leaves some
-    running sequences to the others, and more than one prompt may be unfinished.
+    A sequence's next token is computed after its last one is sampled. So each of the steps that keep the stages busy
+    leaves some running sequences to the others, and more than one prompt may be unfinished.
 
-    A row whose next token is in flight waits until the host has read it. Of the rows that need one token, a step takes
-    at most ceil(running / stages). With more, all rows could be in one step, and only one stage would work.
+    A row whose next token is in flight waits until the host has read it, or until the device is sure to have it when
+    the next step begins. Of the rows that need one token, a step takes at most ceil(running / stages). With more, all
+    rows could be in one step, and only one stage would work.
 
     Args:
         table: the scheduler's table.
         num_stages: how many steps in flight keep all stages busy.
+        is_on_device: by row, whether a token that the host has not read is on the device when the next step begins.
     """
     rows = table.order
     num_left = np.minimum(table.num_tokens[rows], table.num_needed[rows]) - table.num_computed[rows]
-    is_ready = (table.num_known[rows] == table.num_tokens[rows]) & (num_left > 0)
+    is_known = table.num_known[rows] == table.num_tokens[rows]
+    is_ready = (is_known | is_on_device[rows]) & (num_left > 0)
     decodes = is_ready & (num_left == 1)
     is_ready &= ~decodes | (decodes.cumsum() <= ceil_div(len(rows), num_stages))
     ready: Rows = rows[is_ready]

@@ -57,7 +57,7 @@ class Scheduler:
         """Made when the first request asks for scores or an embedding."""
         self.choose_running: Callable[[RowTable], Rows] | None = None
         """Chooses the running rows that the next step may compute, in order of admission; None: all of them. load.py
-        sets it for a pipeline (ranks share the layers out): there a sequence may be in only one step at a time."""
+        sets it for a pipeline (ranks share the layers out): there a sequence's token may come several steps later."""
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[Sequence] = deque()
         self.table = RowTable(max_num_seqs)

@@ -1,8 +1,8 @@
-"""Plans for a pipeline: steps in flight have no sequence in common, and share the decodes among them."""
+"""Plans for a pipeline: a row waits until its token can be there, and the steps in flight share the decodes."""
 
 from collections import deque
-from functools import partial
 
+import numpy as np
 import pytest
 from helpers.fakes import FakeRunner, expected_scores, expected_tokens, make_engine
 from helpers.traces import run_trace, traces
@@ -13,73 +13,66 @@ from nanovllm.sampling_params import SamplingParams
 
 
 class PipelinedRunner(FakeRunner):
-    """Draws a step's tokens when its result is asked for, and checks which sequences are in flight."""
+    """Draws a step's tokens later than its launch, as `FirstStage` does."""
 
-    num_stages = 1
-    in_flight = None
-    most_decodes = 0
+    def prepare(self, num_stages, overlaps):
+        """
+        Args:
+            overlaps: whether tokens are drawn when enough later steps are launched; else when they are read.
+        """
+        self.num_stages = num_stages
+        self.overlaps = overlaps
+        self.drawn_by = np.zeros(len(self.last_token) + 1)
+        self.num_launched = self.num_drawn = 0
+        self.fronts = deque()
+
+    def choose_running(self, table):
+        return choose_ready(table, self.num_stages, self.drawn_by <= self.num_drawn)
 
     def launch(self, plan, *edits):
-        if self.in_flight is None:
-            self.in_flight = deque()
-        sampling = set(plan.rows[plan.num_sampled > 0].tolist())
-        for rows, others in self.in_flight:
-            assert not set(plan.rows.tolist()) & others, "a row is planned whose token is in flight"
-            assert rows is not None
-        assert len(self.in_flight) < self.num_stages
-        self.in_flight.append((plan.rows.tolist(), sampling))
+        self.num_launched += 1
+        self.drawn_by[plan.rows] = self.num_launched
         before = list(self.last_token)
         handle = super().launch(plan, *edits)
-        drawn = self.last_token
+        number = self.num_launched
+        self.fronts.append((plan.rows.tolist(), self.last_token))
         self.last_token = before
         read = handle.result
 
         def result():
-            self.in_flight.popleft()
-            for row in plan.rows.tolist():
-                self.last_token[row] = drawn[row]
+            while self.num_drawn < number:
+                self.draw()
             return read()
 
         handle.result = result
+        if self.overlaps and len(self.fronts) == self.num_stages:
+            self.draw()
         return handle
 
+    def draw(self):
+        self.num_drawn += 1
+        rows, drawn = self.fronts.popleft()
+        for row in rows:
+            self.last_token[row] = drawn[row]
 
-def prepare(num_stages):
+
+def prepare(num_stages, overlaps):
     def prepare_engine(engine):
-        engine.scheduler.choose_running = partial(choose_ready, num_stages=num_stages)
         engine.runner.__class__ = PipelinedRunner
-        engine.runner.num_stages = num_stages
+        engine.runner.prepare(num_stages, overlaps)
+        engine.scheduler.choose_running = engine.runner.choose_running
 
     return prepare_engine
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("stages", [2, 3, 4])
 @settings(max_examples=80, deadline=None)
 @given(trace=traces())
-def test_every_request_gets_its_own_tokens_whatever_is_in_flight(stages, trace):
+def test_every_request_gets_its_own_tokens_whatever_is_in_flight(stages, overlaps, trace):
+    """Sequences stop, are preempted and aborted while steps in flight have their rows, which get new owners."""
     config, requests = trace
-    # Rows change hands while steps are in flight: a preempted or aborted sequence's row is not "planned twice".
-    requests = [(prompt, params, pair, arrives, None) for prompt, params, pair, arrives, _ in requests]
-    config = {**config, "num_blocks": config["num_blocks"] + 8 * config["max_num_seqs"] * config["max_model_len"]}
-    seqs, _ = run_trace(config, requests, stages, prepare(stages))
-    check(seqs, requests, config)
-
-
-@pytest.mark.parametrize("stages", [2, 3])
-@settings(max_examples=80, deadline=None)
-@given(trace=traces())
-def test_preemption_and_aborts_with_steps_in_flight_disturb_nobody(stages, trace):
-    config, requests = trace
-
-    def prepare_engine(engine):
-        engine.scheduler.choose_running = partial(choose_ready, num_stages=stages)
-
-    seqs, engine = run_trace(config, requests, stages, prepare_engine)
-    check(seqs, requests, config)
-    assert engine.scheduler.block_manager.num_used == 0
-
-
-def check(seqs, requests, config):
+    seqs, engine = run_trace(config, requests, stages + overlaps, prepare(stages, overlaps))
     for i, (prompt, params, pair, _, aborted) in enumerate(requests):
         tokens, reason = expected_tokens(prompt, params, params.seed, config["eos"], config["max_model_len"], pair)
         scores = expected_scores(prompt, params)
@@ -88,18 +81,26 @@ def check(seqs, requests, config):
         else:
             assert (seqs[i].output_token_ids, seqs[i].finish_reason) == (tokens, reason)
             assert seqs[i].prompt_logprobs == scores
+    assert engine.scheduler.block_manager.num_used == 0
 
 
+@pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("stages", [2, 3, 4])
-def test_a_batch_that_came_in_one_step_is_shared_by_all_stages(stages):
-    """Once all decode, each of the steps in flight has its share, and there are always as many as stages."""
-    engine = make_engine(max_num_seqs=12, max_num_batched_tokens=64, num_blocks=200, depth=stages)
-    prepare(stages)(engine)
+def test_a_batch_that_came_in_one_step_is_shared_by_all_stages(stages, overlaps):
+    """Once all decode, each step has its share, and no launch waits for a free stage.
+
+    If tokens are drawn when they are read, the steps in flight are as many as stages. Otherwise they are one more, and
+    the host reads the tokens of a step while a later step has been given them already.
+    """
+    engine = make_engine(max_num_seqs=12, max_num_batched_tokens=64, num_blocks=200, depth=stages + overlaps)
+    prepare(stages, overlaps)(engine)
     launch = engine.runner.launch
     sizes = []
 
     def note(plan, *edits):
-        sizes.append((plan.num_seqs, len(engine._in_flight)))
+        ends = plan.num_computed + plan.num_scheduled
+        unread = np.count_nonzero(engine.scheduler.table.num_known[plan.rows] < ends)
+        sizes.append((plan.num_seqs, int(unread), len(engine._in_flight)))
         return launch(plan, *edits)
 
     engine.runner.launch = note
@@ -109,6 +110,7 @@ def test_a_batch_that_came_in_one_step_is_shared_by_all_stages(stages):
         engine.step()
     assert sizes[0][0] == 10  # the prompts
     share = -(-10 // stages)
-    settled = sizes[stages:]
-    assert {size for size, _ in settled} <= {share, 10 - share * (stages - 1)}
-    assert {in_flight for _, in_flight in settled} == {stages - 1}
+    settled = sizes[stages + 1 :]
+    assert {size for size, _, _ in settled} <= {share, 10 - share * (stages - 1)}
+    assert {in_flight for _, _, in_flight in settled} == {stages - 1 + overlaps}
+    assert all(unread == size * overlaps for size, unread, _ in settled)

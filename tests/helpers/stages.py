@@ -3,6 +3,7 @@
 import random
 from collections import defaultdict, deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nanovllm.config import ResolvedConfig
+from nanovllm.config import EngineConfig, ResolvedConfig
+from nanovllm.distributed import options
 from nanovllm.distributed.pipeline import FirstStage, StageParallel, StageRunner
 from nanovllm.distributed.ring import pack_plan, unpack_plan
 from nanovllm.engine.interfaces import Handle, StepEdits
@@ -19,6 +21,15 @@ from nanovllm.runner.kv_memory import make_cache
 
 Mail = defaultdict[tuple[int, int], deque[Tensor]]
 """Tensors that were sent and not received yet, by sender and receiver."""
+
+
+_resolve_ranks = options.resolve_ranks
+
+
+def resolve_with_overlap(asked: EngineConfig, config: ResolvedConfig, is_described: bool = False) -> ResolvedConfig:
+    """Return the options as over NCCL, where rank 0 hands tokens over on the device. Takes `resolve_ranks`' place."""
+    resolved = _resolve_ranks(asked, config, is_described)
+    return replace(resolved, depth=resolved.depth + (config.speculative_config is None))
 
 
 class LocalGroup:
@@ -72,9 +83,10 @@ class LocalPipeline:
         self.runners = [make(group) for group in groups]
         self.local, *self.others = self.runners
         self.first = FirstStage(self.local, groups[0], None)
+        self.choose_running = self.first.choose_running
         self.draft = self.local.draft
         self.queues: list[deque[IntArray]] = [deque() for _ in self.others]
-        self.num_slots = size + 1
+        self.num_slots = config.depth + 1
         self.unfinished: list[StepPlan] = []
         """Plans whose second half has not run."""
         self.most_unfinished = 0

@@ -18,7 +18,7 @@ import torch
 from helpers.batch_jobs import texts_by_id, write_lines
 from helpers.fakes import FREE
 from helpers.integrity import check_scheduler
-from helpers.stages import LocalPipeline
+from helpers.stages import LocalPipeline, resolve_with_overlap
 from helpers.tiny import draw_prompts, save_random
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -63,7 +63,10 @@ Requests = list[tuple[list[int], SamplingParams]]
 
 
 def make_requests() -> Requests:
-    """Seeded, greedy, scored and edited requests; some share a beginning, some are longer than a tight budget."""
+    """Seeded, greedy, scored and edited requests; some share a beginning, some are longer than a tight budget.
+
+    Those with an odd number stop at every 32nd token id: a later step may be in flight by then that has them.
+    """
     common = draw_prompts([70], seed=1)[0]
     kinds: list[dict[str, Any]] = [
         {"temperature": 0.0, "logprobs": 2},
@@ -74,10 +77,11 @@ def make_requests() -> Requests:
     ]
     prompts = draw_prompts([1 + 7 * i % 61 for i in range(20)], seed=2)
     prompts = [common[: 16 * (i % 5)] + prompt if i % 2 else prompt for i, prompt in enumerate(prompts)]
-    return [
-        (prompt, SamplingParams(**{"seed": i, "max_tokens": 4 + 3 * i % 13, "ignore_eos": True} | kinds[i % 5]))
-        for i, prompt in enumerate(prompts)
+    stops = [None, list(range(0, 500, 32))]
+    common_params = [
+        {"seed": i, "max_tokens": 4 + 3 * i % 13, "ignore_eos": True, "stop_token_ids": stops[i % 2]} for i in range(20)
     ]
+    return [(prompt, SamplingParams(**common_params[i] | kinds[i % 5])) for i, prompt in enumerate(prompts)]
 
 
 def read(output: Output) -> list[Any]:
@@ -97,9 +101,17 @@ class Runs:
         self.alone, _ = self.run(range(len(self.requests)))
         self.expected_logits = self.logits
 
-    def run(self, chosen: Any, **options: Any) -> tuple[list[Any], LLM]:
+    def run(self, chosen: Any, overlaps: bool = False, **options: Any) -> tuple[list[Any], LLM]:
+        """
+        Args:
+            overlaps: whether the host plans a step while rank 0 computes the tokens that the step begins with.
+        """
         self.logits = {}
-        with LLM(**self._options | options) as llm:
+        with pytest.MonkeyPatch.context() as patch:
+            if overlaps:
+                patch.setattr("nanovllm.distributed.options.resolve_ranks", resolve_with_overlap)
+            llm = LLM(**self._options | options)
+        with llm:
             runner = llm.engine.runner
             backend = getattr(runner, "local", runner).backend
             sample = backend.sample
@@ -145,12 +157,15 @@ def runs(request: pytest.FixtureRequest, model: Path) -> Runs:
 EVERY = list(range(20))
 
 
+@pytest.mark.parametrize("overlaps", [False, True], ids=["read first", "handed over"])
 @pytest.mark.parametrize("stages", [2, 3, 4])
-def test_a_pipeline_gives_the_bits_of_one_rank_through_preemption_chunks_and_hits(stages: int, runs: Runs) -> None:
-    llm = runs.check(EVERY, pipeline_parallel_size=stages, **TIGHT)
+def test_a_pipeline_gives_the_bits_of_one_rank_through_preemption_chunks_and_hits(
+    stages: int, overlaps: bool, runs: Runs
+) -> None:
+    llm = runs.check(EVERY, overlaps=overlaps, pipeline_parallel_size=stages, **TIGHT)
     stats = llm.stats()
     assert stats["num_preemptions"] > 0 and stats["num_cached_tokens"] > 0
-    assert llm.engine.runner.most_unfinished == stages, "the pipeline was never full"
+    assert llm.engine.runner.most_unfinished == stages + overlaps, "the pipeline was never full"
 
 
 @pytest.mark.parametrize("speculative_config", [NGRAM, "a model"], ids=["from the text", "from a model"])
@@ -175,6 +190,7 @@ ANY = {
     "max_num_seqs": st.integers(1, 12),
     "max_num_batched_tokens": st.integers(12, 120),
     "enable_prefix_caching": st.booleans(),
+    "overlaps": st.booleans(),
     "speculative_config": st.sampled_from([None, None, NGRAM]),
 }
 
@@ -218,10 +234,12 @@ def test_the_comparison_notices_hidden_states_that_changed_on_a_link(
 # ---- plans in flight
 
 
-@pytest.fixture
-def llm(model: Path) -> Iterator[LLM]:
+@pytest.fixture(params=[False, True], ids=["read first", "handed over"])
+def llm(request: pytest.FixtureRequest, model: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
     if reason := CpuBackend.why_cannot(CPU):
         pytest.skip(reason)
+    if request.param:
+        monkeypatch.setattr("nanovllm.distributed.options.resolve_ranks", resolve_with_overlap)
     options = OPTIONS | TIGHT | {"dtype": "float32", "attention_backend": "cpu"}
     with LLM(str(model), pipeline_parallel_size=3, **options) as llm:
         yield llm
@@ -245,7 +263,7 @@ def test_chunks_of_one_prompt_follow_each_other_and_want_no_logits(llm: LLM) -> 
     llm.engine.runner.launch = note
     llm.generate([prompt], SamplingParams(max_tokens=2), use_tqdm=False)
     assert plans == [[40], [40], [40], [30], [1]]
-    assert llm.engine.runner.most_unfinished == 3
+    assert llm.engine.runner.most_unfinished == llm.engine.depth
 
 
 def test_a_prefix_is_found_in_blocks_whose_plan_is_in_flight(llm: LLM) -> None:
@@ -286,7 +304,7 @@ def test_forgotten_prefixes_are_computed_again_by_every_stage(llm: LLM) -> None:
     assert say() == (first, 32)
     stream = llm.stream(make_requests())
     next(stream)
-    assert len(llm.engine._in_flight) == 2
+    assert len(llm.engine._in_flight) == llm.engine.depth - 1
     with pytest.raises(RuntimeError, match="is open"):
         llm.reset_prefix_cache()
     stream.close()  # type: ignore[attr-defined]
@@ -298,10 +316,34 @@ def test_leaving_with_steps_in_flight_leaves_the_engine_whole(num_outputs: int, 
     stream = llm.stream(make_requests())
     for _ in itertools.islice(stream, num_outputs):
         pass
-    assert len(llm.engine._in_flight) == 2
+    assert llm.engine._in_flight
     stream.close()  # type: ignore[attr-defined]
     assert not llm.engine._in_flight and llm.engine.scheduler.block_manager.num_used == 0
     assert generate(llm) == expected
+
+
+def test_the_rows_of_aborted_sequences_serve_others_while_steps_in_flight_have_them(llm: LLM) -> None:
+    expected = generate(llm)
+    engine = llm.engine
+    seqs = [engine.add(engine.prepare(*request)) for request in make_requests()]
+    for turn in itertools.count():
+        running = engine.scheduler.running
+        if turn % 7 == 3 and len(running) > 1:
+            engine.scheduler.end(running[0], "abort")
+        if not engine.has_work:
+            break
+        engine.step()
+    num_aborted = 0
+    for seq, (completions, _) in zip(seqs, expected, strict=True):
+        for one, (token_ids, reason, _) in zip((seq, *seq.others), completions, strict=True):
+            if one.finish_reason == "abort":
+                num_aborted += 1
+                token_ids = token_ids[: len(one.output_token_ids)]
+            else:
+                assert one.finish_reason == reason
+            assert one.output_token_ids == token_ids
+    assert 4 < num_aborted < 20
+    assert engine.scheduler.block_manager.num_used == 0
 
 
 @pytest.mark.parametrize("step", [1, 2, 9])
@@ -327,17 +369,24 @@ def test_ctrl_c_with_steps_in_flight_leaves_the_engine_whole(
 # ---- what else a user may ask for
 
 
-def test_grammars_need_no_waiting_and_hold_with_steps_in_flight(model: Path) -> None:
-    """Every sequence that is planned has only known tokens, so a mask never depends on a step in flight."""
+@pytest.mark.parametrize("overlaps", [False, True], ids=["read first", "handed over"])
+def test_grammars_hold_with_steps_in_flight(overlaps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence with a grammar is planned when its tokens are known, so a mask never depends on a step in flight.
+
+    Others, with a stop string, are planned before that.
+    """
+    if overlaps:
+        monkeypatch.setattr("nanovllm.distributed.options.resolve_ranks", resolve_with_overlap)
     grammars: list[dict[str, Any]] = [{"choice": ["yes", "no"]}, {"regex": "[0-9]{3}"}, {"json": {"type": "boolean"}}]
     params = [SamplingParams(structured_outputs=grammars[i % 3], n=1 + i % 2, seed=i, max_tokens=12) for i in range(9)]
-    prompts = [f"question {i}" for i in range(9)]
+    params += [SamplingParams(seed=i, max_tokens=30, stop=["e", "t "]) for i in range(5)]
+    prompts = [f"question {i}" for i in range(len(params))]
 
     def say(**options: Any) -> list[list[str]]:
         with LLM("tiny-qwen3", dtype="float32", attention_backend="cpu", **OPTIONS | TIGHT | options) as llm:
             found = llm.generate(prompts, params, use_tqdm=False)
             runner = llm.engine.runner
-            assert not isinstance(runner, LocalPipeline) or runner.most_unfinished == 3, "the pipeline was never full"
+            assert not isinstance(runner, LocalPipeline) or runner.most_unfinished >= 3, "the pipeline was never full"
             return [[one.text for one in output.outputs] for output in found]
 
     texts = say(pipeline_parallel_size=3)

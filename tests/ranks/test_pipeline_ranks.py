@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.integrity import check_scheduler
+from helpers.stages import resolve_with_overlap
 from helpers.tiny import draw_prompts, save_random
 
 from nanovllm import LLM, SamplingParams
@@ -155,9 +156,13 @@ def expect_the_end(llm: LLM, message: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [2, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_stage_that_dies_while_the_others_wait_for_it_is_named(rank: int, model: Path) -> None:
+@pytest.mark.parametrize(("rank", "overlaps"), [(2, False), (1, False), (2, True)])
+def test_a_stage_that_dies_while_the_others_wait_for_it_is_named(
+    rank: int, overlaps: bool, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rank 0 waits for rank 2, and rank 2 for rank 1: with p = 3 these are all links but the first."""
+    if overlaps:
+        monkeypatch.setattr("nanovllm.distributed.options.resolve_ranks", resolve_with_overlap)
     llm = LLM(str(model), pipeline_parallel_size=3, num_kvcache_blocks=24, **OPTIONS)
     victim = llm.engine.runner.pids[rank - 1]
     os.kill(victim, signal.SIGSTOP)
@@ -166,12 +171,17 @@ def test_a_stage_that_dies_while_the_others_wait_for_it_is_named(rank: int, mode
 
 
 @pytest.mark.slow
-def test_closing_with_steps_in_flight_waits_for_nobody(model: Path) -> None:
+@pytest.mark.parametrize("overlaps", [False, True])
+def test_closing_with_steps_in_flight_waits_for_nobody(
+    overlaps: bool, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if overlaps:
+        monkeypatch.setattr("nanovllm.distributed.options.resolve_ranks", resolve_with_overlap)
     llm = LLM(str(model), pipeline_parallel_size=3, num_kvcache_blocks=24, **OPTIONS)
     pids = llm.engine.runner.pids
     stream = llm.stream(([1, 2, number], SamplingParams(max_tokens=9 + number)) for number in range(9))
     next(stream)
-    assert len(llm.engine._in_flight) == 2
+    assert len(llm.engine._in_flight) == 2 + overlaps
     since = time.monotonic()
     llm.close()
     assert time.monotonic() < since + SOON

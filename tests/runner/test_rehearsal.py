@@ -307,6 +307,37 @@ def test_stages_of_a_pipeline(stages: int, num_devices: int, tmp_path: Path) -> 
             assert values == pytest.approx(wanted_values, abs=1e-3)
 
 
+@pytest.mark.parametrize("stages", [2, 3])
+def test_the_host_reads_a_token_while_rank_0_of_a_pipeline_has_work(
+    stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Behind the step that the host waits for, rank 0's stream has the front of a later step, and another one's back.
+
+    At the start all requests are in one step, and at the end there is nothing left to launch.
+    """
+    save_random(tmp_path, **TINY | {"num_hidden_layers": 3})
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    prompts = draw([3, 5, 1, 4, 2, 6])
+    has_work: list[bool] = []
+    read = StepHandle.result
+
+    def note(handle: StepHandle) -> Any:
+        stream = current_card().stream
+        has_work.append(not has_passed({stream.number: stream.now()[stream.number]}, handle._stopwatch._end.time))  # type: ignore[attr-defined]
+        return read(handle)
+
+    monkeypatch.setattr(StepHandle, "result", note)
+    options: dict[str, Any] = {"max_num_seqs": 6, "max_num_batched_tokens": 32, "pipeline_parallel_size": stages}
+    with rehearse(num_devices=stages), LLM(str(tmp_path), dtype="float32", **OPTIONS | options) as llm:
+        assert llm.engine.config.depth == stages + 1
+        has_work.clear()  # of a step that measured memory
+        found = llm.generate(prompts, params, use_tqdm=False)
+    assert has_work == [False, *[True] * (len(has_work) - 1 - stages), *[False] * stages]
+    assert len(has_work) == 1 + 8 * stages
+    monkeypatch.undo()
+    assert tokens(found) == tokens(expect(tmp_path, params, prompts))
+
+
 def test_stages_start_with_default_memory(dense: Path) -> None:
     """Each stage measures its largest step and its graphs, without the others."""
     assert tokens(serve(dense, pipeline_parallel_size=2)) == tokens(expect(dense))
@@ -323,11 +354,14 @@ def test_two_ranks(backend: str, experts: Path) -> None:
     assert tokens(found) == tokens(expect(experts / "two"))
 
 
+@pytest.mark.parametrize("option", ["tensor_parallel_size", "pipeline_parallel_size"])
 @pytest.mark.parametrize("end", ["closed", "dropped", "killed"])
-def test_two_ranks_over_nccl_end_at_once(end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_over_nccl_end_at_once(
+    option: str, end: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Nobody waits for a rank that does not leave NCCL's group: rank 0 if it is dropped, a follower if it is killed."""
     save_random(tmp_path, **TINY | {"num_key_value_heads": 2})
-    options = {"tensor_parallel_size": 2, "distributed_backend": "nccl", "num_kvcache_blocks": 8}
+    options = {option: 2, "distributed_backend": "nccl", "num_kvcache_blocks": 8}
     with rehearse(num_devices=2):
         llm = LLM(str(tmp_path), dtype="float32", enforce_eager=True, **OPTIONS | options)
         llm.generate(PROMPTS[:1], PARAMS[0], use_tqdm=False)
