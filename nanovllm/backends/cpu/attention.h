@@ -48,8 +48,8 @@ void attend_rows(const typename T::element* q, const Cache& cache, const int32_t
     std::fill_n(maxima, rows, -INFINITY);
     std::fill_n(totals, rows, 0.0f);
     std::fill_n(sums, rows * dim, 0.0f);
-    vf lane;
-    for (int i = 0; i < LANES; ++i) lane[i] = (float)i;
+    rf lane;
+    for (int i = 0; i < PART_LANES; ++i) lane[i] = (float)i;
     const auto keys_at = [=](int64_t key) {  // returns the start of the group of 16 keys that holds `key`
         const int64_t at = cache_tile(blocks[key / block_size], head, num_kv_heads, tile_units);
         return (const uint32_t*)cache.keys + at + key % block_size / LANES * LANES * dim_units;
@@ -88,33 +88,34 @@ void attend_rows(const typename T::element* q, const Cache& cache, const int32_t
         for (int64_t r = 0; r < rows; ++r) {
             float* score = scores + r * KEY_TILE;
             const float visible = (float)std::min<int64_t>(position + r / group + 1 - start, padded);
-            vf top = splat(-INFINITY);
-            for (int64_t v = 0; v < padded; v += LANES) {
-                const vf scaled = load<vf>(score + v) * (CODES ? load<vf>(key_scales + v) : splat(scale));
-                const vf s = select_less(lane + (float)v, visible, scaled, splat(-INFINITY));
+            rf top = rf{} - INFINITY;
+            for (int64_t v = 0; v < padded; v += PART_LANES) {
+                const rf scaled = load<rf>(score + v) * (CODES ? load<rf>(key_scales + v) : rf{} + scale);
+                const rf s = select_less(lane + (float)v, visible, scaled, rf{} - INFINITY);
                 store(score + v, s);
                 top = maximum(top, s);
             }
-            maxima[r] = std::max(maxima[r], largest(top));
+            alignas(64) float tops[LANES];
+            for (int i = 0; i < LANES; i += PART_LANES) store(tops + i, top);
+            maxima[r] = std::max(maxima[r], largest(load<vf>(tops)));
         }
         for (int64_t r = 0; r < rows; ++r) {
             const float* score = scores + r * KEY_TILE;
-            vf total{};
-            for (int64_t v = 0; v < padded; v += LANES) {
-                vf w = exp(load<vf>(score + v) - maxima[r]);  // it is finite, because every query sees key 0
-                total += w;
-                if (CODES) w *= load<vf>(value_scales + v);
-                E rounded[LANES];
-                T::narrow(rounded, w);
-                T::put_left(weights + r * LEFT_ROW + v / PER_LEFT, rounded);
-            }
+            rf total[PARTS] = {};
+            for (int64_t v = 0; v < padded; v += LANES)
+                for (int64_t p = 0, at = v; p < PARTS; ++p, at += PART_LANES) {
+                    rf w = exp(load<rf>(score + at) - maxima[r]);  // it is finite, because every query sees key 0
+                    total[p] += w;
+                    if (CODES) w *= load<rf>(value_scales + at);
+                    T::put_register(weights + r * LEFT_ROW + at / PER_LEFT, w);
+                }
             if (maxima[r] > before[r]) {
                 const float rescale = std::exp(before[r] - maxima[r]);
                 totals[r] *= rescale;
                 float* of_row = sums + r * dim;
                 for (int64_t d = 0; d < dim; d += LANES) store(of_row + d, load<vf>(of_row + d) * rescale);
             }
-            totals[r] += sum(total);
+            totals[r] += sum(load<vf>(total));
         }
         const auto add_values = [&](int64_t first, int64_t count, const uint32_t* values) {
             const int64_t next = std::min(start + KEY_TILE + first, num_keys - 1);

@@ -56,12 +56,17 @@ template <class Body, class... Vectors> ALWAYS_INLINE vf by_register(Body body, 
     for (int p = 0; p < PARTS; ++p) result.parts[p] = body(Registers{vectors}.parts[p]...);
     return result.whole;
 }
-ALWAYS_INLINE vf maximum(vf a, vf b) {
-    return by_register([](rf x, rf y) { return x > y ? x : y; }, a, b);
+
+// These functions take registers and vectors. On AVX2 GCC keeps the parts of a vector in memory, so the innermost loops
+// take registers.
+template <class V> ALWAYS_INLINE V maximum(V a, V b) {
+    if constexpr (sizeof(V) == REGISTER) return a > b ? a : b;
+    else return by_register([](rf x, rf y) { return x > y ? x : y; }, a, b);
 }
 // Returns `yes` in the lanes where a < limit, else `no`.
-ALWAYS_INLINE vf select_less(vf a, float limit, vf yes, vf no) {
-    return by_register([=](rf x, rf y, rf n) { return x < limit ? y : n; }, a, yes, no);
+template <class V> ALWAYS_INLINE V select_less(V a, float limit, V yes, V no) {
+    if constexpr (sizeof(V) == REGISTER) return a < limit ? yes : no;
+    else return by_register([=](rf x, rf y, rf n) { return x < limit ? y : n; }, a, yes, no);
 }
 // Returns -1 in the lanes that are NaN, else 0. The magnitude of a NaN, as a whole number, is above infinity's.
 inline vi is_nan(vf v) { return (0x7f800000 - ((vi)v & 0x7fffffff)) >> 31; }
@@ -96,25 +101,29 @@ inline float largest(vf v) { return reduce(v, [](auto a, auto b) { return a > b 
 
 // Computes exp(x) for x <= 88, to about 2 units in the last place, as 2^n times a polynomial in the remainder (Cody and
 // Waite 1980). It returns 0 below -87.
-ALWAYS_INLINE vf exp(vf x) {
+template <class V> ALWAYS_INLINE V exp(V x) {
+    typedef int32_t Integers __attribute__((vector_size(sizeof(V))));
     const float magic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-    vf n = (x * 1.44269504f + magic) - magic;
-    vf r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
-    vf p = ((1.9875691e-4f * r + 1.3981999e-3f) * r + 8.3334519e-3f) * r + 4.1665796e-2f;
+    V n = (x * 1.44269504f + magic) - magic;
+    V r = (x - n * 0.693359375f) + n * 2.12194440e-4f;
+    V p = ((1.9875691e-4f * r + 1.3981999e-3f) * r + 8.3334519e-3f) * r + 4.1665796e-2f;
     p = (p * r + 1.6666665e-1f) * r + 0.5f;
-    vf y = p * r * r + r + 1.0f;
-    vi exponent = (__builtin_convertvector(n, vi) + 127) << 23;
-    return select_less(x, -87.0f, vf{}, y * (vf)exponent);
+    V y = p * r * r + r + 1.0f;
+    Integers exponent = (__builtin_convertvector(n, Integers) + 127) << 23;
+    return select_less(x, -87.0f, V{}, y * (V)exponent);
 }
 
-// Rounds to bfloat16, to nearest and ties to even.
-inline vh round_to_bfloat16(vf v) {
-    const vi u = (vi)v, rounded = u + 0x7fff + ((u >> 16) & 1), nan = is_nan(v);
-    return __builtin_convertvector(((nan & 0x7fc00000) | (~nan & rounded)) >> 16, vh);
+// Rounds to bfloat16, to nearest and ties to even. The lower halves of the result are zero.
+template <class V> ALWAYS_INLINE V round_to_bfloat16(V v) {
+    typedef int32_t Integers __attribute__((vector_size(sizeof(V))));
+    const Integers u = (Integers)v, rounded = u + 0x7fff + ((u >> 16) & 1);
+    const Integers nan = (0x7f800000 - (u & 0x7fffffff)) >> 31;  // -1 where the magnitude is above infinity's, else 0
+    return (V)(((nan & 0x7fc00000) | (~nan & rounded)) & ~0xffff);
 }
 
 // Float and BFloat16 say how a product multiplies its elements. It takes a unit of its right side in STEPS steps, each
-// with one `left` of its left side. `put_left` converts the left side beforehand. A unit of float32 takes one step. So
+// with one `left` of its left side. `put_left` converts 16 elements of the left side beforehand; `put_register` rounds a
+// register of float32 numbers to such elements, too. A unit of float32 takes one step. So
 // does a unit of two bfloat16 numbers if the processor multiplies bfloat16; else a step widens one of the two numbers.
 struct Float {
     using element = float;
@@ -123,6 +132,7 @@ struct Float {
     static inline rf right(ri unit, int) { return (rf)unit; }
     static inline rf fma(rf acc, left a, rf b) { return acc + a * b; }
     static inline void put_left(left* p, const element* from) { store(p, load<vf>(from)); }
+    static inline void put_register(left* p, rf v) { store(p, v); }
     static inline vf widen(const element* p) { return load<vf>(p); }
     static inline void narrow(element* p, vf v) { store(p, v); }
     static inline float to_float(element x) { return x; }
@@ -139,6 +149,7 @@ struct BFloat16 {
         return (rf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)b, (__m512bh)_mm512_set1_epi32((int)a));
     }
     static inline void put_left(left* p, const element* from) { std::memcpy(p, from, LANES * sizeof(*from)); }
+    static inline void put_register(left* p, rf v) { narrow((element*)p, v); }
 #elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
     using left = uint32_t;
     static constexpr int STEPS = 1;
@@ -148,12 +159,17 @@ struct BFloat16 {
         return (rf)vbfdotq_f32((float32x4_t)acc, vreinterpretq_bf16_f32((float32x4_t)b), both);
     }
     static inline void put_left(left* p, const element* from) { std::memcpy(p, from, LANES * sizeof(*from)); }
+    static inline void put_register(left* p, rf v) {
+        typedef uint16_t halves __attribute__((vector_size(REGISTER / 2)));
+        store(p, __builtin_convertvector((ri)round_to_bfloat16(v) >> 16, halves));
+    }
 #else
     using left = float;
     static constexpr int STEPS = 2;
     static inline rf right(ri unit, int step) { return (rf)(step ? unit & ~0xffff : unit << 16); }
     static inline rf fma(rf acc, left a, rf b) { return acc + a * b; }
     static inline void put_left(left* p, const element* from) { store(p, widen(from)); }
+    static inline void put_register(left* p, rf v) { store(p, round_to_bfloat16(v)); }
 #endif
     static inline vf widen(const element* p) {
 #ifdef __AVX512BF16__
@@ -166,7 +182,7 @@ struct BFloat16 {
 #ifdef __AVX512BF16__
         store(p, _mm512_cvtneps_pbh((__m512)v));
 #else
-        store(p, round_to_bfloat16(v));
+        store(p, __builtin_convertvector((vi)round_to_bfloat16(v) >> 16, vh));
 #endif
     }
     static inline float to_float(element x) {
