@@ -6,8 +6,8 @@ process that runs worker.py. The engine sees a runner as any other: `LeadingRunn
 Who sends what to whom, if each rank has a share of every layer (tensor parallelism):
 
     rank 0                                                                  each follower r
-    FollowerProcess  -- socket --> start: options, model, rank (JSON) -->   worker.main
-    FollowerProcess  <-- socket -- stage reached | traceback | sign of life (a line each)
+    FollowerProcess  -- socket --> start: options, model, rank -->          worker.main
+    FollowerProcess  <-- socket -- stage reached | traceback | sign of life
     GroupParallel    <-- a folder of files: the address of each rank -->    GroupParallel     once, to connect
     LeadingRunner    -- ring in shared memory --> StepPlan, every step -->  worker.follow     empty: the end
     ModelRunner      <-- all-reduce: partial sums of each layer -->         ModelRunner       NCCL or gloo

@@ -25,7 +25,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from operator import attrgetter
 from subprocess import TimeoutExpired
@@ -143,10 +142,7 @@ class Replica:
         self.load = 0
         """How many rows these take, in all."""
         self.start = start
-        self.connection, theirs = Pipe()
-        with theirs:
-            self.process = start_process("replica", (theirs.fileno(),), start.variables)
-        self.send(start)
+        self.connection, self.process = start_process("replica", start, start.variables)
 
     def send(self, message: Any) -> None:
         with suppress(OSError):  # it has ended, which `ReplicaGroup.receive` will tell
