@@ -89,7 +89,7 @@ def follow(start: dict[str, Any], send: Callable[..., None]) -> None:
     """Be one rank: load its share of the model, connect, and run every plan that rank 0 runs.
 
     Args:
-        start: what `FollowerGroup` sends: `follower_group.make_start_message`, the ring's descriptor, the meeting folder.
+        start: from `follower_group.make_start_message`, with the ring's descriptor and the meeting folder.
         send: tells rank 0 that a stage, "loaded" or "ready", is reached, or how a span of time was spent.
     """
     import torch
