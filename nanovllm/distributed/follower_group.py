@@ -207,7 +207,7 @@ class FollowerGroup:
     # ---- telling followers what to do
 
     def send(self, message: IntArray) -> None:
-        """Send a packed plan, or an announced command, to all followers; raises as `raise_failure` does."""
+        """Send a packed plan, or a command, to all followers; raises as `raise_failure` does."""
         self.raise_failure()
         self._ring.write(message, self.raise_failure)
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from nanovllm.config import ResolvedConfig
 from nanovllm.distributed.collectives import GroupParallel
-from nanovllm.distributed.commands import DRAFT, announce, broadcast_command
+from nanovllm.distributed.commands import DRAFT, as_bytes, pack_command
 from nanovllm.distributed.follower_group import FollowerGroup
 from nanovllm.distributed.pipeline import FirstStage, StageParallel, StageRunner
 from nanovllm.distributed.ring import pack_plan
@@ -178,8 +178,9 @@ class LeadingRunner:
     def send_command(self, command: Command, tensor: Tensor | None) -> None:
         """Have all followers run a command, which the caller then runs on rank 0. They get the tensor, too."""
         with self._followers.guard():
-            self._followers.send(announce(command))
-            broadcast_command(command, tensor, self._parallel, self.local.device)
+            self._followers.send(pack_command(command))
+            if tensor is not None:
+                self._parallel.broadcast(as_bytes(tensor.to(self.local.device)))
 
     def reason_to_close(self) -> str | None:
         return "after a failed step its ranks no longer agree"

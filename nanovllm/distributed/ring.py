@@ -24,6 +24,8 @@ LONGEST_SLEEP = 2e-3
 
 HEADER = 5
 """How many counts stand at the beginning of a packed plan."""
+SMALLEST_CAPACITY = 512
+"""int32 elements of a slot at least: a command of 2 KiB fits, which names one tensor of the model."""
 
 T = TypeVar("T")
 
@@ -60,7 +62,8 @@ def make_ring(config: ResolvedConfig, fd: int) -> "Ring":
     The plan of a draft model has a mark before it, which takes one element.
     """
     slots = max(NUM_SLOTS, config.depth + 1)
-    return Ring(fd, config.num_ranks - 1, 1 + HEADER + StepPlan.max_size(config), slots)
+    capacity = max(1 + HEADER + StepPlan.max_size(config), SMALLEST_CAPACITY)
+    return Ring(fd, config.num_ranks - 1, capacity, slots)
 
 
 class Ring:
