@@ -70,7 +70,6 @@ def _prefill_kernel(
     # A program owns TOKENS query tokens of one sequence x the query heads of one KV head: K and V serve all of them.
     # Tiles beyond a sequence's tokens do nothing; rows that pad the group or the last tile are computed, never stored.
     wait_for_predecessor(PDL)
-    CODES: tl.constexpr = k_cache_ptr.dtype.element_ty.primitive_bitwidth == 8
     ROWS: tl.constexpr = TOKENS * PADDED_GROUP
     SEARCH: tl.constexpr = 128
     # Backwards: the last tiles of a long prompt have the most keys, so they start first. The heads of a tile follow
@@ -115,9 +114,7 @@ def _prefill_kernel(
         k = tl.load(k_tile_ptr + place)
         v = tl.load(v_tile_ptr + place)
         scales = (k_scales_ptr + scale_place, v_scales_ptr + scale_place, key >= 0)
-        highest, total, acc = accumulate(
-            q, k, v, scales, scale_log2, True, highest, total, acc, MASKED=False, CODES=CODES
-        )
+        highest, total, acc = accumulate(q, k, v, scales, scale_log2, True, highest, total, acc, MASKED=False)
     for start in tl.range(diagonal, end, TILE):
         place = page.to(tl.int64) * page_stride + (start % BLOCK_SIZE) * token_stride
         scale_place = page.to(tl.int64) * page_scales_stride + (start % BLOCK_SIZE) * token_scales_stride + first_scale
@@ -128,9 +125,7 @@ def _prefill_kernel(
         v = tl.load(v_tile_ptr + place, mask=is_used[:, None], other=0.0)
         allowed = (start + key)[None, :] <= position
         scales = (k_scales_ptr + scale_place, v_scales_ptr + scale_place, is_used)
-        highest, total, acc = accumulate(
-            q, k, v, scales, scale_log2, allowed, highest, total, acc, MASKED=True, CODES=CODES
-        )
+        highest, total, acc = accumulate(q, k, v, scales, scale_log2, allowed, highest, total, acc, MASKED=True)
 
     out_row = out_ptr + token_row * (num_kv_heads * GROUP * HEAD_DIM)
     tl.store(out_row + offset, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_query)
