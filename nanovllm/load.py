@@ -49,19 +49,13 @@ class ModelFiles:
     Attributes:
         folder: None for a shape alone.
         weights: the folder of the checkpoint; None for random weights.
-        source: where config.json comes from.
-        has_lm_head: whether the model can generate. If not, it can only embed.
-        eos_token_id: one id or several, as generation_config.json has them, or else config.json.
-        default_params: the parameters that generation_config.json asks for.
+        facts: its end-of-sequence tokens are those of generation_config.json, or else of config.json.
     """
 
     folder: Path | None
     weights: Path | None
-    source: str
     hf_config: "PretrainedConfig"
-    has_lm_head: bool
-    eos_token_id: Any
-    default_params: SamplingParams
+    facts: ModelFacts
 
 
 def load_engine(asked: EngineConfig) -> LLMEngine:
@@ -122,8 +116,11 @@ def read_files(asked: EngineConfig) -> ModelFiles:
     if not can_generate:
         hf_config.tie_word_embeddings = True  # then the decoder allocates no head
     generation, default_params = read_generation_config(folder)
-    eos_token_id = {**data, **generation}.get("eos_token_id")
-    return ModelFiles(folder, weights, source, hf_config, can_generate, eos_token_id, default_params)
+    named = {**data, **generation}.get("eos_token_id")  # one id or several
+    ids = named if isinstance(named, list) else [named]
+    eos_token_ids = frozenset(as_integer(i, "the model's eos_token_id") for i in ids if i is not None)
+    facts = ModelFacts(hf_config.hidden_size, can_generate, eos_token_ids, default_params, folder or source)
+    return ModelFiles(folder, weights, hf_config, facts)
 
 
 def assemble(
@@ -135,7 +132,8 @@ def assemble(
     engine_class: Callable[..., LLMEngine] = LLMEngine,
 ) -> LLMEngine:
     """Put an engine together around a runner whose KV cache has so many blocks."""
-    eos_token_ids = find_eos_token_ids(files.eos_token_id, tokenizer, config.vocab_size)
+    own = set() if tokenizer is None else {tokenizer.transformers.eos_token_id}
+    eos_token_ids = (files.facts.eos_token_ids | own).intersection(range(config.vocab_size))
     parser = load_parser(config, tokenizer)
     scheduler, observers = make_scheduler(config, runner, num_blocks, tokenizer)
 
@@ -144,18 +142,11 @@ def assemble(
 
         return Editing(config, tokenizer, eos_token_ids, parser.thinking if parser is not None else None)
 
-    facts = ModelFacts(
-        embedding_size=files.hf_config.hidden_size,
-        has_lm_head=files.has_lm_head,
-        eos_token_ids=eos_token_ids,
-        default_params=files.default_params,
-        origin=files.folder or files.source,
-    )
     return engine_class(
         config,
         runner,
         scheduler,
-        facts,
+        replace(files.facts, eos_token_ids=eos_token_ids),
         make_editor=make_editor,
         tokenizer=tokenizer,
         observers=observers,
@@ -313,12 +304,3 @@ def read_generation_config(folder: Path | None) -> tuple[dict[str, Any], Samplin
         return generation, SamplingParams.from_generation_config(generation)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-
-
-def find_eos_token_ids(named: Any, tokenizer: Tokenizer | None, vocab_size: int) -> frozenset[int]:
-    """Return the end-of-sequence ids: those that the model's files name, one or a list, and the tokenizer's."""
-    ids = [*(named if isinstance(named, list) else [named])]
-    if tokenizer is not None:
-        ids.append(tokenizer.transformers.eos_token_id)
-    known = (as_integer(i, "the model's eos_token_id") for i in ids if i is not None)
-    return frozenset(i for i in known if 0 <= i < vocab_size)
