@@ -40,7 +40,7 @@ own (backends/gpu/links.py). So back 1 is launched with front 3, and front 4 is 
 tokens: the device has them when front 4 begins. The engine keeps four steps in flight.
 
 Between the arrows a step that only decodes is a CUDA graph: one in each stage, and one for rank 0's back
-(stage_inputs.py).
+(`StageInputs` in pipeline.py).
 
 What happens when a rank dies:
 

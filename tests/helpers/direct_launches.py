@@ -29,8 +29,7 @@ from nanovllm.backends.gpu.rms_norm import add_rms_norm
 from nanovllm.backends.gpu.startup import compile_kernels
 from nanovllm.backends.steps import EAGER
 from nanovllm.distributed.collectives import GroupParallel
-from nanovllm.distributed.pipeline import FirstStage, PipelineHandle, StageParallel, StageRunner
-from nanovllm.distributed.stage_inputs import StageInputs
+from nanovllm.distributed.pipeline import FirstStage, PipelineHandle, StageInputs, StageParallel, StageRunner
 from nanovllm.edits.logit_edits import LogitEdits, PenaltyCounts
 from nanovllm.engine.plan import StepPlan
 from nanovllm.layers.linear import MatrixModule
