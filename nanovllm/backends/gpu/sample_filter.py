@@ -141,7 +141,7 @@ def _load_parts(listed, start, PARTS: tl.constexpr):
         listed: pointers to the row's logits and to the numbers of parts, how many these are, and the row's length; then
             the largest logit and the temperature of the row.
     """
-    row_ptr, listed_ptr, num_listed, vocab_size, _, _ = listed
+    row_ptr, listed_ptr, num_listed, vocab_size, row_max, temperature = listed
     place = start + tl.arange(0, PARTS)
     part = tl.load(listed_ptr + place, mask=place < num_listed, other=0)
     token = part[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
@@ -154,7 +154,7 @@ def _find_threshold(
     listed, low, high, goal, BY_WEIGHT: tl.constexpr, SHIFT: tl.constexpr, MARKS: tl.constexpr, PARTS: tl.constexpr
 ):
     """Return the threshold's key, searched among the tokens of the listed parts: see `_load_parts`."""
-    _, _, num_listed, _, row_max, temperature = listed
+    row_ptr, listed_ptr, num_listed, vocab_size, row_max, temperature = listed
     while high - low > 1:
         tried, step = _place_marks(low, high, MARKS)
         tried_key = tl.minimum(tried, high).to(tl.int32)
@@ -174,7 +174,7 @@ def _find_threshold(
 @triton.jit
 def _weigh_kept(listed, floor, min_p, kept_ptr, STORE: tl.constexpr, PARTS: tl.constexpr):
     """Return the weight of the listed parts' tokens that floor and min_p keep. If STORE, write each part's, too."""
-    _, _, num_listed, _, row_max, temperature = listed
+    row_ptr, listed_ptr, num_listed, vocab_size, row_max, temperature = listed
     total = tl.zeros([PARTS, TOKENS], tl.float32)
     for start in range(0, num_listed, PARTS):
         part, x = _load_parts(listed, start, PARTS)
