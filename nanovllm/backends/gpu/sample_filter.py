@@ -132,16 +132,15 @@ def _find_bound(facts, low, high, goal, BY_WEIGHT: tl.constexpr, SHIFT: tl.const
 
 
 @triton.jit
-def _load_parts(listed, start, PARTS: tl.constexpr):
+def _load_parts(parts, start, PARTS: tl.constexpr):
     """Load PARTS of the listed parts, from `start` on. Returns their numbers and their logits [PARTS, TOKENS].
 
     Where there is no token, the logit is -inf.
 
     Args:
-        listed: pointers to the row's logits and to the numbers of parts, how many these are, and the row's length; then
-            the largest logit and the temperature of the row.
+        parts: pointers to the row's logits and to the numbers of parts, how many these are, and the row's length.
     """
-    row_ptr, listed_ptr, num_listed, vocab_size, row_max, temperature = listed
+    row_ptr, listed_ptr, num_listed, vocab_size = parts
     place = start + tl.arange(0, PARTS)
     part = tl.load(listed_ptr + place, mask=place < num_listed, other=0)
     token = part[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
@@ -151,16 +150,21 @@ def _load_parts(listed, start, PARTS: tl.constexpr):
 
 @triton.jit
 def _find_threshold(
-    listed, low, high, goal, BY_WEIGHT: tl.constexpr, SHIFT: tl.constexpr, MARKS: tl.constexpr, PARTS: tl.constexpr
+    parts, row, low, high, goal, BY_WEIGHT: tl.constexpr, SHIFT: tl.constexpr, MARKS: tl.constexpr, PARTS: tl.constexpr
 ):
-    """Return the threshold's key, searched among the tokens of the listed parts: see `_load_parts`."""
-    row_ptr, listed_ptr, num_listed, vocab_size, row_max, temperature = listed
+    """Return the threshold's key, searched among the tokens of listed parts: see `_load_parts`.
+
+    Args:
+        row: its largest logit and its temperature.
+    """
+    num_listed = parts[2]
+    row_max, temperature = row
     while high - low > 1:
         tried, step = _place_marks(low, high, MARKS)
         tried_key = tl.minimum(tried, high).to(tl.int32)
         above = tl.zeros([MARKS, PARTS * TOKENS], tl.float32)
         for start in range(0, num_listed, PARTS):
-            _, x = _load_parts(listed, start, PARTS)
+            _, x = _load_parts(parts, start, PARTS)
             x = tl.reshape(x, [PARTS * TOKENS])
             if BY_WEIGHT:
                 _, worth = weigh(x, row_max, temperature)
@@ -172,12 +176,13 @@ def _find_threshold(
 
 
 @triton.jit
-def _weigh_kept(listed, floor, min_p, kept_ptr, STORE: tl.constexpr, PARTS: tl.constexpr):
+def _weigh_kept(parts, row, floor, min_p, kept_ptr, STORE: tl.constexpr, PARTS: tl.constexpr):
     """Return the weight of the listed parts' tokens that floor and min_p keep. If STORE, write each part's, too."""
-    row_ptr, listed_ptr, num_listed, vocab_size, row_max, temperature = listed
+    num_listed = parts[2]
+    row_max, temperature = row
     total = tl.zeros([PARTS, TOKENS], tl.float32)
     for start in range(0, num_listed, PARTS):
-        part, x = _load_parts(listed, start, PARTS)
+        part, x = _load_parts(parts, start, PARTS)
         z, weight = weigh(x, row_max, temperature)
         weight = tl.where((z >= floor) & (weight >= min_p), weight, 0.0)
         total += weight
@@ -251,17 +256,18 @@ def _filter_kernel(
     tl.store(part_weight_ptr + part, tl.zeros_like(most), mask=exists)
     tl.debug_barrier()  # every thread reads the whole list
 
-    listed = (row_ptr, listed_ptr, num_listed, vocab_size, row_max, temperature)
+    listed = (row_ptr, listed_ptr, num_listed, vocab_size)
+    facts_of_row = (row_max, temperature)
     if by_count:
-        low = _find_threshold(listed, low, high, count, False, SHIFT, MARKS, PARTS)
+        low = _find_threshold(listed, facts_of_row, low, high, count, False, SHIFT, MARKS, PARTS)
         floor = tl.div_rn(_from_order_key(low, SHIFT) - row_max, temperature)
     if top_p < 1.0:
         if by_count:
-            total = _weigh_kept(listed, floor, 0.0, part_weight_ptr, False, PARTS)
-        low = _find_threshold(listed, low, high, top_p * total, True, SHIFT, MARKS, PARTS)
+            total = _weigh_kept(listed, facts_of_row, floor, 0.0, part_weight_ptr, False, PARTS)
+        low = _find_threshold(listed, facts_of_row, low, high, top_p * total, True, SHIFT, MARKS, PARTS)
         floor = tl.maximum(floor, tl.div_rn(_from_order_key(low, SHIFT) - row_max, temperature))
     tl.store(threshold_ptr + row, floor)
-    _weigh_kept(listed, floor, min_p, part_weight_ptr, True, PARTS)
+    _weigh_kept(listed, facts_of_row, floor, min_p, part_weight_ptr, True, PARTS)
     tl.debug_barrier()
     chunk = tl.arange(0, CHUNKS)
     inside = chunk[:, None] * IN_CHUNK + tl.arange(0, IN_CHUNK)[None, :]
