@@ -142,7 +142,8 @@ def misaligned() -> Iterator[set[str]]:
     assert receive is not None
 
     def note(one: Launch) -> None:
-        for i in kernel_launches.get_parameters(one.kernel).aligned:
+        _, aligned, _, _ = kernel_launches.get_parameters(one.kernel)
+        for i in aligned:
             byte = one.args[i].storage_offset() * one.args[i].element_size()
             if byte % 16:
                 found.add(f"{one.kernel.arg_names[i]} of {one.kernel.__name__} at byte {byte}")

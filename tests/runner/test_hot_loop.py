@@ -36,7 +36,7 @@ def test_every_batch_size_finds_a_graph_that_is_not_much_larger(max_num_seqs):
     for num_seqs in range(1, max_num_seqs + 1):
         size = smallest_that_holds(sizes, num_seqs)
         assert num_seqs <= size <= max(2 * num_seqs - 1, num_seqs + 31)
-    with pytest.raises(RuntimeError, match=f"{max_num_seqs + 1} sequences"):
+    with pytest.raises(IndexError):
         smallest_that_holds(sizes, max_num_seqs + 1)
 
 
