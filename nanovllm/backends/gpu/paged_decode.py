@@ -167,9 +167,6 @@ def _split_kernel(
     page_stride,
     token_stride,
     head_stride,
-    page_scales_stride,
-    token_scales_stride,
-    head_scales_stride,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -207,8 +204,7 @@ def _split_kernel(
         page = tl.load(table_ptr + begin // BLOCK_SIZE)
         for start in tl.range(begin, end, TILE):
             place = page.to(tl.int64) * page_stride + head * head_stride + (start % BLOCK_SIZE) * token_stride
-            scale_place = page.to(tl.int64) * page_scales_stride + head * head_scales_stride
-            scale_place += (start % BLOCK_SIZE + key) * token_scales_stride
+            scale_place = (page.to(tl.int64) * tl.num_programs(0) + head) * BLOCK_SIZE + start % BLOCK_SIZE + key
             page = tl.load(table_ptr + (start + TILE) // BLOCK_SIZE, mask=start + TILE < end, other=0)
             valid = start + key < end
             k = tl.load(k_cache_ptr + place + k_offset)

@@ -55,9 +55,6 @@ def _prefill_kernel(
     page_stride,
     token_stride,
     head_stride,
-    page_scales_stride,
-    token_scales_stride,
-    head_scales_stride,
     GROUP: tl.constexpr,
     PADDED_GROUP: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -95,7 +92,6 @@ def _prefill_kernel(
 
     k_tile_ptr = k_cache_ptr + head * head_stride + key[None, :] * token_stride + dim[:, None]
     v_tile_ptr = v_cache_ptr + head * head_stride + key[:, None] * token_stride + dim[None, :]
-    first_scale = head * head_scales_stride + key * token_scales_stride
     table_ptr = block_tables_ptr + seq.to(tl.int64) * table_stride
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -109,7 +105,7 @@ def _prefill_kernel(
     page = tl.load(table_ptr)
     for start in tl.range(0, diagonal, TILE):
         place = page.to(tl.int64) * page_stride + (start % BLOCK_SIZE) * token_stride
-        scale_place = page.to(tl.int64) * page_scales_stride + (start % BLOCK_SIZE) * token_scales_stride + first_scale
+        scale_place = (page.to(tl.int64) * num_kv_heads + head) * BLOCK_SIZE + start % BLOCK_SIZE + key
         page = tl.load(table_ptr + (start + TILE) // BLOCK_SIZE, mask=start + TILE < end, other=0)
         k = tl.load(k_tile_ptr + place)
         v = tl.load(v_tile_ptr + place)
@@ -117,7 +113,7 @@ def _prefill_kernel(
         highest, total, acc = accumulate(q, k, v, scales, scale_log2, True, highest, total, acc, MASKED=False)
     for start in tl.range(diagonal, end, TILE):
         place = page.to(tl.int64) * page_stride + (start % BLOCK_SIZE) * token_stride
-        scale_place = page.to(tl.int64) * page_scales_stride + (start % BLOCK_SIZE) * token_scales_stride + first_scale
+        scale_place = (page.to(tl.int64) * num_kv_heads + head) * BLOCK_SIZE + start % BLOCK_SIZE + key
         page = tl.load(table_ptr + (start + TILE) // BLOCK_SIZE, mask=start + TILE < end, other=0)
         k = tl.load(k_tile_ptr + place)
         # Slots beyond the sequence may be stale, and 0 * NaN is NaN.
