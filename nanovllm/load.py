@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,22 +42,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ModelFiles:
-    """Holds what the files of a model say, the weights aside.
-
-    Attributes:
-        folder: None for a shape alone.
-        weights: the folder of the checkpoint; None for random weights.
-        facts: its end-of-sequence tokens are those of generation_config.json, or else of config.json.
-    """
-
-    folder: Path | None
-    weights: Path | None
-    hf_config: "PretrainedConfig"
-    facts: ModelFacts
-
-
 def load_engine(asked: EngineConfig) -> LLMEngine:
     """Load the model, make the KV cache, and return the engine.
 
@@ -77,32 +61,36 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
 def make_engine(asked: EngineConfig) -> LLMEngine:
     """Load a model and what belongs to it: see `load_engine`. Errors are as short as their places raise them."""
     check_room()
-    files = read_files(asked)
+    folder, weights, hf_config, facts = read_files(asked)
     if asked.data_parallel_size > 1:
         from nanovllm.distributed.replicas import load_replicas
 
-        return load_replicas(asked, files, assemble)
-    config = resolve_options(asked, files.hf_config)
+        return load_replicas(asked, folder, facts, assemble)
+    config = resolve_options(asked, hf_config)
     if config.device == "cpu":
         limit_threads()
     if config.speculative_config is not None and config.speculative_config["method"] == "draft_model":
         from nanovllm.drafts.draft_model import find_draft
 
-        config = find_draft(asked, config, files.folder, find_config)
+        config = find_draft(asked, config, folder, find_config)
     with ThreadPoolExecutor(1) as pool, ExitStack() as on_error:
         # The tokenizer is read beside the weights, whose reading needs little Python.
-        tokenizer_to_be = pool.submit(Tokenizer.find, files.folder, config.max_model_len)
-        runner, allocate_cache = load_runner(config, files.hf_config, files.weights)
+        tokenizer_to_be = pool.submit(Tokenizer.find, folder, config.max_model_len)
+        runner, allocate_cache = load_runner(config, hf_config, weights)
         on_error.callback(runner.close)
         tokenizer = tokenizer_to_be.result()
-        engine = assemble(config, files, tokenizer, runner, allocate_cache())
+        engine = assemble(config, facts, tokenizer, runner, allocate_cache())
         on_error.pop_all()
     logger.info("%s on %s, %s, %s attention", config.model, config.device, config.dtype, config.attention_backend)
     return engine
 
 
-def read_files(asked: EngineConfig) -> ModelFiles:
-    """Find a model, and read its configuration.
+def read_files(asked: EngineConfig) -> "tuple[Path | None, Path | None, PretrainedConfig, ModelFacts]":
+    """Find a model, and read what its files say, the weights aside.
+
+    Returns:
+        The model's folder, None for a shape alone; the folder of its weights, None for random ones; its configuration;
+        and its facts, whose end-of-sequence tokens are those of generation_config.json, or else of config.json.
 
     Raises:
         ValueError: there is no such model, or one that cannot run.
@@ -120,12 +108,12 @@ def read_files(asked: EngineConfig) -> ModelFiles:
     ids = named if isinstance(named, list) else [named]
     eos_token_ids = frozenset(as_integer(i, "the model's eos_token_id") for i in ids if i is not None)
     facts = ModelFacts(hf_config.hidden_size, can_generate, eos_token_ids, default_params, folder or source)
-    return ModelFiles(folder, weights, hf_config, facts)
+    return folder, weights, hf_config, facts
 
 
 def assemble(
     config: ResolvedConfig,
-    files: ModelFiles,
+    facts: ModelFacts,
     tokenizer: Tokenizer | None,
     runner: "ModelRunner | LeadingRunner",
     num_blocks: int,
@@ -133,7 +121,7 @@ def assemble(
 ) -> LLMEngine:
     """Put an engine together around a runner whose KV cache has so many blocks."""
     own = set() if tokenizer is None else {tokenizer.transformers.eos_token_id}
-    eos_token_ids = (files.facts.eos_token_ids | own).intersection(range(config.vocab_size))
+    eos_token_ids = (facts.eos_token_ids | own).intersection(range(config.vocab_size))
     parser = load_parser(config, tokenizer)
     scheduler, observers = make_scheduler(config, runner, num_blocks, tokenizer)
 
@@ -146,7 +134,7 @@ def assemble(
         config,
         runner,
         scheduler,
-        replace(files.facts, eos_token_ids=eos_token_ids),
+        replace(facts, eos_token_ids=eos_token_ids),
         make_editor=make_editor,
         tokenizer=tokenizer,
         observers=observers,

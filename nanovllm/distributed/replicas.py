@@ -27,6 +27,7 @@ from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import wait
 from operator import attrgetter
+from pathlib import Path
 from subprocess import TimeoutExpired
 from typing import Any
 
@@ -38,7 +39,7 @@ from nanovllm.distributed.follower_process import describe_end, start_process
 from nanovllm.distributed.replica import ABORT, Start
 from nanovllm.engine.claim import Claim
 from nanovllm.engine.interfaces import StepObserver
-from nanovllm.engine.llm_engine import OPEN_RUN, LLMEngine
+from nanovllm.engine.llm_engine import OPEN_RUN, LLMEngine, ModelFacts
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import Output
 from nanovllm.text.tokenizer import Tokenizer
@@ -368,11 +369,13 @@ class ReplicatedEngine(LLMEngine):
         return dict(sums)
 
 
-def load_replicas(asked: EngineConfig, files: Any, assemble: Callable[..., LLMEngine]) -> LLMEngine:
+def load_replicas(
+    asked: EngineConfig, folder: Path | None, facts: ModelFacts, assemble: Callable[..., LLMEngine]
+) -> LLMEngine:
     """Start the replicas, and return the engine that deals requests out to them.
 
     Args:
-        files: what the model's files say: a `ModelFiles`.
+        folder, facts: the model's, as load.py reads them.
         assemble: load.py's function.
 
     Raises:
@@ -387,8 +390,8 @@ def load_replicas(asked: EngineConfig, files: Any, assemble: Callable[..., LLMEn
         first: Any = group.replicas[0]
         # Drafts are the replicas' business.
         config = replace(first.config, data_parallel_size=asked.data_parallel_size, speculative_config=None)
-        tokenizer = Tokenizer.find(files.folder, config.max_model_len)
-        engine = assemble(config, files, tokenizer, group, first.stats["num_blocks"], ReplicatedEngine)
+        tokenizer = Tokenizer.find(folder, config.max_model_len)
+        engine = assemble(config, facts, tokenizer, group, first.stats["num_blocks"], ReplicatedEngine)
     except BaseException:
         group.close()
         raise
