@@ -72,13 +72,14 @@ def test_a_staging_buffer_is_written_only_after_the_copy_out_of_it(monkeypatch):
             self.number = len([entry for entry in log if entry[0] == "made"])
             log.append(("made", self.number))
 
-        def record(self):
+        def record(self, stream):
             log.append(("recorded", self.number))
 
         def synchronize(self):
             log.append(("waited", self.number))
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch, "zeros", lambda *sizes, pin_memory=False, **options: zeros(*sizes, **options))
     staging = PinnedStaging(16, torch.device("meta"))  # a device that keeps nothing: only the order counts
     for step in range(5):
