@@ -118,6 +118,9 @@ def run_engine(args: argparse.Namespace, workload: Workload, vocab_size: int, de
         run(workload.warm_up(vocab_size))
         recorder = Recorder(device)
         llm.observe(recorder)
+        has_ranks = args.tensor_parallel_size * args.pipeline_parallel_size > 1
+        if has_ranks:
+            recorder.time_commands(llm)
         before = llm.stats()
         warm = time.perf_counter()
         num_output_tokens = run(workload)
@@ -130,9 +133,7 @@ def run_engine(args: argparse.Namespace, workload: Workload, vocab_size: int, de
             "num_output_tokens": num_output_tokens,
             "num_preemptions": stats["num_preemptions"],
             "num_cached_tokens": stats["num_cached_tokens"],
-            "channel_us_per_step": 1e6 * recorder.command_seconds / stats["num_steps"]
-            if args.tensor_parallel_size * args.pipeline_parallel_size > 1
-            else None,
+            "channel_us_per_step": 1e6 * recorder.command_seconds / stats["num_steps"] if has_ranks else None,
             "recorder": recorder,
         }
 

@@ -1,7 +1,9 @@
 """The record of a measured run: its steps, and the commit that it was made at."""
 
 import subprocess
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,10 +36,21 @@ class Recorder:
         host = sum(seconds for name, _, seconds in clock.spans if name not in ("wait", "draft"))
         self.device_seconds.append(device)
         self.host_seconds.append(host - device if self._launch_computes else host)
-        self.command_seconds += result.command_seconds
 
     def close(self) -> None:
         pass
+
+    def time_commands(self, llm: Any) -> None:
+        """From now on, count in command_seconds how long rank 0 of several takes to send plans to the others."""
+        followers = llm.engine.runner._followers
+        send = followers.send
+
+        def send_timed(message: Any) -> None:
+            since = time.perf_counter()
+            send(message)
+            self.command_seconds += time.perf_counter() - since
+
+        followers.send = send_timed
 
 
 def make_inputs(num_seqs: int, query_len: int, seq_len: int, block_tables: Tensor) -> StepInputs:

@@ -25,7 +25,7 @@ from nanovllm.models.model_config import load_model_config
 from nanovllm.models.shapes import PRESETS, preset_config
 from nanovllm.models.sizes import Sizes
 from nanovllm.quantized.checkpoints import ScaledFloat8, find_format
-from nanovllm.quantized.formats import Format, RawTensor
+from nanovllm.quantized.formats import Format
 
 SHARD = 1 << 30
 """Bytes of a file."""
@@ -95,28 +95,28 @@ def _draw_tensors(shapes: dict[str, tuple[int, ...]], format: Format | None) -> 
             yield name, value.fill_(1) if len(shape) == 1 else value.normal_(0, DEVIATION)
             continue
         names = {f"{prefix}.{suffix}" for suffix in (format.suffixes[0], "g_idx")}
-        for suffix, raw in format.list_tensors(prefix, names, *shape).items():
-            yield f"{prefix}.{suffix}", _draw(suffix, raw, format, shape)
+        for suffix, (own, dtypes) in format.list_tensors(prefix, names, *shape).items():
+            yield f"{prefix}.{suffix}", _draw(suffix, own, dtypes, format, shape)
 
 
-def _draw(suffix: str, raw: RawTensor, format: Format, shape: tuple[int, ...]) -> Tensor:
-    """Return random values for one of the tensors that make a matrix of this shape, [out, in]."""
+def _draw(suffix: str, own: tuple[int, ...], dtypes: tuple[str, ...], format: Format, shape: tuple[int, ...]) -> Tensor:
+    """Return random values, in their own shape, for one of the tensors that make a matrix of this shape, [out, in]."""
     if suffix == "weight_shape":
         return torch.tensor(shape)
     if suffix == "g_idx":
         return torch.arange(shape[1], dtype=torch.int32) // (format.group_size or shape[1])
     if "scale" in suffix:
         most = 448 if isinstance(format, ScaledFloat8) else 2 ** (format.bits - 1)
-        return torch.full(raw.shape, DEVIATION * math.sqrt(3) / most).half()  # the deviation of equally likely codes
-    if "F8_E4M3" in raw.dtypes:
-        return torch.empty(raw.shape).uniform_(-448, 448).to(torch.float8_e4m3fn)
-    if "I8" in raw.dtypes:
-        return torch.randint(-127, 128, raw.shape, dtype=torch.int8)
+        return torch.full(own, DEVIATION * math.sqrt(3) / most).half()  # the deviation of equally likely codes
+    if "F8_E4M3" in dtypes:
+        return torch.empty(own).uniform_(-448, 448).to(torch.float8_e4m3fn)
+    if "I8" in dtypes:
+        return torch.randint(-127, 128, own, dtype=torch.int8)
     if suffix == "qzeros" and not format.has_zeros:  # GPTQ stores the middle of the range, less one
-        return torch.full(raw.shape, 0x77777777 if format.bits == 4 else 0x7F7F7F7F, dtype=torch.int32)
+        return torch.full(own, 0x77777777 if format.bits == 4 else 0x7F7F7F7F, dtype=torch.int32)
     if suffix == "qzeros":
-        return 0x77777777 + (torch.randint(0, 2**31, raw.shape, dtype=torch.int32) & 0x11111111)  # each one is 7 or 8
-    return torch.randint(-(2**31), 2**31, raw.shape).to(torch.int32)
+        return 0x77777777 + (torch.randint(0, 2**31, own, dtype=torch.int32) & 0x11111111)  # each one is 7 or 8
+    return torch.randint(-(2**31), 2**31, own).to(torch.int32)
 
 
 def main() -> None:

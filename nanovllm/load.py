@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,28 +42,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ModelFiles:
-    """Holds what the files of a model say, the weights aside.
-
-    Attributes:
-        folder: None for a shape alone.
-        weights: the folder of the checkpoint; None for random weights.
-        source: where config.json comes from.
-        has_lm_head: whether the model can generate. If not, it can only embed.
-        eos_token_id: one id or several, as generation_config.json has them, or else config.json.
-        default_params: the parameters that generation_config.json asks for.
-    """
-
-    folder: Path | None
-    weights: Path | None
-    source: str
-    hf_config: "PretrainedConfig"
-    has_lm_head: bool
-    eos_token_id: Any
-    default_params: SamplingParams
-
-
 def load_engine(asked: EngineConfig) -> LLMEngine:
     """Load the model, make the KV cache, and return the engine.
 
@@ -83,32 +61,36 @@ def load_engine(asked: EngineConfig) -> LLMEngine:
 def make_engine(asked: EngineConfig) -> LLMEngine:
     """Load a model and what belongs to it: see `load_engine`. Errors are as short as their places raise them."""
     check_room()
-    files = read_files(asked)
+    folder, weights, hf_config, facts = read_files(asked)
     if asked.data_parallel_size > 1:
         from nanovllm.distributed.replicas import load_replicas
 
-        return load_replicas(asked, files, assemble)
-    config = resolve_options(asked, files.hf_config)
+        return load_replicas(asked, folder, facts, assemble)
+    config = resolve_options(asked, hf_config)
     if config.device == "cpu":
         limit_threads()
     if config.speculative_config is not None and config.speculative_config["method"] == "draft_model":
         from nanovllm.drafts.draft_model import find_draft
 
-        config = find_draft(asked, config, files.folder, find_config)
+        config = find_draft(asked, config, folder, find_config)
     with ThreadPoolExecutor(1) as pool, ExitStack() as on_error:
         # The tokenizer is read beside the weights, whose reading needs little Python.
-        tokenizer_to_be = pool.submit(Tokenizer.find, files.folder, config.max_model_len)
-        runner, allocate_cache = load_runner(config, files.hf_config, files.weights)
+        tokenizer_to_be = pool.submit(Tokenizer.find, folder, config.max_model_len)
+        runner, allocate_cache = load_runner(config, hf_config, weights)
         on_error.callback(runner.close)
         tokenizer = tokenizer_to_be.result()
-        engine = assemble(config, files, tokenizer, runner, allocate_cache())
+        engine = assemble(config, facts, tokenizer, runner, allocate_cache())
         on_error.pop_all()
     logger.info("%s on %s, %s, %s attention", config.model, config.device, config.dtype, config.attention_backend)
     return engine
 
 
-def read_files(asked: EngineConfig) -> ModelFiles:
-    """Find a model, and read its configuration.
+def read_files(asked: EngineConfig) -> "tuple[Path | None, Path | None, PretrainedConfig, ModelFacts]":
+    """Find a model, and read what its files say, the weights aside.
+
+    Returns:
+        The model's folder, None for a shape alone; the folder of its weights, None for random ones; its configuration;
+        and its facts, whose end-of-sequence tokens are those of generation_config.json, or else of config.json.
 
     Raises:
         ValueError: there is no such model, or one that cannot run.
@@ -122,20 +104,24 @@ def read_files(asked: EngineConfig) -> ModelFiles:
     if not can_generate:
         hf_config.tie_word_embeddings = True  # then the decoder allocates no head
     generation, default_params = read_generation_config(folder)
-    eos_token_id = {**data, **generation}.get("eos_token_id")
-    return ModelFiles(folder, weights, source, hf_config, can_generate, eos_token_id, default_params)
+    named = {**data, **generation}.get("eos_token_id")  # one id or several
+    ids = named if isinstance(named, list) else [named]
+    eos_token_ids = frozenset(as_integer(i, "the model's eos_token_id") for i in ids if i is not None)
+    facts = ModelFacts(hf_config.hidden_size, can_generate, eos_token_ids, default_params, folder or source)
+    return folder, weights, hf_config, facts
 
 
 def assemble(
     config: ResolvedConfig,
-    files: ModelFiles,
+    facts: ModelFacts,
     tokenizer: Tokenizer | None,
     runner: "ModelRunner | LeadingRunner",
     num_blocks: int,
     engine_class: Callable[..., LLMEngine] = LLMEngine,
 ) -> LLMEngine:
     """Put an engine together around a runner whose KV cache has so many blocks."""
-    eos_token_ids = find_eos_token_ids(files.eos_token_id, tokenizer, config.vocab_size)
+    own = set() if tokenizer is None else {tokenizer.transformers.eos_token_id}
+    eos_token_ids = (facts.eos_token_ids | own).intersection(range(config.vocab_size))
     parser = load_parser(config, tokenizer)
     scheduler, observers = make_scheduler(config, runner, num_blocks, tokenizer)
 
@@ -144,18 +130,11 @@ def assemble(
 
         return Editing(config, tokenizer, eos_token_ids, parser.thinking if parser is not None else None)
 
-    facts = ModelFacts(
-        embedding_size=files.hf_config.hidden_size,
-        has_lm_head=files.has_lm_head,
-        eos_token_ids=eos_token_ids,
-        default_params=files.default_params,
-        origin=files.folder or files.source,
-    )
     return engine_class(
         config,
         runner,
         scheduler,
-        facts,
+        replace(facts, eos_token_ids=eos_token_ids),
         make_editor=make_editor,
         tokenizer=tokenizer,
         observers=observers,
@@ -313,12 +292,3 @@ def read_generation_config(folder: Path | None) -> tuple[dict[str, Any], Samplin
         return generation, SamplingParams.from_generation_config(generation)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-
-
-def find_eos_token_ids(named: Any, tokenizer: Tokenizer | None, vocab_size: int) -> frozenset[int]:
-    """Return the end-of-sequence ids: those that the model's files name, one or a list, and the tokenizer's."""
-    ids = [*(named if isinstance(named, list) else [named])]
-    if tokenizer is not None:
-        ids.append(tokenizer.transformers.eos_token_id)
-    known = (as_integer(i, "the model's eos_token_id") for i in ids if i is not None)
-    return frozenset(i for i in known if 0 <= i < vocab_size)

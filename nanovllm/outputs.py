@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
+from operator import itemgetter, methodcaller
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 if TYPE_CHECKING:
@@ -89,6 +90,16 @@ def _make_plain(value: Any) -> Any:
     return value.tolist() if hasattr(value, "tolist") else value
 
 
+def _key(name: str) -> Any:
+    """Return a property that reads a key of a dict."""
+    return property(itemgetter(name))
+
+
+def _optional(name: str) -> Any:
+    """Return a property that reads a key which a dict may lack; then the property is None."""
+    return property(methodcaller("get", name))
+
+
 class _OfPrompt(dict[str, Any]):
     """The keys that Output and Embedding share."""
 
@@ -98,17 +109,13 @@ class _OfPrompt(dict[str, Any]):
         """Return plain values for JSON, pandas and parquet: {id: log-probability} becomes a list of dicts."""
         return {name: _make_plain(value) for name, value in self.items()}
 
-    @property
-    def prompt_token_ids(self) -> list[int]:
-        return self["prompt_token_ids"]  # type: ignore[no-any-return]
+    prompt_token_ids: list[int] = _key("prompt_token_ids")
 
-    @property
-    def num_cached_tokens(self) -> int:
-        """Number of tokens of the prompt that were in the prefix cache when the request first began to run.
+    num_cached_tokens: int = _key("num_cached_tokens")
+    """Number of tokens of the prompt that were in the prefix cache when the request first began to run.
 
-        It depends on the order in which requests ran, and so on the option `order`.
-        """
-        return self["num_cached_tokens"]  # type: ignore[no-any-return]
+    It depends on the order in which requests ran, and so on the option `order`.
+    """
 
 
 class _Generated(dict[str, Any]):
@@ -116,39 +123,27 @@ class _Generated(dict[str, Any]):
 
     __slots__ = ()
 
-    @property
-    def text(self) -> str:
-        """The text, without the end-of-sequence token or stop string that ended it; "" if there is no tokenizer."""
-        return self["text"]  # type: ignore[no-any-return]
+    text: str = _key("text")
+    """The text, without the end-of-sequence token or stop string that ended it; "" if there is no tokenizer."""
 
-    @property
-    def token_ids(self) -> list[int]:
-        """The token ids, with the end-of-sequence token or the tokens of the stop string that ended them."""
-        return self["token_ids"]  # type: ignore[no-any-return]
+    token_ids: list[int] = _key("token_ids")
+    """The token ids, with the end-of-sequence token or the tokens of the stop string that ended them."""
 
-    @property
-    def finish_reason(self) -> FinishReason:
-        return self["finish_reason"]  # type: ignore[no-any-return]
+    finish_reason: FinishReason = _key("finish_reason")
 
-    @property
-    def stop_reason(self) -> int | str | None:
-        """The stop token id or the stop string that ended it; None if the model's end-of-sequence token did."""
-        return self.get("stop_reason")
+    stop_reason: int | str | None = _optional("stop_reason")
+    """The stop token id or the stop string that ended it; None if the model's end-of-sequence token did."""
 
-    @property
-    def reasoning(self) -> str | None:
-        """The thinking before the text; None if it did not think, or without the option reasoning_parser."""
-        return self.get("reasoning")
+    reasoning: str | None = _optional("reasoning")
+    """The thinking before the text; None if it did not think, or without the option reasoning_parser."""
 
     @property
     def tool_calls(self) -> list[dict[str, Any]]:
         """The calls of tools in the answer, in OpenAI's form; [] without the option tool_call_parser."""
         return self.get("tool_calls", [])  # type: ignore[no-any-return]
 
-    @property
-    def logprobs(self) -> list[dict[int, Logprob]] | None:
-        """For each token, {id: log-probability} of itself and of the k likeliest, before temperature and filters."""
-        return self.get("logprobs")
+    logprobs: list[dict[int, Logprob]] | None = _optional("logprobs")
+    """For each token, {id: log-probability} of itself and of the k likeliest, before temperature and filters."""
 
     @property
     def cumulative_logprob(self) -> float | None:
@@ -163,9 +158,7 @@ class Completion(_Generated):
 
     __slots__ = ()
 
-    @property
-    def index(self) -> int:
-        return self["index"]  # type: ignore[no-any-return]
+    index: int = _key("index")
 
 
 class Output(_OfPrompt, _Generated):
@@ -183,20 +176,14 @@ class Output(_OfPrompt, _Generated):
 
     metrics: RequestMetrics
 
-    @property
-    def prompt(self) -> str | None:
-        """The text of the prompt; None if it was given as token ids."""
-        return self.get("prompt")
+    prompt: str | None = _optional("prompt")
+    """The text of the prompt; None if it was given as token ids."""
 
-    @property
-    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
-        """As `logprobs`, for the tokens of the prompt. Tokens that were not scored have None; so has the first one."""
-        return self.get("prompt_logprobs")
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = _optional("prompt_logprobs")
+    """As `logprobs`, for the tokens of the prompt. Tokens that were not scored have None; so has the first one."""
 
-    @property
-    def error(self) -> str | None:
-        """The reason, if finish_reason is "error"."""
-        return self.get("error")
+    error: str | None = _optional("error")
+    """The reason, if finish_reason is "error"."""
 
     @property
     def outputs(self) -> list[Completion]:
@@ -234,10 +221,8 @@ class Embedding(_OfPrompt):
 
     __slots__ = ()
 
-    @property
-    def embedding(self) -> "NDArray[np.float32]":
-        """float32 [dimensions]."""
-        return self["embedding"]  # type: ignore[no-any-return]
+    embedding: "NDArray[np.float32]" = _key("embedding")
+    """float32 [dimensions]."""
 
     @property
     def outputs(self) -> "Embedding":

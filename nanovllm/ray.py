@@ -101,10 +101,6 @@ class RayLLM:
         self._params = sampling_params or self._llm.get_default_sampling_params()
         self._no_output = _NO_EMBEDDING if self._params.embed else _NO_OUTPUT
 
-    def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Run `generate`. In a pool of `actors`, Ray calls it in several threads at a time."""
-        return self.generate(batch)
-
     def generate(self, batch: Mapping[str, Any]) -> dict[str, Any]:
         """Complete the rows of a batch, and return it with the columns added. Many threads may call it at a time.
 
@@ -129,6 +125,9 @@ class RayLLM:
         for position, output in self._engine.stream(prepare_requests()):
             running[position] |= _read_columns(output)
         return {**batch, **{name: [result[name] for result in results] for name in self._no_output}}
+
+    __call__ = generate
+    """In a pool of `actors`, Ray calls it in several threads at a time."""
 
     def _prepare(self, row: Mapping[str, Any]) -> Request:
         """Return the request of a row. Raises a TypeError or a ValueError if the row is bad."""

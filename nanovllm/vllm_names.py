@@ -114,14 +114,19 @@ _ONE_ADAPTER = "one adapter is merged when the model is loaded: LLM(model, lora=
 _TEXT_ALONE = "a prompt is text or token ids, without images, videos or sounds"
 _TRACE = "LLM(model, trace='steps.json') writes what every step did"
 _EMBED = "embed(prompts, dimensions=..., normalize=...) has these as arguments"
-_NO_HEAD = (
-    "models with a head of their own, for classes or rewards, are not run; score(prompts, labels) tells how likely"
-)
+_NO_HEAD = "models with a head for classes or rewards are not run; score(prompts, labels) tells how likely they are"
 _ONE_ENGINE = "one engine has one process, which answers many threads and asyncio tasks through LLM.submit"
-_STEPS = "an LLM has add_request, step and is_finished itself, and stream(prompts) yields each request as it ends"
 _LISTED = "docs/porting.md lists the names of vLLM's that are taken"
 
 HINTS: Mapping[str, str] = {
+    # names of several kinds
+    **dict.fromkeys(("enable_prompt_embeds", "mm_processor_kwargs"), _TEXT_ALONE),
+    **dict.fromkeys(("multimodal", "image", "audio", "video", "EmbedsPrompt"), _TEXT_ALONE),
+    **dict.fromkeys(("enable_lora", "lora_request", "lora", "LoRARequest"), _ONE_ADAPTER),
+    **dict.fromkeys(("profiler_config", "start_profile", "stop_profile", "ProfilerConfig"), _TRACE),
+    **dict.fromkeys(("PoolingParams", "pooling_params", "PoolerConfig", "PoolingRequestOutput"), _EMBED),
+    **dict.fromkeys(("classify", "reward", "ClassificationRequestOutput", "ClassificationOutput"), _NO_HEAD),
+    **dict.fromkeys(("ScoringRequestOutput", "ScoringOutput"), _NO_HEAD),
     # values of options and fields
     "best_of": "ask for n=best_of and logprobs=0, and choose by cumulative_logprob",
     "use_beam_search": "n=8 and logprobs=0 give samples with log-probabilities",
@@ -132,30 +137,22 @@ HINTS: Mapping[str, str] = {
     "structural_tag": "write the form as a grammar",
     **dict.fromkeys(("whitespace_pattern", "disable_any_whitespace"), _NO_SPACE),
     "disable_additional_properties": 'write "additionalProperties": false into the schema',
-    "enable_prompt_embeds": _TEXT_ALONE,
-    "enable_lora": _ONE_ADAPTER,
     "tokenizer": "put the other tokenizer's files into a copy of the model's folder",
     **dict.fromkeys(("hf_overrides", "rope_scaling"), _COPY),
     "override_generation_config": "give the values to SamplingParams",
     **dict.fromkeys(("task", "runner", "convert"), _OTHER_WORK),
     "pooler_config": "a vector is the hidden state of the last token: docs/embeddings.md",
-    "profiler_config": _TRACE,
     # arguments of methods
-    "lora_request": _ONE_ADAPTER,
-    "pooling_params": _EMBED,
     "prompt_token_ids": "lists of token ids are prompts: generate([[1, 2, 3]])",
     "tags": "wake_up() brings back the weights and the KV cache together",
-    "mm_processor_kwargs": _TEXT_ALONE,
     "tokenization_kwargs": "tokenise with get_tokenizer(), and pass token ids",
     # methods and attributes of vLLM's LLM
     "beam_search": "generate(prompts, SamplingParams(n=8, logprobs=0)) samples completions, with log-probabilities",
     "encode": "embed(prompts) gives vectors, and get_tokenizer().encode gives token ids",
-    **dict.fromkeys(("classify", "reward"), _NO_HEAD),
     "collective_rpc": "the ranks take no calls: make the change in this process, or in the model's folder",
     "apply_model": "llm.engine.runner.model is the model of one device; several ranks take no calls",
     "llm_engine": "`llm.engine` is the engine, with methods of its own; add_request, step and is_finished are llm's",
     "get_metrics": "stats() has the counts",
-    **dict.fromkeys(("start_profile", "stop_profile"), _TRACE),
     "preprocess_chat": "render_chat(messages) returns the prompt and its token ids",
     "abort_request": "leave the iterator of stream() early: requests that still run are aborted",
     **dict.fromkeys(("enqueue", "enqueue_chat", "wait_for_completion"), "submit(prompt) returns a future at once"),
@@ -166,15 +163,9 @@ HINTS: Mapping[str, str] = {
     "ps": "the processes of the other ranks belong to llm.engine.runner",
     # modules, and names in them
     **dict.fromkeys(("AsyncLLMEngine", "AsyncLLM", "AsyncEngineArgs", "async_llm_engine"), _ONE_ENGINE),
-    "LLMEngine": _STEPS,
-    **dict.fromkeys(("lora", "LoRARequest"), _ONE_ADAPTER),
-    **dict.fromkeys(("multimodal", "image", "audio", "video", "EmbedsPrompt"), _TEXT_ALONE),
-    **dict.fromkeys(("PoolingParams", "pooling_params", "PoolerConfig", "PoolingRequestOutput"), _EMBED),
-    **dict.fromkeys(("ClassificationRequestOutput", "ClassificationOutput"), _NO_HEAD),
-    **dict.fromkeys(("ScoringRequestOutput", "ScoringOutput"), _NO_HEAD),
+    "LLMEngine": "an LLM has add_request, step and is_finished itself; stream(prompts) yields each request as it ends",
     **dict.fromkeys(("KVTransferConfig", "kv_transfer", "kv_events"), "the KV cache stays within one engine"),
     "BeamSearchParams": "SamplingParams(n=8, logprobs=0) samples completions, with log-probabilities",
-    "ProfilerConfig": _TRACE,
     "v1": f"these are vLLM's inner classes; LLM.stats() has counts, LLM.observe sees each step; {_ONE_ENGINE}",
     "entrypoints": "there is no server: `nanovllm run-batch` answers a file, and LLM is in nanovllm itself",
     "parallel_state": "each rank is a process that LLM(model, tensor_parallel_size=n) starts itself, without torchrun",
@@ -188,9 +179,8 @@ HINTS: Mapping[str, str] = {
     "logger": "logging.getLogger of Python's own logging",
     **dict.fromkeys(("VllmConfig", "ModelConfig", "CompilationConfig", "AttentionConfig"), _LISTED),
     **dict.fromkeys(("forward_context", "plugins", "attention", "worker", "executor", "triton_utils"), _LISTED),
-    **dict.fromkeys(
-        ("network_utils", "print_utils", "async_utils", "weight_transfer", "StatelessProcessGroup"), _LISTED
-    ),
+    **dict.fromkeys(("network_utils", "print_utils", "async_utils", "weight_transfer"), _LISTED),
+    "StatelessProcessGroup": _LISTED,
 }
 """The advice for each name that a script may give and that we do not have, or only with other values."""
 
@@ -217,9 +207,8 @@ def translate_options(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
         value = options[name]
         if isinstance(value, str | int):
             options[name] = SYNONYMS[name].get(value, value)
-    refuse_sampling(
-        {name: value for name, value in options.items() if name not in EngineOptions.__annotations__}, "LLM"
-    )
+    unknown = {name: value for name, value in options.items() if name not in EngineOptions.__annotations__}
+    refuse_sampling(unknown, "LLM")
     return options
 
 

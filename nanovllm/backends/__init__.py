@@ -5,8 +5,9 @@ from pkgutil import resolve_name
 import torch
 from torch import Tensor
 
-from nanovllm.backends.base import Backend
-from nanovllm.ops.attention import CacheSize, KVCache
+from nanovllm.backends.base import Backend as Backend  # "as": others import it from here
+from nanovllm.ops.attention import CacheSize as CacheSize
+from nanovllm.ops.attention import KVCache as KVCache
 
 _CLASSES = {
     "flash_attn": {"cuda": "nanovllm.backends.gpu.flash_attn_backend:FlashAttnBackend"},
@@ -45,14 +46,3 @@ def make_backend(name: str, device: torch.device | str = "cpu") -> Backend:
     if kind is None:
         raise ValueError(f"the {name} backend does not run on {device}")
     return kind(device)
-
-
-__all__ = [
-    "NAMES",
-    "Backend",
-    "CacheSize",
-    "KVCache",
-    "LayerCache",
-    "find_backend",
-    "make_backend",
-]

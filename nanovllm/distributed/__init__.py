@@ -6,8 +6,8 @@ process that runs worker.py. The engine sees a runner as any other: `LeadingRunn
 Who sends what to whom, if each rank has a share of every layer (tensor parallelism):
 
     rank 0                                                                  each follower r
-    FollowerProcess  -- socket --> start: options, model, rank (JSON) -->   worker.main
-    FollowerProcess  <-- socket -- stage reached | traceback | sign of life (a line each)
+    FollowerProcess  -- socket --> start: options, model, rank -->          worker.main
+    FollowerProcess  <-- socket -- stage reached | traceback | sign of life
     GroupParallel    <-- a folder of files: the address of each rank -->    GroupParallel     once, to connect
     LeadingRunner    -- ring in shared memory --> StepPlan, every step -->  worker.follow     empty: the end
     ModelRunner      <-- all-reduce: partial sums of each layer -->         ModelRunner       NCCL or gloo
@@ -40,7 +40,7 @@ own (backends/gpu/links.py). So back 1 is launched with front 3, and front 4 is 
 tokens: the device has them when front 4 begins. The engine keeps four steps in flight.
 
 Between the arrows a step that only decodes is a CUDA graph: one in each stage, and one for rank 0's back
-(stage_inputs.py).
+(`StageInputs` in pipeline.py).
 
 What happens when a rank dies:
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote
 
 import torch
@@ -18,6 +18,8 @@ from nanovllm.utils.integers import ceil_div
 
 if TYPE_CHECKING:
     from nanovllm.backends.gpu.links import Link
+
+T = TypeVar("T")
 
 LOOPBACK = "127.0.0.1"
 TIMEOUT = timedelta(minutes=30)
@@ -132,10 +134,11 @@ class GroupParallel(Parallel):
             raise PeerLostError(f"rank {self.rank} could not meet its peers: {error}") from error
 
     def _connect_links(self, meeting: Path) -> None:
-        from nanovllm.backends.gpu.links import Link, list_links
+        from nanovllm.backends.gpu.links import Link
 
         x = torch.zeros(1, device=self._device)
-        for ends in list_links(self.size):
+        for sender in range(self.size):  # rank 0 comes first and last, so nobody waits in a circle
+            ends = (sender, (sender + 1) % self.size)
             if self.rank in ends:
                 store = FolderStore(meeting, CONNECT_TIMEOUT, "link {} {} ".format(*ends))
                 link = Link(self._make_group(store, ends.index(self.rank), 2), self._device)
@@ -191,13 +194,9 @@ class GroupParallel(Parallel):
             What `end_send` takes; None if there is nothing to wait for, as with NCCL, where only streams wait.
         """
         near = self._make_reachable(x)
-        try:
-            if self._has_links:
-                self._links[self.rank, rank].send(near)
-                return None
-            return self._group.send([near], rank, 0), near
-        except RuntimeError as error:
-            raise PeerLostError(f"rank {self.rank} lost its peers: {error}") from error
+        if self._has_links:
+            return self._try(lambda: self._links[self.rank, rank].send(near))
+        return self._try(lambda: self._group.send([near], rank, 0)), near
 
     def end_send(self, sent: tuple[Any, Tensor]) -> None:
         """Wait until the receiver has taken what `start_send` sends."""
@@ -207,10 +206,7 @@ class GroupParallel(Parallel):
         """Return the next tensor that another rank sends here: the host waits for gloo's, the current stream for
         NCCL's."""
         if self._has_links:
-            try:
-                return self._links[rank, self.rank].receive(shape, dtype)
-            except RuntimeError as error:
-                raise PeerLostError(f"rank {self.rank} lost its peers: {error}") from error
+            return self._try(lambda: self._links[rank, self.rank].receive(shape, dtype))
         x = torch.empty(shape, dtype=dtype)
         self._finish(lambda: self._group.recv([x], rank, 0))
         return x.to(self._device)
@@ -229,10 +225,14 @@ class GroupParallel(Parallel):
 
         NCCL returns no work to wait for: the collective is on the current stream already.
         """
+        work = self._try(start)
+        if work is not None:
+            self._try(work.wait)
+
+    def _try(self, call: Callable[[], T]) -> T:
+        """Return what `call` returns. If it fails, raise a PeerLostError."""
         try:
-            work = start()
-            if work is not None:
-                work.wait()
+            return call()
         except RuntimeError as error:
             raise PeerLostError(f"rank {self.rank} lost its peers: {error}") from error
 

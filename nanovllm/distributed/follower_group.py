@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,8 +80,8 @@ class FollowerGroup:
             self._ring = make_ring(config, ring_fd)
             num_threads = torch.get_num_threads() if torch.device(config.device).type == "cpu" else None
             for rank, start in zip(ranks, starts, strict=True):
-                start |= {"ring_fd": ring_fd, "meeting": str(self.meeting)}
-                follower = FollowerProcess(rank, start, ring_fd, num_threads)
+                start |= {"ring_fd": ring_fd, "meeting": self.meeting}
+                follower = FollowerProcess(start, num_threads)
                 self._followers.append(follower)
                 thread = threading.Thread(target=self._watch, args=(follower,), daemon=True, name=f"watch-{rank}")
                 thread.start()
@@ -107,7 +107,7 @@ class FollowerGroup:
                         follower.stages.add(report["stage"])
                         self._changed.notify_all()
                 elif "span" in report:
-                    self.spans.append(StageSpan(*report["span"]))
+                    self.spans.append(report["span"])
                 elif report:
                     self._fail(follower, report["error"], report["is_cause"])
                 if self._deadline is not None and time.monotonic() > self._deadline:
@@ -207,7 +207,7 @@ class FollowerGroup:
     # ---- telling followers what to do
 
     def send(self, message: IntArray) -> None:
-        """Send a packed plan, or an announced command, to all followers; raises as `raise_failure` does."""
+        """Send a packed plan, or a command, to all followers; raises as `raise_failure` does."""
         self.raise_failure()
         self._ring.write(message, self.raise_failure)
 
@@ -250,18 +250,18 @@ class FollowerGroup:
             if follower.process.poll() is None:
                 logger.error("rank %d, process %d, cannot be killed", follower.rank, follower.process.pid)
             else:
-                follower.socket.close()
+                follower.connection.close()
         shutil.rmtree(self.meeting, ignore_errors=True)
 
 
 def make_start_message(
     config: ResolvedConfig, hf_config: "PretrainedConfig", folder: Path | None, rank: int
 ) -> dict[str, Any]:
-    """Return what a follower must know to load its share of the model, ready for JSON: see `worker.follow`."""
+    """Return what a follower must know to load its share of the model: see `worker.follow`."""
     device = str(choose_device(torch.device(config.device), rank))
     return {
         "rank": rank,
-        "config": asdict(replace(config, device=device)),
-        "hf_config": json.loads(hf_config.to_json_string(use_diff=False)),
-        "folder": None if folder is None else str(folder),
+        "config": replace(config, device=device),
+        "hf_config": json.loads(hf_config.to_json_string(use_diff=False)),  # without classes, which would import torch
+        "folder": folder,
     }

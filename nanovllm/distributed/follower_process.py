@@ -1,13 +1,19 @@
-"""One follower as rank 0 sees it: a process, and the socket on which it reports. Replicas are started here, too."""
+"""One follower as rank 0 sees it: a process, and the socket on which it reports.
 
-import json
+Followers and replicas are started here. Each is a program of this folder with a socket to the user's process, over
+which objects go as pickles.
+"""
+
+import faulthandler
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any
 
 SILENCE = 60
@@ -20,21 +26,51 @@ COMMAND = "import sys; fd, *sys.path = sys.argv[1:]; from nanovllm.distributed.{
 """The folders to import from are arguments, because PYTHONPATH cannot hold a folder with a colon in its name."""
 
 
-def start_process(program: str, fds: tuple[int, ...], variables: Mapping[str, str]) -> "subprocess.Popen[bytes]":
-    """Start a process that runs a program of this folder, and calls its `main` with the first descriptor.
+def start_process(
+    program: str, start: Any, variables: Mapping[str, str], fds: tuple[int, ...] = ()
+) -> "tuple[Connection, subprocess.Popen[bytes]]":
+    """Start a process that runs a program of this folder, and return the socket to it, and the process.
+
+    The program's `main` gets the descriptor of its end, which `receive_start` takes.
 
     Args:
-        fds: the descriptors that the process inherits.
+        start: the first object that the process gets.
         variables: added to the environment.
+        fds: further descriptors that the process inherits.
     """
     path = [os.fspath(folder) or os.getcwd() for folder in sys.path]
-    return subprocess.Popen(
-        [sys.executable, "-P", "-c", COMMAND.format(program), str(fds[0]), *path],
-        env=os.environ | variables,
-        stdin=subprocess.DEVNULL,
-        pass_fds=fds,
-        start_new_session=True,  # a Ctrl-C of the terminal goes to the user's process alone
-    )
+    connection, theirs = Pipe()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", COMMAND.format(program), str(theirs.fileno()), *path],
+            env=os.environ | variables,
+            stdin=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(), *fds),
+            start_new_session=True,  # a Ctrl-C of the terminal goes to the user's process alone
+        )
+    with suppress(OSError):  # it has ended, which whoever reads from the socket sees
+        connection.send(start)
+    return connection, process
+
+
+def receive_start(fd: int) -> tuple[Connection, int, Any]:
+    """Begin a program that `start_process` has started. The process ends if the user's process has ended.
+
+    Args:
+        fd: the descriptor of the socket.
+
+    Returns:
+        The socket, the id of the user's process, and the first object that came.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the user's process
+    faulthandler.enable()
+    connection = Connection(fd)
+    os.set_inheritable(fd, False)
+    parent = os.getppid()
+    try:
+        return connection, parent, connection.recv()
+    except EOFError:
+        os._exit(1)
 
 
 def describe_end(process: "subprocess.Popen[bytes]") -> str:
@@ -48,26 +84,20 @@ def describe_end(process: "subprocess.Popen[bytes]") -> str:
 class FollowerProcess:
     """The process of one follower, which runs worker.py."""
 
-    def __init__(self, rank: int, start: dict[str, Any], ring_fd: int, num_threads: int | None) -> None:
+    def __init__(self, start: dict[str, Any], num_threads: int | None) -> None:
         """Start the process.
 
         Args:
-            rank: 1 to n - 1.
-            start: the argument of `worker.follow`, which is sent as JSON.
-            ring_fd: the ring's descriptor, which the process inherits.
+            start: the argument of `worker.follow`.
             num_threads: how many threads compute; None leaves that to the environment.
         """
-        self.rank = rank
+        self.rank: int = start["rank"]
         self.stages: set[str] = set()
         """The stages that it has reported: see `worker.follow`."""
         self.watcher: threading.Thread | None = None
         """The thread of rank 0 that reads its reports."""
-        self.socket, theirs = socket.socketpair()
-        self.socket.sendall(json.dumps(start).encode() + b"\n")  # the socket keeps it until the process reads
-        self.socket.settimeout(POLL)
         variables = {} if num_threads is None else {"OMP_NUM_THREADS": str(num_threads)}
-        with theirs:
-            self.process = start_process("worker", (theirs.fileno(), ring_fd), variables)
+        self.connection, self.process = start_process("worker", start, variables, (start["ring_fd"],))
 
     def read_reports(self) -> Iterator[dict[str, Any]]:
         """Yield each report until the process ends; {} is a sign of life, or a second without one.
@@ -75,22 +105,13 @@ class FollowerProcess:
         Raises:
             TimeoutError: it neither reports nor ends.
         """
-        rest = b""
         num_silent = 0
-        while True:
+        while num_silent * POLL < SILENCE:
             try:
-                received = self.socket.recv(1 << 16)
-            except TimeoutError:
-                num_silent += 1
-                if num_silent * POLL >= SILENCE:
-                    message = f"its process {self.process.pid} has given no sign of life for {SILENCE} s"
-                    raise TimeoutError(message) from None
-                yield {}
-                continue
-            except OSError:
-                return  # it was killed before it had read everything: the same as an end
-            if not received:
+                has_come = self.connection.poll(POLL)
+                report: dict[str, Any] = self.connection.recv() if has_come else {}
+            except (EOFError, OSError):  # an OSError: it was killed before it had read everything
                 return
-            num_silent = 0
-            *lines, rest = (rest + received).split(b"\n")
-            yield from (json.loads(line) if line else {} for line in lines)
+            num_silent = 0 if has_come else num_silent + 1
+            yield report
+        raise TimeoutError(f"its process {self.process.pid} has given no sign of life for {SILENCE} s")

@@ -8,11 +8,9 @@ rank r         +-> launch ------ all-reduce, gather                  +------> la
 """
 
 import os
-import time
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,7 +21,7 @@ from torch import Tensor
 
 from nanovllm.config import ResolvedConfig
 from nanovllm.distributed.collectives import GroupParallel
-from nanovllm.distributed.commands import DRAFT, announce, broadcast_command
+from nanovllm.distributed.commands import DRAFT, as_bytes, pack_command
 from nanovllm.distributed.follower_group import FollowerGroup
 from nanovllm.distributed.pipeline import FirstStage, StageParallel, StageRunner
 from nanovllm.distributed.ring import pack_plan
@@ -43,15 +41,14 @@ if TYPE_CHECKING:
 class LeadingHandle:
     """A step that was launched on all ranks."""
 
-    def __init__(self, handle: Handle, followers: FollowerGroup, command_seconds: float) -> None:
+    def __init__(self, handle: Handle, followers: FollowerGroup) -> None:
         self._handle = handle
         self._followers = followers
-        self._command_seconds = command_seconds
 
     def result(self) -> StepResult:
         """Wait for the step and return rank 0's result; raises the failure of a follower."""
         with self._followers.guard():
-            return replace(self._handle.result(), command_seconds=self._command_seconds)
+            return self._handle.result()
 
 
 class LeadingDraft:
@@ -65,7 +62,7 @@ class LeadingDraft:
         """Start a step of the draft model on all ranks."""
         with self._followers.guard():
             self._followers.send(np.insert(pack_plan(plan), 0, DRAFT))
-            return LeadingHandle(self._draft.launch(plan), self._followers, 0.0)
+            return LeadingHandle(self._draft.launch(plan), self._followers)
 
 
 class ThreadShare:
@@ -170,16 +167,15 @@ class LeadingRunner:
     def launch(self, plan: StepPlan, edits: StepEdits | None = None) -> LeadingHandle:
         """Start a step on all ranks. Only rank 0 gets the edits, because only it has logits to sample from."""
         with self._followers.guard():
-            since = time.perf_counter()
             self._followers.send(pack_plan(plan))
-            command_seconds = time.perf_counter() - since
-            return LeadingHandle(self._first.launch(plan, edits), self._followers, command_seconds)
+            return LeadingHandle(self._first.launch(plan, edits), self._followers)
 
     def send_command(self, command: Command, tensor: Tensor | None) -> None:
         """Have all followers run a command, which the caller then runs on rank 0. They get the tensor, too."""
         with self._followers.guard():
-            self._followers.send(announce(command))
-            broadcast_command(command, tensor, self._parallel, self.local.device)
+            self._followers.send(pack_command(command))
+            if tensor is not None:
+                self._parallel.broadcast(as_bytes(tensor.to(self.local.device)))
 
     def reason_to_close(self) -> str | None:
         return "after a failed step its ranks no longer agree"

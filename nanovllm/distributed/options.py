@@ -32,18 +32,11 @@ def resolve_ranks(asked: EngineConfig, config: ResolvedConfig, is_described: boo
     if stages == 1:
         # A CUDA graph cannot capture work of the host, through which gloo sends. Stages send between their graphs.
         return replace(config, use_graphs=config.use_graphs and config.distributed_backend != "gloo")
-    budget = asked.max_num_batched_tokens or shrink_budget(config.max_num_batched_tokens, stages)
+    # While one stage computes a chunk, the others need chunks of their own. And they have nothing to do while the first
+    # chunks come and the last ones go.
+    budget = asked.max_num_batched_tokens or max(config.max_num_batched_tokens // (8 * stages), SMALLEST_BUDGET)
     depth = stages + (config.distributed_backend == "nccl") * (config.depth - 1)  # for gloo's receives the host waits
     return replace(config, depth=depth, max_num_batched_tokens=budget)
-
-
-def shrink_budget(budget: int, stages: int) -> int:
-    """Return the default max_num_batched_tokens of a pipeline, given that of one device.
-
-    While one stage computes a chunk, the others need chunks of their own. And they have nothing to do while the first
-    chunks come and the last ones go.
-    """
-    return max(budget // (8 * stages), SMALLEST_BUDGET)
 
 
 def resolve_distributed_backend(name: str, device: torch.device, size: int, is_pipeline: bool) -> str:

@@ -9,9 +9,7 @@ It sends dicts, with new values of the attributes of `Replica`:
     {"error": Exception}                                before it ends because of one
 """
 
-import faulthandler
 import os
-import signal
 import threading
 import time
 import traceback
@@ -22,6 +20,7 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from nanovllm.config import EngineConfig
+from nanovllm.distributed.follower_process import receive_start
 
 ABORT = "abort"
 BEAT = 1.0
@@ -51,15 +50,7 @@ def main(fd: int) -> None:
     Args:
         fd: the socket's descriptor.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the user's process
-    faulthandler.enable()
-    connection = Connection(fd)
-    os.set_inheritable(fd, False)
-    parent = os.getppid()
-    try:
-        start: Start = connection.recv()
-    except EOFError:  # the user's process has ended
-        os._exit(1)
+    connection, parent, start = receive_start(fd)
     if start.cpus and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, start.cpus)  # before there are other threads: each inherits it
     inbox: SimpleQueue[Any] = SimpleQueue()

@@ -25,9 +25,9 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
-from multiprocessing import Pipe
 from multiprocessing.connection import wait
 from operator import attrgetter
+from pathlib import Path
 from subprocess import TimeoutExpired
 from typing import Any
 
@@ -39,7 +39,7 @@ from nanovllm.distributed.follower_process import describe_end, start_process
 from nanovllm.distributed.replica import ABORT, Start
 from nanovllm.engine.claim import Claim
 from nanovllm.engine.interfaces import StepObserver
-from nanovllm.engine.llm_engine import OPEN_RUN, LLMEngine
+from nanovllm.engine.llm_engine import OPEN_RUN, LLMEngine, ModelFacts
 from nanovllm.engine.sequence import Sequence
 from nanovllm.outputs import Output
 from nanovllm.text.tokenizer import Tokenizer
@@ -143,10 +143,7 @@ class Replica:
         self.load = 0
         """How many rows these take, in all."""
         self.start = start
-        self.connection, theirs = Pipe()
-        with theirs:
-            self.process = start_process("replica", (theirs.fileno(),), start.variables)
-        self.send(start)
+        self.connection, self.process = start_process("replica", start, start.variables)
 
     def send(self, message: Any) -> None:
         with suppress(OSError):  # it has ended, which `ReplicaGroup.receive` will tell
@@ -372,11 +369,13 @@ class ReplicatedEngine(LLMEngine):
         return dict(sums)
 
 
-def load_replicas(asked: EngineConfig, files: Any, assemble: Callable[..., LLMEngine]) -> LLMEngine:
+def load_replicas(
+    asked: EngineConfig, folder: Path | None, facts: ModelFacts, assemble: Callable[..., LLMEngine]
+) -> LLMEngine:
     """Start the replicas, and return the engine that deals requests out to them.
 
     Args:
-        files: what the model's files say: a `ModelFiles`.
+        folder, facts: the model's, as load.py reads them.
         assemble: load.py's function.
 
     Raises:
@@ -391,8 +390,8 @@ def load_replicas(asked: EngineConfig, files: Any, assemble: Callable[..., LLMEn
         first: Any = group.replicas[0]
         # Drafts are the replicas' business.
         config = replace(first.config, data_parallel_size=asked.data_parallel_size, speculative_config=None)
-        tokenizer = Tokenizer.find(files.folder, config.max_model_len)
-        engine = assemble(config, files, tokenizer, group, first.stats["num_blocks"], ReplicatedEngine)
+        tokenizer = Tokenizer.find(folder, config.max_model_len)
+        engine = assemble(config, facts, tokenizer, group, first.stats["num_blocks"], ReplicatedEngine)
     except BaseException:
         group.close()
         raise

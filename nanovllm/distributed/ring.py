@@ -24,6 +24,8 @@ LONGEST_SLEEP = 2e-3
 
 HEADER = 5
 """How many counts stand at the beginning of a packed plan."""
+SMALLEST_CAPACITY = 512
+"""int32 elements of a slot at least: a command of 2 KiB fits, which names one tensor of the model."""
 
 T = TypeVar("T")
 
@@ -60,7 +62,8 @@ def make_ring(config: ResolvedConfig, fd: int) -> "Ring":
     The plan of a draft model has a mark before it, which takes one element.
     """
     slots = max(NUM_SLOTS, config.depth + 1)
-    return Ring(fd, config.num_ranks - 1, 1 + HEADER + StepPlan.max_size(config), slots)
+    capacity = max(1 + HEADER + StepPlan.max_size(config), SMALLEST_CAPACITY)
+    return Ring(fd, config.num_ranks - 1, capacity, slots)
 
 
 class Ring:
@@ -112,7 +115,8 @@ class Ring:
         if length > self.capacity:
             raise RuntimeError(f"a message of {length} elements does not fit a slot of {self.capacity}")
         n = self._count + 1
-        _poll(lambda: self._is_read_by_all(n - self._num_slots) or None, check_readers)
+        last = n - self._num_slots  # the message that lies in the slot
+        _poll(lambda: all(self._acknowledged[i] >= last for i in self._readers) or None, check_readers)
         slot = n % self._num_slots
         self._slots[slot, :length] = message
         header = slot * CACHE_LINE
@@ -137,9 +141,6 @@ class Ring:
             return None
         message = self._slots[slot, : min(self._headers[header + 1], self.capacity)].copy()
         return message if xxhash.xxh3_64_intdigest(message.data, seed=n) == self._headers[header + 2] else None
-
-    def _is_read_by_all(self, n: int) -> bool:
-        return all(self._acknowledged[reader] >= n for reader in self._readers)
 
 
 def _poll(attempt: Callable[[], T | None], check: Callable[[], None] = lambda: None) -> T:

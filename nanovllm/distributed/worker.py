@@ -1,24 +1,23 @@
 """The program of a follower: follower_process.py starts it with the descriptor of a socket to rank 0.
 
-The follower reads one line of JSON from the socket: how to start. It sends a line for each stage that it reaches, a
-line with a traceback if it fails, and an empty line every second as a sign of life. When the socket closes, rank 0 has
-ended, and the follower ends, too.
+The follower reads one dict from the socket: how to start. It sends a dict for each stage that it reaches, one with a
+traceback if it fails, and an empty one every second as a sign of life. When the socket closes, rank 0 has ended, and
+the follower ends, too.
 """
 
-import faulthandler
-import json
 import os
 import select
 import shutil
-import signal
-import socket
 import threading
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from nanovllm.distributed.follower_process import receive_start
 
 if TYPE_CHECKING:
     from nanovllm.distributed.collectives import GroupParallel
@@ -38,22 +37,14 @@ def main(fd: int) -> None:
     Args:
         fd: the socket's descriptor.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0
-    faulthandler.enable()
-    rank0 = socket.socket(fileno=fd)
-    rank0.set_inheritable(False)
-    parent = os.getppid()
-    line = rank0.makefile("r", encoding="utf-8").readline()
-    if not line:
-        os._exit(1)
-    start = json.loads(line)
+    rank0, parent, start = receive_start(fd)
     sending = threading.Lock()
-    meeting = Path(start["meeting"])
+    meeting: Path = start["meeting"]
     threading.Thread(target=_end_with_rank0, args=(rank0, parent, sending, meeting), daemon=True).start()
 
     def send(**message: Any) -> None:
         with sending:
-            rank0.sendall(json.dumps(message).encode() + b"\n")
+            rank0.send(message)
 
     try:
         follow(start, send)
@@ -66,22 +57,21 @@ def main(fd: int) -> None:
     os._exit(0)
 
 
-def _end_with_rank0(rank0: socket.socket, parent: int, sending: threading.Lock, meeting: Path) -> None:
+def _end_with_rank0(rank0: Connection, parent: int, sending: threading.Lock, meeting: Path) -> None:
     """Send signs of life until rank 0 has ended, then end this process, whatever its main thread is doing.
 
     Args:
         parent: rank 0's process id.
-        sending: held while a line is sent.
+        sending: held while a report is sent.
         meeting: the folder where the ranks met.
     """
-    poll = select.poll()  # select.select refuses large descriptors
-    poll.register(rank0, select.POLLIN)
-    while os.getppid() == parent:
-        if poll.poll(1000 * BEAT):  # the end of the stream: rank 0 sends nothing after the first line
-            break
-        if sending.acquire(blocking=False):  # if the main thread is sending a line, that is a sign of life
-            with suppress(OSError):  # the socket is full: rank 0 is stopped, and reads again when it goes on
-                rank0.send(b"\n", socket.MSG_DONTWAIT)
+    room = select.poll()  # select.select refuses large descriptors
+    room.register(rank0, select.POLLOUT)
+    while os.getppid() == parent and not rank0.poll(BEAT):  # the end of the stream: rank 0 sends nothing but the start
+        # If the socket is full, rank 0 is stopped, and reads again when it goes on.
+        if room.poll(0) and sending.acquire(blocking=False):  # a report that is being sent is a sign of life, too
+            with suppress(OSError):  # rank 0 has just ended
+                rank0.send({})
             sending.release()
     _end_failed(meeting)
 
@@ -104,7 +94,6 @@ def follow(start: dict[str, Any], send: Callable[..., None]) -> None:
     """
     import torch
 
-    from nanovllm.config import ResolvedConfig
     from nanovllm.distributed.collectives import GroupParallel
     from nanovllm.distributed.pipeline import StageParallel, StageRunner
     from nanovllm.distributed.ring import make_ring
@@ -112,7 +101,7 @@ def follow(start: dict[str, Any], send: Callable[..., None]) -> None:
     from nanovllm.models.model_config import load_model_config
     from nanovllm.runner.kv_memory import make_cache
 
-    config = ResolvedConfig(**start["config"])
+    config = start["config"]
     ring = make_ring(config, start["ring_fd"])
     os.close(start["ring_fd"])
     device = torch.device(config.device)
@@ -120,16 +109,15 @@ def follow(start: dict[str, Any], send: Callable[..., None]) -> None:
         torch.cuda.set_device(device)
     is_pipeline = config.pipeline_parallel_size > 1
     group = GroupParallel(start["rank"], config.num_ranks, config.distributed_backend, device, is_pipeline)
-    folder = None if start["folder"] is None else Path(start["folder"])
     hf_config = load_model_config(start["hf_config"], "rank 0")
-    make = partial(make_runner, config, hf_config, folder)
+    make = partial(make_runner, config, hf_config, start["folder"])
     if is_pipeline:
         report = None if config.trace is None else lambda span: send(span=span)
         runner = make(StageParallel(group), runner_class=partial(StageRunner, group=group, report=report))
     else:
         runner = make(group)
     send(stage="loaded")
-    group.connect(Path(start["meeting"]))
+    group.connect(start["meeting"])
     make_cache(runner)
     send(stage="ready")
     obey(ring, runner, group)

@@ -171,10 +171,6 @@ class Speculation:
             rates.append(min((record.num_right + 2 * usual_rates[offer]) / (record.num_tried + 2), HIGHEST_RATE))
         return choose_num_drafts(offers, np.array(rates), len(seqs), num_tokens, self.costs)
 
-    def write_drafts(self, step: ScheduledStep) -> None:
-        """Write the drafts into the plan."""
-        self.drafter.write_drafts(step)
-
     # ---- after the step
 
     def learn(self, step: ScheduledStep, ended: Iterable[Sequence]) -> None:

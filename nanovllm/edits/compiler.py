@@ -5,7 +5,6 @@ The engine's process uses it, and so does the child process in which a large gra
 
 import json
 import re
-from dataclasses import dataclass
 from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -39,41 +38,27 @@ r"""The characters that may follow a backslash in a string. A name has one spell
 "\u0061ge" for a listed "age", and llguidance would take it for another name."""
 
 
-@dataclass(frozen=True, slots=True)
-class Grammar:
-    """A grammar that has been read and measured, and not compiled yet.
-
-    Attributes:
-        kind: which parameter of structured_outputs gave it.
-        text: the text as it was given.
-        schema: the schema of the kinds json and json_object, parsed and changed for llguidance.
-        is_safe: whether this process may compile it at once.
-    """
-
-    kind: str
-    text: str
-    schema: dict[str, Any] | None
-    is_safe: bool
-
-
-def read_grammar(kind: str, text: str) -> Grammar:
+def read_grammar(kind: str, text: str) -> tuple[str | dict[str, Any], bool]:
     """Read and measure a grammar.
+
+    Args:
+        kind: which parameter of structured_outputs gave it.
+
+    Returns:
+        The grammar for `compile_grammar`: of the kinds json and json_object the schema, changed for llguidance, and of
+        the others the text. And whether this process may compile it at once.
 
     Raises:
         ValueError: it is too large, or it is a schema of which llguidance would not keep everything.
     """
-    schema = None
     if kind == "grammar" and _GBNF.search(text):
         text = convert_gbnf(text)
     size = measure_text(kind, text)
     safe = is_safe(size)
     if kind == "json":
         schema = read_schema(text)
-        size = measure_schema(schema, size.bytes)
-        safe = is_safe(size)
-    elif kind == "json_object":
-        schema = {"type": "object"}
-    return Grammar(kind, text, schema, safe)
+        return schema, is_safe(measure_schema(schema, size.bytes))
+    return {"type": "object"} if kind == "json_object" else text, safe
 
 
 def convert_gbnf(text: str) -> str:
@@ -88,20 +73,20 @@ def convert_gbnf(text: str) -> str:
         raise ValueError(f"it is no grammar in GBNF: {error}") from None
 
 
-def compile_grammar(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
-    """Return a matcher at the start of the grammar.
+def compile_grammar(tokenizer: LLTokenizer, kind: str, grammar: str | dict[str, Any]) -> LLMatcher:
+    """Return a matcher at the start of a grammar that `read_grammar` has read.
 
     Raises:
         ValueError: the grammar is bad, or llguidance would not keep a part of it. For a schema the message names the
             place.
     """
-    if grammar.schema is not None:
-        return _compile_schema(tokenizer, grammar.schema)
-    if grammar.kind == "grammar":
-        text = LLMatcher.grammar_from_lark(grammar.text)
+    if isinstance(grammar, dict):
+        return _compile_schema(tokenizer, grammar)
+    if kind == "grammar":
+        text = LLMatcher.grammar_from_lark(grammar)
     else:
-        choices = map(_quote_literal, json.loads(grammar.text) if grammar.kind == "choice" else ())
-        text = LLMatcher.grammar_from_regex(grammar.text if grammar.kind == "regex" else "|".join(choices))
+        choices = map(_quote_literal, json.loads(grammar) if kind == "choice" else ())
+        text = LLMatcher.grammar_from_regex(grammar if kind == "regex" else "|".join(choices))
     matcher, error = _make_matcher(tokenizer, text)
     if error:
         raise ValueError(error)

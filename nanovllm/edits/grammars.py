@@ -88,13 +88,13 @@ class Grammars:
     def _compile(self, kind: str, text: str) -> LLMatcher | str:
         """Return the matcher at the start of a grammar, or the error of a bad one."""
         try:
-            grammar = read_grammar(kind, text)
-            if not grammar.is_safe:
+            grammar, is_safe = read_grammar(kind, text)
+            if not is_safe:
                 from nanovllm.edits.trial import try_in_child
 
                 if error := try_in_child(kind, text, self._special_tokens, self._vocab_size, self._eos):
                     raise ValueError(error)
-            return compile_grammar(self._tokenizer, grammar)
+            return compile_grammar(self._tokenizer, kind, grammar)
         except ValueError as why:
             return f"structured_outputs.{kind}: {str(why)[:LONGEST_ERROR]}"
 

@@ -23,12 +23,8 @@ if TYPE_CHECKING:
     from nanovllm.backends import Backend
 
 
-class Started(NamedTuple):
-    """A row that samples for the first time since it moved in, and the tokens that its penalties count."""
-
-    row: int
-    prompt: NDArray[np.int64]
-    output: NDArray[np.int64]
+Started = tuple[int, NDArray[np.int64], NDArray[np.int64]]
+"""A row that samples for the first time since it moved in, and the tokens of prompt and output, which are counted."""
 
 
 class PenaltyCounts:
@@ -194,7 +190,8 @@ def collect_edits(step: ScheduledStep, vocab_size: int, counts: PenaltyCounts) -
             # A last token that the plan carries was not sampled on the device: the sequence has just moved in.
             if edits.has_penalties and plan.token_ids[ends[i] - 1] >= 0:
                 tokens = np.array(seq.token_ids, np.int64)
-                started.append(Started(seq.row, *np.split(tokens, [seq.num_prompt_tokens])))
+                prompt, output = np.split(tokens, [seq.num_prompt_tokens])
+                started.append((seq.row, prompt, output))
     return LogitEdits(
         indices=np.array([row.logits_row for row in chosen], np.int32),
         rows=plan.rows[[row.number for row in chosen]],

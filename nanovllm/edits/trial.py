@@ -121,7 +121,7 @@ def _limit(kind: int, most: int) -> None:
 
 def _compile(tokenizer: LLTokenizer, kind: str, text: str) -> str:
     try:
-        compile_grammar(tokenizer, read_grammar(kind, text))  # and in this thread it is taken to pieces
+        compile_grammar(tokenizer, kind, read_grammar(kind, text)[0])  # and in this thread it is taken to pieces
     except ValueError as error:
         return str(error)
     return ""

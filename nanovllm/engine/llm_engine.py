@@ -309,7 +309,7 @@ class LLMEngine:
             return None
         clock.span("schedule")
         if (speculation := self.scheduler.speculation) is not None:
-            speculation.write_drafts(step)
+            speculation.drafter.write_drafts(step)
             clock.span("draft")
         planned_at = clock.spans[0][1]  # the first span is (name, start, duration) of schedule()
         for observer in self.observers:

@@ -194,7 +194,6 @@ class StepResult:
         prepare_seconds: how long the host took to pack the plan and send it to the device.
         device_seconds: how long the device worked on the step. If several ranks share the layers out, this is how
             long rank 0 computed its own layers.
-        command_seconds: how long rank 0 took to send the plan to the other ranks.
         spans: what the ranks of a pipeline did since the last result, if they record it.
     """
 
@@ -204,5 +203,4 @@ class StepResult:
     embeddings: Seq[FloatArray] = ()
     prepare_seconds: float = 0.0
     device_seconds: float = 0.0
-    command_seconds: float = 0.0
     spans: Seq["StageSpan"] = ()

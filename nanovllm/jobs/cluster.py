@@ -60,11 +60,11 @@ def _answer(work: OpenJob) -> None:
             num_batches=parts_in_flight(size, ceil(work.num_left / size), replicas, num_seqs),
         )
         digest = None
-        for part in _answer_parts(work, work.first_reading.numbers, size, pool):
-            work.manifest.check_engine(part.engine)
-            for result in part.results:
+        for results, engine, end in _answer_parts(work, work.first_reading.numbers, size, pool):
+            work.manifest.check_engine(engine)
+            for result in results:
                 work.write(result)
-            digest = part.digest or digest
+            digest = end or digest
     if digest is None:
         raise RuntimeError("the input was not read to its end")
     work.check_complete(work.first_reading.numbers, digest)
@@ -95,12 +95,8 @@ class Part(NamedTuple):
     digest: InputDigest | None = None
 
 
-class AnsweredPart(NamedTuple):
-    """The results of a part, and the provenance of the engine that gave them."""
-
-    results: list[ResultLine]
-    engine: dict[str, str]
-    digest: InputDigest | None
+AnsweredPart = tuple[list[ResultLine], dict[str, str], InputDigest | None]
+"""The results of a part, the provenance of the engine that gave them, and the part's digest."""
 
 
 def read_parts(source: Source, size: int, done: Container[int], known: Container[int]) -> Iterator[Part]:
@@ -141,7 +137,7 @@ class PartAnswerer:
         results = [line for line in part.lines if isinstance(line, ResultLine)]
         lines = (line for line in part.lines if isinstance(line, Line))
         answer_lines(self._llm, lines, results.append, self._model_name, stream=self._engine.stream)
-        return _pack(AnsweredPart(results, self._provenance, part.digest))
+        return _pack((results, self._provenance, part.digest))
 
 
 # ---- Ray Data

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.sequence import derive_seed
 from nanovllm.jobs.source import Line
-from nanovllm.text.conversations import ROLES
 from nanovllm.utils.checks import as_choice, as_integer, quote, refuse, refuse_unknown
 
 if TYPE_CHECKING:
@@ -334,7 +333,6 @@ def _read_message(message: Any, index: int) -> dict[str, Any]:
         read.setdefault("content", "")  # a message that only calls tools has no content
     if not {"role", "content"} <= read.keys() <= {*fields}:
         raise ValueError(f"message {index} is {quote(message)}; it must have a role and a content, and may have a name")
-    read["role"] = ROLES[as_choice(role, f"the role of message {index}", ROLES)]
     for name in ("name", "tool_call_id"):
         if not isinstance(read.get(name), str | None):
             raise ValueError(f"message {index} has the {name} {quote(read[name])}; it must be a string")

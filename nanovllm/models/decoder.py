@@ -79,7 +79,13 @@ def find_biases(config: "PretrainedConfig") -> tuple[bool, bool]:
 
 class Attention(nn.Module):
     """Grouped-query attention. In some families an RMSNorm is applied to each query and key head before the
-    rotation."""
+    rotation.
+
+    Attributes:
+        norm_dtype: the dtype of these norms' weights; None for the model's dtype.
+    """
+
+    norm_dtype: torch.dtype | None = None
 
     def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel) -> None:
         super().__init__()
@@ -89,6 +95,21 @@ class Attention(nn.Module):
         self.head_dim = dim = config.head_dim
         heads, kv_heads = share_heads(config, parallel)
         self.kv_heads = len(kv_heads)
+        qkv_bias, o_bias = find_biases(config)
+        self.make_projections(config, heads, kv_heads, qkv_bias)
+        queries = config.num_attention_heads * dim
+        self.o_proj = RowParallelLinear(queries, config.hidden_size, o_bias, parallel, "o_proj")
+        has_norms = find_family(config).qk_norm
+        self.q_norm = make_norm(dim, self.norm_dtype) if has_norms else None
+        self.k_norm = make_norm(dim, self.norm_dtype) if has_norms else None
+
+    def make_projections(self, config: "PretrainedConfig", heads: range, kv_heads: range, bias: bool) -> None:
+        """Make the matrices that x is multiplied by.
+
+        Args:
+            heads, kv_heads: this rank's.
+        """
+        dim = self.head_dim
         parts = [
             Part(name, total * dim, mine.start * dim, len(mine) * dim)
             for name, total, mine in (
@@ -97,13 +118,7 @@ class Attention(nn.Module):
                 ("v_proj", config.num_key_value_heads, kv_heads),
             )
         ]
-        qkv_bias, o_bias = find_biases(config)
-        self.qkv_proj = ColumnParallelLinear(config.hidden_size, parts, qkv_bias)
-        queries = config.num_attention_heads * dim
-        self.o_proj = RowParallelLinear(queries, config.hidden_size, o_bias, parallel, "o_proj")
-        has_norms = find_family(config).qk_norm
-        self.q_norm = make_norm(dim) if has_norms else None
-        self.k_norm = make_norm(dim) if has_norms else None
+        self.qkv_proj = ColumnParallelLinear(config.hidden_size, parts, bias)
 
     def make_cache(self, size: CacheSize, dtype: torch.dtype, device: torch.device) -> KVCache:
         """Return the blocks of this layer, empty."""
@@ -112,11 +127,13 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos_sin: Tensor, cache: KVCache, inputs: StepInputs) -> Tensor:
         """x [num_tokens, hidden] -> [num_tokens, hidden]; the tokens' keys and values are stored in the cache first."""
-        qkv = self.qkv_proj(x)
+        return self.o_proj(self.attend(x, cos_sin, cache, inputs))  # type: ignore[no-any-return]
+
+    def attend(self, x: Tensor, cos_sin: Tensor, cache: KVCache, inputs: StepInputs) -> Tensor:
+        """Return what the heads have attended to, [num_tokens, all of this rank's query heads]."""
         norms = NormRope(self.q_norm, self.k_norm, self.eps, cos_sin)
-        q = self.backend.norm_rope_store(qkv, norms, inputs.positions, cache, inputs.slots)
-        out = self.backend.attend(q, cache, inputs, self.scale)
-        return self.o_proj(out.flatten(1))  # type: ignore[no-any-return]
+        q = self.backend.norm_rope_store(self.qkv_proj(x), norms, inputs.positions, cache, inputs.slots)
+        return self.backend.attend(q, cache, inputs, self.scale).flatten(1)
 
 
 class MLP(nn.Module):

@@ -98,17 +98,11 @@ class _MergedMatrix:
 
     def __init__(self, source: Any, a: Tensor, b: Tensor, scale: float) -> None:
         self._source = source
+        self.get_dtype = source.get_dtype
+        self.get_shape = source.get_shape
         self._a = a
         self._b = b
         self._scale = scale
-
-    def get_dtype(self) -> str:
-        dtype: str = self._source.get_dtype()
-        return dtype
-
-    def get_shape(self) -> list[int]:
-        shape: list[int] = self._source.get_shape()
-        return shape
 
     def __getitem__(self, slices: tuple[slice, ...]) -> Tensor:
         rows, columns = slices

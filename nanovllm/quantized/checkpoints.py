@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.quantized.codes import Codes
-from nanovllm.quantized.formats import MADE_AT_LOAD, Format, RawTensor, RawTensors
+from nanovllm.quantized.formats import MADE_AT_LOAD, Format, RawTensors
 from nanovllm.quantized.unpack import AWQ_ORDER, ScaledFloats, make_codes, unpack_words
 from nanovllm.utils.checks import as_integer, quote
 from nanovllm.utils.integers import ceil_div
@@ -34,9 +34,9 @@ class Awq(Format):
             raise ValueError(f"{prefix}: AWQ packs 8 outputs in a word, and {out} is not a multiple of 8")
         groups = self.count_groups(size)
         return {
-            "qweight": RawTensor((size, out // 8), ("I32",)),
-            "qzeros": RawTensor((groups, out // 8), ("I32",)),
-            "scales": RawTensor((groups, out), FLOATS),
+            "qweight": ((size, out // 8), ("I32",)),
+            "qzeros": ((groups, out // 8), ("I32",)),
+            "scales": ((groups, out), FLOATS),
         }
 
     def convert(self, tensors: Mapping[str, Tensor], out: int, size: int) -> Codes:
@@ -63,13 +63,13 @@ class Gptq(Format):
         if out % per_word or size % per_word:
             raise ValueError(f"{prefix}: GPTQ packs {per_word} numbers in a word; {out} x {size} cannot be packed")
         groups = self.count_groups(size)
-        tensors = {
-            "qweight": RawTensor((size // per_word, out), ("I32",)),
-            "qzeros": RawTensor((groups, out // per_word), ("I32",)),
-            "scales": RawTensor((groups, out), FLOATS),
+        tensors: RawTensors = {
+            "qweight": ((size // per_word, out), ("I32",)),
+            "qzeros": ((groups, out // per_word), ("I32",)),
+            "scales": ((groups, out), FLOATS),
         }
         if f"{prefix}.g_idx" in names:
-            tensors["g_idx"] = RawTensor((size,), INTEGERS)
+            tensors["g_idx"] = ((size,), INTEGERS)
         return tensors
 
     def convert(self, tensors: Mapping[str, Tensor], out: int, size: int) -> Codes:
@@ -95,15 +95,15 @@ class PackQuantized(Format):
             raise ValueError(f"{prefix}: rows of {size} weights of 4 bits are not supported: the number must be even")
         per_word = 32 // self.bits
         groups = self.count_groups(size)
-        tensors = {
-            "weight_packed": RawTensor((out, ceil_div(size, per_word)), ("I32",)),
-            "weight_scale": RawTensor((out, groups), FLOATS),
-            "weight_shape": RawTensor((2,), INTEGERS),
+        tensors: RawTensors = {
+            "weight_packed": ((out, ceil_div(size, per_word)), ("I32",)),
+            "weight_scale": ((out, groups), FLOATS),
+            "weight_shape": ((2,), INTEGERS),
         }
         if self.has_zeros:
-            tensors["weight_zero_point"] = RawTensor((ceil_div(out, per_word), groups), ("I32",))
+            tensors["weight_zero_point"] = ((ceil_div(out, per_word), groups), ("I32",))
         if self.has_order:
-            tensors["weight_g_idx"] = RawTensor((size,), INTEGERS)
+            tensors["weight_g_idx"] = ((size,), INTEGERS)
         return tensors
 
     def convert(self, tensors: Mapping[str, Tensor], out: int, size: int) -> Codes:
@@ -125,9 +125,9 @@ class IntQuantized(Format):
 
     def list_tensors(self, prefix: str, names: Collection[str], out: int, size: int) -> RawTensors:
         groups = self.count_groups(size)
-        tensors = {"weight": RawTensor((out, size), ("I8",)), "weight_scale": RawTensor((out, groups), FLOATS)}
+        tensors: RawTensors = {"weight": ((out, size), ("I8",)), "weight_scale": ((out, groups), FLOATS)}
         if self.has_zeros:
-            tensors["weight_zero_point"] = RawTensor((out, groups), ("I8",))
+            tensors["weight_zero_point"] = ((out, groups), ("I8",))
         return tensors
 
     def convert(self, tensors: Mapping[str, Tensor], out: int, size: int) -> Codes:
@@ -153,12 +153,12 @@ class ScaledFloat8(Format):
     def list_tensors(self, prefix: str, names: Collection[str], out: int, size: int) -> RawTensors:
         suffix = next(suffix for suffix in self.suffixes if f"{prefix}.{suffix}" in names)
         shape = self._shape_of_scales(out, size) if any(self.block) else (1,)
-        tensors = {
-            "weight": RawTensor((out, size), ("F8_E4M3",)),
-            suffix: RawTensor(shape, (*FLOATS, "F8_E8M0")),
+        tensors: RawTensors = {
+            "weight": ((out, size), ("F8_E4M3",)),
+            suffix: (shape, (*FLOATS, "F8_E8M0")),
         }
         if f"{prefix}.input_scale" in names:  # of activations, which are not quantised here
-            tensors["input_scale"] = RawTensor((1,), FLOATS)
+            tensors["input_scale"] = ((1,), FLOATS)
         return tensors
 
     def convert(self, tensors: Mapping[str, Tensor], out: int, size: int) -> ScaledFloats:

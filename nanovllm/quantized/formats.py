@@ -14,16 +14,8 @@ if TYPE_CHECKING:
     from nanovllm.quantized.unpack import ScaledFloats
 
 
-@dataclass(frozen=True)
-class RawTensor:
-    """The shape that a tensor of a checkpoint must have, and the number formats that it may have."""
-
-    shape: tuple[int, ...]
-    dtypes: tuple[str, ...]
-
-
-RawTensors = dict[str, RawTensor]
-"""{suffix of a name, such as "qweight": the tensor}, of all that make one matrix."""
+RawTensors = dict[str, tuple[tuple[int, ...], tuple[str, ...]]]
+"""{suffix of a name, such as "qweight": shape and possible number formats}, of all tensors that make one matrix."""
 
 
 @dataclass(frozen=True)

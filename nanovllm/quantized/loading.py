@@ -255,8 +255,8 @@ class Filling:
             prefix = name.removesuffix(".weight")
             make_raw = partial(RawTarget, filling=self, prefix=prefix, matrix=inner, come={}, num_tensors=len(tensors))
             view = target.view
-            for suffix, tensor in tensors.items():
-                yield path, f"{prefix}.{suffix}", make_raw(view, tensor.shape, (), dtypes=tensor.dtypes, suffix=suffix)
+            for suffix, (shape, dtypes) in tensors.items():
+                yield path, f"{prefix}.{suffix}", make_raw(view, shape, (), dtypes=dtypes, suffix=suffix)
                 view = view[:0]  # together they cover the matrix once
 
     def allocate_others(self, names: Collection[str]) -> None:

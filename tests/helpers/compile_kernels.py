@@ -138,26 +138,24 @@ def launches(models: dict[str, Model], block_sizes: tuple[int, ...], arch: int, 
                 yield launch(rms_norm._rms_norm_kernel, rms_norm.rms_norm_config(size, add), weight_ptr=wide)
         for block_size, (cache, cache_itemsize) in product(block_sizes, caches.items()):
             types = {}
-            scales = {}
             if cache in CODES:
                 types = dict.fromkeys(("k_cache_ptr", "v_cache_ptr"), cache)
                 types |= dict.fromkeys(("k_scales_ptr", "v_scales_ptr"), "*fp32")
-                scales = {"token_scales_stride": 1}  # which Triton takes for a constant
             for ranks in (n for n in (1, 2, 4, 8) if model.num_kv_heads % n == 0):
                 heads = model.num_heads // ranks
                 kv_heads = model.num_kv_heads // ranks
                 shape = (model.head_dim, block_size)
                 yield launch(
                     norm_rope_store._norm_rope_store_kernel,
-                    norm_rope_store.norm_rope_store_config(heads + 2 * kv_heads, *shape, model.qk_norm) | scales,
+                    norm_rope_store.norm_rope_store_config(heads + 2 * kv_heads, *shape, model.qk_norm),
                     q_weight_ptr=wide,
                     k_weight_ptr=wide,
                     **types,
                 )
             group = model.num_heads // model.num_kv_heads
-            config = paged_decode.split_config(group, *shape, cache_itemsize) | scales
+            config = paged_decode.split_config(group, *shape, cache_itemsize)
             yield launch(paged_decode._split_kernel, config, **types)
-            config = paged_prefill.prefill_config(group, *shape, itemsize, cache_itemsize, SHARED_KIB[arch]) | scales
+            config = paged_prefill.prefill_config(group, *shape, itemsize, cache_itemsize, SHARED_KIB[arch])
             yield launch(paged_prefill._prefill_kernel, config, **types)
             for num_seqs in (1, 512, 1024):
                 yield launch(step_inputs._step_inputs_kernel, step_inputs.step_inputs_config(num_seqs, block_size))

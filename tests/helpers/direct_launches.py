@@ -29,8 +29,7 @@ from nanovllm.backends.gpu.rms_norm import add_rms_norm
 from nanovllm.backends.gpu.startup import compile_kernels
 from nanovllm.backends.steps import EAGER
 from nanovllm.distributed.collectives import GroupParallel
-from nanovllm.distributed.pipeline import FirstStage, PipelineHandle, StageParallel, StageRunner
-from nanovllm.distributed.stage_inputs import StageInputs
+from nanovllm.distributed.pipeline import FirstStage, PipelineHandle, StageInputs, StageParallel, StageRunner
 from nanovllm.edits.logit_edits import LogitEdits, PenaltyCounts
 from nanovllm.engine.plan import StepPlan
 from nanovllm.layers.linear import MatrixModule
@@ -143,7 +142,8 @@ def misaligned() -> Iterator[set[str]]:
     assert receive is not None
 
     def note(one: Launch) -> None:
-        for i in kernel_launches.get_parameters(one.kernel).aligned:
+        _, aligned, _, _ = kernel_launches.get_parameters(one.kernel)
+        for i in aligned:
             byte = one.args[i].storage_offset() * one.args[i].element_size()
             if byte % 16:
                 found.add(f"{one.kernel.arg_names[i]} of {one.kernel.__name__} at byte {byte}")

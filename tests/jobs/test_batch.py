@@ -24,6 +24,7 @@ from nanovllm.jobs.compact_sets import DigestSet, LineSet
 from nanovllm.jobs.job import Status
 from nanovllm.jobs.request_lines import LineError, prepare_request, read_num_logprobs, read_request_line
 from nanovllm.jobs.source import Line
+from nanovllm.text.conversations import read_conversation
 
 HELLO = [{"role": "user", "content": "hello"}]
 LINES = [openai_line(f"id-{i}", prompt="x" * (i + 1)) for i in range(30)]
@@ -309,7 +310,7 @@ def test_a_developer_is_the_system_and_a_name_reaches_the_template() -> None:
     messages = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": "hi", "name": "Ann"}]
     llm: Any = InstantLLM(EngineConfig("some-model", max_model_len=1000))
     seen: list[Any] = []
-    llm.render_chat = lambda messages, kwargs: seen.extend(messages) or "x"
+    llm.render_chat = lambda messages, kwargs: seen.extend(read_conversation(messages)) or "x"
     prepare_request(read_request_line(Line(1, json.dumps({"messages": messages}).encode())), llm, "some-model")
     assert seen == [{"role": "system", "content": "be brief"}, messages[1]]
 

@@ -143,7 +143,7 @@ def test_norm_rope_store_is_its_reference_and_touches_no_other_slot(
     head_dim: int, group: int, block_size: int, dtype: torch.dtype, kv_dtype: torch.dtype
 ) -> None:
     """Keys that differ by a rounding may have the next code."""
-    heads_first = head_dim == 64
+    heads_first = head_dim == 64 or kv_dtype.itemsize == 1  # codes have no other layout
     kv_heads = 1 + group % 3
     slots = torch.tensor([block_size, -1, 0, 3 * block_size - 1, 5], device=DEVICE)
     positions = torch.tensor([0, 3, 17, 999, 4], device=DEVICE)

@@ -78,8 +78,8 @@ def test_a_file_of_the_library_means_what_the_library_says(name: str) -> None:
     format = read(GOLDEN_FORMATS[name])
     names = {f"x.{suffix}" for suffix in tensors}
     assert format.find_tensors("x", names, out, size).keys() == tensors.keys()
-    for suffix, raw in format.find_tensors("x", names, out, size).items():
-        assert tuple(tensors[suffix].shape) == raw.shape
+    for suffix, (shape, _) in format.find_tensors("x", names, out, size).items():
+        assert tuple(tensors[suffix].shape) == shape
     converted = format.convert(tensors, out, size)
     weights = converted.dequantize() if isinstance(converted, Codes) else converted[:, :]
     assert torch.allclose(weights, expected, rtol=2e-3, atol=1e-6)  # the libraries multiply in float16 or bfloat16

@@ -306,7 +306,7 @@ def test_followers_are_heard_over_large_descriptors_too(model: Path, monkeypatch
     try:
         with start_two(model) as llm:
             (follower,) = llm.engine.runner._followers._followers
-            assert follower.socket.fileno() > 1024
+            assert follower.connection.fileno() > 1024
             monkeypatch.setattr(follower_process, "SILENCE", 2)
             time.sleep(3.5)
             assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=3), use_tqdm=False)
@@ -391,7 +391,7 @@ def test_a_rank_that_cannot_start_fails_all(model: Path, tmp_path: Path, monkeyp
 
     def name_another_folder(*args: Any) -> dict[str, Any]:
         message = make_start_message(*args)
-        return message | {"folder": str(tmp_path)} if message["rank"] == 2 else message
+        return message | {"folder": tmp_path} if message["rank"] == 2 else message
 
     monkeypatch.setattr(follower_group, "make_start_message", name_another_folder)
     with pytest.raises(RuntimeError, match="rank 2 of 4 failed") as error:

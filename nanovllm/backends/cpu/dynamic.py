@@ -6,8 +6,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.backends.cpu.huge_pages import huge_pages, return_freed_memory
-from nanovllm.backends.cpu.library import PANEL, KernelLibrary, read_constant
-from nanovllm.backends.cpu.quantized import open_for
+from nanovllm.backends.cpu.library import PANEL, KernelLibrary, open_library, read_constant
 from nanovllm.backends.cpu.scratch import Scratch
 from nanovllm.quantized.codes import Codes
 from nanovllm.utils.integers import ceil_div
@@ -31,8 +30,8 @@ class DynamicLibrary(KernelLibrary):
 
 @functools.cache
 def dynamic_library() -> DynamicLibrary:
-    """Return the library, which is compiled when a process first asks for it. Raises what `open_for` raises."""
-    return open_for("multiply in int8", DynamicLibrary)
+    """Return the library, which is compiled when a process first asks for it. See `open_library`."""
+    return open_library(DynamicLibrary, "multiply in int8")
 
 
 class DynamicCpuMatrix:

@@ -208,20 +208,26 @@ def cpu_library() -> CpuLibrary:
 AnyLibrary = TypeVar("AnyLibrary", bound=KernelLibrary)
 
 
-def open_library(kind: type[AnyLibrary]) -> AnyLibrary:
+def open_library(kind: type[AnyLibrary], work: str = "") -> AnyLibrary:
     """Return a library, compiled if need be.
 
+    Args:
+        work: what it does that plain torch can do, too, although the backend has been chosen already.
+
     Raises:
-        RuntimeError: it cannot be compiled here; the message says why.
+        RuntimeError: it cannot be compiled here; the message says why, and what else can do the work.
     """
     compiler = os.environ.get("CXX") or next(filter(shutil.which, ("g++", "clang++", "c++")), None)
-    if compiler is None:
-        raise RuntimeError("no C++ compiler is found (install g++)")
-    try:
-        return _load(compiler, kind)
-    except (OSError, subprocess.SubprocessError, AttributeError) as error:
-        detail = getattr(error, "stderr", None) or str(error)
-        raise RuntimeError(f"its kernels cannot be compiled: {detail[-2000:]}") from error
+    reason = "no C++ compiler is found (install g++)"
+    if compiler is not None:
+        try:
+            return _load(compiler, kind)
+        except (OSError, subprocess.SubprocessError, AttributeError) as error:
+            detail = getattr(error, "stderr", None) or str(error)
+            reason = f"its kernels cannot be compiled: {detail[-2000:]}"
+    if work:
+        reason = f'attention_backend="cpu" cannot {work} here: {reason}. attention_backend="torch" can'
+    raise RuntimeError(reason)
 
 
 def cache_folder() -> Path:

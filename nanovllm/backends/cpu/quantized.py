@@ -8,14 +8,7 @@ from torch import Tensor
 
 from nanovllm.backends.cpu.backend import CpuBackend, gather_rows
 from nanovllm.backends.cpu.huge_pages import huge_pages, return_freed_memory
-from nanovllm.backends.cpu.library import (
-    PANEL,
-    AnyLibrary,
-    KernelLibrary,
-    cpu_library,
-    open_library,
-    read_constant,
-)
+from nanovllm.backends.cpu.library import PANEL, KernelLibrary, cpu_library, open_library, read_constant
 from nanovllm.backends.cpu.scratch import Scratch
 from nanovllm.layers.linear import PackedMatrix
 from nanovllm.models.qwen3_moe.ops import Routing
@@ -41,25 +34,8 @@ class QuantizedLibrary(KernelLibrary):
 
 @functools.cache
 def quantized_library() -> QuantizedLibrary:
-    """Return the library, which is compiled when a process first asks for it. Raises what `open_for` raises."""
-    return open_for("multiply quantised weights", QuantizedLibrary)
-
-
-def open_for(work: str, kind: type[AnyLibrary]) -> AnyLibrary:
-    """Return a library, compiled if need be.
-
-    Args:
-        work: what the library does.
-
-    Raises:
-        RuntimeError: it cannot be compiled here; the message says why, and what to choose instead.
-    """
-    try:
-        return open_library(kind)
-    except RuntimeError as error:
-        raise RuntimeError(
-            f'attention_backend="cpu" cannot {work} here: {error}. attention_backend="torch" can'
-        ) from error
+    """Return the library, which is compiled when a process first asks for it. See `open_library`."""
+    return open_library(QuantizedLibrary, "multiply quantised weights")
 
 
 class PackedCodes:

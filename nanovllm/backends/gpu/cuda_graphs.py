@@ -38,11 +38,8 @@ def graph_batch_sizes(max_num_seqs: int) -> list[int]:
 
 
 def smallest_that_holds(sizes: list[int], num_seqs: int) -> int:
-    """Return the smallest of the ascending sizes that is at least num_seqs (RuntimeError if there is none)."""
-    index = bisect.bisect_left(sizes, num_seqs)
-    if index == len(sizes):
-        raise RuntimeError(f"no graph holds {num_seqs} sequences; the largest is {sizes[-1]}")
-    return sizes[index]
+    """Return the smallest of the ascending sizes that is at least num_seqs; IndexError if there is none."""
+    return sizes[bisect.bisect_left(sizes, num_seqs)]
 
 
 @functools.cache

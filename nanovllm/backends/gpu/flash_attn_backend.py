@@ -1,7 +1,6 @@
 """Attention by the flash-attn package (Dao 2023, https://arxiv.org/abs/2307.08691). The rest is our Triton kernels."""
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,16 +9,6 @@ from torch.nn.functional import pad
 from nanovllm.backends.gpu.triton_backend import TritonBackend
 from nanovllm.ops.attention import KVCache
 from nanovllm.ops.step_inputs import StepInputs
-
-
-class PrefillMetadata(NamedTuple):
-    """The lengths of a step's prefills, in flash-attn's form: cu_seqlens are int32 [num_prefills + 1] and begin with
-    0."""
-
-    cu_seqlens_q: Tensor
-    cu_seqlens_k: Tensor
-    max_seqlen_q: int
-    max_seqlen_k: int
 
 
 class FlashAttnBackend(TritonBackend):
@@ -62,12 +51,13 @@ class FlashAttnBackend(TritonBackend):
             return inputs
         if inputs.query_lens_cpu is None or inputs.seq_lens_cpu is None:
             raise RuntimeError("a step that holds prefills needs query_lens_cpu and seq_lens_cpu")
-        prefills = PrefillMetadata(
-            cu_seqlens_q=inputs.cu_seqlens[decodes:] - decodes,  # every decode has one query token
-            cu_seqlens_k=pad(inputs.seq_lens[decodes:].cumsum(0, dtype=torch.int32), (1, 0)),
-            max_seqlen_q=int(inputs.query_lens_cpu[decodes:].max()),
-            max_seqlen_k=int(inputs.seq_lens_cpu[decodes:].max()),
-        )
+        # The lengths of the prefills, as arguments of flash-attn: cu_seqlens are int32 [num_prefills + 1], from 0 on.
+        prefills = {
+            "cu_seqlens_q": inputs.cu_seqlens[decodes:] - decodes,  # every decode has one query token
+            "cu_seqlens_k": pad(inputs.seq_lens[decodes:].cumsum(0, dtype=torch.int32), (1, 0)),
+            "max_seqlen_q": int(inputs.query_lens_cpu[decodes:].max()),
+            "max_seqlen_k": int(inputs.seq_lens_cpu[decodes:].max()),
+        }
         return replace(inputs, prepared=prefills)
 
     def attend(self, q: Tensor, cache: KVCache, inputs: StepInputs, scale: float) -> Tensor:
@@ -87,7 +77,7 @@ class FlashAttnBackend(TritonBackend):
             attended = self._varlen(
                 q[decodes:],
                 *cache[:2],
-                **inputs.prepared._asdict(),
+                **inputs.prepared,
                 softmax_scale=scale,
                 causal=True,
                 block_table=inputs.block_tables[decodes:],

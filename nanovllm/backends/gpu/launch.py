@@ -88,22 +88,14 @@ def launch(kernel: Any, grid: tuple[int, ...], args: tuple[Any, ...], config: di
     run(grid[0], second, 1, stream, function, metadata, None, None, None, *args, *constants)  # None: no launch hooks
 
 
-class Parameters(NamedTuple):
-    """How many pointers come first, which arguments make a variant by address or by value, and the constexprs."""
-
-    num_pointers: int
-    aligned: list[int]
-    numbers: list[int]
-    constexprs: list[str]
-
-
 @cache
-def get_parameters(kernel: Any) -> Parameters:
+def get_parameters(kernel: Any) -> tuple[int, list[int], list[int], list[str]]:
+    """Return the number of pointers, which arguments make a variant by address or by value, and the constexprs."""
     params = [param for param in kernel.params if not param.is_constexpr]
     pointers = sum(param.name.endswith("_ptr") for param in params)
     aligned = [i for i in range(pointers) if not params[i].do_not_specialize_on_alignment]
     numbers = [i for i in range(pointers, len(params)) if not params[i].do_not_specialize]
-    return Parameters(pointers, aligned, numbers, [param.name for param in kernel.params if param.is_constexpr])
+    return pointers, aligned, numbers, [param.name for param in kernel.params if param.is_constexpr]
 
 
 @contextmanager

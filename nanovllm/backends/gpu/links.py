@@ -49,11 +49,3 @@ class Link:
         current.wait_stream(self.stream)
         x.record_stream(current)
         return x
-
-
-def list_links(size: int) -> list[tuple[int, int]]:
-    """Return (sender, receiver) of every link of a pipeline of `size` ranks, in the order in which they connect.
-
-    A rank connects its own ones in this order. Rank 0 comes first and last, so nobody waits in a circle.
-    """
-    return [(rank, (rank + 1) % size) for rank in range(size)]

@@ -29,9 +29,6 @@ def _norm_rope_store_kernel(
     page_stride,
     token_stride,
     head_stride,
-    page_scales_stride,
-    token_scales_stride,
-    head_scales_stride,
     eps,
     num_heads,
     num_kv_heads,
@@ -100,10 +97,9 @@ def _norm_rope_store_kernel(
         tl.store(v_cache_ptr + v_offset, first_in, mask=exists & is_v)
         tl.store(v_cache_ptr + v_offset + HALF, second_in, mask=exists & is_v)
         if CODES:
-            k_place = (slot // BLOCK_SIZE) * page_scales_stride + (slot % BLOCK_SIZE) * token_scales_stride
-            k_place += (head - num_heads)[:, None] * head_scales_stride
+            k_place = (slot // BLOCK_SIZE * num_kv_heads + (head - num_heads)[:, None]) * BLOCK_SIZE + slot % BLOCK_SIZE
             tl.store(k_scales_ptr + k_place, scales, mask=is_k)
-            tl.store(v_scales_ptr + k_place - num_kv_heads * head_scales_stride, scales, mask=exists & is_v)
+            tl.store(v_scales_ptr + k_place - num_kv_heads * BLOCK_SIZE, scales, mask=exists & is_v)
 
 
 def norm_rope_store_config(all_heads: int, head_dim: int, block_size: int, norm: bool) -> dict[str, int]:

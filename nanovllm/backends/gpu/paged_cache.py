@@ -40,11 +40,11 @@ def quantize_halves(first, second, CODE: tl.constexpr):
 
 
 def list_parts(cache: KVCache) -> tuple[tuple[Tensor, ...], tuple[int, ...]]:
-    """Return a cache's tensors, and the strides of its elements and scales, as kernels take them.
+    """Return a cache's tensors, and the strides of its elements, as kernels take them.
 
-    If there are no scales, keys and values stand in their places, where no kernel reads.
+    Scales lie in memory as [num_blocks, num_kv_heads, block_size], which `Backend.allocate_cache` makes of them. If
+    there are none, keys and values stand in their places, where no kernel reads.
     """
     key_scales = cache.keys if cache.key_scales is None else cache.key_scales
     value_scales = cache.values if cache.value_scales is None else cache.value_scales
-    tensors = (cache.keys, cache.values, key_scales, value_scales)
-    return tensors, (*cache.keys.stride()[:3], *key_scales.stride()[:3])
+    return (cache.keys, cache.values, key_scales, value_scales), cache.keys.stride()[:3]

@@ -117,12 +117,13 @@ def _merge(out_row, partials, first, num_parts, head, num_heads, GROUP: tl.const
 
 
 @triton.jit
-def accumulate(q, k, v, scales, scale_log2, allowed, highest, total, acc, MASKED: tl.constexpr, CODES: tl.constexpr):
+def accumulate(q, k, v, scales, scale_log2, allowed, highest, total, acc, MASKED: tl.constexpr):
     """Add one tile of keys to the online softmax (Milakov and Gimelshein 2018, https://arxiv.org/abs/1805.02867).
 
     The first tile has a key for every row, so `highest` is finite after it. Codes become q's type, which is exact.
     scales are pointers to those of keys and of values, and which keys have some. Without CODES nothing reads them.
     """
+    CODES: tl.constexpr = k.dtype.primitive_bitwidth == 8
     k_scales_ptr, v_scales_ptr, has_scale = scales
     if CODES:
         k_scales = tl.load(k_scales_ptr, mask=has_scale, other=0.0)
@@ -166,9 +167,6 @@ def _split_kernel(
     page_stride,
     token_stride,
     head_stride,
-    page_scales_stride,
-    token_scales_stride,
-    head_scales_stride,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
@@ -182,7 +180,6 @@ def _split_kernel(
     head = tl.program_id(0)
     program = tl.program_id(1)
     num_heads = (tl.num_programs(0) * GROUP).to(tl.int64)
-    CODES: tl.constexpr = k_cache_ptr.dtype.element_ty.primitive_bitwidth == 8
     ROWS: tl.constexpr = 16  # tl.dot takes no fewer, and a group has no more
     row = tl.arange(0, ROWS)
     dim = tl.arange(0, HEAD_DIM)
@@ -207,8 +204,7 @@ def _split_kernel(
         page = tl.load(table_ptr + begin // BLOCK_SIZE)
         for start in tl.range(begin, end, TILE):
             place = page.to(tl.int64) * page_stride + head * head_stride + (start % BLOCK_SIZE) * token_stride
-            scale_place = page.to(tl.int64) * page_scales_stride + head * head_scales_stride
-            scale_place += (start % BLOCK_SIZE + key) * token_scales_stride
+            scale_place = (page.to(tl.int64) * tl.num_programs(0) + head) * BLOCK_SIZE + start % BLOCK_SIZE + key
             page = tl.load(table_ptr + (start + TILE) // BLOCK_SIZE, mask=start + TILE < end, other=0)
             valid = start + key < end
             k = tl.load(k_cache_ptr + place + k_offset)
@@ -216,7 +212,7 @@ def _split_kernel(
             v = tl.load(v_cache_ptr + place + v_offset, mask=valid[:, None], other=0.0)
             scales = (k_scales_ptr + scale_place, v_scales_ptr + scale_place, valid)
             highest, total, acc = accumulate(
-                q, k, v, scales, scale_log2, valid[None, :], highest, total, acc, MASKED=True, CODES=CODES
+                q, k, v, scales, scale_log2, valid[None, :], highest, total, acc, MASKED=True
             )
 
         out = acc / tl.where(total > 0.0, total, 1.0)[:, None]  # zeros where there are no keys

@@ -55,9 +55,6 @@ def _prefill_kernel(
     page_stride,
     token_stride,
     head_stride,
-    page_scales_stride,
-    token_scales_stride,
-    head_scales_stride,
     GROUP: tl.constexpr,
     PADDED_GROUP: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -70,7 +67,6 @@ def _prefill_kernel(
     # A program owns TOKENS query tokens of one sequence x the query heads of one KV head: K and V serve all of them.
     # Tiles beyond a sequence's tokens do nothing; rows that pad the group or the last tile are computed, never stored.
     wait_for_predecessor(PDL)
-    CODES: tl.constexpr = k_cache_ptr.dtype.element_ty.primitive_bitwidth == 8
     ROWS: tl.constexpr = TOKENS * PADDED_GROUP
     SEARCH: tl.constexpr = 128
     # Backwards: the last tiles of a long prompt have the most keys, so they start first. The heads of a tile follow
@@ -96,7 +92,6 @@ def _prefill_kernel(
 
     k_tile_ptr = k_cache_ptr + head * head_stride + key[None, :] * token_stride + dim[:, None]
     v_tile_ptr = v_cache_ptr + head * head_stride + key[:, None] * token_stride + dim[None, :]
-    first_scale = head * head_scales_stride + key * token_scales_stride
     table_ptr = block_tables_ptr + seq.to(tl.int64) * table_stride
     highest = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -110,17 +105,15 @@ def _prefill_kernel(
     page = tl.load(table_ptr)
     for start in tl.range(0, diagonal, TILE):
         place = page.to(tl.int64) * page_stride + (start % BLOCK_SIZE) * token_stride
-        scale_place = page.to(tl.int64) * page_scales_stride + (start % BLOCK_SIZE) * token_scales_stride + first_scale
+        scale_place = (page.to(tl.int64) * num_kv_heads + head) * BLOCK_SIZE + start % BLOCK_SIZE + key
         page = tl.load(table_ptr + (start + TILE) // BLOCK_SIZE, mask=start + TILE < end, other=0)
         k = tl.load(k_tile_ptr + place)
         v = tl.load(v_tile_ptr + place)
         scales = (k_scales_ptr + scale_place, v_scales_ptr + scale_place, key >= 0)
-        highest, total, acc = accumulate(
-            q, k, v, scales, scale_log2, True, highest, total, acc, MASKED=False, CODES=CODES
-        )
+        highest, total, acc = accumulate(q, k, v, scales, scale_log2, True, highest, total, acc, MASKED=False)
     for start in tl.range(diagonal, end, TILE):
         place = page.to(tl.int64) * page_stride + (start % BLOCK_SIZE) * token_stride
-        scale_place = page.to(tl.int64) * page_scales_stride + (start % BLOCK_SIZE) * token_scales_stride + first_scale
+        scale_place = (page.to(tl.int64) * num_kv_heads + head) * BLOCK_SIZE + start % BLOCK_SIZE + key
         page = tl.load(table_ptr + (start + TILE) // BLOCK_SIZE, mask=start + TILE < end, other=0)
         k = tl.load(k_tile_ptr + place)
         # Slots beyond the sequence may be stale, and 0 * NaN is NaN.
@@ -128,9 +121,7 @@ def _prefill_kernel(
         v = tl.load(v_tile_ptr + place, mask=is_used[:, None], other=0.0)
         allowed = (start + key)[None, :] <= position
         scales = (k_scales_ptr + scale_place, v_scales_ptr + scale_place, is_used)
-        highest, total, acc = accumulate(
-            q, k, v, scales, scale_log2, allowed, highest, total, acc, MASKED=True, CODES=CODES
-        )
+        highest, total, acc = accumulate(q, k, v, scales, scale_log2, allowed, highest, total, acc, MASKED=True)
 
     out_row = out_ptr + token_row * (num_kv_heads * GROUP * HEAD_DIM)
     tl.store(out_row + offset, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=is_query)

@@ -45,19 +45,16 @@ MIN_BLOCK_K = 16
 
 @triton.jit
 def _load_codes(
-    codes_ptr,
-    zeros_ptr,
-    step,
-    column,
-    is_column,
-    packed_size,
-    out_size,
-    BITS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    matrix, step, columns, BITS: tl.constexpr, GROUP: tl.constexpr, HAS_ZEROS: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """Return code - zero of some columns of W^T at one step along K, int32 [columns, BLOCK_K]."""
+    """Return code - zero of some columns of W^T at one step along K, int32 [columns, BLOCK_K].
+
+    Args:
+        matrix: pointers to codes and zeros, the bytes of a row of codes, and the number of the rows.
+        columns: the columns' numbers, and which of them exist.
+    """
+    codes_ptr, zeros_ptr, packed_size, out_size = matrix
+    column, is_column = columns
     byte = step * (BLOCK_K * BITS // 8) + tl.arange(0, BLOCK_K * BITS // 8)
     inside = is_column[:, None] & (byte < packed_size)[None, :]
     codes = tl.load(codes_ptr + column.to(tl.int64)[:, None] * packed_size + byte[None, :], mask=inside, other=0)
@@ -74,39 +71,37 @@ def _load_codes(
 
 @triton.jit
 def _multiply_tile(
-    x_ptr,
-    codes_ptr,
-    scales_ptr,
-    zeros_ptr,
-    row,
-    is_row,
-    column,
-    is_column,
-    in_size,
-    packed_size,
-    out_size,
-    first_step,
-    end_step,
+    x_rows,
+    matrix,
+    columns,
+    steps,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Return rows of x times columns of W^T, float32 [BLOCK_M, BLOCK_N], summed over some steps along K.
+    """Return rows of x times columns of W^T, float32 [rows, columns], summed over some steps along K.
 
     Codes become x's type, which is exact. A group's sum gets its scale, and sums go along K by BLOCK_K, so every
     element has one order of summing.
+
+    Args:
+        x_rows: a pointer to x, the length of a row, the rows' numbers, and which of them exist.
+        matrix: a pointer to the scales, and what `_load_codes` takes.
+        columns: as `_load_codes` takes them.
+        steps: the first one, and the end.
     """
+    x_ptr, in_size, row, is_row = x_rows
+    scales_ptr, packed = matrix
+    out_size = packed[3]
+    column, is_column = columns
     k = tl.arange(0, BLOCK_K)
     x_at = x_ptr + row.to(tl.int64)[:, None] * in_size + k[None, :]
-    columns = (column, is_column, packed_size, out_size)
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for step in range(first_step, end_step):
+    acc = tl.zeros([row.shape[0], column.shape[0]], tl.float32)
+    for step in range(steps[0], steps[1]):
         start = step * BLOCK_K
         x = tl.load(x_at + start, mask=is_row[:, None] & (start + k < in_size)[None, :], other=0.0)
-        codes = _load_codes(codes_ptr, zeros_ptr, step, *columns, BITS, GROUP, HAS_ZEROS, BLOCK_K)
+        codes = _load_codes(packed, step, columns, BITS, GROUP, HAS_ZEROS, BLOCK_K)
         weight = tl.trans(codes.to(x.dtype))
         if GROUP:
             scale = tl.load(scales_ptr + start // GROUP * out_size + column, mask=is_column, other=0.0)
@@ -155,11 +150,11 @@ def _quantized_linear_kernel(
     column = tile // row_tiles * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row = row < num_rows
     is_column = column < out_size
-    pointers = (x_ptr, codes_ptr, scales_ptr, zeros_ptr)
-    place = (row, is_row, column, is_column)
+    x_rows = (x_ptr, in_size, row, is_row)
+    matrix = (scales_ptr, (codes_ptr, zeros_ptr, packed_size, out_size))
     first = part * part_steps
-    sizes = (in_size, packed_size, out_size, first, min(first + part_steps, tl.cdiv(in_size, BLOCK_K)))
-    acc = _multiply_tile(*pointers, *place, *sizes, BITS, GROUP, HAS_ZEROS, BLOCK_M, BLOCK_N, BLOCK_K)
+    steps = (first, min(first + part_steps, tl.cdiv(in_size, BLOCK_K)))
+    acc = _multiply_tile(x_rows, matrix, (column, is_column), steps, BITS, GROUP, HAS_ZEROS, BLOCK_K)
     is_last = num_parts == 1
     if num_parts > 1:
         SIZE: tl.constexpr = BLOCK_M * BLOCK_N
@@ -205,8 +200,8 @@ def _dequantize_kernel(
     step = tl.program_id(1)
     row = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     is_row = row < num_rows
-    columns = (first + row, is_row, packed_size, out_size)
-    codes = _load_codes(codes_ptr, zeros_ptr, step, *columns, BITS, GROUP, HAS_ZEROS, BLOCK_K)
+    packed = (codes_ptr, zeros_ptr, packed_size, out_size)
+    codes = _load_codes(packed, step, (first + row, is_row), BITS, GROUP, HAS_ZEROS, BLOCK_K)
     group = step * BLOCK_K // GROUP if GROUP else 0
     scale = tl.load(scales_ptr + group * out_size + first + row, mask=is_row, other=0.0)
     k = step * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -250,14 +245,12 @@ def _grouped_quantized_kernel(
     row = tl.load(tokens_ptr + pair, mask=is_pair, other=0) if GATHER else pair
     column = tl.program_id(0) % num_columns * BLOCK_N + tl.arange(0, BLOCK_N)
     is_column = column < out_size
-    matrix = expert.to(tl.int64) * out_size
-    codes_ptr += matrix * packed_size
-    scales_ptr += matrix * num_groups
-    zeros_ptr += matrix * num_groups
-    pointers = (x_ptr, codes_ptr, scales_ptr, zeros_ptr)
-    tile = (row, is_pair, column, is_column)
-    sizes = (in_size, packed_size, out_size, 0, tl.cdiv(in_size, BLOCK_K))
-    acc = _multiply_tile(*pointers, *tile, *sizes, BITS, GROUP, HAS_ZEROS, BLOCK_M, BLOCK_N, BLOCK_K)
+    first = expert.to(tl.int64) * out_size
+    packed = (codes_ptr + first * packed_size, zeros_ptr + first * num_groups, packed_size, out_size)
+    matrix = (scales_ptr + first * num_groups, packed)
+    x_rows = (x_ptr, in_size, row, is_pair)
+    steps = (0, tl.cdiv(in_size, BLOCK_K))
+    acc = _multiply_tile(x_rows, matrix, (column, is_column), steps, BITS, GROUP, HAS_ZEROS, BLOCK_K)
     y_at = y_ptr + pair.to(tl.int64)[:, None] * out_size + column[None, :]
     tl.store(y_at, acc.to(y_ptr.dtype.element_ty), mask=is_pair[:, None] & is_column[None, :])
 
@@ -308,6 +301,16 @@ def make_arrivals(weight: Codes) -> Tensor:
     return torch.zeros(most_tiles, dtype=torch.int32, device=weight.codes.device)
 
 
+def _list_tensors(weight: Codes) -> tuple[Tensor, Tensor, Tensor]:
+    """Return a matrix as the kernels take it. If it has no zeros, the scales take their place, where no kernel reads.
+
+    Args:
+        weight: what `transpose_scales` returns.
+    """
+    scales = weight.scales.mT
+    return weight.codes, scales, scales if weight.zeros is None else weight.zeros.mT
+
+
 def quantized_linear(x: Tensor, weight: Codes, bias: Tensor | None, arrivals: Tensor) -> Tensor:
     """x [n, in] -> x W^T + bias [n, out], summed in float32, in x's dtype.
 
@@ -327,10 +330,8 @@ def quantized_linear(x: Tensor, weight: Codes, bias: Tensor | None, arrivals: Te
     num_parts, part_steps = split_steps(weight.in_features, out_size, config["BLOCK_K"])
     num_partial = num_parts * num_tiles * config["BLOCK_M"] * config["BLOCK_N"] if num_parts > 1 else 0
     partial = torch.empty(num_partial, dtype=torch.float32, device=x.device)
-    # If zeros or a bias are missing, another tensor takes their place as argument. The kernel does not read it.
-    scales = weight.scales.mT
-    zeros = scales if weight.zeros is None else weight.zeros.mT
-    pointers = (x, weight.codes, scales, zeros, x if bias is None else bias, y, partial, arrivals)
+    # If there is no bias, x takes its place as argument. The kernel does not read it there.
+    pointers = (x, *_list_tensors(weight), x if bias is None else bias, y, partial, arrivals)
     sizes = (weight.in_features, weight.codes.shape[1], out_size, num_rows, part_steps)
     launch(_quantized_linear_kernel, (num_tiles, num_parts), (*pointers, *sizes), config)
     return y
@@ -345,8 +346,6 @@ def _multiply_dequantized(x: Tensor, weight: Codes, bias: Tensor | None) -> Tens
     in_size = weight.in_features
     config = format_config(weight.bits, in_size, weight.group_size, weight.zeros is not None)
     config |= {"BLOCK_N": 32, "num_warps": 4}
-    scales = weight.scales.mT
-    zeros = scales if weight.zeros is None else weight.zeros.mT
     height = max(1, MAX_SCRATCH // in_size)
     parts = []
     for first in range(0, max(out_size, 1), height):
@@ -354,7 +353,7 @@ def _multiply_dequantized(x: Tensor, weight: Codes, bias: Tensor | None) -> Tens
         scratch = torch.empty(num_rows, in_size, dtype=x.dtype, device=x.device)
         grid = (ceil_div(num_rows, config["BLOCK_N"]), ceil_div(in_size, config["BLOCK_K"]))
         sizes = (in_size, packed_size, out_size, first, num_rows)
-        launch(_dequantize_kernel, grid, (weight.codes, scales, zeros, scratch, *sizes), config)
+        launch(_dequantize_kernel, grid, (*_list_tensors(weight), scratch, *sizes), config)
         parts.append(F.linear(x, scratch, None if bias is None else bias[first : first + num_rows]))
         del scratch  # its memory is free for the next rows
     return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
@@ -375,9 +374,7 @@ def grouped_quantized(x: Tensor, weight: Codes, routing: Routing, gather: bool) 
     config |= tile_config(num_tokens, GROUPED_TILES, x.element_size())
     most_tiles = min(pairs, ceil_div(pairs, config["BLOCK_M"]) + num_experts)
     grid = (most_tiles * ceil_div(out_size, config["BLOCK_N"]),)
-    scales = weight.scales.mT
-    zeros = scales if weight.zeros is None else weight.zeros.mT
-    pointers = (x, weight.codes, scales, zeros, y, routing.tokens, routing.offsets)
+    pointers = (x, *_list_tensors(weight), y, routing.tokens, routing.offsets)
     sizes = (weight.in_features, packed_size, out_size, weight.scales.shape[2], num_experts)
     launch(_grouped_quantized_kernel, grid, (*pointers, *sizes), config)
     return y

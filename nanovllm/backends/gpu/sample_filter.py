@@ -20,6 +20,8 @@ from nanovllm.backends.gpu.triton_shim import next_power_of_2, tl, triton
 from nanovllm.engine.plan import SAMPLING_COLUMNS
 
 PART = 64
+TOKENS = tl.constexpr(PART)
+"""Tokens of a part."""
 
 WIDTH = tl.constexpr(len(SAMPLING_COLUMNS))
 TEMPERATURE = tl.constexpr(SAMPLING_COLUMNS["temperature"])
@@ -104,37 +106,24 @@ def _narrow(low, high, tried, step, above, goal, MARKS: tl.constexpr):
 
 
 @triton.jit
-def _find_bound(
-    maxima,
-    most,
-    weights,
-    row_max,
-    temperature,
-    low,
-    high,
-    goal,
-    BY_WEIGHT: tl.constexpr,
-    SHIFT: tl.constexpr,
-    MARKS: tl.constexpr,
-    PART: tl.constexpr,
-):
+def _find_bound(facts, low, high, goal, BY_WEIGHT: tl.constexpr, SHIFT: tl.constexpr, MARKS: tl.constexpr):
     """Return a lower bound of the threshold's key, from facts about whole parts.
 
     In a part whose maximum reaches a mark, the tokens at or above the mark weigh at least as much as the maximum. They
-    also weigh at least as much as the whole part without PART - 1 tokens just below the mark.
+    also weigh at least as much as the whole part without TOKENS - 1 tokens just below the mark.
 
     Args:
-        maxima: the largest logit of each part.
-        most: the weights of those.
-        weights: the weights of whole parts.
+        facts: the largest logit of each part, the weights of those, the weights of whole parts; then the largest logit
+            and the temperature of the row.
     """
+    maxima, most, weights, row_max, temperature = facts
     keys = _order_key(maxima, SHIFT)
     while high - low > 1:
         tried, step = _place_marks(low, high, MARKS)
         tried_key = tl.minimum(tried, high).to(tl.int32)
         if BY_WEIGHT:
             _, at_mark = weigh(_from_order_key(tried_key, SHIFT), row_max, temperature)
-            worth = tl.maximum(most[None, :], weights[None, :] - (PART - 1) * at_mark[:, None])
+            worth = tl.maximum(most[None, :], weights[None, :] - (TOKENS - 1) * at_mark[:, None])
         else:
             worth = tl.full([1, 1], 1.0, tl.float32)
         above = tl.sum(tl.where(keys[None, :] >= tried_key[:, None], worth, 0.0), 1)
@@ -143,71 +132,57 @@ def _find_bound(
 
 
 @triton.jit
-def _load_parts(row_ptr, listed_ptr, start, num_listed, vocab_size, PARTS: tl.constexpr, PART: tl.constexpr):
-    """Load PARTS of the listed parts, from `start` on. Returns their numbers and their logits [PARTS, PART].
+def _load_parts(parts, start, PARTS: tl.constexpr):
+    """Load PARTS of the listed parts, from `start` on. Returns their numbers and their logits [PARTS, TOKENS].
 
     Where there is no token, the logit is -inf.
+
+    Args:
+        parts: pointers to the row's logits and to the numbers of parts, how many these are, and the row's length.
     """
+    row_ptr, listed_ptr, num_listed, vocab_size = parts
     place = start + tl.arange(0, PARTS)
     part = tl.load(listed_ptr + place, mask=place < num_listed, other=0)
-    token = part[:, None] * PART + tl.arange(0, PART)[None, :]
+    token = part[:, None] * TOKENS + tl.arange(0, TOKENS)[None, :]
     exists = (place < num_listed)[:, None] & (token < vocab_size)
     return part, tl.load(row_ptr + token, mask=exists, other=float("-inf")).to(tl.float32)
 
 
 @triton.jit
 def _find_threshold(
-    row_ptr,
-    listed_ptr,
-    num_listed,
-    vocab_size,
-    row_max,
-    temperature,
-    low,
-    high,
-    goal,
-    BY_WEIGHT: tl.constexpr,
-    SHIFT: tl.constexpr,
-    MARKS: tl.constexpr,
-    PARTS: tl.constexpr,
-    PART: tl.constexpr,
+    parts, row, low, high, goal, BY_WEIGHT: tl.constexpr, SHIFT: tl.constexpr, MARKS: tl.constexpr, PARTS: tl.constexpr
 ):
-    """Return the threshold's key, searched among the tokens of the listed parts."""
+    """Return the threshold's key, searched among the tokens of listed parts: see `_load_parts`.
+
+    Args:
+        row: its largest logit and its temperature.
+    """
+    num_listed = parts[2]
+    row_max, temperature = row
     while high - low > 1:
         tried, step = _place_marks(low, high, MARKS)
         tried_key = tl.minimum(tried, high).to(tl.int32)
-        above = tl.zeros([MARKS, PARTS * PART], tl.float32)
+        above = tl.zeros([MARKS, PARTS * TOKENS], tl.float32)
         for start in range(0, num_listed, PARTS):
-            _, x = _load_parts(row_ptr, listed_ptr, start, num_listed, vocab_size, PARTS, PART)
-            x = tl.reshape(x, [PARTS * PART])
+            _, x = _load_parts(parts, start, PARTS)
+            x = tl.reshape(x, [PARTS * TOKENS])
             if BY_WEIGHT:
                 _, worth = weigh(x, row_max, temperature)
             else:
-                worth = tl.full([PARTS * PART], 1.0, tl.float32)
+                worth = tl.full([PARTS * TOKENS], 1.0, tl.float32)
             above += tl.where(_order_key(x, SHIFT)[None, :] >= tried_key[:, None], worth[None, :], 0.0)
         low, high = _narrow(low, high, tried, step, tl.sum(above, 1), goal, MARKS)
     return low
 
 
 @triton.jit
-def _weigh_kept(
-    row_ptr,
-    listed_ptr,
-    num_listed,
-    vocab_size,
-    row_max,
-    temperature,
-    floor,
-    min_p,
-    kept_ptr,
-    STORE: tl.constexpr,
-    PARTS: tl.constexpr,
-    PART: tl.constexpr,
-):
+def _weigh_kept(parts, row, floor, min_p, kept_ptr, STORE: tl.constexpr, PARTS: tl.constexpr):
     """Return the weight of the listed parts' tokens that floor and min_p keep. If STORE, write each part's, too."""
-    total = tl.zeros([PARTS, PART], tl.float32)
+    num_listed = parts[2]
+    row_max, temperature = row
+    total = tl.zeros([PARTS, TOKENS], tl.float32)
     for start in range(0, num_listed, PARTS):
-        part, x = _load_parts(row_ptr, listed_ptr, start, num_listed, vocab_size, PARTS, PART)
+        part, x = _load_parts(parts, start, PARTS)
         z, weight = weigh(x, row_max, temperature)
         weight = tl.where((z >= floor) & (weight >= min_p), weight, 0.0)
         total += weight
@@ -232,7 +207,6 @@ def _filter_kernel(
     SHIFT: tl.constexpr,
     MARKS: tl.constexpr,
     PARTS: tl.constexpr,
-    PART: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
     PDL: tl.constexpr,
@@ -245,7 +219,7 @@ def _filter_kernel(
     temperature, top_k, top_p, min_p, _ = load_sampling(table_ptr, rows_ptr, row)
     if (temperature <= 0.0) | (is_filtered(top_k, top_p, min_p, vocab_size) == 0):
         return
-    IN_CHUNK: tl.constexpr = CHUNK // PART
+    IN_CHUNK: tl.constexpr = CHUNK // TOKENS
     num_parts = num_chunks * IN_CHUNK
     row_ptr = logits_ptr + row * row_stride
     listed_ptr += row * num_parts
@@ -264,11 +238,12 @@ def _filter_kernel(
     floor = tl.full([], float("-inf"), tl.float32)
     low = _order_key(floor, SHIFT).to(tl.int64)
     high = _order_key(row_max, SHIFT).to(tl.int64) + 1
+    facts = (maxima, most, weights, row_max, temperature)
     if by_count:
-        low = _find_bound(maxima, most, weights, row_max, temperature, low, high, count, False, SHIFT, MARKS, PART)
+        low = _find_bound(facts, low, high, count, False, SHIFT, MARKS)
     elif top_p < 1.0:  # the goal is a little higher than needed, because these sums are rounded
         goal = (top_p + 1e-5) * total
-        low = _find_bound(maxima, most, weights, row_max, temperature, low, high, goal, True, SHIFT, MARKS, PART)
+        low = _find_bound(facts, low, high, goal, True, SHIFT, MARKS)
 
     # Parts below the bound do not count. Nor do parts that min-p drops, except with top-k: then top-p weighs all tokens
     # that top-k keeps.
@@ -281,17 +256,18 @@ def _filter_kernel(
     tl.store(part_weight_ptr + part, tl.zeros_like(most), mask=exists)
     tl.debug_barrier()  # every thread reads the whole list
 
-    listed = (row_ptr, listed_ptr, num_listed, vocab_size, row_max, temperature)
+    listed = (row_ptr, listed_ptr, num_listed, vocab_size)
+    facts_of_row = (row_max, temperature)
     if by_count:
-        low = _find_threshold(*listed, low, high, count, False, SHIFT, MARKS, PARTS, PART)
+        low = _find_threshold(listed, facts_of_row, low, high, count, False, SHIFT, MARKS, PARTS)
         floor = tl.div_rn(_from_order_key(low, SHIFT) - row_max, temperature)
     if top_p < 1.0:
         if by_count:
-            total = _weigh_kept(*listed, floor, 0.0, part_weight_ptr, False, PARTS, PART)
-        low = _find_threshold(*listed, low, high, top_p * total, True, SHIFT, MARKS, PARTS, PART)
+            total = _weigh_kept(listed, facts_of_row, floor, 0.0, part_weight_ptr, False, PARTS)
+        low = _find_threshold(listed, facts_of_row, low, high, top_p * total, True, SHIFT, MARKS, PARTS)
         floor = tl.maximum(floor, tl.div_rn(_from_order_key(low, SHIFT) - row_max, temperature))
     tl.store(threshold_ptr + row, floor)
-    _weigh_kept(*listed, floor, min_p, part_weight_ptr, True, PARTS, PART)
+    _weigh_kept(listed, facts_of_row, floor, min_p, part_weight_ptr, True, PARTS)
     tl.debug_barrier()
     chunk = tl.arange(0, CHUNKS)
     inside = chunk[:, None] * IN_CHUNK + tl.arange(0, IN_CHUNK)[None, :]
@@ -305,7 +281,6 @@ def filter_config(num_chunks: int, chunk: int, dtype: torch.dtype) -> dict[str, 
         "SHIFT": _UNUSED_BITS[dtype],
         "MARKS": 4,
         "PARTS": 64,
-        "PART": PART,
         "CHUNKS": next_power_of_2(num_chunks),
         "CHUNK": chunk,
         "num_warps": 16,

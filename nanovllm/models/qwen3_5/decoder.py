@@ -10,16 +10,15 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from nanovllm.backends import Backend, CacheSize, KVCache
-from nanovllm.layers.linear import ColumnParallelLinear, Part, RowParallelLinear
+from nanovllm.backends import Backend, KVCache
+from nanovllm.layers.linear import ColumnParallelLinear, Part
 from nanovllm.layers.parallel import Parallel
 from nanovllm.layers.weights import NamedTargets, ShardedLayer, WeightTarget
-from nanovllm.models.decoder import Decoder, Layer, find_biases, make_norm, make_rotary_table, share_heads
+from nanovllm.models.decoder import Attention, Decoder, Layer, make_rotary_table
 from nanovllm.models.model_config import find_rotary_dim
 from nanovllm.models.qwen3_5.delta_net import DeltaNet
 from nanovllm.models.qwen3_5.ops import HybridOperators
 from nanovllm.models.qwen3_5.states import resolve_states
-from nanovllm.ops.norm_rope_store import NormRope
 from nanovllm.ops.step_inputs import StepInputs
 
 if TYPE_CHECKING:
@@ -44,21 +43,20 @@ def pair_halves(head_dim: int, rotary_dim: int) -> list[tuple[int, int]]:
     return [(first, count) for first, count in pieces if count]
 
 
-class GatedAttention(ShardedLayer):
+class GatedAttention(Attention, ShardedLayer):
     """Grouped-query attention on normed heads of which a part rotates. A sigmoid of a gate scales its output.
 
     In a checkpoint q_proj has, for each head, the query and then the gate.
     """
 
+    norm_dtype = torch.float32
+
     def __init__(self, config: "PretrainedConfig", backend: Backend, parallel: Parallel) -> None:
-        super().__init__()
-        self.backend = backend
+        super().__init__(config, backend, parallel)
         self.operators = backend.find_operators(HybridOperators, "hybrids")
-        self.eps = config.rms_norm_eps
-        self.scale = config.head_dim**-0.5
-        heads, kv_heads = share_heads(config, parallel)
-        self.kv_heads = len(kv_heads)
-        self.head_dim = dim = config.head_dim
+
+    def make_projections(self, config: "PretrainedConfig", heads: range, kv_heads: range, bias: bool) -> None:
+        dim = self.head_dim
         self.pieces = pair_halves(dim, find_rotary_dim(config))
         queries = 2 * config.num_attention_heads * dim  # and their gates
         keys = config.num_key_value_heads * dim
@@ -67,27 +65,16 @@ class GatedAttention(ShardedLayer):
             parts += [Part("k_proj", keys, dim * head + at, count) for at, count in self.pieces]
         parts.append(Part("v_proj", keys, kv_heads.start * dim, len(kv_heads) * dim))
         gates = [Part("q_proj", queries, dim * (2 * head + 1), dim) for head in heads]
-        qkv_bias, o_bias = find_biases(config)
-        self.qkv_proj = ColumnParallelLinear(config.hidden_size, parts, qkv_bias)
-        self.gate_proj = ColumnParallelLinear(config.hidden_size, gates, qkv_bias)
-        self.o_proj = RowParallelLinear(queries // 2, config.hidden_size, o_bias, parallel, "o_proj")
-        self.q_norm = make_norm(dim, torch.float32)
-        self.k_norm = make_norm(dim, torch.float32)
-
-    def make_cache(self, size: CacheSize, dtype: torch.dtype, device: torch.device) -> KVCache:
-        """Return the blocks of this layer, empty."""
-        shape = (size.num_blocks, size.block_size, self.kv_heads, self.head_dim)
-        return self.backend.allocate_cache(shape, size.kv_dtype, device)
+        self.qkv_proj = ColumnParallelLinear(config.hidden_size, parts, bias)
+        self.gate_proj = ColumnParallelLinear(config.hidden_size, gates, bias)
 
     def forward(self, x: Tensor, cos_sin: Tensor, cache: KVCache, inputs: StepInputs) -> Tensor:
-        """x [num_tokens, hidden] -> [num_tokens, hidden]; the tokens' keys and values are stored in the cache first."""
-        norms = NormRope(self.q_norm, self.k_norm, self.eps, cos_sin)
-        q = self.backend.norm_rope_store(self.qkv_proj(x), norms, inputs.positions, cache, inputs.slots)
-        out = self.backend.attend(q, cache, inputs, self.scale).flatten(1)
+        out = self.attend(x, cos_sin, cache, inputs)
         return self.o_proj(self.operators.sigmoid_and_mul(out, self.gate_proj(x)))  # type: ignore[no-any-return]
 
     def weight_targets(self, path: str, names: Collection[str]) -> NamedTargets:
         for name, norm in (("q_norm", self.q_norm), ("k_norm", self.k_norm)):
+            assert norm is not None
             end = 0
             for first, count in self.pieces:
                 end += count

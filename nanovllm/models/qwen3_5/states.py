@@ -24,27 +24,22 @@ def resolve_states(
     gpu_memory: int | None = None,
 ) -> ResolvedConfig:
     """Return the configuration of a model with a state per row: see `Decoder.resolve_options`."""
-    check_state_options(asked)
-    dtype = getattr(torch, config.dtype)
-    weights = sizes.weight_bytes(dtype, quantizer) // config.num_ranks
-    row_bytes = sizes.row_bytes(dtype)
-    num_seqs = asked.max_num_seqs or count_rows_that_fit(config, weights, row_bytes, gpu_memory)
-    return replace(config, enable_prefix_caching=False, max_num_seqs=num_seqs)
-
-
-def check_state_options(config: EngineConfig) -> None:
-    """Raise a ValueError for an option that a model with a state per row cannot have. Log what is off."""
-    if config.enable_prefix_caching:
+    if asked.enable_prefix_caching:
         raise ValueError(
             "enable_prefix_caching is True, and this model keeps a state for each sequence, which has no blocks that "
             "another sequence could take over: set it to False, or leave it out"
         )
-    if config.speculative_config is not None:
+    if asked.speculative_config is not None:
         raise ValueError(
             "speculative_config asks for drafts, and this model keeps a state for each sequence, which cannot take "
             "back the tokens of a wrong draft: leave it out"
         )
     logger.info("prefix caching is off: the model keeps a state for each sequence")
+    dtype = getattr(torch, config.dtype)
+    weights = sizes.weight_bytes(dtype, quantizer) // config.num_ranks
+    row_bytes = sizes.row_bytes(dtype)
+    num_seqs = asked.max_num_seqs or count_rows_that_fit(config, weights, row_bytes, gpu_memory)
+    return replace(config, enable_prefix_caching=False, max_num_seqs=num_seqs)
 
 
 def count_rows_that_fit(config: EngineConfig, weights: int, row_bytes: int, gpu_memory: int | None = None) -> int:
