@@ -16,7 +16,8 @@ from typing import Any, NoReturn
 from nanovllm.config import EngineConfig
 from nanovllm.drafts.options import read_speculative_config
 from nanovllm.jobs import ray_guard
-from nanovllm.jobs.job import STATUS_HELP, Status
+from nanovllm.jobs.job import DEFAULTS, STATUS_HELP, Status
+from nanovllm.sampling_params import SamplingParams
 from nanovllm.version import __version__
 
 _ENGINE_FIELDS = {field.name: field for field in fields(EngineConfig)}
@@ -67,10 +68,8 @@ def run() -> NoReturn:
     """
     is_child = ray_guard.enter_child()
     arguments = sys.argv[1:]
-    if arguments[:1] == ["run-batch"] and "--ray" in arguments and not is_child:
-        status = ray_guard.run_in_child(arguments)
-    else:
-        status = main()
+    needs_guard = arguments[:1] == ["run-batch"] and "--ray" in arguments and not {"-h", "--help"} & {*arguments}
+    status = ray_guard.run_in_child(arguments) if needs_guard and not is_child else main()
     if is_child or status in (Status.INTERRUPTED, Status.TERMINATED):
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
@@ -151,6 +150,11 @@ def _add_run_batch(commands: Any) -> None:
         action="store_true",
         help="run on the Ray cluster at RAY_ADDRESS, or on one of this machine alone; needs ray[data]",
     )
+    group = parser.add_argument_group(
+        "sampling", "Values for lines that do not say otherwise, as a line would have them: text, or else JSON."
+    )
+    for name in DEFAULTS:
+        group.add_argument(f"--{name.replace('_', '-')}", type=_json_or_text, metavar="VALUE")
     add_engine_options(parser, without=("model", "data_parallel_size"))
     parser.set_defaults(run=_run_batch)
 
@@ -159,6 +163,8 @@ def _run_batch(options: argparse.Namespace) -> int:
     from nanovllm.jobs.job import Job
     from nanovllm.jobs.run import run_job
 
+    given = {name: value for name in DEFAULTS if (value := getattr(options, name)) is not None}
+    SamplingParams(**given)  # raises a ValueError for a value that is wrong in every line
     job = Job(
         input=options.input_file,
         output=options.output_file,
@@ -167,6 +173,7 @@ def _run_batch(options: argparse.Namespace) -> int:
         overwrite=options.overwrite,
         stats=options.stats,
         accept_changes=options.accept_changes,
+        sampling=given,
     )
     if not options.ray:
         return run_job(job)
@@ -305,6 +312,13 @@ def _add_engine_option(parser: Any, name: str) -> None:
 
 def _integer_or_name(text: str) -> int | str:
     return int(text) if text.isdigit() else text
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _json(text: str) -> Any:
