@@ -41,12 +41,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     _add_chat(commands)
     _add_run_batch(commands)
+    _add_bench(commands)
     _add_estimate(commands)
     _add_view(commands)
     _add_eval(commands)
     _add_doctor(commands)
     options, others = parser.parse_known_args(arguments)
-    if others and options.run is not _eval:
+    if others and options.run not in (_eval, _bench):
         commands.choices[options.command].error(f"unrecognized arguments: {' '.join(others)}")
     options.others = others
     _set_up_logging()
@@ -182,6 +183,21 @@ def _run_batch(options: argparse.Namespace) -> int:
     except ImportError as error:
         raise ValueError(f"--ray needs Ray Data: pip install 'ray[data]' ({error})") from error
     return run_on_ray(job)
+
+
+def _add_bench(commands: Any) -> None:
+    parser = commands.add_parser("bench", help="measure throughput beside the least time", add_help=False)
+    parser.set_defaults(run=_bench)
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from nanovllm.commands import bench
+
+    parser = _Parser("nanovllm bench", description=bench.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    bench.add_options(parser)
+    command = " ".join(["nanovllm", "bench", *options.others])
+    bench.measure(bench.read_options(parser, options.others), {"command": command})
+    return 0
 
 
 def _add_estimate(commands: Any) -> None:

@@ -1,4 +1,4 @@
-"""Computes the least that a workload costs: bytes and FLOPs of every step, and the machine's rates. For bench.py.
+"""Computes the least that a workload costs: bytes and FLOPs of every step, and the machine's rates.
 
 The floor of a step is the sum over its operators of the larger of (bytes / bandwidth) and (FLOPs / matmul rate). It
 counts every byte once: weights, activations in and out, keys and values (and the states of layers that have one in
@@ -10,15 +10,18 @@ import functools
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from nanovllm.config import ResolvedConfig
 from nanovllm.layers.linear import MatrixModule
 from nanovllm.models.qwen3_5.delta_net import DeltaNet
 from nanovllm.models.qwen3_moe.decoder import SparseMLP
 from nanovllm.models.sizes import Sizes
+from nanovllm.quantized.checkpoints import find_format
+from nanovllm.quantized.loading import count_bytes
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,17 @@ class Model:
     dtype: torch.dtype
     quantized_itemsize: float | None = None
     kv_dtype: torch.dtype | None = None
+
+    @staticmethod
+    def of(config: ResolvedConfig, hf_config: Any) -> "Model":
+        """Return the model as an engine with these options has it."""
+        dtype = getattr(torch, config.dtype)
+        model = Model(hf_config, dtype, kv_dtype=getattr(torch, config.kv_dtype))
+        format = find_format(config.quantization, hf_config)
+        if format is None:
+            return model
+        num_bytes = count_bytes(model.sizes.model, format, dtype.itemsize)
+        return replace(model, quantized_itemsize=num_bytes / model.sizes.num_parameters)
 
     @functools.cached_property
     def sizes(self) -> Sizes:
