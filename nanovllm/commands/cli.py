@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,6 +18,7 @@ from nanovllm.drafts.options import read_speculative_config
 from nanovllm.jobs import ray_guard
 from nanovllm.jobs.job import DEFAULTS, STATUS_HELP, Status
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import as_choice
 from nanovllm.version import __version__
 
 _ENGINE_FIELDS = {field.name: field for field in fields(EngineConfig)}
@@ -203,30 +204,48 @@ def _bench(options: argparse.Namespace) -> int:
 def _add_estimate(commands: Any) -> None:
     parser = commands.add_parser(
         "estimate",
-        help="tell whether a model fits into a GPU",
-        description="Tell from config.json alone whether a model fits into a GPU, and how many tokens of KV cache.",
+        help="tell whether a model fits, and the least time of a job",
+        description="Tell from config.json alone whether a model fits into a GPU, or into a CPU's memory, and how many "
+        "tokens of KV cache. With --input, tell the tokens, the steps and the least time of a job, too.",
         epilog="exit status: 0 if one sequence of --max-model-len fits, 1 if not, 2 for a wrong option",
     )
     add = parser.add_argument
     add("model", help="a folder, a config.json, a Hugging Face id, or a shape such as qwen3-8b")
     add(
+        "--memory",
         "--gpu-memory",
-        required=True,
         metavar="SIZE",
-        help="memory of one GPU, such as 80GB or 80 (both mean 80 GiB), or in bytes",
+        help="memory of one GPU, such as 80GB or 80 (both mean 80 GiB), or in bytes; with --device cpu, of the machine "
+        "(default: what is free here)",
     )
+    add("--machine", metavar="NAME", help="h100, h200, a100, l4, rtx4090, laptop or server: its memory and speed")
+    add("--input", metavar="PATH", help="a job's requests: their least time on --machine, or else on this machine")
+    add("--max-tokens", type=int, metavar="N", help="most tokens of answers whose lines do not say it")
     weights = ("tensor_parallel_size", "pipeline_parallel_size", "dtype", "quantization", "kv_cache_dtype")
-    sizes = ("kvcache_block_size", "max_num_seqs", "max_num_batched_tokens")
-    for name in ("max_model_len", *weights, "gpu_memory_utilization", *sizes):
+    sizes = ("kvcache_block_size", "max_num_seqs", "max_num_batched_tokens", "kvcache_memory_bytes")
+    for name in ("device", "max_model_len", *weights, "gpu_memory_utilization", *sizes):
         _add_engine_option(parser, name)
     parser.set_defaults(run=_estimate)
 
 
 def _estimate(options: argparse.Namespace) -> int:
-    from nanovllm.commands.estimate import estimate, fetch_config, parse_size
+    from nanovllm.commands.cost import MACHINES, Machine
+    from nanovllm.commands.estimate import estimate, estimate_job, fetch_config, parse_size
 
-    estimated = estimate(fetch_config(options.model), _read_engine_config(options), parse_size(options.gpu_memory))
+    hf_config = fetch_config(options.model)
+    config = _read_engine_config(options)
+    memory = parse_size(options.memory) if options.memory is not None else None
+    machine = None
+    if options.machine is not None:
+        device, gib, gb, tflop = MACHINES[as_choice(options.machine, "--machine", MACHINES)]
+        config = replace(config, device=device)
+        memory = gib << 30 if memory is None else memory
+        machine = Machine(gb * 1e9, gb * 1e9, tflop * 1e12)
+    estimated = estimate(hf_config, config, memory)
     sys.stdout.write(estimated.describe() + "\n")
+    if options.input is not None:
+        defaults = {} if options.max_tokens is None else {"max_tokens": options.max_tokens}
+        sys.stdout.write(estimate_job(options.input, hf_config, estimated, machine, defaults) + "\n")
     return 0 if estimated.fits else 1
 
 

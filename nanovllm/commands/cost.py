@@ -135,6 +135,18 @@ class Machine:
         return max(self.copy_rate, self.read_rate)
 
 
+MACHINES = {
+    "h100": ("cuda", 80, 3350, 989),
+    "h200": ("cuda", 141, 4800, 989),
+    "a100": ("cuda", 80, 2040, 312),
+    "l4": ("cuda", 24, 300, 121),
+    "rtx4090": ("cuda", 24, 1010, 165),
+    "laptop": ("cpu", 16, 60, 0.5),
+    "server": ("cpu", 128, 460, 10),
+}
+"""For each named machine: its device, memory in GiB, GB/s, and dense TFLOP/s in 16 bits, as data sheets say."""
+
+
 @dataclass(frozen=True)
 class Cost:
     """The cost of one or more steps. `seconds` is the floor, and `parts` has the seconds of each part of it."""

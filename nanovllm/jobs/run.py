@@ -83,7 +83,7 @@ def answer_lines(
                     write(make_error_line(line.number, error))
 
     def prepare_lines() -> "Generator[tuple[RequestLine, list[Request]] | None, None, None]":
-        tasks = work_ahead(read_lines(), lambda line: _prepare_line(line, llm, model_name), LINES_AHEAD)
+        tasks = work_ahead(read_lines(), lambda line: prepare_line(line, llm, model_name), LINES_AHEAD)
         with closing(tasks):
             for request_line, task in tasks:
                 while admission is not None and admission.need_not_wait and not task.done():
@@ -127,7 +127,7 @@ class _RunningLine(NamedTuple):
     outputs: "dict[int, Output]"
 
 
-def _prepare_line(line: RequestLine, llm: "LLM", model_name: str) -> "list[Request]":
+def prepare_line(line: RequestLine, llm: "LLM", model_name: str) -> "list[Request]":
     """Return the requests of a line: several if it asks for several embeddings. LineError if the line is wrong."""
     if line.is_embedding:
         return prepare_embeddings(line, llm, model_name)
