@@ -14,13 +14,14 @@ import platform
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from random import Random
 from typing import Any
 
 import torch
 
+from nanovllm.commands.cli import json_or_text
 from nanovllm.commands.cost import Cost, Machine, Model, Step, ideal_steps, measure_machine, step_cost, synchronize
+from nanovllm.commands.doctor import read_processor
 from nanovllm.commands.estimate import fetch_config
 from nanovllm.config import EngineConfig
 from nanovllm.engine.plan import StepResult
@@ -152,7 +153,7 @@ class Recorder:
 def run_engine(args: argparse.Namespace, workload: Workload, vocab_size: int, device: torch.device) -> dict[str, Any]:
     """Load the engine, warm up and run the workload. Return the times, the counts and the recorder of the steps."""
     options = dict(option.split("=", 1) for option in args.set)
-    options = {name: _value(text) for name, text in options.items()}
+    options = {name: json_or_text(text) for name, text in options.items()}
     if args.quantization is not None:
         options["quantization"] = args.quantization
     start = time.perf_counter()
@@ -202,13 +203,6 @@ def run_engine(args: argparse.Namespace, workload: Workload, vocab_size: int, de
         }
 
 
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
 def evaluate(run: dict[str, Any], workload: Workload, model: Model, machine: Machine, floor: Cost) -> dict[str, Any]:
     """Return the figures of a run: rates, achieved bandwidth and FLOPs, percent of the floor."""
     recorder: Recorder = run.pop("recorder")
@@ -240,24 +234,16 @@ def evaluate(run: dict[str, Any], workload: Workload, model: Model, machine: Mac
 
 def describe(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Return facts about the measurement: machine, threads, dtype, versions."""
+    processor = f"{read_processor()[0]}, {len(os.sched_getaffinity(0))} CPUs"
     names = ["transformers"] + (["triton", "flash-attn"] if device.type == "cuda" else [])
     installed = {dist.metadata["Name"]: dist.version for dist in importlib.metadata.distributions()}
     return {
-        "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
+        "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else processor,
         "threads": torch.get_num_threads(),
         "dtype": str(dtype).removeprefix("torch."),
         "versions": {"nanovllm": __version__, "python": platform.python_version(), "torch": torch.__version__}
         | {name: installed[name] for name in names if name in installed},
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        name = platform.processor() or platform.machine()
-    return f"{name}, {len(os.sched_getaffinity(0))} CPUs"
 
 
 def print_cost_card(model: Model, machine: Machine, workload: Workload, floor: Cost, about: dict[str, Any]) -> None:

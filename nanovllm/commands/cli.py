@@ -156,7 +156,7 @@ def _add_run_batch(commands: Any) -> None:
         "sampling", "Values for lines that do not say otherwise, as a line would have them: text, or else JSON."
     )
     for name in DEFAULTS:
-        group.add_argument(f"--{name.replace('_', '-')}", type=_json_or_text, metavar="VALUE")
+        group.add_argument(f"--{name.replace('_', '-')}", type=json_or_text, metavar="VALUE")
     add_engine_options(parser, without=("model", "data_parallel_size"))
     parser.set_defaults(run=_run_batch)
 
@@ -349,7 +349,8 @@ def _integer_or_name(text: str) -> int | str:
     return int(text) if text.isdigit() else text
 
 
-def _json_or_text(text: str) -> Any:
+def json_or_text(text: str) -> Any:
+    """Return a value that is written as JSON, or else the text itself."""
     try:
         return json.loads(text)
     except ValueError:
