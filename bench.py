@@ -8,285 +8,35 @@ First it prints the cost card: the bytes that the workload must read, the FLOPs 
 machine copies, reads and multiplies now. From these follows the floor: the least seconds that the workload can take,
 added up step by step. Then it prints the run, and how many percent of the run's time the floor is. Loading and warm-up
 are reported, but they are not part of the run's time. The last line is one JSON document with all figures.
+
+`nanovllm bench` is the same without other engines.
 """
 
 import argparse
-import importlib.metadata
-import json
-import os
-import platform
 import sys
-import time
-from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
-import torch
-
-import nanovllm
 from benchmarks.bench_compare import add_arguments, check_interpreters, compare
-from benchmarks.bench_cost import Cost, Machine, Model, ideal_steps, measure_machine, step_cost, synchronize
-from benchmarks.bench_workload import Workload, make_workload
-from benchmarks.measuring import Recorder, commit
-from nanovllm import LLM, EngineConfig, SamplingParams
-from nanovllm.commands.estimate import fetch_config
-from nanovllm.load import resolve_options
-from nanovllm.models.shapes import PRESETS, preset_config
-from nanovllm.quantized.checkpoints import find_format
-from nanovllm.quantized.loading import count_bytes
-
-CPU_PRESET = {"num_seqs": 32, "input_len": [16, 128], "output_len": [16, 128], "dtype": "bfloat16"}
+from benchmarks.measuring import commit
+from nanovllm.commands.bench import add_options, measure, read_options
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    add = parser.add_argument
-    add("--model", default="qwen3-0.6b", help=f"a folder, a Hugging Face id, or a shape: {', '.join(PRESETS)}")
-    add("--load-format", choices=("auto", "dummy"), help="dummy: random weights, the default for a shape")
-    add("--preset", choices=("cpu",), help="cpu: 32 requests of 16..128 tokens in and out, in bfloat16; options win")
-    add("--num-seqs", type=int, default=256, help="number of requests")
-    add("--input-len", type=int, nargs=2, default=[100, 1024], metavar=("LO", "HI"), help="prompt lengths")
-    add("--output-len", type=int, nargs=2, default=[100, 1024], metavar=("LO", "HI"), help="output lengths")
-    add("--shared-prefix", type=int, default=0, metavar="N", help="put the same N tokens before every prompt")
-    add("--temperature", type=float, default=0.6)
-    add("--seed", type=int, default=0, help="seed of the workload")
-    add("--dtype", default="auto", help="type of weights, activations and KV cache")
-    add("--kv-cache-dtype", default="auto", help="as the option of LLM; other engines ignore it")
-    add("--device", default="auto", help="cpu or cuda")
-    add("--threads", type=int, help="CPU threads; default: OMP_NUM_THREADS, or the physical cores")
-    add("--tensor-parallel-size", type=int, default=1, metavar="N")
-    add("--pipeline-parallel-size", type=int, default=1, metavar="N")
-    add("--max-model-len", type=int, help="default: 4096, or what the workload needs if that is more")
-    add("--max-num-seqs", type=int, help="as the option of LLM")
-    add("--max-num-batched-tokens", type=int, help="default: each engine's own")
-    add("--attention-backend", default="auto")
-    add("--quantization", metavar="NAME", help="int8, int8-dynamic, or another of LLM's names; other engines ignore it")
-    add("--speculative-config", type=json.loads, metavar="JSON", help="as LLM's option; other engines ignore it")
-    add(
-        "--set",
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="any other option of LLM, for example enforce_eager=true",
-    )
+    add_options(parser)
     add_arguments(parser)
-    add("--machine-rates", type=float, nargs=3, metavar="RATE", help="use these copy, read and matmul rates")
-    if parser.parse_known_args(arguments)[0].preset == "cpu":
-        parser.set_defaults(**CPU_PRESET)
-    args = parser.parse_args(arguments)
+    args = read_options(parser, arguments)
     if args.compare:
         try:
             check_interpreters(args)
         except ValueError as error:
             parser.error(str(error))
-    if args.load_format is None:
-        args.load_format = "dummy" if args.model.lower() in PRESETS else "auto"
     return args
-
-
-def run_engine(args: argparse.Namespace, workload: Workload, vocab_size: int, device: torch.device) -> dict[str, Any]:
-    """Load the engine, warm up and run the workload. Return the times, the counts and the recorder of the steps."""
-    options = dict(option.split("=", 1) for option in args.set)
-    options = {name: _value(text) for name, text in options.items()}
-    if args.quantization is not None:
-        options["quantization"] = args.quantization
-    start = time.perf_counter()
-    llm = LLM(
-        args.model,
-        load_format=args.load_format,
-        dtype=args.dtype,
-        device=str(device),
-        tensor_parallel_size=args.tensor_parallel_size,
-        pipeline_parallel_size=args.pipeline_parallel_size,
-        max_model_len=args.max_model_len or max(4096, workload.max_len),
-        max_num_seqs=args.max_num_seqs,
-        max_num_batched_tokens=args.max_num_batched_tokens,
-        attention_backend=args.attention_backend,
-        kv_cache_dtype=args.kv_cache_dtype,
-        speculative_config=args.speculative_config,
-        **options,
-    )
-    loaded = time.perf_counter()
-
-    def run(work: Workload) -> int:
-        params = [SamplingParams(temperature=args.temperature, ignore_eos=True, max_tokens=n) for n in work.output_lens]
-        outputs = llm.generate(work.prompts, params, use_tqdm=False)
-        synchronize(device)
-        return sum(len(output["token_ids"]) for output in outputs)
-
-    with llm:
-        run(workload.warm_up(vocab_size))
-        recorder = Recorder(device)
-        llm.observe(recorder)
-        has_ranks = args.tensor_parallel_size * args.pipeline_parallel_size > 1
-        if has_ranks:
-            recorder.time_commands(llm)
-        before = llm.stats()
-        warm = time.perf_counter()
-        num_output_tokens = run(workload)
-        seconds = time.perf_counter() - warm
-        stats = {name: count - before[name] for name, count in llm.stats().items() if name.startswith("num_")}
-        return {
-            "load_seconds": loaded - start,
-            "warm_up_seconds": warm - loaded,
-            "seconds": seconds,
-            "num_output_tokens": num_output_tokens,
-            "num_preemptions": stats["num_preemptions"],
-            "num_cached_tokens": stats["num_cached_tokens"],
-            "channel_us_per_step": 1e6 * recorder.command_seconds / stats["num_steps"] if has_ranks else None,
-            "recorder": recorder,
-        }
-
-
-def _value(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-def evaluate(run: dict[str, Any], workload: Workload, model: Model, machine: Machine, floor: Cost) -> dict[str, Any]:
-    """Return the figures of a run: rates, achieved bandwidth and FLOPs, percent of the floor."""
-    recorder: Recorder = run.pop("recorder")
-    phases = {"prefill": (Cost(), 0.0, 0), "decode": (Cost(), 0.0, 0)}
-    for (work, num_sampled), seconds in zip(recorder.steps, recorder.device_seconds, strict=True):
-        # If every token needs logits, the step only decodes and verifies drafts: most tokens of a prompt need none.
-        name = "decode" if sum(scheduled for _, scheduled in work) == num_sampled else "prefill"
-        cost, total, count = phases[name]
-        phases[name] = cost + step_cost(model, machine, work, num_sampled), total + seconds, count + 1
-    num_steps = len(recorder.steps)
-    num_prompt_tokens = sum(map(len, workload.prompts))
-    result = run | {
-        "output_tokens_per_second": run["num_output_tokens"] / run["seconds"],
-        "total_tokens_per_second": (run["num_output_tokens"] + num_prompt_tokens) / run["seconds"],
-        "percent_of_floor": 100 * floor.seconds / run["seconds"],
-        "num_steps": num_steps,
-        "mean_batch": sum(len(work) for work, _ in recorder.steps) / num_steps,
-        "host_ms_per_step": 1000 * sum(recorder.host_seconds) / num_steps,
-    }
-    for name, (cost, seconds, count) in phases.items():
-        rates = (
-            {"gb_per_second": cost.bytes / seconds / 1e9, "tflop_per_second": cost.flops / seconds / 1e12}
-            if count
-            else {}
-        )
-        result[name] = {"steps": count, "seconds": seconds, "floor_seconds": cost.seconds} | rates
-    return result
-
-
-def describe(args: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Return facts about the measurement: machine, threads, dtype, versions, commit, command."""
-    names = ["transformers"] + (["triton", "flash-attn"] if device.type == "cuda" else [])
-    installed = {dist.metadata["Name"]: dist.version for dist in importlib.metadata.distributions()}
-    return {
-        "machine": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
-        "threads": torch.get_num_threads(),
-        "dtype": str(dtype).removeprefix("torch."),
-        "versions": {"nanovllm": nanovllm.__version__, "python": platform.python_version(), "torch": torch.__version__}
-        | {name: installed[name] for name in names if name in installed},
-        "commit": commit(),
-        "command": " ".join(["python", "bench.py", *sys.argv[1:]]),
-    }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        name = platform.processor() or platform.machine()
-    return f"{name}, {len(os.sched_getaffinity(0))} CPUs"
-
-
-def print_cost_card(model: Model, machine: Machine, workload: Workload, floor: Cost, about: dict[str, Any]) -> None:
-    num_prompt = sum(map(len, workload.prompts))
-    num_output = sum(workload.output_lens)
-    copies = machine.copy_rate / 1e9
-    reads = machine.read_rate / 1e9
-    rate = num_output / floor.seconds
-    print(f"machine    {about['machine']}, {about['threads']} threads, torch {about['versions']['torch']}")
-    print(
-        f"           copies {copies:,.1f} GB/s (read and write), reads {reads:,.1f} GB/s, "
-        f"multiplies {machine.matmul_rate / 1e12:,.2f} TFLOP/s in {about['dtype']}"
-    )
-    print(
-        f"model      {model.sizes.num_parameters / 1e9:.3f} B parameters, {model.weight_bytes / 1e9:.3f} GB; "
-        f"{model.kv_bytes_per_token:,} B of KV and {model.flops_per_token / 1e9:.2f} GFLOP a token"
-    )
-    print(f"workload   {len(workload.prompts)} requests, {num_prompt:,} prompt and {num_output:,} output tokens")
-    print(
-        f"floor      {floor.seconds:.3f} s, {rate:,.1f} output tok/s: "
-        f"{floor.bytes / 1e9:,.1f} GB and {floor.flops / 1e12:,.2f} TFLOP"
-    )
-    largest = sorted(floor.parts.items(), key=lambda part: -part[1])
-    parts = (f"{name} {seconds:.3f} s ({seconds / floor.seconds:.0%})" for name, seconds in largest)
-    print(f"           {', '.join(parts)}", flush=True)
-
-
-def print_result(result: dict[str, Any]) -> None:
-    print(
-        f"result     {result['seconds']:.3f} s, {result['output_tokens_per_second']:,.1f} output tok/s, "
-        f"{result['total_tokens_per_second']:,.1f} total tok/s: {result['percent_of_floor']:.1f} % of the floor"
-    )
-    print(
-        f"steps      {result['num_steps']}, mean batch {result['mean_batch']:.1f}, "
-        f"{result['num_preemptions']} preemptions, host {result['host_ms_per_step']:.3f} ms a step"
-    )
-    for name in ("prefill", "decode"):
-        if (phase := result[name])["steps"]:
-            rates = f"{phase['gb_per_second']:,.1f} GB/s, {phase['tflop_per_second']:,.3f} TFLOP/s"
-            steps = f"{phase['seconds']:.3f} s in {phase['steps']} steps (floor {phase['floor_seconds']:.3f} s)"
-            print(f"{name:10s} {steps}: {rates}")
-    if result["channel_us_per_step"] is not None:
-        print(f"channel    {result['channel_us_per_step']:.1f} us a step to tell the other ranks")
-    before = f"load {result['load_seconds']:.1f} s, warm-up {result['warm_up_seconds']:.1f} s"
-    print(f"before     {before}")
 
 
 def main(arguments: list[str] | None = None) -> None:
     args = parse_arguments(arguments)
-    if args.threads:
-        torch.set_num_threads(args.threads)
-    is_shape = args.model.lower() in PRESETS
-    hf_config = fetch_config(args.model)
-    names = ("model", "dtype", "device", "attention_backend", "tensor_parallel_size", "pipeline_parallel_size")
-    names += ("max_num_seqs", "kv_cache_dtype")
-    resolved = resolve_options(EngineConfig(**{name: getattr(args, name) for name in names}), hf_config)
-    args.max_num_seqs = resolved.max_num_seqs
-    device = torch.device(resolved.device)
-    dtype = getattr(torch, resolved.dtype)
-    model = Model(hf_config, dtype, kv_dtype=getattr(torch, resolved.kv_dtype))
-    if format := find_format(args.quantization, hf_config):
-        num_bytes = count_bytes(model.sizes.model, format, dtype.itemsize)
-        model = replace(model, quantized_itemsize=num_bytes / model.sizes.num_parameters)
-    vocab = hf_config.vocab_size
-    lengths = tuple(args.input_len), tuple(args.output_len)
-    workload = make_workload(args.num_seqs, *lengths, vocab, args.shared_prefix, args.seed)
-    machine = Machine(*args.machine_rates) if args.machine_rates else measure_machine(device, dtype)
-    ranks = resolved.num_ranks if device.type == "cuda" else 1  # ranks on a CPU share its memory and cores
-    whole = Machine(*(rate * ranks for rate in (machine.copy_rate, machine.read_rate, machine.matmul_rate)))
-    budget = args.max_num_batched_tokens or resolved.max_num_batched_tokens
-    steps = ideal_steps(workload.lengths, args.max_num_seqs, budget, args.shared_prefix)
-    floor = sum((step_cost(model, whole, *step) for step in steps), Cost())
-    about = describe(args, device, dtype)
-    print_cost_card(model, whole, workload, floor, about)
-    document = {
-        "benchmark": "throughput",
-        **about,
-        "arguments": vars(args),
-        "cost": model.describe(),
-        "rates": vars(whole),
-        "floor": vars(floor),
-    }
-    if args.compare:
-        document["comparison"] = compare(
-            args, preset_config(args.model.lower()) if is_shape else None, workload, dtype, machine
-        )
-    else:
-        result = evaluate(run_engine(args, workload, vocab, device), workload, model, whole, floor)
-        print_result(result)
-        document["result"] = result
-    print(json.dumps(document))
+    about = {"commit": commit(), "command": " ".join(["python", "bench.py", *sys.argv[1:]])}
+    measure(args, about, compare if args.compare else None)
 
 
 if __name__ == "__main__":

@@ -20,8 +20,9 @@ from typing import Any
 
 import torch
 
-from benchmarks.bench_cost import Machine
-from benchmarks.bench_workload import Workload, write_checkpoint
+from benchmarks.bench_workload import write_checkpoint
+from nanovllm.commands.bench import Workload
+from nanovllm.commands.cost import Machine
 from nanovllm.models.hub import find_model
 
 ROOT = Path(__file__).resolve().parent.parent

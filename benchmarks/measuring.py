@@ -1,56 +1,13 @@
-"""The record of a measured run: its steps, and the commit that it was made at."""
+"""Helps benchmarks: the inputs of a step, and the commit that is measured."""
 
 import subprocess
-import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.bench_cost import Step
-from nanovllm.engine.plan import StepResult
-from nanovllm.engine.step import ScheduledStep
 from nanovllm.ops.step_inputs import StepInputs
-from nanovllm.utils.clock import Clock
-
-
-class Recorder:
-    """Observes an engine. It keeps the work of each step, and the seconds on the device and on the host."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._launch_computes = device.type == "cpu"
-        self.steps: list[Step] = []
-        self.device_seconds: list[float] = []
-        self.host_seconds: list[float] = []
-        self.command_seconds = 0.0
-
-    def planned(self, number: int, at: float, step: ScheduledStep) -> None:
-        plan = step.plan
-        work = list(zip(plan.num_computed.tolist(), plan.num_scheduled.tolist(), strict=True))
-        self.steps.append((work, int(plan.num_sampled.sum() + plan.num_scored.sum())))
-
-    def finished(self, number: int, step: ScheduledStep, clock: Clock, result: StepResult) -> None:
-        device = result.device_seconds
-        host = sum(seconds for name, _, seconds in clock.spans if name not in ("wait", "draft"))
-        self.device_seconds.append(device)
-        self.host_seconds.append(host - device if self._launch_computes else host)
-
-    def close(self) -> None:
-        pass
-
-    def time_commands(self, llm: Any) -> None:
-        """From now on, count in command_seconds how long rank 0 of several takes to send plans to the others."""
-        followers = llm.engine.runner._followers
-        send = followers.send
-
-        def send_timed(message: Any) -> None:
-            since = time.perf_counter()
-            send(message)
-            self.command_seconds += time.perf_counter() - since
-
-        followers.send = send_timed
 
 
 def make_inputs(num_seqs: int, query_len: int, seq_len: int, block_tables: Tensor) -> StepInputs:

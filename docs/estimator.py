@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from benchmarks.bench_cost import Machine, Model, step_cost
+from nanovllm.commands.cost import Machine, Model, step_cost
 from nanovllm.commands.estimate import Estimate, estimate
 from nanovllm.config import EngineConfig
 from nanovllm.models.model_config import load_model_config

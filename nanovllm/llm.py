@@ -207,10 +207,10 @@ class LLM:
             ValueError: a prompt or `dimensions` is not valid; no prompt has run.
             RuntimeError: the model's hidden states are NaN or infinite.
         """
-        _check_others("embed", others)
         from nanovllm.uses.embedding import embed_prompts
 
-        return embed_prompts(self, prompts, dimensions=dimensions, normalize=normalize, show=use_tqdm)
+        how = {"dimensions": dimensions, "normalize": normalize} | _check_others("embed", others)
+        return embed_prompts(self, prompts, **how, show=use_tqdm)
 
     def chat(
         self,
@@ -369,7 +369,7 @@ class LLM:
         request = self.prepare(prompt, sampling_params)
         if request.params.n > 1:
             raise refuse(request.params.n, "n", "1 in this loop, which returns one completion per request")
-        with self._claim_loop("add_request()"):
+        with self.claim_loop("add_request()"):
             return self.engine.add(request).seq_id
 
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
@@ -380,7 +380,7 @@ class LLM:
             read: how many tokens the step computed, as a negative number if the step only decoded. The count is 0 if
             this call read no result: at depth 2 (see `LLMEngine`) the first call only launches a step.
         """
-        with self._claim_loop("step()"):
+        with self.claim_loop("step()"):
             self.engine.last_read = None
             ended = [(seq.seq_id, seq.output_token_ids) for seq in self.engine.step()] if self.engine.has_work else []
             read = self.engine.last_read
@@ -394,7 +394,7 @@ class LLM:
         return ended, -plan.num_tokens if are_decodes else plan.num_tokens
 
     @contextmanager
-    def _claim_loop(self, activity: str) -> Iterator[None]:
+    def claim_loop(self, activity: str) -> Iterator[None]:
         """Claim the engine for one call of this loop. Until its requests have ended, other activities are refused."""
         claim = self.engine.claim
         with claim.held_by(activity, but_for=(UNFINISHED,)):
@@ -463,8 +463,9 @@ class LLM:
         """
         self._renewal.load_weights(named_tensors, finish)
 
-    def reset_prefix_cache(self) -> bool:
+    def reset_prefix_cache(self, **others: Unpack[Others]) -> bool:
         """Forget the prefix cache, and return True. RuntimeError if requests are unfinished."""
+        _check_others("reset_prefix_cache", others)
         claim = self.engine.claim
         with claim.held_by("reset_prefix_cache()"), claim.work():
             self.engine.scheduler.block_manager.forget_all()
@@ -498,10 +499,10 @@ class LLM:
 
     if not TYPE_CHECKING:  # a type checker finds what is missing by itself
 
-        def __getattr__(self, name: str) -> NoReturn:
-            from nanovllm.vllm_names import explain_missing
+        def __getattr__(self, name: str) -> Any:
+            from nanovllm.vllm_names import find_attribute
 
-            raise explain_missing("LLM", name)
+            return find_attribute(self, name)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -516,12 +517,13 @@ class LLM:
         self.close()
 
 
-def _check_others(method: str, others: Mapping[str, Any]) -> None:
-    """Raise an error for an argument that a method does not have, unless vLLM has it and it changes nothing."""
-    if others:
-        from nanovllm.vllm_names import check_arguments
+def _check_others(method: str, others: Mapping[str, Any]) -> dict[str, Any]:
+    """Return our arguments for vLLM's. Raise an error for an argument that is not known, or not supported."""
+    if not others:
+        return {}
+    from nanovllm.vllm_names import translate_arguments
 
-        check_arguments(method, others)
+    return translate_arguments(method, others)
 
 
 def _list_params(params: SamplingParams | Seq[SamplingParams | None] | None, count: int) -> list[SamplingParams | None]:

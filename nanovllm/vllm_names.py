@@ -9,16 +9,19 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Mapping
 from enum import Enum
-from functools import cache
+from functools import cache, partial
 from importlib.machinery import ModuleSpec
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm.config import EngineConfig, EngineOptions
-from nanovllm.outputs import Embedding
+from nanovllm.outputs import Embedding, Output
 from nanovllm.sampling_params import KINDS, SamplingParams
 from nanovllm.text.prompts import Prompt
 from nanovllm.utils.checks import quote, refuse_unknown
+
+if TYPE_CHECKING:
+    from nanovllm.llm import LLM
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +39,7 @@ SAMPLING: Mapping[str, tuple[Any, ...]] = {
     "extra_args": (None, {}),
     "length_penalty": (None, 1),
     "early_stopping": (None, False),
+    "trace_decode_token_ids": (None, []),
 }
 """Fields of vLLM's SamplingParams that ours does not have, and the values of them that we accept and ignore."""
 
@@ -45,6 +49,13 @@ STRUCTURED: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("disable_any_whitespace", "disable_additional_properties"), (None, False)),
 }
 """The same for vLLM's StructuredOutputsParams."""
+
+POOLING: Mapping[str, tuple[Any, ...]] = {
+    "task": ("embed",),
+    **dict.fromkeys(("skip_reading_prefix_cache", "output_kind"), (ANY,)),
+    **dict.fromkeys(("late_chunking_params", "step_tag_id", "returned_token_ids", "extra_kwargs"), (None,)),
+}
+"""The same for vLLM's PoolingParams."""
 
 _SPEED = (
     *("async_scheduling", "attention_config", "compilation_config", "cudagraph_capture_sizes", "disable_cascade_attn"),
@@ -67,7 +78,7 @@ OPTIONS: Mapping[str, tuple[Any, ...]] = {
     # These would change results, or ask for something that we do not have.
     **dict.fromkeys(("kv_transfer_config", "logits_processors", "pooler_config", "profiler_config"), (None,)),
     **dict.fromkeys(("hf_overrides", "rope_scaling", "mm_processor_kwargs", "override_generation_config"), (None, {})),
-    **dict.fromkeys(("enable_lora", "enable_prompt_embeds"), (False,)),
+    **dict.fromkeys(("enable_lora", "enable_prompt_embeds", "enable_trace_replay"), (False,)),
     **dict.fromkeys(("enable_expert_parallel", "skip_tokenizer_init", "calculate_kv_scales"), (False,)),
     "task": ("auto", "generate", "embed", "embedding"),
     "runner": ("auto", "generate", "pooling"),
@@ -90,10 +101,16 @@ ARGUMENTS: Mapping[str, tuple[Any, ...]] = {
     **dict.fromkeys(("priority", "chat_template_content_format", "mode"), (ANY,)),
     **dict.fromkeys(("tokenization_kwargs", "mm_processor_kwargs"), (None, {})),
     **dict.fromkeys(("lora_request", "pooling_params", "prompt_token_ids", "tags", "truncate_prompt_tokens"), (None,)),
+    "reset_running_requests": (False,),
 }
 """The same for the arguments of methods of vLLM's LLM."""
 
-HARMLESS = {"LLM": OPTIONS, "SamplingParams": SAMPLING, "StructuredOutputsParams": STRUCTURED}
+HARMLESS = {
+    "LLM": OPTIONS,
+    "PoolingParams": POOLING,
+    "SamplingParams": SAMPLING,
+    "StructuredOutputsParams": STRUCTURED,
+}
 """For each class; of methods it is `ARGUMENTS`. None is accepted for every name, because it asks for the default."""
 
 REST = "docs/porting.md lists the options of vLLM that are understood"
@@ -116,6 +133,10 @@ _TRACE = "LLM(model, trace='steps.json') writes what every step did"
 _EMBED = "embed(prompts, dimensions=..., normalize=...) has these as arguments"
 _NO_HEAD = "models with a head for classes or rewards are not run; score(prompts, labels) tells how likely they are"
 _ONE_ENGINE = "one engine has one process, which answers many threads and asyncio tasks through LLM.submit"
+_GIVEN_TOKENS = "score(prompts, continuations) gives the log-probabilities of tokens that are given"
+_EDITS = "logit_bias, bad_words, allowed_token_ids and structured_outputs do what most of them are for"
+_ONE_CACHE = "the KV cache stays within one engine"
+_INNER = f"these are vLLM's inner classes; LLM.stats() has counts, LLM.observe sees each step; {_ONE_ENGINE}"
 _LISTED = "docs/porting.md lists the names of vLLM's that are taken"
 
 HINTS: Mapping[str, str] = {
@@ -123,14 +144,15 @@ HINTS: Mapping[str, str] = {
     **dict.fromkeys(("enable_prompt_embeds", "mm_processor_kwargs"), _TEXT_ALONE),
     **dict.fromkeys(("multimodal", "image", "audio", "video", "EmbedsPrompt"), _TEXT_ALONE),
     **dict.fromkeys(("enable_lora", "lora_request", "lora", "LoRARequest"), _ONE_ADAPTER),
-    **dict.fromkeys(("profiler_config", "start_profile", "stop_profile", "ProfilerConfig"), _TRACE),
-    **dict.fromkeys(("PoolingParams", "pooling_params", "PoolerConfig", "PoolingRequestOutput"), _EMBED),
+    **dict.fromkeys(("profiler_config", "start_profile", "stop_profile"), _TRACE),
+    **dict.fromkeys(("pooling_params", "PoolerConfig", "PoolingRequestOutput"), _EMBED),
     **dict.fromkeys(("classify", "reward", "ClassificationRequestOutput", "ClassificationOutput"), _NO_HEAD),
     **dict.fromkeys(("ScoringRequestOutput", "ScoringOutput"), _NO_HEAD),
     # values of options and fields
     "best_of": "ask for n=best_of and logprobs=0, and choose by cumulative_logprob",
     "use_beam_search": "n=8 and logprobs=0 give samples with log-probabilities",
-    "logits_processors": "logit_bias, bad_words, allowed_token_ids and structured_outputs do what most of them are for",
+    "logits_processors": _EDITS,
+    **dict.fromkeys(("enable_trace_replay", "trace_decode_token_ids"), _GIVEN_TOKENS),
     "truncate_prompt_tokens": "pass token ids, and cut the list yourself",
     "flat_logprobs": "each token has a dict of its log-probabilities",
     "extra_args": "nothing reads them",
@@ -142,9 +164,12 @@ HINTS: Mapping[str, str] = {
     "override_generation_config": "give the values to SamplingParams",
     **dict.fromkeys(("task", "runner", "convert"), _OTHER_WORK),
     "pooler_config": "a vector is the hidden state of the last token: docs/embeddings.md",
+    "kv_transfer_config": _ONE_CACHE,
+    **dict.fromkeys(("late_chunking_params", "late_chunking", "LateChunkingParams"), "embed each chunk as a prompt"),
     # arguments of methods
     "prompt_token_ids": "lists of token ids are prompts: generate([[1, 2, 3]])",
     "tags": "wake_up() brings back the weights and the KV cache together",
+    "reset_running_requests": "let them end first, or leave the iterator of stream()",
     "tokenization_kwargs": "tokenise with get_tokenizer(), and pass token ids",
     # methods and attributes of vLLM's LLM
     "beam_search": "generate(prompts, SamplingParams(n=8, logprobs=0)) samples completions, with log-probabilities",
@@ -152,7 +177,6 @@ HINTS: Mapping[str, str] = {
     "collective_rpc": "the ranks take no calls: make the change in this process, or in the model's folder",
     "apply_model": "llm.engine.runner.model is the model of one device; several ranks take no calls",
     "llm_engine": "`llm.engine` is the engine, with methods of its own; add_request, step and is_finished are llm's",
-    "get_metrics": "stats() has the counts",
     "preprocess_chat": "render_chat(messages) returns the prompt and its token ids",
     "abort_request": "leave the iterator of stream() early: requests that still run are aborted",
     **dict.fromkeys(("enqueue", "enqueue_chat", "wait_for_completion"), "submit(prompt) returns a future at once"),
@@ -163,10 +187,8 @@ HINTS: Mapping[str, str] = {
     "ps": "the processes of the other ranks belong to llm.engine.runner",
     # modules, and names in them
     **dict.fromkeys(("AsyncLLMEngine", "AsyncLLM", "AsyncEngineArgs", "async_llm_engine"), _ONE_ENGINE),
-    "LLMEngine": "an LLM has add_request, step and is_finished itself; stream(prompts) yields each request as it ends",
-    **dict.fromkeys(("KVTransferConfig", "kv_transfer", "kv_events"), "the KV cache stays within one engine"),
+    **dict.fromkeys(("KVTransferConfig", "kv_transfer", "kv_events"), _ONE_CACHE),
     "BeamSearchParams": "SamplingParams(n=8, logprobs=0) samples completions, with log-probabilities",
-    "v1": f"these are vLLM's inner classes; LLM.stats() has counts, LLM.observe sees each step; {_ONE_ENGINE}",
     "entrypoints": "there is no server: `nanovllm run-batch` answers a file, and LLM is in nanovllm itself",
     "parallel_state": "each rank is a process that LLM(model, tensor_parallel_size=n) starts itself, without torchrun",
     "model_executor": "models are in nanovllm.models; docs/architecture.md says how a family is added",
@@ -176,11 +198,11 @@ HINTS: Mapping[str, str] = {
     "renderers": "chat(messages, chat_template=...) takes the text of a template",
     "transformers_utils": "llm.get_tokenizer() is transformers' tokenizer",
     "envs": "no environment variable changes the engine: options do",
-    "logger": "logging.getLogger of Python's own logging",
-    **dict.fromkeys(("VllmConfig", "ModelConfig", "CompilationConfig", "AttentionConfig"), _LISTED),
+    "VllmConfig": f"EngineConfig has the options; for logits processors: {_EDITS}",
+    **dict.fromkeys(("sample", "gpu_sync_debug"), f"in place of logits processors, {_EDITS}"),
+    **dict.fromkeys(("WeightTransferConfig", "weight_transfer"), "LLM.load_weights(named_tensors) takes new weights"),
     **dict.fromkeys(("forward_context", "plugins", "attention", "worker", "executor", "triton_utils"), _LISTED),
-    **dict.fromkeys(("network_utils", "print_utils", "async_utils", "weight_transfer"), _LISTED),
-    "StatelessProcessGroup": _LISTED,
+    **dict.fromkeys(("network_utils", "async_utils"), _LISTED),
 }
 """The advice for each name that a script may give and that we do not have, or only with other values."""
 
@@ -261,8 +283,12 @@ def refuse_sampling(given: Mapping[str, Any], what: str) -> None:
             )
 
 
-def check_arguments(method: str, given: Mapping[str, Any]) -> None:
-    """Raise an error for an argument of a method that we do not have, unless vLLM has it and it changes nothing."""
+def translate_arguments(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return our arguments for those of vLLM's method. Raise an error for others, unless they change nothing."""
+    params = given.get("pooling_params")
+    if method == "embed" and isinstance(params, PoolingParams):
+        ours = {"dimensions": params.dimensions, "normalize": params.use_activation is not False}
+        return ours | translate_arguments(method, {**given, "pooling_params": None})
     rest = translate_names(given, method)
     refuse_sampling(rest, method)
     if rest:
@@ -270,6 +296,7 @@ def check_arguments(method: str, given: Mapping[str, Any]) -> None:
 
         known = [*signature(getattr(LLM, method)).parameters][1:-1]  # without `self` and `others`
         refuse_unknown(rest, [*known, *ARGUMENTS], method)
+    return {}
 
 
 # ---- names, and modules
@@ -301,6 +328,72 @@ class FlexibleArgumentParser(ArgumentParser):
     """vLLM's name for a parser of a command line."""
 
 
+class PoolingParams:
+    """vLLM's name for arguments of `embed`: `dimensions`, and `use_activation`, which is our `normalize`."""
+
+    def __init__(self, dimensions: int | None = None, use_activation: bool | None = None, **others: Any) -> None:
+        refuse_unknown(translate_names(others, "PoolingParams"), ("dimensions", "use_activation"), "PoolingParams")
+        self.dimensions = dimensions
+        self.use_activation = use_activation
+
+
+class LLMEngine:
+    """vLLM's name for the loop of `LLM.step`. Each request has an output once, when all its completions have ended."""
+
+    def __init__(self, llm: "LLM") -> None:
+        self._llm = llm
+        self._names: dict[int, str] = {}
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig) -> "LLMEngine":
+        from nanovllm.llm import LLM
+
+        return cls(LLM.from_engine_args(engine_args))
+
+    def add_request(self, request_id: str, prompt: Prompt, params: SamplingParams, **others: Any) -> None:
+        """Queue a request for `step`."""
+        translate_arguments("add_request", others)
+        request = self._llm.prepare(prompt, params)
+        with self._llm.claim_loop("add_request()"):
+            self._names[self._llm.engine.add(request).seq_id] = request_id
+
+    def step(self) -> list[Output]:
+        """Run one step. Return the outputs of the requests that it has ended."""
+        engine = self._llm.engine
+        with self._llm.claim_loop("step()"):
+            outputs = [engine.make_output(seq) for seq in (engine.step() if engine.has_work else ())]
+        for output in outputs:
+            output.request_id = self._names.pop(int(output.request_id))
+        return outputs
+
+    def has_unfinished_requests(self) -> bool:
+        """Return whether requests run or wait."""
+        return not self._llm.is_finished()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._llm, name)
+
+
+class Metric(NamedTuple):
+    """A count of `LLM.stats`, in the form of vLLM's metrics."""
+
+    name: str
+    value: int
+
+
+METRICS = {name: type(name, (Metric,), {}) for name in ("Counter", "Gauge", "Vector", "Histogram")}
+"""vLLM's kinds of metrics. Ours are Counters, which only grow, and Gauges."""
+
+
+def _get_metrics(llm: "LLM") -> list[Metric]:
+    gauges = ("num_blocks", "num_free_blocks")
+    return [METRICS["Gauge" if name in gauges else "Counter"](name, count) for name, count in llm.stats().items()]
+
+
+def _print_embeddings(embeds: Any, prefix: str = "Embeddings") -> None:
+    sys.stdout.write(f"{prefix}: {embeds[:4]} (the first of {len(embeds)} elements)\n")
+
+
 class RequestOutputKind(Enum):
     """vLLM's name for how often a request has outputs. Here it is once, when it ends."""
 
@@ -315,12 +408,24 @@ NAMES: Mapping[str, Any] = {
     "RequestOutputKind": RequestOutputKind,
     **dict.fromkeys(("EmbeddingRequestOutput", "EmbeddingOutput"), Embedding),
     "PromptType": Prompt,
+    "PoolingParams": PoolingParams,
+    "LLMEngine": LLMEngine,
+    **METRICS,
+    "ProfilerConfig": dict,  # the option profiler_config refuses it
+    "init_logger": logging.getLogger,
+    "print_embeddings": _print_embeddings,
     "cleanup_dist_env_and_memory": gc.collect,  # an LLM frees its memory when it is collected
 }
 """Names of vLLM's that stand for something here, whatever module a script imports them from."""
 
-MODULES = ("arg_utils", "argparse_utils")
+MODULES = (
+    *("engine.arg_utils", "utils.argparse_utils", "utils.print_utils", "logger", "pooling_params"),
+    *("v1", "v1.metrics", "v1.metrics.reader"),
+)
 """Modules of vLLM's from which scripts import these names."""
+
+METHODS = {"get_metrics": _get_metrics}
+"""Methods of vLLM's LLM, as functions of ours."""
 
 
 def find_name(name: str) -> Any:
@@ -339,11 +444,27 @@ def find_module(name: str) -> ModuleSpec | None:
         ImportError: vLLM has it, and we do not.
     """
     parent, _, last = name.rpartition(".")
+    if name.removeprefix("nanovllm.") in MODULES:
+        return ModuleSpec(name, None, is_package=True)
     if last in NAMES:
         setattr(sys.modules[parent], last, NAMES[last])  # `from` looks there again when no module was found
-    elif last in HINTS:
-        raise ImportError(f"{parent} has no {last!r}: {HINTS[last]}", name=name)
-    return ModuleSpec(name, None, is_package=True) if last in MODULES else None
+    elif advice := _advise(name):
+        raise ImportError(f"{parent} has no {last!r}: {advice}", name=name)
+    return None
+
+
+def _advise(name: str) -> str | None:
+    """Return the advice for a module or a name in it. Classes are vLLM's, and all but a few modules of `v1`."""
+    last = name.rpartition(".")[2]
+    rest = _INNER if name.startswith("nanovllm.v1.") else _LISTED if last[0].isupper() else None
+    return HINTS.get(last, rest)
+
+
+def find_attribute(llm: "LLM", name: str) -> Any:
+    """Return what a method of vLLM's LLM is here; AttributeError with advice if we do not have it."""
+    if name not in METHODS:
+        raise explain_missing("LLM", name)
+    return partial(METHODS[name], llm)
 
 
 def explain_missing(what: str, name: str) -> AttributeError:

@@ -5,7 +5,8 @@
 
 Each number of threads runs in its own process. A rate is the number of sequences over the median time of the last
 steps, in which all of them decode. The percentage compares this time with the floor: the time that the step's bytes and
-FLOPs need (bench_cost.py) at the rates of the same threads, which the same process measures with the package's product.
+FLOPs need (commands/cost.py) at the rates of the same threads, which the same process measures with the package's
+product.
 "bytes" or "arithmetic" names the larger part of the floor. The last line is one JSON document.
 """
 
@@ -36,9 +37,9 @@ def measure(args: argparse.Namespace) -> None:
     import nanovllm  # isort: skip
     import torch
 
-    from benchmarks.bench_cost import Machine, Model, step_cost
     from benchmarks.bench_processors import read_rate
     from nanovllm.backends.cpu.library import cpu_library
+    from nanovllm.commands.cost import Machine, Model, step_cost
     from nanovllm.commands.estimate import fetch_config
     from nanovllm.models.shapes import PRESETS
 

@@ -24,9 +24,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from benchmarks.bench_cost import Model, count_expert, measure_machine
-from benchmarks.measuring import Recorder, commit
+from benchmarks.measuring import commit
 from nanovllm import LLM, SamplingParams
+from nanovllm.commands.bench import Recorder
+from nanovllm.commands.cost import Model, count_expert, measure_machine
 from nanovllm.commands.estimate import fetch_config
 from nanovllm.models.shapes import preset_config
 

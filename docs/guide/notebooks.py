@@ -8,6 +8,7 @@ import argparse
 import base64
 import json
 import re
+import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ GUIDE = Path(__file__).parent
 CHAPTERS = sorted(GUIDE.glob("[0-9]*-*.md"), key=lambda chapter: int(chapter.name.partition("-")[0]))
 BLOCK = re.compile(r"^```(python|text)\n(.*?)^```\n", re.M | re.S)
 IMAGE = re.compile(r"!\[([^\]]*)\]\(([\w-]+\.(?:svg|png))\)")
+FOLDER = Path(tempfile.gettempdir()) / "nanovllm-guide"
 INSTALL = """\
 # Installs the project. If this notebook lies outside a clone of the repository, write the repository's address here.
 REPOSITORY = ""
@@ -118,7 +120,7 @@ def format_notebook(chapter: Path) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-o", "--output", type=Path, default=Path(), metavar="FOLDER", help="default: this one")
+    parser.add_argument("-o", "--output", type=Path, default=FOLDER, metavar="FOLDER", help="default: %(default)s")
     folder = parser.parse_args(arguments).output
     folder.mkdir(parents=True, exist_ok=True)
     for chapter in CHAPTERS:

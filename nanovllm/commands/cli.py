@@ -9,14 +9,16 @@ import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
 from nanovllm.config import EngineConfig
 from nanovllm.drafts.options import read_speculative_config
 from nanovllm.jobs import ray_guard
-from nanovllm.jobs.job import STATUS_HELP, Status
+from nanovllm.jobs.job import DEFAULTS, STATUS_HELP, Status
+from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils.checks import as_choice
 from nanovllm.version import __version__
 
 _ENGINE_FIELDS = {field.name: field for field in fields(EngineConfig)}
@@ -40,12 +42,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND", dest="command")
     _add_chat(commands)
     _add_run_batch(commands)
+    _add_bench(commands)
     _add_estimate(commands)
     _add_view(commands)
     _add_eval(commands)
     _add_doctor(commands)
     options, others = parser.parse_known_args(arguments)
-    if others and options.run is not _eval:
+    if others and options.run not in (_eval, _bench):
         commands.choices[options.command].error(f"unrecognized arguments: {' '.join(others)}")
     options.others = others
     _set_up_logging()
@@ -67,10 +70,8 @@ def run() -> NoReturn:
     """
     is_child = ray_guard.enter_child()
     arguments = sys.argv[1:]
-    if arguments[:1] == ["run-batch"] and "--ray" in arguments and not is_child:
-        status = ray_guard.run_in_child(arguments)
-    else:
-        status = main()
+    needs_guard = arguments[:1] == ["run-batch"] and "--ray" in arguments and not {"-h", "--help"} & {*arguments}
+    status = ray_guard.run_in_child(arguments) if needs_guard and not is_child else main()
     if is_child or status in (Status.INTERRUPTED, Status.TERMINATED):
         logging.shutdown()
         for stream in (sys.stdout, sys.stderr):
@@ -151,6 +152,11 @@ def _add_run_batch(commands: Any) -> None:
         action="store_true",
         help="run on the Ray cluster at RAY_ADDRESS, or on one of this machine alone; needs ray[data]",
     )
+    group = parser.add_argument_group(
+        "sampling", "Values for lines that do not say otherwise, as a line would have them: text, or else JSON."
+    )
+    for name in DEFAULTS:
+        group.add_argument(f"--{name.replace('_', '-')}", type=json_or_text, metavar="VALUE")
     add_engine_options(parser, without=("model", "data_parallel_size"))
     parser.set_defaults(run=_run_batch)
 
@@ -159,6 +165,8 @@ def _run_batch(options: argparse.Namespace) -> int:
     from nanovllm.jobs.job import Job
     from nanovllm.jobs.run import run_job
 
+    given = {name: value for name in DEFAULTS if (value := getattr(options, name)) is not None}
+    SamplingParams(**given)  # raises a ValueError for a value that is wrong in every line
     job = Job(
         input=options.input_file,
         output=options.output_file,
@@ -167,6 +175,7 @@ def _run_batch(options: argparse.Namespace) -> int:
         overwrite=options.overwrite,
         stats=options.stats,
         accept_changes=options.accept_changes,
+        sampling=given,
     )
     if not options.ray:
         return run_job(job)
@@ -177,33 +186,66 @@ def _run_batch(options: argparse.Namespace) -> int:
     return run_on_ray(job)
 
 
+def _add_bench(commands: Any) -> None:
+    parser = commands.add_parser("bench", help="measure throughput beside the least time", add_help=False)
+    parser.set_defaults(run=_bench)
+
+
+def _bench(options: argparse.Namespace) -> int:
+    from nanovllm.commands import bench
+
+    parser = _Parser("nanovllm bench", description=bench.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    bench.add_options(parser)
+    command = " ".join(["nanovllm", "bench", *options.others])
+    bench.measure(bench.read_options(parser, options.others), {"command": command})
+    return 0
+
+
 def _add_estimate(commands: Any) -> None:
     parser = commands.add_parser(
         "estimate",
-        help="tell whether a model fits into a GPU",
-        description="Tell from config.json alone whether a model fits into a GPU, and how many tokens of KV cache.",
+        help="tell whether a model fits, and the least time of a job",
+        description="Tell from config.json alone whether a model fits into a GPU, or into a CPU's memory, and how many "
+        "tokens of KV cache. With --input, tell the tokens, the steps and the least time of a job, too.",
         epilog="exit status: 0 if one sequence of --max-model-len fits, 1 if not, 2 for a wrong option",
     )
     add = parser.add_argument
     add("model", help="a folder, a config.json, a Hugging Face id, or a shape such as qwen3-8b")
     add(
+        "--memory",
         "--gpu-memory",
-        required=True,
         metavar="SIZE",
-        help="memory of one GPU, such as 80GB or 80 (both mean 80 GiB), or in bytes",
+        help="memory of one GPU, such as 80GB or 80 (both mean 80 GiB), or in bytes; with --device cpu, of the machine "
+        "(default: what is free here)",
     )
+    add("--machine", metavar="NAME", help="h100, h200, a100, l4, rtx4090, laptop or server: its memory and speed")
+    add("--input", metavar="PATH", help="a job's requests: their least time on --machine, or else on this machine")
+    add("--max-tokens", type=int, metavar="N", help="most tokens of answers whose lines do not say it")
     weights = ("tensor_parallel_size", "pipeline_parallel_size", "dtype", "quantization", "kv_cache_dtype")
-    sizes = ("kvcache_block_size", "max_num_seqs", "max_num_batched_tokens")
-    for name in ("max_model_len", *weights, "gpu_memory_utilization", *sizes):
+    sizes = ("kvcache_block_size", "max_num_seqs", "max_num_batched_tokens", "kvcache_memory_bytes")
+    for name in ("device", "max_model_len", *weights, "gpu_memory_utilization", *sizes):
         _add_engine_option(parser, name)
     parser.set_defaults(run=_estimate)
 
 
 def _estimate(options: argparse.Namespace) -> int:
-    from nanovllm.commands.estimate import estimate, fetch_config, parse_size
+    from nanovllm.commands.cost import MACHINES, Machine
+    from nanovllm.commands.estimate import estimate, estimate_job, fetch_config, parse_size
 
-    estimated = estimate(fetch_config(options.model), _read_engine_config(options), parse_size(options.gpu_memory))
+    hf_config = fetch_config(options.model)
+    config = _read_engine_config(options)
+    memory = parse_size(options.memory) if options.memory is not None else None
+    machine = None
+    if options.machine is not None:
+        device, gib, gb, tflop = MACHINES[as_choice(options.machine, "--machine", MACHINES)]
+        config = replace(config, device=device)
+        memory = gib << 30 if memory is None else memory
+        machine = Machine(gb * 1e9, gb * 1e9, tflop * 1e12)
+    estimated = estimate(hf_config, config, memory)
     sys.stdout.write(estimated.describe() + "\n")
+    if options.input is not None:
+        defaults = {} if options.max_tokens is None else {"max_tokens": options.max_tokens}
+        sys.stdout.write(estimate_job(options.input, hf_config, estimated, machine, defaults) + "\n")
     return 0 if estimated.fits else 1
 
 
@@ -305,6 +347,14 @@ def _add_engine_option(parser: Any, name: str) -> None:
 
 def _integer_or_name(text: str) -> int | str:
     return int(text) if text.isdigit() else text
+
+
+def json_or_text(text: str) -> Any:
+    """Return a value that is written as JSON, or else the text itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _json(text: str) -> Any:

@@ -1,26 +1,35 @@
-"""Estimates from config.json alone whether a model fits into a GPU, and how many tokens of KV cache are left.
+"""Estimates from config.json alone whether a model fits into a GPU or a CPU's memory, and the least time of a job.
 
 Quantised weights count in their own format.
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from nanovllm.backends.gpu.memory import GpuMemory
+from nanovllm.commands.cost import Cost, Machine, Model, ideal_steps, measure_machine, step_cost
 from nanovllm.config import EngineConfig, ResolvedConfig
 from nanovllm.distributed.stage_decoder import make_stage_decoder
 from nanovllm.distributed.stages import choose_stages
-from nanovllm.load import make_quantizer, resolve_options
+from nanovllm.engine.llm_engine import ModelFacts
+from nanovllm.jobs.request_lines import LineError, add_defaults, read_request_line
+from nanovllm.jobs.run import prepare_line
+from nanovllm.jobs.source import Reading, Source
+from nanovllm.llm import LLM
+from nanovllm.load import assemble, make_quantizer, read_generation_config, resolve_options
 from nanovllm.models.diagnosis import explain
-from nanovllm.models.hub import as_path, download, find_folder
+from nanovllm.models.hub import CONFIGS, TOKENIZER, as_path, download, find_folder
 from nanovllm.models.model_config import find_decoder, load_model_config, read_json
 from nanovllm.models.shapes import PRESETS, preset_config
 from nanovllm.models.sizes import Sizes
 from nanovllm.quantized.checkpoints import describe_format, find_format
+from nanovllm.text.tokenizer import Tokenizer
 from nanovllm.utils.checks import quote
+from nanovllm.utils.memory import CPU_CACHE_LIMIT, free_memory
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -38,7 +47,7 @@ def parse_size(text: str) -> int:
     if text.strip().replace(".", "").isdigit() and size < 1024:
         return parse_size(f"{text}G")
     if size == 0:
-        raise ValueError(f"--gpu-memory is {quote(text)}; it must be a size such as 80GB")
+        raise ValueError(f"--memory is {quote(text)}; it must be a size such as 80GB")
     return size
 
 
@@ -83,7 +92,10 @@ class Estimate:
     @property
     def kv_budget(self) -> int:
         """Bytes left for the KV cache; negative if the rest does not fit."""
-        return self.memory.left_for_cache(self.config.gpu_memory_utilization)
+        if self.config.device != "cpu":
+            return self.memory.left_for_cache(self.config.gpu_memory_utilization)
+        left = self.memory.left_for_cache(1.0)
+        return min(left, self.config.kvcache_memory_bytes or min(left // 4, CPU_CACHE_LIMIT))
 
     @property
     def num_tokens(self) -> int:
@@ -105,10 +117,15 @@ class Estimate:
         """Return a table, and a sentence that says whether the model fits."""
         config = self.config
         memory = self.memory
-        share = config.gpu_memory_utilization
+        is_cpu = config.device == "cpu"
+        share = f"of which gpu_memory_utilization={config.gpu_memory_utilization:g} is used"
+        if is_cpu:
+            share = "of which the KV cache gets a quarter of what the weights leave, 4 GiB at most"
+            if config.kvcache_memory_bytes is not None:
+                share = "of which the KV cache gets kvcache_memory_bytes"
         rows = [
             ("parameters", f"{self.num_parameters:,} in all"),
-            ("GPU memory", f"{_gib(memory.total)}, of which gpu_memory_utilization={share:g} is used"),
+            ("memory" if is_cpu else "GPU memory", f"{_gib(memory.total)}, {share}"),
             ("weights", f"{_gib(memory.weights)} in {self.format}"),
             ("activations and logits", f"{_gib(memory.activations)}, about"),
             ("left for the KV cache", _gib(max(self.kv_budget, 0))),
@@ -119,16 +136,20 @@ class Estimate:
         if memory.states:
             rows.insert(4, (f"states of {config.max_num_seqs} sequences", _gib(memory.states)))
         ranks = config.num_ranks
-        title = f"{config.model}, on each of {ranks} GPUs" if ranks > 1 else f"{config.model}, on one GPU"
-        table = [title, *(f"  {name:<32}{value}" for name, value in rows)]
+        device = "CPU" if is_cpu else "GPU"
+        place = f"one {device}"
+        if ranks > 1:
+            place = f"each of {ranks} ranks of one CPU" if is_cpu else f"each of {ranks} GPUs"
+        table = [f"{config.model}, on {place}", *(f"  {name:<32}{value}" for name, value in rows)]
         return "\n".join([*table, self._verdict()])
 
     def _verdict(self) -> str:
+        is_cpu = self.config.device == "cpu"
         if self.fits:
             most = min(int(self.num_sequences), self.config.max_num_seqs)
             return f"It fits: {most} full-length sequences run at a time, and more of them the shorter they are."
         lacking = f"one sequence of {self.config.max_model_len:,} tokens" if self.kv_budget > 0 else "the model"
-        advice = "; or ".join(self.advice) or "no option alone, but a larger GPU"
+        advice = "; or ".join(self.advice) or f"no option alone, but {'more memory' if is_cpu else 'a larger GPU'}"
         return f"It does not fit: there is no room for {lacking}. What would help: {advice}."
 
 
@@ -136,9 +157,19 @@ def _gib(size: int) -> str:
     return f"{size / 2**30:.2f} GiB"
 
 
-def estimate(hf_config: "PretrainedConfig", config: EngineConfig, gpu_memory: int) -> Estimate:
-    """Return the estimate for a GPU of so many bytes. ValueError if the ranks cannot share the model."""
-    estimated = _estimate(hf_config, resolve_options(config, hf_config, gpu_memory), gpu_memory)
+def estimate(hf_config: "PretrainedConfig", config: EngineConfig, memory: int | None) -> Estimate:
+    """Return the estimate for a device of so many bytes. ValueError if the ranks cannot share the model.
+
+    Args:
+        config: its device is "cpu", or else a GPU that need not be here is meant.
+        memory: None means what this machine has free, for a CPU.
+    """
+    is_cpu = config.device == "cpu"
+    if memory is None and not is_cpu:
+        raise ValueError("give --memory SIZE, the memory of one GPU; or --machine NAME, or --device cpu")
+    resolved = resolve_options(config, hf_config, None if is_cpu else memory)
+    memory = free_memory() if memory is None else memory
+    estimated = _estimate(hf_config, resolved, memory // resolved.num_ranks if is_cpu else memory)
     return estimated if estimated.fits else replace(estimated, advice=tuple(_advise(hf_config, estimated)))
 
 
@@ -184,8 +215,13 @@ def _advise(hf_config: "PretrainedConfig", estimated: Estimate) -> list[str]:
         changes.append({"quantization": "int8"})
     if config.kv_cache_dtype == "auto":
         changes.append({"kv_cache_dtype": "int8"})
-    changes += [{"max_num_batched_tokens": 2048}, {"max_num_seqs": 64}, {"gpu_memory_utilization": 0.95}]
-    changes += [{"tensor_parallel_size": ranks} for ranks in (2, 4, 8) if ranks > config.tensor_parallel_size]
+    changes += [{"max_num_batched_tokens": 2048}, {"max_num_seqs": 64}]
+    if config.device == "cpu":
+        needed = config.max_blocks_per_seq * config.block_size * estimated.kv_bytes_per_token
+        changes.append({"kvcache_memory_bytes": needed})
+    else:
+        changes.append({"gpu_memory_utilization": 0.95})
+        changes += [{"tensor_parallel_size": ranks} for ranks in (2, 4, 8) if ranks > config.tensor_parallel_size]
     advice: list[str] = []
     for change in changes:
         (name, value), *_ = change.items()
@@ -198,3 +234,83 @@ def _advise(hf_config: "PretrainedConfig", estimated: Estimate) -> list[str]:
         if helps:
             advice.append(f"--{name.replace('_', '-')} {value}")
     return advice
+
+
+MOST_REQUESTS = 16384
+"""The steps of so many requests are added up. Of a longer file these are taken evenly, and stand for the others."""
+
+
+def estimate_job(
+    path: str,
+    hf_config: "PretrainedConfig",
+    estimated: Estimate,
+    machine: Machine | None,
+    defaults: Mapping[str, Any],
+) -> str:
+    """Return the tokens, the steps and the least time of a file of requests, as text: see `ideal_steps`.
+
+    Every answer counts with the most tokens that it may have. Prompts with the same beginning count in full.
+
+    Args:
+        machine: None means this one, which is measured.
+        defaults: the sampling parameters of lines that have no value of their own.
+
+    Raises:
+        ValueError: the model has no tokenizer, or the file has no request that can run.
+    """
+    config = estimated.config
+    if machine is None:
+        device = torch.device(config.device)
+        if device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError("--input needs --machine NAME for a GPU that is not here")
+        machine = measure_machine(device, getattr(torch, config.dtype))
+    shares = config.num_ranks if config.device != "cpu" else 1  # ranks on a CPU share its memory and cores
+    lengths, num_bad = read_lengths(path, hf_config, config, defaults)
+    if not lengths:
+        raise ValueError(f"{path} has no request that can run, and {num_bad} lines that cannot")
+    num_tokens = [sum(column) for column in zip(*lengths, strict=True)]
+    some = lengths[:: -(-len(lengths) // MOST_REQUESTS)]
+    room = max(estimated.num_tokens * len(lengths) // sum(num_tokens), 1)
+    steps = list(ideal_steps(some, min(config.max_num_seqs, room), config.max_num_batched_tokens))
+    whole = Machine(shares * machine.copy_rate, shares * machine.read_rate, shares * machine.matmul_rate)
+    model = Model.of(config, hf_config)
+    floor = sum((step_cost(model, whole, *step) for step in steps), Cost())
+    scale = len(lengths) / len(some)
+    seconds = scale * floor.seconds
+    bad = f", and {num_bad} lines that cannot run" if num_bad else ""
+    return (
+        f"{len(lengths):,} requests{bad}\n"
+        f"  tokens                          {num_tokens[0]:,} of prompts, at most {num_tokens[1]:,} of answers\n"
+        f"  steps                           {round(scale * len(steps)):,}\n"
+        f"  least time                      {seconds:,.3f} s, {num_tokens[1] / seconds:,.0f} tokens a second"
+    )
+
+
+def read_lengths(
+    path: str, hf_config: "PretrainedConfig", config: ResolvedConfig, defaults: Mapping[str, Any]
+) -> tuple[list[tuple[int, int]], int]:
+    """Return (tokens of the prompt, most tokens of the answer) of each answer in a file, and how many lines are bad."""
+    folder = find_folder(config.model) or download(config.model, [*CONFIGS, *TOKENIZER])
+    tokenizer = Tokenizer.find(folder, config.max_model_len)
+    if tokenizer is None:
+        raise ValueError(f"--input needs a tokenizer, and {folder} has none")
+    _, params = read_generation_config(folder)
+    facts = ModelFacts(default_params=params, origin=folder)
+    llm = LLM.__new__(LLM)
+    llm.engine = assemble(config, facts, tokenizer, None, 1)  # type: ignore[arg-type]  # nothing will run
+    lengths: list[tuple[int, int]] = []
+    num_bad = 0
+    for line in Reading(Source(path)):
+        try:
+            read = add_defaults(read_request_line(line), defaults)
+            requests = prepare_line(read, llm, read.body.get("model", config.model))
+        except LineError:
+            num_bad += 1
+            continue
+        for request in requests:
+            num_prompt = len(request.prompt_token_ids)
+            most = config.max_model_len - num_prompt
+            if request.params.max_tokens is not None:
+                most = min(most, request.params.max_tokens)
+            lengths += [(num_prompt, max(most, 1))] * request.params.n
+    return lengths, num_bad

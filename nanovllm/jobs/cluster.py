@@ -126,17 +126,17 @@ def read_parts(source: Source, size: int, done: Container[int], known: Container
 class PartAnswerer:
     """One engine in an actor. `map_batches` calls it with tables of one part each."""
 
-    def __init__(self, config: EngineConfig, model_name: str) -> None:
+    def __init__(self, config: EngineConfig, model_name: str, defaults: Mapping[str, Any]) -> None:
         self._llm = load_llm(config)
         self._engine = EngineThread(self._llm.engine)
         self._provenance = read_provenance(self._llm.engine)
-        self._model_name = model_name
+        self._names = (model_name, defaults)
 
     def __call__(self, table: pyarrow.Table) -> pyarrow.Table:
         part = _unpack(table)
         results = [line for line in part.lines if isinstance(line, ResultLine)]
         lines = (line for line in part.lines if isinstance(line, Line))
-        answer_lines(self._llm, lines, results.append, self._model_name, stream=self._engine.stream)
+        answer_lines(self._llm, lines, results.append, *self._names, stream=self._engine.stream)
         return _pack((results, self._provenance, part.digest))
 
 
@@ -182,7 +182,7 @@ def _answer_parts(work: OpenJob, known: Container[int], size: int, pool: Mapping
         )
         answered = parts.map_batches(
             PartAnswerer,
-            fn_constructor_args=(config, job.model_name),
+            fn_constructor_args=(config, job.model_name, job.sampling),
             batch_size=1,
             batch_format="pyarrow",
             **pool,

@@ -1,5 +1,7 @@
 """Counts the results of a job, for its progress bar, its summary and --stats."""
 
+import re
+import resource
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -7,8 +9,14 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from nanovllm.jobs.result_lines import Usage
+from nanovllm.jobs.result_lines import ResultLine
 from nanovllm.utils.progress import ProgressBar, tokens_a_step
+
+_VALUES = re.compile(r"'[^']*'|\"[^\"]*\"|\d+")
+"""The parts of an error's message that differ from line to line."""
+MAX_KINDS = 20
+"""So many kinds of errors are counted, each by itself."""
+OTHERS = "others"
 
 
 @dataclass
@@ -22,7 +30,9 @@ class JobCounts:
         num_prompt_tokens, num_cached_tokens, num_generated_tokens: the tokens of this run's results.
         num_cut: how many of this run's results should fit a grammar, but reached their token limit first.
         num_draft_tokens, num_accepted_tokens: the drafts of this run, if the engine is in this process.
-        seconds: how long this run answered lines.
+        load_seconds, seconds: how long this run loaded the model, and answered lines.
+        errors: for each kind of error in this run (the message without its values), its code, its count, and the
+            message of the first.
     """
 
     num_lines: int | None = None
@@ -35,14 +45,22 @@ class JobCounts:
     num_cut: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    load_seconds: float = 0.0
     seconds: float = 0.0
+    errors: dict[str, dict[str, Any]] = field(default_factory=dict)
     _bar: ProgressBar | None = field(default=None, repr=False)
 
-    def count(self, usage: Usage | None) -> None:
-        """Count one result; usage is None if it is an error."""
-        if usage is None:
+    def count(self, result: ResultLine) -> None:
+        """Count one result."""
+        usage = result.usage
+        if result.error is not None:
             self.num_failed += 1
-        else:
+            code, message = result.error
+            kind = _VALUES.sub("", message)
+            if kind not in self.errors and len(self.errors) >= MAX_KINDS:
+                kind = OTHERS
+            self.errors.setdefault(kind, {"code": code, "count": 0, "first": message})["count"] += 1
+        if usage is not None:
             self.num_succeeded += 1
             self.num_prompt_tokens += usage.num_prompt_tokens
             self.num_cached_tokens += usage.num_cached_tokens
@@ -86,6 +104,8 @@ class JobCounts:
         )
         if self.num_cut:
             summary += f"; {self.num_cut} constrained outputs were cut at their token limit and may not parse"
+        for error in self.errors.values():
+            summary += f"\n{error['count']} x {error['code']}, the first: {error['first']}"
         if not self.seconds:
             return summary
         rates = self._compute_rates()
@@ -102,11 +122,15 @@ class JobCounts:
     def as_dict(self) -> dict[str, Any]:
         """Return the summary for programs; shares are rounded to 4 digits."""
         counts = {name: value for name, value in asdict(self).items() if not name.startswith("_")}
+        counts["errors"] = [*self.errors.values()]
+        counts["peak_memory_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10  # Linux tells KiB
         return {**counts, **{name: round(value, 4) for name, value in self._compute_rates().items()}}
 
     def _compute_rates(self) -> dict[str, float]:
+        rate = self.num_generated_tokens / self.seconds if self.seconds else 0.0
         return {
-            "tokens_per_second": self.num_generated_tokens / self.seconds if self.seconds else 0.0,
+            "tokens_per_second": rate,
+            "tokens_per_hour": 3600 * rate,
             "cache_hit_rate": self.num_cached_tokens / max(self.num_prompt_tokens, 1),
             "tokens_per_step": tokens_a_step(self.num_generated_tokens, self.num_accepted_tokens),
         }

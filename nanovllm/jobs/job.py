@@ -1,11 +1,19 @@
 """The options of a batch job, and the ways in which it can end."""
 
 import signal
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import IntEnum
 from pathlib import Path
+from typing import Any
 
 from nanovllm.config import EngineConfig
+
+_LIMITS = ("max_tokens", "stop", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
+_EDITS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "logit_bias")
+_LISTS = ("allowed_token_ids", "bad_words", "stop_token_ids")
+DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "n", *_LIMITS, *_EDITS, *_LISTS)
+"""The sampling parameters that a job may give to all lines. A line may have a seed, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +26,7 @@ class Job:
         overwrite: throw away the results that are there and start anew.
         stats: the file that gets the summary as JSON.
         accept_changes: resume even if the options or the engine differ from those that gave the earlier results.
+        sampling: the sampling parameters of lines that have no value of their own.
     """
 
     input: str
@@ -27,6 +36,7 @@ class Job:
     overwrite: bool = False
     stats: str | None = None
     accept_changes: bool = False
+    sampling: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Status(IntEnum):

@@ -11,6 +11,7 @@ from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.sequence import derive_seed
+from nanovllm.jobs.job import DEFAULTS
 from nanovllm.jobs.source import Line
 from nanovllm.utils.checks import as_choice, as_integer, quote, refuse, refuse_unknown
 
@@ -32,10 +33,7 @@ MAX_STRINGS = 256
 other lines wait."""
 
 _LINE_FIELDS = {"custom_id": str, "method": str, "url": str, "body": dict}
-_LIMITS = ("max_tokens", "stop", "ignore_eos", "skip_special_tokens", "include_stop_str_in_output")
-_EDITS = ("presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens", "logit_bias")
-_LISTS = ("allowed_token_ids", "bad_words", "stop_token_ids")
-_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed", "n", *_LIMITS, *_EDITS, *_LISTS)
+_SAMPLING = (*DEFAULTS, "seed")
 _CHAT = ("messages", "max_completion_tokens", "top_logprobs", "chat_template_kwargs", "tools", "tool_choice")
 _SERVICE = {
     **dict.fromkeys(("user", "service_tier", "prompt_cache_key", "prompt_cache_retention", "safety_identifier"), str),
@@ -132,6 +130,16 @@ def read_request_line(line: Line, is_new: Callable[[str], bool] = lambda _: True
     except (TypeError, ValueError) as error:
         raise LineError("invalid_request", str(error), custom_id) from error
     return RequestLine(line.number, custom_id, url == CHAT_URL, data["body"], url == EMBEDDINGS_URL)
+
+
+def add_defaults(line: RequestLine, defaults: Mapping[str, Any]) -> RequestLine:
+    """Give a line the job's sampling parameters for those that it leaves out or has as null. Embeddings have none."""
+    if line.is_embedding or not defaults:
+        return line
+    body = {name: value for name, value in line.body.items() if value is not None or name not in defaults}
+    if body.get("max_completion_tokens") is not None:
+        defaults = {name: value for name, value in defaults.items() if name != "max_tokens"}
+    return replace(line, body={**defaults, **body})
 
 
 def _read_object(raw: bytes) -> dict[str, Any]:

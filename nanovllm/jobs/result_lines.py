@@ -39,11 +39,13 @@ class ResultLine(NamedTuple):
         number: the number of the input line that it answers.
         line: the bytes to write, with the newline.
         usage: None if the line reports an error.
+        error: the error's code and message, or None.
     """
 
     number: int
     line: bytes
     usage: Usage | None
+    error: tuple[str, str] | None = None
 
 
 def make_error_line(number: int, error: LineError) -> ResultLine:
@@ -51,7 +53,8 @@ def make_error_line(number: int, error: LineError) -> ResultLine:
     status, kind = (500, "server_error") if error.code == "engine_error" else (400, "invalid_request_error")
     summary = {"code": error.code, "message": f"line {number}: {error}", "line": number}
     body = {"error": {"message": summary["message"], "type": kind, "param": None, "code": error.code}}
-    return ResultLine(number, encode_line(number, error.custom_id, status, body, summary), None)
+    encoded = encode_line(number, error.custom_id, status, body, summary)
+    return ResultLine(number, encoded, None, (error.code, f"line {number}: {error}"))
 
 
 def make_result_line(

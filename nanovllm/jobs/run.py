@@ -5,14 +5,15 @@ import os
 import shlex
 import signal
 import threading
+import time
 from collections import deque
-from collections.abc import Callable, Container, Generator, Iterable, Iterator
+from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict, fields
 from itertools import islice
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm.config import EngineConfig
 from nanovllm.jobs.compact_sets import DigestSet, LineSet
@@ -21,7 +22,14 @@ from nanovllm.jobs.embedding_lines import make_embedding_line, prepare_embedding
 from nanovllm.jobs.job import IncompleteError, Job, OutputError, Status
 from nanovllm.jobs.manifest import Manifest, write_json
 from nanovllm.jobs.provenance import read_provenance
-from nanovllm.jobs.request_lines import LineError, RequestLine, find_foreign_model, prepare_request, read_request_line
+from nanovllm.jobs.request_lines import (
+    LineError,
+    RequestLine,
+    add_defaults,
+    find_foreign_model,
+    prepare_request,
+    read_request_line,
+)
 from nanovllm.jobs.result_lines import ResultLine, make_error_line, make_result_line
 from nanovllm.jobs.results_file import open_results
 from nanovllm.jobs.source import STANDARD, InputDigest, InputError, Line, Reading, Source, is_file
@@ -45,6 +53,7 @@ def answer_lines(
     lines: Iterable[Line],
     write: Callable[[ResultLine], None],
     model_name: str,
+    defaults: Mapping[str, Any],
     done: Container[int] = (),
     stream: "Callable[[Iterable[Request]], Iterator[tuple[int, Output]]] | None" = None,
     admission: "Admission | None" = None,
@@ -53,6 +62,7 @@ def answer_lines(
 
     Args:
         write: is called with each result.
+        defaults: the sampling parameters of lines that have no value of their own.
         done: the numbers of the lines that have a result. Their ids still count as seen.
         stream: runs the requests; None means `llm.run_requests`.
         admission: reads further ahead, and chooses the next line; None keeps the given order.
@@ -67,13 +77,13 @@ def answer_lines(
             try:
                 request_line = read_request_line(line, ids.add)
                 if not is_done:
-                    yield request_line
+                    yield add_defaults(request_line, defaults)
             except LineError as error:
                 if not is_done:
                     write(make_error_line(line.number, error))
 
     def prepare_lines() -> "Generator[tuple[RequestLine, list[Request]] | None, None, None]":
-        tasks = work_ahead(read_lines(), lambda line: _prepare_line(line, llm, model_name), LINES_AHEAD)
+        tasks = work_ahead(read_lines(), lambda line: prepare_line(line, llm, model_name), LINES_AHEAD)
         with closing(tasks):
             for request_line, task in tasks:
                 while admission is not None and admission.need_not_wait and not task.done():
@@ -117,7 +127,7 @@ class _RunningLine(NamedTuple):
     outputs: "dict[int, Output]"
 
 
-def _prepare_line(line: RequestLine, llm: "LLM", model_name: str) -> "list[Request]":
+def prepare_line(line: RequestLine, llm: "LLM", model_name: str) -> "list[Request]":
     """Return the requests of a line: several if it asks for several embeddings. LineError if the line is wrong."""
     if line.is_embedding:
         return prepare_embeddings(line, llm, model_name)
@@ -176,7 +186,7 @@ class OpenJob:
             if is_file(job.output):
                 names = [field.name for field in fields(job.config) if field.metadata["affects"] == "results"]
                 options = {name: getattr(job.config, name) for name in names} | {"served_model_name": job.model_name}
-                identity = {"input": self.first_reading.digest._asdict(), "options": options}
+                identity = {"input": self.first_reading.digest._asdict(), "options": {**options, **job.sampling}}
         if identity is None:
             logger.warning("a job from or to a pipe cannot be resumed: if it ends early, its work is lost")
         self.manifest = Manifest(Path(job.output), identity, job.accept_changes)
@@ -192,7 +202,7 @@ class OpenJob:
         if not self.done.add(result.number):
             raise RuntimeError(f"line {result.number} was answered twice")
         self._results.append(result.line)
-        self.counts.count(result.usage)
+        self.counts.count(result)
 
     def check_complete(self, numbers: LineSet, digest: InputDigest) -> None:
         """Check that the input did not change during the run, and that each of its lines has a result.
@@ -271,7 +281,9 @@ def _answer_here(work: OpenJob) -> None:
     reading = Reading(work.source)
     first = work.first_reading
     lines = (line for line in reading if first is None or line.number in first.numbers)
+    since = time.perf_counter()
     with closing(load_llm(work.job.config)) as llm, work.counts.show(llm.stats) as bar:
+        work.counts.load_seconds = time.perf_counter() - since
         llm.engine.observers.append(bar)
         work.manifest.check_engine(read_provenance(llm.engine))
         admission = None
@@ -280,7 +292,8 @@ def _answer_here(work: OpenJob) -> None:
 
             admission = Admission(llm.engine)
         try:
-            answer_lines(llm, lines, work.write, work.job.model_name, work.done, admission=admission)
+            job = work.job
+            answer_lines(llm, lines, work.write, job.model_name, job.sampling, work.done, admission=admission)
         except ValueError as error:  # no line can cause it, and supervise() takes a ValueError for a usage error
             raise RuntimeError(str(error)) from error
     work.check_complete(reading.numbers, reading.digest)

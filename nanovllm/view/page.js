@@ -549,6 +549,8 @@ function drawLegend() {
     if (state === "evicted") shapes.eviction(g, 4, 4, 9);
     else if (state === "hit") shapes.hit(g, 4, 4, 9);
     else drawBlock(g, 0, 0, 18, state, owner, count);
+    canvas.setAttribute("role", "img");
+    canvas.setAttribute("aria-label", `sign of a block: ${state}`);
     item.append(canvas, text);
     return item;
   }));
@@ -582,6 +584,10 @@ function describeStep(pool) {
     ["blocks: one owner", count.owned, "step-owned"], ["shared", count.shared, "step-shared"],
     ["cached", count.cached, "step-cached"], ["blank", count.blank, "step-blank"],
   ]);
+  const place = $("step-title").textContent.split(",")[0];
+  $("lanes").setAttribute("aria-label", `timeline of ${plural(numSteps, "step")}; ${place}`);
+  $("blocks").setAttribute("aria-label", `${plural(data.num_blocks, "block")} of the KV cache: ${count.owned} with one owner, ` +
+    `${count.shared} shared, ${count.cached} cached, ${count.blank} blank`);
   const lines = [
     ...now.preempted.map(([id, why]) => [`◆ request ${id} is preempted: ${why}`, "preemption", id]),
     ...now.hits.map(({ id, cached, donors }) => [`▲ request ${id}: ${plural(cached, "token")} found in the prefix cache` +
@@ -730,7 +736,10 @@ function tellFrame() {
 }
 
 function followFrame(event) {
-  if (event.source !== window.parent || window.parent === window || !Number.isInteger(event.data.step)) return;
+  if (event.source !== window.parent || window.parent === window) return;
+  if (Object.hasOwn(click, event.data.press)) click[event.data.press]();
+  if (event.data.kind in isEvent) window.parent.postMessage({ found: findEvent(event.data.direction, event.data.kind) }, "*");
+  if (!Number.isInteger(event.data.step)) return;
   pause();
   cursor = Math.min(Math.max(event.data.step, 0), numSteps);
   if (event.data.chosen !== undefined) choose(event.data.chosen);
@@ -751,10 +760,12 @@ function choose(id) {
   show();
 }
 
+function announce(how) { for (const id of ["step-title", "events"]) $(id).setAttribute("aria-live", how); }
+
 function pause() {
   playing = null;
   $("play").textContent = "▶ play";
-  $("step-title").setAttribute("aria-live", "polite");
+  announce("polite");
 }
 
 function play() {
@@ -763,7 +774,7 @@ function play() {
   const run = { start: performance.now(), from: cursor, speed: Number($("speed").value) };
   playing = run;
   $("play").textContent = "❚❚ pause";
-  $("step-title").setAttribute("aria-live", "off");
+  announce("off");
   const frame = (now) => {
     if (playing !== run) return;
     const position = Math.min(run.from + Math.floor(((now - run.start) / 1e3) * run.speed), numSteps);
@@ -773,10 +784,51 @@ function play() {
   requestAnimationFrame(frame);
 }
 
+// The next step with an event of a kind, or the one before; null if there is none.
+function findEvent(direction, kind) {
+  for (let k = cursor + direction; k >= 0 && k < numSteps; k += direction) if (isEvent[kind](steps[k])) return k;
+  return null;
+}
+
 function jump(direction) {
-  const found = isEvent[$("kind").value];
+  const found = findEvent(direction, $("kind").value);
   pause();
-  for (let k = cursor + direction; k >= 0 && k < numSteps; k += direction) if (found(steps[k])) { go(k); return; }
+  if (found !== null) go(found);
+}
+
+// Six stops: what is marked, the step that is shown, and the words.
+const firstWith = (kind) => Math.max(steps.findIndex(isEvent[kind]), 0);
+const TOUR = [
+  ["timeline", () => 0, "Every column is one step of the engine. In this one the first prompts are computed."],
+  ["timeline", () => Math.max(data.charts.decode ? data.charts.decode.findIndex((n) => n > 0) : 0, 0),
+    "Requests whose prompt is computed decode: they get a token in each step. New prompts are computed beside them."],
+  ["pool", () => firstWith("hit"), "Each square is a block of the KV cache, with its owner. A request that begins as an earlier one shares its blocks."],
+  ["events", () => firstWith("any"), "What happened in a step, and why, stands here. Choose a line to follow its request."],
+  ["story", () => firstWith("preemption"), "One request: its life, its blocks and its text. Choose it by its block, its bar or its number."],
+  ["controls", () => 0, "Play the run here, or go from event to event. At the bottom are the keys. Now explore."],
+];
+let stop = -1;
+
+function visit(next) {
+  for (const marked of document.querySelectorAll(".marked")) marked.classList.remove("marked");
+  stop = next < TOUR.length ? next : -1;
+  $("tour").hidden = stop < 0;
+  if (stop < 0) return;
+  const [id, step, words] = TOUR[stop];
+  $(id).classList.add("marked");
+  $("tour-words").textContent = `${stop + 1} of ${TOUR.length}. ${words}`;
+  $("tour-next").textContent = stop === TOUR.length - 1 ? "done" : "next";
+  pause();
+  go(step());
+}
+
+// A browser may keep nothing for a page: then the tour begins at every visit.
+function isFirstVisit() {
+  try {
+    const known = localStorage.getItem("nanovllm-tour");
+    localStorage.setItem("nanovllm-tour", "seen");
+    return known === null;
+  } catch { return true; }
 }
 
 function zoom(factor, center = cursor) {
@@ -799,13 +851,15 @@ function stepUnder(event) {
   return Math.min(Math.max(Math.floor(view.from + share * (view.to - view.from)), 0), numSteps - 1);
 }
 
+let click = {};
 function bind() {
-  const click = {
+  click = {
     first: () => { pause(); go(0); }, last: () => { pause(); go(numSteps); }, play,
     back: () => { pause(); go(cursor - 1); }, forward: () => { pause(); go(cursor + 1); },
     "next-event": () => jump(1), "previous-event": () => jump(-1),
     "zoom-in": () => zoom(0.5), "zoom-out": () => zoom(2), "zoom-all": () => zoom(Infinity),
     "previous-request": () => neighbour(-1), "next-request": () => neighbour(1), "no-request": () => choose(null),
+    "tour-again": () => visit(0), "tour-next": () => visit(stop + 1), "tour-end": () => visit(TOUR.length),
     theme: () => {
       document.documentElement.dataset.theme = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
       redraw();
@@ -878,3 +932,4 @@ document.documentElement.dataset.theme = matchMedia("(prefers-color-scheme: dark
 introduce();
 bind();
 redraw();
+if (window.parent === window && isFirstVisit()) visit(0);

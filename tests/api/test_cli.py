@@ -122,6 +122,13 @@ def test_a_wrong_command_is_refused_with_status_2(
     assert said.count("\n") == 1, "one line"
 
 
+def test_help_of_a_job_on_ray_starts_no_other_process() -> None:
+    """In the process that guards Ray, help would look like a job that was cut off."""
+    command = [sys.executable, "-m", "nanovllm", "run-batch", "--ray", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and "--max-tokens VALUE" in done.stdout
+
+
 @pytest.mark.parametrize("command", ["run-batch", "estimate"])
 def test_help_names_what_an_option_takes(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     _, shown, _ = run(capsys, command, "--help")

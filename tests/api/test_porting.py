@@ -51,6 +51,7 @@ def names(reciter: Path) -> Iterator[dict[str, Any]]:
             "SamplingParams": SamplingParams,
             "StructuredOutputsParams": StructuredOutputsParams,
             "GuidedDecodingParams": GuidedDecodingParams,
+            "PoolingParams": nanovllm.PoolingParams,  # type: ignore[attr-defined]
             "TokensPrompt": nanovllm.TokensPrompt,
             "model": str(reciter),
             "llm": llm,
@@ -122,7 +123,7 @@ def test_a_missing_name_says_what_to_do_instead_wherever_a_script_looks_for_it(l
             with pytest.raises(AttributeError) as error:
                 getattr(llm, name)
             assert str(error.value) == f"LLM has no attribute {name!r}: {advice}" and len(advice) > 15
-        if name in ("config", "runner"):  # modules of ours
+        if name in ("config", "runner", "pooling_params"):  # modules of ours, or one of vLLM's that is found
             continue
         with pytest.raises(AttributeError) as error:
             getattr(nanovllm, name)
@@ -173,6 +174,43 @@ def test_options_on_a_command_line_make_an_engine() -> None:
     )
     with LLM.from_engine_args(options) as llm:
         assert llm.engine.config.max_num_seqs == 3
+
+
+def test_classes_of_vllms_that_no_table_names_get_advice_too() -> None:
+    for code, advice in {
+        "from nanovllm.config import SchedulerConfig": "has no 'SchedulerConfig': docs/porting.md lists",
+        "from nanovllm.v1.core import scheduler": "nanovllm.v1 has no 'core': these are vLLM's inner classes",
+        "from nanovllm.v1.metrics.reader import Metrics": "has no 'Metrics': these are vLLM's inner classes",
+    }.items():
+        with pytest.raises(ImportError, match=advice):
+            exec(code)
+
+
+def test_vllms_loop_gives_each_request_once_with_all_its_completions(llm: LLM) -> None:
+    from nanovllm import LLMEngine  # type: ignore[attr-defined]
+
+    engine = LLMEngine(llm)
+    params = [SamplingParams(seed=3, max_tokens=n, n=n) for n in (1, 2)]
+    for name, prompt, one in zip(("first", "second"), ("a", "b"), params, strict=True):
+        engine.add_request(name, prompt, one, priority=1)
+    with pytest.raises(ValueError, match="reset_running_requests, which vLLM has, is not supported here as True"):
+        engine.reset_prefix_cache(reset_running_requests=True)
+    ended = {}
+    while engine.has_unfinished_requests():
+        ended |= {output.request_id: output for output in engine.step()}
+    assert engine.step() == [] and engine.max_model_len == llm.max_model_len
+    expected = llm.generate(["a", "b"], params, use_tqdm=False)
+    assert [*ended] == ["first", "second"] and [len(output.outputs) for output in ended.values()] == [1, 2]
+    assert [output.text for output in ended.values()] == [output.text for output in expected]
+
+
+def test_arguments_of_embed_that_cannot_be_had_are_refused() -> None:
+    make: Any = nanovllm.PoolingParams  # type: ignore[attr-defined]
+    assert make(task="embed", dimensions=3).dimensions == 3
+    with pytest.raises(ValueError, match=r"late_chunking_params, which vLLM has, .*: embed each chunk as a prompt"):
+        make(late_chunking_params={"chunk_size": 3})
+    with pytest.raises(TypeError, match="PoolingParams has no option 'dimension'; did you mean 'dimensions'"):
+        make(dimension=3)
 
 
 def test_a_name_that_vllm_has_not_gets_no_advice(llm: LLM) -> None:

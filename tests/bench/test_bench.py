@@ -1,7 +1,10 @@
 """bench.py: its workload is nano-vLLM's, its arithmetic is right, and a tiny run ends in one JSON line."""
 
 import json
+import os
 import random
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,8 +13,9 @@ import pytest
 import torch
 
 import bench
-from benchmarks.bench_cost import Cost, Machine, Model, ideal_steps, step_cost
-from benchmarks.bench_workload import make_workload, write_checkpoint
+from benchmarks.bench_workload import write_checkpoint
+from nanovllm.commands.bench import make_workload
+from nanovllm.commands.cost import Cost, Machine, Model, ideal_steps, step_cost
 from nanovllm.models.model_config import load_model_config
 
 QWEN3_06B = {
@@ -181,6 +185,24 @@ def test_a_tiny_run_ends_in_one_json_line(tmp_path: Path, capsys: pytest.Capture
     assert floor == pytest.approx(document["floor"]["seconds"], rel=0.2)
     assert document["versions"]["torch"] == torch.__version__
     assert {"commit", "command", "machine", "threads", "rates", "cost"} <= document.keys()
+
+
+def test_the_package_alone_measures_with_the_same_presets(tmp_path: Path) -> None:
+    """As it is found in a wheel: without the project's other folders."""
+    (tmp_path / "nanovllm").symlink_to(Path(bench.__file__).parent / "nanovllm")
+    arguments = ["--preset", "cpu", "--model", "tiny-qwen3", "--num-seqs", "2", "--output-len", "2", "2"]
+    arguments += ["--machine-rates", "1e10", "2e10", "1e12"]
+    command = [sys.executable, "-m", "nanovllm", "bench", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    document = json.loads(done.stdout.splitlines()[-1])
+    assert document["result"]["num_output_tokens"] == 4 and document["command"] == " ".join(
+        ["nanovllm", "bench", *arguments]
+    )
+    arguments_there = document["arguments"]
+    arguments_there["max_num_seqs"] = None  # the engine's own number
+    same = vars(bench.parse_arguments(arguments))
+    assert {name: same[name] for name in arguments_there} == arguments_there
 
 
 def test_a_checkpoint_of_random_weights_loads_in_transformers(tmp_path: Path) -> None:

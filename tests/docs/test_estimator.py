@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.bench_cost import Machine, Model, step_cost
 from docs.estimator import AWQ, NUMBERS, describe_preset, render_estimator
 from nanovllm.commands.cli import main
+from nanovllm.commands.cost import Machine, Model, step_cost
 from nanovllm.models.model_config import load_model_config
 from nanovllm.models.shapes import PRESETS, preset_config
 

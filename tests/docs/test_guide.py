@@ -75,6 +75,7 @@ def test_every_block_of_a_chapter_can_be_pasted_and_prints_what_the_chapter_says
         compare(printed, experiment.printed, experiment.code)
         exact += sum(not line.endswith("# varies") for line in experiment.printed)
     assert exact, "each chapter prints at least one exact line"
+    assert [*tmp_path.iterdir()] == [], "a reader may sit in the checkout"
 
 
 def drop_empty_lines(code: str) -> list[str]:

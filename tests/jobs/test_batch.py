@@ -115,6 +115,45 @@ def test_the_defaults_are_openais_for_its_lines_and_the_librarys_for_plain_ones(
     assert request_of({"prompt": "x"})[1].temperature == 1.0  # the model's generation_config
 
 
+def test_a_jobs_values_are_those_of_lines_that_have_none_and_they_belong_to_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = [
+        openai_line("a", prompt="a"),
+        openai_line("b", messages=HELLO, temperature=None, max_completion_tokens=9),
+        {"prompt": "abc", "temperature": 0.5, "max_tokens": 3},
+    ]
+    made: list[InstantLLM] = []
+    monkeypatch.setattr("nanovllm.jobs.run.load_llm", lambda config: made.append(InstantLLM(config)) or made[0])
+    source = write_lines(tmp_path / "in", lines)
+    command = ["run-batch", "-i", str(source), "-o", str(tmp_path / "out"), "--model", "m", "--max-model-len", "100"]
+    assert main([*command, "--temperature", "0", "--max-tokens", "7", "--stop", '["x", "y"]']) == Status.OK
+    params = {len(token_ids): params for token_ids, params in made[0].requests}
+    assert [(p.temperature, p.max_tokens, p.stop) for _, p in sorted(params.items())] == [
+        (0, 7, ("x", "y")),
+        (0.5, 3, ("x", "y")),
+        (0, 9, ("x", "y")),
+    ]
+    assert main(command) == Status.USAGE, "results of another job"
+    assert main([*command, "--overwrite", "--temperature", "-1"]) == Status.USAGE and len(made) == 1
+
+
+@pytest.mark.parametrize(("most", "listed"), [(20, 4), (2, 3)])
+def test_the_summary_tells_each_kind_of_error_with_the_first_and_the_file_of_counts_more(
+    most: int, listed: int, tmp_path: Path, log: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanovllm.jobs.counts.MAX_KINDS", most)
+    bad = [{"prompt": "x", "top_p": 7}, {"prompt": "x", "top_p": 8}, b"[1]", {"prompt": ""}, {"x": 1}]
+    stats = tmp_path / "stats"
+    assert run(write_lines(tmp_path / "in", [LINES[0], *bad]), tmp_path / "out", stats=str(stats)) == 1
+    counts = json.loads(stats.read_text())
+    assert sum(error["count"] for error in counts["errors"]) == 5 and len(counts["errors"]) == listed
+    for error in counts["errors"]:
+        assert f"{error['count']} x {error['code']}, the first: {error['first']}" in log.text
+    assert counts["tokens_per_hour"] == pytest.approx(3600 * counts["tokens_per_second"], rel=1e-3)
+    assert counts["load_seconds"] < 60 and counts["peak_memory_bytes"] > 10 << 20
+
+
 def test_the_chat_template_gets_its_arguments_and_text_parts() -> None:
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     line = {"messages": [{"role": "user", "content": parts}], "chat_template_kwargs": {"think": 0}}
@@ -499,7 +538,7 @@ def test_lines_are_read_as_they_are_needed(tmp_path: Path) -> None:
     llm: Any = InstantLLM(EngineConfig("some-model"), dies_after=50)
     answers: list[Any] = []
     with pytest.raises(RuntimeError, match="died"):
-        answer_lines(llm, endless(), answers.append, "some-model")
+        answer_lines(llm, endless(), answers.append, "some-model", {})
     assert len(answers) == 50 and taken <= 50 + 8 + LINES_AHEAD
 
 

@@ -1,12 +1,16 @@
 """Estimates of what fits: the numbers are the model's own, and the answer names the option that would help."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from helpers.batch_jobs import write_lines
+from helpers.paths import ROOT
 
 from nanovllm.commands.cli import main
+from nanovllm.commands.cost import MACHINES
 from nanovllm.commands.estimate import estimate, fetch_config, parse_size
 from nanovllm.config import EngineConfig
 from nanovllm.models.shapes import preset_config
@@ -179,6 +183,48 @@ def test_an_id_that_names_a_shape_needs_no_network(
 def test_what_makes_no_sense_is_refused(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
     status, shown = run(capsys, *arguments)
     assert status == 2 and words in shown
+
+
+def test_a_cpu_gives_the_cache_a_quarter_of_what_is_left_or_what_the_user_says(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    config = EngineConfig("qwen3-8b", device="cpu", dtype="bfloat16", attention_backend="torch", max_model_len=8192)
+    found = estimate(fetch_config("qwen3-8b"), config, 24 * GIB)
+    assert found.kv_budget == (24 * GIB - found.memory.weights - found.memory.activations) // 4
+    assert estimate(fetch_config("qwen3-8b"), config, 256 * GIB).kv_budget == 4 * GIB
+    assert estimate(fetch_config("tiny-qwen3"), config, None).fits, "into what is free here"
+    arguments = ["qwen3-8b", "--device", "cpu", "--memory", "64", "--max-model-len", "40960", "--dtype", "bfloat16"]
+    status, shown = run(capsys, *arguments)
+    (option,) = (o for o in shown.split("What would help: ")[1].split("; or ") if "kvcache-memory" in o)
+    assert status == 1 and "tensor-parallel" not in shown
+    assert run(capsys, *arguments, *option.rstrip(".\n").split())[0] == 0
+
+
+def test_the_tokens_and_steps_of_a_job_are_those_of_its_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "in"
+    lines = [{"prompt": f"count from {i} to 30", "max_tokens": 3 + i, "ignore_eos": True} for i in range(9)]
+    rest = [{"messages": [{"role": "user", "content": "hi"}], "ignore_eos": True}, {"promt": ""}]
+    write_lines(source, lines + rest)
+    options = ["--device", "cpu", "--max-tokens", "5"]
+    status, shown = run(capsys, "tiny-qwen3", *options, "--machine", "laptop", "--input", str(source))
+    stats = tmp_path / "stats"
+    command = ["run-batch", "-i", str(source), "-o", str(tmp_path / "out"), "--model", "tiny-qwen3", "--stats"]
+    assert main([*command, str(stats), *options]) == 1 and status == 0
+    counts = json.loads(stats.read_text())
+    assert "10 requests, and 1 lines that cannot run" in shown
+    tokens = (counts["num_prompt_tokens"], counts["num_generated_tokens"])
+    assert "{:,} of prompts, at most {:,} of answers".format(*tokens) in shown
+    assert re.search(r"steps +11\n", shown), "as many as the longest answer has tokens"
+    *_, seconds = re.findall(r"least time +([\d.]+) s", shown)
+    assert 0 < float(seconds) < 1
+    assert run(capsys, "qwen3-8b", "--memory", "80", "--input", str(source))[0] == 2
+
+
+def test_machines_are_those_of_the_sites_estimator() -> None:
+    page = (ROOT / "docs" / "estimator.html").read_text()
+    shown = re.findall(r'\["(cpu|gpu)", (\d+), (\d+), ([\d.]+)\]', page)
+    expected = [(device.replace("cuda", "gpu"), *map(str, rest)) for device, *rest in MACHINES.values()]
+    assert shown == expected
 
 
 def test_sizes_are_read_as_makers_of_gpus_write_them() -> None:

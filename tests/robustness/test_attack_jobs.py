@@ -569,7 +569,7 @@ def test_every_hostile_line_gets_one_short_answer_and_the_others_run() -> None:
     answers: list[ResultLine] = []
     with LLM("tiny-qwen3", dtype="float32", max_model_len=128, max_num_seqs=8, kvcache_memory_bytes=32 << 20) as llm:
         numbered = (Line(number, raw) for number, raw in enumerate(lines, start=1))
-        answer_lines(llm, numbered, answers.append, "tiny-qwen3")
+        answer_lines(llm, numbered, answers.append, "tiny-qwen3", {})
     assert sorted(answer.number for answer in answers) == list(range(1, len(lines) + 1))
     for answer in answers:
         said = json.loads(answer.line)

@@ -423,6 +423,44 @@ def test_a_prefix_hit_names_who_computed_the_blocks_and_who_found_them(page):
         assert re.match(rf"computed by requests? {donor}\b", shown)
 
 
+def test_a_tour_of_six_stops_begins_at_the_first_visit_alone(page):
+    page.browser.execute_script("localStorage.clear()")
+    page.browser.refresh()
+    page.settle()
+    marked = []
+    while page.browser.find_element("id", "tour").is_displayed():
+        marked += page.browser.execute_script("return [...document.querySelectorAll('.marked')].map((e) => e.id)")
+        assert page.text("tour-words").startswith(f"{len(marked)} of 6. ")
+        page.click("tour-next")
+    assert marked == ["timeline", "timeline", "pool", "events", "story", "controls"]
+    assert page.browser.execute_script("return document.querySelectorAll('.marked').length") == 0
+    page.browser.refresh()
+    page.settle()
+    assert not page.browser.find_element("id", "tour").is_displayed()
+    page.click("tour-again")
+    page.click("tour-end")
+    assert not page.browser.find_element("id", "tour").is_displayed()
+
+
+def test_pictures_have_labels_and_a_steps_events_are_announced_in_whole_lines(page):
+    page.press("n")
+    labels = page.browser.execute_script(
+        "return [...document.querySelectorAll('canvas')].filter((c) => c.ariaHidden !== 'true').map((c) => c.ariaLabel)"
+    )
+    assert len(labels) == 8 and all(labels) and "with one owner" in " ".join(labels) and "Step" in labels[0]
+    live = "return document.getElementById('events').getAttribute('aria-live')"
+    assert page.browser.execute_script(live) == "polite"
+    page.click("play")
+    assert page.browser.execute_script(live) == "off", "nobody can listen to ten steps a second"
+    page.click("play")
+    heights = page.browser.execute_script(
+        "go(steps.findIndex((s) => s.preempted.length && s.hits.length)); draw();"
+        "const list = document.getElementById('events');"
+        "return [list.clientHeight, ...[...list.children].map((item) => item.getBoundingClientRect().height)]"
+    )
+    assert len(heights) > 1 and all(height % 20 == 0 for height in heights), heights
+
+
 def test_events_say_why_and_lead_to_the_request(page):
     page.browser.execute_script("document.getElementById('kind').value = 'preemption'")
     page.press("n")
@@ -457,7 +495,8 @@ def test_two_runs_go_step_by_step_together(browser, tmp_path):
     browser.find_element("id", "forward").click()
     wait_for("Step 2", "Step 2")
     browser.switch_to.frame(browser.find_elements("tag name", "iframe")[1])
-    browser.find_element("id", "forward").click()
+    assert not browser.find_element("id", "controls").is_displayed(), "one set of controls for both"
+    browser.execute_script("go(cursor + 1)")
     browser.switch_to.default_content()
     wait_for("Step 3", "Step 3")
     first, second = browser.find_elements("tag name", "iframe")
@@ -474,6 +513,19 @@ def test_two_runs_go_step_by_step_together(browser, tmp_path):
     browser.find_element("id", "first-difference").click()
     wait_for(f"Step {at + 1}", f"Step {at + 1}")
     assert browser.find_element("id", "difference").text == f"The runs first differ in step {at + 1}."
+    browser.find_element("id", "first").click()
+    events = []
+    for frame in (first, second):
+        browser.switch_to.frame(frame)
+        events += browser.execute_script("return steps.flatMap((s, k) => k && isEvent.any(s) ? [k] : [])")
+        browser.switch_to.default_content()
+    browser.find_element("id", "next-event").click()
+    wait_for(*[f"Step {min(events) + 1}"] * 2)
+    for name in ("zoom-in", "theme", "play"):
+        browser.find_element("id", name).click()
+    assert "pause" in browser.find_element("id", "play").text
+    browser.find_element("id", "last").click()
+    assert "play" in browser.find_element("id", "play").text and browser.find_element("id", "step").text == "the end"
     assert not [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
 
 

@@ -1,4 +1,4 @@
-"""Computes the least that a workload costs: bytes and FLOPs of every step, and the machine's rates. For bench.py.
+"""Computes the least that a workload costs: bytes and FLOPs of every step, and the machine's rates.
 
 The floor of a step is the sum over its operators of the larger of (bytes / bandwidth) and (FLOPs / matmul rate). It
 counts every byte once: weights, activations in and out, keys and values (and the states of layers that have one in
@@ -10,15 +10,18 @@ import functools
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from nanovllm.config import ResolvedConfig
 from nanovllm.layers.linear import MatrixModule
 from nanovllm.models.qwen3_5.delta_net import DeltaNet
 from nanovllm.models.qwen3_moe.decoder import SparseMLP
 from nanovllm.models.sizes import Sizes
+from nanovllm.quantized.checkpoints import find_format
+from nanovllm.quantized.loading import count_bytes
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,17 @@ class Model:
     dtype: torch.dtype
     quantized_itemsize: float | None = None
     kv_dtype: torch.dtype | None = None
+
+    @staticmethod
+    def of(config: ResolvedConfig, hf_config: Any) -> "Model":
+        """Return the model as an engine with these options has it."""
+        dtype = getattr(torch, config.dtype)
+        model = Model(hf_config, dtype, kv_dtype=getattr(torch, config.kv_dtype))
+        format = find_format(config.quantization, hf_config)
+        if format is None:
+            return model
+        num_bytes = count_bytes(model.sizes.model, format, dtype.itemsize)
+        return replace(model, quantized_itemsize=num_bytes / model.sizes.num_parameters)
 
     @functools.cached_property
     def sizes(self) -> Sizes:
@@ -119,6 +133,18 @@ class Machine:
     def bandwidth(self) -> float:
         """The better of the two rates. On most CPUs a copy also reads the memory that it overwrites."""
         return max(self.copy_rate, self.read_rate)
+
+
+MACHINES = {
+    "h100": ("cuda", 80, 3350, 989),
+    "h200": ("cuda", 141, 4800, 989),
+    "a100": ("cuda", 80, 2040, 312),
+    "l4": ("cuda", 24, 300, 121),
+    "rtx4090": ("cuda", 24, 1010, 165),
+    "laptop": ("cpu", 16, 60, 0.5),
+    "server": ("cpu", 128, 460, 10),
+}
+"""For each named machine: its device, memory in GiB, GB/s, and dense TFLOP/s in 16 bits, as data sheets say."""
 
 
 @dataclass(frozen=True)
