@@ -32,7 +32,7 @@ from nanovllm.engine.plan import StepPlan, StepResult
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import ScheduledStep
 from nanovllm.jobs.counts import JobCounts
-from nanovllm.jobs.result_lines import Usage
+from nanovllm.jobs.result_lines import ResultLine, Usage
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.progress import ProgressBar
 from nanovllm.view.page import read_recording
@@ -246,7 +246,7 @@ def test_the_bar_and_a_job_s_summary_tell_tokens_a_step() -> None:
     counts = dict.fromkeys(counts, 0)
     with tally.show(lambda: counts):
         counts |= {"num_generated_tokens": 100, "num_draft_tokens": 100, "num_accepted_tokens": 75}
-        tally.count(Usage(10, 0, 100))
+        tally.count(ResultLine(1, b"", Usage(10, 0, 100)))
     assert tally.as_dict() | {"num_draft_tokens": 100, "num_accepted_tokens": 75} == tally.as_dict()
     assert tally.as_dict()["tokens_per_step"] == 4.0
     assert "75.0% of 100 drafts accepted, 4.00 tokens a step" in tally.describe()

@@ -123,7 +123,7 @@ def test_a_broken_request_ends_with_its_tokens_so_far_and_the_others_go_on(
                 kept = 0 if token_id in prompt else answer.index(token_id) + 1
                 assert output.finish_reason == "error" and output.token_ids == answer[:kept]
                 assert len(output["logprobs"]) == kept
-                assert "request" in output.error and "step" in output.error and "NaN" in output.error
+                assert "sequence" in output.error and "step" in output.error and "NaN" in output.error
                 errors += 1
             else:
                 assert output.token_ids == answer and output.error is None and "error" not in output
@@ -158,7 +158,7 @@ def test_a_score_of_broken_logits_raises_and_the_engine_goes_on(untied: Path) ->
         token_id = PROMPTS[1][-1]
         before = poison(llm, token_id, NAN)
         llm.engine.scheduler.block_manager.forget_all()
-        with pytest.raises(RuntimeError, match=r"request.*step.*NaN"):
+        with pytest.raises(RuntimeError, match=r"sequence.*step.*NaN"):
             llm.score(PROMPTS, [[1, 2]] * len(PROMPTS), use_tqdm=False)
         output = llm.generate([PROMPTS[1]], SamplingParams(max_tokens=3, prompt_logprobs=0), use_tqdm=False)[0]
         assert output.finish_reason == "error" and output.token_ids == []

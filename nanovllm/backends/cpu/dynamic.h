@@ -128,7 +128,7 @@ constexpr int64_t AHEAD = 2;               // how many groups ahead of its reads
 // Rounds to bfloat16 with the same bits everywhere: the processors' own instructions differ in denormal numbers.
 template <class P> inline void narrow(typename P::element* p, vf v) {
     if constexpr (sizeof(*p) == 4) store(p, v);
-    else store(p, round_to_bfloat16(v));
+    else store(p, narrow_to_bfloat16(v));
 }
 
 // Describes a packed matrix. `scales` has one for each output, padded to whole panels.

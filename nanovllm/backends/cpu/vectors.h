@@ -120,6 +120,7 @@ template <class V> ALWAYS_INLINE V round_to_bfloat16(V v) {
     const Integers nan = (0x7f800000 - (u & 0x7fffffff)) >> 31;  // -1 where the magnitude is above infinity's, else 0
     return (V)(((nan & 0x7fc00000) | (~nan & rounded)) & ~0xffff);
 }
+inline vh narrow_to_bfloat16(vf v) { return __builtin_convertvector((vi)round_to_bfloat16(v) >> 16, vh); }
 
 // Float and BFloat16 say how a product multiplies its elements. It takes a unit of its right side in STEPS steps, each
 // with one `left` of its left side. `put_left` converts 16 elements of the left side beforehand; `put_register` rounds a
@@ -182,7 +183,7 @@ struct BFloat16 {
 #ifdef __AVX512BF16__
         store(p, _mm512_cvtneps_pbh((__m512)v));
 #else
-        store(p, __builtin_convertvector((vi)round_to_bfloat16(v) >> 16, vh));
+        store(p, narrow_to_bfloat16(v));
 #endif
     }
     static inline float to_float(element x) {
