@@ -220,9 +220,8 @@ class LLMEngine:
         The first request has number 0. If `requests` yields None, no request is ready now, and `run` asks again after
         its next step. The run ends when it has no unfinished request, and `requests` yields None or nothing more. A
         Ctrl-C in a step is raised after the ended requests were yielded. A second Ctrl-C closes the engine and is
-        raised at once. When the generator ends, even by an error, unfinished requests are aborted.
-
-        `holder`: see `Claim.held_by`.
+        raised at once. When the generator ends, even by an error, unfinished requests are aborted. `holder`: see
+        `Claim.held_by`.
         """
         with self.claim.held_by(*holder):
             hold = HoldInterrupt(on_second=self.close)

@@ -272,8 +272,8 @@ class Decoder(nn.Module):
             config: the same options, resolved as for other families.
             sizes: the sizes of the whole model.
             quantizer: knows the memory of quantised weights; None if no weights are quantised.
-            gpu_memory: the memory, in bytes, of the GPU that the user of `nanovllm estimate` described. This machine need
-                not have that GPU. None means the device that `config` names.
+            gpu_memory: the memory, in bytes, of the GPU that the user of `nanovllm estimate` described. This machine
+                need not have that GPU. None means the device that `config` names.
 
         Raises:
             ValueError: an option asks for what the family cannot do.
