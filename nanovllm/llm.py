@@ -376,9 +376,9 @@ class LLM:
         """Run one step of the queued requests.
 
         Returns:
-            ([(number, token ids) of each request that ended], count). The count is for the step whose result this call
-            read: how many tokens the step computed, as a negative number if the step only decoded. The count is 0 if
-            this call read no result: at depth 2 (see `LLMEngine`) the first call only launches a step.
+            ([(number, token ids) of each request that ended], count). `count` is the number of tokens in the step whose
+            result this call read last. It is negative if that step only decoded. It is 0 if this call read no result:
+            at depth 2 (see `LLMEngine`) the first call only launches a step.
         """
         with self.claim_loop("step()"):
             self.engine.last_read = None
@@ -387,8 +387,8 @@ class LLM:
         if read is None:
             return ended, 0
         plan = read.plan
-        # In a step that only decodes, each token gives a sample and comes after its prompt. The second condition is
-        # needed: the last token of a prompt gives a sample, too, and may be the only token that a step computes.
+        # In a step that only decodes, a sample follows every computed token, and no computed token is of a prompt. The
+        # second condition is needed: a sample also follows a prompt's last token, which may be the step's only token.
         lengths = [seq.num_prompt_tokens for seq in read.seqs]
         are_decodes = plan.num_tokens == plan.num_sampled.sum() and (plan.num_computed >= lengths).all()
         return ended, -plan.num_tokens if are_decodes else plan.num_tokens
@@ -484,7 +484,8 @@ class LLM:
     def wake_up(self, **others: Unpack[Others]) -> None:
         """Undo `sleep`. After level 2 the model's folder is read again.
 
-        If `load_weights` had replaced weights that level 2 has freed, no request runs before another `load_weights`.
+        Level 2 also frees weights that came from `load_weights`, and the folder does not have them. If you had loaded
+        such weights, call `load_weights` again: until then no request runs.
         """
         _check_others("wake_up", others)
         self._renewal.wake_up()

@@ -33,7 +33,9 @@ class Steps:
         Args:
             work: computes the part, and returns its results. In all replayed steps of one size `work` reads the same
                 addresses: the staging buffer, the tables of `DeviceRows`, the caches, the weights, and the results of
-                the other part. So one call of `work` can be recorded and replayed.
+                the other part. So one recording serves all these steps. `RecordedSteps` records a call of `work`.
+                `CudaGraphs` records before a plan exists. So it calls `ModelRunner.forward` and `sample_decodes`
+                itself, which compute the same as `work`.
         """
         return work()
 

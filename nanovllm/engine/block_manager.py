@@ -21,8 +21,8 @@ def prefix_digest(parent: bytes, tokens: bytes) -> bytes:
 class BlockManager:
     """Owns `num_blocks` blocks of `block_size` tokens. Every operation takes O(1) time per block.
 
-    The manager knows the content of each block, and how many sequences use the block. `BlockTables` in rows.py knows
-    which sequence has which blocks, in which order.
+    The manager knows how many sequences use each block, and the content of each block that can be found.
+    `BlockTables` in rows.py knows which sequence has which blocks, in which order.
 
     A block is in exactly one of three places:
 
@@ -37,9 +37,10 @@ class BlockManager:
     `_evictable` is an ordered dict, which is a linked list with an index. A hit removes a block from its middle in O(1)
     time; a deque would need O(n).
 
-    `_findable[digest]` is the one block that can be found by that digest. `_content[block]` is the block's digest, its
-    parent's digest and its token ids. A hit must agree on all three. So if two digests are equal by accident, the block
-    is not used, and nobody reads wrong KV. Both entries are removed when the block is given out again or forgotten.
+    `_findable[digest]` is the one block that can be found by that digest. `_content[block]` is this block's digest, its
+    parent's digest and its token ids; None for a block that cannot be found. A hit must agree on all three. So if two
+    digests are equal by accident, the block is not used, and nobody reads wrong KV. Both entries are removed when the
+    block is given out again or forgotten.
     """
 
     _digest = staticmethod(prefix_digest)
@@ -175,8 +176,8 @@ class BlockManager:
     def forget_all(self) -> None:
         """Forget the whole prefix cache.
 
-        All sequences must have ended, and given their blocks back. This runs after a failed step, because KV may be
-        wrong then, after a change of weights, and when the user asks for it.
+        All sequences must have ended, and given their blocks back. This runs in four cases: after a failed step (KV may
+        be wrong then), before weights are replaced, before the engine sleeps, and when the user asks for it.
         """
         self.on_change("forget", self._findable.values())
         self._blank.extend(self._evictable)

@@ -39,7 +39,7 @@ OPEN_RUN = (
     "another generate() or stream()",
     "of this engine is open: finish or close it first; several threads or asyncio tasks use submit()",
 )
-"""Two arguments of `Claim.held_by`: how a run names itself, and what a refused activity can do instead."""
+"""The message to a refused activity, in two parts: what has the engine, and what to do. See `Claim.held_by`."""
 
 
 @dataclass(frozen=True)
@@ -113,10 +113,10 @@ class LLMEngine:
         self._in_flight: deque[tuple[int, ScheduledStep, Handle, Clock]] = deque()
         """The launched steps whose results are not fetched yet, the oldest first, with their numbers."""
         self._kept_error: Exception | None = None
-        """An error of `step` that came after requests had ended in the same call. That call returned the requests; the
-        next call raises the error."""
+        """The error of a call of `step` whose launch had read steps that ended requests. That call returned the
+        requests; the next call raises the error."""
         self.last_read: ScheduledStep | None = None
-        """The most recent step that was read."""
+        """The last step whose results the scheduler got. `LLM.step` sets this to None before it calls `step`."""
 
     @property
     def editor(self) -> "Editing":
@@ -217,10 +217,11 @@ class LLMEngine:
     ) -> Generator[list[tuple[int, Sequence]], None, None]:
         """Run requests. After each step, yield a list: (number, sequence) of each request that the step ended.
 
-        The first request has number 0. If `requests` yields None, no request is ready now: `run` makes a step, then
-        asks again. The run ends when all its requests have ended and `requests` yields no other. A Ctrl-C in a step is
-        raised after the ended requests were yielded. A second Ctrl-C closes the engine and is raised at once. When
-        the generator ends, even by an error, unfinished requests are aborted. `holder`: see `Claim.held_by`.
+        The first request has number 0. If `requests` yields None, no request is ready now, and `run` asks again after
+        its next step. The run ends when it has no unfinished request, and `requests` yields None or nothing more. A
+        Ctrl-C in a step is raised after the ended requests were yielded. A second Ctrl-C closes the engine and is
+        raised at once. When the generator ends, even by an error, unfinished requests are aborted. `holder`: see
+        `Claim.held_by`.
         """
         with self.claim.held_by(*holder):
             hold = HoldInterrupt(on_second=self.close)
@@ -266,11 +267,12 @@ class LLMEngine:
     def step(self) -> list[Sequence]:
         """Launch the next step if one can be planned. Then read the oldest step in flight.
 
-        If a step was launched, and fewer than `depth` steps are in flight now, this call reads nothing.
+        If a step was launched, and fewer than `depth` steps are in flight now, this call reads no further step. The
+        launch itself reads all steps in flight if edits of logits depend on their tokens.
 
         An exception leaves the engine without requests and with an empty prefix cache. If the runner cannot go on, the
-        engine is closed. If requests had ended before the exception in the same call, this call returns them, and the
-        next call raises the exception.
+        engine is closed. If steps that the launch read have ended requests before the exception, this call returns
+        these requests, and the next call raises the exception.
 
         Returns:
             The lead of each request that ended.
@@ -366,7 +368,8 @@ class LLMEngine:
         Otherwise drop every sequence and the prefix cache, because the KV cache may now hold wrong values.
         """
         if self.closed:
-            # An observer or a second Ctrl-C has closed the engine. It is freed next, without a wait for other steps.
+            # An observer, a second Ctrl-C or another thread has closed the engine. The caller's `Claim.work` frees it
+            # when the block around this step ends, and does not wait for the other steps in flight.
             return
         if (reason := self.runner.reason_to_close()) is not None:
             logger.error("the engine is closed: %s", reason)

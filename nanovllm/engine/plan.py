@@ -64,8 +64,9 @@ def make_padding(num_seqs: int, row: int) -> IntArray:
 
 
 class StepPlan(NamedTuple):
-    """One step's work. Sequences that compute one token come first: those that decode, and prompts with one token left.
-    Then come sequences that compute several tokens. Both kinds are in order of admission.
+    """One step's work. Sequences that compute one token come first: those that decode without drafts, and prompts of
+    which this step computes one token. Then come sequences that compute several tokens. Both kinds are in order of
+    admission.
 
     A resident sequence owns one row of the device's tables from admission to release. The runner is not told when a row
     is released. The next owner overwrites what it needs.

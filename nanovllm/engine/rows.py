@@ -154,7 +154,7 @@ class BlockTables:
         self.room = np.zeros(table.num_rows, np.int32)
         """How many tokens fit into the row's blocks."""
         self._next_full = np.zeros(table.num_rows, np.int32)
-        """With this many tokens the row's next block is full: the first block that `register` has not handled yet.
+        """Per row, a number of tokens. When so many are known, the next block that `register` must handle is full.
         NEVER if no further block will become findable."""
         self._new_entries: list[tuple[int, int, int]] = []
 
@@ -188,8 +188,8 @@ class BlockTables:
             self._extend(self._table.resident[row], self.manager.take(count))
 
     def start(self, seq: Sequence, hits: list[int], num_new: int) -> None:
-        """Give a sequence that has just moved in its first blocks: `hits`, which were found in the prefix cache, and
-        then num_new other blocks."""
+        """Give the first blocks to a sequence that has just moved in. These are `hits`, which were found in the prefix
+        cache, and then num_new other blocks."""
         self.manager.reference(hits)
         self._extend(seq, hits + self.manager.take(num_new))
         can_be_found = self.manager.enable_prefix_caching
@@ -208,9 +208,10 @@ class BlockTables:
     def register(self, rows: Rows, ends: IntArray) -> None:
         """Make the rows' full blocks findable by prefix, up to `ends`, if the ids of all their tokens are known.
 
-        A block becomes findable before it is computed: when the step that fills it is planned. Even another sequence of
-        the same step may use it, because in each layer all keys and values are stored before attention reads them. A
-        block with a placeholder cannot be found, because the id of that token is not known.
+        A block may become findable before it is computed: when the step that fills it is planned. Even another sequence
+        of the same step may use it, because in each layer all keys and values are stored before attention reads them. A
+        block with a placeholder cannot be found, because the id of that token is not known. So at depth 2 a block that
+        a token of output fills becomes findable one plan later.
         """
         size = self.manager.block_size
         known = np.minimum(ends, self._table.num_known[rows])

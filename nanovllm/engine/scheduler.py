@@ -35,8 +35,9 @@ class Scheduler:
 
     A step cuts a sequence if it computes only some of the sequence's tokens that are known and not computed. A step
     that may compute every running row (see `choose_running`) cuts at most one sequence: the sequence that was admitted
-    last. The reason: a sequence is admitted only if the sequences before it leave a token of the budget. From then on
-    each of these sequences needs one token per step. So the budget holds their tokens in every later step.
+    last. The reason: a sequence is admitted only if the budget has a token left after all earlier sequences got every
+    token that they need. Then no prompt of theirs is unfinished, and each of them needs at most one token per later
+    step. So the budget holds their tokens in every later step.
 
     A step that preempts a sequence admits no sequence: the first in the queue is the preempted sequence, which has just
     lost its blocks to others. The step verifies no drafts either, because drafts take blocks, too.
@@ -57,7 +58,8 @@ class Scheduler:
         """Made when the first request asks for scores or an embedding."""
         self.choose_running: Callable[[RowTable], Rows] | None = None
         """Chooses the running rows that the next step may compute, in order of admission; None: all of them. load.py
-        sets it for a pipeline (ranks share the layers out): there a sequence's token may come several steps later."""
+        sets it for a pipeline, which splits the layers between ranks. There the host may plan several steps before a
+        sequence's sampled token arrives."""
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[Sequence] = deque()
         self.table = RowTable(max_num_seqs)
@@ -240,9 +242,9 @@ class Scheduler:
             new_rows=pack_sampling(admitted, len(self.may_stop) - 1),
         )
         table.count_launched(rows, ends, num_before + num_sampled)
-        # In most steps every resident sequence decodes. Each of `rows` computes at least one token, and `sampling` has
-        # some of `rows`. So if the three numbers are equal, every resident row computes one token and samples. Then
-        # `rows` was not sorted: it is in order of admission, as `table.running` is.
+        # In most steps every resident sequence decodes. `sampling` is a subset of `rows`, and `rows` a subset of the
+        # resident rows. Each of `rows` computes at least one token. So equal numbers mean: every resident row computes
+        # one token and samples. Then `rows` was not sorted: it is in order of admission, as `table.running` is.
         are_all = num_tokens == len(sampling) == len(table.resident)
         seqs = table.running if are_all else table.sequences(sampling)
         return ScheduledStep(plan, seqs, sampling, table.num_releases, scored)
@@ -290,8 +292,8 @@ class Scheduler:
             owners, result = step.keep(result, num_new)
             receivers = [seqs[i] for i in owners.tolist()]
             may_end = table.add_known(rows, num_new)
-            # Now `result` has only tokens that a sequence gets. owners[i] is the index in `seqs` of the sequence that
-            # gets token i. A stop token may end its owner.
+            # `result` no longer has rejected tokens or tokens of sequences that have ended. owners[i] is the index in
+            # `seqs` of the sequence that gets token i. A stop token may end its owner.
             may_end[owners[self.may_stop[result.token_ids]]] = True
         for i, values in result.logprobs.items():
             receivers[i].logprobs.append(values)

@@ -80,10 +80,10 @@ def check_request(
 class Sequence:
     """Holds one completion of a request: its tokens, its limits, how it ended, and its log-probabilities.
 
-    A sequence waits until the scheduler admits it: gives it a row, which is a place in the device's tables, and blocks
-    of the KV cache. From then on it is resident, until it ends or is preempted. To preempt a sequence means to take its
-    row and its blocks away, and to let it wait again. The counts that change with every token of a resident sequence
-    are in the scheduler's `RowTable`.
+    A sequence waits until the scheduler admits it. To admit a sequence means to give it a row and blocks of the KV
+    cache. A row is a place in the device's tables. An admitted sequence is resident until it ends or is preempted. To
+    preempt a sequence means to take its row and its blocks away, and to let it wait again. The counts that change with
+    every token of a resident sequence are in the scheduler's `RowTable`.
     """
 
     error: str | None = None
@@ -126,7 +126,7 @@ class Sequence:
         but at least 1, so that a prompt of one token that is only scored takes part in one step."""
         scores_from = self.num_prompt_tokens if params.prompt_logprobs is None else max(params.prompt_logprob_start, 1)
         self.next_scored = scores_from
-        """Index of the next prompt token to score: its score is wanted, and no launched step computes this score. The
+        """Index of the first prompt token whose score is wanted, and that no planned step has scored or will score. The
         value is num_prompt_tokens if no prompt token is left to score."""
         self.prompt_logprobs: list[dict[int, Logprob] | None] = [None] * scores_from
         """{token id: log-probability} per prompt token whose score was read. Tokens that are not scored have None."""
@@ -154,8 +154,9 @@ class Sequence:
         self.drafting: Any = None
         """Only drafts/ reads and writes this."""
         self.num_in_flight = 0
-        """After a preemption: how many tokens launched steps still sample for the sequence, or 1 if a launched step
-        computes its last scores. The sequence is not admitted again before the results of these steps are read."""
+        """After a preemption: the number of tokens that steps in flight will sample for this sequence. It is 1 if a
+        step in flight computes the last scores of a sequence that is only scored. The sequence is not admitted again
+        before the results of these steps are read."""
         self.times = [time.time()]
         """Seconds since 1970: first the time when the sequence was made, then the time when its first token of output
         was read. The second time is missing until then."""
@@ -219,8 +220,7 @@ class Sequence:
         return self.finish_reason
 
     def _check_token(self, token_id: int, num_tokens: int) -> FinishReason | None:
-        """Return how a token ends the sequence; None if the sequence goes on. With the token it has num_tokens
-        tokens."""
+        """Return how a token ends the sequence; None if the sequence goes on. num_tokens counts this token, too."""
         grammar = self.grammar
         # Token id -1: the logits were not a valid distribution. consume_token() returns True for the end-of-sequence
         # token even if the matcher has failed, so is_error() is checked, too.

@@ -130,7 +130,7 @@ class Attention(nn.Module):
         return self.o_proj(self.attend(x, cos_sin, cache, inputs))  # type: ignore[no-any-return]
 
     def attend(self, x: Tensor, cos_sin: Tensor, cache: KVCache, inputs: StepInputs) -> Tensor:
-        """Return what the heads have attended to, [num_tokens, all of this rank's query heads]."""
+        """Return attention's output for this rank's query heads, [num_tokens, num_heads * head_dim]."""
         norms = NormRope(self.q_norm, self.k_norm, self.eps, cos_sin)
         q = self.backend.norm_rope_store(self.qkv_proj(x), norms, inputs.positions, cache, inputs.slots)
         return self.backend.attend(q, cache, inputs, self.scale).flatten(1)
@@ -272,8 +272,8 @@ class Decoder(nn.Module):
             config: the same options, resolved as for other families.
             sizes: the sizes of the whole model.
             quantizer: knows the memory of quantised weights; None if no weights are quantised.
-            gpu_memory: the bytes of memory of the GPU for which `nanovllm estimate` asks. This machine need not have
-                that GPU. None means the device that `config` names.
+            gpu_memory: the memory, in bytes, of the GPU that the user of `nanovllm estimate` described. This machine
+                need not have that GPU. None means the device that `config` names.
 
         Raises:
             ValueError: an option asks for what the family cannot do.
@@ -281,7 +281,10 @@ class Decoder(nn.Module):
         return config
 
     def make_angles(self, config: "PretrainedConfig", num_positions: int) -> Tensor:
-        """Return the cosines and sines that the layers read, float32 [num_positions, head_dim]."""
+        """Return the cosines and sines that the layers read, float32 [num_positions, head_dim].
+
+        In these families the whole head rotates, so head_dim is the dim of `make_rotary_table`.
+        """
         return make_rotary_table(config, num_positions)
 
     def forward(self, inputs: StepInputs, caches: list[LayerCache]) -> Tensor:

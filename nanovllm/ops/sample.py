@@ -8,8 +8,8 @@ Every backend follows the same rule:
 3. top-p adds the weights exp(z) of the tokens that top-k kept, from the most likely down, until the sum is at least
    top_p times the total. Let t be the z of the token added last. All tokens with z >= t are kept. top_p = 1 is off.
 4. min-p keeps the tokens whose exp(z) is at least min_p. exp(z) is the probability relative to the most likely token.
-5. Philox4x32-10 makes a uniform number u in (0, 1) from the request's seed (the key) and the position of the sampled
-   token (the counter). The generator has no state, so a request draws the same numbers in every batch, and also after
+5. Philox4x32-10 makes a uniform number u in (0, 1) from the sequence's seed (the key) and the position of the sampled
+   token (the counter). The generator has no state, so a sequence draws the same numbers in every batch, and also after
    a preemption. If its logits have the same bits, it also gets the same tokens. With the C++ kernels its logits always
    have the same bits; elsewhere rounding may differ. (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2,
    3".)
@@ -168,7 +168,7 @@ def sample_reference(logits: Tensor, table: Tensor, rows: Tensor, positions: Ten
         logits: [n, vocab], of any float dtype.
         table: int32 [num_rows, width], the packed sampling values of all rows: see `unpack_sampling`.
         rows: int32 [n], the row of the table that says how each token is sampled.
-        positions: int32 [n], the index in its sequence of each token.
+        positions: int32 [n], for each sampled token its index in its sequence.
     """
     highest, greedy = logits.max(1)  # NaN counts as the highest of all
     token_ids = greedy.to(torch.int32)

@@ -18,9 +18,9 @@ class HeadInputs(NamedTuple):
         asked: ROW_SAMPLING [num_seqs], what each sequence of the plan asks for.
         hidden: [num_tokens, hidden], the hidden states.
         targets: int32 [num_scored in all], on the device.
-        sample_indices: int [n], the index in `hidden` that each sample needs; None if each index has one sample.
+        sample_indices: int [n], the index in `hidden` that each sample needs; None if sample i needs index i.
         rows: int32 [n], the row of the device's tables that gets each sample.
-        positions: int32 [n], the index in its sequence of each token that is sampled.
+        positions: int32 [n], for each sampled token its index in its sequence.
         sampling: int32 [n, width], the packed sampling values of each sample, if a row may have a new owner when they
             are needed; None if the device's table still has them.
         target_indices: [len(targets)], the index in `hidden` that each target needs; None while `hidden` has all

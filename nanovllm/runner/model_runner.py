@@ -85,8 +85,11 @@ class ModelRunner:
     # ---- a step
 
     def launch(self, plan: StepPlan, edits: StepEdits | None = None) -> StepHandle:
-        """Start a step. The handle's `result` waits for it. The sizes of all tensors follow from the plan, so the host
-        need not wait for the device here."""
+        """Start a step. The handle's `result` waits for it.
+
+        The sizes of all tensors follow from the plan, so the host need not wait for the device to know them. But if
+        edits depend on tokens of steps in flight, the host waits for these steps here: see `LLMEngine.step`.
+        """
         with self.computing():
             stopwatch = self.backend.make_stopwatch()
             steps = self.choose_steps(plan)
@@ -163,9 +166,9 @@ class ModelRunner:
         return DeviceResult(sampled, start_logprobs(plan, counts, sampled, logits, self.backend), targets)
 
     def sample_hidden(self, hidden: Tensor, rows: Tensor, positions: Tensor, sampling: Tensor | None = None) -> Tensor:
-        """Sample a token, int32 [n], from the logits of each of the hidden states [n, hidden], without edits.
+        """For each of n hidden states, [n, hidden], compute logits and sample one token without edits.
 
-        `HeadInputs` explains the other arguments.
+        Returns int32 [n]. `HeadInputs` explains the other arguments.
         """
         return self.sampler.sample(self.model.compute_logits(hidden), rows, positions, sampling=sampling)
 

@@ -27,8 +27,8 @@ def choose_samples(plan: StepPlan, inputs: StepInputs, backend: Backend) -> tupl
     Returns:
         For n samples, sequence after sequence:
         their rows, int32 [n];
-        which of the step's tokens gives each sample its logits, [n], or None if each token gives one, in order;
-        and the position, in its sequence, of each token that is sampled, int32 [n].
+        the index of the token whose logits each sample uses, [n], or None if sample i uses token i;
+        and for each sampled token its index in its sequence, int32 [n].
     """
     rows = inputs.rows
     if plan.num_tokens == plan.num_seqs:  # all sequences decode
@@ -37,8 +37,9 @@ def choose_samples(plan: StepPlan, inputs: StepInputs, backend: Backend) -> tupl
     if plan.num_sampled.max() <= 1:  # without drafts
         return rows, last, inputs.seq_lens
     num_samples = 1 + plan.num_drafts
-    # With drafts: find the sequence of each sample, and how many samples of that sequence come after it. If k samples
-    # come after it, it uses the logits k tokens before the sequence's last one, and its position is k lower.
+    # With drafts: find the sequence of each sample, and how many later samples that sequence has. Take a sample with k
+    # later samples of the same sequence. It uses the logits of the token k places before the sequence's last token, and
+    # its position is k lower than the position of the sequence's last sample.
     sequences = np.repeat(np.arange(plan.num_seqs), num_samples)
     num_later = np.repeat(num_samples.cumsum(), num_samples) - 1 - np.arange(len(sequences))
     chosen, back = backend.to_device(np.stack((sequences, num_later))).unbind(0)
@@ -67,7 +68,7 @@ class Sampler:
             logits: [n, vocab]. They are not changed, because log-probabilities are computed from them later. None on
                 ranks other than 0.
             rows: int32 [n].
-            positions: int32 [n], the index in its sequence of each token.
+            positions: int32 [n], for each sampled token its index in its sequence.
             sampling: int32 [n, width], the packed sampling values of each token. In a pipeline other steps were sent to
                 the device since this step's layers began, so rows may have new owners. None if the device's table still
                 has the values.
