@@ -127,13 +127,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos_sin: Tensor, cache: KVCache, inputs: StepInputs) -> Tensor:
         """x [num_tokens, hidden] -> [num_tokens, hidden]; the tokens' keys and values are stored in the cache first."""
-        return self.o_proj(self.attend(x, cos_sin, cache, inputs))  # type: ignore[no-any-return]
-
-    def attend(self, x: Tensor, cos_sin: Tensor, cache: KVCache, inputs: StepInputs) -> Tensor:
-        """Return attention's output for this rank's query heads, [num_tokens, num_heads * head_dim]."""
         norms = NormRope(self.q_norm, self.k_norm, self.eps, cos_sin)
         q = self.backend.norm_rope_store(self.qkv_proj(x), norms, inputs.positions, cache, inputs.slots)
-        return self.backend.attend(q, cache, inputs, self.scale).flatten(1)
+        return self.o_proj(self.backend.attend(q, cache, inputs, self.scale).flatten(1))  # type: ignore[no-any-return]
 
 
 class MLP(nn.Module):

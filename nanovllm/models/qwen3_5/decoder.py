@@ -19,6 +19,7 @@ from nanovllm.models.model_config import find_rotary_dim
 from nanovllm.models.qwen3_5.delta_net import DeltaNet
 from nanovllm.models.qwen3_5.ops import HybridOperators
 from nanovllm.models.qwen3_5.states import resolve_states
+from nanovllm.ops.norm_rope_store import NormRope
 from nanovllm.ops.step_inputs import StepInputs
 
 if TYPE_CHECKING:
@@ -69,7 +70,9 @@ class GatedAttention(Attention, ShardedLayer):
         self.gate_proj = ColumnParallelLinear(config.hidden_size, gates, bias)
 
     def forward(self, x: Tensor, cos_sin: Tensor, cache: KVCache, inputs: StepInputs) -> Tensor:
-        out = self.attend(x, cos_sin, cache, inputs)
+        norms = NormRope(self.q_norm, self.k_norm, self.eps, cos_sin)
+        q = self.backend.norm_rope_store(self.qkv_proj(x), norms, inputs.positions, cache, inputs.slots)
+        out = self.backend.attend(q, cache, inputs, self.scale).flatten(1)
         return self.o_proj(self.operators.sigmoid_and_mul(out, self.gate_proj(x)))  # type: ignore[no-any-return]
 
     def weight_targets(self, path: str, names: Collection[str]) -> NamedTargets:
