@@ -29,12 +29,14 @@ DEMO = "<!-- the demo -->"
 ESTIMATOR = "<!-- the estimator -->"
 """Where docs/estimator.md has its controls. They need a script, so only the site has them."""
 SOURCE_STYLE = f"""
-body {{ margin: 1rem; background: #ffffff; color: #16191d; font-family: sans-serif; }}
+:root {{ color-scheme: light dark; }}
+body {{ margin: 1rem; background: #f0f0f0; color: #16191d; font-family: sans-serif; }}
+h1 {{ font-size: 1.1rem; overflow-wrap: anywhere; }}
 pre {{ font-size: 13px; line-height: 1.4; overflow-x: auto; }}
 a:target::before {{ content: "\\25b8 "; color: #d55e00; }}
 {HtmlFormatter(style="friendly").get_style_defs(".highlight")}
 @media (prefers-color-scheme: dark) {{
-body {{ background: #1e2129; color: #d5d7dc; }}
+body {{ background: #0d1117; color: #e6edf3; }}
 {HtmlFormatter(style="github-dark").get_style_defs(".highlight")}
 }}
 """
@@ -79,7 +81,7 @@ def add_notebooks(files: Files, config: Any) -> None:
 
 
 def add_sources(files: Files, config: Any) -> None:
-    """Add a page of each Python file of the project to which a page links. Its lines are anchors: line-1, line-2, ..."""
+    """Add a page of each Python file of the project to which a page links. Its lines have anchors: line-1, ..."""
     pages = [ROOT / name for name in PAGES] + sorted((ROOT / "docs").rglob("*.md"))
     linked = {
         (page.parent / target.partition("#")[0]).resolve()
@@ -142,7 +144,7 @@ def on_page_content(html: str, **_: Any) -> str:
 
 
 def rewrite_links(text: str, folder: Path, site_folder: PurePosixPath) -> str:
-    """Return text in which links to pages and to code lead to their places on the site, and others are their words alone.
+    """Return text in which links to pages and to code lead to their places on the site, and others are words alone.
 
     Args:
         folder: where the links of the text start.
