@@ -1,9 +1,10 @@
 """Hooks of mkdocs: add the pages of the project's root to the site, write links that leave it, and list the options.
 
-The README becomes a page. The project has no address of its own yet, so a link to a file that is not part of the site
-has no target: its words stay.
+The README becomes a page, and so does each file of code to which a page links: the link leads to the definition. The
+project has no address of its own yet, so a link to any other file has no target: its words stay.
 """
 
+import ast
 import re
 import sys
 from dataclasses import MISSING, fields
@@ -12,6 +13,9 @@ from posixpath import relpath
 from typing import Any
 
 from mkdocs.structure.files import File, Files
+from pygments import highlight
+from pygments.formatters import HtmlFormatter
+from pygments.lexers import PythonLexer
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
@@ -24,6 +28,19 @@ DEMO = "<!-- the demo -->"
 """Where the front page and the guide's first page link to the demo, a page that only the site has."""
 ESTIMATOR = "<!-- the estimator -->"
 """Where docs/estimator.md has its controls. They need a script, so only the site has them."""
+SOURCE_STYLE = f"""
+:root {{ color-scheme: light dark; }}
+body {{ margin: 1rem; background: #f0f0f0; color: #16191d; font-family: sans-serif; }}
+h1 {{ font-size: 1.1rem; overflow-wrap: anywhere; }}
+pre {{ font-size: 13px; line-height: 1.4; overflow-x: auto; }}
+a:target::before {{ content: "\\25b8 "; color: #d55e00; }}
+{HtmlFormatter(style="friendly").get_style_defs(".highlight")}
+@media (prefers-color-scheme: dark) {{
+body {{ background: #0d1117; color: #e6edf3; }}
+{HtmlFormatter(style="github-dark").get_style_defs(".highlight")}
+}}
+"""
+"""The look of a page of code."""
 EVENT_CHAPTERS = {
     "preemption": "6-scheduler",
     "queue": "6-scheduler",
@@ -40,6 +57,7 @@ def on_files(files: Files, config: Any) -> Files:
         files.append(File.generated(config, page, content=rewrite_links(text, ROOT, PurePosixPath(page).parent)))
     add_demo(files, config)
     add_notebooks(files, config)
+    add_sources(files, config)
     return files
 
 
@@ -60,6 +78,48 @@ def add_notebooks(files: Files, config: Any) -> None:
     for chapter in CHAPTERS:
         name = f"guide/{chapter.stem}.ipynb"
         files.append(File.generated(config, name, content=format_notebook(chapter)))
+
+
+def add_sources(files: Files, config: Any) -> None:
+    """Add a page of each Python file of the project to which a page links. Its lines have anchors: line-1, ..."""
+    pages = [ROOT / name for name in PAGES] + sorted((ROOT / "docs").rglob("*.md"))
+    linked = {
+        (page.parent / target.partition("#")[0]).resolve()
+        for page in pages
+        for _, _, target in LINK.findall(page.read_text(encoding="utf-8"))
+    }
+    for path in sorted(path for path in linked if path.suffix == ".py" and path.is_relative_to(ROOT)):
+        name = path.relative_to(ROOT).as_posix()
+        code = highlight(path.read_text(encoding="utf-8"), PythonLexer(), HtmlFormatter(lineanchors="line"))
+        head = '<!doctype html><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        page = f"{head}<title>{name}</title><style>{SOURCE_STYLE}</style><h1>{name}</h1>{code}"
+        files.append(File.generated(config, name_source(path), content=page))
+
+
+def name_source(path: Path) -> str:
+    """Return where the page of a file of code lies on the site."""
+    return f"source/{path.relative_to(ROOT).as_posix()}.html"
+
+
+def find_line(path: Path, symbol: str) -> int:
+    """Return the line of a file on which a symbol is defined, a dotted name.
+
+    Raises:
+        ValueError: it is not defined there.
+    """
+    scope: Any = ast.parse(path.read_text(encoding="utf-8"))
+    for name in symbol.split("."):
+        found = [node for node in scope.body if name in names_of(node)]
+        if not found:
+            raise ValueError(f"{path} does not define {symbol}")
+        scope = found[0]
+    return int(scope.lineno)
+
+
+def names_of(node: Any) -> list[str]:
+    """Return the names that a statement defines."""
+    targets = getattr(node, "targets", [getattr(node, "target", None)])
+    return [getattr(node, "name", ""), *(getattr(target, "id", "") for target in targets)]
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -84,7 +144,7 @@ def on_page_content(html: str, **_: Any) -> str:
 
 
 def rewrite_links(text: str, folder: Path, site_folder: PurePosixPath) -> str:
-    """Return text in which links between pages lead to their places on the site, and others are their words alone.
+    """Return text in which links to pages and to code lead to their places on the site, and others are words alone.
 
     Args:
         folder: where the links of the text start.
@@ -103,6 +163,9 @@ def rewrite_links(text: str, folder: Path, site_folder: PurePosixPath) -> str:
         if path.is_relative_to(ROOT / "docs"):
             on_site = path.relative_to(ROOT / "docs").as_posix()
             return f"{image}[{words}]({relpath(on_site, site_folder)}{anchor})"
+        if path.suffix == ".py":
+            line = f"#line-{find_line(path, symbol)}" if symbol else ""
+            return f"[{words}]({relpath(name_source(path), site_folder)}{line})"
         return words
 
     return LINK.sub(rewrite, text)

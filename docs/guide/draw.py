@@ -19,6 +19,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from docs.guide import big_picture
@@ -57,6 +58,12 @@ def panels(rows: int, height: float) -> tuple[Figure, list[Axes]]:
     for axis in axes[:, 0]:
         axis.spines[["top", "right"]].set_visible(False)
     return figure, list(axes[:, 0])
+
+
+def ink(color: Any) -> str:
+    """Return the colour of text on a colour, white or black: the one with more contrast (WCAG 2's formula)."""
+    red, green, blue = (part**2.2 for part in to_rgb(color))
+    return "white" if 0.2126 * red + 0.7152 * green + 0.0722 * blue < 0.18 else "black"
 
 
 def draw_tokens(axis: Axes, run: Recording) -> None:
@@ -178,8 +185,8 @@ def transformer() -> Figure:
     image = axis.imshow(chances, origin="lower", aspect="auto", cmap="Blues", vmin=0, vmax=1)
     for depth, row in enumerate(words):
         for x, place in enumerate(places):
-            ink = "white" if chances[depth, x] > 0.55 else "black"
-            axis.text(x, depth, visible(row[place]), ha="center", va="center", color=ink, fontsize=9)
+            color = ink(image.cmap(chances[depth, x]))
+            axis.text(x, depth, visible(row[place]), ha="center", va="center", color=color, fontsize=9)
     axis.set_xticks(range(len(places)), [visible(prompt[place]) for place in places], fontsize=9)
     axis.set_yticks(range(len(words)), [f"after layer {i + 1}" for i in range(len(words))])
     axis.set_xlabel("the prompt's token at this place")
@@ -203,7 +210,7 @@ def memory() -> Figure:
     counts = (1, 2, 4, 8, 16, 32)
     measured = dict.fromkeys(counts, float("inf"))
     with torch.inference_mode():
-        for _, n in itertools.product(range(5), counts):  # in turn: a disturbance then hits all counts
+        for _, n in itertools.product(range(15), counts):  # in turn: a disturbance then hits all counts
             x = torch.randn(n, 1024)
             since = time.process_time()
             for gate_up, down in layers:
@@ -268,8 +275,9 @@ def draw_owners(axis: Axes, run: Recording) -> None:
             for part in np.split(steps, np.flatnonzero(np.diff(steps) > 1) + 1):
                 start = part[0] + 0.5
                 width = len(part)
-                axis.broken_barh([(start, width)], (block - 0.42, 0.84), color=OWNERS[request % len(OWNERS)])
-                axis.text(start + 0.6, block, str(request), va="center", fontsize=9, color="white")
+                color = OWNERS[request % len(OWNERS)]
+                axis.broken_barh([(start, width)], (block - 0.42, 0.84), color=color)
+                axis.text(start + 0.6, block, str(request), va="center", fontsize=9, color=ink(color))
     axis.set_ylim(run.num_blocks - 0.4, -0.6)
     axis.set_xlim(0.5, run.num_steps + 0.5)
     axis.yaxis.get_major_locator().set_params(integer=True)
@@ -318,7 +326,7 @@ def scheduler() -> Figure:
     figure, (tokens, blocks, lives) = panels(3, 7)
     draw_tokens(tokens, run)
     tokens.axhline(run.budget, color=ALERT, ls="--", lw=1, label="the budget")
-    tokens.legend(frameon=False, ncols=3)
+    tokens.legend(frameon=False, ncols=3, loc="center", bbox_to_anchor=(0.36, 0.65))
     draw_owners(blocks, run)
     draw_lives(lives, run)
     for axis in (tokens, blocks, lives):
@@ -380,9 +388,10 @@ def sampling() -> Figure:
     edge = 0.0
     for i, (token, logprob) in enumerate(sorted(likely)):
         width = float(np.exp(logprob))
-        strip.broken_barh([(edge, width)], (0, 1), color=OWNERS[i % len(OWNERS)])
+        color = OWNERS[i % len(OWNERS)]
+        strip.broken_barh([(edge, width)], (0, 1), color=color)
         if width > 0.03:
-            strip.text(edge + width / 2, 0.5, names[token], ha="center", va="center", color="white", fontsize=9)
+            strip.text(edge + width / 2, 0.5, names[token], ha="center", va="center", color=ink(color), fontsize=9)
         edge += width
     position = torch.tensor([len(output["prompt_token_ids"])])
     for seed in range(5):
@@ -411,6 +420,7 @@ def devices() -> Figure:
     )
     axis.plot(steps, [size for size, _ in watch.plans], "s-", ms=4, color=DECODE, label="the plan")
     axis.set_yscale("log")
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")  # 100 and not 10², whose 2 is too small
     axis.set_ylabel("bytes")
     axis.set_xlabel("step")
     axis.legend(frameon=False)
@@ -427,6 +437,7 @@ def speed() -> Figure:
     ):
         axis.plot(steps, np.array(times, float), mark, ms=4, color=color, label=label)
     axis.set_yscale("log")
+    axis.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")  # 100 and not 10², whose 2 is too small
     axis.set_ylabel("ms a step")
     axis.set_xlabel("step")
     axis.legend(frameon=False, ncols=2, loc="upper center", bbox_to_anchor=(0.5, 1.16))

@@ -18,6 +18,8 @@ CHAPTERS = sorted(GUIDE.glob("[0-9]*-*.md"), key=lambda chapter: int(chapter.nam
 BLOCK = re.compile(r"^```(python|text)\n(.*?)^```\n", re.M | re.S)
 IMAGE = re.compile(r"!\[([^\]]*)\]\(([\w-]+\.(?:svg|png))\)")
 FOLDER = Path(tempfile.gettempdir()) / "nanovllm-guide"
+LINK = re.compile(r"(?<!!)\[([^\]]*)\]\((?!https?:|attachment:)[^)]*\)")
+"""A link to a file of the repository. A notebook may lie anywhere, so it keeps the words alone."""
 INSTALL = """\
 # Installs the project. If this notebook lies outside a clone of the repository, write the repository's address here.
 REPOSITORY = ""
@@ -83,7 +85,7 @@ def make_notebook(chapter: Path) -> dict[str, Any]:
 
 def add_words(cells: list[dict[str, Any]], words: str) -> None:
     """Append a cell of text, if there is any. It carries its pictures, so that the notebook may be moved."""
-    words = words.strip("\n")
+    words = LINK.sub(r"\1", words.strip("\n"))
     if not words:
         return
     cell: dict[str, Any] = {"cell_type": "markdown", "id": f"cell-{len(cells)}", "metadata": {}}

@@ -352,7 +352,8 @@ function drawTimes(g, width, lane, columns) {
     g.strokeStyle = color.preempted;
     if (host > 0) { const y = yOf(host); g.beginPath(); g.moveTo(x - 2, y - 2); g.lineTo(x + 2, y + 2); g.moveTo(x - 2, y + 2); g.lineTo(x + 2, y - 2); g.stroke(); }
   }
-  key(g, width, lane, [["device", swatch("decode")], ["host (schedule, prepare, launch, update)", shapes.eviction]]);
+  const host = width < 400 ? "host" : "host (schedule, prepare, launch, update)"; // a telephone has no room for all
+  key(g, width, lane, [["device", swatch("decode")], [host, shapes.eviction]]);
 }
 
 function drawMemory(g, width, lane, columns) {

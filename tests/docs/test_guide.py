@@ -126,6 +126,7 @@ def test_a_notebook_has_a_chapter_s_words_code_and_picture(chapter):
     assert attached and set(re.findall(r"\(attachment:([^)]*)\)", all_words)) == attached
     heading, _, _ = text.partition("\n")
     assert all_words.startswith(heading)
+    assert not re.search(r"\]\((?!https?:|attachment:)", all_words), "a file of the repository is not beside a notebook"
 
 
 @pytest.mark.slow
@@ -257,7 +258,8 @@ def test_the_map_has_25_rows_with_a_definition_of_ours():
     rows = read_rows("map.md", 5)
     assert [row[0] for row in rows] == [str(n) for n in range(1, 26)]
     for _, _, ours, theirs, vllm in rows:
-        assert [target for _, target in LINK.findall(ours) if "#" in target]
+        (path,) = {target.partition("#")[0] for _, target in LINK.findall(ours)}
+        assert ours.startswith(f"`{path.removeprefix('../../nanovllm/')}`: [")
         assert theirs and re.match(r"`(v1|model_executor|distributed|entrypoints)/[\w/]+\.py`", vllm)
 
 
@@ -290,10 +292,14 @@ def test_the_big_picture_has_the_names_and_the_numbers_of_today():
 
 
 def test_no_picture_has_text_below_11_pixels():
-    """matplotlib writes the size of text as the scale of its glyphs, which are 100 high, in points of 4/3 pixels."""
+    """matplotlib writes the size of text as the scale of its glyphs, which are 100 high, in points of 4/3 pixels.
+
+    An exponent has a scale of its own inside that.
+    """
     for picture in sorted((ROOT / "docs").rglob("*.svg")):
         text = picture.read_text()
-        points = [float(scale) * 100 for scale in re.findall(r"scale\(([\d.]+) -\1\)", text)]
+        smaller = min([1.0, *map(float, re.findall(r"\) scale\(([\d.]+)\)", text))])
+        points = [smaller * float(scale) * 100 for scale in re.findall(r"scale\(([\d.]+) -\1\)", text)]
         sizes = [float(size) for size in re.findall(r'font-size[=:]\s*"?([\d.]+)', text)]
         assert points or sizes, picture.name
         assert min([*(size * 4 / 3 for size in points), *sizes]) >= 11, picture.name
@@ -340,3 +346,15 @@ def test_the_site_has_the_guide_first_its_notebooks_and_a_demo(tmp_path):
     assert links and all((tmp_path / "guide" / link / "index.html").is_file() for link in links.values())
     assert 'href="demo.html"' in (tmp_path / "guide" / "index.html").read_text()
     assert render_estimator() in (tmp_path / "estimator" / "index.html").read_text()
+    check_links_to_code(tmp_path / "guide" / "map" / "index.html", 27)
+    check_links_to_code(tmp_path / "guide" / CHAPTERS[1].stem / "index.html", 11)
+
+
+def check_links_to_code(page: Path, number: int) -> None:
+    """Each leads to the line that defines the symbol of its words."""
+    links = re.findall(r'href="([^"]*/source/[^"]*)#(line-\d+)"><code>(?:\w+\.)*(\w+)</code>', page.read_text())
+    assert len(links) == number
+    for target, anchor, name in links:
+        lines = (page.parent / target).resolve().read_text().splitlines()
+        (line,) = [re.sub("<[^>]*>", "", line) for line in lines if f'id="{anchor}"' in line]
+        assert re.match(rf"\s*(class |def |){name}\b", line), f"{target}#{anchor}: {line}"
