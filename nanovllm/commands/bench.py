@@ -9,7 +9,6 @@ are reported, but they are not part of the run's time. The last line is one JSON
 import argparse
 import importlib.metadata
 import json
-import os
 import platform
 import time
 from collections.abc import Callable, Mapping
@@ -31,6 +30,7 @@ from nanovllm.load import resolve_options
 from nanovllm.models.shapes import PRESETS, preset_config
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.clock import Clock
+from nanovllm.utils.machine import list_sockets
 from nanovllm.version import __version__
 
 CPU_PRESET = {"num_seqs": 32, "input_len": [16, 128], "output_len": [16, 128], "dtype": "bfloat16"}
@@ -246,7 +246,8 @@ def evaluate(run: dict[str, Any], workload: Workload, model: Model, machine: Mac
 
 def describe(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     """Return facts about the measurement: machine, threads, dtype, versions."""
-    processor = f"{read_processor()[0]}, {len(os.sched_getaffinity(0))} CPUs"
+    num_cpus = sum(len(core) for cores in list_sockets() for core in cores)
+    processor = f"{read_processor()[0]}, {num_cpus} CPUs"
     names = ["transformers"] + (["triton", "flash-attn"] if device.type == "cuda" else [])
     installed = {dist.metadata["Name"]: dist.version for dist in importlib.metadata.distributions()}
     return {
