@@ -335,7 +335,8 @@ class LLM:
         from nanovllm.uses.sharing import EngineThread
 
         request = self.prepare(prompt, sampling_params)
-        thread = self.__dict__.setdefault("_thread", EngineThread(self.engine))  # two callers get one thread
+        # Of two callers one sets the attribute, and both get that object. Making an EngineThread starts nothing.
+        thread = self.__dict__.setdefault("_thread", EngineThread(self.engine))
         return thread.submit(request)  # type: ignore[no-any-return]
 
     def stream_tokens(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
@@ -388,7 +389,7 @@ class LLM:
             return ended, 0
         plan = read.plan
         # In a step that only decodes, a sample follows every computed token, and no computed token is of a prompt. The
-        # second condition is needed: a sample also follows a prompt's last token, which may be the step's only token.
+        # first condition alone also holds if the step computes just the last token of a prompt.
         lengths = [seq.num_prompt_tokens for seq in read.seqs]
         are_decodes = plan.num_tokens == plan.num_sampled.sum() and (plan.num_computed >= lengths).all()
         return ended, -plan.num_tokens if are_decodes else plan.num_tokens
@@ -498,7 +499,7 @@ class LLM:
         """
         self.engine.close()
 
-    if not TYPE_CHECKING:  # a type checker finds what is missing by itself
+    if not TYPE_CHECKING:  # a type checker that sees __getattr__ accepts every misspelt name
 
         def __getattr__(self, name: str) -> Any:
             from nanovllm.vllm_names import find_attribute

@@ -133,7 +133,7 @@ class Backend:
         return values.to("cpu", copy=True)
 
     def make_stopwatch(self) -> Stopwatch:
-        """Return what times a step from now on."""
+        """Return the stopwatch of one step. The host's time begins now, and the device's time with `start`."""
         return Stopwatch()
 
     # ---- memory

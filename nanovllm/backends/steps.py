@@ -31,11 +31,11 @@ class Steps:
         """Run a part of a step of `size` sequences, and return its results.
 
         Args:
-            work: computes the part, and returns its results. In all replayed steps of one size `work` reads the same
-                addresses: the staging buffer, the tables of `DeviceRows`, the caches, the weights, and the results of
-                the other part. So one recording serves all these steps. `RecordedSteps` records a call of `work`.
-                `CudaGraphs` records before a plan exists. So it calls `ModelRunner.forward` and `sample_decodes`
-                itself, which compute the same as `work`.
+            work: computes the part, and returns its results. Each step makes its own `work`, but in all replayed steps
+                of one size `work` reads the same addresses: the staging buffer, the tables of `DeviceRows`, the caches,
+                the weights, and the results of the other part. So one recording serves all these steps.
+                `RecordedSteps` records the first `work` of a size. `CudaGraphs` records earlier, without any `work`: it
+                calls `ModelRunner.forward` and `sample_decodes`, which compute the same.
         """
         return work()
 

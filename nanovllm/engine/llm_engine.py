@@ -113,8 +113,8 @@ class LLMEngine:
         self._in_flight: deque[tuple[int, ScheduledStep, Handle, Clock]] = deque()
         """The launched steps whose results are not fetched yet, the oldest first, with their numbers."""
         self._kept_error: Exception | None = None
-        """The error of a call of `step` whose launch had read steps that ended requests. That call returned the
-        requests; the next call raises the error."""
+        """If `step` fails after it has read steps that ended requests, it returns these requests and keeps its error
+        here. The next call raises the error."""
         self.last_read: ScheduledStep | None = None
         """The last step whose results the scheduler got. `LLM.step` sets this to None before it calls `step`."""
 
@@ -187,8 +187,8 @@ class LLMEngine:
     ) -> Sequence:
         tokenizer = self.tokenizer
         prompt = request.prompt_token_ids
-        # `RowEdits` makes masks when a step first needs them, and then keeps them. The sequences use a copy of the
-        # object. So the masks are freed with the sequences, even if the caller keeps the request.
+        # The request's edits make masks when a step first needs them, and then keep them. The sequences use a copy of
+        # the edits. So the masks are freed with the sequences, even if the caller keeps the request.
         edits = copy(request.edits) if lead is None else lead.edits
         seq = Sequence(
             seq_id,
@@ -267,8 +267,8 @@ class LLMEngine:
     def step(self) -> list[Sequence]:
         """Launch the next step if one can be planned. Then read the oldest step in flight.
 
-        If a step was launched, and fewer than `depth` steps are in flight now, this call reads no further step. The
-        launch itself reads all steps in flight if edits of logits depend on their tokens.
+        This call reads no step if it launched one and fewer than `depth` steps are in flight now. There is one
+        exception: if edits of logits depend on tokens of steps in flight, the launch first reads all these steps.
 
         An exception leaves the engine without requests and with an empty prefix cache. If the runner cannot go on, the
         engine is closed. If steps that the launch read have ended requests before the exception, this call returns

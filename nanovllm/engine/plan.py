@@ -86,7 +86,8 @@ class StepPlan(NamedTuple):
 
     Attributes:
         rows: int32 [num_seqs], the row of each scheduled sequence.
-        num_computed: int32 [num_seqs], tokens whose KV is in the cache before this step.
+        num_computed: int32 [num_seqs], tokens that this step does not compute for the sequence. Their KV is in the
+            cache before this step, or another sequence of this step stores it there (a prefix that both share).
         num_scheduled: int32 [num_seqs], tokens to compute in this step, at least 1.
         num_sampled: int32 [num_seqs], how many tokens to sample. It is 0 if this step does not compute the sequence's
             last token, or if the prompt is only scored or embedded. Otherwise it is 1 + the number of drafts. The last

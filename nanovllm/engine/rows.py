@@ -154,8 +154,8 @@ class BlockTables:
         self.room = np.zeros(table.num_rows, np.int32)
         """How many tokens fit into the row's blocks."""
         self._next_full = np.zeros(table.num_rows, np.int32)
-        """Per row, a number of tokens. When so many are known, the next block that `register` must handle is full.
-        NEVER if no further block will become findable."""
+        """Per row: where the next block ends that `register` has not handled yet, in tokens. `register` handles the
+        block when so many tokens are known and planned. NEVER if no further block will become findable."""
         self._new_entries: list[tuple[int, int, int]] = []
 
     def take_new_entries(self) -> IntArray:

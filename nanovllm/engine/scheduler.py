@@ -33,11 +33,10 @@ class Scheduler:
     max_num_batched_tokens. Running sequences get tokens first, in order of admission. Then waiting sequences are
     admitted, in order. Drafts (guessed tokens that a step verifies) get what is left of the budget.
 
-    A step cuts a sequence if it computes only some of the sequence's tokens that are known and not computed. A step
-    that may compute every running row (see `choose_running`) cuts at most one sequence: the sequence that was admitted
-    last. The reason: a sequence is admitted only if the budget has a token left after all earlier sequences got every
-    token that they need. Then no prompt of theirs is unfinished, and each of them needs at most one token per later
-    step. So the budget holds their tokens in every later step.
+    To cut a sequence is to compute only a part of what the sequence has left. Only the sequence that was admitted last
+    can be cut. For it was admitted when the budget had room for all that the earlier sequences had left. Since then
+    each of the earlier sequences needs at most one token per step, and the budget has room for these tokens. (In a
+    pipeline, which sets `choose_running`, a step may cut other sequences, too.)
 
     A step that preempts a sequence admits no sequence: the first in the queue is the preempted sequence, which has just
     lost its blocks to others. The step verifies no drafts either, because drafts take blocks, too.
@@ -58,8 +57,8 @@ class Scheduler:
         """Made when the first request asks for scores or an embedding."""
         self.choose_running: Callable[[RowTable], Rows] | None = None
         """Chooses the running rows that the next step may compute, in order of admission; None: all of them. load.py
-        sets it for a pipeline, which splits the layers between ranks. There the host may plan several steps before a
-        sequence's sampled token arrives."""
+        sets it for a pipeline, which splits the layers between ranks. There a sampled token comes back to the first
+        layers only after several steps. Until then the sequence must be left out of the steps."""
         self.max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[Sequence] = deque()
         self.table = RowTable(max_num_seqs)
@@ -70,9 +69,9 @@ class Scheduler:
         """Rows of sequences that ask for edits of their logits."""
         self.may_stop = np.zeros(vocab_size + 1, bool)
         """may_stop[id] is True if the token id is a stop token of any sequence ever added. No element is set back to
-        False: the price is a needless call of `Sequence.check_end` now and then. If the element is False, and num_known
-        is at most `RowTable.unchecked_until`, the token ends nothing. The last element is for id -1, a failed sample:
-        numpy reads index -1 as the last element."""
+        False: the price is a needless call of `Sequence.check_end` now and then. If the element is False, the token can
+        end a sequence only by the sequence's limit or by its text: see `RowTable.unchecked_until`. The last element is
+        for id -1, a failed sample: numpy reads index -1 as the last element."""
         self.may_stop[-1] = True
         self.num_preemptions = 0
         self.num_prompt_tokens = 0

@@ -126,8 +126,8 @@ class Sequence:
         but at least 1, so that a prompt of one token that is only scored takes part in one step."""
         scores_from = self.num_prompt_tokens if params.prompt_logprobs is None else max(params.prompt_logprob_start, 1)
         self.next_scored = scores_from
-        """Index of the first prompt token whose score is wanted, and that no planned step has scored or will score. The
-        value is num_prompt_tokens if no prompt token is left to score."""
+        """Index of the next prompt token to score: the steps that are planned by now score all wanted tokens before it.
+        The value is num_prompt_tokens if no prompt token is left to score."""
         self.prompt_logprobs: list[dict[int, Logprob] | None] = [None] * scores_from
         """{token id: log-probability} per prompt token whose score was read. Tokens that are not scored have None."""
         self.embedding: NDArray[np.float32] | None = None
@@ -154,9 +154,9 @@ class Sequence:
         self.drafting: Any = None
         """Only drafts/ reads and writes this."""
         self.num_in_flight = 0
-        """After a preemption: the number of tokens that steps in flight will sample for this sequence. It is 1 if a
-        step in flight computes the last scores of a sequence that is only scored. The sequence is not admitted again
-        before the results of these steps are read."""
+        """While this is above 0, a preempted sequence is not admitted again. It counts the tokens that steps in flight
+        will still sample for the sequence. For a sequence that is only scored it is 1 while its last scores are in
+        flight."""
         self.times = [time.time()]
         """Seconds since 1970: first the time when the sequence was made, then the time when its first token of output
         was read. The second time is missing until then."""
@@ -171,10 +171,10 @@ class Sequence:
 
     @property
     def is_only_scored(self) -> bool:
-        """True if the sequence ends when its prompt is scored or embedded.
+        """True if the sequence has no output: it ends when its prompt is scored, or embedded.
 
-        The last token of a prompt that is only scored is not computed, unless the prompt has no other token: the score
-        of the last token comes from the logits of the token before it.
+        The last token of a prompt that is scored and not embedded is not computed, unless the prompt has no other
+        token: the score of the last token comes from the logits of the token before it.
         """
         return self.params.max_tokens == 0
 
@@ -204,8 +204,8 @@ class Sequence:
         """Decide whether one of the last num_new tokens ends the sequence, and drop the tokens after that token.
 
         This sets finish_reason and stop_reason, and returns finish_reason. Stop strings and grammars must see every
-        token, in order. For a sequence without them the scheduler calls this method only if a new token may be a stop
-        token, or may reach `limit`.
+        token, in order. For a resident sequence without them the scheduler calls this method only if a new token may be
+        a stop token, or may reach `limit`. For a preempted sequence it always calls this method.
         """
         num_before = len(self.token_ids) - num_new
         for num_tokens, token_id in enumerate(self.token_ids[num_before:], num_before + 1):

@@ -241,6 +241,9 @@ class Decoder(nn.Module):
     def check_config(cls, config: "PretrainedConfig", source: str) -> None:
         """Check the values that this decoder limits. `load_model_config` has checked the others.
 
+        A sliding window is allowed, because `limit_length` keeps sequences within the window. There each token attends
+        to all tokens before it.
+
         Raises:
             ValueError: a value is out of range, or not supported. The message begins with `source`.
         """

@@ -132,6 +132,7 @@ def filter_reference(z: Tensor, values: SamplingValues) -> Tensor:
     top_p = values.top_p
     k = torch.where((values.top_k > 0) & (values.top_k < vocab_size), values.top_k, vocab_size)
     # Sorting 150,000 values takes 10 ms for one token. So only the largest values are sorted: as many as the largest k.
+    # One row without top-k makes the largest k the whole vocabulary.
     # `descending` may lack a token whose z equals the k-th z. The last line compares every z, so it keeps that token.
     descending = z.topk(int(k.max()), dim=1).values
     kth = descending.gather(1, (k - 1).unsqueeze(1).long())

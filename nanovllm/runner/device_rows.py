@@ -13,7 +13,8 @@ class DeviceRows:
     Each resident sequence owns a row. A plan brings only what changes. Every step reads the rest here.
 
     The last row, `padding_row`, belongs to no sequence. When a step is padded to the size of a CUDA graph, the padding
-    reads and writes this row. Its block table stays all zeros. Its slots are -1, so nothing is stored in the KV cache.
+    reads and writes this row. Its block table stays all zeros. `step_inputs` gives its tokens the slot -1 (a slot is a
+    token's place in the KV cache), so nothing of them is stored.
 
     Attributes:
         block_tables: int32 [num_rows, max_blocks].

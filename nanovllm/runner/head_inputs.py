@@ -12,7 +12,8 @@ from nanovllm.engine.plan import StepPlan
 class HeadInputs(NamedTuple):
     """The results of a step's layers, and all else that its second part needs.
 
-    Other steps may begin between the two parts, and a row may have a new owner by then.
+    `ModelRunner.launch` runs the second part directly after the first. In a pipeline other steps begin between the two
+    parts, and a row may have a new owner by then: `sampling` and `target_indices` are for pipelines.
 
     Attributes:
         asked: ROW_SAMPLING [num_seqs], what each sequence of the plan asks for.
@@ -23,8 +24,8 @@ class HeadInputs(NamedTuple):
         positions: int32 [n], for each sampled token its index in its sequence.
         sampling: int32 [n, width], the packed sampling values of each sample, if a row may have a new owner when they
             are needed; None if the device's table still has them.
-        target_indices: [len(targets)], the index in `hidden` that each target needs; None while `hidden` has all
-            tokens.
+        target_indices: [len(targets)], the index in `hidden` that each target needs; None if `hidden` has all tokens of
+            the step.
     """
 
     plan: StepPlan

@@ -87,7 +87,7 @@ class ModelRunner:
     def launch(self, plan: StepPlan, edits: StepEdits | None = None) -> StepHandle:
         """Start a step. The handle's `result` waits for it.
 
-        The sizes of all tensors follow from the plan, so the host need not wait for the device to know them. But if
+        The sizes of all tensors follow from the plan. So the host knows them without waiting for the device. But if
         edits depend on tokens of steps in flight, the host waits for these steps here: see `LLMEngine.step`.
         """
         with self.computing():
