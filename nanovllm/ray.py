@@ -126,8 +126,9 @@ class RayLLM:
             running[position] |= _read_columns(output)
         return {**batch, **{name: [result[name] for result in results] for name in self._no_output}}
 
-    __call__ = generate
-    """In a pool of `actors`, Ray calls it in several threads at a time."""
+    def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Run `generate`. In a pool of `actors`, Ray calls it in several threads at a time."""
+        return self.generate(batch)
 
     def _prepare(self, row: Mapping[str, Any]) -> Request:
         """Return the request of a row. Raises a TypeError or a ValueError if the row is bad."""

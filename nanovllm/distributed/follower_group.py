@@ -211,6 +211,10 @@ class FollowerGroup:
         self.raise_failure()
         self._ring.write(message, self.raise_failure)
 
+    def wait_for_readers(self) -> None:
+        """Wait until all followers have read what was sent; raises as `raise_failure` does."""
+        self._ring.wait_for_readers(self.raise_failure)
+
     def dismiss(self, by_force: bool = False) -> None:
         """Tell the followers to end, without waiting for that.
 

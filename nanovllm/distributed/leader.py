@@ -176,6 +176,8 @@ class LeadingRunner:
             self._followers.send(pack_command(command))
             if tensor is not None:
                 self._parallel.broadcast(as_bytes(tensor.to(self.local.device)))
+            else:
+                self._followers.wait_for_readers()  # one that has died is named here
 
     def reason_to_close(self) -> str | None:
         return "after a failed step its ranks no longer agree"

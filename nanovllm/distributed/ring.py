@@ -115,8 +115,7 @@ class Ring:
         if length > self.capacity:
             raise RuntimeError(f"a message of {length} elements does not fit a slot of {self.capacity}")
         n = self._count + 1
-        last = n - self._num_slots  # the message that lies in the slot
-        _poll(lambda: all(self._acknowledged[i] >= last for i in self._readers) or None, check_readers)
+        self.wait_for_readers(check_readers, self._num_slots - 1)
         slot = n % self._num_slots
         self._slots[slot, :length] = message
         header = slot * CACHE_LINE
@@ -124,6 +123,11 @@ class Ring:
         self._headers[header + 2] = xxhash.xxh3_64_intdigest(message.data, seed=n)
         self._headers[header] = n
         self._count = n
+
+    def wait_for_readers(self, check_readers: Callable[[], None], num_unread: int = 0) -> None:
+        """Wait until every reader has read all messages but the last num_unread."""
+        last = self._count - num_unread
+        _poll(lambda: all(self._acknowledged[i] >= last for i in self._readers) or None, check_readers)
 
     def read(self, reader: int) -> IntArray:
         """Wait for the next message and return a copy of it. It does not end if rank 0 does: see worker.py."""
