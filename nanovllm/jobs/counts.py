@@ -123,7 +123,8 @@ class JobCounts:
         """Return the summary for programs; shares are rounded to 4 digits."""
         counts = {name: value for name, value in asdict(self).items() if not name.startswith("_")}
         counts["errors"] = [*self.errors.values()]
-        counts["peak_memory_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10  # Linux tells KiB
+        unit = 1 if sys.platform == "darwin" else 1024  # Linux tells KiB
+        counts["peak_memory_bytes"] = unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return {**counts, **{name: round(value, 4) for name, value in self._compute_rates().items()}}
 
     def _compute_rates(self) -> dict[str, float]:

@@ -69,7 +69,10 @@ template <class V> ALWAYS_INLINE V select_less(V a, float limit, V yes, V no) {
     else return by_register([=](rf x, rf y, rf n) { return x < limit ? y : n; }, a, yes, no);
 }
 // Returns -1 in the lanes that are NaN, else 0. The magnitude of a NaN, as a whole number, is above infinity's.
-inline vi is_nan(vf v) { return (0x7f800000 - ((vi)v & 0x7fffffff)) >> 31; }
+template <class V> ALWAYS_INLINE auto is_nan(V v) {
+    typedef int32_t Integers __attribute__((vector_size(sizeof(V))));
+    return (0x7f800000 - ((Integers)v & 0x7fffffff)) >> 31;
+}
 
 // Returns a register of signed bytes as 32-bit numbers.
 ALWAYS_INLINE ri widen_bytes(const void* at) {
@@ -116,8 +119,7 @@ template <class V> ALWAYS_INLINE V exp(V x) {
 // Rounds to bfloat16, to nearest and ties to even. The lower halves of the result are zero.
 template <class V> ALWAYS_INLINE V round_to_bfloat16(V v) {
     typedef int32_t Integers __attribute__((vector_size(sizeof(V))));
-    const Integers u = (Integers)v, rounded = u + 0x7fff + ((u >> 16) & 1);
-    const Integers nan = (0x7f800000 - (u & 0x7fffffff)) >> 31;  // -1 where the magnitude is above infinity's, else 0
+    const Integers u = (Integers)v, rounded = u + 0x7fff + ((u >> 16) & 1), nan = is_nan(v);
     return (V)(((nan & 0x7fc00000) | (~nan & rounded)) & ~0xffff);
 }
 inline vh narrow_to_bfloat16(vf v) { return __builtin_convertvector((vi)round_to_bfloat16(v) >> 16, vh); }
