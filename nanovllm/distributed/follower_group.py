@@ -73,15 +73,14 @@ class FollowerGroup:
         ranks = range(1, config.num_ranks)
         starts = [make_start_message(config, hf_config, folder, rank) for rank in ranks]
         ring_fd = make_anonymous_file()
-        # As late as possible: if rank 0 is killed before a follower runs, nobody removes the folder.
+        # As late as possible: if rank 0 is killed before a follower's process exists, nobody removes the folder.
         self.meeting = Path(tempfile.mkdtemp(prefix="nanovllm-"))
         """The folder through which the ranks find each other; only this user may enter it."""
         try:
             self._ring = make_ring(config, ring_fd)
             num_threads = torch.get_num_threads() if torch.device(config.device).type == "cpu" else None
             for rank, start in zip(ranks, starts, strict=True):
-                start |= {"ring_fd": ring_fd, "meeting": self.meeting}
-                follower = FollowerProcess(start, num_threads)
+                follower = FollowerProcess(start | {"ring_fd": ring_fd}, self.meeting, num_threads)
                 self._followers.append(follower)
                 thread = threading.Thread(target=self._watch, args=(follower,), daemon=True, name=f"watch-{rank}")
                 thread.start()

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 SILENCE = 60
@@ -23,6 +24,9 @@ POLL = 1.0
 """Seconds of one wait for a report. Silence is counted in such waits and not by the clock: when a machine goes on after
 a pause, only one wait has ended, and the followers have time to report."""
 COMMAND = "import sys; fd, *sys.path = sys.argv[1:]; from nanovllm.distributed.{} import main; main(int(fd))"
+MEETING = "NANOVLLM_MEETING"
+"""The variable of a follower's environment that holds the folder where the ranks meet. The follower removes the folder
+if rank 0 is killed, even before it has got its first object."""
 """The folders to import from are arguments, because PYTHONPATH cannot hold a folder with a colon in its name."""
 
 
@@ -54,23 +58,22 @@ def start_process(
 
 
 def receive_start(fd: int) -> tuple[Connection, int, Any]:
-    """Begin a program that `start_process` has started. The process ends if the user's process has ended.
+    """Begin a program that `start_process` has started.
 
     Args:
         fd: the descriptor of the socket.
 
     Returns:
         The socket, the id of the user's process, and the first object that came.
+
+    Raises:
+        OSError, EOFError: the user's process ended before it had sent the whole object.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the user's process
     faulthandler.enable()
     connection = Connection(fd)
     os.set_inheritable(fd, False)
-    parent = os.getppid()
-    try:
-        return connection, parent, connection.recv()
-    except EOFError:
-        os._exit(1)
+    return connection, os.getppid(), connection.recv()
 
 
 def describe_end(process: "subprocess.Popen[bytes]") -> str:
@@ -84,11 +87,12 @@ def describe_end(process: "subprocess.Popen[bytes]") -> str:
 class FollowerProcess:
     """The process of one follower, which runs worker.py."""
 
-    def __init__(self, start: dict[str, Any], num_threads: int | None) -> None:
+    def __init__(self, start: dict[str, Any], meeting: Path, num_threads: int | None) -> None:
         """Start the process.
 
         Args:
             start: the argument of `worker.follow`.
+            meeting: the folder where the ranks meet.
             num_threads: how many threads compute; None leaves that to the environment.
         """
         self.rank: int = start["rank"]
@@ -96,7 +100,9 @@ class FollowerProcess:
         """The stages that it has reported: see `worker.follow`."""
         self.watcher: threading.Thread | None = None
         """The thread of rank 0 that reads its reports."""
-        variables = {} if num_threads is None else {"OMP_NUM_THREADS": str(num_threads)}
+        variables = {MEETING: str(meeting)}
+        if num_threads is not None:
+            variables["OMP_NUM_THREADS"] = str(num_threads)
         self.connection, self.process = start_process("worker", start, variables, (start["ring_fd"],))
 
     def read_reports(self) -> Iterator[dict[str, Any]]:

@@ -50,7 +50,10 @@ def main(fd: int) -> None:
     Args:
         fd: the socket's descriptor.
     """
-    connection, parent, start = receive_start(fd)
+    try:
+        connection, parent, start = receive_start(fd)
+    except (OSError, EOFError):
+        os._exit(1)
     if start.cpus and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, start.cpus)  # before there are other threads: each inherits it
     inbox: SimpleQueue[Any] = SimpleQueue()

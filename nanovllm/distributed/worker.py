@@ -15,9 +15,9 @@ from contextlib import suppress
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from nanovllm.distributed.follower_process import receive_start
+from nanovllm.distributed.follower_process import MEETING, receive_start
 
 if TYPE_CHECKING:
     from nanovllm.distributed.collectives import GroupParallel
@@ -37,9 +37,12 @@ def main(fd: int) -> None:
     Args:
         fd: the socket's descriptor.
     """
-    rank0, parent, start = receive_start(fd)
+    meeting = Path(os.environ[MEETING])
+    try:
+        rank0, parent, start = receive_start(fd)
+    except (OSError, EOFError):
+        _end_failed(meeting)
     sending = threading.Lock()
-    meeting: Path = start["meeting"]
     threading.Thread(target=_end_with_rank0, args=(rank0, parent, sending, meeting), daemon=True).start()
 
     def send(**message: Any) -> None:
@@ -47,7 +50,7 @@ def main(fd: int) -> None:
             rank0.send(message)
 
     try:
-        follow(start, send)
+        follow(start, meeting, send)
     except BaseException as error:
         # By its name, because importing the class would import torch, before the thread above runs.
         is_cause = type(error).__name__ != "PeerLostError"
@@ -76,7 +79,7 @@ def _end_with_rank0(rank0: Connection, parent: int, sending: threading.Lock, mee
     _end_failed(meeting)
 
 
-def _end_failed(meeting: Path) -> None:
+def _end_failed(meeting: Path) -> NoReturn:
     """Remove the folder where the ranks met, because rank 0 may have been killed, and end this process.
 
     When rank 0 is killed, two threads may call this: one has seen its socket close, the other has lost its peers.
@@ -85,11 +88,12 @@ def _end_failed(meeting: Path) -> None:
     os._exit(1)
 
 
-def follow(start: dict[str, Any], send: Callable[..., None]) -> None:
+def follow(start: dict[str, Any], meeting: Path, send: Callable[..., None]) -> None:
     """Be one rank: load its share of the model, connect, and run every plan that rank 0 runs.
 
     Args:
-        start: from `follower_group.make_start_message`, with the ring's descriptor and the meeting folder.
+        start: from `follower_group.make_start_message`, with the ring's descriptor.
+        meeting: the folder where the ranks meet.
         send: tells rank 0 that a stage, "loaded" or "ready", is reached, or how a span of time was spent.
     """
     import torch
@@ -117,7 +121,7 @@ def follow(start: dict[str, Any], send: Callable[..., None]) -> None:
     else:
         runner = make(group)
     send(stage="loaded")
-    group.connect(start["meeting"])
+    group.connect(meeting)
     make_cache(runner)
     send(stage="ready")
     obey(ring, runner, group)

@@ -20,7 +20,7 @@ from helpers.tiny import save_random
 
 import nanovllm
 from nanovllm import LLM, SamplingParams
-from nanovllm.distributed import follower_group
+from nanovllm.distributed import follower_group, follower_process
 from nanovllm.distributed.collectives import FolderStore
 
 OPTIONS: dict[str, Any] = {
@@ -176,15 +176,20 @@ worker.main(int(sys.argv[1]))
 """
 
 
-def test_a_follower_that_fails_because_rank_0_was_killed_removes_the_folder_and_prints_nothing(tmp_path: Path) -> None:
-    """Its main thread may lose its peers before its other thread sees that rank 0 is gone."""
+@pytest.mark.parametrize("sent", ["nothing", "a part of the first object", "all of it"])
+def test_a_follower_whose_rank_0_was_killed_removes_the_folder_and_prints_nothing(sent: str, tmp_path: Path) -> None:
+    """Rank 0 may be killed before it has said how to start. Later, the main thread may be the first to lose it."""
     meeting = tmp_path / "meeting"
     meeting.mkdir()
     ours, theirs = Pipe()
-    ours.send({"meeting": meeting})
+    if sent == "all of it":
+        ours.send({"rank": 1})
+    elif sent == "a part of the first object":
+        os.write(ours.fileno(), b"\0\0\1\0 only a part")  # the length of 256 bytes, and fewer bytes
     command = [sys.executable, "-c", WITHOUT_A_WATCHER, str(theirs.fileno())]
+    variables = os.environ | {follower_process.MEETING: str(meeting)}
     with theirs:
-        follower = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE)
+        follower = subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, env=variables)
     ours.close()
     said = follower.communicate(timeout=30)[1]
     assert (follower.returncode, said, meeting.exists()) == (1, b"", False)
