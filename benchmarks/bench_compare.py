@@ -69,6 +69,8 @@ RIVALS = {
             "llama-cpp Q4_0": "q4_0",
             "llama-cpp Q4_K_M": "q4_k_m",
             "llama-cpp KV Q8_0": "kv_q8_0",
+            "llama-cpp flash": "flash",
+            "llama-cpp no flash": "no_flash",
         },
     ),
 }
@@ -127,7 +129,7 @@ def compare(
         for turn in range(args.repeat):
             for line in [line for line in commands if line not in left_out]:
                 log = None if line.startswith("nanovllm") else cache / f"{line.replace(' ', '-')}.log"
-                result = _run(commands[line], log, args.run_seconds)
+                result = run_engine(commands[line], log, args.run_seconds)
                 if (made := result.get("num_output_tokens", 0)) != sum(workload.output_lens):
                     result.setdefault("cannot_run", f"it made {made} of {sum(workload.output_lens)} tokens")
                 if "cannot_run" in result:
@@ -238,7 +240,7 @@ def _environment() -> dict[str, str]:
     }
 
 
-def _run(command: list[str], log: Path | None, run_seconds: float | None) -> dict[str, Any]:
+def run_engine(command: list[str], log: Path | None, run_seconds: float | None) -> dict[str, Any]:
     """Run a command and return the JSON document in its last line (bench.py's own has its result inside).
 
     Args:

@@ -3,13 +3,15 @@
 It calls llama_decode as llama.cpp's server does: a step has one token of every sequence that decodes, then prompts, up
 to n_batch tokens. The mode is one of llama.cpp's types of weights (q8_0, q4_0, q4_k_m), or "" for the comparison's.
 With quantised weights llama.cpp also quantises activations, in blocks of 32 or 256 to 8 bits. In the mode "kv_q8_0" the
-weights have the comparison's type, and keys and values are in q8_0, which needs llama.cpp's flash attention.
+weights have the comparison's type, and keys and values are in q8_0, which needs llama.cpp's flash attention. "flash"
+and "no_flash" turn flash attention on and off; otherwise llama.cpp chooses.
 """
 
 import hashlib
 import json
 import os
 import sys
+import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +21,7 @@ import gguf
 import llama_cpp
 import numpy as np
 
-from benchmarks.rivals.worker import CannotRun, Engine, main
+from benchmarks.rivals.worker import CannotRun, DepthTimes, Engine, main
 
 TYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 ARCHITECTURES = {
@@ -30,6 +32,12 @@ ARCHITECTURES = {
 }
 BATCH_TOKENS = 2048
 """n_batch, llama.cpp's own default."""
+FLASH = {
+    "kv_q8_0": llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED,
+    "flash": llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED,
+    "no_flash": llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED,
+}
+"""Of the modes that decide on flash attention."""
 ERROR = 4
 """llama.cpp's log level."""
 
@@ -261,7 +269,7 @@ class Batch:
 def load(spec: dict[str, Any], mode: str) -> Engine:
     source = TYPES[spec["dtype"]]
     has_small_cache = mode == "kv_q8_0"
-    kind = source if has_small_cache or not mode else mode.upper()
+    kind = source if mode in ("", *FLASH) else mode.upper()
     llama_cpp.llama_backend_init()
     llama_cpp.llama_log_set(print_errors, None)
     places = (Path(spec["model"]), Path(spec["exports"]), kind)
@@ -273,8 +281,8 @@ def load(spec: dict[str, Any], mode: str) -> Engine:
     num_slots = min(len(lens), spec["max_num_seqs"], llama_cpp.llama_max_parallel_sequences())
     cache = "Q8_0" if has_small_cache else "F32" if kind == "F32" else "F16"
     params = llama_cpp.llama_context_default_params()
-    if has_small_cache:
-        params.flash_attn_type = llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED
+    if mode in FLASH:
+        params.flash_attn_type = FLASH[mode]
     params.n_ctx = num_slots * (-(-max(lens) // 256) * 256)
     params.n_batch = BATCH_TOKENS
     params.n_seq_max = params.n_outputs_max = num_slots
@@ -290,9 +298,13 @@ def load(spec: dict[str, Any], mode: str) -> Engine:
     def run(workload: dict[str, Any]) -> int:
         return decode(context, sampler, batch, workload, num_slots)
 
+    def measure_depth(counts: list[int]) -> list[DepthTimes]:
+        prompt = spec["workload"]["prompts"][0]
+        return measure(context, sampler, batch, prompt, counts, spec["depth"]["num_decodes"])
+
     num_bytes = llama_cpp.llama_model_size(model) / llama_cpp.llama_model_n_params(model)
     activations = "activations 8 bits, " if kind != source else ""
-    return Engine(run, f"weights {kind}, {num_bytes:.2f} bytes each, {activations}KV {cache}")
+    return Engine(run, f"weights {kind}, {num_bytes:.2f} bytes each, {activations}KV {cache}", measure_depth)
 
 
 def make_sampler(temperature: float) -> Any:
@@ -336,6 +348,41 @@ def decode(context: Any, sampler: Any, batch: Batch, workload: dict[str, Any], n
                 running.remove(sequence)
                 free = sorted([*free, sequence.slot])
     return num_tokens
+
+
+def measure(
+    context: Any, sampler: Any, batch: Batch, prompt: list[int], counts: list[int], num_decodes: int
+) -> list[DepthTimes]:
+    """Compute the prompt once, copy its keys and values to all sequences, and decode with each number of sequences."""
+    memory = llama_cpp.llama_get_memory(context)
+
+    def step(sequences: list[Sequence]) -> float:
+        """Run one step, sample for each sequence whose tokens are all computed, and return the seconds."""
+        since = time.perf_counter()
+        batch.clear()
+        rows = [(sequence, batch.add(sequence)) for sequence in sequences]
+        if status := llama_cpp.llama_decode(context, batch.raw):
+            raise RuntimeError(f"llama_decode returned {status}")
+        for sequence, row in rows:
+            if row is not None:
+                sequence.pending = [llama_cpp.llama_sampler_sample(sampler, context, row)]
+        return time.perf_counter() - since
+
+    first = Sequence(0, prompt, 0)
+    seconds = 0.0
+    while first.num_computed < len(prompt):
+        seconds += step([first])
+    for slot in range(1, max(counts)):
+        llama_cpp.llama_memory_seq_cp(memory, 0, slot, -1, -1)
+    found: list[DepthTimes] = []
+    for n in counts:
+        sequences = [Sequence(slot, first.pending, 0) for slot in range(n)]
+        for sequence in sequences:
+            llama_cpp.llama_memory_seq_rm(memory, sequence.slot, len(prompt), -1)
+            sequence.num_computed = len(prompt)
+        steps = [step(sequences) for _ in range(num_decodes)]
+        found.append({"prompt_seconds": seconds if n == 1 else None, "step_seconds": steps})
+    return found
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ bfloat16, and keys and values are in float16.
 import hashlib
 import math
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 import openvino
 import openvino_genai
 
-from benchmarks.rivals.worker import Engine, computes_in_bfloat16, main
+from benchmarks.rivals.worker import DepthTimes, Engine, computes_in_bfloat16, main
 
 SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 CACHE_GB = 4
@@ -85,7 +86,7 @@ def load(spec: dict[str, Any], mode: str) -> Engine:
         if bits < 16:
             properties["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = 0  # activations keep their type
     scheduler = openvino_genai.SchedulerConfig()
-    scheduler.cache_size = CACHE_GB
+    scheduler.cache_size = spec.get("cache_gb", CACHE_GB)
     scheduler.max_num_seqs = spec["max_num_seqs"]
     if spec["max_num_batched_tokens"]:
         scheduler.max_num_batched_tokens = spec["max_num_batched_tokens"]
@@ -96,12 +97,45 @@ def load(spec: dict[str, Any], mode: str) -> Engine:
         results = pipeline.generate(prompts, [sampling(spec["temperature"], n) for n in workload["output_lens"]])
         return sum(len(result.m_generation_ids[0]) for result in results)
 
+    def measure_depth(counts: list[int]) -> list[DepthTimes]:
+        chunk = scheduler.max_num_batched_tokens
+        return [measure(pipeline, spec["workload"]["prompts"][:n], spec["depth"]["num_decodes"], chunk) for n in counts]
+
     how = "its defaults" if decides else f"computed in {computed}, KV {cached}"
     if bits == 16:
-        return Engine(run, f"weights {stored}, {how}")
+        return Engine(run, f"weights {stored}, {how}", measure_depth)
     activations = "activations 8 bits" if decides else "activations not quantised"
     num_bytes = (path / "openvino_model.bin").stat().st_size / count_parameters(Path(spec["model"]))
     return Engine(run, f"weights int{bits}, {num_bytes:.2f} bytes each, {activations}, {how}")
+
+
+def measure(pipeline: Any, prompts: list[list[int]], num_decodes: int, chunk: int) -> DepthTimes:
+    """Run prompts of one length step by step.
+
+    While a later prompt is computed in chunks, the earlier sequences already decode. So that they still run when the
+    last one decodes, each earlier one gets as many more tokens as its successors' prompts have chunks.
+    """
+    num_chunks = -(-len(prompts[0]) // (chunk - len(prompts)))
+    handles = []
+    for i, prompt in enumerate(prompts):
+        output_len = num_decodes + (len(prompts) - 1 - i) * num_chunks
+        tokens = openvino.Tensor(np.array([prompt], np.int64))
+        handles.append(pipeline.add_request(i, tokens, sampling(0, output_len)))
+    begin = time.perf_counter()
+    prompt_seconds = None
+    steps = []
+    has_token = [False] * len(handles)
+    while pipeline.has_non_finished_requests():
+        since = time.perf_counter()
+        pipeline.step()
+        now = time.perf_counter()
+        is_read = [handle.can_read() and bool(handle.read()) for handle in handles]
+        if prompt_seconds is not None and all(is_read):
+            steps.append(now - since)
+        has_token = [before or new for before, new in zip(has_token, is_read, strict=True)]
+        if prompt_seconds is None and all(has_token):
+            prompt_seconds = now - begin
+    return {"prompt_seconds": prompt_seconds, "step_seconds": steps}
 
 
 def count_parameters(folder: Path) -> int:

@@ -3,7 +3,8 @@
 bench_compare.py starts `INTERPRETER -m benchmarks.rivals.NAME SPEC MODE`, where SPEC is the path of a JSON document.
 The worker loads the engine, runs the warm-up and then the workload. Its last line is a JSON document: the seconds of
 each, the number of output tokens, versions, and a note for this line of the table. An engine that cannot run the
-workload raises CannotRun; the document then holds its sentence.
+workload raises CannotRun; the document then holds its sentence. For bench_depth.py the document has the seconds of
+prompts and steps.
 """
 
 import json
@@ -13,16 +14,27 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 Run = Callable[[dict[str, Any]], int]
 """Runs a workload and returns the number of output tokens."""
+
+
+class DepthTimes(TypedDict):
+    """What benchmarks/evidence/bench_depth.py measures of some sequences of one length."""
+
+    prompt_seconds: float | None
+    """Seconds until every sequence has its first token; None if that was not measured."""
+    step_seconds: list[float]
+    """Seconds of each later step in which every sequence gets a token."""
 
 
 class Engine(NamedTuple):
     run: Run
     note: str
     """The types in which the engine stores and computes, for the table; may be empty."""
+    measure_depth: Callable[[list[int]], list[DepthTimes]] | None = None
+    """Measures the first n prompts of the workload, for each n of a list."""
 
 
 class CannotRun(Exception):
@@ -50,6 +62,8 @@ def _measure(load: Callable[[dict[str, Any], str], Engine], spec: dict[str, Any]
     engine = load(spec, mode)
     loaded = time.perf_counter()
     engine.run(spec["warm_up"])
+    if engine.measure_depth is not None and "depth" in spec:
+        return {"depths": engine.measure_depth(spec["depth"]["num_seqs"]), "note": engine.note}
     warm = time.perf_counter()
     num_tokens = engine.run(spec["workload"])
     return {
