@@ -24,7 +24,7 @@ from nanovllm.utils.progress import ProgressBar
 logger = logging.getLogger(__name__)
 
 UNFINISHED = "requests of add_request() are unfinished: call step() until is_finished()"
-"""Why other activities are refused until the requests of `add_request` have ended: see `Claim.refusal`."""
+"""The message of the error that refuses other activities while requests of `add_request` are unfinished."""
 
 Item = Request | Prompt | tuple[Prompt, SamplingParams | None]
 """An item of `stream`: a prompt, a prompt with its own sampling_params, or a request that `prepare` returned."""
@@ -89,7 +89,8 @@ class LLM:
                 number of the bad one.
         """
         _check_others("generate", others)
-        # The claim knows which activity has the engine: a run, the loop of `step`, a load of weights, or sleep.
+        # One activity at a time uses the engine: a run, the loop of `step`, a load of weights, or sleep. The claim
+        # knows which one. This raises an error if another activity uses the engine now.
         self.engine.claim.check()
         requests = self.prepare_requests(list_prompts(prompts), sampling_params, show=use_tqdm)
         return _list_outputs(dict(self.run_requests(requests, "Generating", use_tqdm)))
@@ -103,7 +104,7 @@ class LLM:
         add_special_tokens: bool = True,
         show: bool = False,
     ) -> list[Request]:
-        """Turn prompts into requests: read, tokenise and validate them. Every request is made here.
+        """Turn prompts into requests: read, tokenise and validate them. Every list of prompts goes this way.
 
         `tokenise_prompts` explains the other arguments.
 
@@ -135,6 +136,7 @@ class LLM:
         if isinstance(requests, list) and len(requests) > 1 and self.engine.config.order == "auto":
             from nanovllm.uses.admission import put_in_order
 
+            # Longest first, or requests with a common prefix together. No token changes.
             requests, note_end = put_in_order(self.engine, requests)
         with (
             ProgressBar(self.stats, total=total, desc=label, unit="prompt", disable=not show) as bar,
@@ -335,7 +337,8 @@ class LLM:
         from nanovllm.uses.sharing import EngineThread
 
         request = self.prepare(prompt, sampling_params)
-        # Of two callers one sets the attribute, and both get that object. Making an EngineThread starts nothing.
+        # `setdefault` is atomic: if two threads call submit() at the same time, both get the same EngineThread. Making
+        # an EngineThread starts nothing.
         thread = self.__dict__.setdefault("_thread", EngineThread(self.engine))
         return thread.submit(request)  # type: ignore[no-any-return]
 
@@ -377,9 +380,9 @@ class LLM:
         """Run one step of the queued requests.
 
         Returns:
-            ([(number, token ids) of each request that ended], count). `count` is the number of tokens in the step whose
-            result this call read last. It is negative if that step only decoded. It is 0 if this call read no result:
-            at depth 2 (see `LLMEngine`) the first call only launches a step.
+            ([(number, token ids) of each request that ended], count). One call may read the results of several
+            steps. `count` is the number of tokens in the last of them. It is negative if that step only decoded. It is
+            0 if this call read no result: at depth 2 (see `LLMEngine`) the first call only launches a step.
         """
         with self.claim_loop("step()"):
             self.engine.last_read = None
@@ -396,7 +399,10 @@ class LLM:
 
     @contextmanager
     def claim_loop(self, activity: str) -> Iterator[None]:
-        """Claim the engine for one call of this loop. Until its requests have ended, other activities are refused."""
+        """Claim the engine for one call of add_request() or step().
+
+        While requests of these calls are unfinished, other activities are refused.
+        """
         claim = self.engine.claim
         with claim.held_by(activity, but_for=(UNFINISHED,)):
             try:
@@ -520,7 +526,7 @@ class LLM:
 
 
 def _check_others(method: str, others: Mapping[str, Any]) -> dict[str, Any]:
-    """Return our arguments for vLLM's. Raise an error for an argument that is not known, or not supported."""
+    """Translate arguments that have vLLM's names into ours. Raise an error for one that is unknown or not supported."""
     if not others:
         return {}
     from nanovllm.vllm_names import translate_arguments

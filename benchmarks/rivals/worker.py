@@ -21,7 +21,7 @@ Run = Callable[[dict[str, Any]], int]
 
 
 class DepthTimes(TypedDict):
-    """What benchmarks/evidence/bench_depth.py measures of some sequences of one length."""
+    """The seconds of some sequences of one length, as benchmarks/evidence/bench_depth.py measures them."""
 
     prompt_seconds: float | None
     """Seconds until every sequence has its first token; None if that was not measured."""

@@ -14,8 +14,9 @@ StepPart = Literal["model", "sampler"]
 class Steps:
     """Runs the parts of steps eagerly. A subclass records the parts of steps that only decode, and replays them.
 
-    `CudaGraphs` (on a GPU) records the sizes of `graph_batch_sizes` when the KV cache is made. `RecordedSteps` (with
-    the C++ kernels) records a size when the first step of this size runs. A size is a number of sequences.
+    `CudaGraphs` (on a GPU) records when the KV cache is made: the sizes 1, 2, 4, 8, 16 and so on up to max_num_seqs, at
+    most 1,024. `RecordedSteps` (with the C++ kernels) records a size when the first step of this size runs. A size is a
+    number of sequences.
 
     Attributes:
         most_seqs: the most sequences of a step that can be replayed; 0 if none can.
@@ -24,16 +25,17 @@ class Steps:
     most_seqs = 0
 
     def pad(self, plan: StepPlan) -> StepPlan:
-        """Return a plan of decodes, filled up to a size that can be replayed."""
+        """Return a plan of decodes, filled up to a size that can be replayed. Here nothing is replayed."""
         return plan
 
     def run(self, part: StepPart, size: int, work: Callable[[], T]) -> T:
         """Run a part of a step of `size` sequences, and return its results.
 
         Args:
-            work: computes the part, and returns its results. Each step makes its own `work`, but in all replayed steps
-                of one size `work` reads the same addresses: the staging buffer, the tables of `DeviceRows`, the caches,
-                the weights, and the results of the other part. So one recording serves all these steps.
+            work: computes the part, and returns its results. Each step has its own `work`. But in all replayed steps of
+                one size `work` reads the same addresses: the staging buffer, the tables of `DeviceRows`, the caches and
+                the weights. The sampler also reads the results of the model part. So one recording serves all these
+                steps.
                 `RecordedSteps` records the first `work` of a size. `CudaGraphs` records earlier, without any `work`: it
                 calls `ModelRunner.forward` and `sample_decodes`, which compute the same.
         """

@@ -78,6 +78,9 @@ class BlockManager:
         These blocks hold the KV of the tokens, or a step that is planned already will store it there. They hold at most
         `Sequence.max_cached_tokens` tokens, so at least one token is always left to compute. The KV of this token goes
         into a block of the sequence's own. So a sequence never writes into a block that it found.
+
+        The search begins with the first block and compares the token ids of each block. So a hit agrees on all tokens
+        before it, too.
         """
         hits: list[int] = []
         if not self.enable_prefix_caching:

@@ -39,7 +39,8 @@ OPEN_RUN = (
     "another generate() or stream()",
     "of this engine is open: finish or close it first; several threads or asyncio tasks use submit()",
 )
-"""The message to a refused activity, in two parts: what has the engine, and what to do. See `Claim.held_by`."""
+"""The message to an activity that is refused while a run is open. The first part names what uses the engine. The second
+part says what to do. See `Claim.held_by`."""
 
 
 @dataclass(frozen=True)
@@ -113,8 +114,8 @@ class LLMEngine:
         self._in_flight: deque[tuple[int, ScheduledStep, Handle, Clock]] = deque()
         """The launched steps whose results are not fetched yet, the oldest first, with their numbers."""
         self._kept_error: Exception | None = None
-        """If `step` fails after it has read steps that ended requests, it returns these requests and keeps its error
-        here. The next call raises the error."""
+        """`step` may fail after it has read results with which requests ended. Then it returns these requests and keeps
+        its error here. The next call raises the error."""
         self.last_read: ScheduledStep | None = None
         """The last step whose results the scheduler got. `LLM.step` sets this to None before it calls `step`."""
 
@@ -218,10 +219,10 @@ class LLMEngine:
         """Run requests. After each step, yield a list: (number, sequence) of each request that the step ended.
 
         The first request has number 0. If `requests` yields None, no request is ready now, and `run` asks again after
-        its next step. The run ends when it has no unfinished request, and `requests` yields None or nothing more. A
-        Ctrl-C in a step is raised after the ended requests were yielded. A second Ctrl-C closes the engine and is
-        raised at once. When the generator ends, even by an error, unfinished requests are aborted. `holder`: see
-        `Claim.held_by`.
+        its next step. While requests are unfinished, None does not end the run. When none is unfinished, the run ends
+        as soon as `requests` yields None or has no more items. A Ctrl-C in a step is raised after the ended requests
+        were yielded. A second Ctrl-C closes the engine and is raised at once. When the generator ends, even by an
+        error, unfinished requests are aborted. `holder`: see `Claim.held_by`.
         """
         with self.claim.held_by(*holder):
             hold = HoldInterrupt(on_second=self.close)
@@ -267,12 +268,13 @@ class LLMEngine:
     def step(self) -> list[Sequence]:
         """Launch the next step if one can be planned. Then read the oldest step in flight.
 
-        This call reads no step if it launched one and fewer than `depth` steps are in flight now. There is one
-        exception: if edits of logits depend on tokens of steps in flight, the launch first reads all these steps.
+        If this call launched a step, and fewer than `depth` steps are in flight after that, it returns without reading.
+        There is one exception: edits of logits may depend on tokens of steps in flight. Then all these steps are read
+        before the new step samples.
 
-        An exception leaves the engine without requests and with an empty prefix cache. If the runner cannot go on, the
-        engine is closed. If steps that the launch read have ended requests before the exception, this call returns
-        these requests, and the next call raises the exception.
+        If a step fails, the engine drops all requests and empties the prefix cache. If the runner cannot go on, the
+        engine is closed. Requests may have ended in steps that were read before the failure. Then this call returns
+        these requests, and the next call raises the error.
 
         Returns:
             The lead of each request that ended.
@@ -368,8 +370,8 @@ class LLMEngine:
         Otherwise drop every sequence and the prefix cache, because the KV cache may now hold wrong values.
         """
         if self.closed:
-            # An observer, a second Ctrl-C or another thread has closed the engine. The caller's `Claim.work` frees it
-            # when the block around this step ends, and does not wait for the other steps in flight.
+            # An observer, a second Ctrl-C or another thread has closed the engine. The caller's `with claim.work()`
+            # frees the engine when it ends. Nothing waits for the other steps in flight.
             return
         if (reason := self.runner.reason_to_close()) is not None:
             logger.error("the engine is closed: %s", reason)
@@ -398,7 +400,7 @@ class LLMEngine:
         self.observers.append(observer)
 
     def stats(self) -> dict[str, int]:
-        """Return counts since the engine was made, and how many blocks there are and are free now."""
+        """Return counts since the engine was made, the number of all blocks, and the number of free blocks."""
         scheduler = self.scheduler
         speculation = scheduler.speculation
         return {

@@ -44,7 +44,7 @@ NUM_PER_SEQ = 5
 num_scored. They come first, then token_ids."""
 
 EMBED = -1
-"""The target of a prompt that is embedded: the hidden state of its last token is wanted, and no score."""
+"""A value of `StepPlan.targets`: it asks for the hidden state of the prompt's last token, and not for a score."""
 
 
 def make_padding(num_seqs: int, row: int) -> IntArray:
@@ -86,14 +86,15 @@ class StepPlan(NamedTuple):
 
     Attributes:
         rows: int32 [num_seqs], the row of each scheduled sequence.
-        num_computed: int32 [num_seqs], tokens that this step does not compute for the sequence. Their KV is in the
-            cache before this step, or another sequence of this step stores it there (a prefix that both share).
+        num_computed: int32 [num_seqs], how many tokens of the sequence come before those that this step computes. Their
+            KV is in the cache before this step, or another sequence of this step stores it there (a prefix that both
+            share).
         num_scheduled: int32 [num_seqs], tokens to compute in this step, at least 1.
         num_sampled: int32 [num_seqs], how many tokens to sample. It is 0 if this step does not compute the sequence's
             last token, or if the prompt is only scored or embedded. Otherwise it is 1 + the number of drafts. The last
             num_sampled tokens that the sequence computes in this step give one sample each.
-        num_scored: int32 [num_seqs], how many targets to score. The logits come from the num_scored tokens before the
-            last num_sampled ones.
+        num_scored: int32 [num_seqs], how many targets to score. Of the tokens that the sequence computes, the last
+            num_sampled give samples, and the num_scored tokens just before these give scores.
         token_ids: int32 [num_tokens], the ids of the tokens to compute, sequence after sequence. The drafts of a
             sequence are its last ids. -1 stands for the token that the device sampled last for the row.
         targets: int32 [sum of num_scored], sequence after sequence: the prompt tokens whose log-probability is wanted.
@@ -194,8 +195,8 @@ class StepResult:
         scores: {token id: log-probability} of each of the plan's targets that is a token.
         embeddings: float32 [hidden] of each target that is EMBED.
         prepare_seconds: how long the host took to pack the plan and send it to the device.
-        device_seconds: how long the device worked on the step. If several ranks share the layers out, this is how
-            long rank 0 computed its own layers.
+        device_seconds: how long the device worked on the step. In a pipeline, where each rank has some of the layers,
+            this is how long rank 0 computed its own layers.
         spans: what the ranks of a pipeline did since the last result, if they record it.
     """
 

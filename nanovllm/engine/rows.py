@@ -41,9 +41,9 @@ class RowTable:
     steps in flight the device computes a token whose id the host has not read yet.
 
     When the results of a step arrive, one question is asked for each of its rows: was the row freed after the step was
-    planned? `num_releases` counts how often rows were freed. `released_at[row]` is this count from when the row was
-    freed last, and a step keeps the count from when it was planned. The answer is yes if `released_at[row]` is the
-    larger count. One comparison of arrays answers the question for all rows.
+    planned? `num_releases` counts how often rows were freed. `released_at[row]` is the value that `num_releases` had
+    when the row was freed last. A step keeps the value that `num_releases` had when the step was planned. The row was
+    freed later if `released_at[row]` is larger. One comparison of arrays answers the question for all rows.
     """
 
     def __init__(self, num_rows: int) -> None:
@@ -54,8 +54,8 @@ class RowTable:
         self.num_tokens = np.zeros(num_elements, np.int32)
         self.num_needed = np.zeros(num_elements, np.int32)
         self.num_sent = np.zeros(num_elements, np.int32)
-        """The host sends the ids of tokens with an index below this. For later tokens it sends -1, and the device uses
-        its own last sample."""
+        """The host sends the ids of tokens with an index below this. For later tokens that are no drafts it sends -1,
+        and the device uses the token that it sampled last."""
         self.unchecked_until = np.zeros(num_elements, np.int32)
         """While num_known is at most this, only a stop token can end the sequence. Above it, the length limit can, too.
         With stop strings or a grammar the value is 0: num_known is always larger, so `Sequence.check_end` sees every
@@ -125,7 +125,7 @@ class RowTable:
     def reject_drafts(self, rows: Rows, num_rejected: IntArray) -> None:
         """Take rejected drafts out of the counts of rows that had drafts. The sequences keep the blocks.
 
-        The device does not know which draw was kept last: the next plan sends the id of that token.
+        The device does not know which of its samples was accepted last. So the next plan sends the id of that token.
         """
         self.num_computed[rows] -= num_rejected
         self.num_tokens[rows] -= num_rejected
@@ -154,8 +154,9 @@ class BlockTables:
         self.room = np.zeros(table.num_rows, np.int32)
         """How many tokens fit into the row's blocks."""
         self._next_full = np.zeros(table.num_rows, np.int32)
-        """Per row: where the next block ends that `register` has not handled yet, in tokens. `register` handles the
-        block when so many tokens are known and planned. NEVER if no further block will become findable."""
+        """Per row: take the first block that `register` has not handled. This is the number of tokens up to its end.
+        `register` handles the block when at least that many tokens are known and planned. With blocks of 4 tokens, 8
+        means block 1, of the tokens 4 to 7. NEVER if no further block will become findable."""
         self._new_entries: list[tuple[int, int, int]] = []
 
     def take_new_entries(self) -> IntArray:
@@ -210,8 +211,9 @@ class BlockTables:
 
         A block may become findable before it is computed: when the step that fills it is planned. Even another sequence
         of the same step may use it, because in each layer all keys and values are stored before attention reads them. A
-        block with a placeholder cannot be found, because the id of that token is not known. So at depth 2 a block that
-        a token of output fills becomes findable one plan later.
+        block with a placeholder cannot be found, because the id of that token is not known. At depth 2 the plan that
+        computes a sampled token does not know its id yet. So if the last token of a block is sampled, the block becomes
+        findable only with the next plan.
         """
         size = self.manager.block_size
         known = np.minimum(ends, self._table.num_known[rows])

@@ -33,10 +33,11 @@ class Scheduler:
     max_num_batched_tokens. Running sequences get tokens first, in order of admission. Then waiting sequences are
     admitted, in order. Drafts (guessed tokens that a step verifies) get what is left of the budget.
 
-    To cut a sequence is to compute only a part of what the sequence has left. Only the sequence that was admitted last
-    can be cut. For it was admitted when the budget had room for all that the earlier sequences had left. Since then
-    each of the earlier sequences needs at most one token per step, and the budget has room for these tokens. (In a
-    pipeline, which sets `choose_running`, a step may cut other sequences, too.)
+    A prompt that does not fit into the budget is computed in chunks, over several steps. Only the sequence that was
+    admitted last can be in this state. The reason: a sequence is admitted only by a step that computes all remaining
+    tokens of the earlier sequences. After this step each earlier sequence needs at most one token per step, and the
+    budget has room for these tokens. (In a pipeline, which sets `choose_running`, other prompts may be computed in
+    chunks, too.)
 
     A step that preempts a sequence admits no sequence: the first in the queue is the preempted sequence, which has just
     lost its blocks to others. The step verifies no drafts either, because drafts take blocks, too.
@@ -69,9 +70,10 @@ class Scheduler:
         """Rows of sequences that ask for edits of their logits."""
         self.may_stop = np.zeros(vocab_size + 1, bool)
         """may_stop[id] is True if the token id is a stop token of any sequence ever added. No element is set back to
-        False: the price is a needless call of `Sequence.check_end` now and then. If the element is False, the token can
-        end a sequence only by the sequence's limit or by its text: see `RowTable.unchecked_until`. The last element is
-        for id -1, a failed sample: numpy reads index -1 as the last element."""
+        False: the price is a needless call of `Sequence.check_end` now and then. If the element is False, the token is
+        no stop token. It can still end a sequence by the length limit, a stop string or a grammar:
+        `RowTable.unchecked_until` handles these cases. The last element is for id -1, a failed sample: numpy reads
+        index -1 as the last element."""
         self.may_stop[-1] = True
         self.num_preemptions = 0
         self.num_prompt_tokens = 0
@@ -95,7 +97,7 @@ class Scheduler:
     # ---- schedule
 
     def schedule(self) -> ScheduledStep | None:
-        """Plan the next step and return it. Return None if every sequence must wait until a step in flight is read."""
+        """Plan the next step and return it. Return None if no sequence can compute a token now."""
         rows, ends, has_preempted = self._schedule_running()
         admitted: list[Sequence] = []
         if not has_preempted:
@@ -164,8 +166,8 @@ class Scheduler:
         while self.waiting and table.has_free_row and budget > 0:
             seq = self.waiting[0]
             if seq.num_in_flight:
-                # A preempted sequence waits until all its sampled tokens are read, because it is computed again with
-                # them. The loop does not skip it: sequences are admitted in order, so nobody overtakes it.
+                # A preempted sequence is computed again, all its tokens included. So the host must first read the
+                # tokens that steps in flight sample for it. The loop does not skip it: sequences are admitted in order.
                 break
             hits = manager.find_prefix(seq)
             num_wanted = min(len(seq.token_ids), seq.num_needed)
@@ -241,9 +243,10 @@ class Scheduler:
             new_rows=pack_sampling(admitted, len(self.may_stop) - 1),
         )
         table.count_launched(rows, ends, num_before + num_sampled)
-        # In most steps every resident sequence decodes. `sampling` is a subset of `rows`, and `rows` a subset of the
-        # resident rows. Each of `rows` computes at least one token. So equal numbers mean: every resident row computes
-        # one token and samples. Then `rows` was not sorted: it is in order of admission, as `table.running` is.
+        # In most steps every resident sequence decodes. Then the list `table.running` can be used as it is. How the
+        # three numbers show this: `sampling` is a subset of `rows`, and `rows` a subset of the resident rows. Each of
+        # `rows` computes at least one token. So if the numbers are equal, every resident row computes one token and
+        # samples. In such a step `rows` is in order of admission, as `table.running` is.
         are_all = num_tokens == len(sampling) == len(table.resident)
         seqs = table.running if are_all else table.sequences(sampling)
         return ScheduledStep(plan, seqs, sampling, table.num_releases, scored)
@@ -251,9 +254,9 @@ class Scheduler:
     def _fill_token_ids(self, rows: Rows, starts: IntArray, ends: IntArray, num_tokens: int) -> IntArray:
         """Return the ids of the tokens that a step computes, int32 [num_tokens].
 
-        The host sends the ids that come before `RowTable.num_sent`. Every other id is -1. It stands for the row's last
-        sample, which the device has when this step runs, or for a draft. `LLMEngine._plan` replaces the -1 of a draft
-        by the draft's id.
+        The host sends the ids that come before `RowTable.num_sent`. Every other id is -1. If the token is a draft,
+        `LLMEngine._plan` replaces the -1 by the draft's id. Otherwise the device replaces it by the token that it
+        sampled last for the row.
         """
         table = self.table
         token_ids = np.empty(num_tokens, np.int32)
@@ -284,7 +287,7 @@ class Scheduler:
         seqs = step.seqs
         num_new = None
         if len(result.token_ids) == len(seqs) and step.num_releases == table.num_releases:
-            receivers = seqs  # each sequence gets one token
+            receivers = seqs  # each sequence gets one token: token i is for seqs[i]
             may_end = table.add_known(step.rows, 1) | self.may_stop[result.token_ids]
         else:  # the step verified drafts, or a row has lost its sequence meanwhile
             rows, num_new = self._find_receivers(step, result.token_ids)
@@ -313,10 +316,10 @@ class Scheduler:
         return finished
 
     def _find_receivers(self, step: ScheduledStep, drawn: IntArray) -> tuple[Rows, IntArray]:
-        """Find out how many of the drawn tokens each sequence gets, and take rejected drafts out of the row table.
+        """Count how many of the sampled tokens each sequence gets, and take rejected drafts out of the row table.
 
         A sequence may have lost its row since the step was planned. If it was preempted, it gets its tokens. If it has
-        ended, it gets no token. A sequence keeps the drafts that agree with the drawn tokens. The other drafts are
+        ended, it gets no token. A sequence keeps the drafts that agree with the sampled tokens. The other drafts are
         rejected. They can be taken out of the counts, because a sequence with drafts is in no other step in flight.
 
         Returns:
@@ -395,8 +398,9 @@ class Scheduler:
         A step in flight may still write into these blocks. Example: a sequence ends with a stop token, and the next
         step is in flight and computes that token. The token's keys and values go to a block that may have a new owner
         by then. The step of the new owner is launched later, and the device runs steps in order, so the new owner's
-        keys and values replace them. A findable block is safe, too: all its tokens are known, so a step in flight that
-        writes into the block writes the keys and values of these same tokens.
+        keys and values replace them. Another sequence may also find such a block by its prefix, and then nobody
+        writes the block again. This is safe, too: all tokens of a findable block are known, so a step in flight can
+        only write the keys and values of these same tokens.
         """
         self.blocks.release(seq)
         if self.scoring is not None:

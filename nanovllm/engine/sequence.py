@@ -34,14 +34,18 @@ class Request:
     engine: object
     """The `identity` of the engine that prepared the request. Only that engine may run it, because limits differ."""
     numbers: tuple[int, int] | None = None
-    """The request's number, and that of its first sequence. None: see `LLMEngine.next_numbers`."""
+    """The request's number, and that of its first sequence. If this is None, `LLMEngine.add` chooses both numbers."""
     reason: str = ""
-    """Why the request comes at this place of the order. A trace shows it. It is "" if the order is the caller's."""
+    """With order="auto" the engine chooses the order of the requests. This text says why the request has its place in
+    it, and a trace shows the text. It is "" if the caller chose the order."""
 
 
 def derive_seed(seed: int, key: int | str) -> int:
-    """Return a 64-bit hash of a seed and a key: of the engine's seed and a request's number or name, or of a request's
-    seed and a completion's number."""
+    """Return a 64-bit hash of a seed and a key.
+
+    For a request these are the engine's seed and the request's number (in a job file: its name). For a further
+    completion of a request they are the request's seed and the completion's number.
+    """
     suffix = struct.pack("<q", key) if isinstance(key, int) else key.encode()
     return xxhash.xxh3_64_intdigest(struct.pack("<Q", seed & MASK_64) + suffix)
 
@@ -107,7 +111,7 @@ class Sequence:
     ) -> None:
         self.seq_id = seq_id
         self.reason = reason
-        """`Request.reason`: why the request comes at its place of the order."""
+        """Why the request has its place in the order: see `Request.reason`."""
         self.prompt = prompt
         """The text that was tokenised; None if the caller gave token ids."""
         self.params = params
@@ -126,8 +130,8 @@ class Sequence:
         but at least 1, so that a prompt of one token that is only scored takes part in one step."""
         scores_from = self.num_prompt_tokens if params.prompt_logprobs is None else max(params.prompt_logprob_start, 1)
         self.next_scored = scores_from
-        """Index of the next prompt token to score: the steps that are planned by now score all wanted tokens before it.
-        The value is num_prompt_tokens if no prompt token is left to score."""
+        """Index of the first prompt token whose score is wanted and that no planned step scores. The value is
+        num_prompt_tokens if no prompt token is left to score."""
         self.prompt_logprobs: list[dict[int, Logprob] | None] = [None] * scores_from
         """{token id: log-probability} per prompt token whose score was read. Tokens that are not scored have None."""
         self.embedding: NDArray[np.float32] | None = None
@@ -154,9 +158,9 @@ class Sequence:
         self.drafting: Any = None
         """Only drafts/ reads and writes this."""
         self.num_in_flight = 0
-        """While this is above 0, a preempted sequence is not admitted again. It counts the tokens that steps in flight
-        will still sample for the sequence. For a sequence that is only scored it is 1 while its last scores are in
-        flight."""
+        """Of a preempted sequence: how many tokens the steps in flight will still sample for it. If the sequence is
+        only scored, this is 1 while its last scores are in flight. The sequence is admitted again when this is 0. A
+        resident sequence always has 0."""
         self.times = [time.time()]
         """Seconds since 1970: first the time when the sequence was made, then the time when its first token of output
         was read. The second time is missing until then."""
@@ -165,7 +169,8 @@ class Sequence:
         self.finish_reason: FinishReason | None = None
         """None until the sequence has ended."""
         self.stop_reason: int | str | None = None
-        """The stop string, or the id in stop_token_ids, that ended the sequence; None if anything else ended it."""
+        """The stop string, or the id in stop_token_ids, that ended the sequence. None if anything else ended it, the
+        model's end-of-sequence id included."""
         self.logprobs: list[dict[int, Logprob]] = []
         """{token id: log-probability} per token of output; empty unless params.logprobs asks for them."""
 
@@ -173,8 +178,8 @@ class Sequence:
     def is_only_scored(self) -> bool:
         """True if the sequence has no output: it ends when its prompt is scored, or embedded.
 
-        The last token of a prompt that is scored and not embedded is not computed, unless the prompt has no other
-        token: the score of the last token comes from the logits of the token before it.
+        If the prompt is only scored, its last token is not computed: the score of this token comes from the logits of
+        the token before it. A prompt of one token is computed all the same, so that it takes part in a step.
         """
         return self.params.max_tokens == 0
 

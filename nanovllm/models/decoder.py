@@ -164,7 +164,8 @@ class MLP(nn.Module):
 class Layer(nn.Module):
     """Attention and MLP. A norm comes before each of them.
 
-    A layer returns x and the residual as two tensors, not as their sum. The next norm adds them in its own operator.
+    A layer returns x and the residual as two tensors, not as their sum. The next norm adds the two and normalises the
+    sum, in one fused operator.
 
     Attributes:
         norm_dtype: the dtype of its norms' weights; None for the model's dtype.
@@ -310,7 +311,8 @@ class Decoder(nn.Module):
     def weight_targets(self, names: Collection[str] = ()) -> NamedTargets:
         """Yield (name in a checkpoint, place to load it to) for every tensor that the model needs.
 
-        The name of a module in a checkpoint is its name here with "model." before it: see `name_in_checkpoint`.
+        The name of a module in a checkpoint is its name here with "model." before it: see `name_in_checkpoint`. Only
+        the LM head is called "lm_head" there.
 
         Args:
             names: the names in the checkpoint. They show in which of several forms the checkpoint was saved.

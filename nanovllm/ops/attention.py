@@ -1,4 +1,9 @@
-"""The paged KV cache, and the plain-torch reference of attention."""
+"""The paged KV cache, and the plain-torch reference of attention.
+
+The fast kernels are in backends/cpu (C++) and backends/gpu (Triton). Tests compare each of them with this reference.
+The C++ kernels, those of matrix products included, add up the numbers of a token in the same order, whatever else is in
+the batch. So a request has the same bits in every batch. On a GPU this is not promised.
+"""
 
 from typing import NamedTuple
 
@@ -15,8 +20,9 @@ class KVCache(NamedTuple):
 
     Each backend chooses the strides, that is the order in memory. A slot is `block * block_size + offset`.
 
-    If an element takes one byte, keys and values are codes, and each head of a token has a scale: float32 [num_blocks,
-    block_size, num_kv_heads]. An element means code * scale. Without codes the scales are None.
+    If an element takes one byte, keys and values are quantised: an element is a code, a whole number or a small float.
+    Each head of a token has one scale: float32 [num_blocks, block_size, num_kv_heads]. The value is code * scale. If
+    keys and values are not quantised, the scales are None.
     """
 
     keys: Tensor
@@ -53,6 +59,7 @@ def attend_reference(q: Tensor, cache: KVCache, inputs: StepInputs, scale: float
     block_size, num_kv_heads, head_dim = cache.keys.shape[1:]
     group = q.shape[1] // num_kv_heads
     out = torch.empty_like(q)
+    # In the loop: k and v are [kv head, token, head_dim], queries [kv head, group, query token, head_dim].
     grouped_q = q.view(-1, num_kv_heads, group, head_dim)
     grouped_out = out.view(-1, num_kv_heads, group, head_dim)
     sides = [side.transpose(1, 2) for side in cache if side is not None]  # [block, head, offset, ...]
@@ -65,7 +72,7 @@ def attend_reference(q: Tensor, cache: KVCache, inputs: StepInputs, scale: float
         k, v, *scales = [side.index_select(0, blocks).transpose(0, 1).flatten(1, 2) for side in sides]
         if scales:
             k, v = (side.float() * scale_of[..., None] for side, scale_of in zip((k, v), scales, strict=True))
-        rows = grouped_q[start : start + query_len].permute(1, 2, 0, 3)
+        queries = grouped_q[start : start + query_len].permute(1, 2, 0, 3)
         mask = None
         if query_len > 1:
             # Query j is token seq_len - query_len + j, and sees all tokens up to itself. The same mask is repeated
@@ -73,7 +80,7 @@ def attend_reference(q: Tensor, cache: KVCache, inputs: StepInputs, scale: float
             mask = torch.ones(query_len, seq_len, dtype=torch.bool, device=q.device).tril(seq_len - query_len)
             mask = mask.repeat(group, 1).unsqueeze(0)
         attended = F.scaled_dot_product_attention(
-            rows.reshape(1, num_kv_heads, group * query_len, head_dim).to(k.dtype),
+            queries.reshape(1, num_kv_heads, group * query_len, head_dim).to(k.dtype),
             k[None, :, :seq_len],
             v[None, :, :seq_len],
             attn_mask=mask,

@@ -34,8 +34,9 @@ class StepInputs:
     """The inputs of the layers in one step of num_seqs sequences. Query tokens are the tokens that the step computes.
     Sequences with one query token come first: here they are called decodes.
 
-    Every layer stores K and V before attention reads them. So a sequence finds its own new tokens in the cache. If it
-    shares a block with another sequence of the same step, it finds the tokens of that sequence, too.
+    Every layer stores K and V before attention reads them. So a sequence finds its own new tokens in the cache. Two
+    sequences of a step may share a block. Then one of them stores the block's keys and values, and the other finds them
+    there.
 
     Attributes:
         token_ids: int32 [num_tokens].
@@ -47,7 +48,7 @@ class StepInputs:
         rows: int32 [num_seqs], the row of each sequence. Layers of linear attention keep a state for each row.
         num_decodes: how many sequences have one query token.
         query_lens_cpu, seq_lens_cpu: int32 [num_seqs] on the host: each sequence's number of query tokens, and a copy
-            of seq_lens. None while a step is recorded: then every sequence is a decode.
+            of seq_lens. None in a step that is recorded or replayed: there every sequence is a decode.
         prepared: what `Backend.prepare_attention` has made for `attend`. Only the same backend reads it.
     """
 
@@ -69,8 +70,8 @@ def split_packed(packed: Tensor, num_seqs: int, num_tokens: int, plan: StepPlan 
 
     Args:
         packed: int32, the plan's arrays on the device. The result has views of this tensor.
-        plan: the result gets the plan's lengths. None while a step is recorded, because a recording must not depend on
-            the lengths of one plan. Then every sequence computes one token.
+        plan: gives query_lens_cpu, seq_lens_cpu and num_decodes. None for a step that is recorded or replayed, because
+            a recording must not depend on the lengths of one plan. There every sequence computes one token.
     """
     end = NUM_PER_SEQ * num_seqs
     rows, num_computed, num_scheduled, *_ = packed[:end].view(NUM_PER_SEQ, num_seqs).unbind(0)

@@ -35,8 +35,10 @@ if TYPE_CHECKING:
 class ModelRunner:
     """One rank: the model, its KV cache, and the device's tables. Steps run in the order of their launch.
 
-    A rank is a process that computes the model or a share of it. `backend` has all that differs from device to device.
-    `device_rows` are the device's tables: a row has a sequence's blocks, its last token and its sampling values.
+    A rank is a process that computes the model or a share of it. With several ranks, rank 0 plans the steps and sends
+    each plan to the other ranks, and every rank calls `launch` with it (distributed/). `backend` has all that differs
+    from device to device. `device_rows` are the device's tables: a row has a sequence's blocks, its last token and its
+    sampling values.
 
     Attributes:
         has_head: whether this rank takes part in computing logits.
@@ -102,9 +104,11 @@ class ModelRunner:
             return StepHandle(plan, result, stopwatch, self.backend)
 
     def choose_steps(self, plan: StepPlan) -> Steps:
-        """Return what runs the plan. A step that only decodes is replayed, if it is not too large.
+        """Return the object that runs the plan.
 
-        A step that also scores prompt tokens runs eagerly, because their number varies.
+        If a step only decodes and is not too large, this is `self.steps`, which may replay a recording of it (for
+        example a CUDA graph). Any other step runs eagerly. A step that also scores prompt tokens runs eagerly, because
+        their number varies.
         """
         only_decodes = plan.num_decodes == plan.num_seqs and not len(plan.targets)
         return self.steps if only_decodes and plan.num_seqs <= self.steps.most_seqs else EAGER
@@ -113,7 +117,8 @@ class ModelRunner:
         """Copy a plan to the device, and write what it changes into the tables.
 
         Returns:
-            int32 [packed_size] in the staging buffer: the plan's arrays from `rows` to `targets`.
+            int32 [packed_size]: the plan's arrays from `rows` to `targets`, in the staging buffer. This is a fixed
+            place on the device, to which every plan is copied.
         """
         packed = self.staging.send(plan.arrays())
         self.device_rows.update(plan, packed[plan.packed_size :])
@@ -175,7 +180,7 @@ class ModelRunner:
     def sample_decodes(self, inputs: StepInputs, hidden: Tensor) -> Tensor:
         """Sample as `sample_hidden` does, in a step that only decodes: each sequence has one hidden state.
 
-        Only `CudaGraphs` calls this. It records the call when no plan exists yet, and replays the recording in place of
+        `CudaGraphs` records this call before any plan exists. A later step replays the recording, and does not call
         `sample_hidden`.
         """
         return self.sample_hidden(hidden, inputs.rows, inputs.seq_lens)
@@ -227,7 +232,8 @@ class ModelRunner:
             self.draft.fill_cache(num_blocks)
         self.caches = self.make_caches(num_blocks)
         self.steps = self.backend.make_steps(self)
-        # The first step may run in another thread, whose stream does not wait for the stream of this thread.
+        # The first step may run in another thread. On a GPU that thread has a stream of its own, which does not wait
+        # for the stream of this thread. So this thread waits here until the device has done its work.
         self.backend.synchronize()
 
     def free_cache(self) -> None:

@@ -17,9 +17,9 @@ from nanovllm.runner.device_rows import DeviceRows
 def choose_samples(plan: StepPlan, inputs: StepInputs, backend: Backend) -> tuple[Tensor, Tensor | None, Tensor]:
     """Choose the tokens after which the step samples: the last one of each sequence, and those followed by a draft.
 
-    If a step samples for one of its sequences, it samples for all of them. So the number of samples follows from the
-    numbers of sequences and drafts. A sequence whose num_sampled is 0 does not want its sample: its prompt is not
-    complete yet, or is only scored. `StepHandle` drops this sample.
+    A step samples for every sequence, also for those whose num_sampled is 0: their prompt is not complete yet, or is
+    only scored. `StepHandle` drops these samples. So the number of samples follows from the numbers of sequences and
+    drafts alone, and a recorded step can sample, too. (If no sequence of a step wants a sample, it does not sample.)
 
     `Sampler.sample` writes every sample to the row's last_token. After an unwanted sample, or after several samples of
     one row, last_token is not valid. Nothing reads it then: the row's next plan has the token id itself, not -1.
@@ -37,9 +37,10 @@ def choose_samples(plan: StepPlan, inputs: StepInputs, backend: Backend) -> tupl
     if plan.num_sampled.max() <= 1:  # without drafts
         return rows, last, inputs.seq_lens
     num_samples = 1 + plan.num_drafts
-    # With drafts: find the sequence of each sample, and how many later samples that sequence has. Take a sample with k
-    # later samples of the same sequence. It uses the logits of the token k places before the sequence's last token, and
-    # its position is k lower than the position of the sequence's last sample.
+    # With drafts: find the sequence of each sample, and how many later samples that sequence has. Example: num_samples
+    # [1, 3] gives sequences [0, 1, 1, 1] and num_later [0, 2, 1, 0]. A sample with k later samples of its sequence uses
+    # the logits of the token k places before the sequence's last token. Its position is k lower than the position of
+    # the sequence's last sample.
     sequences = np.repeat(np.arange(plan.num_seqs), num_samples)
     num_later = np.repeat(num_samples.cumsum(), num_samples) - 1 - np.arange(len(sequences))
     chosen, back = backend.to_device(np.stack((sequences, num_later))).unbind(0)
@@ -69,9 +70,9 @@ class Sampler:
                 ranks other than 0.
             rows: int32 [n].
             positions: int32 [n], for each sampled token its index in its sequence.
-            sampling: int32 [n, width], the packed sampling values of each token. In a pipeline other steps were sent to
-                the device since this step's layers began, so rows may have new owners. None if the device's table still
-                has the values.
+            sampling: int32 [n, width], the packed sampling values of each token. In a pipeline, a later plan may
+                have changed the device's table already: then the step brings its own copy of the values. None if the
+                table still has them.
 
         Returns:
             int32 [n], -1 for a row whose logits are not a valid distribution. On ranks other than 0 the values mean
