@@ -136,7 +136,8 @@ class LLM:
         if isinstance(requests, list) and len(requests) > 1 and self.engine.config.order == "auto":
             from nanovllm.uses.admission import put_in_order
 
-            # Longest first, or requests with a common prefix together. No token changes.
+            # Requests with a common prefix run together if the cache cannot hold all prefixes. Of the last requests the
+            # longest run first. Each request keeps its seed.
             requests, note_end = put_in_order(self.engine, requests)
         with (
             ProgressBar(self.stats, total=total, desc=label, unit="prompt", disable=not show) as bar,
@@ -345,7 +346,8 @@ class LLM:
     def stream_tokens(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Complete one prompt, and yield the text of its output piece by piece. All pieces joined are the whole `text`.
 
-        The end of the text is held back while it may be an incomplete character or the beginning of a stop string.
+        The end of the text is held back while it may be an incomplete character. With stop strings, as many characters
+        are held back as could begin one of them.
 
         Raises:
             RuntimeError: the request ended with an error. The text before the error was yielded.
@@ -392,7 +394,7 @@ class LLM:
             return ended, 0
         plan = read.plan
         # In a step that only decodes, a sample follows every computed token, and no computed token is of a prompt. The
-        # first condition alone also holds if the step computes just the last token of a prompt.
+        # second condition is needed, because a sample also follows a prompt's last token if this is computed alone.
         lengths = [seq.num_prompt_tokens for seq in read.seqs]
         are_decodes = plan.num_tokens == plan.num_sampled.sum() and (plan.num_computed >= lengths).all()
         return ended, -plan.num_tokens if are_decodes else plan.num_tokens
@@ -464,8 +466,9 @@ class LLM:
             finish: False says that more calls follow. Until the last of these calls no request runs.
 
         Raises:
-            ValueError: a name or a shape is wrong, or the load is not complete. If something was written already, the
-                engine is closed.
+            ValueError: a name or a shape is wrong: then this call has written nothing. Or the load is not complete:
+            then
+                the engine is closed if something was written already.
             RuntimeError: the engine is in use or asleep, or a rank has failed.
         """
         self._renewal.load_weights(named_tensors, finish)

@@ -14,9 +14,9 @@ StepPart = Literal["model", "sampler"]
 class Steps:
     """Runs the parts of steps eagerly. A subclass records the parts of steps that only decode, and replays them.
 
-    `CudaGraphs` (on a GPU) records when the KV cache is made: the sizes 1, 2, 4, 8, 16 and so on up to max_num_seqs, at
-    most 1,024. `RecordedSteps` (with the C++ kernels) records a size when the first step of this size runs. A size is a
-    number of sequences.
+    `CudaGraphs` (on a GPU) records when the KV cache is made: the sizes 1, 2, 4, 8, 16, 24 and 32, then every
+    16th up to 256, every 32nd above, and the largest size. This is max_num_seqs, but at most 1,024. `RecordedSteps`
+    (with the C++ kernels) records a size when the first step of this size runs. A size is a number of sequences.
 
     Attributes:
         most_seqs: the most sequences of a step that can be replayed; 0 if none can.
@@ -32,10 +32,10 @@ class Steps:
         """Run a part of a step of `size` sequences, and return its results.
 
         Args:
-            work: computes the part, and returns its results. Each step has its own `work`. But in all replayed steps of
-                one size `work` reads the same addresses: the staging buffer, the tables of `DeviceRows`, the caches and
-                the weights. The sampler also reads the results of the model part. So one recording serves all these
-                steps.
+            work: computes the part, and returns its results. Each step has its own `work`. But every `work` of one size
+                would read the same addresses: the staging buffer, the tables of `DeviceRows`, the caches and the
+                weights. That of the sampler also reads the results of the model part. So one recording stands for all
+                of them.
                 `RecordedSteps` records the first `work` of a size. `CudaGraphs` records earlier, without any `work`: it
                 calls `ModelRunner.forward` and `sample_decodes`, which compute the same.
         """

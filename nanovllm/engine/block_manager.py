@@ -38,13 +38,14 @@ class BlockManager:
     time; a deque would need O(n).
 
     `_findable[digest]` is the one block that can be found by that digest. `_content[block]` is this block's digest, its
-    parent's digest and its token ids; None for a block that cannot be found. A hit must agree on all three. So if two
-    digests are equal by accident, the block is not used, and nobody reads wrong KV. Both entries are removed when the
-    block is given out again or forgotten.
+    parent's digest and its token ids; None for a block that cannot be found. A hit must agree on all three. So two
+    blocks with equal digests are not taken for each other. (The beginning of a prompt is compared by its digest of 128
+    bits alone, after its own block was evicted.) Both entries are removed when the block is given out again or
+    forgotten.
     """
 
     _digest = staticmethod(prefix_digest)
-    """Hashes a block. A hit compares contents, too, so a bad hash costs hits and nothing else."""
+    """Hashes a block, and with it all tokens before the block."""
 
     def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True) -> None:
         self.num_blocks = num_blocks
@@ -79,8 +80,7 @@ class BlockManager:
         `Sequence.max_cached_tokens` tokens, so at least one token is always left to compute. The KV of this token goes
         into a block of the sequence's own. So a sequence never writes into a block that it found.
 
-        The search begins with the first block and compares the token ids of each block. So a hit agrees on all tokens
-        before it, too.
+        The search begins with the first block, and compares the token ids of each block.
         """
         hits: list[int] = []
         if not self.enable_prefix_caching:

@@ -70,7 +70,8 @@ class LLMEngine:
     A request becomes one sequence for each of its completions. A step computes some tokens of several sequences.
     `run` takes requests and calls `step` until all requests have ended. At depth 1 the host launches a step and waits
     for its result. At depth 2 the host plans and launches step N + 1 while the device runs step N, so it reads tokens
-    one step later. Both depths run the same code; at depth 2 `_in_flight` has one more entry.
+    one step later. All depths run the same code; at depth 2 `_in_flight` has one more entry. A pipeline has
+    more depth, by its number of stages.
     """
 
     def __init__(
@@ -114,8 +115,8 @@ class LLMEngine:
         self._in_flight: deque[tuple[int, ScheduledStep, Handle, Clock]] = deque()
         """The launched steps whose results are not fetched yet, the oldest first, with their numbers."""
         self._kept_error: Exception | None = None
-        """`step` may fail after it has read results with which requests ended. Then it returns these requests and keeps
-        its error here. The next call raises the error."""
+        """`step` may read results that end some requests, and then fail. Then it returns these requests and keeps its
+        error here. The next call raises the error."""
         self.last_read: ScheduledStep | None = None
         """The last step whose results the scheduler got. `LLM.step` sets this to None before it calls `step`."""
 
@@ -219,10 +220,10 @@ class LLMEngine:
         """Run requests. After each step, yield a list: (number, sequence) of each request that the step ended.
 
         The first request has number 0. If `requests` yields None, no request is ready now, and `run` asks again after
-        its next step. While requests are unfinished, None does not end the run. When none is unfinished, the run ends
-        as soon as `requests` yields None or has no more items. A Ctrl-C in a step is raised after the ended requests
-        were yielded. A second Ctrl-C closes the engine and is raised at once. When the generator ends, even by an
-        error, unfinished requests are aborted. `holder`: see `Claim.held_by`.
+        its next step. The run ends when all requests that it took have ended, and `requests` yields None or has no more
+        items. A Ctrl-C in a step is raised after the ended requests were yielded. A second Ctrl-C closes the engine and
+        is raised at once. When the generator ends, even by an error, unfinished requests are aborted. `holder`: see
+        `Claim.held_by`.
         """
         with self.claim.held_by(*holder):
             hold = HoldInterrupt(on_second=self.close)
@@ -248,7 +249,8 @@ class LLMEngine:
                     self._raise_kept()
             finally:
                 self._kept_error = None
-                # No Ctrl-C stops abort_all() halfway. A closed engine raises ClosedError, and has nothing to abort.
+                # One Ctrl-C does not stop abort_all() halfway; a second one closes the engine. A closed engine raises
+                # ClosedError, and has nothing to abort.
                 with hold, suppress(ClosedError), self.claim.work():
                     self.abort_all()
                 if interrupt is not None:

@@ -57,9 +57,10 @@ class RowTable:
         """The host sends the ids of tokens with an index below this. For later tokens that are no drafts it sends -1,
         and the device uses the token that it sampled last."""
         self.unchecked_until = np.zeros(num_elements, np.int32)
-        """While num_known is at most this, only a stop token can end the sequence. Above it, the length limit can, too.
-        With stop strings or a grammar the value is 0: num_known is always larger, so `Sequence.check_end` sees every
-        token. The value for NO_ROW is below every count: `check_end` also sees each token of a sequence without row."""
+        """While num_known is at most this, only a stop token or a failed sample can end the sequence. Above it, the
+        length limit can, too. With stop strings or a grammar the value is 0: num_known is always larger, so
+        `Sequence.check_end` sees every token. The value for NO_ROW is below every count: `check_end` also sees each
+        token of a sequence without row."""
         self.unchecked_until[NO_ROW] = np.iinfo(np.int32).min
         self.released_at = np.zeros(num_elements, np.int64)
         self.num_releases = 0
@@ -154,9 +155,9 @@ class BlockTables:
         self.room = np.zeros(table.num_rows, np.int32)
         """How many tokens fit into the row's blocks."""
         self._next_full = np.zeros(table.num_rows, np.int32)
-        """Per row: take the first block that `register` has not handled. This is the number of tokens up to its end.
-        `register` handles the block when at least that many tokens are known and planned. With blocks of 4 tokens, 8
-        means block 1, of the tokens 4 to 7. NEVER if no further block will become findable."""
+        """Per row: the number of tokens up to the end of the first block that `register` has not handled. `register`
+        handles this block when at least that many tokens are known and planned. Example, with blocks of 4 tokens: 8
+        means that block 1 (tokens 4 to 7) is next. NEVER if no further block will become findable."""
         self._new_entries: list[tuple[int, int, int]] = []
 
     def take_new_entries(self) -> IntArray:

@@ -35,9 +35,9 @@ class Scheduler:
 
     A prompt that does not fit into the budget is computed in chunks, over several steps. Only the sequence that was
     admitted last can be in this state. The reason: a sequence is admitted only by a step that computes all remaining
-    tokens of the earlier sequences. After this step each earlier sequence needs at most one token per step, and the
-    budget has room for these tokens. (In a pipeline, which sets `choose_running`, other prompts may be computed in
-    chunks, too.)
+    tokens of the earlier sequences. After this step each earlier sequence needs at most one token per step. The
+    budget has room for these tokens: in that step each of the earlier sequences got at least one token, too. (In a
+    pipeline, which sets `choose_running`, other prompts may be computed in chunks, too.)
 
     A step that preempts a sequence admits no sequence: the first in the queue is the preempted sequence, which has just
     lost its blocks to others. The step verifies no drafts either, because drafts take blocks, too.
@@ -166,8 +166,9 @@ class Scheduler:
         while self.waiting and table.has_free_row and budget > 0:
             seq = self.waiting[0]
             if seq.num_in_flight:
-                # A preempted sequence is computed again, all its tokens included. So the host must first read the
-                # tokens that steps in flight sample for it. The loop does not skip it: sequences are admitted in order.
+                # A preempted sequence is computed again: its prompt and its output so far. So the host must first read
+                # the tokens that steps in flight sample for it. The loop does not skip it: sequences are admitted in
+                # order.
                 break
             hits = manager.find_prefix(seq)
             num_wanted = min(len(seq.token_ids), seq.num_needed)
@@ -211,7 +212,8 @@ class Scheduler:
         num_scheduled = ends - num_computed
         num_tokens = int(num_scheduled.sum())
         if num_tokens > len(rows):
-            # False sorts before True, and a stable sort keeps the order of equals: so decodes come first.
+            # False sorts before True, and a stable sort keeps the order of equals. So sequences with one token come
+            # first.
             order = np.argsort(num_scheduled > 1, kind="stable")
             rows = rows[order]
             ends = ends[order]
@@ -254,7 +256,8 @@ class Scheduler:
     def _fill_token_ids(self, rows: Rows, starts: IntArray, ends: IntArray, num_tokens: int) -> IntArray:
         """Return the ids of the tokens that a step computes, int32 [num_tokens].
 
-        The host sends the ids that come before `RowTable.num_sent`. Every other id is -1. If the token is a draft,
+        The host sends the id of each token whose index in its sequence is below `RowTable.num_sent`: the tokens that
+        were known at admission, or after drafts were last verified. Every other id is -1. If the token is a draft,
         `LLMEngine._plan` replaces the -1 by the draft's id. Otherwise the device replaces it by the token that it
         sampled last for the row.
         """
@@ -379,7 +382,7 @@ class Scheduler:
     def _preempt(self) -> None:
         """Take row and blocks from the sequence that was admitted last, and put it at the front of the queue.
 
-        Its tokens are computed again when it is admitted again.
+        When it is admitted again, its tokens are computed again, but for those that the prefix cache still has.
         """
         table = self.table
         row, seq = next(reversed(table.resident.items()))  # the last item: a dict keeps the order of insertion
@@ -398,9 +401,9 @@ class Scheduler:
         A step in flight may still write into these blocks. Example: a sequence ends with a stop token, and the next
         step is in flight and computes that token. The token's keys and values go to a block that may have a new owner
         by then. The step of the new owner is launched later, and the device runs steps in order, so the new owner's
-        keys and values replace them. Another sequence may also find such a block by its prefix, and then nobody
-        writes the block again. This is safe, too: all tokens of a findable block are known, so a step in flight can
-        only write the keys and values of these same tokens.
+        keys and values replace them. In a second case another sequence finds the block by its prefix. It only
+        reads the block, so it would not repair a wrong value. This is safe, too: all tokens of a findable block are
+        known, so a step in flight can only write the keys and values of these same tokens.
         """
         self.blocks.release(seq)
         if self.scoring is not None:

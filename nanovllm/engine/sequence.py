@@ -176,10 +176,11 @@ class Sequence:
 
     @property
     def is_only_scored(self) -> bool:
-        """True if the sequence has no output: it ends when its prompt is scored, or embedded.
+        """True if the sequence has no output: it ends when its prompt is scored, or when its prompt is embedded.
 
-        If the prompt is only scored, its last token is not computed: the score of this token comes from the logits of
-        the token before it. A prompt of one token is computed all the same, so that it takes part in a step.
+        An embedded prompt is computed whole. Otherwise the last token of the prompt is not computed: the score of this
+        token comes from the logits of the token before it. A prompt of one token is computed all the same, so that it
+        takes part in a step.
         """
         return self.params.max_tokens == 0
 
@@ -210,7 +211,7 @@ class Sequence:
 
         This sets finish_reason and stop_reason, and returns finish_reason. Stop strings and grammars must see every
         token, in order. For a resident sequence without them the scheduler calls this method only if a new token may be
-        a stop token, or may reach `limit`. For a preempted sequence it always calls this method.
+        a stop token or a failed sample, or may reach `limit`. For a preempted sequence it always calls this method.
         """
         num_before = len(self.token_ids) - num_new
         for num_tokens, token_id in enumerate(self.token_ids[num_before:], num_before + 1):

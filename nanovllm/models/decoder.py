@@ -35,7 +35,8 @@ def make_rotary_table(config: "PretrainedConfig", num_positions: int) -> Tensor:
     For rope types other than "default", transformers computes the frequencies.
 
     Returns:
-        float32 [num_positions, dim], where dim elements of a head rotate: dim/2 cosines, then dim/2 sines.
+        float32 [num_positions, dim]: a row has dim/2 cosines, then dim/2 sines. dim is how many elements of a head
+        rotate.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -208,7 +209,7 @@ class Decoder(nn.Module):
     """The model of one rank. Its parameters are uninitialised; the loader fills them, and checks that none is left out.
 
     Attributes:
-        layer_class: the class of its layers. A family whose layers differ in more than the fields of `Family` has a
+        layer_class: the class of its layers. A family of models whose layers differ in more than biases and norms has a
             class of its own.
         norm_plus: the number that is added to the weights of norms when they are read. A family that adds 1 also sets
             `norm_dtype` of its layers to float32, because the sum would lose bits in the model's dtype.
@@ -311,8 +312,8 @@ class Decoder(nn.Module):
     def weight_targets(self, names: Collection[str] = ()) -> NamedTargets:
         """Yield (name in a checkpoint, place to load it to) for every tensor that the model needs.
 
-        The name of a module in a checkpoint is its name here with "model." before it: see `name_in_checkpoint`. Only
-        the LM head is called "lm_head" there.
+        The name of a module in a checkpoint is its name here with "model." before it: see `name_in_checkpoint`. The
+        LM head is the exception: in a checkpoint it is "lm_head", without "model.".
 
         Args:
             names: the names in the checkpoint. They show in which of several forms the checkpoint was saved.

@@ -1,8 +1,8 @@
 """The paged KV cache, and the plain-torch reference of attention.
 
 The fast kernels are in backends/cpu (C++) and backends/gpu (Triton). Tests compare each of them with this reference.
-The C++ kernels, those of matrix products included, add up the numbers of a token in the same order, whatever else is in
-the batch. So a request has the same bits in every batch. On a GPU this is not promised.
+For each token the C++ kernels add in the same order, whatever else is in the batch. Those of matrix products do so,
+too. So a request has the same bits in every batch. On a GPU this is not promised.
 """
 
 from typing import NamedTuple
@@ -20,7 +20,7 @@ class KVCache(NamedTuple):
 
     Each backend chooses the strides, that is the order in memory. A slot is `block * block_size + offset`.
 
-    If an element takes one byte, keys and values are quantised: an element is a code, a whole number or a small float.
+    If an element takes one byte, keys and values are quantised. Each element is a code, in int8 or in an 8-bit float.
     Each head of a token has one scale: float32 [num_blocks, block_size, num_kv_heads]. The value is code * scale. If
     keys and values are not quantised, the scales are None.
     """
