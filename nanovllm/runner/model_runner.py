@@ -36,9 +36,10 @@ class ModelRunner:
     """One rank: the model, its KV cache, and the device's tables. Steps run in the order of their launch.
 
     A rank is a process that computes the model or a share of it. With several ranks, rank 0 plans the steps and sends
-    each plan to the other ranks, and every rank calls `launch` with it (distributed/). `backend` has all that differs
-    from device to device. `device_rows` are the device's tables: a row has a sequence's blocks, its last token and its
-    sampling values.
+    each plan to the other ranks, and every rank calls `launch` with it (distributed/). If a rank dies, a call of rank 0
+    raises a RuntimeError within seconds, and `reason_to_close` says that the engine cannot go on. `backend` has all
+    that differs from device to device. `device_rows` are the device's tables: a row has a sequence's blocks, its last
+    token and its sampling values.
 
     Attributes:
         has_head: whether this rank takes part in computing logits.
