@@ -80,8 +80,14 @@ def load(spec: dict[str, Any], kind: str) -> Engine:
     return Engine(run, f"KV {kind}", lambda counts: [measure(spec["workload"]["prompts"][:n]) for n in counts])
 
 
-def make_specification(args: argparse.Namespace, folder: Path, exports: Path, depth: int) -> dict[str, Any]:
-    """Return the document that the workers of one depth read."""
+def make_specification(
+    args: argparse.Namespace, folder: Path, exports: Path, depth: int, token_bytes: int
+) -> dict[str, Any]:
+    """Return the document that the workers of one depth read.
+
+    Args:
+        token_bytes: of the keys and values of a token, in the model's type.
+    """
     counts = [n for n in args.num_seqs if n * depth <= args.max_tokens]
     prompts = [[10 + (7 * i + 13 * j) % 900 for j in range(depth)] for i in range(max(counts))]
     workload = {"prompts": prompts, "output_lens": [NUM_DECODES] * len(prompts)}
@@ -95,6 +101,7 @@ def make_specification(args: argparse.Namespace, folder: Path, exports: Path, de
         "max_num_seqs": max(counts),
         "max_num_batched_tokens": args.max_num_batched_tokens,
         "workload": workload,
+        "cache_gb": 1 + sum(len(prompt) + 4 * NUM_DECODES for prompt in prompts) * token_bytes // 1_000_000_000,
         "warm_up": {"prompts": [[5] * 64], "output_lens": [NUM_DECODES]},
         "depth": {"tokens": depth, "num_seqs": counts, "num_decodes": NUM_DECODES},
     }
@@ -181,7 +188,7 @@ def main() -> None:
     cases = []
     print(f"{'case':>12} {'line':24} {'prompts, s':>10} {'step, ms':>9} {'tok/s':>9} GB, floor", flush=True)
     for depth in args.depths:
-        spec = make_specification(args, folder, cache / "exports", depth)
+        spec = make_specification(args, folder, cache / "exports", depth, model.kv_bytes_per_token)
         machine = measure_machine(torch.device("cpu"), dtype)
         rates = f"reads {machine.read_rate / 1e9:.1f} GB/s and multiplies {machine.matmul_rate / 1e12:.3f} TFLOP/s"
         print(f"this machine {rates}", flush=True)

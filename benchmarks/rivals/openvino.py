@@ -22,7 +22,7 @@ from benchmarks.rivals.worker import DepthTimes, Engine, computes_in_bfloat16, m
 
 SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 CACHE_GB = 4
-"""The size of the KV cache, the same as for vLLM."""
+"""The size of the KV cache, the same as for vLLM. bench_depth.py names a larger one for large batches."""
 
 
 def export(folder: Path, exports: Path, bits: int) -> Path:
