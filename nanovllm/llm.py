@@ -136,8 +136,8 @@ class LLM:
         if isinstance(requests, list) and len(requests) > 1 and self.engine.config.order == "auto":
             from nanovllm.uses.admission import put_in_order
 
-            # Requests with a common prefix run together if the cache cannot hold all prefixes. Of the last requests the
-            # longest run first. Each request keeps its seed.
+            # Requests with a common prefix run together if the cache cannot hold all prefixes. Near the end of the list
+            # the longest requests start first, so that no long one is left alone. Each request keeps its seed.
             requests, note_end = put_in_order(self.engine, requests)
         with (
             ProgressBar(self.stats, total=total, desc=label, unit="prompt", disable=not show) as bar,
@@ -346,8 +346,8 @@ class LLM:
     def stream_tokens(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[str]:
         """Complete one prompt, and yield the text of its output piece by piece. All pieces joined are the whole `text`.
 
-        The end of the text is held back while it may be an incomplete character. With stop strings, as many characters
-        are held back as could begin one of them.
+        The end of the text is held back while it may be an incomplete character. If there are stop strings, the last
+        characters are held back, too, because they could be the beginning of a stop string.
 
         Raises:
             RuntimeError: the request ended with an error. The text before the error was yielded.
@@ -462,13 +462,13 @@ class LLM:
 
         Args:
             named_tensors: (name in a checkpoint, tensor of any floating dtype, on any device). The LM head of a tied
-                model is ignored. All pairs are read before the load begins. So a generator of pairs may use the engine.
+                model is ignored. All pairs are read before the load begins. So if this is a generator, its code may
+                use the engine, for example call `generate`.
             finish: False says that more calls follow. Until the last of these calls no request runs.
 
         Raises:
-            ValueError: a name or a shape is wrong: then this call has written nothing. Or the load is not complete:
-            then
-                the engine is closed if something was written already.
+            ValueError: a name or a shape is wrong, and this call has written nothing. It is also raised if the load is
+                not complete. In that case the engine is closed if something was written already.
             RuntimeError: the engine is in use or asleep, or a rank has failed.
         """
         self._renewal.load_weights(named_tensors, finish)

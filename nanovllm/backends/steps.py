@@ -32,10 +32,9 @@ class Steps:
         """Run a part of a step of `size` sequences, and return its results.
 
         Args:
-            work: computes the part, and returns its results. Each step has its own `work`. But every `work` of one size
-                would read the same addresses: the staging buffer, the tables of `DeviceRows`, the caches and the
-                weights. That of the sampler also reads the results of the model part. So one recording stands for all
-                of them.
+            work: computes the part, and returns its results. Each step has its own `work`. All of one part and one size
+                read the same addresses: the staging buffer, the tables of `DeviceRows`, the caches and the weights.
+                Those of the sampler also read the results of the model part. So one recording can replace all of them.
                 `RecordedSteps` records the first `work` of a size. `CudaGraphs` records earlier, without any `work`: it
                 calls `ModelRunner.forward` and `sample_decodes`, which compute the same.
         """
@@ -65,10 +64,10 @@ class Stopwatch:
         self._clock.span("prepare")
 
     def stop(self) -> None:
-        """End the device's time, once the device has done all that was launched before."""
+        """Mark the end of the device's time. On a GPU the mark counts when the device reaches it."""
         self._clock.span("step")
 
     def read(self) -> tuple[float, float]:
-        """Return the seconds of the host and of the device; waits until the device has ended the step."""
+        """Return the seconds of the host and of the device. On a GPU this waits until the device has ended the step."""
         (_, _, prepare), (_, _, step) = self._clock.spans
         return prepare, step

@@ -39,9 +39,10 @@ class BlockManager:
 
     `_findable[digest]` is the one block that can be found by that digest. `_content[block]` is this block's digest, its
     parent's digest and its token ids; None for a block that cannot be found. A hit must agree on all three. So two
-    blocks with equal digests are not taken for each other. (The beginning of a prompt is compared by its digest of 128
-    bits alone, after its own block was evicted.) Both entries are removed when the block is given out again or
-    forgotten.
+    blocks with equal digests are not taken for each other. (One case is left. A block knows the tokens before it only
+    by its parent's digest. If the parent was evicted, and a block with other tokens and the same digest of 128 bits
+    took its place, the later block would be found wrongly.) Both entries are removed when the block is given out again
+    or forgotten.
     """
 
     _digest = staticmethod(prefix_digest)
@@ -76,7 +77,7 @@ class BlockManager:
     def find_prefix(self, seq: Sequence) -> list[int]:
         """Return the blocks of the sequence's first tokens, up to the first block that is not found.
 
-        These blocks hold the KV of the tokens, or a step that is planned already will store it there. They hold at most
+        These blocks hold the KV of the tokens, or a step that is planned will store it there. They hold at most
         `Sequence.max_cached_tokens` tokens, so at least one token is always left to compute. The KV of this token goes
         into a block of the sequence's own. So a sequence never writes into a block that it found.
 

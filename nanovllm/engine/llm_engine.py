@@ -70,8 +70,8 @@ class LLMEngine:
     A request becomes one sequence for each of its completions. A step computes some tokens of several sequences.
     `run` takes requests and calls `step` until all requests have ended. At depth 1 the host launches a step and waits
     for its result. At depth 2 the host plans and launches step N + 1 while the device runs step N, so it reads tokens
-    one step later. All depths run the same code; at depth 2 `_in_flight` has one more entry. A pipeline has
-    more depth, by its number of stages.
+    one step later. All depths run the same code; at depth 2 `_in_flight` has one more entry. In a pipeline the
+    depth is the number of stages, and over NCCL one more.
     """
 
     def __init__(
@@ -372,8 +372,8 @@ class LLMEngine:
         Otherwise drop every sequence and the prefix cache, because the KV cache may now hold wrong values.
         """
         if self.closed:
-            # An observer, a second Ctrl-C or another thread has closed the engine. The caller's `with claim.work()`
-            # frees the engine when it ends. Nothing waits for the other steps in flight.
+            # An observer, a second Ctrl-C or another thread has closed the engine. When the caller's `with
+            # claim.work()` ends, it calls `_free`. Nothing waits for the other steps in flight.
             return
         if (reason := self.runner.reason_to_close()) is not None:
             logger.error("the engine is closed: %s", reason)

@@ -90,7 +90,7 @@ class StepPlan(NamedTuple):
             KV is in the cache before this step, or another sequence of this step stores it there (a prefix that both
             share).
         num_scheduled: int32 [num_seqs], tokens to compute in this step, at least 1.
-        num_sampled: int32 [num_seqs], how many tokens to sample. It is 0 if this step does not compute the sequence's
+        num_sampled: int32 [num_seqs], how many samples are wanted. It is 0 if this step does not compute the sequence's
             last token, or if the prompt is only scored or embedded. Otherwise it is 1 + the number of drafts. The last
             num_sampled tokens that the sequence computes in this step give one sample each.
         num_scored: int32 [num_seqs], how many targets to score. Of the tokens that the sequence computes, the last

@@ -41,7 +41,7 @@ class RowTable:
     steps in flight the device computes a token whose id the host has not read yet.
 
     When the results of a step arrive, one question is asked for each of its rows: was the row freed after the step was
-    planned? `num_releases` counts how often rows were freed. `released_at[row]` is the value that `num_releases` had
+    planned? `num_releases` counts how often rows were freed. `released_at[row]` is the value that `num_releases` got
     when the row was freed last. A step keeps the value that `num_releases` had when the step was planned. The row was
     freed later if `released_at[row]` is larger. One comparison of arrays answers the question for all rows.
     """

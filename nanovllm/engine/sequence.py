@@ -124,10 +124,9 @@ class Sequence:
         self.limit = max(min(self.num_prompt_tokens + max_tokens, max_model_len), self.num_prompt_tokens)
         """Prompt and output together have at most this many tokens."""
         self.num_needed = self.num_prompt_tokens if params.embed else max(self.limit - 1, 1)
-        """At most this many tokens are computed:
-        all tokens of a prompt that is embedded;
-        otherwise all of `limit` tokens but the last one, because no token follows it;
-        but at least 1, so that a prompt of one token that is only scored takes part in one step."""
+        """At most this many tokens are computed. A prompt that is embedded is computed whole. Otherwise the last of
+        `limit` tokens is not computed, because no token follows it. The least value is 1, so that a prompt of one token
+        that is only scored takes part in one step."""
         scores_from = self.num_prompt_tokens if params.prompt_logprobs is None else max(params.prompt_logprob_start, 1)
         self.next_scored = scores_from
         """Index of the first prompt token whose score is wanted and that no planned step scores. The value is

@@ -243,8 +243,8 @@ class Decoder(nn.Module):
     def check_config(cls, config: "PretrainedConfig", source: str) -> None:
         """Check the values that this decoder limits. `load_model_config` has checked the others.
 
-        A sliding window is allowed, because `limit_length` keeps sequences within the window. There each token attends
-        to all tokens before it.
+        A sliding window is allowed, because `limit_length` keeps sequences within the window. In such a sequence each
+        token attends to all tokens before it, as without a window.
 
         Raises:
             ValueError: a value is out of range, or not supported. The message begins with `source`.

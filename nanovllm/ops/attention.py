@@ -1,8 +1,8 @@
 """The paged KV cache, and the plain-torch reference of attention.
 
 The fast kernels are in backends/cpu (C++) and backends/gpu (Triton). Tests compare each of them with this reference.
-For each token the C++ kernels, those of matrix products too, add in an order that depends on the model and on the
-token's position alone. So a request has the same bits in every batch. On a GPU this is not promised, because there the
+The C++ kernels, also those of matrix products, add numbers in an order that depends only on the model and on the
+position of the token. So a request has the same bits in every batch. On a GPU this is not promised, because there the
 order also depends on the size of the batch.
 """
 

@@ -35,8 +35,8 @@ class StepInputs:
     Sequences with one query token come first: here they are called decodes.
 
     Every layer stores K and V before attention reads them. So a sequence finds its own new tokens in the cache. Two
-    sequences of a step may share a block. Then one of them stores the block's keys and values, and the other finds them
-    there.
+    sequences of a step may share a block. Then one of them may store the block's keys and values in this step, and the
+    other finds them there.
 
     Attributes:
         token_ids: int32 [num_tokens].
