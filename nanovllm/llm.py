@@ -48,7 +48,7 @@ class LLM:
             options: see `EngineConfig`.
 
         Raises:
-            TypeError: an option does not exist. The message names the existing option with the most similar name.
+            TypeError: an option does not exist. The message names a similar option, or else all options.
             ValueError: a value is out of range, this machine does not support it, or the model cannot be loaded.
         """
         self.engine = load_engine(EngineConfig.from_options(model, options))
@@ -503,8 +503,8 @@ class LLM:
     def close(self) -> None:
         """Free the model and the KV cache. The engine cannot be used afterwards.
 
-        This waits for a step that another thread runs, and for nothing else. Whoever waits for a request that has not
-        ended gets an error.
+        If another thread runs a step, or a command such as sleep(), this waits until that has ended. It does not wait
+        for unfinished requests. Whoever waits for a request that has not ended gets an error.
         """
         self.engine.close()
 

@@ -41,8 +41,8 @@ class BlockManager:
     parent's digest and its token ids; None for a block that cannot be found. A hit must agree on all three. So two
     blocks with equal digests are not taken for each other. (One case is left. A block knows the tokens before it only
     by its parent's digest. If the parent was evicted, and a block with other tokens and the same digest of 128 bits
-    took its place, the later block would be found wrongly.) Both entries are removed when the block is given out again
-    or forgotten.
+    took its place, the later block would be found wrongly.) Both entries, in `_findable` and in
+    `_content`, are removed when the block is given out again or forgotten.
     """
 
     _digest = staticmethod(prefix_digest)

@@ -71,7 +71,7 @@ class LLMEngine:
     `run` takes requests and calls `step` until all requests have ended. At depth 1 the host launches a step and waits
     for its result. At depth 2 the host plans and launches step N + 1 while the device runs step N, so it reads tokens
     one step later. All depths run the same code; at depth 2 `_in_flight` has one more entry. In a pipeline the
-    depth is the number of stages, and over NCCL one more.
+    depth is the number of stages, or one more if they are connected by NCCL and `overlap` is on.
     """
 
     def __init__(
@@ -143,8 +143,8 @@ class LLMEngine:
             text: the prompt's text, if it was given as text.
 
         Raises:
-            ValueError: the engine cannot run the request. The message names the bad value, the limit, and the option
-                to change.
+            ValueError: the engine cannot run the request. The message says what is wrong and what is
+                allowed.
         """
         self.claim.check_process()  # in a forked process `editor` might wait for ever for its lock
         params = self.facts.default_params if params is None else params

@@ -245,10 +245,10 @@ class Scheduler:
             new_rows=pack_sampling(admitted, len(self.may_stop) - 1),
         )
         table.count_launched(rows, ends, num_before + num_sampled)
-        # In most steps every resident sequence decodes. Then the list `table.running` can be used as it is. How the
-        # three numbers show this: `sampling` is a subset of `rows`, and `rows` a subset of the resident rows. Each of
-        # `rows` computes at least one token. So if the numbers are equal, every resident row computes one token and
-        # samples. In such a step `rows` is in order of admission, as `table.running` is.
+        # In most steps every resident sequence decodes, and `table.running` can be used as it is. To see this, compare
+        # the numbers of computed tokens, of sampling rows and of resident rows. The sampling rows are some of `rows`,
+        # and `rows` are some of the resident rows. Each of `rows` computes at least one token. So if the three numbers
+        # are equal, every resident row computes one token and samples. Then `rows` is in order of admission, too.
         are_all = num_tokens == len(sampling) == len(table.resident)
         seqs = table.running if are_all else table.sequences(sampling)
         return ScheduledStep(plan, seqs, sampling, table.num_releases, scored)

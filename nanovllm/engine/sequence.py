@@ -55,7 +55,7 @@ def check_request(
 ) -> None:
     """Raise a ValueError if the engine cannot run a prompt with these params.
 
-    The message names the bad value, the limit, and the option to change.
+    The message says what is wrong and what is allowed.
     """
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
         if bad := [i for i in getattr(params, name) or () if not 0 <= i < vocab_size]:
